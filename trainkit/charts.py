@@ -8,7 +8,8 @@ Every picture in the kit is a string of SVG or HTML: it needs no plotting librar
 
 # %% auto #0
 __all__ = ['PALETTE', 'FONT', 'Picture', 'clean', 'ticks', 'number', 'tick_labels', 'thin', 'as_points', 'running_mean',
-           'describe', 'svg', 'text', 'line_path', 'legend', 'curves', 'grid']
+           'describe', 'svg', 'text', 'line_path', 'legend', 'curves', 'grid', 'bars', 'heatmap', 'visible',
+           'token_boxes', 'table']
 
 # %% ../nbs/02_charts.ipynb #8c38f696
 import base64
@@ -16,6 +17,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape, unescape
+from itertools import pairwise
 from pathlib import Path
 
 # %% ../nbs/02_charts.ipynb #a60bdc48
@@ -88,17 +90,20 @@ def number(
     "A number as short as a label needs it."
     for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
         if max(1e4, size) <= abs(x) < math.inf: return f'{x/size:.{digits}g}{unit}'
-    return re.sub(r'e([-+])0*(\d+)', lambda m: 'e' + m[1].strip('+') + m[2], f'{x:.{digits}g}')
+    if not 0 < abs(x) < 1e-3: return f'{x:.{digits}g}'
+    mantissa, power = f'{x:.{digits - 1}e}'.split('e')
+    return f'{float(mantissa):g}e{int(power)}'
 
 def tick_labels(
     values: Sequence[float], # Marks as `ticks` gives them
 ) -> list[str]:
     "The marks as text; evenly spaced ones share a unit and a number of decimals."
-    steps = [b - a for a, b in zip(values, values[1:])]
+    steps = [b - a for a, b in pairwise(values)]
     if not steps or max(steps) - min(steps) > 1e-6*max(steps): return [number(v) for v in values]
     top, step = max(map(abs, values)), steps[0]
-    if top < 1e-3 or top >= 1e12: return [number(v, max(1, math.ceil(math.log10(top/step) + 1e-9) + 1)) for v in values]
-    unit, size = next(((u, s) for u, s in (('G', 1e9), ('M', 1e6), ('k', 1e3)) if top >= max(1e4, s)), ('', 1))
+    power = math.floor(math.log10(top))
+    unit, size = next(((u, s) for u, s in (('G', 1e9), ('M', 1e6), ('k', 1e3)) if top >= max(1e4, s)), ('', 1.))
+    if not -3 <= power < 12: unit, size = f'e{power}', 10.**power
     decimals = max(0, -math.floor(math.log10(step/size) + 1e-9))
     return [f'{v/size:.{decimals}f}{unit}' if v else '0' for v in values]
 
@@ -130,7 +135,7 @@ def as_points(
     pair = len(data) == 2 and not any(isinstance(d, (int, float)) for d in data)
     xs, ys = (plain(d) for d in data) if pair else (range(len(data)), data)
     if len(xs) != len(ys): raise ValueError(f'{len(xs)} values of x for {len(ys)} values of y')
-    points = [(float(x), math.nan if y is None else float(y)) for x, y in zip(xs, ys)]
+    points = [(float(x), math.nan if y is None else float(y)) for x, y in zip(xs, ys, strict=True)]
     return [p for p in points if math.isfinite(p[0])]
 
 def running_mean(
@@ -239,20 +244,21 @@ def curves(
     if y_label: names, top = names + text(0, top + 12, y_label, more='opacity=".75"'), top + 16
 
     scale = math.log10 if log_y else float
-    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*real))
+    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*real, strict=True))
     pad = (0.04*(scale(y1) - scale(y0)) or 0.05*abs(scale(y1)) or 0.5)
     low, high = (10**(scale(y0) - pad), 10**(scale(y1) + pad)) if log_y else (y0 - pad, y1 + pad)
-    y_marks, x_marks = ticks(low, high, log=log_y), ticks(x0, x1)
+    y_marks, x_marks = ticks(low, high, 4, log_y), ticks(x0, x1)
     if all(x == int(x) for x, _ in real): x_marks = [x for x in x_marks if x == int(x)]
-    y_names, x_names = tick_labels(y_marks), tick_labels(x_marks)
+    y_names = [number(y) for y in y_marks] if log_y and high >= 10*low else tick_labels(y_marks)
+    x_names = tick_labels(x_marks)
     left, right, foot = 8 + 6.7*max(map(len, y_names)), width - max(4, 3.4*len(x_names[-1])), height - 36
     X = lambda x: left + (x - x0)/(x1 - x0)*(right - left) if x1 > x0 else (left + right)/2
     Y = lambda y: foot - (scale(y) - scale(low))/(scale(high) - scale(low))*(foot - top - 8)
 
     grid = ''.join(f'M{left:.1f} {Y(y):.1f}H{right:.1f}' for y in y_marks)
     axes = f'<path d="{grid}" stroke="currentColor" opacity=".15"/><path d="M{left:.1f} {foot:.1f}H{right:.1f}" stroke="currentColor" opacity=".5"/>'
-    axes += ''.join(text(left - 6, Y(y) + 4, name, 'end') for y, name in zip(y_marks, y_names))
-    axes += ''.join(text(X(x), foot + 16, name, 'middle') for x, name in zip(x_marks, x_names))
+    axes += ''.join(text(left - 6, Y(y) + 4, name, 'end') for y, name in zip(y_marks, y_names, strict=True))
+    axes += ''.join(text(X(x), foot + 16, name, 'middle') for x, name in zip(x_marks, x_names, strict=True))
     body = ''
     for i, points in enumerate(lines.values()):
         colour, place = PALETTE[i % len(PALETTE)], lambda points: [(X(x), Y(y) if math.isfinite(y) else y) for x, y in thin(points)]
@@ -274,3 +280,145 @@ def grid(
     label = '; '.join(p.label for p in pictures if isinstance(p, Picture))
     return Picture(f'<div role="group" aria-label="{clean(label or "pictures")}" style="display:grid;gap:20px;align-items:start;'
                    f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}px),1fr))">{cells}</div>')
+
+# %% ../nbs/02_charts.ipynb #c6ef2532
+def bars(
+    values: Mapping[str, float], # Name -> number; NaN or None means that there is none
+    title: str = '',
+    unit: str = '', # Written after each number
+    highlight: str = '', # The name of the bar that the others are compared with
+    width: int = 480, # Largest width, in CSS pixels
+) -> Picture:
+    "One horizontal bar for each number, from zero."
+    rows = [(str(name), math.nan if v is None else float(v)) for name, v in values.items()]
+    real = [v for _, v in rows if math.isfinite(v)]
+    show = lambda v: f'{number(v)}{" " + unit if unit else ""}' if math.isfinite(v) else 'no value'
+    low, high = min([0., *real]), max([0., *real])
+    left = min(0.4*width, 10 + 6.7*max([4, *(len(name) for name, _ in rows)]))
+    ends = 12 + 6.7*max([0, *(len(show(v)) for _, v in rows)])
+    X = lambda v: left + (ends if low < 0 else 0) + (v - low)/((high - low) or 1)*(width - left - ends*(2 if low < 0 else 1))
+    top = 26 if title else 2
+    body = text(0, 13, title, more='font-weight="600"') if title else ''
+    if not rows: body += text(width/2, top + 16, 'no data yet', 'middle')
+    for i, (name, v) in enumerate(rows):
+        y, fits = top + 26*i, int((left - 10)/6.7)
+        body += text(left - 8, y + 15, name if len(name) <= fits else name[:fits - 1] + '…', 'end')
+        if math.isfinite(v):
+            a, b = sorted((X(0), X(v)))
+            faint = ' opacity=".45"' if highlight and name != highlight else ''
+            body += f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" fill="{PALETTE[0]}"{faint}/>'
+        at, anchor = (X(v), 'end' if v < 0 else 'start') if math.isfinite(v) else (X(0), 'start')
+        body += text(at + (-6 if v < 0 else 6), y + 15, show(v), anchor, 'font-weight="600"' if name == highlight else '')
+    label = '; '.join(f'{name} {show(v)}' for name, v in rows) or 'no data yet'
+    return svg(width, top + 26*max(1, len(rows)), f'{title}: {label}' if title else label, body)
+
+# %% ../nbs/02_charts.ipynb #39b8f6f2
+def heatmap(
+    matrix, # Rows of numbers, NaN for none: lists, an array or a tensor
+    rows: Sequence[str] = (), # A label for each row
+    columns: Sequence[str] = (), # A label for each column
+    title: str = '',
+    limit: float | None = None, # The size of number that is drawn at full strength; the largest when None
+    width: int = 480, # Largest width, in CSS pixels
+) -> Picture:
+    "A matrix as a grid of colours: blue above zero, orange below, stronger for larger."
+    m = [[float(v) for v in row] for row in (matrix.tolist() if hasattr(matrix, 'tolist') else matrix)]
+    h, w = len(m), len(m[0]) if m else 0
+    if any(len(row) != w for row in m): raise ValueError(f'rows of {sorted({len(row) for row in m})} numbers: they must be equally long')
+    for name, labels, n in (('rows', rows, h), ('columns', columns, w)):
+        if len(labels) not in (0, n): raise ValueError(f'{len(labels)} labels for {n} {name}')
+    real = [v for row in m for v in row if math.isfinite(v)]
+    if not real: return svg(width, 60, f'{title or "heat map"}: no data yet', text(0, 13, title) + text(width/2, 40, 'no data yet', 'middle'))
+    limit = limit or max(map(abs, real)) or 1.
+    cut = lambda label: label if len(label) <= 14 else label[:13] + '…'
+    rows, columns = [cut(visible(r)) for r in rows], [cut(visible(c)) for c in columns]
+    left, slope = 8 + 7.6*max(map(len, rows), default=-1), 4.9*max(map(len, columns), default=0)
+    size = min(28., (width - left - slope*0.7)/w)
+    top = (24 if title else 2) + (slope + 12 if columns else 0)
+    X, Y, every = (lambda j: left + j*size), (lambda i: top + i*size), max(1, math.ceil(14/size))
+    body = text(0, 13, title, more='font-weight="600"') if title else ''
+    body += ''.join(text(left - 6, Y(i + 0.5) + 4, r, 'end') for i, r in enumerate(rows) if i % every == 0)
+    for j, c in enumerate(columns):
+        at = f'{X(j + 0.5) + 2:.1f} {top - 6:.1f}'
+        if j % every == 0: body += f'<text transform="translate({at}) rotate(-45)">{clean(c)}</text>'
+    shade = lambda v: max(-16, min(16, round(16*v/limit))) if math.isfinite(v) else 0
+    name = lambda labels, i: labels[i] if labels else str(i)
+    paths: dict[int, str] = {}
+    for i, row in enumerate(m):
+        j = 0
+        while j < w:
+            end = next((k for k in range(j + 1, w) if shade(row[k]) != shade(row[j])), w)
+            level = shade(row[j])
+            if level: paths[level] = paths.get(level, '') + f'M{j} {i}h{end - j}v1h{j - end}z'
+            j = end
+    cells = ''.join(f'<path d="{d}" fill="{PALETTE[0 if level > 0 else 1]}" fill-opacity="{abs(level)/16:.3g}"/>' for level, d in sorted(paths.items()))
+    if h*w <= 400: cells += '<g fill-opacity="0">' + ''.join(
+        f'<rect x="{j}" y="{i}" width="1" height="1"><title>{clean(name(rows, i))} → {clean(name(columns, j))}: {number(v) if math.isfinite(v) else "no value"}</title></rect>'
+        for i, row in enumerate(m) for j, v in enumerate(row)) + '</g>'
+    body += f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})">{cells}</g>'
+    body += f'<rect x="{left:.1f}" y="{top:.1f}" width="{w*size:.1f}" height="{h*size:.1f}" fill="none" stroke="currentColor" opacity=".4"/>'
+    best = max((abs(v), i, j) for i, row in enumerate(m) for j, v in enumerate(row) if math.isfinite(v))
+    words = (f'{h} rows by {w} columns, from {number(min(real))} to {number(max(real))}, '
+             f'strongest {number(m[best[1]][best[2]])} in row {name(rows, best[1])}, column {name(columns, best[2])}')
+    y = top + h*size + 22
+    key = ''.join(f'<rect x="{left + 14*k:.1f}" y="{y - 10:.1f}" width="14" height="10" fill="{PALETTE[1 if min(real) < 0 and k < 4 else 0]}" '
+                  f'fill-opacity="{abs(k/3.5 - 1) if min(real) < 0 else k/7:.3g}"/>' for k in range(8))
+    body += f'<g opacity=".85">{key}{text(left + 118, y, f"{number(-limit if min(real) < 0 else 0)} to {number(limit)}")}</g>'
+    return svg(width, y + 6, f'{title}: {words}' if title else words, body)
+
+# %% ../nbs/02_charts.ipynb #f42864b2
+def visible(
+    piece: str | bytes, # A token
+) -> str: # The same with `·` for a space, `⏎` for a line end, `→` for a tab
+    "A token with its white space made visible, and broken characters as hexadecimal."
+    if isinstance(piece, bytes):
+        try: piece = piece.decode('utf-8')
+        except UnicodeDecodeError: return '⟨' + piece.hex(' ').upper() + '⟩'
+    return piece.replace(' ', '·').replace('\n', '⏎').replace('\t', '→').replace('\r', '␍') or '∅'
+
+def token_boxes(
+    pieces: Sequence[str | bytes], # The text of each token, or its bytes
+    ids: Sequence[int] | None = None, # Shown on hover
+    shade: Sequence[float] | None = None, # From 0 to 1: one colour of this strength for each instead of alternating ones
+    title: str = '',
+) -> Picture:
+    "Text as a tokenizer cuts it, in coloured boxes."
+    for name, other in (('ids', ids), ('shade', shade)):
+        if other is not None and len(other) != len(pieces): raise ValueError(f'{len(other)} {name} for {len(pieces)} tokens')
+    spans = []
+    for i, piece in enumerate(pieces):
+        colour = PALETTE[0 if shade is not None else i % len(PALETTE)]
+        strength = 0.22 if shade is None else 0.7*min(1, max(0, float(shade[i])))
+        r, g, b = (int(colour[k:k+2], 16) for k in (1, 3, 5))
+        size = len(piece if isinstance(piece, bytes) else piece.encode('utf-8', 'replace'))
+        facts = [f'id {int(ids[i])}'] if ids is not None else []
+        facts += [f'{float(shade[i]):.3g}'] if shade is not None else []
+        hover = ', '.join([*facts, f'{size} byte{"s"*(size != 1)}'])
+        broken = '<br/>' if piece in ('\n', b'\n') or (isinstance(piece, str) and piece.endswith('\n')) else ''
+        spans.append(f'<span title="{hover}" style="background:rgba({r},{g},{b},{strength:.3g});border-bottom:2px solid {colour};'
+                     f'border-radius:3px 3px 0 0;padding:1px 2px;margin:1px;white-space:pre-wrap">{clean(visible(piece))}</span>{broken}')
+    words = f'{len(pieces)} tokens: ' + ' | '.join(visible(p) for p in pieces[:200]) + (' and more' if len(pieces) > 200 else '')
+    head = f'<div style="font:600 13px/2 system-ui,sans-serif">{clean(title)}</div>' if title else ''
+    return Picture(f'<div role="img" aria-label="{clean(f"{title}: {words}" if title else words)}">{head}'
+                   f'<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">{"".join(spans)}</div></div>')
+
+# %% ../nbs/02_charts.ipynb #c885c6ee
+def table(
+    rows: Sequence[Mapping], # One dictionary a row; a missing or None value is left blank
+    title: str = '', # Shown above it
+    columns: Sequence[str] | None = None, # Which to show, in this order; all that occur when None
+) -> Picture:
+    "Rows of values as an HTML table."
+    columns = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else list(columns)
+    is_number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
+    show = lambda v: '' if v is None else f'{v:,}' if type(v) is int else number(v) if is_number(v) else str(v)
+    right = {c for c in columns if rows and all(is_number(row.get(c, 0)) or row.get(c) is None for row in rows)}
+    side = lambda c: 'right' if c in right else 'left'
+    style = 'padding:4px 14px 4px 0;vertical-align:top;overflow-wrap:anywhere;'
+    line = 'border-bottom:1px solid rgba(128,128,128,.35);'
+    head = ''.join(f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>' for c in columns)
+    body = ''.join('<tr>' + ''.join(f'<td style="{style}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>' for c in columns) + '</tr>' for row in rows)
+    caption = f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>' if title else ''
+    return Picture(f'<div role="region" tabindex="0" aria-label="{clean(title or "table")}, {len(rows)} rows" style="overflow-x:auto">'
+                   '<table style="border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums">'
+                   f'{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
