@@ -140,10 +140,11 @@ def as_points(
 
 def running_mean(
     points: list[tuple[float, float]], # (x, y)
-    smooth: float, # From 0, nothing, to just under 1
+    reach: float, # About how many points it looks back
 ) -> list[tuple[float, float]]:
     "Exponential moving average without a bias towards zero at the start (as in Adam)."
     total, weight, out = 0., 0., []
+    smooth = 1 - 1/max(1., reach)
     for x, y in points:
         if math.isfinite(y): total, weight = smooth*total + (1 - smooth)*y, smooth*weight + 1 - smooth
         out.append((x, total/weight if math.isfinite(y) else y))
@@ -227,7 +228,7 @@ def curves(
     x_label: str = 'step',
     y_label: str = '',
     log_y: bool = False, # Logarithmic axis; what is not above 0 becomes a gap
-    smooth: float = 0., # Show a running mean, 0.9 say, with the raw values dimmed behind it
+    smooth: float = 0., # Show a running mean over this share of the curve, 0.02 say, with the raw values dimmed behind it
     width: int = 480, # Largest width, in CSS pixels
     height: int = 260,
 ) -> Picture:
@@ -245,7 +246,8 @@ def curves(
 
     scale = math.log10 if log_y else float
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*real, strict=True))
-    pad = (0.04*(scale(y1) - scale(y0)) or 0.05*abs(scale(y1)) or 0.5)
+    if not log_y and y1 - y0 < 2e-3*abs(y1): y0, y1 = y0 - 1e-3*abs(y1), y1 + 1e-3*abs(y1) # rounding is not news
+    pad = 0.04*(scale(y1) - scale(y0)) or 0.5
     low, high = (10**(scale(y0) - pad), 10**(scale(y1) + pad)) if log_y else (y0 - pad, y1 + pad)
     y_marks, x_marks = ticks(low, high, 4, log_y), ticks(x0, x1)
     if all(x == int(x) for x, _ in real): x_marks = [x for x in x_marks if x == int(x)]
@@ -264,7 +266,7 @@ def curves(
         colour, place = PALETTE[i % len(PALETTE)], lambda points: [(X(x), Y(y) if math.isfinite(y) else y) for x, y in thin(points)]
         if smooth and len(points) > 32:
             body += line_path(place(points), colour, 1, more='opacity=".3"')
-            points = running_mean(points, smooth)
+            points = running_mean(points, smooth*len(points))
         body += line_path(place(points), colour, dots=len(points) <= 32)
     words = '; '.join(describe(name, points, x_label) for name, points in lines.items())
     return svg(width, height, f'{title}: {words}' if title else words,
@@ -305,7 +307,7 @@ def bars(
         body += text(left - 8, y + 15, name if len(name) <= fits else name[:fits - 1] + '…', 'end')
         if math.isfinite(v):
             a, b = sorted((X(0), X(v)))
-            faint = ' opacity=".45"' if highlight and name != highlight else ''
+            faint = ' opacity=".55"' if highlight and name != highlight else ''
             body += f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" fill="{PALETTE[0]}"{faint}/>'
         at, anchor = (X(v), 'end' if v < 0 else 'start') if math.isfinite(v) else (X(0), 'start')
         body += text(at + (-6 if v < 0 else 6), y + 15, show(v), anchor, 'font-weight="600"' if name == highlight else '')
@@ -355,7 +357,7 @@ def heatmap(
     if h*w <= 400: cells += '<g fill-opacity="0">' + ''.join(
         f'<rect x="{j}" y="{i}" width="1" height="1"><title>{clean(name(rows, i))} → {clean(name(columns, j))}: {number(v) if math.isfinite(v) else "no value"}</title></rect>'
         for i, row in enumerate(m) for j, v in enumerate(row)) + '</g>'
-    body += f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})">{cells}</g>'
+    body += f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})" shape-rendering="crispEdges">{cells}</g>'
     body += f'<rect x="{left:.1f}" y="{top:.1f}" width="{w*size:.1f}" height="{h*size:.1f}" fill="none" stroke="currentColor" opacity=".4"/>'
     best = max((abs(v), i, j) for i, row in enumerate(m) for j, v in enumerate(row) if math.isfinite(v))
     words = (f'{h} rows by {w} columns, from {number(min(real))} to {number(max(real))}, '
@@ -414,10 +416,11 @@ def table(
     show = lambda v: '' if v is None else f'{v:,}' if type(v) is int else number(v) if is_number(v) else str(v)
     right = {c for c in columns if rows and all(is_number(row.get(c, 0)) or row.get(c) is None for row in rows)}
     side = lambda c: 'right' if c in right else 'left'
-    style = 'padding:4px 14px 4px 0;vertical-align:top;overflow-wrap:anywhere;'
+    style = 'padding:4px 14px 4px 0;vertical-align:top;'
+    wrap = lambda c: '' if c == columns[0] else 'overflow-wrap:anywhere;'
     line = 'border-bottom:1px solid rgba(128,128,128,.35);'
     head = ''.join(f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>' for c in columns)
-    body = ''.join('<tr>' + ''.join(f'<td style="{style}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>' for c in columns) + '</tr>' for row in rows)
+    body = ''.join('<tr>' + ''.join(f'<td style="{style}{wrap(c)}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>' for c in columns) + '</tr>' for row in rows)
     caption = f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>' if title else ''
     return Picture(f'<div role="region" tabindex="0" aria-label="{clean(title or "table")}, {len(rows)} rows" style="overflow-x:auto">'
                    '<table style="border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums">'

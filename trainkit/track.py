@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -76,11 +78,13 @@ def open_trackio(folder: RunFolder, project: str, config: dict) -> Tracker:
     return Tracker(lambda values, step: run.log(values, step=step), lambda name, text, step: run.log({name: text}, step=step), close)
 
 def open_wandb(folder: RunFolder, project: str, config: dict) -> Tracker:
-    "Weights & Biases; kept on this machine unless somebody has logged in: `wandb sync`."
-    import wandb
+    "Weights & Biases; stays on this machine until `wandb sync` unless somebody has logged in."
+    import wandb # pyright: ignore[reportMissingImports]
     os.environ.setdefault('WANDB_ERROR_REPORTING', 'false')
-    mode = os.environ.get('WANDB_MODE') or ('online' if wandb.Api.__module__ and wandb.setup().settings.api_key else 'offline')
-    run = wandb.init(project=project, name=folder.path.name, dir=str(folder.path), config=config, mode=mode, # pyright: ignore[reportArgumentType]
+    host, known = urlsplit(os.environ.get('WANDB_BASE_URL', 'https://api.wandb.ai')).hostname or '', 'WANDB_API_KEY' in os.environ
+    with contextlib.suppress(OSError, NetrcParseError): known = known or netrc().authenticators(host) is not None
+    run = wandb.init(project=project, name=folder.path.name, dir=str(folder.path), config=config,
+                     mode=os.environ.get('WANDB_MODE') or ('online' if known else 'offline'), # never a prompt that blocks a cell
                      settings=wandb.Settings(console='off', silent=True))
     return Tracker(lambda values, step: run.log(values, step=step),
                    lambda name, text, step: run.log({name: wandb.Html(f'<pre>{clean(text)}</pre>')}, step=step), run.finish)
@@ -178,9 +182,9 @@ def parse_yaml(
 
 # %% ../nbs/19_track.ipynb #b21fad12
 PICTURES = ( # title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
-    ('Loss', {'train': 'loss', 'eval': 'eval_loss'}, 0.9),
+    ('Loss', {'train': 'loss', 'eval': 'eval_loss'}, 0.02),
     ('Learning rate', {'rate': 'learning_rate'}, 0.),
-    ('Gradient norm', {'norm': 'grad_norm'}, 0.9),
+    ('Gradient norm', {'norm': 'grad_norm'}, 0.02),
     ('Tokens a second', {'tokens/s': 'tokens_per_second'}, 0.),
     ('Memory in GiB', {'process': 'memory_gib', 'GPU': 'gpu_memory_gib'}, 0.))
 
@@ -241,7 +245,7 @@ def compare(
     rows = [{'part': part, 'name': name, names[0]: left.get((part, name)), names[1]: right.get((part, name))}
             for part, name in dict.fromkeys([k for k in [*left, *right] if k in keys]) if left.get((part, name)) != right.get((part, name))]
     rows.sort(key=lambda row: order.index(row['part']))
-    shared = [(title, key, smooth) for title, key, smooth in (('Loss', 'loss', 0.9), ('Evaluation loss', 'eval_loss', 0.)) if key in a.keys() + b.keys()]
+    shared = [(title, key, smooth) for title, key, smooth in (('Loss', 'loss', 0.02), ('Evaluation loss', 'eval_loss', 0.)) if key in a.keys() + b.keys()]
     return Comparison(names, rows, grid(*(curves({n: r.series(key) for n, r in zip(names, (a, b), strict=True)}, title, smooth=smooth) for title, key, smooth in shared)))
 
 # %% ../nbs/19_track.ipynb #efcdbb82
@@ -266,13 +270,13 @@ def run_sections(
 ) -> list[tuple[str, str]]: # (heading, HTML)
     "What every report shows: the result, curves, samples, timings, config, machine."
     final, seconds = run.final(), (run.series('seconds')[1] or [math.nan])[-1]
-    tiles = [('loss', final.get('loss')), ('evaluation loss', final.get('best_eval_loss')), ('steps', final.get('step')), ('tokens', final.get('tokens')),
+    tiles = [('loss', final.get('loss')), ('best evaluation', final.get('best_eval_loss')), ('steps', final.get('step')), ('tokens', final.get('tokens')),
              ('tokens/s', final.get('tokens_per_second')), ('minutes', seconds/60), ('ended by', final['status'].replace('_', ' '))]
     shown = [(name, number(v) if isinstance(v, (int, float)) else v) for name, v in tiles if v is not None and v == v]
     result = '<dl class="tiles">' + ''.join(f'<div><dt>{clean(k)}</dt><dd>{clean(v)}</dd></div>' for k, v in shown) + '</dl>'
     peaks = {f'peak {what} memory, GiB': max(v) for what, key in (('process', 'memory_peak_gib'), ('GPU', 'gpu_memory_peak_gib')) if (v := run.series(key)[1])}
     timings = {'training, s': seconds, 'evaluation, s': sum(run.series('eval_seconds')[1]), 'step, ms': 1000*seconds/(final.get('step') or math.nan), **peaks}
-    rows = lambda values: [{'name': k, 'value': number(v) if isinstance(v, float) else str(v)} for k, v in values.items() if v is not None and v == v]
+    rows = lambda values: [{'name': k, 'value': number(v) if isinstance(v, float) else str(v)} for k, v in values.items() if v not in (None, {}) and v == v]
     machine = flatten({k: v for k, v in run.environment.items() if k != 'versions'})
     versions = run.environment.get('versions') or {}
     config = flatten(parse_yaml(run.config))
@@ -289,11 +293,11 @@ STYLE = '''
 *{box-sizing:border-box}
 body{margin:0 auto;padding:32px 20px 64px;max-width:1000px;background:var(--page);color:var(--ink);font:16px/1.6 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 h1{font-size:1.9rem;line-height:1.2;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:1.25rem;margin:44px 0 14px;padding-top:18px;border-top:1px solid var(--line)}
-p.when,nav,footer{color:var(--dim);font-size:.9rem}p.when{margin:0 0 14px}nav a{color:inherit;margin-right:16px;white-space:nowrap}footer{margin-top:52px}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(112px,1fr));gap:10px;margin:0}
-.tiles div{background:var(--card);border-radius:8px;padding:10px 14px}.tiles dt{color:var(--dim);font-size:.8rem}
-.tiles dd{margin:0;font-size:1.2rem;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
-.samples{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr));gap:12px;margin-bottom:20px}
+p.when,nav,footer{color:var(--dim);font-size:.9rem}p.when{margin:0 0 14px}nav{display:flex;flex-wrap:wrap;gap:2px 16px}nav a{color:inherit}footer{margin-top:52px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:10px;margin:0}
+.tiles div{background:var(--card);border-radius:8px;padding:10px 12px}.tiles dt{color:var(--dim);font-size:.8rem}
+.tiles dd{margin:0;font-size:1.1rem;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+.samples{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,210px),1fr));gap:12px;margin-bottom:20px}
 figure{margin:0;background:var(--card);border-radius:8px;padding:10px 14px}figcaption{color:var(--dim);font-size:.8rem}
 pre{margin:4px 0 0;white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 details{margin-top:12px}summary{cursor:pointer}svg{max-width:100%!important}
