@@ -90,7 +90,8 @@ def _count_block(block: list[str], pattern: str, lane: str) -> Counter:
         parts = [to_utf8(text) for text in block]
         joined, ends = b''.join(parts), np.cumsum([len(part) for part in parts])
         found = _kernels().count_kernel(np.frombuffer(joined, np.uint8), ends, char_classes(), [*PATTERNS].index(pattern))
-        for start, size, count in zip(*(a.tolist() for a in found)): counts[joined[start:start + size].decode()] = count
+        for start, size, count in zip(*(a.tolist() for a in found), strict=True):
+            counts[joined[start:start + size].decode()] = count
         return counts
     for text in block:
         if not text.isascii(): to_utf8(text)
