@@ -23,6 +23,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -55,11 +56,14 @@ def write_tensors(
         header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
     head = json.dumps(header, separators=(',', ':')).encode()
     head += b' ' * (-len(head) % 8)
-    digest = hashlib.sha256()
-    with open(path, 'wb') as file:
-        for part in (len(head).to_bytes(8, 'little'), head, *map(raw_bytes, (tensors[name] for name in names))):
-            digest.update(part)
+    digest = hashlib.sha256(len(head).to_bytes(8, 'little') + head)
+    with open(path, 'wb') as file, ThreadPoolExecutor(1) as other:
+        file.write(len(head).to_bytes(8, 'little') + head)
+        for name in names:
+            part = raw_bytes(tensors[name])
+            hashed = other.submit(digest.update, part) # Another core hashes while this one writes
             file.write(part)
+            hashed.result()
         return dict(bytes=file.tell(), sha256=digest.hexdigest())
 
 def raw_bytes(tensor: Tensor) -> memoryview: # The tensor's own memory where it lies on the CPU in one piece
