@@ -29,7 +29,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from .charts import Picture, clean, curves, grid, number, table
+from .canvas import Picture, clean, grid, number, table
+from .charts import curves
 from .config import write_atomic
 from .runs import Run, RunFolder, Runs, data_hash, list_runs, mask, read_run
 
