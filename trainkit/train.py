@@ -36,7 +36,7 @@ if TYPE_CHECKING: from accelerate import Accelerator
 # %% ../nbs/18_train.ipynb #1255969c
 _all_ = ['Control', 'Loss', 'Result', 'TrainConfig', 'TrainingError', 'lm_loss', 'objective']
 
-# %% ../nbs/18_train.ipynb #45839a02
+# %% ../nbs/18_train.ipynb #c09687d0
 def count_tokens(
     batch: dict, # Any batch: `input_ids`, or `chosen_input_ids` and the like
 ) -> int:
@@ -58,6 +58,7 @@ def read_steps(
     sums = {name: [sum(columns[2*i]), sum(columns[2*i + 1])] for i, name in enumerate(names)}
     return losses, [None if s.grad_norm is None else next(norms) for s in steps], sums
 
+# %% ../nbs/18_train.ipynb #4a3816fd
 @contextmanager
 def prepared(
     accelerator: 'Accelerator',
@@ -76,7 +77,7 @@ def prepared(
         for module, mode in modes: module.training = mode
         accelerator._models[:], accelerator._optimizers[:] = kept
 
-# %% ../nbs/18_train.ipynb #27329066
+# %% ../nbs/18_train.ipynb #998956fa
 def save_weights(
     model: nn.Module,
     folder: Path,
@@ -87,6 +88,7 @@ def save_weights(
         from safetensors.torch import save_model
         save_model(model, str(folder/'model.safetensors'))
 
+# %% ../nbs/18_train.ipynb #1e1c0bf4
 def check_plan(
     trainer: 'Trainer',
 ) -> None:
@@ -123,7 +125,7 @@ The likely causes:
   2. The numbers do not fit their format (mixed_precision={c.mixed_precision!r}, max_grad_norm={c.max_grad_norm:g}): try 'bf16' or 'no', and max_grad_norm=1.
   3. Broken data or a broken start: look at the batch of this step, and for NaN in the model's weights.""", step, good)
 
-# %% ../nbs/18_train.ipynb #60407377
+# %% ../nbs/18_train.ipynb #d8e42caa
 class Trainer:
     "Runs an objective over batches, and does on the way what a `TrainConfig` says."
 
@@ -149,7 +151,8 @@ class Trainer:
         self.window_size = self.config.gradient_accumulation_steps*self.accelerator.num_processes
         self.total_steps = count_steps(train_batches, self.window_size, self.config)
         self.epoch_length = len(train_batches) if hasattr(train_batches, '__len__') else None
-        self.eval_start = deepcopy(eval_batches.state_dict()) if hasattr(eval_batches, 'state_dict') else None
+        self.train_start, self.eval_start = (deepcopy(b.state_dict()) if hasattr(b, 'state_dict') else None
+                                             for b in (train_batches, eval_batches))
         self.state, self.history, self.checkpoint, self.learning_rate = TrainState(), [], None, self.optim.learning_rate
         check_plan(self)
 
@@ -191,11 +194,12 @@ class Trainer:
         if not resume:
             if last: raise FileExistsError(f'{self.folder} holds {last.name} of an earlier run: train(resume=True) goes on '
                                            'from it, or choose another output_dir')
+            if self.cursor is not None: self.cursor.load_state_dict(deepcopy(self.train_start))
             return
         path = last if resume in (True, 'auto') else Path(resume)
         if path is None:
-            if resume == 'auto': return
-            raise FileNotFoundError(f'no checkpoint in {home}: train() starts from the beginning')
+            if resume == 'auto': return self.restore(None)
+            raise FileNotFoundError(f'no checkpoint in {home or "output_dir, which is empty"}: train() starts from the beginning')
         found = load_checkpoint(path, self.model, self.bare, self.schedule, self.accelerator.scaler, self.cursor)
         self.state, self.checkpoint = TrainState(**found), str(path)
 
@@ -216,7 +220,7 @@ class Trainer:
                 fruitless = 0
                 self.step(group)
                 if reason := self.ended(): return reason
-            if self.epoch_length is None: self.state.epoch, self.state.batch = self.state.epoch + 1, 0
+            if self.state.batch: self.state.epoch, self.state.batch = self.state.epoch + 1, 0 # of a length that nobody knew
         raise ValueError(f'train_batches gave no batch in a whole epoch, at step {self.state.step}')
 
     def ended(self) -> str:
