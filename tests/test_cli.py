@@ -1,0 +1,151 @@
+"The commands as a newcomer types them, on right and on wrong input, with a model that is small but real."
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+SMALL = ['data.path=stdlib', 'data.max_chars=300000', 'data.max_length=64', 'tokenizer.vocab_size=600', 'model.d_model=64',
+         'model.n_heads=2', 'model.n_layers=2', 'model.d_ff=128', 'train.max_steps=30', 'train.logging_steps=5',
+         'train.eval_steps=15', 'train.save_steps=10', 'train.sample_steps=0', 'train.per_device_train_batch_size=4',
+         'sampling.max_new_tokens=12']
+
+
+def trainkit(*words, cwd, **env):
+    return subprocess.run([sys.executable, '-m', 'trainkit', *words], cwd=cwd, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, 'PYTHONPATH': str(ROOT), **env})
+
+
+@pytest.fixture(scope='module')
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('demo')
+    done = trainkit('demo', *SMALL, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+def test_demo_says_what_it_does(demo):
+    _, said = demo
+    for part in ('Tokenizer', 'parameters', '30 steps', 'Before training', 'After training', 'Bits per byte', 'this model',
+                 'token frequencies', 'gzip', 'xz', 'report.html'):
+        assert part in said, part
+
+
+def test_demo_leaves_a_whole_run_folder(demo):
+    run = demo[0]/'runs'/'demo'
+    for name in ('config.yaml', 'environment.json', 'metrics.jsonl', 'log.txt', 'report.html', 'checkpoints', 'model', 'best_model'):
+        assert (run/name).exists(), name
+    events = [json.loads(line)['event'] for line in (run/'metrics.jsonl').read_text().splitlines()]
+    assert {'start', 'log', 'eval', 'sample', 'save', 'end'} <= set(events)
+    report = (run/'report.html').read_text()
+    assert 'http://' not in report.replace('http://www.w3.org', '') and 'https://' not in report, 'a report needs nothing else'
+    assert '<svg' in report and 'bits' in report.lower()
+    assert str(demo[0]) not in report
+
+
+def test_the_model_opens_in_transformers_without_our_code(demo):
+    code = ("import sys, json, torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+            "m, t = (c.from_pretrained(sys.argv[1]) for c in (AutoModelForCausalLM, AutoTokenizer))\n"
+            "ids = t('import os', return_tensors='pt').input_ids\n"
+            "out = m.generate(ids, max_new_tokens=8, do_sample=False)\n"
+            "print(json.dumps([type(m).__name__, out[0].tolist(), t.decode(out[0]), 'trainkit' in sys.modules]))")
+    model = demo[0]/'runs'/'demo'/'model'
+    done = subprocess.run([sys.executable, '-c', code, str(model)], capture_output=True, text=True, cwd=demo[0])
+    assert done.returncode == 0, done.stderr
+    kind, ids, text, ours_loaded = json.loads(done.stdout.splitlines()[-1])
+    assert kind == 'LlamaForCausalLM' and not ours_loaded
+    ours = trainkit('generate', '-m', str(model), '-p', 'import os', '--max-new-tokens', '8', '--temperature', '0', cwd=demo[0])
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout.strip() == text.removesuffix('<|endoftext|>').strip()
+
+
+def test_the_same_seed_says_the_same(demo):
+    ask = ['generate', '-m', 'runs/demo/model', '-p', 'def ', '--max-new-tokens', '10', '--seed']
+    first, again, other = (trainkit(*ask, seed, cwd=demo[0]).stdout for seed in ('1', '1', '2'))
+    assert first == again != other
+
+
+def test_a_config_file_makes_the_run_again(demo):
+    "The saved config alone gives the same losses, bit for bit."
+    done = trainkit('train', 'runs/demo/config.yaml', 'name=again', cwd=demo[0])
+    assert done.returncode == 0, done.stderr
+    losses = [[r['loss'] for r in map(json.loads, (demo[0]/'runs'/name/'metrics.jsonl').read_text().splitlines()) if r['event'] == 'log']
+              for name in ('demo', 'again')]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_a_second_run_never_overwrites_the_first(demo):
+    done = trainkit('train', 'runs/demo/config.yaml', 'train.max_steps=2', cwd=demo[0])
+    assert done.returncode == 0 and (demo[0]/'runs'/'demo-2'/'model').is_dir(), done.stderr
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='needs POSIX signals')
+def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
+    "Interrupted after some steps and resumed, a run ends with the weights of the uninterrupted one."
+    run = tmp_path/'runs'/'demo'
+    long = [*SMALL, 'train.max_steps=400', 'train.eval_strategy=no', 'train.save_steps=1000']
+    child = subprocess.Popen([sys.executable, '-m', 'trainkit', 'demo', *long], cwd=tmp_path, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and '"event": "log"' not in ((run/'metrics.jsonl').read_text() if (run/'metrics.jsonl').exists() else ''):
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    said = child.communicate(timeout=120)[0]
+    assert child.returncode == 130, said
+    assert f'--resume {Path("runs")/"demo"}' in said, said
+    assert len(list((run/'checkpoints').iterdir())) == 1
+    resumed = trainkit('train', '--resume', str(run), cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    whole = trainkit('demo', *long, 'name=whole', cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    weights = [(tmp_path/'runs'/name/'model'/'model.safetensors').read_bytes() for name in ('demo', 'whole')]
+    assert weights[0] == weights[1]
+
+
+WRONG = {
+    'no such config': (['train', 'nowhere.yaml'], 'nowhere.yaml'),
+    'unknown knob': (['demo', 'train.max_step=3'], "Did you mean 'max_steps'"),
+    'zero steps': (['demo', 'train.max_steps=0'], 'train.max_steps'),
+    'negative steps': (['demo', 'train.max_steps=-5'], 'train.max_steps'),
+    'learning rate that is no number': (['demo', 'optim.learning_rate=.nan'], 'finite number'),
+    'width and heads': (['demo', 'model.d_model=100', 'model.n_heads=3'], 'divisible'),
+    'rows too long': (['demo', 'data.max_length=512', 'model.max_seq_len=64', *[s for s in SMALL if 'max_length' not in s]], 'max_seq_len'),
+    'vocabulary too small': (['demo', 'tokenizer.vocab_size=200'], 'tokenizer.vocab_size'),
+    'missing data': (['demo', 'data.path=nothing.txt'], 'nothing.txt'),
+    'empty data': (['demo', 'data.path=empty.txt'], 'empty'),
+    'binary data': (['demo', 'data.path=binary.txt'], 'binary'),
+    'wrong encoding': (['demo', 'data.path=latin.txt'], 'line 2'),
+    'no such model': (['generate', '-m', 'nowhere', '-p', 'x'], 'nowhere'),
+    'not a run': (['train', '--resume', '.'], 'config.yaml'),
+    'unknown tracker': (['demo', 'report_to=[tensorbord]', *SMALL], 'tensorboard'),
+}
+
+
+@pytest.fixture(scope='module')
+def litter(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('wrong')
+    (folder/'empty.txt').write_text('')
+    (folder/'binary.txt').write_bytes(b'\x00\x01\x02'*100)
+    (folder/'latin.txt').write_bytes('gut\nschön'.encode('latin-1'))
+    return folder
+
+
+@pytest.mark.parametrize('case', WRONG)
+def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
+    words, hint = WRONG[case]
+    before = {p.name for p in litter.iterdir()}
+    done = trainkit(*words, cwd=litter)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert hint in done.stderr, done.stderr
+    assert 'Traceback' not in done.stderr
+    assert {p.name for p in litter.iterdir()} == before, 'nothing half-written'
+
+
+def test_usage_errors_have_their_own_code(tmp_path):
+    assert trainkit('trane', cwd=tmp_path).returncode == 2
+    assert trainkit('generate', cwd=tmp_path).returncode == 2

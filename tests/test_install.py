@@ -1,0 +1,43 @@
+"The wheel: what it holds, and that it works away from the clone."
+import json
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture(scope='module')
+def wheel(tmp_path_factory):
+    folder, source = (tmp_path_factory.mktemp(n) for n in ('wheel', 'source'))
+    for name in ('pyproject.toml', 'README.md', 'LICENSE', 'trainkit', 'nbs'): # a copy, so that no build folder is left in the clone
+        subprocess.run(['cp', '-r', str(ROOT/name), str(source)], check=True)
+    done = subprocess.run([sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '-w', str(folder), str(source)],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob('trainkit_llm-*.whl'))
+
+
+def test_wheel_holds_lessons_and_profiles(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f'trainkit/lessons/{p.name}' for p in (ROOT/'nbs').glob('*.ipynb')} <= names
+    assert {f'trainkit/{p.name}' for p in (ROOT/'trainkit').glob('*.py')} <= names
+    assert {'trainkit/settings.ini', 'trainkit/py.typed'} <= names
+
+
+def test_wheel_works_elsewhere(wheel, tmp_path):
+    "Unpacked into an empty folder: import, profiles, doctor, lessons."
+    zipfile.ZipFile(wheel).extractall(tmp_path/'site')
+    env = {**os.environ, 'PYTHONPATH': str(tmp_path/'site'), 'TRAINKIT_PROFILE': 'quick'}
+    code = ('import json, trainkit\nfrom trainkit.config import from_profile\nfrom trainkit.recipes import RunConfig\n'
+            'from trainkit.tokenizer import BPETokenizer\n'
+            'print(json.dumps([trainkit.__file__, from_profile(RunConfig).model.d_model, BPETokenizer.__module__]))')
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    where, width, module = json.loads(done.stdout.splitlines()[-1])
+    assert str(tmp_path) in where and width == 192 and module == 'trainkit.tokenizer'
+    done = subprocess.run([sys.executable, '-m', 'trainkit', 'lab', 'course', '--no-browser'], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path/'course').glob('*.ipynb'))) == len(list((ROOT/'nbs').glob('*.ipynb')))

@@ -1,0 +1,63 @@
+"Every lesson runs from a fresh kernel, in any order, offline; its slow cells on request."
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
+RUN = """
+import sys, warnings
+warnings.simplefilter('ignore')
+from nbdev.test import test_nb
+ok, seconds = test_nb(sys.argv[1], skip_flags=['gpu', 'slow'], force_flags=sys.argv[2:], basepath=sys.argv[1].rsplit('/nbs/', 1)[0])
+sys.exit(not ok)
+"""
+
+
+def cells(path):
+    return json.loads(path.read_text(encoding='utf-8'))['cells']
+
+
+def source(cell):
+    return ''.join(cell['source'])
+
+
+def run(path, *flags):
+    done = subprocess.run([sys.executable, '-c', RUN, str(path), *flags], capture_output=True, text=True, cwd=ROOT,
+                          env={**os.environ, 'TRAINKIT_PROFILE': 'quick', 'COLUMNS': '100'})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
+def test_lesson_runs(path):
+    run(path)
+
+
+SLOW = [p for p in LESSONS if any(source(c).startswith('#| slow') for c in cells(p))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', SLOW, ids=lambda p: p.stem)
+def test_slow_cells_run(path):
+    run(path, 'slow')
+
+
+@pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
+def test_lesson_is_fit_to_be_read(path):
+    "Title, exercises, saved outputs that are small and clean, nothing that belongs to one machine."
+    notebook = json.loads(path.read_text(encoding='utf-8'))
+    title = source(notebook['cells'][0])
+    assert re.match(r'# \S.*\n\n> \S', title), 'a lesson begins with `# Title` and `> one sentence`'
+    assert path.stat().st_size < 150_000, 'outputs are part of the lesson, but small'
+    assert 'widgets' not in notebook['metadata']
+    assert any(source(c).startswith('## Try it') for c in notebook['cells']), 'a lesson ends with exercises'
+    text = json.dumps([c.get('outputs', []) for c in notebook['cells']])
+    for wrong in ('widget-view+json', '/home/', '/root/', '/Users/', 'site-packages', 'Traceback', '"name": "stderr"', '\\u001b['):
+        assert wrong not in text, f'an output holds {wrong!r}'
+    for cell in notebook['cells']:
+        assert not re.search(r'^\s*from trainkit\S* import \*', source(cell), re.M)
+        if cell['cell_type'] == 'code' and source(cell).startswith('#| export'): assert '%' != source(cell)[10:].strip()[:1]

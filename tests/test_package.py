@@ -1,0 +1,125 @@
+"Facts about the whole package: it is what the notebooks say, imports point down, and it stays light."
+import ast
+import configparser
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT/'trainkit'
+NOTEBOOKS = sorted((ROOT/'nbs').glob('*.ipynb'))
+CHECKED_BY_HAND = {'__init__', '__main__', '_modidx'}
+
+
+@cache
+def rooms() -> dict[str, str]:
+    "Module -> the notebook that it comes from."
+    found = {}
+    for path in NOTEBOOKS:
+        if module := json.loads(path.read_text(encoding='utf-8'))['metadata'].get('nbdev', {}).get('default_exp'):
+            assert module not in found, f'{path.name} and {found[module]} write the same module'
+            found[module] = path.stem
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    "Rooms that a module imports, at its top or inside a function, for running or for type checks."
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.ImportFrom):
+            if node.level == 1 and node.module: found.add(node.module.split('.')[0])
+            elif node.level == 1 or node.module == 'trainkit': found |= {a.name for a in node.names}
+            elif node.module and node.module.startswith('trainkit.'): found.add(node.module.split('.')[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split('.')[1] for a in node.names if a.name.startswith('trainkit.')}
+    return found - {'__version__'}
+
+
+def test_modules_are_what_the_notebooks_say(tmp_path):
+    code = ('import sys, warnings; warnings.simplefilter("ignore")\nfrom nbdev.export import nb_export\n'
+            'for p in sys.argv[2:]: nb_export(p, sys.argv[1])')
+    (tmp_path/'trainkit').mkdir()
+    subprocess.run([sys.executable, '-c', code, str(tmp_path/'trainkit'), *map(str, NOTEBOOKS)], check=True, cwd=ROOT)
+    here = re.compile(r'[^\s"\']*nbs/')
+    for module in rooms():
+        new, old = ((d/f'{module}.py').read_text(encoding='utf-8') for d in (tmp_path/'trainkit', PACKAGE))
+        assert here.sub('nbs/', new) == here.sub('nbs/', old), f'trainkit/{module}.py is stale: run `make export`'
+    by_hand = {p.stem for p in PACKAGE.glob('*.py')} - set(rooms())
+    assert by_hand <= CHECKED_BY_HAND, f'{by_hand - CHECKED_BY_HAND} come from no notebook'
+
+
+def test_imports_point_down():
+    order = {module: int(name.split('_')[0]) for module, name in rooms().items()}
+    graph = {module: imported(PACKAGE/f'{module}.py') for module in rooms()}
+    for module, below in graph.items():
+        for other in below: # rooms that share a number are one lesson in parts, told in the order of the alphabet
+            assert (order[other], rooms()[other]) < (order[module], rooms()[module]), f'{rooms()[module]} imports {rooms()[other]}'
+    @cache
+    def depth(module): return 1 + max((depth(m) for m in graph[module]), default=0)
+    deepest = max(graph, key=depth)
+    assert depth(deepest) <= 7, f'{deepest} stands on {depth(deepest)} layers'
+
+
+@pytest.mark.parametrize('module', sorted(rooms()))
+def test_modules_stand_alone(module):
+    "A module may use no name of an unexported cell, no development tool, and no heavy library at its top."
+    tree = ast.parse((PACKAGE/f'{module}.py').read_text(encoding='utf-8'))
+    top = {n.module.split('.')[0] if isinstance(n, ast.ImportFrom) and n.module else a.name.split('.')[0]
+           for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+    heavy = {'peft', 'trl', 'bitsandbytes', 'ipywidgets', 'wandb', 'trackio', 'matplotlib', 'numba', 'datasets', 'tiktoken'}
+    if module not in ('hf', 'engines'): heavy.add('transformers')
+    assert not top & heavy, f'{module} imports {top & heavy} at its top'
+    everywhere = {(n.module or '') if isinstance(n, ast.ImportFrom) else a.name
+                  for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+    assert not {m.split('.')[0] for m in everywhere} & {'fastcore', 'nbdev', 'execnb'}
+    assert ast.get_docstring(tree), f'{module} does not say what it is for'
+
+
+def test_ruff_finds_nothing():
+    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', 'trainkit', 'tests', 'benchmarks'], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def fresh(code: str) -> str:
+    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+
+
+def test_import_needs_no_torch():
+    heavy = "{'torch', 'numpy', 'transformers', 'accelerate', 'pydantic', 'yaml'}"
+    assert fresh(f'import sys, trainkit; print(sorted({heavy} & set(sys.modules)))') == '[]'
+
+
+def test_help_needs_no_torch():
+    code = ("import sys; sys.argv = ['trainkit', '--help']\nfrom trainkit.cli import main\n"
+            "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'transformers' in sys.modules)")
+    assert fresh(code).splitlines()[-1] == 'False False'
+
+
+def test_profiles_are_the_same_in_the_package():
+    assert (ROOT/'settings.ini').read_text() == (PACKAGE/'settings.ini').read_text(), 'run `make export`'
+    ini = configparser.ConfigParser()
+    ini.read(ROOT/'settings.ini')
+    assert {s.split('.')[0] for s in ini.sections()} == {'quick', 'full'}
+
+
+def test_repository_is_named_in_one_place():
+    project = tomllib.loads((ROOT/'pyproject.toml').read_text())['project']
+    url = project['urls']['Repository']
+    assert project['name'] == 'trainkit-llm'
+    texts = [*NOTEBOOKS, *PACKAGE.glob('*.py'), ROOT/'README.md', ROOT/'Makefile']
+    for path in texts:
+        text = path.read_text(encoding='utf-8')
+        assert not re.search(r'pip install (-\S+ )*["\']?trainkit\b(?!-llm)', text), f'{path.name}: the bare name belongs to somebody else'
+        if path.suffix == '.py' and path.name != '_modidx.py': assert url not in text, f'{path.name} repeats the repository URL'
+
+
+def test_no_machine_is_named():
+    for path in [*NOTEBOOKS, *ROOT.glob('*.md'), *ROOT.glob('tests/*.py'), *ROOT.glob('benchmarks/*')]:
+        if path.is_file() and path != Path(__file__):
+            assert not re.search(r'(?<![\w.])/(work|farm|root|home)/', path.read_text(encoding='utf-8')), path

@@ -1,0 +1,4 @@
+"`python -m trainkit` is the same as `trainkit`."
+from .cli import main
+
+main()
