@@ -1,0 +1,102 @@
+"""The doctor on machines that are not this one: bare ones, broken ones, and real packages that clash."""
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import pick_device, pick_dtype
+from trainkit.facts import declared, look_at_device
+from trainkit.machine import COURSE, Report, doctor, environment, explain_dtype
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(code: str, *flags: str, **env: str) -> str:
+    done = subprocess.run([sys.executable, *flags, '-c', code], capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_dtype_and_device_are_those_of_config():
+    device = pick_device()
+    assert look_at_device()['type'] == device.type
+    assert f'torch.{explain_dtype(look_at_device())[0]}' == str(pick_dtype(device))
+
+
+def test_course_packages_are_those_of_the_requirements_file():
+    lines = (ROOT/'requirements-course.txt').read_text().splitlines()
+    assert list(COURSE) == [line.split('==')[0] for line in lines if re.match(r'\w', line)]
+
+
+def test_declared_is_pyproject():
+    project = tomllib.loads((ROOT/'pyproject.toml').read_text())['project']
+    def names(lines): return sorted(re.split(r'[\[<>=!~ ]', line)[0].lower() for line in lines)
+    found = declared()
+    assert {extra: names(lines) for extra, lines in found.items()} == \
+        {'': names(project['dependencies'])} | {extra: names(lines) for extra, lines in project['optional-dependencies'].items()}
+
+
+def test_bare_python_has_a_doctor():
+    "No site-packages at all: nothing to import, nothing to raise."
+    out = run('import sys; sys.path.insert(0, "."); from trainkit.machine import doctor, environment; import json;'
+        'json.dumps(environment()); r = doctor(); print(r.ok, "torch" in sys.modules, len(r.checks)); print(r)', '-S')
+    assert out.splitlines()[0].split()[1] == 'False'
+    assert out.startswith('False') and 'pip install packaging "torch>=' in out
+
+
+def test_doctor_is_quick_and_imports_only_torch():
+    out = run('import time; t = time.process_time(); from trainkit.machine import doctor; doctor(); import sys;'
+        'print(time.process_time() - t, [m for m in ("transformers", "accelerate", "pydantic", "matplotlib", "ipywidgets") if m in sys.modules])',
+        OMP_NUM_THREADS='1')
+    seconds, heavy = out.split(' ', 1)
+    assert heavy.strip() == '[]'
+    assert float(seconds) < 3 # 1.1 s here, nearly all of it torch
+
+
+def package(folder: Path, name: str, version: str, **files: str):
+    info = folder/f'{name}-{version}.dist-info'
+    info.mkdir()
+    (info/'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+    for path, text in files.items():
+        (folder/name).mkdir(exist_ok=True)
+        (folder/name/f'{path}.py').write_text(text)
+
+
+@pytest.mark.parametrize('torchao, broken', [('0.10.0', True), ('0.16.0', False)])
+def test_installed_torchao_beside_peft(tmp_path, torchao, broken):
+    package(tmp_path, 'torchao', torchao)
+    package(tmp_path, 'peft', '0.21.2')
+    out = run('from trainkit.machine import doctor; r = doctor(); print(r.ok); print(r)', PYTHONPATH=str(tmp_path))
+    assert ('pip uninstall -y torchao' in out) == broken
+    assert out.startswith(str(not broken))
+
+
+def test_torch_that_does_not_import(tmp_path):
+    package(tmp_path, 'torch', '2.6.0', __init__='raise OSError("libcudart.so.12: cannot open shared object file")')
+    out = run('from trainkit.machine import doctor, environment; r = doctor(); print(r.ok); print(r); environment()', PYTHONPATH=str(tmp_path))
+    assert out.startswith('False') and 'OSError: libcudart.so.12' in out and 'pip install --force-reinstall torch' in out
+
+
+def test_replaced_after_import(tmp_path):
+    package(tmp_path, 'numpy', '9.9.9') # What is on disk now; the one in memory is the real one
+    out = run(f'import numpy, sys; sys.path.insert(0, {str(tmp_path)!r}); from trainkit.machine import doctor; print(doctor())')
+    assert re.search(r'fail +kernel +imported before .*numpy \S+ \(now 9\.9\.9\)', out) and 'restart the kernel' in out
+
+
+def test_environment_holds_nothing_private():
+    out = run('import json; from trainkit.machine import environment; print(json.dumps(environment()))', HF_TOKEN='hf_secret', WANDB_API_KEY='sesame')
+    for private in ('hf_secret', 'sesame', str(Path.home()), str(ROOT)): assert private not in out
+    kept = json.loads(out)
+    assert kept['versions']['torch'] and kept['python'] and set(kept['git'] or {'commit', 'dirty'}) == {'commit', 'dirty'}
+    assert kept.keys() == environment().keys()
+
+
+@pytest.mark.parametrize('facts', [{}, {'versions': {}}, {'versions': None, 'device': None}, {'versions': {'torch': 'not a version'}}])
+def test_nonsense_is_a_warning(facts):
+    report = doctor(facts)
+    assert isinstance(report, Report) and report.checks and str(report) and report._repr_html_()
