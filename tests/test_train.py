@@ -1,0 +1,463 @@
+"The loop: gradients of windows, exact resume, interrupts, faults, two processes, overhead."
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.dataloader import Batches, collate
+from trainkit.model import ModelConfig, Transformer
+from trainkit.optim import OptimConfig
+from trainkit.plan import Control, TrainConfig, TrainingError
+from trainkit.step import Loss, accumulate, lm_loss, make_accelerator, objective, window
+from trainkit.train import Trainer
+
+torch.set_num_threads(1)
+ROWS = [[(7*i + j*j) % 97 for j in range(6 + 5*i % 23)] for i in range(29)] # of 6 to 28 tokens
+
+
+class Own(nn.Module):
+    "A reader's own model: it knows nothing of labels, counts or Hugging Face."
+    def __init__(self, dropout=0.):
+        super().__init__()
+        self.embed, self.rnn, self.dropout = nn.Embedding(97, 16), nn.GRU(16, 32, batch_first=True), nn.Dropout(dropout)
+        self.head = nn.Linear(32, 97)
+
+    def forward(self, tokens): return self.head(self.dropout(self.rnn(self.embed(tokens))[0]))
+
+
+def own_loss(model, batch): return lm_loss(model, {k: v for k, v in batch.items() if k != 'attention_mask'})
+own_loss = objective(counts=lm_loss.counts)(own_loss)
+
+
+def make(kind, dropout=0.):
+    torch.manual_seed(0)
+    if kind == 'own': return Own(dropout)
+    if kind == 'ours': return Transformer(ModelConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, d_ff=48, max_seq_len=32, dropout=dropout))
+    import transformers as t
+    small = dict(vocab_size=97, bos_token_id=0, eos_token_id=0)
+    if kind == 'llama':
+        return t.LlamaForCausalLM(t.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **small))
+    return t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
+                                          attn_pdrop=dropout, **small))
+
+
+def trainer(model=None, rows=ROWS, batch_size=2, folder='', callbacks=(), loss=lm_loss, lr=1e-2, accelerator=None, eval_rows=ROWS[:5], **config):
+    config = dict(output_dir=str(folder), max_steps=12, gradient_accumulation_steps=3, logging_steps=5, eval_steps=4, save_steps=5,
+                  save_total_limit=0, progress=False) | config
+    return Trainer(make('ours') if model is None else model, loss, Batches(rows, batch_size, seed=3), Batches(eval_rows, 2), TrainConfig(**config),
+                   callbacks, OptimConfig(learning_rate=lr, warmup_steps=2), accelerator=accelerator)
+
+
+def gradient(model): return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def timeless(history): return [{k: v for k, v in r.items() if not k.endswith(('seconds', 'per_second'))} for r in history]
+
+
+class StopAt:
+    def __init__(self, step): self.step = step
+    def on_step(self, trainer, record):
+        if record['step'] == self.step: trainer.control.stop('tired')
+
+
+# Windows
+
+@pytest.mark.parametrize('counted', [True, False])
+@pytest.mark.parametrize('kind', ['ours', 'llama', 'gpt2', 'own'])
+def test_gradient_of_a_window_is_that_of_one_batch(kind, counted):
+    model, loss = make(kind), own_loss if kind == 'own' else lm_loss
+    used = loss if counted else lambda model, batch: loss(model, batch)
+    rows = [dict(input_ids=row, labels=[-100]*min(i, len(row) - 2) + row[min(i, len(row) - 2):]) for i, row in enumerate(ROWS[:8])]
+    whole = collate(rows)
+    logits = model(whole['input_ids']) if kind == 'own' else model(whole['input_ids'], attention_mask=whole['attention_mask']).logits
+    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), whole['labels'][:, 1:].flatten())
+    expected.backward()
+    reference = gradient(model).clone()
+    for size in (1, 2, 3, 5, 8):
+        model.zero_grad()
+        found, _ = accumulate(model, used, [collate(rows[i:i + size]) for i in range(0, 8, size)], make_accelerator('no'))
+        assert abs(found.item() - expected.item()) < 1e-5
+        assert (gradient(model) - reference).norm() / reference.norm() < 1e-6
+
+
+def test_the_naive_mean_of_means_would_fail_this():
+    model, rows = make('ours'), ROWS[:8]
+    accelerator = make_accelerator('no')
+    accumulate(model, lm_loss, [collate(rows)], accelerator)
+    reference = gradient(model).clone()
+    model.zero_grad()
+    for row in rows: (lm_loss(model, collate([row])).total / 8).backward()
+    assert (gradient(model) - reference).norm() / reference.norm() > 0.05
+
+
+@pytest.mark.parametrize('kind', ['ours', 'llama', 'own'])
+def test_runs_with_windows_end_where_runs_with_big_batches_end(kind):
+    "29 rows: batches of 6 leave 5 for the last of an epoch, windows of three batches of 2 leave 2, 2 and 1."
+    loss = own_loss if kind == 'own' else lm_loss
+    big = trainer(make(kind), batch_size=6, gradient_accumulation_steps=1, loss=loss, logging_steps=1)
+    cut = trainer(make(kind), batch_size=2, gradient_accumulation_steps=3, loss=loss, logging_steps=1)
+    one, two = big.train(), cut.train()
+    assert one.steps == two.steps == 12 and one.tokens == two.tokens
+    for a, b in zip(one.history, two.history, strict=True):
+        assert a['loss'] == pytest.approx(b['loss'], abs=1e-6) and a['grad_norm'] == pytest.approx(b['grad_norm'], abs=1e-5)
+        assert a['epoch'] == pytest.approx(b['epoch'])
+    for a, b in zip(big.model.parameters(), cut.model.parameters(), strict=True): assert (a - b).abs().max() < 1e-5
+
+
+def test_several_terms_keep_their_own_counts():
+    @objective(counts=lambda batch: {**lm_loss.counts(batch), 'length': len(batch['labels'])})
+    def two_terms(model, batch):
+        logits = model(batch['input_ids']).logits
+        return Loss({**lm_loss(model, batch).terms, 'length': (logits.logsumexp(-1).square().mean(1).sum(), len(logits), 0.01)})
+    model, rows, accelerator = make('ours'), [ROWS[3]]*3 + [ROWS[4]]*4, make_accelerator('no')
+    pieces = [collate(rows[:1]), collate(rows[1:3]), collate(rows[3:])]
+    terms = [two_terms(model, piece).terms for piece in pieces]
+    expected = sum(t['loss'][0] for t in terms)/sum(t['loss'][1] for t in terms) + 0.01*sum(t['length'][0] for t in terms)/7
+    expected.backward()
+    reference = gradient(model).clone()
+    model.zero_grad()
+    found, metrics = accumulate(model, two_terms, pieces, accelerator)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (gradient(model) - reference).norm() / reference.norm() < 1e-6 and set(metrics) == {'loss', 'length'}
+
+
+# Resume
+
+@pytest.mark.parametrize('precision', ['no', 'bf16', 'fp16'])
+@pytest.mark.parametrize('kind', ['ours', 'own'])
+def test_resume_is_exact(tmp_path, kind, precision):
+    "Stopped anywhere in two epochs and resumed: weights, records and order of the data to the last bit."
+    def run(name, stop=None, resume=None):
+        order = []
+        def loss(model, batch):
+            if model.training: order.append(batch['input_ids'].sum().item())
+            return (own_loss if kind == 'own' else lm_loss)(model, batch)
+        t = trainer(make(kind, dropout=0.2), folder=tmp_path/name, callbacks=[StopAt(stop)], loss=objective(counts=lm_loss.counts)(loss),
+                    mixed_precision=precision, max_steps=10, eval_strategy='steps', early_stopping_patience=9)
+        return t, t.train(resume), order
+    whole, expected, order = run('whole')
+    assert expected.steps == 10 and len(order) == 30 # two epochs, each with windows of three batches
+    for stop in range(1, 10) if precision == 'no' else (2, 5, 8):
+        _, first, before = run(f'run{stop}', stop)
+        t, rest, after = run(f'run{stop}', resume=True)
+        assert (first.steps, first.stop_reason, rest.stop_reason) == (stop, 'tired', 'finished')
+        assert same(whole.model, t.model) and before + after == order
+        assert timeless(rest.history) == timeless([r for r in expected.history if r['step'] > stop])
+        assert (rest.tokens, rest.best_metric, rest.final_loss) == (expected.tokens, expected.best_metric, expected.final_loss)
+
+
+def test_evaluation_sampling_and_saving_do_not_change_training(tmp_path):
+    plain = trainer(make('own', 0.3), loss=own_loss)
+    busy = trainer(make('own', 0.3), loss=own_loss, folder=tmp_path, eval_strategy='steps', eval_steps=1, save_steps=2, logging_steps=1, sample_steps=0)
+    busy.sample, busy.config.sample_steps = lambda model, step: [('', str(torch.rand(3)))], 3
+    plain.train()
+    busy.train()
+    assert same(plain.model, busy.model)
+
+
+def test_a_second_run_begins_anew():
+    "Training twice with one trainer is training with the same batches, not with what the first run left over."
+    t = trainer(max_steps=7)
+    start = {k: v.clone() for k, v in t.model.state_dict().items()}
+    first = t.train()
+    end = {k: v.clone() for k, v in t.model.state_dict().items()}
+    t.model.load_state_dict(start)
+    assert timeless(t.train().history) == timeless(first.history)
+    assert all(torch.equal(end[k], v) for k, v in t.model.state_dict().items())
+
+
+# Checkpoints and best models
+
+def test_the_folder_of_a_run(tmp_path):
+    saved = []
+    class Saves:
+        def on_save(self, trainer, record): saved.append((record['kind'], record['step'], Path(record['path']).name))
+    result = trainer(folder=tmp_path, save_total_limit=2, eval_strategy='steps', eval_steps=4, save_steps=3, callbacks=[Saves()], lr=3e-3).train()
+    kept = sorted(p.name for p in (tmp_path/'checkpoints').glob('checkpoint-*'))
+    assert kept == ['checkpoint-12', 'checkpoint-9'] and Path(result.final_checkpoint).name == 'checkpoint-12'
+    assert [s for s in saved if s[0] == 'checkpoint'] == [('checkpoint', s, f'checkpoint-{s}') for s in (3, 6, 9, 12)]
+    assert saved[-1] == ('final', 12, 'model') and ('best', 4, 'best_model') in saved
+    assert Path(result.best_model_path) == tmp_path/'best_model' and (tmp_path/'model'/'model.safetensors').exists()
+
+
+def test_the_best_checkpoint_survives_rotation_and_comes_back(tmp_path):
+    t = trainer(folder=tmp_path, rows=ROWS[:6], eval_rows=ROWS[20:], lr=3e-2, max_steps=40, gradient_accumulation_steps=1, eval_strategy='steps', eval_steps=2,
+                save_steps=2, save_total_limit=1, load_best_model_at_end=True)
+    result = t.train()
+    curve = {r['step']: r['eval_loss'] for r in result.history if 'eval_loss' in r}
+    best = min(curve, key=curve.get)
+    assert best < 36 and result.best_metric == curve[best]
+    assert {p.name for p in (tmp_path/'checkpoints').glob('checkpoint-*')} == {f'checkpoint-{best}', 'checkpoint-40'}
+    assert t.evaluate()['eval_loss'] == pytest.approx(curve[best], abs=1e-7)
+
+
+def test_save_strategies(tmp_path):
+    trainer(folder=tmp_path/'no', save_strategy='no').train()
+    assert not list((tmp_path/'no').glob('checkpoints/*')) and (tmp_path/'no'/'model').exists()
+    trainer(folder=tmp_path/'epoch', save_strategy='epoch', max_steps=11).train()
+    assert sorted(p.name for p in (tmp_path/'epoch'/'checkpoints').glob('c*')) == ['checkpoint-10', 'checkpoint-11', 'checkpoint-5']
+    before = sorted(tmp_path.rglob('*'))
+    trainer(max_steps=2).train()
+    assert sorted(tmp_path.rglob('*')) == before
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    class Second:
+        def on_step(self, trainer, record):
+            if record['step'] == 2:
+                with pytest.raises(RuntimeError, match='in use'): globals()['trainer'](folder=tmp_path).train()
+                self.seen = True
+    second = Second()
+    trainer(folder=tmp_path, callbacks=[second], max_steps=3).train()
+    assert second.seen
+
+
+def test_full_disk_or_read_only_folder(tmp_path, monkeypatch):
+    import trainkit.train as room
+    def full(*args, **kwargs): raise OSError(28, 'No space left on device')
+    t = trainer(folder=tmp_path, save_steps=5)
+    monkeypatch.setattr(room, 'save_checkpoint', lambda *a, real=room.save_checkpoint, **k: full() if t.state.step == 10 else real(*a, **k))
+    with pytest.raises(OSError, match='No space'): t.train()
+    monkeypatch.undo()
+    again = trainer(folder=tmp_path)
+    again.train(resume=True)
+    whole = trainer()
+    whole.train()
+    assert same(again.model, whole.model)
+
+
+# Faults
+
+def test_nan_leaves_the_good_checkpoint_and_the_weights(tmp_path):
+    calls = []
+    def loss(model, batch):
+        calls.append(0)
+        found = lm_loss(model, batch)
+        if len(calls) == 3*7 + 2: found.terms['loss'] = (found.terms['loss'][0]*math.nan, *found.terms['loss'][1:])
+        return found
+    t = trainer(folder=tmp_path, loss=objective(counts=lm_loss.counts)(loss))
+    with pytest.raises(TrainingError, match='Step 8: the loss is nan') as caught: t.train()
+    assert caught.value.step == 8 and Path(caught.value.checkpoint).name == 'checkpoint-5'
+    assert [p.name for p in (tmp_path/'checkpoints').glob('checkpoint-*')] == ['checkpoint-5'] and not (tmp_path/'model').exists()
+    seven = trainer(max_steps=12, callbacks=[StopAt(7)])
+    seven.train()
+    assert same(t.model, seven.model)
+    for cause in ('learning rate', 'format', 'data'): assert cause in str(caught.value)
+
+
+def test_an_error_in_the_data_or_a_callback_keeps_its_type_and_frees_everything(tmp_path):
+    class Broken(Batches):
+        def __iter__(self):
+            for i, batch in enumerate(super().__iter__()):
+                if i == 7: raise OSError('the disk went away')
+                yield batch
+    ends = []
+    class Ends:
+        def on_end(self, trainer, record): ends.append(record)
+    model = make('ours').eval()
+    t = Trainer(model, lm_loss, Broken(ROWS, 2), config=TrainConfig(str(tmp_path), max_steps=9, gradient_accumulation_steps=3, progress=False), callbacks=[Ends()])
+    with pytest.raises(OSError, match='went away') as caught: t.train()
+    assert caught.value.__notes__ == ['(at step 2 of 9)'] and 'went away' in ends[0]['reason']
+    assert not model.training and 'forward' not in vars(model) and t.control.state == 'idle'
+    trainer(folder=tmp_path).train() # the lock is free again
+
+
+def test_half_precision_model_is_refused():
+    with pytest.raises(ValueError, match='float32'): trainer(make('ours').half()).train()
+
+
+# Control
+
+def test_pause_leaves_speed_and_time_alone():
+    control, running = Control(), []
+    t = trainer(max_steps=40, logging_steps=1)
+    t.control = control
+    class Pause:
+        def on_step(self, trainer, record):
+            if record['step'] == 20:
+                control.pause()
+                threading.Timer(0.5, control.resume).start()
+    t.callbacks = [Pause()]
+    began = time.monotonic()
+    result = t.train()
+    wall = time.monotonic() - began
+    assert wall > 0.5 and result.seconds < wall - 0.45 and result.steps == 40
+    speeds = [r['tokens_per_second'] for r in result.history]
+    assert speeds[20] > 0.1*sorted(speeds)[20]
+    assert result.history[21]['eta_seconds'] < 0.5
+
+
+def test_training_in_a_thread_and_stopping_from_another(tmp_path):
+    t, box = trainer(folder=tmp_path, max_steps=10**6), []
+    thread = threading.Thread(target=lambda: box.append(t.train()))
+    handler = signal.getsignal(signal.SIGINT)
+    thread.start()
+    while t.state.step < 5: time.sleep(0.005)
+    assert t.control.state == 'running' and signal.getsignal(signal.SIGINT) is handler
+    t.control.pause()
+    time.sleep(0.2)
+    step = t.state.step
+    time.sleep(0.1)
+    assert t.state.step == step and t.control.state == 'paused'
+    t.control.stop('enough')
+    thread.join(20)
+    assert box[0].stop_reason == 'enough' and box[0].steps == step and Path(box[0].final_checkpoint).name == f'checkpoint-{step}'
+
+
+SCRIPT = '''
+import sys; sys.path.insert(0, {tests!r})
+import time
+from test_train import *
+class Slow:
+    def on_step(self, trainer, record): print('step', record['step'], flush=True); time.sleep(0.05)
+t = trainer(folder={folder!r}, max_steps=60, callbacks=[Slow()])
+result = t.train(resume='auto')
+print('result', result.stop_reason, result.steps, t.model.lm_head.weight.double().sum().item())
+'''
+
+
+def run_script(folder): 
+    code = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder))
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent.parent)}
+    return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+
+def wait_for(process, words):
+    for line in process.stdout:
+        if line.startswith(words): return line
+    raise AssertionError(process.stderr.read())
+
+
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
+    process = run_script(tmp_path)
+    wait_for(process, 'step 4')
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    said, result = out.splitlines()[-2:]
+    step = int(result.split()[2])
+    assert result.startswith('result interrupted') and 4 <= step < 10
+    assert f'after step {step} of 60' in said and f'checkpoint-{step}' in said and 'resume=True' in said
+    t = trainer(folder=tmp_path, max_steps=step + 3)
+    assert t.train(resume=True).steps == step + 3
+
+
+def test_the_second_ctrl_c_interrupts_at_once(tmp_path):
+    process = run_script(tmp_path)
+    wait_for(process, 'step 4')
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode != 0 and 'KeyboardInterrupt' in err and 'result' not in out
+
+
+# accelerate
+
+def test_the_model_is_given_back(tmp_path):
+    model = make('ours').eval()
+    forward = type(model).forward
+    trainer(model, mixed_precision='bf16', max_steps=2).train()
+    assert not model.training and 'forward' not in vars(model) and type(model).forward is forward
+    with torch.no_grad(): assert model(torch.zeros(1, 4, dtype=torch.long)).logits.dtype == torch.float32
+    first = trainer(model, mixed_precision='no', max_steps=2).train() # another format in the same process
+    assert first.steps == 2
+
+
+def test_overflow_skips_one_step():
+    from copy import deepcopy
+    t = trainer(mixed_precision='fp16', logging_steps=1, max_steps=5)
+    t.accelerator.scaler = torch.amp.GradScaler('cpu', init_scale=2.**40, backoff_factor=2.**-30)
+    seen, start = [], deepcopy(t.model.state_dict())
+    class Watch:
+        def on_step(self, trainer, record):
+            seen.append((record['skipped_steps'], all(torch.equal(a, b) for a, b in zip(start.values(), trainer.model.state_dict().values(), strict=True)),
+                         trainer.schedule.last_epoch))
+    t.callbacks = [Watch()]
+    t.train()
+    assert seen == [(1, True, 0), (1, True, 1), (1, False, 2), (1, False, 3), (1, False, 4)] # the first rate of the warm-up is 0
+
+
+PROCESSES = '''
+import sys; sys.path.insert(0, {tests!r})
+from test_train import *
+counted, folder = sys.argv[1:]
+loss = lm_loss if counted == 'yes' else (lambda model, batch: lm_loss(model, batch))
+t = trainer(batch_size=2, gradient_accumulation_steps=2, loss=loss, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3,
+            folder=folder, mixed_precision='no')
+result = t.train()
+if t.accelerator.is_main_process:
+    torch.save(torch.cat([p.detach().flatten() for p in t.model.parameters()]), folder + '/weights.pt')
+    print(json.dumps(dict(processes=t.accelerator.num_processes, history=result.history, tokens=result.tokens)))
+'''
+
+
+def run_processes(n, *words):
+    "The same script in `n` processes on gloo; the last line of the first one."
+    import socket
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    root = Path(__file__).parent
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(root.parent), 'ACCELERATE_USE_CPU': 'true', 'MASTER_ADDR': '127.0.0.1',
+           'MASTER_PORT': str(port), 'WORLD_SIZE': str(n), 'LOCAL_WORLD_SIZE': str(n)}
+    command = [sys.executable, '-c', PROCESSES.format(tests=str(root)), *map(str, words)]
+    running = [subprocess.Popen(command, env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+               for i in range(n)]
+    said = [p.communicate(timeout=120) for p in running]
+    assert all(p.returncode == 0 for p in running), said
+    return json.loads(said[0][0].splitlines()[-1])
+
+
+@pytest.mark.parametrize('counted', ['yes', pytest.param('no', marks=pytest.mark.slow)])
+def test_two_processes_are_one(tmp_path, counted):
+    "2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with rows of different length and a partial last window."
+    one = trainer(batch_size=4, gradient_accumulation_steps=2, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3, mixed_precision='no')
+    result = one.train()
+    two = run_processes(2, counted, tmp_path)
+    assert two['processes'] == 2 and two['tokens'] == result.tokens
+    for a, b in zip(result.history, two['history'], strict=True):
+        for key in ('loss', 'grad_norm', 'eval_loss', 'eval_tokens'):
+            if key in a: assert a[key] == pytest.approx(b[key], abs=1e-5), key
+    weights = torch.load(tmp_path/'weights.pt')
+    assert (torch.cat([p.detach().flatten() for p in one.model.parameters()]) - weights).abs().max() < 2e-6
+
+
+# Speed
+
+@pytest.mark.slow
+def test_the_trainer_costs_next_to_nothing():
+    "Steps per second against a bare loop with the same model, batches and optimizer, interleaved."
+    from trainkit.optim import make_optimizer
+    batches = list(Batches([list(range(64)) for _ in range(64)], 8))
+    def bare(model):
+        optimizer = make_optimizer(model, OptimConfig())
+        for i in range(40):
+            model(batches[i % 8]['input_ids'], labels=batches[i % 8]['labels'], return_logits=False).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    def ours(model): Trainer(model, lm_loss, batches, config=TrainConfig(max_steps=40, progress=False)).train()
+    def big(): return Transformer(ModelConfig(vocab_size=512, d_model=128, n_heads=4, n_layers=4, d_ff=256, max_seq_len=64))
+    ratios = []
+    for _ in range(5):
+        times = []
+        for run in (bare, ours):
+            model = big()
+            began = time.perf_counter()
+            run(model)
+            times.append(time.perf_counter() - began)
+        ratios.append(times[0]/times[1])
+    assert sorted(ratios)[2] > 0.93, ratios
