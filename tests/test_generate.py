@@ -1,0 +1,263 @@
+"""Generation against transformers: token for token, on both kinds of model, in every form of prompt."""
+import math
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainkit.config import ConfigError
+from trainkit.generate import TextPieces, generate, stream
+from trainkit.model import ModelConfig, Transformer
+from trainkit.sampling import SamplingConfig, choose, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+
+VOCAB = 99
+LLAMA = dict(vocab_size=VOCAB, d_model=32, d_ff=64, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=64, norm_eps=1e-6, tie_embeddings=False)
+
+
+@pytest.fixture(scope='module')
+def llama():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                      num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None)
+    model = transformers.LlamaForCausalLM(config).eval()
+    for p in model.parameters():
+        if p.ndim > 1: torch.nn.init.normal_(p, std=0.2) # Far from ties between the best two logits
+    return model
+
+
+@pytest.fixture(scope='module')
+def ours(llama):
+    model = Transformer(ModelConfig(**LLAMA)).eval()
+    model.load_state_dict(llama.state_dict())
+    return model
+
+
+@pytest.fixture(scope='module')
+def gpt2():
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def theirs(model, ids, **kwargs):
+    ids = torch.as_tensor(ids)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **kwargs)
+
+
+@pytest.mark.parametrize('penalty', [1.0, 1.3])
+def test_greedy_is_that_of_transformers_on_both_models(llama, ours, gpt2, penalty):
+    prompts = torch.randint(VOCAB, (5, 9), generator=torch.Generator().manual_seed(2))
+    for peer, models in ((llama, (llama, ours)), (gpt2, (gpt2,))):
+        want = theirs(peer, prompts, max_new_tokens=50, repetition_penalty=penalty)
+        for model in models:
+            got = generate(model, prompts, 50, temperature=0, repetition_penalty=penalty)
+            assert got.dtype == prompts.dtype and torch.equal(got, want)
+
+
+def test_eos_and_padding_are_those_of_transformers(llama, ours):
+    prompts = torch.randint(VOCAB, (16, 5), generator=torch.Generator().manual_seed(3))
+    free = theirs(llama, prompts, max_new_tokens=40)
+    eos = free[:, 5:].flatten().bincount(minlength=VOCAB).topk(2).indices.tolist() # Two ids that rows do reach
+    want = llama.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=40, eos_token_id=eos, pad_token_id=eos[0])
+    assert (want[:, -1] == eos[0]).any()
+    for model in (llama, ours): assert torch.equal(generate(model, prompts, 40, temperature=0, eos_token_id=eos), want)
+
+
+def test_eos_comes_from_the_generation_config_and_can_be_turned_off(llama):
+    prompt = torch.tensor([[1, 2, 3]])
+    free = generate(llama, prompt, 20, temperature=0)
+    llama.generation_config.eos_token_id = free[0, 6].item()
+    try:
+        assert generate(llama, prompt, 20, temperature=0).shape[1] <= 7
+        assert torch.equal(generate(llama, prompt, 20, temperature=0, eos_token_id=()), free)
+    finally: llama.generation_config.eos_token_id = None
+
+
+@pytest.mark.parametrize('kind', ['llama', 'ours', 'gpt2'])
+def test_a_ragged_batch_gives_each_row_what_it_gets_alone(request, kind):
+    model, rng = request.getfixturevalue(kind), torch.Generator().manual_seed(4)
+    rows = [torch.randint(VOCAB, (n,), generator=rng).tolist() for n in (1, 13, 4, 7, 13)]
+    for knobs in (dict(), dict(repetition_penalty=1.5), dict(eos_token_id=[5, 17, 40])):
+        together = generate(model, rows, 25, temperature=0, **knobs)
+        assert together == [generate(model, row, 25, temperature=0, **knobs) for row in rows]
+        for row, out in zip(rows, together, strict=True): assert out[:len(row)] == row
+
+
+def test_ragged_rows_are_those_of_transformers_alone(llama, ours):
+    for row, out in zip(rows := [[3], [9, 8, 7, 6], [1, 2]], generate(ours, rows, 30, temperature=0), strict=True):
+        assert out == theirs(llama, [row], max_new_tokens=30)[0].tolist()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_number_formats(dtype):
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**LLAMA)).to(dtype)
+    a, b = (generate(model, [[1, 2, 3], [4]], 20, top_k=5, seed=7) for _ in range(2))
+    assert a == b and {len(row) for row in a} == {23, 21}
+
+
+def test_post_norm_windows_and_learned_positions():
+    for knobs in (dict(pre_norm=False, init_std=0.3), dict(layer_windows=[6, 0]), dict(position='learned', norm='layernorm', activation='gelu'),
+                  dict(attn_softcap=5.0, logit_softcap=9.0), dict(qk_norm=True)):
+        torch.manual_seed(0)
+        model = Transformer(ModelConfig(**{**LLAMA, **knobs})).eval()
+        rows, new = [[1, 2, 3, 4, 5], [6, 7]], 20
+        got = generate(model, rows, new, temperature=0)
+        for row, out in zip(rows, got, strict=True): # Without cache, without batch
+            ids = torch.tensor([row])
+            for _ in range(new): ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+            assert out == ids[0].tolist()
+
+
+def test_sampling_follows_the_distribution(ours):
+    "One step from one prompt, 40,000 rows: a chi-square test against the probabilities of the model."
+    n, knobs = 40_000, dict(temperature=0.7, top_k=12, top_p=0.95)
+    with torch.no_grad(): logits = ours(torch.tensor([[5, 6]])).logits[:, -1]
+    want = keep_top_p(keep_top_k(logits / 0.7, 12), 0.95).softmax(-1)[0]
+    got = generate(ours, torch.tensor([[5, 6]]).expand(n, -1), 1, seed=0, **knobs)[:, -1].bincount(minlength=VOCAB)
+    assert (got[want == 0] == 0).all()
+    possible = want > 0
+    chi2 = ((got - n*want)[possible].square() / (n*want)[possible]).sum().item()
+    assert 3 <= possible.sum() <= 12 and chi2 < possible.sum() + 5*math.sqrt(2*possible.sum())
+
+
+def test_seed_and_global_state(ours):
+    prompt = torch.tensor([[1, 2, 3]])
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    a, b, c = (generate(ours, prompt, 30, seed=s) for s in (1, 1, 2))
+    free = [generate(ours, prompt, 30) for _ in range(2)]
+    assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(*free)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(generate(ours, prompt, 10, seed=1), a[:, :13]) # A longer text begins like the shorter one
+
+
+def test_the_context_is_never_exceeded(llama, ours, gpt2):
+    for model in (llama, ours, gpt2):
+        assert generate(model, torch.ones(1, 60, dtype=torch.int64), 100, temperature=0, eos_token_id=()).shape == (1, 64)
+        assert len(generate(model, [1] * 63, 100, temperature=0)) == 64
+        assert [len(row) for row in generate(model, [[1] * 60, [1]], 100, temperature=0)] == [64, 5] # The longest row ends a batch
+        with pytest.raises(ValueError, match='keep the last 63 at most'): generate(model, [1] * 64)
+
+
+def test_transformers_processors_work_as_ours(ours, llama):
+    prompt = torch.tensor([[1, 2, 3], [7, 7, 7]])
+    ban = transformers.NoRepeatNGramLogitsProcessor(2)
+    want = theirs(llama, prompt, max_new_tokens=40, no_repeat_ngram_size=2)
+    assert torch.equal(generate(ours, prompt, 40, temperature=0, processors=[ban]), want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_cuts_equal_transformers(data):
+    size, rows = data.draw(st.sampled_from([2, 17, 200, 3000])), data.draw(st.integers(1, 3))
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    logits = data.draw(st.floats(0.01, 30)) * torch.randn(rows, size, generator=rng, dtype=torch.float64)
+    ids = torch.randint(size, (rows, 8), generator=rng)
+    k, p = data.draw(st.integers(1, size + 5)), data.draw(st.floats(1e-6, 0.9999))
+    penalty = data.draw(st.floats(0.1, 5))
+    assert torch.equal(keep_top_k(logits, k), transformers.TopKLogitsWarper(k)(ids, logits))
+    assert torch.equal(keep_top_p(logits, p), transformers.TopPLogitsWarper(p)(ids, logits))
+    assert torch.equal(keep_min_p(logits, p), transformers.MinPLogitsWarper(p)(ids, logits))
+    assert torch.equal(penalize_repetition(logits, ids, penalty), transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.floats(2**-24, 1))
+def test_draw_never_takes_what_was_cut(seed, u):
+    logits = keep_top_k(8 * torch.randn(1, 5000, generator=torch.Generator().manual_seed(seed)), 3)
+    for each in (u, 1.0, 2**-24): assert logits[0, draw(logits, torch.tensor([each]))].isfinite().all()
+
+
+class Bytes:
+    def encode(self, text): return list(text.encode())
+    def decode(self, ids): return bytes(ids).decode(errors='replace')
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.binary(max_size=40), st.text(max_size=20).map(str.encode)), st.lists(st.text(min_size=1, max_size=3), max_size=1))
+def test_pieces_join_to_the_text_up_to_a_stop_string(data, stop):
+    pieces, text = TextPieces(Bytes(), [104, 105], stop), data.decode(errors='replace')
+    shown = [pieces.push(i) for i in data]
+    if '\ufffd' not in text: assert not any('\ufffd' in piece for piece in shown)
+    cut = text.find(stop[0]) if stop and stop[0] in text else len(text)
+    assert ''.join(shown) + pieces.finish() == text[:cut] and pieces.stopped == (cut < len(text))
+
+
+def test_pieces_with_a_tokenizer_that_joins_words():
+    "As sentencepiece does: the space before a word belongs to it, and is dropped at the start of a text."
+    class Words:
+        words = ['▁Hello', '▁world', '!', '▁again']
+        def decode(self, ids): return ''.join(self.words[i] for i in ids).replace('▁', ' ').removeprefix(' ')
+    pieces = TextPieces(Words(), [0])
+    assert [pieces.push(i) for i in (1, 2, 3)] == [' world', '!', ' again']
+
+
+class Emoji(Bytes):
+    "A model that writes the same text whatever it is asked."
+    def __init__(self, text): self.bytes = list(text.encode())
+    def processor(self, start):
+        def force(ids, logits):
+            logits = torch.full_like(logits, -torch.inf)
+            logits[:, self.bytes[ids.shape[1] - start]] = 0
+            return logits
+        return force
+
+
+def test_stream_shows_whole_characters_and_stops():
+    model = Transformer(ModelConfig(**{**LLAMA, 'vocab_size': 256})).eval()
+    tokenizer = Emoji('naïve 😀 — stop here')
+    made = dict(max_new_tokens=len(tokenizer.bytes), temperature=0, tokenizer=tokenizer, processors=[tokenizer.processor(2)])
+    pieces = list(stream(model, 'ab', **made))
+    assert ''.join(pieces) == 'naïve 😀 — stop here' and '😀' in pieces and all(pieces)
+    assert ''.join(stream(model, 'ab', stop=' stop', **made)) == 'naïve 😀 —'
+    assert generate(model, 'ab', stop=[' stop', 'x'], **made) == 'abnaïve 😀 —'
+    assert generate(model, ['ab', 'cd'], stop=' stop', **made) == ['abnaïve 😀 —', 'cdnaïve 😀 —']
+    ids = generate(model, list(b'ab'), stop=' stop', **made)
+    assert bytes(ids).decode() == 'abnaïve 😀 — stop'
+    assert bytes(stream(model, list(b'ab'), **{**made, 'tokenizer': None})).decode() == 'naïve 😀 — stop here'
+
+
+def test_modes_come_back_even_after_an_error(ours):
+    ours.train()
+    ours.model.layers[0].eval()
+    def broken(ids, logits): raise RuntimeError('broken')
+    try:
+        with pytest.raises(RuntimeError, match='broken'): generate(ours, [1], processors=[broken])
+        assert (ours.training, ours.model.layers[0].training, ours.model.layers[1].training) == (True, False, True)
+    finally: ours.eval()
+
+
+def test_no_graph_is_kept(ours):
+    seen = []
+    def look(ids, logits):
+        seen.append(logits.requires_grad)
+        return logits
+    generate(ours, [1, 2], 3, processors=[look])
+    assert seen == [False] * 3 and torch.is_grad_enabled()
+
+
+def test_bad_input(ours):
+    for error, words, prompt, knobs in [
+            (ValueError, 'prompt 0 is empty', [], {}), (ValueError, 'prompt 1 is empty', [[1], []], {}), (ValueError, 'prompt 0 is empty', '', dict(tokenizer=Bytes())),
+            (ValueError, 'the id 99, and ids go from 0 to 98', [98, 99], {}), (ValueError, 'the id -1', [-1], {}),
+            (ValueError, 'pass tokenizer=', 'text', {}), (ValueError, 'need a tokenizer', [1], dict(stop='a')), (ValueError, "stop holds ''", [1], dict(stop='', tokenizer=Bytes())),
+            (TypeError, 'float', torch.ones(1, 2), {}), (TypeError, 'input_ids', transformers.BatchEncoding({'input_ids': [[1]]}), {}),
+            (ConfigError, 'temperature = -0.1', [1], dict(temperature=-0.1)), (ConfigError, 'temperature = nan', [1], dict(temperature=math.nan)),
+            (ConfigError, 'top_p = 0', [1], dict(top_p=0.0)), (ConfigError, 'top_p = 1.01', [1], dict(top_p=1.01)), (ConfigError, 'min_p = 2', [1], dict(min_p=2)),
+            (ConfigError, 'top_k = -3', [1], dict(top_k=-3)), (ConfigError, 'repetition_penalty = 0', [1], dict(repetition_penalty=0)),
+            (ConfigError, 'max_new_tokens = 0', [1], dict(max_new_tokens=0)), (ConfigError, 'seed = -1', [1], dict(seed=-1))]:
+        with pytest.raises(error, match=words): generate(ours, prompt, **knobs)
+        with pytest.raises(error, match=words): stream(ours, prompt, **knobs) # At the call, not at the first piece
+    with pytest.raises(ValueError, match='one prompt, not 2'): stream(ours, [[1], [2]])
+
+
+def test_broken_weights_are_an_error(ours):
+    with torch.no_grad(): sick = Transformer(ours.config).eval()
+    sick.lm_head.weight.data[3] = torch.nan
+    for temperature in (0, 1):
+        with pytest.raises(FloatingPointError, match='nan'): generate(sick, [1], temperature=temperature)
+    logits = torch.full((2, 9), -torch.inf)
+    with pytest.raises(FloatingPointError, match='left no token'): choose(logits, torch.ones(2, 1, dtype=torch.int64), SamplingConfig(), torch.ones(2))
