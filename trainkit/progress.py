@@ -195,7 +195,8 @@ class Progress:
 
     def count(self) -> str:
         "Position and total: `120/2,000 step`."
-        return number(self.clock.done) + (f'/{number(self.total)}' if self.total is not None else '') + f' {self.unit}'
+        exact = lambda n: f'{n:,}' if n < 1_000_000 else number(n)
+        return exact(self.clock.done) + (f'/{exact(self.total)}' if self.total is not None else '') + f' {self.unit}'
 
     def speed(self) -> str:
         "Units a second, or seconds a unit when that is less than one."

@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import count
 from pathlib import Path
@@ -182,13 +182,13 @@ class RunFolder:
     def __repr__(self): return f'RunFolder({str(self.path)!r})'
 
 # %% ../nbs/19_runs.ipynb #cbff1aed
-@dataclass
+@dataclass(repr=False)
 class Run:
     "What a run folder holds, ready to be looked at."
     path: Path
     config: str # Text of config.yaml
     environment: dict[str, Any] # Content of environment.json
-    records: list[dict[str, Any]] = field(repr=False)
+    records: list[dict[str, Any]] # Lines of metrics.jsonl, see `read_metrics`
 
     @property
     def name(self) -> str: return self.path.name
@@ -228,6 +228,7 @@ class Run:
         if speeds := [v for v in self.series('tokens_per_second')[1] if v == v]: last['tokens_per_second'] = median(speeds)
         return last | {'status': self.status}
 
+    def __repr__(self) -> str: return f'<Run {self.name}: {self.status}, step {self.final().get("step", 0)}>'
     def _repr_html_(self) -> str: return table([{'': k, self.name: v} for k, v in self.final().items()])._repr_html_()
 
 def read_run(

@@ -57,7 +57,7 @@ def flatten(
     if not isinstance(value, Mapping) or not value: return {path: value} if path else {}
     return {k: v for name, inner in value.items() for k, v in flatten(inner, f'{path}.{name}' if path else str(name)).items()}
 
-@dataclass
+@dataclass(repr=False)
 class Comparison:
     "How two runs differ; a notebook shows the table and the curves."
     names: tuple[str, str]
@@ -73,6 +73,8 @@ class Comparison:
 
     def __str__(self) -> str:
         return '\n'.join('{part}  {name}: '.format(**row) + f'{row[self.names[0]]} -> {row[self.names[1]]}' for row in self.differences) or 'no difference'
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str: return str(table(self.differences, f'{self.names[0]} and {self.names[1]}')) + self.pictures
 
