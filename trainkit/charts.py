@@ -251,9 +251,9 @@ def heatmap(
     limit = limit or max(map(abs, real)) or 1.
     cut = lambda label: label if len(label) <= 14 else label[:13] + '…'
     rows, columns = [cut(visible(r)) for r in rows], [cut(visible(c)) for c in columns]
-    left, slope = 8 + 7.6*max(map(len, rows), default=-1), 4.9*max(map(len, columns), default=0)
+    left, slope = 8 + 7.6*max(map(len, rows), default=0), 4.9*max(map(len, columns), default=0)
     size = min(28., (width - left - slope)/w)
-    top = (24 if title else 2) + (slope + 15 if columns else 0)
+    top = (24 if title else 2) + (slope + 13 if columns else 0)
     X, Y, every = (lambda j: left + j*size), (lambda i: top + i*size), max(1, math.ceil(14/size))
     body = text(0, 13, title, more='font-weight="600"') if title else ''
     body += ''.join(text(left - 6, Y(i + 0.5) + 4, r, 'end') for i, r in enumerate(rows) if i % every == 0)
