@@ -68,12 +68,16 @@ def prepared(
     "Model and optimizer as accelerate wants them, in training mode; afterwards the model is its own again."
     wrapping, modes = ('forward', '_original_forward', '_is_accelerate_prepared'), [(m, m.training) for m in model.modules()]
     before, kept = {k: v for k, v in vars(model).items() if k in wrapping}, (list(accelerator._models), list(accelerator._optimizers))
+    own = model
     accelerator.gradient_state._set_sync_gradients(True) # shared by all accelerators: another library may have left it off
     model.train()
-    try: yield accelerator.prepare(model, optimizer)
+    try:
+        model, wrapped = accelerator.prepare(model, optimizer)
+        plain = accelerator.distributed_type.value in ('NO', 'MULTI_CPU', 'MULTI_GPU') # where wrapping adds only time
+        yield model, optimizer if plain else wrapped
     finally:
-        for name in wrapping: vars(model).pop(name, None)
-        vars(model).update(before)
+        for name in wrapping: vars(own).pop(name, None)
+        vars(own).update(before)
         for module, mode in modes: module.training = mode
         accelerator._models[:], accelerator._optimizers[:] = kept
 
@@ -253,7 +257,7 @@ class Trainer:
                           c.max_grad_norm, measure=log or save)
         s.skipped += done.skipped
         self.pending.append(done)
-        if log or evaluate or sample or save or self.accelerator.device.type == 'cpu': self.check()
+        if log or evaluate or sample or save or (done.broken and self.accelerator.num_processes == 1): self.check()
         self.notify('on_step', step=s.step, epoch=self.epoch, tokens=s.tokens, learning_rate=self.learning_rate,
                     loss=done.loss, skipped_steps=s.skipped)
         self.bar.update(s.step)
