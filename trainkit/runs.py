@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from html import escape
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -56,7 +57,7 @@ def mask(
     "Replace secrets by `***`: those in this process's environment, and what looks like one."
     for name, value in os.environ.items():
         if len(value) >= 8 and SECRET_NAMES.search(name):
-            text = text.replace(value, '***').replace(json.dumps(value)[1:-1], '***')
+            for form in {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], escape(value)}: text = text.replace(form, '***')
     return SECRET_SHAPES.sub('***', text)
 
 # %% ../nbs/19_runs.ipynb #30d8915a

@@ -71,7 +71,7 @@ def open_trackio(folder: RunFolder, project: str, config: dict) -> Tracker:
     import trackio
     with quiet(folder): run = trackio.init(project, folder.path.name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False, resume='allow')
     def close():
-        with quiet(folder): run.finish()
+        with quiet(folder): (trackio.finish if trackio.context_vars.current_run.get() is run else run.finish)() # the latter from another thread
     return Tracker(lambda values, step: run.log(values, step=step), lambda name, text, step: run.log({name: text}, step=step), close)
 
 def open_wandb(folder: RunFolder, project: str, config: dict) -> Tracker:

@@ -1,0 +1,234 @@
+"What a run leaves behind: whole after a kill, readable by anybody, without secrets, and a report that asks for nothing."
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from trainkit.track import MetricsLog, RunFolder, compare, list_runs, read_run, run_sections, write_report
+
+
+def strict(line: str):
+    "JSON as the standard has it: no NaN, no Infinity."
+    def refuse(word): raise ValueError(word)
+    return json.loads(line, parse_constant=refuse)
+
+
+def a_run(path, report_to='none', steps=20, loss=2., **kw):
+    folder = RunFolder(path, 'train:\n  max_steps: 20\n', dict(versions=dict(torch='2')), **kw)
+    log = MetricsLog(folder, report_to)
+    log.on_start(None, dict(total_steps=steps, start_step=0))
+    log.on_sample(None, dict(step=0, samples=[('Once', ' upon <b>')]))
+    for step in range(1, steps + 1): log.on_log(None, dict(step=step, loss=loss/step, learning_rate=1e-3, grad_norm=float('inf') if step == 3 else 1., tokens_per_second=1e4, seconds=step))
+    log.on_eval(None, dict(step=steps, eval_loss=loss, eval_seconds=0.5, best=True))
+    log.on_sample(None, dict(step=steps, samples=[('Once', ' upon a time')]))
+    log.on_end(None, dict(step=steps, reason='max_steps'))
+    folder.close()
+    return folder
+
+
+def test_every_line_is_strict_json(tmp_path):
+    folder = a_run(tmp_path/'run', loss=float('nan'))
+    lines = (folder.path/'metrics.jsonl').read_text().splitlines()
+    records = [strict(line) for line in lines]
+    assert len(records) == 25
+    assert [r['loss'] for r in records if r['event'] == 'log'] == [None]*20
+    assert read_run(folder.path).series('grad_norm')[1][2] == float('inf')
+    assert all(v != v for v in read_run(folder.path).series('loss')[1])
+
+
+def test_killed_while_writing(tmp_path):
+    "SIGKILL in the middle of thousands of lines: every line but the last is there, and a resume goes on behind it."
+    code = ('import sys; from trainkit.runs import RunFolder\nf = RunFolder(sys.argv[1], "a: 1")\nf.record("start", dict(start_step=0))\ni = 0\n'
+            'while True:\n    i += 1; f.record("log", dict(step=i, loss=1/i)); print(i, flush=True)')
+    process = subprocess.Popen([sys.executable, '-c', code, str(tmp_path/'run')], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout
+    for line in process.stdout:
+        if int(line) >= 500: break
+    process.send_signal(signal.SIGKILL)
+    last = int((process.stdout.read().split() or [line])[-1])
+    process.wait()
+    path = tmp_path/'run'/'metrics.jsonl'
+    steps = read_run(tmp_path/'run').series('loss')[0]
+    assert steps[:last] == [*range(1, last + 1)] and len(steps) <= last + 1
+    path.write_bytes(path.read_bytes() + b'{"event": "log", "step": 99999, "lo') # as if the last write had been cut
+    assert read_run(tmp_path/'run').status == 'unfinished'
+    with RunFolder(tmp_path/'run', resume=True) as folder:
+        folder.record('start', dict(start_step=100))
+        folder.record('log', dict(step=101, loss=7.))
+    steps, losses = read_run(tmp_path/'run').series('loss')
+    assert steps == [*range(1, 102)] and losses[-1] == 7.
+
+
+def test_every_cut_of_the_file_is_readable(tmp_path):
+    whole = (a_run(tmp_path/'run', steps=3).path/'metrics.jsonl').read_bytes()
+    for n in range(0, len(whole), 7):
+        (tmp_path/'run'/'metrics.jsonl').write_bytes(whole[:n])
+        run = read_run(tmp_path/'run')
+        assert len(run.records) in (whole[:n].count(b'\n'), whole[:n].count(b'\n') + 1)
+        run.final()
+
+
+def test_many_processes_want_one_name(tmp_path):
+    code = 'import sys; from trainkit.runs import RunFolder; print(RunFolder(sys.argv[1], "a: 1").path.name)'
+    processes = [subprocess.Popen([sys.executable, '-c', code, str(tmp_path/'demo')], stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(4)]
+    names = [process.communicate()[0].strip() for process in processes]
+    assert sorted(names) == ['demo', 'demo-2', 'demo-3', 'demo-4']
+    assert all((tmp_path/name/'config.yaml').exists() for name in names)
+
+
+def test_no_secret_in_any_file(tmp_path, monkeypatch):
+    secret = 'c0rrect-horse-&-"battery"'
+    monkeypatch.setenv('HF_TOKEN', secret)
+    monkeypatch.setenv('TRACKIO_DIR', str(tmp_path/'trackio'))
+    folder = RunFolder(tmp_path/'run', f'token: {json.dumps(secret)}\n', dict(note=secret))
+    log = MetricsLog(folder, ['tensorboard'])
+    log.on_start(None, dict(total_steps=1, config=dict(token=secret)))
+    log.on_log(None, dict(step=1, loss=1., note=secret))
+    log.on_sample(None, dict(step=1, samples=[('say', secret)]))
+    log.on_end(None, dict(step=1, reason=f'error: 401 for {secret}'))
+    write_report(folder, f'with {secret}')
+    for path in folder.path.rglob('*'):
+        if path.is_file():
+            text = path.read_bytes().decode('utf-8', 'replace')
+            assert 'c0rrect-horse' not in text, path.name
+
+
+def test_tensorboard_reads_it_back(tmp_path):
+    accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+    folder = a_run(tmp_path/'run', 'tensorboard')
+    board = accumulator.EventAccumulator(str(folder.path/'tensorboard')).Reload()
+    assert [e.step for e in board.Scalars('train/loss')] == [*range(1, 21)]
+    assert [round(e.value, 5) for e in board.Scalars('train/loss')] == [round(2/step, 5) for step in range(1, 21)]
+    assert [e.value for e in board.Scalars('eval/loss')] == [2.]
+    assert b'upon a time' in board.Tensors('samples/text_summary')[-1].tensor_proto.string_val[0]
+
+
+TRACK = ('import sys; sys.path.insert(0, "tests"); from test_track import a_run; from trainkit.track import read_run\n'
+         'print(a_run(sys.argv[1], sys.argv[2]).path.name)')
+
+
+def test_trackio_stays_on_this_machine(tmp_path):
+    pytest.importorskip('trackio')
+    import sqlite3
+    environment = os.environ | {'TRACKIO_DIR': str(tmp_path/'trackio'), 'HF_HUB_OFFLINE': '1', 'https_proxy': 'http://127.0.0.1:9', 'http_proxy': 'http://127.0.0.1:9'}
+    done = subprocess.run([sys.executable, '-c', TRACK, str(tmp_path/'io'), 'trackio'], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().splitlines()[-1:] == ['io'], done.stderr
+    assert 'dashboard' not in done.stdout # what it prints goes to the log
+    rows = [json.loads(m) for m, in sqlite3.connect(tmp_path/'trackio'/'trainkit.db').execute('select metrics from metrics order by step')]
+    assert [r['train/loss'] for r in rows if 'train/loss' in r] == [2/step for step in range(1, 21)]
+
+
+def test_wandb_offline(tmp_path):
+    pytest.importorskip('wandb')
+    environment = os.environ | {'WANDB_MODE': 'offline'}
+    done = subprocess.run([sys.executable, '-c', TRACK, str(tmp_path/'w'), 'wandb'], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    files = list((tmp_path/'w').rglob('*.wandb'))
+    assert len(files) == 1 and b'train/loss' in files[0].read_bytes()
+
+
+@pytest.mark.parametrize('name', ['tensorboard', 'trackio', 'wandb'])
+def test_a_missing_tracker_is_named_before_anything_runs(tmp_path, monkeypatch, name):
+    import trainkit.track
+    monkeypatch.setattr(trainkit.track, 'find_spec', lambda n: None)
+    with pytest.raises(ImportError, match=f'pip install {name}'): MetricsLog(RunFolder(tmp_path/'run'), name)
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='needs /dev/full')
+def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path):
+    folder = RunFolder(tmp_path/'run', 'a: 1')
+    folder.files['metrics.jsonl'].close()
+    folder.files['metrics.jsonl'] = open('/dev/full', 'a', buffering=1)
+    log = MetricsLog(folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        for step in range(3): log.on_log(None, dict(step=step, loss=1.))
+    assert [str(w.message) for w in caught if 'cannot be written' in str(w.message)] != []
+    assert len([w for w in caught if 'cannot be written' in str(w.message)]) == 1
+    assert (folder.path/'log.txt').read_text().count('loss 1') == 3
+
+
+@pytest.mark.skipif(os.name == 'nt' or not hasattr(os, 'geteuid') or os.geteuid() == 0, reason='root may write anywhere')
+def test_a_read_only_place_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError, match='run'): RunFolder(tmp_path/'run')
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path/'runs').write_text('I am a file')
+    with pytest.raises(OSError, match='runs'): RunFolder(tmp_path/'runs'/'demo')
+
+
+def test_it_costs_a_step_next_to_nothing(tmp_path):
+    log = MetricsLog(RunFolder(tmp_path/'run', 'a: 1'))
+    record = dict(step=1, epoch=0.1, loss=2.3, learning_rate=1e-3, grad_norm=1.1, tokens=4096, tokens_per_second=8e3, seconds=1.2, eta_seconds=9., skipped_steps=0)
+    log.on_log(None, record)
+    start = time.perf_counter()
+    for step in range(200): log.on_log(None, {**record, 'step': step})
+    assert (time.perf_counter() - start)/200 < 2e-3
+
+
+def test_reading_needs_no_torch():
+    code = 'import sys; import trainkit.track; print("torch" in sys.modules, "accelerate" in sys.modules)'
+    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == 'False False'
+
+
+def test_compare_and_list(tmp_path):
+    a, b = a_run(tmp_path/'a'), a_run(tmp_path/'b', loss=4., data='other')
+    both = compare(a.path, b.path)
+    assert both.part('data') == {'data_hash': (None, 'other')}
+    assert both.part('result')['eval_loss'] == (2., 4.)
+    assert both.part('config') == {}
+    assert sorted(run.name for run in list_runs(tmp_path)) == ['a', 'b']
+
+
+def test_report_of_a_long_run_stays_small(tmp_path):
+    with RunFolder(tmp_path/'long', 'a: 1') as folder:
+        folder.record('start', dict(total_steps=50_000, start_step=0))
+        for step in range(1, 50_001, 5): folder.record('log', dict(step=step, loss=2 + 1/step, grad_norm=1., learning_rate=1e-4, tokens_per_second=8e3 + step % 7))
+        for step in range(0, 50_000, 500): folder.record('sample', dict(step=step, samples=[('p', 'x'*400)]))
+    assert write_report(folder).stat().st_size < 100_000
+
+
+@pytest.fixture(scope='module')
+def browser():
+    sync = pytest.importorskip('playwright.sync_api')
+    chromium = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+    if not chromium: pytest.skip('no Chromium on this machine')
+    flags = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync']
+    with sync.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize('width, scheme, page_colour', [(1200, 'light', '255, 255, 255'), (420, 'dark', '17, 17, 17')])
+def test_report_in_a_browser(tmp_path, browser, width, scheme, page_colour):
+    "It asks for nothing but itself, even with a section that would like to; it fits a phone; it follows the reader's colours."
+    folder = a_run(tmp_path/'run')
+    evil = '<img src="http://127.0.0.1:9/x.png"><script>document.title = "owned"</script>'
+    path = write_report(folder, 'A <title>', [*run_sections(read_run(folder.path)), ('Wide', '<pre>' + 'word'*200 + '</pre>'), ('Evil', evil)])
+    page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
+    asked, problems = [], []
+    page.on('requestfinished', lambda request: asked.append(request.url))
+    page.on('console', lambda message: problems.append(message.text))
+    page.goto(path.as_uri())
+    assert asked == [path.as_uri()]
+    assert any('Content Security Policy' in text for text in problems)
+    assert page.title() == 'A <title>'
+    assert page.evaluate('document.documentElement.scrollWidth') <= width
+    assert page.evaluate('getComputedStyle(document.body).backgroundColor') == f'rgb({page_colour})'
+    assert page.locator('svg[role=img]').count() >= 4 and page.locator('h2').all_inner_texts()[:3] == ['Result', 'Curves', 'Samples']
+    assert re.search(r'upon <b>\s*$', page.locator('pre').first.inner_text())
+    sizes = page.evaluate('[...document.querySelectorAll("svg text")].map(t => t.getBoundingClientRect().height)')
+    assert min(sizes) >= 9, 'words too small to read'
