@@ -79,23 +79,27 @@ def read_number(
         except (OSError, ValueError, IndexError): continue
     return None
 
-def usable_cores() -> int: # At least 1
+def usable_cores(
+    cgroup: str = '/sys/fs/cgroup', # Where the kernel says what a container may use
+) -> int: # At least 1
     "The cores that this process may keep busy: its affinity, and the container's quota."
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    quota = read_number('/sys/fs/cgroup/cpu.max', '/sys/fs/cgroup/cpu/cpu.cfs_quota_us')
-    try: period = int(Path('/sys/fs/cgroup/cpu.max').read_text().split()[1])
-    except (OSError, ValueError, IndexError): period = 100_000
-    return max(1, min(cores, round(quota/period))) if quota and quota > 0 else cores
+    quota = read_number(f'{cgroup}/cpu.max', f'{cgroup}/cpu/cpu.cfs_quota_us')
+    if quota is None or quota <= 0: return cores # No limit; the older layout says -1
+    period = read_number(f'{cgroup}/cpu/cpu.cfs_period_us') or int(Path(cgroup, 'cpu.max').read_text().split()[1])
+    return max(1, min(cores, round(quota/period)))
 
-def memory() -> tuple[int, int]: # Bytes in all, bytes free
+def memory(
+    cgroup: str = '/sys/fs/cgroup', # Where the kernel says what a container may use
+) -> tuple[int, int]: # Bytes in all, bytes free
     "The main memory that this process may use: the machine's, or the container's if that is less."
     try:
         import psutil
         total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
     except ImportError: # Present wherever accelerate is
         total, free = (os.sysconf('SC_PAGE_SIZE') * os.sysconf(name) for name in ('SC_PHYS_PAGES', 'SC_AVPHYS_PAGES'))
-    limit = read_number('/sys/fs/cgroup/memory.max', '/sys/fs/cgroup/memory/memory.limit_in_bytes')
-    used = read_number('/sys/fs/cgroup/memory.current', '/sys/fs/cgroup/memory/memory.usage_in_bytes')
+    limit = read_number(f'{cgroup}/memory.max', f'{cgroup}/memory/memory.limit_in_bytes')
+    used = read_number(f'{cgroup}/memory.current', f'{cgroup}/memory/memory.usage_in_bytes')
     if limit and used and limit < total: total, free = limit, min(free, limit - used)
     return total, free
 

@@ -51,7 +51,7 @@ def write_tensors(
 
 def raw_bytes(tensor: Tensor) -> memoryview: # The tensor's own memory where it lies on the CPU in one piece
     "The bytes of a tensor in row order."
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()) # type: ignore
+    return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()) # type: ignore
 
 # %% ../nbs/16_tensors.ipynb #9e601464
 def sha256(
