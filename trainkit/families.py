@@ -96,12 +96,15 @@ _FREE = {'model_type', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'architec
          'output_attentions', 'output_hidden_states', 'return_dict', 'chunk_size_feed_forward', 'is_encoder_decoder', 'tokenizer_class'}
 
 def from_hf_config(
-    hf: 'transformers.PretrainedConfig',
+    hf: Any, # A config of transformers, or what stands in its config.json
 ) -> ModelConfig: # Raises `ValueError` with the family or the settings that we do not compute
     "The same shape and choices in our words."
-    kind, remedy = hf.model_type, 'open it with load_pretrained(…, native=False)'
+    kind, remedy = hf.get('model_type') if isinstance(hf, dict) else hf.model_type, 'open it with load_pretrained(…, native=False)'
     if kind not in _FAMILIES:
         raise ValueError(f"'{kind}' is none of the families that we compute ({', '.join(_FAMILIES)}): {remedy}")
+    if isinstance(hf, dict):
+        import transformers
+        hf = getattr(transformers, _FAMILIES[kind]).config_class.from_dict(hf)
     gpt2, ours = kind == 'gpt2', {'kv_heads': 'n_kv_heads', 'head_width': 'head_dim'}
     values: dict[str, Any] = {ours.get(a, a): getattr(hf, b, None) for a, b in (_GPT2_NAMES if gpt2 else _LLAMA_NAMES).items()}
     if gpt2:
