@@ -94,7 +94,7 @@ def main() -> None:
                 losses.append(steps[lane]().item())
                 if i: seconds[lane].append(time.perf_counter() - start)
             gap = max(gap, abs(losses[0] - losses[1]))
-        ratios = statistics.quantiles([b / a for a, b in zip(*seconds.values())], n=4)
+        ratios = statistics.quantiles([b / a for a, b in zip(*seconds.values(), strict=True)], n=4)
         tokens = shape[-1] * shape[-2]
         speed = {lane: tokens / statistics.median(seconds[lane]) for lane in LANES}
         memory = ' / '.join(f'{peak_memory(lane, name, args):.0f}' for lane in LANES)

@@ -127,7 +127,7 @@ def test_cache_padding_and_packing(name: str) -> None:
         close(ours(ids, attention_mask=mask, position_ids=positions).logits[real], want[real])
         for ends in ([9, 10, 11, 24], [1, 17, 18, 24]):
             cache, parts = KVCache(ours.config.n_layers, 24), []
-            for begin, end in zip([0, *ends], ends):
+            for begin, end in zip([0, *ends], ends, strict=False):
                 parts.append(ours(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
             close(torch.cat(parts, 1)[real], want[real])
         # A cache that was cut back, as a draft that was refused
@@ -194,7 +194,7 @@ def test_softcaps() -> None:
         got = attend(q, k, v, given, softcap=0.7)
         close(got.transpose(1, 2), want)
         a, b = (torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True) for out in (got, want))
-        for x, y in zip(a, b): close(x, y)
+        for x, y in zip(a, b, strict=True): close(x, y)
     model = Transformer(ModelConfig(**OURS, logit_softcap=0.5, init_std=0.5))
     plain = copy.deepcopy(model); plain.config.logit_softcap = None
     ids, labels = batch()
@@ -206,7 +206,7 @@ def test_softcaps() -> None:
     model.zero_grad()
     chunked = model(ids, labels=labels, return_logits=False).loss
     chunked.backward(); close(chunked, out.loss)
-    for p, g in zip(model.parameters(), want): close(p.grad, g)
+    for p, g in zip(model.parameters(), want, strict=True): close(p.grad, g)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
@@ -223,7 +223,7 @@ def test_chunked_cross_entropy(dtype, vocab: int, chunk_size: int | None) -> Non
         assert out.dtype == torch.float32 and h.grad.dtype == w.grad.dtype == dtype
         results.append((out, h.grad.float(), w.grad.float()))
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
-    for ours, theirs in zip(*results): close(ours, theirs, tolerance)
+    for ours, theirs in zip(*results, strict=True): close(ours, theirs, tolerance)
     with torch.no_grad(): close(chunked_cross_entropy(hidden, weight, labels), results[1][0], tolerance)
 
 
@@ -247,7 +247,7 @@ def test_batch_equals_its_pieces() -> None:
     ids, labels = batch()
     count = (labels[:, 1:] != -100).sum()
     for model in (ours, theirs):
-        for row, wanted in zip(ids, labels):
+        for row, wanted in zip(ids, labels, strict=True):
             model(input_ids=row[None], labels=wanted[None], num_items_in_batch=count).loss.backward()
     pieces = {n: p.grad.clone() for n, p in ours.named_parameters()}
     for n, p in theirs.named_parameters(): close(pieces[n], p.grad)
@@ -275,7 +275,7 @@ def test_gradient_checkpointing(frozen: bool) -> None:
         loss.backward()
         kept.append(sum(sizes)); results.append([loss, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(results[0]) == len(results[1]) > 1
-    for a, b in zip(*results): close(a, b, 1e-6)
+    for a, b in zip(*results, strict=True): close(a, b, 1e-6)
     assert kept[1] < kept[0] / (1.5 if frozen else 3), kept
 
 
@@ -312,6 +312,7 @@ def test_a_wrapped_head_is_called() -> None:
     assert short.logits is None and abs(full.loss - before) > 1e-3
 
 
+@pytest.mark.slow
 def test_compile() -> None:
     "One graph, no breaks, the same gradients."
     ours, _ = pair('llama 3')
@@ -323,7 +324,7 @@ def test_compile() -> None:
         ours.zero_grad()
         got = torch.compile(ours, backend='aot_eager', fullgraph=True)(ids, labels=labels, **kwargs).loss
         got.backward(); close(got, want)
-        for p, g in zip(ours.parameters(), gradients): close(p.grad, g)
+        for p, g in zip(ours.parameters(), gradients, strict=True): close(p.grad, g)
 
 
 def test_smollm2_shape() -> None:
