@@ -47,7 +47,16 @@ class Notebook:
     "Bars in the output of a cell, which are gone when the last one ends."
     every = 0.2
 
-    def __init__(self): self.bars, self.handle = [], None
+    def __init__(self): self.bars, self.handle, self.cell = [], None, None
+
+    def here(self) -> 'Notebook':
+        "The block of this cell: bars that an earlier cell left open keep their own."
+        shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
+        cell = getattr(shell, 'execution_count', None)
+        if self.bars and self.cell != cell: SCREENS['notebook'] = here = Notebook()
+        else: here = self
+        here.cell = cell
+        return here
 
     def bundle(self) -> dict: # MIME type -> text
         "All open bars as HTML, with plain text beside it."
@@ -151,7 +160,8 @@ class Progress:
         self.said: Any = None # what the last line in a log was about
         self.lock, self.next, self.closed = threading.RLock(), 0., False
         self.screen: Any = None if where == 'silent' or not enabled else SCREENS[where]
-        if file is not None and where != 'notebook' and self.screen: self.screen = type(self.screen)(file)
+        if self.screen and where == 'notebook': self.screen = self.screen.here()
+        elif self.screen and file is not None: self.screen = type(self.screen)(file)
         if self.screen: self.screen.open(self)
 
     def update(
