@@ -69,9 +69,10 @@ def open_tensorboard(folder: RunFolder, project: str, config: dict) -> Tracker:
 def open_trackio(folder: RunFolder, project: str, config: dict) -> Tracker:
     "A database on this machine: `trackio show`."
     import trackio
+    import trackio.context_vars as current
     with quiet(folder): run = trackio.init(project, folder.path.name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False, resume='allow')
     def close():
-        with quiet(folder): (trackio.finish if trackio.context_vars.current_run.get() is run else run.finish)() # the latter from another thread
+        with quiet(folder): (trackio.finish if current.current_run.get() is run else run.finish)() # the latter from another thread
     return Tracker(lambda values, step: run.log(values, step=step), lambda name, text, step: run.log({name: text}, step=step), close)
 
 def open_wandb(folder: RunFolder, project: str, config: dict) -> Tracker:
