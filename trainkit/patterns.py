@@ -1,6 +1,6 @@
 """Before a tokenizer learns anything, a pattern cuts the text into words, and no token reaches over a cut
 
-`split_words` cuts a text by one of the `PATTERNS` that GPT-2, GPT-4 and GPT-4o use, or by any regular expression, so that the words joined together are the text again. `to_utf8` gives the bytes that tokens are made of.
+`split_words` cuts a text by one of the `PATTERNS` that GPT-2, GPT-4 and GPT-4o use, or by any regular expression, so that the words joined together are the text again. `cut_specials` cuts it at special tokens first, and `to_utf8` gives the bytes that tokens are made of.
 
 `word_end` is the same cut written as a function of the bytes, which numba can compile; `char_classes` is the table that it reads. A test on a few thousand odd texts shows that both agree."""
 
@@ -8,13 +8,14 @@
 
 # %% auto #0
 __all__ = ['PATTERNS', 'LETTER', 'NUMBER', 'SPACE', 'NEWLINE', 'UPPER', 'LOWER', 'PATTERN_KERNELS', 'find_pattern', 'split_words',
-           'to_utf8', 'char_classes', 'char_at', 'run_end', 'contraction_end', 'number_end', 'other_end', 'space_end',
-           'gpt2_end', 'cl100k_end', 'cased_end', 'o200k_end', 'word_end']
+           'to_utf8', 'cut_specials', 'char_classes', 'char_at', 'run_end', 'contraction_end', 'number_end',
+           'other_end', 'space_end', 'gpt2_end', 'cl100k_end', 'cased_end', 'o200k_end', 'word_end']
 
 # %% ../nbs/06_patterns.ipynb #3621e111
 import functools
+import os.path
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import regex
@@ -41,22 +42,19 @@ def find_pattern(
     return pattern
 
 # %% ../nbs/06_patterns.ipynb #515d6cb3
-_ASCII = {'L': 'A-Za-z', 'N': '0-9', 'Lu': 'A-Z', 'Ll': 'a-z'} # the other classes have no ASCII characters
-
-def _to_ascii(pattern: str) -> str:
-    "A named pattern for `re`, which matches ASCII text as `pattern` does."
-    part = re.compile(r'\\p\{(\w+)\}')
-    def translate(m):
-        inside = part.sub(lambda p: _ASCII.get(p[1], ''), m[0])
-        return inside if m[0][0] == '[' else f'[{inside}]'
-    return re.sub(r'\[[^\]]*\]|\\p\{\w+\}', translate, pattern)
+_ASCII = { # the same patterns for `re` and ASCII text
+    'gpt2': r"""'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]++| ?[0-9]++| ?[^\sA-Za-z0-9]++|\s+(?!\S)|\s+""",
+    'cl100k': r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|[0-9]{1,3}+| ?[^\sA-Za-z0-9]++[\r\n]*+|"""
+              r"""\s++\Z|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    'o200k': r"""[^\r\nA-Za-z0-9]?(?:[A-Z]*[a-z]++|[A-Z]++)(?:'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE]))?|[0-9]{1,3}+|"""
+             r""" ?[^\sA-Za-z0-9]++[\r\n/]*+|\s*[\r\n]+|\s+(?!\S)|\s+"""}
 
 @functools.lru_cache(64)
 def _finders(pattern: str) -> tuple[Callable | None, Callable]:
     "`findall` for ASCII text where the pattern is a named one, and for any text."
     full = regex.compile(find_pattern(pattern))
     def whole(text): return [m[0] for m in full.finditer(text)]
-    ascii_only = re.compile(_to_ascii(PATTERNS[pattern]), re.ASCII).findall if pattern in PATTERNS else None
+    ascii_only = re.compile(_ASCII[pattern], re.ASCII).findall if pattern in _ASCII else None
     return ascii_only, whole if full.groups else full.findall
 
 def _with_gaps(text: str, pattern: str) -> list[str]:
@@ -89,6 +87,30 @@ def to_utf8(
                          "can hold: clean the text first, as by text.encode('utf-8', 'replace').decode()") from None
     except AttributeError: raise TypeError(f'expected a str, got {type(text).__name__}: {text!r:.60}') from None
 
+# %% ../nbs/06_patterns.ipynb #9a02d86e
+def cut_specials(
+    text: str,
+    special_tokens: Mapping[str, int], # Every special token and its id
+    allowed_special: str | Collection[str] = (), # 'all', 'none', or those that count as tokens
+    disallowed_special: str | Collection[str] = 'all', # Those that are an error: 'all' that are not allowed, or a set
+) -> list[str]: # Ordinary text and special tokens by turns, beginning and ending with text
+    "Cut a text at the special tokens in it, as `tiktoken` does; one that is disallowed is a `ValueError`."
+    if allowed_special == 'none': allowed, refused = (), ()
+    else:
+        for given in (allowed_special, disallowed_special):
+            if isinstance(given, str) and given != 'all':
+                raise ValueError(f"{given!r}: give 'all', 'none' (for allowed_special) or a set such as {{{given!r}}}")
+        allowed = special_tokens if allowed_special == 'all' else allowed_special
+        if unknown := [token for token in allowed if token not in special_tokens]:
+            raise ValueError(f'{unknown[0]!r} is no special token of this tokenizer: choose from {[*special_tokens]}')
+        refused = [t for t in special_tokens if t not in allowed] if disallowed_special == 'all' else disallowed_special
+    if special_tokens and os.path.commonprefix([*special_tokens, *refused]) not in text: return [text]
+    if found := next((token for token in refused if token in text), None):
+        raise ValueError(f'the text holds the special token {found!r}. To encode it as that token pass allowed_special={{{found!r}}} '
+                         "or 'all'; to encode it as ordinary text pass allowed_special='none' or disallowed_special=()")
+    pieces, longest_first = [text], '|'.join(map(re.escape, sorted(allowed, key=len, reverse=True)))
+    return re.split(f'({longest_first})', text) if longest_first else pieces
+
 # %% ../nbs/06_patterns.ipynb #b488907c
 LETTER, NUMBER, SPACE, NEWLINE, UPPER, LOWER = 1, 2, 4, 8, 16, 32
 
@@ -115,9 +137,13 @@ def char_at(data, i, classes): # class bits | length << 8
 def run_end(data, i, n, classes, mask, inside):
     "Where the run of characters from `i` on ends that have a bit of `mask` (or, with `inside=False`, have none)."
     while i < n:
-        c = char_at(data, i, classes)
+        c, size = data[i], 1
+        if c < 0x80: c = classes[c] # without a call, because this is nearly every character
+        else:
+            c = char_at(data, i, classes)
+            size = c >> 8
         if (c & mask != 0) != inside: break
-        i += c >> 8
+        i += size
     return i
 
 def contraction_end(data, i, n, any_case):
