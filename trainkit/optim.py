@@ -29,7 +29,8 @@ def adamw(
 ) -> Optimizer:
     "torch's AdamW (Loshchilov and Hutter 2019)."
     betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=fused or None)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon,
+                             fused=fused or None)
 
 OPTIMIZERS: dict[str, Callable[[list[dict], 'OptimConfig'], Optimizer]] = {
     'adamw_torch': adamw,
@@ -61,7 +62,7 @@ SCHEDULES: dict[str, Callable[[float, 'OptimConfig'], float]] = {
     'cosine_with_min_lr': cosine, # transformers' name for it when `min_lr_ratio` is not 0
     'cosine_with_restarts': restarts,
     'polynomial': lambda p, config: (1 - p)**config.power,
-    'warmup_stable_decay': lambda p, config: cosine(max(0.0, 1 - (1 - p) / config.decay_ratio), config), # Hu et al. 2024
+    'warmup_stable_decay': lambda p, config: cosine(max(0.0, 1 - (1 - p) / config.decay_ratio), config),
 }
 
 # %% ../nbs/16_optim.ipynb #6a46329d
@@ -72,25 +73,26 @@ class OptimConfig:
     "How a step is taken; fields and values as in transformers' TrainingArguments."
     learning_rate: float = knob(3e-4, 'Peak learning rate', low=0, aliases=('lr',))
     optim: str = knob('adamw_torch_fused', 'Which optimizer', choices=tuple(OPTIMIZERS), aliases=('optimizer',))
-    weight_decay: float = knob(0.01, 'Pull of the matrices towards zero, per step and unit of learning rate', low=0)
+    weight_decay: float = knob(0.01, 'Pull of matrices towards zero, per step and unit of learning rate', low=0)
     adam_beta1: float = knob(0.9, 'Memory of the mean gradient', low=0, high=0.99999)
     adam_beta2: float = knob(0.999, 'Memory of the mean squared gradient', low=0, high=0.99999)
     adam_epsilon: float = knob(1e-8, 'Keeps the division by the gradient size finite', low=1e-20)
-    lr_scheduler_type: str = knob('cosine', "How the rate falls; 'constant' alone knows no warm-up", choices=tuple(SCHEDULES),
-        aliases=('lr_scheduler',))
-    warmup_steps: float = knob(0.0, 'Steps of linear warm-up, or a share of the run if below 1; 0 leaves it to warmup_ratio', low=0)
+    lr_scheduler_type: str = knob('cosine', "How the rate falls; 'constant' alone knows no warm-up",
+                                  choices=tuple(SCHEDULES), aliases=('lr_scheduler',))
+    warmup_steps: float = knob(0.0, 'Steps of warm-up, or a share of the run if below 1; 0 asks warmup_ratio', low=0)
     warmup_ratio: float = knob(0.0, 'Share of the run for the warm-up, when warmup_steps is 0', low=0, high=1)
     min_lr_ratio: float = knob(0.0, 'Where the rate ends, as a share of the peak', low=0, high=1)
-    num_cycles: float | None = knob(None, 'Waves of cosine (unset: half a wave), or restarts (unset: one)', low=0)
+    num_cycles: float | None = knob(None, 'Waves of cosine (unset: half a one), or restarts (unset: one)', low=0)
     power: float = knob(1.0, 'Exponent of the polynomial', low=0)
-    decay_ratio: float = knob(0.1, 'Share of the steps after the warm-up in which warmup_stable_decay falls', low=1e-6, high=1)
+    decay_ratio: float = knob(0.1, 'Share of the steps after the warm-up in which warmup_stable_decay falls',
+                              low=1e-6, high=1)
 
     def __post_init__(self):
         self.optim = ALIASES.get(self.optim, self.optim)
         self.lr_scheduler_type = ALIASES.get(self.lr_scheduler_type, self.lr_scheduler_type)
         check_config(self)
         if self.warmup_steps > 1 and self.warmup_steps % 1:
-            raise ValueError(f'warmup_steps = {self.warmup_steps}: must be whole, or below 1 for a share of the run')
+            raise ValueError(f'warmup_steps = {self.warmup_steps}: must be whole, or below 1 for a share')
 
 # %% ../nbs/16_optim.ipynb #a816c6a7
 def param_groups(
@@ -102,12 +104,14 @@ def param_groups(
     for name, p in model.named_parameters(): # A shared parameter comes once
         if not p.requires_grad: continue
         if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f'{name} is trainable in {p.dtype}: keep trainable parameters in float32 (model.float(), or load with '
-                'dtype=torch.float32) and let mixed_precision compute in half precision')
+            raise ValueError(f'{name} is trainable in {p.dtype}: keep trainable parameters in float32 (model.float(), '
+                             'or load with dtype=torch.float32) and let mixed_precision compute in half')
         groups[p.ndim >= 2].append((name, p))
     if not any(groups.values()):
-        raise ValueError(f'{type(model).__name__} has no trainable parameter: unfreeze some (requires_grad_(True)) or add LoRA')
-    return [dict(params=named, weight_decay=weight_decay if decays else 0.0) for decays, named in groups.items() if named]
+        raise ValueError(f'{type(model).__name__} has no trainable parameter: unfreeze some '
+                         '(requires_grad_(True)) or add LoRA')
+    return [dict(params=named, weight_decay=weight_decay if decays else 0.0)
+            for decays, named in groups.items() if named]
 
 def make_optimizer(
     model: nn.Module, # Its trainable parameters are in float32
@@ -121,7 +125,7 @@ def warmup_steps(
     config: OptimConfig,
     total_steps: int, # Optimizer steps in the run
 ) -> int:
-    "Steps of warm-up: `warmup_steps` wins, below 1 it is a share, and at 0 `warmup_ratio` speaks (as transformers)."
+    "Steps of warm-up: `warmup_steps` wins, below 1 it is a share, and at 0 `warmup_ratio` speaks."
     if config.lr_scheduler_type == 'constant': return 0
     if config.warmup_steps >= 1: return int(config.warmup_steps)
     return math.ceil(total_steps * (config.warmup_steps or config.warmup_ratio))
@@ -135,10 +139,10 @@ def make_schedule(
     if total_steps < 1: raise ValueError(f'total_steps = {total_steps}: a run has at least 1 step')
     warmup, curve = warmup_steps(config, total_steps), SCHEDULES[config.lr_scheduler_type]
     if warmup >= total_steps > 1:
-        warnings.warn(f'The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate never reaches its '
-            'peak: set warmup_steps=0.05 for a share of the run', stacklevel=2)
+        warnings.warn(f'The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate never '
+                      'reaches its peak: set warmup_steps=0.05 for a share of the run', stacklevel=2)
     floor = config.min_lr_ratio
-    if config.lr_scheduler_type == 'polynomial' and not floor: # transformers ends a polynomial at a rate of 1e-7
+    if config.lr_scheduler_type == 'polynomial' and not floor: # transformers ends it at a rate of 1e-7
         floor = min(1.0, 1e-7 / config.learning_rate) if config.learning_rate else 0.0
     def factor(step: int) -> float:
         if step < warmup: return step / warmup

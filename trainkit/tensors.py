@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 # %% ../nbs/16_tensors.ipynb #e3b4dd47
-DTYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', torch.int64: 'I64',
-    torch.int32: 'I32', torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8', torch.bool: 'BOOL', torch.float8_e4m3fn: 'F8_E4M3', torch.float8_e5m2: 'F8_E5M2'}
+DTYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', 
+          torch.int64: 'I64', torch.int32: 'I32', torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8',
+          torch.bool: 'BOOL', torch.float8_e4m3fn: 'F8_E4M3', torch.float8_e5m2: 'F8_E5M2'}
 
 def write_tensors(
     path: str | Path, # The file
@@ -31,10 +32,11 @@ def write_tensors(
     "Write a safetensors file and hash it in the same pass; only one tensor at a time is copied."
     header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
     end = 0
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)) # Big elements first keeps all aligned
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)) # So that all are aligned
     for name in names:
         tensor = tensors[name]
-        if tensor.dtype not in DTYPES: raise TypeError(f'{name} is {tensor.dtype}, which safetensors cannot hold')
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f'{name} is {tensor.dtype}, which safetensors cannot hold')
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
     head = json.dumps(header, separators=(',', ':')).encode()
@@ -63,7 +65,7 @@ def sha256(
 # %% ../nbs/16_tensors.ipynb #09d4fb3f
 def untie(
     tensors: Mapping[str, Tensor], # As `model.state_dict()` gives them
-) -> tuple[dict[str, Tensor], dict[str, str]]: # Each tensor once, and the other names -> the one that was kept
+) -> tuple[dict[str, Tensor], dict[str, str]]: # Each tensor once; its other names -> the one kept
     "Tell tensors that lie in the same memory from their other names."
     first, once, shared = {}, {}, {}
     for name, t in tensors.items():
@@ -84,9 +86,11 @@ def pack(
     if isinstance(tree, float): return tree if math.isfinite(tree) else {'$float': repr(tree)}
     if isinstance(tree, (Tensor, np.ndarray)):
         while path in tensors: path += '_'
-        if isinstance(tree, Tensor): tensors[path] = tree
-        else: tensors[path] = torch.from_numpy(tree.view(tree.dtype.str.replace('u', 'i')).copy()) # Unsigned as signed, for old readers
-        return {'$tensor': path} if isinstance(tree, Tensor) else {'$array': [path, tree.dtype.str]}
+        if isinstance(tree, Tensor): tensors[path], leaf = tree, {'$tensor': path}
+        else: # Unsigned numbers as signed ones, because old readers know no others
+            signed = tree.view(tree.dtype.str.replace('u', 'i')).copy()
+            tensors[path], leaf = torch.from_numpy(signed), {'$array': [path, tree.dtype.str]}
+        return leaf
     if isinstance(tree, (list, tuple)):
         items = [pack(item, tensors, f'{path}.{i}') for i, item in enumerate(tree)]
         return items if isinstance(tree, list) else {'$tuple': items}
@@ -94,7 +98,8 @@ def pack(
         items = {key: pack(value, tensors, f'{path}.{key}') for key, value in tree.items()}
         if all(isinstance(key, str) and not key.startswith('$') for key in items): return items
         return {'$dict': [[pack(key, tensors, path), value] for key, value in items.items()]}
-    raise TypeError(f'{path} is a {type(tree).__name__}: a checkpoint holds numbers, text, lists, tuples, dicts, tensors and arrays')
+    raise TypeError(f'{path} is a {type(tree).__name__}: only numbers, text, lists, tuples, dicts, tensors and arrays '
+                    'can be saved')
 
 def unpack(
     tree: Any, # From `pack`
