@@ -211,10 +211,10 @@ class Run:
     def series(
         self,
         key: str, # Such as 'loss', 'eval_loss' or 'grad_norm'
-    ) -> tuple[list[int], list[float]]: # Steps and values
+    ) -> tuple[list[int], list[float]]: # Steps and values; the last one if a step was logged twice
         "One number over the run."
-        found = [(r['step'], r[key]) for r in self.records if 'step' in r and r['event'] in ('log', 'eval') and isinstance(r.get(key), (int, float))]
-        return [s for s, _ in found], [v for _, v in found]
+        found = {r['step']: r[key] for r in self.records if 'step' in r and r['event'] in ('log', 'eval') and isinstance(r.get(key), (int, float))}
+        return list(found), list(found.values())
 
     def keys(self) -> list[str]:
         "Every number that was logged, in the order of first appearance."

@@ -133,6 +133,14 @@ class MetricsLog:
                   if isinstance(v, (int, float)) and not isinstance(v, bool) and k != 'step'}
         for tracker in self.trackers: tracker.log(values, record['step'])
 
+    def relative(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        "Paths inside the run folder without what leads to it: the folder may move, and a home has a name."
+        here, found = self.folder.path.resolve(), dict(record)
+        for key, value in record.items():
+            if isinstance(value, Path) or isinstance(value, str) and ('/' in value or os.sep in value):
+                with contextlib.suppress(ValueError, OSError): found[key] = Path(value).resolve().relative_to(here).as_posix()
+        return found
+
     def say(self, record: Mapping[str, Any], *names: str):
         "A line for the log."
         self.folder.log('  '.join([f'step {record.get("step", 0)}', *(f'{n} {number(record[n])}' for n in names if isinstance(record.get(n), (int, float)))]))
@@ -159,12 +167,12 @@ class MetricsLog:
         for tracker in self.trackers: tracker.text('samples', mask(text), record['step'])
 
     def on_save(self, trainer, record):
-        path = Path(record['path'])
-        with contextlib.suppress(ValueError): path = path.resolve().relative_to(self.folder.path.resolve())
-        self.folder.record('save', {**record, 'path': path.as_posix()})
-        self.folder.log(f'step {record.get("step")}  saved {record.get("kind", "")} {path.as_posix()}')
+        record = self.relative(record)
+        self.folder.record('save', record)
+        self.folder.log(f'step {record.get("step")}  saved {record.get("kind", "")} {record["path"]}')
 
     def on_end(self, trainer, record):
+        record = self.relative(record)
         self.folder.record('end', record)
         self.folder.log(f'end at step {record.get("step")}: {record.get("reason")}')
         for tracker in self.trackers: tracker.close()
