@@ -149,3 +149,10 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
 def test_usage_errors_have_their_own_code(tmp_path):
     assert trainkit('trane', cwd=tmp_path).returncode == 2
     assert trainkit('generate', cwd=tmp_path).returncode == 2
+
+
+def test_version_and_doctor(tmp_path):
+    import trainkit as package
+    assert trainkit('--version', cwd=tmp_path).stdout == f'trainkit {package.__version__}\n'
+    checks = json.loads(trainkit('doctor', '--json', cwd=tmp_path).stdout)
+    assert {'torch', 'device', 'dtype', 'ram', 'disk'} <= {c['name'] for c in checks}
