@@ -97,7 +97,7 @@ def rotate(
     sin: Tensor, # Their sines
 ) -> Tensor: # (..., D)
     "Turn each pair by its angle."
-    return _Rotate.apply(x, cos, sin) # type: ignore
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turn(x, cos, sin) # type: ignore
 
 # %% ../nbs/14_attention.ipynb #02d59f8d
 class KVCache:

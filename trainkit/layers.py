@@ -65,4 +65,4 @@ def swiglu(
     up: Tensor, # (..., D)
 ) -> Tensor: # (..., D)
     "silu(gate)·up (Shazeer 2020, eq. 6)."
-    return _SwiGLU.apply(gate, up) # type: ignore
+    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up) # type: ignore
