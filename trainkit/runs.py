@@ -206,7 +206,7 @@ class Run:
 
     @property
     def samples(self) -> list[tuple[int, list[tuple[str, str]]]]: # (step, [(prompt, text), …]), in order
-        return [(r['step'], [tuple(s) for s in r['samples']]) for r in self.records if r['event'] == 'sample']
+        return list({r['step']: (r['step'], [tuple(s) for s in r['samples']]) for r in self.records if r['event'] == 'sample'}.values())
 
     def series(
         self,

@@ -128,12 +128,13 @@ def run_sections(
     result = '<dl class="tiles">' + ''.join(f'<div><dt>{clean(k)}</dt><dd>{clean(v)}</dd></div>' for k, v in shown) + '</dl>'
     peaks = {f'peak {what} memory, GiB': max(v) for what, key in (('process', 'memory_peak_gib'), ('GPU', 'gpu_memory_peak_gib')) if (v := run.series(key)[1])}
     timings = {'training, s': seconds, 'evaluation, s': sum(run.series('eval_seconds')[1]), 'step, ms': 1000*seconds/(final.get('step') or math.nan), **peaks}
-    rows = lambda values: [{'name': k, 'value': number(v) if isinstance(v, float) else str(v)} for k, v in values.items() if v not in (None, {}) and v == v]
+    rows = lambda values, show=number: [{'name': k, 'value': show(v) if isinstance(v, float) else str(v)} for k, v in values.items() if v not in (None, {}) and v == v]
     machine = flatten({k: v for k, v in run.environment.items() if k != 'versions'})
     versions = run.environment.get('versions') or {}
-    config = flatten(parse_yaml(run.config))
+    config = parse_yaml(run.config)
+    groups = {'': {k: v for k, v in config.items() if not isinstance(v, Mapping)}, **{k: flatten(v) for k, v in config.items() if isinstance(v, Mapping)}}
     sections = [('Result', result), ('Curves', run_curves(run)), ('Samples', samples_html(run)), ('Timings', table(rows(timings))),
-                ('Config', table(rows(config)) if config else f'<pre>{clean(run.config)}</pre>' if run.config else ''),
+                ('Config', grid(*(table(rows(v, '{:.10g}'.format), k) for k, v in groups.items() if v), least=280) if config else f'<pre>{clean(run.config)}</pre>' if run.config else ''),
                 ('Machine', table(rows(machine)) + (f'<details><summary>{len(versions)} versions</summary>{table(rows(versions))}</details>' if versions else '')
                  if machine or versions else '')]
     return [(heading, html) for heading, html in sections if html]
@@ -152,7 +153,7 @@ p.when,nav,footer{color:var(--dim);font-size:.9rem}p.when{margin:0 0 14px}nav{di
 .samples{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,210px),1fr));gap:12px;margin-bottom:20px}
 figure{margin:0;background:var(--card);border-radius:8px;padding:10px 14px}figcaption{color:var(--dim);font-size:.8rem}
 pre{margin:4px 0 0;white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-details{margin-top:12px}summary{cursor:pointer}svg{max-width:100%!important}
+details{margin-top:12px}summary{cursor:pointer}
 @media print{:root{--page:#fff;--ink:#000;--dim:#444;--line:#bbb;--card:#f4f4f4}body{max-width:none;padding:0;font-size:11pt}nav{display:none}
 figure,.tiles div,svg,tr{break-inside:avoid}h2{break-after:avoid}}
 '''
