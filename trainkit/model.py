@@ -281,10 +281,11 @@ class Transformer(nn.Module):
     def init_weights(self) -> None:
         "Normal weights, zero biases; what writes to the stream starts smaller (Radford et al. 2019, section 2.3)."
         for name, module in self.named_modules():
-            if not isinstance(module, (nn.Linear, nn.Embedding)): continue
-            writes = name.endswith(('o_proj', 'down_proj'))
-            module.weight.normal_(0, self.config.init_std / math.sqrt(2*self.config.n_layers if writes else 1))
-            if isinstance(module, nn.Linear) and module.bias is not None: module.bias.zero_()
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                writes = name.endswith(('o_proj', 'down_proj'))
+                module.weight.normal_(0, self.config.init_std / math.sqrt(2*self.config.n_layers if writes else 1))
+            elif isinstance(module, (RMSNorm, nn.LayerNorm)): module.weight.fill_(1)
+            if isinstance(bias := getattr(module, 'bias', None), nn.Parameter): bias.zero_()
 
     def num_parameters(
         self,
