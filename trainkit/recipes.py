@@ -220,12 +220,12 @@ def write_run_report(
     seconds: dict[str, float], # Phase -> how long it took
 ) -> Path:
     "`report.html`: the verdict, then curves, samples, timings, config and machine."
-    sections = run_sections(read_run(folder.path))
+    sections, narrow = run_sections(read_run(folder.path)), '<div style="max-width:560px">{}</div>'.format
     if metrics:
         shown = {'this model': metrics['bits_per_byte'], **{k: v for k, v in metrics.items() if k not in ('eval_loss', 'perplexity', 'bits_per_byte')}}
         sections.insert(1, ('Held-out text', '<p>Bits that are needed to write down one byte of text that the model has not seen; '
-                            f'fewer is better.</p>{bars(shown, "Bits per byte", "bits", highlight="this model")}'))
-    phases = bars(seconds, 'Seconds for each part', 's')
+                            f'fewer is better.</p>{narrow(bars(shown, "Bits per byte", "bits", highlight="this model"))}'))
+    phases = narrow(bars(seconds, 'Seconds for each part', 's'))
     sections = [(heading, f'{phases}{html}' if heading == 'Timings' else html) for heading, html in sections]
     return write_report(folder, config.name, sections)
 
@@ -253,7 +253,8 @@ def run(
                           lambda model, where: save_pretrained(model, tokenizer, where), control)
         say(*plan_lines(parts, trainer))
         def show(title: str) -> list[tuple[str, str]]:
-            trainer.draw()
+            drawn = read_run(folder.path).samples
+            if not drawn or drawn[-1][0] != trainer.state.step or config.train.load_best_model_at_end: trainer.draw()
             samples = read_run(folder.path).samples[-1][1]
             say('', title, *(f'  {prompt}|{text}'.replace('\n', '\n  ') for prompt, text in samples), '')
             return samples
