@@ -45,7 +45,8 @@ def attend(
     "softmax(QKᵀ/√D)V over the keys that the mask leaves (Vaswani et al. 2017, eq. 1)."
     (H, T), (H_kv, S) = q.shape[1:3], k.shape[1:3]
     if softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None and T > 1, enable_gqa=H != H_kv)
+        causal = mask is None and T > 1
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=H != H_kv)
     k, v = (x.repeat_interleave(H // H_kv, 1) for x in (k, v))
     scores = softcap * torch.tanh(q @ k.mT / (math.sqrt(q.shape[-1]) * softcap)) # (B, H, T, S)
     if mask is None: mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)

@@ -29,7 +29,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     "Sum of the losses; each chunk leaves its gradient behind in the forward pass, while its logits are there."
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, rows: int, learn: bool) -> Tensor:
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, rows: int, learn: bool):
         need_hidden, need_weight = (learn and need for need in ctx.needs_input_grad[:2])
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -53,7 +53,8 @@ class ModelConfig:
     n_heads: int = knob(4, 'Attention heads', low=1, aliases=('num_attention_heads', 'n_head'))
     n_layers: int = knob(4, 'Blocks', low=1, aliases=('num_hidden_layers', 'n_layer'))
     d_ff: int = knob(1024, 'Width inside the MLP', low=1, aliases=('intermediate_size', 'n_inner'))
-    max_seq_len: int = knob(512, 'Longest sequence, in tokens', low=1, aliases=('max_position_embeddings', 'n_positions'))
+    max_seq_len: int = knob(512, 'Longest sequence, in tokens', low=1,
+                            aliases=('max_position_embeddings', 'n_positions'))
     n_kv_heads: int | None = knob(None, 'Heads of keys and values that the query heads share; n_heads when unset',
                                   low=1, aliases=('num_key_value_heads',))
     head_dim: int | None = knob(None, 'Width of one head; d_model / n_heads when unset', low=1)
@@ -66,16 +67,17 @@ class ModelConfig:
     pre_norm: bool = knob(True, 'Normalise before each half of a block; false: after the sum')
     position: str = knob('rope', 'How a token knows its place', choices=('rope', 'learned'))
     rope_theta: float = knob(10000.0, 'Base of the rotary wavelengths', low=1)
-    rope_scaling: dict | None = knob(None, "Longer wavelengths: {'rope_type': 'linear' or 'llama3', 'factor': 8.0, …}")
-    layer_windows: list[int] | None = knob(None, 'How many tokens back each layer sees, one number a layer, 0 for all')
+    rope_scaling: dict | None = knob(None, "Longer waves: {'rope_type': 'linear' or 'llama3', 'factor': 8.0, …}")
+    layer_windows: list[int] | None = knob(None, 'How many tokens back each layer sees, one number each, 0 for all')
     qk_norm: bool = knob(False, 'RMSNorm on each head of queries and keys')
     bias: str = knob('none', 'Which layers have biases', choices=('none', 'qkv', 'all'))
     attn_softcap: float | None = knob(None, 'Attention scores stay between ± this', low=1e-3,
                                       aliases=('attn_logit_softcapping',))
-    logit_softcap: float | None = knob(None, 'Logits stay between ± this', low=1e-3, aliases=('final_logit_softcapping',))
+    logit_softcap: float | None = knob(None, 'Logits stay between ± this', low=1e-3,
+                                       aliases=('final_logit_softcapping',))
     tie_embeddings: bool = knob(True, 'One matrix reads tokens and scores them', aliases=('tie_word_embeddings',))
     init_std: float = knob(0.02, 'Standard deviation of fresh weights', low=0, aliases=('initializer_range',))
-    gradient_checkpointing: bool = knob(False, 'Keep only block inputs for the backward pass; compute the rest twice')
+    gradient_checkpointing: bool = knob(False, 'Keep only block inputs for backward; compute the rest twice')
 
     def __post_init__(self):
         check_config(self)
@@ -203,7 +205,8 @@ class Decoder(nn.Module):
         self.config, learned = config, config.position == 'learned'
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.embed_positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
-        self.frequencies = None if learned else rope_frequencies(config.head_width, config.rope_theta, config.rope_scaling) # No buffer: `.bfloat16()` would round it
+        frequencies = rope_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
+        self.frequencies = None if learned else frequencies # No buffer: `.bfloat16()` would round it
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = make_norm(config) if config.pre_norm else nn.Identity()
@@ -226,6 +229,8 @@ class Decoder(nn.Module):
         check_ids('input_ids', input_ids, config.vocab_size, 'does the tokenizer belong to this model?')
         padding = None if attention_mask is None else _padding(attention_mask, rows, total, past)
         if position_ids is not None:
+            if position_ids.ndim != 2 or position_ids.shape[0] not in (1, rows) or position_ids.shape[1] != new:
+                raise ValueError(f'position_ids has shape {tuple(position_ids.shape)}, and must have {(rows, new)}')
             check_ids('position_ids', position_ids, config.max_seq_len, 'raise max_seq_len?')
             breaks = position_ids.diff(dim=-1) != 1
             if not past and breaks.any(): document = F.pad(breaks.cumsum(-1), (1, 0)).expand(rows, -1)
@@ -309,12 +314,13 @@ class Transformer(nn.Module):
         return_logits: bool = True, # False with labels: the loss alone, in chunks
         logits_to_keep: int = 0, # Only so many last positions get logits; 0 for all
     ) -> ModelOutput:
-        if use_cache and past_key_values is None: past_key_values = KVCache(self.config.n_layers, self.config.max_seq_len)
+        config, cache = self.config, past_key_values
+        if use_cache and cache is None: cache = KVCache(config.n_layers, config.max_seq_len)
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f'labels has shape {tuple(labels.shape)}, and must have that of input_ids, '
                              f'{tuple(input_ids.shape)}: the model shifts them itself')
         if labels is not None and logits_to_keep: raise ValueError('a loss needs all logits: leave out logits_to_keep')
-        hidden, cap = self.model(input_ids, attention_mask, position_ids, past_key_values), self.config.logit_softcap
+        hidden, cap = self.model(input_ids, attention_mask, position_ids, cache), config.logit_softcap
         loss, targets = None, labels[:, 1:] if labels is not None else None # Position t predicts token t + 1
         # A head that somebody wrapped (LoRA, 4 bits) is more than its weight, so it has to be called
         if targets is not None and not return_logits and type(self.lm_head) is nn.Linear:
@@ -324,9 +330,10 @@ class Transformer(nn.Module):
             logits = self.lm_head(hidden[:, -logits_to_keep:])
             if cap is not None: logits = cap * torch.tanh(logits / cap)
             if targets is not None:
-                check_ids('labels', targets.masked_fill(targets == -100, 0), logits.shape[-1], 'do they come from this vocabulary?')
+                real = targets.masked_fill(targets == -100, 0)
+                check_ids('labels', real, logits.shape[-1], 'do they come from this vocabulary?')
                 wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
                 loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction='sum')
         if loss is not None and targets is not None:
             loss = loss / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
-        return ModelOutput(loss, logits if return_logits or targets is None else None, past_key_values)
+        return ModelOutput(loss, logits if return_logits or targets is None else None, cache)
