@@ -55,14 +55,17 @@ def read_run_config(
     if file is not None: return load_config(RunConfig, file, overrides)
     return load_config(RunConfig, to_dict(from_profile(RunConfig, profile, **defaults)), overrides)
 
+def _run(config, resume: bool = False) -> None:
+    from trainkit.recipes import run
+    if run(config, resume).stop_reason == 'interrupted': raise typer.Exit(130)
+
 @app.command()
 def demo(
     overrides: Overrides = None,
     full: Annotated[bool, typer.Option('--full', help='The size for a GPU instead of the one for a laptop.')] = False,
 ) -> None:
     "Train a language model on real text, from nothing: tokenizer, transformer, samples, report. Minutes on a CPU."
-    from trainkit.recipes import run
-    run(read_run_config('full' if full else 'quick', None, overrides or [], name='demo'))
+    _run(read_run_config('full' if full else 'quick', None, overrides or [], name='demo'))
 
 @app.command()
 def train(
@@ -72,13 +75,14 @@ def train(
     resume: Annotated[Optional[Path], typer.Option(metavar='RUN', help='Go on in this run folder, from its last checkpoint.')] = None,
 ) -> None:
     "Run a config: read, train, judge, save, report."
-    from trainkit.recipes import run
     changes = [*([config] if config and '=' in config else []), *(overrides or [])]
     file = Path(config) if config and '=' not in config else None
-    if resume is None: run(read_run_config(profile.value if profile else None, file, changes)); return
+    if resume is None:
+        _run(read_run_config(profile.value if profile else None, file, changes))
+        return
     if file: raise ValueError(f'{resume} has its own config.yaml: give either a config file or --resume')
     if not (resume/'config.yaml').is_file(): raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
-    run(read_run_config(None, resume/'config.yaml', [*changes, f'train.output_dir={resume}']), resume=True)
+    _run(read_run_config(None, resume/'config.yaml', [*changes, f'train.output_dir={resume}']), resume=True)
 
 # %% ../nbs/45_cli.ipynb #77e55084
 @app.command()
