@@ -164,6 +164,15 @@ def test_cuts_equal_transformers(data):
     assert torch.equal(penalize_repetition(logits, ids, penalty), transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
 
 
+def test_a_nucleus_may_be_large():
+    "Flat logits: most of the vocabulary belongs to it."
+    logits = 0.1 * torch.randn(2, 3000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[1] *= 100 # And in one batch with a row where it is small
+    for p in (0.03, 0.2, 0.99):
+        kept = keep_top_p(logits, p)
+        assert torch.equal(kept, transformers.TopPLogitsWarper(p)(None, logits)) and kept[1].isfinite().sum() < 200 * p + 9
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.floats(2**-24, 1))
 def test_draw_never_takes_what_was_cut(seed, u):
@@ -218,6 +227,37 @@ def test_stream_shows_whole_characters_and_stops():
     ids = generate(model, list(b'ab'), stop=' stop', **made)
     assert bytes(ids).decode() == 'abnaïve 😀 — stop'
     assert bytes(stream(model, list(b'ab'), **{**made, 'tokenizer': None})).decode() == 'naïve 😀 — stop here'
+
+
+def test_texts_of_a_batch_end_each_in_its_place(ours):
+    "Rows that have ended write nothing more, while the others go on."
+    class Letters:
+        def encode(self, text): return [ord(c) - 32 for c in text]
+        def decode(self, ids): return ''.join(chr(i + 32) for i in ids)
+    prompts, free = ['abc', 'x', 'Hello there'], dict(temperature=0, tokenizer=Letters())
+    ends = [ord(generate(ours, prompt, 12, eos_token_id=(), **free)[len(prompt) + n]) - 32 for prompt, n in zip(prompts, (2, 5, 9), strict=True)]
+    texts = generate(ours, prompts, 40, eos_token_id=ends, **free)
+    assert texts == [generate(ours, prompt, 40, eos_token_id=ends, **free) for prompt in prompts]
+    assert texts == [prompt + ''.join(stream(ours, prompt, 40, eos_token_id=ends, **free)) for prompt in prompts]
+    assert len({len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)}) > 1
+
+
+def test_no_work_is_done_for_nothing(ours):
+    "Logits of the last position only, one new token a step, and no step after the end."
+    seen = []
+    hook = ours.register_forward_hook(lambda m, args, kwargs, output: seen.append((kwargs['input_ids'].shape[1], output.logits.shape[1])), with_kwargs=True)
+    try:
+        generate(ours, [1, 2, 3, 4], 5, temperature=0)
+        assert seen == [(4, 1)] + [(1, 1)] * 4
+        tokenizer = Emoji('one stop and more')
+        steps = []
+        def count(ids, logits):
+            steps.append(1)
+            return logits
+        model = Transformer(ModelConfig(**{**LLAMA, 'vocab_size': 256})).eval()
+        list(stream(model, 'ab', 17, temperature=0, tokenizer=tokenizer, stop='stop', processors=[tokenizer.processor(2), count]))
+        assert len(steps) == len('one stop')
+    finally: hook.remove()
 
 
 def test_modes_come_back_even_after_an_error(ours):
