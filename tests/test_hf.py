@@ -327,7 +327,8 @@ def test_smollm2(tmp_path):
     theirs, auto = load_pretrained(gguf, native=False)
     assert isinstance(ours, Transformer) and ours.num_parameters() == 134_515_008 == theirs.num_parameters()
     assert hf_architecture(ours.config) == 'LlamaForCausalLM'
-    assert to_hf_config(ModelConfig.preset('smollm2-135m')).to_dict() == to_hf_config(ours.config).to_dict()
+    rounded = dataclasses.replace(ours.config, norm_eps=1e-5) # The file holds it in float32
+    assert to_hf_config(ModelConfig.preset('smollm2-135m')).to_dict() == to_hf_config(rounded).to_dict()
     text = 'Gravity is the force by which a planet draws objects toward its center. naïve café 你好 1234'
     assert list(words.encode(text)) == auto.encode(text)
     ids = torch.tensor([words.encode(text)])
