@@ -26,7 +26,6 @@ from .dataloader import Batches, encode_rows, token_blocks
 from .dataset import DataConfig, load_texts
 from .evaluate import baselines, bits_per_byte, perplexity
 from .generate import SamplingConfig, generate
-from .hf import save_pretrained
 from .knobs import Problem
 from .machine import environment
 from .model import ModelConfig, Transformer
@@ -245,12 +244,15 @@ def run(
             for line in lines:
                 folder.log(line)
                 if verbose: print(line, flush=True)
+        def save(model: nn.Module, where: Path) -> None:
+            from trainkit.hf import save_pretrained # transformers takes seconds to import
+            save_pretrained(model, tokenizer, where)
         tokenizer.save(folder.path/'tokenizer')
         prompts = config.prompts or list(dict.fromkeys(opening(row['text']) for row in parts.eval_rows))[:2]
         log = [Bits(sum(len(row['text'].encode('utf-8', 'surrogatepass')) for row in parts.eval_rows)), MetricsLog(folder, config.report_to)]
         trainer = Trainer(model, lm_loss, parts.train_batches, parts.eval_batches, replace(config.train, output_dir=str(folder.path)),
                           [*log, *callbacks], config.optim, make_sampler(tokenizer, prompts, config.sampling),
-                          lambda model, where: save_pretrained(model, tokenizer, where), control)
+                          save, control)
         say(*plan_lines(parts, trainer))
         def show(title: str) -> list[tuple[str, str]]:
             drawn = read_run(folder.path).samples
