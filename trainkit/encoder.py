@@ -107,9 +107,9 @@ def merge_long(out, k, m, keys, ranks, made):
     return size
 
 # %% ../nbs/09_encoder.ipynb #3ccd28d1
-def find_token(slots, hashes, starts, tokens, data, i, e):
-    "The id of the token whose bytes are `data[i:e]`, or -1."
-    h, mask = hash_bytes(data, i, e), np.uint64(len(slots) - 1)
+def find_token(slots, hashes, starts, tokens, data, i, e, h):
+    "The id of the token whose bytes are `data[i:e]` with the hash `h`, or -1."
+    mask = np.uint64(len(slots) - 1)
     at = h & mask
     while True:
         k = slots[at]
@@ -133,20 +133,27 @@ def fill_tables(slots, hashes, starts, tokens, keys, ranks, pairs, pair_ranks):
 def encode_kernel(data, ends, kind, classes, byte_ids, slots, hashes, starts, tokens, keys, ranks, made):
     "The ids of all texts in `data`, and how many are of each; with `kind < 0` the `ends` are those of words."
     out, sizes, order = np.empty(len(data), np.int32), np.empty(len(ends), np.int64), np.empty(64, np.int32)
+    seen = np.zeros((1 << 12, 4), np.int64) # words met lately: where they begin, their bytes, where their ids begin, how many
     i = k = 0
     for d in range(len(ends)):
         before = k
         while i < ends[d]:
             e = word_end(data, i, ends[d], classes, kind) if kind >= 0 else ends[d]
-            t = find_token(slots, hashes, starts, tokens, data, i, e)
-            if t >= 0:
-                out[k] = t
-                k += 1
+            h, size = hash_bytes(data, i, e), e - i
+            last = seen[h & np.uint64(len(seen) - 1)]
+            if last[1] == size and same_bytes(data, last[0], data, i, size):
+                n = last[3]
+                for j in range(n): out[k+j] = out[last[2] + j]
             else:
-                for j in range(e - i): out[k+j] = byte_ids[data[i+j]]
-                if e - i <= 64: k += merge_short(out, k, e - i, keys, ranks, made, order)
-                else: k += merge_long(out, k, e - i, keys, ranks, made)
+                t, n = find_token(slots, hashes, starts, tokens, data, i, e, h), 1
+                if t >= 0: out[k] = t
+                else:
+                    for j in range(size): out[k+j] = byte_ids[data[i+j]]
+                    if size <= 64: n = merge_short(out, k, size, keys, ranks, made, order)
+                    else: n = merge_long(out, k, size, keys, ranks, made)
+                last[0], last[1], last[2], last[3] = i, size, k, n
             i = e
+            k += n
         sizes[d] = k - before
     return out[:k], sizes
 
@@ -178,7 +185,7 @@ class Encoder:
 
     def __init__(
         self,
-        tokens: Mapping[bytes, int], # Bytes of a token -> its id; all 256 bytes are among them
+        tokens: Mapping[bytes, int], # Bytes of a token -> its id; the bytes themselves are among them
         pairs: Sequence[tuple[int, int]], # Pairs of ids that may be joined
         made: Sequence[int], # The id that each pair makes
         ranks: Sequence[int] | None = None, # The rank of each pair; its place in `pairs` when None
@@ -186,13 +193,14 @@ class Encoder:
         whole: bool = True, # A word that is a token is that token, without a look at the merges
         lane: str = 'auto', # 'auto' goes over to the compiled lane when it has seen a megabyte
     ):
-        missing = [b for b in range(256) if bytes([b]) not in tokens]
-        if missing: raise ValueError(f'the vocabulary lacks {len(missing)} of the 256 bytes, the first is {missing[0]:#04x}: this is no byte-level BPE')
+        self.known = bytes(b for b in range(256) if bytes([b]) in tokens) # a vocabulary made elsewhere may lack rare bytes
+        if missing := bytes(range(32, 127)).translate(None, self.known):
+            raise ValueError(f'the vocabulary has no token for {missing[:1]!r} and {256 - len(self.known)} bytes in all: this is no byte-level BPE')
         find_pattern(pattern)
         pick_lane(lane, 0)
         self.pattern, self.wanted, self.lane, self.seen = pattern, lane, 'pure', 0
         self.pairs, self.made, self.ranks = pairs, made, range(len(pairs)) if ranks is None else ranks
-        self.byte_ids = [tokens[bytes([b])] for b in range(256)]
+        self.byte_ids = [tokens.get(bytes([b]), -1) for b in range(256)]
         self.tokens = tokens if whole else {}
 
     @functools.cached_property
@@ -230,7 +238,11 @@ class Encoder:
         self,
         texts: Sequence[str],
     ) -> list[list[int]]: # The ids of each text
-        "Encode each text by itself; a lone surrogate is a `ValueError`."
+        "Encode each text by itself; a lone surrogate, or a byte that the vocabulary lacks, is a `ValueError`."
+        if len(self.known) < 256:
+            for text in texts:
+                if lost := to_utf8(text).translate(None, self.known):
+                    raise ValueError(f'the text holds the byte {lost[0]:#04x}, for which this vocabulary has no token: remove it first')
         size = sum(map(len, texts))
         self.lane = pick_lane(self.wanted, self.seen + size)
         self.seen += size

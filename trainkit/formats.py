@@ -130,7 +130,7 @@ def all_pairs(
 TIKTOKEN_PATTERNS = {
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""": 'gpt2',
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""": 'cl100k',
-    PATTERNS['o200k']: 'o200k'}
+    **{regex: name for name, regex in PATTERNS.items()}}
 
 def read_ranks(
     path: str | Path, # Such as `cl100k_base.tiktoken`

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from types import FunctionType, SimpleNamespace
+from zlib import crc32
 
 import numpy as np
 
@@ -46,10 +47,13 @@ def compile_kernels(
 ) -> SimpleNamespace: # The compiled functions by name
     "Compile functions with numba; the machine code is kept on disk beside their module, or in the user's cache."
     import numba
-    done = {}
+    done, version = {}, 0
     for f in functions:
-        copy = FunctionType(f.__code__, {**f.__globals__, **done}, f.__name__)
-        copy.__module__, copy.__qualname__ = f.__module__, f.__qualname__
+        names, code = {**f.__globals__, **done}, f.__code__
+        facts = code.co_code, code.co_consts, [names[n] for n in code.co_names if isinstance(names.get(n), int)]
+        version = crc32(repr(facts).encode(), version) # numba looks at one function only, not at those it calls
+        copy = FunctionType(code, names, f.__name__)
+        copy.__module__, copy.__qualname__ = f.__module__, f'{f.__qualname__}_{version:08x}' # the name of the file
         on_disk = os.path.exists(f.__code__.co_filename) # not so in a notebook
         done[f.__name__] = numba.njit(copy, cache=on_disk, nogil=True)
     return SimpleNamespace(**done)

@@ -137,13 +137,13 @@ def char_at(data, i, classes): # class bits | length << 8
 def run_end(data, i, n, classes, mask, inside):
     "Where the run of characters from `i` on ends that have a bit of `mask` (or, with `inside=False`, have none)."
     while i < n:
-        c, size = data[i], 1
-        if c < 0x80: c = classes[c] # without a call, because this is nearly every character
+        if data[i] < 0x80: # nearly every character: no call, and one step
+            if (classes[data[i]] & mask != 0) != inside: return i
+            i += 1
         else:
             c = char_at(data, i, classes)
-            size = c >> 8
-        if (c & mask != 0) != inside: break
-        i += size
+            if (c & mask != 0) != inside: return i
+            i += c >> 8
     return i
 
 def contraction_end(data, i, n, any_case):

@@ -20,7 +20,7 @@ from .bpe import Merges, learn_merges
 from .config import write_atomic
 from .encoder import Encoder
 from .formats import TIKTOKEN_PATTERNS, all_pairs, from_json, read_ranks, to_json, write_ranks
-from .patterns import PATTERNS, cut_specials, find_pattern, to_utf8
+from .patterns import PATTERNS, cut_specials, to_utf8
 from .words import count_words
 
 if TYPE_CHECKING: import tiktoken
@@ -273,7 +273,8 @@ class BPETokenizer:
     ) -> 'tiktoken.Encoding':
         "The same tokenizer for tiktoken; one that tiktoken's rule cannot express is a `ValueError`."
         from tiktoken import Encoding
-        return Encoding(name, pat_str=find_pattern(self.pattern), mergeable_ranks=self._to_ranks(), special_tokens=self.special_tokens)
+        spelling = next((regex for regex, known in TIKTOKEN_PATTERNS.items() if known == self.pattern), self.pattern)
+        return Encoding(name, pat_str=spelling, mergeable_ranks=self._to_ranks(), special_tokens=self.special_tokens)
 
     def save_tiktoken(
         self,
