@@ -1,7 +1,8 @@
 """Training speed of `Transformer` beside transformers' `LlamaForCausalLM`: one step is forward, backward, AdamW.
 
 Same shape, same weights, same batch, same fused optimizer, same process; the two take turns, so that a busy machine
-slows both. Medians of the rounds and of the ratios of neighbours. Peak memory comes from a process of its own for each.
+slows both. Medians of the rounds and of the ratios of neighbours, by the clock and by CPU seconds (which other processes
+disturb less). Peak memory comes from a process of its own for each.
 
     python benchmarks/train_speed.py [--rounds 15] [--threads 1] [--shape bench|demo] [--autocast]
 """
@@ -82,24 +83,27 @@ def main() -> None:
     import transformers
     print(f'torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s), '
           f'{"bf16 autocast" if args.autocast else "fp32"}, {args.rounds} rounds')
-    print('| shape | trainkit tokens/s | transformers tokens/s | ratio (median, quartiles) | largest difference of losses | peak MB |')
-    print('|---|---|---|---|---|---|')
+    print('| shape | trainkit tokens/s | transformers tokens/s | ratio (median, quartiles) | CPU seconds ratio | largest difference of losses | peak MB |')
+    print('|---|---|---|---|---|---|---|')
     for name in [args.shape] if args.shape else SHAPES:
         shape, steps = SHAPES[name], {lane: make_step(lane, SHAPES[name], args.autocast) for lane in LANES}
-        seconds, gap = {lane: [] for lane in LANES}, 0.0
+        seconds, work, gap = {lane: [] for lane in LANES}, {lane: [] for lane in LANES}, 0.0
         for i in range(args.rounds + 1):
             losses = []
             for lane in LANES if i % 2 else LANES[::-1]:
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 losses.append(steps[lane]().item())
-                if i: seconds[lane].append(time.perf_counter() - start)
+                if not i: continue # The first is for warming up
+                seconds[lane].append(time.perf_counter() - start)
+                work[lane].append(time.process_time() - busy)
             gap = max(gap, abs(losses[0] - losses[1]))
         ratios = statistics.quantiles([b / a for a, b in zip(*seconds.values(), strict=True)], n=4)
+        by_work = statistics.median(b / a for a, b in zip(*work.values(), strict=True))
         tokens = shape[-1] * shape[-2]
         speed = {lane: tokens / statistics.median(seconds[lane]) for lane in LANES}
         memory = ' / '.join(f'{peak_memory(lane, name, args):.0f}' for lane in LANES)
         print(f'| {name} | {speed["trainkit"]:,.0f} | {speed["transformers"]:,.0f} | '
-              f'{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f}) | {gap:.1e} | {memory} |', flush=True)
+              f'{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f}) | {by_work:.2f} | {gap:.1e} | {memory} |', flush=True)
 
 
 if __name__ == '__main__': main()
