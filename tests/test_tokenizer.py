@@ -196,7 +196,6 @@ def test_long_texts_are_cut_where_nothing_changes(name, monkeypatch):
     wants = Counter(split_words(torture(60_000, 5) + code(60_000), name))
     for size in (1, 100, 5000):
         monkeypatch.setattr(words, '_BLOCK', size)
-        monkeypatch.setattr(words._pieces, '__defaults__', (size,))
         for lane in LANES: assert count_words([torture(60_000, 5) + code(60_000)], name, lane=lane) == wants
 
 

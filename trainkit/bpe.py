@@ -65,14 +65,12 @@ def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, li
         left, right = defaultdict(list), defaultdict(list)
         held = where.pop(pair)
         for i in held.tolist() if isinstance(held, np.ndarray) else held:
-            word = words[i]
-            k = word.find(pair)
-            while k >= 0:
-                if k: left[word[k-1]].append(i)
-                rest = word[k+2:]
-                if rest: right[rest[0]].append(i)
-                words[i] = word = word[:k] + new + rest
-                k = word.find(pair, k + 1)
+            k = (word := words[i]).find(pair) # a word stands in the list once for each time that it holds the pair
+            if k < 0: continue
+            rest = word[k+2:]
+            if k: left[word[k-1]].append(i)
+            if rest: right[rest[0]].append(i)
+            words[i] = word[:k] + new + rest
         for y, held in right.items():
             n = sum(map(weight, held))
             count[b + y] -= n

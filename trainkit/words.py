@@ -16,10 +16,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
-import regex
 
 from .kernels import compile_kernels, hash_bytes, pick_lane, same_bytes
-from .patterns import PATTERN_KERNELS, PATTERNS, char_classes, find_pattern, split_words, to_utf8, word_end
+from .patterns import PATTERN_KERNELS, PATTERNS, char_classes, find_pattern, safe_pieces, split_words, to_utf8, word_end
 from .progress import Progress
 
 # %% ../nbs/07_words.ipynb #fed0834d
@@ -60,22 +59,13 @@ def _kernels(): return compile_kernels((*PATTERN_KERNELS, hash_bytes, same_bytes
 
 # %% ../nbs/07_words.ipynb #c58894c4
 _BLOCK = 1 << 22 # characters
-_SAFE = regex.compile(r'(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?=[^\S\r\n])')
-
-def _pieces(text: str, pattern: str, size: int = _BLOCK) -> Iterator[str]:
-    "A long text in parts that have the same words as the whole."
-    at = 0
-    while pattern in PATTERNS and len(text) - at > size and (m := _SAFE.search(text, at + size)):
-        yield text[at:m.start()]
-        at = m.start()
-    yield text[at:] if at else text
 
 def _blocks(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
     "Lists of texts of about `_BLOCK` characters together."
     block, size = [], 0
     for text in texts:
         if not isinstance(text, str): to_utf8(text) # a clear TypeError
-        for piece in _pieces(text, pattern):
+        for piece in safe_pieces(text, pattern, _BLOCK):
             block.append(piece)
             size += len(piece)
             if size >= _BLOCK:
