@@ -73,6 +73,18 @@ def test_there_and_back(name):
     assert torch.equal(generate(model, prompt, 20, temperature=0), theirs.generate(prompt, **out))
 
 
+def test_doors_copy_and_tied_stays_tied(tmp_path, tokenizer):
+    model = make()
+    theirs = to_hf(model)
+    home, opened = from_hf(theirs), load_pretrained(save_pretrained(model, tokenizer, tmp_path/'m'))[0]
+    before = logits(model)
+    with torch.no_grad():
+        for p in theirs.parameters(): p.zero_()
+    assert torch.equal(logits(model), before) and torch.equal(logits(home), before)
+    for each in (home, opened, theirs): assert each.get_output_embeddings().weight is each.get_input_embeddings().weight
+    assert all(p.requires_grad for p in opened.parameters())
+
+
 @pytest.mark.parametrize('name', VARIANTS)
 def test_gradients_agree_through_the_door(name):
     "Equal logits with unequal gradients would train another model."
@@ -109,7 +121,7 @@ def test_every_knob_has_its_place():
     (transformers.LlamaConfig(rope_scaling=dict(rope_type='yarn', factor=2.0)), 'rope_scaling'), (transformers.Qwen3Config(attention_bias=True), 'attention_bias'),
     (transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by_inverse_layer_idx'),
     (transformers.GPT2Config(activation_function='tanh'), "activation_function = 'tanh'"), (transformers.GPT2Config(add_cross_attention=True), 'add_cross_attention'),
-    (transformers.GPT2Config(embd_pdrop=0.3), 'embd_pdrop'), (transformers.Gemma2Config(), "'gemma2' is none of the families"),
+    (transformers.GPT2Config(embd_pdrop=0.3), 'embd_pdrop'), (transformers.Qwen3Config(layer_types=['chunked_attention'] * 32), 'layer_types'), (transformers.Gemma2Config(), "'gemma2' is none of the families"),
     (transformers.GPTNeoXConfig(), "'gpt_neox' is none"), (transformers.MixtralConfig(), "'mixtral' is none"), (transformers.T5Config(), "'t5' is none")])
 def test_other_models_are_refused_by_name(config, words):
     with pytest.raises(ValueError, match=words) as error: from_hf_config(config)

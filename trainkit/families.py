@@ -29,17 +29,22 @@ _PLAIN: dict[str, Rule] = { # What all that descend from Llama have in common
     'norm': lambda c: c.norm == 'rmsnorm', 'activation': lambda c: c.activation == 'swiglu',
     'position': lambda c: c.position == 'rope', 'pre_norm': lambda c: c.pre_norm,
     'attn_softcap': lambda c: c.attn_softcap is None, 'logit_softcap': lambda c: c.logit_softcap is None,
-    'qk_norm': lambda c: not c.qk_norm, 'bias': lambda c: c.bias == 'none', 'layer_windows': lambda c: not _windows(c)}
+    'qk_norm': lambda c: not c.qk_norm, 'bias': lambda c: c.bias == 'none',
+    'layer_windows': lambda c: not _windows(c)}
 
 RULES: dict[str, dict[str, Rule]] = { # Class -> knob -> whether its value fits
-    'LlamaForCausalLM': _PLAIN | {'bias': lambda c: c.bias in ('none', 'all'), 'head_dim': lambda c: c.d_model % c.n_heads == 0},
+    'LlamaForCausalLM': _PLAIN | {
+        'bias': lambda c: c.bias in ('none', 'all'), 'head_dim': lambda c: c.d_model % c.n_heads == 0},
     'MistralForCausalLM': _PLAIN | {'layer_windows': lambda c: len(set(c.layer_windows or [0])) == 1},
-    'Qwen2ForCausalLM': _PLAIN | {'bias': lambda c: c.bias == 'qkv', 'layer_windows': lambda c: len(_windows(c)) <= 1},
-    'Qwen3ForCausalLM': _PLAIN | {'qk_norm': lambda c: c.qk_norm, 'layer_windows': lambda c: len(_windows(c)) <= 1},
+    'Qwen2ForCausalLM': _PLAIN | {
+        'bias': lambda c: c.bias == 'qkv', 'layer_windows': lambda c: len(_windows(c)) <= 1},
+    'Qwen3ForCausalLM': _PLAIN | {
+        'qk_norm': lambda c: c.qk_norm, 'layer_windows': lambda c: len(_windows(c)) <= 1},
     'GPT2LMHeadModel': _PLAIN | {
         'norm': lambda c: c.norm == 'layernorm', 'activation': lambda c: c.activation != 'swiglu',
         'position': lambda c: c.position == 'learned', 'bias': lambda c: c.bias == 'all',
-        'n_kv_heads': lambda c: c.kv_heads == c.n_heads, 'head_dim': lambda c: c.head_width * c.n_heads == c.d_model}}
+        'n_kv_heads': lambda c: c.kv_heads == c.n_heads,
+        'head_dim': lambda c: c.head_width * c.n_heads == c.d_model}}
 
 def obstacles(
     config: ModelConfig,
@@ -56,12 +61,15 @@ def hf_architecture(
     return next((name for name, rules in RULES.items() if all(fits(config) for fits in rules.values())), None)
 
 # %% ../nbs/40_families.ipynb #6c1de2fa
-_SHAPE = dict(vocab_size='vocab_size', d_model='hidden_size', n_heads='num_attention_heads', n_layers='num_hidden_layers',
-              max_seq_len='max_position_embeddings', init_std='initializer_range', tie_embeddings='tie_word_embeddings')
+_SHAPE = dict(vocab_size='vocab_size', d_model='hidden_size', n_heads='num_attention_heads',
+              n_layers='num_hidden_layers', max_seq_len='max_position_embeddings',
+              init_std='initializer_range', tie_embeddings='tie_word_embeddings')
 _LLAMA_NAMES = _SHAPE | dict(kv_heads='num_key_value_heads', head_width='head_dim', d_ff='intermediate_size',
                              norm_eps='rms_norm_eps', attention_dropout='attention_dropout')
-_GPT2_NAMES = _SHAPE | dict(d_ff='n_inner', norm_eps='layer_norm_epsilon', dropout='resid_pdrop', attention_dropout='attn_pdrop')
-_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'relu2': 'relu2'} # GPT-2's -> ours
+_GPT2_NAMES = _SHAPE | dict(d_ff='n_inner', norm_eps='layer_norm_epsilon', dropout='resid_pdrop',
+                            attention_dropout='attn_pdrop')
+# GPT-2's word -> ours
+_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'relu2': 'relu2'}
 
 def to_hf_config(
     config: ModelConfig,
@@ -70,7 +78,8 @@ def to_hf_config(
     "The same shape and choices in the words of transformers."
     import transformers
     name, windows = hf_architecture(config), sorted(_windows(config))
-    if name is None: raise ValueError(f"no class of transformers computes this: {', '.join(obstacles(config))}")
+    if name is None:
+        raise ValueError(f"no class of transformers computes this: {', '.join(obstacles(config))}")
     names = _GPT2_NAMES if name == 'GPT2LMHeadModel' else _LLAMA_NAMES
     values: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
     if name == 'GPT2LMHeadModel':
@@ -78,7 +87,8 @@ def to_hf_config(
         values |= dict(embd_pdrop=config.dropout, activation_function=activation)
     else: values |= dict(rope_theta=config.rope_theta)
     if config.rope_scaling: values |= dict(rope_scaling=dict(config.rope_scaling))
-    if name == 'LlamaForCausalLM': values |= dict(attention_bias=config.bias == 'all', mlp_bias=config.bias == 'all')
+    biases = config.bias == 'all'
+    if name == 'LlamaForCausalLM': values |= dict(attention_bias=biases, mlp_bias=biases)
     if name == 'MistralForCausalLM': values |= dict(sliding_window=windows[0] if windows else None)
     if name.startswith('Qwen') and windows:
         layers = ['sliding_attention' if window else 'full_attention' for window in config.layer_windows or ()]
@@ -90,48 +100,60 @@ def to_hf_config(
 _FAMILIES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM', 'qwen2': 'Qwen2ForCausalLM',
              'qwen3': 'Qwen3ForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
 # Settings that do not change the function, or that `from_hf_config` reads under another name
-_FREE = {'model_type', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'architectures', 'dtype', 'torch_dtype', 'transformers_version',
-         'use_cache', 'pretraining_tp', '_name_or_path', 'reorder_and_upcast_attn', 'use_sliding_window', 'sliding_window',
-         'layer_types', 'max_window_layers', 'activation_function', 'quantization_config', 'id2label', 'label2id', 'problem_type',
-         'output_attentions', 'output_hidden_states', 'return_dict', 'chunk_size_feed_forward', 'is_encoder_decoder', 'tokenizer_class'}
+_FREE = {'model_type', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'architectures', 'dtype', 'torch_dtype',
+         'transformers_version', 'use_cache', 'pretraining_tp', '_name_or_path', 'reorder_and_upcast_attn',
+         'use_sliding_window', 'sliding_window', 'max_window_layers', 'activation_function',
+         'quantization_config', 'id2label', 'label2id', 'problem_type', 'output_attentions',
+         'output_hidden_states', 'return_dict', 'chunk_size_feed_forward', 'is_encoder_decoder', 'tokenizer_class'}
 
 def from_hf_config(
     hf: Any, # A config of transformers, or what stands in its config.json
 ) -> ModelConfig: # Raises `ValueError` with the family or the settings that we do not compute
     "The same shape and choices in our words."
-    kind, remedy = hf.get('model_type') if isinstance(hf, dict) else hf.model_type, 'open it with load_pretrained(…, native=False)'
+    kind = hf.get('model_type') if isinstance(hf, dict) else hf.model_type
+    remedy = 'open it with load_pretrained(…, native=False)'
     if kind not in _FAMILIES:
-        raise ValueError(f"'{kind}' is none of the families that we compute ({', '.join(_FAMILIES)}): {remedy}")
+        known = ', '.join(_FAMILIES)
+        raise ValueError(f"'{kind}' is none of the families that we compute ({known}): {remedy}")
     if isinstance(hf, dict):
         import transformers
         hf = getattr(transformers, _FAMILIES[kind]).config_class.from_dict(hf)
-    gpt2, ours = kind == 'gpt2', {'kv_heads': 'n_kv_heads', 'head_width': 'head_dim'}
-    values: dict[str, Any] = {ours.get(a, a): getattr(hf, b, None) for a, b in (_GPT2_NAMES if gpt2 else _LLAMA_NAMES).items()}
-    if gpt2:
-        if hf.activation_function not in _ACTIVATIONS:
-            raise ValueError(f"this gpt2 has activation_function = '{hf.activation_function}', which we do not compute: {remedy}")
-        values |= dict(norm='layernorm', position='learned', bias='all', activation=_ACTIVATIONS[hf.activation_function],
+    ours = {'kv_heads': 'n_kv_heads', 'head_width': 'head_dim'}
+    names = _GPT2_NAMES if kind == 'gpt2' else _LLAMA_NAMES
+    values: dict[str, Any] = {ours.get(a, a): getattr(hf, b, None) for a, b in names.items()}
+    if kind == 'gpt2':
+        word = hf.activation_function
+        if word not in _ACTIVATIONS:
+            raise ValueError(f"this gpt2 has activation_function = '{word}', which we do not compute: {remedy}")
+        values |= dict(norm='layernorm', position='learned', bias='all', activation=_ACTIVATIONS[word],
                        d_ff=hf.n_inner or 4*hf.n_embd)
     else:
-        rope = dict(getattr(hf, 'rope_parameters', None) or {'rope_theta': hf.rope_theta, **(getattr(hf, 'rope_scaling', None) or {})})
+        rope = dict(getattr(hf, 'rope_parameters', None) or {})
+        if not rope: rope = {'rope_theta': hf.rope_theta, **(hf.rope_scaling or {})} # Before transformers 5
         bias = 'qkv' if kind == 'qwen2' else 'all' if getattr(hf, 'mlp_bias', False) else 'none'
         values |= dict(rope_theta=rope.pop('rope_theta'), qk_norm=kind == 'qwen3', bias=bias)
         if rope.get('rope_type', 'default') != 'default': values |= dict(rope_scaling=rope)
-        window = getattr(hf, 'sliding_window', None)
-        layers = getattr(hf, 'layer_types', None) or ['sliding_attention' if window else 'full_attention'] * hf.num_hidden_layers
-        if 'sliding_attention' in layers: values |= dict(layer_windows=[window if t == 'sliding_attention' else 0 for t in layers])
+        window, layers = getattr(hf, 'sliding_window', None), getattr(hf, 'layer_types', None)
+        if layers is None: windows = [window or 0] * hf.num_hidden_layers
+        else: windows = [window if layer == 'sliding_attention' else 0 for layer in layers]
+        if any(windows): values |= dict(layer_windows=windows)
     try: config = ModelConfig(**values)
-    except ConfigError as error: raise ValueError(f'this {kind} is not one that we compute: {remedy}\n  {error}') from None
+    except ConfigError as error:
+        raise ValueError(f'this {kind} is not one that we compute: {remedy}\n  {error}') from None
     there, back = hf.to_dict(), to_hf_config(config).to_dict()
-    lost = [f'{k} = {v!r}' for k, v in there.items() if k in back and k not in _FREE and v is not None and back[k] != v]
+    lost = [f'{k} = {v!r}' for k, v in there.items()
+            if k in back and k not in _FREE and v is not None and back[k] != v]
     if lost: raise ValueError(f"this {kind} has {', '.join(lost)}, which we do not compute: {remedy}")
     return config
 
 # %% ../nbs/40_families.ipynb #5b23930c
-_GPT2_LAYERS = [('model.embed_tokens.', 'transformer.wte.'), ('model.embed_positions.', 'transformer.wpe.'),
-                ('model.layers.', 'transformer.h.'), ('model.norm.', 'transformer.ln_f.'), ('.input_layernorm.', '.ln_1.'),
-                ('.post_attention_layernorm.', '.ln_2.'), ('.self_attn.qkv_proj.', '.attn.c_attn.'),
-                ('.self_attn.o_proj.', '.attn.c_proj.'), ('.mlp.up_proj.', '.mlp.c_fc.'), ('.mlp.down_proj.', '.mlp.c_proj.')]
+_QKV = ('.q_proj.', '.k_proj.', '.v_proj.')
+_GPT2_LAYERS = [
+    ('model.embed_tokens.', 'transformer.wte.'), ('model.embed_positions.', 'transformer.wpe.'),
+    ('model.layers.', 'transformer.h.'), ('model.norm.', 'transformer.ln_f.'), ('.input_layernorm.', '.ln_1.'),
+    ('.post_attention_layernorm.', '.ln_2.'), ('.self_attn.qkv_proj.', '.attn.c_attn.'),
+    ('.self_attn.o_proj.', '.attn.c_proj.'), ('.mlp.up_proj.', '.mlp.c_fc.'),
+    ('.mlp.down_proj.', '.mlp.c_proj.')]
 
 def to_hf_weights(
     config: ModelConfig,
@@ -143,7 +165,7 @@ def to_hf_weights(
     for name, tensor in weights.items():
         if '.k_proj.' in name or '.v_proj.' in name: continue
         if '.q_proj.' in name:
-            tensor = torch.cat([weights[name.replace('.q_proj.', part)] for part in ('.q_proj.', '.k_proj.', '.v_proj.')])
+            tensor = torch.cat([weights[name.replace('.q_proj.', part)] for part in _QKV])
             name = name.replace('.q_proj.', '.qkv_proj.')
         if name.endswith('_proj.weight'): tensor = tensor.T
         for a, b in _GPT2_LAYERS: name = name.replace(a, b)
@@ -157,15 +179,17 @@ def from_hf_weights(
     "Weights under the names, and in the layout, of our `Transformer`."
     gpt2, ours = hf_architecture(config) == 'GPT2LMHeadModel', {}
     for name, tensor in weights.items():
-        if name.endswith(('rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias')): continue # Constants, in older files
+        if name.endswith(('rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias')): continue # Old constants
         if gpt2:
-            if not name.startswith(('transformer.', 'lm_head.')): name = f'transformer.{name}' # As in OpenAI's own files
+            whole = name.startswith(('transformer.', 'lm_head.'))
+            name = name if whole else f'transformer.{name}' # OpenAI's own files leave it out
             for a, b in _GPT2_LAYERS: name = name.replace(b, a)
             if name.endswith('_proj.weight'): tensor = tensor.T
-        if '.qkv_proj.' not in name: ours[name] = tensor
-        else: ours |= {name.replace('.qkv_proj.', part): t for part, t in zip(('.q_proj.', '.k_proj.', '.v_proj.'), tensor.chunk(3), strict=True)}
-    if config.tie_embeddings and 'model.embed_tokens.weight' in ours: ours['lm_head.weight'] = ours['model.embed_tokens.weight']
-    return ours
+        if '.qkv_proj.' in name:
+            for part, third in zip(_QKV, tensor.chunk(3), strict=True): ours[name.replace('.qkv_proj.', part)] = third
+        else: ours[name] = tensor
+    embedding = ours.get('model.embed_tokens.weight')
+    return ours | {'lm_head.weight': embedding} if config.tie_embeddings and embedding is not None else ours
 
 # %% ../nbs/40_families.ipynb #5b36e55f
 def check_weights(
@@ -173,7 +197,7 @@ def check_weights(
     weights: Mapping[str, Tensor], # Under our names
     source: str, # Where they come from, for messages
     remedy: str, # What to do about it, for messages
-) -> Transformer: # Without memory; raises `ValueError` with the first tensors that are missing, misshapen or too many
+) -> Transformer: # Without memory; raises `ValueError` with tensors that are missing, misshapen or too many
     "See whether a config and weights belong together."
     with torch.device('meta'): model = Transformer(config)
     expected = model.state_dict()
@@ -181,7 +205,8 @@ def check_weights(
              if k in weights and weights[k].shape != v.shape]
     for words, names in (('lacks', [k for k in expected if k not in weights]), ('has a wrong shape:', wrong),
                          ('has what its config does not ask for:', [k for k in weights if k not in expected])):
-        if names: raise ValueError(f'{source} {words} {", ".join(names[:3])}{f" and {len(names) - 3} more" * (len(names) > 3)}; {remedy}')
+        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+        if names: raise ValueError(f'{source} {words} {", ".join(names[:3])}{more}; {remedy}')
     return model
 
 def take_weights(
@@ -190,8 +215,8 @@ def take_weights(
     source: str, # Where they come from, for messages
 ) -> Transformer: # Raises `ValueError` as `check_weights` does
     "A model that is made of `weights`."
-    model = check_weights(config, weights, source, 'config and weights belong to different models, or the copy is incomplete: '
-                          'copy or download it again')
+    model = check_weights(config, weights, source, 'config and weights belong to different models, or the copy '
+                          'is incomplete: copy or download it again')
     model.load_state_dict({k: v.contiguous() for k, v in weights.items()}, assign=True)
     if config.tie_embeddings: model.lm_head.weight = model.model.embed_tokens.weight
     return model.requires_grad_(True)
@@ -200,11 +225,12 @@ def take_weights(
 def to_hf(
     model: Transformer,
     **token_ids: Any, # bos_token_id, eos_token_id, pad_token_id
-) -> 'transformers.PreTrainedModel': # With a copy of the weights; raises `ValueError` with the knobs in the way
+) -> 'transformers.PreTrainedModel': # With a copy of the weights; raises `ValueError` as `to_hf_config`
     "The same model as a class of transformers."
     import transformers
     config, weights = to_hf_config(model.config, **token_ids), to_hf_weights(model.config, model.state_dict())
-    hf = getattr(transformers, str(hf_architecture(model.config)))(config).to(model.device, model.lm_head.weight.dtype)
+    kind = getattr(transformers, str(hf_architecture(model.config)))
+    hf = kind(config).to(model.device, model.lm_head.weight.dtype)
     hf.load_state_dict(weights)
     return hf.train(model.training)
 
@@ -214,7 +240,8 @@ def from_hf(
     "The same model as our `Transformer`."
     config, state = from_hf_config(model.config), model.state_dict()
     if packed := [k for k, v in state.items() if not v.is_floating_point()]:
-        raise ValueError(f'{packed[0]} holds {state[packed[0]].dtype}: load the model without quantization first')
-    ours = take_weights(config, {k: v.clone() for k, v in from_hf_weights(config, state).items()}, type(model).__name__)
+        raise ValueError(f'{packed[0]} holds {state[packed[0]].dtype}: load the model without quantization')
+    weights = {name: tensor.clone() for name, tensor in from_hf_weights(config, state).items()}
+    ours = take_weights(config, weights, type(model).__name__)
     setattr(ours, 'generation_config', model.generation_config) # noqa: B010 - what ends a text, for `generate`
     return ours.train(model.training)

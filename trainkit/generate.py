@@ -25,19 +25,21 @@ from .sampling import Processor, SamplingConfig, choose
 def read_prompts(
     prompts: Any, # Text or a list of texts, ids or a list of lists of ids, or a tensor (T,) or (B, T)
     tokenizer: Any = None, # Has `encode` and `decode`; needed for text
-) -> list[list[int]]: # One row of ids a prompt; raises `ValueError` for an empty one, `TypeError` for anything else
+) -> list[list[int]]: # A row a prompt; raises `ValueError` for an empty one, `TypeError` for anything else
     "Rows of ids from whatever a prompt may be."
     if isinstance(prompts, Tensor): prompts = prompts.tolist()
     if isinstance(prompts, str): prompts = [prompts]
     if not isinstance(prompts, Sequence):
         hint = "; of a tokenizer's output take ['input_ids']" if hasattr(prompts, 'keys') else ''
-        raise TypeError(f'prompts must be text, ids, lists of these, or a tensor, not {type(prompts).__name__}{hint}')
+        name = type(prompts).__name__
+        raise TypeError(f'prompts must be text, ids, lists of these, or a tensor, not {name}{hint}')
     if prompts and isinstance(prompts[0], int): prompts = [prompts]
     if tokenizer is None and any(isinstance(p, str) for p in prompts):
         raise ValueError('a prompt of text needs a tokenizer: pass tokenizer=')
     rows = [list(tokenizer.encode(p) if isinstance(p, str) else p) for p in prompts] # type: ignore
     if empty := [i for i, row in enumerate(rows) if not row] or [0] * (not rows):
-        raise ValueError(f'prompt {empty[0]} is empty: a model continues at least one token, such as the one that begins a text')
+        raise ValueError(f'prompt {empty[0]} is empty: a model continues at least one token, such as the one '
+                         'that begins a text')
     return [[operator.index(i) for i in row] for row in rows]
 
 # %% ../nbs/15_generate.ipynb #ef849010
@@ -56,8 +58,8 @@ def decode_rows(
     config: SamplingConfig,
     eos: Sequence[int] = (), # A row ends with any of these
     processors: Sequence[Processor] = (),
-) -> Iterator[tuple[Tensor, Tensor]]: # (B,) ids and (B,) bool, which rows are alive; set one False to end that row
-    "Continue all rows, one column a step, until all have ended, `max_new_tokens` are written or the context is full."
+) -> Iterator[tuple[Tensor, Tensor]]: # (B,) ids; (B,) bool, the rows alive: set one False to end that row
+    "Continue all rows, a column a step, until all have ended, enough is written or the context is full."
     device, limit = next(model.parameters()).device, context_length(model)
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
@@ -119,7 +121,7 @@ class TextPieces:
     def _release(self, text: str, last: bool) -> str:
         self.held += text
         found = [at for s in self.stop if (at := self.held.find(s)) >= 0]
-        begun = [n for s in self.stop for n in range(1, len(s)) if self.held.endswith(s[:n])] if not last else []
+        begun = [] if last else [n for s in self.stop for n in range(1, len(s)) if self.held.endswith(s[:n])]
         self.stopped = bool(found)
         cut = min(found) if found else len(self.held) - max(begun, default=0)
         piece, self.held = self.held[:cut], '' if found else self.held[cut:]
@@ -137,17 +139,19 @@ def speaking(
     finally:
         for module in training: module.training = True
 
-def _begin(model: nn.Module, prompts: Any, tokenizer: Any, stop: Sequence[str] | str, eos_token_id: Any, knobs: dict[str, Any]):
-    "Everything checked: the rows, the config, the ids that end a row, the id that fills a tensor, a `TextPieces` a row."
+def _begin(model: nn.Module, prompts: Any, tokenizer: Any, stop: Sequence[str] | str, eos_token_id: Any,
+           knobs: dict[str, Any]):
+    "All checked: rows, config, the ids that end a row, the id that fills a tensor, a `TextPieces` a row."
     config = SamplingConfig(**{name: value for name, value in knobs.items() if value is not None})
-    rows, size, limit = read_prompts(prompts, tokenizer), getattr(model.config, 'vocab_size', math.inf), context_length(model)
+    rows, limit = read_prompts(prompts, tokenizer), context_length(model)
+    size = getattr(model.config, 'vocab_size', math.inf)
     for i, row in enumerate(rows):
         if wrong := [token for token in row if not 0 <= token < size]:
-            raise ValueError(f'prompt {i} holds the id {wrong[0]}, and ids go from 0 to {size - 1}: does the tokenizer '
-                             'belong to this model?')
+            raise ValueError(f'prompt {i} holds the id {wrong[0]}, and ids go from 0 to {size - 1}: does the '
+                             'tokenizer belong to this model?')
         if len(row) >= limit:
-            raise ValueError(f'prompt {i} has {len(row)} tokens, and the model reads {limit}, of which one must be free: '
-                             f'keep the last {limit - 1} at most')
+            raise ValueError(f'prompt {i} has {len(row)} tokens, and the model reads {limit}, of which one '
+                             f'must be free: keep the last {limit - 1} at most')
     stop = [stop] if isinstance(stop, str) else list(stop)
     if stop and tokenizer is None: raise ValueError('stop strings need a tokenizer: pass tokenizer=')
     if '' in stop: raise ValueError("stop holds '', which every text begins with: leave it out")
@@ -155,35 +159,37 @@ def _begin(model: nn.Module, prompts: Any, tokenizer: Any, stop: Sequence[str] |
     def named(name: str) -> list[int]:
         found = [ids for owner in owners if (ids := getattr(owner, name, None)) is not None]
         return [i for ids in found for i in ([ids] if isinstance(ids, int) else ids)]
-    eos = named('eos_token_id') if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    if eos_token_id is None: eos = named('eos_token_id')
+    else: eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
     fill = [*named('pad_token_id'), *eos, 0][0]
     return rows, config, eos, fill, [TextPieces(tokenizer, row, stop) for row in rows]
 
 # %% ../nbs/15_generate.ipynb #0e393d2d
 def generate(
     model: nn.Module, # `Transformer` or any causal model of transformers
-    input_ids: Any, # One prompt or many: a text, a list of texts, ids, a list of lists of ids, a tensor (T,) or (B, T)
-    max_new_tokens: int = 100, # Fewer if the context fills up: then the text ends, nothing slides out of it
+    input_ids: Any, # One prompt or many: text, texts, ids, lists of ids, a tensor (T,) or (B, T)
+    max_new_tokens: int = 100, # Fewer where the context fills up: a text ends there, nothing slides out
     temperature: float = 1.0, # 0 takes the likeliest token
     top_k: int | None = None, # The six knobs are those of `SamplingConfig`
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
-    eos_token_id: int | Sequence[int] | None = None, # Ends a row; None for what model and tokenizer name, () for nothing
-    seed: int | None = None, # The same seed gives the same text; the global generator is never touched
+    eos_token_id: int | Sequence[int] | None = None, # Ends a row; None: as model and tokenizer say, (): never
+    seed: int | None = None, # The same seed, the same text; the global generator is never touched
     tokenizer: Any = None, # Has `encode` and `decode`; needed for prompts of text and for `stop`
     stop: Sequence[str] | str = (), # A row ends where its new text holds any of these
     processors: Sequence[Processor] = (), # Your own changes to the logits, before temperature and cuts
 ) -> Any: # Prompt and continuation, in the form of `input_ids`
     """Continue prompts with new tokens.
 
-    Texts end before EOS or a stop string. Lists of ids end with EOS, or with the token that completed a stop string.
-    A tensor stays a rectangle: behind a row's end it is filled with the padding id, EOS where there is none.
+    Texts end before EOS or a stop string. Lists of ids end with EOS, or with the token that completed a stop
+    string. A tensor stays a rectangle: behind a row's end it holds the padding id, EOS where there is none.
     """
-    knobs = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-                 repetition_penalty=repetition_penalty, seed=seed)
+    knobs = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+                 min_p=min_p, repetition_penalty=repetition_penalty, seed=seed)
     rows, config, eos, fill, pieces = _begin(model, input_ids, tokenizer, stop, eos_token_id, knobs)
-    single = isinstance(input_ids, str) or (not isinstance(input_ids, Tensor) and isinstance(input_ids[0], int))
+    tensor = isinstance(input_ids, Tensor)
+    single = isinstance(input_ids, str) or (not tensor and isinstance(input_ids[0], int))
     texts, new, counts = [''] * len(rows), [], torch.zeros(len(rows), dtype=torch.int64)
     with speaking(model):
         for ids, alive in decode_rows(model, rows, config, eos, processors):
@@ -195,11 +201,12 @@ def generate(
                 texts[i] += pieces[i].push(token)
                 if pieces[i].stopped: alive[i] = False
     written = torch.stack(new, 1)
-    if isinstance(input_ids, Tensor):
+    if tensor:
         return torch.cat([input_ids, written.to(input_ids).reshape(*input_ids.shape[:-1], -1)], -1)
-    results = [prompt + text + piece.finish() if isinstance(prompt, str) else row + tail[:count]
-               for prompt, text, piece, row, tail, count in zip([input_ids] if single else input_ids, texts, pieces, rows,
-                                                                written.tolist(), counts.tolist(), strict=True)]
+    results = []
+    for i, prompt in enumerate([input_ids] if single else input_ids):
+        if isinstance(prompt, str): results.append(prompt + texts[i] + pieces[i].finish())
+        else: results.append(rows[i] + written[i, :counts[i]].tolist())
     return results[0] if single else results
 
 # %% ../nbs/15_generate.ipynb #e0bb5073
@@ -213,7 +220,7 @@ def stream(
     eos_token_id: int | Sequence[int] | None = None, # As in `generate`
     processors: Sequence[Processor] = (),
     **knobs: Any, # The other knobs of `SamplingConfig`
-) -> Iterator: # Of what is new: text in whole characters, EOS and stop strings left out; or ids, EOS included
+) -> Iterator: # What is new: whole characters, without EOS and stop strings; or ids, EOS included
     "Continue one prompt, piece by piece; the model stays in eval mode until the iterator ends or is closed."
     knobs |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
     rows, config, eos, _, (text, *more) = _begin(model, input_ids, tokenizer, stop, eos_token_id, knobs)

@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .config import atomic_folder, load_config, save_config, write_atomic
-from .families import check_weights, from_hf, from_hf_config, from_hf_weights, hf_architecture, obstacles, take_weights, to_hf
-from .families import to_hf_config, to_hf_weights
+from .families import check_weights, from_hf, from_hf_config, from_hf_weights, hf_architecture, obstacles
+from .families import take_weights, to_hf, to_hf_config, to_hf_weights
 from .model import ModelConfig, Transformer
 from .tokenizer import BPETokenizer
 
@@ -35,20 +35,21 @@ _all_ = ['from_hf', 'hf_architecture', 'obstacles', 'to_hf'] # from trainkit.fam
 # %% ../nbs/40_hf.ipynb #3df15b06
 def read_weights(
     folder: str | Path, # With `model.safetensors`, or with parts and their index
-) -> dict[str, Tensor]: # Raises `FileNotFoundError` if there is none, `ValueError` for a damaged one; pickles are never opened
-    "The tensors of a model folder, as they are stored."
+) -> dict[str, Tensor]: # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
+    "The tensors of a model folder, as they are stored; pickles are never opened."
     folder, weights = Path(folder), {}
     index = folder/'model.safetensors.index.json'
-    parts = json.loads(index.read_text(encoding='utf-8'))['weight_map'].values() if index.is_file() else ['model.safetensors']
-    for file in (folder/Path(name).name for name in sorted(set(parts))):
+    parts = {'model.safetensors'}
+    if index.is_file(): parts = set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values())
+    for file in (folder/Path(name).name for name in sorted(parts)):
         if not file.is_file():
             pickles = sorted(p.name for kind in ('*.bin', '*.pt', '*.pth', '*.pkl') for p in folder.glob(kind))
-            hint = f'; {pickles[0]} is a pickle, which can run any code when it is opened: ask for safetensors' if pickles else ''
-            raise FileNotFoundError(f'{folder} has no {file.name}{hint}')
+            hint = '; {} is a pickle, which can run any code when it is opened: ask for safetensors'
+            raise FileNotFoundError(f'{folder} has no {file.name}{hint.format(pickles[0]) if pickles else ""}')
         try: weights |= load_file(file)
         except SafetensorError as error:
-            size = file.stat().st_size
-            raise ValueError(f'{file} is damaged or cut short at {size:,} bytes: copy or download it again ({error})') from None
+            raise ValueError(f'{file} is damaged or cut short at {file.stat().st_size:,} bytes: copy or download it '
+                             f'again ({error})') from None
     return weights
 
 # %% ../nbs/40_hf.ipynb #5b82aec5
@@ -66,16 +67,18 @@ def _quiet() -> Iterator[None]:
 
 def read_config(
     folder: str | Path, # With `config.json`, `trainkit.json`, or both
-) -> ModelConfig: # Raises `ValueError` with what we do not compute, `FileNotFoundError` where there is neither
+) -> ModelConfig: # Raises `ValueError` with what we do not compute, `FileNotFoundError` without a config
     "The shape and the choices of the model in a folder."
     theirs, ours = Path(folder)/'config.json', Path(folder)/'trainkit.json'
     if not theirs.is_file():
         if ours.is_file(): return load_config(ModelConfig, ours)
-        raise FileNotFoundError(f'{folder} has neither config.json nor trainkit.json: is it the folder of a model?')
+        raise FileNotFoundError(f'{folder} has neither config.json nor trainkit.json: is it a model?')
     try: data = json.loads(theirs.read_text(encoding='utf-8'))
-    except ValueError as error: raise ValueError(f'{theirs} is not JSON ({error}): copy or download it again') from None
+    except ValueError as error:
+        raise ValueError(f'{theirs} is not JSON ({error}): copy or download it again') from None
     if 'quantization_config' in data:
-        raise ValueError(f'{theirs} says that the weights are quantized: open it with load_pretrained(…, native=False)')
+        raise ValueError(f'{theirs} says that the weights are quantized: open them with '
+                         'load_pretrained(…, native=False)')
     with _quiet(): config = from_hf_config(data)
     own = load_config(ModelConfig, ours) if ours.is_file() else config
     same = hf_architecture(own) is not None and to_hf_config(own).to_dict() == to_hf_config(config).to_dict()
@@ -87,15 +90,17 @@ def _find(source: str | Path) -> Path:
     path, name = Path(source).expanduser(), str(source)
     if path.is_dir() or (path.is_file() and path.suffix == '.gguf'): return path
     if path.exists() or not re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name):
-        raise FileNotFoundError(f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as 'owner/name'")
+        raise FileNotFoundError(f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
+                                "'owner/name'")
     from huggingface_hub import snapshot_download
     wanted = ['*.json', 'model*.safetensors', '*.jinja', 'merges.txt', 'vocab.txt', '*.model']
     try: return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
-        raise OSError(f"'{name}' is not a folder here, and the hub did not give it ({type(error).__name__}): check the name and "
-                      'the connection; without one only models that were fetched before can be opened') from error
+        raise OSError(f"'{name}' is not a folder here, and the hub did not give it ({type(error).__name__}): check "
+                      'the name and the connection; without one only models that were fetched before open') from error
 
-def _split(path: Path) -> tuple[Path, dict[str, Any]]: return (path.parent, {'gguf_file': path.name}) if path.is_file() else (path, {})
+def _split(path: Path) -> tuple[Path, dict[str, Any]]: # The folder, and what else transformers wants to know
+    return (path.parent, {'gguf_file': path.name}) if path.is_file() else (path, {})
 
 def _open_theirs(path: Path, dtype: torch.dtype | None) -> transformers.PreTrainedModel:
     folder, gguf = _split(path)
@@ -107,12 +112,14 @@ def _open_theirs(path: Path, dtype: torch.dtype | None) -> transformers.PreTrain
             folder, trust_remote_code=False, use_safetensors=True, dtype=dtype or 'auto', output_loading_info=True,
             ignore_mismatched_sizes=True, **gguf)
         except SafetensorError as error:
-            raise ValueError(f'the weights in {path} are damaged or cut short: copy or download them again ({error})') from None
-    for words, names in (('lacks', info['missing_keys']), ('has a wrong shape:', [str(name) for name, *_ in info['mismatched_keys']])):
+            raise ValueError(f'the weights in {path} are damaged or cut short: copy or download them again '
+                             f'({error})') from None
+    shapes = [str(name) for name, *_ in info['mismatched_keys']]
+    for words, names in (('lacks', info['missing_keys']), ('has a wrong shape:', shapes)):
         if names: raise ValueError(f'{path} {words} {min(names)}: copy or download it again')
     if not gguf: return model
     weights, config, ending = model.state_dict(), copy(model.config), model.generation_config
-    del config.quantization_config # The weights are plain numbers by now, but transformers would refuse to save them
+    del config.quantization_config # By now they are plain numbers, but transformers would refuse to save them
     model = type(model)(config).to(model.dtype)
     model.load_state_dict(weights)
     model.generation_config = ending
@@ -120,12 +127,14 @@ def _open_theirs(path: Path, dtype: torch.dtype | None) -> transformers.PreTrain
 
 def _open_tokenizer(path: Path, native: bool) -> Any:
     folder, gguf = _split(path)
-    if not gguf and not any((folder/name).is_file() for name in ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')): return None
+    names = ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')
+    if not gguf and not any((folder/name).is_file() for name in names): return None
     if native and (folder/'tokenizer.json').is_file():
         try: return BPETokenizer.load(folder)
         except ValueError: pass # Not byte-level BPE
-    # AutoTokenizer goes by the family: in the folder of a Qwen2 it puts Qwen's splitting in place of the tokenizer's own
-    opener = transformers.PreTrainedTokenizerFast if (folder/'trainkit.json').is_file() else transformers.AutoTokenizer
+    # AutoTokenizer goes by the family: in a Qwen2's folder it puts Qwen's splitting in place of the tokenizer's own
+    ours = (folder/'trainkit.json').is_file()
+    opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
     with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=False, **gguf)
     if native and gguf:
         try: return BPETokenizer.from_hf(tokenizer)
@@ -133,7 +142,7 @@ def _open_tokenizer(path: Path, native: bool) -> Any:
     return tokenizer
 
 def _check_sizes(tokenizer: Any, vocab_size: int) -> None:
-    "Real models often have a few rows more than their tokenizer has ids, rounded up for speed; never fewer."
+    "A model may have some rows more than its tokenizer has ids, rounded up for speed; never fewer."
     size = vocab_size if tokenizer is None else len(tokenizer)
     if size != vocab_size and not (size < vocab_size < size + 1024 and vocab_size % 64 == 0):
         raise ValueError(f'the tokenizer has {size} ids and the model {vocab_size}: they do not belong together; '
@@ -143,7 +152,7 @@ def load_pretrained(
     source: str | Path, # A folder that we or transformers saved, a .gguf file, or a name on the hub
     native: bool = True, # Our `Transformer` and, for byte-level BPE, our tokenizer; False for those of transformers
     dtype: torch.dtype | None = None, # Of the weights in memory; None keeps that of the file
-) -> tuple[Any, Any]: # The model in eval mode, and the tokenizer or None; no remote code is run, no pickle opened
+) -> tuple[Any, Any]: # The model in eval mode, and the tokenizer or None; no remote code, no pickle
     "Open a model and its tokenizer."
     path = _find(source)
     if not native: model = _open_theirs(path, dtype)
@@ -159,10 +168,12 @@ def load_pretrained(
     return model.eval(), tokenizer
 
 # %% ../nbs/40_hf.ipynb #8fa977b7
-_FILES = ('config.json', 'generation_config.json', 'trainkit.json', 'model*.safetensors', 'model.safetensors.index.json', 'tokenizer*',
-          'special_tokens_map.json', 'added_tokens.json', 'vocab.json', 'merges.txt', 'chat_template*')
+_FILES = ('config.json', 'generation_config.json', 'trainkit.json', 'model*.safetensors',
+          'model.safetensors.index.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json', 'vocab.json',
+          'merges.txt', 'chat_template*')
 
-def _write_json(file: Path, data: dict) -> None: write_atomic(file, json.dumps(data, indent=2, sort_keys=True) + '\n')
+def _write_json(file: Path, data: dict) -> None:
+    write_atomic(file, json.dumps(data, indent=2, sort_keys=True) + '\n')
 
 def _write_model(model: Transformer, folder: Path) -> None:
     config, weights = model.config, model.state_dict()
@@ -175,7 +186,8 @@ def _write_model(model: Transformer, folder: Path) -> None:
         _write_json(folder/'config.json', data)
         weights = to_hf_weights(config, weights)
     if config.tie_embeddings: del weights['lm_head.weight'] # It is the embedding, which is there already
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder/'model.safetensors', {'format': 'pt'})
+    weights = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(weights, folder/'model.safetensors', {'format': 'pt'})
     save_config(config, folder/'trainkit.json')
     (getattr(model, 'generation_config', None) or transformers.GenerationConfig()).save_pretrained(folder)
 
@@ -195,7 +207,8 @@ def _verify(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     "Open what was written, and compare."
     again, words = load_pretrained(folder, native=not (folder/'config.json').is_file())
     first, config = next(model.parameters()), cast(Any, model.config)
-    ids = (torch.arange(1, min(16, getattr(config, 'max_seq_len', 16)) + 1, device=first.device) * 7919 % config.vocab_size)[None]
+    length = min(16, getattr(config, 'max_seq_len', 16))
+    ids = (torch.arange(1, length + 1, device=first.device) * 7919 % config.vocab_size)[None]
     training = [module for module in model.modules() if module.training]
     model.eval()
     ours, theirs = model(ids).logits.float(), again.to(first.device)(ids).logits.float()
@@ -205,13 +218,17 @@ def _verify(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         raise RuntimeError(f'nothing was saved: opened again, the model gives other logits, by up to {gap:.2g}')
     if tokenizer is None: return
     text = 'The naïve café — 你好, 😀!\n\tdef f(x): return x**2  # 12345'
-    def encode(t: Any) -> list[int]: return list(t.encode(text) if isinstance(t, BPETokenizer) else t.encode(text, add_special_tokens=False))
-    if encode(tokenizer) != encode(words): raise RuntimeError('nothing was saved: opened again, the tokenizer gives other ids')
+    def encode(t: Any) -> list[int]:
+        return list(t.encode(text) if isinstance(t, BPETokenizer) else t.encode(text, add_special_tokens=False))
+    if encode(tokenizer) != encode(words):
+        raise RuntimeError('nothing was saved: opened again, the tokenizer gives other ids')
     with _quiet(): auto = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    splits = [json.loads(t.backend_tokenizer.to_str())['pre_tokenizer'] for t in (words, auto) if hasattr(t, 'backend_tokenizer')]
+    fast = [t.backend_tokenizer for t in (words, auto) if hasattr(t, 'backend_tokenizer')]
+    splits = [json.loads(t.to_str())['pre_tokenizer'] for t in fast]
     if splits[1:] and splits[0] != splits[1]:
-        warnings.warn(f'AutoTokenizer opens this folder as {type(auto).__name__}, which splits text otherwise than your tokenizer: '
-                      "open it with PreTrainedTokenizerFast or load_pretrained, or make the model with bias='none'", stacklevel=4)
+        warnings.warn(f'AutoTokenizer opens this folder as {type(auto).__name__}, which splits text otherwise than '
+                      'your tokenizer: open it with PreTrainedTokenizerFast or load_pretrained, or make the model '
+                      "with bias='none'", stacklevel=4)
 
 def save_pretrained(
     model: nn.Module, # Our `Transformer`, or a model of transformers
@@ -221,13 +238,14 @@ def save_pretrained(
 ) -> Path: # The folder, whole or not at all
     "Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open without our code."
     folder = Path(folder)
-    strange = [p.name for p in sorted(folder.iterdir()) if not any(p.match(f) for f in _FILES)] if folder.is_dir() else []
-    if strange: raise FileExistsError(f"{folder} holds '{strange[0]}', which is no part of a model: choose another folder")
-    if folder.exists() and not folder.is_dir(): raise FileExistsError(f'{folder} is a file: choose another name')
+    if folder.is_file(): raise FileExistsError(f'{folder} is a file: choose another name')
+    there = sorted(folder.iterdir()) if folder.is_dir() else []
+    if strange := [p.name for p in there if not any(p.match(name) for name in _FILES)]:
+        raise FileExistsError(f"{folder} holds '{strange[0]}', which is no part of a model: choose another folder")
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
     if isinstance(model, Transformer) and (why := obstacles(model.config)):
-        warnings.warn(f"no class of transformers computes {', '.join(why)}: {folder} gets model.safetensors and trainkit.json, "
-                      'which trainkit.hf.load_pretrained opens', stacklevel=2)
+        warnings.warn(f"no class of transformers computes {', '.join(why)}: {folder} gets model.safetensors and "
+                      'trainkit.json, which trainkit.hf.load_pretrained opens', stacklevel=2)
     with atomic_folder(folder) as temporary:
         if isinstance(model, Transformer): _write_model(model, temporary)
         else:

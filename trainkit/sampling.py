@@ -66,7 +66,7 @@ def penalize_repetition(
     ids: Tensor, # (B, T), all that has been read and written
     penalty: float, # Above 1 discourages, below 1 encourages
 ) -> Tensor: # (B, V)
-    "Divide positive logits of seen tokens by `penalty`, multiply negative ones (Keskar et al. 2019, section 4.1)."
+    "Divide positive logits of seen tokens by `penalty`, multiply negative ones (Keskar et al. 2019)."
     seen = logits.gather(-1, ids)
     return logits.scatter(-1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
 
@@ -75,20 +75,22 @@ def penalize_repetition(
 class SamplingConfig:
     "How the next token is chosen."
     max_new_tokens: int = knob(100, 'How many tokens to write at most', low=1)
-    temperature: float = knob(1.0, 'Divides the logits: 0 takes the likeliest token, above 1 takes risks', low=0)
+    temperature: float = knob(1.0, 'Divides the logits: 0 takes the likeliest, above 1 takes risks', low=0)
     top_k: int = knob(0, 'Choose among this many of the likeliest tokens; 0 for all', low=0)
-    top_p: float = knob(1.0, 'Choose among the likeliest tokens that together have this probability', low=0, high=1)
+    top_p: float = knob(1.0, 'Choose among the likeliest tokens of this probability together', low=0, high=1)
     min_p: float = knob(0.0, 'Drop tokens less likely than this part of the likeliest one', low=0, high=1)
-    repetition_penalty: float = knob(1.0, 'Above 1 makes tokens less likely that have been there before', low=0)
-    seed: int | None = knob(None, 'The same seed gives the same text; none gives a new one each time', low=0)
+    repetition_penalty: float = knob(1.0, 'Above 1 makes tokens that were there less likely', low=0)
+    seed: int | None = knob(None, 'The same seed gives the same text; none a new one each time', low=0)
 
     def __post_init__(self):
         check_config(self)
-        off = [Problem(name, 0, 'must be > 0; 1 turns it off') for name in ('top_p', 'repetition_penalty') if not getattr(self, name)]
+        off = [Problem(name, 0, 'must be > 0; 1 turns it off')
+               for name in ('top_p', 'repetition_penalty') if not getattr(self, name)]
         if off: raise ConfigError(off, 'SamplingConfig')
 
 # %% ../nbs/14_sampling.ipynb #cedeed79
-Processor = Callable[[Tensor, Tensor], Tensor] # (ids (B, T), logits (B, V)) -> logits, as transformers' LogitsProcessor
+# (ids (B, T), logits (B, V)) -> logits, as transformers' LogitsProcessor
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 def choose(
     logits: Tensor, # (B, V) in float32, of the last position
@@ -98,12 +100,14 @@ def choose(
     processors: Sequence[Processor] = (), # Called in turn as `process(ids, logits)`
 ) -> Tensor: # (B,) ids; raises `FloatingPointError` for a row without a finite best logit
     "Choose the next token of every row."
-    if config.repetition_penalty != 1: logits = penalize_repetition(logits, ids, config.repetition_penalty)
+    if config.repetition_penalty != 1:
+        logits = penalize_repetition(logits, ids, config.repetition_penalty)
     for process in processors: logits = process(ids, logits)
     best = logits.amax(-1)
     if not best.isfinite().all():
-        raise FloatingPointError(f'the best logit is {best[~best.isfinite()][0].item()}: the weights hold NaN or Inf, float16 '
-                                 'overflowed (try bfloat16 or float32), or a processor left no token')
+        sick = best[~best.isfinite()][0].item()
+        raise FloatingPointError(f'the best logit is {sick}: the weights hold NaN or Inf, float16 overflowed '
+                                 '(try bfloat16 or float32), or a processor left no token')
     if config.temperature == 0: return logits.argmax(-1)
     logits = logits / config.temperature
     if config.top_k: logits = keep_top_k(logits, config.top_k)
