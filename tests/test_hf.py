@@ -204,6 +204,7 @@ def test_half_precision(tmp_path, tokenizer):
         again, _ = load_pretrained(folder, native)
         assert next(again.parameters()).dtype == torch.bfloat16
         again, _ = load_pretrained(folder, native, dtype=torch.float32)
+        assert next(again.parameters()).dtype == torch.float32
         assert torch.equal(next(again.parameters()).bfloat16(), next(model.parameters()))
 
 
