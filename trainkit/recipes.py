@@ -25,6 +25,7 @@ from .config import ConfigError, check_config, dump_config, knob, seed_everythin
 from .dataloader import Batches, encode_rows, token_blocks
 from .dataset import DataConfig, load_texts
 from .evaluate import baselines, bits_per_byte, perplexity
+from .families import hf_architecture, obstacles
 from .generate import SamplingConfig, generate
 from .knobs import Problem
 from .machine import environment
@@ -194,10 +195,11 @@ def plan_lines(
     c, f, model = parts.config.train, parts.facts, parts.model.config
     rows = c.per_device_train_batch_size * trainer.window_size
     per_token = f"{f['train_chars'] / max(1, len(parts.train_ids)):.1f} characters a token"
+    kind = hf_architecture(model) or f"trainkit's own: no transformers class has {', '.join(obstacles(model))}"
     return [f"Text       {f['path']}: {f['train_chars']:,} characters to train on, {f['eval_chars']:,} held out",
             f'Tokenizer  {parts.tokenizer.vocab_size:,} tokens, {per_token}; {len(parts.train_ids):,} tokens of text',
             f'Model      {sum(p.numel() for p in parts.model.parameters()):,} parameters: {model.n_layers} layers, {model.d_model} wide, '
-            f'{model.n_heads} heads',
+            f'{model.n_heads} heads; format {kind}',
             f'Training   {trainer.total_steps:,} steps of {c.per_device_train_batch_size} x {c.gradient_accumulation_steps} x '
             f'{trainer.accelerator.num_processes} = {rows} rows of {parts.config.data.max_length} tokens, on {trainer.accelerator.device}']
 
