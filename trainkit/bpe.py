@@ -28,15 +28,16 @@ def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
     words = [(w.encode() if isinstance(w, str) else w, n) for w, n in counts.items()]
     words = [(w, n) for w, n in words if len(w) > 1 and n > 0]
     sizes = np.fromiter((len(w) for w, _ in words), np.int64, len(words))
+    if sizes.sum() >= 1 << 30: raise ValueError(f'{sizes.sum():,} bytes of distinct words, at most {(1 << 30) - 1:,}: drop the rarest')
     return [w for w, _ in words], np.fromiter((n for _, n in words), np.int64, len(words)), \
         np.repeat(np.arange(len(words), dtype=np.int32), sizes)
 
 def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tuple[dict, dict]:
     "Every pair of bytes as a string of two characters: its count, and the numbers of the words that hold it."
     flat = np.frombuffer(b''.join(words), np.uint8)
-    inside = np.flatnonzero(number[1:] == number[:-1])
+    inside = np.flatnonzero(number[1:] == number[:-1]).astype(np.int32)
     code, word = flat[inside].astype(np.uint16) << 8 | flat[inside + 1], number[inside]
-    order = np.argsort(code, kind='stable')
+    order = np.argsort(code, kind='stable').astype(np.int32)
     code, word = code[order], word[order]
     starts = np.flatnonzero(np.diff(code, prepend=-1)) if len(code) else code
     totals = np.add.reduceat(freq[word], starts) if len(code) else code
@@ -51,6 +52,7 @@ def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, li
     found, freq, number = _join_bytes(counts)
     count, where = _first_pairs(found, freq, number)
     words, weight = [w.decode('latin-1') for w in found], freq.tolist().__getitem__
+    shared = [*range(len(words))] # one object for each number, in however many lists it stands
     heap, pairs, tops = [(-n, pair) for pair, n in count.items()], [], []
     del found, freq, number
     heapify(heap)
@@ -64,7 +66,7 @@ def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, li
         a, b, new = pair[0], pair[1], chr(256 + len(pairs))
         left, right = defaultdict(list), defaultdict(list)
         held = where.pop(pair)
-        for i in held.tolist() if isinstance(held, np.ndarray) else held:
+        for i in [shared[i] for i in held.tolist()] if isinstance(held, np.ndarray) else held:
             k = (word := words[i]).find(pair) # a word stands in the list once for each time that it holds the pair
             if k < 0: continue
             rest = word[k+2:]
@@ -193,7 +195,6 @@ def _kernels(): return compile_kernels((find_key, heap_push, heap_pop, learn_ker
 def _learn_compiled(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, from the compiled kernel."
     words, freq, number = _join_bytes(counts)
-    if len(number) >= 1 << 30: raise ValueError(f'{len(number):,} bytes of distinct words: at most {(1 << 30) - 1:,}; drop the rarest')
     sym = np.frombuffer(b''.join(words), np.uint8).astype(np.int32)
     del words
     keys, tops = _kernels().learn_kernel(sym, number, freq, n_merges)
