@@ -207,6 +207,8 @@ def test_the_best_checkpoint_survives_rotation_and_comes_back(tmp_path):
 def test_save_strategies(tmp_path):
     trainer(folder=tmp_path/'no', save_strategy='no').train()
     assert not list((tmp_path/'no').glob('checkpoints/*')) and (tmp_path/'no'/'model').exists()
+    stopped = trainer(folder=tmp_path/'stopped', save_strategy='no', callbacks=[StopAt(3)]).train() # a stop must not lose anything
+    assert Path(stopped.final_checkpoint).name == 'checkpoint-3'
     trainer(folder=tmp_path/'epoch', save_strategy='epoch', max_steps=11).train()
     assert sorted(p.name for p in (tmp_path/'epoch'/'checkpoints').glob('c*')) == ['checkpoint-10', 'checkpoint-11', 'checkpoint-5']
     before = sorted(tmp_path.rglob('*'))

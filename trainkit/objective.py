@@ -73,7 +73,8 @@ def lm_loss(
     "The cross-entropy of each next token that has a label."
     known = {k: batch[k] for k in ('attention_mask', 'position_ids') if k in batch}
     if names_argument(model, 'return_logits'):
-        total = model(batch['input_ids'], labels=batch['labels'], num_items_in_batch=1, return_logits=False, **known).loss
+        known |= dict(labels=batch['labels'], num_items_in_batch=1, return_logits=False)
+        total = model(batch['input_ids'], **known).loss
     else:
         if names_argument(model, 'use_cache'): known['use_cache'] = False
         out = model(batch['input_ids'], **known)

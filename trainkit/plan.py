@@ -26,16 +26,19 @@ class TrainConfig:
     "How long to train and what happens on the way; names as in transformers' TrainingArguments."
     output_dir: str = knob('', 'Folder of the run; empty: nothing is written')
     max_steps: int = knob(-1, 'Optimizer steps in all; -1: what num_train_epochs takes', low=-1)
-    num_train_epochs: float = knob(3.0, 'Passes over the data when max_steps is -1', low=0, aliases=('num_epochs', 'epochs'))
+    num_train_epochs: float = knob(3.0, 'Passes over the data when max_steps is -1', low=0,
+        aliases=('num_epochs', 'epochs'))
     per_device_train_batch_size: int = knob(8, 'Rows in a batch', low=1,
         aliases=('train_batch_size', 'batch_size', 'per_device_batch_size'))
     per_device_eval_batch_size: int = knob(8, 'Rows in a batch for evaluation', low=1, aliases=('eval_batch_size',))
     gradient_accumulation_steps: int = knob(1, 'Batches in an optimizer step', low=1)
     max_grad_norm: float = knob(1.0, 'Longest gradient; 0 does not clip', low=0)
-    mixed_precision: str = knob('auto', "Number format; 'auto' is what suits the device", choices=('auto', 'no', 'bf16', 'fp16'))
+    mixed_precision: str = knob('auto', "Number format; 'auto' is what suits the device",
+        choices=('auto', 'no', 'bf16', 'fp16'))
     logging_steps: int = knob(10, 'Steps between two log records', low=1)
     logging_first_step: bool = knob(False, 'Log the first step too')
-    eval_strategy: str = knob('no', 'When to evaluate', choices=('no', 'steps', 'epoch'), aliases=('evaluation_strategy',))
+    eval_strategy: str = knob('no', 'When to evaluate', choices=('no', 'steps', 'epoch'),
+        aliases=('evaluation_strategy',))
     eval_steps: int = knob(500, 'Steps between two evaluations', low=1)
     save_strategy: str = knob('steps', 'When to save a checkpoint', choices=('no', 'steps', 'epoch'))
     save_steps: int = knob(500, 'Steps between two checkpoints', low=1)
@@ -47,19 +50,23 @@ class TrainConfig:
     early_stopping_threshold: float = knob(0.0, 'A gain must be bigger than this', low=0)
     sample_steps: int = knob(0, 'Steps between two samples; 0 draws none', low=0)
     seed: int = knob(42, 'Seed of dropout and all else that is random', low=0, high=2**32 - 1)
-    data_seed: int | None = knob(None, 'Seed of the order of the data; unset: the same as seed', low=0, high=2**32 - 1)
+    data_seed: int | None = knob(None, 'Seed of the order of the data; unset: the same as seed',
+        low=0, high=2**32 - 1)
     progress: bool = knob(True, 'Show a progress bar')
 
     def __post_init__(self):
         check_config(self)
         wrong, blind = [], self.eval_strategy == 'no'
-        if self.max_steps == 0: wrong.append(Problem('max_steps', 0, 'must be 1 or more, or -1 to go by num_train_epochs'))
+        if self.max_steps == 0:
+            wrong.append(Problem('max_steps', 0, 'must be 1 or more, or -1 to go by num_train_epochs'))
         if self.max_steps == -1 and self.num_train_epochs == 0:
             wrong.append(Problem('num_train_epochs', 0, 'must be more than 0 when max_steps is -1'))
         if self.early_stopping_patience and blind:
-            wrong.append(Problem('early_stopping_patience', self.early_stopping_patience, "needs eval_strategy 'steps' or 'epoch'"))
+            wrong.append(Problem('early_stopping_patience', self.early_stopping_patience,
+                                 "needs eval_strategy 'steps' or 'epoch'"))
         if self.load_best_model_at_end and (blind or not self.output_dir):
-            wrong.append(Problem('load_best_model_at_end', True, "needs an output_dir, and eval_strategy 'steps' or 'epoch'"))
+            wrong.append(Problem('load_best_model_at_end', True,
+                                 "needs an output_dir, and eval_strategy 'steps' or 'epoch'"))
         if wrong: raise ConfigError(wrong, 'TrainConfig')
 
 # %% ../nbs/17_plan.ipynb #620ac719
@@ -109,7 +116,8 @@ def judge(
     "Compare an evaluation with the best one, and count those that brought no gain above the threshold."
     name = 'eval_' + config.metric_for_best_model.removeprefix('eval_')
     if name not in record:
-        raise ConfigError([Problem('metric_for_best_model', config.metric_for_best_model, f'must be one of {sorted(record)}')])
+        raise ConfigError([Problem('metric_for_best_model', config.metric_for_best_model,
+                                   f'must be one of {sorted(record)}')])
     up = not name.endswith('loss') if config.greater_is_better is None else config.greater_is_better
     value, best = record[name], state.best_metric
     gain = math.inf if best is None and not math.isnan(value) else (value - (best or 0.))*(1 if up else -1)
@@ -184,7 +192,7 @@ class Result:
     tokens: int # Read by the model, padding left out
     seconds: float # Without pauses, over all resumes
     stop_reason: str # 'finished', 'early stopping', 'interrupted', or what `Control.stop` was told
-    history: list[dict] = field(default_factory=list, repr=False) # The records of on_log and on_eval, since this start
+    history: list[dict] = field(default_factory=list, repr=False) # Records of on_log and on_eval, since this start
 
 class TrainingError(RuntimeError):
     "Training cannot go on; `step` says where it ended and `checkpoint` where to go back to."

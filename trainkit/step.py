@@ -100,8 +100,8 @@ def common_count(
     "The count by which an accumulated window can be corrected afterwards."
     counts = [n for _, n, _ in loss.terms.values()]
     if len(counts) > 1 and len({float(n) for n in counts}) > 1:
-        raise ValueError(f'The terms {list(loss.terms)} count {[float(n) for n in counts]} items. To accumulate several '
-                         'batches with unequal counts, tell the counts beforehand: @objective(counts=lambda batch: {...})')
+        raise ValueError(f'The terms {list(loss.terms)} count {[float(n) for n in counts]} items. To accumulate '
+            'batches with unequal counts, tell the counts beforehand: @objective(counts=lambda batch: {...})')
     return counts[0]
 
 # %% ../nbs/17_step.ipynb #894a0634
@@ -127,7 +127,8 @@ def accumulate(
                 counted += count*bool(mine)
                 share = sum(weight*s for s, _, weight in out.terms.values())/guess
             if not mine: share = share*0
-            accelerator.backward(share*(size*accelerator.gradient_accumulation_steps)) # DDP and accelerate divide by these
+            # DDP and accelerate divide by these two
+            accelerator.backward(share*(size*accelerator.gradient_accumulation_steps))
         loss += share.detach() # type: ignore
         if mine: add_metrics(metrics, out)
     if guess is not None:
@@ -227,10 +228,12 @@ def prepared(
     optimizer: torch.optim.Optimizer,
 ):
     "Model and optimizer as accelerate wants them, in training mode; afterwards the model is its own again."
-    wrapping, modes = ('forward', '_original_forward', '_is_accelerate_prepared'), [(m, m.training) for m in model.modules()]
-    before, kept = {k: v for k, v in vars(model).items() if k in wrapping}, (list(accelerator._models), list(accelerator._optimizers))
+    wrapping = ('forward', '_original_forward', '_is_accelerate_prepared')
+    before, modes = {k: v for k, v in vars(model).items() if k in wrapping}, [(m, m.training) for m in model.modules()]
+    kept = list(accelerator._models), list(accelerator._optimizers)
     own = model
-    accelerator.gradient_state._set_sync_gradients(True) # shared by all accelerators: another library may have left it off
+    # Shared by all accelerators, so another library may have left it off
+    accelerator.gradient_state._set_sync_gradients(True)
     model.train()
     try:
         model, wrapped = accelerator.prepare(model, optimizer)

@@ -58,18 +58,19 @@ def check_plan(
         raise ValueError(f'{type(trainer.model).__name__} has no trainable parameters: all have requires_grad=False. '
                          'Unfreeze some, or add an adapter.')
     if not getattr(trainer.objective, 'additive', True) and trainer.window_size > 1:
-        raise ValueError(f'This objective couples the rows of a batch, so {trainer.window_size} batches (accumulation times '
-            'processes) are not the same as one big one: set gradient_accumulation_steps=1 and choose the batch size itself.')
+        raise ValueError(f'This objective couples the rows of a batch, so {trainer.window_size} batches (accumulation '
+            'times processes) are not one big one: set gradient_accumulation_steps=1 and a bigger batch size')
     if c.eval_strategy != 'no' and trainer.eval_batches is None:
         raise ValueError(f'eval_strategy={c.eval_strategy!r} needs eval_batches')
     if 'epoch' in (c.eval_strategy, c.save_strategy) and not hasattr(trainer.train_batches, '__len__'):
-        raise ValueError(f"{type(trainer.train_batches).__name__} has no length, so nobody knows when an epoch ends: use 'steps'")
+        raise ValueError(f'{type(trainer.train_batches).__name__} has no length, so nobody knows when an epoch ends: '
+                         "use 'steps'")
     ours = 'fp16' if trainer.accelerator.scaler else trainer.accelerator.mixed_precision
     if c.mixed_precision not in ('auto', ours):
         raise ValueError(f'mixed_precision={c.mixed_precision!r}, and the accelerator was made for {ours!r}')
     if trainer.accelerator.gradient_accumulation_steps not in (1, c.gradient_accumulation_steps):
-        raise ValueError(f'gradient_accumulation_steps={c.gradient_accumulation_steps}, and the accelerator was made for '
-                         f'{trainer.accelerator.gradient_accumulation_steps}')
+        raise ValueError(f'gradient_accumulation_steps={c.gradient_accumulation_steps}, and the accelerator was made '
+                         f'for {trainer.accelerator.gradient_accumulation_steps}')
     if c.sample_steps and trainer.sample is None: raise ValueError(f'sample_steps={c.sample_steps} needs sample=')
 
 def not_finite(
@@ -82,7 +83,8 @@ def not_finite(
     return TrainingError(f"""Step {step}: {what}. Nothing was saved since; the last good checkpoint is {good or 'none'}.
 The likely causes:
   1. The learning rate ({trainer.learning_rate:.3g} at this step) is too high: try a tenth of it, or more warmup_steps.
-  2. The numbers do not fit their format (mixed_precision={c.mixed_precision!r}, max_grad_norm={c.max_grad_norm:g}): try 'bf16' or 'no', and max_grad_norm=1.
+  2. The numbers do not fit their format (mixed_precision={c.mixed_precision!r}): try 'bf16' or 'no'.
+     Or a gradient is too long (max_grad_norm={c.max_grad_norm:g}): try 1.
   3. Broken data or a broken start: look at the batch of this step, and for NaN in the model's weights.""", step, good)
 
 # %% ../nbs/18_train.ipynb #d8e42caa
@@ -93,7 +95,7 @@ class Trainer:
         self,
         model: nn.Module, # Trained in place
         objective: Callable, # (model, batch) -> Loss
-        train_batches: Any, # A list of batches, or `__iter__` over the rest of an epoch with `state_dict`, `load_state_dict`
+        train_batches: Any, # A list, or `__iter__` over the rest of an epoch with `state_dict`, `load_state_dict`
         eval_batches: Any = None, # Batches, the same every time
         config: TrainConfig | None = None,
         callbacks: Sequence = (), # Objects with some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end
@@ -103,7 +105,8 @@ class Trainer:
         control: Control | None = None,
         accelerator: 'Accelerator | None' = None, # Yours, or one made from `config.mixed_precision`
     ):
-        self.model, self.objective, self.train_batches, self.eval_batches = model, objective, train_batches, eval_batches
+        self.model, self.objective = model, objective
+        self.train_batches, self.eval_batches = train_batches, eval_batches
         self.config, self.callbacks, self.optim = config or TrainConfig(), list(callbacks), optim or OptimConfig()
         self.sample, self.save_model, self.control = sample, save_model, control or Control()
         self.accelerator = accelerator or make_accelerator(self.config.mixed_precision)
@@ -113,12 +116,13 @@ class Trainer:
         self.epoch_length = len(train_batches) if hasattr(train_batches, '__len__') else None
         self.train_start, self.eval_start = (deepcopy(b.state_dict()) if hasattr(b, 'state_dict') else None
                                              for b in (train_batches, eval_batches))
-        self.state, self.history, self.checkpoint, self.learning_rate = TrainState(), [], None, self.optim.learning_rate
+        self.state, self.history, self.checkpoint = TrainState(), [], None
+        self.learning_rate = self.optim.learning_rate
         check_plan(self)
 
     def train(
         self,
-        resume: bool | str | Path | None = None, # True: from the last checkpoint; 'auto': if there is one; or a checkpoint
+        resume: bool | str | Path | None = None, # True: the last checkpoint; 'auto': if there is one; or its path
     ) -> Result:
         "Train until the plan is done, patience ends, or `control` stops it."
         with ExitStack() as stack:
@@ -140,8 +144,8 @@ class Trainer:
         self.schedule = make_schedule(self.bare, self.optim, self.total_steps)
         self.wrapped, self.optimizer = stack.enter_context(prepared(self.accelerator, self.model, self.bare))
         self.restore(resume)
-        main = self.accelerator.is_main_process
-        self.bar = stack.enter_context(Progress(self.total_steps, 'Training', 'step', enabled=self.config.progress and main))
+        shown = self.config.progress and self.accelerator.is_main_process
+        self.bar = stack.enter_context(Progress(self.total_steps, 'Training', 'step', enabled=shown))
         self.bar.start_at(self.state.step)
         self.before, self.mark = self.state.seconds, (time.monotonic(), self.state.tokens)
         self.notify('on_start', total_steps=self.total_steps, start_step=self.state.step, config=to_dict(self.config),
@@ -152,14 +156,15 @@ class Trainer:
         home = self.folder/'checkpoints' if self.folder else None
         last = latest_checkpoint(home) if home else None
         if not resume:
-            if last: raise FileExistsError(f'{self.folder} holds {last.name} of an earlier run: train(resume=True) goes on '
-                                           'from it, or choose another output_dir')
+            if last: raise FileExistsError(f'{self.folder} holds {last.name} of an earlier run: train(resume=True) '
+                                           'goes on from it, or choose another output_dir')
             if self.cursor is not None: self.cursor.load_state_dict(deepcopy(self.train_start))
             return
         path = last if resume in (True, 'auto') else Path(resume)
         if path is None:
             if resume == 'auto': return self.restore(None)
-            raise FileNotFoundError(f'no checkpoint in {home or "output_dir, which is empty"}: train() starts from the beginning')
+            raise FileNotFoundError(f'no checkpoint in {home or "output_dir, which is empty"}: '
+                                    'train() starts from the beginning')
         found = load_checkpoint(path, self.model, self.bare, self.schedule, self.accelerator.scaler, self.cursor)
         self.state, self.checkpoint = TrainState(**found), str(path)
 
@@ -180,7 +185,8 @@ class Trainer:
                 fruitless = 0
                 self.step(group)
                 if reason := self.ended(): return reason
-            if self.state.batch: self.state.epoch, self.state.batch = self.state.epoch + 1, 0 # of a length that nobody knew
+            if self.state.batch: # the epoch was shorter than its length, or had none
+                self.state.epoch, self.state.batch = self.state.epoch + 1, 0
         raise ValueError(f'train_batches gave no batch in a whole epoch, at step {self.state.step}')
 
     def ended(self) -> str:
@@ -229,13 +235,14 @@ class Trainer:
         "Fetch the numbers of the last steps, and stop if one is not finite."
         if not self.pending: return
         losses, norms, sums = read_steps(self.pending, self.accelerator)
-        for step, loss, norm in zip(range(self.state.step - len(losses) + 1, self.state.step + 1), losses, norms, strict=True):
+        first = self.state.step - len(losses) + 1
+        for step, loss, norm in zip(range(first, first + len(losses)), losses, norms, strict=True):
             if not math.isfinite(loss): raise not_finite(self, f'the loss is {loss}', step)
             if norm is not None and not math.isfinite(norm) and self.accelerator.scaler is None:
                 raise not_finite(self, f'the norm of the gradient is {norm}', step)
         if self.state.skipped == self.state.step >= min(self.total_steps, 40):
-            raise not_finite(self, 'every step so far was skipped because its float16 gradient overflowed, so nothing is learned',
-                             self.state.step)
+            raise not_finite(self, 'every step so far was skipped because its float16 gradient overflowed, so nothing '
+                                   'is learned', self.state.step)
         self.state.losses += losses
         for name, (total, count) in sums.items():
             before = self.state.metrics.get(name, (0., 0.))
@@ -264,8 +271,9 @@ class Trainer:
         s, now = self.state, time.monotonic()
         (then, tokens), self.mark = self.mark, (now, s.tokens)
         s.loss = math.fsum(s.losses)/len(s.losses)
-        record = dict(step=s.step, epoch=self.epoch, loss=s.loss, learning_rate=self.learning_rate, grad_norm=self.grad_norm,
-                      tokens=s.tokens, tokens_per_second=(s.tokens - tokens)/max(now - then, 1e-9), seconds=self.seconds,
+        record = dict(step=s.step, epoch=self.epoch, loss=s.loss, learning_rate=self.learning_rate,
+                      grad_norm=self.grad_norm, tokens=s.tokens,
+                      tokens_per_second=(s.tokens - tokens)/max(now - then, 1e-9), seconds=self.seconds,
                       eta_seconds=self.bar.clock.eta(self.total_steps), skipped_steps=s.skipped,
                       **{name: total/count for name, (total, count) in s.metrics.items() if count})
         s.losses, s.metrics = [], {}
@@ -283,7 +291,8 @@ class Trainer:
 
     def weigh(self, record: dict) -> bool: # Whether a checkpoint is needed to come back to
         "Keep the model if this evaluation is the best so far."
-        if not math.isfinite(record['eval_loss']): raise not_finite(self, f"eval_loss is {record['eval_loss']}", self.state.step)
+        if not math.isfinite(loss := record['eval_loss']):
+            raise not_finite(self, f'eval_loss is {loss}', self.state.step)
         best = judge(self.state, record, self.config)
         self.notify('on_eval', **record, best=best)
         if best and self.config.save_strategy != 'no': self.keep('best_model', 'best')
@@ -300,7 +309,8 @@ class Trainer:
         self.state.seconds = self.seconds
         home = self.folder/'checkpoints' # type: ignore
         if self.accelerator.is_main_process:
-            path = save_checkpoint(home, self.model, self.bare, self.schedule, asdict(self.state), self.accelerator.scaler, self.cursor)
+            path = save_checkpoint(home, self.model, self.bare, self.schedule, asdict(self.state),
+                                   self.accelerator.scaler, self.cursor)
             self.checkpoint = str(path)
             rotate(home, self.config.save_total_limit, keep=[path, home/f'checkpoint-{self.state.best_step}'])
             self.notify('on_save', step=self.state.step, path=self.checkpoint, kind='checkpoint')
@@ -315,20 +325,21 @@ class Trainer:
     def finish(self, reason: str) -> Result:
         "Save what is not saved, go back to the best weights if asked, and sum up."
         c, s, folder = self.config, self.state, self.folder
-        here = f'checkpoint-{s.step}'
-        if folder and Path(self.checkpoint or '').name != here and (c.save_strategy != 'no' or reason == 'interrupted'): self.save()
+        unsaved = Path(self.checkpoint or '').name != f'checkpoint-{s.step}'
+        wanted = c.save_strategy != 'no' or reason not in ('finished', 'early stopping')
+        if folder and unsaved and wanted: self.save()
         self.check()
         if s.losses: self.log()
         if c.load_best_model_at_end and s.best_step is not None:
             load_checkpoint(folder/'checkpoints'/f'checkpoint-{s.best_step}', self.model, rng=False) # type: ignore
         self.keep('model', 'final')
-        best = folder/'best_model' if folder else None
-        result = Result(s.loss, s.best_metric, str(best) if best and s.best_step and best.exists() else None, self.checkpoint, s.step, s.tokens,
-                        self.seconds, reason, self.history)
+        best = folder/'best_model' if folder and s.best_step else None
+        result = Result(s.loss, s.best_metric, str(best) if best and best.exists() else None, self.checkpoint,
+                        s.step, s.tokens, self.seconds, reason, self.history)
         self.notify('on_end', **{k: v for k, v in vars(result).items() if k != 'history'}, step=s.step, reason=reason)
         if reason == 'interrupted':
             print(f'Stopped after step {s.step} of {self.total_steps}.',
-                  f'{self.checkpoint} has everything: train(resume=True) goes on.' if self.checkpoint else 'Nothing was saved.')
+                  f'{self.checkpoint} has everything: train(resume=True) goes on.' if folder else 'Nothing was saved.')
         return result
 
     def notify(self, event: str, **record):
