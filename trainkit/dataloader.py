@@ -18,7 +18,7 @@ from torch import Tensor
 # %% ../nbs/13_dataloader.ipynb #d4ffb627
 def encode_rows(
     rows: Iterable[dict], # Rows with a `text`
-    tokenizer: Any, # With `encode_batch`, `vocab_size` and `eos_token_id`
+    tokenizer: Any, # With `encode_batch`, `vocab_size` and `eos_token_id`: a `BPETokenizer`
     batch: int = 512, # Texts handed to the tokenizer at a time
 ) -> np.ndarray: # (tokens,) uint16 where the vocabulary allows, else uint32
     "All texts as one array of ids, with the end-of-text token after each."
@@ -26,7 +26,7 @@ def encode_rows(
                                                         "special_tokens=['<|endoftext|>'].")
     kind, out, texts = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32, [], []
     def flush() -> None:
-        for ids in tokenizer.encode_batch(texts): out.append(np.array([*ids, tokenizer.eos_token_id], dtype=kind))
+        for ids in tokenizer.encode_batch(texts, allowed_special='none'): out.append(np.array([*ids, tokenizer.eos_token_id], dtype=kind))
         texts.clear()
     for row in rows:
         texts.append(row['text'])
