@@ -170,6 +170,7 @@ def main() -> None:
     "What the `trainkit` command runs."
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
+    os.environ.setdefault('GOMP_SPINCOUNT', '20000') # threads that wait give their core to other programs sooner
     try: app()
     except KeyboardInterrupt:
         typer.echo('\nInterrupted.', err=True)
