@@ -2,6 +2,7 @@
 import ast
 import configparser
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,49 @@ from conftest import ROOT
 PACKAGE = ROOT/'trainkit'
 NOTEBOOKS = sorted((ROOT/'nbs').glob('*.ipynb'))
 CHECKED_BY_HAND = {'__init__', '__main__', '_modidx'}
+
+# Who may import whom. A module imports only what stands in its line; a new line or word here is a decision.
+MAY_IMPORT = {
+    'files': '',
+    'knobs': '',
+    'config': 'files knobs',
+    'canvas': '',
+    'charts': 'canvas',
+    'facts': '',
+    'machine': 'facts',
+    'clock': '',
+    'progress': 'canvas clock',
+    'kernels': '',
+    'patterns': '',
+    'words': 'kernels patterns progress',
+    'bpe': 'kernels progress',
+    'encoder': 'kernels patterns',
+    'formats': 'files patterns',
+    'tokenizer': 'bpe config encoder formats patterns words',
+    'dataset': 'knobs',
+    'dataloader': '',
+    'attention': '',
+    'layers': '',
+    'loss': '',
+    'model': 'attention config layers loss',
+    'sampling': 'config',
+    'generate': 'model sampling',
+    'optim': 'config',
+    'tensors': '',
+    'checkpoint': 'config tensors',
+    'objective': '',
+    'plan': 'config',
+    'step': 'config objective',
+    'train': 'checkpoint config objective optim plan progress step',
+    'runs': 'canvas config',
+    'summary': 'canvas charts config runs',
+    'track': 'canvas runs summary',
+    'evaluate': '',
+    'families': 'config model',
+    'hf': 'config families model tokenizer',
+    'recipes': 'charts config dataloader dataset evaluate families generate hf knobs machine model optim plan runs summary tokenizer track train',
+    'cli': 'config files generate hf machine recipes',
+}
 
 
 @cache
@@ -58,6 +102,8 @@ def test_imports_point_down():
     order = {module: int(name.split('_')[0]) for module, name in rooms().items()}
     graph = {module: imported(PACKAGE/f'{module}.py') for module in rooms()}
     for module, below in graph.items():
+        assert module in MAY_IMPORT, f'{module} is a new room: give it a line in MAY_IMPORT'
+        assert below <= set(MAY_IMPORT[module].split()), f'{module} may not import {below - set(MAY_IMPORT[module].split())}'
         for other in below: # rooms that share a number are one lesson in parts, told in the order of the alphabet
             assert (order[other], rooms()[other]) < (order[module], rooms()[module]), f'{rooms()[module]} imports {rooms()[other]}'
     @cache
@@ -106,6 +152,33 @@ def test_profiles_are_the_same_in_the_package():
     ini = configparser.ConfigParser()
     ini.read(ROOT/'settings.ini')
     assert {s.split('.')[0] for s in ini.sections()} == {'quick', 'full'}
+
+
+def test_readme_lists_every_lesson():
+    "The course map of the README has each lesson, with the sentence under its title."
+    readme = (ROOT/'README.md').read_text(encoding='utf-8')
+    for path in NOTEBOOKS:
+        sentence = ''.join(json.loads(path.read_text(encoding='utf-8'))['cells'][0]['source']).split('\n> ')[1].strip()
+        assert f'| [`{path.stem}`](nbs/{path.name}) | {sentence} |' in readme, path.stem
+
+
+def test_readme_code_runs(tmp_path):
+    "The Python of the README, run as it stands, in the order in which it stands there."
+    blocks = re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(encoding='utf-8'), re.S)
+    code = '\n'.join(blocks).replace("name='mine')", "name='mine')\nconfig.train.max_steps = 2\nconfig.data.max_chars = 100_000\nconfig.tokenizer.vocab_size = 400")
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert 'import ' in done.stdout and (tmp_path/'runs'/'mine'/'model'/'model.safetensors').exists()
+
+
+def test_readme_commands_exist():
+    "Each `make` target and `trainkit` command that the README names is there."
+    readme, makefile = (ROOT/'README.md').read_text(encoding='utf-8'), (ROOT/'Makefile').read_text(encoding='utf-8')
+    targets = set(re.findall(r'^([a-z-]+):', makefile, re.M))
+    assert set(re.findall(r'(?m)^make ([a-z-]+)', readme)) | set(re.findall(r'`make ([a-z-]+)', readme)) <= targets
+    cli = (PACKAGE/'cli.py').read_text(encoding='utf-8')
+    shell = '\n'.join(re.findall(r'```sh\n(.*?)```', readme, re.S))
+    for command in set(re.findall(r'(?m)^trainkit ([a-z]+)', shell)): assert f'def {command}(' in cli, command
 
 
 def test_repository_is_named_in_one_place():
