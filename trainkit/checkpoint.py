@@ -110,8 +110,8 @@ def problem_with(
     "Why a checkpoint cannot be used: absent, foreign, truncated, changed, or too new."
     path = Path(path)
     if path.suffix in PICKLES and path.is_file():
-        return ('is a pickle, which may run code when it is opened, and a checkpoint is a folder of safetensors and '
-                'JSON. If you trust it, read its weights with torch.load(path, weights_only=True)')
+        return ('is a pickle, which may run code when it is opened, and a checkpoint is a folder of safetensors '
+                'and JSON. If you trust it, read its weights with torch.load(path, weights_only=True)')
     if path.is_file(): return 'is a file, and a checkpoint is a folder'
     if not path.is_dir(): return 'does not exist'
     try:
@@ -141,8 +141,9 @@ def check_weights(
     wrong += [f'{name} is not in the checkpoint' for name in wanted if name not in saved]
     wrong += [f'{name} is {kind(saved[name])} in the checkpoint and {kind(t)} in the model'
               for name, t in wanted.items() if name in saved and kind(saved[name]) != kind(t)]
-    if not wrong: wrong = [f'{other} and {name} are one tensor in the model and two in the checkpoint'
-                           for other, name in untie(wanted)[1].items() if not torch.equal(saved[other], saved[name])]
+    if not wrong:
+        wrong = [f'{other} and {name} are one tensor in the model and two in the checkpoint'
+                 for other, name in untie(wanted)[1].items() if not torch.equal(saved[other], saved[name])]
     if len(wrong) > 5: wrong[5:] = [f'and {len(wrong) - 5} more']
     if wrong: raise ValueError('The checkpoint is of another model: ' + '; '.join(wrong))
 

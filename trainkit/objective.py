@@ -34,7 +34,7 @@ class Loss:
 # %% ../nbs/17_objective.ipynb #158803d0
 def objective(
     counts: Callable[[dict], dict] | None = None, # batch -> {term: number of items}, known before any forward pass
-    additive: bool = True, # False when the rows of a batch depend on each other, so that batches cannot be added up
+    additive: bool = True, # False when the rows of a batch depend on each other and batches cannot be added
 ) -> Callable: # Marks a function `(model, batch) -> Loss`
     "Say how the batches of an objective may be accumulated."
     def mark(function: Callable) -> Callable:
@@ -53,7 +53,8 @@ def names_argument(
     name: str, # An argument of `forward`
 ) -> bool:
     "Whether the model's `forward` names this argument itself; `**kwargs` may swallow it in silence."
-    while (wrapped := hasattr(model, '_orig_mod')) or isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+    parallel = (nn.DataParallel, DistributedDataParallel)
+    while (wrapped := hasattr(model, '_orig_mod')) or isinstance(model, parallel):
         model = model._orig_mod if wrapped else model.module # type: ignore
     return name in forward_arguments(type(model))
 
@@ -79,6 +80,7 @@ def lm_loss(
         if names_argument(model, 'use_cache'): known['use_cache'] = False
         out = model(batch['input_ids'], **known)
         logits = out if isinstance(out, Tensor) else out.logits # (B, T, V)
-        labels = F.pad(batch['labels'], (0, 1), value=-100)[:, 1:] # shifting labels copies less than shifting logits
+        # shifting labels copies less than shifting logits
+        labels = F.pad(batch['labels'], (0, 1), value=-100)[:, 1:]
         total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction='sum')
     return Loss({'loss': (total, count_items(batch), 1.0)})

@@ -79,7 +79,8 @@ class OptimConfig:
     adam_epsilon: float = knob(1e-8, 'Keeps the division by the gradient size finite', low=1e-20)
     lr_scheduler_type: str = knob('cosine', "How the rate falls; 'constant' alone knows no warm-up",
                                   choices=tuple(SCHEDULES), aliases=('lr_scheduler',))
-    warmup_steps: float = knob(0.0, 'Steps of warm-up, or a share of the run if below 1; 0 asks warmup_ratio', low=0)
+    warmup_steps: float = knob(0.0, 'Steps of warm-up, or a share of the run if below 1; 0 asks warmup_ratio',
+                               low=0)
     warmup_ratio: float = knob(0.0, 'Share of the run for the warm-up, when warmup_steps is 0', low=0, high=1)
     min_lr_ratio: float = knob(0.0, 'Where the rate ends, as a share of the peak', low=0, high=1)
     num_cycles: float | None = knob(None, 'Waves of cosine (unset: half a one), or restarts (unset: one)', low=0)
@@ -104,8 +105,8 @@ def param_groups(
     for name, p in model.named_parameters(): # A shared parameter comes once
         if not p.requires_grad: continue
         if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f'{name} is trainable in {p.dtype}: keep trainable parameters in float32 (model.float(), '
-                             'or load with dtype=torch.float32) and let mixed_precision compute in half')
+            raise ValueError(f'{name} is trainable in {p.dtype}: keep trainable parameters in float32 '
+                             '(model.float(), or load with dtype=torch.float32) and let mixed_precision compute in half')
         groups[p.ndim >= 2].append((name, p))
     if not any(groups.values()):
         raise ValueError(f'{type(model).__name__} has no trainable parameter: unfreeze some '
@@ -139,8 +140,8 @@ def make_schedule(
     if total_steps < 1: raise ValueError(f'total_steps = {total_steps}: a run has at least 1 step')
     warmup, curve = warmup_steps(config, total_steps), SCHEDULES[config.lr_scheduler_type]
     if warmup >= total_steps > 1:
-        warnings.warn(f'The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate never '
-                      'reaches its peak: set warmup_steps=0.05 for a share of the run', stacklevel=2)
+        warnings.warn(f'The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate '
+                      'never reaches its peak: set warmup_steps=0.05 for a share of the run', stacklevel=2)
     floor = config.min_lr_ratio
     if config.lr_scheduler_type == 'polynomial' and not floor: # transformers ends it at a rate of 1e-7
         floor = min(1.0, 1e-7 / config.learning_rate) if config.learning_rate else 0.0

@@ -30,7 +30,8 @@ class TrainConfig:
         aliases=('num_epochs', 'epochs'))
     per_device_train_batch_size: int = knob(8, 'Rows in a batch', low=1,
         aliases=('train_batch_size', 'batch_size', 'per_device_batch_size'))
-    per_device_eval_batch_size: int = knob(8, 'Rows in a batch for evaluation', low=1, aliases=('eval_batch_size',))
+    per_device_eval_batch_size: int = knob(8, 'Rows in a batch for evaluation', low=1,
+        aliases=('eval_batch_size',))
     gradient_accumulation_steps: int = knob(1, 'Batches in an optimizer step', low=1)
     max_grad_norm: float = knob(1.0, 'Longest gradient; 0 does not clip', low=0)
     mixed_precision: str = knob('auto', "Number format; 'auto' is what suits the device",
@@ -78,7 +79,8 @@ def count_steps(
     "Optimizer steps of the whole run."
     if config.max_steps > 0: return config.max_steps
     if not hasattr(batches, '__len__'):
-        raise ConfigError([Problem('max_steps', -1, f'must be set, because {type(batches).__name__} has no length')])
+        why = f'must be set, because {type(batches).__name__} has no length'
+        raise ConfigError([Problem('max_steps', -1, why)])
     if not len(batches): raise ValueError('train_batches is empty: there is nothing to train on')
     return max(1, math.ceil(config.num_train_epochs*math.ceil(len(batches)/window_size)))
 

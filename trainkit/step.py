@@ -37,7 +37,8 @@ def make_accelerator(
     if mixed_precision == 'auto':
         mixed_precision = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}.get(pick_dtype(pick_device()), 'no')
     ask = 'bf16' if mixed_precision == 'bf16' else 'no' # fp16 is ours, see `precision`
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != ask: AcceleratorState._reset_state()
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != ask:
+        AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision=ask)
     if mixed_precision == 'fp16': accelerator.scaler = torch.amp.GradScaler(accelerator.device.type) # type: ignore
     return accelerator
@@ -79,8 +80,8 @@ class NothingToLearn(ValueError):
     "No token of a whole window is trained."
     def __init__(self):
         super().__init__("No token of this step is trained: every label is -100, so the loss would be 0/0. "
-            "Usually the prompt alone fills max_length and the answer was cut off, or the loss mask marks no answer. "
-            "Look at `count_items(batch)` for each batch; drop such rows, or raise max_length.")
+            "Usually the prompt alone fills max_length and the answer was cut off, or the loss mask marks no "
+            "answer. Look at `count_items(batch)` for each batch; drop such rows, or raise max_length.")
 
 def count_window(
     objective: Callable, # Perhaps with `counts`
@@ -229,7 +230,8 @@ def prepared(
 ):
     "Model and optimizer as accelerate wants them, in training mode; afterwards the model is its own again."
     wrapping = ('forward', '_original_forward', '_is_accelerate_prepared')
-    before, modes = {k: v for k, v in vars(model).items() if k in wrapping}, [(m, m.training) for m in model.modules()]
+    before = {k: v for k, v in vars(model).items() if k in wrapping}
+    modes = [(m, m.training) for m in model.modules()]
     kept = list(accelerator._models), list(accelerator._optimizers)
     own = model
     # Shared by all accelerators, so another library may have left it off
@@ -237,7 +239,8 @@ def prepared(
     model.train()
     try:
         model, wrapped = accelerator.prepare(model, optimizer)
-        plain = accelerator.distributed_type.value in ('NO', 'MULTI_CPU', 'MULTI_GPU') # where wrapping adds only time
+        # where wrapping adds only time
+        plain = accelerator.distributed_type.value in ('NO', 'MULTI_CPU', 'MULTI_GPU')
         yield model, optimizer if plain else wrapped
     finally:
         for name in wrapping: vars(own).pop(name, None)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 # %% ../nbs/16_tensors.ipynb #e3b4dd47
-DTYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16', 
+DTYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
           torch.int64: 'I64', torch.int32: 'I32', torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8',
           torch.bool: 'BOOL', torch.float8_e4m3fn: 'F8_E4M3', torch.float8_e5m2: 'F8_E5M2'}
 
@@ -98,8 +98,8 @@ def pack(
         items = {key: pack(value, tensors, f'{path}.{key}') for key, value in tree.items()}
         if all(isinstance(key, str) and not key.startswith('$') for key in items): return items
         return {'$dict': [[pack(key, tensors, path), value] for key, value in items.items()]}
-    raise TypeError(f'{path} is a {type(tree).__name__}: only numbers, text, lists, tuples, dicts, tensors and arrays '
-                    'can be saved')
+    raise TypeError(f'{path} is a {type(tree).__name__}: only numbers, text, lists, tuples, dicts, tensors and '
+                    'arrays can be saved')
 
 def unpack(
     tree: Any, # From `pack`

@@ -29,8 +29,9 @@ from .objective import Loss, lm_loss, objective
 from .optim import OptimConfig, make_optimizer, make_schedule
 from .plan import Control, Result, TrainConfig, TrainingError, TrainState, count_steps, due, judge
 from .progress import Progress
-from .step import (
-    add_over_processes, count_tokens, eval_loss, evaluating, make_accelerator, prepared, read_steps, train_step, window)
+from trainkit.step import (
+    add_over_processes, count_tokens, eval_loss, evaluating, make_accelerator, prepared, read_steps, train_step,
+    window)
 
 if TYPE_CHECKING: from accelerate import Accelerator
 
@@ -55,22 +56,22 @@ def check_plan(
     "Refuse what cannot work before the first step, not after the first hour."
     c = trainer.config
     if not any(p.requires_grad for p in trainer.model.parameters()):
-        raise ValueError(f'{type(trainer.model).__name__} has no trainable parameters: all have requires_grad=False. '
-                         'Unfreeze some, or add an adapter.')
+        raise ValueError(f'{type(trainer.model).__name__} has no trainable parameters: all have '
+                         'requires_grad=False. Unfreeze some, or add an adapter.')
     if not getattr(trainer.objective, 'additive', True) and trainer.window_size > 1:
-        raise ValueError(f'This objective couples the rows of a batch, so {trainer.window_size} batches (accumulation '
-            'times processes) are not one big one: set gradient_accumulation_steps=1 and a bigger batch size')
+        raise ValueError(f'This objective couples the rows of a batch, so {trainer.window_size} batches '
+            '(accumulation times processes) are not one big one: set gradient_accumulation_steps=1 and a bigger batch size')
     if c.eval_strategy != 'no' and trainer.eval_batches is None:
         raise ValueError(f'eval_strategy={c.eval_strategy!r} needs eval_batches')
     if 'epoch' in (c.eval_strategy, c.save_strategy) and not hasattr(trainer.train_batches, '__len__'):
-        raise ValueError(f'{type(trainer.train_batches).__name__} has no length, so nobody knows when an epoch ends: '
-                         "use 'steps'")
+        raise ValueError(f'{type(trainer.train_batches).__name__} has no length, so nobody knows when an epoch '
+                         "ends: use 'steps'")
     ours = 'fp16' if trainer.accelerator.scaler else trainer.accelerator.mixed_precision
     if c.mixed_precision not in ('auto', ours):
         raise ValueError(f'mixed_precision={c.mixed_precision!r}, and the accelerator was made for {ours!r}')
     if trainer.accelerator.gradient_accumulation_steps not in (1, c.gradient_accumulation_steps):
-        raise ValueError(f'gradient_accumulation_steps={c.gradient_accumulation_steps}, and the accelerator was made '
-                         f'for {trainer.accelerator.gradient_accumulation_steps}')
+        raise ValueError(f'gradient_accumulation_steps={c.gradient_accumulation_steps}, and the accelerator was '
+                         f'made for {trainer.accelerator.gradient_accumulation_steps}')
     if c.sample_steps and trainer.sample is None: raise ValueError(f'sample_steps={c.sample_steps} needs sample=')
 
 def not_finite(
@@ -79,13 +80,15 @@ def not_finite(
     step: int,
 ) -> TrainingError:
     "The error for a loss or gradient that is no number."
-    c, good = trainer.config, trainer.checkpoint
-    return TrainingError(f"""Step {step}: {what}. Nothing was saved since; the last good checkpoint is {good or 'none'}.
+    c, good, rate = trainer.config, trainer.checkpoint, f'{trainer.learning_rate:.3g}'
+    shorter = c.max_grad_norm/10 or 1 # 0 does not clip
+    message = f"""Step {step}: {what}. Nothing was saved since; the last good checkpoint is {good or 'none'}.
 The likely causes:
-  1. The learning rate ({trainer.learning_rate:.3g} at this step) is too high: try a tenth of it, or more warmup_steps.
+  1. The learning rate ({rate} at this step) is too high: try a tenth of it, or more warmup_steps.
   2. The numbers do not fit their format (mixed_precision={c.mixed_precision!r}): try 'bf16' or 'no'.
-     Or a gradient is too long (max_grad_norm={c.max_grad_norm:g}): try 1.
-  3. Broken data or a broken start: look at the batch of this step, and for NaN in the model's weights.""", step, good)
+     Or a gradient is too long (max_grad_norm={c.max_grad_norm:g}): try {shorter:g}.
+  3. Broken data or a broken start: look at the batch of this step, and for NaN in the model's weights."""
+    return TrainingError(message, step, good)
 
 # %% ../nbs/18_train.ipynb #d8e42caa
 class Trainer:
@@ -98,7 +101,7 @@ class Trainer:
         train_batches: Any, # A list, or `__iter__` over the rest of an epoch with `state_dict`, `load_state_dict`
         eval_batches: Any = None, # Batches, the same every time
         config: TrainConfig | None = None,
-        callbacks: Sequence = (), # Objects with some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end
+        callbacks: Sequence = (), # With some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end
         optim: OptimConfig | None = None,
         sample: Callable | None = None, # (model, step) -> [(prompt, text), …]
         save_model: Callable = save_weights, # (model, folder) -> None
@@ -148,16 +151,16 @@ class Trainer:
         self.bar = stack.enter_context(Progress(self.total_steps, 'Training', 'step', enabled=shown))
         self.bar.start_at(self.state.step)
         self.before, self.mark = self.state.seconds, (time.monotonic(), self.state.tokens)
-        self.notify('on_start', total_steps=self.total_steps, start_step=self.state.step, config=to_dict(self.config),
-                    optim=to_dict(self.optim))
+        self.notify('on_start', total_steps=self.total_steps, start_step=self.state.step,
+                    config=to_dict(self.config), optim=to_dict(self.optim))
 
     def restore(self, resume):
         "Go to a checkpoint, or make sure that none is in the way."
         home = self.folder/'checkpoints' if self.folder else None
         last = latest_checkpoint(home) if home else None
         if not resume:
-            if last: raise FileExistsError(f'{self.folder} holds {last.name} of an earlier run: train(resume=True) '
-                                           'goes on from it, or choose another output_dir')
+            if last: raise FileExistsError(f'{self.folder} holds {last.name} of an earlier run: train(resume=True)'
+                                           ' goes on from it, or choose another output_dir')
             if self.cursor is not None: self.cursor.load_state_dict(deepcopy(self.train_start))
             return
         path = last if resume in (True, 'auto') else Path(resume)
@@ -241,8 +244,8 @@ class Trainer:
             if norm is not None and not math.isfinite(norm) and self.accelerator.scaler is None:
                 raise not_finite(self, f'the norm of the gradient is {norm}', step)
         if self.state.skipped == self.state.step >= min(self.total_steps, 40):
-            raise not_finite(self, 'every step so far was skipped because its float16 gradient overflowed, so nothing '
-                                   'is learned', self.state.step)
+            raise not_finite(self, 'every step so far was skipped because its float16 gradient overflowed, so '
+                                   'nothing is learned', self.state.step)
         self.state.losses += losses
         for name, (total, count) in sums.items():
             before = self.state.metrics.get(name, (0., 0.))
@@ -336,10 +339,11 @@ class Trainer:
         best = folder/'best_model' if folder and s.best_step else None
         result = Result(s.loss, s.best_metric, str(best) if best and best.exists() else None, self.checkpoint,
                         s.step, s.tokens, self.seconds, reason, self.history)
-        self.notify('on_end', **{k: v for k, v in vars(result).items() if k != 'history'}, step=s.step, reason=reason)
+        record = {k: v for k, v in vars(result).items() if k != 'history'}
+        self.notify('on_end', **record, step=s.step, reason=reason)
         if reason == 'interrupted':
-            print(f'Stopped after step {s.step} of {self.total_steps}.',
-                  f'{self.checkpoint} has everything: train(resume=True) goes on.' if folder else 'Nothing was saved.')
+            where = f'{self.checkpoint} has everything: train(resume=True) goes on.'
+            print(f'Stopped after step {s.step} of {self.total_steps}.', where if folder else 'Nothing was saved.')
         return result
 
     def notify(self, event: str, **record):
