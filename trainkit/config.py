@@ -129,13 +129,31 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
     except (TypeError, ValueError) as error:
         return None, [*problems, Problem(path.rstrip('.') or cls.__name__, ..., str(error))]
 
-def _override(data: dict, setting: str) -> None:
+def _rename(cls: Any, data: dict, name: str) -> Any:
+    "Move what stands under another name of the same knob to `name`; returns the knob's type."
+    for k in knobs(cls) if dataclasses.is_dataclass(cls) else ():
+        if name not in (names := (*k.aliases, k.name)): continue
+        for other in names:
+            if other != name and other in data: data[name] = data.pop(other)
+        return k.type
+
+def _override(cls: Any, data: dict, setting: str) -> None:
+    "Put `group.knob=value` into nested dicts, in place of what they say under any of the knob's names."
     key, equals, text = setting.partition('=')
     if not equals or not key.strip():
         raise ConfigError([Problem(setting, ..., 'an override is written group.knob=value')], 'overrides')
     *groups, last = key.strip().split('.')
-    for group in groups: data = data.setdefault(group, {})
-    data[last] = yaml.load(text, Loader=_Loader) # noqa: S506 - a SafeLoader
+    try: value = yaml.load(text, Loader=_Loader) # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem(key.strip(), text, f"is no YAML: {getattr(error, 'problem', error)}")], 'overrides') from None
+    for group in groups:
+        cls = _rename(cls, data, group)
+        if data.get(group) is None: data[group] = {}
+        if not isinstance(data[group], dict):
+            raise ConfigError([Problem(group, data[group], f'must be a group of keys to take {setting}')], 'overrides')
+        data = data[group]
+    _rename(cls, data, last)
+    data[last] = value
 
 # %% ../nbs/01_config.ipynb #0e82e782
 def load_config(
@@ -151,7 +169,7 @@ def load_config(
         if not path.is_file(): raise FileNotFoundError(f"No config file at '{path}'. Give the path of a YAML or JSON file.")
         try: data, lines = parse_config(path.read_text(encoding='utf-8'), name)
         except UnicodeDecodeError: raise ConfigError([Problem('file', ..., 'is not UTF-8 text')], name) from None
-    for setting in overrides: _override(data, setting)
+    for setting in overrides: _override(cls, data, setting)
     config, problems = _build(cls, data, lines=lines)
     if problems: raise ConfigError(problems, name)
     return config

@@ -68,7 +68,10 @@ def atomic_folder(
                 with open(file, 'rb+') as handle: os.fsync(handle.fileno())
         old = Path(f'{temporary}.old')
         if path.exists(): os.replace(path, old)
-        os.replace(temporary, path)
+        try: os.replace(temporary, path)
+        except BaseException:
+            if old.exists(): os.replace(old, path)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
         if temporary: shutil.rmtree(temporary, ignore_errors=True)
