@@ -9,6 +9,16 @@ DEMO_ARGS ?=
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n auto --dist worksteal
 
+# nbdev-export without its rewriting of __init__.py and without llms.txt
+define EXPORT
+from pathlib import Path
+from nbdev.doclinks import _build_modidx
+from nbdev.export import nb_export
+for path in sorted(Path('nbs').glob('*.ipynb')): nb_export(path, 'trainkit')
+_build_modidx()
+endef
+export EXPORT
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow lab bench lint export clean
 
@@ -51,7 +61,7 @@ lint: $(VENV)/.dev ## ruff and pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python trainkit
 
 export: $(VENV)/.dev ## Write trainkit/*.py from the notebooks, and clean the notebooks
-	$(BIN)/nbdev-export
+	$(BIN)/python -c "$$EXPORT"
 	$(BIN)/nbdev-clean
 	cp settings.ini trainkit/settings.ini
 
