@@ -48,8 +48,8 @@ def new_folder(
 
 # %% ../nbs/19_runs.ipynb #bb012a74
 SECRET_NAMES = re.compile(r'(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)S?$', re.I)
-SECRET_SHAPES = re.compile(r'\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[A-Z0-9]{16}'
-                           r'|xox[abpr]-[\w-]{20,})|(?<=://)[^\s:/@]+:[^\s/@]+(?=@)')
+SECRET_SHAPES = re.compile(r'\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}'
+                           r'|github_pat_\w{30,}|AKIA[A-Z0-9]{16}|xox[abpr]-[\w-]{20,})|(?<=://)[^\s:/@]+:[^\s/@]+(?=@)')
 
 def mask(
     text: str, # Anything that is about to be written
@@ -57,7 +57,8 @@ def mask(
     "Replace secrets by `***`: those in this process's environment, and what looks like one."
     for name, value in os.environ.items():
         if len(value) >= 8 and SECRET_NAMES.search(name):
-            for form in {value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], escape(value)}: text = text.replace(form, '***')
+            in_json = {json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)}
+            for form in {value, escape(value)} | in_json: text = text.replace(form, '***')
     return SECRET_SHAPES.sub('***', text)
 
 # %% ../nbs/19_runs.ipynb #30d8915a
@@ -68,7 +69,8 @@ def plain(
     if hasattr(value, 'item') and getattr(value, 'size', None) is not None and not isinstance(value, (str, bytes)):
         try: value = value.item() # a scalar of numpy or torch
         except (ValueError, RuntimeError): value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value): return None if value != value else '\0inf' if value > 0 else '\0-inf'
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if value != value else '\0inf' if value > 0 else '\0-inf'
     if value is None or isinstance(value, (bool, int, float, str)): return value
     if isinstance(value, Mapping): return {str(k): plain(v) for k, v in value.items()}
     return [plain(v) for v in value] if isinstance(value, (list, tuple, set)) else str(value)
@@ -91,10 +93,12 @@ def read_metrics(
         try: record = json.loads(line)
         except ValueError: continue
         if not isinstance(record, dict) or 'event' not in record: continue
-        if record['event'] in ('log', 'eval'): record = {k: math.nan if v is None else v for k, v in record.items()}
+        if record['event'] in ('log', 'eval'):
+            record = {k: math.nan if v is None else v for k, v in record.items()}
         if record['event'] == 'start':
             start = record.get('start_step') or 0
-            records = [r for r in records if r['event'] == 'start' or (r.get('step') or 0) <= start and r['event'] != 'end']
+            records = [r for r in records if r['event'] == 'start'
+                       or r['event'] != 'end' and (r.get('step') or 0) <= start]
         records.append(record)
     return records
 
@@ -108,7 +112,8 @@ def data_hash(
         if hasattr(item, 'numpy'): item = item.numpy()
         if hasattr(item, 'tobytes'): item = f'{item.dtype}{item.shape}'.encode() + item.tobytes()
         elif not isinstance(item, (bytes, bytearray)):
-            item = (item if isinstance(item, str) else json.dumps(item, sort_keys=True, ensure_ascii=False, default=str)).encode('utf-8', 'surrogatepass')
+            if not isinstance(item, str): item = json.dumps(item, sort_keys=True, ensure_ascii=False, default=str)
+            item = item.encode('utf-8', 'surrogatepass')
         digest.update(len(item).to_bytes(8, 'little') + item) # lengths, so that ['ab', 'c'] is not ['a', 'bc']
     return digest.hexdigest()[:16]
 
@@ -128,14 +133,18 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock, self.broken = threading.Lock(), False
         old = self.path/'config.yaml'
-        if old.exists() and config and old.read_text(encoding='utf-8') != mask(config): # resumed with other knobs: keep both
+        # resumed with other knobs: keep both
+        if old.exists() and config and old.read_text(encoding='utf-8') != mask(config):
             old.rename(next(p for n in count(1) if not (p := self.path/f'config.{n}.yaml').exists()))
         if config: self.write('config.yaml', config)
         if environment is not None or data:
-            self.write('environment.json', json.dumps(plain({**(environment or {}), **({'data_hash': data} if data else {})}), indent=1))
-        self.files = {name: open(self.path/name, 'a', encoding='utf-8', errors='replace', buffering=1) for name in ('metrics.jsonl', 'log.txt')}
+            facts = dict(environment or {}, **({'data_hash': data} if data else {}))
+            self.write('environment.json', json.dumps(plain(facts), indent=1))
+        self.files = {name: open(self.path/name, 'a', encoding='utf-8', errors='replace', buffering=1)
+                      for name in ('metrics.jsonl', 'log.txt')}
         metrics = self.path/'metrics.jsonl'
-        if metrics.stat().st_size and not metrics.read_bytes().endswith(b'\n'): self.append('metrics.jsonl', '') # end a torn line
+        if metrics.stat().st_size and not metrics.read_bytes().endswith(b'\n'):
+            self.append('metrics.jsonl', '') # end a torn line
 
     def write(
         self,
@@ -154,7 +163,9 @@ class RunFolder:
         with self.lock:
             try: self.files[name].write(line + '\n')
             except (OSError, ValueError) as error:
-                if not self.broken: warnings.warn(f'{self.path/name} cannot be written ({error}); the run goes on without it', stacklevel=2)
+                if not self.broken:
+                    warnings.warn(f'{self.path/name} cannot be written ({error}); the run goes on without it',
+                                  stacklevel=2)
                 self.broken = True
 
     def record(
@@ -206,38 +217,46 @@ class Run:
 
     @property
     def samples(self) -> list[tuple[int, list[tuple[str, str]]]]: # (step, [(prompt, text), …]), in order
-        return list({r['step']: (r['step'], [tuple(s) for s in r['samples']]) for r in self.records if r['event'] == 'sample'}.values())
+        return list({r['step']: (r['step'], [tuple(s) for s in r['samples']])
+                     for r in self.records if r['event'] == 'sample'}.values())
 
     def series(
         self,
         key: str, # Such as 'loss', 'eval_loss' or 'grad_norm'
     ) -> tuple[list[int], list[float]]: # Steps and values; the last one if a step was logged twice
         "One number over the run."
-        found = {r['step']: r[key] for r in self.records if 'step' in r and r['event'] in ('log', 'eval') and isinstance(r.get(key), (int, float))}
+        found = {r['step']: r[key] for r in self.records
+                 if 'step' in r and r['event'] in ('log', 'eval') and isinstance(r.get(key), (int, float))}
         return list(found), list(found.values())
 
     def keys(self) -> list[str]:
         "Every number that was logged, in the order of first appearance."
+        number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
         return list(dict.fromkeys(k for r in self.records if r['event'] in ('log', 'eval') for k, v in r.items()
-                                  if k not in ('event', 'time', 'step') and isinstance(v, (int, float)) and not isinstance(v, bool)))
+                                  if k not in ('event', 'time', 'step') and number(v)))
 
     def final(self) -> dict[str, Any]: # step, loss, eval_loss, best_eval_loss, …; only what was logged
         "The run in a few numbers: the last of each metric, the best evaluation, the median speed."
-        last = {k: v for r in self.records if r['event'] in ('log', 'eval') for k, v in r.items() if k not in ('event', 'time', 'best')}
+        last = {k: v for r in self.records if r['event'] in ('log', 'eval') for k, v in r.items()
+                if k not in ('event', 'time', 'best')}
         for key in ('eta_seconds', 'eval_seconds', 'learning_rate'): last.pop(key, None)
         if losses := [v for v in self.series('eval_loss')[1] if v == v]: last['best_eval_loss'] = min(losses)
-        if speeds := [v for v in self.series('tokens_per_second')[1] if v == v]: last['tokens_per_second'] = median(speeds)
+        if speeds := [v for v in self.series('tokens_per_second')[1] if v == v]:
+            last['tokens_per_second'] = median(speeds)
         return last | {'status': self.status}
 
     def __repr__(self) -> str: return f'<Run {self.name}: {self.status}, step {self.final().get("step", 0)}>'
-    def _repr_html_(self) -> str: return table([{'': k, self.name: v} for k, v in self.final().items()])._repr_html_()
+
+    def _repr_html_(self) -> str:
+        return table([{'': k, self.name: v} for k, v in self.final().items()])._repr_html_()
 
 def read_run(
     path: str | Path, # A run folder
 ) -> Run:
     "Open what a run has left behind."
     path = Path(path)
-    if not (path/'metrics.jsonl').exists(): raise FileNotFoundError(f'{path} is no run folder: it has no metrics.jsonl')
+    if not (path/'metrics.jsonl').exists():
+        raise FileNotFoundError(f'{path} is no run folder: it has no metrics.jsonl')
     text = lambda name: (path/name).read_text(encoding='utf-8', errors='replace') if (path/name).exists() else ''
     try: environment = json.loads(text('environment.json') or '{}')
     except ValueError: environment = {}
@@ -252,7 +271,7 @@ class Runs(list[Run]):
         "One dictionary a run: name, start, and its final numbers."
         finals = [run.final() for run in self]
         shown = [c for c in self.COLUMNS if any(c in final for final in finals)]
-        return [{'run': run.name, 'started': run.started[:16].replace('T', ' '), **{c: final.get(c) for c in shown}}
+        return [{'run': run.name, 'started': run.started[:16].replace('T', ' ')} | {c: final.get(c) for c in shown}
                 for run, final in zip(self, finals, strict=True)]
 
     def _repr_html_(self) -> str: return str(table(self.rows()))

@@ -34,8 +34,10 @@ def run_curves(
     run: Run, # From `read_run`
 ) -> Picture:
     "Loss, learning rate, gradient norm, speed, memory, and every other metric of the evaluation."
-    known, keys = {k for _, names, _ in PICTURES for k in names.values()} | {'eval_tokens', 'eval_seconds'}, run.keys()
-    others = [(k[5:].replace('_', ' ').capitalize(), {'eval': k}, 0.) for k in keys if k.startswith('eval_') and k not in known]
+    keys = run.keys()
+    known = {k for _, names, _ in PICTURES for k in names.values()} | {'eval_tokens', 'eval_seconds'}
+    others = [(k[5:].replace('_', ' ').capitalize(), {'eval': k}, 0.)
+              for k in keys if k.startswith('eval_') and k not in known]
     drawn = [curves({name: run.series(key) for name, key in names.items() if key in keys}, title, smooth=smooth)
              for title, names, smooth in (*PICTURES[:1], *others, *PICTURES[1:]) if set(names.values()) & {*keys}]
     return grid(*drawn or [curves({}, 'Loss')])
@@ -55,7 +57,8 @@ def flatten(
 ) -> dict[str, Any]: # 'train.learning_rate' -> value
     "Nested dictionaries as one, with dots in the names."
     if not isinstance(value, Mapping) or not value: return {path: value} if path else {}
-    return {k: v for name, inner in value.items() for k, v in flatten(inner, f'{path}.{name}' if path else str(name)).items()}
+    return {k: v for name, inner in value.items()
+            for k, v in flatten(inner, f'{path}.{name}' if path else str(name)).items()}
 
 @dataclass(repr=False)
 class Comparison:
@@ -69,14 +72,18 @@ class Comparison:
         part: str, # 'config', 'data', 'git', 'versions', 'machine' or 'result'
     ) -> dict[str, tuple]: # Name -> the two values
         "The differences of one kind."
-        return {row['name']: (row[self.names[0]], row[self.names[1]]) for row in self.differences if row['part'] == part}
+        a, b = self.names
+        return {row['name']: (row[a], row[b]) for row in self.differences if row['part'] == part}
 
     def __str__(self) -> str:
-        return '\n'.join('{part}  {name}: '.format(**row) + f'{row[self.names[0]]} -> {row[self.names[1]]}' for row in self.differences) or 'no difference'
+        a, b = self.names
+        lines = [f"{row['part']}  {row['name']}: {row[a]} -> {row[b]}" for row in self.differences]
+        return '\n'.join(lines) or 'no difference'
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str: return str(table(self.differences, f'{self.names[0]} and {self.names[1]}')) + self.pictures
+    def _repr_html_(self) -> str:
+        return str(table(self.differences, f'{self.names[0]} and {self.names[1]}')) + self.pictures
 
 def compare(
     run_a: Run | str | Path, # A run, or its folder
@@ -84,21 +91,24 @@ def compare(
 ) -> Comparison:
     "What differs between two runs: what went in, and what came out."
     a, b = (run if isinstance(run, Run) else read_run(run) for run in (run_a, run_b))
-    names = (a.name, b.name) if a.name != b.name else (f'{a.path.parent.name}/{a.name} (1)', f'{b.path.parent.name}/{b.name} (2)')
+    names = (a.name, b.name)
+    if a.name == b.name: names = (f'{a.path.parent.name}/{a.name} (1)', f'{b.path.parent.name}/{b.name} (2)')
     def facts(run: Run):
         found = {('config', k): v for k, v in flatten(parse_yaml(run.config)).items()}
         for k, v in flatten(run.environment).items():
-            part = k.split('.')[0]
-            if part != 'time': found['data' if part == 'data_hash' else part if part in ('git', 'versions') else 'machine', k.removeprefix(f'{part}.')] = v
+            first = k.split('.')[0]
+            part = {'data_hash': 'data', 'git': 'git', 'versions': 'versions'}.get(first, 'machine')
+            if first != 'time': found[part, k.removeprefix(f'{first}.')] = v
         return found | {('result', k): v for k, v in run.final().items()}
     left, right = facts(a), facts(b)
     order = ('config', 'data', 'git', 'versions', 'machine', 'result')
-    keys = sorted({*left, *right}, key=lambda key: order.index(key[0]))
-    rows = [{'part': part, 'name': name, names[0]: left.get((part, name)), names[1]: right.get((part, name))}
-            for part, name in dict.fromkeys([k for k in [*left, *right] if k in keys]) if left.get((part, name)) != right.get((part, name))]
+    rows = [{'part': key[0], 'name': key[1], names[0]: left.get(key), names[1]: right.get(key)}
+            for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
     rows.sort(key=lambda row: order.index(row['part']))
-    shared = [(title, key, smooth) for title, key, smooth in (('Loss', 'loss', 0.02), ('Evaluation loss', 'eval_loss', 0.)) if key in a.keys() + b.keys()]
-    return Comparison(names, rows, grid(*(curves({n: r.series(key) for n, r in zip(names, (a, b), strict=True)}, title, smooth=smooth) for title, key, smooth in shared)))
+    drawn = [curves({n: r.series(key) for n, r in zip(names, (a, b), strict=True)}, title, smooth=smooth)
+             for title, key, smooth in (('Loss', 'loss', 0.02), ('Evaluation loss', 'eval_loss', 0.))
+             if key in a.keys() + b.keys()]
+    return Comparison(names, rows, grid(*drawn))
 
 # %% ../nbs/19_summary.ipynb #4004f4d5
 def samples_html(
@@ -106,14 +116,16 @@ def samples_html(
     most: int = 4, # How many moments to show of each prompt
 ) -> str:
     "What the model wrote before, during and after training, prompt by prompt."
-    samples, cards = run.samples, []
-    chosen = sorted({round(i*(len(samples) - 1)/max(1, most - 1)) for i in range(most)}) if len(samples) > most else range(len(samples))
+    samples, cards, chosen = run.samples, [], range(len(run.samples))
+    if len(samples) > most:
+        chosen = sorted({round(i*(len(samples) - 1)/max(1, most - 1)) for i in range(most)})
     for prompt in dict.fromkeys(p for _, pairs in samples for p, _ in pairs):
         inner = ''
         for i in chosen:
             step, pairs = samples[i]
-            when = f'before, step {step:,}' if i == 0 and step == 0 else f'after, step {step:,}' if i == len(samples) - 1 and i else f'step {step:,}'
-            inner += ''.join(f'<figure><figcaption>{when}</figcaption><pre><b>{clean(p)}</b>{clean(text)}</pre></figure>' for p, text in pairs if p == prompt)
+            when = 'before, ' if i == 0 and step == 0 else 'after, ' if i == len(samples) - 1 and i else ''
+            inner += ''.join(f'<figure><figcaption>{when}step {step:,}</figcaption>'
+                             f'<pre><b>{clean(p)}</b>{clean(text)}</pre></figure>' for p, text in pairs if p == prompt)
         cards.append(f'<div class="samples">{inner}</div>')
     return ''.join(cards)
 
@@ -122,21 +134,32 @@ def run_sections(
 ) -> list[tuple[str, str]]: # (heading, HTML)
     "What every report shows: the result, curves, samples, timings, config, machine."
     final, seconds = run.final(), (run.series('seconds')[1] or [math.nan])[-1]
-    tiles = [('loss', final.get('loss')), ('best evaluation', final.get('best_eval_loss')), ('steps', final.get('step')), ('tokens', final.get('tokens')),
-             ('tokens/s', final.get('tokens_per_second')), ('minutes', seconds/60), ('ended by', final['status'].replace('_', ' '))]
-    shown = [(name, number(v) if isinstance(v, (int, float)) else v) for name, v in tiles if v is not None and v == v]
-    result = '<dl class="tiles">' + ''.join(f'<div><dt>{clean(k)}</dt><dd>{clean(v)}</dd></div>' for k, v in shown) + '</dl>'
-    peaks = {f'peak {what} memory, GiB': max(v) for what, key in (('process', 'memory_peak_gib'), ('GPU', 'gpu_memory_peak_gib')) if (v := run.series(key)[1])}
-    timings = {'training, s': seconds, 'evaluation, s': sum(run.series('eval_seconds')[1]), 'step, ms': 1000*seconds/(final.get('step') or math.nan), **peaks}
-    rows = lambda values, show=number: [{'name': k, 'value': show(v) if isinstance(v, float) else str(v)} for k, v in values.items() if v not in (None, {}) and v == v]
+    tiles = [('loss', final.get('loss')), ('best evaluation', final.get('best_eval_loss')),
+             ('steps', final.get('step')), ('tokens', final.get('tokens')),
+             ('tokens/s', final.get('tokens_per_second')), ('minutes', seconds/60),
+             ('ended by', final['status'].replace('_', ' '))]
+    shown = [(k, number(v) if isinstance(v, (int, float)) else v) for k, v in tiles if v is not None and v == v]
+    cells = ''.join(f'<div><dt>{clean(k)}</dt><dd>{clean(v)}</dd></div>' for k, v in shown)
+    result = f'<dl class="tiles">{cells}</dl>'
+    peaks = {f'peak {what} memory, GiB': max(v)
+             for what, key in (('process', 'memory_peak_gib'), ('GPU', 'gpu_memory_peak_gib'))
+             if (v := run.series(key)[1])}
+    timings = {'training, s': seconds, 'evaluation, s': sum(run.series('eval_seconds')[1]),
+               'step, ms': 1000*seconds/(final.get('step') or math.nan), **peaks}
+    rows = lambda values, show=number: [{'name': k, 'value': show(v) if isinstance(v, float) else str(v)}
+                                        for k, v in values.items() if v not in (None, {}) and v == v]
     machine = flatten({k: v for k, v in run.environment.items() if k != 'versions'})
     versions = run.environment.get('versions') or {}
     config = parse_yaml(run.config)
-    groups = {'': {k: v for k, v in config.items() if not isinstance(v, Mapping)}, **{k: flatten(v) for k, v in config.items() if isinstance(v, Mapping)}}
-    sections = [('Result', result), ('Curves', run_curves(run)), ('Samples', samples_html(run)), ('Timings', table(rows(timings))),
-                ('Config', grid(*(table(rows(v, '{:.10g}'.format), k) for k, v in groups.items() if v), least=280) if config else f'<pre>{clean(run.config)}</pre>' if run.config else ''),
-                ('Machine', table(rows(machine)) + (f'<details><summary>{len(versions)} versions</summary>{table(rows(versions))}</details>' if versions else '')
-                 if machine or versions else '')]
+    groups = {'': {k: v for k, v in config.items() if not isinstance(v, Mapping)},
+              **{k: flatten(v) for k, v in config.items() if isinstance(v, Mapping)}}
+    knobs = f'<pre>{clean(run.config)}</pre>' if run.config else ''
+    if config: knobs = grid(*(table(rows(v, '{:.10g}'.format), k) for k, v in groups.items() if v), least=280)
+    where = str(table(rows(machine))) if machine or versions else ''
+    if versions:
+        where += f'<details><summary>{len(versions)} versions</summary>{table(rows(versions))}</details>'
+    sections = [('Result', result), ('Curves', run_curves(run)), ('Samples', samples_html(run)),
+                ('Timings', table(rows(timings))), ('Config', knobs), ('Machine', where)]
     return [(heading, html) for heading, html in sections if html]
 
 # %% ../nbs/19_summary.ipynb #ed080084
@@ -144,17 +167,24 @@ STYLE = '''
 :root{color-scheme:light dark;--page:#fff;--ink:#1f2328;--dim:#59636e;--line:#d1d9e0;--card:#f6f8fa}
 @media(prefers-color-scheme:dark){:root{--page:#111;--ink:#e6edf3;--dim:#9da7b1;--line:#3d444d;--card:#1a1e23}}
 *{box-sizing:border-box}
-body{margin:0 auto;padding:32px 20px 64px;max-width:1000px;background:var(--page);color:var(--ink);font:16px/1.6 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
-h1{font-size:1.9rem;line-height:1.2;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:1.25rem;margin:44px 0 14px;padding-top:18px;border-top:1px solid var(--line)}
-p.when,nav,footer{color:var(--dim);font-size:.9rem}p.when{margin:0 0 14px}nav{display:flex;flex-wrap:wrap;gap:2px 16px}nav a{color:inherit}footer{margin-top:52px}
+body{margin:0 auto;padding:32px 20px 64px;max-width:1000px;background:var(--page);color:var(--ink)}
+body{font:16px/1.6 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
+h1{font-size:1.9rem;line-height:1.2;margin:0 0 4px;overflow-wrap:anywhere}
+h2{font-size:1.25rem;margin:44px 0 14px;padding-top:18px;border-top:1px solid var(--line)}
+p.when,nav,footer{color:var(--dim);font-size:.9rem}p.when{margin:0 0 14px}
+nav{display:flex;flex-wrap:wrap;gap:2px 16px}nav a{color:inherit}footer{margin-top:52px}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:10px;margin:0}
 .tiles div{background:var(--card);border-radius:8px;padding:10px 12px}.tiles dt{color:var(--dim);font-size:.8rem}
 .tiles dd{margin:0;font-size:1.1rem;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
-.samples{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,210px),1fr));gap:12px;margin-bottom:20px}
-figure{margin:0;background:var(--card);border-radius:8px;padding:10px 14px}figcaption{color:var(--dim);font-size:.8rem}
-pre{margin:4px 0 0;white-space:pre-wrap;overflow-wrap:anywhere;font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+.samples{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,210px),1fr));gap:12px}
+.samples{margin-bottom:20px}
+figure{margin:0;background:var(--card);border-radius:8px;padding:10px 14px}
+figcaption{color:var(--dim);font-size:.8rem}
+pre{margin:4px 0 0;white-space:pre-wrap;overflow-wrap:anywhere}
+pre{font:13px/1.55 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
 details{margin-top:12px}summary{cursor:pointer}
-@media print{:root{--page:#fff;--ink:#000;--dim:#444;--line:#bbb;--card:#f4f4f4}body{max-width:none;padding:0;font-size:11pt}nav{display:none}
+@media print{:root{--page:#fff;--ink:#000;--dim:#444;--line:#bbb;--card:#f4f4f4}
+body{max-width:none;padding:0;font-size:11pt}nav{display:none}
 figure,.tiles div,svg,tr{break-inside:avoid}h2{break-after:avoid}}
 '''
 
@@ -168,10 +198,15 @@ def write_report(
     parts = list(run_sections(run) if sections is None else sections)
     ids = [f'section-{i}' for i in range(len(parts))]
     nav = ''.join(f'<a href="#{i}">{clean(heading)}</a>' for i, (heading, _) in zip(ids, parts, strict=True))
-    body = ''.join(f'<section id="{i}"><h2>{clean(heading)}</h2>{html}</section>' for i, (heading, html) in zip(ids, parts, strict=True))
-    page = ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; img-src data:">'
-            f'<title>{clean(title or run.name)}</title><style>{STYLE}</style></head><body>'
-            f'<header><h1>{clean(title or run.name)}</h1><p class="when">{clean(run.name)}, started {clean(run.started[:16].replace("T", " "))} UTC</p><nav>{nav}</nav></header>'
-            f'<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and environment.json beside this file.</footer></body></html>\n')
+    body = ''.join(f'<section id="{i}"><h2>{clean(heading)}</h2>{html}</section>'
+                   for i, (heading, html) in zip(ids, parts, strict=True))
+    name, start = clean(title or run.name), clean(run.started[:16].replace('T', ' '))
+    page = ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width,initial-scale=1">'
+            '<meta http-equiv="Content-Security-Policy" '
+            'content="default-src \'none\'; style-src \'unsafe-inline\'; img-src data:">'
+            f'<title>{name}</title><style>{STYLE}</style></head><body><header><h1>{name}</h1>'
+            f'<p class="when">{clean(run.name)}, started {start} UTC</p><nav>{nav}</nav></header>'
+            f'<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and environment.json '
+            'beside this file.</footer></body></html>\n')
     return write_atomic(run.path/'report.html', mask(page))
