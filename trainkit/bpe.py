@@ -28,7 +28,8 @@ def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
     words = [(w.encode() if isinstance(w, str) else w, n) for w, n in counts.items()]
     words = [(w, n) for w, n in words if len(w) > 1 and n > 0]
     sizes = np.fromiter((len(w) for w, _ in words), np.int64, len(words))
-    if sizes.sum() >= 1 << 30: raise ValueError(f'{sizes.sum():,} bytes of distinct words, at most {(1 << 30) - 1:,}: drop the rarest')
+    if sizes.sum() >= 1 << 30:
+        raise ValueError(f'{sizes.sum():,} bytes of distinct words, at most {(1 << 30) - 1:,}: drop the rarest')
     return [w for w, _ in words], np.fromiter((n for _, n in words), np.int64, len(words)), \
         np.repeat(np.arange(len(words), dtype=np.int32), sizes)
 
@@ -48,7 +49,8 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
 # %% ../nbs/08_bpe.ipynb #e5258ce4
 def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, with strings whose characters are tokens."
-    if 256 + n_merges > _MOST: raise ValueError(f'{n_merges:,} merges: the pure lane learns at most {_MOST - 256:,}')
+    if 256 + n_merges > _MOST:
+        raise ValueError(f'{n_merges:,} merges: the pure lane learns at most {_MOST - 256:,}')
     found, freq, number = _join_bytes(counts)
     count, where = _first_pairs(found, freq, number)
     words, weight = [w.decode('latin-1') for w in found], freq.tolist().__getitem__

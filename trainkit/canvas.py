@@ -115,7 +115,8 @@ def token_boxes(
 ) -> Picture:
     "Text as a tokenizer cuts it, in coloured boxes."
     for name, other in (('ids', ids), ('shade', shade)):
-        if other is not None and len(other) != len(pieces): raise ValueError(f'{len(other)} {name} for {len(pieces)} tokens')
+        if other is not None and len(other) != len(pieces):
+            raise ValueError(f'{len(other)} {name} for {len(pieces)} tokens')
     spans = []
     for i, piece in enumerate(pieces):
         colour = PALETTE[0 if shade is not None else i % len(PALETTE)]
@@ -126,12 +127,15 @@ def token_boxes(
         facts += [f'{float(shade[i]):.3g}'] if shade is not None else []
         hover = ', '.join([*facts, f'{size} byte{"s"*(size != 1)}'])
         broken = '<br/>' if piece in ('\n', b'\n') or (isinstance(piece, str) and piece.endswith('\n')) else ''
-        spans.append(f'<span title="{hover}" style="background:rgba({r},{g},{b},{strength:.3g});border-bottom:2px solid {colour};'
-                     f'border-radius:3px 3px 0 0;padding:1px 2px;margin:1px;white-space:pre-wrap">{clean(visible(piece))}</span>{broken}')
-    words = f'{len(pieces)} tokens: ' + ' | '.join(visible(p) for p in pieces[:200]) + (' and more' if len(pieces) > 200 else '')
+        style = (f'background:rgba({r},{g},{b},{strength:.3g});border-bottom:2px solid {colour};'
+                 'border-radius:3px 3px 0 0;padding:1px 2px;margin:1px;white-space:pre-wrap')
+        spans.append(f'<span title="{hover}" style="{style}">{clean(visible(piece))}</span>{broken}')
+    words = f'{len(pieces)} tokens: ' + ' | '.join(visible(p) for p in pieces[:200])
+    if len(pieces) > 200: words += ' and more'
     head = f'<div style="font:600 13px/2 system-ui,sans-serif">{clean(title)}</div>' if title else ''
     return Picture(f'<div role="img" aria-label="{clean(f"{title}: {words}" if title else words)}">{head}'
-                   f'<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">{"".join(spans)}</div></div>')
+                   '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
+                   f'{"".join(spans)}</div></div>')
 
 # %% ../nbs/02_canvas.ipynb #edd7fb7f
 def table(
@@ -148,11 +152,13 @@ def table(
     style = 'padding:4px 14px 4px 0;vertical-align:top;'
     wrap = lambda c: '' if c == columns[0] else 'overflow-wrap:anywhere;'
     line = 'border-bottom:1px solid rgba(128,128,128,.35);'
+    cell = lambda row, c: f'<td style="{style}{wrap(c)}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>'
     head = ''.join(f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>' for c in columns)
-    body = ''.join('<tr>' + ''.join(f'<td style="{style}{wrap(c)}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>' for c in columns) + '</tr>' for row in rows)
-    caption = f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>' if title else ''
-    return Picture(f'<div role="region" tabindex="0" aria-label="{clean(title or "table")}, {len(rows)} rows" style="overflow-x:auto">'
-                   '<table style="border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums">'
+    body = ''.join('<tr>' + ''.join(cell(row, c) for c in columns) + '</tr>' for row in rows)
+    caption = f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>' * bool(title)
+    label = f'{clean(title or "table")}, {len(rows)} rows'
+    looks = 'border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums'
+    return Picture(f'<div role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto"><table style="{looks}">'
                    f'{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
 
 # %% ../nbs/02_canvas.ipynb #2a241a43
@@ -162,6 +168,6 @@ def grid(
 ) -> Picture:
     "Pictures side by side, in as many columns as the page has room for."
     cells = ''.join(f'<div>{p}</div>' for p in pictures)
-    label = '; '.join(p.label for p in pictures if isinstance(p, Picture))
-    return Picture(f'<div role="group" aria-label="{clean(label or "pictures")}" style="display:grid;gap:20px;align-items:start;'
+    label = clean('; '.join(p.label for p in pictures if isinstance(p, Picture)) or 'pictures')
+    return Picture(f'<div role="group" aria-label="{label}" style="display:grid;gap:20px;align-items:start;'
                    f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}px),1fr))">{cells}</div>')

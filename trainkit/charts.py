@@ -130,7 +130,8 @@ def line_path(
         if dots or (start and ends): lone.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>')
         pieces.append(f'{"M" if start else "L"}{x:.1f} {y:.1f}')
         start = False
-    path = f'<path d="{"".join(pieces)}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round" {more}/>'
+    path = (f'<path d="{"".join(pieces)}" fill="none" stroke="{colour}" stroke-width="{width}" '
+            f'stroke-linejoin="round" {more}/>')
     return (path if pieces else '') + (f'<g fill="{colour}">{"".join(lone)}</g>' if lone else '')
 
 # %% ../nbs/02_charts.ipynb #6c07df47
@@ -167,7 +168,8 @@ def curves(
     head = text(0, 13, title, more='font-weight="600"') if title else ''
     if not real:
         return svg(width, height, f'{title or "chart"}: no data yet', head + text(width/2, height/2, 'no data yet', 'middle'))
-    last = [(name, next((number(y) for _, y in reversed(points) if math.isfinite(y)), '–')) for name, points in lines.items()]
+    end = lambda points: next((number(y) for _, y in reversed(points) if math.isfinite(y)), '–')
+    last = [(name, end(points)) for name, points in lines.items()]
     names, top = legend(last, width, 22 if title else 0)
     if y_label: names, top = names + text(0, top + 12, y_label, more='opacity=".75"'), top + 16
 
@@ -184,8 +186,9 @@ def curves(
     X = lambda x: left + (x - x0)/(x1 - x0)*(right - left) if x1 > x0 else (left + right)/2
     Y = lambda y: foot - (scale(y) - scale(low))/(scale(high) - scale(low))*(foot - top - 8)
 
-    grid = ''.join(f'M{left:.1f} {Y(y):.1f}H{right:.1f}' for y in y_marks)
-    axes = f'<path d="{grid}" stroke="currentColor" opacity=".15"/><path d="M{left:.1f} {foot:.1f}H{right:.1f}" stroke="currentColor" opacity=".5"/>'
+    level = ''.join(f'M{left:.1f} {Y(y):.1f}H{right:.1f}' for y in y_marks)
+    axes = f'<path d="{level}" stroke="currentColor" opacity=".15"/>'
+    axes += f'<path d="M{left:.1f} {foot:.1f}H{right:.1f}" stroke="currentColor" opacity=".5"/>'
     axes += ''.join(text(left - 6, Y(y) + 4, name, 'end') for y, name in zip(y_marks, y_names, strict=True))
     axes += ''.join(text(X(x), foot + 16, name, 'middle') for x, name in zip(x_marks, x_names, strict=True))
     body = ''
@@ -225,7 +228,8 @@ def bars(
         if math.isfinite(v):
             a, b = sorted((X(0), X(v)))
             faint = ' opacity=".55"' if highlight and name != highlight else ''
-            body += f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" fill="{PALETTE[0]}"{faint}/>'
+            body += (f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" '
+                     f'fill="{PALETTE[0]}"{faint}/>')
         at, anchor = (X(v), 'end' if v < 0 else 'start') if math.isfinite(v) else (X(0), 'start')
         body += text(at + (-6 if v < 0 else 6), y + 15, show(v), anchor, 'font-weight="600"' if name == highlight else '')
     label = '; '.join(f'{name} {show(v)}' for name, v in rows) or 'no data yet'
@@ -243,11 +247,14 @@ def heatmap(
     "A matrix as a grid of colours: blue above zero, orange below, stronger for larger."
     m = [[sane(v) for v in row] for row in (matrix.tolist() if hasattr(matrix, 'tolist') else matrix)]
     h, w = len(m), len(m[0]) if m else 0
-    if any(len(row) != w for row in m): raise ValueError(f'rows of {sorted({len(row) for row in m})} numbers: they must be equally long')
+    if any(len(row) != w for row in m):
+        raise ValueError(f'rows of {sorted({len(row) for row in m})} numbers: they must be equally long')
     for name, labels, n in (('rows', rows, h), ('columns', columns, w)):
         if len(labels) not in (0, n): raise ValueError(f'{len(labels)} labels for {n} {name}')
     real = [v for row in m for v in row if math.isfinite(v)]
-    if not real: return svg(width, 60, f'{title or "heat map"}: no data yet', text(0, 13, title) + text(width/2, 40, 'no data yet', 'middle'))
+    if not real:
+        return svg(width, 60, f'{title or "heat map"}: no data yet',
+                            text(0, 13, title) + text(width/2, 40, 'no data yet', 'middle'))
     limit = limit or max(map(abs, real)) or 1.
     cut = lambda label: label if len(label) <= 14 else label[:13] + '…'
     rows, columns = [cut(visible(r)) for r in rows], [cut(visible(c)) for c in columns]
@@ -270,17 +277,23 @@ def heatmap(
             level = shade(row[j])
             if level: paths[level] = paths.get(level, '') + f'M{j} {i}h{end - j}v1h{j - end}z'
             j = end
-    cells = ''.join(f'<path d="{d}" fill="{PALETTE[0 if level > 0 else 1]}" fill-opacity="{abs(level)/16:.3g}"/>' for level, d in sorted(paths.items()))
+    cells = ''.join(f'<path d="{d}" fill="{PALETTE[0 if level > 0 else 1]}" fill-opacity="{abs(level)/16:.3g}"/>'
+                    for level, d in sorted(paths.items()))
+    hover = lambda i, j, v: (f'{clean(name(rows, i))} → {clean(name(columns, j))}: '
+                             + (number(v) if math.isfinite(v) else 'no value'))
     if h*w <= 400: cells += '<g fill-opacity="0">' + ''.join(
-        f'<rect x="{j}" y="{i}" width="1" height="1"><title>{clean(name(rows, i))} → {clean(name(columns, j))}: {number(v) if math.isfinite(v) else "no value"}</title></rect>'
+        f'<rect x="{j}" y="{i}" width="1" height="1"><title>{hover(i, j, v)}</title></rect>'
         for i, row in enumerate(m) for j, v in enumerate(row)) + '</g>'
     body += f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})" shape-rendering="crispEdges">{cells}</g>'
-    body += f'<rect x="{left:.1f}" y="{top:.1f}" width="{w*size:.1f}" height="{h*size:.1f}" fill="none" stroke="currentColor" opacity=".4"/>'
+    body += (f'<rect x="{left:.1f}" y="{top:.1f}" width="{w*size:.1f}" height="{h*size:.1f}" fill="none" '
+             'stroke="currentColor" opacity=".4"/>')
     best = max((abs(v), i, j) for i, row in enumerate(m) for j, v in enumerate(row) if math.isfinite(v))
     words = (f'{h} rows by {w} columns, from {number(min(real))} to {number(max(real))}, '
              f'strongest {number(m[best[1]][best[2]])} in row {name(rows, best[1])}, column {name(columns, best[2])}')
     y = top + h*size + 22
-    key = ''.join(f'<rect x="{left + 14*k:.1f}" y="{y - 10:.1f}" width="14" height="10" fill="{PALETTE[1 if min(real) < 0 and k < 4 else 0]}" '
+    key = ''.join(f'<rect x="{left + 14*k:.1f}" y="{y - 10:.1f}" width="14" height="10" '
+                  f'fill="{PALETTE[1 if min(real) < 0 and k < 4 else 0]}" '
                   f'fill-opacity="{abs(k/3.5 - 1) if min(real) < 0 else k/7:.3g}"/>' for k in range(8))
-    body += f'<g opacity=".85">{key}{text(left + 118, y, f"{number(-limit if min(real) < 0 else 0)} to {number(limit)}")}</g>'
+    span = f'{number(-limit if min(real) < 0 else 0)} to {number(limit)}'
+    body += f'<g opacity=".85">{key}{text(left + 118, y, span)}</g>'
     return svg(width, y + 6, f'{title}: {words}' if title else words, body)

@@ -166,7 +166,8 @@ def load_config(
     if isinstance(source, Mapping): data, name = json.loads(json.dumps(source, default=str)), cls.__name__
     else:
         path, name = Path(source), str(source)
-        if not path.is_file(): raise FileNotFoundError(f"No config file at '{path}'. Give the path of a YAML or JSON file.")
+        if not path.is_file():
+            raise FileNotFoundError(f"No config file at '{path}'. Give the path of a YAML or JSON file.")
         try: data, lines = parse_config(path.read_text(encoding='utf-8'), name)
         except UnicodeDecodeError: raise ConfigError([Problem('file', ..., 'is not UTF-8 text')], name) from None
     for setting in overrides: _override(cls, data, setting)
@@ -212,7 +213,8 @@ def find_settings() -> list[Path]: # The package's own, then the one that is lai
     "The `settings.ini` files in force: `TRAINKIT_SETTINGS`, else the nearest at or above the working folder."
     own, here = Path(str(files('trainkit')/'settings.ini')), Path.cwd()
     if named := os.environ.get('TRAINKIT_SETTINGS'):
-        if not Path(named).is_file(): raise FileNotFoundError(f"TRAINKIT_SETTINGS names '{named}', which is no file.")
+        if not Path(named).is_file():
+            raise FileNotFoundError(f"TRAINKIT_SETTINGS names '{named}', which is no file.")
         return [own, Path(named)]
     return [own, *[d/'settings.ini' for d in (here, *here.parents) if (d/'settings.ini').is_file()][:1]]
 
@@ -260,7 +262,8 @@ def seed_everything(
 
     import numpy as np
     import torch
-    if not 0 <= seed < 2**32: raise ValueError(f'seed = {seed}: must be from 0 to {2**32 - 1}, which is what numpy takes')
+    if not 0 <= seed < 2**32:
+        raise ValueError(f'seed = {seed}: must be from 0 to {2**32 - 1}, which is what numpy takes')
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

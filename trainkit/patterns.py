@@ -34,11 +34,13 @@ def find_pattern(
 ) -> str: # The regular expression
     "A pattern by name, or a regular expression as it is; a mistyped name or a broken expression is a `ValueError`."
     if pattern in PATTERNS: return PATTERNS[pattern]
-    if not isinstance(pattern, str): raise TypeError(f'pattern={pattern!r}: give a name from {[*PATTERNS]} or a regular expression')
+    if not isinstance(pattern, str):
+        raise TypeError(f'pattern={pattern!r}: give a name from {[*PATTERNS]} or a regular expression')
     if re.fullmatch(r'[\w\-]*', pattern):
         raise ValueError(f'pattern={pattern!r} is no known name: choose one of {[*PATTERNS]}, or give a regular expression')
     try: regex.compile(pattern)
-    except regex.error as error: raise ValueError(f'pattern={pattern!r} is no regular expression: {error}') from None
+    except regex.error as error:
+        raise ValueError(f'pattern={pattern!r} is no regular expression: {error}') from None
     return pattern
 
 # %% ../nbs/06_patterns.ipynb #515d6cb3
@@ -57,7 +59,8 @@ def _finders(pattern: str) -> tuple[Callable | None, Callable]:
     ascii_only = re.compile(_ASCII[pattern], re.ASCII).findall if pattern in _ASCII else None
     return ascii_only, whole if full.groups else full.findall
 
-_SAFE = regex.compile(r'(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?=[^\S\r\n])') # a letter before white space, or anything before a space
+# A letter or number before white space, or anything before a space
+_SAFE = regex.compile(r'(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?=[^\S\r\n])')
 
 def _with_gaps(text: str, pattern: str) -> list[str]:
     "The matches of a pattern that leaves stretches out, with those stretches."
@@ -99,8 +102,8 @@ def to_utf8(
     "The text's UTF-8 bytes; a lone surrogate is a `ValueError` that says where it stands."
     try: return text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f'character {error.start} of the text is the lone surrogate {text[error.start]!r}, which no UTF-8 text '
-                         "can hold: clean the text first, as by text.encode('utf-8', 'replace').decode()") from None
+        raise ValueError(f'character {error.start} of the text is the lone surrogate {text[error.start]!r}, '
+                         "which no UTF-8 text can hold: clean the text first, as by text.encode('utf-8', 'replace').decode()") from None
     except AttributeError: raise TypeError(f'expected a str, got {type(text).__name__}: {text!r:.60}') from None
 
 # %% ../nbs/06_patterns.ipynb #9a02d86e
@@ -122,8 +125,9 @@ def cut_specials(
         refused = [t for t in special_tokens if t not in allowed] if disallowed_special == 'all' else disallowed_special
     if special_tokens and os.path.commonprefix([*special_tokens, *refused]) not in text: return [text]
     if found := next((token for token in refused if token in text), None):
-        raise ValueError(f'the text holds the special token {found!r}. To encode it as that token pass allowed_special={{{found!r}}} '
-                         "or 'all'; to encode it as ordinary text pass allowed_special='none' or disallowed_special=()")
+        raise ValueError(f'the text holds the special token {found!r}. '
+                         f"To encode it as that token pass allowed_special={{{found!r}}} or 'all'; "
+                         "to encode it as ordinary text pass allowed_special='none' or disallowed_special=()")
     pieces, longest_first = [text], '|'.join(map(re.escape, sorted(allowed, key=len, reverse=True)))
     return re.split(f'({longest_first})', text) if longest_first else pieces
 

@@ -77,7 +77,8 @@ class Notebook:
     def close(self, bar: 'Progress'):
         "Take the bar away."
         self.bars.remove(bar)
-        if self.handle is not None: self.handle.update(self.bundle() if self.bars else {'text/plain': ''}, raw=True)
+        if self.handle is not None:
+            self.handle.update(self.bundle() if self.bars else {'text/plain': ''}, raw=True)
         if not self.bars: self.handle = None
 
 # %% ../nbs/04_progress.ipynb #6151378c
@@ -154,7 +155,8 @@ class Progress:
     ):
         if total is not None and total < 0: raise ValueError(f'total={total}: a job has 0 or more steps, or None')
         where = where or find_place()
-        if where not in (*SCREENS, 'silent'): raise ValueError(f'where={where!r}: choose one of {[*SCREENS, "silent"]}')
+        if where not in (*SCREENS, 'silent'):
+            raise ValueError(f'where={where!r}: choose one of {[*SCREENS, "silent"]}')
         self.total, self.title, self.unit = total, title, unit
         self.clock, self.facts = Clock(now=now), {}
         self.said: Any = None # what the last line in a log was about

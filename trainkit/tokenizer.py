@@ -51,7 +51,8 @@ class BPETokenizer:
         self.tokens, self.special_tokens = dict(tokens), dict(special_tokens or {})
         text = {i: token for token, i in self.tokens.items()}
         try: made = [self.tokens[text[left] + text[right]] for left, right in pairs]
-        except KeyError as error: raise ValueError(f'a pair asks for {error.args[0]!r}, which the vocabulary has not') from None
+        except KeyError as error:
+            raise ValueError(f'a pair asks for {error.args[0]!r}, which the vocabulary has not') from None
         self.encoder = Encoder(self.tokens, pairs, made, ranks, pattern, whole, lane)
         self.pattern, self.whole, self.nfc = pattern, whole, nfc
         self.plain, self.post_processor = {*plain}, post_processor
@@ -62,7 +63,8 @@ class BPETokenizer:
         for token, i in self.special_tokens.items():
             if not token: raise ValueError('a special token must not be empty')
             if i in self._bytes or to_utf8(token) in self.tokens:
-                raise ValueError(f'special token {token!r} with id {i}: the vocabulary has this {"id" if i in self._bytes else "text"} already')
+                what = 'id' if i in self._bytes else 'text'
+                raise ValueError(f'special token {token!r} with id {i}: the vocabulary has this {what} already')
             self._bytes[i] = token.encode()
         for token in (bos_token, eos_token, pad_token, unk_token): self._id(token)
 
@@ -79,7 +81,8 @@ class BPETokenizer:
         return self.encoder.lane
 
     def _id(self, token: str | None) -> int | None:
-        if token is None or token in self.special_tokens: return None if token is None else self.special_tokens[token]
+        if token is None or token in self.special_tokens:
+            return None if token is None else self.special_tokens[token]
         raise ValueError(f'{token!r} is no special token of this tokenizer: choose from {[*self.special_tokens]}')
 
     @property
@@ -105,16 +108,19 @@ class BPETokenizer:
         "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
         n_merges, special = vocab_size - 256 - len(special_tokens), [*special_tokens]
         if n_merges < 0:
-            raise ValueError(f'vocab_size={vocab_size}: a byte-level vocabulary has 256 bytes and here {len(special)} special tokens, '
-                             f'so use at least {256 + len(special)}')
-        if len({*special}) < len(special): raise ValueError(f'special_tokens={special}: each may be there only once')
+            raise ValueError(f'vocab_size={vocab_size}: a byte-level vocabulary has 256 bytes '
+                             f'and here {len(special)} special tokens, so use at least {256 + len(special)}')
+        if len({*special}) < len(special):
+            raise ValueError(f'special_tokens={special}: each may be there only once')
         counts = texts if isinstance(texts, Mapping) else count_words(texts, pattern, num_proc, lane, progress)
         merges = learn_merges(counts, n_merges, lane, progress)
         if len(merges.pairs) < n_merges:
-            raise ValueError(f'vocab_size={vocab_size} asks for {n_merges:,} merges, but the text holds only {len(merges.pairs):,}: '
+            raise ValueError(f'vocab_size={vocab_size} asks for {n_merges:,} merges, '
+                             f'but the text holds only {len(merges.pairs):,}: '
                              f'use vocab_size={256 + len(special) + len(merges.pairs)} or less, or more text')
         tok = cls({token: i for i, token in enumerate(merges.tokens())}, merges.pairs, pattern,
-                  {token: 256 + n_merges + i for i, token in enumerate(special)}, lane=lane, eos_token=special[0] if special else None)
+                  {token: 256 + n_merges + i for i, token in enumerate(special)}, lane=lane,
+                  eos_token=special[0] if special else None)
         tok.trained = merges
         return tok
 
@@ -159,7 +165,8 @@ class BPETokenizer:
             ids = [i for i in ids if i not in skip]
         try: return b''.join(map(self._bytes.__getitem__, ids))
         except KeyError as error:
-            raise ValueError(f'token id {error.args[0]} is not in the vocabulary, which has ids from 0 to {self.vocab_size - 1}') from None
+            raise ValueError(f'token id {error.args[0]} is not in the vocabulary, '
+                             f'which has ids from 0 to {self.vocab_size - 1}') from None
 
     def decode(
         self,
@@ -185,7 +192,8 @@ class BPETokenizer:
     def _parts(self) -> dict:
         "What stands in tokenizer.json."
         pairs = [pair for _, pair in sorted(zip(self.encoder.ranks, self.encoder.pairs, strict=True))]
-        return to_json(self.tokens, pairs, self.pattern, self.special_tokens, self.whole, self.nfc, self.plain, self.post_processor)
+        return to_json(self.tokens, pairs, self.pattern, self.special_tokens, self.whole, self.nfc, self.plain,
+                       self.post_processor)
 
     def _names(self) -> dict[str, str]:
         "Role -> token, for those that have one."
@@ -201,7 +209,8 @@ class BPETokenizer:
         "Read a tokenizer from a Hugging Face folder; a file that is broken or that works otherwise is a `ValueError`."
         folder, config = Path(folder), {}
         if not (folder/'tokenizer.json').is_file():
-            raise FileNotFoundError(f'{folder/"tokenizer.json"} is not there: give the folder of a tokenizer, as `save` writes it')
+            raise FileNotFoundError(f'{folder/"tokenizer.json"} is not there: '
+                                    'give the folder of a tokenizer, as `save` writes it')
         try:
             data = json.loads((folder/'tokenizer.json').read_text('utf-8'))
             for name in ('special_tokens_map.json', 'tokenizer_config.json'):
@@ -211,7 +220,8 @@ class BPETokenizer:
                 for role in ('bos_token', 'eos_token', 'pad_token', 'unk_token')}
             tok = cls(**from_json(data), **names, lane=lane)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f'{folder} holds no whole tokenizer.json ({type(error).__name__}: {error}): copy or save it again') from None
+            raise ValueError(f'{folder} holds no whole tokenizer.json ({type(error).__name__}: {error}): '
+                             'copy or save it again') from None
         template = folder/'chat_template.jinja'
         tok.chat_template = template.read_text('utf-8') if template.is_file() else config.get('chat_template')
         return tok
@@ -225,7 +235,8 @@ class BPETokenizer:
         "The same tokenizer as one of Hugging Face; what cannot be reproduced is a `ValueError`."
         if isinstance(source, str | Path): return cls.load(source, lane)
         backend = getattr(source, 'backend_tokenizer', source)
-        if not hasattr(backend, 'to_str'): raise TypeError(f'expected a folder or a fast tokenizer, got {type(source).__name__}')
+        if not hasattr(backend, 'to_str'):
+            raise TypeError(f'expected a folder or a fast tokenizer, got {type(source).__name__}')
         names: dict[str, Any] = {role: (token := getattr(source, role, None)) and str(token)
                                  for role in ('bos_token', 'eos_token', 'pad_token', 'unk_token')}
         tok = cls(**from_json(json.loads(backend.to_str())), **names, lane=lane)
@@ -255,15 +266,17 @@ class BPETokenizer:
             pattern = pattern or TIKTOKEN_PATTERNS.get(source._pat_str, source._pat_str)
         else: tokens, special = source if isinstance(source, Mapping) else read_ranks(source), special_tokens or {}
         pairs = all_pairs(tokens)
-        return cls(tokens, [(left, right) for left, right, _ in pairs], pattern or 'cl100k', special, [i for _, _, i in pairs],
-                   lane=lane, eos_token='<|endoftext|>' if '<|endoftext|>' in special else None)
+        return cls(tokens, [(left, right) for left, right, _ in pairs], pattern or 'cl100k', special,
+                   [i for _, _, i in pairs], lane=lane, eos_token='<|endoftext|>' if '<|endoftext|>' in special else None)
 
     def _to_ranks(self) -> dict[bytes, int]:
         "Tokens and ranks for tiktoken, if its rule gives the same ids."
         made = [i for _, i in sorted(zip(self.encoder.ranks, self.encoder.made, strict=True))]
         if self.nfc: why = 'it does not normalize text'
-        elif any(a > b for a, b in pairwise(made)): why = 'it joins in the order of the ids, and these are in another order'
-        elif not self.whole and (lost := self.encoder.unreached(self.tokens)): why = f'it would use {lost[0]!r}, which the merges never make'
+        elif any(a > b for a, b in pairwise(made)):
+            why = 'it joins in the order of the ids, and these are in another order'
+        elif not self.whole and (lost := self.encoder.unreached(self.tokens)):
+            why = f'it would use {lost[0]!r}, which the merges never make'
         else: return self.tokens
         raise ValueError(f'tiktoken cannot do what this tokenizer does: {why}')
 
@@ -285,7 +298,8 @@ class BPETokenizer:
 
     def __repr__(self):
         pattern = repr(self.pattern if self.pattern in PATTERNS else self.pattern[:20] + '…')
-        return f'BPETokenizer({self.vocab_size:,} tokens, pattern {pattern}, special: {", ".join(self.special_tokens) or "none"})'
+        special = ', '.join(self.special_tokens) or 'none'
+        return f'BPETokenizer({self.vocab_size:,} tokens, pattern {pattern}, special: {special})'
 
     def _repr_html_(self):
         longest = sorted(self.tokens, key=lambda token: (-len(token), self.tokens[token]))[:6]

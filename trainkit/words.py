@@ -35,7 +35,8 @@ def count_kernel(data, ends, classes, kind):
             at = h & mask
             while True:
                 k = slots[at]
-                if k < 0 or hashes[k] == h and sizes[k] == e - i and same_bytes(data, i, data, starts[k], e - i): break
+                if k < 0 or hashes[k] == h and sizes[k] == e - i and same_bytes(data, i, data, starts[k], e - i):
+                    break
                 at = (at + np.uint64(1)) & mask
             if k >= 0: counts[k] += 1
             else:
