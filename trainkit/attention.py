@@ -23,7 +23,7 @@ def make_mask(
     padding: Tensor | None = None, # (B, keys), False where there is no token
     document: Tensor | None = None, # (B, keys), which document of a packed row a token belongs to
     device: torch.device | None = None,
-) -> Tensor | None: # (B or 1, 1, queries, keys), True where a query may look; None where plain causal attention does
+) -> Tensor | None: # (B or 1, 1, queries, keys), True where a query may look; None for plain causal attention
     "Who may look at whom."
     windowed = 0 < window < keys
     if padding is None and document is None and not windowed and queries in (1, keys): return None
@@ -112,7 +112,8 @@ class KVCache:
         self.keys: list[Tensor | None] = [None] * n_layers # (B, H_kv, max_length, D)
         self.values: list[Tensor | None] = [None] * n_layers
 
-    def __repr__(self) -> str: return f'KVCache({len(self.keys)} layers, {self.length} of {self.max_length} tokens)'
+    def __repr__(self) -> str:
+        return f'KVCache({len(self.keys)} layers, {self.length} of {self.max_length} tokens)'
 
     def get_seq_length(self, layer_idx: int = 0) -> int: return self.length
 
@@ -124,7 +125,8 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]: # (B, H_kv, length + T, D) each; `length` itself moves on after the last layer
         "Write the new tokens behind the old ones; gives views of all."
         end, views = self.length + k.shape[2], []
-        if end > self.max_length: raise ValueError(f'the cache has room for {self.max_length} tokens, not for {end}')
+        if end > self.max_length:
+            raise ValueError(f'the cache has room for {self.max_length} tokens, not for {end}')
         for store, new in ((self.keys, k), (self.values, v)):
             old = store[layer]
             if old is None: old = store[layer] = new.new_empty(*new.shape[:2], self.max_length, new.shape[3])

@@ -170,7 +170,7 @@ def generate(
     input_ids: Any, # One prompt or many: text, texts, ids, lists of ids, a tensor (T,) or (B, T)
     max_new_tokens: int = 100, # Fewer where the context fills up: a text ends there, nothing slides out
     temperature: float = 1.0, # 0 takes the likeliest token
-    top_k: int | None = None, # The six knobs are those of `SamplingConfig`
+    top_k: int | None = None, # These four and the seed are knobs of `SamplingConfig`
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,

@@ -1,4 +1,4 @@
-"""Two small pieces that every block has twice, with their derivatives worked out by hand
+"""Two small pieces of every block, a norm and a gate, with their derivatives worked out by hand
 
 `RMSNorm` brings a stream of activations to size, `swiglu` lets one half of a layer gate the other. Both are what `torch.nn.functional` would compute; both know their own derivative, which makes the norm faster on a CPU, and the gate lighter everywhere."""
 
@@ -28,8 +28,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor): # type: ignore
         x, weight, scale = ctx.saved_tensors
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [True, ctx.needs_input_grad[1], False])
-        centred = (grad @ weight).unsqueeze_(-1).mul_(scale).div_(len(weight)) # LayerNorm takes out the mean, we do not
+            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None,
+            [True, ctx.needs_input_grad[1], False])
+        # LayerNorm takes out the mean, we do not
+        centred = (grad @ weight).unsqueeze_(-1).mul_(scale).div_(len(weight))
         return grad_x.add_(centred), grad_weight, None
 
 class RMSNorm(nn.Module):

@@ -23,13 +23,15 @@ def check_ids(
     if ids.device.type != 'cpu' or torch.compiler.is_compiling() or not ids.numel(): return
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= size:
-        raise ValueError(f'{name} holds {high if high >= size else low}, and must be from 0 to {size - 1}: {remedy}')
+        wrong = high if high >= size else low
+        raise ValueError(f'{name} holds {wrong}, and must be from 0 to {size - 1}: {remedy}')
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     "Sum of the losses; each chunk leaves its gradient behind in the forward pass, while its logits are there."
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, rows: int, learn: bool):
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, rows: int,
+                learn: bool):
         need_hidden, need_weight = (learn and need for need in ctx.needs_input_grad[:2])
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -74,7 +76,8 @@ def chunked_cross_entropy(
     chunk_size: int | None = None, # Positions at a time; None chooses
 ) -> Tensor: # A scalar, at least float32
     "`F.cross_entropy(hidden @ weight.T, labels)` that never holds more than a chunk of the logits."
-    if reduction not in ('mean', 'sum'): raise ValueError(f"reduction is '{reduction}', and must be 'mean' or 'sum'")
+    if reduction not in ('mean', 'sum'):
+        raise ValueError(f"reduction is '{reduction}', and must be 'mean' or 'sum'")
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     trained, on_cpu = labels != ignore_index, hidden.device.type == 'cpu'
     check_ids('labels', labels.masked_fill(~trained, 0), len(weight), 'do they come from this vocabulary?')
