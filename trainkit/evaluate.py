@@ -54,5 +54,6 @@ def baselines(
     def xz(data: bytes) -> int: return len(lzma.compress(data, preset=6))
     primed = train[-8_000_000:] # what fits into xz's window at this preset
     bits = {'token frequencies': unigram_bits(train_ids, eval_ids, vocab_size),
-            'gzip': 8 * len(gzip.compress(test, 9)), 'xz': 8 * xz(test), 'xz after the training text': 8 * (xz(primed + test) - xz(primed))}
+            'gzip': 8 * len(gzip.compress(test, 9)), 'xz': 8 * xz(test),
+            'xz after the training text': 8 * (xz(primed + test) - xz(primed))}
     return {name: value / len(test) for name, value in bits.items()}

@@ -186,7 +186,8 @@ def from_hf_weights(
             for a, b in _GPT2_LAYERS: name = name.replace(b, a)
             if name.endswith('_proj.weight'): tensor = tensor.T
         if '.qkv_proj.' in name:
-            for part, third in zip(_QKV, tensor.chunk(3), strict=True): ours[name.replace('.qkv_proj.', part)] = third
+            for part, third in zip(_QKV, tensor.chunk(3), strict=True):
+                ours[name.replace('.qkv_proj.', part)] = third
         else: ours[name] = tensor
     embedding = ours.get('model.embed_tokens.weight')
     return ours | {'lm_head.weight': embedding} if config.tie_embeddings and embedding is not None else ours
