@@ -15,8 +15,7 @@ import time
 
 SHAPES = { # layers, width, heads, mlp, vocabulary, batch, tokens
     'bench': (6, 256, 4, 1024, 8192, 8, 256),
-    'demo': (4, 256, 4, 1024, 4096, 8, 256),
-    'demo, 192 wide': (4, 192, 3, 768, 4096, 8, 256),
+    'demo': (4, 192, 6, 512, 4096, 16, 256), # what `trainkit demo` trains
 }
 LANES = ('trainkit', 'transformers')
 

@@ -49,13 +49,10 @@ def test_bare_python_has_a_doctor():
     assert out.startswith('False') and 'pip install packaging "torch>=' in out
 
 
-def test_doctor_is_quick_and_imports_only_torch():
-    out = run('import time; t = time.process_time(); from trainkit.machine import doctor; doctor(); import sys;'
-        'print(time.process_time() - t, [m for m in ("transformers", "accelerate", "pydantic", "matplotlib", "ipywidgets") if m in sys.modules])',
-        OMP_NUM_THREADS='1')
-    seconds, heavy = out.split(' ', 1)
-    assert heavy.strip() == '[]'
-    assert float(seconds) < 3 # 1.1 s here, nearly all of it torch
+def test_doctor_imports_only_torch():
+    out = run('from trainkit.machine import doctor; doctor(); import sys;'
+        'print([m for m in ("transformers", "accelerate", "pydantic", "matplotlib", "ipywidgets") if m in sys.modules])')
+    assert out.strip() == '[]'
 
 
 def package(folder: Path, name: str, version: str, **files: str):

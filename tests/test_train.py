@@ -436,34 +436,3 @@ def test_two_processes_are_one(tmp_path, counted):
             if key in a: assert a[key] == pytest.approx(b[key], abs=1e-5), key
     weights = torch.load(tmp_path/'weights.pt')
     assert (torch.cat([p.detach().flatten() for p in one.model.parameters()]) - weights).abs().max() < 2e-6
-
-
-# Speed
-
-@pytest.mark.slow
-def test_the_trainer_costs_next_to_nothing():
-    "Time per step against a bare loop with the same model, batches and optimizer, step by step in turns."
-    from contextlib import ExitStack
-    from statistics import median
-
-    from trainkit.optim import make_optimizer
-    batches = list(Batches([list(range(64)) for _ in range(64)], 8))
-    def model(): return Transformer(ModelConfig(vocab_size=512, d_model=128, n_heads=4, n_layers=4, d_ff=256, max_seq_len=64))
-    bare = model()
-    optimizer = make_optimizer(bare, OptimConfig())
-    def by_hand(batch):
-        bare(batch['input_ids'], labels=batch['labels'], return_logits=False).loss.backward()
-        torch.nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    with ExitStack() as stack:
-        t = Trainer(model(), lm_loss, batches, config=TrainConfig(max_steps=10**6, progress=False))
-        t.begin(stack, None)
-        times = {by_hand: [], t.step: []}
-        for i in range(200):
-            for step, batch in ((by_hand, batches[i % 8]), (t.step, [batches[i % 8]])):
-                began = time.process_time()
-                step(batch)
-                times[step].append(time.process_time() - began)
-    hand, ours = (median(x) for x in times.values())
-    assert hand/ours > 0.97, (hand, ours)
