@@ -6,7 +6,7 @@
 
 # %% auto #0
 __all__ = ['DISTRIBUTION', 'LIBRARIES', 'FLAGS', 'installed', 'canonical', 'declared', 'package_root', 'unmet', 'read_number',
-           'usable_cores', 'memory', 'look_at_device', 'cpu_name', 'look', 'git_state', 'environment']
+           'usable_cores', 'file_cache', 'memory', 'look_at_device', 'cpu_name', 'look', 'git_state', 'environment']
 
 # %% ../nbs/03_facts.ipynb #d53813c3
 import os
@@ -94,6 +94,16 @@ def usable_cores(
     period = period or int(Path(cgroup, 'cpu.max').read_text().split()[1])
     return max(1, min(cores, round(quota/period)))
 
+def file_cache(
+    cgroup: str = '/sys/fs/cgroup', # Where the kernel says what a container may use
+) -> int: # Bytes; 0 where it is not told
+    "What the kernel keeps of files that were read, and gives back when memory is short."
+    for path in (f'{cgroup}/memory.stat', f'{cgroup}/memory/memory.stat'):
+        try: stat = dict(line.split() for line in Path(path).read_text().splitlines())
+        except (OSError, ValueError): continue
+        return int(stat.get('total_inactive_file', stat.get('inactive_file', 0)))
+    return 0
+
 def memory(
     cgroup: str = '/sys/fs/cgroup', # Where the kernel says what a container may use
 ) -> tuple[int, int]: # Bytes in all, bytes free
@@ -106,7 +116,7 @@ def memory(
         total, free = page * os.sysconf('SC_PHYS_PAGES'), page * os.sysconf('SC_AVPHYS_PAGES')
     limit = read_number(f'{cgroup}/memory.max', f'{cgroup}/memory/memory.limit_in_bytes')
     used = read_number(f'{cgroup}/memory.current', f'{cgroup}/memory/memory.usage_in_bytes')
-    if limit and used and limit < total: total, free = limit, min(free, limit - used)
+    if limit and used and limit < total: total, free = limit, min(free, limit - used + file_cache(cgroup))
     return total, free
 
 # %% ../nbs/03_facts.ipynb #caef5783
