@@ -26,7 +26,8 @@ def ticks(
 ) -> list[float]: # Marks between `low` and `high`
     "Round numbers to mark on an axis."
     if log and high/low >= 10:
-        marks = [m*10.**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1) for m in (1, 2, 5)]
+        tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        marks = [m*10.**e for e in tens for m in (1, 2, 5)]
         marks = [m for m in marks if low*(1 - 1e-9) <= m <= high*(1 + 1e-9)]
         powers = [m for m in marks if abs(math.log10(m) % 1 - 0.5) > 0.49]
         marks = marks if len(marks) <= count + 1 or len(powers) < 2 else powers
@@ -108,7 +109,8 @@ def describe(
     "A series in a sentence: where it starts and ends, and its extremes."
     real = [p for p in points if math.isfinite(p[1])]
     if not real: return f'{name} has no values'
-    (x0, first), (x1, last), low, high = real[0], real[-1], min(real, key=lambda p: p[1]), max(real, key=lambda p: p[1])
+    (x0, first), (x1, last) = real[0], real[-1]
+    low, high = min(real, key=lambda p: p[1]), max(real, key=lambda p: p[1])
     if len(real) == 1: return f'{name} is {number(first)} at {x_label} {number(x0)}'
     text = f'{name} from {number(first)} at {x_label} {number(x0)} to {number(last)} at {x_label} {number(x1)}'
     text += f', lowest {number(low[1])} at {number(low[0])}' if low[1] < min(first, last) else ''
@@ -146,7 +148,8 @@ def legend(
         room = 40 + 6.7*len(f'{name} {last}')
         if x and x + room > width: top, x = top + 18, 0.
         body += (f'<path d="M{x:.0f} {top + 8:.0f}h16" stroke="{PALETTE[i % len(PALETTE)]}" stroke-width="3"/>'
-                 f'<text x="{x + 21:.0f}" y="{top + 12:.0f}">{clean(name)} <tspan font-weight="600">{clean(last)}</tspan></text>')
+                 f'<text x="{x + 21:.0f}" y="{top + 12:.0f}">{clean(name)} '
+                 f'<tspan font-weight="600">{clean(last)}</tspan></text>')
         x += room
     return body, top + (18 if names else 0)
 
@@ -167,7 +170,8 @@ def curves(
     real = [p for points in lines.values() for p in points if math.isfinite(p[1])]
     head = text(0, 13, title, more='font-weight="600"') if title else ''
     if not real:
-        return svg(width, height, f'{title or "chart"}: no data yet', head + text(width/2, height/2, 'no data yet', 'middle'))
+        return svg(width, height, f'{title or "chart"}: no data yet',
+                   head + text(width/2, height/2, 'no data yet', 'middle'))
     end = lambda points: next((number(y) for _, y in reversed(points) if math.isfinite(y)), '–')
     last = [(name, end(points)) for name, points in lines.items()]
     names, top = legend(last, width, 22 if title else 0)
@@ -218,7 +222,8 @@ def bars(
     low, high = min([0., *real]), max([0., *real])
     left = min(0.4*width, 10 + 6.7*max([4, *(len(name) for name, _ in rows)]))
     ends = 12 + 6.7*max([0, *(len(show(v)) for _, v in rows)])
-    X = lambda v: left + (ends if low < 0 else 0) + (v - low)/((high - low) or 1)*(width - left - ends*(2 if low < 0 else 1))
+    zero, room = left + (ends if low < 0 else 0), width - left - ends*(2 if low < 0 else 1)
+    X = lambda v: zero + (v - low)/((high - low) or 1)*room
     top = 26 if title else 2
     body = text(0, 13, title, more='font-weight="600"') if title else ''
     if not rows: body += text(width/2, top + 16, 'no data yet', 'middle')
@@ -231,7 +236,8 @@ def bars(
             body += (f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" '
                      f'fill="{PALETTE[0]}"{faint}/>')
         at, anchor = (X(v), 'end' if v < 0 else 'start') if math.isfinite(v) else (X(0), 'start')
-        body += text(at + (-6 if v < 0 else 6), y + 15, show(v), anchor, 'font-weight="600"' if name == highlight else '')
+        bold = 'font-weight="600"' if name == highlight else ''
+        body += text(at + (-6 if v < 0 else 6), y + 15, show(v), anchor, bold)
     label = '; '.join(f'{name} {show(v)}' for name, v in rows) or 'no data yet'
     return svg(width, top + 26*max(1, len(rows)), f'{title}: {label}' if title else label, body)
 

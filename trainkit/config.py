@@ -28,7 +28,7 @@ from .knobs import ConfigError, Knob, Problem, check_config, knob, knobs, neares
 if TYPE_CHECKING: import torch
 
 T = TypeVar('T')
-_all_ = ['knob', 'knobs', 'Knob', 'check_config', 'ConfigError', 'write_atomic', 'atomic_folder'] # from below, for short imports
+_all_ = ['knob', 'knobs', 'Knob', 'check_config', 'ConfigError', 'write_atomic', 'atomic_folder'] # for short imports
 
 # %% ../nbs/01_config.ipynb #dbe4e720
 class _Loader(yaml.SafeLoader):
@@ -37,7 +37,8 @@ class _Loader(yaml.SafeLoader):
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, rule) for tag, rule in rules if tag != 'tag:yaml.org,2002:bool']
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver('tag:yaml.org,2002:bool', re.compile('^(?:true|True|TRUE|false|False|FALSE)$'), list('tTfF'))
+_Loader.add_implicit_resolver('tag:yaml.org,2002:bool', re.compile('^(?:true|True|TRUE|false|False|FALSE)$'), 
+                              list('tTfF'))
 class _Dumper(yaml.SafeDumper):
     "Quotes whatever text some YAML reader might take for a number or a boolean."
 
@@ -106,7 +107,8 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
         if name is None:
             problems.append(Problem(where, ..., f'unknown key.{nearest(key, list(names))}', line))
         elif name in kwargs and kwargs[name] != value:
-            problems.append(Problem(where, value, f"means the same as '{origin[name]}', which says {kwargs[name]!r}", line))
+            remedy = f"means the same as '{origin[name]}', which says {kwargs[name]!r}"
+            problems.append(Problem(where, value, remedy, line))
         else: kwargs[name], origin[name] = value, key
     for name, value in list(kwargs.items()):
         kind = known[name].type
@@ -116,7 +118,8 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
             problems += more
             if more: del kwargs[name]
         else:
-            problems.append(Problem(f'{path}{name}', kwargs.pop(name), 'must be a group of keys', lines.get(f'{path}{name}')))
+            where = f'{path}{name}'
+            problems.append(Problem(where, kwargs.pop(name), 'must be a group of keys', lines.get(where)))
     for k in known.values():
         if k.value is ... and k.name not in kwargs and not any(p.path.startswith(f'{path}{k.name}') for p in problems):
             problems.append(Problem(f'{path}{k.name}', ..., f'must be given ({k.doc})'))
@@ -124,8 +127,8 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
     if any(v is ... for v in kwargs.values()): return None, problems
     try: return cls(**kwargs), problems
     except ConfigError as error:
-        return None, problems + [p._replace(path=f'{path}{p.path}', line=lines.get(f'{path}{origin.get(p.path, p.path)}'))
-                                 for p in error.problems]
+        line = lambda p: lines.get(f'{path}{origin.get(p.path, p.path)}')
+        return None, problems + [p._replace(path=f'{path}{p.path}', line=line(p)) for p in error.problems]
     except (TypeError, ValueError) as error:
         return None, [*problems, Problem(path.rstrip('.') or cls.__name__, ..., str(error))]
 
@@ -145,12 +148,14 @@ def _override(cls: Any, data: dict, setting: str) -> None:
     *groups, last = key.strip().split('.')
     try: value = yaml.load(text, Loader=_Loader) # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError([Problem(key.strip(), text, f"is no YAML: {getattr(error, 'problem', error)}")], 'overrides') from None
+        remedy = f"is no YAML: {getattr(error, 'problem', error)}"
+        raise ConfigError([Problem(key.strip(), text, remedy)], 'overrides') from None
     for group in groups:
         cls = _rename(cls, data, group)
         if data.get(group) is None: data[group] = {}
         if not isinstance(data[group], dict):
-            raise ConfigError([Problem(group, data[group], f'must be a group of keys to take {setting}')], 'overrides')
+            remedy = f'must be a group of keys to take {setting}'
+            raise ConfigError([Problem(group, data[group], remedy)], 'overrides')
         data = data[group]
     _rename(cls, data, last)
     data[last] = value
@@ -229,7 +234,8 @@ def from_profile(
     ini.read(paths, encoding='utf-8')
     names = sorted({section.partition('.')[0] for section in ini.sections()})
     if profile not in names:
-        raise ConfigError([Problem('profile', profile, f"must be one of {names}.{nearest(profile, names)}")], str(paths[-1]))
+        remedy = f'must be one of {names}.{nearest(profile, names)}'
+        raise ConfigError([Problem('profile', profile, remedy)], str(paths[-1]))
     section = f'{profile}.{cls.__name__}'
     values = {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)} if ini.has_section(section) else {}
     groups: dict = {k.name: from_profile(k.type, profile) for k in knobs(cls) # type: ignore

@@ -192,8 +192,8 @@ def chunk_examples(
 @dataclass
 class DataConfig:
     "Which text a run reads, and how it is cut."
-    path: str = knob('auto', 'A text file, a folder of them, or a corpus (bible, stdlib); auto: the first that is installed',
-                     aliases=('dataset', 'dataset_name', 'train_file'))
+    path: str = knob('auto', 'A text file, a folder of them, or a corpus (bible, stdlib); '
+                     'auto: the first that is installed', aliases=('dataset', 'dataset_name', 'train_file'))
     encoding: str = knob('utf-8', 'How the characters of your files are written')
     max_chars: int | None = knob(None, 'Read at most this many characters', low=1)
     clean: bool = knob(True, 'Normalise Unicode, line ends and spaces, drop control characters and repeated rows')
@@ -215,5 +215,6 @@ def load_texts(
     train, test = split_examples(chunk_examples(rows, config.chunk_chars), config.eval_fraction, seed)
     digest = hashlib.sha256()
     for row in (*train, *test): digest.update(row['text'].encode('utf-8', 'surrogatepass') + b'\0')
-    return train, test, dict(path=str(path), **facts, train_rows=len(train), eval_rows=len(test), sha256=digest.hexdigest(),
-                             train_chars=sum(len(r['text']) for r in train), eval_chars=sum(len(r['text']) for r in test))
+    chars = lambda rows: sum(len(row['text']) for row in rows)
+    return train, test, dict(path=str(path), **facts, train_rows=len(train), eval_rows=len(test),
+                             sha256=digest.hexdigest(), train_chars=chars(train), eval_chars=chars(test))

@@ -43,7 +43,8 @@ def unspell(
     "A token's bytes; a character that stands for no byte is a `ValueError`."
     try: return bytes(map(_letter_bytes().__getitem__, token))
     except KeyError as error:
-        raise ValueError(f'token {token!r}: {error.args[0]!r} stands for no byte, so this is no byte-level BPE') from None
+        raise ValueError(f'token {token!r}: {error.args[0]!r} stands for no byte, '
+                         'so this is no byte-level BPE') from None
 
 # %% ../nbs/09_formats.ipynb #d2bb4a6d
 def to_json(
@@ -89,7 +90,8 @@ def read_pattern(
             regex = first['pattern'].get('Regex') or re.escape(first['pattern']['String'])
             return next((name for name, known in PATTERNS.items() if known == regex), regex)
     raise ValueError(f'pre_tokenizer {json.dumps(pre_tokenizer)[:300]} cannot be read: '
-                     'expected ByteLevel, Digits and ByteLevel, or one isolated Split and ByteLevel, all without a prefix space')
+                     'expected ByteLevel, Digits and ByteLevel, or one isolated Split and ByteLevel, '
+                     'all without a prefix space')
 
 def from_json(
     data: dict, # What stands in tokenizer.json
@@ -113,7 +115,8 @@ def from_json(
     return dict(tokens={unspell(token): i for token, i in vocab.items() if token not in special},
                 pairs=[(vocab[left], vocab[right]) for left, right in merges],
                 pattern=read_pattern(data.get('pre_tokenizer')), special_tokens=special,
-                whole=bool(model.get('ignore_merges')), nfc=bool(normalizer), plain={token['content'] for token in added if not token['special']},
+                whole=bool(model.get('ignore_merges')), nfc=bool(normalizer),
+                plain={token['content'] for token in added if not token['special']},
                 post_processor=data.get('post_processor'))
 
 # %% ../nbs/09_formats.ipynb #229f070a
@@ -139,7 +142,8 @@ def read_ranks(
 ) -> dict[bytes, int]: # Bytes of each token -> its rank
     "Read a file of tiktoken's; any other file is a `ValueError`."
     try:
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, Path(path).read_bytes().splitlines())}
+        lines = map(bytes.split, Path(path).read_bytes().splitlines())
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
         raise ValueError(f'{path} is no tiktoken file, which has base64 and a rank in each line: {error}') from None
 
@@ -148,5 +152,6 @@ def write_ranks(
     path: str | Path, # Where the file will be
 ) -> Path: # The path
     "Write tokens and ranks as tiktoken does."
-    lines = (base64.b64encode(token) + b' %d\n' % rank for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
+    by_rank = sorted(ranks.items(), key=lambda item: item[1])
+    lines = (base64.b64encode(token) + b' %d\n' % rank for token, rank in by_rank)
     return write_atomic(path, b''.join(lines))

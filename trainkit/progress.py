@@ -248,8 +248,9 @@ class Progress:
     def _repr_html_(self) -> str:
         value = '' if self.total is None else f' max="{self.total or 1}" value="{min(self.clock.done, self.total)}"'
         facts = ' · '.join(escape(p) for p in (self.count(), *self.shown(), self.speed(), self.times()) if p)
-        return ('<div style="display:flex;flex-wrap:wrap;gap:.3em .9em;align-items:center;font:13px/1.5 system-ui,sans-serif">'
-                f'<b>{escape(self.title)}</b><progress{value} aria-label="{escape(self.title)}" style="width:16em"></progress>'
+        title, style = escape(self.title), 'display:flex;flex-wrap:wrap;gap:.3em .9em;align-items:center;'
+        return (f'<div style="{style}font:13px/1.5 system-ui,sans-serif">'
+                f'<b>{title}</b><progress{value} aria-label="{title}" style="width:16em"></progress>'
                 f'<span style="font-variant-numeric:tabular-nums">{facts}</span></div>')
 
     def __repr__(self): return self.status()

@@ -130,7 +130,7 @@ class BPETokenizer:
         allowed_special: str | Collection[str] = (), # 'all', 'none', or the special tokens that count as such
         disallowed_special: str | Collection[str] = 'all', # Those that are an error; 'all' is every one that is not allowed
     ) -> list[int]:
-        "The ids of a text. As in `tiktoken`, a special token in it that is not allowed is a `ValueError`, unless 'none' are."
+        "The ids of a text; as in `tiktoken`, a special token that is not allowed is a `ValueError`, unless 'none' are."
         return self.encode_batch([text], allowed_special, disallowed_special)[0]
 
     def encode_batch(
@@ -197,7 +197,8 @@ class BPETokenizer:
 
     def _names(self) -> dict[str, str]:
         "Role -> token, for those that have one."
-        roles = dict(bos_token=self.bos_token, eos_token=self.eos_token, pad_token=self.pad_token, unk_token=self.unk_token)
+        roles = dict(bos_token=self.bos_token, eos_token=self.eos_token,
+                     pad_token=self.pad_token, unk_token=self.unk_token)
         return {role: token for role, token in roles.items() if token is not None}
 
     @classmethod
@@ -262,12 +263,14 @@ class BPETokenizer:
     ) -> 'BPETokenizer':
         "The same tokenizer as one of tiktoken."
         if hasattr(source, '_mergeable_ranks'):
-            tokens, special = source._mergeable_ranks, source._special_tokens if special_tokens is None else special_tokens
+            tokens = source._mergeable_ranks
+            special = source._special_tokens if special_tokens is None else special_tokens
             pattern = pattern or TIKTOKEN_PATTERNS.get(source._pat_str, source._pat_str)
         else: tokens, special = source if isinstance(source, Mapping) else read_ranks(source), special_tokens or {}
         pairs = all_pairs(tokens)
         return cls(tokens, [(left, right) for left, right, _ in pairs], pattern or 'cl100k', special,
-                   [i for _, _, i in pairs], lane=lane, eos_token='<|endoftext|>' if '<|endoftext|>' in special else None)
+                   [i for _, _, i in pairs], lane=lane,
+                   eos_token='<|endoftext|>' if '<|endoftext|>' in special else None)
 
     def _to_ranks(self) -> dict[bytes, int]:
         "Tokens and ranks for tiktoken, if its rule gives the same ids."
