@@ -48,8 +48,8 @@ def read_weights(
             raise FileNotFoundError(f'{folder} has no {file.name}{hint.format(pickles[0]) if pickles else ""}')
         try: weights |= load_file(file)
         except SafetensorError as error:
-            raise ValueError(f'{file} is damaged or cut short at {file.stat().st_size:,} bytes: copy or download it '
-                             f'again ({error})') from None
+            raise ValueError(f'{file} is damaged or cut short at {file.stat().st_size:,} bytes: copy or download '
+                             f'it again ({error})') from None
     return weights
 
 # %% ../nbs/40_hf.ipynb #5b82aec5
@@ -96,8 +96,9 @@ def _find(source: str | Path) -> Path:
     wanted = ['*.json', 'model*.safetensors', '*.jinja', 'merges.txt', 'vocab.txt', '*.model']
     try: return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
-        raise OSError(f"'{name}' is not a folder here, and the hub did not give it ({type(error).__name__}): check "
-                      'the name and the connection; without one only models that were fetched before open') from error
+        raise OSError(f"'{name}' is not a folder here, and the hub did not give it ({type(error).__name__}): "
+                      'check the name and the connection; without one only models that were fetched before '
+                      'open') from error
 
 def _split(path: Path) -> tuple[Path, dict[str, Any]]: # The folder, and what else transformers wants to know
     return (path.parent, {'gguf_file': path.name}) if path.is_file() else (path, {})
@@ -132,7 +133,7 @@ def _open_tokenizer(path: Path, native: bool) -> Any:
     if native and (folder/'tokenizer.json').is_file():
         try: return BPETokenizer.load(folder)
         except ValueError: pass # Not byte-level BPE
-    # AutoTokenizer goes by the family: in a Qwen2's folder it puts Qwen's splitting in place of the tokenizer's own
+    # AutoTokenizer goes by the family: in a Qwen2's folder it splits as Qwen does, not as the tokenizer says
     ours = (folder/'trainkit.json').is_file()
     opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
     with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=False, **gguf)
@@ -150,7 +151,7 @@ def _check_sizes(tokenizer: Any, vocab_size: int) -> None:
 
 def load_pretrained(
     source: str | Path, # A folder that we or transformers saved, a .gguf file, or a name on the hub
-    native: bool = True, # Our `Transformer` and, for byte-level BPE, our tokenizer; False for those of transformers
+    native: bool = True, # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
     dtype: torch.dtype | None = None, # Of the weights in memory; None keeps that of the file
 ) -> tuple[Any, Any]: # The model in eval mode, and the tokenizer or None; no remote code, no pickle
     "Open a model and its tokenizer."
@@ -169,8 +170,8 @@ def load_pretrained(
 
 # %% ../nbs/40_hf.ipynb #8fa977b7
 _FILES = ('config.json', 'generation_config.json', 'trainkit.json', 'model*.safetensors',
-          'model.safetensors.index.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json', 'vocab.json',
-          'merges.txt', 'chat_template*')
+          'model.safetensors.index.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json',
+          'vocab.json', 'merges.txt', 'chat_template*')
 
 def _write_json(file: Path, data: dict) -> None:
     write_atomic(file, json.dumps(data, indent=2, sort_keys=True) + '\n')
@@ -226,9 +227,9 @@ def _verify(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     fast = [t.backend_tokenizer for t in (words, auto) if hasattr(t, 'backend_tokenizer')]
     splits = [json.loads(t.to_str())['pre_tokenizer'] for t in fast]
     if splits[1:] and splits[0] != splits[1]:
-        warnings.warn(f'AutoTokenizer opens this folder as {type(auto).__name__}, which splits text otherwise than '
-                      'your tokenizer: open it with PreTrainedTokenizerFast or load_pretrained, or make the model '
-                      "with bias='none'", stacklevel=4)
+        warnings.warn(f'AutoTokenizer opens this folder as {type(auto).__name__}, which splits text otherwise '
+                      'than your tokenizer: open it with PreTrainedTokenizerFast or load_pretrained, or make the '
+                      "model with bias='none'", stacklevel=4)
 
 def save_pretrained(
     model: nn.Module, # Our `Transformer`, or a model of transformers

@@ -106,7 +106,8 @@ def param_groups(
         if not p.requires_grad: continue
         if p.dtype not in (torch.float32, torch.float64):
             raise ValueError(f'{name} is trainable in {p.dtype}: keep trainable parameters in float32 '
-                             '(model.float(), or load with dtype=torch.float32) and let mixed_precision compute in half')
+                             '(model.float(), or load with dtype=torch.float32) and let mixed_precision compute '
+                             'in half')
         groups[p.ndim >= 2].append((name, p))
     if not any(groups.values()):
         raise ValueError(f'{type(model).__name__} has no trainable parameter: unfreeze some '

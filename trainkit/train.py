@@ -60,7 +60,8 @@ def check_plan(
                          'requires_grad=False. Unfreeze some, or add an adapter.')
     if not getattr(trainer.objective, 'additive', True) and trainer.window_size > 1:
         raise ValueError(f'This objective couples the rows of a batch, so {trainer.window_size} batches '
-            '(accumulation times processes) are not one big one: set gradient_accumulation_steps=1 and a bigger batch size')
+            '(accumulation times processes) are not one big one: set gradient_accumulation_steps=1 and a bigger '
+            'batch size')
     if c.eval_strategy != 'no' and trainer.eval_batches is None:
         raise ValueError(f'eval_strategy={c.eval_strategy!r} needs eval_batches')
     if 'epoch' in (c.eval_strategy, c.save_strategy) and not hasattr(trainer.train_batches, '__len__'):
