@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 DEMO_ARGS ?=
+LAB_ARGS ?=
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -50,8 +51,8 @@ test: $(VENV)/.dev ## Every unit test, every lesson, a browser smoke
 test-slow: $(VENV)/.dev ## Also the tests and cells marked slow (the real 135 M model; minutes each)
 	TRAINKIT_SLOW=1 $(PYTEST)
 
-lab: $(VENV)/.dev ## JupyterLab on the course
-	$(BIN)/jupyter lab --notebook-dir nbs
+lab: $(VENV)/.dev ## JupyterLab on the course; LAB_ARGS="--allow-root" where you are root
+	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS)
 
 bench: $(VENV)/.dev ## The comparisons with peers that benchmarks/README.md reports
 	for script in benchmarks/*.py; do echo "== $$script"; $(TEST_ENV) $(BIN)/python $$script || exit 1; done

@@ -38,6 +38,6 @@ def test_wheel_works_elsewhere(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     where, width, module = json.loads(done.stdout.splitlines()[-1])
     assert str(tmp_path) in where and width == 192 and module == 'trainkit.tokenizer'
-    done = subprocess.run([sys.executable, '-m', 'trainkit', 'lab', 'course', '--no-browser'], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-m', 'trainkit', 'lab', 'course', '--copy-only'], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path/'course').glob('*.ipynb'))) == len(list((ROOT/'nbs').glob('*.ipynb')))

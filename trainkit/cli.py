@@ -150,20 +150,21 @@ def copy_lessons(
     write_atomic(ledger, json.dumps(wrote, indent=1))
     return done
 
-@app.command()
+@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
 def lab(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help='Where your copy of the lessons goes.')] = Path('trainkit-lessons'),
-    browser: Annotated[bool, typer.Option(help='Open JupyterLab on them.')] = True,
+    copy_only: Annotated[bool, typer.Option('--copy-only', help='Copy, and leave JupyterLab alone.')] = False,
 ) -> None:
-    "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten."
+    "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten. Other options go to JupyterLab."
     from importlib.util import find_spec
     done = copy_lessons(folder)
     count = {state: sum(v == state for v in done.values()) for state in ('new', 'updated', 'kept', 'same')}
     typer.echo(f'{folder}: ' + ', '.join(f'{n} {state}' for state, n in count.items() if n))
-    if not browser: return
+    if copy_only: return
     if find_spec('jupyterlab') is None:
         raise ModuleNotFoundError("JupyterLab is not installed: pip install 'trainkit-llm[lab]'")
-    os.execv(sys.executable, [sys.executable, '-m', 'jupyter', 'lab', '--notebook-dir', str(folder)])
+    os.execv(sys.executable, [sys.executable, '-m', 'jupyter', 'lab', '--notebook-dir', str(folder), *context.args])
 
 # %% ../nbs/45_cli.ipynb #151478bb
 def main() -> None:
