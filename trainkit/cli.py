@@ -38,7 +38,8 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option('--version', callback=_version, is_eager=True, help='Show the version and exit.')] = False,
+    version: Annotated[bool, typer.Option('--version', callback=_version, is_eager=True,
+        help='Show the version and exit.')] = False,
 ) -> None:
     "Options before the command."
 
@@ -62,17 +63,21 @@ def _run(config, resume: bool = False) -> None:
 @app.command()
 def demo(
     overrides: Overrides = None,
-    full: Annotated[bool, typer.Option('--full', help='The size for a GPU instead of the one for a laptop.')] = False,
+    full: Annotated[bool, typer.Option('--full',
+        help='The size for a GPU instead of the one for a laptop.')] = False,
 ) -> None:
     "Train a language model on real text, from nothing: tokenizer, transformer, samples, report. Minutes on a CPU."
     _run(read_run_config('full' if full else 'quick', None, overrides or [], name='demo'))
 
 @app.command()
 def train(
-    config: Annotated[Optional[str], typer.Argument(help='A YAML or JSON file; without one, the profile and your changes make the run.')] = None,
+    config: Annotated[Optional[str], typer.Argument(
+        help='A YAML or JSON file; without one, the profile and your changes make the run.')] = None,
     overrides: Overrides = None,
-    profile: Annotated[Optional[Profile], typer.Option(help="Sizes to start from [default: what suits this machine]", show_default=False)] = None,
-    resume: Annotated[Optional[Path], typer.Option(metavar='RUN', help='Go on in this run folder, from its last checkpoint.')] = None,
+    profile: Annotated[Optional[Profile], typer.Option(
+        help="Sizes to start from [default: what suits this machine]", show_default=False)] = None,
+    resume: Annotated[Optional[Path], typer.Option(metavar='RUN',
+        help='Go on in this run folder, from its last checkpoint.')] = None,
 ) -> None:
     "Run a config: read, train, judge, save, report."
     changes = [*([config] if config and '=' in config else []), *(overrides or [])]
@@ -81,20 +86,27 @@ def train(
         _run(read_run_config(profile.value if profile else None, file, changes))
         return
     if file: raise ValueError(f'{resume} has its own config.yaml: give either a config file or --resume')
-    if not (resume/'config.yaml').is_file(): raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
+    if not (resume/'config.yaml').is_file():
+        raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
     _run(read_run_config(None, resume/'config.yaml', [*changes, f'train.output_dir={resume}']), resume=True)
 
 # %% ../nbs/45_cli.ipynb #77e55084
 @app.command()
 def generate(
     model: Annotated[Path, typer.Option('--model', '-m', help='A model folder, such as runs/demo/model.')],
-    prompt: Annotated[Optional[str], typer.Option('--prompt', '-p', help='What the text begins with; read from standard input when left out.')] = None,
+    prompt: Annotated[Optional[str], typer.Option('--prompt', '-p',
+        help='What the text begins with; read from standard input when left out.')] = None,
     max_new_tokens: Annotated[int, typer.Option(help='Tokens to write at most.', min=1)] = 100,
-    temperature: Annotated[float, typer.Option(help='0 takes the likeliest token, above 1 takes risks.', min=0)] = 0.8,
-    top_k: Annotated[int, typer.Option(help='Choose among this many of the likeliest tokens; 0 for all.', min=0)] = 0,
-    top_p: Annotated[float, typer.Option(help='Choose among the likeliest tokens that together have this probability.')] = 0.95,
-    seed: Annotated[Optional[int], typer.Option(help='The same seed gives the same text.', show_default=False)] = None,
-    stop: Annotated[Optional[list[str]], typer.Option(help='End before this text; may be given several times.')] = None,
+    temperature: Annotated[float, typer.Option(
+        help='0 takes the likeliest token, above 1 takes risks.', min=0)] = 0.8,
+    top_k: Annotated[int, typer.Option(
+        help='Choose among this many of the likeliest tokens; 0 for all.', min=0)] = 0,
+    top_p: Annotated[float, typer.Option(
+        help='Choose among the likeliest tokens that together have this probability.')] = 0.95,
+    seed: Annotated[Optional[int], typer.Option(
+        help='The same seed gives the same text.', show_default=False)] = None,
+    stop: Annotated[Optional[list[str]], typer.Option(
+        help='End before this text; may be given several times.')] = None,
 ) -> None:
     "Let a saved model continue a text, as it writes it."
     from trainkit.generate import stream
@@ -102,7 +114,9 @@ def generate(
     text = prompt if prompt is not None else sys.stdin.read()
     network, tokenizer = load_pretrained(model)
     typer.echo(text, nl=False)
-    for piece in stream(network, text, max_new_tokens, temperature, tokenizer, stop or (), top_k=top_k, top_p=top_p, seed=seed):
+    pieces = stream(network, text, max_new_tokens, temperature, tokenizer, stop or (), top_k=top_k, top_p=top_p,
+                    seed=seed)
+    for piece in pieces:
         typer.echo(piece, nl=False)
         sys.stdout.flush()
     typer.echo()
@@ -125,7 +139,8 @@ def find_lessons() -> Path: # Raises `FileNotFoundError` if the installation lac
     here = Path(__file__).parent
     for folder in (here/'lessons', here.parent/'nbs'):
         if any(folder.glob('*.ipynb')): return folder
-    raise FileNotFoundError('This installation of trainkit has no lessons: install it from the package or from a clone.')
+    raise FileNotFoundError('This installation of trainkit has no lessons: install it from the package or '
+                            'from a clone.')
 
 def copy_lessons(
     target: Path, # Made if it is not there
@@ -153,7 +168,8 @@ def copy_lessons(
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
 def lab(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help='Where your copy of the lessons goes.')] = Path('trainkit-lessons'),
+    folder: Annotated[Path, typer.Argument(
+        help='Where your copy of the lessons goes.')] = Path('trainkit-lessons'),
     copy_only: Annotated[bool, typer.Option('--copy-only', help='Copy, and leave JupyterLab alone.')] = False,
 ) -> None:
     "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten. Other options go to JupyterLab."
@@ -166,7 +182,7 @@ def lab(
         raise ModuleNotFoundError("JupyterLab is not installed: pip install 'trainkit-llm[lab]'")
     os.execv(sys.executable, [sys.executable, '-m', 'jupyter', 'lab', '--notebook-dir', str(folder), *context.args])
 
-# %% ../nbs/45_cli.ipynb #151478bb
+# %% ../nbs/45_cli.ipynb #8c490316
 def main() -> None:
     "What the `trainkit` command runs."
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
@@ -179,7 +195,8 @@ def main() -> None:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get('TRAINKIT_DEBUG'): raise
         notes = ' '.join(getattr(error, '__notes__', []))
-        text = str(error.args[-1] if isinstance(error, OSError) and len(error.args) > 1 and not error.filename else error)
+        bare = isinstance(error, OSError) and len(error.args) > 1 and not error.filename # Without its number
+        text = str(error.args[-1] if bare else error)
         typer.secho(f"Error: {text}{' ' + notes if notes else ''}", fg='red', err=True)
         typer.echo('(TRAINKIT_DEBUG=1 shows where it happened.)', err=True)
         sys.exit(1)
