@@ -196,3 +196,12 @@ def test_no_machine_is_named():
     for path in [*NOTEBOOKS, *ROOT.glob('*.md'), *ROOT.glob('benchmarks/*')]:
         if path.is_file():
             assert not re.search(r'(?<![\w.])/(work|farm|root|home)/', path.read_text(encoding='utf-8')), path
+
+
+@pytest.mark.parametrize('profile', ['quick', 'full'])
+def test_profiles_make_a_whole_run_config(profile):
+    "Every section of settings.ini fits its class, and a run can be planned from it."
+    from trainkit.config import from_profile
+    from trainkit.recipes import RunConfig
+    config = from_profile(RunConfig, profile)
+    assert config.train.max_steps > 0 and config.data.max_length <= config.model.max_seq_len

@@ -436,3 +436,8 @@ def test_two_processes_are_one(tmp_path, counted):
             if key in a: assert a[key] == pytest.approx(b[key], abs=1e-5), key
     weights = torch.load(tmp_path/'weights.pt')
     assert (torch.cat([p.detach().flatten() for p in one.model.parameters()]) - weights).abs().max() < 2e-6
+
+
+def test_the_best_weights_need_a_place():
+    with pytest.raises(ValueError, match='needs an output_dir'):
+        trainer(load_best_model_at_end=True, eval_strategy='steps')

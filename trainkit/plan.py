@@ -65,9 +65,8 @@ class TrainConfig:
         if self.early_stopping_patience and blind:
             wrong.append(Problem('early_stopping_patience', self.early_stopping_patience,
                                  "needs eval_strategy 'steps' or 'epoch'"))
-        if self.load_best_model_at_end and (blind or not self.output_dir):
-            wrong.append(Problem('load_best_model_at_end', True,
-                                 "needs an output_dir, and eval_strategy 'steps' or 'epoch'"))
+        if self.load_best_model_at_end and blind:
+            wrong.append(Problem('load_best_model_at_end', True, "needs eval_strategy 'steps' or 'epoch'"))
         if wrong: raise ConfigError(wrong, 'TrainConfig')
 
 # %% ../nbs/17_plan.ipynb #620ac719

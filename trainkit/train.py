@@ -73,6 +73,8 @@ def check_plan(
     if trainer.accelerator.gradient_accumulation_steps not in (1, c.gradient_accumulation_steps):
         raise ValueError(f'gradient_accumulation_steps={c.gradient_accumulation_steps}, and the accelerator was '
                          f'made for {trainer.accelerator.gradient_accumulation_steps}')
+    if c.load_best_model_at_end and trainer.folder is None:
+        raise ValueError('load_best_model_at_end=True needs an output_dir, where the best weights are kept')
     if c.sample_steps and trainer.sample is None: raise ValueError(f'sample_steps={c.sample_steps} needs sample=')
 
 def not_finite(
