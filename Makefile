@@ -39,7 +39,7 @@ $(VENV)/.course: $(VENV)/.created pyproject.toml constraints.txt requirements-co
 
 $(VENV)/.dev: $(VENV)/.course
 	@echo "Installing what the tests and the lab need ..."
-	$(PIP) -e ".[dev]"
+	$(PIP) --no-warn-conflicts -e ".[dev]"
 	@touch $@
 
 demo: $(VENV)/.course ## Train a language model on real text, from nothing; DEMO_ARGS="--full" for a GPU

@@ -195,8 +195,8 @@ def main() -> None:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get('TRAINKIT_DEBUG'): raise
         notes = ' '.join(getattr(error, '__notes__', []))
-        bare = isinstance(error, OSError) and len(error.args) > 1 and not error.filename # Without its number
-        text = str(error.args[-1] if bare else error)
+        bare = isinstance(error, OSError) and not error.filename and error.strerror # Without its number
+        text = bare or str(error)
         typer.secho(f"Error: {text}{' ' + notes if notes else ''}", fg='red', err=True)
         typer.echo('(TRAINKIT_DEBUG=1 shows where it happened.)', err=True)
         sys.exit(1)
