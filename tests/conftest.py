@@ -3,6 +3,8 @@ import os
 
 os.environ.update(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', HF_HUB_DISABLE_TELEMETRY='1', TOKENIZERS_PARALLELISM='false')
 
+import shutil
+import warnings
 import zlib
 from pathlib import Path
 
@@ -25,5 +27,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(scope='session')
-def root() -> Path:
-    return ROOT
+def browser():
+    "A headless Chromium, driven by Playwright; the test is skipped, with a warning, where there is none."
+    named = (os.environ.get('CHROMIUM'), *map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
+    found = next((path for path in named if path and os.path.exists(path)), None)
+    if found is None:
+        warnings.warn('NO BROWSER: install chromium, or set CHROMIUM to its path; the browser tests are skipped', stacklevel=1)
+        pytest.skip('no Chromium on this machine')
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=found, args=[
+            '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
+            '--disable-component-update', '--disable-sync'])
+        yield chromium
+        chromium.close()

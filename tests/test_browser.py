@@ -1,25 +1,7 @@
 "What a run leaves behind, in a real browser."
-import os
-import shutil
-import warnings
-
 import pytest
 
-CHROMIUM = next((p for p in (os.environ.get('CHROMIUM'), '/usr/bin/chromium', '/usr/bin/chromium-browser', '/usr/bin/google-chrome',
-                             shutil.which('chromium'), shutil.which('google-chrome')) if p and os.path.exists(p)), None)
-FLAGS = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
-         '--disable-component-update', '--disable-sync']
-if not CHROMIUM: warnings.warn('NO BROWSER: install chromium, or set CHROMIUM to its path; the browser tests are skipped', stacklevel=1)
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(not CHROMIUM, reason='no Chromium on this machine')]
-
-
-@pytest.fixture(scope='module')
-def browser():
-    from playwright.sync_api import sync_playwright
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope='module')

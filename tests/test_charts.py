@@ -1,7 +1,6 @@
 "Charts: any data gives well-formed, labelled, small pictures, and a browser finds every word inside the frame."
 import math
 import random
-import shutil
 from xml.etree import ElementTree
 
 import pytest
@@ -102,18 +101,6 @@ CHARTS = {
     'map': lambda: heatmap([[i*j for j in range(12)] for i in range(12)], [f' word{i}' for i in range(12)], [f' a-longer-word{i}' for i in range(12)], 'Map'),
     'wide map': lambda: heatmap([[i - j for j in range(64)] for i in range(16)], columns=[f' column{i}' for i in range(64)]),
 }
-
-
-@pytest.fixture(scope='module')
-def browser():
-    sync = pytest.importorskip('playwright.sync_api')
-    chromium = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
-    if not chromium: pytest.skip('no Chromium on this machine')
-    flags = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync']
-    with sync.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium, args=flags)
-        yield browser
-        browser.close()
 
 
 @pytest.mark.browser

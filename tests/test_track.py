@@ -2,7 +2,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -187,18 +186,6 @@ def test_report_of_a_long_run_stays_small(tmp_path):
         for step in range(1, 50_001, 5): folder.record('log', dict(step=step, loss=2 + 1/step, grad_norm=1., learning_rate=1e-4, tokens_per_second=8e3 + step % 7))
         for step in range(0, 50_000, 500): folder.record('sample', dict(step=step, samples=[('p', 'x'*400)]))
     assert write_report(folder).stat().st_size < 100_000
-
-
-@pytest.fixture(scope='module')
-def browser():
-    sync = pytest.importorskip('playwright.sync_api')
-    chromium = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
-    if not chromium: pytest.skip('no Chromium on this machine')
-    flags = ['--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking', '--disable-component-update', '--disable-sync']
-    with sync.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium, args=flags)
-        yield browser
-        browser.close()
 
 
 @pytest.mark.browser
