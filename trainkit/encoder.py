@@ -242,6 +242,23 @@ class Encoder:
         texts: Sequence[str],
     ) -> list[list[int]]: # The ids of each text
         "Encode each text by itself; a lone surrogate, or a byte that the vocabulary lacks, is a `ValueError`."
+        if self._begin(texts) == 'pure': return [self._pure(text) for text in texts]
+        ids, sizes = self._compiled(texts)
+        if len(texts) == 1: return [ids.tolist()]
+        ids, at = ids.tolist(), [0, *np.cumsum(sizes).tolist()]
+        return [ids[a:b] for a, b in pairwise(at)]
+
+    def encode_flat(
+        self,
+        texts: Sequence[str],
+    ) -> tuple[np.ndarray, np.ndarray]: # (tokens,) int32 ids of all texts, (texts,) how many are of each
+        "What `encode` gives as one long array: for a corpus, where a Python object for each id would cost too much."
+        if self._begin(texts) == 'compiled': return self._compiled(texts)
+        rows = [self._pure(text) for text in texts]
+        return np.array([*chain.from_iterable(rows)], np.int32), np.array([len(row) for row in rows], np.int64)
+
+    def _begin(self, texts: Sequence[str]) -> str:
+        "Check the bytes and pick the lane."
         if len(self.known) < 256:
             for text in texts:
                 if lost := to_utf8(text).translate(None, self.known):
@@ -250,13 +267,13 @@ class Encoder:
         size = sum(map(len, texts))
         self.lane = pick_lane(self.wanted, self.seen + size)
         self.seen += size
-        return self._compiled(texts) if self.lane == 'compiled' else [self._pure(text) for text in texts]
+        return self.lane
 
     def _pure(self, text: str) -> list[int]:
         try: return [*chain.from_iterable(map(self.words.__getitem__, split_words(text, self.pattern)))]
         except (UnicodeEncodeError, AttributeError, TypeError): to_utf8(text); raise
 
-    def _compiled(self, texts: Sequence[str]) -> list[list[int]]:
+    def _compiled(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if self.pattern in PATTERNS:
             parts, kind = [to_utf8(text) for text in texts], [*PATTERNS].index(self.pattern)
             words_of = None
@@ -267,8 +284,5 @@ class Encoder:
             parts = [word.encode() for words in cut for word in words]
         data, ends = np.frombuffer(b''.join(parts), np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)
         ids, sizes = _kernels().encode_kernel(data, ends, kind, char_classes(), *self.tables)
-        at = np.concatenate(([0], np.cumsum(sizes)))
-        if words_of is not None: at = at[words_of]
-        if len(texts) == 1: return [ids.tolist()]
-        ids, at = ids.tolist(), at.tolist()
-        return [ids[a:b] for a, b in pairwise(at)]
+        if words_of is None: return ids, sizes
+        return ids, np.diff(np.concatenate(([0], np.cumsum(sizes)))[words_of])
