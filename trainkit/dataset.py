@@ -6,7 +6,8 @@ A row is a plain dict, for pre-training `{'text': …, 'source': …}`. `load_ex
 
 # %% auto #0
 __all__ = ['CORPORA', 'TEXT_SUFFIXES', 'best_corpus', 'read_text', 'stream_examples', 'load_examples', 'clean_text',
-           'clean_examples', 'side', 'split_examples', 'chunk_examples', 'DataConfig', 'load_texts']
+           'clean_examples', 'side', 'split_examples', 'chunk_examples', 'DataConfig', 'load_texts', 'ALIASES', 'KINDS',
+           'as_example', 'example_kind', 'map_texts', 'to_messages']
 
 # %% ../nbs/11_dataset.ipynb #917b6466
 import ast
@@ -20,7 +21,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from .columns import ALIASES, KINDS, as_example, example_kind, map_texts, to_messages
 from .knobs import check_config, knob, nearest
+
+_all_ = ['ALIASES', 'KINDS', 'as_example', 'example_kind', 'map_texts', 'to_messages'] # what a row is, for short imports
 
 # %% ../nbs/11_dataset.ipynb #09bc0f9a
 def _bible() -> Iterator[dict]:
