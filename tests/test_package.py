@@ -57,6 +57,7 @@ MAY_IMPORT = {
     'plan': 'config',
     'step': 'config objective',
     'train': 'checkpoint config objective optim plan progress step',
+    'health': 'canvas',
     'runs': 'canvas config',
     'summary': 'canvas charts config runs',
     'track': 'canvas runs summary',
