@@ -16,7 +16,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import mean, median, pstdev
+from statistics import mean, median
 from typing import Any
 
 from .canvas import Picture, number, table
