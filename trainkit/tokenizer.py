@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
 
+import numpy as np
+
 from .bpe import Merges, learn_merges
 from .config import write_atomic
 from .encoder import Encoder
@@ -59,7 +61,7 @@ class BPETokenizer:
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = bos_token, eos_token, pad_token, unk_token
         self.chat_template: str | None = None
         self.trained: Merges | None = None # what `train` found, with its lane and time
-        self._bytes = text
+        self._bytes, self._sizes = text, (0, np.zeros(0, np.int64)) # how many tokens were measured, their sizes
         for token, i in self.special_tokens.items():
             if not token: raise ValueError('a special token must not be empty')
             if i in self._bytes or to_utf8(token) in self.tokens:
@@ -93,6 +95,29 @@ class BPETokenizer:
     def pad_token_id(self) -> int | None: return self._id(self.pad_token)
     @property
     def unk_token_id(self) -> int | None: return self._id(self.unk_token)
+
+    @property
+    def token_sizes(self) -> np.ndarray: # (vocab_size,) int64, 0 where no token has the id
+        "How many bytes each token stands for: their sums say where in a text a token lies."
+        if self._sizes[0] != len(self._bytes):
+            sizes = np.zeros(self.vocab_size, np.int64)
+            for i, token in self._bytes.items(): sizes[i] = len(token)
+            self._sizes = len(self._bytes), sizes
+        return self._sizes[1]
+
+    def add_special_tokens(
+        self,
+        tokens: Iterable[str], # Those that are there already stay as they are
+    ) -> int: # How many are new: as many rows a model's embedding lacks now
+        "Give special tokens the next free ids."
+        new = [token for token in dict.fromkeys(tokens) if token not in self.special_tokens]
+        for token in new:
+            if not token or to_utf8(token) in self.tokens:
+                raise ValueError(f'special token {token!r}: ' + ('the vocabulary has this text already' if token
+                                                                 else 'it must not be empty'))
+            self.special_tokens[token] = self.vocab_size
+            self._bytes[self.special_tokens[token]] = token.encode()
+        return len(new)
 
     @classmethod
     def train(
