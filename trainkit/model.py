@@ -86,7 +86,9 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None: q, k = (rotate(t, *(a.to(t.dtype) for a in angles)) for t in (q, k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v)) # (B, T, H, D) -> (B, H, T, D)
-        if cache is not None: k, v = cache.update(self.layer, k, v)
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)
+            if mask is not None: mask = mask[..., -k.shape[2]:] # A window may have forgotten the first ones
         out = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.softcap, self.scale)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
@@ -277,7 +279,7 @@ class Transformer(nn.Module):
         logits_to_keep: int = 0, # Only so many last positions get logits; 0 for all
     ) -> ModelOutput:
         config, cache = self.config, past_key_values
-        if use_cache and cache is None: cache = KVCache(config.n_layers, config.max_seq_len)
+        if use_cache and cache is None: cache = KVCache(config.n_layers, config.max_seq_len, config.layer_windows)
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f'labels has shape {tuple(labels.shape)}, and must have that of input_ids, '
                              f'{tuple(input_ids.shape)}: the model shifts them itself')
