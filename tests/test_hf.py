@@ -113,15 +113,16 @@ def test_every_knob_has_its_place():
     "A new knob of ModelConfig must be translated, ruled out, or known to make no difference to the function."
     ruled = {knob for rules in families.RULES.values() for knob in rules}
     named = {{'kv_heads': 'n_kv_heads', 'head_width': 'head_dim'}.get(k, k) for k in families._LLAMA_NAMES | families._GPT2_NAMES}
-    assert {f.name for f in dataclasses.fields(ModelConfig)} <= ruled | named | {'rope_theta', 'rope_scaling', 'gradient_checkpointing'}
+    assert {f.name for f in dataclasses.fields(ModelConfig)} <= ruled | named | {'rope_theta', 'gradient_checkpointing', 'attention'}
 
 
 @pytest.mark.parametrize('config, words', [
     (transformers.LlamaConfig(attention_bias=True), 'attention_bias = True'), (transformers.LlamaConfig(hidden_act='gelu'), "hidden_act = 'gelu'"),
-    (transformers.LlamaConfig(rope_scaling=dict(rope_type='yarn', factor=2.0)), 'rope_scaling'), (transformers.Qwen3Config(attention_bias=True), 'attention_bias'),
+    (transformers.LlamaConfig(rope_scaling=dict(rope_type='proportional', factor=2.0)), 'rope_scaling'), (transformers.Qwen3Config(attention_bias=True), 'attention_bias'),
     (transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by_inverse_layer_idx'),
     (transformers.GPT2Config(activation_function='tanh'), "activation_function = 'tanh'"), (transformers.GPT2Config(add_cross_attention=True), 'add_cross_attention'),
-    (transformers.GPT2Config(embd_pdrop=0.3), 'embd_pdrop'), (transformers.Qwen3Config(layer_types=['chunked_attention'] * 32), 'layer_types'), (transformers.Gemma2Config(), "'gemma2' is none of the families"),
+    (transformers.GPT2Config(embd_pdrop=0.3), 'embd_pdrop'), (transformers.Qwen3Config(layer_types=['chunked_attention'] * 32), 'layer_types'), (transformers.GemmaConfig(), "'gemma' is none of the families"),
+    (transformers.Gemma2Config(use_bidirectional_attention=True), 'use_bidirectional_attention'), (transformers.Gemma2Config(hidden_activation='silu'), 'hidden_activation'),
     (transformers.GPTNeoXConfig(), "'gpt_neox' is none"), (transformers.MixtralConfig(), "'mixtral' is none"), (transformers.T5Config(), "'t5' is none")])
 def test_other_models_are_refused_by_name(config, words):
     with pytest.raises(ValueError, match=words) as error: from_hf_config(config)

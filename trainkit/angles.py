@@ -56,7 +56,7 @@ def _yarn_ramp(width: int, theta: float, scaling: dict) -> Tensor: # (width / 2,
     low, high = pair(scaling.get('beta_fast') or 32), pair(scaling.get('beta_slow') or 1)
     if scaling.get('truncate', True): low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    return ((torch.arange(width // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return ((torch.arange(width // 2, device='cpu') - low) / max(high - low, 1e-3)).clamp(0, 1)
 
 def rope_frequencies(
     width: int, # Numbers in one head

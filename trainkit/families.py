@@ -1,4 +1,4 @@
-"""Llama, Qwen, Mistral and GPT-2 are one block with different knobs: the way to each of them, and back
+"""Llama, Qwen, Mistral, Gemma and GPT-2 are one block with different knobs: the way to each of them, and back
 
 Other programs know a model by the name of its family. `hf_architecture` names the class of transformers that computes what a `ModelConfig` describes; where there is none, `obstacles` names the knobs in the way. `to_hf` turns a `Transformer` into a model of that class and `from_hf` goes the other way, with equal logits. `to_hf_config`, `from_hf_config`, `to_hf_weights` and `from_hf_weights` are the halves of these doors."""
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .config import ConfigError
+from .architecture import GATED
 from .model import ModelConfig, Transformer
 
 if TYPE_CHECKING: import transformers
@@ -25,9 +26,16 @@ Rule = Callable[[ModelConfig], bool]
 
 def _windows(config: ModelConfig) -> set[int]: return set(config.layer_windows or ()) - {0}
 
+def _stretched(config: ModelConfig) -> int: # How far transformers lets a dynamic scaling go, by its factor
+    scaling = config.rope_scaling or {}
+    return int(scaling['factor'] * scaling['original_max_position_embeddings'])
+
 _PLAIN: dict[str, Rule] = { # What all that descend from Llama have in common
     'norm': lambda c: c.norm == 'rmsnorm', 'activation': lambda c: c.activation == 'swiglu',
     'position': lambda c: c.position == 'rope', 'pre_norm': lambda c: c.pre_norm,
+    'sandwich_norm': lambda c: not c.sandwich_norm, 'scale_embeddings': lambda c: not c.scale_embeddings,
+    'query_pre_attn_scalar': lambda c: c.query_pre_attn_scalar in (None, c.head_width),
+    'rope_scaling': lambda c: (c.rope_scaling or {}).get('rope_type') != 'dynamic' or c.max_seq_len == _stretched(c),
     'attn_softcap': lambda c: c.attn_softcap is None, 'logit_softcap': lambda c: c.logit_softcap is None,
     'qk_norm': lambda c: not c.qk_norm, 'bias': lambda c: c.bias == 'none',
     'layer_windows': lambda c: not _windows(c)}
@@ -40,8 +48,14 @@ RULES: dict[str, dict[str, Rule]] = { # Class -> knob -> whether its value fits
         'bias': lambda c: c.bias == 'qkv', 'layer_windows': lambda c: len(_windows(c)) <= 1},
     'Qwen3ForCausalLM': _PLAIN | {
         'qk_norm': lambda c: c.qk_norm, 'layer_windows': lambda c: len(_windows(c)) <= 1},
+    'Gemma2ForCausalLM': _PLAIN | {
+        'norm': lambda c: c.norm == 'rmsnorm1p', 'activation': lambda c: c.activation == 'geglu',
+        'sandwich_norm': lambda c: c.sandwich_norm, 'scale_embeddings': lambda c: c.scale_embeddings,
+        'query_pre_attn_scalar': lambda c: (c.query_pre_attn_scalar or c.head_width) % 1 == 0,
+        'attn_softcap': lambda c: True, 'logit_softcap': lambda c: True,
+        'layer_windows': lambda c: len(_windows(c)) <= 1, 'head_dim': lambda c: c.d_model % c.n_heads == 0},
     'GPT2LMHeadModel': _PLAIN | {
-        'norm': lambda c: c.norm == 'layernorm', 'activation': lambda c: c.activation != 'swiglu',
+        'norm': lambda c: c.norm == 'layernorm', 'activation': lambda c: c.activation not in GATED,
         'position': lambda c: c.position == 'learned', 'bias': lambda c: c.bias == 'all',
         'n_kv_heads': lambda c: c.kv_heads == c.n_heads,
         'head_dim': lambda c: c.head_width * c.n_heads == c.d_model}}
@@ -86,19 +100,27 @@ def to_hf_config(
         activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
         values |= dict(embd_pdrop=config.dropout, activation_function=activation)
     else: values |= dict(rope_theta=config.rope_theta)
-    if config.rope_scaling: values |= dict(rope_scaling=dict(config.rope_scaling))
+    if scaling := dict(config.rope_scaling or {}):
+        if scaling['rope_type'] == 'dynamic': # Theirs takes the trained length from another place
+            values |= dict(max_position_embeddings=scaling.pop('original_max_position_embeddings'))
+        values |= dict(rope_scaling=scaling)
+    if name == 'Gemma2ForCausalLM':
+        values |= dict(query_pre_attn_scalar=int(config.query_pre_attn_scalar or config.head_width),
+                       attn_logit_softcapping=config.attn_softcap, final_logit_softcapping=config.logit_softcap,
+                       hidden_activation='gelu_pytorch_tanh')
     biases = config.bias == 'all'
     if name == 'LlamaForCausalLM': values |= dict(attention_bias=biases, mlp_bias=biases)
     if name == 'MistralForCausalLM': values |= dict(sliding_window=windows[0] if windows else None)
+    layers = ['sliding_attention' if w else 'full_attention' for w in config.layer_windows or [0]*config.n_layers]
     if name.startswith('Qwen') and windows:
-        layers = ['sliding_attention' if window else 'full_attention' for window in config.layer_windows or ()]
         values |= dict(use_sliding_window=True, sliding_window=windows[0], layer_types=layers)
+    if name == 'Gemma2ForCausalLM': values |= dict(sliding_window=windows[0] if windows else None, layer_types=layers)
     ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None) | token_ids
     return getattr(transformers, name).config_class(**values, **ids, architectures=[name])
 
 # %% ../nbs/40_families.ipynb #93d6f436
 _FAMILIES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM', 'qwen2': 'Qwen2ForCausalLM',
-             'qwen3': 'Qwen3ForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
+             'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
 # Settings that do not change the function, or that `from_hf_config` reads under another name
 _FREE = {'model_type', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'architectures', 'dtype', 'torch_dtype',
          'transformers_version', 'use_cache', 'pretraining_tp', '_name_or_path', 'reorder_and_upcast_attn',
@@ -132,7 +154,15 @@ def from_hf_config(
         if not rope: rope = {'rope_theta': hf.rope_theta, **(hf.rope_scaling or {})} # Before transformers 5
         bias = 'qkv' if kind == 'qwen2' else 'all' if getattr(hf, 'mlp_bias', False) else 'none'
         values |= dict(rope_theta=rope.pop('rope_theta'), qk_norm=kind == 'qwen3', bias=bias)
+        rope = {k: v for k, v in rope.items() if k != 'type' and v is not None} # An older word for rope_type
+        if rope.get('rope_type') == 'dynamic' and 'factor' in rope:
+            rope |= dict(original_max_position_embeddings=hf.max_position_embeddings)
+            values |= dict(max_seq_len=int(rope['factor'] * hf.max_position_embeddings))
         if rope.get('rope_type', 'default') != 'default': values |= dict(rope_scaling=rope)
+        if kind == 'gemma2':
+            values |= dict(norm='rmsnorm1p', activation='geglu', sandwich_norm=True, scale_embeddings=True,
+                           query_pre_attn_scalar=hf.query_pre_attn_scalar, attn_softcap=hf.attn_logit_softcapping,
+                           logit_softcap=hf.final_logit_softcapping)
         window, layers = getattr(hf, 'sliding_window', None), getattr(hf, 'layer_types', None)
         if layers is None: windows = [window or 0] * hf.num_hidden_layers
         else: windows = [window if layer == 'sliding_attention' else 0 for layer in layers]
@@ -141,6 +171,8 @@ def from_hf_config(
     except ConfigError as error:
         raise ValueError(f'this {kind} is not one that we compute: {remedy}\n  {error}') from None
     there, back = hf.to_dict(), to_hf_config(config).to_dict()
+    if isinstance(rope := there.get('rope_parameters'), dict):
+        there['rope_parameters'] = {k: v for k, v in rope.items() if k != 'type' and v is not None}
     lost = [f'{k} = {v!r}' for k, v in there.items()
             if k in back and k not in _FREE and v is not None and back[k] != v]
     if lost: raise ValueError(f"this {kind} has {', '.join(lost)}, which we do not compute: {remedy}")
