@@ -224,6 +224,7 @@ class ModelOutput:
     loss: Tensor | None = None # Scalar
     logits: Tensor | None = None # (B, T, vocab_size)
     past_key_values: KVCache | None = None
+    squares: Tensor | None = None # Of log Z, summed and divided as the loss is, when z_loss was asked for
 
     def __getitem__(self, key: str | int | slice):
         if isinstance(key, str): return getattr(self, key)
@@ -277,6 +278,7 @@ class Transformer(nn.Module):
         num_items_in_batch: int | Tensor | None = None, # Divides the summed loss; None: the mean over the labels
         return_logits: bool = True, # False with labels: the loss alone, in chunks
         logits_to_keep: int = 0, # Only so many last positions get logits; 0 for all
+        z_loss: float = 0.0, # Adds so much of (log Z)² to the loss
     ) -> ModelOutput:
         config, cache = self.config, past_key_values
         if use_cache and cache is None: cache = KVCache(config.n_layers, config.max_seq_len, config.layer_windows)
@@ -286,12 +288,12 @@ class Transformer(nn.Module):
         if labels is not None and logits_to_keep:
             raise ValueError('a loss needs all logits: leave out logits_to_keep')
         hidden, cap = self.model(input_ids, attention_mask, position_ids, cache), config.logit_softcap
-        loss, targets = None, labels[:, 1:] if labels is not None else None # Position t predicts token t + 1
+        loss, squares, targets = None, None, labels[:, 1:] if labels is not None else None # Position t predicts token t + 1
         # A head that somebody wrapped (LoRA, 4 bits) is more than its weight, so it has to be called
         if targets is not None and not return_logits and type(self.lm_head) is nn.Linear:
             logits = None
-            loss = chunked_cross_entropy(hidden[:, :-1], self.lm_head.weight, targets, reduction='sum',
-                                         softcap=cap)
+            loss, squares = chunked_cross_entropy(hidden[:, :-1], self.lm_head.weight, targets, reduction='sum',
+                                                  softcap=cap, z_loss=z_loss, return_squares=True)
         else:
             logits = self.lm_head(hidden[:, -logits_to_keep:])
             if cap is not None: logits = cap * torch.tanh(logits / cap)
@@ -300,6 +302,10 @@ class Transformer(nn.Module):
                 check_ids('labels', real, logits.shape[-1], 'do they come from this vocabulary?')
                 wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
                 loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction='sum')
+                if z_loss:
+                    squares = (wide.logsumexp(-1).square() * (targets != -100)).sum()
+                    loss, squares = loss + z_loss*squares, squares.detach()
         if loss is not None and targets is not None:
-            loss = loss / (num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum())
-        return ModelOutput(loss, logits if return_logits or targets is None else None, cache)
+            count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
+            loss, squares = loss / count, squares / count if z_loss and squares is not None else None
+        return ModelOutput(loss, logits if return_logits or targets is None else None, cache, squares)
