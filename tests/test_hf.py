@@ -25,9 +25,13 @@ TEXT = 'One summer morning a little tailor sat on his table by the window; he wa
 BASE = dict(vocab_size=320, d_model=32, n_heads=4, n_layers=3, d_ff=48, max_seq_len=64)
 LLAMA3 = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 GPT2 = dict(norm='layernorm', position='learned', bias='all', activation='gelu_tanh')
+GEMMA2 = dict(norm='rmsnorm1p', activation='geglu', sandwich_norm=True, scale_embeddings=True, query_pre_attn_scalar=11,
+              attn_softcap=20.0, logit_softcap=5.0, layer_windows=[8, 0, 8], n_kv_heads=2)
 VARIANTS = {
     'llama': {}, 'gqa': dict(n_kv_heads=2, tie_embeddings=False, rope_theta=5e5), 'mqa': dict(n_kv_heads=1, norm_eps=1e-6), 'biases': dict(bias='all'),
     'heads': dict(head_dim=16), 'llama3': dict(rope_scaling=LLAMA3), 'linear': dict(rope_scaling=dict(rope_type='linear', factor=2.0)),
+    'yarn': dict(rope_scaling=dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)),
+    'dynamic': dict(rope_scaling=dict(rope_type='dynamic', factor=4.0, original_max_position_embeddings=16)), 'gemma2': GEMMA2,
     'mistral': dict(layer_windows=[8, 8, 8], n_kv_heads=2), 'odd heads': dict(d_model=30, head_dim=8), 'qwen2': dict(bias='qkv', rope_theta=1e6),
     'qwen2 windows': dict(bias='qkv', layer_windows=[0, 8, 8]), 'qwen3': dict(qk_norm=True, head_dim=16, n_kv_heads=2),
     'qwen3 windows': dict(qk_norm=True, layer_windows=[8, 0, 8]), 'gpt2': GPT2, 'gpt2 untied': dict(GPT2, activation='gelu', tie_embeddings=False),

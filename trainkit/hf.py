@@ -183,7 +183,8 @@ def _write_model(model: Transformer, folder: Path) -> None:
         data = json.loads(to_hf_config(config).to_json_string(use_diff=False))
         data |= dict(dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))
         if config.position == 'rope': data |= dict(rope_theta=config.rope_theta) # Where older programs look for it
-        if config.rope_scaling: data |= dict(rope_scaling=config.rope_scaling)
+        if config.rope_scaling:
+            data |= dict(rope_scaling={k: v for k, v in data['rope_parameters'].items() if k != 'rope_theta'})
         _write_json(folder/'config.json', data)
         weights = to_hf_weights(config, weights)
     if config.tie_embeddings: del weights['lm_head.weight'] # It is the embedding, which is there already
