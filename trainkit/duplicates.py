@@ -13,7 +13,7 @@ import hashlib
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -60,10 +60,13 @@ def shingles(
 def jaccard(
     a: np.ndarray, # Shingles
     b: np.ndarray,
+    ignore: Collection[int] = (), # Shingles that count only where one text has them and the other has not
 ) -> float: # From 0, nothing in common, to 1
     "The share of all shingles that both have."
     one, other = set(a.tolist()), set(b.tolist())
-    return len(one & other)/len(one | other)
+    shared, differ = one & other, one ^ other
+    if ignore and not (one <= (form := set(ignore)) and other <= form): shared -= form
+    return len(shared)/(len(shared) + len(differ) or 1)
 
 # %% ../nbs/12_duplicates.ipynb #24422a51
 def signatures(
@@ -191,8 +194,8 @@ def near_pairs(
     signature = signatures((texts[i] for i in own), num_hashes, size, seed, ignore)
     slack = 3.5*(threshold*(1 - threshold)/num_hashes)**0.5 # an estimate may be this much too low
     pairs = candidates(signature, choose_bands(threshold, num_hashes)[1], threshold - slack)
-    look = lru_cache(4096)(lambda i: rare(shingles(texts[i], size), ignore))
-    out = ((own[i], own[j], jaccard(look(own[i]), look(own[j]))) for i, j in pairs.tolist())
+    look, form = lru_cache(4096)(lambda i: shingles(texts[i], size)), frozenset(ignore.tolist())
+    out = ((own[i], own[j], jaccard(look(own[i]), look(own[j]), form)) for i, j in pairs.tolist())
     return [(i, j, s) for i, j, s in out if s >= threshold]
 
 def join_groups(
@@ -241,9 +244,9 @@ def find_leaks(
             j = order[low[i] + lag]
             keep = _alike(mine, theirs, i, j, threshold - slack)
             pairs.update(zip(i[keep].tolist(), j[keep].tolist(), strict=True))
-    look = lru_cache(4096)(lambda text: rare(shingles(text, size), ignore))
+    look, form = lru_cache(4096)(lambda text: shingles(text, size)), frozenset(ignore.tolist())
     for i, j in sorted(pairs):
-        s = jaccard(look(eval_texts[asked[i]]), look(train_texts[own[j]]))
+        s = jaccard(look(eval_texts[asked[i]]), look(train_texts[own[j]]), form)
         if s >= threshold and s > best.get(asked[i], (0, 0.))[1]: best[asked[i]] = (own[j], s)
     return [(i, *best[i]) for i in sorted(best)]
 
