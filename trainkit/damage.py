@@ -14,6 +14,7 @@ import unicodedata
 from collections.abc import Iterable
 
 from .columns import KINDS, example_kind, map_texts
+from .crew import in_order
 
 # %% ../nbs/11_damage.ipynb #65102f61
 _CONTROL = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\u200b\u2060\ufeff]')
@@ -27,28 +28,31 @@ def clean_text(
     return re.sub('\n{4,}', '\n\n\n', re.sub(r'[ \t]+(?=\n|\Z)', '', text))
 
 # %% ../nbs/11_damage.ipynb #d9309d57
+def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
+    "Each row clean, whether it changed, its characters (0 where a needed text is empty), and a digest of its texts."
+    out = []
+    for row in rows:
+        kind, old, new = example_kind(row), [], []
+        clean = map_texts(row, lambda text: old.append(text) or new.append(clean_text(text)) or new[-1], kind) # noqa: B023
+        digest = hashlib.blake2b(f"{kind}{row['label'] if kind == 'unpaired' else ''}".encode(), digest_size=16)
+        for text in new: digest.update(b'\0' + text.encode('utf-8', 'surrogatepass'))
+        empty = any(isinstance(clean.get(c), str) and not clean[c].strip() for c in KINDS[kind])
+        out.append((clean, old != new, 0 if empty else sum(len(text.strip()) for text in new), digest.digest()))
+    return out
+
 def clean_examples(
     rows: Iterable[dict], # Examples of any kind
     min_length: int = 1, # Drop examples with fewer characters than this, all their texts together
+    num_workers: int = 1, # Processes; the result is the same with any number
 ) -> tuple[list[dict], dict[str, int]]: # The clean rows, and how many were changed and dropped, and why
     "Clean every text of every row, and drop empty, short and repeated rows; the counts say what happened."
     kept, seen, counts = [], set(), dict(rows=0, changed=0, too_short=0, repeated=0)
-    for row in rows:
-        kind, texts, changed, digest = example_kind(row), [], False, hashlib.blake2b(digest_size=16)
-        def mend(text: str) -> str:
-            nonlocal changed
-            texts.append(new := clean_text(text)) # noqa: B023
-            changed = changed or new != text
-            return new
-        new = map_texts(row, mend, kind)
+    for row, changed, length, key in in_order(_mend, rows, num_workers):
         counts['rows'] += 1
         counts['changed'] += changed
-        for text in (kind, str(row['label']) if kind == 'unpaired' else '', *texts):
-            digest.update(text.encode('utf-8', 'surrogatepass') + b'\0')
-        empty = any(isinstance(new.get(c), str) and not new[c].strip() for c in KINDS[kind])
-        if empty or sum(len(text.strip()) for text in texts) < min_length: counts['too_short'] += 1
-        elif (key := digest.digest()) in seen: counts['repeated'] += 1
+        if length < max(1, min_length): counts['too_short'] += 1
+        elif key in seen: counts['repeated'] += 1
         else:
             seen.add(key)
-            kept.append(new)
+            kept.append(row)
     return kept, counts
