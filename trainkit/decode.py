@@ -166,7 +166,7 @@ class DecodePlan:
     def step(
         self,
         ids: Tensor, # (B,), the newest token of each row
-    ) -> Tensor: # (B, V), logits of the next; the next step writes over them
+    ) -> Tensor: # (B, V), logits of the next
         "Read one token a row; the cache grows by it."
         position: Any = self.cache.length if self.gaps is None else (self.cache.length - self.gaps).clamp_(min=0)
         x, angles = F.embedding(ids, self.embed), None
@@ -175,8 +175,8 @@ class DecodePlan:
         if self.angles is not None: angles = self.angles[0][position], self.angles[1][position]
         for layer in self.layers: x = layer(x, angles, self._look)
         self.cache.length += 1
-        logits = self.head(self.norm(x))
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap).mul_(self.softcap)
+        logits = self.head(self.norm(x)).clone(memory_format=torch.contiguous_format)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
 # %% ../nbs/15_decode.ipynb #204367ef
 HANDLED = frozenset('''vocab_size d_model n_heads n_layers d_ff max_seq_len n_kv_heads head_dim dropout attention_dropout
