@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .angles import rope_angles, rope_frequencies, rope_magnitude, rotate
 from .architecture import GATED, PRESETS, ModelConfig
-from .attention import attend, make_mask
+from .attention import Spans, attend, make_masks, need_flash
 from .cache import KVCache
 from .layers import RMSNorm, swiglu
 from .loss import check_ids, chunked_cross_entropy
@@ -66,7 +66,7 @@ class Attention(nn.Module):
         width, bias, d_model = config.head_width, config.bias != 'none', config.d_model
         self.layer, self.head_width = layer, width
         self.dropout, self.softcap = config.attention_dropout, config.attn_softcap
-        self.scale = (config.query_pre_attn_scalar or width) ** -0.5
+        self.scale, self.implementation = (config.query_pre_attn_scalar or width) ** -0.5, config.attention
         self.q_proj = nn.Linear(d_model, config.n_heads * width, bias)
         self.k_proj = nn.Linear(d_model, config.kv_heads * width, bias)
         self.v_proj = nn.Linear(d_model, config.kv_heads * width, bias)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self,
         x: Tensor, # (B, T, d_model)
         angles: tuple[Tensor, Tensor] | None = None, # cos and sin, (B or 1, T, 1, D/2)
-        mask: Tensor | None = None, # What `make_mask` gives
+        mask: Tensor | Spans | None = None, # What `make_masks` gives
         cache: KVCache | None = None,
     ) -> Tensor: # (B, T, d_model)
         projections = self.q_proj, self.k_proj, self.v_proj
@@ -88,8 +88,9 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v)) # (B, T, H, D) -> (B, H, T, D)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-            if mask is not None: mask = mask[..., -k.shape[2]:] # A window may have forgotten the first ones
-        out = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.softcap, self.scale)
+            if isinstance(mask, Tensor): mask = mask[..., -k.shape[2]:] # A window may have forgotten the first ones
+        out = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.softcap, self.scale,
+                     self.implementation)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 # %% ../nbs/14_model.ipynb #9f31576c
@@ -122,7 +123,7 @@ class Block(nn.Module):
         self,
         x: Tensor, # (B, T, d_model)
         angles: tuple[Tensor, Tensor] | None = None, # cos and sin, (B or 1, T, 1, D/2)
-        mask: Tensor | None = None, # What `make_mask` gives
+        mask: Tensor | Spans | None = None, # What `make_masks` gives
         cache: KVCache | None = None,
     ) -> Tensor: # (B, T, d_model)
         if self.sandwich:
@@ -153,6 +154,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config, learned = config, config.position == 'learned'
+        if config.attention == 'flash_attention_2': need_flash()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.embed_positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
         # No buffer: `.bfloat16()` would round it
@@ -208,7 +210,8 @@ class Decoder(nn.Module):
         if self.embed_positions is not None: x = x + self.embed_positions(position_ids)
         angles = self.angles(position_ids, x.dtype)
         windows = config.layer_windows or [0] * config.n_layers
-        masks = {w: make_mask(new, total, w, padding, document, device) for w in set(windows)}
+        never = 0 if config.attention == 'flash_attention_2' else None # It takes no matrix
+        masks = make_masks(new, total, windows, padding, document, device, never)
         again = config.gradient_checkpointing and self.training and torch.is_grad_enabled() and cache is None
         x = self.dropout(x)
         for layer, window in zip(self.layers, windows, strict=True):
