@@ -135,6 +135,8 @@ def _plain(value: Any) -> Any:
 def _message(message: Any, number: int) -> dict:
     if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
         raise ValueError(f'message {number} is {str(message)[:80]!r}, and must be a dict with a role and a content')
+    if not isinstance(message.get('content') or '', (str, list)):
+        raise ValueError(f"message {number} has the content {message['content']!r:.80}, and must have a text")
     out = _plain({k: v for k, v in message.items() if k not in ('train', 'untrained')})
     thought = next((out[k] for k in ('reasoning_content', 'thinking', 'reasoning') if out.get(k) is not None), None)
     if thought is not None: out = {'thinking': thought, **out, 'reasoning_content': thought} # As transformers does
@@ -251,7 +253,7 @@ def _chatml(first: str, tool_role: str = "{{ '<|im_start|>tool\n' + m.content + 
     "ChatML, with something before the first turn."
     return (first + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
             "{% generation %}{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
-            "{% endif %}{{ m.content }}" + _CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+            "{% endif %}{{ '' + m.content }}" + _CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
             "{% elif m.role == 'tool' %}" + tool_role +
             "{% elif not (tools and loop.first and m.role == 'system') %}"
             "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}" + _HEAD)
