@@ -93,7 +93,7 @@ _CODE = re.compile(r'(?m)^\s*(?:def |class |import |from [\w.]+ import|return\b|
 
 def looks_like_code(text: str) -> bool:
     "Whether some of the lines could be a program's or a page's source."
-    return '```' in text or len(_CODE.findall(text, 0, 20_000)) > 2
+    return '```' in text or len(_CODE.findall(text, 0, 20_000)) > 1
 
 def markup(text: str) -> list[Span]:
     "HTML tags and entities in what is no source code."

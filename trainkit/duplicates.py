@@ -13,7 +13,7 @@ import hashlib
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -60,12 +60,12 @@ def shingles(
 def jaccard(
     a: np.ndarray, # Shingles
     b: np.ndarray,
-    ignore: Collection[int] = (), # Shingles that count only where one text has them and the other has not
+    ignore: frozenset[int] = frozenset(), # Shingles that count only where one text has them and the other has not
 ) -> float: # From 0, nothing in common, to 1
     "The share of all shingles that both have."
     one, other = set(a.tolist()), set(b.tolist())
     shared, differ = one & other, one ^ other
-    if ignore and not (one <= (form := set(ignore)) and other <= form): shared -= form
+    if not (one <= ignore and other <= ignore): shared -= ignore
     return len(shared)/(len(shared) + len(differ) or 1)
 
 # %% ../nbs/12_duplicates.ipynb #24422a51
