@@ -55,6 +55,7 @@ MAY_IMPORT = {
     'memmap': 'files',
     'shards': 'columns containers corpora knobs memmap patterns progress tokenizer',
     'dataloader': '',
+    'packing': '',
     'lengths': 'canvas charts chat columns crew',
     'angles': '',
     'architecture': 'angles knobs',
