@@ -184,6 +184,13 @@ def _separator(head: str) -> str:
         if same and same >= 0.6*len(widths) and widths[0] > fields: best, fields = mark, widths[0]
     return best
 
+def _cell(text: str) -> Any:
+    "Messages, which `write_examples` puts into a table as JSON; any other text as it is."
+    if text[:2] != '[{': return text
+    try: turns = json.loads(text)
+    except (json.JSONDecodeError, RecursionError): return text
+    return turns if all(isinstance(t, dict) and ('role' in t or 'from' in t) for t in turns) else text
+
 def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1)) # the standard limit, 131,072 characters, is short for a text
     with _Whole(path) as file:
@@ -214,7 +221,7 @@ def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
                 elif len(record) != len(names):
                     yield begin, ValueError(f'{path}, line {begin}: {len(record)} fields where the header has {len(names)} '
                                             f"({', '.join(names)}): texts that hold {mark!r} must stand in quotes")
-                else: yield begin, dict(zip(names, record, strict=True))
+                else: yield begin, dict(zip(names, map(_cell, record), strict=True))
         except UnicodeDecodeError:
             read_text(path, encoding) # raises, with the line
             raise
