@@ -25,7 +25,7 @@ from .angles import rope_angles, rope_frequencies, rope_magnitude, rotate
 from .architecture import GATED, PRESETS, ModelConfig
 from .attention import Spans, attend, make_masks, need_flash
 from .cache import KVCache
-from .layers import RMSNorm, swiglu
+from .layers import Linear, RMSNorm, is_short, short_attention, swiglu
 from .loss import check_ids, chunked_cross_entropy
 
 _all_ = ['PRESETS', 'ModelConfig'] # from trainkit.architecture
@@ -67,10 +67,10 @@ class Attention(nn.Module):
         self.layer, self.head_width = layer, width
         self.dropout, self.softcap = config.attention_dropout, config.attn_softcap
         self.scale, self.implementation = (config.query_pre_attn_scalar or width) ** -0.5, config.attention
-        self.q_proj = nn.Linear(d_model, config.n_heads * width, bias)
-        self.k_proj = nn.Linear(d_model, config.kv_heads * width, bias)
-        self.v_proj = nn.Linear(d_model, config.kv_heads * width, bias)
-        self.o_proj = nn.Linear(config.n_heads * width, d_model, config.bias == 'all')
+        self.q_proj = Linear(d_model, config.n_heads * width, bias)
+        self.k_proj = Linear(d_model, config.kv_heads * width, bias)
+        self.v_proj = Linear(d_model, config.kv_heads * width, bias)
+        self.o_proj = Linear(config.n_heads * width, d_model, config.bias == 'all')
         self.q_norm = make_norm(config, width) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, width) if config.qk_norm else nn.Identity()
 
@@ -89,8 +89,11 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
             if isinstance(mask, Tensor): mask = mask[..., -k.shape[2]:] # A window may have forgotten the first ones
-        out = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.softcap, self.scale,
-                     self.implementation)
+        dropout = self.dropout if self.training else 0.0
+        plain = mask is None and cache is None and self.softcap is None and self.implementation == 'sdpa'
+        if plain and not dropout and torch.is_grad_enabled() and is_short(q): # Faster on the way back
+            out = short_attention(q, k, v, self.scale)
+        else: out = attend(q, k, v, mask, dropout, self.softcap, self.scale, self.implementation)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 # %% ../nbs/14_model.ipynb #9f31576c
@@ -99,9 +102,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         bias, self.bend = config.bias == 'all', ACTIVATIONS[config.activation]
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias) if config.activation in GATED else None
-        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias)
-        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias)
+        self.gate_proj = Linear(config.d_model, config.d_ff, bias) if config.activation in GATED else None
+        self.up_proj = Linear(config.d_model, config.d_ff, bias)
+        self.down_proj = Linear(config.d_ff, config.d_model, bias)
 
     def forward(self, x: Tensor) -> Tensor: # (B, T, d_model) -> (B, T, d_model)
         if self.gate_proj is None: return self.down_proj(self.bend(self.up_proj(x)))
