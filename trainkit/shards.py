@@ -233,8 +233,6 @@ def tokenize_to_disk(
     with Progress(total, 'Tokenizing', 'MB', enabled=progress) as bar:
         parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, kept)
         for number, blocks in groupby(parts, itemgetter(0)):
-            if not records and not kept: (tokenizer.save if isinstance(tokenizer, BPETokenizer) else
-                                          tokenizer.save_pretrained)(folder/'tokenizer')
             digest, ids = hashlib.sha256(), bytearray()
             record: dict = dict(documents=0, text_bytes=0)
             for _, texts, ends, array in blocks:
@@ -247,17 +245,21 @@ def tokenize_to_disk(
                 size = (done + record['text_bytes'])//10**6
                 bar.update(size if total is None else min(size, total), shards=len(records))
             done += record['text_bytes']
+            if not done: break
             if number in kept:
                 if kept[number]['text_sha256'] != digest.hexdigest(): raise _other_text(folder, number)
                 record = kept[number]
                 bar.start_at(size)
             else:
+                if not number: (tokenizer.save if isinstance(tokenizer, BPETokenizer) else
+                                tokenizer.save_pretrained)(folder/'tokenizer')
                 record = write_shard(folder, number, ids, index['dtype'], **record, text_sha256=digest.hexdigest())
                 write_index(folder, [*(kept | records | {number: record}).values()], **index, complete=False)
             records[number] = record
     if not done: raise ValueError(f'{texts_or_path!r:.80}: there is no text to encode')
     if late := [n for n in kept if n not in records]: raise _other_text(folder, late[0])
     write_index(folder, [*records.values()], **index)
+    for rest in folder.glob('.shard-*'): rest.unlink() # of a process that was killed while it wrote
     return open_shards(folder)
 
 def _other_text(folder: Path, number: int) -> FileExistsError:
