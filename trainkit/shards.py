@@ -259,7 +259,7 @@ def tokenize_to_disk(
     if not done: raise ValueError(f'{texts_or_path!r:.80}: there is no text to encode')
     if late := [n for n in kept if n not in records]: raise _other_text(folder, late[0])
     write_index(folder, [*records.values()], **index)
-    for rest in folder.glob('.shard-*'): rest.unlink() # of a process that was killed while it wrote
+    for rest in (*folder.glob('.shard-*'), *folder.glob('.index.json.*')): rest.unlink() # of a process that was killed
     return open_shards(folder)
 
 def _other_text(folder: Path, number: int) -> FileExistsError:
