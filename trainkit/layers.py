@@ -184,9 +184,9 @@ class _ShortAttention(torch.autograd.Function):
 
 def is_short(
     q: Tensor, # (B, H, T, D)
-) -> bool: # On a CPU, and a row is from 2 to `SHORT` tokens long
-    "Whether `short_attention` is the faster way."
-    return q.device.type == 'cpu' and 1 < q.shape[2] <= SHORT
+) -> bool: # bfloat16 on a CPU, rows of 2 to `SHORT` tokens
+    "Whether `short_attention` is clearly the faster way."
+    return q.device.type == 'cpu' and q.dtype == torch.bfloat16 and 1 < q.shape[2] <= SHORT
 
 def short_attention(
     q: Tensor, # (B, H, T, D)
