@@ -277,8 +277,73 @@ def test_an_error_in_the_data_or_a_callback_keeps_its_type_and_frees_everything(
     trainer(folder=tmp_path).train() # the lock is free again
 
 
-def test_half_precision_model_is_refused():
-    with pytest.raises(ValueError, match='float32'): trainer(make('ours').half()).train()
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_a_half_precision_model_is_trained_in_float32_masters(dtype):
+    "The run is that of the same numbers widened beforehand and computed in the same format; GradScaler never sees a float16 gradient."
+    name = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}[dtype]
+    given, widened = trainer(make('ours').to(dtype)), trainer(make('ours').to(dtype).float(), mixed_precision=name)
+    result = given.train()
+    assert timeless(result.history) == timeless(widened.train().history) and same(given.model, widened.model)
+    assert {p.dtype for p in given.model.parameters()} == {torch.float32} and 'float32' in result.notes[0]
+
+
+def test_zero_updates_is_an_error():
+    t = trainer(mixed_precision='fp16', max_steps=4, logging_steps=50)
+    t.accelerator.scaler = torch.amp.GradScaler('cpu', init_scale=2.**60, backoff_factor=0.999)
+    with pytest.raises(TrainingError, match='nothing is learned'): t.train()
+
+
+# Optimizers and switches
+
+SWITCHES = {
+    'muon': (dict(optim='muon'), {}),
+    'groups': (dict(lr_factors={'embed': 0.25}, weight_decays={'norm': 0.1}), {}),
+    'in backward': ({}, dict(optimizer_in_backward=True, max_grad_norm=0., gradient_accumulation_steps=1)),
+    'muon in backward': (dict(optim='muon'), dict(optimizer_in_backward=True, max_grad_norm=0., gradient_accumulation_steps=1)),
+    'z-loss': ({}, dict(z_loss=1e-3)),
+    'compiled': ({}, dict(torch_compile=True, torch_compile_backend='aot_eager')),
+    'inductor': ({}, dict(torch_compile=True)),
+}
+
+
+@pytest.mark.parametrize('switch', [pytest.param(k, marks=pytest.mark.slow) if k == 'inductor' else k for k in SWITCHES])
+def test_resume_is_exact_with(tmp_path, switch):
+    optim, config = SWITCHES[switch]
+    rows = [row[:12] for row in ROWS if len(row) >= 12] if 'compiled' in switch or switch == 'inductor' else ROWS
+    def run(name, resume=None, **more):
+        t = trainer(make('ours', 0.2), rows=rows[:len(rows)//2*2], folder=tmp_path/name, max_steps=8, logging_steps=1, **config, **more)
+        t.optim = OptimConfig(learning_rate=1e-2, warmup_steps=2, **optim)
+        return t, t.train(resume)
+    (whole, expected), _ = run('whole'), run('cut', callbacks=[StopAt(3)])
+    again, rest = run('cut', True)
+    assert same(whole.model, again.model) and timeless(rest.history) == timeless(expected.history)[-len(rest.history):]
+    assert not expected.notes and not any('_orig_mod' in name for name in again.model.state_dict())
+
+
+def test_in_backward_equals_the_ordinary_step_and_holds_less(tmp_path):
+    held = {}
+    def run(inside):
+        t = trainer(max_grad_norm=0., gradient_accumulation_steps=1, optimizer_in_backward=inside)
+        waiting = held[inside] = []
+        for p in t.model.parameters():
+            p.register_post_accumulate_grad_hook(lambda _: waiting.append(sum(q.grad.nbytes for q in t.model.parameters() if q.grad is not None)))
+        t.train()
+        return t.model
+    assert same(run(False), run(True))
+    assert max(held[True]) <= 2*max(p.nbytes for p in make('ours').parameters()) < max(held[False])
+
+
+def test_compilation_falls_back_and_says_why():
+    def failing(graph, inputs): raise RuntimeError('no C++ compiler here')
+    torch._dynamo.register_backend(failing, name='failing')
+    plain, fallen = trainer(), trainer(torch_compile=True, torch_compile_backend='failing')
+    ends = []
+    class Ends:
+        def on_end(self, trainer, record): ends.append(record['notes'])
+    fallen.callbacks = [Ends()]
+    plain.train()
+    result = fallen.train()
+    assert same(plain.model, fallen.model) and 'no C++ compiler here' in result.notes[0] and ends == [result.notes]
 
 
 # Control

@@ -36,6 +36,13 @@ class TrainConfig:
     max_grad_norm: float = knob(1.0, 'Longest gradient; 0 does not clip', low=0)
     mixed_precision: str = knob('auto', "Number format; 'auto' is what suits the device",
         choices=('auto', 'no', 'bf16', 'fp16'))
+    tf32: bool | None = knob(None, 'TF32 matrix products, where a GPU has them; unset: as torch has it')
+    z_loss: float = knob(0.0, 'Weight of (log Z)² in lm_loss, 1e-4 say: keeps logits from drifting', low=0)
+    optimizer_in_backward: bool = knob(False, 'Move each weight as soon as its gradient is known, and free that',
+        aliases=('optimizer_in_bwd',))
+    torch_compile: bool = knob(False, 'Compile the model; where that fails it runs as it is, and says why')
+    torch_compile_backend: str = knob('inductor', 'What compiles')
+    torch_compile_mode: str | None = knob(None, "How hard it tries: 'default', 'reduce-overhead', 'max-autotune'")
     logging_steps: int = knob(10, 'Steps between two log records', low=1)
     logging_first_step: bool = knob(False, 'Log the first step too')
     eval_strategy: str = knob('no', 'When to evaluate', choices=('no', 'steps', 'epoch'),
@@ -67,6 +74,17 @@ class TrainConfig:
                                  "needs eval_strategy 'steps' or 'epoch'"))
         if self.load_best_model_at_end and blind:
             wrong.append(Problem('load_best_model_at_end', True, "needs eval_strategy 'steps' or 'epoch'"))
+        if self.optimizer_in_backward:
+            reasons = dict(max_grad_norm='must be 0 with optimizer_in_backward: a common norm needs all gradients, '
+                           'and the first is gone before the last is there')
+            if self.gradient_accumulation_steps > 1:
+                reasons['gradient_accumulation_steps'] = ('must be 1 with optimizer_in_backward: every backward pass '
+                                                          'is a step')
+            if not self.max_grad_norm: reasons.pop('max_grad_norm')
+            if self.mixed_precision == 'fp16':
+                reasons['mixed_precision'] = ("must be 'bf16' or 'no' with optimizer_in_backward: float16's scaler "
+                                              'judges all gradients before the first step')
+            wrong += [Problem(name, getattr(self, name), why) for name, why in reasons.items()]
         if wrong: raise ConfigError(wrong, 'TrainConfig')
 
 # %% ../nbs/17_plan.ipynb #620ac719
@@ -194,6 +212,7 @@ class Result:
     seconds: float # Without pauses, over all resumes
     stop_reason: str # 'finished', 'early stopping', 'interrupted', or what `Control.stop` was told
     history: list[dict] = field(default_factory=list, repr=False) # Records of on_log and on_eval, since this start
+    notes: list[str] = field(default_factory=list, repr=False) # What was done otherwise than asked, and why
 
 class TrainingError(RuntimeError):
     "Training cannot go on; `step` says where it ended and `checkpoint` where to go back to."

@@ -43,15 +43,16 @@ def upcast_layernorm(
 
 # %% ../nbs/17_precision.ipynb #c5c8622d
 def make_accelerator(
-    mixed_precision: str = 'auto', # 'no', 'bf16', 'fp16', or 'auto': that of the model, or what suits the device
+    mixed_precision: str = 'auto', # 'no', 'bf16', 'fp16', or 'auto': what suits the device, on a CPU the model's
     model: nn.Module | None = None, # To be trained
 ) -> 'Accelerator': # For fp16 its `scaler` is a `torch.amp.GradScaler`, also on a CPU
     "accelerate's view of this machine."
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     if mixed_precision == 'auto':
+        suits = pick_dtype(pick_device())
         given = {p.dtype for p in model.parameters()} & set(HALVES) if model is not None else set()
-        mixed_precision = HALVES.get(given.pop() if len(given) == 1 else pick_dtype(pick_device()), 'no')
+        mixed_precision = HALVES.get(given.pop() if suits == torch.float32 and len(given) == 1 else suits, 'no')
     ask = 'bf16' if mixed_precision == 'bf16' else 'no' # fp16 is ours, see `precision`
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != ask:
         AcceleratorState._reset_state()

@@ -111,7 +111,7 @@ def accumulate(
                 counted += count*bool(mine)
                 share = sum(weight*s for s, _, weight in out.terms.values())/guess
             if not mine: share = share*0
-            if careful and not math.isfinite(share): return share.detach(), metrics # type: ignore
+            if careful and not math.isfinite(share.detach()): return share.detach(), metrics # type: ignore
             # DDP and accelerate divide by these two
             accelerator.backward(share*(size*accelerator.gradient_accumulation_steps))
         loss += share.detach() # type: ignore
