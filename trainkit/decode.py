@@ -27,9 +27,12 @@ def joint(
 ) -> Product:
     "All layers at once, side by side, from the weights as they are."
     sizes, first = [len(w) for w in weights], weights[0]
-    if first.device.type != 'cpu' or first.dtype.itemsize < 4: # Half precision has good routines of its own
-        if len(weights) == 1: return lambda x: F.linear(x, first)
-        return lambda x: torch.cat([F.linear(x, w) for w in weights], -1)
+    if first.dtype.itemsize < 4 or rows > 8: # Half precision, and many rows, have good routines
+        linear = F.linear
+        if first.dtype == torch.float32 and torch.backends.mkldnn.is_available(): # oneDNN's, which F.linear leaves out
+            linear = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, 'none', [], '')
+        if len(weights) == 1: return lambda x: linear(x, first)
+        return lambda x: torch.cat([linear(x, w) for w in weights], -1)
     out = first.new_empty(sum(sizes), rows)
     result, pairs = out.t(), []
     for weight, part in zip(weights, out.split(sizes), strict=True):
