@@ -54,6 +54,14 @@ class DataConfig:
     test_fraction: float = knob(0.0, 'Share of the rows that is set apart for a last test, which no run reads', low=0, high=0.9)
     split_by: str | None = knob(None, 'A column, such as task, of which every value gets rows to evaluate on')
     group: str | None = knob(None, 'A column whose equal values stay on one side of the split')
+    train_on: str = knob('assistant', 'Which turns of a conversation are learned', choices=('assistant', 'last', 'all'))
+    reasoning: str = knob('train', 'The way to an answer is learned, only read, or left out', choices=('train', 'read', 'drop'))
+    template: str | None = knob(None, "How a conversation is written: a template's name, or Jinja; empty: the tokenizer's",
+                                aliases=('chat_template',))
+    truncation: str = knob('error', 'What is kept of a conversation longer than max_length; error: stop before the first step',
+                           choices=('keep_end', 'keep_start', 'drop', 'error'))
+    packing: bool = knob(False, 'Put several short rows into one of max_length', aliases=('pack_sequences',))
+    packing_strategy: str = knob('best_fit', 'How rows are put together', choices=('greedy', 'first_fit', 'best_fit'))
     max_length: int = knob(256, 'Tokens in one training row', low=2, aliases=('max_seq_length', 'seq_len'))
     preprocessing_num_workers: int = knob(1, 'Processes that check and clean rows', low=1, aliases=('dataset_num_proc', 'num_proc'))
     num_workers: int = knob(0, 'Processes that prepare batches; 0: the training process', low=0,
