@@ -204,7 +204,7 @@ def cut_answers(case: Case) -> Iterator[Finding]:
         if answer.count(' ') < 7 or looks_like_code(answer): continue
         tally.total += 1
         if answer[-1].isalnum() or answer[-1] in ',-–(/': open_ended.append(i)
-    if tally.total >= 20 and len(open_ended) <= 0.2*tally.total:
+    if tally.total >= max(20, 0.2*len(rows)) and len(open_ended) <= 0.2*tally.total: # prose is the rule, and ends well
         for i in open_ended:
             answer = rows.parts(i)[1].rstrip()
             tally.add(rows.where(i), answer, (answer.rfind(' ') + 1, len(answer)))
