@@ -197,4 +197,5 @@ def check_examples(
         except Exception as error:
             found.append(Finding('check_failed', 'error', 1, 0, f'The check {name!r} itself failed: {type(error).__name__}: {error}',
                                  remedy='Look at the rows; if they are right, this is a bug.', unit='checks'))
-    return QualityReport(found, len(train) + len(train.malformed), train.kind, held and len(held) + len(held.malformed), names, strict)
+    return QualityReport(found, len(train) + len(train.malformed), train.kind,
+                         None if held is None else len(held) + len(held.malformed), names, strict)
