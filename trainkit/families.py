@@ -114,7 +114,8 @@ def to_hf_config(
     layers = ['sliding_attention' if w else 'full_attention' for w in config.layer_windows or [0]*config.n_layers]
     if name.startswith('Qwen') and windows:
         values |= dict(use_sliding_window=True, sliding_window=windows[0], layer_types=layers)
-    if name == 'Gemma2ForCausalLM': values |= dict(sliding_window=windows[0] if windows else None, layer_types=layers)
+    if name == 'Gemma2ForCausalLM': values |= dict(
+        sliding_window=windows[0] if windows else config.max_seq_len, layer_types=layers) # It always wants a number
     ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None) | token_ids
     return getattr(transformers, name).config_class(**values, **ids, architectures=[name])
 
