@@ -106,6 +106,7 @@ def lm_objective(
     def lm_loss_with_z(model: nn.Module, batch: dict) -> Loss:
         if not torch.is_grad_enabled(): return lm_loss(model, batch)
         total, squares = sum_losses(model, batch, z_loss)
+        assert squares is not None
         n = count_items(batch)
         return Loss({'cross_entropy': (total - z_loss*squares, n, 1.0), 'z_loss': (squares, n, z_loss)})
     return lm_loss_with_z

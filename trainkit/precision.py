@@ -78,7 +78,7 @@ def tf32(
         warnings.warn('tf32=True has no effect: it needs an NVIDIA GPU of compute capability 8 or more', stacklevel=3)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     if able and wanted is not None: torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = wanted
-    try: yield able and torch.backends.cuda.matmul.allow_tf32
+    try: yield able and bool(torch.backends.cuda.matmul.allow_tf32)
     finally:
         if able and wanted is not None:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
