@@ -73,7 +73,8 @@ def check_empty(case: Case) -> Iterator[Finding]:
     empty, stands = (Tally(sum(map(len, case.splits))) for _ in range(2))
     for rows in case.splits:
         for i, row in enumerate(rows.rows):
-            called = {k for k, turn in enumerate(row.get('messages') or ()) if isinstance(turn, Mapping) and turn.get('tool_calls')}
+            chat = row.get('messages')
+            called = {k for k, turn in enumerate(chat if isinstance(chat, list) else ()) if isinstance(turn, Mapping) and turn.get('tool_calls')}
             for k, (role, text) in enumerate(rows.turns(i)):
                 if not text.strip() and role != 'system' and k not in called:
                     empty.add(f'{rows.where(i)} ({role})', rows.whole(i))
@@ -118,10 +119,10 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
                       ((asked, answer, bool(row['label'])), (asked, answer, not row['label'])))
         said.setdefault(key, i)
         if other in said and key != other: against.add(f'{rows.where(i)} against {rows.where(said[other])}', asked)
-    level = lambda tally: 'warning' if tally.count*share >= 0.005 else 'note'
+    level = lambda tally, limit=0.005: 'warning' if tally.count*share >= limit else 'note'
     yield from exact.finding('exact_duplicates', level(exact), 'Rows that are equal to an earlier one.',
                              'They are learned more often than the others, and by heart.', '`clean_examples` keeps the first of each.')
-    yield from near.finding('near_duplicates', level(near), 'Rows that are nearly the same as an earlier one.',
+    yield from near.finding('near_duplicates', level(near, 0.02), 'Rows that are nearly the same as an earlier one.',
                             'They count several times; split apart, they leak into the evaluation.', '`duplicates.drop_duplicates` keeps the first of each.')
     yield from against.finding('contradictions', 'warning', 'Rows that say the opposite of an earlier one.', 'They cancel each other.', 'Decide, and drop one of the two.')
 
