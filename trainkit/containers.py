@@ -23,10 +23,34 @@ from typing import Any, BinaryIO
 from .files import write_atomic
 
 # %% ../nbs/11_containers.ipynb #26220b2f
-def _zstd(path: Path) -> Any:
-    try: import zstandard
-    except ImportError: raise ImportError(f"{path}: reading .zst needs zstandard: pip install 'trainkit-llm[data]'") from None
-    return zstandard.ZstdDecompressor().stream_reader(open(path, 'rb'), read_across_frames=True, closefd=True)
+class _Zstd(io.RawIOBase):
+    "A zstd file; unlike the library's own reader it notices when the end is missing."
+    def __init__(self, path: Path):
+        try: import zstandard
+        except ImportError: raise ImportError(f"{path}: reading .zst needs zstandard: pip install 'trainkit-llm[data]'") from None
+        self.new, self.file, self.rest = zstandard.ZstdDecompressor().decompressobj, open(path, 'rb'), b''
+        self.frame, self.errors = self.new(), zstandard.ZstdError
+
+    def readable(self) -> bool: return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self.rest:
+            data = self.frame.unused_data if self.frame.eof else b''
+            if self.frame.eof and (data or (data := self.file.read(2**17))): self.frame = self.new()
+            elif not data and not (data := self.file.read(2**17)):
+                if not self.frame.eof: raise EOFError('the end is missing')
+                return 0
+            try: self.rest = self.frame.decompress(data)
+            except self.errors as error: raise EOFError(str(error)) from None
+        size = min(len(buffer), len(self.rest))
+        buffer[:size], self.rest = self.rest[:size], self.rest[size:]
+        return size
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+def _zstd(path: Path) -> Any: return io.BufferedReader(_Zstd(path))
 
 def _bz2(path: Path) -> Any:
     import bz2
@@ -57,8 +81,7 @@ class _Whole:
 
     def __exit__(self, kind, error, trace) -> None:
         self.file.close()
-        if self.packed and error is not None and (isinstance(error, (EOFError, zlib.error, OSError))
-                                                  or kind.__name__ in ('LZMAError', 'ZstdError')):
+        if self.packed and error is not None and (isinstance(error, (EOFError, zlib.error, OSError)) or kind.__name__ == 'LZMAError'):
             raise ValueError(f'{self.path}: not a whole {self.path.suffix} file ({error})') from None
 
 def _codec(encoding: str) -> str: # UTF-8 files may begin with a byte order mark
