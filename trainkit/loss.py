@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .layers import fast_products
+
 # %% ../nbs/14_loss.ipynb #61fdc63b
 def check_ids(
     name: str, # What holds the ids, for the message
@@ -97,6 +99,7 @@ def chunked_cross_entropy(
         some = trained.nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, some), targets[some]
     rows = chunk_size or max(64, 2**(21 if on_cpu else 27) // len(weight))
-    found = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss, rows, torch.is_grad_enabled())
+    with fast_products():
+        found = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss, rows, torch.is_grad_enabled())
     total, squares = found if reduction == 'sum' else (x / count for x in found) # type: ignore
     return (total, squares) if return_squares else total
