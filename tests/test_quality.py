@@ -15,7 +15,7 @@ from trainkit.blemishes import BLEMISHES, mask, repair
 from trainkit.corpora import CORPORA
 from trainkit.dataset import clean_examples
 from trainkit.duplicates import (choose_bands, content_key, drop_duplicates, exact_groups, find_leaks, jaccard,
-                                 join_groups, near_pairs, shingles, signatures)
+                                 join_groups, near_pairs, pieces, shingles, signatures)
 from trainkit.findings import Case, Examples, Finding, QualityReport
 from trainkit.quality import CHECKS, check_examples
 
@@ -301,6 +301,24 @@ def test_signatures_estimate_without_bias():
     error = (sign[::2] == sign[1::2]).mean(1) - true
     assert abs(error.mean()) < 4*(true*(1 - true)/256).mean()**0.5/20
     assert (np.abs(error) < 4.5*np.sqrt(true*(1 - true)/256) + 3/256).all()
+
+
+def test_edges_of_the_search():
+    assert jaccard(shingles(''), shingles('  ')) == 1 and jaccard(shingles('one two'), shingles('One\ttwo')) == 1
+    assert len(shingles('one')) == 1 and jaccard(shingles('one two'), shingles('two one')) == 0
+    texts = [r['output'] for r in corpus('code')[:200]]
+    words = {tuple(p[i:i + 3]) for p in map(pieces, texts) for i in range(len(p) - 2)}
+    assert 0 <= len(words) - len(set(np.concatenate([shingles(t) for t in texts]).tolist())) <= 2 # hardly two share a number
+    assert signatures([]).shape == (0, 128) and signatures(['a', '', 'a b c d e']).shape == (3, 128)
+    assert (np.concatenate([signatures(texts[:7]), signatures(texts[7:])]) == signatures(texts)).all() # blocks don't matter
+    assert (signatures(texts, seed=1) == signatures(texts)).mean() < 0.01
+    assert near_pairs([]) == near_pairs(['a']) == near_pairs(['a', 'a']) == []
+    assert near_pairs(['One two three four.', 'one two  three four.']) == [(0, 1, 1.)]
+    letter = 'Dear customer, we are glad to tell you that your order has been sent today and will arrive within a week. '
+    many = [letter*2 + f'Yours, number {i}' for i in range(300)] # a run longer than the reach of the search
+    assert join_groups(near_pairs(many)) == [list(range(300))]
+    assert find_leaks([], texts) == find_leaks(texts[:3], []) == []
+    with pytest.raises(ValueError, match='more num_hashes'): choose_bands(0.01)
 
 
 def test_hashes_are_the_same_on_every_machine():
