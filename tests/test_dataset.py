@@ -129,7 +129,7 @@ def test_bad_rows_in_json(tmp_path, form, seed):
 def test_bad_rows_in_tables(tmp_path, form, seed):
     path, rng, mark = tmp_path/f'rows.{form}', random.Random(seed), ',' if form == 'csv' else '\t'
     records = [f'"Question {i}{mark}\nso?"{mark}Answer {i}\n' for i in range(30)]
-    for bad in (f'alone\n', f'x{mark}y{mark}z\n', f'"x" y{mark}z\n', f'x{mark}\n'): records.insert(rng.randint(20, len(records)), bad)
+    for bad in ('alone\n', f'x{mark}y{mark}z\n', f'"x" y{mark}z\n', f'x{mark}\n'): records.insert(rng.randint(20, len(records)), bad)
     path.write_text('prompt' + mark + 'completion\n' + ''.join(records))
     back, line, expected = load_skipping(path), 2, []
     for record in records:
@@ -212,10 +212,15 @@ def test_offline_is_a_sentence():
 
 # --- splits
 
+HELD_OUT = [4, 9, 10, 11, 12, 13, 14, 18]
+
+
 def test_split_vectors():
     "The published places: whoever splits elsewhere, in whatever language, must get these."
     assert [side(t) for t in ('trainkit', '', 'Why is the sky blue?', 'déjà vu', '日本語')] == [
-        0.6157926122048922, 0.5151522356031434, side('Why is the sky blue?'), side('déjà vu'), side('日本語')]
+        0.6157926122048922, 0.5151522356031434, 0.9258451515712119, 0.4148602243291247, 0.6995804607646476]
+    questions = [dict(prompt=f'Question {n}', completion='a') for n in range(20)]
+    assert [n for n, row in enumerate(questions) if row in split_examples(questions, 0.2)[1]] == HELD_OUT
     assert [side('trainkit', seed) for seed in (0, 1)] == [0.6157926122048922, 0.9973750967943643]
 
 

@@ -18,8 +18,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from .archives import plain_suffix
 from .columns import ALIASES, KINDS, as_example, example_kind, fitting_kinds, map_texts
-from .containers import READERS, TEXT_SUFFIXES, plain_suffix, read_rows
+from .containers import READERS, TEXT_SUFFIXES, read_rows
 from .corpora import CORPORA
 from .crew import in_order
 from .knobs import nearest

@@ -15,8 +15,9 @@ import hashlib
 import warnings
 from dataclasses import dataclass
 
+from .archives import read_text
 from .columns import ALIASES, KINDS, as_example, example_kind, map_texts, to_messages
-from .containers import TEXT_SUFFIXES, read_text, write_examples
+from .containers import TEXT_SUFFIXES, write_examples
 from .corpora import CORPORA, best_corpus
 from .curation import Examples, LoadReport, count_characters, load_examples, stream_examples
 from .cuts import chunk_examples, side, split_examples, split_key
