@@ -301,3 +301,87 @@ def test_broken_weights_are_an_error(ours):
         with pytest.raises(FloatingPointError, match='nan'): generate(sick, [1], temperature=temperature)
     logits = torch.full((2, 9), -torch.inf)
     with pytest.raises(FloatingPointError, match='left no token'): choose(logits, torch.ones(2, 1, dtype=torch.int64), SamplingConfig(), torch.ones(2))
+
+
+FAMILIES = { # What the knobs of the families change in a step; each must be the same with a plan as without
+    'llama': {}, 'mha': dict(n_kv_heads=4), 'mqa': dict(n_kv_heads=1), 'odd': dict(vocab_size=101, d_model=30, head_dim=6, d_ff=70),
+    'llama3': dict(rope_scaling=dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)),
+    'linear': dict(rope_scaling=dict(rope_type='linear', factor=2.0)), 'yarn': dict(rope_scaling=dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)),
+    'mistral': dict(layer_windows=[6, 6]), 'qwen2': dict(bias='qkv', layer_windows=[0, 5]), 'qwen3': dict(qk_norm=True, head_dim=16),
+    'gpt2': dict(norm='layernorm', position='learned', activation='gelu_tanh', bias='all', n_kv_heads=4, dropout=0.1), 'post': dict(pre_norm=False, init_std=0.3),
+    'relu2': dict(activation='relu2', tie_embeddings=True),
+    'gemma2': dict(norm='rmsnorm1p', sandwich_norm=True, activation='geglu', scale_embeddings=True, query_pre_attn_scalar=20.0, attn_softcap=5.0, logit_softcap=9.0, layer_windows=[6, 0])}
+
+
+@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize('rows', [[[1, 2, 3]], [[1, 2, 3], [4], [5, 6]], [[i % 40, 7] for i in range(16)]])
+def test_a_plan_writes_what_the_model_writes(name, rows):
+    from trainkit.decode import refusal
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**LLAMA, **FAMILIES[name]})).eval()
+    for p in model.parameters():
+        if p.ndim > 1: torch.nn.init.normal_(p, std=0.25)
+    assert refusal(model) == ''
+    for knobs in (dict(temperature=0), dict(seed=1, temperature=0.7, repetition_penalty=1.1)):
+        a, b = (generate(model, rows, 50, fast=fast, **knobs) for fast in (True, False))
+        assert a == b
+    assert generate(model, rows, 20, temperature=0, weights='packed') == generate(model, rows, 20, temperature=0, fast=False)
+
+
+def test_a_plan_is_used_and_is_given_up(ours):
+    from trainkit.decode import DecodePlan
+    steps, calls = [], []
+    original = DecodePlan.step
+    DecodePlan.step = lambda self, ids: (steps.append(1), original(self, ids))[1]
+    try:
+        generate(ours, [1, 2], 6, temperature=0)
+        assert len(steps) == 5
+        hook = ours.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: calls.append(1))
+        generate(ours, [1, 2], 6, temperature=0)
+        hook.remove()
+        assert len(steps) == 5 and len(calls) == 6 # A hook sees every token
+        with pytest.warns(UserWarning, match="weights='int8' is left out: fast is False"): generate(ours, [1], 3, fast=False, weights='int8')
+        with pytest.raises(ValueError, match='packed, bfloat16, int8'): generate(ours, [1], 3, weights='int3')
+    finally: DecodePlan.step = original
+
+
+def test_a_step_reads_the_weights_as_they_are_now(ours):
+    "No copy survives a call: a model that trains on speaks with what it has learned."
+    before = generate(ours, [1, 2, 3], 30, temperature=0)
+    with torch.no_grad(): ours.lm_head.weight.neg_()
+    try: assert generate(ours, [1, 2, 3], 30, temperature=0) == generate(ours, [1, 2, 3], 30, temperature=0, fast=False) != before
+    finally:
+        with torch.no_grad(): ours.lm_head.weight.neg_()
+
+
+def test_memory_is_that_of_the_cache(monkeypatch):
+    "Bytes of the storages that a long text takes, with a window and without; nothing else grows with it."
+    import trainkit.generate
+    made, original = [], trainkit.generate.KVCache
+    monkeypatch.setattr(trainkit.generate, 'KVCache', lambda *args: made.append(original(*args)) or made[-1])
+    for windows, room in (([8, 8], 40), (None, 250)):
+        model = Transformer(ModelConfig(**{**LLAMA, 'max_seq_len': 300, 'layer_windows': windows})).eval()
+        generate(model, [[1, 2], [3]], 249, temperature=0)
+        stores = [t.untyped_storage().nbytes() for t in made[-1].keys + made[-1].values]
+        assert made[-1].length == 250 and stores == [2 * 2 * room * 8 * 4] * 4 # rows, heads, tokens, width, bytes
+        assert made[-1].nbytes == sum(stores)
+
+
+@pytest.mark.parametrize('kind', ['llama', 'ours'])
+def test_lengths_are_constrained_as_by_transformers(request, llama, kind):
+    model, prompts = request.getfixturevalue(kind), torch.randint(VOCAB, (16, 5), generator=torch.Generator().manual_seed(3))
+    free = theirs(llama, prompts, max_new_tokens=40)
+    eos = free[:, 5:].flatten().bincount(minlength=VOCAB).topk(2).indices.tolist()
+    want = llama.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=40, min_new_tokens=12, eos_token_id=eos, pad_token_id=eos[0])
+    got = generate(model, prompts, 40, temperature=0, min_new_tokens=12, eos_token_id=eos)
+    assert torch.equal(got, want) and not torch.isin(got[:, 5:17], torch.tensor(eos)).any() and torch.isin(got, torch.tensor(eos)).any()
+
+
+def test_speculation_is_exact_for_greedy_text(ours):
+    from trainkit.speculative import speculate
+    other = Transformer(ModelConfig(**{**LLAMA, 'n_layers': 1}))
+    for draft in (ours, other):
+        for prompt in ([1, 2, 3], [40], [5, 6] * 10):
+            rounds = []
+            assert speculate(ours, draft, prompt, 40, temperature=0, draft_tokens=5, rounds=rounds) == generate(ours, prompt, 40, temperature=0)
+            assert (len(rounds) < 10) == (draft is ours) # Its own guesses are always right

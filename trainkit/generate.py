@@ -46,7 +46,6 @@ def read_prompts(
                          'that begins a text')
     return [[operator.index(i) for i in row] for row in rows]
 
-# %% ../nbs/15_generate.ipynb #ef849010
 def context_length(
     model: nn.Module, # `Transformer` or any causal model of transformers
 ) -> float: # In tokens; infinity where the model names no limit

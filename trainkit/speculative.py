@@ -57,7 +57,7 @@ def speculate_row(
     processors: Sequence[Processor] = (), # Asked about both models, since the guesses have to fit them too
     draft_tokens: int = 4, # Guesses in a round
 ) -> Iterator[tuple[list[int], int]]: # What a round has written, all but the last of it guessed; how many guesses it made
-    "Continue one row, a round at a time."
+    "Continue one row, a round at a time, until EOS, or until enough is written or a context is full."
     limit = min(model.config.max_seq_len, draft_model.config.max_seq_len, len(row) + config.max_new_tokens)
     device, begin, length = model.device, len(row), len(row)
     ids = torch.tensor(row + [0] * (limit - begin), device=device)
