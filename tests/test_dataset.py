@@ -164,6 +164,17 @@ def test_a_file_cut_anywhere_is_no_shorter_list_in_silence(tmp_path, form):
         assert form == 'csv' and [r['prompt'] for r in back] == [r['prompt'] for r in GOOD[:len(back)]], cut
 
 
+def test_a_zst_file_without_its_end_is_an_error(tmp_path):
+    import zstandard
+    plain = write_examples(GOOD*50, tmp_path/'rows.jsonl').read_bytes()
+    path = tmp_path/'rows.jsonl.zst'
+    path.write_bytes(packed := zstandard.compress(plain))
+    assert len(load_examples(path)) == len(GOOD)*50
+    for cut in (1, 20, len(packed)//2, len(packed) - 1):
+        path.write_bytes(packed[:cut])
+        with pytest.raises(ValueError, match='not a whole .zst'): [*read_rows(path)]
+
+
 def test_workers_change_nothing(tmp_path):
     rows, _ = seeded(1, [name for name in BAD if name != 'list'])
     path = tmp_path/'rows.jsonl'
@@ -261,7 +272,7 @@ def test_no_question_on_two_sides(data, kind, seed):
 
 
 @FUZZ
-@given(st.text(max_size=60))
+@given(st.text(max_size=60) | st.text('ae\u0301\u200b\r\n\x85\u2029 \u00a0', max_size=20))
 def test_cleaning_twice_is_cleaning_once(dirty):
     once = clean_text(dirty)
     assert clean_text(once) == once
