@@ -1,4 +1,4 @@
-"""Attention, an MLP, a stream that both write to, again and again: a transformer, and the same numbers as Llama and GPT-2
+"""Attention, an MLP, a stream that both write to, again and again: a transformer, and the same numbers as Llama
 
 `Transformer` is the decoder-only transformer that a `ModelConfig` describes. With the defaults it is Llama's: RMSNorm, rotary positions, SwiGLU, and parameters under the names that `LlamaForCausalLM` gives them. GPT-2's choices (LayerNorm, learned positions, GELU, biases, dropout) and those of its predecessor (norm after the sum) are knobs of the same block.
 
