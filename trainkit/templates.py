@@ -157,7 +157,8 @@ def _run(template: str, messages: list[dict], names: Mapping, **more: Any) -> tu
             pieces.append(piece)
             written[0] += len(piece)
             if written[0] > CHARS: raise SecurityError(f'the template writes more than {CHARS:,} characters')
-    except SecurityError as error: raise ValueError(f'this chat template is not safe to run: {error}') from None
+    except (SecurityError, OverflowError, MemoryError) as error:
+        raise ValueError(f'this chat template is not safe to run: {error}') from None
     except RecursionError: raise ValueError('this chat template is not safe to run: it calls itself') from None
     except TemplateError as error: raise ValueError(f'the chat template refuses these messages: {error}') from None
     except (TypeError, AttributeError, KeyError) as error:
