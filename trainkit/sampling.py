@@ -118,7 +118,6 @@ def adjust(
     if config.top_k: logits = keep_top_k(logits, config.top_k)
     return keep_min_p(keep_top_p(logits, config.top_p), config.min_p)
 
-# %% ../nbs/14_sampling.ipynb #b18505ac
 def choose(
     logits: Tensor, # (B, V) in float32, of the last position
     ids: Tensor, # (B, T), all that has been read and written
