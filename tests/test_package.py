@@ -91,7 +91,10 @@ MAY_IMPORT = {
     'evaluate': '',
     'families': 'architecture config model',
     'hf': 'config families model tokenizer',
-    'recipes': 'charts config dataloader dataset evaluate families generate hf knobs machine model optim plan runs summary tokenizer track train',
+    'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',
+    'method': 'config dataset knobs model optim plan sampling',
+    'parts': 'chat config dataloader dataset generate judge lengths memmap method model packing tokenizer',
+    'recipes': 'chat config dataset evaluate families hf judge machine method objective parts plan runs tokenizer track train',
     'cli': 'config files generate hf machine recipes',
 }
 
