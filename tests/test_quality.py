@@ -172,7 +172,7 @@ WORLD = {
     'Vietnamese': 'Ở đây có ngôi nhà thứ {} và những người vui vẻ.', 'Russian': 'Это предложение номер {} о чём-то хорошем — «Привет»!',
     'Greek': 'Αυτή είναι η πρόταση {} για την Ελλάδα.', 'Chinese': '这是关于第{}个城市的句子，天气很好。', 'Japanese': 'これは{}番目の文です。東京は大きい。',
     'Korean': '이것은 {}번째 문장입니다. 서울은 큽니다.', 'Arabic': 'هذه هي الجملة رقم {} عن المدينة الجميلة.', 'Persian': 'این جمله‌ی {} درباره‌ی کتاب‌هاست و می‌خواهم بخوانم.',
-    'Hebrew': 'זה המשפט מספר {} על העיר.', 'Hindi': 'यह वाक्य संख्या {} है। क्\u200dष भी ठीक है।', 'Thai': 'นี่คือ\u200bประโยค\u200bที่ {} เกี่ยวกับเมือง',
+    'Hebrew': 'זה המשפט מספר {} על העיר (Tel Aviv)\u200f.', 'Hindi': 'यह वाक्य संख्या {} है। क्\u200dष और र्\u200d भी ठीक है।', 'Thai': 'นี่คือ\u200bประโยค\u200bที่ {} เกี่ยวกับเมือง',
     'emoji': 'Number {} 👩🏽‍🚀 🏳️‍🌈 👨‍👩‍👧 ❤️ \U0001f3f4\U000e0067\U000e0062\U000e0073\U000e0063\U000e0074\U000e007f is fun.', 'maths': 'x² + y² ≤ {} µm, ΔT = 5 °C ± 2 %, ½ × √2.'}
 
 
@@ -191,6 +191,12 @@ def test_clean_data_raises_no_alarm(name):
     report = check_examples(rows[len(rows)//20:], None)
     assert not [f for f in report.findings if f.severity != 'note'], report
     assert report.exit_code == 0
+
+
+def test_a_long_instruction_makes_no_duplicates_and_no_leaks():
+    form = 'You are a careful geographer who answers in one short sentence and never guesses, whatever is asked of you. ' * 2
+    good, held = (put(rows, range(len(rows)), prompt=lambda t: form + t) for rows in facts())
+    assert not {'near_duplicates', 'near_leak', 'question_leak', 'leak'} & {f.name for f in check_examples(good, held).findings}
 
 
 def test_cleaned_rows_stay_clean():
