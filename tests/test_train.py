@@ -364,7 +364,8 @@ def test_pause_leaves_speed_and_time_alone():
     assert wall > 0.5 and result.seconds < wall - 0.45 and result.steps == 40
     speeds = [r['tokens_per_second'] for r in result.history]
     assert speeds[20] > 0.1*sorted(speeds)[20]
-    assert result.history[21]['eta_seconds'] < 0.5
+    record = result.history[21]
+    assert record['eta_seconds'] < 2*record['seconds']*18/22 + 0.05 # not slowed down by the half second of the pause
 
 
 def test_training_in_a_thread_and_stopping_from_another(tmp_path):
