@@ -563,6 +563,28 @@ def test_packed_rows(changes: dict, dense: int, monkeypatch) -> None:
             assert torch.equal(after[row, first:], packed.logits[row, first:])
 
 
+@pytest.mark.parametrize('window', [1, 2, 200, 256, 300, 650])
+@pytest.mark.parametrize('how', ['sdpa', 'eager'])
+def test_long_rows_under_a_window(window: int, how: str) -> None:
+    "In blocks, where rows are longer than two of them: as Mistral, gradients too, and after a prompt in a cache."
+    theirs = hf_model('Mistral', num_key_value_heads=2, sliding_window=window, num_hidden_layers=2, max_position_embeddings=1024, initializer_range=0.2)
+    config = from_hf_config(theirs.config)
+    config.attention = how
+    ours = Transformer(config)
+    ours.load_state_dict(theirs.state_dict())
+    assert 700 > 2 * attention.BLOCK
+    ids = torch.randint(61, (1, 700))
+    a, b = ours(ids, labels=ids), theirs(input_ids=ids, labels=ids)
+    close(a.logits, b.logits)
+    a.loss.backward(); b.loss.backward()
+    want = {n: p.grad for n, p in theirs.named_parameters()}
+    for n, p in ours.named_parameters(): close(p.grad, want[n])
+    with torch.no_grad():
+        cache = KVCache(2, 700, config.layer_windows)
+        parts = [ours(ids[:, i:j], past_key_values=cache).logits for i, j in ((0, 600), (600, 601), (601, 640), (640, 700))]
+    close(torch.cat(parts, 1), b.logits)
+
+
 @pytest.mark.parametrize('side', ['left', 'right', 'both'])
 def test_long_padded_rows(side: str, monkeypatch) -> None:
     "Padding as a list of lengths: real tokens as without it, gradients too."
