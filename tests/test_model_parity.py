@@ -585,7 +585,7 @@ def test_long_rows_under_a_window(window: int, how: str) -> None:
     close(torch.cat(parts, 1), b.logits)
 
 
-@pytest.mark.parametrize('side', ['left', 'right', 'both'])
+@pytest.mark.parametrize('side', ['left', 'right', 'both', 'documents'])
 def test_long_padded_rows(side: str, monkeypatch) -> None:
     "Padding as a list of lengths: real tokens as without it, gradients too."
     monkeypatch.setattr(attention, 'DENSE', 0)
@@ -597,14 +597,19 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
     if side != 'left': mask[1, 25:] = 0
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, 11 if side != 'right' else 0] = -100
-    got = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=1)
+    more, cuts = {}, ([30], [30])
+    if side == 'documents': # Their positions say nothing of the padding, and the second row has two
+        more, cuts = dict(position_ids=torch.stack((torch.arange(30), torch.arange(30) % 15))), ([30], [15, 15])
+        labels[1, 15] = -100
+    got = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=1, **more)
     got.loss.backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    for row, real, logits in zip(ids, mask.bool(), got.logits, strict=True):
-        alone = model(row[real][None], labels=row[real][None], num_items_in_batch=1)
-        close(logits[real], alone.logits[0])
-        alone.loss.backward()
+    for row, real, logits, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
+        for part, real, logits in zip(row.split(sizes), real.split(sizes), logits.split(sizes), strict=True): # noqa: B020
+            alone = model(part[real][None], labels=part[real][None], num_items_in_batch=1)
+            close(logits[real], alone.logits[0])
+            alone.loss.backward()
     for n, p in model.named_parameters(): close(together[n], p.grad, 1e-4)
 
 
