@@ -95,7 +95,8 @@ MAY_IMPORT = {
     'method': 'config dataset knobs model optim plan sampling',
     'parts': 'chat config dataloader dataset generate judge lengths memmap method model packing tokenizer',
     'recipes': 'chat config dataset evaluate families hf judge machine method objective parts plan runs tokenizer track train',
-    'cli': 'config files generate hf machine recipes',
+    'shell': 'dataset files quality shards tokenizer',
+    'cli': 'files generate hf machine recipes shell',
 }
 
 

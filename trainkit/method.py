@@ -90,7 +90,7 @@ class RunConfig:
         for name in ('data', 'optim', 'train'):
             group, changes = getattr(self, name), METHODS[self.method].get(name, {})
             if vars(group).pop('_unset', False) and changes: setattr(self, name, type(group)(**{**vars(group), **changes}))
-        if not self.init_from and self.data.max_length > self.model.max_seq_len:
+        if self.method == 'pretrain' and not self.init_from and self.data.max_length > self.model.max_seq_len:
             why = f'must be at most model.max_seq_len = {self.model.max_seq_len}'
             raise ConfigError([Problem('data.max_length', self.data.max_length, why)], 'RunConfig')
 
