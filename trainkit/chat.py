@@ -27,10 +27,11 @@ _COPIES: WeakKeyDictionary = WeakKeyDictionary() # tokenizer of transformers -> 
 
 def _backend(tokenizer: Any) -> Any:
     if (known := _COPIES.get(tokenizer)) and known[0] == len(tokenizer): return known[1]
-    backend = getattr(tokenizer, 'backend_tokenizer', None)
+    backend: Any = getattr(tokenizer, 'backend_tokenizer', None)
     if backend is None:
         raise TypeError(f'{type(tokenizer).__name__} cannot say where its tokens stand in a text: '
                         'use a fast tokenizer of transformers, or a BPETokenizer')
+    if backend.post_processor is None and not backend.truncation and not backend.padding: return backend
     data = json.loads(backend.to_str()) | dict(post_processor=None, truncation=None, padding=None)
     copy = type(backend).from_str(json.dumps(data))
     _COPIES[tokenizer] = len(tokenizer), copy
@@ -56,13 +57,37 @@ def encode_spans(
             starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
             out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
         return out
-    rows, sizes, out = tokenizer.encode_batch([*texts], allowed_special='all'), tokenizer.token_sizes, []
-    for text, row, stretches in zip(texts, rows, spans, strict=True):
-        ids = np.array(row, np.int64)
-        ends = sizes[ids].cumsum()
-        inside = [tuple(_bytes_until(text, at, tokenizer.nfc) for at in stretch) for stretch in stretches]
-        out.append((ids, _touched(ends - sizes[ids], ends, inside)))
-    return out
+    flat, rows = _encode_flat(texts, tokenizer) # Python's loops are over texts and stretches, never over tokens
+    ends = np.concatenate(([0], tokenizer.token_sizes[flat].cumsum()))
+    inside = [a if t.isascii() else [tuple(_bytes_until(t, at, tokenizer.nfc) for at in span) for span in a]
+              for t, a in zip(texts, spans, strict=True)]
+    counts = [len(stretches) for stretches in inside]
+    both = np.array([span for stretches in inside for span in stretches], np.int64).reshape(-1, 2)
+    both += np.repeat(ends[rows[:-1]], counts)[:, None] # Bytes from the beginning of the first text
+    first, last = ends[1:].searchsorted(both[:, 0], 'right'), ends[:-1].searchsorted(both[:, 1], 'left')
+    touched = iter(np.stack((first, last), 1) - np.repeat(rows[:-1], counts)[:, None])
+    return [(flat[a:b], [tuple(next(touched).tolist()) for _ in range(n)])
+            for a, b, n in zip(rows[:-1].tolist(), rows[1:].tolist(), counts, strict=True)]
+
+def _encode_flat(texts: Sequence[str], tokenizer: BPETokenizer) -> tuple[np.ndarray, np.ndarray]:
+    "The ids of all texts as one array, and where each text begins, and ends."
+    if tokenizer.nfc: texts = [normalize('NFC', text) for text in texts]
+    split = re.compile(f"({_any_of(tokenizer.special_tokens)})").split
+    cut = [split(text) for text in texts] # Plain text at the even places, special tokens at the odd ones
+    ids, sizes = tokenizer.encoder.encode_flat([piece for pieces in cut for piece in pieces[::2]])
+    many = np.array([len(pieces) for pieces in cut], np.int64)
+    plain = (np.arange(many.sum()) - np.repeat(many.cumsum() - many, many)) % 2 == 0
+    lengths = np.ones(len(plain), np.int64)
+    lengths[plain] = sizes
+    ends = np.concatenate(([0], lengths.cumsum()))
+    special, out = np.zeros(ends[-1], bool), np.empty(ends[-1], np.int64)
+    special[ends[:-1][~plain]] = True
+    out[special] = [tokenizer.special_tokens[piece] for pieces in cut for piece in pieces[1::2]]
+    out[~special] = ids
+    return out, ends[np.concatenate(([0], many.cumsum()))]
+
+def _any_of(tokens: Iterable[str]) -> str: # A regular expression, the longest first; of nothing, one that nothing matches
+    return '|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'
 
 def _touched(starts: np.ndarray, ends: np.ndarray, stretches: Iterable[tuple]) -> list[tuple[int, int]]:
     return [(int(ends.searchsorted(a, 'right')), int(starts.searchsorted(b, 'left'))) for a, b in stretches]
@@ -110,7 +135,7 @@ def _encode_marked(text: str, spans: list, tokenizer: Any, specials: Mapping[str
         except ValueError:
             raise ValueError('a message spells out a special token, and this tokenizer cannot take it for plain text: '
                              'clean the messages first') from None
-    pieces = re.split(f"({'|'.join(map(re.escape, sorted(tokenizer.special_tokens, key=len, reverse=True)))})", text)
+    pieces = re.split(f'({_any_of(tokenizer.special_tokens)})', text)
     codes = [[tokenizer.special_tokens[p]] if i % 2 else tokenizer.encode(p.replace(MARK, ''), 'none')
              for i, p in enumerate(pieces)]
     ids, bare = np.array(sum(codes, []), np.int64), text.replace(MARK, '')
@@ -130,7 +155,7 @@ def render_batch(
 ) -> list[tuple[np.ndarray, np.ndarray]]: # ids, int64, and loss mask, bool, of each
     "What `render` does, for many chats at once; a `ValueError` says which chat cannot be rendered."
     jinja, specials, names = find_template(tokenizer, template), _specials(tokenizer), _names(tokenizer)
-    written = re.compile('|'.join(map(re.escape, sorted(specials, key=len, reverse=True))) or '(?!)')
+    written = re.compile(_any_of(specials))
     texts, spans, marked = [], [], []
     for i, messages in enumerate(conversations):
         try: text, span = render_text(_marked(messages, written), jinja, names, train_on, add_generation_prompt,

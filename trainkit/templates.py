@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_context
@@ -197,6 +197,9 @@ def render_text(
     if train_on not in ('assistant', 'last', 'all'):
         raise ValueError(f"train_on = {train_on!r}: must be 'assistant', 'last' or 'all'")
     if not messages: raise ValueError('there are no messages to render')
+    if template in _FILLED and tools is None and all(map(_simple, messages)):
+        key = tuple(m['role'] for m in messages), tuple((names or {}).items()), train_on, add_generation_prompt
+        return _fill(*_skeleton(template, *key), [m['content'] for m in messages], _FILLED[template])
     chat, names = [_message(m, i) for i, m in enumerate(messages)], names or {}
     more: dict = dict(tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt)
     answers = [i for i, m in enumerate(chat) if m['role'] == 'assistant']
@@ -211,6 +214,28 @@ def render_text(
     else: text, spans = _turns(template, chat, names, wanted, **more)
     if MARK in text or any('untrained' in m for m in messages): text, spans = _unmark(text, spans, messages, wanted)
     return text, [(0, len(text))] if train_on == 'all' else spans
+
+_FILLED: dict[str, bool] = {} # Templates that do no more to a content than put it somewhere -> whether they strip it
+
+def _simple(message: Any) -> bool:
+    return type(message) is dict and len(message) == 2 and type(message.get('content')) is str \
+        and type(message.get('role')) is str and MARK not in message['content']
+
+@lru_cache(maxsize=1024)
+def _skeleton(template: str, roles: tuple, names: tuple, train_on: str, ask: bool) -> tuple[list[str], list[tuple]]:
+    "What stands between the contents, and where the spans are: after how many contents, and which character."
+    marks = [chr(0xF0000 + i) for i in range(len(roles))] # Private characters in place of the contents
+    chat = [dict(role=role, content=mark, train=True) for role, mark in zip(roles, marks, strict=True)]
+    text, spans = render_text(chat, template, dict(names), train_on, ask)
+    places = [text.index(mark) for mark in marks]
+    between = [text[a:b] for a, b in zip([0, *(p + 1 for p in places)], [*places, len(text)], strict=True)]
+    return between, [tuple((before := sum(p < at for p in places), at - before) for at in span) for span in spans]
+
+def _fill(between: list[str], spans: list[tuple], contents: list[str], strip: bool) -> tuple[str, list[tuple[int, int]]]:
+    if strip: contents = [content.strip() for content in contents]
+    ends = [0, *accumulate(map(len, contents))]
+    text = ''.join([piece for pair in zip(between, contents, strict=False) for piece in pair] + between[-1:])
+    return text, [(ends[n] + at, ends[m] + to) for (n, at), (m, to) in spans]
 
 @lru_cache(maxsize=64)
 def _tagged(template: str) -> bool:
@@ -309,3 +334,5 @@ TEMPLATES: dict[str, Template] = {
     'plain': Template("{% for m in messages %}{% if m.role == 'assistant' %}" + _answer('m.content + eos_token') +
                       '{% else %}{{ m.content }}{% endif %}{% endfor %}'),
 }
+_FILLED |= {TEMPLATES[name].jinja: name in ('llama3', 'gemma', 'alpaca')
+            for name in ('chatml', 'smollm2', 'qwen', 'llama3', 'gemma', 'alpaca', 'plain')}
