@@ -190,13 +190,14 @@ class Worker:
         return loss.item() # waits for a GPU
 
     def peak_flops(self) -> float:
-        "Operations a second of the fastest large matrix product, in the dtype of this setting."
+        "Operations a second of the fastest large matrix product in the dtype of this setting, by either library of a CPU."
         import torch
+        from trainkit.layers import fast_products
         dtype, best, size = torch.bfloat16 if self.autocast else torch.float32, 0.0, 1024 if self.device.type == 'cpu' else 8192
         a, b = (torch.randn(size, size, dtype=dtype, device=self.device) for _ in range(2))
-        for _ in range(12):
+        for i in range(24):
             start = time.perf_counter()
-            c = a @ b
+            with fast_products() if i % 2 else contextlib.nullcontext(): c = a @ b
             c[0, 0].item()
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
         return best
@@ -252,15 +253,11 @@ class Lane:
 # ---- the comparison
 
 def train_flops(shape: tuple) -> float:
-    "Multiply-adds of one step, times two: matrices once forward and twice backward, causal attention half of a square."
-    layers, width, _, mlp, vocab, batch, length = shape
-    try:
-        from trainkit.architecture import ModelConfig, count_flops  # type: ignore
-        config = ModelConfig(vocab_size=vocab, d_model=width, n_heads=shape[2], n_layers=layers, d_ff=mlp, max_seq_len=length)
-        return 3 * count_flops(config, batch, length)
-    except ImportError: pass
-    matrices = layers * (4*width**2 + 3*width*mlp) + width*vocab
-    return 6 * batch*length * matrices + 6 * layers * batch * length**2 * width
+    "Operations of one step: forward once, backward twice as much; of attention the half that causal kernels compute."
+    from trainkit.architecture import ModelConfig, flops_by_part
+    layers, width, heads, mlp, vocab, batch, length = shape
+    parts = flops_by_part(ModelConfig(vocab_size=vocab, d_model=width, n_heads=heads, n_layers=layers, d_ff=mlp, max_seq_len=length), batch, length)
+    return 3 * (sum(parts.values()) - parts['attention'] / 2)
 
 
 def compare(lanes: list[Lane], args) -> None:
@@ -299,7 +296,7 @@ def compare_losses(lanes: list[Lane], args) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--rounds', type=int, default=9)
+    parser.add_argument('--rounds', type=int, default=9, help='at least 2')
     parser.add_argument('--warmup', type=int, default=2)
     parser.add_argument('--threads', type=int, default=1)
     parser.add_argument('--shape', choices=SHAPES, default='bench')
@@ -309,13 +306,16 @@ def main() -> None:
     parser.add_argument('--device', default='cpu', choices=('cpu', 'cuda'))
     parser.add_argument('--losses', action='store_true', help='train on real text instead, and compare the losses')
     parser.add_argument('--steps', type=int, default=200, help='for --losses')
+    parser.add_argument('--rows', type=int, help='of a batch, if not those of the shape')
     parser.add_argument('--worker', choices=MODELS, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rows: SHAPES[args.shape] = (*SHAPES[args.shape][:5], args.rows, SHAPES[args.shape][6])
     if args.worker: return Worker(args.worker, args.setting[0], args).serve()
     import torch
     import transformers
     argv = ['--threads', args.threads, '--shape', args.shape, '--device', args.device]
     argv = [str(x) for x in argv] + (['--nanogpt', args.nanogpt] if args.nanogpt else []) + ['--losses'] * args.losses
+    if args.rows: argv += ['--rows', str(args.rows)]
     if args.losses: wanted = [(n, s) for s in args.setting for n in ('transformers', 'trainkit') if s == 'plain' or n == 'trainkit']
     else: wanted = [(n, s) for s in args.setting for n in MODELS if n == 'trainkit' or n in args.lanes]
     lanes = []
