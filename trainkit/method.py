@@ -112,12 +112,13 @@ def method_config(
     **defaults: Any, # Knobs of the run itself, below file and overrides
 ) -> RunConfig: # Raises `ConfigError` with every problem
     "A run's config out of its layers: profile, method, file, overrides."
-    named = [o.split('=', 1)[1].strip() for o in overrides if o.split('=', 1)[0].strip() in ('method', 'training_type', 'stage') and '=' in o]
+    names = ('method', 'training_type', 'stage')
+    named = [value.strip().strip('"\'') for name, _, value in (o.partition('=') for o in overrides) if name.strip() in names]
     if isinstance(source, (str, Path)):
         if not Path(source).is_file(): raise FileNotFoundError(f"No config file at '{source}'. Give the path of a YAML or JSON file.")
         given: Mapping = parse_config(Path(source).read_text(encoding='utf-8'), str(source))[0]
     else: given = source or {}
-    asked = [given[k] for k in ('method', 'training_type', 'stage') if k in given]
+    asked = [given[k] for k in names if k in given]
     method = (named or asked or [defaults.get('method', 'pretrain')])[-1]
     if method not in METHODS:
         raise ConfigError([Problem('method', method, f'must be one of {", ".join(METHODS)}.{nearest(method, list(METHODS))}')], 'RunConfig')
