@@ -19,9 +19,10 @@ import numpy as np
 
 from .canvas import Picture, grid, table
 from .charts import bars
-from .chat import find_template, render_batch
+from .chat import find_template, is_ours, render_batch
 from .columns import example_kind, to_messages
 from .crew import in_order
+from .memo import cached
 
 # %% ../nbs/13_lengths.ipynb #08308ab6
 def _keep_end(mask: np.ndarray, limit: int, first: int) -> np.ndarray:
@@ -152,14 +153,25 @@ def _render_rows(rows: Sequence[tuple[int, Mapping]], tokenizer: Any, kind: str 
     return out
 
 def _render_all(rows: Sequence[Mapping], tokenizer: Any, kind: str | None, template: str | None, train_on: str,
-                reasoning: str, num_workers: int) -> list[tuple[np.ndarray, np.ndarray]]:
+                reasoning: str, num_workers: int, cache: str | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
     if reasoning not in ('train', 'read', 'drop'): raise ValueError(f"reasoning = {reasoning!r}: must be 'train', 'read' or 'drop'")
     if not rows: raise ValueError('there are no rows')
     plain = template is None and not getattr(tokenizer, 'chat_template', None)
     if plain and all(isinstance(row.get(c, ''), str) for row in rows for c in ('prompt', 'messages')): template = 'plain'
     elif (kind or example_kind(rows[0])) != 'text': template = find_template(tokenizer, template)
     work = partial(_render_rows, tokenizer=tokenizer, kind=kind, template=template, train_on=train_on, reasoning=reasoning)
-    return list(in_order(work, enumerate(rows), num_workers, 512))
+    render = lambda: in_order(work, enumerate(rows), num_workers, 512)
+    if cache is None: return list(render())
+    def rendered() -> list[dict]: return [dict(input_ids=ids, learned=mask.astype(np.int8)) for ids, mask in render()]
+    depends_on = 1, rows, _content(tokenizer), kind, template, train_on, reasoning
+    return [(row['input_ids'], row['learned'] > 0) for row in cached(rendered, depends_on, cache)]
+
+def _content(tokenizer: Any) -> str:
+    "All that the ids depend on."
+    if not is_ours(tokenizer): parts = tokenizer.backend_tokenizer.to_str()
+    else: parts = (tokenizer.tokens, tokenizer.special_tokens, tokenizer.pattern, tokenizer.nfc, tokenizer.whole,
+                   [*tokenizer.encoder.pairs], [*tokenizer.encoder.ranks])
+    return repr((parts, tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template))
 
 # %% ../nbs/13_lengths.ipynb #9b55d090
 def _check(max_length: int | None, truncation: str) -> None:
@@ -212,12 +224,13 @@ def tokenize_examples(
     min_length: int = 1, # Rows with fewer tokens are dropped, and counted
     untrained: str = 'error', # Rows in which nothing is learned: 'error' or 'drop'
     num_workers: int = 1, # Processes (`preprocessing_num_workers`)
+    cache: str | None = None, # A folder: rows that were rendered in the same way are read from it
 ) -> Examples: # With the report; warns of what was cut or dropped, raises `ValueError` for what must not be
     "Rows as ids and labels, and nothing lost without a word."
     _check(max_length, truncation)
     if untrained not in ('error', 'drop'): raise ValueError(f"untrained = {untrained!r}: must be 'error' or 'drop'")
     rows = [*rows]
-    pairs = _render_all(rows, tokenizer, kind, template, train_on, reasoning, num_workers)
+    pairs = _render_all(rows, tokenizer, kind, template, train_on, reasoning, num_workers, cache)
     pairs, report = _measure(pairs, tokenizer, max_length, truncation)
     if truncation == 'error' and report.dropped:
         i = int(report.lengths.argmax())

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from .canvas import Picture, clean, visible
+from .chat import is_ours
 from .lengths import tokenize_examples
-from .tokenizer import BPETokenizer
 
 # %% ../nbs/13_masks.ipynb #04bcc0aa
 def _row_of(example: Mapping, tokenizer: Any, how: dict) -> dict[str, np.ndarray]:
@@ -62,7 +62,7 @@ def show_mask(
     row = _row_of(example, tokenizer, how)
     ids, labels, real, positions = row['ids'], np.where(row['real'], row['labels'], -100), row['real'], row['positions']
     problems = mask_problems(ids[real], labels[real], tokenizer)
-    bare = isinstance(tokenizer, BPETokenizer)
+    bare = is_ours(tokenizer)
     ends = {tokenizer.bos_token_id: 'BOS', tokenizer.eos_token_id: 'EOS'}
     spans, line = [], ('<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;height:1.2em;'
                        'vertical-align:middle;margin:0 3px"></span>')
