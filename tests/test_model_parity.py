@@ -716,3 +716,17 @@ def test_checkpointing_with_a_frozen_base(learns: str, monkeypatch) -> None:
     assert len(results[0]) == len(results[1]) > 2
     for a, b in zip(*results, strict=True): close(a, b, 1e-6)
     assert len(results[0]) - 2 == {'one early bias': 1, 'an added matrix': 2}.get(learns, len(results[0]) - 2)
+
+
+def test_a_row_of_documents_may_be_longer_than_the_longest_document():
+    "Padding-free rows: the limit is one of positions, not of the row."
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=50, d_model=16, n_heads=2, n_layers=2, d_ff=32, max_seq_len=16)).eval()
+    parts = [torch.randint(0, 50, (1, n)) for n in (16, 9, 14)]
+    places = torch.cat([torch.arange(p.shape[1]) for p in parts])[None]
+    with torch.no_grad():
+        row = model(torch.cat(parts, 1), position_ids=places).logits
+        alone = torch.cat([model(p).logits for p in parts], 1)
+    torch.testing.assert_close(row, alone, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match='max_seq_len'): model(torch.cat(parts, 1), position_ids=torch.arange(39)[None])
+    with pytest.raises(ValueError, match='max_seq_len'): model(torch.cat(parts, 1))

@@ -193,7 +193,7 @@ class Decoder(nn.Module):
             raise ValueError(f'input_ids has shape {tuple(input_ids.shape)}, and must have (batch, tokens)')
         (rows, new), past, device = input_ids.shape, cache.length if cache is not None else 0, input_ids.device
         total = past + new
-        if total > config.max_seq_len:
+        if total > config.max_seq_len and position_ids is None: # a row of several documents may be longer than each
             raise ValueError(f'{total} tokens are more than max_seq_len = {config.max_seq_len}: cut the sequence, '
                              'or make a model with a larger max_seq_len')
         check_ids('input_ids', input_ids, config.vocab_size, 'does the tokenizer belong to this model?')
