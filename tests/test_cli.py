@@ -122,6 +122,19 @@ WRONG = {
     'wrong encoding': (['demo', 'data.path=latin.txt'], 'line 2'),
     'no such model': (['generate', '-m', 'nowhere', '-p', 'x'], 'nowhere'),
     'not a run': (['train', '--resume', '.'], 'config.yaml'),
+    'unknown method': (['train', '--method', 'stf', '--dataset', 'latin.txt'], "Did you mean 'sft'"),
+    'method and data that do not fit': (['train', '--method', 'pretrain', '--dataset', 'pairs.jsonl', *SMALL[1:]], 'say method=sft'),
+    'answers that are missing': (['train', '--method', 'sft', '--dataset', 'half.jsonl', *SMALL[2:]], 'half.jsonl, line 2'),
+    'no such base model': (['train', '--method', 'sft', '--model', 'nowhere', '--dataset', 'pairs.jsonl'], 'nowhere'),
+    'check: missing file': (['data', 'check', 'nothing.jsonl'], 'nothing.jsonl'),
+    'check: max_length without a tokenizer': (['data', 'check', 'pairs.jsonl', '--max-length', '9'], '--model'),
+    'split: over its own input': (['data', 'split', 'pairs.jsonl', '--train-output', 'pairs.jsonl', '--eval-output', 'e.jsonl'], 'the file that is read'),
+    'split: unknown column': (['data', 'split', 'pairs.jsonl', '--train-output', 't.jsonl', '--eval-output', 'e.jsonl', '--stratify', 'tsk'], 'tsk'),
+    'split: percentage': (['data', 'split', 'pairs.jsonl', '--train-output', 't.jsonl', '--eval-output', 'e.jsonl', '--eval-percentage', '0'], 'between 0 and 100'),
+    'convert: broken rows': (['data', 'convert', 'half.jsonl', 'x.csv'], 'half.jsonl, line 2'),
+    'convert: unknown form': (['data', 'convert', 'pairs.jsonl', 'x.xml'], 'x.xml'),
+    'show: binary': (['data', 'show', 'binary.txt'], 'binary'),
+    'tokenize: no tokenizer': (['data', 'tokenize', 'latin.txt', 'out', '--tokenizer', '.'], 'tokenizer.json'),
     'unknown tracker': (['demo', 'report_to=[tensorbord]', *SMALL], 'tensorboard'),
 }
 
@@ -132,6 +145,8 @@ def litter(tmp_path_factory):
     (folder/'empty.txt').write_text('')
     (folder/'binary.txt').write_bytes(b'\x00\x01\x02'*100)
     (folder/'latin.txt').write_bytes('gut\nschön'.encode('latin-1'))
+    (folder/'pairs.jsonl').write_text('\n'.join(json.dumps(dict(prompt=f'What is {n}?', completion=f'It is {n}.')) for n in range(30)))
+    (folder/'half.jsonl').write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     return folder
 
 
@@ -146,7 +161,35 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
     assert {p.name for p in litter.iterdir()} == before, 'nothing half-written'
 
 
+def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
+    "show, check, split, convert and tokenize as a new user types them, and a run from the shards."
+    rows = [dict(question=f'What is {n} times two?', answer=f'{2*n}', topic='ab'[n % 2]) for n in range(200)]
+    (tmp_path/'mine.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    shown = trainkit('data', 'show', 'mine.jsonl', cwd=tmp_path)
+    assert shown.returncode == 0 and 'prompt_completion' in shown.stdout and 'What is 2 times two?' in shown.stdout, shown.stderr
+    cut = trainkit('data', 'split', 'mine.jsonl', '--train-output', 'train.jsonl', '--eval-output', 'eval.jsonl', '--eval-percentage', '10',
+                   '--test-output', 'test.csv', '--stratify', 'topic', cwd=tmp_path)
+    assert cut.returncode == 0, cut.stderr
+    again = trainkit('data', 'split', 'mine.jsonl', '--train-output', 'a.jsonl', '--eval-output', 'b.jsonl', '--test-output', 'c.csv',
+                     '--stratify', 'topic', cwd=tmp_path)
+    assert again.returncode == 0
+    for one, other in (('train.jsonl', 'a.jsonl'), ('eval.jsonl', 'b.jsonl'), ('test.csv', 'c.csv')):
+        assert (tmp_path/one).read_bytes() == (tmp_path/other).read_bytes()
+    clean, leak = (trainkit('data', 'check', 'train.jsonl', '--eval', held, '--json', cwd=tmp_path) for held in ('eval.jsonl', 'train.jsonl'))
+    assert leak.returncode == 1 and 'leak' in leak.stdout
+    assert all(f['severity'] != 'error' for f in json.loads(clean.stdout)['findings']) and clean.returncode == 0, clean.stdout
+    chats = trainkit('data', 'convert', 'train.jsonl', 'chats.parquet', '--to', 'messages', cwd=tmp_path)
+    assert chats.returncode == 0 and 'messages' in trainkit('data', 'show', 'chats.parquet', cwd=tmp_path).stdout, chats.stderr
+    (tmp_path/'text.txt').write_text('\n'.join(f"{r['question']} {r['answer']}" for r in rows)*9)
+    made = trainkit('data', 'tokenize', 'text.txt', 'shards', '--tokenizer', str(demo[0]/'runs'/'demo'/'model'), '--verify', cwd=tmp_path)
+    assert made.returncode == 0 and 'All checksums are right' in made.stdout, made.stderr
+    ran = trainkit('train', '--dataset', 'shards', *SMALL[2:], 'data.eval_fraction=0.1', 'train.max_steps=5', 'train.eval_steps=5', cwd=tmp_path)
+    assert ran.returncode == 0 and (tmp_path/'runs'/'run'/'model').is_dir(), ran.stdout + ran.stderr
+
+
 def test_usage_errors_have_their_own_code(tmp_path):
+    assert trainkit('data', 'splt', cwd=tmp_path).returncode == 2
+    assert trainkit('data', 'split', 'x.jsonl', cwd=tmp_path).returncode == 2
     assert trainkit('trane', cwd=tmp_path).returncode == 2
     assert trainkit('generate', cwd=tmp_path).returncode == 2
 
