@@ -209,7 +209,7 @@ def test_hub_options_reach_datasets(monkeypatch):
     assert load_examples('Salesforce/wikitext', split='eval')[0]['text'] == 'b'
     assert next(iter(stream_examples('Salesforce/wikitext', split='train[:10%]')))['text'] == 'c'
     assert asked == [('Salesforce/wikitext', 'wikitext-2-v1', None, False), ('Salesforce/wikitext', None, None, False),
-                     ('Salesforce/wikitext', None, 'train[:10%]', True)]
+                     ('Salesforce/wikitext', None, 'train[:10%]', False)]
     parts, facts = load_splits(DataConfig(path='Salesforce/wikitext', validation_split='validation'))
     assert [r['text'] for r in parts['eval']] == ['b'] and facts['train_rows'] == 1
 
@@ -276,7 +276,7 @@ def test_no_question_on_two_sides(data, kind, seed):
 def test_cleaning_twice_is_cleaning_once(dirty):
     once = clean_text(dirty)
     assert clean_text(once) == once
-    assert '\r' not in once and '\u200b' not in once and '\n\n\n\n' not in once
+    assert '\r' not in once and 'a\u200b' not in once and '\n\n\n\n' not in once
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -349,3 +349,134 @@ def test_every_reader_gives_lines_from_one(tmp_path):
         else: write_examples([dict(text='one'), dict(text='two')], path)
         lines = [line for line, _ in read_rows(path)]
         assert lines == {'txt': [1], 'csv': [2, 3], 'tsv': [2, 3], 'json': [2, 5]}.get(form, [1, 2])
+
+
+# --- what a reviewer's odd files brought to light
+
+GOOD_LINE = '{"prompt": "a", "completion": "b"}\n'
+
+
+@pytest.mark.parametrize('first', ['broken', '["x", "y"]', '# a comment', '{', '{"prompt": "a"', '5'])
+def test_a_bad_first_line_is_a_bad_row_like_any_other(tmp_path, first):
+    (path := tmp_path/'rows.jsonl').write_text(first + '\n' + GOOD_LINE*3)
+    rows = load_skipping(path)
+    assert [r['line'] for r in rows] == [2, 3, 4] and len(rows.report.bad) == 1 and 'line 1' in rows.report.bad[0]
+    with pytest.raises(ValueError, match='line 1'): load_examples(path)
+
+
+def test_json_in_a_jsonl_file_and_blank_lines_before_the_first(tmp_path):
+    path = tmp_path/'rows.jsonl'
+    for text, lines in (('\n\n\n' + GOOD_LINE*3, [4, 5, 6]), ('[\n{"text": "a"},\n{"text": "b"}\n]\n', [2, 3]),
+                        ('[{"text": "a"}, {"text": "b"}]\n', [1, 1]), ('{\n "text": "a"\n}\n', [1])):
+        path.write_text(text)
+        assert [r['line'] for r in load_examples(path)] == lines
+
+
+@pytest.mark.parametrize('first, rest, kind', [
+    (dict(prompt='q', completion=None), dict(prompt='a', completion='b'), 'prompt_completion'),
+    (dict(prompt='q', completion='x', label=None), dict(prompt='a', completion='b', label=True), 'unpaired'),
+    (dict(question='q', reasoning=None, answer='x'), dict(question='a', reasoning='r', answer='b'), 'reasoning')])
+def test_a_null_in_the_first_row_does_not_decide_the_kind(tmp_path, first, rest, kind):
+    path = write_examples([first, rest, rest], tmp_path/'rows.jsonl')
+    with pytest.raises(ValueError, match='line 1'): load_examples(path)
+    rows = load_skipping(path)
+    assert rows.report.kind == kind and len(rows) == 2
+    assert load_examples(write_examples([first]*1200, path)).report.kind != kind # all rows say so
+
+
+def test_an_index_that_pandas_wrote_is_a_column(tmp_path):
+    (path := tmp_path/'rows.csv').write_text(',prompt,completion\n0,a,b\n1,c,d\n')
+    assert [(r['index'], r['prompt']) for r in load_examples(path)] == [('0', 'a'), ('1', 'c')]
+    path.write_text('prompt,,completion\na,b,c\n')
+    with pytest.raises(ValueError, match='name each column once'): load_examples(path)
+
+
+def test_dates_and_arrays_become_json(tmp_path):
+    import datetime
+
+    import numpy as np
+    rows = [dict(text='a', when=datetime.datetime(2020, 1, 2), n=np.int64(3), v=np.arange(2))]
+    for form in ('jsonl', 'json'):
+        back = load_examples(write_examples(rows, tmp_path/f'rows.{form}'))[0]
+        assert (back['when'], back['n'], back['v']) == ('2020-01-02T00:00:00', 3, [0, 1])
+    with pytest.raises(ValueError, match="column 'blob' holds a value of type bytes"):
+        write_examples([dict(text='a', blob=b'x')], tmp_path/'rows.jsonl')
+
+
+def test_folders_say_what_they_do_not_read(tmp_path):
+    for name in ('train.jsonl', 'test.jsonl', 'extra.jsonl'): (tmp_path/name).write_text(GOOD_LINE)
+    (tmp_path/'dataset_infos.json').write_text('{"default": {}}')
+    rows = load_examples(tmp_path)
+    assert [r['source'] for r in rows] == ['train.jsonl']
+    assert rows.report.notes == ['splits: train, test; read: train', 'files of no split are not read: extra.jsonl']
+
+
+def test_a_folder_of_programs_has_no_splits(tmp_path):
+    for name in ('train.py', 'test_model.py', 'model.py'): (tmp_path/name).write_text('x = 1\n')
+    (tmp_path/'__init__.py').write_text('')
+    rows = load_skipping(tmp_path)
+    assert [r['source'] for r in rows] == ['model.py', 'test_model.py', 'train.py'] and len(rows.report.bad) == 1
+    with pytest.raises(ValueError, match='__init__.py: the file is empty'): load_examples(tmp_path)
+
+
+def test_a_part_of_a_split_is_not_streamed(monkeypatch, tmp_path):
+    import datasets
+    real, path = datasets.load_dataset, write_examples([dict(text=str(i)) for i in range(10)], tmp_path/'rows.jsonl')
+    monkeypatch.setattr(datasets, 'load_dataset', lambda name, config, **how: real(
+        'json', data_files=str(path), cache_dir=str(tmp_path/'cache'), **how))
+    rows = load_examples('some-owner/data', split='train[2:6]', max_examples=3)
+    assert [r['text'] for r in rows] == ['2', '3', '4']
+
+
+@pytest.mark.parametrize('name', ['system', 'system_prompt'])
+def test_a_system_prompt_in_its_own_column_is_said(tmp_path, name):
+    talk = [{'from': 'human', 'value': 'Hi'}, {'from': 'gpt', 'value': 'Yo'}]
+    for row in (dict(conversations=talk), dict(question='Hi', answer='Yo'), dict(instruction='Hi', output='Yo')):
+        read = load_examples(write_examples([{**row, name: 'Be brief'}], tmp_path/'rows.jsonl'))[0]
+        for one in (read, {**row, name: 'Be brief'}):
+            assert [(m['role'], m['content']) for m in to_messages(one)] == [('system', 'Be brief'), ('user', 'Hi'), ('assistant', 'Yo')]
+
+
+def test_clean_drops_empty_turns_and_keeps_different_calls():
+    talk = lambda answer, **more: dict(messages=[dict(role='user', content='Do'), dict(role='assistant', content=answer, **more)])
+    calls = [talk('', tool_calls=[dict(function=dict(name='f', arguments=dict(x=x)))]) for x in (1, 2, 1)]
+    rows, counts = clean_examples([talk('\u200b'), talk('Yes'), *calls])
+    assert rows == [talk('Yes'), *calls[:2]] and (counts['too_short'], counts['repeated']) == (1, 1)
+
+
+@FUZZ
+@given(st.text('aé\u0301\u0e01\u05d0\u200b\u200c\u200d\xad\u180e\u2060\u2064\ufeff\u200e\u202e\U000e0041\U0001f3f4\x1b[31m', max_size=14))
+def test_what_the_doctor_sends_to_cleaning_is_cleaned(dirty):
+    from trainkit.blemishes import invisible
+    once = clean_text(dirty)
+    assert not invisible(once) and clean_text(once) == once
+
+
+def test_cleaning_leaves_what_means_something():
+    assert clean_text('\x1b[31mred\x1b[0m co\xadop') == 'red coop'
+    for kept in ('ภาษา\u200bไทย', 'می\u200cخواهم', '👩\u200d👧', 'שלום\u200f!', '\U0001f3f4\U000e0067\U000e0062\U000e007f'): assert clean_text(kept) == kept
+
+
+def test_conversations_that_the_assistant_opens_are_split_by_their_question():
+    rows = [dict(messages=[dict(role='assistant', content='Welcome!'), dict(role='user', content=f'q{i//2}'), dict(role='assistant', content='x')])
+            for i in range(60)]
+    one, other = split_examples((r for r in rows), 0.2, by=None)
+    assert len(one) > len(other) > 2 and not {split_key(r) for r in one} & {split_key(r) for r in other}
+    assert sum(map(len, split_examples([dict(text=str(i), task=['a', 'b'][i % 2:]) for i in range(40)], 0.2, by='task'))) == 40
+
+
+def test_mix_says_what_is_wrong_with_it():
+    data = dict(a=[dict(text='x')], b=[dict(text='y')])
+    for how, why in ((dict(datasets=[*data.values()]), 'must have names'), (dict(datasets=data, total=-1), 'total = -1'),
+                     (dict(datasets=data, weights=dict(a=1)), r"none for \['b'\]"),
+                     (dict(datasets=data, weights=[float('nan'), 1]), 'must be 0 or more')):
+        with pytest.raises(ValueError, match=why): mix(**how)
+    assert len(mix(dict(a=(r for r in data['a']), b=data['b']))) == 2
+
+
+def test_caches_of_odd_examples(tmp_path):
+    from trainkit.memo import content_hash
+    row = dict(prompt='a')
+    assert len({content_hash(row), content_hash([row]), content_hash([[row]])}) == 3
+    with pytest.raises(ValueError, match=r"one has \['a'\], another \['b'\]"): cached(lambda: [dict(a=1), dict(b=1)], ['x'], tmp_path)
+    assert cached(lambda: iter([dict(a=1)]), ['y'], tmp_path) == [dict(a=1)] # type: ignore

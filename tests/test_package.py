@@ -51,7 +51,7 @@ MAY_IMPORT = {
     'duplicates': '',
     'findings': 'blemishes canvas charts columns',
     'proportions': 'blemishes findings',
-    'quality': 'blemishes columns duplicates findings proportions',
+    'quality': 'blemishes columns duplicates findings knobs proportions',
     'chat': 'templates',
     'memmap': 'files',
     'shards': 'columns containers corpora knobs memmap patterns progress tokenizer',

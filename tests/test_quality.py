@@ -16,7 +16,7 @@ from trainkit.corpora import CORPORA
 from trainkit.dataset import clean_examples
 from trainkit.duplicates import (choose_bands, content_key, drop_duplicates, exact_groups, find_leaks, jaccard,
                                  join_groups, near_pairs, pieces, shingles, signatures)
-from trainkit.findings import Case, Examples, Finding, QualityReport
+from trainkit.findings import Case, Finding, QualityReport, View
 from trainkit.quality import CHECKS, check_examples
 
 
@@ -232,7 +232,7 @@ def test_rows_may_be_a_stream_of_any_kind():
     stream = (r for r in corpus('arithmetic'))
     assert check_examples(stream).kind == 'reasoning'
     assert check_examples([]).rows == 0
-    assert check_examples([], []).exit_code == 0
+    assert check_examples([], []).exit_code == 1 # nothing to train on
     assert check_examples([{'nothing': 1}])['malformed'].count == 1
     assert check_examples([dict(prompt=f'Write {i}') for i in range(99)]).kind == 'prompt'
     share = [{'conversations': [{'from': 'human', 'value': f'Hi {i}'}, {'from': 'gpt', 'value': f'Hello {i}'}]} for i in range(150)]
@@ -352,7 +352,7 @@ def test_a_check_of_ones_own(monkeypatch):
     monkeypatch.setitem(CHECKS, 'mine', lambda case: iter([Finding('mine', 'warning', len(case.train), len(case.train), 'x')]))
     report = check_examples(facts()[0][:7], checks=['mine'], strict=True)
     assert isinstance(report, QualityReport) and report['mine'].count == 7 and report.exit_code == 1
-    assert Case(Examples([])).splits
+    assert Case(View([])).splits
 
 
 def test_many_rows_in_bounded_memory():
@@ -365,3 +365,10 @@ def test_many_rows_in_bounded_memory():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert not report.of('error') and peak < 2000*len(rows) + 10e6, peak
+
+
+def test_what_is_no_list_of_rows_or_no_method_is_an_error_and_no_rows_fail():
+    for bad in ('rows.jsonl', dict(prompt='a', completion='b')):
+        with pytest.raises(ValueError, match='a list of rows is needed'): check_examples(bad)
+    with pytest.raises(ValueError, match="Did you mean 'lora'"): check_examples([dict(text='a')], method='lorra')
+    assert check_examples([]).exit_code == 1

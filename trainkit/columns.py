@@ -228,8 +228,10 @@ def as_example(
         if isinstance(own.get('completion'), list) and isinstance(own['prompt'], str):
             own['prompt'] = [dict(role='user', content=own['prompt'])]
     more = {k: v for k, v in row.items() if k not in out.values() and k not in own}
-    if isinstance(turns := own.get('prompt'), list) and more.get('system') and turns[0]['role'] != 'system':
-        own['prompt'] = [dict(role='system', content=_text(more.pop('system'), 'system')), *turns]
+    if kind != 'text' and isinstance(more.get('system_prompt'), str) and 'system' not in more: more['system'] = more.pop('system_prompt')
+    talk = 'messages' if kind == 'messages' else 'prompt' # where a system prompt in a column of its own belongs
+    if isinstance(turns := own.get(talk), list) and more.get('system') and turns[0]['role'] != 'system':
+        own[talk] = [dict(role='system', content=_text(more.pop('system'), 'system')), *turns]
     return {**own, **more}
 
 # %% ../nbs/11_columns.ipynb #d078fae5
@@ -240,11 +242,14 @@ def to_messages(
 ) -> list[dict]: # `{role, content}` each, the last one of the assistant where the row has an answer
     "A row as a conversation; raises `ValueError` for kinds that are no question with an answer."
     kind = kind or example_kind(row)
-    if KINDS.get(kind) and not all(c in row for c in KINDS[kind]): row = as_example(row, kind) # other names
-    if kind == 'messages': return [*as_messages(row['messages'])]
+    if KINDS.get(kind) and ('system_prompt' in row or not all(c in row for c in KINDS[kind])): row = as_example(row, kind) # other names
+    first = [dict(role='system', content=row['system'])] if row.get('system') else []
+    if kind == 'messages':
+        said = as_messages(row['messages'])
+        return said if said[0]['role'] == 'system' else [*first, *said]
     if kind == 'prompt_completion':
         asked, said = row['prompt'], row['completion']
-        if not isinstance(asked, str): return [*asked, *said]
+        if not isinstance(asked, str): return [*(first if asked[0]['role'] != 'system' else []), *asked, *said]
     elif kind == 'instruction':
         asked, said = row['instruction'] + (f"\n\n{row['input']}" if row.get('input') else ''), row['output']
     elif kind == 'reasoning':
@@ -252,7 +257,6 @@ def to_messages(
         if train_reasoning: said = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{said}"
     else: raise ValueError(f'a row of kind {kind} is no conversation: prompt_completion, instruction, messages and '
                            'reasoning can be made into one')
-    first = [dict(role='system', content=row['system'])] if row.get('system') else []
     return [*first, dict(role='user', content=asked), dict(role='assistant', content=said)]
 
 # %% ../nbs/11_columns.ipynb #377dc341

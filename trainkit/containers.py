@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import date, time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,13 @@ def _read_jsonl(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
 
 def _read_json(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     "One JSON value, or a value a line: the beginning tells."
-    with Whole(path) as file: head = b''.join(islice(file, 2)).decode(codec(encoding), 'ignore').strip()
-    first, _, second = head.partition('\n')
-    alone = isinstance(_json(first, ''), dict) # a whole object on the first line, and then perhaps a broken one
-    if alone and (second or plain_suffix(path) != '.json') or (
-            plain_suffix(path) != '.json' and head[:1] == '{' and first.strip() != '{'):
-        yield from _read_jsonl(path, encoding, field)
+    with Whole(path) as file: head = b''.join(islice((line for line in file if line.strip(b' \t\r\n\0')), 2))
+    first, _, second = head.decode(codec(encoding), 'ignore').strip().partition('\n')
+    begins, named = _json(first, ''), plain_suffix(path) != '.json' # as a file of lines; its first may be a broken one
+    if isinstance(begins, dict): lines = named or bool(second)
+    elif first[:1] == '[': lines = named and not isinstance(begins, ValueError) and bool(second)
+    else: lines = named and bool(first) and (first.strip() != '{' or second.strip()[:1] == '{')
+    if lines: yield from _read_jsonl(path, encoding, field)
     else: yield from _elements(path, read_text(path, encoding), field)
 
 # %% ../nbs/11_containers.ipynb #10932751
@@ -154,6 +156,7 @@ def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
                 if not record: continue
                 if names is None:
                     names = [name.strip() for name in record]
+                    if names[0] == '' and len(names) > 1: names[0] = 'index' # as pandas writes its own
                     if '' in names or len({*names}) < len(names):
                         raise ValueError(f'{path}, line {begin}: the first line must name each column once, here is {names}')
                 elif len(record) != len(names):
@@ -229,9 +232,16 @@ def write_examples(
 ) -> Path: # The path; an older file there is replaced
     "Write rows to a file, whole or not at all."
     path, rows, suffix = Path(path), list(rows), plain_suffix(path)
+    def plain(value: Any) -> Any: # what tables and arrays hold, and JSON has no form for
+        if isinstance(value, (date, time)): return value.isoformat()
+        if hasattr(value, 'tolist'): return value.tolist()
+        column = next((c for row in rows for c, v in row.items() if v is value), None)
+        raise ValueError(f"{path}: {f'column {column!r} holds' if column else 'a column holds'} a value of type "
+                         f'{type(value).__name__}, which JSON has no form for: drop it, or write .parquet')
     try:
-        if suffix in ('.jsonl', '.ndjson'): data = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows).encode()
-        elif suffix == '.json': data = (json.dumps(rows, ensure_ascii=False, indent=1) + '\n').encode()
+        if suffix in ('.jsonl', '.ndjson'):
+            data = ''.join(json.dumps(row, ensure_ascii=False, default=plain) + '\n' for row in rows).encode()
+        elif suffix == '.json': data = (json.dumps(rows, ensure_ascii=False, indent=1, default=plain) + '\n').encode()
         elif suffix in ('.csv', '.tsv'): data = _to_csv(rows, '\t' if suffix == '.tsv' else ',')
         elif suffix == '.parquet' and path.suffix.lower() == suffix: data = _to_parquet(rows, path)
         else: raise ValueError(f'{path}: rows are written as .jsonl, .json, .csv, .tsv or .parquet')

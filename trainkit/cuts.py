@@ -38,13 +38,14 @@ def split_key(
     if kind == 'instruction': asked: Any = f"{row['instruction']}\n\n{row.get('input') or ''}"
     else: asked = row.get({'messages': 'messages', 'reasoning': 'question'}.get(kind, 'prompt'))
     if not isinstance(asked, str):
-        first = next((i for i, turn in enumerate(asked) if turn['role'] == 'assistant'), len(asked))
-        asked = '\n\n'.join(turn['content'] for turn in asked[:first] if turn['role'] != 'system')
+        begin = next((i for i, turn in enumerate(asked) if turn['role'] == 'user'), 0) # a greeting may come first
+        first = next((i for i, turn in enumerate(asked) if turn['role'] == 'assistant' and i > begin), len(asked))
+        asked = '\n\n'.join(turn['content'] for turn in asked[begin:first] if turn['role'] != 'system')
     return ' '.join(unicodedata.normalize('NFKC', asked).casefold().split())
 
 # %% ../nbs/11_cuts.ipynb #f55c7762
 def split_examples(
-    rows: list[dict], # Examples of any kind
+    rows: Iterable[dict], # Examples of any kind
     eval_fraction: float = 0.1, # About this share of the rows; at least one
     seed: int = 0, # Another seed is another split
     test_fraction: float = 0.0, # About this share for a last test, which nothing else should read
@@ -55,6 +56,7 @@ def split_examples(
     if not 0 < eval_fraction < 1: raise ValueError(f'eval_fraction = {eval_fraction}: must be between 0 and 1')
     if not 0 <= test_fraction < 1 - eval_fraction:
         raise ValueError(f'test_fraction = {test_fraction}: must be between 0 and what eval_fraction leaves')
+    rows = list(rows)
     places = [side(split_key(row, group), seed) for row in rows]
     parts = 3 if test_fraction else 2
     if len({*places}) < parts:
@@ -65,8 +67,8 @@ def split_examples(
     if by is not None:
         if lost := next((row for row in rows if by not in row), None):
             raise ValueError(f"a row has no column {by!r} to split by (it has {', '.join(lost)})")
-        tasks: dict[Any, set[float]] = {}
-        for row, place in zip(rows, places, strict=True): tasks.setdefault(row[by], set()).add(place)
+        tasks: dict[str, set[float]] = {}
+        for row, place in zip(rows, places, strict=True): tasks.setdefault(str(row[by]), set()).add(place)
         forced |= {min(own) for own in tasks.values() if len(own) > 1}
     def part(place: float) -> int:
         if test_fraction and (place == highest or place >= 1 - test_fraction): return 2 if place != lowest else 1

@@ -17,13 +17,26 @@ from .columns import KINDS, example_kind, map_texts
 from .crew import in_order
 
 # %% ../nbs/11_damage.ipynb #65102f61
-_CONTROL = re.compile('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\u200b\u2060\ufeff]')
+_CONTROL = re.compile('\x1b\\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\xad\u180e\u2060-\u2064\ufeff]')
+_NO_BLANKS = '\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff' # Thai to Tibetan, Burmese, Khmer: a zero-width space parts their words
+_BREAKS = re.compile(f'(?<![{_NO_BLANKS}])\u200b(?![{_NO_BLANKS}])')
+_JOINERS = re.compile('(?<![^\x00-\u024f])[\u200c\u200d]+(?![^\x00-\u024f])') # between letters that never join
+_DIRECTION = re.compile('[\u200e\u200f\u202a-\u202e\u2066-\u2069]') # of use where some letters run to the left
+_TO_THE_LEFT = re.compile('[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]')
+_TAGS = re.compile('[\U000e0000-\U000e007f]') # of use after the black flag, as in Scotland's
+
+def _show(text: str) -> str:
+    "The text without what takes no room."
+    if text.isascii(): return _CONTROL.sub('', text)
+    if not _TO_THE_LEFT.search(text): text = _DIRECTION.sub('', text)
+    if '\U0001f3f4' not in text: text = _TAGS.sub('', text)
+    return _JOINERS.sub('', unicodedata.normalize('NFC', _BREAKS.sub('', _CONTROL.sub('', text))))
 
 def clean_text(
     text: str,
-) -> str: # NFC, `\n` line ends, plain spaces, no control or zero-width characters, at most two blank lines
+) -> str: # NFC, `\n` line ends, plain spaces, no control characters, none without width where they mean nothing, at most two blank lines
     "Mend what has one right answer, leave the rest."
-    text = unicodedata.normalize('NFC', _CONTROL.sub('', text)).replace('\r\n', '\n').replace('\r', '\n')
+    text = _show(text).replace('\r\n', '\n').replace('\r', '\n')
     text = text.replace('\x85', '\n').replace('\u00a0', ' ').replace('\u2028', '\n').replace('\u2029', '\n\n')
     return re.sub('\n{4,}', '\n\n\n', re.sub(r'[ \t]+(?=\n|\Z)', '', text))
 
@@ -36,7 +49,11 @@ def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
         clean = map_texts(row, lambda text: old.append(text) or new.append(clean_text(text)) or new[-1], kind) # noqa: B023
         digest = hashlib.blake2b(f"{kind}{row['label'] if kind == 'unpaired' else ''}".encode(), digest_size=16)
         for text in new: digest.update(b'\0' + text.encode('utf-8', 'surrogatepass'))
-        empty = any(isinstance(clean.get(c), str) and not clean[c].strip() for c in KINDS[kind])
+        own = [clean.get(c) for c in KINDS[kind]]
+        turns = [turn for value in own if isinstance(value, (list, tuple)) for turn in value]
+        digest.update(repr([{**turn, 'content': ''} for turn in turns]).encode('utf-8', 'surrogatepass')) # who speaks, which tools are called
+        empty = any(isinstance(v, str) and not v.strip() for v in own) or any( # a call or a thought may be without text
+            not str(t.get('content') or '').strip() and not t.get('tool_calls') and not t.get('reasoning_content') for t in turns)
         out.append((clean, old != new, 0 if empty else sum(len(text.strip()) for text in new), digest.digest()))
     return out
 

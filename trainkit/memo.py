@@ -41,6 +41,7 @@ def content_hash(
     digest = hashlib.sha256()
     for value in values:
         many = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, np.ndarray, set, frozenset))
+        if many: digest.update(b'[') # a row alone is another thing than a list of it
         for part in value if many else [value]: # row by row: a corpus need not be one long string
             digest.update(json.dumps(part, sort_keys=True, default=_plain, separators=(',', ':')).encode() + b'\n')
         digest.update(b'\0')
@@ -49,7 +50,10 @@ def content_hash(
 # %% ../nbs/11_memo.ipynb #f2d07f70
 def _pack(examples: Sequence[Mapping]) -> bytes:
     "Examples with the same columns as bytes: a checksum, then an `npz` file."
+    examples = list(examples)
     arrays: dict[str, np.ndarray] = {'rows': np.array(len(examples))}
+    if odd := next((e for e in examples if {*e} != {*examples[0]}), None):
+        raise ValueError(f'examples with the same columns are needed: one has {sorted(examples[0])}, another {sorted(odd)}')
     for column in examples[0] if examples else ():
         values = [e[column] for e in examples]
         whole = [isinstance(v, (list, tuple, np.ndarray)) and np.asarray(v).ndim == 1 and

@@ -26,7 +26,7 @@ def shares(
     "Proportions of a mixture, by weights or by n^(1/T) (Xue et al. 2020)."
     if weights is not None and temperature != 1: raise ValueError('weights and temperature both say how much of each: give one')
     if temperature <= 0: raise ValueError(f'temperature = {temperature}: must be above 0')
-    if weights is not None and (min(weights) < 0 or not sum(weights)):
+    if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float('inf')):
         raise ValueError(f'weights = {list(weights)}: must be 0 or more, and not all 0')
     largest = max(sizes)
     raw = [(n/largest)**(1/temperature) for n in sizes] if weights is None else list(weights)
@@ -86,13 +86,18 @@ def mix(
     seed: int = 0, # Chooses rows and their order
 ) -> Mixture: # Copies of rows, shuffled, each with its `task`; `source` stays what it was
     "One dataset out of several, with exact proportions that are reported."
+    if not isinstance(datasets, Mapping): raise ValueError('datasets must have names, as in mix({"sums": rows, "code": others})')
+    if total is not None and total < 0: raise ValueError(f'total = {total}: must be 0 or more')
+    datasets = {name: rows if isinstance(rows, Sequence) else list(rows) for name, rows in datasets.items()}
     if empty := [name for name, rows in datasets.items() if not len(rows)] or not datasets:
         raise ValueError(f'no rows in {empty}' if datasets else 'there are no datasets to mix')
     for given, what in ((weights, 'weights'), (prefixes, 'prefixes')):
         if isinstance(given, Mapping) and {*given} - {*datasets}:
             raise ValueError(f'{what} name {sorted({*given} - {*datasets})}, the datasets are {list(datasets)}')
     if weights is not None:
-        weights = [weights.get(name, 0) for name in datasets] if isinstance(weights, Mapping) else list(weights)
+        if isinstance(weights, Mapping) and {*datasets} - {*weights}:
+            raise ValueError(f'weights have none for {sorted({*datasets} - {*weights})}: 0 leaves a dataset out')
+        weights = [weights[name] for name in datasets] if isinstance(weights, Mapping) else list(weights)
         if len(weights) != len(datasets): raise ValueError(f'{len(weights)} weights for {len(datasets)} datasets: give one for each')
     kinds = {name: example_kind(rows[0]) for name, rows in datasets.items()}
     chats = {'messages', 'instruction', 'reasoning', 'prompt_completion'} # all become conversations

@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from .blemishes import looks_like_code, markup
-from .findings import Case, Evidence, Examples, Finding, Tally
+from .findings import Case, Evidence, Finding, Tally, View
 
 # %% ../nbs/12_proportions.ipynb #ebeec739
 ENOUGH: dict[str, tuple[int, int]] = { # Method -> too few below this, a try below that: distinct rows, for pretrain characters
@@ -32,7 +32,7 @@ def amount(case: Case) -> Iterator[Finding]:
     whole = {hash(text): len(text) for text in map(train.whole, range(len(train)))}
     have = sum(whole.values()) if unit == 'characters' else len(whole)
     if have < good:
-        yield Finding('amount', 'warning' if have < few else 'note', have, 0, f'{case.method} wants {good:,} different {unit} '
+        yield Finding('amount', 'error' if not have else 'warning' if have < few else 'note', have, 0, f'{case.method} wants {good:,} different {unit} '
                       f'or more, and hardly works with fewer than {few:,}.',
                       'The model learns these rows by heart before it learns the task.',
                       'Collect or write more rows; till then train few epochs with a small adapter.', unit=f'different {unit}')
@@ -66,7 +66,7 @@ def lengths(case: Case) -> Iterator[Finding]:
                           'Cut the long rows, or weigh the sources with `mix`.')
 
 # %% ../nbs/12_proportions.ipynb #3a97e2ae
-def _answers(rows: Examples) -> list[str]: # Without case and outer blanks; '' where there is none
+def _answers(rows: View) -> list[str]: # Without case and outer blanks; '' where there is none
     return [rows.parts(i)[1].strip().casefold() for i in range(len(rows))]
 
 def diversity(case: Case) -> Iterator[Finding]:

@@ -11,13 +11,14 @@ __all__ = ['PLACEHOLDERS', 'CHECKS', 'check_texts', 'check_malformed', 'check_em
 # %% ../nbs/12_quality.ipynb #506d03d2
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from . import blemishes
 from .duplicates import common_shingles, exact_groups, find_leaks, join_groups, near_pairs
-from .findings import Case, Examples, Finding, QualityReport, Tally
-from .proportions import PROPORTIONS
+from .findings import Case, Finding, QualityReport, Tally, View
+from .knobs import nearest
+from .proportions import ENOUGH, PROPORTIONS
 
 # %% ../nbs/12_quality.ipynb #32117ca7
 _TEXTS: dict[str, tuple[str, str, str, str]] = { # Finder of `blemishes` -> severity, what was found, effect, remedy
@@ -187,10 +188,12 @@ def check_examples(
     "What is wrong with these rows, with evidence and remedy."
     names = [*CHECKS] if checks is None else [*checks]
     if unknown := [n for n in names if n not in CHECKS]:
-        near = get_close_matches(unknown[0], CHECKS, 1)
-        raise ValueError(f'checks = {unknown[0]!r}: known are {", ".join(CHECKS)}.' + (f' Did you mean {near[0]!r}?' if near else ''))
-    train = Examples(rows, kind)
-    held = None if eval_rows is None else Examples(eval_rows, train.kind, 'eval')
+        raise ValueError(f'checks = {unknown[0]!r}: known are {", ".join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}')
+    if isinstance(rows, (str, Path, Mapping)):
+        raise ValueError(f'rows = {str(rows)[:60]!r}: a list of rows is needed, as `load_examples` gives it')
+    if method is not None and method not in ENOUGH: raise ValueError(f"method = {method!r}: known are {', '.join(ENOUGH)}.{nearest(method, list(ENOUGH))}")
+    train = View(rows, kind)
+    held = None if eval_rows is None else View(eval_rows, train.kind, 'eval')
     usual = {'text': 'pretrain', 'preference': 'dpo', 'unpaired': 'kto', 'prompt': 'grpo'}
     case, found = Case(train, held, method or usual.get(train.kind, 'lora'), tokenizer, max_length), []
     for name in names:
