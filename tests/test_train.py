@@ -346,6 +346,64 @@ def test_compilation_falls_back_and_says_why():
     assert same(plain.model, fallen.model) and 'no C++ compiler here' in result.notes[0] and ends == [result.notes]
 
 
+# What a reader brings along
+
+def test_a_model_that_knows_no_mask_trains_on_padded_rows_and_refuses_packed_ones():
+    plain, told = trainer(make('own')), trainer(make('own'), loss=own_loss) # own_loss leaves the mask out by hand
+    assert plain.train().final_loss == told.train().final_loss and same(plain.model, told.model)
+    batch = dict(input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long))
+    packed = dict(batch, position_ids=torch.tensor([[0, 1, 0, 1]]*2))
+    left = dict(batch, attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]))
+    for bad, word in ((packed, 'position_ids, so documents'), (left, 'attention_mask, so padding before')):
+        with pytest.raises(ValueError, match=f'Own.forward takes no {word}'): lm_loss(make('own'), bad)
+
+
+def test_the_groups_are_shown_with_their_peak_rates():
+    told = []
+    class Start:
+        def on_start(self, trainer, record): told.append(record['groups'])
+    t = trainer(callbacks=[Start()], max_steps=1)
+    t.train()
+    assert 'rate 0.01 ' in told[0] and 'rate 0 ' not in told[0]
+
+
+def test_objectives_that_cannot_be_added_up_say_so():
+    def mean(model, batch): return lm_loss(model, batch).total
+    with pytest.raises(TypeError, match='returned Tensor, and must return sums and counts'): trainer(loss=mean).train()
+    def uncounted(model, batch): return lm_loss(model, batch)
+    silent = [dict(input_ids=row, labels=[-100]*len(row)) for row in ROWS]
+    for pieces in (1, 3):
+        with pytest.raises(ValueError, match='every label is -100'):
+            trainer(rows=silent, loss=uncounted, gradient_accumulation_steps=pieces).train()
+
+
+def test_a_used_up_iterator_is_named():
+    batch = dict(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match='at step 3 .an iterator gives its batches only once'):
+        Trainer(make('ours'), lm_loss, (batch for _ in range(3)), config=TrainConfig(max_steps=8, progress=False)).train()
+
+
+def test_resuming_with_other_groups_says_which_knob(tmp_path):
+    trainer(folder=tmp_path/'run', max_steps=2).train()
+    other = trainer(folder=tmp_path/'run', max_steps=4)
+    other.optim = OptimConfig(lr_factors={'embed': 2.})
+    with pytest.raises(ValueError, match='same parameters in other groups .2 there, 3 here.: the patterns of lr_factors') as caught:
+        other.train(resume=True)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_backward_pass_that_does_not_compile_falls_back_too():
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    def failing(graph, inputs): raise RuntimeError('no backward pass here')
+    half = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=failing)
+    torch._dynamo.register_backend(half, name='half')
+    plain, fallen = trainer(max_steps=2), trainer(max_steps=2, torch_compile=True, torch_compile_backend='half')
+    plain.train()
+    notes = fallen.train().notes
+    assert len(notes) == 1 and 'no backward pass here' in notes[0] and same(plain.model, fallen.model)
+
+
 # Control
 
 def test_pause_leaves_speed_and_time_alone():

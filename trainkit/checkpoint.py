@@ -159,7 +159,13 @@ def check_optimizer(
     def names(groups): return [group.get('param_names', len(group['params'])) for group in groups]
     before, now = names(saved['param_groups']), names(groups)
     if before != now:
-        raise ValueError(f'The checkpoint trained other parameters: {before}, and this optimizer has {now}')
+        old, new = ({name for group in found for name in group} if all(isinstance(group, list) for group in found)
+                    else {str(found)} for found in (before, now))
+        what = [f'{title} {", ".join(sorted(some)[:3])}{", …" if len(some) > 3 else ""}'
+                for title, some in (('only there:', old - new), ('only here:', new - old)) if some]
+        raise ValueError('The checkpoint trained other parameters, ' + ('; '.join(what)) if what else
+            f'The checkpoint had the same parameters in other groups ({len(before)} there, {len(now)} here): the '
+            'patterns of lr_factors and weight_decays must be the same')
     for index, p in enumerate(p for group in groups for p in group['params']):
         for key, value in saved['state'].get(index, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:

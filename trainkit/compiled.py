@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 
 # %% ../nbs/17_compiled.ipynb #c5865732
 MAX_SHAPES = 8 # torch itself gives up after as many compilations
@@ -58,7 +59,8 @@ class Compiled:
                 self.say(f'torch_compile: batches of more than {MAX_SHAPES} shapes; the others run without it. '
                          'Pack the rows, or pad them to few lengths')
             return self.plain(*args, **kwargs)
-        try: out = self.fast(*args, **kwargs)
+        try: # A backward pass that cannot be compiled must fail here, not when it is run
+            with functorch.patch(force_non_lazy_backward_lowering=True): out = self.fast(*args, **kwargs)
         except Exception as error:
             if not from_compiler(error): raise
             self.give_up(error)

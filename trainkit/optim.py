@@ -184,7 +184,7 @@ def make_optimizer(
 # %% ../nbs/16_optim.ipynb #6702ebe9
 def show_groups(
     optimizer: Optimizer,
-) -> str: # A line a group: how many parameters and numbers, rate, decay, and some names
+) -> str: # A line a group: how many parameters and numbers, peak rate, decay, and some names
     "Who is treated how."
     lines = []
     for group in optimizer.param_groups:
@@ -192,7 +192,7 @@ def show_groups(
         kind = 'Muon' if group.get('use_muon') else 'AdamW' if 'use_muon' in group else type(optimizer).__name__
         some = ', '.join(names[:2]) + (f', … {names[-1]}' if len(names) > 2 else '')
         lines.append(f'{kind:6} {len(params):4} parameters {sum(p.numel() for p in params):14,} numbers  '
-                     f"rate {group['lr']:<8.3g} decay {group['weight_decay']:<6.3g} {some}".rstrip())
+                     f"rate {group.get('initial_lr', group['lr']):<8.3g} decay {group['weight_decay']:<6.3g} {some}".rstrip())
     return '\n'.join(lines)
 
 # %% ../nbs/16_optim.ipynb #58f9dce9

@@ -36,7 +36,6 @@ from .step import (
 
 if TYPE_CHECKING: from accelerate import Accelerator
 
-# %% ../nbs/18_train.ipynb #1255969c
 _all_ = ['Control', 'Loss', 'Result', 'TrainConfig', 'TrainingError', 'lm_loss', 'objective']
 
 # %% ../nbs/18_train.ipynb #998956fa
@@ -156,7 +155,9 @@ class Trainer:
                 if reason := self.ended(): return reason
             if self.state.batch: # the epoch was shorter than its length, or had none
                 self.state.epoch, self.state.batch = self.state.epoch + 1, 0
-        raise ValueError(f'train_batches gave no batch in a whole epoch, at step {self.state.step}')
+        once = ' (an iterator gives its batches only once: make it a list, or a class with __iter__)'
+        raise ValueError(f'train_batches gave no batch in a whole epoch, at step {self.state.step}'
+                         + once*hasattr(self.train_batches, '__next__'))
 
     def ended(self) -> str:
         "Why to end now, or nothing; waits while paused."
