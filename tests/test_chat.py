@@ -43,6 +43,8 @@ def chats(draw) -> list[dict]:
 def test_text_ids_and_mask_are_those_of_transformers(name, chat, ask):
     if name == 'gemma': chat = [m for m in chat if m['role'] != 'system']
     if ask: chat = chat[:-1]
+    if name == 'plain': chat = [m for m in chat if m['content']] # transformers' mask runs over a turn without characters
+    if not chat: return
     ours, theirs = READY[name], THEIRS[name]
     names = {k: v for k, v in theirs.special_tokens_map.items() if isinstance(v, str)}
     text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=ask)
