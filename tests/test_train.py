@@ -403,6 +403,15 @@ def test_a_backward_pass_that_does_not_compile_falls_back_too():
     notes = fallen.train().notes
     assert len(notes) == 1 and 'no backward pass here' in notes[0] and same(plain.model, fallen.model)
 
+def test_a_later_model_is_compiled_as_the_first_one_was():
+    graphs = []
+    def counting(graph, inputs): graphs.append(graph); return graph.forward
+    torch._dynamo.register_backend(counting, name='counting')
+    for made in range(1, 13): # More than torch's own limit, which counts the versions of all models together
+        notes = trainer(rows=[[1]*(4 + made)]*12, max_steps=1, torch_compile=True, torch_compile_backend='counting').train().notes
+        assert (len(graphs), notes) == (made, [])
+
+
 
 # Control
 

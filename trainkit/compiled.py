@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo
 from torch._functorch import config as functorch
 
 # %% ../nbs/17_compiled.ipynb #c5865732
@@ -59,8 +60,10 @@ class Compiled:
                 self.say(f'torch_compile: batches of more than {MAX_SHAPES} shapes; the others run without it. '
                          'Pack the rows, or pad them to few lengths')
             return self.plain(*args, **kwargs)
-        try: # A backward pass that cannot be compiled must fail here, not when it is run
-            with functorch.patch(force_non_lazy_backward_lowering=True): out = self.fast(*args, **kwargs)
+        try: # A backward pass that cannot be compiled must fail here, not when it is run. torch counts the versions
+            # of a line of code over all models of a process, and beyond its limit runs plain without a word
+            with functorch.patch(force_non_lazy_backward_lowering=True), \
+                 dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True): out = self.fast(*args, **kwargs)
         except Exception as error:
             if not from_compiler(error): raise
             self.give_up(error)
