@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,7 @@ LANES = { # What `generate` is told; the first is the peer
     'trainkit, packed': dict(weights='packed'),
     'trainkit, bfloat16': dict(weights='bfloat16'),
     'trainkit, int8': dict(weights='int8'),
+    'trainkit, compile': dict(compile=True), # Compiled while warming up, a minute or more a batch size; needs a C++ compiler
 }
 
 
@@ -85,6 +87,15 @@ def main() -> None:
         lane(torch.ones(1, 16, dtype=torch.int64), 100)
         return print(resident('VmHWM') - before)
     lanes = {name: make_lane(ours, theirs, LANES[name]) for name in args.lanes}
+    if 'trainkit, compile' in lanes:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            start = time.perf_counter()
+            lanes['trainkit, compile'](torch.ones(args.batch[0], 16, dtype=torch.int64), args.tokens)
+        if reasons := [str(w.message) for w in said if 'compile is left out' in str(w.message)]:
+            del lanes['trainkit, compile']
+            print(f'NO ROW FOR COMPILE: {reasons[0]}')
+        else: print(f'first text with compile=True: {time.perf_counter() - start:.0f} s')
     print(f'{args.shape}, torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} thread(s), {args.rounds} rounds, '
           f'{args.tokens} tokens after 16')
     print('| batch | lane | ms a step | × transformers (median, quartiles) | first token, ms | same ids |' + ' MB |' * args.memory)

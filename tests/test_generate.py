@@ -328,6 +328,41 @@ def test_a_plan_writes_what_the_model_writes(name, rows):
     assert generate(model, rows, 20, temperature=0, weights='packed') == generate(model, rows, 20, temperature=0, fast=False)
 
 
+@pytest.mark.parametrize('name', FAMILIES)
+def test_a_compiled_step_writes_what_the_model_writes(name):
+    "Traced as for the compiler; 50 tokens, so that windows of 5 and 6 move on, with and without gaps at the left."
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**LLAMA, **FAMILIES[name]})).eval()
+    for p in model.parameters():
+        if p.ndim > 1: torch.nn.init.normal_(p, std=0.25)
+    for rows in ([[1, 2, 3]], [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12]]):
+        for knobs in (dict(temperature=0), dict(seed=1, temperature=0.7, repetition_penalty=1.1)):
+            assert generate(model, rows, 50, compile='eager', **knobs) == generate(model, rows, 50, fast=False, **knobs)
+
+
+def test_a_compiled_step_is_kept_and_is_given_up(ours, llama, monkeypatch):
+    import trainkit.fixed
+    made, original = [], trainkit.fixed.CompiledStep.__init__
+    monkeypatch.setattr(trainkit.fixed.CompiledStep, '__init__', lambda self, *args: (made.append(args[2:4]), original(self, *args))[1])
+    want = generate(ours, [1, 2], 40, temperature=0)
+    with torch.no_grad(): sick = Transformer(ours.config).eval()
+    good = generate(sick, [1, 2], 40, temperature=0)
+    for _ in range(2): assert generate(sick, [1, 2], 40, temperature=0, compile='eager') == good
+    assert made == [(1, 64)] # The second text made none
+    sick.model.layers[0].self_attn.v_proj.weight.data[0] = torch.nan
+    with pytest.raises(FloatingPointError): generate(sick, [1, 2, 3, 4], temperature=0, compile='eager')
+    sick.model.layers[0].self_attn.v_proj.weight.data[0] = 0
+    assert generate(sick, [1, 2], 40, temperature=0, compile='eager') == generate(sick, [1, 2], 40, temperature=0) # No NaN is left behind
+    both = [stream(ours, [1, 2], 40, temperature=0, compile='eager') for _ in range(2)]
+    assert list(zip(*both, strict=True)) == [(i, i) for i in want[2:]] and made[-2:] == [(1, 64)] * 2 # Each has its own cache
+    with pytest.warns(UserWarning, match='compile is left out: LlamaForCausalLM is not'): assert generate(llama, [1, 2], 40, temperature=0, compile=True) == want
+    with pytest.warns(UserWarning, match='a compiled step reads the weights'): assert generate(ours, [1, 2], 40, temperature=0, compile='eager', weights='int8') == want
+    def broken(*args): raise RuntimeError('no compiler here')
+    monkeypatch.setattr(trainkit.fixed, 'fixed_step', broken)
+    with pytest.warns(UserWarning, match='compile is left out: .*'): assert generate(ours, [1] * 20, 44, temperature=0, compile='aot_eager') == generate(ours, [1] * 20, 44, temperature=0)
+    with pytest.raises(ValueError, match='must be True, False or one of'): stream(ours, [1], compile='inducter')
+
+
 def test_a_plan_is_used_and_is_given_up(ours):
     from trainkit.decode import DecodePlan
     steps, calls = [], []

@@ -13,7 +13,8 @@ import math
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from .cache import KVCache
 from .characters import TextPieces
 from .decode import DecodePlan, refusal
+from .fixed import compiled_step, find_backend
 from .model import Transformer
 from .sampling import Processor, SamplingConfig, choose
 
@@ -37,7 +39,7 @@ def read_prompts(
         hint = "; of a tokenizer's output take ['input_ids']" if hasattr(prompts, 'keys') else ''
         name = type(prompts).__name__
         raise TypeError(f'prompts must be text, ids, lists of these, or a tensor, not {name}{hint}')
-    if prompts and isinstance(prompts[0], int): prompts = [prompts]
+    if prompts and isinstance(prompts[0], Integral): prompts = [prompts]
     if tokenizer is None and any(isinstance(p, str) for p in prompts):
         raise ValueError('a prompt of text needs a tokenizer: pass tokenizer=')
     rows = [list(tokenizer.encode(p) if isinstance(p, str) else p) for p in prompts] # type: ignore
@@ -54,8 +56,8 @@ def context_length(
     return next((n for name in names if (n := getattr(model.config, name, None))), math.inf)
 
 # %% ../nbs/15_generate.ipynb #91cc4253
-def _may_plan(model: nn.Module, fast: bool, weights: str | None) -> bool:
-    reason = refusal(model) if fast else 'fast is False'
+def _may_plan(model: nn.Module, fast: bool, weights: str | None, compiled: bool) -> bool:
+    reason = 'a compiled step reads the weights as they are' if compiled else refusal(model) if fast else 'fast is False'
     if not reason and next(model.parameters()).device.type != 'cpu': reason = 'plans are for the CPU'
     if reason and weights is not None: warnings.warn(f"weights='{weights}' is left out: {reason}", stacklevel=3)
     return not reason
@@ -69,6 +71,7 @@ def decode_rows(
     processors: Sequence[Processor] = (),
     fast: bool = True, # Use a `DecodePlan` where there can be one
     weights: str | None = None, # The copy of the weights that it works with, out of `trainkit.decode.PRODUCTS`
+    backend: str | None = None, # For a compiled step instead, what `trainkit.fixed.find_backend` gives
 ) -> Iterator[tuple[Tensor, Tensor]]: # (B,) ids; (B,) bool, the rows alive: set one False to end that row
     "Continue all rows, a column a step, until all have ended, enough is written or the context is full."
     device, limit = next(model.parameters()).device, context_length(model)
@@ -86,24 +89,31 @@ def decode_rows(
     base: Any = getattr(model, 'get_base_model', lambda: model)() # What peft wrapped
     accepts = inspect.signature(base.forward).parameters
     inputs: dict[str, Any] = {'logits_to_keep': 1} if 'logits_to_keep' in accepts else {}
-    cache, plan, may_plan = None, None, _may_plan(model, fast, weights)
-    if isinstance(base, Transformer): cache = KVCache(base.config.n_layers, width + steps - 1, base.config.layer_windows)
-    places, start = torch.arange(width + steps, device=device) - gaps[:, None], 0
-    for end in range(width, width + steps):
-        if may_plan and start:
-            if plan is None: plan = DecodePlan(model, cache, len(rows), gaps if ragged else None, weights) # type: ignore
-            logits = plan.step(ids[:, start])
-        else:
-            if ragged:
-                inputs['attention_mask'] = (places[:, :end] >= 0).long()
-                if 'position_ids' in accepts: inputs['position_ids'] = places[:, start:end].clamp(min=0)
-            output = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, **inputs)
-            cache, logits = output.past_key_values, output.logits[:, -1]
-        start, forbidden = end, eos if end - width < config.min_new_tokens else ()
-        ids[:, end] = choose(logits.float(), ids[:, :end], config, u[end - width], processors, forbidden)
-        yield ids[:, end], alive
-        if eos: alive &= ~torch.isin(ids[:, end], ends)
-        if not alive.any(): return
+    places, start, cache, plan = torch.arange(width + steps, device=device) - gaps[:, None], 0, None, None
+    want_step = backend is not None and steps > 1
+    with compiled_step(model, len(rows), width + steps - 1, backend) if want_step else nullcontext() as step: # type: ignore
+        may_plan = _may_plan(model, fast, weights, step is not None)
+        if step is not None:
+            cache = step.cache
+            step.gaps.copy_(gaps)
+        elif isinstance(base, Transformer):
+            cache = KVCache(base.config.n_layers, width + steps - 1, base.config.layer_windows)
+        for end in range(width, width + steps):
+            if start and step is not None: logits = step.step(model, ids[:, start])
+            elif start and may_plan:
+                if plan is None: plan = DecodePlan(model, cache, len(rows), gaps if ragged else None, weights) # type: ignore
+                logits = plan.step(ids[:, start])
+            else:
+                if ragged:
+                    inputs['attention_mask'] = (places[:, :end] >= 0).long()
+                    if 'position_ids' in accepts: inputs['position_ids'] = places[:, start:end].clamp(min=0)
+                output = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, **inputs)
+                cache, logits = output.past_key_values, output.logits[:, -1]
+            start, forbidden = end, eos if end - width < config.min_new_tokens else ()
+            ids[:, end] = choose(logits.float(), ids[:, :end], config, u[end - width], processors, forbidden)
+            yield ids[:, end], alive
+            if eos: alive &= ~torch.isin(ids[:, end], ends)
+            if not alive.any(): return
 
 # %% ../nbs/15_generate.ipynb #05fe5c72
 @contextmanager
@@ -160,6 +170,7 @@ def generate(
     min_new_tokens: int | None = None, # EOS cannot come before; a stop string can
     weights: str | None = None, # 'int8', 'bfloat16', 'packed': a copy that a CPU reads faster (see `DecodePlan`)
     fast: bool = True, # False: let the model itself compute each token
+    compile: bool | str = False, # Each token by a step through torch.compile, the first text waits for it; or a backend
 ) -> Any: # Prompt and continuation, in the form of `input_ids`
     """Continue prompts with new tokens.
 
@@ -169,11 +180,12 @@ def generate(
     knobs = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                  min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, min_new_tokens=min_new_tokens)
     rows, config, eos, fill, pieces = check_request(model, input_ids, tokenizer, stop, eos_token_id, knobs)
+    backend = find_backend(compile)
     tensor = isinstance(input_ids, Tensor)
-    single = isinstance(input_ids, str) or (not tensor and isinstance(input_ids[0], int))
+    single = isinstance(input_ids, str) or (not tensor and isinstance(input_ids[0], Integral))
     texts, new, counts = [''] * len(rows), [], torch.zeros(len(rows), dtype=torch.int64)
     with speaking(model):
-        for ids, alive in decode_rows(model, rows, config, eos, processors, fast, weights):
+        for ids, alive in decode_rows(model, rows, config, eos, processors, fast, weights, backend):
             new.append(ids.where(alive, fill))
             counts += alive.cpu()
             if tokenizer is None: continue
@@ -202,15 +214,17 @@ def stream(
     processors: Sequence[Processor] = (),
     weights: str | None = None, # As in `generate`
     fast: bool = True,
+    compile: bool | str = False,
     **knobs: Any, # The other knobs of `SamplingConfig`
 ) -> Iterator: # What is new: whole characters, without EOS and stop strings; or ids, EOS included
     "Continue one prompt, piece by piece; the model stays in eval mode until the iterator ends or is closed."
     knobs |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
     rows, config, eos, _, (text, *more) = check_request(model, input_ids, tokenizer, stop, eos_token_id, knobs)
+    backend = find_backend(compile)
     if more: raise ValueError(f'stream takes one prompt, not {len(rows)}: call it for each, or use generate')
     def pieces() -> Iterator:
         with speaking(model):
-            for ids, _ in decode_rows(model, rows, config, eos, processors, fast, weights):
+            for ids, _ in decode_rows(model, rows, config, eos, processors, fast, weights, backend):
                 token = int(ids)
                 if tokenizer is None: yield token
                 elif token not in eos and (piece := text.push(token)): yield piece

@@ -9,6 +9,7 @@ __all__ = ['verify', 'speculate_row', 'speculate']
 
 # %% ../nbs/15_speculative.ipynb #126d1e55
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -130,4 +131,4 @@ def speculate(
         return torch.cat([input_ids, torch.tensor(new).to(input_ids).expand(*input_ids.shape[:-1], -1)], -1)
     if isinstance(input_ids, str): return input_ids + shown + text.finish()
     if isinstance(input_ids[0], str): return [input_ids[0] + shown + text.finish()]
-    return rows[0] + new if isinstance(input_ids[0], int) else [rows[0] + new]
+    return rows[0] + new if isinstance(input_ids[0], Integral) else [rows[0] + new]
