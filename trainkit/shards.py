@@ -15,11 +15,11 @@ import multiprocessing
 import os
 import signal
 import threading
+from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from io import TextIOWrapper
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -40,7 +40,7 @@ from .tokenizer import BPETokenizer
 _all_ = ['Shards', 'open_shards', 'verify_shards'] # from trainkit.memmap
 
 # %% ../nbs/13_shards.ipynb #bc412ac4
-_BLOCK = 1 << 22 # characters that are encoded at a time
+_BLOCK, _PIECE = 1 << 21, 1 << 18 # characters that are encoded, and read, at a time
 
 def _files(path: Path) -> list[Path]:
     "The files of a folder in a fixed order, or the file."
@@ -53,20 +53,21 @@ def _files(path: Path) -> list[Path]:
     near = nearest(path.name, [*CORPORA, *(p.name for p in path.parent.glob('*'))])
     raise FileNotFoundError(f"'{path}' is no file, no folder and no corpus ({', '.join(CORPORA)}).{near}")
 
-def _read_chunks(file: Path, encoding: str) -> Iterator[str]:
-    "A text file, a few megabytes at a time."
-    lines, packed = 1, COMPRESSIONS.get(file.suffix.lower())
-    with TextIOWrapper(packed(file) if packed else open(file, 'rb'), encoding, newline='') as stream:
-        try:
-            chunk = stream.read(_BLOCK).removeprefix('\ufeff')
-            while chunk:
-                if '\0' in chunk: raise ValueError(f'{file}: a binary file (it has a zero byte); text is needed')
-                yield chunk
-                lines += chunk.count('\n')
-                chunk = stream.read(_BLOCK)
-        except UnicodeDecodeError as error:
-            raise ValueError(f'{file}, line {lines} or later: byte {error.object[error.start]:#04x} is not {encoding}. '
-                             "Say encoding='latin-1' (or what the file is in), or convert it.") from None
+def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
+    "A text file, some of it at a time."
+    lines, packed, decoder = 1, COMPRESSIONS.get(file.suffix.lower()), getincrementaldecoder(encoding)()
+    with packed(file) if packed else open(file, 'rb', buffering=0) as stream:
+        mark, data = '\ufeff', b' '
+        while data:
+            data = stream.read(size)
+            try: chunk = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                line, byte = lines + error.object[:error.start].count(b'\n'), error.object[error.start]
+                raise ValueError(f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='latin-1' (or what "
+                                 'the file is in), or convert it.') from None
+            if '\0' in chunk: raise ValueError(f'{file}: a binary file (it has a zero byte); text is needed')
+            if chunk: yield chunk.removeprefix(mark)
+            lines, mark = lines + data.count(b'\n'), '' if chunk else mark
 
 def _read_texts(file: Path, encoding: str, text_column: str | None) -> Iterator[str]:
     "The texts of a file of rows; a row that is wrong is an error with its line."
@@ -81,7 +82,7 @@ def _read_texts(file: Path, encoding: str, text_column: str | None) -> Iterator[
 def read_pieces(
     source: Any, # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
     pattern: str = 'cl100k', # How the tokenizer splits words; one of your own leaves every document whole
-    size: int = _BLOCK, # Characters in a piece, about
+    size: int = _PIECE, # Characters in a piece, about
     encoding: str = 'utf-8', # Of files
     text_column: str | None = None, # What files of rows call the text; found out when None
 ) -> Iterator[tuple[str, bool]]: # A piece, and whether its document ends there
@@ -92,8 +93,9 @@ def read_pieces(
                 yield from read_pieces(_read_texts(file, encoding, text_column), pattern, size)
             else:
                 rest = ''
-                for chunk in _read_chunks(file, encoding):
-                    *done, rest = safe_pieces(rest + chunk, pattern, size)
+                for chunk in _read_chunks(file, encoding, size): # cut near its end: the rest is short
+                    text = rest + chunk
+                    *done, rest = safe_pieces(text, pattern, max(size//2, len(text) - 4096))
                     yield from ((piece, False) for piece in done)
                 yield rest, True
         return
@@ -211,7 +213,7 @@ def tokenize_to_disk(
     tokenizer: Any, # Our `BPETokenizer`, or a tokenizer of transformers; it needs an EOS token
     folder: str | Path, # Gets the shards, `index.json` and a copy of the tokenizer
     num_proc: int | None = None, # Processes; None takes all cores when there is enough to do
-    shard_chars: int = 1 << 27, # Characters of text in a shard
+    shard_chars: int = 1 << 26, # Characters of text in a shard
     encoding: str = 'utf-8', # Of files
     text_column: str | None = None, # What files of rows call the text; found out when None
     overwrite: bool = False, # Begin anew where other shards are
@@ -229,7 +231,7 @@ def tokenize_to_disk(
         if not any(file.suffix.lower() in ('.parquet', *COMPRESSIONS) for file in files):
             total = sum(file.stat().st_size for file in files) // 10**6
     kept, done, records = _plan(folder, index, overwrite), 0, {}
-    pieces = read_pieces(texts_or_path, pattern, min(_BLOCK, shard_chars), encoding, text_column)
+    pieces = read_pieces(texts_or_path, pattern, min(_PIECE, shard_chars), encoding, text_column)
     with Progress(total, 'Tokenizing', 'MB', enabled=progress) as bar:
         parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, kept)
         for number, blocks in groupby(parts, itemgetter(0)):
@@ -238,7 +240,8 @@ def tokenize_to_disk(
             for _, texts, ends, array in blocks:
                 for text, end in zip(texts, ends, strict=True):
                     data = to_utf8(text)
-                    digest.update(data + b'\xff'*end) # no UTF-8 text holds this byte
+                    digest.update(data)
+                    if end: digest.update(b'\xff') # no UTF-8 text holds this byte
                     record['documents'] += end
                     record['text_bytes'] += len(data)
                 if array is not None: ids += array.tobytes()
