@@ -2,7 +2,8 @@
 
 The corpus is one file a part (stdlib and bible text again and again, each time with other noise, so that words are not all
 known) made in a temporary folder. Three ways take turns: the encoder alone on one thread (`encode_flat`, text in memory),
-`tokenize_to_disk` with one process and with several. All run in processes of their own, whose largest resident memory is
+`tokenize_to_disk` with one process and with several. Speed is also given per second of processor time of the processes that
+encode, which other programs on the machine do not change. All run in processes of their own, whose largest resident memory is
 read at the end; the ids are compared.
 
     python benchmarks/shards.py [--gb 0.1] [--processes 2] [--rounds 3]
@@ -32,22 +33,26 @@ if __name__ == '__main__':
     tok, size = BPETokenizer.load(tokenizer), 0
     tok.encoder.wanted = 'compiled'
     encode_texts(['warm'], tok)
+    def cpu(who): return sum(resource.getrusage(who)[:2])
+    began = cpu(resource.RUSAGE_SELF)
     if way == 'encoder': # the time of encode_flat, text read before the clock starts
-        seconds = 0.
+        seconds = work = 0.
         for text, _ in read_pieces(source):
             size += len(text.encode())
-            start = time.perf_counter()
+            start, before = time.perf_counter(), cpu(resource.RUSAGE_SELF)
             tok.encoder.encode_flat([text])
             seconds += time.perf_counter() - start
+            work += cpu(resource.RUSAGE_SELF) - before
         found = ''
     else:
         start = time.perf_counter()
         shards = tokenize_to_disk(source, tok, folder, int(way), progress=False)
         seconds = time.perf_counter() - start
+        work = cpu(resource.RUSAGE_CHILDREN) or cpu(resource.RUSAGE_SELF) - began
         size = sum(r['text_bytes'] for r in shards.index['shards'])
         found = hashlib.sha256(''.join(r['sha256'] for r in shards.index['shards']).encode()).hexdigest()
     own, child = (resource.getrusage(who).ru_maxrss/1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(json.dumps([size/1e6/seconds, own, child, found]))
+    print(json.dumps([size/1e6/seconds, own, child, found, size/1e6/work]))
 """
 
 
@@ -94,11 +99,12 @@ def main():
         assert len({row[3] for way in found if way != 'encoder' for row in found[way]}) == 1, 'the bytes differ'
     print(machine())
     print(f'\n{size/1e9:.2f} GB, {args.rounds} rounds; the bytes are equal\n')
-    print('| way | MB/s | of the encoder, per process | largest memory of a process, MB |\n|---|---|---|---|')
+    print('| way | MB/s | MB per CPU second of an encoding process | × the encoder | largest memory of a process, MB |\n|---|---|---|---|---|')
     for way, rows in found.items():
-        share = statistics.median(row[0]/base[0]/(1 if way == 'encoder' else int(way)) for row, base in zip(rows, found['encoder'], strict=True))
+        share = statistics.median(row[4]/base[4] for row, base in zip(rows, found['encoder'], strict=True))
         name = 'encoder alone, one thread' if way == 'encoder' else f'tokenize_to_disk, {way} process{"es"*(way != "1")}'
-        print(f'| {name} | {statistics.median(row[0] for row in rows):.1f} | {share:.2f} | {max(max(row[1:3]) for row in rows):.0f} |', flush=True)
+        print(f'| {name} | {statistics.median(row[0] for row in rows):.1f} | {statistics.median(row[4] for row in rows):.1f} | {share:.2f} '
+              f'| {max(max(row[1:3]) for row in rows):.0f} |', flush=True)
 
 
 if __name__ == '__main__': main()
