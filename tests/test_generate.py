@@ -353,8 +353,10 @@ def test_a_compiled_step_is_kept_and_is_given_up(ours, llama, monkeypatch):
     with pytest.raises(FloatingPointError): generate(sick, [1, 2, 3, 4], temperature=0, compile='eager')
     sick.model.layers[0].self_attn.v_proj.weight.data[0] = 0
     assert generate(sick, [1, 2], 40, temperature=0, compile='eager') == generate(sick, [1, 2], 40, temperature=0) # No NaN is left behind
-    both = [stream(ours, [1, 2], 40, temperature=0, compile='eager') for _ in range(2)]
-    assert list(zip(*both, strict=True)) == [(i, i) for i in want[2:]] and made[-2:] == [(1, 64)] * 2 # Each has its own cache
+    assert generate(ours, [1, 2], 40, temperature=0, compile='eager') == want
+    before, other = len(made), generate(ours, [3, 4], 40, temperature=0)
+    both = [stream(ours, prompt, 40, temperature=0, compile='eager') for prompt in ([1, 2], [3, 4])]
+    assert list(zip(*both, strict=True)) == list(zip(want[2:], other[2:], strict=True)) and len(made) == before + 1 # Each has its own cache
     with pytest.warns(UserWarning, match='compile is left out: LlamaForCausalLM is not'): assert generate(llama, [1, 2], 40, temperature=0, compile=True) == want
     with pytest.warns(UserWarning, match='a compiled step reads the weights'): assert generate(ours, [1, 2], 40, temperature=0, compile='eager', weights='int8') == want
     def broken(*args): raise RuntimeError('no compiler here')
