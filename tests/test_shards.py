@@ -22,7 +22,8 @@ from trainkit.tokenizer import BPETokenizer
 if __name__ == '__main__':
     source, tokenizer, folder, num_proc = sys.argv[1:]
     shards = tokenize_to_disk(source, BPETokenizer.load(tokenizer), folder, int(num_proc), shard_chars=4_000_000, progress=False)
-    peak = [resource.getrusage(who).ru_maxrss // 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    own = next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')) # ru_maxrss starts with the parent's
+    peak = [own // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]
     print(len(shards), *peak, 'torch' in sys.modules)
 """
 
