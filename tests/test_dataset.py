@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from trainkit.columns import KINDS, as_example, example_kind, to_messages
 from trainkit.containers import read_rows
-from trainkit.cuts import side, split_examples, split_key
-from trainkit.damage import clean_examples, clean_text
+from trainkit.splits import side, split_examples, split_key
+from trainkit.cleaning import clean_examples, clean_text
 from trainkit.dataset import DataConfig, load_examples, load_splits, stream_examples, write_examples
 from trainkit.memo import cached
 from trainkit.mixture import mix
@@ -447,7 +447,7 @@ def test_clean_drops_empty_turns_and_keeps_different_calls():
 @FUZZ
 @given(st.text('aé\u0301\u0e01\u05d0\u200b\u200c\u200d\xad\u180e\u2060\u2064\ufeff\u200e\u202e\U000e0041\U0001f3f4\x1b[31m', max_size=14))
 def test_what_the_doctor_sends_to_cleaning_is_cleaned(dirty):
-    from trainkit.blemishes import invisible
+    from trainkit.defects import invisible
     once = clean_text(dirty)
     assert not invisible(once) and clean_text(once) == once
 

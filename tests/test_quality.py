@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.blemishes import BLEMISHES, mask, repair
+from trainkit.defects import DEFECTS, mask, repair
 from trainkit.corpora import CORPORA
 from trainkit.dataset import clean_examples
 from trainkit.duplicates import (choose_bands, content_key, drop_duplicates, exact_groups, find_leaks, jaccard,
@@ -181,8 +181,8 @@ def test_clean_text_of_the_world_is_clean(language):
     words = list(dict.fromkeys(c for row in corpus('code') for c in row['output'].split() if c.isalpha()))
     rows = [dict(prompt=f'{junk(6)} {i} {words[i]}?', completion=f'{words[3*i]} {words[5*i]} {i*i}: ' + WORLD[language].format(i)) for i in range(150)]
     report = check_examples(rows[:130], rows[130:])
-    assert not [f for f in report.findings if f.name in BLEMISHES or f.severity != 'note'], report
-    for name, find in BLEMISHES.items(): assert not any(find(r['completion']) for r in rows), name
+    assert not [f for f in report.findings if f.name in DEFECTS or f.severity != 'note'], report
+    for name, find in DEFECTS.items(): assert not any(find(r['completion']) for r in rows), name
 
 
 @pytest.mark.parametrize('name', ['bible', 'stdlib', 'factbook-questions', 'factbook-preferences', 'code', 'arithmetic'])
@@ -263,11 +263,11 @@ LETTERS = ''.join(chr(c) for a, b in ((0x390, 0x3ce), (0x410, 0x450), (0x5d0, 0x
 @given(st.text(alphabet=LETTERS, min_size=2), st.sampled_from([1, 2]), st.booleans())
 def test_mojibake_is_seen_and_can_be_undone(text, times, windows):
     "Any text in any of these scripts comes back, also if it was broken twice."
-    assert not BLEMISHES['mojibake'](text)
+    assert not DEFECTS['mojibake'](text)
     table = {0x80 + i: c for i, c in enumerate('€\x81‚ƒ„…†‡ˆ‰Š‹Œ\x8dŽ\x8f\x90‘’“”•–—˜™š›œ\x9džŸ')} if windows else {}
     broken = text
     for _ in range(times): broken = broken.encode().decode('latin-1').translate(table)
-    assert BLEMISHES['mojibake'](broken) and repair(broken) == text
+    assert DEFECTS['mojibake'](broken) and repair(broken) == text
 
 
 def brute(texts, threshold):

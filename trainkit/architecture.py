@@ -11,7 +11,7 @@ __all__ = ['ACTIVATION_NAMES', 'GATED', 'ATTENTION_NAMES', 'PRESETS', 'ModelConf
 # %% ../nbs/14_architecture.ipynb #0925a4f0
 from dataclasses import dataclass
 
-from .angles import ROPE_KEYS, ROPE_OPTIONS
+from .rope import ROPE_KEYS, ROPE_OPTIONS
 from .knobs import ConfigError, Problem, check_config, knob, nearest
 
 # %% ../nbs/14_architecture.ipynb #f265746b

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .blemishes import named_personal, named_secrets
+from .defects import named_personal, named_secrets
 from .canvas import Picture, clean
 from .charts import bars
 from .columns import KINDS, ROLES, as_example, example_kind

@@ -21,7 +21,7 @@ from .canvas import Picture, grid, table
 from .charts import bars
 from .chat import find_template, is_ours, render_batch
 from .columns import example_kind, to_messages
-from .crew import in_order
+from .parallel import in_order
 from .memo import cached
 
 # %% ../nbs/13_lengths.ipynb #08308ab6

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .angles import rope_angles, rope_frequencies, rope_magnitude, rotate
+from .rope import rope_angles, rope_frequencies, rope_magnitude, rotate
 from .architecture import GATED, PRESETS, ModelConfig
 from .attention import Spans, attend, make_masks, need_flash
 from .cache import KVCache

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .blemishes import looks_like_code, markup
+from .defects import looks_like_code, markup
 from .findings import Case, Evidence, Finding, Tally, View
 
 # %% ../nbs/12_proportions.ipynb #ebeec739

@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import blemishes
+from . import defects
 from .duplicates import common_shingles, exact_groups, find_leaks, join_groups, near_pairs
 from .findings import Case, Finding, QualityReport, Tally, View
 from .knobs import nearest
 from .proportions import ENOUGH, PROPORTIONS
 
 # %% ../nbs/12_quality.ipynb #32117ca7
-_TEXTS: dict[str, tuple[str, str, str, str]] = { # Finder of `blemishes` -> severity, what was found, effect, remedy
+_TEXTS: dict[str, tuple[str, str, str, str]] = { # Finder of `defects` -> severity, what was found, effect, remedy
     'mojibake': ('error', 'UTF-8 that was read in another encoding.', 'The model learns to write these characters.',
-                 'Read the file as UTF-8 again, or undo it: `blemishes.repair`.'),
+                 'Read the file as UTF-8 again, or undo it: `defects.repair`.'),
     'control': ('warning', 'Control or replacement characters.', 'Letters were lost for good, or a terminal spoke.',
                 '`clean_examples` removes control characters; lost letters need the source.'),
     'invisible': ('warning', 'Characters that take no room.', 'Words with one in them are other words to a tokenizer.',
@@ -35,8 +35,8 @@ _TEXTS: dict[str, tuple[str, str, str, str]] = { # Finder of `blemishes` -> seve
     'role_words': ('warning', "Lines that begin with a speaker's name.", 'The model goes on to speak for the user.',
                    'Split such rows into messages.'),
     'secrets': ('error', 'Keys, tokens or passwords.', 'The model can be made to say them.', 'Withdraw them where they are valid, then '
-                'drop or `blemishes.mask` them.'),
-    'personal': ('note', 'E-mail addresses, phone, card or account numbers.', 'The model can be made to say them.', '`blemishes.mask`, or drop the rows.'),
+                'drop or `defects.mask` them.'),
+    'personal': ('note', 'E-mail addresses, phone, card or account numbers.', 'The model can be made to say them.', '`defects.mask`, or drop the rows.'),
     'loops': ('warning', 'Texts that repeat themselves without a break.', 'The model learns to loop.', 'Drop the rows or cut the loop.')}
 
 def check_texts(case: Case) -> Iterator[Finding]:
@@ -46,11 +46,11 @@ def check_texts(case: Case) -> Iterator[Finding]:
     for rows in case.splits:
         for i in range(len(rows)):
             turns, seen = rows.turns(i), set()
-            page = any(blemishes.looks_like_code(text) or 'html' in text[:2000].lower() for _, text in turns if '<' in text or '&' in text)
+            page = any(defects.looks_like_code(text) or 'html' in text[:2000].lower() for _, text in turns if '<' in text or '&' in text)
             for role, text in turns:
                 for name, tally in tallies.items():
                     if name in seen or (name == 'markup' and page) or (name == 'role_words' and role == 'text'): continue
-                    if spans := blemishes.BLEMISHES[name](text):
+                    if spans := defects.DEFECTS[name](text):
                         tally.add(rows.where(i, role), text, spans[0])
                         seen.add(name)
     for name, (severity, *words) in _TEXTS.items():
