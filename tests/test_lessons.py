@@ -1,21 +1,17 @@
 "Every lesson runs from a fresh kernel, in any order, offline; its slow cells on request."
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
+import warnings
 
 import pytest
 from conftest import ROOT
 
 LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
-RUN = """
-import sys, warnings
-warnings.simplefilter('ignore')
-from nbdev.test import test_nb
-ok, seconds = test_nb(sys.argv[1], skip_flags=['gpu', 'slow'], force_flags=sys.argv[2:], basepath=sys.argv[1].rsplit('/nbs/', 1)[0])
-sys.exit(not ok)
-"""
+FORK = multiprocessing.get_context('forkserver') # a fresh kernel for each lesson, imports paid once for all
+FORK.set_forkserver_preload(['nbdev.test', 'IPython', 'torch', 'transformers.models.llama.modeling_llama', 'accelerate'])
 
 
 def cells(path):
@@ -26,15 +22,31 @@ def source(cell):
     return ''.join(cell['source'])
 
 
-def run(path, *flags):
-    done = subprocess.run([sys.executable, '-c', RUN, str(path), *flags], capture_output=True, text=True, cwd=ROOT,
-                          env={**os.environ, 'TRAINKIT_PROFILE': 'quick', 'COLUMNS': '100'})
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+def lesson(path, flags, log):
+    "The body of the process: run every cell, with everything that is said going to `log`."
+    multiprocessing.set_start_method(None, force=True) # the platform's own for what the lesson starts
+    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1), os.dup2(out, 2)
+    os.chdir(ROOT)
+    os.environ.update(TRAINKIT_PROFILE='quick', COLUMNS='100')
+    warnings.simplefilter('ignore')
+    from nbdev.test import test_nb
+    ok, seconds = test_nb(path, skip_flags=['gpu', 'slow'], force_flags=flags, basepath=ROOT)
+    sys.stdout.flush()
+    sys.exit(not ok)
+
+
+def run(path, tmp_path, *flags):
+    log = tmp_path/'log.txt'
+    process = FORK.Process(target=lesson, args=(path, flags, log))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, log.read_text(encoding='utf-8', errors='replace')[-6000:]
 
 
 @pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
-def test_lesson_runs(path):
-    run(path)
+def test_lesson_runs(path, tmp_path):
+    run(path, tmp_path)
 
 
 SLOW = [p for p in LESSONS if any(source(c).startswith('#| slow') for c in cells(p))]
@@ -42,8 +54,8 @@ SLOW = [p for p in LESSONS if any(source(c).startswith('#| slow') for c in cells
 
 @pytest.mark.slow
 @pytest.mark.parametrize('path', SLOW, ids=lambda p: p.stem)
-def test_slow_cells_run(path):
-    run(path, 'slow')
+def test_slow_cells_run(path, tmp_path):
+    run(path, tmp_path, 'slow')
 
 
 @pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
