@@ -3,14 +3,57 @@ import os
 
 os.environ.update(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', HF_HUB_DISABLE_TELEMETRY='1', TOKENIZERS_PARALLELISM='false')
 
+import multiprocessing
+import runpy
 import shutil
+import sys
+import tempfile
 import warnings
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+
+
+FORK = multiprocessing.get_context('forkserver') # a fresh process for each caller, torch's import paid once for all
+FORK.set_forkserver_preload(['nbdev.test', 'IPython', 'torch', 'transformers.models.llama.modeling_llama', 'accelerate'])
+
+
+def child(function, args, out, err):
+    "The body of a process: what it says goes to two files."
+    multiprocessing.set_start_method(None, force=True) # the platform's own for what `function` starts
+    for number, path in ((1, out), (2, err)): os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    try: code = function(*args)
+    finally: sys.stdout.flush(), sys.stderr.flush()
+    sys.exit(code)
+
+
+def in_child(function, *args, folder):
+    "Call it in a fresh process, its logs in `folder`; returncode, stdout and stderr as `subprocess.run` gives them."
+    out, err = folder/'out.txt', folder/'err.txt'
+    for path in (out, err): path.write_text('')
+    process = FORK.Process(target=child, args=(function, args, out, err))
+    process.start()
+    process.join(600)
+    if process.exitcode is None: process.kill(), process.join()
+    said = (path.read_text(encoding='utf-8', errors='replace') for path in (out, err))
+    return SimpleNamespace(returncode=process.exitcode, stdout=next(said), stderr=next(said))
+
+
+def command(words, cwd, env):
+    os.chdir(cwd), os.environ.update(env)
+    sys.argv[1:] = words
+    try: runpy.run_module('trainkit', run_name='__main__', alter_sys=True)
+    except SystemExit as end: return end.code
+
+
+def shell(*words, cwd, **env):
+    "The command `trainkit WORDS`, in a fresh process."
+    with tempfile.TemporaryDirectory() as folder:
+        return in_child(command, [str(w) for w in words], cwd, {'PYTHONPATH': str(ROOT), **env}, folder=Path(folder))
 
 
 def pytest_collection_modifyitems(config, items):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from conftest import shell as trainkit
 
 SMALL = ['data.path=stdlib', 'data.max_chars=300000', 'data.max_length=64', 'tokenizer.vocab_size=600', 'model.d_model=64',
          'model.n_heads=2', 'model.n_layers=2', 'model.d_ff=128', 'train.max_steps=30', 'train.logging_steps=5',
@@ -16,15 +17,11 @@ SMALL = ['data.path=stdlib', 'data.max_chars=300000', 'data.max_length=64', 'tok
          'sampling.max_new_tokens=12']
 
 
-def trainkit(*words, cwd, **env):
-    return subprocess.run([sys.executable, '-m', 'trainkit', *words], cwd=cwd, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, 'PYTHONPATH': str(ROOT), **env})
-
-
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp('demo')
-    done = trainkit('demo', *SMALL, cwd=folder)
+    done = subprocess.run([sys.executable, '-m', 'trainkit', 'demo', *SMALL], cwd=folder, capture_output=True, text=True, timeout=300,
+                          env={**os.environ, 'PYTHONPATH': str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 

@@ -1,19 +1,13 @@
 "Every lesson runs from a fresh kernel, in any order, offline; its slow cells on request."
 import json
-import multiprocessing
 import os
 import re
-import sys
 import warnings
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, in_child
 
 LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
-FORK = multiprocessing.get_context('forkserver') # a fresh kernel for each lesson, imports paid once for all
-FORK.set_forkserver_preload(['nbdev.test', 'IPython', 'torch', 'transformers.models.llama.modeling_llama', 'accelerate'])
-
-
 def cells(path):
     return json.loads(path.read_text(encoding='utf-8'))['cells']
 
@@ -22,26 +16,18 @@ def source(cell):
     return ''.join(cell['source'])
 
 
-def lesson(path, flags, log):
-    "The body of the process: run every cell, with everything that is said going to `log`."
-    multiprocessing.set_start_method(None, force=True) # the platform's own for what the lesson starts
-    out = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(out, 1), os.dup2(out, 2)
+def lesson(path, flags):
     os.chdir(ROOT)
     os.environ.update(TRAINKIT_PROFILE='quick', COLUMNS='100')
     warnings.simplefilter('ignore')
     from nbdev.test import test_nb
     ok, seconds = test_nb(path, skip_flags=['gpu', 'slow'], force_flags=flags, basepath=ROOT)
-    sys.stdout.flush()
-    sys.exit(not ok)
+    return not ok
 
 
 def run(path, tmp_path, *flags):
-    log = tmp_path/'log.txt'
-    process = FORK.Process(target=lesson, args=(path, flags, log))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, log.read_text(encoding='utf-8', errors='replace')[-6000:]
+    done = in_child(lesson, path, flags, folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
 @pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)

@@ -1,12 +1,11 @@
 "A small model learns to answer from a file of questions and answers, in Python and from a shell, and opens elsewhere."
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import shell
 
 from trainkit.config import load_config
 from trainkit.dataset import DataConfig
@@ -109,8 +108,7 @@ def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint
 def test_the_same_from_a_shell(home):
     words = ['train', '--method', 'sft', '--model', 'runs/base/model', '--dataset', 'pairs.jsonl', 'name=shell', 'optim.learning_rate=2e-3',
              'train.max_steps=20', 'data.eval_fraction=0.2', 'train.save_strategy=no']
-    done = subprocess.run([sys.executable, '-m', 'trainkit', *words], cwd=home, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, 'PYTHONPATH': str(ROOT), 'TRAINKIT_PROFILE': 'quick'})
+    done = shell(*words, cwd=home, TRAINKIT_PROFILE='quick')
     assert done.returncode == 0, done.stdout + done.stderr
     for part in ('examples of kind prompt_completion', 'of them learned', 'right to the letter', 'report.html'):
         assert part in done.stdout, done.stdout
