@@ -14,7 +14,7 @@ __all__ = ['add_over_processes', 'to_device', 'window', 'NothingToLearn', 'count
 # %% ../nbs/17_step.ipynb #0c2be4fd
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,6 +101,7 @@ def accumulate(
     batches: list[dict], # The whole window, on all processes alike; this process computes its own share of it
     accelerator: 'Accelerator',
     careful: bool = False, # No backward pass from a loss that is no number; waits for the device
+    seen: list | None = None, # Gets (number of the batch, {term: its sum}) for each batch, still on the device
 ) -> tuple[Tensor, dict]: # This process's share of the window's loss; {metric: (sum, count)}
     "Add the gradient of a window's loss to `.grad`, as if it were one batch."
     size, mine = accelerator.num_processes, batches[accelerator.process_index::accelerator.num_processes]
@@ -109,6 +110,8 @@ def accumulate(
     for i, batch in enumerate(mine or batches[:1]): # who has no batch joins in the all-reduce with zeros
         with nullcontext() if i + 1 >= len(mine) else accelerator.no_sync(model):
             with precision(accelerator): out = check_loss(objective(model, to_device(batch, accelerator.device)))
+            if seen is not None:
+                seen.append((accelerator.process_index + size*i, {k: torch.as_tensor(t[0]).detach() for k, t in out.terms.items()}))
             if known is not None:
                 share = sum(weight*s/max(known[name], 1) for name, (s, _, weight) in out.terms.items())
             elif alone:
@@ -162,6 +165,8 @@ class Step(NamedTuple):
     grad_norm: Tensor | None # Before clipping; None when nobody asked
     skipped: bool # The scaler found an overflow
     broken: bool # Loss or gradient was not finite, so the step was not taken; only a CPU can tell this early
+    seen: Sequence = () # (number of the batch in the window, {term: its sum}) of this process's batches
+    spoilt: Sequence = () # Names of parameters whose gradient is not finite, where `broken` is known
 
 def train_step(
     model: nn.Module, # As prepared by `accelerator`
@@ -173,22 +178,30 @@ def train_step(
     max_grad_norm: float = 0., # 0 does not clip
     measure: bool = False, # Find the gradient norm even without clipping
     in_backward: bool = False, # Each parameter moves as soon as its gradient is known; for one batch in one process
+    careful: bool = False, # Never move by a gradient that is no number, on a GPU too, which then waits at each step
+    gather: Callable = accumulate, # How the gradient of a window is added up
 ) -> Step:
     "One optimizer step from a window of batches."
-    scaler, bare = accelerator.scaler, getattr(optimizer, 'optimizer', optimizer)
+    scaler, bare, seen = accelerator.scaler, getattr(optimizer, 'optimizer', optimizer), []
+    careful = careful or accelerator.device.type == 'cpu' # where looking costs nothing
     if in_backward:
-        on_cpu = accelerator.device.type == 'cpu'
-        with step_in_backward(bare): loss, metrics = accumulate(model, objective, batches, accelerator, on_cpu)
-        broken = on_cpu and not math.isfinite(loss)
+        with step_in_backward(bare): loss, metrics = gather(model, objective, batches, accelerator, careful, seen)
+        broken = careful and not math.isfinite(loss)
         if schedule is not None and not broken: schedule.step()
-        return Step(loss, metrics, None, False, broken)
-    loss, metrics = accumulate(model, objective, batches, accelerator)
+        return Step(loss, metrics, None, False, broken, seen)
+    loss, metrics = gather(model, objective, batches, accelerator, seen=seen)
     if scaler is not None: scaler.unscale_(bare)
     parameters = [p for group in bare.param_groups for p in group['params']]
-    norm = clip_gradients(parameters, max_grad_norm) if max_grad_norm > 0 or measure else None
-    broken = skipped = False
-    if accelerator.device.type == 'cpu':
-        broken = not (math.isfinite(loss) and (norm is None or scaler is not None or math.isfinite(norm)))
+    norm = clip_gradients(parameters, 0) if max_grad_norm > 0 or measure else None
+    broken, skipped, spoilt = False, False, []
+    if careful:
+        whole = loss if accelerator.num_processes == 1 else add_over_processes(loss, accelerator)
+        broken = not (math.isfinite(whole) and (norm is None or scaler is not None or math.isfinite(norm)))
+    if broken:
+        spoilt = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        if scaler is not None: scaler.update()
+    elif norm is not None and max_grad_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     if scaler is not None and not broken:
         scale = scaler.get_scale()
         scaler.step(bare)
@@ -197,7 +210,7 @@ def train_step(
     elif not broken: optimizer.step()
     if schedule is not None and not broken and not skipped: schedule.step()
     optimizer.zero_grad(set_to_none=True)
-    return Step(loss, metrics, norm, skipped, broken)
+    return Step(loss, metrics, norm, skipped, broken, seen, spoilt)
 
 # %% ../nbs/17_step.ipynb #b3913d71
 def count_tokens(
