@@ -191,7 +191,8 @@ class Trainer:
         self.pending.append(done)
         if log or evaluate or sample or save or (done.broken and self.accelerator.num_processes == 1): self.check()
         self.notify('on_step', step=s.step, epoch=self.epoch, tokens=s.tokens, learning_rate=self.learning_rate,
-                    loss=done.loss, skipped_steps=s.skipped)
+                    loss=done.loss, skipped_steps=s.skipped, shapes=[
+                        tuple(x.shape) for b in group for k, x in b.items() if k.endswith('input_ids')])
         self.bar.update(s.step)
         if log: self.log()
         if evaluate:
