@@ -83,6 +83,7 @@ MAY_IMPORT = {
     'compiled': '',
     'precision': 'config',
     'step': 'backward objective precision',
+    'faults': 'step',
     'checks': 'checkpoint plan',
     'train': 'checkpoint checks compiled config objective optim plan precision progress step',
     'monitor': 'architecture',

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from configparser import ConfigParser
 from importlib.resources import files
@@ -104,7 +105,17 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
         except KeyError as error:
             problems.append(Problem(where, value, f'the environment variable {error} is not set', line))
             continue
-        if name is None:
+        if name is None and key in (elsewhere := getattr(cls, 'ELSEWHERE', {})):
+            meant = elsewhere[key]
+            if callable(meant): meant = meant(value)
+            if isinstance(meant, str): problems.append(Problem(where, value, meant, line))
+            else:
+                warnings.warn(f'{where} = {value!r} is a word of other libraries, and is taken for {meant}', stacklevel=4)
+                for k, v in meant.items():
+                    origin.setdefault(k, key)
+                    if kwargs.setdefault(k, v) != v:
+                        problems.append(Problem(where, value, f"contradicts '{origin[k]}': {kwargs[k]!r}", line))
+        elif name is None:
             problems.append(Problem(where, ..., f'unknown key.{nearest(key, list(names))}', line))
         elif name in kwargs and kwargs[name] != value:
             remedy = f"means the same as '{origin[name]}', which says {kwargs[name]!r}"
