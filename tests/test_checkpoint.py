@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.checkpoint import (
-    FILES, find_checkpoints, latest_checkpoint, load_checkpoint, problem_with, run_lock, save_checkpoint,
-)
+from trainkit.checkpoint import FILES, load_checkpoint, problem_with, read_manifest, save_checkpoint
+from trainkit.lock import run_lock
 from trainkit.optim import OptimConfig, make_optimizer
+from trainkit.retention import find_checkpoints, latest_checkpoint
 
 ENV = os.environ | {'OMP_NUM_THREADS': '1'}
 
@@ -27,7 +27,9 @@ import random, sys
 import numpy as np, torch
 from pathlib import Path
 from torch import nn
-from trainkit.checkpoint import latest_checkpoint, load_checkpoint, rotate, run_lock, save_checkpoint
+from trainkit.checkpoint import load_checkpoint, save_checkpoint
+from trainkit.lock import run_lock
+from trainkit.retention import latest_checkpoint, rotate
 from trainkit.config import seed_everything
 from trainkit.optim import OptimConfig, make_optimizer, make_schedule
 
@@ -68,7 +70,7 @@ def finish(process: subprocess.Popen) -> int:
 
 
 def proof(path: Path) -> dict:
-    return {name: facts['sha256'] for name, facts in json.loads((path/'manifest.json').read_text())['files'].items()}
+    return read_manifest(path)['proof']
 
 
 @pytest.fixture(scope='module')
@@ -153,7 +155,7 @@ def test_any_changed_byte_is_refused_or_harmless(tmp_path):
         except ValueError as error:
             assert str(copy) in str(error)
             assert same(other.state_dict(), before) and not memory.state_dict()['state']
-        else: # The date or a version in the manifest; never one of the hashed files
+        else: # White space in the manifest
             assert file.name == 'manifest.json' and state == dict(step=1, note='x') and same(other.state_dict(), model.state_dict())
             harmless += 1
         shutil.rmtree(copy)
@@ -208,7 +210,7 @@ def test_full_disk(tmp_path):
 def test_lock_dies_with_the_run_though_a_forked_worker_lives(tmp_path):
     code = f"""
 import os, time
-from trainkit.checkpoint import run_lock
+from trainkit.lock import run_lock
 with run_lock({str(tmp_path)!r}):
     if (child := os.fork()) == 0:
         time.sleep(30)
@@ -254,8 +256,8 @@ def test_models_of_transformers_go_on_exactly(tmp_path, kind):
     assert other.get_input_embeddings().weight is other.get_output_embeddings().weight
     steps(other, memory, 3)
     assert same(other.state_dict(), model.state_dict())
-    assert proof(save_checkpoint(tmp_path/'a', model, optimizer, state=dict(step=6)))['model.safetensors'] == \
-        proof(save_checkpoint(tmp_path/'b', other, memory, state=dict(step=6)))['model.safetensors']
+    assert proof(save_checkpoint(tmp_path/'a', model, optimizer, state=dict(step=6))) == \
+        proof(save_checkpoint(tmp_path/'b', other, memory, state=dict(step=6)))
 
 
 @pytest.mark.parametrize('make', [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adagrad(p, lr=0.1),

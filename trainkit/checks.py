@@ -11,8 +11,8 @@ __all__ = ['check_plan', 'find_start', 'not_finite']
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import latest_checkpoint
 from .plan import TrainingError
+from .retention import latest_checkpoint
 
 # %% ../nbs/18_checks.ipynb #163fb6ea
 def check_plan(
