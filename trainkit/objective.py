@@ -55,7 +55,7 @@ def names_argument(
 ) -> bool:
     "Whether the model's `forward` names this argument itself; `**kwargs` may swallow it in silence."
     parallel = (nn.DataParallel, DistributedDataParallel)
-    while (wrapped := hasattr(model, '_orig_mod')) or isinstance(model, parallel):
+    while (wrapped := hasattr(model, '_orig_mod')) or isinstance(model, parallel) or type(model).__name__ == 'DeepSpeedEngine':
         model = model._orig_mod if wrapped else model.module # type: ignore
     return name in forward_arguments(type(model))
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .config import pick_device, pick_dtype
+from .sharded import only_processes
 
 if TYPE_CHECKING: from accelerate import Accelerator
 
@@ -56,7 +57,7 @@ def make_accelerator(
     ask = 'bf16' if mixed_precision == 'bf16' else 'no' # fp16 is ours, see `precision`
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != ask:
         AcceleratorState._reset_state()
-    accelerator = Accelerator(mixed_precision=ask)
+    with only_processes(): accelerator = Accelerator(mixed_precision=ask)
     if mixed_precision == 'fp16': accelerator.scaler = torch.amp.GradScaler(accelerator.device.type) # type: ignore
     return accelerator
 

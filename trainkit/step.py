@@ -107,10 +107,13 @@ def accumulate(
     size, mine = accelerator.num_processes, batches[accelerator.process_index::accelerator.num_processes]
     known, alone = count_window(objective, batches), len(batches) == 1
     guess, counted, loss, metrics = None, 0., torch.zeros((), device=accelerator.device), {}
-    for i, batch in enumerate(mine or batches[:1]): # who has no batch joins in the all-reduce with zeros
-        with nullcontext() if i + 1 >= len(mine) else accelerator.no_sync(model):
+    shards, rounds = getattr(model, 'shards', None), math.ceil(len(batches)/size)
+    for i in range(rounds): # who has no batch left joins in with zeros
+        batch, counts = mine[i] if i < len(mine) else batches[0], i < len(mine)
+        last = i + 1 == rounds
+        with nullcontext() if last else accelerator.no_sync(model):
             with precision(accelerator): out = check_loss(objective(model, to_device(batch, accelerator.device)))
-            if seen is not None:
+            if seen is not None and counts:
                 seen.append((accelerator.process_index + size*i, {k: torch.as_tensor(t[0]).detach() for k, t in out.terms.items()}))
             if known is not None:
                 share = sum(weight*s/max(known[name], 1) for name, (s, _, weight) in out.terms.items())
@@ -118,16 +121,20 @@ def accumulate(
                 if accelerator.device.type == 'cpu' and not any(n for _, n, _ in out.terms.values()): raise NothingToLearn
                 share = out.total
             else:
+                if hasattr(shards, 'backward'):
+                    raise ValueError('DeepSpeed moves the weights before this objective has counted its items: tell them '
+                                     'beforehand, with @objective(counts=lambda batch: {...}), or take fsdp')
                 count = common_count(out)
                 if guess is None: guess = add_over_processes(count, accelerator)*len(batches)/size or 1.
-                counted += count*bool(mine)
+                counted += count*counts
                 share = sum(weight*s for s, _, weight in out.terms.values())/guess
-            if not mine: share = share*0
+            if not counts: share = share*0
             if careful and not math.isfinite(share.detach()): return share.detach(), metrics # type: ignore
             # DDP and accelerate divide by these two
-            accelerator.backward(share*(size*accelerator.gradient_accumulation_steps))
+            if hasattr(shards, 'backward'): shards.backward(share*size, last) # type: ignore
+            else: accelerator.backward(share*(size*accelerator.gradient_accumulation_steps))
         loss += share.detach() # type: ignore
-        if mine: add_metrics(metrics, out)
+        add_metrics(metrics, out, counts)
     if guess is not None:
         counted = add_over_processes(counted, accelerator)
         if not counted: raise NothingToLearn
@@ -139,13 +146,14 @@ def accumulate(
 def add_metrics(
     sums: dict, # {name: (sum, count)}, changed in place
     loss: Loss,
+    counts: bool = True, # False: only the names are kept, so that all processes know the same ones
 ) -> None:
     "Add a batch's metrics, and each of its terms if there are several, without waiting for the device."
     found = {**loss.metrics, **({k: (s, n) for k, (s, n, _) in loss.terms.items()} if len(loss.terms) > 1 else {})}
     for name, value in found.items():
         s, n = value if isinstance(value, tuple) else (value, 1)
         before, seen = sums.get(name, (0., 0))
-        sums[name] = (before + (s.detach() if isinstance(s, Tensor) else s), seen + n)
+        sums[name] = (before + (s.detach() if isinstance(s, Tensor) else s)*counts, seen + n*counts)
 
 # %% ../nbs/17_step.ipynb #80868b19
 def clip_gradients(
@@ -154,6 +162,7 @@ def clip_gradients(
 ) -> Tensor: # The norm before clipping, still on the device
     "Shorten the gradient to `max_norm` (Pascanu et al. 2013)."
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if hasattr(norm, 'full_tensor'): norm = norm.full_tensor() # of shares, over all processes
     if max_norm > 0: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
@@ -190,6 +199,10 @@ def train_step(
         if schedule is not None and not broken: schedule.step()
         return Step(loss, metrics, None, False, broken, seen)
     loss, metrics = gather(model, objective, batches, accelerator, seen=seen)
+    if hasattr(shards := getattr(model, 'shards', None), 'backward'): # DeepSpeed clips, moves and looks by itself
+        norm = shards.step() # type: ignore
+        if schedule is not None: schedule.step()
+        return Step(loss, metrics, norm, False, False, seen)
     if scaler is not None: scaler.unscale_(bare)
     parameters = [p for group in bare.param_groups for p in group['params']]
     norm = clip_gradients(parameters, 0) if max_grad_norm > 0 or measure else None
@@ -198,7 +211,8 @@ def train_step(
         whole = loss if accelerator.num_processes == 1 else add_over_processes(loss, accelerator)
         broken = not (math.isfinite(whole) and (norm is None or scaler is not None or math.isfinite(norm)))
     if broken:
-        spoilt = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        spoilt = [name for name, p in model.named_parameters() if p.grad is not None
+                  and not getattr(p.grad, 'to_local', lambda p=p: p.grad)().isfinite().all()]
         if scaler is not None: scaler.update()
     elif norm is not None and max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
@@ -241,6 +255,7 @@ def prepared(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward: Callable | None = None, # To be called instead of the model's own, a `Compiled` say
+    sharded: bool = False, # The model is one that `shard` cut, and needs nothing more
 ):
     "Model and optimizer as accelerate wants them, in training mode; afterwards the model is its own again."
     wrapping = ('forward', '_original_forward', '_is_accelerate_prepared')
@@ -253,7 +268,7 @@ def prepared(
     model.train()
     try:
         if forward is not None: own.forward = forward
-        model, wrapped = accelerator.prepare(model, optimizer)
+        model, wrapped = (model, optimizer) if sharded else accelerator.prepare(model, optimizer)
         # where wrapping adds only time
         plain = accelerator.distributed_type.value in ('NO', 'MULTI_CPU', 'MULTI_GPU')
         yield model, optimizer if plain else wrapped
@@ -284,16 +299,18 @@ def eval_loss(
     accelerator: 'Accelerator', # With several processes each takes its share
 ) -> dict[str, float]: # 'loss', 'tokens' (items of the first term), and the objective's metrics
     "The loss over all batches as if they were one; only sums are kept."
-    model, terms, metrics = accelerator.unwrap_model(model), {}, {}
+    if not hasattr(model, 'shards'): model = accelerator.unwrap_model(model)
+    terms, metrics, size = {}, {}, accelerator.num_processes
     wide = torch.float32 if accelerator.device.type == 'mps' else torch.float64
     with evaluating(model):
-        for i, batch in enumerate(batches):
-            if i % accelerator.num_processes != accelerator.process_index: continue
+        for group in window(batches, size): # who has no batch left computes along, for the others may need its shares
+            counts = accelerator.process_index < len(group)
+            batch = group[accelerator.process_index if counts else 0]
             with precision(accelerator): out = check_loss(objective(model, to_device(batch, accelerator.device)))
             for name, (s, n, weight) in out.terms.items():
                 before, seen, _ = terms.get(name, (0., 0, weight))
-                terms[name] = (before + torch.as_tensor(s).to(wide), seen + torch.as_tensor(n), weight)
-            add_metrics(metrics, out)
+                terms[name] = (before + torch.as_tensor(s).to(wide)*counts, seen + torch.as_tensor(n)*counts, weight)
+            add_metrics(metrics, out, counts)
     total = lambda x: add_over_processes(x, accelerator)
     read = {name: (total(s), total(n), weight) for name, (s, n, weight) in terms.items()}
     if not any(n for _, n, _ in read.values()): raise NothingToLearn
