@@ -51,7 +51,7 @@ def _resamples(n: int, count: int, seed: int):
     for start in range(0, count, block): yield draw.integers(0, n, size=(min(block, count - start), n))
 
 def bootstrap(
-    values: Sequence[float], # (n,) one score an example
+    values: Sequence[float] | np.ndarray, # (n,) one score an example
     statistic: Callable[[np.ndarray], np.ndarray] | None = None, # (draws, n) -> (draws,); the mean if not given
     level: float = 0.95,
     resamples: int = 10_000,
