@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.curriculum import CurriculumConfig, cut_batches, easy_first, shuffled
-from trainkit.dataloader import Batches, collate
+from trainkit.dataloader import Batches, collate, token_blocks
+from trainkit.memmap import TokenRows
 from trainkit.model import ModelConfig, Transformer
 from trainkit.packing import STRATEGIES, assign, flatten, pack
 
@@ -163,3 +164,29 @@ def test_the_end_token_is_learned_though_it_is_the_padding():
     rows = [dict(input_ids=[5, 6, 2], labels=[-100, 6, 2]), dict(input_ids=[5, 2])]
     batch = collate(rows, pad_id=2)
     assert batch['labels'].tolist() == [[-100, 6, 2], [5, 2, -100]] and batch['attention_mask'].tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
+def test_a_curriculum_cuts_running_text_and_is_taken_up_exactly():
+    "Every token of a block but its first is predicted once an epoch, pieces are no longer than allowed, a resumed run sees the same."
+    blocks = token_blocks(np.arange(2000, dtype=np.uint16), 65)
+    config = CurriculumConfig(start_length=9, end_length=65, steps=90)
+    make = lambda workers=0: Batches(blocks, 4, 1, curriculum=config, num_workers=workers)
+    batches, step = make(), 0
+    for epoch in range(3):
+        seen = []
+        for batch in batches:
+            assert batch['input_ids'].shape[1] <= min(config.limit(step, np.zeros(1)), 65)
+            seen += batch['labels'][:, 1:][batch['labels'][:, 1:] != -100].tolist()
+            step += 1
+        assert sorted(seen) == list(range(1, 2000)), epoch
+    assert step > 3*len(Batches(blocks, 4)), 'short pieces make more batches'
+    def stream(batches, n): return [b['input_ids'].tolist() for _, b in zip(range(n), (b for _ in range(9) for b in batches), strict=False)]
+    whole, first = stream(make(), 130), len(make())
+    for stop, workers in ((0, 0), (7, 0), (20, 2), (first, 0), (first + 5, 0)):
+        halted, resumed = make(workers), make()
+        assert stream(halted, stop) == whole[:stop]
+        resumed.load_state_dict(halted.state_dict())
+        assert stream(resumed, 130 - stop) == whole[stop:], stop
+    assert stream(Batches(TokenRows(np.arange(2000), 65, 0, 2000), 4, 1, curriculum=config), 130) == whole
+    with pytest.raises(ValueError, match='cut: False then'):
+        make().load_state_dict({k: v for k, v in make().state_dict().items() if k != 'cut'})

@@ -37,6 +37,12 @@ class TokenRows(Sequence):
 
     def __len__(self) -> int: return -(-(self.stop - self.start - 1) // (self.max_length - 1))
 
+    @property
+    def lengths(self) -> np.ndarray: # (rows,) tokens of each row, without a look at any
+        lengths = np.full(len(self), self.max_length)
+        lengths[-1] = self.stop - self.start - (len(self) - 1)*(self.max_length - 1)
+        return lengths
+
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice): return [self[k] for k in range(*i.indices(len(self)))]
         i = as_int(i) + (len(self) if as_int(i) < 0 else 0)
