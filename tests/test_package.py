@@ -103,6 +103,8 @@ MAY_IMPORT = {
     'int8': '',
     'quant': 'int8 knobs layers nf4',
     'intervals': '',
+    'ledger': 'canvas charts',
+    'memory': 'backward facts layers ledger objective optim',
     'evaluate': '',
     'targets': 'knobs',
     'variants': 'optim',
