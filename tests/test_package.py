@@ -103,6 +103,8 @@ MAY_IMPORT = {
     'int8': '',
     'quant': 'int8 knobs layers nf4',
     'intervals': '',
+    'overlap': '',
+    'metrics': 'overlap',
     'ledger': 'canvas charts',
     'memory': 'backward facts layers ledger objective optim',
     'evaluate': '',
