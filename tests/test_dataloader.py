@@ -180,7 +180,7 @@ def test_a_curriculum_cuts_running_text_and_is_taken_up_exactly():
             step += 1
         assert sorted(seen) == list(range(1, 2000)), epoch
     assert step > 3*len(Batches(blocks, 4)), 'short pieces make more batches'
-    def stream(batches, n): return [b['input_ids'].tolist() for _, b in zip(range(n), (b for _ in range(9) for b in batches), strict=False)]
+    def stream(batches, n): return [b['input_ids'].tolist() for _, b in zip(range(n), (b for _ in range(30) for b in batches), strict=False)]
     whole, first = stream(make(), 130), len(make())
     for stop, workers in ((0, 0), (7, 0), (20, 2), (first, 0), (first + 5, 0)):
         halted, resumed = make(workers), make()
