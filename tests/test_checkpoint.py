@@ -1,6 +1,5 @@
 """Checkpoints under real accidents: processes that are killed, disks that are full, files that change."""
 import errno
-import json
 import os
 import random
 import shutil
