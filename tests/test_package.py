@@ -128,7 +128,7 @@ MAY_IMPORT = {
     'launch': 'config files runs sharded strategy',
     'distributed': '',
     'shell': 'dataset files quality shards tokenizer',
-    'cli': 'files generate hf machine recipes shell',
+    'cli': 'config launch strategy files generate hf machine recipes shell',
 }
 
 
