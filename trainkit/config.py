@@ -98,6 +98,8 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
     known = {k.name: k for k in knobs(cls)}
     names = {alias: k.name for k in known.values() for alias in (*k.aliases, k.name)}
     problems, kwargs, origin = [], {}, {}
+    try: data = cls.moved(data) if hasattr(cls, 'moved') else data # type: ignore
+    except ConfigError as error: return None, error.problems
     for key, value in data.items():
         where, line = f'{path}{key}', lines.get(f'{path}{key}')
         name = names.get(key)
@@ -251,6 +253,7 @@ def from_profile(
     values = {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)} if ini.has_section(section) else {}
     groups: dict = {k.name: from_profile(k.type, profile) for k in knobs(cls) # type: ignore
               if dataclasses.is_dataclass(k.type) and k.name not in {**values, **overrides}}
+    for group in groups.values(): object.__setattr__(group, '_unset', True) # by the user; see `RunConfig`
     config, problems = _build(cls, {**groups, **values, **overrides})
     if problems: raise ConfigError(problems, f'{paths[-1]} [{section}]')
     return config

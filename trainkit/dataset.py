@@ -47,7 +47,7 @@ class DataConfig:
     max_examples: int | None = knob(None, 'Read at most this many rows, for a first small run', low=1,
                                     aliases=('max_samples', 'max_train_samples'))
     max_chars: int | None = knob(None, 'Read at most this many characters', low=1)
-    remove_unused_columns: bool = knob(False, 'Keep only the columns that the kind needs')
+    remove_unused_columns: bool = knob(False, 'Keep only the columns that the kind needs, and those that other knobs name')
     clean: bool = knob(True, 'Normalise Unicode, line ends and spaces, drop control characters and repeated rows')
     min_length: int = knob(1, 'Drop rows with fewer characters than this', low=0)
     chunk_chars: int = knob(8000, 'Cut longer texts into rows of at most this many characters before splitting', low=1)
@@ -55,14 +55,6 @@ class DataConfig:
     test_fraction: float = knob(0.0, 'Share of the rows that is set apart for a last test, which no run reads', low=0, high=0.9)
     split_by: str | None = knob(None, 'A column, such as task, of which every value gets rows to evaluate on')
     group: str | None = knob(None, 'A column whose equal values stay on one side of the split')
-    train_on: str = knob('assistant', 'Which turns of a conversation are learned', choices=('assistant', 'last', 'all'))
-    reasoning: str = knob('train', 'The way to an answer is learned, only read, or left out', choices=('train', 'read', 'drop'))
-    template: str | None = knob(None, "How a conversation is written: a template's name, or Jinja; empty: the tokenizer's",
-                                aliases=('chat_template',))
-    truncation: str = knob('error', 'What is kept of a conversation longer than max_length; error: stop before the first step',
-                           choices=('keep_end', 'keep_start', 'drop', 'error'))
-    packing: bool = knob(False, 'Put several short rows into one of max_length', aliases=('pack_sequences',))
-    packing_strategy: str = knob('best_fit', 'How rows are put together', choices=('greedy', 'first_fit', 'best_fit'))
     max_length: int = knob(256, 'Tokens in one training row', low=2, aliases=('max_seq_length', 'seq_len'))
     preprocessing_num_workers: int = knob(1, 'Processes that check and clean rows', low=1, aliases=('dataset_num_proc', 'num_proc'))
     num_workers: int = knob(0, 'Processes that prepare batches; 0: the training process', low=0,
@@ -76,9 +68,10 @@ class DataConfig:
 
 def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict], dict, LoadReport]:
     "Rows as the config wants them, clean and cut."
+    used = [c for c in (config.split_by, config.group, config.length_column_name*config.group_by_length) if c]
     rows = load_examples(path, config.kind, config.text_column, split, config.max_chars, config.on_bad, config.max_examples,
                          columns=config.columns or None, dataset_config=config.dataset_config, encoding=config.encoding,
-                         keep_columns=not config.remove_unused_columns, num_workers=config.preprocessing_num_workers)
+                         keep_columns=not config.remove_unused_columns or used, num_workers=config.preprocessing_num_workers)
     report, facts, out = rows.report, {}, [*rows]
     if config.clean: out, facts = clean_examples(out, config.min_length, config.preprocessing_num_workers)
     return chunk_examples(out, config.chunk_chars) if report.kind == 'text' else out, facts, report

@@ -208,6 +208,7 @@ def length_report(
 class Examples(list):
     "A list of examples, each a dict with `input_ids`, `labels` and `length`; `report` says what became of the rows."
     report: LengthReport
+    numbers: list[int] # Which row each was made of
 
     def _repr_html_(self) -> str: return self.report._repr_html_()
     def __repr__(self) -> str: return f'{len(self):,} examples\n{self.report}'
@@ -248,6 +249,7 @@ def tokenize_examples(
         if pair is None or i in gone: continue
         ids = pair[0].astype(np.int32)
         out.append(dict(input_ids=ids, labels=np.where(pair[1], ids, np.int32(-100)), length=len(ids)))
+    out.numbers = [i for i, pair in enumerate(pairs) if pair is not None and i not in gone]
     out.report = LengthReport(**{**vars(report), 'too_short': len(short), 'untrained': len({*empty} - {*short})})
     if not out: raise ValueError(f'no row is left:\n{out.report}')
     if gone or report.cut or report.dropped: warnings.warn(f'rows were cut or dropped\n{out.report}', stacklevel=2)

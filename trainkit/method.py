@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from .config import ConfigError, check_config, from_profile, knob, load_config, parse_config, to_dict
+from .curriculum import CurriculumConfig
 from .dataset import DataConfig
-from .knobs import Problem, nearest
+from .knobs import Problem, knobs, nearest
 from .model import ModelConfig
 from .optim import OptimConfig
 from .plan import TrainConfig
@@ -51,11 +52,20 @@ class SFTConfig:
     reasoning: str = knob('train', 'Chains of thought are learned, only read, or left out', choices=('train', 'read', 'drop'))
     truncation: str = knob('error', 'What becomes of an example longer than data.max_length',
                            choices=('error', 'keep_end', 'keep_start', 'drop'))
-    packing: str = knob('none', 'Whether short examples share a row, and by which strategy',
-                        choices=('none', 'greedy', 'first_fit', 'best_fit'), aliases=('packing_strategy',))
+    packing: str = knob('none', 'Whether short examples share a row, and by which strategy; true in a file is best_fit',
+                        choices=('none', 'greedy', 'first_fit', 'best_fit'), aliases=('pack_sequences', 'packing_strategy'))
     questions: int = knob(32, 'Held-out questions that are asked before and after; 0 asks none', low=0)
 
     def __post_init__(self): check_config(self)
+
+_SFT_NAMES = {name: k.name for k in knobs(SFTConfig) for name in (k.name, *k.aliases)}
+
+def _packing(asked: Mapping[str, Any]) -> set: # The answers that differ from 'none'
+    "One strategy out of what other libraries say with a switch, and with a name beside it."
+    switches = {value for value in asked.values() if isinstance(value, bool)}
+    names = lambda beside: {v for k, v in asked.items() if not isinstance(v, bool) and k.endswith('packing_strategy') == beside} - {'none'}
+    if names(False) or (switches == {False}): return names(False)
+    return names(True) or ({'best_fit'} if switches else set())
 
 def _unset(cls: type, doc: str) -> Any:
     "A group of knobs that knows whether somebody gave it."
@@ -76,6 +86,8 @@ class RunConfig:
     init_from: str = knob('', 'A trained model to begin with: a folder, a .gguf file or a name on the hub; empty: a new one',
                           aliases=('model_name_or_path', 'base_model'))
     data: DataConfig = _unset(DataConfig, 'The text or the examples')
+    curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig('none'),
+                                         metadata=knob(CurriculumConfig, 'Easy rows first').metadata)
     sft: SFTConfig = knob(SFTConfig, 'How examples become rows, for method sft')
     tokenizer: TokenizerConfig = knob(TokenizerConfig, 'The tokenizer')
     model: ModelConfig = knob(ModelConfig, 'A new model; its vocab_size comes from the tokenizer')
@@ -87,12 +99,35 @@ class RunConfig:
 
     def __post_init__(self):
         check_config(self)
-        for name in ('data', 'optim', 'train'):
-            group, changes = getattr(self, name), METHODS[self.method].get(name, {})
-            if vars(group).pop('_unset', False) and changes: setattr(self, name, type(group)(**{**vars(group), **changes}))
+        for name, group in list(vars(self).items()):
+            if not hasattr(group, '__dict__') or not vars(group).pop('_unset', False): continue
+            if changes := METHODS[self.method].get(name): setattr(self, name, type(group)(**{**vars(group), **changes}))
         if self.method == 'pretrain' and not self.init_from and self.data.max_length > self.model.max_seq_len:
             why = f'must be at most model.max_seq_len = {self.model.max_seq_len}'
             raise ConfigError([Problem('data.max_length', self.data.max_length, why)], 'RunConfig')
+
+    @staticmethod
+    def moved(
+        data: Mapping, # A config as nested dicts
+    ) -> Mapping: # The same, with the knobs of `sft` in their group
+        "Knobs of `sft` may also stand in `data` or at the top, where other libraries have them."
+        places = {place: data.get(place) or {} for place in ('sft', 'data')}
+        if not isinstance(places['sft'], Mapping): places['sft'] = to_dict(places['sft'])
+        asked: dict[str, dict[str, Any]] = {}
+        for place, group in (*places.items(), ('', data)):
+            for key in group if isinstance(group, Mapping) else ():
+                if key in _SFT_NAMES and group[key] is not None: asked.setdefault(_SFT_NAMES[key], {})[f'{place}.{key}'.lstrip('.')] = group[key]
+        if all(where.startswith('sft.') and not isinstance(v, bool) for says in asked.values() for where, v in says.items()): return data
+        defaults, sft = {k.name: k.value for k in knobs(SFTConfig)}, {k: v for k, v in places['sft'].items() if k not in _SFT_NAMES}
+        for name, says in asked.items():
+            values = _packing(says) if name == 'packing' else {v for v in says.values() if v != defaults[name]}
+            if len(values) > 1:
+                (first, value), *_, (last, other) = [(k, v) for k, v in says.items() if v in values]
+                raise ConfigError([Problem(last, other, f"means the same as '{first}', which says {value!r}")], 'RunConfig')
+            sft[name] = [*values, defaults[name]][0]
+        rest = {k: v for k, v in data.items() if k not in _SFT_NAMES}
+        if isinstance(data.get('data'), Mapping): rest['data'] = {k: v for k, v in data['data'].items() if k not in _SFT_NAMES}
+        return {**rest, 'sft': sft}
 
     @property
     def folder(self) -> Path: return Path(self.train.output_dir or Path(self.runs_dir)/self.name)
@@ -134,5 +169,4 @@ def method_config(
 
 def _named(group: str, name: str) -> set[str]:
     "A knob's name and its aliases."
-    from trainkit.config import knobs
     return next({k.name, *k.aliases} for k in knobs(type(getattr(RunConfig(), group))) if k.name == name)

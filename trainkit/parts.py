@@ -21,10 +21,10 @@ import torch
 from .chat import set_template
 from .config import seed_everything
 from .dataloader import Batches, encode_rows, token_blocks
-from .dataset import load_splits, to_messages
+from .dataset import DataConfig, load_splits, to_messages
 from .generate import context_length
 from .judge import questions
-from .lengths import tokenize_examples
+from .lengths import Examples, tokenize_examples
 from .memmap import open_shards
 from .method import RunConfig, TokenizerConfig
 from .model import ModelConfig, Transformer
@@ -90,9 +90,24 @@ _HELD_OUT = 1 << 20 # tokens of shards at most
 def _batches(config: RunConfig, train: Sequence, test: Sequence, tokenizer: Any, grouped: bool = False) -> tuple[Batches, Batches]:
     c, pad = config.train, tokenizer.pad_token_id
     order, pad = c.seed if c.data_seed is None else c.data_seed, tokenizer.eos_token_id if pad is None else pad
-    more: dict[str, Any] = dict(num_workers=config.data.num_workers, pin_memory=config.data.pin_memory and torch.cuda.is_available())
-    return (Batches(train, c.per_device_train_batch_size, order, pad_id=pad, group_by_length=grouped, **more),
-            Batches(test, c.per_device_eval_batch_size, shuffle=False, pad_id=pad))
+    more: dict[str, Any] = dict(pad_id=pad, num_workers=config.data.num_workers, pin_memory=config.data.pin_memory)
+    if config.curriculum.strategy == 'difficulty_based':
+        raise ValueError('curriculum.strategy = difficulty_based needs a function of yours: give Batches a difficulty_fn, in Python')
+    return (Batches(train, c.per_device_train_batch_size, order, group_by_length=grouped, curriculum=config.curriculum, **more),
+            Batches(test, c.per_device_eval_batch_size, shuffle=False, **more))
+
+def _with_lengths(examples: Examples, rows: list[dict], config: DataConfig) -> list[dict]:
+    "Examples with the lengths that a column of the rows says, by which they are grouped; their own where it says none."
+    name = config.length_column_name
+    if not config.group_by_length or not any(name in row for row in rows):
+        if config.group_by_length and name != 'length':
+            raise ValueError(f"data.length_column_name = {name!r}: the rows have no such column ({', '.join(rows[0])})")
+        return examples
+    said = [rows[i].get(name) for i in examples.numbers]
+    if all(isinstance(n, int) for n in said): return [{**e, 'length': n} for e, n in zip(examples, said, strict=True)]
+    if name != 'length': raise ValueError(f'data.length_column_name = {name!r}: whole numbers are needed, here is '
+                                          f'{next(n for n in said if not isinstance(n, int))!r}')
+    return examples
 
 def prepare_text(
     config: RunConfig,
@@ -161,7 +176,7 @@ def prepare_sft(
         train, test = (tokenize_examples(rows[part], tokenizer, length, facts['kind'], sft.train_on, sft.truncation,
                                          reasoning=sft.reasoning, num_workers=c.preprocessing_num_workers)
                        for part in ('train', 'eval'))
-        packed = train if sft.packing == 'none' else pack(train, length, sft.packing)
+        packed = _with_lengths(train, rows['train'], c) if sft.packing == 'none' else pack(train, length, sft.packing)
     asked = [] if facts['kind'] == 'text' or not sft.questions else questions(
         rows['eval'], tokenizer, context_length(model), train_reasoning=sft.reasoning != 'drop')[:sft.questions]
     facts |= dict(max_length=length, rows=len(packed), full=packing_efficiency(packed, length))
