@@ -145,10 +145,10 @@ class Linear4bit(_FrozenLinear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         facts = dict(quant_type=self.quant_type, blocksize=self.blocksize, dtype=str(self.dtype).removeprefix('torch.'),
                      shape=[self.out_features, self.in_features])
-        parts: dict[str, Any] = dict(absmax=self.absmax, quant_map=CODEBOOKS[self.quant_type])
+        parts: dict[str, Any] = dict(absmax=self.absmax, quant_map=CODEBOOKS[self.quant_type].clone())
         if self.offset is not None:
-            facts |= dict(nested_blocksize=256, nested_dtype='float32', nested_offset=self.offset.item())
-            parts |= dict(nested_absmax=self.nested_absmax, nested_quant_map=dynamic_codebook())
+            facts |= dict(nested_blocksize=256, nested_dtype='float32', nested_offset=0.0 if self.offset.is_meta else self.offset.item())
+            parts |= dict(nested_absmax=self.nested_absmax, nested_quant_map=dynamic_codebook().clone())
         parts[f'quant_state.bitsandbytes__{self.quant_type}'] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
         for name, part in parts.items(): destination[f'{prefix}weight.{name}'] = part.to(self.weight.device)
 
