@@ -91,7 +91,7 @@ MAY_IMPORT = {
     'step': 'backward objective precision',
     'faults': 'step',
     'checks': 'plan retention',
-    'train': 'checkpoint lock retention identity writer checks compiled config faults objective optim plan precision progress step',
+    'train': 'checkpoint lock retention identity writer checks compiled config faults objective optim plan precision progress sharded step',
     'monitor': 'architecture',
     'symptoms': 'canvas',
     'health': 'canvas symptoms',
