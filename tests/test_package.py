@@ -107,6 +107,7 @@ MAY_IMPORT = {
     'intervals': '',
     'overlap': '',
     'metrics': 'overlap',
+    'gguf': 'families formats hf model patterns progress rope',
     'sandbox': 'progress',
     'ledger': 'canvas charts',
     'memory': 'backward facts layers ledger objective optim',
