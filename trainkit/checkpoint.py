@@ -112,7 +112,7 @@ def take_snapshot(
     state: Mapping[str, Any] = {}, # noqa: B006 # What else the run must remember; `step` names the folder
     scaler: Any = None,
     batches: Any = None,
-    next_batch: Any = None, # What the next step will see; only its hash is kept
+    next_batch: str | None = None, # `hash_part` of what the next step will see
     about: Mapping[str, Any] = {}, # noqa: B006 # What the manifest shall say besides, as JSON can hold it
 ) -> Snapshot:
     "Gather all that the next step depends on, with the random generators as they are now."
@@ -130,7 +130,7 @@ def take_snapshot(
     proof = {name: hash_part(part) for name, part in small.items()}
     proof['state'] = hash_part({k: v for k, v in state.items() if k not in UNPROVED})
     if optimizer is not None: proof['optimizer'] = hash_part(packed['optimizer'])
-    if next_batch is not None: proof['next_batch'] = hash_part(next_batch)
+    if next_batch: proof['next_batch'] = next_batch
     tensors = {'model.safetensors': weights, 'optimizer.safetensors': big, 'state.safetensors': others}
     return Snapshot(step, tensors, json.dumps(packed, allow_nan=False).encode(), proof, dict(about))
 
