@@ -90,7 +90,7 @@ MAY_IMPORT = {
     'precision': 'config sharded',
     'step': 'backward objective precision',
     'faults': 'step',
-    'checks': 'plan retention',
+    'checks': 'optim plan retention',
     'train': 'checkpoint lock retention identity writer checks compiled config faults objective optim plan precision progress sharded step',
     'monitor': 'architecture',
     'symptoms': 'canvas',

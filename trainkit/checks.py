@@ -11,6 +11,7 @@ __all__ = ['check_plan', 'find_start', 'not_finite']
 from pathlib import Path
 from typing import Any
 
+from .optim import make_optimizer
 from .plan import TrainingError
 from .retention import latest_checkpoint
 
@@ -41,6 +42,9 @@ def check_plan(
     if c.optimizer_in_backward and (trainer.accelerator.num_processes > 1 or trainer.accelerator.scaler):
         raise ValueError('optimizer_in_backward=True works in one process and without a float16 scaler: both need '
                          'all gradients together')
+    if c.offload_optimizer and trainer.build_optimizer is make_optimizer:
+        raise ValueError('offload_optimizer=True needs build_optimizer=, a function (model, OptimConfig) -> optimizer '
+                         'whose memory is elsewhere')
     if c.z_loss and trainer.added is None:
         raise ValueError(f'z_loss={c.z_loss} belongs to lm_loss, and the objective is another: add the term there '
                          '(lm_objective shows how)')
