@@ -36,8 +36,9 @@ def scale_blocks(
     "Divide each block by its largest absolute value, in the order of arithmetic of bitsandbytes."
     blocks = x.view(-1, min(blocksize, len(x)))
     absmax = torch.linalg.vector_norm(blocks, math.inf, dim=1)
-    divisor = absmax.clamp(min=1e-38)[:, None]
-    return (blocks / divisor if len(x) < blocksize else blocks * (1 / divisor)), absmax
+    divisor = absmax.clamp(min=1e-38)
+    if len(x) < blocksize: return blocks / divisor[:, None], divisor
+    return blocks * (1 / divisor)[:, None], absmax
 
 def nearest_codes(
     x: Tensor, # Numbers within [-1, 1], contiguous
@@ -86,10 +87,10 @@ def quantize_scales(
 ) -> tuple[Tensor, Tensor, Tensor]: # (n,) uint8 codes, (blocks,) float32 absmax of what was coded, and the mean
     "Eight bits for each scale: its distance from the mean, in blocks, by the dynamic codebook (Dettmers et al. 2023)."
     mean = scales.mean()
-    centered, whole = scales - mean, len(scales) // blocksize * blocksize
-    parts = [scale_blocks(part, blocksize) for part in (centered[:whole], centered[whole:]) if len(part)]
-    places = torch.cat([scaled.flatten() for scaled, _ in parts]).clamp(-1, 1).add(1).mul(32767.5).add(0.5).int()
-    return _dynamic_table().to(scales.device)[places], torch.cat([absmax for _, absmax in parts]), mean
+    groups = torch.nn.functional.pad(scales - mean, (0, -len(scales) % blocksize)).view(-1, blocksize)
+    absmax = groups.abs().amax(1)
+    places = (groups / absmax[:, None]).nan_to_num(-1).add(1).mul(32767.5).add(0.5).int().view(-1)[:len(scales)]
+    return _dynamic_table().to(scales.device)[places], absmax, mean
 
 def dequantize_scales(
     codes: Tensor, # (n,) uint8

@@ -1,0 +1,229 @@
+"Quantization beyond the lessons: the library's bytes on many shapes, its defects that ours must not have, memory, LoRA on top."
+import json
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from safetensors.torch import save_file
+from torch import nn
+
+from trainkit.int8 import dequantize_int8, int8_linear, quantize_int8, quantize_rows
+from trainkit.model import ModelConfig, Transformer
+from trainkit.nf4 import dequantize_4bit, quantize_4bit
+from trainkit.quant import Linear4bit, Linear8bit, QuantConfig, load_quantized, quantize_model
+
+SHAPE = ModelConfig(vocab_size=128, d_model=128, n_heads=4, n_layers=2, d_ff=192, max_seq_len=64)
+
+
+@pytest.fixture(scope='module')
+def bnb():
+    logging.getLogger('bitsandbytes').setLevel(logging.ERROR)
+    return pytest.importorskip('bitsandbytes')
+
+
+@pytest.fixture(autouse=True)
+def seed(): torch.manual_seed(0)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('quant_type', ['nf4', 'fp4'])
+def test_every_byte_is_the_librarys(bnb, dtype, quant_type):
+    "Codes, scales, scales of scales and their mean, for whole and broken blocks, odd sizes, and pieces beyond one cache chunk."
+    theirs = bnb.functional
+    for n, blocksize in ((1, 64), (2, 32), (65, 64), (129, 64), (4096, 4096), (64*1024 + 63, 64), (200_001, 128), (70_000, 2048)):
+        for scale in (1.0, 1e-6, 1e4 if dtype != torch.float16 else 10.0):
+            x = (scale*torch.randn(n)).to(dtype)
+            x[n // 2] = 0
+            for double in (False, True):
+                ours = quantize_4bit(x, quant_type, blocksize, double)
+                packed, state = theirs.quantize_4bit(x, quant_type=quant_type, blocksize=blocksize, compress_statistics=double)
+                assert torch.equal(ours.packed, packed.flatten()), (n, blocksize, scale)
+                assert torch.equal(ours.absmax, state.absmax), (n, blocksize, scale, double)
+                if double:
+                    assert torch.equal(ours.nested_absmax, state.state2.absmax) and torch.equal(ours.offset, state.offset)
+                    assert torch.equal(ours.scales(), theirs.dequantize_blockwise(state.absmax, state.state2) + state.offset)
+
+
+def test_midpoints_go_where_the_library_sends_them(bnb):
+    "Numbers that lie exactly between two values, and their neighbours."
+    code = bnb.functional.get_4bit_type('nf4', device='cpu')
+    middle = (code[1:] + code[:-1]) / 2
+    x = torch.cat([middle, torch.nextafter(middle, middle + 1), torch.nextafter(middle, middle - 1), torch.tensor([1.0, -1.0, 0.0])])
+    for quant_type in ('nf4', 'fp4'):
+        packed, _ = bnb.functional.quantize_4bit(x, quant_type=quant_type, blocksize=64)
+        assert torch.equal(quantize_4bit(x, quant_type, double_quant=False).packed, packed.flatten())
+
+
+def test_widths_that_the_library_reads_wrongly(bnb):
+    "Where blocks cross rows of 32k numbers, bitsandbytes' CPU code takes scales of other blocks; ours does not."
+    weight = torch.randn(64, 96)
+    packed, state = bnb.functional.quantize_4bit(weight, quant_type='nf4')
+    limit = weight.abs().max() * 0.17
+    assert (dequantize_4bit(quantize_4bit(weight)) - weight).abs().max() < limit
+    if (bnb.functional.dequantize_4bit(packed, state) - weight).abs().max() < limit:
+        warnings.warn('bitsandbytes reads (64, 96) rightly here: the defect does not occur on this machine', stacklevel=1)
+        pytest.skip('bitsandbytes is right on this machine')
+
+
+def test_an_evaluation_in_the_middle(bnb):
+    "On CPUs with AVX512-BF16 one evaluation takes bitsandbytes' gradients away; ours stay those of the de-quantized weight."
+    layer, x = nn.Linear(128, 64, bias=False), torch.randn(4, 128)
+
+    def gradient(module):
+        y = x.clone().requires_grad_()
+        out = module(y)
+        return torch.autograd.grad(out.square().sum(), y, allow_unused=True)[0] if out.requires_grad else None
+
+    ours = Linear4bit.from_weight(layer.weight)
+    wanted = gradient(lambda y: F.linear(y, ours.dequantize()))
+    for mode in (True, False, True):
+        ours.train(mode)
+        with torch.no_grad(): ours(x)
+        assert (gradient(ours) - wanted).norm() < 1e-5 * wanted.norm()
+
+    theirs = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.float32, quant_type='nf4')
+    theirs.load_state_dict(layer.state_dict())
+    theirs = theirs.to('cpu').train()
+    assert (gradient(theirs) - wanted).norm() < 1e-5 * wanted.norm()
+    with torch.no_grad(): theirs.eval()(x)
+    found = gradient(theirs.train())
+    if found is not None and (found - wanted).norm() < 1e-3 * wanted.norm():
+        warnings.warn('bitsandbytes keeps its gradients here: the defect does not occur on this machine', stacklevel=1)
+        pytest.skip('bitsandbytes is right on this machine')
+
+
+@pytest.mark.parametrize('family', ['ours', 'llama', 'gpt2'])
+def test_qlora_gradients(family):
+    "LoRA over four bits learns what LoRA over the de-quantized weights learns, before and after an evaluation."
+    import transformers as hf
+
+    from trainkit.lora import LoRAConfig, add_lora
+    makers = {'ours': lambda: Transformer(SHAPE), 'llama': lambda: hf.LlamaForCausalLM(hf.LlamaConfig(
+                  vocab_size=128, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)),
+              'gpt2': lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
+                  vocab_size=128, n_embd=128, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))}
+    ids, small = torch.randint(0, 128, (2, 16)), quantize_model(makers[family]())
+    plain = makers[family]()
+    plain.load_state_dict({k: v for k, v in small.state_dict().items() if '.weight.' not in k and v.dtype != torch.uint8}, strict=False)
+    with torch.no_grad():
+        for name, layer in small.named_modules():
+            if isinstance(layer, Linear4bit):
+                twin = plain.get_submodule(name)
+                twin.weight.copy_(layer.dequantize() if isinstance(twin, nn.Linear) else layer.dequantize().T)
+                if layer.bias is not None: twin.bias.copy_(layer.bias)
+    config, found = LoRAConfig(r=4, target_modules='all-linear'), []
+    for model in (small, plain):
+        torch.manual_seed(3)
+        model = add_lora(model, config).train()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if 'lora_B' in name: p.copy_(0.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
+                if 'lora_A' in name: p.copy_(0.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name) + 1)))
+        for turn in range(2):
+            names = [n for n, p in model.named_parameters() if p.requires_grad]
+            assert names and all('lora_' in n for n in names)
+            grads = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, [model.get_parameter(n) for n in names])
+            found.append(dict(zip(names, grads, strict=True)))
+            model.eval()
+            with torch.no_grad(): model(input_ids=ids)
+            model.train()
+            assert turn < 2
+    first, second, *wanted = found
+    assert first.keys() == wanted[0].keys()
+    for name, grad in wanted[0].items():
+        for other in (first[name], second[name]): assert (other - grad).norm() < 1e-5*grad.norm() + 1e-9, name
+
+
+def test_order_of_lora_and_quantization():
+    from trainkit.lora import LoRAConfig, add_lora
+    model = add_lora(Transformer(SHAPE), LoRAConfig(r=2))
+    with pytest.raises(ValueError, match='first quantize_model'): quantize_model(model)
+
+
+def test_autocast_and_checkpointing_change_nothing():
+    "Recomputing a block in the backward pass gives the same gradient at the embeddings."
+    found = []
+    for again in (False, True):
+        torch.manual_seed(1)
+        model = quantize_model(Transformer(ModelConfig(**{**vars(SHAPE), 'gradient_checkpointing': again}))).train()
+        ids = torch.arange(64).view(2, 32)
+        found.append(torch.autograd.grad(model(ids, labels=ids).loss, model.model.embed_tokens.weight)[0])
+    assert torch.equal(*found)
+
+
+def test_deepcopy_and_casts():
+    import copy
+    layer = Linear4bit.from_weight(torch.randn(8, 16), torch.randn(8))
+    other = copy.deepcopy(layer).to(torch.float16).to('cpu')
+    assert torch.equal(other.dequantize(torch.float32), layer.dequantize()) and other.absmax.dtype == layer.absmax.dtype
+    eight = copy.deepcopy(Linear8bit.from_weight(torch.randn(8, 16))).bfloat16()
+    assert eight.SCB.dtype == torch.float32 and eight(torch.randn(2, 16).bfloat16()).dtype == torch.bfloat16
+
+
+def test_int8_of_a_wide_dynamic_range():
+    "No overflow, no NaN: rows of zeros, tiny and huge rows; the product stays within the rounding of both sides."
+    weight = torch.stack([torch.zeros(64), 1e-20*torch.randn(64), 1e10*torch.randn(64), torch.randn(64)])
+    back = dequantize_int8(quantize_int8(weight))
+    for row, wanted in zip(back, weight, strict=True): assert (row - wanted).abs().max() <= wanted.abs().max() / 253
+    x = torch.randn(40, 64)
+    codes, absmax, _ = quantize_rows(weight)
+    out = int8_linear(x, codes, absmax)
+    assert out.isfinite().all() and (out[:, 3] - x @ weight[3]).norm() < 0.03*(x @ weight[3]).norm()
+    assert (int8_linear(x, codes, absmax, threshold=1e-9) - x @ back.T).abs().max() < 1e-4 * (x @ back.T).abs().max() # All are outliers
+
+
+def test_parts_and_index(tmp_path):
+    "A model in several files."
+    model = Transformer(SHAPE).eval()
+    weights = {k: v for k, v in model.state_dict().items() if k != 'lm_head.weight' or not SHAPE.tie_embeddings}
+    names = sorted(weights)
+    split = {f'model-{i}.safetensors': names[i::3] for i in range(3)}
+    for file, part in split.items(): save_file({k: weights[k] for k in part}, tmp_path/file)
+    index = {k: file for file, part in split.items() for k in part}
+    (tmp_path/'model.safetensors.index.json').write_text(json.dumps({'weight_map': index}))
+    opened = load_quantized(lambda: Transformer(SHAPE), tmp_path)
+    ids = torch.randint(0, 128, (2, 9))
+    assert torch.equal(opened(ids).logits, quantize_model(model)(ids).logits)
+    (tmp_path/'model-1.safetensors').write_bytes(b'short')
+    with pytest.raises(ValueError, match='damaged'): load_quantized(lambda: Transformer(SHAPE), tmp_path)
+
+
+PEAK = '''
+import sys
+import torch
+from trainkit.model import ModelConfig, Transformer
+from trainkit.quant import load_quantized
+shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
+def peak(): return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('VmHWM'))
+from trainkit.quant import _no_weights
+with _no_weights(): Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64)) # what torch loads for it
+before = peak()
+model = load_quantized(lambda: Transformer(shape), sys.argv[1])
+print(peak() - before)
+model(torch.zeros(1, 4, dtype=torch.long))
+'''
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc')
+def test_never_whole_in_memory(tmp_path):
+    "Opening a folder in four bits takes far less memory than the file has bytes."
+    shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
+    weights = Transformer(shape).state_dict()
+    if shape.tie_embeddings: weights.pop('lm_head.weight')
+    save_file(weights, tmp_path/'model.safetensors')
+    size = (tmp_path/'model.safetensors').stat().st_size
+    done = subprocess.run([sys.executable, '-c', PEAK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout)
+    assert size > 100e6 and 0 < grown < 0.4*size, (grown, size)
+
+
+def test_config_names():
+    from trainkit.config import load_config
+    given = dict(quantization_bit=4, double_quantization=True, bnb_4bit_quant_type='fp4', llm_int8_skip_modules=['lm_head'])
+    assert load_config(QuantConfig, given) == QuantConfig(bits=4, quant_type='fp4', skip_modules=['lm_head'])
