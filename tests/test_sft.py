@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from conftest import shell
 
-from trainkit.config import load_config
-from trainkit.dataset import DataConfig
+from trainkit.config import from_profile, load_config
+from trainkit.dataset import DataConfig, write_examples
 from trainkit.optim import OptimConfig
 from trainkit.plan import TrainConfig
-from trainkit.recipes import RunConfig, SFTConfig, run
+from trainkit.recipes import RunConfig, SFTConfig, prepare, run
 
 NAMES = 'zero one two three four five six seven eight nine ten eleven'.split()
 ASKS = ['Spell {}.', 'What is {} in words?', 'Write {} as a word.', 'How do you say {}?', 'Name the number {}.', '{} in letters:']
@@ -114,3 +114,94 @@ def test_the_same_from_a_shell(home):
         assert part in done.stdout, done.stdout
     said = Path(home/'runs'/'shell'/'config.yaml').read_text()
     assert 'per_device_train_batch_size: 8' in said and 'learning_rate: 0.002' in said
+
+
+# --- what a config says of the data reaches what it names
+
+def prepared(home, data, **groups):
+    "The parts of a run on the pairs, by a config as a file would have it."
+    words = {'method': 'sft', 'init_from': str(home/'runs'/'base'/'model'), 'sft': {'questions': 0}, **groups,
+             'data': {'path': str(home/'pairs.jsonl'), 'eval_fraction': 0.2, 'max_length': 64, **data}}
+    return prepare(load_config(RunConfig, words))
+
+
+def test_pin_memory_and_workers_reach_both_loaders(home):
+    for pin in (True, False):
+        parts = prepared(home, dict(pin_memory=pin, num_workers=1))
+        for batches in (parts.train_batches, parts.eval_batches): assert (batches.pin_memory, batches.num_workers) == (pin, 1)
+
+
+def test_rows_are_grouped_by_the_column_that_is_named(home):
+    rows = [dict(prompt=ask.format(n), completion=name, size=1000 - 7*i) for i, (n, name, ask) in
+            enumerate((n, name, ask) for n, name in enumerate(NAMES) for ask in ASKS)]
+    (home/'sized.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    sized = dict(path=str(home/'sized.jsonl'), group_by_length=True, length_column_name='size', remove_unused_columns=True)
+    parts = prepared(home, sized)
+    assert parts.train_batches.lengths.tolist() == [row['size'] for row in parts.train_rows]
+    assert prepared(home, dict(group_by_length=True)).train_batches.lengths.max() < 64
+    with pytest.raises(ValueError, match="length_column_name = 'n_tokens': the rows have no such column"):
+        prepared(home, {**sized, 'length_column_name': 'n_tokens'})
+
+
+def test_unused_columns_go_and_named_ones_stay(home):
+    rows = [dict(prompt=ask.format(n), completion=name, task=f'{n % 3}', note='x') for n, name in enumerate(NAMES) for ask in ASKS]
+    (home/'tasks.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    kept = prepared(home, dict(path=str(home/'tasks.jsonl'))).train_rows[0]
+    bare = prepared(home, dict(path=str(home/'tasks.jsonl'), remove_unused_columns=True, split_by='task')).train_rows[0]
+    assert ({*kept} - {*bare}, {*bare} - {'source', 'line'}) == ({'note'}, {'prompt', 'completion', 'task'})
+
+
+def test_preprocessing_workers_do_every_step_and_change_nothing(home, monkeypatch):
+    from trainkit import cleaning, lengths, loading
+    asked = {}
+    for module in (loading, cleaning, lengths):
+        def spy(function, items, num_workers=1, chunk=256, own=module.in_order, name=module.__name__):
+            asked.setdefault(name, set()).add(num_workers)
+            return own(function, items, num_workers, chunk)
+        monkeypatch.setattr(module, 'in_order', spy)
+    one, two = (prepared(home, dict(preprocessing_num_workers=n)) for n in (1, 2))
+    assert asked == dict.fromkeys(('trainkit.loading', 'trainkit.cleaning', 'trainkit.lengths'), {1, 2})
+    assert [e['input_ids'].tolist() for e in one.examples] == [e['input_ids'].tolist() for e in two.examples]
+
+
+def test_a_part_and_a_split_of_a_hub_folder_are_read(home):
+    for part in ('digits', 'tens'):
+        for split, n in (('train', 12), ('dev', 3)):
+            write_examples([dict(question=f'{part} {split} {i}?', answer=NAMES[i]) for i in range(n)], home/'hub'/part/f'{split}.parquet')
+    (home/'hub'/'README.md').write_text('---\nconfigs:\n' + ''.join(
+        f'- config_name: {part}\n  data_files:\n  - {{split: train, path: {part}/train.parquet}}\n  - {{split: validation, path: {part}/dev.parquet}}\n'
+        for part in ('digits', 'tens')) + '---\n')
+    parts = prepared(home, dict(path=str(home/'hub'), dataset_config='tens', validation_split='dev'))
+    assert {row['prompt'][:10] for row in parts.train_rows} == {'tens train'} and len(parts.train_rows) == 12
+    assert [row['prompt'] for row in parts.eval_rows] == [f'tens dev {i}?' for i in range(3)]
+
+
+def test_the_text_column_that_is_named_is_read(home):
+    write_examples([dict(Body=f'The number {n} is {name}. '*9, title='t') for n, name in enumerate(NAMES)], home/'texts.csv')
+    parts = prepared(home, dict(path=str(home/'texts.csv'), text_column='Body', max_length=32), method='pretrain')
+    assert parts.train_rows[0]['text'].startswith('The number') and parts.facts['kind'] == 'text'
+
+
+@pytest.mark.parametrize('words', [{'data': {'packing': True}}, {'packing': True}, {'pack_sequences': True}, {'packing_strategy': 'best_fit'},
+                                   {'sft': {'packing': 'best_fit', 'questions': 0}}])
+def test_packing_is_understood_where_others_write_it(home, words):
+    data = words.pop('data', {})
+    parts = prepared(home, data, **words)
+    assert len(parts.train_batches.rows) < len(parts.examples) and parts.facts['full'] > 0.8
+
+
+def test_a_curriculum_in_a_config_reaches_the_loader(home):
+    parts = prepared(home, {}, curriculum=dict(start_length=24, end_length=60, steps=9))
+    lengths = parts.train_batches.lengths
+    assert max(lengths[parts.train_batches.plan(0)[0]]) == sorted(lengths)[7] # the shortest of all rows, in the first batch
+    text = prepared(home, dict(path='stdlib', max_chars=50_000, max_length=64), method='pretrain', curriculum=dict(start_length=16, end_length=64, steps=20))
+    first = next(iter(text.train_batches))
+    assert first['input_ids'].shape[1] <= 16
+    with pytest.raises(ValueError, match='needs a function of yours'):
+        prepared(home, {}, curriculum=dict(strategy='difficulty_based'))
+
+
+def test_a_profile_yields_to_the_method():
+    config = from_profile(RunConfig, 'quick', method='sft', init_from='x')
+    assert (config.optim.learning_rate, config.data.eval_fraction, config.train.max_steps) == (2e-5, 0.1, -1)
+    assert from_profile(RunConfig, 'quick').optim.learning_rate == 3e-3

@@ -98,7 +98,7 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
     known = {k.name: k for k in knobs(cls)}
     names = {alias: k.name for k in known.values() for alias in (*k.aliases, k.name)}
     problems, kwargs, origin = [], {}, {}
-    try: data = cls.moved(data) if hasattr(cls, 'moved') else data # type: ignore
+    try: data = getattr(cls, 'moved', lambda data: data)(data)
     except ConfigError as error: return None, error.problems
     for key, value in data.items():
         where, line = f'{path}{key}', lines.get(f'{path}{key}')
@@ -108,7 +108,7 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
             problems.append(Problem(where, value, f'the environment variable {error} is not set', line))
             continue
         if name is None and key in (elsewhere := getattr(cls, 'ELSEWHERE', {})):
-            meant = elsewhere[key]
+            meant: Any = elsewhere[key]
             if callable(meant): meant = meant(value)
             if isinstance(meant, str): problems.append(Problem(where, value, meant, line))
             else:

@@ -11,8 +11,9 @@ __all__ = ['Raw', 'LoadReport', 'LoadedRows', 'stream_examples', 'load_examples'
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from html import escape
 from itertools import chain, islice
 from pathlib import Path
@@ -70,7 +71,7 @@ class _Checker:
     kind: str
     columns: Mapping[str, str] | None
     told: bool # The kind was named, not found out
-    keep_columns: bool
+    keep_columns: bool | Collection[str]
 
     def __call__(self, raw: list[Raw]) -> list[tuple[Any, str]]: return [self.check(*one) for one in raw]
 
@@ -87,8 +88,9 @@ class _Checker:
                 foreign = {c for names in fits.values() for c in names.values()} - {*KINDS[self.kind], 'input', 'system'}
                 out = {c: v for c, v in out.items() if c not in foreign}
             else: other = ' and '.join(fits)
-        if not self.keep_columns:
-            out = {c: v for c, v in out.items() if c in KINDS[self.kind] or c in ('input', 'system', 'source', 'line')}
+        if self.keep_columns is not True:
+            kept = self.keep_columns or ()
+            out = {c: v for c, v in out.items() if c in KINDS[self.kind] or c in ('input', 'system', 'source', 'line', *kept)}
         out.setdefault('source', source)
         if line is not None: out.setdefault('line', line)
         return out, other
@@ -122,6 +124,27 @@ def _renamed(row: Mapping, kind: str, columns: Mapping[str, str] | None) -> dict
         other = next((n for n in ALIASES[kind].get(column, ()) if n in row and n not in given.values()), None)
         if other and column not in row and column not in given: given[column] = other
     return {own: name for own, name in given.items() if own != name}
+
+_KNOWN = frozenset(('input', 'system', 'label', *(name for kind in KINDS for column in KINDS[kind]
+                                                  for name in (column, *ALIASES[kind].get(column, ())))))
+
+@lru_cache(maxsize=1024)
+def _small(names: tuple[str, ...], own: frozenset[str]) -> dict[str, str]:
+    "Columns that are known but for capitals or spaces -> their usual spelling."
+    small = {name: name.strip().lower() for name in names if name not in own and name not in _KNOWN}
+    return {name: usual for name, usual in small.items() if usual in _KNOWN and usual not in names
+            and [*small.values()].count(usual) == 1}
+
+def _usual_spelling(raw: Iterator[Raw], columns: Mapping[str, str] | None, report: LoadReport) -> Iterator[Raw]:
+    "Rows whose `Instruction` is `instruction`; the report says so once."
+    own, told = frozenset((columns or {}).values()), set()
+    for where, source, line, row in raw:
+        if isinstance(row, Mapping) and (small := _small(tuple(row), own)):
+            if new := {*small} - told:
+                report.notes.append('column names are taken in small letters: ' + ', '.join(n for n in small if n in new))
+                told |= new
+            row = {small.get(name, name): value for name, value in row.items()}
+        yield where, source, line, row
 
 # %% ../nbs/11_loading.ipynb #5ffc0ccc
 _SPLITS = {'train': ('train', 'training'), 'validation': ('validation', 'valid', 'val', 'dev', 'eval'), 'test': ('test', 'testing')}
@@ -177,17 +200,25 @@ def _file_rows(path: Path, source: str, encoding: str, field: str | None, report
     for line, row in read_rows(path, encoding, field): yield f'{path}, line {line}', source, line, row
 
 # %% ../nbs/11_loading.ipynb #d5ffeac9
+def _has_configs(folder: Path) -> bool:
+    "Whether a folder is laid out as on the hub: a README.md whose head says which files belong to which part."
+    try: text = (folder/'README.md').read_text(encoding='utf-8', errors='ignore')
+    except OSError: return False
+    head = text[3:].partition('\n---')[0] if text[:3] == '---' else ''
+    return any(line.startswith('configs:') for line in head.splitlines())
+
 def _hub_rows(name: str, config: str | None, split: str | None, streaming: bool, report: LoadReport) -> Iterator[Raw]:
-    "Rows of a Hugging Face dataset, or of a folder that `save_to_disk` made."
+    "Rows of a Hugging Face dataset, a copy of one, or a folder that `save_to_disk` made."
     try: import datasets
     except ImportError:
         raise ImportError(f"Reading '{name}' needs the package datasets: pip install 'trainkit-llm[data]'") from None
     try:
-        if Path(name).is_dir(): data: Any = datasets.load_from_disk(name)
+        if Path(name).is_dir() and not _has_configs(Path(name)): data: Any = datasets.load_from_disk(name)
         elif split and '[' in split: data = datasets.load_dataset(name, config, split=split) # a part can't be streamed
-        else: data = datasets.load_dataset(name, config, split=None, streaming=streaming)
+        else: data = datasets.load_dataset(name, config, split=None, streaming=streaming or Path(name).is_dir()) # no second copy in a cache
     except Exception as error:
         why = str(error).strip().split('\n')[0] or type(error).__name__
+        if isinstance(error, ValueError) and 'onfig' in why: raise ValueError(f'{name}: ' + ' '.join(str(error).split())) from None
         if Path(name).is_dir(): raise ValueError(f'{name}: not a whole dataset folder ({why})') from None
         if isinstance(error, (ConnectionError, OSError)) and 'exist' not in why.lower():
             raise ConnectionError(f"The dataset '{name}' is not on this machine, and Hugging Face can't be reached ({why}). "
@@ -206,7 +237,10 @@ def _rows(path_or_name: str | Path, split: str | None, config: str | None, encod
         for number, row in enumerate(CORPORA[name](), 1): yield f'{name}, row {number}', name, None, row
     elif path.is_dir():
         saved = any((path/mark).is_file() for mark in ('dataset_dict.json', 'state.json'))
-        yield from _hub_rows(name, None, split, streaming, report) if saved else _folder_rows(path, split, encoding, field, report)
+        if not saved and config is not None and not _has_configs(path):
+            raise ValueError(f'dataset_config = {config!r}: {path} has no README.md that names configs')
+        yield from (_hub_rows(name, config, split, streaming, report) if saved or _has_configs(path) else
+                    _folder_rows(path, split, encoding, field, report))
     elif path.is_file():
         if split is not None and plain_suffix(path) != '.json':
             raise ValueError(f'{path}: a file has no splits; give a folder or a dataset, or leave split={split!r} away')
@@ -230,7 +264,7 @@ def stream_examples(
     encoding: str = 'utf-8', # How the characters of text files are written
     on_bad: str = 'raise', # A row that is no example: 'raise', or 'skip' and count it
     max_examples: int | None = None, # Stop after this many
-    keep_columns: bool = True, # False keeps only the columns of the kind, and where the row is from
+    keep_columns: bool | Collection[str] = True, # False keeps only those of the kind, and where the row is from; names keep these too
     num_workers: int = 1, # Processes that check rows; the result is the same with any number
     streaming: bool = True, # Read a Hugging Face dataset as it comes instead of downloading all of it first
     report: LoadReport | None = None, # Filled in as rows are read
@@ -245,6 +279,7 @@ def stream_examples(
         kind, columns = 'text', {**(columns or {}), 'text': text_column}
     report = report if report is not None else LoadReport(str(path_or_name))
     raw, others = _rows(path_or_name, split, dataset_config, encoding, field, streaming, report), Counter()
+    raw = _usual_spelling(raw, columns, report)
     report.kind, seen = (kind, list(islice(raw, 1))) if kind else _find_kind(raw, columns)
     if not seen: raise ValueError(f'{path_or_name}: there are no rows')
     if isinstance(seen[-1][-1], Mapping): report.renamed = _renamed(seen[-1][-1], report.kind, columns)
