@@ -148,9 +148,10 @@ def trainable_report(
 def merge_lora(
     model: nn.Module, # Changed in place: the active updates become part of the weights
     keep: bool = False, # Keep the layers and the original weights, for `unmerge_lora`
-    dtype: torch.dtype | None = None, # Of a layer that was quantized, once it is merged; None: float32
+    dtype: torch.dtype | None = None, # Of a layer that was quantized, once it is merged; None: that of the layers around it
 ) -> nn.Module: # The same model; without `keep` it has no adapters any more
     "Fold every update into the layer beside it (Hu et al. 2021, section 4.1); a quantized layer becomes a plain one."
+    around = next((p.dtype for n, p in model.named_parameters() if p.is_floating_point() and '.lora_' not in n), torch.float32)
     for name, layer in adapted(model).items():
         if isinstance(layer, Kept):
             if not keep: put(model, name, layer.current.requires_grad_(False).to(next(layer.original_module.parameters()).dtype))
@@ -165,7 +166,7 @@ def merge_lora(
         W = layer.merged_weight()
         if not W.isfinite().all(): raise ValueError(f'the update of {name} is not finite: the adapter is broken')
         if layer.kind == 'quantized':
-            plain = nn.Linear(base.in_features, base.out_features, base.bias is not None, device=W.device, dtype=dtype or torch.float32)
+            plain = nn.Linear(base.in_features, base.out_features, base.bias is not None, device=W.device, dtype=dtype or around)
             plain.weight.copy_(W)
             if base.bias is not None: plain.bias.copy_(base.bias)
             put(model, name, plain.requires_grad_(False))
