@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 
 from trainkit.dataloader import Batches, collate
 from trainkit.model import ModelConfig, Transformer
-from trainkit.optim import OptimConfig
+from trainkit.optim import SCHEDULES, OptimConfig
 from trainkit.plan import Control, TrainConfig, TrainingError
 from trainkit.objective import Loss, lm_loss, objective
 from trainkit.step import accumulate, make_accelerator
@@ -411,6 +413,143 @@ def test_a_later_model_is_compiled_as_the_first_one_was():
         notes = trainer(rows=[[1]*(4 + made)]*12, max_steps=1, torch_compile=True, torch_compile_backend='counting').train().notes
         assert (len(graphs), notes) == (made, [])
 
+
+
+# Every knob of the loop, each with what it must do
+
+class Heard:
+    "What the callbacks hear."
+    def __init__(self): self.events = []
+    def __getattr__(self, name):
+        if not name.startswith('on_'): raise AttributeError(name)
+        return lambda trainer, record: self.events.append((name, record))
+    def steps(self, name, **wanted): return [r['step'] for n, r in self.events if n == name and all(r.get(k) == v for k, v in wanted.items())]
+    def last(self, name): return [r for n, r in self.events if n == name][-1]
+
+
+def scored(values):
+    "`lm_loss` with a metric that takes these values in one evaluation after the other."
+    found = iter(values)
+    def loss(model, batch):
+        out = lm_loss(model, batch)
+        if not model.training and batch['input_ids'].shape[0] == 1: out.metrics['score'] = next(found) # the last batch of 5 rows in twos
+        return out
+    return objective(counts=lm_loss.counts)(loss)
+
+
+def tree(t): return sorted(p.name for p in (t.folder/'checkpoints').glob('checkpoint-*')) if t.folder else []
+FIVE = dict(gradient_accumulation_steps=3) # 15 batches of 2 rows: epochs of 5 steps
+OPTIONS = { # name: (what trainer() gets, what OptimConfig gets, what must hold of trainer, result and callbacks)
+    'max_steps over epochs': (dict(max_steps=7, num_train_epochs=1), {}, lambda t, r, h: r.steps == 7 and r.stop_reason == 'finished'),
+    'num_train_epochs': (dict(max_steps=-1, num_train_epochs=2), {}, lambda t, r, h: r.steps == 10 and h.last('on_log')['epoch'] == 2),
+    'half an epoch': (dict(max_steps=-1, num_train_epochs=0.5), {}, lambda t, r, h: r.steps == 3),
+    'gradient_accumulation_steps': (dict(max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=4), {}, lambda t, r, h: r.steps == 4),
+    'adam': ({}, dict(adam_beta1=0.8, adam_beta2=0.97, adam_epsilon=1e-6, weight_decay=0.2), lambda t, r, h: all(
+        (g['betas'], g['eps']) == ((0.8, 0.97), 1e-6) for g in t.bare.param_groups) and {g['weight_decay'] for g in t.bare.param_groups} == {0.2, 0.}),
+    'optim adamw': ({}, dict(optim='adamw'), lambda t, r, h: not t.bare.defaults['fused']),
+    'warm-up in steps': (dict(logging_steps=1, max_steps=10), dict(warmup_steps=4), lambda t, r, h: [
+        round(x['learning_rate']/1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]),
+    'warm-up as a share': (dict(logging_steps=1, max_steps=10), dict(warmup_steps=0.4), lambda t, r, h: [
+        round(x['learning_rate']/1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]),
+    'warmup_ratio': (dict(logging_steps=1, max_steps=10), dict(warmup_steps=0, warmup_ratio=0.4), lambda t, r, h: [
+        round(x['learning_rate']/1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]),
+    'max_grad_norm': (dict(logging_steps=1, max_grad_norm=1e-9), dict(adam_epsilon=1., weight_decay=0.), lambda t, r, h: # the norm is that before clipping
+        min(x['grad_norm'] for x in r.history) > 0.1 and max((p - q).abs().max() for p, q in zip(t.model.parameters(), make('ours').parameters(), strict=True)) < 1e-8),
+    'gradient norm': (dict(logging_steps=4, max_grad_norm=0.), {}, lambda t, r, h: all(x['grad_norm'] > 0.1 for x in r.history)),
+    'logging_steps': (dict(logging_steps=4), {}, lambda t, r, h: h.steps('on_log') == [4, 8, 12]),
+    'logging_first_step': (dict(logging_steps=5, logging_first_step=True), {}, lambda t, r, h: h.steps('on_log') == [1, 5, 10, 12]),
+    'eval_strategy no': (dict(eval_strategy='no'), {}, lambda t, r, h: h.steps('on_eval') == []),
+    'eval_strategy steps': (dict(eval_strategy='steps', eval_steps=5), {}, lambda t, r, h: h.steps('on_eval') == [5, 10]),
+    'eval_strategy epoch': (dict(eval_strategy='epoch'), {}, lambda t, r, h: h.steps('on_eval') == [5, 10]),
+    'eval_accumulation_steps': (dict(eval_strategy='epoch', eval_accumulation_steps=2), {}, lambda t, r, h: h.last('on_eval')['eval_loss']
+        == run_option(dict(eval_strategy='epoch'))[2].last('on_eval')['eval_loss']),
+    'save_strategy no': (dict(folder='x', save_strategy='no'), {}, lambda t, r, h: tree(t) == [] and (t.folder/'model').is_dir()),
+    'save_strategy steps': (dict(folder='x', save_steps=5), {}, lambda t, r, h: tree(t) == ['checkpoint-10', 'checkpoint-12', 'checkpoint-5']),
+    'save_strategy epoch': (dict(folder='x', save_strategy='epoch', max_steps=10), {}, lambda t, r, h: tree(t) == ['checkpoint-10', 'checkpoint-5']),
+    'save_total_limit': (dict(folder='x', save_steps=2, save_total_limit=2), {}, lambda t, r, h: tree(t) == ['checkpoint-10', 'checkpoint-12']),
+    'best and last are kept': (dict(folder='x', save_steps=2, eval_steps=2, eval_strategy='steps', save_total_limit=1, load_best_model_at_end=True,
+        loss=[3, 1, 2, 2, 2, 2], metric_for_best_model='score', greater_is_better=False), {}, lambda t, r, h: tree(t) == ['checkpoint-12', 'checkpoint-4']
+        and Path(r.best_model_path).name == 'best_model' and same_weights(t, 'checkpoint-4', 'best_model', 'model')),
+    'the last model without load_best': (dict(folder='x', save_steps=2, eval_steps=2, eval_strategy='steps', loss=[3, 1, 2, 2, 2, 2],
+        metric_for_best_model='score', greater_is_better=False), {}, lambda t, r, h: same_weights(t, 'checkpoint-4', 'best_model')
+        and same_weights(t, 'checkpoint-12', 'model') and not same_weights(t, 'checkpoint-4', 'model')),
+    'greater_is_better': (dict(eval_steps=2, eval_strategy='steps', loss=[3, 1, 5, 2, 2, 2], metric_for_best_model='eval_score'), {},
+        lambda t, r, h: (r.best_metric, t.state.best_step, h.steps('on_eval', best=True)) == (5, 6, [2, 6])),
+    'early stopping': (dict(eval_steps=1, eval_strategy='steps', early_stopping_patience=2, loss=[1, 2, 2.05, 2.02, 9, 9], metric_for_best_model='score',
+        early_stopping_threshold=0.1), {}, lambda t, r, h: (r.steps, r.stop_reason) == (4, 'early stopping')),
+    'seed alone': (dict(seed=7, kind='dropout'), {}, lambda t, r, h: not same(t.model, run_option(dict(seed=8, kind='dropout'))[0].model)
+        and same(t.model, run_option(dict(seed=7, kind='dropout'))[0].model)),
+    'tf32 where there is none': (dict(tf32=True), {}, lambda t, r, h: torch.cuda.is_available() or not torch.backends.cuda.matmul.allow_tf32),
+    'mixed_precision': (dict(mixed_precision='bf16'), {}, lambda t, r, h: t.accelerator.mixed_precision == 'bf16' and r.final_loss != run_option({})[1].final_loss),
+    'optimizer_in_backward': (dict(optimizer_in_backward=True, max_grad_norm=0., gradient_accumulation_steps=1), {}, lambda t, r, h: same(
+        t.model, run_option(dict(max_grad_norm=0., gradient_accumulation_steps=1))[0].model)),
+    'torch_compile_mode': (dict(torch_compile=True, torch_compile_mode='nonsense', max_steps=2), {}, lambda t, r, h: len(r.notes) == 1 and 'nonsense' in r.notes[0]),
+    'sample_steps': (dict(sample_steps=5), {}, lambda t, r, h: h.steps('on_sample') == [5, 10, 12]),
+    'on_oom': (dict(on_oom='raise'), {}, lambda t, r, h: t.retry.on_oom == 'raise'),
+    **{f'schedule {name}': (dict(logging_steps=1, max_steps=8), dict(lr_scheduler_type=name, warmup_steps=2), None) for name in SCHEDULES},
+}
+
+
+def same_weights(t, first, *others):
+    "Whether folders of a run hold the same weights."
+    from safetensors.torch import load_file
+    home = lambda name: t.folder/'checkpoints'/name if name.startswith('checkpoint-') else t.folder/name
+    found = [load_file(home(name)/'model.safetensors') for name in (first, *others)]
+    assert all(len(a.keys() & b.keys()) > 10 for a, b in pairwise(found))
+    return all(torch.equal(a[k], b[k]) for a, b in pairwise(found) for k in a.keys() & b.keys()) # tied ones are named once
+
+
+def run_option(given, optim=None, folder=None):
+    config, heard = dict(given), Heard()
+    if 'folder' in config: config['folder'] = folder
+    if isinstance(config.get('loss'), list): config['loss'] = scored(config['loss'])
+    kind, speaks = config.pop('kind', None), config.pop('sample_steps', 0)
+    t = trainer(make('ours', 0.2 if kind == 'dropout' else 0.), callbacks=[heard], **config)
+    t.optim = OptimConfig(**dict(learning_rate=1e-2, warmup_steps=2) | (optim or {}))
+    t.sample, t.config.sample_steps = lambda model, step: [('a', 'b')], speaks
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return t, t.train(), heard
+
+
+@pytest.mark.parametrize('name', OPTIONS)
+def test_option(name, tmp_path):
+    given, optim, holds = OPTIONS[name]
+    found = run_option(given, optim, tmp_path)
+    if holds is not None: assert holds(*found)
+    else: # transformers' schedule of the same name
+        from transformers import get_scheduler
+        t, result, _ = found
+        theirs = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+        kind = optim['lr_scheduler_type']
+        more = dict(warmup_stable_decay=dict(scheduler_specific_kwargs=dict(num_decay_steps=1, num_stable_steps=5)),
+                    cosine_with_min_lr=dict(scheduler_specific_kwargs=dict(min_lr_rate=0.)))
+        schedule = get_scheduler(kind, theirs, num_warmup_steps=None if kind == 'constant' else 2, num_training_steps=8, **more.get(kind, {}))
+        rates = []
+        for _ in range(8):
+            rates.append(theirs.param_groups[0]['lr'])
+            theirs.step(), schedule.step()
+        assert [r['learning_rate'] for r in result.history] == pytest.approx(rates, abs=2e-7) # polynomial ends at 1e-7 there
+
+
+def test_every_knob_of_the_loop_has_a_test():
+    "A knob that is added to TrainConfig must appear somewhere in the tests."
+    from trainkit.config import knobs
+    text = ''.join(path.read_text(encoding='utf-8') for path in Path(__file__).parent.glob('test_*.py'))
+    missing = [k.name for k in knobs(TrainConfig) if k.name not in text]
+    assert missing == [], missing
+
+
+def test_data_seed_and_seed_are_apart():
+    "One seed chooses the order of the data, the other dropout: RunConfig hands them on."
+    from trainkit.parts import _batches
+    from trainkit.method import RunConfig
+    from types import SimpleNamespace
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=0)
+    def order(**seeds): return _batches(RunConfig(train=TrainConfig(**seeds)), ROWS, ROWS, tokenizer)[0].order(0).tolist()
+    sized = _batches(RunConfig(train=TrainConfig(per_device_train_batch_size=3, per_device_eval_batch_size=5)), ROWS, ROWS, tokenizer)
+    assert [len(b) for b in sized] == [10, 6]
+    assert order(seed=1) == order(seed=2, data_seed=1) != order(seed=2) and order(seed=2) == order(seed=1, data_seed=2)
 
 
 # Control
