@@ -22,15 +22,18 @@ from .config import dump_config
 from .dataset import write_examples
 from .evaluate import perplexity
 from .families import hf_architecture, obstacles
+from .health import HealthCheck
 from .judge import Bits, answer_table, ask, count_exact, judge_text, make_sampler, mask_picture, opening, write_run_report
 from .machine import environment
 from .method import RunConfig, SFTConfig, TokenizerConfig, method_config
+from .monitor import SystemMonitor
 from .objective import lm_objective
 from .parts import EOS, Parts, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
 from .plan import Control, Result
+from .progress import find_place
 from .runs import RunFolder, read_run
 from .tokenizer import BPETokenizer
-from .track import MetricsLog, check_report_to
+from .track import MetricsLog, check_report_to, write_curves
 from .train import Trainer
 
 _all_ = ['Bits', 'EOS', 'Parts', 'RunConfig', 'SFTConfig', 'TokenizerConfig', 'make_sampler', 'method_config', 'opening',
@@ -180,9 +183,12 @@ def run(
         (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(folder.path/'tokenizer')
         if parts.test_rows: write_examples(parts.test_rows, folder.path/'test.jsonl')
         judge = Judge(parts)
+        lines = verbose and not config.train.progress and find_place() in ('lines', 'terminal') # instead of a bar
+        log = MetricsLog(folder, config.report_to, console=lines)
         trainer = Trainer(model, lm_objective(config.train.z_loss), parts.train_batches, parts.eval_batches,
                           replace(config.train, output_dir=str(folder.path)),
-                          [*judge.callbacks, MetricsLog(folder, config.report_to), *callbacks], config.optim,
+                          [*judge.callbacks, SystemMonitor(), log, HealthCheck(lambda line: print(line) if verbose else None),
+                           *callbacks], config.optim,
                           judge.sample, save, control)
         say(*plan_lines(parts, trainer))
         def show(title: str) -> list[tuple[str, str]]:
@@ -204,6 +210,7 @@ def run(
                 metrics, words = judge.end({**evaluation, **trainer.history[-1]})
             samples = show('After training:')
             say(*words)
+        write_curves(folder)
         report = write_run_report(folder, config.name, metrics, seconds, judge.sections())
         say('', f"Model   {folder.path/'model'}", f'Report  {report}')
     return RunResult(**vars(result), folder=folder.path, model=model, tokenizer=tokenizer, metrics=metrics,
