@@ -100,6 +100,7 @@ MAY_IMPORT = {
     'summary': 'canvas charts config runs',
     'compare': 'canvas charts runs summary',
     'track': 'canvas compare index runs summary',
+    'ggml': '',
     'nf4': '',
     'int8': '',
     'qlinear': 'int8 layers nf4',
