@@ -132,7 +132,8 @@ MAY_IMPORT = {
     'launch': 'config files runs sharded strategy',
     'distributed': '',
     'shell': 'dataset files quality shards tokenizer',
-    'cli': 'config launch strategy files generate hf machine recipes shell',
+    'history': 'compare health index knobs runs summary',
+    'cli': 'history config launch strategy files generate hf machine recipes shell',
 }
 
 
