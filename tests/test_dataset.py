@@ -3,12 +3,15 @@ import gzip
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +22,7 @@ from trainkit.cleaning import clean_examples, clean_text
 from trainkit.dataset import DataConfig, load_examples, load_splits, stream_examples, write_examples
 from trainkit.memo import cached
 from trainkit.mixture import mix
+from trainkit.parallel import in_order
 
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 FORMATS = ('jsonl', 'json', 'csv', 'tsv', 'parquet', 'jsonl.gz', 'json.gz', 'csv.gz')
@@ -480,3 +484,60 @@ def test_caches_of_odd_examples(tmp_path):
     assert len({content_hash(row), content_hash([row]), content_hash([[row]])}) == 3
     with pytest.raises(ValueError, match=r"one has \['a'\], another \['b'\]"): cached(lambda: [dict(a=1), dict(b=1)], ['x'], tmp_path)
     assert cached(lambda: iter([dict(a=1)]), ['y'], tmp_path) == [dict(a=1)] # type: ignore
+
+
+# --- several processes
+
+CTRL_C = """
+import os, signal, sys, threading, time
+from trainkit.parallel import in_order
+def slow(part):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+    return part
+try: list(in_order(slow, range(4), num_workers=2, chunk=1))
+except KeyboardInterrupt: print('stopped', flush=True)
+"""
+
+def test_ctrl_c_ends_the_workers_at_once():
+    "The key reaches the parent; it kills the workers instead of waiting for what they do."
+    with subprocess.Popen([sys.executable, '-c', CTRL_C], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        workers = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[0].endswith('stopped\n')
+    for pid in workers:
+        with pytest.raises(ProcessLookupError): os.kill(pid, 0)
+
+
+def test_a_killed_parent_takes_its_workers_with_it():
+    with subprocess.Popen([sys.executable, '-c', CTRL_C], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        workers = [int(process.stdout.readline()) for _ in range(2)]
+        process.kill()
+        process.communicate(timeout=30) # the pipe closes when the last of them is gone
+    assert len({*workers}) == 2
+
+
+def test_what_cannot_travel_is_an_error_and_no_hang():
+    from trainkit.words import count_words
+    for items in ([lambda: 1], [1, 2, threading.Lock()]):
+        with pytest.raises(ValueError, match="can't travel between processes"): list(in_order(list, items, num_workers=2, chunk=1))
+    with pytest.raises(ValueError, match="a result can't travel"): list(in_order(lambda part: [lambda: 1], [1], num_workers=2))
+    class Text(str):
+        def __reduce__(self): raise TypeError('this text stays here')
+    with pytest.raises((TypeError, ValueError), match='stays here'): count_words([Text('a b')]*3, num_proc=2, lane='pure')
+
+
+@settings(max_examples=60, deadline=None)
+@given(old=st.integers(2, 60), new=st.integers(1, 60), seed=st.integers(0, 9), test=st.sampled_from([0.0, 0.2]), by=st.sampled_from([None, 'task']))
+def test_added_rows_move_only_rows_that_were_forced(old, new, seed, test, by):
+    "What can move: the lowest and the highest of all, the lowest of a value of `by`, and a value's only row."
+    rows = [dict(text=f'{seed} row {i}', task=str(i*i % 5)) for i in range(old + new)]
+    try: before, after = (split_examples(some, 0.1, test_fraction=test, by=by) for some in (rows[:old], rows))
+    except ValueError: return # too few
+    where = lambda parts, row: next(i for i, part in enumerate(parts) if row in part)
+    places = {row['text']: side(row['text']) for row in rows}
+    mine = [places[row['text']] for row in rows[:old]]
+    for row in rows[:old]:
+        if where(before, row) == where(after, row): continue
+        own = [places[r['text']] for r in rows[:old] if r['task'] == row['task']]
+        assert places[row['text']] in (min(mine), max(mine), *((min(own),) if by else ())), row

@@ -11,10 +11,7 @@ __all__ = ['read_pieces', 'native', 'encode_texts', 'tokenizer_hash', 'encode_bl
 # %% ../nbs/13_shards.ipynb #f9a65e05
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
-import threading
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -33,6 +30,7 @@ from .containers import COMPRESSIONS, READERS, TEXT_SUFFIXES, plain_suffix, read
 from .corpora import CORPORA
 from .knobs import nearest
 from .memmap import Shards, open_shards, read_index, shard_damage, verify_shards, write_index, write_shard
+from .parallel import begin_worker, end_workers
 from .patterns import safe_pieces, to_utf8
 from .progress import Progress
 from .tokenizer import BPETokenizer
@@ -149,11 +147,7 @@ def tokenizer_hash(
 _worker: dict[str, Any] = {} # In a worker process: its tokenizer
 
 def _begin_worker(tokenizer: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN) # Ctrl-C is the parent's business
-    def leave_with(parent) -> None:
-        parent.join()
-        os._exit(1)
-    threading.Thread(target=leave_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    begin_worker()
     _worker['tokenizer'] = tokenizer
 
 def _work(texts: list[str], ends: list[bool]) -> np.ndarray: return encode_texts(texts, _worker['tokenizer'], ends)
@@ -165,7 +159,7 @@ def encode_blocks(
     skip: Collection[int] = (), # Shards that are not to be encoded
 ) -> Iterator[tuple[int, list[str], list[bool], np.ndarray | None]]: # The jobs in their order, with their ids
     "Encode blocks of text, in other processes when there is enough to do."
-    waiting, done, pool = deque(), 0, None
+    waiting, done, pool, hurry = deque(), 0, None, True
     crowd = num_proc or len(os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1))
     def result(shard, texts, ends, ids): return shard, texts, ends, ids.result() if hasattr(ids, 'result') else ids
     try:
@@ -179,11 +173,12 @@ def encode_blocks(
             waiting.append((shard, texts, ends, ids))
             while len(waiting) > crowd + 1 or (waiting and pool is None): yield result(*waiting.popleft())
         while waiting: yield result(*waiting.popleft())
+        hurry = False
     except BrokenProcessPool:
         raise RuntimeError('a worker process was killed, most often for lack of memory. Finished shards are kept: '
                            'call again, perhaps with a smaller num_proc') from None
     finally:
-        if pool is not None: pool.shutdown(cancel_futures=True)
+        if pool is not None: end_workers(pool, hurry)
 
 # %% ../nbs/13_shards.ipynb #78a952f8
 def _plan(folder: Path, index: dict, overwrite: bool) -> dict[int, dict]: # Number -> record of a shard to keep
