@@ -127,7 +127,7 @@ MAY_IMPORT = {
     'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',
     'method': 'config curriculum dataset knobs model optim plan sampling targets',
     'parts': 'chat config dataloader dataset generate judge lengths memmap method model packing tokenizer',
-    'recipes': 'chat config dataset evaluate families health hf judge machine method monitor objective parts plan progress runs tokenizer track train',
+    'recipes': 'adapters lora chat config dataset evaluate families health hf judge machine method monitor objective parts plan progress runs tokenizer track train',
     'strategy': 'config sharded',
     'launch': 'config files runs sharded strategy',
     'distributed': '',

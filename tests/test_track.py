@@ -20,12 +20,12 @@ def strict(line: str):
     return json.loads(line, parse_constant=refuse)
 
 
-def a_run(path, report_to='none', steps=20, loss=2., **kw):
+def a_run(path, report_to='none', steps=20, loss=2., start=0, **kw):
     folder = RunFolder(path, 'train:\n  max_steps: 20\n', dict(versions=dict(torch='2')), **kw)
     log = MetricsLog(folder, report_to)
-    log.on_start(None, dict(total_steps=steps, start_step=0))
-    log.on_sample(None, dict(step=0, samples=[('Once', ' upon <b>')]))
-    for step in range(1, steps + 1): log.on_log(None, dict(step=step, loss=loss/step, learning_rate=1e-3, grad_norm=float('inf') if step == 3 else 1., tokens_per_second=1e4, seconds=step))
+    log.on_start(None, dict(total_steps=steps, start_step=start))
+    if not start: log.on_sample(None, dict(step=0, samples=[('Once', ' upon <b>')]))
+    for step in range(start + 1, steps + 1): log.on_log(None, dict(step=step, loss=loss/step, learning_rate=1e-3, grad_norm=float('inf') if step == 3 else 1., tokens_per_second=1e4, seconds=step))
     log.on_eval(None, dict(step=steps, eval_loss=loss, eval_seconds=0.5, best=True))
     log.on_sample(None, dict(step=steps, samples=[('Once', ' upon a time')]))
     log.on_end(None, dict(step=steps, reason='max_steps'))
@@ -88,13 +88,13 @@ def test_no_secret_in_any_file(tmp_path, monkeypatch):
     monkeypatch.setenv('HF_TOKEN', secret)
     monkeypatch.setenv('TRACKIO_DIR', str(tmp_path/'trackio'))
     folder = RunFolder(tmp_path/'run', f'token: {json.dumps(secret)}\n', dict(note=secret))
-    log = MetricsLog(folder, ['tensorboard'])
+    log = MetricsLog(folder, ['tensorboard', 'trackio'])
     log.on_start(None, dict(total_steps=1, config=dict(token=secret)))
     log.on_log(None, dict(step=1, loss=1., note=secret))
     log.on_sample(None, dict(step=1, samples=[('say', secret)]))
     log.on_end(None, dict(step=1, reason=f'error: 401 for {secret}'))
     write_report(folder, f'with {secret}')
-    for path in folder.path.rglob('*'):
+    for path in tmp_path.rglob('*'):
         if path.is_file():
             text = path.read_bytes().decode('utf-8', 'replace')
             assert 'c0rrect-horse' not in text, path.name
@@ -125,13 +125,49 @@ def test_trackio_stays_on_this_machine(tmp_path):
     assert [r['train/loss'] for r in rows if 'train/loss' in r] == [2/step for step in range(1, 21)]
 
 
+SECRET = 'c0rrect-horse-battery'
+
+
 def test_wandb_offline(tmp_path):
+    "It asks nobody and nothing, keeps to the run folder, has every number once after a resume, and tells no secret."
     pytest.importorskip('wandb')
-    environment = os.environ | {'WANDB_MODE': 'offline'}
-    done = subprocess.run([sys.executable, '-c', TRACK, str(tmp_path/'w'), 'wandb'], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    home = tmp_path/'home'
+    home.mkdir()
+    code = ('import sys; sys.path.insert(0, "tests"); from test_track import a_run\n'
+            'path = a_run(sys.argv[1], "wandb").path; a_run(path, "wandb", steps=24, start=10, resume=True); print(path.name)')
+    quiet = {k: v for k, v in os.environ.items() if not k.startswith(('WANDB', 'XDG'))}
+    environment = quiet | {'HOME': str(home), 'https_proxy': 'http://127.0.0.1:9', 'http_proxy': 'http://127.0.0.1:9', 'MY_API_KEY': SECRET, 'WANDB_SILENT': 'true'}
+    done = subprocess.run([sys.executable, '-c', code, str(tmp_path/'w'), '--password', SECRET], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
-    files = list((tmp_path/'w').rglob('*.wandb'))
-    assert len(files) == 1 and b'train/loss' in files[0].read_bytes()
+    assert done.stdout.strip() == 'w'
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['home', 'w']
+    strays = [p.relative_to(home) for p in home.rglob('*') if p.is_file() and p.suffix != '.log' and 'netrc' not in p.name and 'trainkit' not in str(p)]
+    assert all(p.parts[0] in ('.config', '.cache', '.local') for p in strays), strays # its own settings and caches, nothing of the run
+    assert not (ROOT/'wandb').exists()
+    runs = sorted((tmp_path/'w').rglob('*.wandb'))
+    assert len(runs) == 2 and len({p.stem for p in runs}) == 1 # the same run, twice opened
+    steps = [wandb_steps(path) for path in runs]
+    assert steps == [[*range(1, 21)], [*range(21, 25)]]
+    for path in (tmp_path/'w').rglob('*'):
+        if path.is_file(): assert SECRET.encode() not in path.read_bytes(), path
+
+
+def wandb_steps(path):
+    "The steps of the training loss in a file of wandb: LevelDB's log format, blocks of 32 KiB with pieces of protobuf records."
+    from wandb.proto import wandb_internal_pb2
+    data, at, whole, steps = path.read_bytes(), 7, b'', []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7: # the rest of a block holds no header
+            at += 32768 - at % 32768
+            continue
+        size, kind = int.from_bytes(data[at + 4:at + 6], 'little'), data[at + 6]
+        whole, at = whole + data[at + 7:at + 7 + size], at + 7 + size
+        if kind not in (1, 4): continue # 1 full, 2 first, 3 middle, 4 last
+        record, whole = wandb_internal_pb2.Record.FromString(whole), b''
+        values = {item.key or '/'.join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        if 'train/loss' in values: steps.append(values.get('_step', record.history.step.num))
+    return steps
 
 
 @pytest.mark.parametrize('name', ['tensorboard', 'trackio', 'wandb'])
@@ -178,6 +214,57 @@ def test_compare_and_list(tmp_path):
     assert both.part('result')['eval_loss'] == (2., 4.)
     assert both.part('config') == {}
     assert sorted(run.name for run in list_runs(tmp_path)) == ['a', 'b']
+
+
+def test_a_resumed_run_logs_each_step_once(tmp_path):
+    "In the file itself, not only for our reader; what was undone is gone, what was before is as it was."
+    folder = a_run(tmp_path/'run', steps=20)
+    before = (folder.path/'metrics.jsonl').read_text().splitlines()
+    a_run(folder.path, steps=30, start=10, resume=True)
+    records = [strict(line) for line in (folder.path/'metrics.jsonl').read_text().splitlines()]
+    assert [r['step'] for r in records if r['event'] == 'log'] == [*range(1, 31)]
+    assert [r['event'] for r in records].count('end') == 1 and [r['event'] for r in records].count('start') == 2
+    assert (folder.path/'metrics.jsonl').read_text().splitlines()[:12] == before[:12]
+    assert (folder.path/'log.txt').read_text().count('step 15  loss') == 2 # the diary keeps both
+
+
+def test_tensorboard_forgets_what_a_resume_undid(tmp_path):
+    accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+    folder = a_run(tmp_path/'run', 'tensorboard')
+    a_run(folder.path, 'tensorboard', steps=24, loss=4., start=10, resume=True)
+    board = accumulator.EventAccumulator(str(folder.path/'tensorboard')).Reload()
+    assert [(e.step, round(e.value, 4)) for e in board.Scalars('train/loss')] == [(s, round((2 if s <= 10 else 4)/s, 4)) for s in range(1, 25)]
+
+
+def test_curves_are_drawn_from_the_first_step(tmp_path):
+    "One record is a picture, and a run that is killed has left one."
+    log = MetricsLog(RunFolder(tmp_path/'run'), draw_every=0)
+    log.on_start(None, dict(total_steps=9, start_step=0))
+    log.on_log(None, dict(step=1, loss=2., learning_rate=1e-3, grad_norm=1., tokens_per_second=5., memory_gib=1.))
+    text = (tmp_path/'run'/'curves.svg').read_text()
+    for words in ('Loss: train is 2 at step 1', 'Learning rate: ', 'Gradient norm: ', 'Tokens a second: ', 'Memory in GiB: '): assert words in text, words
+
+
+@pytest.mark.browser
+def test_curves_in_a_browser(tmp_path, browser):
+    path = a_run(tmp_path/'run').path/'curves.svg'
+    page = browser.new_page(viewport=dict(width=1000, height=900))
+    page.goto(path.as_uri())
+    boxes = page.evaluate('[...document.querySelectorAll("svg svg")].map(s => { const b = s.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] })')
+    assert len(boxes) >= 4
+    for i, (x, y, w, h) in enumerate(boxes):
+        for u, v, p, q in boxes[:i]: assert x >= u + p - 1 or u >= x + w - 1 or y >= v + q - 1 or v >= y + h - 1, 'pictures lie on each other'
+
+
+def test_numbers_from_a_loop_of_ones_own(tmp_path, capsys):
+    with MetricsLog(RunFolder(tmp_path/'own'), console=True) as tracker:
+        tracker.log(dict(loss=2.))
+        tracker.log(dict(loss=1., eval_loss=3., note='text'), 10)
+        tracker.update(dict(loss=0.5))
+    assert tracker.current_step == 11
+    assert read_run(tmp_path/'own').series('loss') == ([1, 10, 11], [2., 1., 0.5])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(re.fullmatch(r'\d\d:\d\d:\d\d  step \d+  loss .*', line) for line in lines)
 
 
 def test_report_of_a_long_run_stays_small(tmp_path):
