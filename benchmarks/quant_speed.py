@@ -1,0 +1,102 @@
+"""How long does quantizing take, and a step through frozen four-bit layers? trainkit beside bitsandbytes, in turns, medians.
+
+Quantizing: the linear layers of SmolLM2-135M's shape and its embeddings, 135 M numbers, to NF4 with quantized scales, the same bytes
+on both sides. The step: forward and backward through the seven linear layers of one block, LoRA's two matrices beside each, on a
+processor where bitsandbytes is correct as long as nobody evaluates (see the trap in tests/test_quant.py), which is checked.
+
+    python benchmarks/quant_speed.py [--rounds 5] [--threads 1] [--tokens 1024]
+"""
+import argparse
+import logging
+import platform
+import statistics
+import time
+
+
+def processor() -> str:
+    try:
+        with open('/proc/cpuinfo') as info: return next(x.split(':')[1].strip() for x in info if x.startswith('model name'))
+    except (OSError, StopIteration): return platform.processor() or platform.machine()
+
+
+LAYERS = {'q_proj': (576, 576), 'k_proj': (192, 576), 'v_proj': (192, 576), 'o_proj': (576, 576),
+          'gate_proj': (1536, 576), 'up_proj': (1536, 576), 'down_proj': (576, 1536)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in dict(rounds=5, threads=1, tokens=1024).items(): parser.add_argument(f'--{name}', type=int, default=value)
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    import bitsandbytes as bnb
+    import torch
+    from torch import nn
+
+    from trainkit.nf4 import quantize_4bit
+    from trainkit.quant import Linear4bit
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print(f'{processor()}, {args.threads} thread(s), torch {torch.__version__}, bitsandbytes {bnb.__version__}\n')
+
+    weights = [0.05*torch.randn(shape) for shape in LAYERS.values()]
+    table = 0.05*torch.randn(49152, 576)
+
+    def quantize(one):
+        for _ in range(30):
+            for weight in weights: one(weight)
+        one(table)
+    ways = {'bitsandbytes': lambda: quantize(lambda w: bnb.functional.quantize_4bit(w, quant_type='nf4', compress_statistics=True)),
+            'trainkit': lambda: quantize(quantize_4bit)}
+    for weight in weights:
+        packed, state = bnb.functional.quantize_4bit(weight, quant_type='nf4', compress_statistics=True)
+        ours = quantize_4bit(weight)
+        assert torch.equal(ours.packed, packed.flatten()) and torch.equal(ours.absmax, state.absmax)
+
+    def race(ways):
+        took = {name: [] for name in ways}
+        for turn in range(args.rounds + 1):
+            for name, way in (ways.items() if turn % 2 else reversed(ways.items())):
+                start = time.perf_counter()
+                way()
+                if turn: took[name].append(time.perf_counter() - start)
+        return {name: statistics.median(t) for name, t in took.items()}
+
+    took, numbers = race(ways), 30*sum(w.numel() for w in weights) + table.numel()
+    print(f'Quantizing {numbers/1e6:.1f} M numbers to NF4 with quantized scales, {args.rounds} rounds; every byte is equal\n')
+    print('| way | seconds | × bitsandbytes (less is better) |\n|---|---|---|')
+    for name, seconds in took.items(): print(f"| {name} | {seconds:.2f} | {seconds/took['bitsandbytes']:.2f} |")
+
+    class Beside(nn.Module):
+        def __init__(self, layer, out, width):
+            super().__init__()
+            self.layer = layer
+            torch.manual_seed(out + width) # The same on all sides
+            self.A, self.B = nn.Parameter(0.02*torch.randn(16, width)), nn.Parameter(0.02*torch.randn(out, 16))
+        def forward(self, x): return self.layer(x) + x @ self.A.T @ self.B.T
+
+    def theirs(weight):
+        layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, compute_dtype=torch.float32, quant_type='nf4')
+        layer.load_state_dict(dict(weight=weight))
+        return layer.to('cpu').train()
+
+    kinds = {'bitsandbytes': theirs, 'trainkit': Linear4bit.from_weight, 'float32, not quantized': lambda w: nn.Linear(w.shape[1], w.shape[0], False)}
+    inputs = {width: torch.randn(args.tokens, width) for width in (576, 1536)}
+    steps, gradients = {}, {}
+    for kind, make in kinds.items():
+        layers = [Beside(make(w).requires_grad_(False), *w.shape) for w in weights]
+        def step(layers=layers, kind=kind):
+            found = []
+            for layer, weight in zip(layers, weights, strict=True):
+                x = inputs[weight.shape[1]].detach().requires_grad_()
+                found.append(torch.autograd.grad(layer(x).square().mean(), (x, layer.A, layer.B)))
+            gradients[kind] = found[-1]
+        steps[kind] = step
+    for step in steps.values(): step()
+    for a, b in zip(gradients['bitsandbytes'], gradients['trainkit'], strict=True): assert (a - b).norm() < 1e-4*b.norm()
+    took = race(steps)
+    print(f'\nForward and backward through the seven layers of a block with LoRA (r = 16), {args.tokens} tokens; gradients are equal\n')
+    print('| way | milliseconds | × bitsandbytes in speed (more is better) |\n|---|---|---|')
+    for name, seconds in took.items(): print(f"| {name} | {1000*seconds:.0f} | {took['bitsandbytes']/seconds:.2f} |")
+
+
+if __name__ == '__main__': main()
