@@ -6,7 +6,7 @@ A launcher says by `TRAINKIT_STRATEGY` how several processes work together: `ddp
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'CUTS', 'asked_strategy', 'deepspeed_config', 'only_processes', 'blocks_of', 'twin_of', 'Shards',
-           'WholeModel', 'WholeOptimizer', 'FSDP', 'ZeRO', 'shard']
+           'WholeModel', 'WholeOptimizer', 'Kept', 'gather', 'all_rng_states', 'FSDP', 'ZeRO', 'shard']
 
 # %% ../nbs/17_sharded.ipynb #3fbb7105
 import json
@@ -77,6 +77,8 @@ class Shards:
         accelerator: 'Accelerator',
         strategy: str, # A key of `CUTS`
     ):
+        if any(p.numel() > 1 and not any(p.stride()) for p in plain.parameters()):
+            raise RuntimeError('The weights of this model went when an earlier run of it failed: make it anew')
         self.plain, self.accelerator, self.strategy = plain, accelerator, strategy
         self.devices = [p.device for p in plain.parameters()]
         self.twin: Any = twin_of(plain)
@@ -88,6 +90,7 @@ class Shards:
         self.empty()
 
     def cut(self) -> nn.Module: raise NotImplementedError
+    def settle(self) -> None: pass # let go of what an evaluation left whole
     def whole(self, p: Tensor) -> Tensor: raise NotImplementedError # all processes take part
     def put(self, p: Tensor, value: Tensor) -> None: raise NotImplementedError
     def moments(self, p: Tensor) -> dict[str, Any]: raise NotImplementedError
@@ -100,8 +103,17 @@ class Shards:
         max_grad_norm: float = 0.,
     ) -> nn.Module: # What is called
         "Bring in the optimizer."
+        kind = type(optimizer)
+        if not kind.__module__.startswith('torch.optim') or kind.__name__ == 'Muon':
+            raise ValueError(f'{kind.__name__} looks at whole matrices or packs its own numbers, and {self.strategy} gives it shares: '
+                             "take optim='adamw_torch_fused', or strategy ddp")
         self.optimizer, self.groups = optimizer, [dict(group) for group in optimizer.param_groups]
+        self.live.shards = self # type: ignore
         return self.live
+
+    def close(self) -> None:
+        "Let go of the twin."
+        self.live = self.twin = self.optimizer = self.groups = None # type: ignore
 
     def fill(
         self,
@@ -109,6 +121,7 @@ class Shards:
         device: Any = None, # The one it had, when None
     ) -> nn.Module: # The plain model
         "Gather the weights into the plain model; all processes take part."
+        self.settle()
         for (_, p), q, home in zip(self.plain.named_parameters(), self.twin.parameters(), self.devices, strict=True):
             value = self.whole(q)
             if here: p.data = value.to(device or home, copy=True)
@@ -123,9 +136,10 @@ class WholeModel:
     "The weights of a sharded model, as a checkpoint wants them."
     def __init__(self, shards: Shards): self.shards = shards
 
-    def state_dict(self) -> dict[str, Tensor]: # Of a model in one piece, on the CPU
+    def state_dict(self, here: bool = True) -> dict[str, Tensor]: # Of a model in one piece, on the CPU; empty if not `here`
         "Gather; all processes take part."
-        plain = self.shards.fill(device='cpu')
+        plain = self.shards.fill(here, 'cpu')
+        if not here: return {}
         found = {name: t.detach().clone() if t.device.type != 'cpu' else t.detach() for name, t in plain.state_dict().items()}
         self.shards.empty()
         return found
@@ -133,6 +147,7 @@ class WholeModel:
     def load_state_dict(self, weights: dict[str, Tensor]) -> None:
         "Give each process its share."
         twin = self.shards.twin
+        self.shards.settle()
         for name, p in twin.named_parameters(): self.shards.put(p, weights[name])
         buffers = dict(twin.named_buffers())
         for name, value in weights.items():
@@ -149,13 +164,14 @@ class WholeOptimizer:
         return [{**{k: v for k, v in now.items() if k != 'params'}, 'params': group['params'], **{k: group[k] for k in group
                  if k == 'param_names'}} for group, now in zip(self.shards.groups, live, strict=True)]
 
-    def state_dict(self) -> dict[str, Any]: # With the same keys as the optimizer's own in a single process
+    def state_dict(self, here: bool = True) -> dict[str, Any]: # With the same keys as the optimizer's own in a single process
         "Gather; all processes take part."
         state, groups, number = {}, [], 0
         for group in self.param_groups:
             ids = range(number, number := number + len(group['params']))
             for i, p in zip(ids, group['params'], strict=True):
-                if found := self.shards.moments(p): state[i] = found
+                found = self.shards.moments(p)
+                if found and here: state[i] = found
             groups.append({**group, 'params': list(ids)})
         return dict(state=state, param_groups=groups)
 
@@ -166,6 +182,28 @@ class WholeOptimizer:
         for group, old in zip(self.shards.groups, saved['param_groups'], strict=True):
             for i, p in zip(old['params'], group['params'], strict=True):
                 if i in saved['state']: self.shards.put_moments(p, saved['state'][i])
+
+# %% ../nbs/17_sharded.ipynb #461a35ee
+class Kept:
+    "What a state was; for a checkpoint, which asks `state_dict()`."
+    def __init__(self, state: dict, optimizer: Any = None): self.state, self.optimizer = state, optimizer
+    def state_dict(self) -> dict: return self.state
+
+def gather(
+    shards: Shards,
+    here: bool, # Whether this process keeps the result
+) -> tuple[Any, Any]: # Like a model and an optimizer, for `save_checkpoint`
+    "Whole weights and moments; all processes take part."
+    return Kept(WholeModel(shards).state_dict(here)), Kept(WholeOptimizer(shards).state_dict(here), shards.optimizer)
+
+# %% ../nbs/17_sharded.ipynb #1b91904e
+def all_rng_states(
+    accelerator: 'Accelerator',
+    rng_state: Any, # Function that tells this process's
+) -> dict[str, list]: # Empty in a single process
+    "The random generators of all processes."
+    from accelerate.utils import gather_object
+    return {'rng_states': gather_object([rng_state()])} if accelerator.num_processes > 1 else {}
 
 # %% ../nbs/17_sharded.ipynb #f3a3e3e3
 class FSDP(Shards):
@@ -180,6 +218,8 @@ class FSDP(Shards):
         if plain := [name for name, p in self.twin.named_parameters() if not isinstance(p, DTensor)]:
             raise RuntimeError(f'fsdp was asked for, and {", ".join(plain[:3])} would lie whole in every process')
         return self.twin
+
+    def settle(self) -> None: self.twin.reshard()
 
     def local(self, value: Tensor, like: Any) -> Tensor: # A DTensor
         from torch.distributed.tensor import distribute_tensor
@@ -250,7 +290,8 @@ class ZeRO(Shards):
 
     def _linked(self) -> Any: # DeepSpeed's optimizer
         zero: Any = self.live.optimizer
-        for group, flat in zip(getattr(zero, 'bit16_groups', ()), getattr(zero, 'single_partition_of_fp32_groups', ()), strict=True):
+        if self.stage == 3: return zero
+        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
             for p in group:
                 if p._hp_mapping is not None: p._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
         return zero

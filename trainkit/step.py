@@ -111,7 +111,7 @@ def accumulate(
     for i in range(rounds): # who has no batch left joins in with zeros
         batch, counts = mine[i] if i < len(mine) else batches[0], i < len(mine)
         last = i + 1 == rounds
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if last or shards is not None else accelerator.no_sync(model):
             with precision(accelerator): out = check_loss(objective(model, to_device(batch, accelerator.device)))
             if seen is not None and counts:
                 seen.append((accelerator.process_index + size*i, {k: torch.as_tensor(t[0]).detach() for k, t in out.terms.items()}))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
 from .checks import check_plan, find_start, not_finite
 from .compiled import Compiled
 from .config import atomic_folder, seed_everything, to_dict
@@ -36,6 +36,7 @@ from .plan import Control, Result, TrainConfig, TrainingError, TrainState, count
 from .precision import make_accelerator, master_weights, tf32
 from .progress import Progress
 from .retention import rotate
+from .sharded import WholeModel, WholeOptimizer, all_rng_states, gather, shard
 from .step import (
     Step, add_over_processes, count_tokens, eval_loss, evaluating, prepared, read_steps, train_step, window)
 
@@ -77,6 +78,7 @@ class Trainer:
     ):
         self.build_optimizer = build_optimizer or make_optimizer
         self.model, self.objective, self.added = model, objective, None
+        self.shards: Any = None # Of a model that is shared out over processes
         self.train_batches, self.eval_batches = train_batches, eval_batches
         self.config, self.callbacks, self.optim = config or TrainConfig(), list(callbacks), optim or OptimConfig()
         self.sample, self.save_model, self.control = sample, save_model, control or Control()
@@ -114,16 +116,21 @@ class Trainer:
         seed_everything((c.seed + self.accelerator.process_index) % 2**32)
         self.state, self.history, self.notes, self.checkpoint, self.pending = TrainState(), [], [], None, []
         self.retry, self.waited = Retry(c.on_oom, lambda text: self.note(f'Step {self.state.step}: {text}')), 0.
-        self.model.to(self.accelerator.device)
         if widened := master_weights(self.model):
             self.note(f'{len(widened)} trainable parameters came in half precision and are kept in float32 from now on')
+        self.shards = shard(self.model, self.accelerator)
+        if self.shards is None: self.model.to(self.accelerator.device)
+        elif c.on_nan == 'skip' and self.shards.strategy != 'fsdp':
+            raise ValueError(f"on_nan='skip' is not combined with {self.shards.strategy}, which moves before anybody looks: take fsdp")
+        elif c.torch_compile: raise ValueError(f'torch_compile=True is not combined with {self.shards.strategy} here')
         stack.enter_context(tf32(c.tf32))
-        self.bare = self.build_optimizer(self.model, self.optim)
+        self.bare = self.build_optimizer(self.model if self.shards is None else self.shards.twin, self.optim)
         self.schedule = make_schedule(self.bare, self.optim, self.total_steps)
         forward = Compiled(self.model, c.torch_compile_backend, c.torch_compile_mode, self.note) \
             if c.torch_compile else None
+        live = self.model if self.shards is None else self.shards.start(self.bare, c.max_grad_norm)
         self.wrapped, self.optimizer = stack.enter_context(
-            prepared(self.accelerator, self.model, self.bare, forward))
+            prepared(self.accelerator, live, self.bare, forward, self.shards is not None))
         self.restore(resume)
         shown = c.progress and self.accelerator.is_main_process
         self.bar = stack.enter_context(Progress(self.total_steps, 'Training', 'step', enabled=shown))
@@ -143,7 +150,11 @@ class Trainer:
         if path is None:
             if self.cursor is not None: self.cursor.load_state_dict(deepcopy(self.train_start))
             return
-        found = load_checkpoint(path, self.model, self.bare, self.schedule, self.accelerator.scaler, self.cursor)
+        model, optimizer = (self.model, self.bare) if self.shards is None else (WholeModel(self.shards), WholeOptimizer(self.shards))
+        found = load_checkpoint(path, model, optimizer, self.schedule, self.accelerator.scaler, self.cursor) # type: ignore
+        states, i = found.pop('rng_states', []), self.accelerator.process_index
+        if len(states) == self.accelerator.num_processes: set_rng_state(states[i])
+        elif i: seed_everything((self.config.seed + i + 1000*found['step']) % 2**32) # Another number of processes than before
         self.state, self.checkpoint = TrainState(**found), str(path)
         self.retry.pieces = self.state.pieces
 
@@ -327,8 +338,8 @@ class Trainer:
         "Loss and metrics over all of `eval_batches`."
         if self.eval_start is not None: self.eval_batches.load_state_dict(deepcopy(self.eval_start))
         began = time.monotonic()
-        self.model.to(self.accelerator.device)
-        found = eval_loss(self.model, self.objective, self.eval_batches, self.accelerator)
+        if self.shards is None: self.model.to(self.accelerator.device)
+        found = eval_loss(self.model if self.shards is None else self.wrapped, self.objective, self.eval_batches, self.accelerator)
         return dict(step=self.state.step, **{f'eval_{name}': value for name, value in found.items()},
                     eval_seconds=time.monotonic() - began)
 
@@ -343,26 +354,42 @@ class Trainer:
 
     def draw(self):
         "Let the model speak."
-        with evaluating(self.model): samples = self.sample(self.model, self.state.step) # type: ignore
+        with self.whole(self.accelerator.device) as model:
+            if model is None: return
+            with evaluating(model): samples = self.sample(model, self.state.step) # type: ignore
         self.notify('on_sample', step=self.state.step, samples=samples)
+
+    @contextmanager
+    def whole(self, device: Any = 'cpu'): # None in the other processes where the model is shared out
+        "The model in one piece; all processes take part."
+        if self.shards is None: yield self.model
+        else:
+            main = self.accelerator.is_main_process
+            model = self.shards.fill(main, device)
+            try: yield model if main else None
+            finally: self.shards.empty()
 
     def save(self, cursor: Any = ...):
         "Write a checkpoint of everything, and drop the oldest."
         self.check()
         self.state.seconds = self.seconds
         home = self.folder/'checkpoints' # type: ignore
+        self.checkpoint = str(home/f'checkpoint-{self.state.step}') # in all processes
+        model, optimizer = (self.model, self.bare) if self.shards is None else gather(self.shards, self.accelerator.is_main_process)
+        state = asdict(self.state) | all_rng_states(self.accelerator, rng_state)
         if self.accelerator.is_main_process:
-            path = save_checkpoint(home, self.model, self.bare, self.schedule, asdict(self.state),
+            path = save_checkpoint(home, model, optimizer, self.schedule, state,
                                    scaler=self.accelerator.scaler, batches=self.cursor if cursor is ... else cursor)
-            self.checkpoint = str(path)
             rotate(home, self.config.save_total_limit, keep=[path, home/f'checkpoint-{self.state.best_step}'])
             self.notify('on_save', step=self.state.step, path=self.checkpoint, kind='checkpoint')
         self.accelerator.wait_for_everyone()
 
     def keep(self, name: str, kind: str) -> None:
         "Write the model, and nothing but the model, to a folder of the run."
-        if self.folder is None or not self.accelerator.is_main_process: return
-        with atomic_folder(self.folder/name) as temporary: self.save_model(self.model, Path(temporary))
+        if self.folder is None: return
+        with self.whole() as model:
+            if model is None or not self.accelerator.is_main_process: return
+            with atomic_folder(self.folder/name) as temporary: self.save_model(model, Path(temporary))
         self.notify('on_save', step=self.state.step, path=str(self.folder/name), kind=kind)
 
     def finish(self, reason: str) -> Result:
@@ -374,7 +401,11 @@ class Trainer:
         self.check()
         if s.losses: self.log()
         if c.load_best_model_at_end and s.best_step is not None:
-            load_checkpoint(folder/'checkpoints'/f'checkpoint-{s.best_step}', self.model, rng=False) # type: ignore
+            load_checkpoint(folder/'checkpoints'/f'checkpoint-{s.best_step}', # type: ignore
+                            self.model if self.shards is None else WholeModel(self.shards), rng=False) # type: ignore
+        if self.shards is not None:
+            self.shards.fill()
+            self.shards = self.shards.close()
         self.keep('model', 'final')
         best = folder/'best_model' if folder and s.best_step else None
         result = Result(s.loss, s.best_metric, str(best) if best and best.exists() else None, self.checkpoint,
