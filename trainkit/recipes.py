@@ -10,6 +10,7 @@ __all__ = ['open_trained', 'prepare', 'RunResult', 'plan_lines', 'Judge', 'run',
 
 # %% ../nbs/44_recipes.ipynb #f0039657
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .adapters import save_adapter
 from .chat import render
 from .config import dump_config
 from .dataset import write_examples
@@ -28,6 +30,7 @@ from .machine import environment
 from .method import RunConfig, SFTConfig, TokenizerConfig, method_config
 from .monitor import SystemMonitor
 from .objective import lm_objective
+from .lora import add_lora, merge_lora, trainable_report
 from .parts import EOS, Parts, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
 from .plan import Control, Result
 from .progress import find_place
@@ -59,7 +62,12 @@ def prepare(
 ) -> Parts:
     "Everything that comes before the first step."
     base = open_trained(config) if config.init_from else None
-    if config.method == 'sft': return prepare_sft(config, base, saved)
+    if config.method == 'lora' and base is None:
+        raise ValueError("method = 'lora' adapts a trained model: say which with init_from")
+    if config.method in ('sft', 'lora'):
+        parts = prepare_sft(config, base, saved)
+        if config.method == 'lora': add_lora(parts.model, config.lora)
+        return parts
     if (Path(config.data.path)/'index.json').is_file(): return prepare_shards(config, base)
     return prepare_text(config, base, saved)
 
@@ -103,6 +111,7 @@ def plan_lines(
     begun = f' from {parts.config.init_from}' * bool(parts.config.init_from)
     return [*lines, f'Model      {sum(p.numel() for p in parts.model.parameters()):,} parameters{begun}: '
             f'{model.n_layers} layers, {model.d_model} wide, {model.n_heads} heads; format {kind}',
+            *([f'Adapter    {trainable_report(parts.model)}'] if parts.config.method == 'lora' else []),
             f'Training   {trainer.total_steps:,} steps of {c.per_device_train_batch_size} x '
             f'{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} rows '
             f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * (parts.examples is not None)}, "
@@ -179,6 +188,9 @@ def run(
                 if verbose: print(line, flush=True)
         def save(model: nn.Module, where: Path) -> None:
             from trainkit.hf import save_pretrained # transformers takes seconds to import
+            if config.method == 'lora': # The adapter by itself, and the model with it folded in
+                save_adapter(model, folder.path/'adapter', base=config.init_from)
+                model = merge_lora(deepcopy(model))
             save_pretrained(model, tokenizer, where)
         (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(folder.path/'tokenizer')
         if parts.test_rows: write_examples(parts.test_rows, folder.path/'test.jsonl')
