@@ -76,11 +76,12 @@ def eva_init(
     "Turn each A to the directions in which its inputs lie (Paischer et al. 2024)."
     layers = {name: m for name, m in model.named_modules() if adapter in getattr(m, 'lora_A', {})}
     if not layers: raise ValueError(f"no linear layer has an adapter '{adapter}': add_lora first")
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, tuple[Tensor, Tensor, int]] = {} # Of x'x, of x, and how many
     def watch(name: str):
         def hook(_, args):
             x = args[0].detach().flatten(0, -2).to(torch.float64 if args[0].device.type == 'cpu' else torch.float32)
-            sums[name] = sums.get(name, 0) + x.T @ x
+            squares, total, count = sums.get(name, (0, 0, 0))
+            sums[name] = squares + x.T @ x, total + x.sum(0), count + len(x)
         return hook
     hooks, training = [m.register_forward_pre_hook(watch(name)) for name, m in layers.items()], model.training
     try:
@@ -91,11 +92,12 @@ def eva_init(
         model.train(training)
     if not sums: raise ValueError('eva_init needs at least one batch')
     shares = {}
-    for name, total in sums.items():
+    for name, (squares, total, count) in sums.items():
+        spread = squares - total[:, None] * total / count
         module: Any = layers[name]
         A = module.lora_A[adapter].weight
-        if len(A) > total.shape[0]: raise ValueError(f'{name}: r = {len(A)}, and its inputs have only {total.shape[0]} directions')
-        values, vectors = torch.linalg.eigh(total) # Ascending
+        if len(A) > len(spread): raise ValueError(f'{name}: r = {len(A)}, and its inputs have only {len(spread)} directions')
+        values, vectors = torch.linalg.eigh(spread) # Ascending
         A.copy_(vectors.flip(1)[:, :len(A)].T)
         module.lora_B[adapter].weight.zero_()
         shares[name] = (values[-len(A):].sum() / values.sum()).item()
