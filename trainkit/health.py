@@ -123,9 +123,9 @@ class HealthCheck:
         "Look again, if there is enough that is new."
         self.count += 1
         if self.count % self.stride == 0: self.records.append(record)
-        if len(self.records) == 512: self.records, self.stride = self.records[1::2], 2*self.stride
+        if len(self.records) == 256: self.records, self.stride = self.records[1::2], 2*self.stride
         if self.count >= self.due:
-            self.due = self.count + max(1, self.count//32)
+            self.due = self.count + max(1, self.count//16)
             self.look(trainer, [] if self.count % self.stride == 0 else [record])
 
     def on_eval(self, trainer, record):

@@ -129,7 +129,7 @@ def plateau(records: Sequence[dict]) -> Finding | None:
 def exploding_gradient(records: Sequence[dict]) -> Finding | None:
     "The norm of the gradient is far outside of what it has been."
     steps, norms = series(records, 'grad_norm')
-    new = max(1, len(norms)//32) # What may have come since the last look
+    new = max(1, len(norms)//16) # What may have come since the last look
     before = norms[len(norms)//4:-new]
     if len(before) < 5: return None
     usual, now = median(before), max(norms[-new:])
