@@ -222,7 +222,7 @@ class Kept(nn.Module):
     @property
     def current(self) -> nn.Module:
         return next((self.modules_to_save[name] for name in self.active if name in self.modules_to_save),
-                    super().__getattr__('original_module'))
+                    cast(nn.Module, super().__getattr__('original_module')))
 
     @property
     def adapters(self) -> list[str]: return list(self.modules_to_save)

@@ -39,10 +39,10 @@ _QUERY_VALUE = 'q_proj v_proj query value q_lin v_lin wq wv c_attn query_key_val
 _KEY = 'k_proj key k_lin wk'.split()
 _REST = ('o_proj out_proj c_proj dense wo gate_proj up_proj down_proj gate_up_proj c_fc fc1 fc2 '
          'dense_h_to_4h dense_4h_to_h w1 w2 w3').split()
-TARGETS: dict[str, list[str]] = { # Preset -> the last part of the names, in all families
-    'conservative': _QUERY_VALUE,
-    'balanced': _QUERY_VALUE + _KEY,
-    'aggressive': _QUERY_VALUE + _KEY + _REST,
+TARGETS: dict[str, tuple[str, ...]] = { # Preset -> the last part of the names, in all families
+    'conservative': (*_QUERY_VALUE,),
+    'balanced': (*_QUERY_VALUE, *_KEY),
+    'aggressive': (*_QUERY_VALUE, *_KEY, *_REST),
 }
 INITS = ('gaussian', 'pissa', 'olora', 'orthogonal', 'eva')
 
