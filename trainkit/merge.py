@@ -114,7 +114,7 @@ def write_tensors(
     file.write(len(text).to_bytes(8, 'little') + text)
     for name, tensor in pieces:
         if (tensor.dtype, tuple(tensor.shape)) != header[name]: raise ValueError(f'{name} is not what the header says')
-        file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy() if tensor.numel() else b'').cast('B'))
+        if tensor.numel(): file.write(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy()).data)
 
 # %% ../nbs/22_merge.ipynb #1a88bbaa
 _ADDED = re.compile(r'^base_model\.model\.(.+?)(?:\.base_layer)?\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|weight|bias)(?:\.weight)?$')

@@ -1,0 +1,324 @@
+"LoRA on our model and on transformers', against PEFT: training, folders, merging, and what must not change."
+import copy
+import resource
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from trainkit.adapters import adapters_off, load_adapter, read_adapter, resize_vocabulary, save_adapter, use_adapter
+from trainkit.families import to_hf
+from trainkit.generate import generate
+from trainkit.lora import LoRAConfig, LoRALayer, adapted, add_lora, merge_lora, put, trainable_report, unmerge_lora
+from trainkit.model import ModelConfig, Transformer
+from trainkit.objective import lm_loss
+from trainkit.optim import OptimConfig
+from trainkit.ranks import GrowRank, grow_rank
+from trainkit.train import TrainConfig, Trainer
+from trainkit.variants import eva_init, lora_plus
+
+warnings.filterwarnings('ignore')
+IDS = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(0))
+
+
+def small(**knobs):
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**dict(vocab_size=96, d_model=32, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=64, tie_embeddings=False), **knobs}))
+    for p in model.parameters():
+        if p.ndim > 1: nn.init.normal_(p, std=0.1)
+    return model
+
+
+def llama(**knobs): return to_hf(small(**knobs))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.))
+
+
+def disturb(model, seed=1):
+    "Stands for training: every number that may learn moves."
+    g = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        if p.requires_grad: p.data.add_(0.1*torch.randn(p.shape, generator=g))
+    return model
+
+
+@torch.no_grad()
+def logits(model, ids=IDS): return model.eval()(ids).logits
+
+
+def gap(a, b): return (a.float() - b.float()).abs().max().item()
+
+
+def gradients(model, ids=IDS):
+    model.train()
+    model.zero_grad()
+    logits = model(ids).logits
+    F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
+    return {n.removeprefix('base_model.model.'): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def train(model, steps=12, callbacks=(), optim=None, **knobs):
+    batches = [dict(input_ids=IDS, labels=IDS)] * steps
+    trainer = Trainer(model, lm_loss, batches, config=TrainConfig(max_steps=steps, logging_steps=1, seed=0, progress=False, **knobs), callbacks=callbacks,
+                      optim=optim or OptimConfig(learning_rate=1e-2))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize('make', [small, llama, gpt2])
+def test_only_the_adapter_learns(make):
+    "The base keeps its bits, the optimizer holds nothing of it, the loss falls, and off is the base."
+    base = make()
+    before, out = {k: v.clone() for k, v in base.state_dict().items()}, logits(base)
+    model = add_lora(base, LoRAConfig(r=4, target_modules='all-linear'))
+    assert gap(logits(model), out) < 1e-6
+    trainer = train(model)
+    assert trainer.history[-1]['loss'] < trainer.history[0]['loss'] - 0.1
+    held = {id(p) for g in trainer.bare.param_groups for p in g['params']}
+    assert held == {id(p) for n, p in model.named_parameters() if '.lora_' in n}
+    after = {k.replace('.base_layer', ''): v for k, v in model.state_dict().items() if '.lora_' not in k}
+    assert set(after) == set(before) and all(torch.equal(before[k], after[k]) for k in before)
+    with adapters_off(model): assert torch.equal(logits(model), out)
+    assert gap(logits(model), out) > 1e-3
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_unmerge_gives_the_same_bits(dtype):
+    model = disturb(add_lora(small().to(dtype), LoRAConfig(r=4, target_modules='all-linear', use_dora=dtype == torch.bfloat16)))
+    before, out = {k: v.clone() for k, v in model.state_dict().items()}, logits(model)
+    merge_lora(model, keep=True)
+    assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert gap(logits(model), out) < (1e-5 if dtype == torch.float32 else 0.2)
+    unmerge_lora(model)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items()) and torch.equal(logits(model), out)
+
+
+def test_half_precision_base():
+    "Adapters are in float32 over a bfloat16 base, train under autocast, and agree with PEFT's."
+    from peft import LoraConfig, get_peft_model
+    model = add_lora(llama().bfloat16(), LoRAConfig(r=4, lora_alpha=8, target_modules='all-linear'))
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    theirs = get_peft_model(llama().bfloat16(), LoraConfig(r=4, target_modules='all-linear'))
+    disturb(model)
+    own = dict(model.named_parameters())
+    for n, p in theirs.base_model.model.named_parameters():
+        if '.lora_' in n: p.data.copy_(own[n].data)
+    assert gap(logits(model), logits(theirs)) < 0.05
+    trainer = train(model, mixed_precision='bf16')
+    assert trainer.history[-1]['loss'] < trainer.history[0]['loss'] and trainer.notes == []
+
+
+def test_autocast_by_hand_is_autocast():
+    "The hand-made backward pass under autocast gives what plain lines give."
+    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear')))
+    exact, found = gradients(model), []
+    for kind in ('linear', 'none'): # 'none' takes the general way
+        for layer in adapted(model).values(): layer.kind = kind
+        with torch.autocast('cpu', torch.bfloat16): found.append(gradients(model))
+    errors = [sum((g[n] - exact[n]).norm() / exact[n].norm() for n in exact) / len(exact) for g in found]
+    assert 0 < errors[0] < 1.2 * errors[1] < 0.1
+
+
+@pytest.mark.parametrize('make', [small, llama])
+def test_gradient_checkpointing(make):
+    "Below a frozen base too: the same gradients with and without."
+    model = disturb(add_lora(make(), LoRAConfig(r=4, target_modules='all-linear')))
+    want = gradients(model)
+    if isinstance(model, Transformer): model.config.gradient_checkpointing = True
+    else: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    found = gradients(model)
+    assert set(found) == set(want) and len(want) == 2*7*2 and all(gap(found[n], want[n]) < 1e-6 for n in want)
+
+
+class Rounded(nn.Module):
+    "A layer in sixteen steps a block, as a quantizer may make it."
+    def __init__(self, linear):
+        super().__init__()
+        self.out_features, self.in_features, self.bias = *linear.weight.shape, None
+        blocks = linear.weight.detach().reshape(-1, 32)
+        self.register_buffer('top', blocks.abs().amax(1, keepdim=True))
+        self.register_buffer('codes', (blocks / self.top * 7).round().to(torch.int8))
+
+    def dequantize(self): return (self.codes / 7 * self.top).reshape(self.out_features, self.in_features)
+
+    def forward(self, x): return F.linear(x, self.dequantize())
+
+
+def test_over_a_quantized_base():
+    "Gradients are those over the de-quantized weights, also after an evaluation; the report counts packed numbers."
+    packed, plain = small(), small()
+    for name, module in list(packed.named_modules()):
+        if type(module).__name__ == 'Linear' and name != 'lm_head':
+            put(packed, name, Rounded(module))
+            plain.get_submodule(name).weight.data.copy_(packed.get_submodule(name).dequantize())
+    config = LoRAConfig(r=4, target_modules='all-linear')
+    def with_adapter(model):
+        torch.manual_seed(3)
+        return disturb(add_lora(model, config))
+    packed, plain = map(with_adapter, (packed, plain))
+    for _ in range(2):
+        ours, theirs = gradients(packed), gradients(plain)
+        assert set(ours) == set(theirs) and all(gap(ours[n], theirs[n]) < 1e-5 for n in ours)
+        assert gap(logits(packed), logits(plain)) < 1e-5
+    assert trainable_report(packed).total == trainable_report(plain).total
+    assert trainable_report(packed).total_bytes < trainable_report(plain).total_bytes
+    assert gap(logits(merge_lora(packed)), logits(plain)) < 1e-5
+
+
+def test_generation_with_a_cache():
+    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear')))
+    prompt = IDS[:1, :5].tolist()
+    tokens = generate(model.eval(), prompt, 12, temperature=0)
+    assert tokens == generate(merge_lora(copy.deepcopy(model)), prompt, 12, temperature=0)
+    with adapters_off(model): assert generate(model, prompt, 12, temperature=0) == generate(small().eval(), prompt, 12, temperature=0)
+
+
+GPT2 = [dict(target_modules='all-linear'), dict(target_modules=['c_attn'], use_dora=True), dict(target_modules=['c_fc'], lora_alpha=3, use_rslora=True, bias='all')]
+
+
+@pytest.mark.parametrize('knobs', GPT2, ids=str)
+def test_gpt2_folders(knobs, tmp_path):
+    "Transposed matrices, both ways."
+    from peft import LoraConfig, PeftModel, get_peft_model
+    ours = disturb(add_lora(gpt2(), LoRAConfig(r=4, **knobs)))
+    save_adapter(ours, tmp_path/'ours')
+    assert gap(logits(PeftModel.from_pretrained(gpt2(), str(tmp_path/'ours'))), logits(ours)) < 2e-6
+    theirs = disturb(get_peft_model(gpt2(), LoraConfig(r=4, task_type='CAUSAL_LM', fan_in_fan_out=True, **knobs)))
+    theirs.save_pretrained(tmp_path/'theirs')
+    again = load_adapter(gpt2(), tmp_path/'theirs')
+    want = logits(theirs)
+    assert gap(logits(again), want) < 2e-6
+    assert gap(logits(merge_lora(again)), want) < 5e-6
+
+
+@pytest.mark.parametrize('how', ['pissa', 'olora'])
+def test_peft_folder_against_a_changed_base(how, tmp_path):
+    "PEFT saves PiSSA against a residual base; ours opens that over the whole base, and saves it for any base."
+    from peft import LoraConfig, get_peft_model
+    theirs = disturb(get_peft_model(llama(), LoraConfig(r=4, target_modules=['q_proj', 'up_proj'], init_lora_weights=how, task_type='CAUSAL_LM')))
+    theirs.save_pretrained(tmp_path/'theirs')
+    ours = load_adapter(small(), tmp_path/'theirs')
+    assert gap(logits(ours), logits(theirs)) < 1e-5
+    save_adapter(ours, tmp_path/'ours')
+    assert read_adapter(tmp_path/'ours')[0]['r'] == 8
+    assert gap(logits(load_adapter(llama(), tmp_path/'ours')), logits(theirs)) < 1e-5
+    with adapters_off(ours): assert torch.equal(logits(ours), logits(small()))
+
+
+def test_eva_is_pefts():
+    "The same directions as PEFT's incremental SVD finds."
+    from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+    ids = torch.randint(3, (32, 20), generator=torch.Generator().manual_seed(2)) # Three tokens: what the first layer reads spans a plane
+    ours = add_lora(llama(), LoRAConfig(r=2, target_modules='q_proj', init_lora_weights='eva'))
+    before = logits(ours)
+    shares = eva_init(ours, [dict(input_ids=ids)])
+    assert gap(logits(ours), before) < 1e-6 and all(0 < s < 1 + 1e-9 for s in shares.values())
+    theirs = get_peft_model(llama(), LoraConfig(r=2, target_modules=['q_proj'], init_lora_weights='eva', eva_config=EvaConfig(rho=1.0, use_label_mask=False, whiten=False)))
+    initialize_lora_eva_weights(theirs, [dict(input_ids=ids)] * 3, show_progress_bar=False)
+    a, b = (m.model.layers[0].self_attn.q_proj.lora_A['default'].weight.detach() for m in (ours, theirs.base_model.model))
+    b = torch.linalg.qr(b.T)[0].T
+    assert gap(a.T @ a, b.T @ b) < 1e-3 and shares['model.layers.0.self_attn.q_proj'] > 0.999
+
+
+def test_lora_plus_in_a_run():
+    model = add_lora(small(), LoRAConfig(r=4))
+    trainer = train(model, 3, optim=lora_plus(OptimConfig(learning_rate=1e-3, lr_scheduler_type='constant'), 8))
+    rates = {('B' if '.lora_B.' in n else 'A'): g['lr'] for g in trainer.bare.param_groups for n in g['param_names']}
+    assert rates == pytest.approx(dict(A=1e-3, B=8e-3))
+
+
+def test_rank_grows_in_a_run_with_any_optimizer():
+    "4 -> 8 -> 16: the run goes on as one whose new directions were there from the start and got no gradient."
+    for optim in ('adamw_torch_fused', 'adamw_torch', 'sgd'):
+        model = add_lora(small(), LoRAConfig(r=4))
+        trainer = train(model, 12, [GrowRank({4: 8, 8: 16})], OptimConfig(learning_rate=1e-2, optim=optim))
+        assert {len(m.lora_A['default'].weight) for m in adapted(model).values()} == {16}
+        assert trainer.history[-1]['loss'] < trainer.history[0]['loss']
+        state = trainer.bare.state
+        assert all(v.shape == p.shape for p, s in state.items() for k, v in s.items() if k.startswith('exp'))
+    model = disturb(add_lora(small(), LoRAConfig(r=4)))
+    before = logits(model)
+    assert gap(logits(grow_rank(model, 64)), before) < 1e-6 * before.abs().max()
+
+
+def test_new_tokens_everywhere(tmp_path):
+    "A folder with new tokens, on ours and on transformers', tied or not; PEFT opens it over a resized base."
+    from peft import PeftModel
+    for tied in (True, False):
+        model = disturb(add_lora(resize_vocabulary(small(tie_embeddings=tied), 99), LoRAConfig(r=2, modules_to_save=['embed_tokens', 'lm_head'])))
+        save_adapter(model, tmp_path/'a')
+        for base in (small(tie_embeddings=tied), llama(tie_embeddings=tied)):
+            again = load_adapter(base, tmp_path/'a')
+            assert again.config.vocab_size == 99 and gap(logits(again), logits(model)) < 5e-6
+        theirs = PeftModel.from_pretrained(resize_vocabulary(llama(tie_embeddings=tied), 99), str(tmp_path/'a'))
+        assert gap(logits(theirs), logits(model)) < 5e-6
+        assert gap(logits(merge_lora(copy.deepcopy(model))), logits(model)) < 1e-5
+
+
+def test_dropped_layers_and_switching_keep_the_optimizer_honest():
+    "After a switch, what was active before gets no gradient."
+    model = add_lora(add_lora(small(), LoRAConfig(r=2), 'a'), LoRAConfig(r=2), 'b')
+    use_adapter(model, 'a')
+    assert all('.a.' in n for n in gradients(model))
+    disturb(model)
+    use_adapter(model, 'b', trainable=False)
+    assert trainable_report(model).trainable == 0
+    assert all(isinstance(layer, LoRALayer) for layer in adapted(model).values())
+
+
+def test_dropout_keeps_a_byte_a_number():
+    "What the layer keeps for the backward pass is less than with plain lines, and dropout costs one byte."
+    sizes = {}
+    for p in (0.0, 0.5):
+        model = add_lora(nn.Sequential(nn.Linear(64, 64, bias=False)), LoRAConfig(r=2, target_modules='0', lora_dropout=p)).train()
+        kept = {}
+        x = torch.randn(100, 64, requires_grad=True)
+        def note(t, kept=kept):
+            kept[t.data_ptr()] = t.numel() * t.element_size()
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t): model(x)
+        sizes[p] = sum(kept.values())
+    assert sizes[0.5] - sizes[0.0] == 100*64
+
+
+@pytest.mark.slow
+def test_compiled():
+    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear')))
+    want = gradients(model)
+    found = gradients(torch.compile(model))
+    assert all(gap(found[f'_orig_mod.{n}'], want[n]) < 1e-5 for n in want)
+
+
+@pytest.mark.slow
+def test_merging_on_disk_needs_little_memory(tmp_path):
+    "A file of 480 MB, a tensor of 40 MB at a time."
+    code = '''
+import json, resource, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from trainkit.merge import merge_folder, write_tensors
+where, n = Path(sys.argv[1]), 12
+(where/'base').mkdir()
+names = {f'model.layers.{i}.mlp.up_proj.weight': (torch.float32, (2560, 4096)) for i in range(n)}
+with open(where/'base'/'model.safetensors', 'wb') as file: write_tensors(file, names, ((k, torch.ones(2560, 4096)) for k in names))
+(where/'a').mkdir()
+save_file({f'base_model.model.model.layers.{i}.mlp.up_proj.lora_{x}.weight': torch.ones(s) for i in range(n) for x, s in (('A', (2, 4096)), ('B', (2560, 2)))}, where/'a'/'adapter_model.safetensors')
+(where/'a'/'adapter_config.json').write_text(json.dumps(dict(peft_type='LORA', r=2, lora_alpha=4, target_modules=['up_proj'])))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+merge_folder(where/'base', where/'a', where/'out')
+from safetensors import safe_open
+with safe_open(where/'out'/'model.safetensors', 'pt') as f: assert all((f.get_tensor(k) == 5).all() for k in names)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+'''
+    done = subprocess.run([sys.executable, '-c', code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The pages of a mapped file count as resident too, so the bound is the tensor's copies and not the file
+    assert int(done.stdout) < 300 and resource is not None
