@@ -13,10 +13,9 @@ __all__ = ['MOST_SKIPPED', 'save_weights', 'Trainer', 'Control', 'Loss', 'Result
 # %% ../nbs/18_train.ipynb #305189c5
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,21 +23,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .checkpoint import load_checkpoint, rng_state, save_checkpoint, set_rng_state
-from .checks import check_plan, find_start, not_finite
+from .checkpoint import load_checkpoint, rng_state, set_rng_state
+from .checks import check_plan, not_finite
 from .compiled import Compiled
 from .config import atomic_folder, seed_everything, to_dict
 from .faults import Retry, StepTooBig, blame, held_back, worker_died
 from .lock import run_lock
 from .objective import Loss, lm_loss, lm_objective, objective
 from .optim import OptimConfig, make_optimizer, make_schedule, show_groups
-from .plan import Control, Result, TrainConfig, TrainingError, TrainState, count_steps, due, judge
+from .plan import EXIT_CODES, Control, Result, TrainConfig, TrainingError, TrainState, count_steps, due, judge
 from .precision import make_accelerator, master_weights, tf32
 from .progress import Progress
-from .retention import rotate
+from .resume import check_start, go_on, snapshot_of
 from .sharded import WholeModel, WholeOptimizer, all_rng_states, gather, shard
 from .step import (
     Step, add_over_processes, count_tokens, eval_loss, evaluating, prepared, read_steps, train_step, window)
+from .writer import CheckpointWriter
 
 if TYPE_CHECKING: from accelerate import Accelerator
 
@@ -74,6 +74,7 @@ class Trainer:
         save_model: Callable = save_weights, # (model, folder) -> None
         control: Control | None = None,
         accelerator: 'Accelerator | None' = None, # Yours, or one made from `config.mixed_precision`
+        facts: Mapping[str, Any] | None = None, # What else makes it this run, such as the hash of its data
         build_optimizer: Callable | None = None, # (model, OptimConfig) -> optimizer; None: `make_optimizer`
     ):
         self.build_optimizer = build_optimizer or make_optimizer
@@ -92,25 +93,27 @@ class Trainer:
         self.train_start, self.eval_start = (deepcopy(b.state_dict()) if hasattr(b, 'state_dict') else None
                                              for b in (train_batches, eval_batches))
         self.state, self.history, self.notes, self.checkpoint = TrainState(), [], [], None
+        self.facts, self.writer = dict(facts or {}), None
         self.learning_rate = self.optim.learning_rate
         check_plan(self)
 
     def train(
         self,
         resume: bool | str | Path | None = None, # True: the last checkpoint; 'auto': if there is one; or its path
+        force_resume: bool = False, # Go on even where config or data make another run of it
     ) -> Result:
         "Train until the plan is done, patience ends, or `control` stops it."
         with ExitStack() as stack:
             if self.folder and self.accelerator.is_main_process: stack.enter_context(run_lock(self.folder))
             stack.enter_context(self.control.session())
-            self.begin(stack, resume)
+            self.begin(stack, resume, force_resume)
             try: return self.finish(self.loop())
             except BaseException as error:
                 error.add_note(f'(at step {self.state.step} of {self.total_steps})')
                 self.notify('on_end', step=self.state.step, reason=f'{type(error).__name__}: {error}')
                 raise
 
-    def begin(self, stack: ExitStack, resume):
+    def begin(self, stack: ExitStack, resume, force: bool = False):
         "Model, optimizer, schedule and state as they are before the first step of this run."
         c = self.config
         seed_everything((c.seed + self.accelerator.process_index) % 2**32)
@@ -131,7 +134,9 @@ class Trainer:
         live = self.model if self.shards is None else self.shards.start(self.bare, c.max_grad_norm)
         self.wrapped, self.optimizer = stack.enter_context(
             prepared(self.accelerator, live, self.bare, forward, self.shards is not None))
-        self.restore(resume)
+        self.restore(resume, force)
+        if self.folder and self.accelerator.is_main_process:
+            self.writer = stack.enter_context(CheckpointWriter(self.folder/'checkpoints', c.save_total_limit, c.async_save))
         shown = c.progress and self.accelerator.is_main_process
         self.bar = stack.enter_context(Progress(self.total_steps, 'Training', 'step', enabled=shown))
         self.bar.start_at(self.state.step)
@@ -144,19 +149,20 @@ class Trainer:
         self.notes.append(text)
         if self.accelerator.is_main_process: print(text)
 
-    def restore(self, resume):
+    def restore(self, resume, force: bool = False):
         "Go to a checkpoint, or make sure that none is in the way."
-        path = find_start(self.folder, resume)
-        if path is None:
-            if self.cursor is not None: self.cursor.load_state_dict(deepcopy(self.train_start))
-            return
-        model, optimizer = (self.model, self.bare) if self.shards is None else (WholeModel(self.shards), WholeOptimizer(self.shards))
-        found = load_checkpoint(path, model, optimizer, self.schedule, self.accelerator.scaler, self.cursor) # type: ignore
-        states, i = found.pop('rng_states', []), self.accelerator.process_index
+        model, optimizer = (None, None) if self.shards is None else (WholeModel(self.shards), WholeOptimizer(self.shards))
+        path, more = go_on(self, resume, force, model, optimizer)
+        if path: self.checkpoint = str(path)
+        states, i = more.get('rng_states', []), self.accelerator.process_index
         if len(states) == self.accelerator.num_processes: set_rng_state(states[i])
-        elif i: seed_everything((self.config.seed + i + 1000*found['step']) % 2**32) # Another number of processes than before
-        self.state, self.checkpoint = TrainState(**found), str(path)
+        elif path and i: # Another number of processes than before
+            seed_everything((self.config.seed + i + 1000*self.state.step) % 2**32)
         self.retry.pieces = self.state.pieces
+
+    def check_resume(self, resume, force: bool = False):
+        "Raise now what `train(resume)` would: nothing to go on from, or another run; nothing is changed."
+        check_start(self, resume, force)
 
     @property
     def cursor(self): # What knows the position in the data
@@ -218,7 +224,9 @@ class Trainer:
             start = self.train_start or {}
             place |= dict(index=s.batch + (s.epoch == 0)*start['index'], epoch=s.epoch + start['epoch'])
         if self.folder and known and s.step and self.accelerator.num_processes == 1:
-            try: self.save(SimpleNamespace(state_dict=lambda: place) if place is not None else None)
+            try:
+                self.save(SimpleNamespace(state_dict=lambda: place) if place is not None else None)
+                self.settle()
             except Exception as second: where += f' (saving failed: {second})'
             else: where = f'everything up to step {s.step} is in {self.checkpoint}: train(resume=True) goes on'
         if worker_died(error):
@@ -260,13 +268,14 @@ class Trainer:
                     loss=done.loss, skipped_steps=s.skipped, shapes=[
                         tuple(x.shape) for b in group for k, x in b.items() if k.endswith('input_ids')])
         self.bar.update(s.step)
+        if self.writer is not None and self.writer.thread is not None and not self.writer.busy: self.settle(strict=False)
         if log: self.log()
         if evaluate:
             with self.aside(): save = self.weigh(self.evaluate()) or save
         if sample:
             with self.aside(): self.draw()
         if save:
-            with self.aside(): self.save()
+            with self.aside(): self.save(strict=False)
 
     def check(self):
         "Fetch the numbers of the last steps, and stop, or tell of it, if one is not finite."
@@ -279,10 +288,10 @@ class Trainer:
                 wrong = wrong or f'the norm of the gradient is {norm}'
             if not wrong: self.state.losses.append(loss)
             elif self.config.on_nan == 'raise' or self.state.skipped_in_a_row >= MOST_SKIPPED:
-                raise not_finite(self, wrong + self.trace(*place), step)
+                raise self.stop_at(wrong + self.trace(*place), step)
             else: self.note(f'Step {step} is skipped: {wrong}{self.trace(*place)}')
         if self.accelerator.scaler is not None and self.state.skipped == self.state.step >= min(self.total_steps, 40):
-            raise not_finite(self, 'every step so far was skipped because its float16 gradient overflowed, so '
+            raise self.stop_at('every step so far was skipped because its float16 gradient overflowed, so '
                                    'nothing is learned', self.state.step)
         for name, (total, count) in sums.items():
             before = self.state.metrics.get(name, (0., 0.))
@@ -300,6 +309,11 @@ class Trainer:
             rows = ', rows ' + ', '.join(str(r) for piece in cut for r in piece)
         batches = f'batch {n}' if n == last else f'batches {n} to {last}'
         return f' ({batches} of epoch {epoch + 1}{rows}{": " * bool(what)}{what})'
+
+    def stop_at(self, what: str, step: int) -> TrainingError:
+        "The error for numbers that are none, when the last checkpoint is there."
+        self.settle(strict=False)
+        return not_finite(self, what, step)
 
     @property
     def epoch(self) -> float:
@@ -346,7 +360,7 @@ class Trainer:
     def weigh(self, record: dict) -> bool: # Whether a checkpoint is needed to come back to
         "Keep the model if this evaluation is the best so far."
         if not math.isfinite(loss := record['eval_loss']):
-            raise not_finite(self, f'eval_loss is {loss}', self.state.step)
+            raise self.stop_at(f'eval_loss is {loss}', self.state.step)
         best = judge(self.state, record, self.config)
         self.notify('on_eval', **record, best=best)
         if best and self.config.save_strategy != 'no': self.keep('best_model', 'best')
@@ -369,20 +383,32 @@ class Trainer:
             try: yield model if main else None
             finally: self.shards.empty()
 
-    def save(self, cursor: Any = ...):
-        "Write a checkpoint of everything, and drop the oldest."
+    def save(self, cursor: Any = ..., strict: bool = True):
+        "Write a checkpoint of everything, and drop the oldest; the run may go on meanwhile."
         self.check()
         self.state.seconds = self.seconds
-        home = self.folder/'checkpoints' # type: ignore
-        self.checkpoint = str(home/f'checkpoint-{self.state.step}') # in all processes
-        model, optimizer = (self.model, self.bare) if self.shards is None else gather(self.shards, self.accelerator.is_main_process)
-        state = asdict(self.state) | all_rng_states(self.accelerator, rng_state)
-        if self.accelerator.is_main_process:
-            path = save_checkpoint(home, model, optimizer, self.schedule, state,
-                                   scaler=self.accelerator.scaler, batches=self.cursor if cursor is ... else cursor)
-            rotate(home, self.config.save_total_limit, keep=[path, home/f'checkpoint-{self.state.best_step}'])
-            self.notify('on_save', step=self.state.step, path=self.checkpoint, kind='checkpoint')
+        model, optimizer = (None, None) if self.shards is None else gather(self.shards, self.accelerator.is_main_process)
+        states = all_rng_states(self.accelerator, rng_state)
+        if self.writer is not None:
+            if not self.folder.exists(): # type: ignore
+                self.note(f'Step {self.state.step}: {self.folder} was removed while the run went on. It is made again, '
+                          'and what was in it is gone')
+            snapshot, best = snapshot_of(self, cursor, model, optimizer, states), self.writer.folder/f'checkpoint-{self.state.best_step}'
+            self.settle(strict, lambda writer: writer.save(snapshot, keep=[best]))
         self.accelerator.wait_for_everyone()
+
+    def settle(self, strict: bool = True, do: Callable = CheckpointWriter.wait):
+        "Let the writer do something, and tell of the checkpoints that are there; one that fails may be forgiven."
+        if self.writer is None: return
+        try: do(self.writer)
+        except OSError as error:
+            if strict or self.config.on_save_error == 'raise': raise
+            self.note(f'Step {self.state.step}: {error}. The run goes on; the last checkpoint is {self.checkpoint or "none"}')
+        finally:
+            done, self.writer.done = self.writer.done, []
+            for path in done:
+                self.checkpoint = str(path)
+                self.notify('on_save', step=int(path.name.split('-')[1]), path=str(path), kind='checkpoint')
 
     def keep(self, name: str, kind: str) -> None:
         "Write the model, and nothing but the model, to a folder of the run."
@@ -395,9 +421,11 @@ class Trainer:
     def finish(self, reason: str) -> Result:
         "Save what is not saved, go back to the best weights if asked, and sum up."
         c, s, folder = self.config, self.state, self.folder
+        self.settle(strict=False)
         unsaved = Path(self.checkpoint or '').name != f'checkpoint-{s.step}'
         wanted = c.save_strategy != 'no' or reason not in ('finished', 'early stopping')
         if folder and unsaved and wanted: self.save()
+        self.settle()
         self.check()
         if s.losses: self.log()
         if c.load_best_model_at_end and s.best_step is not None:
@@ -412,7 +440,7 @@ class Trainer:
                         s.step, s.tokens, self.seconds, reason, self.history, self.notes)
         record = {k: v for k, v in vars(result).items() if k != 'history'}
         self.notify('on_end', **record, step=s.step, reason=reason)
-        if reason == 'interrupted':
+        if reason in EXIT_CODES:
             where = f'{self.checkpoint} has everything: train(resume=True) goes on.'
             print(f'Stopped after step {s.step} of {self.total_steps}.', where if folder else 'Nothing was saved.')
         return result
