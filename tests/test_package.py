@@ -99,7 +99,7 @@ MAY_IMPORT = {
     'runs': 'canvas config',
     'index': 'canvas config runs',
     'summary': 'canvas charts config runs',
-    'compare': 'canvas charts runs summary',
+    'compare': 'canvas charts index runs summary',
     'track': 'canvas compare index runs summary',
     'ggml': '',
     'nf4': '',
