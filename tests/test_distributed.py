@@ -144,18 +144,56 @@ def test_zero_is_one_process(tmp_path, offload, monkeypatch):
     monkeypatch.setenv('TRAINKIT_DEEPSPEED_CONFIG', str(tmp_path/'ds.json'))
     one = trainer(tmp_path/'one')
     result = one.train()
-    names = ('zero1', 'zero2', 'zero3', 'zero3-untied')
+    names = ('zero1', 'zero2', 'zero3')
     found = run_processes(2, tmp_path, 'none', *names)
-    again = run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names[:3])
+    again = run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names)
     for name in names:
         first, second = (f[name] for f in found)
         assert first['wrapped'] == 'DeepSpeedEngine' and first['sum'] == second['sum']
-        if name == 'zero3-untied': continue
         check(one, result, first, tmp_path/name, 2e-6)
         assert (weights(one.model) - torch.load(tmp_path/'again'/name/'weights.pt')).abs().max() < 2e-6 # zero3 -> all three
         assert (first['share'] < 0.6) == (name == 'zero3')
         resumed = trainer(tmp_path/f'resumed-{name}', 4, gradient_accumulation_steps=4)
         resumed.train(resume=tmp_path/name/'checkpoints'/'checkpoint-4')
         assert (weights(resumed.model) - weights(one.model)).abs().max() < 2e-6 # 2 processes -> 1
-    untied = trainer(tmp_path/'untied', tied=False)
-    check(untied, untied.train(), found[0]['zero3-untied'], tmp_path/'zero3-untied', 2e-6)
+
+
+KILLED = '''
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from test_distributed import *
+folder, mark = sys.argv[1:]
+t = trainer(folder, batch_size=4)
+step = t.step
+def then(group):
+    step(group)
+    if t.state.step == 6 and t.accelerator.process_index == 1 and not os.path.exists(mark):
+        open(mark, 'w').close()
+        print('about to die', file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+t.step = then
+t.train(resume='auto')
+if t.accelerator.is_main_process: torch.save(weights(t.model), os.path.join(folder, 'weights.pt'))
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('restarts', [0, 1])
+def test_a_killed_worker(tmp_path, monkeypatch, restarts):
+    "It is named with its log; with a restart the job goes on from the last checkpoint to the same weights."
+    from trainkit.launch import WorkerDied, start
+    from trainkit.strategy import LaunchConfig
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    monkeypatch.setenv('ACCELERATE_USE_CPU', 'true')
+    (tmp_path/'job.py').write_text(KILLED.format(tests=str(ROOT/'tests')))
+    program = [str(tmp_path/'job.py'), str(tmp_path/'run'), str(tmp_path/'mark')]
+    plan = LaunchConfig(2, 'fsdp', max_restarts=restarts)
+    if not restarts:
+        with pytest.raises(WorkerDied, match='Process 1 died .killed') as error: start(program, plan, tmp_path/'launch')
+        assert error.value.exit_code == -signal.SIGKILL and 'about to die' in str(error.value) and str(error.value.log) in str(error.value)
+        return
+    start(program, plan, tmp_path/'launch')
+    one = trainer(tmp_path/'one')
+    one.train()
+    assert (tmp_path/'mark').exists()
+    assert (weights(one.model) - torch.load(tmp_path/'run'/'weights.pt')).abs().max() < 1e-6

@@ -9,6 +9,8 @@ __all__ = ['open_trained', 'prepare', 'RunResult', 'plan_lines', 'Judge', 'run',
            'TokenizerConfig', 'make_sampler', 'method_config', 'opening', 'prepare_model', 'prepare_tokenizer', 'timed']
 
 # %% ../nbs/44_recipes.ipynb #f0039657
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -179,9 +181,17 @@ def run(
 ) -> RunResult:
     "Do everything that `config` says, in a run folder that can show and repeat it."
     check_report_to(config.report_to) # before the first hour, not after it
+    given, main = os.environ.get('TRAINKIT_RUN_FOLDER', ''), os.environ.get('RANK', '0') == '0' # of `trainkit launch`
+    if given:
+        config = replace(config, train=replace(config.train, output_dir=given))
+        resume = resume or any((config.folder/'checkpoints').glob('checkpoint-*')) # begun again after an accident
+    elif int(os.environ.get('WORLD_SIZE', '1')) > 1:
+        raise ValueError('Several processes share one run folder, and nobody named it: start them with trainkit launch')
+    verbose = verbose and main
     parts = prepare(config, config.folder if resume else None)
     facts, seconds, model, tokenizer = environment(), parts.seconds, parts.model, parts.tokenizer
-    with RunFolder(config.folder, dump_config(config), facts, parts.facts['sha256'][:16], resume) as folder:
+    with RunFolder(config.folder if main else tempfile.mkdtemp(), dump_config(config), facts, parts.facts['sha256'][:16],
+                   resume or bool(given)) as folder:
         def say(*lines: str) -> None:
             for line in lines:
                 folder.log(line)
@@ -196,14 +206,15 @@ def run(
         if parts.test_rows: write_examples(parts.test_rows, folder.path/'test.jsonl')
         judge = Judge(parts)
         lines = verbose and not config.train.progress and find_place() in ('lines', 'terminal') # instead of a bar
-        log = MetricsLog(folder, config.report_to, console=lines)
+        log = MetricsLog(folder, config.report_to if main else (), console=lines)
         trainer = Trainer(model, lm_objective(config.train.z_loss), parts.train_batches, parts.eval_batches,
-                          replace(config.train, output_dir=str(folder.path)),
+                          replace(config.train, output_dir=str(folder.path if main else config.folder)),
                           [*judge.callbacks, SystemMonitor(), log, HealthCheck(lambda line: print(line) if verbose else None),
                            *callbacks], config.optim,
                           judge.sample, save, control)
         say(*plan_lines(parts, trainer))
         def show(title: str) -> list[tuple[str, str]]:
+            if not main: return []
             drawn = read_run(folder.path).samples
             if not drawn or drawn[-1][0] != trainer.state.step or config.train.load_best_model_at_end:
                 trainer.draw()
@@ -213,15 +224,16 @@ def run(
         with timed(seconds, 'base answers'): say(*judge.begin())
         if not resume: show('Before training, the model goes on like this:')
         with timed(seconds, 'training'): result = trainer.train(resume='auto' if resume else None)
-        metrics, samples = {}, []
+        metrics, samples, words = {}, [], []
         if result.stop_reason == 'interrupted': say(f'Go on with: trainkit train --resume {folder.path}')
         else:
             with timed(seconds, 'evaluation'):
                 evaluation = trainer.evaluate()
                 trainer.notify('on_eval', **evaluation, best=False)
-                metrics, words = judge.end({**evaluation, **trainer.history[-1]})
+                if main: metrics, words = judge.end({**evaluation, **trainer.history[-1]})
             samples = show('After training:')
             say(*words)
+        if not main: return RunResult(**vars(result), folder=config.folder, model=model, tokenizer=tokenizer, metrics=metrics)
         write_curves(folder)
         report = write_run_report(folder, config.name, metrics, seconds, judge.sections())
         say('', f"Model   {folder.path/'model'}", f'Report  {report}')
