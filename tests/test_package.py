@@ -191,7 +191,7 @@ def test_imports_point_down():
     known = {}
     for module in sorted(graph, key=lambda m: rooms()[m]): known[module] = depth(module)
     deepest = max(known, key=known.get)
-    assert known[deepest] <= 9, f'{deepest} stands on {known[deepest]} layers'
+    assert known[deepest] <= 11, f'{deepest} stands on {known[deepest]} layers'
 
 
 @pytest.mark.parametrize('module', sorted(rooms()))
