@@ -118,7 +118,7 @@ MAY_IMPORT = {
     'memory': 'backward facts layers ledger objective optim',
     'evaluate': '',
     'targets': 'knobs',
-    'variants': 'optim',
+    'variants': '',
     'lowrank': 'layers targets variants',
     'lora': 'lowrank targets',
     'ranks': 'lora lowrank variants',

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from .adapters import lora_config, read_adapter
@@ -191,9 +190,15 @@ def merge_folder(
             header |= {f'{n}.weight': (kind, tuple(parts[n]['weight'].shape)) for n in extra}
             def pieces(path: Path = path, order: list[str] = order, extra: list[str] = extra, kind: torch.dtype = kind):
                 nonlocal done
-                with safe_open(path, 'pt') as tensors:
+                begin = read_header(path)[1]
+                with open(path, 'rb') as source: # Not mapped: what is mapped stays in memory
                     for name in order:
-                        yield name, value(name, tensors.get_tensor(name))
+                        facts = headers[path][name]
+                        first, last = facts['data_offsets']
+                        source.seek(begin + first)
+                        raw = bytearray(source.read(last - first))
+                        W = torch.frombuffer(raw, dtype=_DTYPES[facts['dtype']]) if raw else torch.empty(0, dtype=_DTYPES[facts['dtype']])
+                        yield name, value(name, W.view(facts['shape']))
                         done += 1
                         if progress: progress(done, len(there))
                 for n in extra: yield f'{n}.weight', parts[n]['weight'].to(kind)

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .optim import OptimConfig
-
 # %% ../nbs/21_variants.ipynb #5470c583
 def _plain(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     A = torch.empty(r, W.shape[1], device=W.device)
@@ -105,9 +103,9 @@ def eva_init(
 
 # %% ../nbs/21_variants.ipynb #befaded0
 def lora_plus(
-    config: OptimConfig,
+    config: Any, # An `OptimConfig`
     ratio: float = 16.0, # How much faster B learns
-) -> OptimConfig: # A copy; its learning_rate is A's
+) -> Any: # A copy; its learning_rate is A's
     "Let B learn faster than A (Hayou et al. 2024)."
     if ratio <= 0: raise ValueError(f'ratio = {ratio}: must be above 0')
     return replace(config, lr_factors={r'\.lora_(embedding_)?B\.': float(ratio), **config.lr_factors})
