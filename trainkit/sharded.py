@@ -122,7 +122,8 @@ class Shards:
         return self.live
 
     def close(self) -> None:
-        "Let go of the twin."
+        "Let go of the twin, when all processes have what they gathered."
+        self.accelerator.wait_for_everyone()
         self.live = self.twin = self.optimizer = self.groups = None # type: ignore
 
     def fill(
