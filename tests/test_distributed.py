@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -147,7 +146,7 @@ def test_zero_is_one_process(tmp_path, offload, monkeypatch):
     result = one.train()
     names = ('zero1', 'zero2', 'zero3')
     found = run_processes(2, tmp_path, 'none', *names)
-    again = run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names)
+    run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names)
     for name in names:
         first, second = (f[name] for f in found)
         assert first['wrapped'] == 'DeepSpeedEngine' and first['sum'] == second['sum']

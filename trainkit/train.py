@@ -423,9 +423,12 @@ class Trainer:
         c, s, folder = self.config, self.state, self.folder
         self.settle(strict=False)
         unsaved = Path(self.checkpoint or '').name != f'checkpoint-{s.step}'
+        if self.accelerator.num_processes > 1: # only the first one writes, and knows
+            unsaved = add_over_processes(unsaved and self.accelerator.is_main_process, self.accelerator) > 0
         wanted = c.save_strategy != 'no' or reason not in ('finished', 'early stopping')
         if folder and unsaved and wanted: self.save()
         self.settle()
+        self.accelerator.wait_for_everyone()
         self.check()
         if s.losses: self.log()
         if c.load_best_model_at_end and s.best_step is not None:
