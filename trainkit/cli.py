@@ -63,7 +63,7 @@ def read_run_config(
 
 def _run(config, resume: bool = False) -> None:
     from trainkit.recipes import run
-    if run(config, resume).stop_reason == 'interrupted': raise typer.Exit(130)
+    if code := run(config, resume).exit_code: raise typer.Exit(code) # 130 after Ctrl-C, 143 after SIGTERM
 
 @app.command()
 def demo(

@@ -34,7 +34,7 @@ from .monitor import SystemMonitor
 from .objective import lm_objective
 from .lora import add_lora, merge_lora, trainable_report
 from .parts import EOS, Parts, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
-from .plan import Control, Result
+from .plan import EXIT_CODES, Control, Result
 from .progress import find_place
 from .runs import RunFolder, read_run
 from .tokenizer import BPETokenizer
@@ -225,7 +225,7 @@ def run(
         if not resume: show('Before training, the model goes on like this:')
         with timed(seconds, 'training'): result = trainer.train(resume='auto' if resume else None)
         metrics, samples, words = {}, [], []
-        if result.stop_reason == 'interrupted': say(f'Go on with: trainkit train --resume {folder.path}')
+        if result.stop_reason in EXIT_CODES: say(f'Go on with: trainkit train --resume {folder.path}')
         else:
             with timed(seconds, 'evaluation'):
                 evaluation = trainer.evaluate()
