@@ -128,7 +128,7 @@ MAY_IMPORT = {
     'families': 'architecture config model',
     'hf': 'config families model tokenizer',
     'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',
-    'method': 'config curriculum dataset knobs model optim plan sampling targets',
+    'method': 'config curriculum dataset knobs model optim plan quant sampling targets',
     'parts': 'chat config dataloader dataset generate judge lengths memmap method model packing tokenizer',
     'recipes': 'adapters lora chat config dataset evaluate families health hf judge machine method monitor objective parts plan progress runs tokenizer track train',
     'strategy': 'config sharded',
