@@ -152,6 +152,15 @@ def _padding(attention_mask: Tensor, rows: int, total: int, past: int) -> Tensor
     right = not past and padding[:, 0].all() and not (padding[:, 1:] > padding[:, :-1]).any()
     return None if right else padding
 
+def _matrix(attention_mask: Tensor | None, new: int, total: int, config: ModelConfig) -> Tensor | None:
+    "A mask of four dimensions, which says of each pair of tokens whether one sees the other; None where it has fewer."
+    if attention_mask is None or attention_mask.ndim != 4: return None
+    if attention_mask.dtype != torch.bool or attention_mask.shape[1:] != (1, new, total):
+        raise ValueError(f'attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, and must be '
+                         f'torch.bool of shape (rows, 1, {new}, {total})')
+    if any(config.layer_windows or ()): raise ValueError('a model with layer_windows takes no attention_mask of four dimensions')
+    return attention_mask
+
 class Decoder(nn.Module):
     "From token ids to hidden states: embeddings, blocks, a last norm."
     def __init__(self, config: ModelConfig):
@@ -184,7 +193,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         input_ids: Tensor, # (B, T) int64
-        attention_mask: Tensor | None = None, # (B, cached + T), 0 where there is padding
+        attention_mask: Tensor | None = None, # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), who sees whom
         position_ids: Tensor | None = None, # (B, T); where they do not go up by one, a new document begins
         past_key_values: KVCache | None = None, # Extended in place
     ) -> Tensor: # (B, T, d_model)
@@ -197,14 +206,15 @@ class Decoder(nn.Module):
             raise ValueError(f'{total} tokens are more than max_seq_len = {config.max_seq_len}: cut the sequence, '
                              'or make a model with a larger max_seq_len')
         check_ids('input_ids', input_ids, config.vocab_size, 'does the tokenizer belong to this model?')
-        padding = None if attention_mask is None else _padding(attention_mask, rows, total, past)
+        matrix = _matrix(attention_mask, new, total, config)
+        padding = None if attention_mask is None or matrix is not None else _padding(attention_mask, rows, total, past)
         if position_ids is not None:
             if position_ids.ndim != 2 or position_ids.shape[0] not in (1, rows) or position_ids.shape[1] != new:
                 raise ValueError(f'position_ids has shape {tuple(position_ids.shape)}, '
                                  f'and must have {(rows, new)}')
             check_ids('position_ids', position_ids, config.max_seq_len, 'raise max_seq_len?')
             breaks = position_ids.diff(dim=-1) != 1
-            if not past and breaks.any(): document = F.pad(breaks.cumsum(-1), (1, 0)).expand(rows, -1)
+            if not past and matrix is None and breaks.any(): document = F.pad(breaks.cumsum(-1), (1, 0)).expand(rows, -1)
         elif padding is not None: position_ids = padding.long().cumsum(-1).sub(1).clamp(min=0)[:, past:]
         else: position_ids = torch.arange(past, total, device=device)[None]
 
@@ -214,7 +224,7 @@ class Decoder(nn.Module):
         angles = self.angles(position_ids, x.dtype)
         windows = config.layer_windows or [0] * config.n_layers
         never = 0 if config.attention == 'flash_attention_2' else None # It takes no matrix
-        masks = make_masks(new, total, windows, padding, document, device, never)
+        masks = make_masks(new, total, windows, padding, document, device, never) if matrix is None else dict.fromkeys(windows, matrix)
         again = config.gradient_checkpointing and self.training and torch.is_grad_enabled() and cache is None
         x = self.dropout(x)
         for layer, window in zip(self.layers, windows, strict=True):
@@ -276,14 +286,14 @@ class Transformer(nn.Module):
     def forward(
         self,
         input_ids: Tensor, # (B, T) int64
-        attention_mask: Tensor | None = None, # (B, cached + T), 0 where there is padding
+        attention_mask: Tensor | None = None, # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), who sees whom
         position_ids: Tensor | None = None, # (B, T); where they do not go up by one, a new document begins
         labels: Tensor | None = None, # (B, T) int64, the input itself, -100 where nothing is to be learned
         past_key_values: KVCache | None = None, # Extended in place
         use_cache: bool = False, # Make a cache for max_seq_len tokens if none is given
         num_items_in_batch: int | Tensor | None = None, # Divides the summed loss; None: the mean over the labels
         return_logits: bool = True, # False with labels: the loss alone, in chunks
-        logits_to_keep: int = 0, # Only so many last positions get logits; 0 for all
+        logits_to_keep: int | Tensor = 0, # Only so many last positions get logits, or those that a tensor (places,) names; 0 for all
         z_loss: float = 0.0, # Adds so much of (log Z)² to the loss
     ) -> ModelOutput:
         config, cache = self.config, past_key_values
@@ -291,7 +301,7 @@ class Transformer(nn.Module):
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f'labels has shape {tuple(labels.shape)}, and must have that of input_ids, '
                              f'{tuple(input_ids.shape)}: the model shifts them itself')
-        if labels is not None and logits_to_keep:
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise ValueError('a loss needs all logits: leave out logits_to_keep')
         hidden, cap = self.model(input_ids, attention_mask, position_ids, cache), config.logit_softcap
         loss, squares, targets = None, None, labels[:, 1:] if labels is not None else None # Position t predicts token t + 1
@@ -301,7 +311,7 @@ class Transformer(nn.Module):
             loss, squares = chunked_cross_entropy(hidden[:, :-1], self.lm_head.weight, targets, reduction='sum',
                                                   softcap=cap, z_loss=z_loss, return_squares=True)
         else:
-            logits = self.lm_head(hidden[:, -logits_to_keep:])
+            logits = self.lm_head(hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep])
             if cap is not None: logits = cap * torch.tanh(logits / cap)
             if targets is not None:
                 real = targets.masked_fill(targets == -100, 0)
