@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -192,7 +193,9 @@ def judge(
 class Control:
     "Buttons for a running loop, for any thread; the loop obeys after the step it is in."
 
-    def __init__(self): self.running, self.paused, self.stopping, self.reason = False, False, False, ''
+    def __init__(self):
+        self.running, self.paused, self.stopping, self.reason = False, False, False, ''
+        self.asked: deque[Callable[[Any], Any]] = deque()
 
     def pause(self):
         "Wait after this step."
@@ -209,6 +212,20 @@ class Control:
         "Finish this step, save, and end."
         self.reason, self.stopping = reason or 'stopped', True
 
+    def ask(
+        self,
+        do: Callable[[Any], Any], # Gets whoever runs the loop, such as a `Trainer`
+    ):
+        "Have something done between two steps, also during a pause; what it raises ends the run."
+        self.asked.append(do)
+
+    def answer(
+        self,
+        owner: Any, # Whoever runs the loop
+    ):
+        "Do what was asked; the loop calls it."
+        while self.asked: self.asked.popleft()(owner)
+
     @property
     def state(self) -> str: # 'idle', 'running', 'paused' or 'stopping'
         "What the loop is doing."
@@ -216,8 +233,8 @@ class Control:
         return 'paused' if self.paused else 'running' if self.running else 'idle'
 
     def wait(self):
-        "Block while paused."
-        while self.paused and not self.stopping: time.sleep(0.02)
+        "Block while paused, or until something is asked."
+        while self.paused and not (self.stopping or self.asked): time.sleep(0.02)
 
     @contextmanager
     def session(self):
@@ -225,7 +242,9 @@ class Control:
         self.running = True
         try:
             with stop_on_signal(self): yield
-        finally: self.running = self.paused = self.stopping = False
+        finally:
+            self.running = self.paused = self.stopping = False
+            self.asked.clear()
 
 EXIT_CODES = {'interrupted': 130, 'terminated': 143} # As a shell has them: 128 and the number of the signal
 

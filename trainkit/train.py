@@ -188,10 +188,12 @@ class Trainer:
                          + once*hasattr(self.train_batches, '__next__'))
 
     def ended(self) -> str:
-        "Why to end now, or nothing; waits while paused."
-        if self.control.paused:
+        "Why to end now, or nothing; waits while paused, and does what `control` was asked."
+        while self.control.asked or (self.control.paused and not self.control.stopping):
             self.bar.pause()
-            with self.aside(): self.control.wait()
+            with self.aside():
+                self.control.wait()
+                self.control.answer(self)
             self.bar.resume()
         c, s = self.config, self.state
         if s.step >= self.total_steps: return 'finished'
@@ -366,11 +368,14 @@ class Trainer:
         if best and self.config.save_strategy != 'no': self.keep('best_model', 'best')
         return best and self.config.load_best_model_at_end
 
-    def draw(self):
+    def draw(
+        self,
+        *prompts: str, # Others than usual, if `sample` takes some
+    ):
         "Let the model speak."
         with self.whole(self.accelerator.device) as model:
             if model is None: return
-            with evaluating(model): samples = self.sample(model, self.state.step) # type: ignore
+            with evaluating(model): samples = self.sample(model, self.state.step, *prompts) # type: ignore
         self.notify('on_sample', step=self.state.step, samples=samples)
 
     @contextmanager
