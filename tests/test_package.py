@@ -117,6 +117,8 @@ MAY_IMPORT = {
     'ledger': 'canvas charts',
     'memory': 'backward facts layers ledger objective optim',
     'evaluate': '',
+    'advantages': '',
+    'rewards': '',
     'targets': 'knobs',
     'variants': '',
     'lowrank': 'layers targets variants',
