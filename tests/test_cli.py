@@ -4,11 +4,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, command, in_child
 from conftest import shell as trainkit
 
 SMALL = ['data.path=stdlib', 'data.max_chars=300000', 'data.max_length=64', 'tokenizer.vocab_size=600', 'model.d_model=64',
@@ -81,26 +80,26 @@ def test_a_second_run_never_overwrites_the_first(demo):
     assert done.returncode == 0 and (demo[0]/'runs'/'demo-2'/'model').is_dir(), done.stderr
 
 
+def interrupted(words, cwd, env, step):
+    "The command, which gets a Ctrl-C after a step."
+    from trainkit.track import MetricsLog
+    def press(self, trainer, record):
+        if record['step'] == step: os.kill(os.getpid(), signal.SIGINT)
+    MetricsLog.on_step = press
+    return command(words, cwd, env)
+
+
 @pytest.mark.skipif(os.name == 'nt', reason='needs POSIX signals')
 def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     "Interrupted after some steps and resumed, a run ends with the weights of the uninterrupted one."
     run = tmp_path/'runs'/'demo'
-    long = [*SMALL, 'train.max_steps=400', 'train.eval_strategy=no', 'train.save_steps=1000']
-    child = subprocess.Popen([sys.executable, '-m', 'trainkit', 'demo', *long], cwd=tmp_path, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and '"event": "log"' not in ((run/'metrics.jsonl').read_text() if (run/'metrics.jsonl').exists() else ''):
-        time.sleep(0.05)
-    child.send_signal(signal.SIGINT)
-    said = child.communicate(timeout=120)[0]
-    assert child.returncode == 130, said
-    assert f'--resume {Path("runs")/"demo"}' in said, said
-    assert len(list((run/'checkpoints').iterdir())) == 1
+    stopped = in_child(interrupted, ['demo', *SMALL], tmp_path, {}, 13, folder=tmp_path)
+    assert stopped.returncode == 130, stopped.stdout + stopped.stderr
+    assert f'--resume {Path("runs")/"demo"}' in stopped.stdout
+    assert (run/'checkpoints'/'checkpoint-13').is_dir()
     resumed = trainkit('train', '--resume', str(run), cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
-    whole = trainkit('demo', *long, 'name=whole', cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    weights = [(tmp_path/'runs'/name/'model'/'model.safetensors').read_bytes() for name in ('demo', 'whole')]
+    weights = [(folder/'runs'/'demo'/'model'/'model.safetensors').read_bytes() for folder in (tmp_path, demo[0])]
     assert weights[0] == weights[1]
 
 
