@@ -21,36 +21,41 @@ from trainkit.quality import CHECKS, check_examples
 
 
 @cache
-def corpus(name):
-    try: return list(islice(CORPORA[name](), 3000))
+def corpus(name, most=600):
+    "The first rows of a corpus; read once, and never changed."
+    try: return list(islice(CORPORA[name](), most))
     except FileNotFoundError: return pytest.skip(f'{name} is not installed')
 
 
+@cache
 def facts():
-    "Six hundred questions, one of each country and field at most, with their answers as sentences."
+    "240 questions, one of each country and field at most, with their answers as sentences; 60 to evaluate on."
     rows, seen = [], set()
-    for row in corpus('factbook-questions'):
+    for row in corpus('factbook-questions', 3000):
         if (row['field'], row['country']) in seen: continue
         seen.add((row['field'], row['country']))
         rows.append(dict(prompt=row['prompt'], completion=row['completion'], source='facts.jsonl', line=len(rows) + 1))
     random.Random(5).shuffle(rows)
-    return rows[:600], rows[600:700]
+    return rows[:240], rows[240:300]
 
 
+@cache
 def talks():
     return [dict(messages=[dict(role='system', content='Answer briefly.'), dict(role='user', content=r['prompt']),
                            dict(role='assistant', content=r['completion'])]) for r in facts()[0]]
 
 
+@cache
 def prose():
     "Answers of whole sentences."
     rows = []
-    for chapter in corpus('bible')[:400]:
+    for chapter in corpus('bible')[:200]:
         text = ' '.join(chapter['text'].split()[:40])
         if '.' in text[100:]: rows.append(dict(prompt=f"Go on from “{chapter['text'][:30]}”.", completion=text[:text.rindex('.') + 1]))
     return rows
 
 
+@cache
 def pairs():
     dice = random.Random(1)
     return [dict(prompt=r['prompt'], chosen=r['completion'], rejected=dice.choice(facts()[0])['completion'] + '!')
@@ -62,7 +67,7 @@ def put(rows, where, **how):
     return [{**r, **{c: f(r[c]) for c, f in how.items()}} if i in where else dict(r) for i, r in enumerate(rows)]
 
 
-some = range(100, 112)
+some, every = range(100, 112), range(240)
 junk = lambda n, letters=string.ascii_letters + string.digits: ''.join(random.Random(n).choices(letters, k=n))
 mojibake = lambda t: (t + ' – café').encode().decode('cp1252')
 
@@ -71,7 +76,12 @@ def turns(*roles):
     return dict(messages=[dict(role=r, content=f'{r} speaks of {junk(9 + k)}') for k, r in enumerate(roles)])
 
 
+@cache
 def defects():
+    return [*_defects()]
+
+
+def _defects():
     "Name of the defect -> (name of the finding, rows, rows to evaluate on)."
     good, held = facts()
     c = lambda f, where=some: (put(good, where, completion=f), held)
@@ -117,23 +127,23 @@ def defects():
     yield 'a giant', 'long_rows', *c(lambda t: ' '.join(r['completion'] for r in good), [5])
     yield 'giants', 'unbalanced_lengths', *c(lambda t: ' '.join(r['completion'] for r in good), range(5))
     yield 'a crumb', 'short_rows', put(long, [3], completion=lambda t: 'x', prompt=lambda t: 'y'), None
-    yield 'same opening', 'same_opening', *c(lambda t: f'Certainly! Here is what you asked for: {t}', range(300))
-    yield 'same answer', 'same_answer', *c(lambda t: "I'm sorry, but I can't help with that.", range(100))
+    yield 'same opening', 'same_opening', *c(lambda t: f'Certainly! Here is what you asked for: {t}', range(120))
+    yield 'same answer', 'same_answer', *c(lambda t: "I'm sorry, but I can't help with that.", range(60))
     yield 'too few', 'amount', good[:30], held
     yield 'too few different', 'amount', good[:30] * 20, held
     yield 'small evaluation', 'small_evaluation', good, held[:5]
     yield 'rare class', 'unbalanced_classes', [{**r, 'completion': 'yes' if i % 50 else 'no'} for i, r in enumerate(good)], None
     yield 'rare source', 'unbalanced_sources', [{**r, 'source': 'wiki' if i else 'web', 'line': None} for i, r in enumerate(good)], None
-    yield 'stripped here only', 'split_cleaning', good, put(held, range(100), prompt=lambda t: t + ' ')
-    yield 'lower case here only', 'split_cleaning', put(good, range(600), completion=str.lower, prompt=str.lower), held
-    yield 'HTML here only', 'split_cleaning', good, put(held, range(100), completion=lambda t: f'<b>{t}</b>')
-    yield 'accents in pieces', 'split_cleaning', put(good, range(600), completion=lambda t: t + ' é'), put(held, range(100), completion=lambda t: t + ' e\u0301')
+    yield 'stripped here only', 'split_cleaning', good, put(held, range(60), prompt=lambda t: t + ' ')
+    yield 'lower case here only', 'split_cleaning', put(good, every, completion=str.lower, prompt=str.lower), held
+    yield 'HTML here only', 'split_cleaning', good, put(held, range(60), completion=lambda t: f'<b>{t}</b>')
+    yield 'accents in pieces', 'split_cleaning', put(good, every, completion=lambda t: t + ' é'), put(held, range(60), completion=lambda t: t + ' e\u0301')
     yield 'another script', 'scripts', put(good, [5, 6], completion=lambda t: 'Это столица большой страны на севере', prompt=lambda t: 'Где это?'), held
     yield 'cut answers', 'cut_answers', put(long, range(0, 60, 3), completion=lambda t: t[:-15]), None
     yield 'a length limit', 'same_length', put(long, range(len(long)), completion=lambda t: t[:120]), None
     yield 'same pair', 'same_pair', put(pairs(), [3], chosen=lambda t: 'Yes.', rejected=lambda t: 'yes.'), None
-    yield 'longer is chosen', 'length_bias', put(pairs(), range(600), chosen=lambda t: t + ' And that is all there is to be said of it, at length, today.', rejected=lambda t: t[:40]), None
-    yield 'shorter is chosen', 'length_bias', put(pairs(), range(600), rejected=lambda t: t + ' And that is all there is to be said of it, at length, today.', chosen=lambda t: t[:40]), None
+    yield 'longer is chosen', 'length_bias', put(pairs(), every, chosen=lambda t: t + ' And that is all there is to be said of it, at length, today.', rejected=lambda t: t[:40]), None
+    yield 'shorter is chosen', 'length_bias', put(pairs(), every, rejected=lambda t: t + ' And that is all there is to be said of it, at length, today.', chosen=lambda t: t[:40]), None
     p = pairs()
     yield 'contradiction', 'contradictions', [*p, dict(prompt=p[0]['prompt'], chosen=p[0]['rejected'], rejected=p[0]['chosen'])], None
     votes = [dict(prompt=r['prompt'], completion=r['completion'], label=i % 2 == 0) for i, r in enumerate(good)]
@@ -148,10 +158,13 @@ def defects():
     yield 'no dict', 'malformed', [*good, ['Why?']], held
 
 
+SEARCHES = {'duplicates': {'exact_duplicates', 'near_duplicates', 'contradictions'}, 'leaks': {'leak', 'near_leak', 'question_leak'}}
+
+
 def test_every_seeded_defect_is_found():
     missed, seen = [], set()
-    for defect, name, rows, held in defects():
-        report = check_examples(rows, held)
+    for defect, name, rows, held in defects(): # The two slow searches only where it is theirs to find
+        report = check_examples(rows, held, checks=[c for c in CHECKS if name in SEARCHES.get(c, {name})])
         if name not in report: missed.append((defect, [f.name for f in report.findings]))
         seen.add(name)
     assert not missed, missed
@@ -185,9 +198,12 @@ def test_clean_text_of_the_world_is_clean(language):
     for name, find in DEFECTS.items(): assert not any(find(r['completion']) for r in rows), name
 
 
-@pytest.mark.parametrize('name', ['bible', 'stdlib', 'factbook-questions', 'factbook-preferences', 'code', 'arithmetic'])
-def test_clean_data_raises_no_alarm(name):
-    rows = corpus(name)
+CLEAN = {'bible': 200, 'stdlib': 60, 'factbook-questions': 600, 'factbook-preferences': 600, 'code': 600, 'arithmetic': 600}
+
+
+@pytest.mark.parametrize('name, most', [*CLEAN.items(), *(pytest.param(name, 3000, marks=pytest.mark.slow) for name in CLEAN)])
+def test_clean_data_raises_no_alarm(name, most):
+    rows = corpus(name, most)
     report = check_examples(rows[len(rows)//20:], None)
     assert not [f for f in report.findings if f.severity != 'note'], report
     assert report.exit_code == 0
@@ -208,7 +224,7 @@ def test_secrets_are_never_shown():
     "Whatever the finding, and wherever the secret is in the row."
     good, held = facts()
     secret, address = 'ghp_' + junk(36), 'ada.lovelace@acme.org'
-    rows = put(good, range(600), completion=lambda t: f'{secret} <p>{t} {mojibake(address)} caf\ufffd {address}</p> {secret}' * 2, prompt=lambda t: f'[INST] {secret} {t} {address}')
+    rows = put(good, every, completion=lambda t: f'{secret} <p>{t} {mojibake(address)} caf\ufffd {address}</p> {secret}' * 2, prompt=lambda t: f'[INST] {secret} {t} {address}')
     report = check_examples([*rows, *rows[:50], dict(prompt=secret), dict(prompt=f'{secret} x', completion='')], rows[:20])
     assert len(report.findings) > 8
     for text in (str(report), report.html, json.dumps(report.to_dict())):
@@ -355,16 +371,17 @@ def test_a_check_of_ones_own(monkeypatch):
     assert Case(View([])).splits
 
 
-def test_many_rows_in_bounded_memory():
-    "What the doctor needs beyond the rows grows by well under 2 kB a row."
+@pytest.mark.parametrize('n', [2000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_many_rows_in_bounded_memory(n):
+    "What the doctor needs beyond the rows is about 2 kB a row."
     import tracemalloc
     dice, words = random.Random(0), [junk(k % 9 + 3) + str(k) for k in range(5000)]
-    rows = [dict(prompt=f'{" ".join(dice.choices(words, k=8))}?', completion=' '.join(dice.choices(words, k=12)) + '.') for _ in range(10_000)]
+    rows = [dict(prompt=f'{" ".join(dice.choices(words, k=8))}?', completion=' '.join(dice.choices(words, k=12)) + '.') for _ in range(n)]
     tracemalloc.start()
-    report = check_examples(rows[:9500], rows[9500:], checks=[n for n in CHECKS if n not in ('texts', 'cut_answers')])
+    report = check_examples(rows[:n*19//20], rows[n*19//20:], checks=[n for n in CHECKS if n not in ('texts', 'cut_answers')])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert not report.of('error') and peak < 2000*len(rows) + 10e6, peak
+    assert not report.of('error') and peak < 3000*n, peak
 
 
 def test_what_is_no_list_of_rows_or_no_method_is_an_error_and_no_rows_fail():

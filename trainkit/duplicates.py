@@ -80,7 +80,7 @@ def signatures(
     dice = np.random.default_rng(seed)
     odd = dice.integers(0, 2**31, num_hashes, np.uint32)*np.uint32(2) + np.uint32(1)
     add = dice.integers(0, 2**32, num_hashes, np.uint32)
-    ignore, blocks, block, room = np.asarray(ignore, np.uint32), [np.empty((0, num_hashes), np.uint32)], [], 0
+    ignore, blocks, block, room = np.unique(np.asarray(ignore, np.uint32)), [np.empty((0, num_hashes), np.uint32)], [], 0
 
     def minima(block: list[np.ndarray]) -> np.ndarray:
         flat, starts = np.concatenate(block), np.cumsum([0, *map(len, block[:-1])])
@@ -97,10 +97,10 @@ def signatures(
 
 def rare(
     found: np.ndarray, # Shingles of a text
-    ignore: np.ndarray, # Those that don't count
+    ignore: np.ndarray, # Those that don't count, ascending
 ) -> np.ndarray: # Never empty: a text of nothing else keeps them
     "The shingles that count."
-    left = found[~np.isin(found, ignore)] if len(ignore) else found
+    left = found[ignore[ignore.searchsorted(found).clip(max=len(ignore) - 1)] != found] if len(ignore) else found
     return left if len(left) else found
 
 # %% ../nbs/12_duplicates.ipynb #842c5d4c
