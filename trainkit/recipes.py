@@ -36,6 +36,7 @@ from .lora import add_lora, merge_lora, trainable_report
 from .parts import EOS, Parts, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
 from .plan import EXIT_CODES, Control, Result
 from .progress import find_place
+from .remote import Remote
 from .runs import RunFolder, read_run
 from .tokenizer import BPETokenizer
 from .track import MetricsLog, check_report_to, write_curves
@@ -129,13 +130,14 @@ class Judge:
         if parts.examples is None or not parts.asked:
             texts = [row['text'] for row in parts.eval_rows if 'text' in row] or [tokenizer.eos_token]
             prompts = config.prompts or list(dict.fromkeys(map(opening, texts)))[:2]
-            self.sample: Callable = make_sampler(tokenizer, prompts, config.sampling)
+            self.sample: Callable = lambda model, step, *own: make_sampler(tokenizer, own or prompts, config.sampling)(model, step)
             if parts.examples is None:
                 self.callbacks = [Bits(sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts))]
             return
         head = lambda text: render([dict(role='user', content=text)], tokenizer, add_generation_prompt=True)[0]
-        asked = [dict(prompt=p, ids=head(p), expected='', tokens=60) for p in config.prompts] or parts.asked[:2]
-        self.sample = lambda model, step: list(zip((q['prompt'] for q in asked), ask(model, tokenizer, asked), strict=True))
+        asked = lambda prompts: [dict(prompt=p, ids=head(p), expected='', tokens=60) for p in prompts] or parts.asked[:2]
+        answers = lambda model, own: zip((q['prompt'] for q in own), ask(model, tokenizer, own), strict=True)
+        self.sample = lambda model, step, *own: list(answers(model, asked(own or config.prompts)))
 
     def begin(self) -> list[str]: # What there is to say of it
         "Let the base model answer."
@@ -210,7 +212,7 @@ def run(
         trainer = Trainer(model, lm_objective(config.train.z_loss), parts.train_batches, parts.eval_batches,
                           replace(config.train, output_dir=str(folder.path if main else config.folder)),
                           [*judge.callbacks, SystemMonitor(), log, HealthCheck(lambda line: print(line) if verbose else None),
-                           *callbacks], config.optim,
+                           *([Remote(folder.path)] if main else []), *callbacks], config.optim,
                           judge.sample, save, control)
         say(*plan_lines(parts, trainer))
         def show(title: str) -> list[tuple[str, str]]:
