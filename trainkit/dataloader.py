@@ -100,7 +100,7 @@ def chance_of(
 class _Planned(Dataset):
     "A data set for torch whose items are whole batches."
     def __init__(self, batches: 'Batches', epoch: int):
-        self.rows, self.plan, self.how = batches.rows, batches.plan(epoch), (batches.pad_id, batches.padding_free)
+        self.rows, self.plan, self.join = batches.rows, batches.plan(epoch), batches.join
         self.place = None if isinstance(batches.rows, (list, tuple, np.ndarray)) else (batches.seed, epoch) # Those draw nothing
 
     def __len__(self) -> int: return len(self.plan)
@@ -110,7 +110,7 @@ class _Planned(Dataset):
         with nullcontext() if self.place is None else chance_of(*self.place, i):
             if plan.ndim == 2: rows = [self.rows[r][start:stop] for r, start, stop in plan.tolist()] # pieces of running text
             else: rows = [self.rows[r] for r in plan.tolist()]
-            return collate(rows, *self.how)
+            return self.join(rows)
 
 def _length(row: Any) -> int:
     return int(row['length']) if isinstance(row, dict) and 'length' in row else len(row['input_ids'] if isinstance(row, dict) else row)
@@ -155,6 +155,13 @@ class Batches:
                                            'use a smaller batch, more data, or drop_last=False')
 
     def __len__(self) -> int: return len(self.plan(self.epoch)) # batches in this epoch
+
+    def join(
+        self,
+        rows: Sequence, # Those of one batch
+    ) -> dict[str, Tensor]:
+        "A batch of them; rows of another shape have a class of their own that joins them otherwise."
+        return collate(rows, self.pad_id, self.padding_free)
 
     def order(
         self,
