@@ -35,10 +35,11 @@ from .plan import EXIT_CODES, Control, Result, TrainConfig, TrainingError, Train
 from .precision import make_accelerator, master_weights, tf32
 from .progress import Progress
 from .resume import check_start, go_on, snapshot_of
-from .sharded import WholeModel, WholeOptimizer, all_rng_states, gather, shard
+from .sharded import WholeModel, WholeOptimizer, all_rng_states, gather
 from .step import (
     Step, add_over_processes, count_tokens, eval_loss, evaluating, prepared, read_steps, train_step, window)
 from .writer import CheckpointWriter
+from .zero import shard
 
 if TYPE_CHECKING: from accelerate import Accelerator
 
