@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .chat import set_template
-from .config import seed_everything
+from .config import seed_everything, to_dict
 from .dataloader import Batches, encode_rows, token_blocks
 from .dataset import DataConfig, load_splits, to_messages
 from .generate import context_length
@@ -50,6 +50,16 @@ class Parts:
     examples: Any = None # Of sft: what `tokenize_examples` made, with its report
     asked: list[dict] = field(default_factory=list) # Of sft: held-out questions
     seconds: dict[str, float] = field(default_factory=dict) # Phase -> how long it took
+
+    @property
+    def identity(self) -> dict[str, Any]: # As JSON can hold it
+        "What makes it this run besides model and loop: the data, and how they become rows."
+        c = self.config
+        names = ['curriculum', *['sft']*(self.examples is not None), *['lora', 'quant']*('lora' in c.method)]
+        found = {name: to_dict(getattr(c, name)) for name in names}
+        found.get('sft', {}).pop('questions', None) # which change no row
+        return dict(data=self.facts['sha256'], method=c.method, max_length=c.data.max_length,
+                    group_by_length=c.data.group_by_length, **found)
 
 @contextmanager
 def timed(
