@@ -12,6 +12,7 @@ __all__ = ['open_trained', 'prepare', 'RunResult', 'plan_lines', 'Judge', 'run',
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from .evaluate import perplexity
 from .families import hf_architecture, obstacles
 from .health import HealthCheck
 from .judge import Bits, answer_table, ask, count_exact, judge_text, make_sampler, mask_picture, opening, write_run_report
+from .lock import run_lock
 from .machine import environment
 from .method import RunConfig, SFTConfig, TokenizerConfig, method_config
 from .monitor import SystemMonitor
@@ -180,7 +182,8 @@ def run(
     callbacks: Sequence = (), # More callbacks for the trainer
     control: Control | None = None, # Buttons for the loop
     verbose: bool = True, # Print what is going on
-) -> RunResult:
+    force_resume: bool = False, # Go on even where config or data make another run of it
+) -> RunResult: # Raises `ValueError` for another run, `RuntimeError` where one is going on; nothing is written then
     "Do everything that `config` says, in a run folder that can show and repeat it."
     check_report_to(config.report_to) # before the first hour, not after it
     given, main = os.environ.get('TRAINKIT_RUN_FOLDER', ''), os.environ.get('RANK', '0') == '0' # of `trainkit launch`
@@ -190,30 +193,34 @@ def run(
     elif int(os.environ.get('WORLD_SIZE', '1')) > 1:
         raise ValueError('Several processes share one run folder, and nobody named it: start them with trainkit launch')
     verbose = verbose and main
-    parts = prepare(config, config.folder if resume else None)
-    facts, seconds, model, tokenizer = environment(), parts.seconds, parts.model, parts.tokenizer
-    with RunFolder(config.folder if main else tempfile.mkdtemp(), dump_config(config), facts, parts.facts['sha256'][:16],
-                   resume or bool(given)) as folder:
-        def say(*lines: str) -> None:
-            for line in lines:
-                folder.log(line)
-                if verbose: print(line, flush=True)
+    with ExitStack() as stack:
+        lock = stack.enter_context(ExitStack()) # until the trainer has it
+        if main and (given or (resume and config.folder.is_dir())): lock.enter_context(run_lock(config.folder))
+        parts = prepare(config, config.folder if resume else None)
+        facts, seconds, model, tokenizer, judge = environment(), parts.seconds, parts.model, parts.tokenizer, Judge(parts)
         def save(model: nn.Module, where: Path) -> None:
             from trainkit.hf import save_pretrained # transformers takes seconds to import
             if config.method == 'lora': # The adapter by itself, and the model with it folded in
                 save_adapter(model, folder.path/'adapter', base=config.init_from)
                 model = merge_lora(deepcopy(model))
             save_pretrained(model, tokenizer, where)
+        trainer = Trainer(model, lm_objective(config.train.z_loss), parts.train_batches, parts.eval_batches,
+                          replace(config.train, output_dir=str(config.folder)), judge.callbacks, config.optim, judge.sample, save,
+                          control, facts=parts.identity)
+        if resume: trainer.check_resume('auto', force_resume)
+        folder = stack.enter_context(RunFolder(config.folder if main else tempfile.mkdtemp(), dump_config(config), facts,
+                                               parts.facts['sha256'][:16], resume or bool(given)))
+        if main: trainer.folder, trainer.config = folder.path, replace(trainer.config, output_dir=str(folder.path))
+        def say(*lines: str) -> None:
+            for line in lines:
+                folder.log(line)
+                if verbose: print(line, flush=True)
         (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(folder.path/'tokenizer')
         if parts.test_rows: write_examples(parts.test_rows, folder.path/'test.jsonl')
-        judge = Judge(parts)
         lines = verbose and not config.train.progress and find_place() in ('lines', 'terminal') # instead of a bar
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
-        trainer = Trainer(model, lm_objective(config.train.z_loss), parts.train_batches, parts.eval_batches,
-                          replace(config.train, output_dir=str(folder.path if main else config.folder)),
-                          [*judge.callbacks, SystemMonitor(), log, HealthCheck(lambda line: print(line) if verbose else None),
-                           *([Remote(folder.path)] if main else []), *callbacks], config.optim,
-                          judge.sample, save, control)
+        trainer.callbacks += [SystemMonitor(), log, HealthCheck(lambda line: print(line) if verbose else None),
+                              *([Remote(folder.path)] if main else []), *callbacks]
         say(*plan_lines(parts, trainer))
         def show(title: str) -> list[tuple[str, str]]:
             if not main: return []
@@ -225,7 +232,8 @@ def run(
             return samples
         with timed(seconds, 'base answers'): say(*judge.begin())
         if not resume: show('Before training, the model goes on like this:')
-        with timed(seconds, 'training'): result = trainer.train(resume='auto' if resume else None)
+        lock.close()
+        with timed(seconds, 'training'): result = trainer.train('auto' if resume else None, force_resume)
         metrics, samples, words = {}, [], []
         if result.stop_reason in EXIT_CODES: say(f'Go on with: trainkit train --resume {folder.path}')
         else:
