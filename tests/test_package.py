@@ -145,6 +145,8 @@ MAY_IMPORT = {
     'presets': 'config knobs',
     'foreign': 'config knobs',
     'method': 'config curriculum dataset knobs model optim plan presets quant sampling targets',
+    'vocabulary': 'knobs method templates',
+    'translate': 'canvas config foreign index knobs method strategy vocabulary',
     'parts': 'chat config dataloader dataset generate judge lengths memmap method model packing tokenizer',
     'story': 'charts clock',
     'session': 'config hf plan recipes remote runs story',
