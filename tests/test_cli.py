@@ -1,6 +1,7 @@
 "The commands as a newcomer types them, on right and on wrong input, with a model that is small but real."
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, command, in_child
 from conftest import shell as trainkit
+
+from trainkit.lock import run_lock
 
 SMALL = ['data.path=stdlib', 'data.max_chars=300000', 'data.max_length=64', 'tokenizer.vocab_size=600', 'model.d_model=64',
          'model.n_heads=2', 'model.n_layers=2', 'model.d_ff=128', 'train.max_steps=30', 'train.logging_steps=5',
@@ -97,7 +100,16 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     assert f'--resume {Path("runs")/"demo"}' in stopped.stdout
     assert (run/'checkpoints'/'checkpoint-13').is_dir()
-    resumed = trainkit('train', '--resume', str(run), cwd=tmp_path)
+    kept = {p: p.read_bytes() for p in run.rglob('*') if p.is_file() and p.name != '.lock'}
+    other = trainkit('train', '--resume', str(run), 'optim.learning_rate=0.5', cwd=tmp_path)
+    assert other.returncode and 'optim.learning_rate was' in other.stderr and '--force-resume' in other.stderr, other.stderr
+    with run_lock(run): busy = trainkit('train', '--resume', str(run), 'train.logging_steps=7', cwd=tmp_path)
+    assert busy.returncode and f'process {os.getpid()} on' in busy.stderr, busy.stderr
+    assert {p: p.read_bytes() for p in run.rglob('*') if p.is_file() and p.name != '.lock'} == kept
+    shutil.copytree(run, tmp_path/'forced')
+    forced = trainkit('train', '--resume', tmp_path/'forced', '--force-resume', 'optim.learning_rate=0.5', 'train.max_steps=14', cwd=tmp_path)
+    assert forced.returncode == 0 and 'because you asked for it' in forced.stdout, forced.stdout + forced.stderr
+    resumed = trainkit('train', run/'config.yaml', '--resume', 'auto', cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     weights = [(folder/'runs'/'demo'/'model'/'model.safetensors').read_bytes() for folder in (tmp_path, demo[0])]
     assert weights[0] == weights[1]
@@ -117,6 +129,7 @@ WRONG = {
     'binary data': (['demo', 'data.path=binary.txt'], 'binary'),
     'wrong encoding': (['demo', 'data.path=latin.txt'], 'line 2'),
     'no such model': (['generate', '-m', 'nowhere', '-p', 'x'], 'nowhere'),
+    'force without a run': (['train', '--force-resume'], '--force-resume goes with --resume'),
     'not a run': (['train', '--resume', '.'], 'config.yaml'),
     'unknown method': (['train', '--method', 'stf', '--dataset', 'latin.txt'], "Did you mean 'sft'"),
     'method and data that do not fit': (['train', '--method', 'pretrain', '--dataset', 'pairs.jsonl', *SMALL[1:]], 'say method=sft'),

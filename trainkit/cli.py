@@ -61,9 +61,9 @@ def read_run_config(
     from trainkit.recipes import method_config
     return method_config(file, overrides, None if file else profile, **defaults)
 
-def _run(config, resume: bool = False) -> None:
+def _run(config, resume: bool = False, force: bool = False) -> None:
     from trainkit.recipes import run
-    if code := run(config, resume).exit_code: raise typer.Exit(code) # 130 after Ctrl-C, 143 after SIGTERM
+    if code := run(config, resume, force_resume=force).exit_code: raise typer.Exit(code) # 130 after Ctrl-C, 143 after SIGTERM
 
 @app.command()
 def demo(
@@ -87,21 +87,24 @@ def train(
         help='A trained model to begin with, such as runs/demo/model; without one, a new one is made.')] = None,
     dataset: Annotated[Optional[str], typer.Option('--dataset', show_default=False,
         help='A file, a folder, a folder of shards, or the name of a corpus.')] = None,
-    resume: Annotated[Optional[Path], typer.Option(metavar='RUN',
-        help='Go on in this run folder, from its last checkpoint.')] = None,
+    resume: Annotated[Optional[str], typer.Option(metavar='RUN|auto', show_default=False,
+        help="Go on in this run folder, from its last checkpoint; auto: in the config's own, or begin if nothing is there.")] = None,
+    force_resume: Annotated[bool, typer.Option('--force-resume',
+        help='Go on even if config or data have changed so much that it is another run.')] = False,
 ) -> None:
     "Run a config: read, train, judge, save, report. `--method sft --model FOLDER --dataset FILE` teaches a model to answer."
     short = {'method': method, 'init_from': model, 'data.path': dataset}
     changes = [*(f'{name}={json.dumps(value)}' for name, value in short.items() if value is not None),
                *([config] if config and '=' in config else []), *(overrides or [])]
     file = Path(config) if config and '=' not in config else None
-    if resume is None:
-        _run(read_run_config(profile.value if profile else None, file, changes))
+    if force_resume and resume is None: raise ValueError('--force-resume goes with --resume: say which run goes on')
+    if resume in (None, 'auto'):
+        _run(read_run_config(profile.value if profile else None, file, changes), resume == 'auto', force_resume)
         return
     if file: raise ValueError(f'{resume} has its own config.yaml: give either a config file or --resume')
-    if not (resume/'config.yaml').is_file():
+    if not (Path(resume)/'config.yaml').is_file():
         raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
-    _run(read_run_config(None, resume/'config.yaml', [*changes, f'train.output_dir={resume}']), resume=True)
+    _run(read_run_config(None, Path(resume)/'config.yaml', [*changes, f'train.output_dir={resume}']), True, force_resume)
 
 # %% ../nbs/45_cli.ipynb #10020094
 @app.command()
