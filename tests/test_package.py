@@ -151,6 +151,7 @@ MAY_IMPORT = {
     'parts': 'chat config dataloader dataset generate judge lengths memmap method model packing tokenizer',
     'story': 'charts clock',
     'view': 'canvas charts clock story',
+    'form': 'config knobs',
     'session': 'config hf plan recipes remote runs story',
     'recipes': 'adapters lora chat config dataset evaluate families health hf judge lock machine method monitor objective parts plan progress quant remote runs tokenizer track train',
     'strategy': 'config sharded',
