@@ -114,6 +114,7 @@ MAY_IMPORT = {
     'intervals': '',
     'overlap': '',
     'metrics': 'overlap',
+    'scores': 'evaluate generate intervals likelihood objective progress step',
     'modelfile': 'files gguf templates',
     'gguf': 'families formats hf model patterns progress rope',
     'sandbox': 'progress',
