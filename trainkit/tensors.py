@@ -97,13 +97,18 @@ def write_tensors(
     head = json.dumps(header, separators=(',', ':')).encode()
     head += b' ' * (-len(head) % 8)
     digest = PieceHash() # Other cores hash while this one writes
-    with open(path, 'wb') as file:
+    with open(path, 'wb') as file, ThreadPoolExecutor(1) as disk:
+        due, sync = 4*PIECE, disk.submit(bool) # The disk shall not wait for its work until the end
         parts = (raw_bytes(tensors[name]) for name in names)
         for whole in chain((memoryview(len(head).to_bytes(8, 'little') + head),), parts):
             for start in range(0, len(whole), PIECE):
                 if cancelled(): raise InterruptedError(errno.EINTR, 'writing was given up')
                 digest.update(whole[start:start + PIECE])
                 file.write(whole[start:start + PIECE])
+                if file.tell() >= due and sync.done():
+                    sync.result()
+                    due, sync = file.tell() + 4*PIECE, disk.submit(os.fsync, file.fileno())
+        sync.result()
         return dict(bytes=file.tell(), hash=digest.hexdigest())
 
 def raw_bytes(tensor: Tensor) -> memoryview: # The tensor's own memory where it lies on the CPU in one piece
