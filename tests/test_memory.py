@@ -1,4 +1,4 @@
-"Memory: predictions against torch's own tracker on real tensors, 8-bit states against bitsandbytes, levers that change no gradient."
+"Memory: predictions against torch's own tracker on real tensors, and memory that is given back."
 import subprocess
 import sys
 import warnings

@@ -170,7 +170,7 @@ class AdamW8bit(Optimizer):
             self.state[p] = {k: x.to(device, copy=True) if isinstance(x, Tensor) else x
                              for k, x in state_dict['state'][index].items()}
 
-PIECE = 2**15 # Elements: six arrays of float32 fit into a core's cache
+PIECE = 2**17 # Elements: larger ones leave a core's cache, smaller ones wait for Python
 
 def _update(p: Tensor, grad: Tensor, state: dict, fast: bool, lr: float, betas: tuple, eps: float,
             weight_decay: float) -> None:

@@ -77,7 +77,7 @@ def predict_memory(
         ledger.mark(restart=True)
         with around(model, made) if around else nullcontext():
             for _ in range(2): # The first has no optimizer states yet
-                for micro in range(min(accumulation, 2)):
+                for _ in range(min(accumulation, 2)):
                     with torch.autocast(device, halves[mixed_precision]) if halves[mixed_precision] else nullcontext():
                         loss = compute(model, dict(input_ids=ids, labels=ids))
                     with step_in_backward(made) if in_backward else nullcontext():
