@@ -81,7 +81,7 @@ def run_processes(n, *words, fail=False):
                for i in range(n)]
     from concurrent.futures import ThreadPoolExecutor
     def wait(p):
-        try: return p.communicate(timeout=100)
+        try: return p.communicate(timeout=240)
         finally:
             if p.returncode != 0: # the others would wait for it
                 for other in running: other.kill()
@@ -120,32 +120,32 @@ def test_two_processes_are_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason='the check of the config on a resume refuses another gradient_accumulation_steps for another number of processes')
 def test_a_checkpoint_fits_more_processes(tmp_path):
-    "1 process -> 2 and 3, sharded."
-    one = trainer(tmp_path/'one', 4, gradient_accumulation_steps=4)
-    one.train()
-    path = tmp_path/'one'/'checkpoints'/'checkpoint-4'
+    "1 process -> 2 and 3, whole in each or sharded, with as many batches in a step; another number of batches is another run."
     for n in (2, 3):
+        one = trainer(tmp_path/f'one-{n}', 4, gradient_accumulation_steps=2*n)
+        one.train()
+        path = tmp_path/f'one-{n}'/'checkpoints'/'checkpoint-4'
         run_processes(n, tmp_path/str(n), path, 'ddp', 'fsdp')
         for name in ('ddp', 'fsdp'):
             moved = (weights(one.model) - torch.load(tmp_path/str(n)/name/'weights.pt')).abs().max()
-            assert moved < (1e-6 if n == 2 else 1), (n, name) # three batches make another window
+            assert moved < 1e-6, (n, name)
+    with pytest.raises(ValueError, match='belongs to another run: batches_per_step was 6 and is 4'):
+        trainer(tmp_path/'other', 4, gradient_accumulation_steps=4).train(resume=path)
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
-@pytest.mark.xfail(strict=False, reason='trains as one process; going on from a checkpoint was not yet seen to pass')
-@pytest.mark.parametrize('offload', [False, True])
+@pytest.mark.parametrize('offload', ['', 'offload_optimizer', 'offload_param'])
 def test_zero_is_one_process(tmp_path, offload, monkeypatch):
     "ZeRO 1, 2 and 3 on two processes, and one process: the same losses, norms, evaluations, weights, and a checkpoint for either."
-    zero = dict(offload_optimizer=dict(device='cpu')) if offload else {}
+    zero = {offload: dict(device='cpu')} if offload else {}
     (tmp_path/'ds.json').write_text(json.dumps({'zero_optimization': {**zero, 'stage3_param_persistence_threshold': 0}}))
     monkeypatch.setenv('TRAINKIT_DEEPSPEED_CONFIG', str(tmp_path/'ds.json'))
     one = trainer(tmp_path/'one')
     result = one.train()
-    names = ('zero1', 'zero2', 'zero3')
+    names = ('zero3',) if offload == 'offload_param' else ('zero1', 'zero2', 'zero3')
     found = run_processes(2, tmp_path, 'none', *names)
     run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names)
     for name in names:

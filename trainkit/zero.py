@@ -37,6 +37,8 @@ class ZeRO(Shards):
         import deepspeed
         from deepspeed.utils import logger
         logger.setLevel(logging.ERROR)
+        if self.accelerator.device.type == 'cpu': # else it compiles one, and waits for ever where a killed run left the lock
+            deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False # type: ignore
         super().start(optimizer, max_grad_norm)
         head, embed = getattr(self.plain, 'lm_head', None), getattr(self.plain, 'model', None)
         ours = 'return_logits' in type(self.plain).forward.__code__.co_varnames
