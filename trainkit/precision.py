@@ -8,6 +8,7 @@
 __all__ = ['HALVES', 'master_weights', 'upcast_layernorm', 'make_accelerator', 'precision', 'tf32']
 
 # %% ../nbs/17_precision.ipynb #6c61128f
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,10 @@ def make_accelerator(
     model: nn.Module | None = None, # To be trained
 ) -> 'Accelerator': # For fp16 its `scaler` is a `torch.amp.GradScaler`, also on a CPU
     "accelerate's view of this machine."
+    if isinstance(model, nn.DataParallel):
+        raise ValueError('DataParallel copies the model to all GPUs at every step and counts each of them as the whole batch: give the '
+                         'model itself, which takes one GPU, or use them all with trainkit launch --processes N')
+    if pick_device().type == 'cpu': os.environ.setdefault('DS_ACCELERATOR', 'cpu') # DeepSpeed, if installed, guesses aloud
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     if mixed_precision == 'auto':
