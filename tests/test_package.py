@@ -154,6 +154,7 @@ MAY_IMPORT = {
     'view': 'canvas charts clock story',
     'form': 'config knobs',
     'preview': 'canvas chat config dataset facts hf knobs lora masks memory model tokenizer',
+    'studio': 'canvas config form preview recipes session story view',
     'session': 'config hf plan recipes remote runs story',
     'recipes': 'adapters lora chat config dataset evaluate families health hf judge lock machine method monitor objective parts plan progress quant remote runs tokenizer track train',
     'strategy': 'config sharded',

@@ -18,6 +18,8 @@ from trainkit.duplicates import (choose_bands, content_key, drop_duplicates, exa
                                  join_groups, near_pairs, pieces, shingles, signatures)
 from trainkit.findings import Case, Finding, QualityReport, View
 from trainkit.quality import CHECKS, check_examples
+from trainkit.templates import TEMPLATES, render_text
+from trainkit.tokenizer import BPETokenizer
 
 
 @cache
@@ -171,6 +173,48 @@ def test_every_seeded_defect_is_found():
     assert len(seen) >= 32
 
 
+@cache
+def tokenizer(template='chatml', eos=None, tokens=True):
+    "A small tokenizer with a chat format, and with flaws on request."
+    form = TEMPLATES[template]
+    marks = [t for t in (*form.tokens, form.eos, form.bos) if t] if tokens else []
+    tok = BPETokenizer.train(['what is it '*9], 262, special_tokens=['<|endoftext|>', *dict.fromkeys(marks)], progress=False)
+    tok.chat_template, tok.eos_token = form.jinja, eos or form.eos or '<|endoftext|>'
+    if form.bos and tokens: tok.bos_token = form.bos
+    return tok
+
+
+FORMATS = ['chatml', 'smollm2', 'qwen', 'llama2', 'mistral', 'llama3', 'gemma', 'alpaca']
+
+
+def test_a_template_that_does_not_fit_is_found():
+    good, held, chats = facts()[0][:40], facts()[1], talks()[:40]
+    def found(rows, held=None, **more): return {f.name: f for f in check_examples(rows, held, checks=['template_mismatch'], **more).findings}
+    for name in FORMATS:
+        tok, bare = tokenizer(name), [dict(messages=r['messages'][1:]) for r in chats]
+        for rows in (good, bare, pairs()[:40], [dict(prompt=r['prompt']) for r in good], [dict(text=r['completion']) for r in good]):
+            assert not found(rows, tokenizer=tok) and not found(rows, tokenizer=tok.to_hf()), name
+            assert not found(rows, tokenizer=tok, template=name) and not found(rows)
+        text = render_text(bare[3]['messages'], TEMPLATES[name].jinja, dict(bos_token='<s>', eos_token='</s>'))[0]
+        for rows in (put(good, [7, 9], prompt=lambda t: text), put([dict(text=r['completion']) for r in good], [7, 9], text=lambda t: text)): # noqa: B023
+            seen = found(rows, held, tokenizer=tok)['template_in_rows']
+            assert seen.count == 2 and name in seen.says or 'chatml' in seen.says, name
+        assert ('template_refuses' in found(chats, tokenizer=tok)) == (name == 'gemma')
+        alternate = found([*bare, turns('user', 'user', 'assistant')], tokenizer=tok)
+        assert ('template_refuses' in alternate) == (name in ('llama2', 'mistral', 'gemma', 'alpaca'))
+        if name in ('llama2', 'mistral', 'alpaca'): continue # These end with whatever the tokenizer says
+        for tok in (tokenizer(name, '<|endoftext|>'), tokenizer(name, '<|endoftext|>').to_hf()):
+            assert found(good, tokenizer=tok)['template_end'].severity == 'error'
+        assert found(good, tokenizer=tokenizer(name, tokens=False))['template_tokens'].count >= 2
+    for one in FORMATS:
+        for other in FORMATS:
+            if one == other: continue
+            report = found([*bare[:9], *chats[:9]], tokenizer=tokenizer(one), template=other)
+            assert report['template_differs'].severity == 'warning', (one, other)
+    assert 'no chat template, line 2' in found(good, template='\n{% for')['template_refuses'].says
+    assert check_examples(good, tokenizer=tokenizer(eos='<|endoftext|>')).exit_code == 1
+
+
 def test_defects_are_not_there_before():
     "What the test above finds is what was put in: the same rows without it have no such finding."
     (good, held), put_in = facts(), {name for _, name, _, _ in defects()}
@@ -295,8 +339,8 @@ def brute(texts, threshold):
 def test_near_pairs_are_those_of_brute_force(threshold):
     dice, words = random.Random(2), ' '.join(r['text'] for r in corpus('code') if 'text' in r) or ' '.join(r['output'] for r in corpus('code'))
     words = words.split()
-    texts = [' '.join(words[k:k + 60]) for k in range(0, 6000, 60)]
-    for text in texts[:100]:
+    texts = [' '.join(words[k:k + 60]) for k in range(0, 3600, 60)]
+    for text in texts[:60]:
         for rate in (0.01, 0.03, 0.06): texts.append(' '.join(w if dice.random() > rate else dice.choice(words) for w in text.split()))
     texts = list(dict.fromkeys(texts))
     wanted, found = brute(texts, threshold), {(i, j): s for i, j, s in near_pairs(texts, threshold)}

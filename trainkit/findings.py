@@ -206,6 +206,7 @@ class Case:
     method: str = 'lora' # What the rows are for
     tokenizer: Any = None
     max_length: int | None = None # Tokens
+    template: str | None = None # The run's chat format: a name, or Jinja; None: the tokenizer's own
 
     @property
     def splits(self) -> list[View]:
