@@ -157,6 +157,8 @@ MAY_IMPORT = {
     'studio': 'canvas config form preview recipes session story view',
     'session': 'config hf plan recipes remote runs story',
     'recipes': 'adapters lora chat config dataset evaluate families health hf judge lock machine method monitor objective parts plan progress quant remote runs tokenizer track train',
+    'rehearsal': 'lora memory method model recipes',
+    'talk': 'chat generate knobs',
     'strategy': 'config sharded',
     'launch': 'config files runs sharded strategy',
     'distributed': '',
