@@ -1,0 +1,122 @@
+"A run with buttons: what it imports, Ctrl-C, and a process that outlives whoever started it."
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import in_child
+from test_studio import count, until
+
+from trainkit.config import load_config
+from trainkit.method import RunConfig
+from trainkit.session import TrainSession
+
+
+def small(folder, **train):
+    return load_config(RunConfig, dict(runs_dir=str(folder), name='small', train=train), (
+        'data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 '
+        'model.n_layers=1 model.d_ff=64 train.logging_steps=1 train.per_device_train_batch_size=4 sampling.max_new_tokens=5').split())
+
+
+
+
+def test_neither_torch_nor_widgets_are_loaded():
+    import subprocess
+    import sys
+    code = ("import sys, trainkit.session, trainkit.view, trainkit.form\n"
+            "print(sorted({'torch', 'ipywidgets', 'transformers', 'IPython'} & set(sys.modules)))")
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == '[]'
+
+
+def test_an_interrupt_ends_the_step_and_keeps_the_model():
+    session = TrainSession(load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), count)
+    session.start()
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    before = signal.getsignal(signal.SIGINT)
+    assert session.result().stop_reason == 'stopped' and session.snapshot().state == 'stopped'
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_in_the_foreground_too():
+    session = TrainSession(load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), count)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    session.start('foreground')
+    assert session.result().stop_reason == 'interrupted' and session.snapshot().state == 'stopped'
+
+
+def test_buttons_from_many_threads_at_once():
+    "Whoever presses what, the state stays one of the seven, and the run ends."
+    session = TrainSession(load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), count)
+    session.start()
+    def press(n):
+        for i in range(50): (session.pause, session.resume, session.snapshot)[(i + n) % 3]()
+    threads = [threading.Thread(target=press, args=(n,)) for n in range(6)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    session.resume()
+    assert session.stop() and session.wait(20).state == 'stopped'
+
+
+def test_pauses_do_not_count(tmp_path):
+    session = TrainSession(load_config(RunConfig, dict(train=dict(max_steps=300, seed=0))), count)
+    session.start()
+    until(lambda: session.snapshot().step > 20)
+    session.pause()
+    time.sleep(1)
+    session.resume()
+    now = session.snapshot()
+    assert now.seconds < 0.9 and (now.eta is None or now.eta < 2)
+    session.result()
+
+
+def begin(config):
+    "Start a process, and go away without a word."
+    session = TrainSession(config)
+    session.start('process')
+    os._exit(0)
+
+
+@pytest.mark.slow
+def test_a_process_outlives_who_started_it(tmp_path):
+    "The kernel that began it is gone; another one finds it, pauses it, kills it, and lets it go on to the same model."
+    import torch
+    from trainkit.recipes import run
+    plain = run(small(tmp_path/'plain', max_steps=150, save_steps=25, progress=False), verbose=False)
+    config = small(tmp_path/'runs', max_steps=150, save_steps=25)
+    in_child(begin, config, folder=tmp_path)
+    folder = tmp_path/'runs'/'small'
+    until(lambda: (folder/'config.yaml').exists())
+    session = TrainSession.attach(folder)
+    until(lambda: session.snapshot().step >= 5, 120)
+    assert session.pause()
+    until(lambda: '"paused"' in (folder/'.control'/'state.json').read_text())
+    time.sleep(0.3)
+    held = session.snapshot().step
+    time.sleep(0.5)
+    assert session.snapshot().step == held and TrainSession.attach(folder).snapshot().state == 'paused'
+    assert session.save() and session.sample('import')
+    until(lambda: session.snapshot().checkpoint == held and any(p == 'import' for _, p, _ in session.snapshot().samples))
+    session.resume()
+    until(lambda: session.snapshot().step >= held + 10)
+    assert session.kill() and session.snapshot().state == 'stopped'
+    assert session.start('process', resume=True)
+    result = session.result()
+    now = session.snapshot()
+    assert now.state == 'done' and now.start >= held and now.proof and all(a == b for _, a, b in now.proof)
+    assert list(now.curves['loss'][1]) == [r['loss'] for r in plain.history if 'loss' in r]
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.state_dict().values(), result.model.state_dict().values(), strict=True))
+    assert TrainSession.attach(folder).wait(10).state == 'done'
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_says_why(tmp_path):
+    config = small(tmp_path, max_steps=5)
+    config.data.path = str(tmp_path/'missing.txt')
+    session = TrainSession(config)
+    session.start('process')
+    with pytest.raises(RuntimeError, match='missing.txt'): session.result()
+    now = session.snapshot()
+    assert now.state == 'failed' and 'missing.txt' in now.error and any('missing.txt' in line for line in now.log)
+    assert Path(now.folder).name == 'small'

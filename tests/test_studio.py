@@ -1,0 +1,163 @@
+"The panel of a run: buttons, errors, re-running its cell, and what a saved notebook keeps."
+import asyncio
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from trainkit.config import load_config, to_dict
+from trainkit.form import Form
+from trainkit.method import RunConfig
+from trainkit.studio import HERE, PROCESS, TrainerPanel
+
+pytest.importorskip('ipywidgets')
+
+
+def until(true, seconds=60):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, 'it did not happen'
+        time.sleep(0.01)
+
+
+def count(config, resume, callbacks, control):
+    "A run of nothing, which listens to its buttons."
+    story, = callbacks
+    trainer = SimpleNamespace(folder=None, seconds=0.)
+    trainer.draw = lambda *prompts: story.on_sample(trainer, dict(step=trainer.step, samples=[('<b>p</b>', f'{prompts}')]))
+    trainer.save = lambda strict: story.on_save(trainer, dict(step=trainer.step, kind='checkpoint', path='x'))
+    with control.session():
+        story.on_start(trainer, dict(start_step=0, total_steps=config.train.max_steps))
+        for trainer.step in range(1, config.train.max_steps + 1):
+            time.sleep(0.002)
+            trainer.seconds += 0.002
+            if trainer.step == config.train.seed: raise RuntimeError('<boom>')
+            story.on_log(trainer, dict(step=trainer.step, loss=1/trainer.step, learning_rate=1e-3, grad_norm=1.))
+            while control.asked or (control.paused and not control.stopping):
+                control.wait()
+                control.answer(trainer)
+            if control.stopping: break
+        story.on_end(trainer, dict(step=trainer.step, reason=control.reason or 'finished'))
+    return SimpleNamespace(model=trainer.step, stop_reason=control.reason or 'finished')
+
+
+@pytest.fixture
+def panel():
+    made = TrainerPanel(load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key='test')
+    yield made
+    made.close()
+
+
+def test_every_button_does_what_it_says(panel):
+    panel.start_button.click()
+    until(lambda: panel.session.snapshot().step > 3)
+    assert panel.form.field('train.max_steps').widget.disabled and panel.start_button.disabled
+    panel.pause_button.click()
+    until(lambda: panel.pause_button.description == 'Resume')
+    time.sleep(0.05) # The step that was begun
+    held = panel.session.snapshot().step
+    time.sleep(0.1)
+    assert panel.session.snapshot().step == held and 'paused' in panel.state_line.value and 'role="status"' in panel.state_line.value
+    panel.prompt.value = 'Once'
+    panel.sample_button.click(), panel.save_button.click()
+    until(lambda: panel.session.snapshot().checkpoint == held and panel.session.snapshot().samples)
+    until(lambda: '&lt;b&gt;p&lt;/b&gt;' in panel.samples.value and 'Once' in panel.samples.value)
+    panel.pause_button.click()
+    until(lambda: panel.session.snapshot().step > held)
+    panel.stop_button.click()
+    assert panel.result().model > held and panel.session.snapshot().state == 'stopped'
+    assert not panel.form.field('train.max_steps').widget.disabled and not panel.start_button.disabled and not panel.resume_button.disabled
+
+
+def test_an_error_is_shown_and_raised(panel):
+    panel.form.field('train.max_steps').widget.value = '20'
+    panel.form.change('train.seed', 7)
+    panel.start_button.click()
+    with pytest.raises(RuntimeError, match='<boom>'): panel.result()
+    assert 'role="alert"' in panel.alert.value and '&lt;boom&gt;' in panel.alert.value and 'failed' in panel.head.value
+    assert 'Traceback' in panel.log.value and panel.session.snapshot().step == 6
+    panel.form.change('train.seed', 0)
+    panel.start_button.click()
+    assert panel.result().model == 20 and '&lt;boom&gt;' not in panel.alert.value, 'the next run begins with a clean page'
+
+
+def test_a_click_that_raises_is_shown(panel):
+    panel.form.field('data.path').widget.value = 'missing.txt'
+    panel.data_button.click()
+    assert 'role="alert"' in panel.alert.value and 'missing.txt' in panel.alert.value
+
+
+def test_what_is_saved_needs_no_kernel(panel):
+    panel.form.field('train.max_steps').widget.value = '30'
+    panel.result()
+    bundle = panel._repr_mimebundle_()
+    assert bundle['application/vnd.jupyter.widget-view+json']['model_id'] == panel.widget.model_id
+    assert '<img' in bundle['text/html'] and 'done · step 30 of 30' in bundle['text/html'] and '<svg' not in bundle['text/html']
+    assert bundle['text/plain'].startswith('TrainerPanel: done') and len(json.dumps(bundle)) < 60_000
+
+
+def test_the_saved_output_is_rewritten_at_the_end(panel):
+    updates = []
+    panel.handle = SimpleNamespace(update=updates.append)
+    panel.form.field('train.max_steps').widget.value = '30'
+    panel.result()
+    until(lambda: panel.finished)
+    assert updates == [panel]
+
+
+def test_a_page_gets_little_and_seldom(panel):
+    "At most five looks a second, and about ten kilobytes each."
+    sent = []
+    panel.chart.observe(lambda change: sent.append((time.monotonic(), len(change['new']))), names='value')
+    panel.start_button.click()
+    until(lambda: panel.session.snapshot().step > 400)
+    panel.stop_button.click(), panel.result()
+    gaps = [b - a for (a, _), (b, _) in zip(sent, sent[1:-2], strict=False)]
+    assert max(size for _, size in sent) < 16_000 and all(gap > 0.15 for gap in gaps), (gaps, sent)
+
+
+def test_run_again_the_cell_has_one_panel():
+    import ipywidgets
+    alive = lambda: len(ipywidgets.widgets.widget._instances)
+    config, threads = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), threading.active_count()
+    before = alive()
+    panels = [TrainerPanel(config, job=count, key='cell')]
+    size = alive() - before
+    for _ in range(3):
+        panels[-1].start_button.click()
+        panels[-1].form.more.value = True
+        panels.append(TrainerPanel(config, job=count, key='cell'))
+        assert alive() - before == size and panels[-2].session.wait(10).state == 'stopped'
+    panels[-1].close(), panels[-1].close()
+    assert alive() == before and not TrainerPanel.panels
+    until(lambda: threading.active_count() <= threads)
+
+
+def test_await_hears_clicks(panel):
+    async def main():
+        waiting = asyncio.ensure_future(panel.arun())
+        while panel.session.snapshot().step < 5: await asyncio.sleep(0.01)
+        panel.stop_button.click()
+        return await waiting
+    assert 5 <= asyncio.run(main()).model < 2000
+
+
+def test_the_form_of_every_knob_gives_the_config_back():
+    "All knobs of a run become fields, and unchanged fields the same config."
+    config = load_config(RunConfig, dict(method='sft', optim=dict(learning_rate=1/3), prompts=['a, b', 'c']))
+    form = Form(config)
+    for path in form.knobs:
+        field = form.field(path)
+        if field.text: field.changed(path, __import__('trainkit.form').form.read_text(field.widget.value, field.knob.type))
+    assert not form.problems and to_dict(form.read()) == to_dict(config)
+    form.close()
+
+
+def test_where_it_runs(panel):
+    assert panel.place.value == HERE and panel.kill_button.layout.display == 'none'
+    panel.place.value = PROCESS
+    assert panel.kill_button.layout.display is None and panel.kill_button.disabled
+    panel.start_button.click()
+    assert 'job of your own' in panel.alert.value, 'only a config can cross into another process'
