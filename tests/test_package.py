@@ -53,7 +53,7 @@ MAY_IMPORT = {
     'proportions': 'defects findings',
     'mismatch': 'findings templates',
     'quality': 'defects columns duplicates findings knobs mismatch proportions',
-    'chat': 'templates',
+    'chat': 'templates tokenizer',
     'memmap': 'files',
     'shards': 'columns containers corpora knobs memmap parallel patterns progress tokenizer',
     'curriculum': 'knobs',

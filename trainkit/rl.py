@@ -61,6 +61,7 @@ class RLConfig:
     beta: float = knob(0.0, 'Price of the divergence from the reference; 0 has none', low=0, aliases=('kl_coef', 'init_kl_coef'))
     kl_in_reward: bool | None = knob(None, 'Pay it out of the reward, not in the loss; unset: all but grpo do')
     kl_estimator: str = knob('k3', 'How the divergence is measured in the loss', choices=tuple(KL_ESTIMATORS))
+    use_bias_correction_kl: bool = knob(True, 'Weigh it by the ratio of probabilities, so that its gradient is right on average')
     epsilon: float = knob(0.2, 'How much less likely a token may become before it is clipped', low=0, aliases=('cliprange',))
     epsilon_high: float | None = knob(None, 'How much likelier; unset: as epsilon, and 0.28 is what DAPO takes', low=0)
     loss_type: str = knob('grpo', "Mean over tokens, then answers (grpo), over all tokens (dapo), or over the longest length "
@@ -84,9 +85,9 @@ class RLConfig:
         wrong = []
         if self.method in ('grpo', 'rloo') and self.num_generations < 2:
             wrong.append(Problem('num_generations', self.num_generations, f'must be at least 2: {self.method} compares answers'))
-        if self.beta and not self.pays_in_reward and self.kl_estimator == 'k1':
-            wrong.append(Problem('kl_estimator', 'k1', 'has no gradient on average, so it holds nothing in a loss: k2 or k3, or '
-                                                       'kl_in_reward=True'))
+        if self.beta and not (self.pays_in_reward or self.use_bias_correction_kl) and self.kl_estimator == 'k1':
+            wrong.append(Problem('kl_estimator', 'k1', 'has no gradient on average, so it holds nothing in a loss: k2 or k3, '
+                                                       'use_bias_correction_kl=True or kl_in_reward=True'))
         if wrong: raise ConfigError(wrong, 'RLConfig')
 
     @property
@@ -121,11 +122,12 @@ def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConf
             if name.startswith(('reward', 'frac_', 'ended')): out[name] = (x.nan_to_num().sum(), (~x.isnan()).sum())
     return out
 
-def _leash(terms: dict, batch: dict, scores: TokenScores, config: RLConfig, add: Callable, n: int) -> None:
+def _leash(terms: dict, batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig, add: Callable, n: int) -> None:
     "Terms of the loss for the divergence and for the entropy, where they are asked for."
     mask = _mask(batch)
     if config.beta and not config.pays_in_reward:
         away = KL_ESTIMATORS[config.kl_estimator](scores.log_probs - batch['ref_log_probs'])
+        if config.use_bias_correction_kl: away = away*log_ratio.exp()
         terms['kl_loss'] = add(away, mask), n, config.beta
     if config.entropy_coef: terms['entropy_loss'] = (-scores.entropy*mask).sum(), _tokens(batch), config.entropy_coef
 
@@ -145,7 +147,7 @@ def grpo_objective(
         if config.importance_sampling_level == 'sequence': weight = (log_ratio.sum(1)/mask.sum(1).clamp(min=1))[:, None].expand_as(mask)
         each = clipped_surrogate(weight, batch['advantages'][:, None], config.epsilon, config.epsilon_high)
         terms = {'policy_loss': (add(each, mask), count(batch), 1.0)}
-        _leash(terms, batch, scores, config, add, count(batch))
+        _leash(terms, batch, scores, weight, config, add, count(batch))
         return Loss(terms, _metrics(batch, scores, weight*mask, config))
     return grpo
 
@@ -160,7 +162,7 @@ def reinforce_objective(
         log_ratio = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
         n, add = len(batch['labels']), lambda x, mask: (x*mask).sum()
         terms = {'policy_loss': (-(batch['advantages']*scores.log_probs.sum(1)).sum(), n, 1.0)}
-        _leash(terms, batch, scores, config, add, n)
+        _leash(terms, batch, scores, log_ratio, config, add, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach(), config))
     return reinforce
 
@@ -171,11 +173,12 @@ def rloo_objective(
     @objective(counts=_counting(config, lambda batch: len(batch['labels'])))
     def rloo(model: nn.Module, batch: dict) -> Loss:
         scores, mask = token_scores(model, batch, config.temperature, config.entropy_coef > 0), _mask(batch)
-        log_ratio = (scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())).sum(1)
+        tokens = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
+        log_ratio = tokens.sum(1)
         each = clipped_surrogate(log_ratio, batch['advantages'], config.epsilon, config.epsilon_high)
         n, add = len(batch['labels']), lambda x, mask: (x*mask).sum()
         terms = {'policy_loss': (each.sum(), n, 1.0)}
-        _leash(terms, batch, scores, config, add, n)
+        _leash(terms, batch, scores, tokens, config, add, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach()[:, None]*mask, config))
     return rloo
 
@@ -193,7 +196,7 @@ def ppo_objective(
         each = clipped_surrogate(log_ratio, batch['advantages'], config.epsilon, config.epsilon_high)
         error = clipped_value_loss(scores.values, batch['values'], batch['returns'], config.cliprange_value)
         terms = {'policy_loss': (add(each, mask), n, 1.0), 'value_loss': (add(error, mask), n, config.vf_coef)}
-        _leash(terms, batch, scores, config, add, n)
+        _leash(terms, batch, scores, log_ratio, config, add, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach(), config))
     return ppo
 

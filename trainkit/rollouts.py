@@ -8,7 +8,6 @@
 __all__ = ['encode_prompts', 'pack_answers', 'take_rows', 'Rollouts']
 
 # %% ../nbs/31_rollouts.ipynb #0add2b80
-import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -24,10 +23,10 @@ from .chat import render
 from .generate import context_length, generate, speaking
 from .policy import dropout_of, token_scores
 from .precision import precision
+from .reference import make_reference
 from .rewards import Reward, score
 from .rl import RLConfig
 from .step import to_device
-from .switch import adapters_off
 
 # %% ../nbs/31_rollouts.ipynb #d47e5519
 def encode_prompts(
@@ -89,7 +88,7 @@ class Rollouts:
         reward: Reward | Sequence[Reward], # Called with completions, prompts, completion_ids and the columns of the rows
         config: RLConfig | None = None,
         batch_size: int | None = None, # Answers in a batch; None: all of a round
-        reference: Any = None, # A model, or what has `log_probs(batch)`; None: the model without adapters, or as it is now
+        reference: Any = 'auto', # As for `make_reference`: 'auto', 'copy', 'adapter'; or what has `log_probs(batch)`
         accelerator: Any = None, # The one that trains, so that old log-probabilities are in its number format
     ):
         self.model, self.policy, self.tokenizer, self.accelerator = model, getattr(model, 'policy', model), tokenizer, accelerator
@@ -103,9 +102,7 @@ class Rollouts:
                              'trainkit.policy.disable_dropout(model)')
         if (config.method == 'ppo') != hasattr(model, 'value_head'):
             raise ValueError(f'method is {config.method!r} and the model a {type(model).__name__}: ppo, and only ppo, takes an ActorCritic')
-        self.adapted = bool(getattr(self.policy, 'lora_configs', None))
-        if config.beta and reference is None and not self.adapted:
-            reference = copy.deepcopy(self.policy).requires_grad_(False).eval()
+        if config.beta and isinstance(reference, str): reference = make_reference(self.policy, reference)
         self.reference, self.epoch, self.index, self.baseline = reference, 0, 0, None
         self.round: tuple[int, dict[str, Tensor]] | None = None # Index of its first batch; its answers
         self.samples: list[dict] = [] # Of the last round: prompt, completion, reward
@@ -139,10 +136,9 @@ class Rollouts:
         "Log-probabilities of the reference."
         known = getattr(self.reference, 'log_probs', None)
         if known is not None: return self._spread(batch, self._ask(batch, known))
-        t, device = self.config.temperature, next(self.policy.parameters()).device
-        other = self.policy if self.reference is None else self.reference.to(device)
-        with adapters_off(other) if self.reference is None else nullcontext():
-            return self._spread(batch, self._ask(batch, lambda part: token_scores(other, part, t).log_probs))
+        asked, state = self.reference.place(self.policy, next(self.policy.parameters()).device)
+        with state:
+            return self._spread(batch, self._ask(batch, lambda part: token_scores(asked, part, self.config.temperature).log_probs))
 
     def collect(
         self,
