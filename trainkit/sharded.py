@@ -56,10 +56,10 @@ def meet_again() -> None:
     "After a restart by torchrun on CPUs the processes must not read the addresses that the dead ones left."
     attempt, world = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')), int(os.environ.get('WORLD_SIZE', '1'))
     if not attempt or world == 1 or torch.distributed.is_initialized() or torch.cuda.is_available(): return
-    from torch.distributed import PrefixStore, TCPStore
+    c10d: Any = torch.distributed
     port = int(os.environ['MASTER_PORT'])
-    store = PrefixStore(f'trainkit-{attempt}', TCPStore(os.environ['MASTER_ADDR'], port, world, is_master=False))
-    torch.distributed.init_process_group('gloo', store=store, rank=int(os.environ['RANK']), world_size=world)
+    store = c10d.PrefixStore(f'trainkit-{attempt}', c10d.TCPStore(os.environ['MASTER_ADDR'], port, world, is_master=False))
+    c10d.init_process_group('gloo', store=store, rank=int(os.environ['RANK']), world_size=world)
 
 # %% ../nbs/17_sharded.ipynb #8fb59aad
 def blocks_of(
@@ -96,7 +96,7 @@ class Shards:
             moved = p.data.to(accelerator.device)
             torch.distributed.broadcast(moved, 0)
             p.data = moved
-        self.live = self.cut()
+        self.live: Any = self.cut()
         self.empty()
 
     def cut(self) -> nn.Module: raise NotImplementedError
@@ -117,7 +117,8 @@ class Shards:
         if not kind.__module__.startswith('torch.optim') or kind.__name__ == 'Muon':
             raise ValueError(f'{kind.__name__} looks at whole matrices or packs its own numbers, and {self.strategy} gives it shares: '
                              "take optim='adamw_torch_fused', or strategy ddp")
-        self.optimizer, self.groups = optimizer, [dict(group) for group in optimizer.param_groups]
+        self.optimizer: Any = optimizer
+        self.groups: Any = [dict(group) for group in optimizer.param_groups]
         self.live.shards = self # type: ignore
         return self.live
 
