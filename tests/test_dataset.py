@@ -275,6 +275,17 @@ def test_no_question_on_two_sides(data, kind, seed):
     assert sum(map(len, sets)) == len(set.union(*sets)) and sum(map(len, parts)) == len(rows)
 
 
+def test_a_value_that_lies_in_the_test_part_alone_is_evaluated_on_too():
+    texts = sorted((f'row {i}' for i in range(200)), key=side)
+    rare, common = texts[-5:], texts[:150] # By their own places all five would be in the last 20 %
+    rows = [dict(text=t, task='rare') for t in rare] + [dict(text=t, task='common') for t in common]
+    train, held, test = split_examples(rows, 0.1, test_fraction=0.2, by='task')
+    assert [r['text'] for r in held if r['task'] == 'rare'] == rare[:1]
+    assert {r['text'] for r in test if r['task'] == 'rare'} == {*rare[1:]}
+    assert len(train) + len(held) + len(test) == 155
+    assert {r['task'] for r in split_examples(rows, 0.1, test_fraction=0.2)[1]} == {'common'} # Without `by` nothing is forced
+
+
 @FUZZ
 @given(st.text(max_size=60) | st.text('ae\u0301\u200b\r\n\x85\u2029 \u00a0', max_size=20))
 def test_cleaning_twice_is_cleaning_once(dirty):

@@ -165,7 +165,8 @@ MAY_IMPORT = {
     'distributed': '',
     'shell': 'dataset files quality shards tokenizer',
     'history': 'compare health index knobs runs summary',
-    'cli': 'history config launch strategy files generate hf machine recipes shell',
+    'tools': 'config dataset files gguf hf merge method modelfile presets shell talk tokenizer translate',
+    'cli': 'history config knobs launch method strategy files generate hf machine recipes rehearsal shell tools',
 }
 
 

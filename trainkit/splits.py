@@ -49,7 +49,7 @@ def split_examples(
     eval_fraction: float = 0.1, # About this share of the rows; at least one
     seed: int = 0, # Another seed is another split
     test_fraction: float = 0.0, # About this share for a last test, which nothing else should read
-    by: str | None = None, # A column such as `task` or `source`: each of its values gets a row to evaluate on
+    by: str | None = None, # A column such as `task` or `source`: each of its values with two questions or more gets one to evaluate on
     group: str | None = None, # A column whose equal values must stay together, instead of equal questions
 ) -> tuple[list[dict], ...]: # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
     "Set rows apart by a hash of what they ask: rows that are added move none whose own place decided; no question on both sides."
@@ -71,7 +71,7 @@ def split_examples(
         for row, place in zip(rows, places, strict=True): tasks.setdefault(str(row[by]), set()).add(place)
         forced |= {min(own) for own in tasks.values() if len(own) > 1}
     def part(place: float) -> int:
-        if test_fraction and (place == highest or place >= 1 - test_fraction): return 2 if place != lowest else 1
+        if test_fraction and place not in forced and (place == highest or place >= 1 - test_fraction): return 2
         return 1 if place in forced or (place < eval_fraction and (test_fraction or place != highest)) else 0
     where = [part(place) for place in places]
     if 0 not in where:
