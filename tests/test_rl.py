@@ -1,0 +1,210 @@
+"RL beside TRL's trainers, on models of transformers, and on arithmetic that a program checks."
+import copy
+import random
+
+import pytest
+import torch
+
+from trainkit.advantages import group_relative, leave_one_out
+from trainkit.lora import add_lora
+from trainkit.model import ModelConfig, Transformer
+from trainkit.objective import lm_loss
+from trainkit.optim import OptimConfig
+from trainkit.policy import ActorCritic, token_scores
+from trainkit.rewards import passes_tests, right_answer
+from trainkit.rl import RLConfig, rl_objective
+from trainkit.rollouts import Rollouts, pack_answers
+from trainkit.sandbox import run_code
+from trainkit.targets import LoRAConfig
+from trainkit.train import TrainConfig, Trainer
+
+SIGNS = '0123456789+ .'
+
+
+class Signs:
+    "A tokenizer of thirteen signs, of which the point ends an answer."
+    eos_token_id, eos_token = 12, '.'
+    def encode(self, text): return [SIGNS.index(c) for c in text]
+    def decode(self, ids, skip_special_tokens=True): return ''.join(SIGNS[i] for i in ids if i != 12 or not skip_special_tokens)
+
+
+def llama(seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+                                         attn_implementation='eager'))
+    with torch.no_grad(): model.lm_head.weight.mul_(20)
+    return model
+
+
+def answers(pad=0):
+    "Questions and answers of many lengths, as ours and as TRL's trainers want them."
+    torch.manual_seed(1)
+    prompts = [torch.randint(3, 40, (n,)).tolist() for n in (3, 3, 5, 5, 2, 2, 4, 4)]
+    replies = [torch.randint(3, 40, (n,)).tolist() for n in (6, 1, 3, 5, 2, 2, 4, 6)]
+    def pad_to(rows, n, left): return torch.tensor([[pad]*(n - len(r))*left + r + [pad]*(n - len(r))*(not left) for r in rows])
+    def ones(rows): return [[1]*len(r) for r in rows]
+    theirs = dict(prompt_ids=pad_to(prompts, 5, True), prompt_mask=pad_to(ones(prompts), 5, True),
+                  completion_ids=pad_to(replies, 6, False), completion_mask=pad_to(ones(replies), 6, False))
+    return pack_answers(prompts, replies), theirs
+
+
+def spread(theirs, values, labels):
+    "Numbers at TRL's places, put where ours are."
+    return torch.zeros(labels.shape).masked_scatter(labels != -100, values[theirs['completion_mask'].bool()])
+
+
+def trl_trainer(kind, folder, **knobs):
+    import trl
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    words = Tokenizer(models.WordLevel({f'w{i}': i for i in range(40)}, unk_token='w1'))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token='w0', eos_token='w2')
+    config = getattr(trl, f'{kind}Config')(output_dir=str(folder), per_device_train_batch_size=8, num_generations=2,
+                                           max_completion_length=10, report_to=[], use_cpu=True, bf16=False, **knobs)
+    llama().save_pretrained(folder/'model') # The trainer opens it again as its reference
+    model = LlamaForCausalLM.from_pretrained(folder/'model', attn_implementation='eager')
+    return getattr(trl, f'{kind}Trainer')(model=model, reward_funcs=lambda completions, **_: [0.]*len(completions), args=config,
+                                          train_dataset=Dataset.from_list([dict(prompt='w5 w6')]*8), processing_class=tokenizer)
+
+
+def gradient(model, loss):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])])
+
+
+REWARDS = torch.tensor([1., 0., 0.3, 0.9, 2., -1., 0., 0.5])
+GRPO = [dict(loss_type='grpo'), dict(loss_type='dapo', epsilon_high=0.28), dict(loss_type='dr_grpo', beta=0.1),
+        dict(loss_type='grpo', beta=0.04, importance_sampling_level='sequence', epsilon=0.01)]
+
+
+def test_grpo_is_trls(tmp_path):
+    pytest.importorskip('trl')
+    ours, theirs = answers()
+    labels = ours['labels']
+    torch.manual_seed(2)
+    now = token_scores(llama(), ours).log_probs.detach()
+    here = (labels != -100).float()
+    noise = torch.randn(8, 6)
+    old, ref = now + 0.2*spread(theirs, noise, labels), now + 0.3*spread(theirs, noise.flip(0), labels)
+    def back(x): return torch.zeros(8, 6).masked_scatter(theirs['completion_mask'].bool(), x[labels != -100])
+    trainer = trl_trainer('GRPO', tmp_path, beta=0.1)
+    model = trainer.model.train()
+    for knobs in GRPO:
+        config = RLConfig(num_generations=2, max_completion_length=10, **knobs)
+        advantages = group_relative(REWARDS, 2)
+        found = rl_objective(config)(model, {**ours, 'advantages': advantages, 'old_log_probs': old, 'ref_log_probs': ref}).total
+        trainer.beta, trainer.loss_type, trainer.importance_sampling_level = config.beta, config.loss_type, config.importance_sampling_level
+        trainer.epsilon_low, trainer.epsilon_high = config.epsilon, config.epsilon_high or config.epsilon
+        trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 1, 1
+        wanted = trainer._compute_loss(model, {**theirs, 'advantages': advantages, 'old_per_token_logps': back(old),
+                                               'ref_per_token_logps': back(ref), 'num_items_in_batch': here.sum()})
+        assert abs(found - wanted) < 1e-5 and abs(found) > 1e-3, knobs
+        mine, other = gradient(model, found), gradient(model, wanted)
+        assert (mine - other).norm() < 1e-5*other.norm(), knobs
+
+
+def test_rloo_is_trls(tmp_path):
+    pytest.importorskip('trl')
+    ours, theirs = answers()
+    labels = ours['labels']
+    trainer = trl_trainer('RLOO', tmp_path)
+    model = trainer.model.train()
+    torch.manual_seed(2)
+    noise = 0.1*torch.randn(8, 6)*theirs['completion_mask']
+    old = token_scores(model, ours).log_probs.detach() + spread(theirs, noise, labels)
+    advantages = leave_one_out(REWARDS, 2)
+    found = rl_objective(RLConfig('rloo', num_generations=2))(model, {**ours, 'advantages': advantages, 'old_log_probs': old}).total
+    wanted = trainer._compute_loss(model, {**theirs, 'advantages': advantages, 'old_logps': old.sum(1)})
+    assert abs(found - wanted) < 1e-5
+    mine, other = gradient(model, found), gradient(model, wanted)
+    assert (mine - other).norm() < 1e-5*other.norm()
+
+
+@pytest.mark.parametrize('method', ['grpo', 'ppo'])
+def test_models_of_transformers_learn_too(method):
+    "Llama of transformers, once whole with a value head and once by an adapter: the ratio is 1, and the reward rises."
+    model = llama()
+    with torch.no_grad(): model.lm_head.weight.div_(20)
+    policy = add_lora(model, LoRAConfig(r=8)) if method == 'grpo' else model
+    before = copy.deepcopy(policy.state_dict())
+    config = RLConfig(method, num_prompts=2, num_generations=16, max_completion_length=4, beta=0.001, kl_in_reward=method == 'ppo',
+                      num_iterations=2)
+    def low(completion_ids, **columns): return [sum(i < 10 for i in ids)/4 for ids in completion_ids]
+    actor = ActorCritic(policy) if method == 'ppo' else policy
+    rollouts = Rollouts(actor, None, [[3, 4], [5]], low, config)
+    result = Trainer(actor, rl_objective(config), rollouts, config=TrainConfig(max_steps=60, logging_steps=1, progress=False),
+                     optim=OptimConfig(learning_rate=3e-3 if method == 'ppo' else 2e-2, lr_scheduler_type='constant', weight_decay=0.)).train()
+    first, last = result.history[0], result.history[-1]
+    assert abs(first['ratio'] - 1) < 1e-6 and abs(result.history[1]['ratio'] - 1) > 1e-6
+    assert first['reward'] < 0.4 and last['reward'] > 0.65 and last['kl'] > 0.01
+    changed = {n for n, p in policy.state_dict().items() if not torch.equal(p, before[n])}
+    assert changed and all('lora_' in n for n in changed) == (method == 'grpo')
+
+
+def test_code_is_rewarded_by_running_it():
+    good, bad, hang = 'def f(x):\n    return x + 1', 'def f(x): return x', 'while True: pass'
+    quick = passes_tests(lambda code: run_code(code, timeout=2.0))
+    assert quick(completions=[good, bad, hang], test=['assert f(1) == 2']*3) == [1., 0., 0.]
+
+
+def test_out_of_memory_cuts_rollouts_as_any_batch():
+    "Half the rows at a time give the same step."
+    from trainkit.faults import cut_rows
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=4, n_layers=1, d_ff=64, max_seq_len=16))
+    for method in ('grpo', 'ppo'):
+        actor = ActorCritic(model) if method == 'ppo' else model
+        config = RLConfig(method, num_prompts=2, num_generations=3, max_completion_length=4, loss_type='dapo', num_iterations=2)
+        batch = next(iter(Rollouts(actor, Signs(), ['1+1', '2+10'], lambda completion_ids, **_: [float(sum(i)) for i in completion_ids], config)))
+        goal, parts = rl_objective(config), cut_rows(batch, 2)
+        assert len(parts) == 2
+        n = sum(goal.counts(part)['policy_loss'] for part in parts)
+        whole, halves = goal(actor, batch), [goal(actor, part) for part in parts]
+        name = 'policy_loss'
+        assert abs(sum(h.terms[name][0] for h in halves)/n - whole.terms[name][0]/whole.terms[name][1]) < 1e-6
+
+
+def arithmetic():
+    pairs = [(a, b) for a in range(1, 40) for b in range(1, 40)]
+    random.Random(0).shuffle(pairs)
+    rows = [dict(prompt=f'{a}+{b} ', answer=str(a + b)) for a, b in pairs]
+    return rows[:1200], rows[1200:]
+
+
+def accuracy(model, rows):
+    from trainkit.generate import generate
+    tokenizer = Signs()
+    texts = generate(model, [tokenizer.encode(r['prompt']) for r in rows], 4, temperature=0, eos_token_id=12)
+    said = [tokenizer.decode(t)[len(r['prompt']):] for t, r in zip(texts, rows, strict=True)]
+    return sum(s == r['answer'] for s, r in zip(said, rows, strict=True))/len(rows)
+
+
+@pytest.mark.slow
+def test_rewards_teach_sums():
+    "A model that has seen some sums learns more of them from a program that only says right or wrong."
+    train, held = arithmetic()
+    tokenizer = Signs()
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=13, d_model=64, n_heads=4, n_layers=2, d_ff=256, max_seq_len=16))
+    def example(row):
+        head, tail = tokenizer.encode(row['prompt']), tokenizer.encode(row['answer'] + '.')
+        return pack_answers([head], [tail])
+    random.seed(0)
+    def batches():
+        for _ in range(900):
+            some = random.sample(train, 64)
+            heads, tails = zip(*((tokenizer.encode(r['prompt']), tokenizer.encode(r['answer'] + '.')) for r in some), strict=True)
+            yield pack_answers(heads, tails)
+    Trainer(model, lm_loss, list(batches()), config=TrainConfig(max_steps=900, progress=False, logging_steps=100),
+            optim=OptimConfig(learning_rate=3e-3)).train()
+    before = accuracy(model, held)
+    config = RLConfig('grpo', num_prompts=32, num_generations=8, max_completion_length=4)
+    rollouts = Rollouts(model, tokenizer, train, right_answer(), config)
+    result = Trainer(model, rl_objective(config), rollouts, config=TrainConfig(max_steps=150, progress=False, logging_steps=10),
+                     optim=OptimConfig(learning_rate=1e-3, lr_scheduler_type='constant', weight_decay=0.)).train()
+    after = accuracy(model, held)
+    print(before, after, [r['reward'] for r in result.history])
+    assert 0.05 < before < 0.9
+    assert after > before + 0.05
