@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, shell
 
 from trainkit.dataloader import Batches
 from trainkit.model import ModelConfig, Transformer
@@ -200,3 +200,54 @@ def test_a_killed_worker(tmp_path, monkeypatch, restarts):
     one.train()
     assert (tmp_path/'mark').exists()
     assert (weights(one.model) - torch.load(tmp_path/'run'/'weights.pt')).abs().max() < 1e-6
+
+
+SMALL = ['data.path=stdlib', 'data.max_chars=100000', 'data.max_length=32', 'tokenizer.vocab_size=400', 'model.d_model=32',
+         'model.n_heads=2', 'model.n_layers=2', 'model.d_ff=48', 'train.max_steps=6', 'train.logging_steps=3', 'train.eval_steps=3',
+         'train.save_steps=3', 'train.per_device_train_batch_size=4', 'sampling.max_new_tokens=4', 'train.progress=false']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+def test_launch_from_a_shell(tmp_path, strategy):
+    "A whole run by two processes: one folder, written by the first, with the model and losses of one process that takes both batches."
+    done = shell('launch', '--processes', '2', '--strategy', strategy, '--profile', 'quick', 'name=two', *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = shell('train', '--profile', 'quick', 'name=one', *SMALL, 'train.gradient_accumulation_steps=2', cwd=tmp_path)
+    assert one.returncode == 0, one.stdout + one.stderr
+    runs = tmp_path/'runs'
+    assert sorted(p.name for p in runs.iterdir() if p.is_dir()) == ['one', 'two']
+    run = runs/'two'
+    for name in ('model', 'best_model', 'checkpoints', 'tokenizer', 'report.html', 'curves.svg', 'config.yaml', 'metrics.jsonl', 'log.txt',
+                 'launch/accelerate.yaml', 'launch/command.sh', 'launch/logs'):
+        assert (run/name).exists(), name
+    assert f'TRAINKIT_STRATEGY={strategy}' in (run/'launch'/'command.sh').read_text()
+    assert '12 steps' not in (run/'log.txt').read_text() and '6 steps of 4 x 1 x 2 = 8 rows' in (run/'log.txt').read_text()
+    logs = [[r for r in map(json.loads, (runs/name/'metrics.jsonl').read_text().splitlines()) if r['event'] == 'log'] for name in ('one', 'two')]
+    assert [r['step'] for r in logs[1]] == [3, 6] # once each, though two processes trained
+    for a, b in zip(*logs, strict=True): assert a['loss'] == pytest.approx(b['loss'], abs=1e-5)
+    from safetensors.torch import load_file
+    a, b = (load_file(runs/name/'model'/'model.safetensors') for name in ('one', 'two'))
+    assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max() for k in a) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_launchers_are_two_nodes(tmp_path, monkeypatch):
+    "One launcher for each machine, here both on the loopback: they meet, train as one, and each keeps its own logs."
+    from concurrent.futures import ThreadPoolExecutor
+
+    from trainkit.launch import start
+    from trainkit.processes import free_port
+    from trainkit.strategy import LaunchConfig
+    monkeypatch.setenv('PYTHONPATH', str(ROOT))
+    monkeypatch.setenv('ACCELERATE_USE_CPU', 'true')
+    (tmp_path/'mark').touch() # nobody dies
+    (tmp_path/'job.py').write_text(KILLED.format(tests=str(ROOT/'tests')))
+    program = [str(tmp_path/'job.py'), str(tmp_path/'run'), str(tmp_path/'mark')]
+    port = free_port()
+    plans = [LaunchConfig(1, 'fsdp', num_nodes=2, node_rank=rank, port=port) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool: list(pool.map(lambda plan: start(program, plan, tmp_path/'launch'), plans))
+    one = trainer(tmp_path/'one')
+    one.train()
+    assert (weights(one.model) - torch.load(tmp_path/'run'/'weights.pt')).abs().max() < 1e-6
+    for rank in range(2): assert list((tmp_path/'launch'/f'node-{rank}'/'logs').rglob('stderr.log'))
