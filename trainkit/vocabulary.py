@@ -11,7 +11,7 @@ __all__ = ['Meaning', 'PRECISIONS', 'WORDS', 'CONTEXTS', 'No', 'Always', 'look_u
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from .knobs import knobs, nearest
 from .method import RunConfig
@@ -42,10 +42,18 @@ def _trackers(value: Any, _: Mapping) -> Meaning:
     names = [value] if isinstance(value, str) else list(value or [])
     return {'report_to': [{'swanlab': 'wandb'}.get(n, n) for n in names if n not in ('none', 'None', 'all')]}
 
-def _packing(value: Any, _: Mapping) -> Meaning:
+def _packing(value: Any, beside: Mapping) -> Meaning:
     names = {'bfd': 'best_fit', 'bfd-requeue': 'best_fit', 'bfd_split': 'best_fit', 'ffd': 'first_fit', 'best_fit_decreasing': 'best_fit'}
     if value == 'wrapped': return No('cuts examples in two: take first_fit or best_fit')
+    if any(beside.get(k) is False for k in _SWITCHES): return Always('packing is off')
     return {'sft.packing': names.get(value, value)}
+
+_SWITCHES = ('packing', 'pack_sequences', 'sample_packing', 'neat_packing', 'packed')
+
+def _packs(value: Any, beside: Mapping) -> Meaning:
+    if not isinstance(value, bool): return _packing(value, {})
+    if not value: return {'sft.packing': 'none'}
+    return Always('said by packing_strategy') if beside.get('packing_strategy') else {'sft.packing': 'best_fit'}
 
 def _targets(value: Any, beside: Mapping) -> Meaning:
     if value in ('all', 'all_linear', 'all-linear', ['all-linear'], ['all']): return {'lora.target_modules': 'all-linear'}
@@ -105,7 +113,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'lora.type': '@finetuning_type', 'use_lora': '@use_lora', 'use_peft': '@use_lora', 'lora.enabled': '@use_lora', 'peft_type': Always('adapters are LoRA'),
     'fine_tuner.type': lambda v, _: {'engine': {'pytorch': 'trainkit'}.get(v, v)}, 'do_train': Always('a run trains'), 'do_eval': Always('a run judges itself'),
     # the model
-    'base.name': _MODEL, 'base.path': _MODEL, 'model.name': _MODEL, 'model.model_name': _MODEL, 'model': _MODEL, 'hf_model_id': _MODEL, 'model.type': Always('told by the model itself'),
+    'base.name': lambda v, beside: Always('a label') if beside.get('huggingface_id') or beside.get('path') else {_MODEL: v}, 'base.path': _MODEL, 'model.name': _MODEL, 'model.model_name': _MODEL, 'model': _MODEL, 'hf_model_id': _MODEL, 'model.type': Always('told by the model itself'),
     'torch_dtype': _dtype, 'dtype': _dtype, 'base.dtype': _dtype, 'use_bf16': _if({'train.mixed_precision': 'bf16'}), 'use_fp16': _if({'train.mixed_precision': 'fp16'}),
     'model_type': Always('told by the model itself'), 'tokenizer_type': Always('told by the model itself'), 'is_llama_derived_model': Always('told by the model itself'),
     'device_map': Always('a run finds its device; trainkit launch shares a model out'), 'device': Always('a run finds its device'), 'use_cuda': Always('a run finds its device'),
@@ -137,7 +145,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'val_set_size': _held_out, 'val_size': _held_out, 'test_size': _held_out, 'eval_split_ratio': _held_out, 'validation_split_percentage': lambda v, _: _held_out(v/100, {}),
     'eval_percentage': lambda v, _: _held_out(v/100, {}), 'data.source': 'data.path', 'data.name': 'data.path', 'data.type': Always('told by the columns'), 'data_files': 'data.path',
     'dataset_train_split': 'data.split', 'dataset_test_split': 'data.validation_split', 'data.max_seq_len': 'data.max_length', 'test_file': No('a run reads no test data: data.test_fraction sets some apart'),
-    'packing_strategy': _packing, 'sample_packing': _packing, 'neat_packing': _packing, 'packed': _packing, 'eval_sample_packing': Always('held-out rows are not packed'), 'pad_to_sequence_len': Always('rows are padded to the longest of their batch'),
+    'packing_strategy': _packing, **dict.fromkeys(_SWITCHES, _packs), 'eval_sample_packing': Always('held-out rows are not packed'), 'pad_to_sequence_len': Always('rows are padded to the longest of their batch'),
     'template': _template, 'chat_template': _template, 'train_on_inputs': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'}, 'train_on_prompt': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'},
     'train_on_input': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'}, 'assistant_only_loss': lambda v, _: {'sft.train_on': 'assistant' if v else 'all'},
     'completion_only_loss': lambda v, _: {'sft.train_on': 'assistant' if v else 'all'}, 'mask_history': _if({'sft.train_on': 'last'}), 'overwrite_cache': Always('there is no stale cache'),
@@ -149,7 +157,9 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'micro_batch_size': 'train.per_device_train_batch_size', 'optim.type': 'optim.optim', 'optim.name': 'optim.optim', 'schedule.type': 'optim.lr_scheduler_type', 'schedule.name': 'optim.lr_scheduler_type',
     'scheduler': 'optim.lr_scheduler_type', 'scheduler_type': 'optim.lr_scheduler_type', 'lr_schedule': 'optim.lr_scheduler_type', 'num_warmup_steps': 'optim.warmup_steps', 'optimizer_type': 'optim.optim',
     'betas': lambda v, _: {'optim.adam_beta1': v[0], 'optim.adam_beta2': v[1]}, 'optim.eps': 'optim.adam_epsilon', 'beta1': 'optim.adam_beta1', 'beta2': 'optim.adam_beta2', 'epsilon': 'optim.adam_epsilon', 'fused': lambda v, beside: {'optim.optim': 'adamw_torch_fused'} if v and '_component_' not in beside else Always('chosen by the device'),
-    'cosine_min_lr_ratio': 'optim.min_lr_ratio', 'clip_grad_norm': 'train.max_grad_norm', 'gradient_clipping': 'train.max_grad_norm', 'grad_clip': 'train.max_grad_norm', 'gradient_clip': 'train.max_grad_norm', 'gradient_clip_val': 'train.max_grad_norm',
+    'cosine_min_lr_ratio': 'optim.min_lr_ratio', 'clip_grad_norm': lambda v, _: {'train.max_grad_norm': v or 0.0}, # torchtune clips only where it is told to
+    'bf16': lambda v, _: {'train.mixed_precision': 'auto'} if v == 'auto' else {'train.mixed_precision': 'bf16'} if v else Always('off is the default'),
+     'gradient_clipping': 'train.max_grad_norm', 'grad_clip': 'train.max_grad_norm', 'gradient_clip': 'train.max_grad_norm', 'gradient_clip_val': 'train.max_grad_norm',
     'accumulate_grad_batches': 'train.gradient_accumulation_steps', 'accumulation_steps': 'train.gradient_accumulation_steps', 'log_every_n_steps': 'train.logging_steps', 'log_steps': 'train.logging_steps', 'compile': 'train.torch_compile', 'use_compile': 'train.torch_compile', 'compile_model': 'train.torch_compile',
     'max_steps_per_epoch': _if(No('train.max_steps counts the steps of the whole run')), 'evals_per_epoch': _every('eval'), 'saves_per_epoch': _every('save'), 'strict': Always('unknown keys are always refused'),
     'early_stopping': _stopping, 'stopping.enabled': _stopping, 'stopping.patience': 'train.early_stopping_patience', 'stopping.threshold': 'train.early_stopping_threshold', 'stopping.metric': 'train.metric_for_best_model', 'stopping.min_delta': 'train.early_stopping_threshold',
@@ -213,4 +223,5 @@ def look_up(
     if word is None and key in elsewhere: return No(elsewhere[key])
     if word is None: return No(f'is not known.{nearest(key, [*_homes(), *(w for w in WORDS if "." not in w)])}' if value is not None else 'is not known, and empty')
     if isinstance(word, (No, Always)): return word
-    return word(value, beside) if callable(word) else {word: value}
+    if callable(word): return cast(Meaning, word(value, beside))
+    return Always('empty is the default') if value is None else {str(word): value}

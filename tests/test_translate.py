@@ -1,0 +1,162 @@
+"Configs of other systems, whole: each loads, each line is accounted for, what contradicts itself is refused; old names lead somewhere."
+import importlib
+import json
+import os
+import re
+
+import pytest
+import yaml
+from conftest import ROOT
+from conftest import shell as trainkit
+
+from trainkit.config import ConfigError, load_config, save_config, to_dict
+from trainkit.foreign import read_settings
+from trainkit.method import RunConfig, method_config
+from trainkit.presets import PRESETS
+from trainkit.translate import convert_config
+
+CONFIGS = ROOT/'tests'/'fixtures'/'configs'
+MEANT = { # file -> knobs that it must come to, and what must be refused
+    'reasoning_trainer.json': (dict(method='lora', init_from='tiny/base', **{'lora.r': 8, 'quant.bits': 4, 'optim.warmup_ratio': 0.03, 'data.max_length': 256, 'name': 'first', 'report_to': ['wandb'],
+        'train.mixed_precision': 'bf16', 'train.eval_strategy': 'epoch', 'train.early_stopping_threshold': 0.01, 'model.gradient_checkpointing': True}), []),
+    'orchestrator.yaml': (dict(method='lora', init_from='tiny/base', **{'optim.learning_rate': 2e-4, 'train.per_device_train_batch_size': 4, 'lora.r': 16, 'lora.lora_alpha': 32, 'lora.lora_dropout': 0.1,
+        'data.num_workers': 2, 'curriculum.strategy': 'length_based', 'curriculum.steps': 100, 'report_to': ['tensorboard'], 'train.eval_steps': 50}),
+        ['training.sft.learning_rate', 'training.dpo.beta', 'training.from_scratch.cpu_offload']),
+    'smolora.py': (dict(method='lora', init_from='tiny/base', **{'lora.target_modules': ['q_proj', 'k_proj', 'v_proj'], 'optim.warmup_steps': 10, 'data.pin_memory': False, 'train.gradient_accumulation_steps': 4}),
+        ['from_pretrained.trust_remote_code']),
+    'llm_trainer.json': (dict(method='pretrain', **{'model.d_model': 64, 'model.activation': 'gelu', 'model.attention_dropout': 0.1, 'tokenizer.vocab_size': 2000, 'model.vocab_size': 0, 'optim.optim': 'adamw_torch',
+        'data.dataset_config': 'wikitext-2-raw-v1', 'data.min_length': 10, 'sft.packing': 'first_fit', 'train.mixed_precision': 'bf16', 'train.output_dir': 'checkpoints', 'train.eval_strategy': 'steps'}), []),
+    'llamafarm.yaml': (dict(method='qlora', init_from='tiny/base', **{'lora.r': 16, 'lora.lora_dropout': 0.05, 'quant.bits': 4, 'quant.compute_dtype': 'bfloat16', 'train.per_device_train_batch_size': 1,
+        'train.gradient_accumulation_steps': 16, 'train.mixed_precision': 'no', 'optim.warmup_ratio': 0.1, 'optim.warmup_steps': 0, 'train.max_steps': -1, 'train.early_stopping_patience': 3, 'data.group_by_length': True,
+        'train.data_seed': 7}), ['optimization.cuda.bf16', 'optimization.mps.dtype', 'optimization.cpu.use_ipex']),
+    'trl.yaml': (dict(method='lora', **{'sft.packing': 'best_fit', 'sft.train_on': 'assistant', 'quant.bits': 4, 'quant.double_quant': True, 'data.validation_split': 'test', 'data.group_by_length': True}), []),
+    'llamafactory.yaml': (dict(method='lora', **{'lora.target_modules': 'all-linear', 'quant.bits': 4, 'data.max_length': 512, 'data.max_examples': 1000, 'data.eval_fraction': 0.1, 'sft.template': 'llama3', 'sft.packing': 'best_fit'}),
+        ['trust_remote_code', 'overwrite_output_dir']),
+    'axolotl.yaml': (dict(method='lora', **{'quant.bits': 8, 'data.path': 'rows.jsonl', 'data.kind': 'instruction', 'optim.optim': 'adamw_8bit', 'train.eval_strategy': 'epoch', 'train.mixed_precision': 'auto',
+        'lora.target_modules': 'all-linear'}), ['special_tokens']),
+    'torchtune.yaml': (dict(method='lora', init_from='tiny/base', **{'lora.r': 64, 'lora.target_modules': ['q_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'], 'optim.optim': 'adamw_torch',
+        'optim.lr_scheduler_type': 'cosine', 'optim.warmup_steps': 100, 'train.max_grad_norm': 0.0, 'data.max_length': 512}), []),
+}
+
+
+def value_of(config, name):
+    for part in name.split('.'): config = getattr(config, part)
+    return config
+
+
+@pytest.mark.parametrize('name', MEANT)
+def test_a_config_of_another_system_loads_and_every_line_is_accounted_for(name, tmp_path):
+    knobs, refused = MEANT[name]
+    config, account = convert_config(CONFIGS/name, device='cpu')
+    assert {k: value_of(config, k) for k in knobs} == knobs
+    assert {row.setting for row in account.rows} >= {s.name for s in read_settings(CONFIGS/name)}, 'no line is dropped in silence'
+    assert set(refused) <= {row.setting for row in account.named('refused')} and all(row.why for row in account.named('refused'))
+    assert not any('is not known' in row.why for row in account.rows)
+    (tmp_path/'ours.yaml').write_text(yaml.safe_dump(account.given))
+    assert method_config(tmp_path/'ours.yaml') == config, 'the translation as a file is the same run'
+    save_config(config, tmp_path/'saved.yaml')
+    assert load_config(RunConfig, tmp_path/'saved.yaml') == config
+
+
+def test_processes_become_a_launch():
+    assert convert_config(CONFIGS/'llm_trainer.json')[1].command == 'trainkit launch FILE --processes 2 --strategy zero2'
+
+
+def test_the_part_for_the_device_counts():
+    for device, rows, precision in (('cuda', 8, 'bf16'), ('mps', 2, 'no'), ('cpu', 1, 'no')):
+        config = convert_config(CONFIGS/'llamafarm.yaml', device=device)[0]
+        assert (config.train.per_device_train_batch_size, config.train.mixed_precision) == (rows, precision)
+    assert convert_config(CONFIGS/'orchestrator.yaml', method='sft')[0].optim.learning_rate == 2e-5
+    scratch = convert_config(CONFIGS/'orchestrator.yaml', method='from_scratch')[0]
+    assert (scratch.method, scratch.optim.learning_rate, scratch.train.offload_optimizer) == ('pretrain', 5e-5, True)
+
+
+@pytest.mark.parametrize(('name', 'hint'), [('contradiction.yaml', r'optim .*line 7.*contradicts .*optimizer \(line 6\)'), ('twice.yaml', r'gradient_checkpointing \(line 7\): the key is given twice')])
+def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
+    with pytest.raises(ConfigError, match=hint): convert_config(CONFIGS/name)
+
+
+@pytest.mark.parametrize(('words', 'knob', 'value'), [ # alias rows of the table of features, each as a user would write it
+    ({'lora': {'alpha': 4}}, 'lora.lora_alpha', 4), ({'lora_alpha': 4}, 'lora.lora_alpha', 4), ({'lora': {'dropout': 0.5}}, 'lora.lora_dropout', 0.5), ({'lora_r': 3}, 'lora.r', 3), ({'lora_rank': 3}, 'lora.r', 3),
+    ({'lora_target': 'q_proj,v_proj'}, 'lora.target_modules', 'q_proj,v_proj'), ({'optimizer': 'adamw'}, 'optim.optim', 'adamw_torch'), ({'optim': {'optimizer': 'sgd'}}, 'optim.optim', 'sgd'),
+    ({'lr_scheduler': 'linear'}, 'optim.lr_scheduler_type', 'linear'), ({'max_seq_length': 77}, 'data.max_length', 77), ({'warmup_ratio': 0.2}, 'optim.warmup_ratio', 0.2), ({'num_epochs': 5}, 'train.num_train_epochs', 5),
+    ({'per_device_batch_size': 3}, 'train.per_device_train_batch_size', 3), ({'batch_size': 3}, 'train.per_device_train_batch_size', 3), ({'checkpoint_dir': 'x'}, 'train.output_dir', 'x'), ({'pack_sequences': True}, 'sft.packing', 'best_fit'),
+    ({'method': 'lora', 'load_in_8bit': True}, 'quant.bits', 8), ({'method': 'lora', 'quantization_bit': 4}, 'quant.bits', 4), ({'finetuning_type': 'qlora'}, 'quant.bits', 4), ({'bf16': True}, 'train.mixed_precision', 'bf16'),
+    ({'use_amp': True, 'amp_dtype': 'float16'}, 'train.mixed_precision', 'fp16'), ({'base_model_name': 'z'}, 'init_from', 'z'), ({'model_name': 'z'}, 'init_from', 'z'), ({'use_lora': True}, 'method', 'lora'),
+    ({'training_type': 'lora'}, 'method', 'lora'), ({'stage': 'sft', 'finetuning_type': 'freeze'}, 'method', 'freeze'), ({'dataloader_num_workers': 2}, 'data.num_workers', 2), ({'group_by_length': True}, 'data.group_by_length', True)])
+def test_common_aliases_load_without_a_translation(words, knob, value):
+    given = {'method': 'lora' if 'lora' in str(words) and not {'method', 'stage', 'training_type', 'finetuning_type', 'use_lora'} & {*words} else 'sft', 'init_from': 'x', **words}
+    if {'stage', 'training_type', 'finetuning_type', 'use_lora'} & {*words}: given.pop('method')
+    if 'base_model_name' in words or 'model_name' in words: given.pop('init_from')
+    for load in (lambda g: load_config(RunConfig, g), method_config): assert value_of(load(given), knob) == value
+
+
+@pytest.mark.parametrize('words', [{'optimizer': 'adamw', 'optim': {'optim': 'sgd'}}, {'max_length': 5, 'max_seq_length': 6}, {'lora': {'alpha': 1, 'lora_alpha': 2}, 'method': 'lora'}, {'load_in_4bit': True, 'load_in_8bit': True, 'method': 'lora'},
+                                   {'stage': 'pt', 'finetuning_type': 'lora'}, {'batch_size': 2, 'train': {'per_device_train_batch_size': 3}}])
+def test_aliases_that_disagree_are_an_error(words):
+    with pytest.raises(ConfigError): load_config(RunConfig, {'method': 'sft', 'init_from': 'x', **words} if 'stage' not in words else words)
+
+
+def test_override_rules():
+    from trainkit.optim import make_schedule
+    import torch
+    net = torch.nn.Linear(1, 1)
+    def first_rates(**knobs):
+        config = method_config({'method': 'sft', 'init_from': 'x', 'optim': {'learning_rate': 1.0, 'lr_scheduler_type': 'constant_with_warmup', **knobs}}).optim
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        schedule, rates = make_schedule(optimizer, config, 100), []
+        for _ in range(30):
+            rates.append(optimizer.param_groups[0]['lr'])
+            optimizer.step(), schedule.step()
+        return rates
+    warm = lambda rates: next(i for i, r in enumerate(rates) if r == 1.0)
+    assert warm(first_rates(warmup_ratio=0.1, warmup_steps=0)) == 10 and warm(first_rates(warmup_ratio=0.1, warmup_steps=20)) == 20
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_every_preset_loads_and_survives_a_file(name, tmp_path):
+    config = method_config({'preset': name, **({} if PRESETS[name].kind == 'size' else {'init_from': 'x', 'method': PRESETS[name].knobs.get('method', 'sft')})})
+    save_config(config, tmp_path/'c.yaml')
+    assert load_config(RunConfig, tmp_path/'c.yaml') == config == method_config(tmp_path/'c.yaml')
+    assert '70 billion' in PRESETS[name].doc or name not in ('minimal-memory', 'maximum-performance')
+
+
+def test_no_run_folder_holds_a_secret(tmp_path):
+    "`${HF_TOKEN}` is filled in where it is used, and written down as it stood."
+    secret = 'hf_verysecretindeed'
+    (tmp_path/'c.yaml').write_text('name: quiet\ndata: {path: stdlib, max_chars: 60000, max_length: 32, eval_fraction: 0.1}\ntokenizer: {vocab_size: 300}\nmodel: {d_model: 32, n_heads: 2, n_layers: 1, d_ff: 64}\n'
+                                   "train: {max_steps: 2, per_device_train_batch_size: 2, sample_steps: 0, output_dir: 'out', torch_compile_backend: '${HF_TOKEN}'}\n")
+    done = trainkit('train', 'c.yaml', cwd=tmp_path, HF_TOKEN=secret)
+    assert done.returncode == 0, done.stderr
+    files = [p for p in tmp_path.rglob('*') if p.is_file()]
+    assert len(files) > 8 and not [p for p in files if secret.encode() in p.read_bytes()]
+    assert '${HF_TOKEN}' in (tmp_path/'out'/'config.yaml').read_text() and secret not in done.stdout + done.stderr
+    (tmp_path/'foreign.yaml').write_text('base_model: {huggingface_id: a/b, use_auth_token: "${HF_TOKEN}"}\n')
+    done = trainkit('config', 'convert', 'foreign.yaml', '-o', 'ours.yaml', cwd=tmp_path, HF_TOKEN=secret)
+    assert done.returncode == 0 and secret not in done.stdout + (tmp_path/'ours.yaml').read_text()
+
+
+def test_old_names_lead_somewhere():
+    "Each right-hand side of the lesson's table of old names can be imported, or is a command."
+    notebook = json.loads((ROOT/'nbs'/'44_names.ipynb').read_text())
+    text = '\n'.join(''.join(cell['source']) for cell in notebook['cells'] if cell['cell_type'] == 'markdown')
+    rows = re.findall(r'(?m)^\| (A\d+) \| (.*?) \| (.*?) \|', text)
+    assert {f'A{i}' for i in range(1, 34)} <= {row[0] for row in rows}
+    from typer.main import get_command
+
+    from trainkit.cli import app
+    commands = get_command(app).commands # type: ignore
+    for number, _, here in rows:
+        names = re.findall(r'`([^`]+)`', here)
+        assert names, number
+        for name in names:
+            if name.startswith('trainkit '):
+                words, group = name.split()[1:], commands
+                for word in words:
+                    if word.startswith('-') or not isinstance(group, dict): break
+                    assert word in group, (number, name)
+                    group = getattr(group[word], 'commands', None)
+            else:
+                module, _, attribute = name.partition('.')
+                found = importlib.import_module(f'trainkit.{module}')
+                for part in attribute.split('.') if attribute else []: found = getattr(found, part) if hasattr(found, part) else found.__dataclass_fields__[part]
