@@ -43,7 +43,7 @@ def sequence_log_probs(
     return (found*learned).sum(1), learned.sum(1)
 
 # %% ../nbs/30_likelihood.ipynb #25598872
-FLAT = 1024 # Up to so many tokens of a batch stand in one row, where who sees whom is a matrix of their square
+FLAT = 512 # Up to so many tokens of a batch stand in one row, where who sees whom is a matrix of their square
 
 @dataclass
 class Layout:
@@ -82,7 +82,8 @@ def lay_out(
         inputs = dict(input_ids=ids) if real.all() else dict(input_ids=ids, attention_mask=real.long())
         kept, where = offsets[rows, source].unique(return_inverse=True) # Positions are places here
         return Layout(inputs, kept, (answer, where), **common)
-    if int(real.sum()) <= FLAT: # All in one row, without padding
+    total = int(real.sum())
+    if total <= FLAT and total < 0.95*real.numel(): # All in one row, without padding
         pick = real.flatten().nonzero()[:, 0]
         inside = (real.flatten().cumsum(0) - 1).view_as(real)
         seg, pair, order = part.repeat(B)[pick], pick//(P + C + R), torch.arange(len(pick), device=device)
