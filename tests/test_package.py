@@ -85,7 +85,7 @@ MAY_IMPORT = {
     'retention': 'checkpoint',
     'writer': 'checkpoint facts retention',
     'objective': '',
-    'plan': 'config',
+    'plan': 'canvas config',
     'compiled': '',
     'sharded': '',
     'zero': 'sharded',

@@ -81,6 +81,13 @@ def show(
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             if name not in ('source', 'line'): typer.echo(f'  {name}: {text[:300]}{"…" if len(text) > 300 else ""}')
 
+def _tokenizer(folder: Path) -> Any:
+    from trainkit.tokenizer import BPETokenizer
+    try: return BPETokenizer.load(folder)
+    except ValueError: # Not a byte-level BPE
+        from transformers import AutoTokenizer
+        return AutoTokenizer.from_pretrained(folder)
+
 @data.command()
 def check(
     files: Annotated[list[str], typer.Argument(metavar='FILE...', help='Files to train on.', show_default=False)],
@@ -92,15 +99,21 @@ def check(
     method: Annotated[Optional[str], typer.Option(show_default=False,
         help='What the rows are for (sft, lora, dpo, pretrain, …): says how many are enough.')] = None,
     model: Annotated[Optional[Path], typer.Option(show_default=False,
-        help='A model or tokenizer folder, to count tokens with --max-length.')] = None,
+        help='A model or tokenizer folder: does its chat format fit the rows? Counts tokens for --max-length, too.')] = None,
+    template: Annotated[Optional[str], typer.Option(show_default=False,
+        help="The chat format of the run, such as chatml; the tokenizer's own when left out.")] = None,
     max_length: Annotated[Optional[int], typer.Option(help='Tokens in a row at most.', min=2, show_default=False)] = None,
     strict: Annotated[bool, typer.Option('--strict', help='Warnings make the exit code 1, too.')] = False,
     as_json: Annotated[bool, typer.Option('--json', help='For programs.')] = False,
     html: Annotated[Optional[Path], typer.Option(help='Write the report to this page.', show_default=False)] = None,
 ) -> None:
-    "Ask the data doctor: damage, duplicates, leaks, empty fields, secrets. Exit code 1 if something is wrong."
+    "Ask the data doctor: damage, duplicates, leaks, empty fields, secrets, chat formats. Exit code 1 if something is wrong."
     from trainkit.quality import check_examples
     if max_length and model is None: raise ValueError('--max-length counts tokens: say whose, with --model FOLDER')
+    from trainkit.templates import TEMPLATES
+    if template and template not in TEMPLATES and '{' not in template: # Else it is Jinja
+        from trainkit.knobs import nearest
+        raise ValueError(f'--template {template}: known are {", ".join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}')
     bad: list[str] = []
     def rows_of(names: list[str]) -> list[dict]:
         out = []
@@ -110,11 +123,9 @@ def check(
             out += found
         return out
     tokenizer = None
-    if model:
-        from trainkit.tokenizer import BPETokenizer
-        tokenizer = BPETokenizer.load(model)
+    if model: tokenizer = _tokenizer(model)
     report = check_examples(rows_of(files), rows_of(eval_file) if eval_file else None, kind, method, tokenizer, max_length,
-                            strict=strict)
+                            strict=strict, template=template)
     code = max(report.exit_code, int(bool(bad)))
     if html:
         from trainkit.files import write_atomic
@@ -195,12 +206,7 @@ def tokenize(
 ) -> None:
     "Encode a corpus into shards of ids, from which `train data.path=FOLDER` reads; killed and called again, it goes on."
     from trainkit.shards import tokenize_to_disk, verify_shards
-    from trainkit.tokenizer import BPETokenizer
-    try: encoder: Any = BPETokenizer.load(tokenizer)
-    except ValueError: # Not a byte-level BPE
-        from transformers import AutoTokenizer
-        encoder = AutoTokenizer.from_pretrained(tokenizer)
-    shards = tokenize_to_disk(file, encoder, folder, num_proc, encoding=encoding, text_column=text_column, overwrite=overwrite)
+    shards = tokenize_to_disk(file, _tokenizer(tokenizer), folder, num_proc, encoding=encoding, text_column=text_column, overwrite=overwrite)
     text = sum(record['text_bytes'] for record in shards.index['shards'])
     typer.echo(f'{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {len(shards.maps):,} files, '
                f'{text/len(shards):.2f} bytes of text a token')
