@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .canvas import table
 from .config import ConfigError, Problem, check_config, knob
 
 # %% ../nbs/17_plan.ipynb #655b663c
@@ -286,6 +287,22 @@ class Result:
     def exit_code(self) -> int:
         "What a script should exit with: 0, 130 after Ctrl-C, 143 after SIGTERM."
         return EXIT_CODES.get(self.stop_reason, 0)
+
+    @property
+    def summary(self) -> dict[str, str]: # What is not known is left out
+        "What the run came to, in words."
+        said = dict(ended=f'{self.stop_reason}, after {self.steps or 0:,} steps')
+        if self.final_loss is not None: said['loss in training'] = f'{self.final_loss:.4f}'
+        if self.best_metric is not None: said['best evaluation'] = f'{self.best_metric:.4f}'
+        if self.tokens: said['tokens'] = f'{self.tokens:,}'
+        if self.seconds: said['time'] = f'{self.seconds:,.1f} s, {(self.tokens or 0)/self.seconds:,.0f} tokens/s'
+        places = dict(checkpoint=self.final_checkpoint, best_model=self.best_model_path)
+        said |= {name.replace('_', ' '): path for name, path in places.items() if path}
+        return said | {f'note {n}': text for n, text in enumerate(self.notes, 1)}
+
+    def __str__(self) -> str: return '\n'.join(f'{name:17}{value}' for name, value in self.summary.items())
+
+    def _repr_html_(self) -> str: return table([{'': k, 'result': v} for k, v in self.summary.items()])._repr_html_()
 
 class TrainingError(RuntimeError):
     "Training cannot go on; `step` says where it ended and `checkpoint` where to go back to."
