@@ -53,6 +53,9 @@ class Ledger(TorchDispatchMode):
                          -(-storage.nbytes()//self.block)*self.block]
                 self.alive[key] = entry
                 self.total += entry[2]
+            if kind == 'host': # In main memory, beside a device: not counted
+                self.total -= entry[2]
+                entry[2] = 0
             self.parts[kind] += entry[2]
 
     def forget(self, key: int) -> None:

@@ -23,11 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from . import adamw8bit
+from .adamw8bit import BLOCK, PIECE, quantize_blocks
 from .backward import step_in_backward
 from .facts import memory
 from .layers import onednn_is_exact
 from .ledger import Ledger, MemoryReport, report
+from .nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
 from .objective import lm_loss
 from .optim import OptimConfig, make_optimizer
 
@@ -41,6 +45,28 @@ def _convert(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool 
     self._buffers.update({k: change(b) if b is not None else None for k, b in self._buffers.items()})
     return self
 
+def _fill_tables(device: str) -> None:
+    "Some functions keep a table of numbers for later: it must not be made of fakes."
+    onednn_is_exact()
+    for name in CODEBOOKS: dequantize_4bit(quantize_4bit(torch.ones(64), name))
+    for place in {'cpu', device if torch.cuda.is_available() else 'cpu'}:
+        one = torch.ones(BLOCK, device=place)
+        for signed in (True, False): quantize_blocks(one.clone(), signed, one.to(torch.uint8), one[:1].clone())
+
+_whole = adamw8bit._update
+
+def _first_piece(p: Tensor, grad: Tensor, state: dict, fast: bool, **numbers: Any) -> None:
+    "AdamW8bit goes through a parameter in pieces of equal size; one is enough to know what they need."
+    if p.numel() > PIECE and p.is_contiguous() and p.device.type == 'cpu':
+        cut = lambda name, x: x.view(-1)[:PIECE//BLOCK if name.startswith('absmax') else PIECE] if isinstance(x, Tensor) else x
+        p, grad, state = p.view(-1)[:PIECE], grad.reshape(-1)[:PIECE], {k: cut(k, x) for k, x in state.items()}
+    _whole(p, grad, state, False, **numbers)
+
+def _on_host(optimizer: Any) -> list: # Tensors
+    "What an optimizer keeps in main memory, though the model may be on a device."
+    if hasattr(optimizer, 'copies'): return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
+    return tree_leaves(list(optimizer.state.values())) if getattr(optimizer, 'paged', False) else []
+
 def predict_memory(
     make_model: Callable[[], nn.Module], # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
     batch_size: int, # Rows of one forward pass
@@ -52,6 +78,7 @@ def predict_memory(
     accumulation: int = 1, # Forward passes for one step
     objective: Callable | None = None, # (model, batch) -> Loss, instead of those two
     around: Callable[[nn.Module, Optimizer], Any] | None = None, # A context manager for the steps, an offload say
+    host: bool = False, # Leave out what an offloaded or paged optimizer keeps in main memory
     device: str = 'cpu', # Whose sizes and kernels; 'cuda' needs a torch that was built for it
     block: int | None = None, # Sizes are rounded up to it; None: 512 on a GPU
 ) -> MemoryReport:
@@ -62,11 +89,12 @@ def predict_memory(
     halves = dict(no=None, bf16=torch.bfloat16, fp16=torch.float16)
     if mixed_precision not in halves:
         raise ValueError(f"mixed_precision is '{mixed_precision}', and must be one of {', '.join(halves)}")
-    onednn_is_exact() # Looks at numbers and remembers the answer, so it must not look at these
+    _fill_tables(device)
     plain = lambda model, batch: model(input_ids=batch['input_ids'], labels=batch['labels']).loss
     compute = objective or (lm_loss if chunked_loss else plain)
     ledger = Ledger(block or (1 if device == 'cpu' else 512))
-    with patch.object(nn.Module, '_apply', _convert), FakeTensorMode(), ledger, torch.device(device), ExitStack() as stack:
+    with patch.object(nn.Module, '_apply', _convert), patch.object(adamw8bit, '_update', _first_piece), \
+            FakeTensorMode(allow_non_fake_inputs=True), ledger, torch.device(device), ExitStack() as stack:
         model = make_model().train()
         if (theirs := sys.modules.get('transformers.utils.import_utils')) and hasattr(theirs, 'is_fake_tensor'):
             stack.enter_context(patch.object(theirs, 'is_fake_tensor', lambda _: False)) # Or masks would be made for nothing
@@ -74,9 +102,10 @@ def predict_memory(
         else: made = optimizer(model)
         ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
         ledger.follow(model, made, ids)
+        if host: ledger.know('host', _on_host(made))
         ledger.mark(restart=True)
         with around(model, made) if around else nullcontext():
-            for _ in range(2): # The first has no optimizer states yet
+            for number in range(2): # The first has no optimizer states yet
                 for _ in range(min(accumulation, 2)):
                     with torch.autocast(device, halves[mixed_precision]) if halves[mixed_precision] else nullcontext():
                         loss = compute(model, dict(input_ids=ids, labels=ids))
@@ -85,6 +114,9 @@ def predict_memory(
                     del loss
                 if not in_backward: made.step()
                 made.zero_grad(set_to_none=True)
+                if host and _on_host(made): # Its states were born in the first step
+                    ledger.know('host', _on_host(made))
+                    if not number: ledger.mark(restart=True)
     return report(ledger)
 
 # %% ../nbs/25_memory.ipynb #e5d03f17
