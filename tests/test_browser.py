@@ -34,3 +34,134 @@ def test_report_reads_well(browser, report, width, scheme):
     ground, ink = (page.evaluate(f'({light})(getComputedStyle(document.body).{kind})') for kind in ('backgroundColor', 'color'))
     assert abs(ground - ink) > 150 and (ground > ink) == (scheme == 'light')
     page.close()
+
+
+PANEL = '''
+from trainkit.config import load_config
+from trainkit.recipes import RunConfig
+from trainkit.studio import TrainerPanel
+
+words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 '
+         'model.n_layers=1 model.d_ff=64 train.max_steps=20000 train.logging_steps=1 train.eval_strategy=steps train.eval_steps=100 '
+         'train.sample_steps=50 train.per_device_train_batch_size=4 sampling.max_new_tokens=10').split()
+panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='runs', name='seen'), words))
+panel.show()
+'''
+
+
+@pytest.fixture(scope='module')
+def lab(tmp_path_factory):
+    "JupyterLab on a port of its own; its address and its folder."
+    import json
+    import os
+    import signal
+    import socket
+    import subprocess
+    import sys
+    import time
+    import urllib.request
+
+    from conftest import ROOT
+    folder = tmp_path_factory.mktemp('lab')
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTERLAB_SETTINGS_DIR': str(folder/'.settings'),
+           'JUPYTER_DATA_DIR': str(folder/'.data'), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython')}
+    env.pop('IN_TEST', None)
+    words = ['--no-browser', '--ip', '127.0.0.1', '--port', str(port), '--IdentityProvider.token=', '--ServerApp.password=', '--allow-root',
+             f'--ServerApp.root_dir={folder}', '--ServerApp.disable_check_xsrf=True', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
+    with open(folder/'.log', 'w') as log:
+        server = subprocess.Popen([sys.executable, '-m', 'jupyter', 'lab', *words], env=env, stdout=log, stderr=log, start_new_session=True)
+    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 90
+    while True:
+        try:
+            urllib.request.urlopen(f'{address}/api/status', timeout=2)
+            break
+        except OSError:
+            assert time.monotonic() < end and server.poll() is None, (folder/'.log').read_text()[-3000:]
+            time.sleep(0.3)
+    yield address, folder
+    for kernel in json.load(urllib.request.urlopen(f'{address}/api/kernels')):
+        urllib.request.urlopen(urllib.request.Request(f"{address}/api/kernels/{kernel['id']}", method='DELETE'))
+    os.killpg(server.pid, signal.SIGTERM)
+    server.wait(20)
+
+
+def open_notebook(browser, lab, name, cells, **look):
+    "A page with a new notebook, its kernel ready, all of its cells run."
+    import nbformat
+    address, folder = lab
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
+    notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
+    nbformat.write(notebook, folder/name)
+    page = browser.new_page(**look)
+    page.set_default_timeout(40_000)
+    page.goto(f'{address}/doc/tree/{name}', wait_until='domcontentloaded')
+    page.wait_for_selector('.jp-Notebook .jp-Cell')
+    page.wait_for_function("document.querySelector('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'")
+    for _ in range(20): # Cells that are run before the kernel is ready are not run
+        page.keyboard.press('Escape')
+        page.click(".lm-MenuBar-itemLabel:text-is('Run')")
+        page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
+        page.wait_for_timeout(1000)
+        if (select := page.locator('.jp-Dialog button:has-text("Select")')).count(): select.click()
+        elif '[ ]' not in page.locator('.jp-InputPrompt').first.inner_text(): return page
+    raise AssertionError('the kernel does not begin')
+
+
+@pytest.mark.slow
+def test_a_panel_trains_in_a_notebook(browser, lab):
+    "Run All, Start, the loss changes, Pause holds it, Resume, Stop keeps the model; the saved notebook shows the end; a wrong field is said."
+    import os
+    import re
+    folder = lab[1]
+    page = open_notebook(browser, lab, 'panel.ipynb', [PANEL], viewport=dict(width=1200, height=1400))
+    errors = []
+    page.on('pageerror', lambda e: errors.append(str(e)))
+    button = lambda word: page.locator(f"button:text-is('{word}')") # Its accessible name begins with the icon's glyph
+    step = lambda: int(re.search(r'step ([\d,]+) of', page.locator('text=/step [\\d,]+ of/').first.inner_text())[1].replace(',', ''))
+    button('Start').wait_for()
+    rate = page.get_by_label('learning_rate')
+    rate.fill('fast')
+    page.get_by_role('alert').filter(has_text='must be').first.wait_for()
+    assert button('Start').is_disabled()
+    rate.fill('3e-3')
+    button('Start').click()
+    page.locator('text=/step [\\d,]+ of/').first.wait_for()
+    chart = page.locator('svg[role=img][aria-label^="Loss"]').first
+    chart.wait_for()
+    before = chart.get_attribute('aria-label')
+    page.wait_for_function('before => document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") !== before', arg=before)
+    button('Pause').click()
+    button('Resume').wait_for()
+    page.wait_for_timeout(500)
+    held = step()
+    page.wait_for_timeout(700)
+    assert step() == held
+    if shots := os.environ.get('TRAINKIT_SHOTS'): page.screenshot(path=f'{shots}/panel-1200.png')
+    button('Resume').click()
+    page.wait_for_function('held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)', arg=held)
+    button('Stop').click()
+    page.locator('text=/^stopped · step/').first.wait_for()
+    assert (folder/'runs'/'seen'/'model'/'model.safetensors').exists()
+    assert button('Start').is_enabled() and button('Go on').is_enabled() and not errors, errors
+    page.keyboard.press('Control+s')
+    page.wait_for_function('true')
+    import json
+    import time
+    end = time.monotonic() + 30
+    while 'stopped · step' not in (saved := (folder/'panel.ipynb').read_text()):
+        assert time.monotonic() < end, 'the saved notebook shows the end of the run'
+        page.wait_for_timeout(300)
+        page.keyboard.press('Control+s')
+    outputs = [o for c in json.loads(saved)['cells'] for o in c['outputs']]
+    assert any('<img' in ''.join(o.get('data', {}).get('text/html', '')) for o in outputs)
+    page.set_viewport_size(dict(width=420, height=1600))
+    page.wait_for_timeout(800)
+    if shots: page.screenshot(path=f'{shots}/panel-420.png')
+    box = page.locator('.jp-OutputArea-output').first.evaluate('e => [e.scrollWidth, e.clientWidth]')
+    assert box[0] <= box[1] + 2, f'nothing sticks out to the side: {box}'
+    page.reload()
+    page.locator('text=/^stopped · step/').first.wait_for()
+    page.close()

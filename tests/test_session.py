@@ -83,8 +83,8 @@ def test_a_process_outlives_who_started_it(tmp_path):
     "The kernel that began it is gone; another one finds it, pauses it, kills it, and lets it go on to the same model."
     import torch
     from trainkit.recipes import run
-    plain = run(small(tmp_path/'plain', max_steps=150, save_steps=25, progress=False), verbose=False)
-    config = small(tmp_path/'runs', max_steps=150, save_steps=25)
+    plain = run(small(tmp_path/'plain', max_steps=800, save_steps=25, progress=False), verbose=False)
+    config = small(tmp_path/'runs', max_steps=800, save_steps=25)
     in_child(begin, config, folder=tmp_path)
     folder = tmp_path/'runs'/'small'
     until(lambda: (folder/'config.yaml').exists())

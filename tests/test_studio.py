@@ -27,6 +27,7 @@ def count(config, resume, callbacks, control):
     story, = callbacks
     trainer = SimpleNamespace(folder=None, seconds=0.)
     trainer.draw = lambda *prompts: story.on_sample(trainer, dict(step=trainer.step, samples=[('<b>p</b>', f'{prompts}')]))
+    trainer.settle = lambda strict: None
     trainer.save = lambda strict: story.on_save(trainer, dict(step=trainer.step, kind='checkpoint', path='x'))
     with control.session():
         story.on_start(trainer, dict(start_step=0, total_steps=config.train.max_steps))

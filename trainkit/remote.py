@@ -103,7 +103,7 @@ class Remote:
                 try: do(trainer)
                 except Exception as error: print(f'{order}: {type(error).__name__}: {error}')
             trainer.control.ask(attempt)
-        if order == 'save': kindly(lambda t: t.save(strict=False))
+        if order == 'save': kindly(lambda t: (t.save(strict=False), t.settle(strict=False))) # Written, and told of
         elif order == 'sample': kindly(lambda t: t.draw(*([text] if text else [])))
         else: getattr(trainer.control, order)()
 

@@ -126,7 +126,7 @@ class TrainSession:
 
     def save(self) -> bool:
         "Write a checkpoint now."
-        return self._ask('save', lambda trainer: trainer.save(strict=False))
+        return self._ask('save', lambda trainer: (trainer.save(strict=False), trainer.settle(strict=False)))
 
     def sample(
         self,

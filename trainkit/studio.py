@@ -227,7 +227,7 @@ class TrainerPanel:
     def _draw(self, now: Snapshot, force: bool):
         "The loss at each look, the other curves once in a second."
         self._put(self.chart, str(pictures(now, 1)[0]))
-        if force or now.state not in ACTIVE or time.monotonic() - self.drawn > 1:
+        if force or now.state != 'running' or time.monotonic() - self.drawn > 1:
             self.drawn = time.monotonic()
             self._put(self.others, str(grid(*pictures(now)[1:], least=280)))
 
