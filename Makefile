@@ -21,7 +21,7 @@ endef
 export EXPORT
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lab bench lint export clean
+.PHONY: help demo test test-slow deepspeed lab bench lint export clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ test: $(VENV)/.dev ## Every unit test, every lesson, a browser smoke
 
 test-slow: $(VENV)/.dev ## Also the tests and cells marked slow (the real 135 M model; minutes each)
 	TRAINKIT_SLOW=1 $(PYTEST)
+
+deepspeed: $(VENV)/.dev ## Install DeepSpeed as well, without compiling anything, and run its tests (best effort)
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e ".[deepspeed]"
+	TRAINKIT_SLOW=1 $(TEST_ENV) $(BIN)/python -m pytest -q -m deepspeed
 
 lab: $(VENV)/.dev ## JupyterLab on the course; LAB_ARGS="--allow-root" where you are root
 	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS)
