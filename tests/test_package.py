@@ -158,7 +158,7 @@ MAY_IMPORT = {
     'preview': 'canvas chat config dataset facts hf knobs lora masks memory model tokenizer',
     'studio': 'canvas config form preview recipes session story view',
     'session': 'config hf plan recipes remote runs story',
-    'recipes': 'adapters lora chat config dataset evaluate families health hf judge lock machine method monitor objective parts plan progress quant remote runs tokenizer track train',
+    'recipes': 'adapters chat config dataset evaluate families health hf judge lock lora machine method monitor objective offload optim parts plan progress quant remote runs tokenizer track train',
     'rehearsal': 'lora memory method model recipes',
     'talk': 'chat generate knobs',
     'strategy': 'config sharded',
