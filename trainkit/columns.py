@@ -95,7 +95,11 @@ def example_kind(
     missing = halves[kind] if kind else [c for columns in KINDS.values() for c in columns]
     why = (f"of kind {kind} it lacks {' and '.join(map(repr, missing))}" if kind
            else f"known are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}")
-    raise ValueError(f"the columns {', '.join(map(repr, row))} fit no kind: {why}.{near(missing)}")
+    hint, own = near(missing), [c for c in row if c not in ('source', 'line')]
+    if kind is None and not hint and len(own) > 1: # Two unknown names: most likely a question and its answer
+        hint = (f" Say what they hold, as in columns={{'prompt': {own[0]!r}, 'completion': {own[1]!r}}}"
+                f' (in a shell --column prompt={own[0]} --column completion={own[1]})')
+    raise ValueError(f"the columns {', '.join(map(repr, row))} fit no kind: {why}.{hint}")
 
 # %% ../nbs/11_columns.ipynb #440d032b
 ROLES: dict[str, str] = { # What files call a speaker -> system, user, assistant or tool
