@@ -145,6 +145,21 @@ WRONG = {
     'show: binary': (['data', 'show', 'binary.txt'], 'binary'),
     'tokenize: no tokenizer': (['data', 'tokenize', 'latin.txt', 'out', '--tokenizer', '.'], 'tokenizer.json'),
     'unknown tracker': (['demo', 'report_to=[tensorbord]', *SMALL], 'tensorboard'),
+    'unknown preset': (['train', '--strategy', 'minimal-memry', *SMALL], "Did you mean 'minimal-memory'"),
+    'a config of another library': (['train', 'foreign.yaml'], 'trainkit config convert foreign.yaml'),
+    'bits without an adapter': (['train', '--method', 'sft', 'quant.bits=4', '--model', 'x', '--dataset', 'pairs.jsonl'], 'qlora'),
+    'dry run of a run': (['train', '--dry-run', '--resume', '.'], '--dry-run and --resume'),
+    'config: no such file': (['config', 'convert', 'nowhere.yaml'], 'nowhere.yaml'),
+    'config: what contradicts itself': (['config', 'convert', 'both.yaml'], 'line 2'),
+    'config: a script that is none': (['config', 'convert', 'broken.py'], 'line 1'),
+    'config: over its own input': (['config', 'convert', 'foreign.yaml', '-o', 'foreign.yaml', '--force'], 'this is what is read'),
+    'config: a method that is none': (['config', 'show', 'method=stf'], "Did you mean 'sft'"),
+    'merge: no adapter': (['merge', '.', '.', 'out'], 'adapter_config.json'),
+    'export: no such model': (['export', 'gguf', 'nowhere', 'm.gguf'], 'nowhere'),
+    'export: no such source': (['export', 'hf', 'nowhere', 'out'], 'nowhere'),
+    'tokenizer: none there': (['tokenizer', 'show', '.'], 'tokenizer.json'),
+    'tokenizer: too little text': (['tokenizer', 'train', 'little.txt', 'tok'], 'merges'),
+    'chat: no such model': (['chat', '-m', 'nowhere'], 'nowhere'),
 }
 
 
@@ -155,6 +170,10 @@ def litter(tmp_path_factory):
     (folder/'binary.txt').write_bytes(b'\x00\x01\x02'*100)
     (folder/'latin.txt').write_bytes('gut\nschön'.encode('latin-1'))
     (folder/'pairs.jsonl').write_text('\n'.join(json.dumps(dict(prompt=f'What is {n}?', completion=f'It is {n}.')) for n in range(30)))
+    (folder/'foreign.yaml').write_text('base_model: x\nadapter: lora\nmicro_batch_size: 2\n')
+    (folder/'both.yaml').write_text('optimizer: adamw\noptim: sgd\nbase_model: x\n')
+    (folder/'broken.py').write_text('def (')
+    (folder/'little.txt').write_text('a b c')
     (folder/'half.jsonl').write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
     return folder
 
@@ -208,3 +227,43 @@ def test_version_and_doctor(tmp_path):
     assert trainkit('--version', cwd=tmp_path).stdout == f'trainkit {package.__version__}\n'
     checks = json.loads(trainkit('doctor', '--json', cwd=tmp_path).stdout)
     assert {'torch', 'device', 'dtype', 'ram', 'disk'} <= {c['name'] for c in checks}
+
+
+def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
+    "convert, dry-run, train, merge, export and chat, as a new user types them."
+    base = demo[0]/'runs'/'demo'/'model'
+    rows = [dict(instruction=f'Say {n}.', output=f'{n}') for n in range(40)]
+    (tmp_path/'mine.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    (tmp_path/'theirs.yaml').write_text(f'base_model: {base}\nadapter: lora\nlora_r: 2\ndatasets:\n  - path: mine.jsonl\n    type: alpaca\nsequence_len: 64\nval_set_size: 0.2\n'
+                                        'chat_template: plain\nmicro_batch_size: 4\nmax_steps: 4\nlogging_steps: 2\nuse_unsloth: true\n')
+    made = trainkit('config', 'convert', 'theirs.yaml', '-o', 'ours.yaml', cwd=tmp_path)
+    assert made.returncode == 0 and 'plain torch' in made.stdout and 'trainkit train ours.yaml' in made.stdout, made.stdout + made.stderr
+    assert trainkit('config', 'convert', 'theirs.yaml', '--strict', cwd=tmp_path).returncode == 1
+    before = {p.name for p in tmp_path.iterdir()}
+    tried = trainkit('train', 'ours.yaml', '--dry-run', '--json', cwd=tmp_path)
+    assert tried.returncode == 0, tried.stderr
+    plan = json.loads(tried.stdout)
+    assert (plan['steps'], plan['effective_batch'], plan['memory'] > 0, plan['step_seconds'] > 0) == (4, 4, True, True)
+    assert {p.name for p in tmp_path.iterdir()} == before, 'a dry run writes nothing'
+    ran = trainkit('train', 'ours.yaml', '--json', 'name=mine', 'sft.questions=0', cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(ran.stdout)
+    assert result['steps'] == 4 and result['final_loss'] > 0 and (tmp_path/result['final_checkpoint']).is_dir()
+    run = tmp_path/'runs'/'mine'
+    assert 'lora' in trainkit('config', 'show', str(run/'config.yaml'), cwd=tmp_path).stdout
+    merged = trainkit('merge', str(base), str(run/'adapter'), 'merged', cwd=tmp_path)
+    assert merged.returncode == 0, merged.stderr
+    said = [trainkit('generate', '-m', m, '-p', 'Say', '--max-new-tokens', '6', '--temperature', '0', cwd=tmp_path).stdout for m in ('merged', str(run/'model'))]
+    assert said[0] == said[1]
+    again = trainkit('export', 'hf', str(run/'model'), 'again', cwd=tmp_path)
+    assert again.returncode == 0 and trainkit('export', 'hf', str(run/'model'), 'again', cwd=tmp_path).returncode == 1, again.stderr
+    shown = trainkit('tokenizer', 'encode', str(run/'model'), 'Say 1', '--json', cwd=tmp_path)
+    assert shown.returncode == 0 and len(json.loads(shown.stdout)) > 1
+
+
+def test_presets_and_completion(tmp_path):
+    assert 'minimal-memory' in json.loads(trainkit('config', 'presets', '--json', cwd=tmp_path).stdout)
+    shown = trainkit('train', '--help', cwd=tmp_path).stdout
+    assert all(option in shown for option in ('--dry-run', '--strategy', '--json', '--epochs'))
+    script = trainkit('--show-completion', 'bash', cwd=tmp_path, SHELL='/bin/bash', _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION='1')
+    assert script.returncode == 0 and 'complete' in script.stdout, script.stderr

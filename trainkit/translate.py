@@ -77,7 +77,10 @@ class Translation:
 
     def __str__(self) -> str:
         count = ', '.join(f'{len(found)} {v}' for v in ('kept', 'renamed', 'replaced', 'refused') if (found := self.named(v)))
-        return f'{text_table(self.table(), 60)}\n{count}. Start it with: {self.command}'
+        lines = text_table([{k: v for k, v in row.items() if k != 'why'} for row in self.table()], 60).splitlines()
+        wide = max(map(len, lines), default=0) # The reasons are never cut
+        shown = [f'{line.ljust(wide)}  {why}'.rstrip() for line, why in zip(lines, ['why', *(r.why for r in self.rows)], strict=False)]
+        return '\n'.join([*shown, f'{count}. Start it with: {self.command}'])
 
     def _repr_html_(self) -> str: return table(self.table())._repr_html_()
 
