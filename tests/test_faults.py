@@ -13,8 +13,10 @@ from trainkit.dataloader import Batches
 from trainkit.faults import StepTooBig
 from trainkit.health import HealthCheck
 from trainkit.objective import Loss, lm_loss, objective
-from trainkit.optim import OptimConfig, make_optimizer
+from trainkit.offload import OffloadedOptimizer
+from trainkit.optim import OptimConfig
 from trainkit.plan import TrainConfig, TrainingError
+from trainkit.recipes import offloaded_optimizer
 from trainkit.step import make_accelerator
 from trainkit.train import Trainer
 
@@ -228,33 +230,20 @@ def test_an_accelerator_of_ones_own_does_every_backward_pass():
     assert theirs.accelerator is own and len(calls) == 12 and same(theirs.model, ours.model)
 
 
-def test_an_optimizer_that_lives_elsewhere():
+def test_an_optimizer_that_lives_elsewhere(tmp_path):
     "What it remembers may be anywhere, as long as its groups hold the model's parameters and it has a state_dict."
-    class Elsewhere(torch.optim.Optimizer):
-        def __init__(self, groups, lr):
-            super().__init__(groups, dict(lr=lr))
-            self.copies = [[p.detach().clone().requires_grad_() for p in group['params']] for group in self.param_groups]
-            self.inner = torch.optim.AdamW([dict(params=c, weight_decay=g['weight_decay']) for c, g in zip(self.copies, self.param_groups, strict=True)], lr=lr, fused=True)
-
-        @torch.no_grad()
-        def step(self, closure=None):
-            for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True): inner['lr'] = mine['lr']
-            for copies, group in zip(self.copies, self.param_groups, strict=True):
-                for c, p in zip(copies, group['params'], strict=True): c.grad = p.grad
-            self.inner.step()
-            for copies, group in zip(self.copies, self.param_groups, strict=True):
-                for c, p in zip(copies, group['params'], strict=True): p.copy_(c)
-
-    def elsewhere(model, config):
-        usual = make_optimizer(model, config)
-        return Elsewhere(usual.param_groups, config.learning_rate)
     optim, batches = OptimConfig(learning_rate=1e-2, warmup_steps=2), lambda: Batches(ROWS, 2, seed=3)
     config = TrainConfig(max_steps=6, offload_optimizer=True, progress=False)
     here = trainer(max_steps=6, gradient_accumulation_steps=1)
-    away = Trainer(make('ours'), lm_loss, batches(), config=config, optim=optim, build_optimizer=elsewhere)
+    away = Trainer(make('ours'), lm_loss, batches(), config=config, optim=optim, build_optimizer=offloaded_optimizer)
     here.train()
     away.train()
     assert same(here.model, away.model)
+    for steps in (3, 6): # Its memories are in the checkpoint
+        plan = TrainConfig(str(tmp_path), max_steps=6, save_steps=3, offload_optimizer=True, progress=False)
+        part = Trainer(make('ours'), lm_loss, batches(), config=plan, optim=optim, build_optimizer=offloaded_optimizer, callbacks=[StopAt(steps)])
+        part.train('auto')
+    assert same(here.model, part.model) and type(part.bare) is OffloadedOptimizer
     with pytest.raises(ValueError, match='offload_optimizer=True needs build_optimizer'): Trainer(make('ours'), lm_loss, batches(), config=config)
 
 
