@@ -91,7 +91,7 @@ def predict_setup(
 
 # %% ../nbs/25_planner.ipynb #4b2e8271
 LEVERS: dict[str, Callable[[Setup, str], Setup]] = { # From cheap to dear; what is wanted: setup, kind of half precision
-    'accumulate': lambda s, half: replace(s, batch_size=1, accumulation=s.accumulation*s.batch_size) if not s.in_backward else s,
+    'accumulate': lambda s, half: replace(s, batch_size=1, accumulation=1 if s.in_backward else s.accumulation*s.batch_size),
     'chunked loss': lambda s, half: replace(s, chunked_loss=True),
     'half precision': lambda s, half: replace(s, mixed_precision=half if s.mixed_precision == 'no' else s.mixed_precision),
     'checkpointing': lambda s, half: replace(s, checkpointing=True),
@@ -200,6 +200,7 @@ def plan_memory(
     machine, now = find_machine(budget), start or Setup()
     now = replace(now, batch_size=-(-now.batch_size//machine.cards))
     room, rows, skipped = machine.usable, now.batch_size, {}
+    total = rows*now.accumulation # Rows of a step
     peak = predict_setup(model, now).peak
     waterfall = [('as asked', peak)]
     def note(name: str, setup: Setup, found: int) -> None:
@@ -210,6 +211,7 @@ def plan_memory(
     for name, lever in LEVERS.items():
         while peak > room and name in levers:
             new = lever(now, machine.half)
+            if not new.in_backward: new = replace(new, accumulation=max(1, total//new.batch_size))
             if new == now: break
             found = predict_setup(model, new).peak
             if found > 0.98*peak:
@@ -217,9 +219,9 @@ def plan_memory(
                 break
             note(name, new, found)
             if name != 'shorter rows': break # The only one that can be pulled again
-    while peak <= room and 2*now.batch_size <= rows and 'accumulate' in [n for n, _ in waterfall]: # Was it too much?
-        more = now.batch_size*2
-        new = replace(now, batch_size=more, accumulation=1 if now.in_backward else -(-now.accumulation//2))
+    while peak <= room and now.batch_size < rows and 'accumulate' in (n for n, _ in waterfall): # Was it too much?
+        more = next(n for n in range(2*now.batch_size, rows + 1) if rows % n == 0)
+        new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total//more)
         found = predict_setup(model, new).peak
         if found > room: break
         note(f'{more} rows at a time', new, found)
