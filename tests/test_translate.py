@@ -1,7 +1,6 @@
 "Configs of other systems, whole: each loads, each line is accounted for, what contradicts itself is refused; old names lead somewhere."
 import importlib
 import json
-import os
 import re
 
 import pytest
@@ -9,7 +8,7 @@ import yaml
 from conftest import ROOT
 from conftest import shell as trainkit
 
-from trainkit.config import ConfigError, load_config, save_config, to_dict
+from trainkit.config import ConfigError, load_config, save_config
 from trainkit.foreign import read_settings
 from trainkit.method import RunConfig, method_config
 from trainkit.presets import PRESETS

@@ -214,16 +214,17 @@ def save_trained(
 ) -> None:
     "Save what was learned as Hugging Face has it, and as PEFT has it."
     from trainkit.hf import save_pretrained # transformers takes seconds to import
-    model = parts.model if model is None else model
+    net: Any = parts.model if model is None else model
     if 'lora' in parts.config.method:
-        if adapter: save_adapter(model, adapter, base=parts.config.init_from)
-        model = merge_lora(deepcopy(model))
-        for name, layer in list(model.named_modules()): # What has no adapter is still in few bits
+        if adapter: save_adapter(net, adapter, base=parts.config.init_from)
+        net = merge_lora(deepcopy(net))
+        layers: list[tuple[str, Any]] = list(net.named_modules())
+        for name, layer in layers: # What has no adapter is still in few bits
             if callable(getattr(layer, 'dequantize', None)) and hasattr(layer, 'in_features'):
                 plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device='meta')
-                plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias
-                put(model, name, plain)
-    save_pretrained(model, parts.tokenizer, where)
+                plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias # type: ignore
+                put(net, name, plain)
+    save_pretrained(net, parts.tokenizer, where)
 
 def make_trainer(
     parts: Parts,

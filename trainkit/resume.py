@@ -32,7 +32,7 @@ def identity_of(
     trainer: Any, # A `Trainer`
 ) -> dict[str, Any]: # As JSON can hold it
     "What a run is asked to do, and with what."
-    config = getattr(trainer.model, 'config', None)
+    config: Any = getattr(trainer.model, 'config', None)
     shape = to_dict(config) if is_dataclass(config) else config.to_dict() if hasattr(config, 'to_dict') else {}
     skip = ('_', 'transformers_version', 'dtype', 'torch_dtype', 'use_cache')
     identity = dict(

@@ -162,7 +162,7 @@ def clip_gradients(
 ) -> Tensor: # The norm before clipping, still on the device
     "Shorten the gradient to `max_norm` (Pascanu et al. 2013)."
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, 'full_tensor'): norm = norm.full_tensor() # of shares, over all processes
+    if hasattr(norm, 'full_tensor'): norm = norm.full_tensor() # type: ignore # of shares, over all processes
     if max_norm > 0: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
@@ -212,7 +212,7 @@ def train_step(
         broken = not (math.isfinite(whole) and (norm is None or scaler is not None or math.isfinite(norm)))
     if broken:
         spoilt = [name for name, p in model.named_parameters() if p.grad is not None
-                  and not getattr(p.grad, 'to_local', lambda p=p: p.grad)().isfinite().all()]
+                  and not getattr(p.grad, 'to_local', lambda p=p: p.grad)().isfinite().all()] # type: ignore
         if scaler is not None: scaler.update()
     elif norm is not None and max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
@@ -299,7 +299,7 @@ def eval_loss(
     accelerator: 'Accelerator', # With several processes each takes its share
 ) -> dict[str, float]: # 'loss', 'tokens' (items of the first term), and the objective's metrics
     "The loss over all batches as if they were one; only sums are kept."
-    if not hasattr(model, 'shards'): model = accelerator.unwrap_model(model)
+    if not hasattr(model, 'shards'): model = accelerator.unwrap_model(model) # type: ignore
     terms, metrics, size = {}, {}, accelerator.num_processes
     wide = torch.float32 if accelerator.device.type == 'mps' else torch.float64
     with evaluating(model):

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 # %% ../nbs/44_tools.ipynb #057d37c0
-_HELP = dict(context_settings=dict(help_option_names=['-h', '--help']), no_args_is_help=True, pretty_exceptions_enable=False)
+_HELP: dict[str, Any] = dict(context_settings=dict(help_option_names=['-h', '--help']), no_args_is_help=True, pretty_exceptions_enable=False)
 config = typer.Typer(name='config', help='Show a config, translate one of another library, list presets.', **_HELP)
 tokenizer = typer.Typer(name='tokenizer', help='Learn a tokenizer, try one, look at one.', **_HELP)
 export = typer.Typer(name='export', help='Write a model for other programs.', **_HELP)
@@ -109,12 +109,12 @@ def encode_command(
     "Show how a text is cut into tokens."
     from trainkit.tokenizer import BPETokenizer
     tok = BPETokenizer.load(folder)
-    text = sys.stdin.read() if text is None else text
-    ids = tok.encode(text, allowed_special='all')
+    said: str = sys.stdin.read() if text is None else text
+    ids = tok.encode(said, allowed_special='all')
     if as_json: typer.echo(json.dumps(ids))
     else:
         for i in ids: typer.echo(f'{i:8}  {tok.decode_bytes([i]).decode("utf-8", "backslashreplace")!r}')
-        typer.echo(f'{len(ids):,} tokens, {len(text.encode())/max(1, len(ids)):.2f} bytes each', err=True)
+        typer.echo(f'{len(ids):,} tokens, {len(said.encode())/max(1, len(ids)):.2f} bytes each', err=True)
 
 @tokenizer.command(name='show')
 def show_tokenizer(folder: Folder, as_json: AsJson = False) -> None:
