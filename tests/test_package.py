@@ -142,7 +142,7 @@ MAY_IMPORT = {
     'likelihood': 'objective preferences step',
     'reference': 'files likelihood preferences progress step switch',
     'dpo': 'knobs likelihood objective reference',
-    'reward': 'knobs likelihood objective preferences',
+    'reward': 'knobs likelihood objective preferences step',
     'families': 'architecture config model',
     'hf': 'config families model tokenizer',
     'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',
