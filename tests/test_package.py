@@ -289,9 +289,13 @@ def test_readme_commands_exist():
     readme, makefile = (ROOT/'README.md').read_text(encoding='utf-8'), (ROOT/'Makefile').read_text(encoding='utf-8')
     targets = set(re.findall(r'^([a-z-]+):', makefile, re.M))
     assert set(re.findall(r'(?m)^make ([a-z-]+)', readme)) | set(re.findall(r'`make ([a-z-]+)', readme)) <= targets
-    cli = (PACKAGE/'cli.py').read_text(encoding='utf-8')
+    from typer.main import get_command
+    from trainkit.cli import app
     shell = '\n'.join(re.findall(r'```sh\n(.*?)```', readme, re.S))
-    for command in set(re.findall(r'(?m)^trainkit ([a-z]+)', shell)): assert f'def {command}(' in cli or f"name='{command}'" in cli, command
+    for first, second in set(re.findall(r'(?m)^trainkit ([a-z]+)(?: ([a-z]+)\b)?', shell)):
+        command = get_command(app).commands.get(first) # type: ignore
+        assert command, first
+        assert not hasattr(command, 'commands') or second in command.commands, f'{first} {second}'
 
 
 def test_repository_is_named_in_one_place():

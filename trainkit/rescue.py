@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .checks import not_finite
-from .faults import StepTooBig, blame, worker_died
+from .faults import StepTooBig, blame, held_back, worker_died
 from .plan import TrainingError
 from .step import Step, read_steps
 
@@ -78,17 +78,22 @@ def rescued(
     "Save the run as it was after its last step."
     where, why = f'the last checkpoint is {trainer.checkpoint or "none"}', ''
     s, place = trainer.state, trainer.cursor.state_dict() if trainer.cursor is not None else None
-    known = place is None or 'index' in place
+    known, died = place is None or 'index' in place, worker_died(error)
     if place and known: # Some batches of the next step may have been given out
         start = trainer.train_start or {}
         place |= dict(index=s.batch + (s.epoch == 0)*start['index'], epoch=s.epoch + start['epoch'])
     if trainer.folder and known and s.step and trainer.accelerator.num_processes == 1:
         try:
-            trainer.save(SimpleNamespace(state_dict=lambda: place) if place is not None else None)
-            trainer.settle()
+            try:
+                with held_back(): # A loader process may be found dead only now; nothing ends the save for that
+                    trainer.save(SimpleNamespace(state_dict=lambda: place) if place is not None else None)
+                    trainer.settle()
+            except RuntimeError as late:
+                if not worker_died(late): raise
+                died = True
         except Exception as second: where += f' (saving failed: {second})'
         else: where = f'everything up to step {s.step} is in {trainer.checkpoint}: train(resume=True) goes on'
-    if worker_died(error):
+    if died:
         why = ('a process that prepares batches died, most often because the machine has no memory left: fewer '
                'num_workers; with num_workers=0 an error of the data itself is shown. ')
     if isinstance(error, StepTooBig):
