@@ -90,7 +90,7 @@ def rescued(
                     trainer.settle()
             except RuntimeError as late:
                 if not worker_died(late): raise
-                died = True
+                if not died: late.__cause__, error, died = error, late, True # A broken pipe was the first sign of it
         except Exception as second: where += f' (saving failed: {second})'
         else: where = f'everything up to step {s.step} is in {trainer.checkpoint}: train(resume=True) goes on'
     if died:
