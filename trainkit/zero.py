@@ -23,7 +23,7 @@ class ZeRO(Shards):
     "Moments, then gradients, then parameters are shares, by DeepSpeed (Rajbhandari et al. 2020)."
 
     def cut(self) -> nn.Module:
-        try: import deepspeed # noqa: F401
+        try: import deepspeed # type: ignore # noqa: F401
         except ImportError:
             raise ImportError(f'{self.strategy} needs DeepSpeed: pip install "trainkit-llm[deepspeed]" (with DS_BUILD_OPS=0 '
                               'where there is no CUDA compiler), or take strategy fsdp') from None
@@ -34,8 +34,8 @@ class ZeRO(Shards):
     def start(self, optimizer: Any, max_grad_norm: float = 0.) -> nn.Module:
         import logging
 
-        import deepspeed
-        from deepspeed.utils import logger
+        import deepspeed # type: ignore
+        from deepspeed.utils import logger # type: ignore
         logger.setLevel(logging.ERROR)
         if self.accelerator.device.type == 'cpu': # else it compiles one, and waits for ever where a killed run left the lock
             deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False # type: ignore
@@ -79,7 +79,7 @@ class ZeRO(Shards):
         return zero
 
     def whole(self, p: Tensor) -> Tensor:
-        import deepspeed
+        import deepspeed # type: ignore
         with deepspeed.zero.GatheredParameters([p], enabled=self.stage == 3): return p.detach().clone()
 
     def here(self, p: Any, value: Tensor) -> Tensor: # What of it lies in this process, in stage 3
@@ -87,8 +87,8 @@ class ZeRO(Shards):
         return torch.nn.functional.pad(flat, (0, n*self.accelerator.num_processes - len(flat)))[n*self.accelerator.process_index:][:n]
 
     def put(self, p: Tensor, value: Tensor) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+        import deepspeed # type: ignore
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param # type: ignore
         value = value.to(self.accelerator.device)
         with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3): p.data.copy_(value)
         if not p.requires_grad: return
@@ -96,14 +96,14 @@ class ZeRO(Shards):
         else: safe_set_full_fp32_param(p, value.float())
 
     def moments(self, p: Tensor) -> dict[str, Any]:
-        from deepspeed.utils import safe_get_full_optimizer_state
+        from deepspeed.utils import safe_get_full_optimizer_state # type: ignore
         state = self._linked().optimizer.state
         known = next((s for s in state.values() if s), {})
         step = {k: v for k, v in known.items() if not isinstance(v, Tensor) or v.ndim == 0}
         return step | {k: safe_get_full_optimizer_state(p, k).cpu().view(self.shape_of(p)) for k in known if k not in step} # type: ignore
 
     def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state # type: ignore
         zero: Any = self.live.optimizer
         if getattr(zero, 'swap_optimizer', False):
             raise ValueError("A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on with 'cpu'")
