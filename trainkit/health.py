@@ -72,8 +72,10 @@ def creeping_memory(records: Sequence[dict]) -> Finding | None:
         steps, used = series(records, key)
         half = used[len(used)//2:]
         if len(half) < 8: continue
-        grown, ups = half[-1] - half[0], sum(b > a for a, b in zip(half, half[1:], strict=False))
-        if grown > max(0.05*half[0], 0.05) and ups >= 0.7*(len(half) - 1) and half[-1] == max(half):
+        rises = [b - a for a, b in zip(half, half[1:], strict=False)]
+        grown, ups = half[-1] - half[0], sum(rise > 0 for rise in rises)
+        single = max(rises) > 0.5*grown # A buffer that is made once, for a checkpoint or an evaluation
+        if grown > max(0.05*half[0], 0.05) and ups >= 0.7*(len(half) - 1) and half[-1] == max(half) and not single:
             rate = grown/(steps[-1] - steps[len(used)//2])*1000
             return Finding('creeping_memory', steps[-1], f'More and more {name} is used',
                            f'{half[0]:.2f} GiB at step {steps[len(used)//2]}, {half[-1]:.2f} GiB now, '
