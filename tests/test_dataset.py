@@ -503,7 +503,7 @@ CTRL_C = """
 import os, signal, sys, threading, time
 from trainkit.parallel import in_order
 def slow(part):
-    os.write(1, b'%d\n' % os.getpid()) # one write: two processes can't mix theirs
+    os.write(1, f'{os.getpid()}{os.linesep}'.encode()) # one write: two processes can't mix theirs
     time.sleep(60)
     return part
 try: list(in_order(slow, range(4), num_workers=2, chunk=1))
