@@ -162,6 +162,7 @@ MAY_IMPORT = {
     'labeler': 'canvas chat files form generate intervals knobs page reference view',
     'run_browser': 'canvas charts compare form index knobs page runs view',
     'session': 'config hf plan recipes remote runs story',
+    'explore': 'canvas form knobs view',
     'recipes': 'adapters chat config dataset evaluate families health hf judge lock lora machine method monitor objective offload optim parts plan progress quant remote runs tokenizer track train',
     'rehearsal': 'lora memory method model recipes',
     'talk': 'chat generate knobs',
