@@ -123,6 +123,7 @@ MAY_IMPORT = {
     'offload': '',
     'ledger': 'canvas charts',
     'memory': 'adamw8bit backward facts layers ledger nf4 objective optim',
+    'forecast': 'ledger memory',
     'planner': 'canvas knobs ledger lora memory model offload optim quant',
     'evaluate': '',
     'advantages': '',
