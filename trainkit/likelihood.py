@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .objective import fitting, forward_arguments, names_argument
-from .preferences import SIDES, collate_pairs
+from .pairs import SIDES, collate_pairs
 from .step import evaluating
 
 # %% ../nbs/30_likelihood.ipynb #f9195fdd

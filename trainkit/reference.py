@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .files import write_atomic
 from .likelihood import PairLogProbs, pair_log_probs, shares_prompts
-from .preferences import collate_pairs
+from .pairs import collate_pairs
 from .progress import Progress
 from .switch import active_adapters, adapters_off
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from .likelihood import lay_out
 from .objective import Loss, fitting, names_argument, objective
-from .preferences import collate_pairs
+from .pairs import collate_pairs
 from .step import evaluating
 
 # %% ../nbs/30_reward.ipynb #f8b4943f

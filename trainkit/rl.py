@@ -70,6 +70,7 @@ class RLConfig:
                                           choices=('token', 'sequence'))
     scale_rewards: str = knob('group', "What grpo divides by: the spread of the 'group', of the 'batch', or nothing ('none')",
                               choices=('group', 'batch', 'none'))
+    rewards: list[str] = knob([], 'Reward functions by name, as in right_answer or right_length(200, 50), and folders of reward models; for a run from a config')
     reward_weights: list[float] | None = knob(None, 'Weight of each reward function; unset: 1')
     gamma: float = knob(1.0, 'ppo: what a reward one token later is worth', low=0, high=1)
     lam: float = knob(0.95, 'ppo: trust in the value function (0) or in what came (1)', low=0, high=1)
