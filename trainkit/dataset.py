@@ -50,10 +50,11 @@ class DataConfig:
     remove_unused_columns: bool = knob(False, 'Keep only the columns that the kind needs, and those that other knobs name')
     clean: bool = knob(True, 'Normalise Unicode, line ends and spaces, drop control characters and repeated rows')
     min_length: int = knob(1, 'Drop rows with fewer characters than this', low=0)
-    chunk_chars: int = knob(8000, 'Cut longer texts into rows of at most this many characters before splitting', low=1)
-    eval_fraction: float = knob(0.02, 'Share of the rows that is set apart for evaluation', low=0.0001, high=0.9)
+    chunk_chars: int = knob(4000, 'Cut longer texts into rows of at most this many characters before splitting', low=1)
+    eval_fraction: float = knob(0.05, 'Share of the rows that is set apart for evaluation', low=0.0001, high=0.9)
     test_fraction: float = knob(0.0, 'Share of the rows that is set apart for a last test, which no run reads', low=0, high=0.9)
-    split_by: str | None = knob(None, 'A column, such as task, of which every value gets rows to evaluate on')
+    split_by: str | None = knob(None, 'A column, such as task: those of its values that have nothing to evaluate on are named')
+    eval_fractions: dict[str, float] = knob({}, 'Shares of their own for values of split_by, as in {sums: 0.3}')
     group: str | None = knob(None, 'A column whose equal values stay on one side of the split')
     max_length: int = knob(256, 'Tokens in one training row', low=2, aliases=('max_seq_length', 'seq_len'))
     preprocessing_num_workers: int = knob(1, 'Processes that check and clean rows', low=1, aliases=('dataset_num_proc', 'num_proc'))
@@ -91,9 +92,10 @@ def load_splits(
             raise ValueError(f'{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they must be the same')
         parts = dict(train=rows, eval=held, test=[])
         if config.test_fraction:
-            parts['train'], parts['test'] = split_examples(rows, config.test_fraction, seed, by=config.split_by, group=config.group)
+            parts['train'], parts['test'] = split_examples(rows, config.test_fraction, seed, by=config.split_by, group=config.group, on_empty='raise')
     else:
-        split = split_examples(rows, config.eval_fraction, seed, config.test_fraction, config.split_by, config.group)
+        split = split_examples(rows, config.eval_fraction, seed, config.test_fraction, config.split_by, config.group,
+                               config.eval_fractions, on_empty='raise')
         parts = dict(train=split[0], eval=split[1], test=split[2] if config.test_fraction else [])
     asked = {split_key(row, config.group) for row in parts['train']}
     shared = sum(split_key(row, config.group) in asked for part in ('eval', 'test') for row in parts[part])

@@ -149,7 +149,7 @@ def split(
     test_percentage: Annotated[Optional[float], typer.Option(help='About this part of the rows; 10 with --test-output.',
         show_default=False)] = None,
     stratify: Annotated[Optional[str], typer.Option(metavar='COLUMN', show_default=False,
-        help='A column, such as task, of which every value gets rows to evaluate on.')] = None,
+        help='A column, such as task: those of its values that have nothing to evaluate on are named.')] = None,
     group: Annotated[Optional[str], typer.Option(metavar='COLUMN', show_default=False,
         help='A column whose equal values stay together.')] = None,
     seed: Annotated[int, typer.Option(help='Another seed is another split.')] = 0,
@@ -166,11 +166,13 @@ def split(
     percent = 10.0 if test_output and test_percentage is None else test_percentage or 0.0
     for name, value in (('--eval-percentage', eval_percentage), ('--test-percentage', percent if test_output else 1)):
         if not 0 < value < 100: raise ValueError(f'{name} {value:g}: must be between 0 and 100')
-    parts = split_examples(read_file(file, kind, column, encoding), eval_percentage/100, seed, percent/100, stratify, group)
+    parts = split_examples(read_file(file, kind, column, encoding), eval_percentage/100, seed, percent/100, stratify, group,
+                           on_empty='raise')
     total = sum(map(len, parts))
     for path, rows in zip(outputs, parts, strict=False):
         write_examples(rows, path)
         typer.echo(f'{path}: {len(rows):,} rows ({len(rows)/total:.1%})')
+    typer.echo(f'A run reads both: --dataset {train_output} data.eval_file={eval_output}')
 
 @data.command()
 def convert(
