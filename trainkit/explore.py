@@ -140,7 +140,8 @@ class Control(Field):
         super().__init__(knob.name, knob, knob.value, changed, _label(knob))
         self.slider, self.whole = None, knob.type is int
         self.widget.style.description_width = '130px'
-        if knob.type is str and not knob.choices:
+        self.raw = knob.type is str and not knob.choices # As it stands, with the spaces around it
+        if self.raw and len(knob.value) > 30:
             close_all(self.widget)
             self.widget = W.Textarea(value=knob.value, description=_label(knob), rows=2, layout=W.Layout(width='98%'), style=dict(description_width='130px'))
             self.widget.observe(self._on, names='value')
@@ -156,7 +157,7 @@ class Control(Field):
         self.box.children = [row, self.wrong]
 
     def _on(self, change):
-        if isinstance(self.widget, widgets().Textarea): return None if self.quiet else self.changed(self.path, change['new'])
+        if self.raw: return None if self.quiet else self.changed(self.path, change['new'])
         if not self.quiet and self.slider is not None:
             try: self._follow(float(change['new']))
             except ValueError: pass # Said below the field
@@ -181,7 +182,7 @@ class Control(Field):
         "Put a value into the field, as if it had always been there."
         self.quiet = True
         try:
-            self.widget.value = show_text(value) if self.text and not isinstance(self.widget, widgets().Textarea) else value
+            self.widget.value = show_text(value) if self.text and not self.raw else value
             if self.slider is not None: self._follow(float(value))
         finally: self.quiet = False
 
