@@ -116,7 +116,7 @@ MAY_IMPORT = {
     'overlap': '',
     'bertscore': 'overlap',
     'metrics': 'overlap',
-    'scores': 'evaluate generate intervals likelihood objective progress step',
+    'scores': 'evaluate generate intervals objective progress step',
     'modelfile': 'files gguf templates',
     'gguf': 'families formats hf model patterns progress rope',
     'sandbox': 'progress',
