@@ -172,6 +172,8 @@ MAY_IMPORT = {
     'run_browser': 'canvas charts compare form index knobs page runs',
     'session': 'config hf plan recipes remote runs story',
     'explore': 'canvas form knobs view',
+    'model_explorers': 'canvas chat charts explore knobs sampling',
+    'data_explorers': 'canvas charts curriculum explore knobs packing',
     'training_explorers': 'canvas charts dpo explore knobs optim view',
     'memory_explorer': 'architecture canvas explore families knobs ledger planner',
     'text_explorers': 'canvas chat explore knobs lengths masks patterns templates tokenizer',
