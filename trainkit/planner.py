@@ -12,7 +12,8 @@ __all__ = ['LEVERS', 'MACHINES', 'Setup', 'make_setup', 'setup_optimizer', 'pred
 
 # %% ../nbs/25_planner.ipynb #12b6d8cc
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from .memory import predict_memory
 from .model import ModelConfig, Transformer
 from .offload import OffloadedOptimizer, checkpoint_blocks
 from .optim import OptimConfig, make_optimizer
-from .quant import Linear4bit, QuantConfig, quantizable
+from .quant import Linear4bit, Linear8bit, QuantConfig, quantizable
 
 # %% ../nbs/25_planner.ipynb #cd4b32f5
 @dataclass(frozen=True)
@@ -43,14 +44,15 @@ class Setup:
     in_backward: bool = False # Each parameter moves as soon as its gradient is known
     lora_rank: int = 0 # 0: all parameters learn
     half_weights: bool = False # The frozen weights, beside LoRA, are in half precision
-    bits: int | None = None # 4: the frozen weights, beside LoRA, are NF4
+    bits: int | None = None # The frozen weights, beside LoRA, are NF4 (4) or whole numbers (8)
     offload: bool = False # The optimizer and its states are in main memory
+    lora: LoRAConfig | None = field(default=None, repr=False) # What is adapted and how; None: all linear layers
 
     def __post_init__(self):
         if (self.bits or self.half_weights) and not self.lora_rank:
             raise ValueError(f'bits = {self.bits}, half_weights = {self.half_weights}: only frozen weights can be so small, '
                              'so set lora_rank too')
-        if self.bits not in (None, 4): raise ValueError(f'bits = {self.bits}: must be 4 or empty')
+        if self.bits not in (None, 4, 8): raise ValueError(f'bits = {self.bits}: must be 4, 8 or empty')
         if self.in_backward and self.accumulation > 1:
             raise ValueError(f'in_backward with accumulation = {self.accumulation}: a parameter that moves in every backward '
                              'pass cannot wait for the next one; choose one of them')
@@ -64,11 +66,13 @@ def make_setup(
     made: nn.Module = Transformer(model) if isinstance(model, ModelConfig) else model()
     if setup.half_weights: made = made.to(torch.float16 if setup.mixed_precision == 'fp16' else torch.bfloat16)
     if setup.bits:
-        for name, layer in quantizable(made, QuantConfig(bits=4)).items():
+        kind = Linear4bit if setup.bits == 4 else partial(Linear8bit, threshold=0.0) # Outliers would be a question about data
+        for name, layer in quantizable(made, QuantConfig(bits=setup.bits)).items():
             old: Any = layer
             inside, outside = old.weight.shape if hasattr(old, 'nf') else reversed(old.weight.shape) # GPT-2's are transposed
-            put(made, name, Linear4bit(inside, outside, old.bias is not None, dtype=old.weight.dtype))
-    if setup.lora_rank: made = add_lora(made, LoRAConfig(r=setup.lora_rank, target_modules='all-linear'))
+            put(made, name, kind(inside, outside, old.bias is not None, dtype=old.weight.dtype))
+    if setup.lora_rank:
+        made = add_lora(made, replace(setup.lora or LoRAConfig(target_modules='all-linear'), r=setup.lora_rank))
     if setup.checkpointing: checkpoint_blocks(made)
     return made
 
@@ -99,7 +103,7 @@ LEVERS: dict[str, Callable[[Setup, str], Setup]] = { # From cheap to dear; what 
     'step in backward': lambda s, half: replace(s, in_backward=True, accumulation=1),
     'LoRA': lambda s, half: replace(s, lora_rank=s.lora_rank or 16, in_backward=False),
     'half weights': lambda s, half: replace(s, half_weights=bool(s.lora_rank), mixed_precision=half if s.lora_rank else s.mixed_precision),
-    'NF4': lambda s, half: replace(s, bits=4 if s.lora_rank else None),
+    'NF4': lambda s, half: replace(s, bits=4 if s.lora_rank else s.bits),
     'offload': lambda s, half: replace(s, offload=True),
     'shorter rows': lambda s, half: replace(s, seq_len=s.seq_len//2) if s.seq_len >= 256 else s,
 }
@@ -163,8 +167,8 @@ class Plan:
     def __str__(self) -> str:
         highest = max(self.budget, *(size for _, size in self.waterfall))
         lines = [f'{name:<18}{show_bytes(size):>9}  {"█"*max(1, round(30*size/highest))}{" fits"*(size <= self.budget)}' for name, size in self.waterfall]
-        new, old = asdict(self.setup), asdict(Setup())
-        chosen = ', '.join(f'{k}={v!r}' for k, v in new.items() if v != old[k] or k in ('batch_size', 'seq_len'))
+        new, old = vars(self.setup), vars(Setup())
+        chosen = ', '.join(f'{k}={v!r}' for k, v in new.items() if k != 'lora' and (v != old[k] or k in ('batch_size', 'seq_len')))
         if self.fits: end = f'fits into {show_bytes(self.budget)}'
         else: end = f'does not fit into {show_bytes(self.budget)}: the smallest need is {show_bytes(self.peak)}. Take a smaller model or a larger machine'
         each = f' on each of {self.cards} cards' if self.cards > 1 else ''
