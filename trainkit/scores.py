@@ -64,7 +64,7 @@ class TextScore:
         return f'loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte ({self.tokens:,} tokens)'
 
 # %% ../nbs/33_scores.ipynb #09fee420
-TOKENS, LOGITS = 2**12, (2**22, 2**26) # Of a batch: tokens that are read; logits that exist at once, on a CPU and elsewhere
+TOKENS, LOGITS = (2**9, 2**13), (2**24, 2**26) # That a batch reads; that exist at once: on a CPU, where small batches are as fast, and elsewhere
 
 def split_head(
     model: nn.Module, # Ours, one of transformers, or a PEFT model
@@ -112,8 +112,8 @@ def score_pieces(
     "How likely a model finds tokens, in batches of pieces of one length."
     found, parts = [(0.0, 0)]*len(pieces), split_head(model)
     device, size = next(model.parameters()).device, int(getattr(model.config, 'vocab_size', 50_000)) # type: ignore
-    room = max(1, LOGITS[device.type != 'cpu'] // size)
-    most = TOKENS if parts else min(TOKENS, LOGITS[1] // size)
+    room, most = max(1, LOGITS[device.type != 'cpu'] // size), TOKENS[device.type != 'cpu']
+    if parts is None: most = min(most, LOGITS[1] // size)
     order = sorted((i for i, (ids, first) in enumerate(pieces) if first < len(ids)), key=lambda i: -len(pieces[i][0]))
     with evaluating(model):
         while order:
