@@ -176,6 +176,8 @@ MAY_IMPORT = {
     'data_explorers': 'canvas charts curriculum explore knobs packing',
     'training_explorers': 'canvas charts dpo explore knobs optim view',
     'memory_explorer': 'architecture canvas explore families knobs ledger planner',
+    'lora_explorer': 'adapters canvas charts explore int8 knobs ledger lora lowrank nf4 ranks targets',
+    'quant_explorer': 'canvas explore int8 knobs ledger lora_explorer nf4',
     'text_explorers': 'canvas chat explore knobs lengths masks patterns templates tokenizer',
     'recipes': 'adapters chat config dataset evaluate families health hf judge lock lora machine method monitor objective offload optim parts plan progress quant remote runs tokenizer track train',
     'rehearsal': 'lora memory method model recipes',
