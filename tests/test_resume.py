@@ -142,6 +142,13 @@ def test_an_older_checkpoint_leaves_the_abandoned_ones_aside(tmp_path):
     assert latest_checkpoint(home).name == 'checkpoint-7' and (home/'abandoned-1'/'checkpoint-12').is_dir()
 
 
+def test_a_resume_deletes_what_a_killed_process_had_no_time_to(tmp_path):
+    home = tmp_path/'run'/'checkpoints'
+    trainer(tmp_path/'run').train()
+    trainer(tmp_path/'run', save_total_limit=2).train('auto') # nothing left to do, and nothing saved
+    assert [path.name for path in find_checkpoints(home)] == ['checkpoint-9', 'checkpoint-12']
+
+
 @pytest.mark.parametrize('change, said', [(dict(seed=1), 'train.seed was 42 and is 1'), (dict(rate=1e-3), 'optim.learning_rate was 0.01 and is 0.001'),
     (dict(gradient_accumulation_steps=2), 'batches_per_step was 1 and is 2'), (dict(max_steps=20), 'total_steps was 12 and is 20')])
 def test_another_run_is_refused_and_nothing_is_lost(tmp_path, change, said):

@@ -25,7 +25,7 @@ from .config import to_dict
 from .identity import check_identity
 from .optim import warmup_steps
 from .plan import TrainState
-from .retention import find_checkpoints, set_aside
+from .retention import find_checkpoints, rotate, set_aside
 
 # %% ../nbs/18_resume.ipynb #7e3170ae
 def identity_of(
@@ -124,7 +124,10 @@ def go_on(
         if not force: raise ValueError(f'{what}. Put them back, or choose another folder for a new run; '
                                        'with force_resume=True (--force-resume) this one goes on with them')
         trainer.note(what)
-    clear_future(trainer, trainer.state.step if path.parent == trainer.folder/'checkpoints' else -1)
+    home = trainer.folder and trainer.folder/'checkpoints'
+    clear_future(trainer, trainer.state.step if path.parent == home else -1)
+    if path.parent == home and trainer.accelerator.is_main_process: # The kill may have come before the old ones went
+        rotate(home, trainer.config.save_total_limit, keep=[path, home/f'checkpoint-{trainer.state.best_step}'])
     return path, {name: value for name, value in found.items() if name not in own}
 
 def clear_future(
