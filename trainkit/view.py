@@ -10,6 +10,7 @@ __all__ = ['BUTTONS', 'CHARTS', 'MONO', 'headline', 'buttons', 'pictures', 'samp
 
 # %% ../nbs/50_view.ipynb #d6a0759b
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from .canvas import Picture, clean, grid, number, table
 from .charts import curves
@@ -28,6 +29,8 @@ def headline(
     parts = [state]
     if s.total: parts.append(f'step {s.step:,} of {s.total:,}')
     if 'loss' in s.last: parts.append(f"loss {number(s.last['loss'])}")
+    if 'reward' in s.last: parts.append(f"reward {number(s.last['reward'])}")
+    if 'rewards/accuracies' in s.last: parts.append(f"{100*s.last['rewards/accuracies']:.0f} % preferred rightly")
     if 'eval_loss' in s.last: parts.append(f"held out {number(s.last['eval_loss'])}")
     if s.state == 'running' and s.phase == 'training':
         if speed := s.last.get('tokens_per_second'): parts.append(f'{number(round(speed))} tokens/s')
@@ -54,28 +57,32 @@ def buttons(
     return {**found, 'save': found['save'] and ready, 'sample': found['sample'] and ready}
 
 # %% ../nbs/50_view.ipynb #e2f9b398
-CHARTS: dict[str, tuple[str, ...]] = { # Title -> numbers that it shows
-    'Loss': ('loss', 'eval_loss'),
-    'Rewards of answers': ('chosen', 'rejected', 'margins', 'margin'),
-    'Preferred rightly': ('accuracies', 'accuracy', 'eval_accuracies', 'eval_accuracy'),
-    'Reward': ('reward', 'rewards', 'reward_mean'),
-    'KL from the reference': ('kl', 'objective_kl'),
+CHARTS: dict[str, tuple[str, ...]] = { # Title -> patterns of the numbers that it shows, without `eval_`
+    'Loss': ('loss',),
+    'Rewards of answers': ('*rewards/chosen', '*rewards/rejected'),
+    'Margin': ('*rewards/margins',),
+    'Preferred rightly': ('*rewards/accuracies',),
+    'Reward': ('reward', 'reward_[!s]*', 'rewards/*/mean', 'objective/rlhf_reward'),
+    'KL from the reference': ('kl', '*kl/sampled', '*kl/exact', 'objective/kl'),
+    'Length of answers': ('completion_length', 'completions/mean_length'),
+    'Token accuracy': ('*token_accuracy',),
     'Learning rate': ('learning_rate',),
     'Gradient norm': ('grad_norm',),
     'Tokens a second': ('tokens_per_second',),
-    'Memory, GiB': ('memory_gib', 'gpu_memory_gib'),
+    'Memory, GiB': ('*memory*_gib',),
 }
 
 def pictures(
     snapshot: Snapshot,
     limit: int | None = None, # At most so many
 ) -> list[Picture]:
-    "Charts of what the run told; a first one is there even before it told anything."
-    drawn = []
-    for title, names in CHARTS.items():
-        found = {name: data for name, data in snapshot.curves.items() if name.rsplit('/', 1)[-1] in names}
-        if found or title == 'Loss': drawn.append(curves(found, title, smooth=0.02 if title == 'Loss' else 0., height=220))
-    return drawn[:limit]
+    "Charts of what the run told, the most telling first; it is there even before it told anything."
+    drawn = {}
+    for title, patterns in CHARTS.items():
+        fits = lambda name: any(fnmatchcase(name.replace('eval_', '', 1), pattern) for pattern in patterns) # noqa: B023
+        found = {name: data for name, data in snapshot.curves.items() if fits(name)}
+        if found or title == 'Loss': drawn[title] = curves(found, title, smooth=0.02 if title in ('Loss', 'Reward') else 0., height=220)
+    return [drawn[title] for title in sorted(drawn, key=lambda title: title != 'Reward')][:limit]
 
 # %% ../nbs/50_view.ipynb #df5ea5a2
 MONO = 'font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:0'
