@@ -528,12 +528,12 @@ def test_every_knob_of_the_loop_has_a_test():
 
 def test_data_seed_and_seed_are_apart():
     "One seed chooses the order of the data, the other dropout: RunConfig hands them on."
-    from trainkit.parts import _batches
+    from trainkit.parts import make_batches
     from trainkit.method import RunConfig
     from types import SimpleNamespace
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=0)
-    def order(**seeds): return _batches(RunConfig(train=TrainConfig(**seeds)), ROWS, ROWS, tokenizer)[0].order(0).tolist()
-    sized = _batches(RunConfig(train=TrainConfig(per_device_train_batch_size=3, per_device_eval_batch_size=5)), ROWS, ROWS, tokenizer)
+    def order(**seeds): return make_batches(RunConfig(train=TrainConfig(**seeds)), ROWS, ROWS, tokenizer)[0].order(0).tolist()
+    sized = make_batches(RunConfig(train=TrainConfig(per_device_train_batch_size=3, per_device_eval_batch_size=5)), ROWS, ROWS, tokenizer)
     assert [len(b) for b in sized] == [10, 6]
     assert order(seed=1) == order(seed=2, data_seed=1) != order(seed=2) and order(seed=2) == order(seed=1, data_seed=2)
 
