@@ -78,21 +78,28 @@ def expect_memory(
         shape = read_config(config.init_from)
     def make() -> Any:
         model = Transformer(shape)
-        return add_lora(model, config.lora) if config.method == 'lora' else model
+        return add_lora(model, config.lora) if config.adapts else model
     t = config.train
     half = t.mixed_precision if t.mixed_precision in ('bf16', 'fp16') else 'no'
     length = min(config.data.max_length, shape.max_seq_len)
-    found = predict_memory(make, t.per_device_train_batch_size, length, config.optim, mixed_precision=half,
+    rows = t.per_device_train_batch_size*(2 if config.method in ('dpo', 'reward') else 1) # Both answers of a pair
+    found = predict_memory(make, rows, length, config.optim, mixed_precision=half,
                            in_backward=t.optimizer_in_backward, accumulation=t.gradient_accumulation_steps)
+    beside = 0 if config.adapts or config.method != 'dpo' else found.parts.get('parameters', 0) # The reference, a frozen copy
+    peak = found.peak + beside
     where = 'on the GPU' if 'vram' in device else 'in this machine'
-    text = f'A step will take about {_size(found.peak)} of the {_size(room)} free {where}.'
-    if found.peak >= room:
+    text = f'A step will take about {_size(peak)} of the {_size(room)} free {where}.'
+    if peak >= room:
         rest = sum(v for k, v in found.parts.items() if k not in ('parameters', 'gradients', 'optimizer'))
-        text = (f'A step will take about {_size(found.peak)}, and {_size(room)} are free {where}. What helps: '
-                + _fewer_rows(found.peak, rest, t.per_device_train_batch_size, t.gradient_accumulation_steps, room))
-    return Expected(found.peak, room, text)
+        text = (f'A step will take about {_size(peak)}, and {_size(room)} are free {where}. What helps: '
+                + _fewer_rows(peak, rest, t.per_device_train_batch_size, t.gradient_accumulation_steps, room))
+    return Expected(peak, room, text)
 
 # %% ../nbs/50_preview.ipynb #167866bb
+def _quoted(text: str) -> str:
+    return ('<pre style="white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid rgba(128,128,128,.4);padding-left:10px">'
+            f'{clean(text[:600])}{" …"*(len(text) > 600)}</pre>')
+
 def preview_data(
     config: Any, # A `RunConfig`
     rows: int = 2, # How many
@@ -104,8 +111,11 @@ def preview_data(
     first = found['train'][:rows]
     head = f"<p style='margin:4px 0'>{facts['train_rows']:,} rows of kind {clean(facts['kind'])} to train on, {facts['eval_rows']:,} held out.</p>"
     if facts['kind'] == 'text':
-        return Picture(head + ''.join('<pre style="white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid rgba(128,128,128,.4);padding-left:10px">'
-                                      f'{clean(row["text"][:600])}{" …"*(len(row["text"]) > 600)}</pre>' for row in first))
+        return Picture(head + ''.join(_quoted(row['text']) for row in first))
+    if facts['kind'] in ('preference', 'unpaired', 'prompt'): # Read side by side, and not learned by heart
+        said = lambda value: value if isinstance(value, str) else '\n'.join(f"{turn['role']}: {turn['content']}" for turn in value) if isinstance(value, list) else str(value)
+        return Picture(head + ''.join('<div style="margin:10px 0">' + ''.join(f'<div style="font-weight:600">{name}</div>{_quoted(said(row[name]))}' for name in
+                                      ('prompt', 'chosen', 'rejected', 'completion', 'label') if name in row) + '</div>' for row in first))
     from trainkit.chat import set_template
     from trainkit.masks import show_mask
     from trainkit.tokenizer import BPETokenizer

@@ -36,7 +36,10 @@ FIRST: dict[str, tuple[str, ...]] = { # Method -> knobs in sight; those that a c
     '': ('init_from', 'data.path', 'data.max_length', 'train.max_steps', 'train.num_train_epochs', 'train.per_device_train_batch_size', 'optim.learning_rate', 'prompts'),
 }
 FIRST['qlora'] = FIRST['lora']
-FIRST['dpo'] = ('init_from', 'data.path', 'dpo.beta', 'dpo.loss_type', *FIRST[''][4:])
+FIRST['dpo'] = ('init_from', 'data.path', 'dpo.beta', 'dpo.loss_type', 'use_lora', *FIRST[''][5:])
+FIRST['reward'] = ('init_from', 'data.path', 'dpo.max_length', 'use_lora', 'train.num_train_epochs', 'train.per_device_train_batch_size', 'optim.learning_rate')
+FIRST['ppo'] = FIRST['grpo'] = FIRST['rloo'] = FIRST['reinforce'] = (
+    'init_from', 'data.path', 'rl.rewards', 'rl.num_generations', 'rl.max_completion_length', 'rl.beta', 'train.max_steps', 'optim.learning_rate')
 
 def in_sight(
     config: Any, # A `RunConfig`
