@@ -171,6 +171,15 @@ class Control(Field):
         try: self.slider.value = round(value) if self.whole else value_notch(value, k.low, k.high)
         finally: self.quiet = was
 
+    def follow(self, k: Knob):
+        "Take the limits and the value that the knob has now."
+        self.knob, was, self.quiet = k, self.quiet, True
+        try:
+            if self.slider is not None and self.whole and k.low is not None and k.high is not None:
+                if (high := int(k.high)) != self.slider.max: self.slider.max = max(high, self.slider.min)
+                if (low := int(k.low)) != self.slider.min: self.slider.min = min(low, self.slider.max)
+        finally: self.quiet = was
+
     def _slid(self, change):
         if self.quiet: return
         k = self.knob
@@ -223,6 +232,7 @@ class View:
     def follow(self) -> None:
         "The explorer was turned: move the controls that stand elsewhere, and draw."
         for k in self.explorer.knobs():
+            self.controls[k.name].follow(k)
             if self.values[k.name] != k.value: self.controls[k.name].show(k.value)
             self.values[k.name] = k.value
         if self.explorer.heavy: return self.say('The picture is older than the knobs: press Compute.')
