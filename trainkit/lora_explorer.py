@@ -170,11 +170,12 @@ class LoRAExplorer(Explorer):
         lines = {'kept': (range(1, r + 1), s[:r])} | ({'left out': (range(r + 1, n + 1), s[r:])} if r < n else {})
         first = curves(lines, 'Singular values of the update', 'direction', log_y=self.log_scale)
         second = curves({'energy kept': (range(1, n + 1), 100*kept), f'at rank {r}': ([r], [100*values['share']])}, 'Energy kept, in percent', 'rank')
+        second = Picture(second.replace('r="2.6"', 'r="5"')) if n > 32 else second
         need = {share: int((kept < share - 1e-9).sum()) + 1 for share in (0.9, 0.99)}
-        words = (f'Rank {r} keeps {values["share"]:.2%} of the energy of this update and misses it by {(1 - values["share"])**0.5:.1%}. 90 % needs rank {need[0.9]}, '
-                 f'99 % rank {need[0.99]}; its effective rank is {effective_rank(s):.1f}. Two thin matrices in float32 take {show_bytes(values["bytes"])}, '
+        words = (f'Rank {r} keeps {values["share"]:.2%} of the energy of this update and misses it by {(1 - values["share"])**0.5:.1%}. 90% needs rank {need[0.9]}, '
+                 f'99% rank {need[0.99]}; its effective rank is {effective_rank(s):.1f}. Two thin matrices in float32 take {show_bytes(values["bytes"])}, '
                  f'the whole update {show_bytes(values["whole"])}.')
         tell = lambda e: 'more is lost than was learned' if e > 1 else 'much is lost' if e > 0.1 else 'fine'
-        rows = [{'merged into': name, 'error / update': f'{number(100*e, 3)} %', '': tell(e)} for name, e in values['errors'].items()]
-        lost = table(rows, 'What is lost when it is merged') if rows else '<p style="opacity:.75">What a merge would lose is not known without the weights: give (base, adapter).</p>'
+        rows = [{'merged into': name, 'error': f'{number(100*e, 3)}%', '': tell(e)} for name, e in values['errors'].items()]
+        lost = table(rows, 'What a merge loses, as a share of the update') if rows else '<p style="opacity:.75">What a merge would lose is not known without the weights: give (base, adapter).</p>'
         return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second, Picture(lost))}')

@@ -75,9 +75,10 @@ def waterfall(
 ) -> Picture:
     "How parts add up, against what there is room for."
     total = sum(parts.values())
-    most, before, body = 1.05*max(room, total), 0., text(0, 13, title, more='font-weight="600"') if title else ''
+    far = room > 4*total
+    most, before, body = total if far else 1.02*max(room, total), 0., text(0, 13, title, more='font-weight="600"') if title else ''
     left = 14 + 6.7*max([5, *map(len, parts)])
-    X = lambda size: left + (400 - left)*size/most
+    X = lambda size: left + (395 - left)*size/most
     rows = [*((name, size, X(before := before + size), PALETTE[i % len(PALETTE)]) for i, (name, size) in enumerate(parts.items())),
             ('total', total, X(total), PALETTE[2] if total <= room else PALETTE[4])]
     for i, (name, size, end, colour) in enumerate(rows):
@@ -85,11 +86,12 @@ def waterfall(
         body += text(left - 8, y + 15, name, 'end', bold)
         start = end - (X(size) - X(0))
         body += f'<rect x="{start:.1f}" y="{y + 2}" width="{max(end - start, 1):.1f}" height="18" rx="2" fill="{colour}"/>'
-        body += text(end + 6, y + 15, show_bytes(size), more=bold)
+        body += text(476, y + 15, show_bytes(size), 'end', bold)
         if name != 'total': body += f'<path d="M{end:.1f} {y + 20}v8" stroke="currentColor" opacity=".4"/>'
     high = 28 + 26*len(rows)
-    body += f'<path d="M{X(room):.1f} 20V{high}" stroke="currentColor" stroke-dasharray="4 3" opacity=".8"/>'
-    body += text(min(X(room), 478), high + 12, f'room {show_bytes(room)}', 'end' if X(room) > 200 else 'start', 'opacity=".8"')
+    edge = 395 if far else X(room)
+    if not far: body += f'<path d="M{edge:.1f} 20V{high}" stroke="currentColor" stroke-dasharray="4 3" opacity=".8"/>'
+    body += text(edge, high + 12, f'room {show_bytes(room)}' + ' →'*far, 'end' if edge > 200 else 'start', 'opacity=".8"')
     return svg(480, high + 18, f'{title}: ' * bool(title) + ', '.join(f'{n} {show_bytes(s)}' for n, s, *_ in rows) + f', room {show_bytes(room)}', body)
 
 def gpu_table(
@@ -98,11 +100,11 @@ def gpu_table(
     "On which machine each method fits as it was asked for, the smallest machine first."
     rows, seen = [], {}
     for name, machine in MACHINES.items():
-        if machine.cards == 1: seen.setdefault((machine.usable, machine.half), []).append(name)
-    for (usable, half), names in sorted(seen.items()):
-        tell = lambda peak: f'fits, {peak/usable:.0%}' if peak <= usable else f'no, {peak/usable:.1f}×' # noqa: B023
-        rows.append({'GPU': ', '.join(names), 'room': show_bytes(usable), 'half': half, **{name: tell(peak) for name, peak in peaks.items()}})
-    return table(rows, 'As asked, on each GPU')
+        if machine.cards == 1: seen.setdefault(machine.usable, []).append(name)
+    for usable, names in sorted(seen.items()):
+        tell = lambda peak: f'✓ {peak/usable:.0%}' if peak <= usable else f'✗ {peak/usable:.1f}×' # noqa: B023
+        rows.append({'GPU': ', '.join(names), 'room': show_bytes(usable), **{name: tell(peak) for name, peak in peaks.items()}})
+    return table(rows, 'As asked, on each GPU: the share of its room that a step takes')
 
 # %% ../nbs/52_memory_explorer.ipynb #a233c4a1
 @dataclass
@@ -161,10 +163,11 @@ class MemoryPlanner(Explorer):
         if self.method == 'QLoRA' and 'other' in parts: parts = {'4-bit weights' if k == 'other' else k: v for k, v in parts.items()}
         size = f' ({number(count_parameters(shape))} numbers)' if isinstance(shape, ModelConfig) else ''
         each = f' on each of {machine.cards} cards' if machine.cards > 1 else ''
-        words = 'fits as it is' if report.peak <= machine.usable else 'does not fit; with these levers it does' if plan.fits else 'does not fit, whatever lever is pulled'
-        head = f'{self.method} of {self.model}{size} on {self.gpu}: {show_bytes(report.peak)}{each} of {show_bytes(machine.usable)} {words}.'
+        words = 'It fits as it is.' if report.peak <= machine.usable else 'It does not fit; with these levers it does.' if plan.fits else 'It does not fit, whatever lever is pulled.'
+        what = 'Full training' if self.method == 'full' else self.method
+        head = f'{what} of {self.model}{size} on {self.gpu}: a step takes {show_bytes(report.peak)}{each}, and there is room for {show_bytes(machine.usable)}. {words}'
         code = str(plan).splitlines()[-1]
-        charts = grid(waterfall(parts, machine.usable, 'One step, as asked, at its peak'), plan._repr_html_())
-        return Picture(f'<p style="font:600 14px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(head)}</p>{charts}'
+        charts = [waterfall(parts, machine.usable, 'One step, as asked, at its peak')] + [plan._repr_html_()]*(len(plan.waterfall) > 1)
+        return Picture(f'<p style="font:600 14px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(head)}</p>{grid(*charts)}'
                        f'<p style="font:12px/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;margin:10px 0">{clean(code)}</p>'
                        + (gpu_table(values['peaks']) if values['peaks'] else ''))

@@ -133,6 +133,6 @@ class QuantExplorer(Explorer):
                  f'{where} off by {values["block"]:.2%}.')
         first = histogram(one['scaled'], one['book'], f'All weights, and the codes of {kind}')
         second = threads(weight.reshape(-1)[:few], one['back'].reshape(-1)[:few], 'The first block' if few == n else f'The first {few} weights of the first {"row" if kind == "int8" else "block"}')
-        rows = [{'codes': ('▸ ' if name == kind else '') + name, 'relative error': f'{v["relative"]:.2%}', 'MSE': number(v['mse'], 3), 'largest error': number(v['max'], 3),
-                 'bits': f'{v["bits"]:.3f}', 'bytes': show_bytes(v['bits']*values['size']/8)} for name, v in values['each'].items()]
+        rows = [{'codes': ('▸ ' if name == kind else '') + name, 'error': f'{v["relative"]:.2%}', 'MSE': number(v['mse'], 3), 'largest': number(v['max'], 3),
+                 'bits': f'{v["bits"]:.2f}', 'bytes': show_bytes(v['bits']*values['size']/8)} for name, v in values['each'].items()]
         return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second)}{table(rows)}')
