@@ -150,6 +150,7 @@ MAY_IMPORT = {
     'families': 'architecture config model',
     'hf': 'config families model tokenizer',
     'twin': 'adapters families lora model reward tokenizer',
+    'llamafactory': 'columns config dataset files optim',
     'with_trl': 'config dataloader files optim plan precision progress step train twin',
     'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',
     'presets': 'config knobs',
