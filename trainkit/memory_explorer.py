@@ -102,8 +102,9 @@ def gpu_table(
     for name, machine in MACHINES.items():
         if machine.cards == 1: seen.setdefault(machine.usable, []).append(name)
     for usable, names in sorted(seen.items()):
-        tell = lambda peak: f'✓ {peak/usable:.0%}' if peak <= usable else f'✗ {peak/usable:.1f}×' # noqa: B023
-        rows.append({'GPU': ', '.join(names), 'room': show_bytes(usable), **{name: tell(peak) for name, peak in peaks.items()}})
+        share = lambda peak: f'{peak/usable:.0%}' if peak >= 0.01*usable else '<1%' # noqa: B023
+        tell = lambda peak: f'✓ {share(peak)}' if peak <= usable else f'✗ {peak/usable:.1f}×' # noqa: B023
+        rows.append({'GPU': f'{", ".join(names)}: {show_bytes(usable)}', **{name: tell(peak) for name, peak in peaks.items()}})
     return table(rows, 'As asked, on each GPU: the share of its room that a step takes')
 
 # %% ../nbs/52_memory_explorer.ipynb #a233c4a1

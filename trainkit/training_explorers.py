@@ -106,7 +106,7 @@ class ScheduleExplorer(Explorer):
             found = phases(rate)
             strips.append(strip([(kind, end - start) for kind, start, end in found] if len(found) < 20 else [('changes', len(rate))], PHASES, f'{name}, in steps'))
             peak = max(rate)
-            rows.append({'schedule': name, 'at peak': f'step {rate.index(peak):,}', 'last': number(rate[-1], 2), 'mean': number(sum(rate)/len(rate), 3),
+            rows.append({'schedule': name, 'at peak': f'step {rate.index(peak):,}', 'mean': number(sum(rate)/len(rate), 3),
                          'of peak': f'{sum(rate)/len(rate)/peak:.0%}' if peak else '–'})
         chart = curves(values['rates'], 'Learning rate of each step', height=280)
         side = ''.join(f'<div style="margin:0 0 14px">{part}</div>' for part in (*strips, table(rows)))
@@ -182,4 +182,4 @@ class DPOExplorer(Explorer):
                  f'Δ = {self.delta:.4g}, margin βΔ = {self.beta*self.delta:.4g}; as a reward model it prefers the chosen one with {share:.1%}.')
         alone = ', '.join(name for name in values['losses'] if name in COUPLED)
         note = notice(f'{alone}: compares the pairs of a batch; here each pair is a batch of its own, and the KL estimate is 0.', '#6e7781', 'note') if alone else ''
-        return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{note}{"".join(charts)}{table(rows)}')
+        return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{note}<div style="display:grid;gap:14px">{"".join(charts)}</div>{table(rows)}')
