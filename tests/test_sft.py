@@ -1,5 +1,6 @@
 "A small model learns to answer from a file of questions and answers, in Python and from a shell, and opens elsewhere."
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_stopped_and_resumed_it_ends_the_same(home):
 
 @pytest.mark.parametrize('rows, hint', [
     ([dict(prompt='Say it.', completion='x'*300)]*3 + [dict(prompt=f'Say {n}.', completion='y') for n in range(9)], 'longer than max_length'),
-    ([dict(prompt='a', completion='b')], "can't be split"),
+    ([dict(prompt='a', completion='b')], 'leave none to evaluate on'),
 ])
 def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint):
     (home/'bad.jsonl').write_text('\n'.join(map(json.dumps, rows)))
@@ -103,6 +104,17 @@ def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint
     bad.data.path = str(home/'bad.jsonl')
     with pytest.raises(ValueError, match=hint): run(bad, verbose=False)
     assert not (home/'runs'/'bad').exists()
+
+
+def test_the_lesson_tunes_the_model_of_the_tour():
+    "Both pages have the same knobs, but for where a run lies and what it shows on the way."
+    found = {}
+    for name, first in (('00_tour', 'small = ['), ('20_sft', 'tour = [')):
+        cells = [''.join(cell['source']) for cell in json.loads((ROOT/f'nbs/{name}.ipynb').read_text())['cells']]
+        (cell,) = [cell for cell in cells if cell.startswith(first)]
+        knobs = set(re.findall(r"'((?:data|tokenizer|model|optim)\.\w+=[^']+|train\.max_steps=\d+)'", cell))
+        found[name] = knobs
+    assert found['00_tour'] == found['20_sft'] and len(found['20_sft']) == 9
 
 
 def test_the_same_from_a_shell(home):
