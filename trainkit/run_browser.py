@@ -63,7 +63,7 @@ def overlay(
     "One number of several runs over the steps."
     drawn = {run.name: run.series(metric) for run in runs[:6] if metric in run.keys()}
     left = f', the first 6 of {len(runs)} runs' if len(runs) > 6 else ''
-    return curves(drawn, f'{metric}{left}', smooth=0.02 if len(drawn) < 4 else 0., log_y=log_y, width=720, height=300)
+    return curves(drawn, f'{metric}{left}', smooth=0.02 if len(drawn) < 4 else 0., log_y=log_y, width=560, height=280)
 
 def metrics_of(
     runs: Sequence[Run],
@@ -82,7 +82,7 @@ def runs_html(
     finals = [(run, run.final()) for run in runs]
     shown = [c for c in ('step', 'loss', 'eval_loss', 'best_eval_loss', 'tokens_per_second') if any(c in final for _, final in finals)]
     marked = {id(run) for run in chosen}
-    rows = [{'run': ('● ' if id(run) in marked else '') + run.name, 'started': run.started[:16].replace('T', ' '), **{c: final.get(c) for c in shown}, 'status': run.status}
+    rows = [{'run': ('●\xa0' if id(run) in marked else '') + run.name, 'started': run.started[5:16].replace('T', '\xa0').replace('-', '\u2011'), **{c: final.get(c) for c in shown}, 'status': run.status}
             for run, final in finals]
     parts = [str(table(rows, f'{len(runs)} run{"s"*(len(runs) != 1)}')) if rows else '<p style="opacity:.75">No run is here.</p>']
     if chosen: parts.append(str(overlay(chosen, metric, log_y)))
@@ -131,6 +131,7 @@ class RunBrowser:
         try:
             labels = [(f'{run.name} · {run.status}' + (f" · loss {run.final()['loss']:.4g}" if isinstance(run.final().get('loss'), float) else ''), run.name) for run in self.found]
             self.list.options = labels
+            self.list.rows = max(3, min(8, len(labels)))
             kept = tuple(name for _, name in labels if name in before) or tuple(name for _, name in labels[:2])
             self.list.value = kept
             self.metric.options = names = metrics_of(self.found) or ['loss']
