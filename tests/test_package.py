@@ -154,7 +154,8 @@ MAY_IMPORT = {
     'hf': 'config families model tokenizer',
     'twin': 'adapters families lora model reward tokenizer',
     'llamafactory': 'columns config dataset files optim',
-    'with_trl': 'config dataloader files optim plan precision progress step train twin',
+    'trl_words': 'dataloader plan',
+    'with_trl': 'config files optim plan precision progress step train trl_words twin',
     'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',
     'presets': 'config knobs',
     'foreign': 'config knobs',
@@ -188,6 +189,7 @@ MAY_IMPORT = {
     'quant_explorer': 'canvas explore int8 knobs ledger lora_explorer nf4',
     'text_explorers': 'canvas chat explore knobs lengths masks patterns templates tokenizer',
     'recipes': 'align config dataset families health hf judge lock lora machine method model monitor objective offload optim parts plan progress quant remote runs saving tokenizer track train verdict',
+    'needs': 'architecture facts hf knobs ledger method model offload planner',
     'rehearsal': 'lora memory method model recipes',
     'talk': 'chat generate knobs',
     'strategy': 'config sharded',
@@ -196,7 +198,7 @@ MAY_IMPORT = {
     'shell': 'dataset files knobs quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
     'tools': 'config dataset files gguf hf merge method modelfile presets shell talk tokenizer translate',
-    'cli': 'history config knobs launch method strategy files generate hf machine recipes rehearsal shell tools',
+    'cli': 'history config knobs launch method strategy files generate hf machine needs recipes rehearsal shell tools',
 }
 
 

@@ -1,8 +1,18 @@
-"Plans: what they name is what is predicted, and a larger budget never needs more levers."
-import pytest
+"Plans: what they name is what is predicted, and a larger budget never needs more levers; a run writes down both."
+import json
 
-from trainkit.model import ModelConfig
+import pytest
+import torch
+from conftest import shell
+
+from trainkit.forecast import MemoryWatch, twin
+from trainkit.lora import LoRAConfig, add_lora
+from trainkit.memory import predict_memory
+from trainkit.model import ModelConfig, Transformer
+from trainkit.objective import lm_loss
 from trainkit.planner import Setup, plan_memory, predict_setup
+from trainkit.quant import QuantConfig, quantize_model
+from trainkit.train import TrainConfig, Trainer
 
 TINY = ModelConfig(vocab_size=300, d_model=64, n_heads=2, n_layers=1, d_ff=128, max_seq_len=128)
 
@@ -24,3 +34,35 @@ def test_a_budget_too_small_says_the_smallest_need():
     assert not plan.fits and 'the smallest need is' in str(plan)
     assert plan.peak == min(size for _, size in plan.waterfall)
     with pytest.raises(ValueError, match="no lever 'lora'"): plan_memory(TINY, 1, levers=['lora'])
+
+
+@pytest.mark.parametrize('bits', [4, 8])
+def test_a_quantized_setup_is_a_quantized_model(bits):
+    lora = LoRAConfig(r=4, target_modules='q_proj')
+    model = add_lora(quantize_model(Transformer(TINY), QuantConfig(bits=bits, threshold=0)), lora)
+    setup = Setup(2, 64, chunked_loss=True, lora_rank=4, bits=bits, lora=lora)
+    assert predict_setup(TINY, setup).parts == predict_memory(twin(model), 2, 64).parts
+
+
+def test_a_run_says_what_was_predicted_and_measured():
+    ids = torch.zeros(4, 64, dtype=torch.long)
+    watch, said = MemoryWatch(64), {}
+
+    class Log:
+        def on_end(self, trainer, record): said.update(record)
+    Trainer(Transformer(TINY), lm_loss, [dict(input_ids=ids, labels=ids)]*3, callbacks=[watch, Log()],
+            config=TrainConfig(max_steps=3, progress=False, per_device_train_batch_size=4)).train()
+    assert said['step_memory_predicted_gib']*2**30 == predict_memory(lambda: Transformer(TINY), 4, 64).peak
+    assert said['step_memory_measured_gib'] > 0 and 'predicted for a step of 4 x 64 tokens' in str(watch)
+
+
+def test_memory_in_a_shell(tmp_path):
+    shape = ['model.vocab_size=300', 'model.d_model=64', 'model.n_heads=2', 'model.n_layers=1', 'model.d_ff=128', 'model.max_seq_len=128',
+             '--max-length', '64', '--batch-size', '4']
+    done = shell('memory', 'predict', *shape, '--json', cwd=tmp_path)
+    found = json.loads(done.stdout)
+    assert found['peak'] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak and found['fits']['T4'], done.stderr
+    done = shell('memory', 'plan', *shape, '--budget', f"{found['peak']//2} B", cwd=tmp_path)
+    assert done.returncode == 0 and 'train.per_device_train_batch_size=' in done.stdout, done.stderr
+    done = shell('memory', 'plan', *shape, '--machine', 'T5', cwd=tmp_path)
+    assert done.returncode == 1 and "'T5' is no amount of memory" in done.stderr and 'Traceback' not in done.stderr
