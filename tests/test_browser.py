@@ -69,6 +69,9 @@ def lab(tmp_path_factory):
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTERLAB_SETTINGS_DIR': str(folder/'.settings'),
            'JUPYTER_DATA_DIR': str(folder/'.data'), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython')}
     env.pop('IN_TEST', None)
+    looks = folder/'.settings'/'@jupyterlab'/'apputils-extension'/'themes.jupyterlab-settings'
+    looks.parent.mkdir(parents=True)
+    looks.write_text('{"adaptive-theme": true}') # Light or dark, as the page's colour scheme is
     words = ['--no-browser', '--ip', '127.0.0.1', '--port', str(port), '--IdentityProvider.token=', '--ServerApp.password=', '--allow-root',
              f'--ServerApp.root_dir={folder}', '--ServerApp.disable_check_xsrf=True', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
     with open(folder/'.log', 'w') as log:
@@ -164,4 +167,153 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     assert box[0] <= box[1] + 2, f'nothing sticks out to the side: {box}'
     page.reload()
     page.locator('text=/^stopped · step/').first.wait_for()
+    page.close()
+
+
+def shoot(page, name):
+    "A picture of the first output, at both widths, if somebody wants to look at it; nothing sticks out to the side."
+    import os
+    for width in (1200, 420):
+        page.set_viewport_size(dict(width=width, height=1500))
+        page.wait_for_timeout(600)
+        if shots := os.environ.get('TRAINKIT_SHOTS'): page.screenshot(path=f'{shots}/{name}-{width}.png')
+        wide, room = page.locator('.jp-OutputArea-output').first.evaluate('e => [e.scrollWidth, e.clientWidth]')
+        assert wide <= room + 2, f'{name} at {width}: {wide} of {room} pixels'
+    page.set_viewport_size(dict(width=1200, height=1500))
+
+
+def press(page, word): page.locator(f"button:text-is('{word}')").first.click()
+
+
+def in_sight(page, text): page.locator(f'text={text}').first.wait_for()
+
+
+def saved_html(page, path):
+    "What the saved notebook shows without a kernel."
+    import json
+    for _ in range(60):
+        page.locator('[data-command="docmanager:save"]').first.click() # Keys go to the field that has the focus
+        page.wait_for_timeout(300)
+        found = [''.join(o.get('data', {}).get('text/html', '')) for c in json.loads(path.read_text())['cells'] for o in c['outputs']]
+        if found: return ''.join(found)
+    raise AssertionError('nothing was saved')
+
+
+RUNS = """
+import math
+from pathlib import Path
+from trainkit.run_browser import RunBrowser
+from trainkit.runs import RunFolder
+if not Path('seen').exists():
+    for rate in (0.003, 0.01, 0.03):
+        with RunFolder(f'seen/rate{rate}', f'optim:\\n  learning_rate: {rate}\\n') as folder:
+            for step in range(1, 200): folder.record('log', dict(step=step, loss=2 + 4*math.exp(-step*rate) + 0.1*math.sin(step), grad_norm=1/step))
+            folder.record('end', dict(step=199, reason='finished'))
+browser = RunBrowser('seen')
+browser.show()
+"""
+
+
+def run_browser(browser, lab, scheme='light'):
+    page = open_notebook(browser, lab, f'runs-{scheme}.ipynb', [RUNS], viewport=dict(width=1200, height=1400), color_scheme=scheme)
+    errors = []
+    page.on('pageerror', lambda e: errors.append(str(e)))
+    in_sight(page, '3 runs')
+    page.get_by_role('textbox', name='Filter').fill('learning_rate>5e-3')
+    page.get_by_role('textbox', name='Filter').press('Tab')
+    in_sight(page, '2 runs')
+    page.locator('select[multiple] option').first.click()
+    page.locator('select[multiple] option').last.click(modifiers=['Control'])
+    in_sight(page, 'What differs')
+    page.get_by_role('textbox', name='Filter').fill('learnin_rate=1')
+    page.get_by_role('textbox', name='Filter').press('Tab')
+    page.get_by_role('alert').filter(has_text='is no knob').wait_for()
+    page.get_by_role('textbox', name='Filter').fill('')
+    page.get_by_role('textbox', name='Filter').press('Tab')
+    in_sight(page, '3 runs')
+    return page, errors
+
+
+def test_runs_are_browsed_in_a_notebook(browser, lab):
+    "The quick one: a filter, a choice, an error that is said, and what the saved notebook shows."
+    page, errors = run_browser(browser, lab)
+    assert page.locator('.trainkit-still').first.is_hidden(), 'the picture is for those who have no widgets'
+    html = saved_html(page, lab[1]/'runs-light.ipynb')
+    assert '3 runs' in html and 'What differs' in html and not errors, errors
+    page.close()
+
+
+VOICES = """
+import copy
+import torch
+from trainkit.chat import set_template
+from trainkit.model import ModelConfig, Transformer
+from trainkit.tokenizer import BPETokenizer
+torch.manual_seed(0)
+tokenizer = BPETokenizer.train(['what colour is the sky? the sky is blue.']*4, 270, special_tokens=['<|endoftext|>'])
+base = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=64, n_heads=4, n_layers=2, d_ff=128, max_seq_len=256))
+set_template(tokenizer, 'chatml', base)
+tuned = copy.deepcopy(base)
+with torch.no_grad():
+    for p in tuned.parameters(): p.mul_(1.3)
+"""
+CHAT = VOICES + """
+from trainkit.chat_compare import ChatCompare
+chat = ChatCompare(dict(base=(base, tokenizer), tuned=(tuned, tokenizer), twin=(base, tokenizer)), max_new_tokens=30, system='Be brief.')
+chat.show()
+"""
+LABELS = VOICES + """
+from trainkit.labeler import PreferenceLabeler
+labeler = PreferenceLabeler.sample('%s.jsonl', base, tokenizer, [f'what colour is {x}?' for x in ('the sky', 'grass', 'snow')], max_new_tokens=20, who='me')
+labeler.show()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_widgets_look_well(browser, lab, scheme):
+    "Chat, labels and runs, driven once in each theme; at both widths nothing sticks out."
+    page, errors = run_browser(browser, lab, scheme)
+    shoot(page, f'runs-{scheme}')
+    page.close()
+
+    page = open_notebook(browser, lab, f'chat-{scheme}.ipynb', [CHAT], viewport=dict(width=1200, height=1500), color_scheme=scheme)
+    page.on('pageerror', lambda e: errors.append(str(e)))
+    in_sight(page, 'Nobody has been asked yet.')
+    press(page, 'Ask')
+    page.get_by_role('alert').filter(has_text='Write a question first').wait_for()
+    page.get_by_role('textbox', name='Question').fill('what colour is the sky?')
+    press(page, 'Ask')
+    in_sight(page, 'All tokens')
+    in_sight(page, 'KL to base')
+    in_sight(page, 'Ready.')
+    first = page.locator('section[aria-label=base]').first.inner_text()
+    press(page, 'Try again')
+    in_sight(page, 'seed 1')
+    assert page.locator('section[aria-label=base]').first.inner_text() != first
+    assert page.locator('section[aria-label=base]').first.inner_text().split('\n')[1] == page.locator('section[aria-label=twin]').first.inner_text().split('\n')[1]
+    press(page, 'X-ray')
+    in_sight(page, 'grey is what it read')
+    shoot(page, f'chat-{scheme}')
+    html = saved_html(page, lab[1]/f'chat-{scheme}.ipynb')
+    assert 'KL to base' in html and 'seed 1' in html
+    page.close()
+
+    page = open_notebook(browser, lab, f'labels-{scheme}.ipynb', [LABELS % scheme], viewport=dict(width=1200, height=1000), color_scheme=scheme)
+    page.on('pageerror', lambda e: errors.append(str(e)))
+    in_sight(page, '0 of 3 judged')
+    press(page, 'A is better')
+    in_sight(page, '1 of 3 judged')
+    page.get_by_role('textbox', name='Keys').click()
+    page.keyboard.type('t')
+    in_sight(page, '2 of 3 judged')
+    page.keyboard.type('u')
+    in_sight(page, '1 of 3 judged')
+    shoot(page, f'labels-{scheme}')
+    page.get_by_role('textbox', name='Keys').click()
+    page.keyboard.type('b')
+    page.keyboard.type('a')
+    in_sight(page, 'All pairs are judged')
+    assert len((lab[1]/f'{scheme}.jsonl').read_text().splitlines()) == 3
+    assert 'All pairs are judged' in saved_html(page, lab[1]/f'labels-{scheme}.ipynb') and not errors, errors
     page.close()

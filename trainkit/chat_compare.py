@@ -59,8 +59,8 @@ def answer_html(
     said = [f'{n} token{"s"*(n != 1)}' + ('' if answer.ended or not known else ', not finished')]
     if known: said.append(f'perplexity {math.exp(-answer.mean("log_probs")):.3g}')
     if answer.kl: said.append(f'KL to {clean(first)} {answer.mean("kl"):.3g} a token')
-    shy = sorted((math.exp(x), i) for i, x in enumerate(known) if x < math.log(0.1))[:3]
-    names = ', '.join(f'<q>{clean(visible(answer.pieces[i]) if answer.pieces[i] else "∎")}</q> {_percent(p)}' for p, i in shy)
+    shy = sorted((min(math.exp(known[i]) for i in tokens), k, text) for k, (text, tokens) in enumerate(characters(answer))) if known else []
+    names = ', '.join(f'<q><bdi>{clean(visible(text))}</bdi></q> {_percent(p)}' for p, _, text in shy[:3] if p < 0.1)
     every = [{'token': visible(piece) if piece else '∎' if answer.ended and i == n - 1 else '…', 'probability': _percent(math.exp(known[i])),
               **({'KL': answer.kl[i]} if answer.kl else {})} for i, piece in enumerate(answer.pieces)] if known else []
     more = f'<details style="font-size:12px;margin-top:4px"><summary>All tokens</summary>{table(every)}</details>' if every else ''
@@ -76,7 +76,7 @@ def chat_html(
     "The whole chat, the answers to each question side by side."
     turns = [t for t in state.turns if t is not live] + ([live] if live else [])
     first, names = state.voices[0].name, ', '.join(v.name for v in state.voices)
-    key = ' '.join(f'<span style="{look};padding:0 4px;margin-right:8px">{name}</span>' for _, name, look in MARKS)
+    key = ' '.join(f'<span style="{look};display:inline-block;padding:0 4px;margin-right:8px">{name}</span>' for _, name, look in MARKS)
     blocks = [f'<div style="margin:12px 0"><div style="margin-bottom:6px"><b>You</b> · <span style="opacity:.75">seed {t.seed}</span><br>'
               f'<span style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</span></div>{grid(*(answer_html(a, first) for a in t.answers.values()), least=230)}</div>' for t in turns]
     system = f'<div style="opacity:.8">System: {clean(state.system)}</div>' if state.system else ''
@@ -98,10 +98,10 @@ class ChatCompare:
         self.state = ChatCompareState(models, **how)
         self.page = page = Page(lambda: chat_html(self.state), key, self.state.stopping.set)
         W = widgets()
-        field = lambda make, word, value, width, **more: make(value=value, description=word, layout=W.Layout(width=width), style=dict(description_width='initial'), **more)
-        self.system = field(W.Text, 'System', self.state.system, 'min(100%, 640px)', placeholder='What all models are told first')
-        self.question = field(W.Textarea, 'Question', '', 'min(100%, 640px)', rows=2, placeholder='Ask all models the same')
-        self.seed = field(W.BoundedIntText, 'Seed', self.state.seed, '130px', min=0, max=2**31 - 1)
+        field = lambda make, word, value, width, label='initial', **more: make(value=value, description=word, layout=W.Layout(width=width), style=dict(description_width=label), **more)
+        self.system = field(W.Text, 'System', self.state.system, 'min(100% - 4px, 640px)', '70px', placeholder='What all models are told first')
+        self.question = field(W.Textarea, 'Question', '', 'min(100% - 4px, 640px)', '70px', rows=2, placeholder='Ask all models the same')
+        self.seed = field(W.BoundedIntText, 'Seed', self.state.seed, '150px', '70px', min=0, max=2**31 - 1)
         self.temperature = field(W.BoundedFloatText, 'Temperature', self.state.knobs.get('temperature', 1.), '170px', min=0, max=10, step=0.1)
         self.length = field(W.BoundedIntText, 'Tokens', self.state.max_new_tokens, '150px', min=1, max=100_000)
         self.send_button = page.button('Ask', 'paper-plane', 'Ask all models', self.send, 'success')
@@ -172,7 +172,8 @@ class ChatCompare:
         v, turn = next(v for v in self.state.voices if v.name == self.who.value), self.state.turns[-1]
         a = turn.answers[v.name]
         row = dict(input_ids=[*a.prompt, *a.ids], labels=[-100]*len(a.prompt) + [*a.ids])
-        self.page.put(self.inside, str(show_mask(row, v.tokenizer, title=f'{v.name}: grey is what it read, green what it wrote')))
+        drawn = str(show_mask(row, v.tokenizer, title=f'{v.name}: grey is what it read, green what it wrote'))
+        self.page.put(self.inside, drawn.replace(' learned</span>', ' written</span>').replace(', learned', ', written')) # In tokens spaces are dots
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)

@@ -47,7 +47,7 @@ def labels_html(
         if left: more = f'<p>The left answer won {100*left.value:.0f} % of the time (95 % interval {100*left.low:.0f} to {100*left.high:.0f} %).</p>'
         body = f'<p><b>All pairs are judged.</b> {len(labels.rows())} preferences are in <code>{clean(labels.path)}</code>.</p>{more}'
     else:
-        body = (f'<div style="margin-bottom:8px">{_said(now.prompt)}</div><div style="display:grid;gap:12px;align-items:start;'
+        body = (f'<div style="margin-bottom:8px">{_said(now.prompt)}</div><div style="display:grid;gap:12px;align-items:start;margin-bottom:10px;'
                 f'grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr))">{card("A", now.left)}{card("B", now.right)}</div>')
     return Picture(f'<div aria-label="{clean(progress_text(labels))}" style="font:14px/1.5 system-ui,sans-serif">{bar}{body}</div>')
 

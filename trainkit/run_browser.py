@@ -105,8 +105,8 @@ class RunBrowser:
         self.root, self.runs, self.found = Path(root), list_runs(root), []
         self.page = page = Page(self.html, key)
         W = widgets()
-        self.words = W.Text(placeholder='Name, status, learning_rate>1e-3 …', description='Filter', continuous_update=False, layout=W.Layout(width='min(100%, 420px)'), style=dict(description_width='60px'))
-        self.list = W.SelectMultiple(options=[], rows=8, description='Runs', layout=W.Layout(width='min(100%, 640px)'), style=dict(description_width='60px'))
+        self.words = W.Text(placeholder='Name, status, learning_rate>1e-3 …', description='Filter', continuous_update=False, layout=W.Layout(width='min(100% - 4px, 420px)'), style=dict(description_width='60px'))
+        self.list = W.SelectMultiple(options=[], rows=8, description='Runs', layout=W.Layout(width='min(100% - 4px, 640px)'), style=dict(description_width='60px'))
         self.metric = W.Dropdown(options=['loss'], description='Curve', layout=W.Layout(width='260px'), style=dict(description_width='60px'))
         self.log_y = W.Checkbox(description='logarithmic', indent=False, layout=W.Layout(width='130px'))
         self.again = page.button('Read again', 'refresh', 'Look at the folder anew', self.read, width='130px')
