@@ -168,7 +168,8 @@ class PromptJudge(TextJudge):
         columns = {k: [row.get(k) for row in rows] for k in dict.fromkeys(k for row in rows for k in row)}
         columns |= dict(prompts=columns.pop('prompt'), completions=answers, completion_ids=[p.tokenizer.encode(a) for a in answers])
         total, each = score(p.rewards, p.config.rl.reward_weights, columns)
-        marks = {'reward': float(total.mean())} | {'accuracy': float(x.nanmean()) for name, x in each.items() if name in ('right_answer', 'passes_tests')}
+        right = [float(x.nanmean()) for name, x in each.items() if name in ('right_answer', 'passes_tests')][:1]
+        marks = {'reward': float(total.mean()), **dict(zip(['accuracy'], right, strict=False))}
         return answers, marks
 
     def begin(self) -> list[str]:
