@@ -124,7 +124,7 @@ def _thumbs(maps: Tensor, chosen: int) -> Picture:
         levels: dict[int, str] = {}
         for i, row in enumerate(m):
             for j, v in enumerate(row):
-                if (level := min(8, round(8*v))): levels[level] = levels.get(level, '') + f'M{j} {i}h1v1h-1z'
+                if (level := min(8, round(8*v**0.5))): levels[level] = levels.get(level, '') + f'M{j} {i}h1v1h-1z'
         x, y = (h % columns)*(side + 10) + 3, (h//columns)*(side + 24) + 16
         cells = ''.join(f'<path d="{d}" fill-opacity="{level/8}"/>' for level, d in sorted(levels.items()))
         frame = f'stroke="{PALETTE[1]}" stroke-width="2.5"' if h == chosen else 'stroke="currentColor" stroke-opacity=".35"'
@@ -171,15 +171,15 @@ class AttentionExplorer(Explorer):
         looks = here[token].tolist()
         best = sorted(range(token + 1), key=lambda j: -looks[j])[:6]
         reads = (_title(f'Token {token}, “{pieces[token]}”, in layer {self.layer}, head {self.head}')
-                 + token_boxes(pieces, ids=ids, shade=looks)
-                 + bars({f'{j} {pieces[j]}': looks[j] for j in best}, 'It takes the most from', width=360))
+                 + token_boxes(pieces, ids=ids, shade=[v/max(looks) for v in looks])
+                 + bars({f'{j} {pieces[j]}'.ljust(8): round(100*looks[j], 1) for j in best}, 'It takes the most from', '%', width=360))
         square = heatmap([[v if j <= i else float('nan') for j, v in enumerate(row)] for i, row in enumerate(here.tolist())], pieces, pieces,
-                         title=f'layer {self.layer}, head {self.head}: row looks at column', limit=1.0, width=440)
+                         title=f'layer {self.layer}, head {self.head}: row looks at column', width=440)
         share = habit_share(values.weights, ids, self.habit)
         if share.isnan().all(): habits = _line('No token of this text was there before, so none has a twin.')
         else:
             top = divmod(int(share.argmax()), share.shape[1])
-            habits = (heatmap(share, [f'layer {i}' for i in range(len(share))], [f'{h}' for h in range(share.shape[1])], limit=1.0, width=440)
+            habits = (heatmap(share, [f'layer\u00a0{i}' for i in range(len(share))], [f'{h}' for h in range(share.shape[1])], limit=1.0, width=440)
                       + _line(f'The most: layer {top[0]}, head {top[1]}, {share.max():.0%} of its look.'))
         more = _line(f'{values.cut:,} more tokens were left out.') if values.cut else ''
         return (more + grid(reads, square) + grid(_title(f'The heads of layer {self.layer}') + _thumbs(values.weights[self.layer], self.head),
@@ -277,7 +277,7 @@ class SamplingExplorer(Explorer):
         why = [next((name.replace('_', '-') for name, cut in cuts.items() if cut[i]), '') for i in order]
         picture = draw_chances([piece_of(self.tokenizer, i) for i in order], before[order].tolist(), after[order].tolist(), why)
         left, lost = int((after > 0).sum()), [
-            {'knob': name.replace('_', '-'), 'tokens cut': int(cut.sum()), 'their share of the model': f'{before[cut].sum():.1%}'} for name, cut in cuts.items()]
+            {'knob': name.replace('_', '-'), 'tokens cut': int(cut.sum()), 'probability lost': f'{before[cut].sum():.1%}'} for name, cut in cuts.items()]
         spread = lambda p: float(torch.exp(torch.special.entr(p).sum()))
         head = _line(f'{left:,} of {len(after):,} tokens {"is" if left == 1 else "are"} still possible. The choice is as wide as one among {number(spread(before), 3)} '
                      f'equally likely tokens, and {number(spread(after), 3)} after the knobs.')

@@ -8,6 +8,7 @@
 __all__ = ['Join', 'first_word', 'joins', 'Cut', 'as_ours', 'cut', 'TokenizerExplorer', 'MaskViewer']
 
 # %% ../nbs/52_text_explorers.ipynb #f42e12d5
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .canvas import PALETTE, clean, grid, token_boxes, visible
-from .chat import is_ours
+from .chat import is_ours, set_template
 from .explore import Explorer
 from .knobs import knob
 from .lengths import TRUNCATIONS, tokenize_examples
@@ -167,37 +168,44 @@ class MaskViewer(Explorer):
 
     def __post_init__(self):
         if not len(self.rows): raise ValueError('there are no rows to look at')
+        self.dressed: dict[str, Any] = {'own': self.tokenizer} # Template -> the tokenizer with it
         super().__post_init__()
+
+    def speaker(self) -> Any: # A copy, with the template's special tokens and its EOS
+        "The tokenizer as a run with this template would have it; the reader's own stays as it is."
+        if self.template not in self.dressed: self.dressed[self.template] = set_template(copy.deepcopy(self.tokenizer), self.template)
+        return self.dressed[self.template]
 
     def limits(self): return dict(row=(0, len(self.rows) - 1))
 
     def compute(self) -> dict: # An example with input_ids, labels, attention_mask, and `problems`
         "The row as it would be trained on."
-        row = self.rows[self.row]
+        row, tokenizer = self.rows[self.row], self.speaker()
         if 'input_ids' in row: row = {k: np.asarray(row[k]) for k in ('input_ids', 'labels', 'attention_mask', 'position_ids') if k in row}
-        else: row = self._tokenized(row)
+        else: row = self._tokenized(row, tokenizer)
         ids, n = row['input_ids'], len(row['input_ids'])
         labels, real = row.get('labels', ids), row.get('attention_mask', np.ones(n, int))
-        problems = mask_problems(ids[real > 0], labels[real > 0], self.tokenizer)
+        problems = mask_problems(ids[real > 0], labels[real > 0], tokenizer)
         if (more := max(0, self.pad_to - n)):
-            pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id or 0
+            pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
             ids, labels, real = (np.concatenate([a, np.full(more, fill)]) for a, fill in ((ids, pad), (labels, -100), (real, 0)))
             if 'position_ids' in row: row['position_ids'] = np.concatenate([row['position_ids'], np.zeros(more, int)])
         return {**row, 'input_ids': ids, 'labels': labels, 'attention_mask': real, 'problems': problems}
 
-    def _tokenized(self, row: Mapping) -> dict:
-        how: dict[str, Any] = dict(train_on=self.train_on, template=None if self.template == 'own' else self.template)
+    def _tokenized(self, row: Mapping, tokenizer: Any) -> dict:
+        how: dict[str, Any] = dict(train_on=self.train_on)
         if self.max_length and self.truncation != 'show': how |= dict(max_length=self.max_length, truncation=self.truncation)
         with warnings.catch_warnings():
             warnings.simplefilter('ignore') # The picture says what was cut
-            try: [example] = tokenize_examples([row], self.tokenizer, **how)
+            try: [example] = tokenize_examples([row], tokenizer, **how)
             except ValueError as error:
                 if 'teach nothing' not in str(error): raise
-                [example] = tokenize_examples([row], self.tokenizer, **{**how, 'train_on': 'all'}) # To be seen all the same
+                [example] = tokenize_examples([row], tokenizer, **{**how, 'train_on': 'all'}) # To be seen all the same
                 example['labels'] = np.full(len(example['input_ids']), -100)
         return {k: np.asarray(v) for k, v in example.items() if k != 'length'}
 
     def html(self, values: dict) -> str:
         limit = self.max_length if self.truncation == 'show' and self.max_length else None
         words = ''.join(_faint(clean(f'{name}: {why}.')) for name, why in values['problems'].items())
-        return show_mask({k: v for k, v in values.items() if k != 'problems'}, self.tokenizer, limit, f'Row {self.row:,} of {len(self.rows):,}') + words
+        picture = show_mask({k: v for k, v in values.items() if k != 'problems'}, self.speaker(), limit, f'Row {self.row:,} of {len(self.rows):,}')
+        return f'<div style="overflow-x:auto">{picture}</div>{words}'
