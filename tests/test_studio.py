@@ -9,8 +9,9 @@ import pytest
 
 from trainkit.config import load_config, to_dict
 from trainkit.form import Form
-from trainkit.method import RunConfig
-from trainkit.studio import HERE, PROCESS, TrainerPanel
+from trainkit.method import METHODS, RunConfig
+from trainkit.preview import as_code
+from trainkit.studio import HERE, PROCESS, TrainerPanel, in_sight
 
 pytest.importorskip('ipywidgets')
 
@@ -162,3 +163,70 @@ def test_where_it_runs(panel):
     assert panel.kill_button.layout.display is None and panel.kill_button.disabled
     panel.start_button.click()
     assert 'job of your own' in panel.alert.value, 'only a config can cross into another process'
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_the_code_of_every_method_is_its_config(method):
+    "What is copied makes the very config that the panel shows."
+    config = load_config(RunConfig, dict(method=method, name='x', init_from='model' if method != 'pretrain' else '', train=dict(max_steps=7), optim=dict(learning_rate=3e-4)))
+    scope = {}
+    exec(as_code(config).rpartition('result = run')[0], scope)
+    assert to_dict(scope['config']) == to_dict(config) and set(in_sight(config)) <= set(Form(config).knobs)
+    panel = TrainerPanel(config, presets={}, job=count, key='code')
+    panel.code_button.click()
+    assert panel.code.value == as_code(config) and not panel.alert.value
+    panel.close()
+
+
+def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
+    "Cut anywhere, the labels are those of the whole lines, and labeling goes on from there."
+    from trainkit.labels import PreferenceLabels
+    pairs = [dict(prompt=f'é{i}', answers=['a\n', 'b']) for i in range(4)]
+    whole = PreferenceLabels(tmp_path/'whole.jsonl', pairs, repeat=0.5)
+    ends = [whole.size]
+    for verdict in ('left', 'tie', 'undo', 'right', 'left', 'skip'):
+        if verdict == 'undo': whole.undo()
+        else: whole.judge(verdict)
+        ends.append(whole.size)
+    data, states = whole.journal.read_bytes(), {}
+    for end in ends:
+        (tmp_path/'cut.journal.jsonl').write_bytes(data[:end])
+        states[end] = PreferenceLabels(tmp_path/'cut.jsonl').verdicts
+    for cut in range(ends[0], len(data)):
+        (tmp_path/'cut.journal.jsonl').write_bytes(data[:cut])
+        found = PreferenceLabels(tmp_path/'cut.jsonl')
+        complete = max(end for end in ends if end - 1 <= cut) # A line without its end of line is whole
+        assert found.verdicts == states[complete]
+        if cut % 29 == 0:
+            found.judge('left')
+            assert PreferenceLabels(tmp_path/'cut.jsonl').verdicts == [*states[complete], found.verdicts[-1]]
+
+
+def test_a_chat_that_is_closed_stops_writing():
+    "Nothing goes on in the background, no widget is left, and what was written is kept."
+    import ipywidgets
+    import torch
+
+    from trainkit.chat import set_template
+    from trainkit.chat_compare import ChatCompare
+    from trainkit.model import ModelConfig, Transformer
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['hello you'], 258, special_tokens=['<|endoftext|>'])
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=4096))
+    set_template(tokenizer, 'chatml', model)
+    model.train()
+    before = len(ipywidgets.widgets.widget._instances)
+    chat = ChatCompare({'<b>': (model, tokenizer), 'b': (model, tokenizer)}, key='closed', max_new_tokens=4000)
+    chat.question.value = '<i>hi</i>'
+    chat.send_button.click()
+    until(lambda: '&lt;b&gt;' in chat.chat.value and '&lt;i&gt;hi' in chat.chat.value)
+    assert not chat.stop_button.disabled and chat.send_button.disabled and '<i>' not in chat.chat.value
+    assert not chat.page.background(lambda: None), 'one thing at a time'
+    again = ChatCompare({'a': (model, tokenizer)}, key='closed')
+    chat.page.wait(20)
+    assert not chat.page.worker.is_alive() and model.training and len(chat.state.turns) == 1
+    a, b = chat.state.turns[0].answers.values()
+    assert a.ids == b.ids and a.log_probs and max(b.kl) == 0
+    again.close()
+    assert len(ipywidgets.widgets.widget._instances) == before
