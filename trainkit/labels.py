@@ -82,7 +82,7 @@ class PreferenceLabels:
     ):
         self.path, self.who, self.asked = Path(path), who, time.monotonic()
         self.journal = self.path.with_suffix('.journal.jsonl')
-        records = self._read()
+        records: list[dict[str, Any]] = self._read()
         if not records:
             if not pairs: raise FileNotFoundError(f'{self.journal} is not there, so nothing can be gone on with: give it pairs, see sample_pairs')
             if not 0 <= repeat <= 1: raise ValueError(f'repeat = {repeat}: it is a share of the pairs, from 0 to 1')

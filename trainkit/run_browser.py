@@ -8,7 +8,6 @@
 __all__ = ['ORDERS', 'find_runs', 'overlay', 'metrics_of', 'runs_html', 'RunBrowser']
 
 # %% ../nbs/53_run_browser.ipynb #ef334747
-import math
 import operator
 import re
 from collections.abc import Callable, Sequence
