@@ -91,11 +91,14 @@ def plan_needs(
     config: Any, # A `RunConfig`
     budget: str | float | Any, # '15 GB', bytes, a machine or its name
     progress: Callable[[str, int], None] | None = None, # Is told each (lever, bytes)
+    host: bool = False, # The budget is main memory itself, so nothing can be moved there
 ) -> Any: # A `Plan`
     "The cheapest knobs to turn, until a step fits."
     from trainkit.planner import LEVERS, plan_memory
     needs = read_setup(config)
-    levers = [name for name in LEVERS if name not in ('chunked loss', 'half weights') and (name != 'LoRA' or config.method in ('sft', 'lora', 'qlora', 'dpo', 'reward'))]
+    if host: needs.setup = replace(needs.setup, offload=False)
+    never = ('chunked loss', 'half weights', *['offload']*host)
+    levers = [name for name in LEVERS if name not in never and (name != 'LoRA' or config.method in ('sft', 'lora', 'qlora', 'dpo', 'reward'))]
     return plan_memory(needs.model, budget, needs.setup, levers, progress)
 
 def knobs_of(
@@ -176,7 +179,8 @@ def plan(config: Config = None, changes: Changes = None, model: Model = None, me
     from trainkit.planner import MACHINES, find_machine
     if machine and find_machine(machine) not in MACHINES.values():
         raise ValueError(f'--machine {machine}: an amount of memory is a --budget')
-    found = plan_needs(whole, budget or machine or free_here())
+    room, on_gpu = free_here()
+    found = plan_needs(whole, budget or machine or room, host=not (budget or machine or on_gpu))
     words = knobs_of(found, whole)
     if as_json:
         typer.echo(json.dumps(dict(fits=found.fits, budget=found.budget, peak=found.peak, waterfall=found.waterfall, skipped=found.skipped,
@@ -186,9 +190,9 @@ def plan(config: Config = None, changes: Changes = None, model: Model = None, me
         if words and found.fits: typer.echo('Say     ' + ' '.join(f'{k}={v if isinstance(v, str) else json.dumps(v)}' for k, v in words.items()))
     if not found.fits: raise typer.Exit(1)
 
-def free_here() -> int: # Bytes of the GPU, or of main memory where there is none
+def free_here() -> tuple[int, bool]: # Bytes of the GPU, or of main memory where there is none; whether it is a GPU's
     "What this machine has to give now."
     from trainkit.facts import look_at_device
     from trainkit.facts import memory as main_memory
     device = look_at_device()
-    return int(device['vram'][1] if 'vram' in device else main_memory()[1])
+    return int(device['vram'][1] if 'vram' in device else main_memory()[1]), 'vram' in device

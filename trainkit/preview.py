@@ -9,6 +9,7 @@ __all__ = ['differences', 'as_code', 'Expected', 'expect_memory', 'preview_data'
 
 # %% ../nbs/50_preview.ipynb #bdc88b2b
 import dataclasses
+import json
 from pprint import pformat
 from typing import Any, NamedTuple
 
@@ -49,50 +50,23 @@ class Expected(NamedTuple):
     @property
     def fits(self) -> bool: return self.needed < self.free
 
-def _fewer_rows(peak: int, activations: int, rows: int, accumulation: int, free: int) -> str:
-    "The largest batch that would fit, if there is one."
-    smaller = rows
-    while smaller > 1:
-        smaller = (smaller + 1)//2
-        if (need := peak - activations + activations*smaller//rows) < free:
-            return (f'train.per_device_train_batch_size = {smaller} with train.gradient_accumulation_steps = '
-                    f'{accumulation*(-(-rows//smaller))} takes about {_size(need)}')
-    return 'model.gradient_checkpointing = true, a smaller model, shorter rows (data.max_length), or an adapter (method = lora)'
-
-def _size(n: float) -> str: return f'{n/1e9:.1f} GB' if n >= 1e9 else f'{n/1e6:.0f} MB'
-
 def expect_memory(
     config: Any, # A `RunConfig`
     free: int | None = None, # Bytes; None: what this machine has now
 ) -> Expected: # Raises what making the model raises
     "Predict the peak of a run's steps, and say whether it fits."
-    from trainkit.facts import look_at_device, memory
-    from trainkit.lora import add_lora
-    from trainkit.memory import predict_memory
-    from trainkit.model import Transformer
-    device = look_at_device()
-    room: int = free if free is not None else device['vram'][1] if 'vram' in device else memory()[1]
-    shape = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
-    if config.init_from:
-        from trainkit.hf import read_config
-        shape = read_config(config.init_from)
-    def make() -> Any:
-        model = Transformer(shape)
-        return add_lora(model, config.lora) if config.adapts else model
-    t = config.train
-    half = t.mixed_precision if t.mixed_precision in ('bf16', 'fp16') else 'no'
-    length = min(config.data.max_length, shape.max_seq_len)
-    rows = t.per_device_train_batch_size*(2 if config.method in ('dpo', 'reward') else 1) # Both answers of a pair
-    found = predict_memory(make, rows, length, config.optim, mixed_precision=half,
-                           in_backward=t.optimizer_in_backward, accumulation=t.gradient_accumulation_steps)
+    from trainkit.ledger import show_bytes
+    from trainkit.needs import free_here, knobs_of, plan_needs, predict_needs
+    here, on_gpu = free_here()
+    room, found = free if free is not None else here, predict_needs(config)
     beside = 0 if config.adapts or config.method != 'dpo' else found.parts.get('parameters', 0) # The reference, a frozen copy
-    peak = found.peak + beside
-    where = 'on the GPU' if 'vram' in device else 'in this machine'
-    text = f'A step will take about {_size(peak)} of the {_size(room)} free {where}.'
-    if peak >= room:
-        rest = sum(v for k, v in found.parts.items() if k not in ('parameters', 'gradients', 'optimizer'))
-        text = (f'A step will take about {_size(peak)}, and {_size(room)} are free {where}. What helps: '
-                + _fewer_rows(peak, rest, t.per_device_train_batch_size, t.gradient_accumulation_steps, room))
+    peak, where = found.peak + beside, 'on the GPU' if on_gpu else 'in this machine'
+    if peak < room: return Expected(peak, room, f'A step will take about {show_bytes(peak)} of the {show_bytes(room)} free {where}.')
+    plan = plan_needs(config, max(1, room - beside), host=not on_gpu)
+    turn = ', '.join(f'{name} = {json.dumps(value)}' for name, value in knobs_of(plan, config).items())
+    text = (f'A step will take about {show_bytes(peak)}, and {show_bytes(room)} are free {where}. '
+            + (f'What helps: {turn}; that takes about {show_bytes(plan.peak + beside)}.' if plan.fits else
+               f'No knob helps enough: the least is {show_bytes(plan.peak + beside)}. Take a smaller model.'))
     return Expected(peak, room, text)
 
 # %% ../nbs/50_preview.ipynb #167866bb
