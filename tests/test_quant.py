@@ -49,6 +49,31 @@ def test_every_byte_is_the_librarys(bnb, dtype, quant_type):
                     assert torch.equal(ours.scales(), theirs.dequantize_blockwise(state.absmax, state.state2) + state.offset)
 
 
+# Mean and deviation of the mean absolute and relative errors, from bitsandbytes' tests (tests/test_functional.py, test_4bit_quant)
+ERRORS = {
+    'fp4': {32: (.088925, .000091, .242443, .000330), 64: (.096543, .000111, .260125, .000379), 128: (.102969, .000134, .275817, .000433),
+            256: (.108684, .000182, .289831, .000497), 512: (.114115, .000234, .302881, .000583), 1024: (.119333, .000320, .315000, .000757),
+            2048: (.124556, .000455, .326607, .000955), 4096: (.129536, .000612, .337169, .001239)},
+    'nf4': {32: (.067746, .000069, .189726, .000304), 64: (.072798, .000074, .203339, .000340), 128: (.076831, .000091, .215237, .000391),
+            256: (.080337, .000102, .226105, .000398), 512: (.083547, .000143, .236079, .000544), 1024: (.086610, .000187, .245370, .000600),
+            2048: (.089592, .000251, .254163, .000747), 4096: (.092547, .000360, .262473, .000999)},
+}
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('quant_type', ['nf4', 'fp4'])
+def test_errors_are_those_of_the_librarys_own_tests(quant_type, dtype):
+    "Neither larger nor smaller: seven of their deviations, on normal numbers of the same shape."
+    x = torch.randn(1024, 1024, dtype=dtype)
+    for blocksize, (error, error_std, relative, relative_std) in ERRORS[quant_type].items():
+        back = dequantize_4bit(quantize_4bit(x, quant_type, blocksize, False))
+        found = (x - back).abs().float()
+        assert back.dtype == dtype
+        assert abs(found.mean().item() - error) < 7*error_std, (blocksize, found.mean().item(), error)
+        ratio = (found/(x.abs().float() + 1e-8)).mean().item()
+        assert abs(ratio - relative) < 7*relative_std, (blocksize, ratio, relative)
+
+
 def test_midpoints_go_where_the_library_sends_them(bnb):
     "Numbers that lie exactly between two values, and their neighbours."
     code = bnb.functional.get_4bit_type('nf4', device='cpu')
