@@ -119,7 +119,7 @@ MAY_IMPORT = {
     'scores': 'evaluate generate intervals objective progress step',
     'modelfile': 'files gguf templates',
     'gguf': 'families formats hf model patterns progress rope',
-    'verdict': 'canvas chat columns files generate intervals metrics progress scores',
+    'report': 'canvas chat columns files generate intervals metrics progress scores',
     'sidebyside': 'canvas files generate objective',
     'harness': 'generate scores',
     'sandbox': 'progress',
