@@ -136,7 +136,14 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     chart.wait_for()
     before = chart.get_attribute('aria-label')
     page.wait_for_function('before => document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") !== before', arg=before)
-    button('Pause').click()
+    taken = page.evaluate('''() => new Promise(done => {
+        const pause = [...document.querySelectorAll('button')].find(b => b.textContent.trim() === 'Pause'), begin = performance.now()
+        new MutationObserver((_, all) => {
+            if (pause.textContent.includes('Resume')) { all.disconnect(); done(performance.now() - begin) }
+        }).observe(pause, {childList: true, subtree: true, characterData: true})
+        pause.click()
+    })''')
+    print(f'From a click to the page that shows it, while training: {taken:.0f} ms') # A figure for benchmarks/README.md, and no assertion
     button('Resume').wait_for()
     page.wait_for_timeout(500)
     held = step()

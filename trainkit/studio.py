@@ -232,7 +232,7 @@ class TrainerPanel:
         self._put(self.chart, str(pictures(now, 1)[0]))
         if force or now.state != 'running' or time.monotonic() - self.drawn > 1:
             self.drawn = time.monotonic()
-            self._put(self.others, str(grid(*pictures(now)[1:], least=280)))
+            self._put(self.others, str(grid(*pictures(now, width=340, skip=1), least=280)))
 
     def finish(self):
         "Show the end, and leave it in the saved notebook."

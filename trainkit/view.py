@@ -75,14 +75,17 @@ CHARTS: dict[str, tuple[str, ...]] = { # Title -> patterns of the numbers that i
 def pictures(
     snapshot: Snapshot,
     limit: int | None = None, # At most so many
+    width: int = 480, # Of each, in CSS pixels; narrow ones keep their letters large where several stand side by side
+    skip: int = 0, # So many of the first
 ) -> list[Picture]:
     "Charts of what the run told, the most telling first; it is there even before it told anything."
-    drawn = {}
+    told: dict[str, dict] = {}
     for title, patterns in CHARTS.items():
         fits = lambda name: any(fnmatchcase(name.replace('eval_', '', 1), pattern) for pattern in patterns) # noqa: B023
         found = {name: data for name, data in snapshot.curves.items() if fits(name)}
-        if found or title == 'Loss': drawn[title] = curves(found, title, smooth=0.02 if title in ('Loss', 'Reward') else 0., height=220)
-    return [drawn[title] for title in sorted(drawn, key=lambda title: title != 'Reward')][:limit]
+        if found or title == 'Loss': told[title] = found
+    titles = sorted(told, key=lambda title: title != 'Reward')[skip:][:limit]
+    return [curves(told[t], t, smooth=0.02 if t in ('Loss', 'Reward') else 0., width=width, height=220 if width > 400 else 190) for t in titles]
 
 # %% ../nbs/50_view.ipynb #df5ea5a2
 MONO = 'font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:0'
