@@ -102,12 +102,12 @@ def _growth(word: bytes, tokenizer: BPETokenizer, limit: int) -> str:
     "A word merge by merge, as a table."
     start, steps = joins(word, tokenizer)
     rows, name = [], lambda i: visible(tokenizer.decode_bytes([i]))
+    plain = 'border:1px solid #8888;border-radius:4px;padding:0 5px;margin-right:2px'
+    marked = plain.replace('#8888', PALETTE[1]) + ';background:#d9640f33;font-weight:600'
     for number, (rank, at, ids) in enumerate([Join(-1, -1, start), *steps[:limit]]):
-        boxes = ''.join(f'<span style="display:inline-block;white-space:pre;border:1px solid {PALETTE[1] if k == at else "rgba(128,128,128,.5)"};border-radius:4px;'
-                        f'padding:0 5px;margin:1px 2px 1px 0;{"background:rgba(217,100,15,.2);font-weight:600" if k == at else ""}">{clean(name(i))}</span>'
-                        for k, i in enumerate(ids))
-        cell = 'style="padding:1px 10px 1px 0;text-align:right;opacity:.8;vertical-align:top"'
-        rows.append(f'<tr><td {cell}>{number or ""}</td><td {cell}>{f"{rank:,}" if at >= 0 else "bytes"}</td><td style="text-align:left">{boxes}</td></tr>')
+        boxes = ''.join(f'<span style="{marked if k == at else plain}">{clean(name(i))}</span>' for k, i in enumerate(ids))
+        cell = 'style="padding:3px 10px 3px 0;text-align:right;opacity:.8"'
+        rows.append(f'<tr><td {cell}>{number or ""}</td><td {cell}>{f"{rank:,}" if at >= 0 else "bytes"}</td><td style="text-align:left;white-space:nowrap">{boxes}</td></tr>')
     rest = len(steps) - min(limit, len(steps))
     more = _faint(f'{rest} more {"merge" if rest == 1 else "merges"} to come') if rest else ''
     if tokenizer.whole and word in tokenizer.tokens and (not steps or len(steps[-1].ids) > 1):
