@@ -110,7 +110,7 @@ class PackingExplorer(Explorer):
         sizes = [int(values.lengths[i]) for i in rows[k]]
         line = lambda words: f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
         title = lambda words: f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:6px 0 4px">{clean(words)}</h4>'
-        cut = f' {values.cut:,} documents were longer than a row, and are cut.' if values.cut else ''
+        cut = f' {values.cut:,} longer than a row, and cut.' if values.cut else ''
         more = f' The first {self.most} are drawn.' if len(rows) > self.most else ''
         places = table([{'strategy': name, 'rows': n, 'filled': f'{full:.1%}'} for name, (n, full) in values.each.items()])
         return grid(title(f'{len(rows):,} rows, {values.each[self.strategy][1]:.1%} of their places filled') + line(f'{len(values.lengths):,} documents.{cut}{more}')

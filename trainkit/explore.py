@@ -145,7 +145,7 @@ class Control(Field):
             close_all(self.widget)
             self.widget = W.Textarea(value=knob.value, description=_label(knob), rows=2, layout=W.Layout(width='98%'), style=dict(description_width='130px'))
             self.widget.observe(self._on, names='value')
-            self.box.layout.grid_column = '1 / -1'
+            self.box.layout.grid_area = 'auto / 1 / auto / -1' # The whole row; `grid_column` is undone by an empty `grid_area`
         elif knob.type in (int, float) and not knob.choices and knob.low is not None and knob.high is not None:
             low, high = (int(knob.low), int(knob.high)) if self.whole else (0, NOTCHES)
             self.slider = W.IntSlider(min=low, max=high, readout=False, layout=W.Layout(flex='1 1 110px', width='auto', min_width='90px'))
