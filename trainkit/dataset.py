@@ -19,7 +19,8 @@ from .archives import read_text
 from .columns import ALIASES, KINDS, as_example, example_kind, map_texts, to_messages
 from .containers import TEXT_SUFFIXES, write_examples
 from .corpora import CORPORA, best_corpus
-from .loading import LoadedRows, LoadReport, count_characters, load_examples, stream_examples
+from .loading import LoadedRows, count_characters, load_examples, stream_examples
+from .sources import LoadReport
 from .splits import chunk_examples, side, split_examples, split_key
 from .cleaning import clean_examples, clean_text
 from .knobs import check_config, knob
