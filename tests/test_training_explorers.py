@@ -82,6 +82,8 @@ def test_the_curve_goes_through_the_pair():
         for curve, pair in zip(part['curve'], part['pair'], strict=True): assert curve[at].item() == pytest.approx(pair, rel=0.05, abs=2e-3)
     one = preference_loss(*(torch.tensor([x]) for x in (-31., -77., -40., -70.)), DPOConfig(loss_type=['robust'], label_smoothing=0.2))
     assert found['losses']['robust']['pair'][0] == pytest.approx(one.item(), rel=1e-6)
+    plain = DPOExplorer(beta=0.2).compute()
+    torch.testing.assert_close(plain['losses']['sigmoid']['curve'][0], -torch.nn.functional.logsigmoid(0.2*plain['delta'])) # The axis is what it says
     chosen, rejected = (explorer.chosen + (found['delta'] - 16)/2, explorer.rejected - (found['delta'] - 16)/2)
     assert max(chosen.max(), rejected.max()) <= 1e-9 # Probabilities of at most 1
 
@@ -175,6 +177,7 @@ def test_matrices_of_a_quantized_model_and_of_transformers():
 def test_planner_shows_what_is_predicted(method):
     explorer = MemoryPlanner(TINY, method=method, batch_size=4, seq_len=32, lora_rank=4)
     setup = METHODS[method](Setup(4, 32), 4, MACHINES['T4'].half)
+    assert (setup.lora_rank, setup.half_weights, setup.bits) == {'full': (0, False, None), 'LoRA': (4, True, None), 'QLoRA': (4, True, 4)}[method]
     report = predict_setup(TINY, setup)
     found = explorer.compute()
     assert (found['report'].parts, found['report'].peak) == (report.parts, report.peak)
@@ -182,15 +185,14 @@ def test_planner_shows_what_is_predicted(method):
 
 
 def test_planner_pulls_levers_and_keeps_the_method(monkeypatch):
-    small = find_machine('1.2 MB')
+    small = find_machine('200 kB') # Even LoRA would be pulled, if it might be
     monkeypatch.setitem(MACHINES, 'T4', small)
     explorer = MemoryPlanner(TINY, method='full', batch_size=16, seq_len=128)
     found = explorer.compute()
     levers = ['accumulate', 'chunked loss', 'half precision', 'checkpointing', '8-bit optimizer', 'step in backward', 'offload', 'shorter rows']
     right = plan_memory(TINY, small, explorer.setup('full'), levers)
     assert (found['plan'].peak, found['plan'].waterfall, found['plan'].setup.lora_rank) == (right.peak, right.waterfall, 0)
-    assert found['plan'].levers and '<svg' in static(explorer)
-    assert ('with these levers it does' in static(explorer)) == right.fits
+    assert found['plan'].levers and not right.fits and 'whatever lever is pulled' in static(explorer)
 
 
 def test_model_of_a_planner(tmp_path):
