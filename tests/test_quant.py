@@ -1,6 +1,7 @@
 "Quantization beyond the lessons: the library's bytes on many shapes, its defects that ours must not have, memory, LoRA on top."
 import json
 import logging
+import os
 import subprocess
 import sys
 import warnings
@@ -252,3 +253,33 @@ def test_config_names():
     from trainkit.config import load_config
     given = dict(quantization_bit=4, double_quantization=True, bnb_4bit_quant_type='fp4', llm_int8_skip_modules=['lm_head'])
     assert load_config(QuantConfig, given) == QuantConfig(bits=4, quant_type='fp4', skip_modules=['lm_head'])
+
+
+FUSED = '''
+import torch
+from trainkit.fused import can_fuse, fused_product
+from trainkit.nf4 import dequantize_4bit, quantize_4bit
+from trainkit.qlinear import Linear4bit
+assert can_fuse(torch.ones(1))
+for shape in ((70, 33), (64, 96)): # Odd sizes: tiles that are not full, bytes that two rows share
+    for quant_type, double, rows in (('nf4', True, 1), ('fp4', False, 70)):
+        q = quantize_4bit(torch.randn(shape), quant_type, 64, double)
+        for back in (False, True):
+            for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 5e-2), (torch.bfloat16, 0.5)):
+                x, W = torch.randn(rows, shape[0 if back else 1]).to(dtype), dequantize_4bit(q, dtype)
+                found, right = fused_product(x, q, back), x @ W if back else x @ W.T
+                assert found.dtype == dtype and (found - right).abs().max() < tolerance, (shape, quant_type, back, dtype)
+layer, x = Linear4bit.from_weight(torch.randn(48, 64)), torch.randn(2, 3, 64, requires_grad=True)
+y = layer(x)
+y.sum().backward()
+W = layer.dequantize()
+assert torch.allclose(y, x @ W.T, atol=1e-4) and torch.allclose(x.grad, W.sum(0).expand(2, 3, 64), atol=1e-4)
+print('equal')
+'''
+
+
+def test_the_fused_product_in_tritons_interpreter():
+    pytest.importorskip('triton', reason='NO TRITON: the kernel of trainkit.fused was not run (pip install triton)')
+    done = subprocess.run([sys.executable, '-c', FUSED], capture_output=True, text=True, cwd=ROOT, timeout=300,
+                          env={**os.environ, 'TRITON_INTERPRET': '1', 'TRAINKIT_FUSED': '1'})
+    assert done.returncode == 0 and 'equal' in done.stdout, done.stderr

@@ -9,6 +9,7 @@ __all__ = ['Linear4bit', 'Linear8bit']
 
 # %% ../nbs/23_qlinear.ipynb #009d5fa4
 import json
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +23,12 @@ from .layers import autocast_dtype, by_hand, fast_products
 from .nf4 import CODEBOOKS, QuantizedTensor, dequantize_4bit, dynamic_codebook, quantize_4bit
 
 # %% ../nbs/23_qlinear.ipynb #b13beb09
+def _fused(x: Tensor) -> Any: # `fused_product`, or None
+    "The product in one kernel, where somebody asks for it and it can be had."
+    if os.environ.get('TRAINKIT_FUSED') != '1': return None
+    from trainkit.fused import can_fuse, fused_product
+    return fused_product if can_fuse(x) else None
+
 class _FrozenProduct(torch.autograd.Function):
     "x·Wᵀ for a weight that is made when it is needed, on the way there and on the way back."
 
@@ -33,6 +40,7 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor): # type: ignore
+        if isinstance(ctx.layer, Linear4bit) and (fused := _fused(grad)): return fused(grad, ctx.layer.quantized, True), None, None
         weight = ctx.layer.dequantize(grad.dtype)
         with fast_products() if by_hand(grad) else nullcontext():
             return (grad.reshape(-1, grad.shape[-1]) @ weight).view(*grad.shape[:-1], -1), None, None
@@ -135,6 +143,7 @@ class Linear4bit(_FrozenLinear):
         return dequantize_4bit(self.quantized, dtype)
 
     def _product(self, x: Tensor) -> Tensor:
+        if fused := _fused(x): return fused(x, self.quantized)
         weight = self.dequantize(x.dtype)
         with fast_products() if by_hand(x) else nullcontext(): return F.linear(x, weight)
 
