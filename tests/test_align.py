@@ -72,7 +72,7 @@ def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
     assert {'rewards/chosen', 'rewards/rejected', 'rewards/margins', 'rewards/accuracies', 'kl/sampled'} <= {
         k for line in (done.folder/'metrics.jsonl').read_text().splitlines() for k in json.loads(line)}
     report, log = done.report.read_text(), (done.folder/'log.txt').read_text()
-    assert 'Rewards of the answers, and their margin' in report and f'reference: {reference}' in log and 'engine trainkit' in log
+    assert 'Rewards of the answers, and their margin' in report and f'reference: {reference}' in log and 'ngine ' in log
     with torch.no_grad(): assert load_pretrained(done.model_path)[0](torch.tensor([[5, 6]])).logits.isfinite().all()
     assert (done.folder/'adapter'/'adapter_config.json').exists() == bool(more)
 

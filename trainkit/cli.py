@@ -94,7 +94,7 @@ def train(
     profile: Annotated[Optional[Profile], typer.Option(
         help="Sizes to start from [default: what suits this machine]", show_default=False)] = None,
     method: Annotated[Optional[str], typer.Option(show_default=False,
-        help='What is learned: pretrain (text), sft (answers), freeze, lora, qlora, … [default: pretrain]')] = None,
+        help='What is learned: pretrain (text), sft (answers), freeze, lora, qlora, dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores) [default: pretrain]')] = None,
     model: Annotated[Optional[str], typer.Option('--model', '-m', show_default=False,
         help='A trained model to begin with, such as runs/demo/model; without one, a new one is made.')] = None,
     dataset: Annotated[Optional[str], typer.Option('--dataset', show_default=False,
@@ -109,7 +109,7 @@ def train(
     force_resume: Annotated[bool, typer.Option('--force-resume',
         help='Go on even if config or data have changed so much that it is another run.')] = False,
 ) -> None:
-    "Run a config: read, train, judge, save, report. `--method sft --model FOLDER --dataset FILE` teaches a model to answer."
+    "Run a config: read, train, judge, save, report. `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which answer is better."
     short = {'preset': strategy, 'method': method, 'init_from': model, 'data.path': dataset, 'train.num_train_epochs': epochs,
              'train.max_steps': None if epochs is None else -1}
     changes = [*(f'{name}={json.dumps(value)}' for name, value in short.items() if value is not None),

@@ -75,6 +75,7 @@ def rehearse(
 
 def _peak(config: RunConfig, parts: Any, length: int) -> int:
     "Bytes at the peak of a step, for a model of ours."
+    if parts.objective is not None: raise ValueError('is predicted for text and answers only: a step of this method reads the reference too, or writes answers')
     if not isinstance(parts.model, Transformer): raise ValueError('is predicted for models of this kit only')
     if config.quant.bits: raise ValueError('is not predicted under 4 or 8 bits')
     def make() -> Transformer:

@@ -19,6 +19,7 @@ from .foreign import Computed, Setting, read_settings
 from .index import text_table
 from .knobs import Problem
 from .method import METHOD_NAMES, METHODS, NAMING, RunConfig, lora_words, method_config, method_words
+from .spelling import ALIGNED
 from .strategy import LaunchConfig
 from .strategy import translate as about_processes
 from .vocabulary import Always, No, look_up
@@ -172,7 +173,7 @@ def convert_config(
             else: say('kept' if same and names[0].rsplit('.', 1)[-1] == s.path[-1] else 'renamed' if same else 'replaced', becomes, _override_rule(names[0], final))
     if how: report.rows.append(Verdict('method', '', 'replaced', f'method = {chosen}', how))
     report.rows.sort(key=lambda row: row.line or 10**9)
-    report.given = {'method': chosen}
+    report.given = {'method': chosen, **_adapter(words, chosen)}
     for key, value in final.items():
         group, _, name = key.rpartition('.')
         (report.given.setdefault(group, {}) if group else report.given)[name] = value
@@ -180,6 +181,12 @@ def convert_config(
     except ConfigError as error:
         origin = {key: s for key, (_, s, _) in best.items()}
         raise ConfigError([p._replace(path=origin[p.path].name, line=origin[p.path].line, remedy=f'{p.remedy} [{p.path}]') if p.path in origin else p for p in error.problems], file) from None
+
+def _adapter(words: Mapping[str, Any], method: str) -> dict[str, Any]:
+    "Whether an adapter learns, for a method that goes either way."
+    if method not in ALIGNED: return {}
+    if words.get('finetuning_type') in ('lora', 'qlora'): return {'use_lora': True}
+    return {'use_lora': words['use_lora']} if isinstance(words.get('use_lora'), bool) else {}
 
 def _override_rule(name: str, final: Mapping[str, Any]) -> str:
     "Where one knob makes another one count for nothing."
