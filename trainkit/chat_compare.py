@@ -78,7 +78,8 @@ def chat_html(
     first, names = state.voices[0].name, ', '.join(v.name for v in state.voices)
     key = ' '.join(f'<span style="{look};display:inline-block;padding:0 4px;margin-right:8px">{name}</span>' for _, name, look in MARKS)
     blocks = [f'<div style="margin:12px 0"><div style="margin-bottom:6px"><b>You</b> · <span style="opacity:.75">seed {t.seed}</span><br>'
-              f'<span style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</span></div>{grid(*(answer_html(a, first) for a in t.answers.values()), least=230)}</div>' for t in turns]
+              f'<span style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</span></div>'
+              f'{grid(*(answer_html(a, first) for a in t.answers.values()), least=230)}</div>' for t in turns]
     system = f'<div style="opacity:.8">System: {clean(state.system)}</div>' if state.system else ''
     body = ''.join(blocks) or '<p style="opacity:.75">Nobody has been asked yet.</p>'
     return Picture(f'<div role="log" aria-label="Chat with {clean(names)}, {len(turns)} turns" style="font:14px/1.5 system-ui,sans-serif">'
@@ -98,7 +99,8 @@ class ChatCompare:
         self.state = ChatCompareState(models, **how)
         self.page = page = Page(lambda: chat_html(self.state), key, self.state.stopping.set)
         W = widgets()
-        field = lambda make, word, value, width, label='initial', **more: make(value=value, description=word, layout=W.Layout(width=width), style=dict(description_width=label), **more)
+        field = lambda make, word, value, width, label='initial', **more: make(
+            value=value, description=word, layout=W.Layout(width=width), style=dict(description_width=label), **more)
         self.system = field(W.Text, 'System', self.state.system, 'min(100% - 4px, 640px)', '70px', placeholder='What all models are told first')
         self.question = field(W.Textarea, 'Question', '', 'min(100% - 4px, 640px)', '70px', rows=2, placeholder='Ask all models the same')
         self.seed = field(W.BoundedIntText, 'Seed', self.state.seed, '150px', '70px', min=0, max=2**31 - 1)
@@ -113,7 +115,8 @@ class ChatCompare:
         self.xray_button = page.button('X-ray', 'eye', 'The tokens that this model has read and written', self.xray)
         self.chat, self.inside, self.said = W.HTML(), W.HTML(), W.HTML()
         page.fill(self.system, self.question, page.row(self.seed, self.temperature, self.length),
-                  page.row(self.send_button, self.stop_button, self.again_button, self.back_button, self.clear_button, self.xray_button, self.who), self.said, self.chat, self.inside)
+                  page.row(self.send_button, self.stop_button, self.again_button, self.back_button, self.clear_button, self.xray_button, self.who),
+                  self.said, self.chat, self.inside)
         self.widget, self.show, self.close = page.widget, page.show, page.close
         self.refresh()
 

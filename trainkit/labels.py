@@ -86,9 +86,11 @@ class PreferenceLabels:
         if not records:
             if not pairs: raise FileNotFoundError(f'{self.journal} is not there, so nothing can be gone on with: give it pairs, see sample_pairs')
             if not 0 <= repeat <= 1: raise ValueError(f'repeat = {repeat}: it is a share of the pairs, from 0 to 1')
-            if wrong := [i for i, p in enumerate(pairs) if len(p['answers']) != 2]: raise ValueError(f'pair {wrong[0]} has {len(pairs[wrong[0]]["answers"])} answers, and two are needed')
+            if wrong := [i for i, p in enumerate(pairs) if len(p['answers']) != 2]:
+                raise ValueError(f'pair {wrong[0]} has {len(pairs[wrong[0]]["answers"])} answers, and two are needed')
             if self.path.exists(): raise FileExistsError(f'{self.path} is there, and no journal of it: take another name, so that nothing is written over')
-            records = [dict(event='begin', seed=seed, repeat=repeat, provenance=dict(provenance or {}), pairs=[dict(prompt=p['prompt'], answers=list(p['answers'])) for p in pairs])]
+            records = [dict(event='begin', seed=seed, repeat=repeat, provenance=dict(provenance or {}),
+                            pairs=[dict(prompt=p['prompt'], answers=list(p['answers'])) for p in pairs])]
             self._append(records[0])
         begin = records[0]
         self.pairs, self.provenance = begin['pairs'], begin['provenance']

@@ -81,8 +81,9 @@ def runs_html(
     finals = [(run, run.final()) for run in runs]
     shown = [c for c in ('step', 'loss', 'eval_loss', 'best_eval_loss', 'tokens_per_second') if any(c in final for _, final in finals)]
     marked = {id(run) for run in chosen}
-    rows = [{'run': ('●\xa0' if id(run) in marked else '') + run.name, 'started': run.started[5:16].replace('T', '\xa0').replace('-', '\u2011'), **{c: final.get(c) for c in shown}, 'status': run.status}
-            for run, final in finals]
+    began = lambda run: run.started[5:16].replace('T', '\xa0').replace('-', '\u2011') # One that no line is broken in
+    rows = [{'run': ('●\xa0' if id(run) in marked else '') + run.name, 'started': began(run), **{c: final.get(c) for c in shown},
+             'status': run.status} for run, final in finals]
     parts = [str(table(rows, f'{len(runs)} run{"s"*(len(runs) != 1)}')) if rows else '<p style="opacity:.75">No run is here.</p>']
     if chosen: parts.append(str(overlay(chosen, metric, log_y)))
     if len(chosen) > 1:
@@ -104,7 +105,8 @@ class RunBrowser:
         self.root, self.runs, self.found = Path(root), list_runs(root), []
         self.page = page = Page(self.html, key)
         W = widgets()
-        self.words = W.Text(placeholder='Name, status, learning_rate>1e-3 …', description='Filter', continuous_update=False, layout=W.Layout(width='min(100% - 4px, 420px)'), style=dict(description_width='60px'))
+        self.words = W.Text(placeholder='Name, status, learning_rate>1e-3 …', description='Filter', continuous_update=False,
+                            layout=W.Layout(width='min(100% - 4px, 420px)'), style=dict(description_width='60px'))
         self.list = W.SelectMultiple(options=[], rows=8, description='Runs', layout=W.Layout(width='min(100% - 4px, 640px)'), style=dict(description_width='60px'))
         self.metric = W.Dropdown(options=['loss'], description='Curve', layout=W.Layout(width='260px'), style=dict(description_width='60px'))
         self.log_y = W.Checkbox(description='logarithmic', indent=False, layout=W.Layout(width='130px'))
@@ -128,7 +130,8 @@ class RunBrowser:
         before, metric = {*self.list.value}, self.metric.value
         self.quiet = True
         try:
-            labels = [(f'{run.name} · {run.status}' + (f" · loss {run.final()['loss']:.4g}" if isinstance(run.final().get('loss'), float) else ''), run.name) for run in self.found]
+            loss = lambda run: f" · loss {run.final()['loss']:.4g}" if isinstance(run.final().get('loss'), float) else ''
+            labels = [(f'{run.name} · {run.status}{loss(run)}', run.name) for run in self.found]
             self.list.options = labels
             self.list.rows = max(3, min(8, len(labels)))
             kept = tuple(name for _, name in labels if name in before) or tuple(name for _, name in labels[:2])
