@@ -200,7 +200,7 @@ MAY_IMPORT = {
     'distributed': '',
     'shell': 'dataset files knobs quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
-    'tools': 'config dataset files gguf hf merge method modelfile presets shell talk tokenizer translate',
+    'tools': 'config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
     'cli': 'history config knobs launch method strategy files generate hf machine needs recipes rehearsal shell tools',
 }
 

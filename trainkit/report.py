@@ -174,6 +174,13 @@ class EvalReport:
         return [{'measure': name, **dict(zip(self.names, map(show, found), strict=True)),
                  **({'comparison': str(self.comparisons[name])} if name in self.comparisons else {})} for name, found in self.measures.items()]
 
+    def to_dict(self) -> dict: # For JSON
+        "All of it as plain values."
+        plain = lambda x: vars(x) if isinstance(x, Interval) else dict(value=x)
+        better = lambda c: dict(zip('ab', self.names, strict=False)).get(c.better)
+        return dict(rows=self.rows, measures={k: dict(zip(self.names, map(plain, v), strict=True)) for k, v in self.measures.items()},
+                    comparisons={k: dict(better=better(c), p_value=c.p_value, difference=vars(c.difference)) for k, c in self.comparisons.items()}, answers=self.answers)
+
     def __str__(self) -> str:
         lines = [f'{self.rows:,} rows']
         for row in self.table():
