@@ -144,7 +144,8 @@ class RunConfig:
                        '(freeze), an adapter (lora) or an adapter over 4 bits (qlora); which of two answers is better, by the model (dpo) or by a judge of it (reward); '
                        'or what a reward says (grpo, rloo, ppo, reinforce)', choices=tuple(METHODS), aliases=('training_type', 'stage'))
     preset: str | list[str] = knob('', 'Sets of knobs by name, such as minimal-memory or cpu,small; what the config says itself wins', aliases=('presets',))
-    engine: str = knob('trainkit', 'Whose loop runs', choices=('trainkit',))
+    engine: str = knob('trainkit', 'Whose loop runs: our own, that of TRL with PEFT and bitsandbytes, or LLaMA-Factory in its own environment',
+                       choices=('trainkit', 'trl', 'llamafactory'))
     init_from: str = knob('', 'A trained model to begin with: a folder, a .gguf file or a name on the hub; empty: a new one',
                           aliases=('model_name_or_path', 'base_model', 'model_name', 'base_model_name', 'huggingface_id'))
     data: DataConfig = _unset(DataConfig, 'The text or the examples')
@@ -198,7 +199,7 @@ class RunConfig:
         "Knobs may also stand at the top, and those of `sft` in `data`, where other libraries have them."
         data = flat_words(RunConfig, lora_words(data))
         if data.get('method') in RL_METHODS and isinstance(data.get('rl', {}), Mapping): data = {**data, 'rl': {**(data.get('rl') or {}), 'method': data['method']}}
-        if named := data.get('preset') or data.get('presets'): data = _under(preset_knobs(named), data)
+        if named := data.get('preset') or data.get('presets'): data = _under(preset_knobs(named), data) # type: ignore
         places = {place: data.get(place) or {} for place in ('sft', 'data')}
         if not isinstance(places['sft'], Mapping): places['sft'] = to_dict(places['sft'])
         asked: dict[str, dict[str, Any]] = {}

@@ -156,6 +156,8 @@ def open_twin(
         raise ValueError(f"init_lora_weights = {next(iter(adapters.values())).init_lora_weights!r} starts from the base's own numbers, "
                          'which PEFT takes out of the base: take engine: trainkit, or init_lora_weights: true')
     theirs = _their_base(model, **token_ids)
+    for layer in theirs.modules(): # A token that also pads, as the end of a text often does, would learn nothing as input
+        if isinstance(layer, nn.Embedding): layer.padding_idx = None
     plain = _same_place(base_of(model), theirs) if isinstance(model, RewardModel) else str
     _their_layers(theirs, few_bit_layers(model), plain)
     for name in adapters:

@@ -1,0 +1,353 @@
+"The same run by two engines: with the same rows, order and start, TRL's losses are ours, step by step."
+import copy
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from trainkit.dataloader import Batches
+from trainkit.dpo import DPOConfig, dpo_objective
+from trainkit.lora import LoRAConfig, add_lora
+from trainkit.model import ModelConfig, Transformer
+from trainkit.objective import lm_loss
+from trainkit.optim import OptimConfig
+from trainkit.plan import Control, TrainConfig
+from trainkit.preferences import PairBatches
+from trainkit.quant import QuantConfig, quantize_model
+from trainkit.reference import make_reference
+from trainkit.reward import RewardModel, reward_objective
+from trainkit.rl import RLConfig
+from trainkit.train import Trainer
+
+warnings.filterwarnings('ignore')
+pytest.importorskip('trl'), pytest.importorskip('peft')
+WORDS = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f't{i}': i for i in range(96)}, unk_token='t0')),
+                                             pad_token='t0', eos_token='t1')
+
+
+def small(**knobs):
+    torch.manual_seed(0)
+    return Transformer(ModelConfig(**{'vocab_size': 96, 'd_model': 64, 'n_heads': 4, 'n_kv_heads': 2, 'n_layers': 2, 'd_ff': 128, 'max_seq_len': 64, **knobs}))
+
+
+def some_rows(n=30):
+    rng, out = np.random.default_rng(0), []
+    for length in rng.integers(6, 24, n):
+        ids = rng.integers(2, 96, length)
+        out.append(dict(input_ids=ids, labels=np.where(np.arange(length) < 3, -100, ids)))
+    return out
+
+
+def some_pairs(n=20):
+    rng = np.random.default_rng(0)
+    draw = lambda low, high: [*rng.integers(3, 96, int(rng.integers(low, high))).tolist(), 1]
+    return [{**p, 'length': sum(map(len, p.values()))} for p in (dict(prompt=draw(3, 14), chosen=draw(2, 9), rejected=draw(2, 9)) for _ in range(n))]
+
+
+def both(model, objective, batches, steps=20, kind='sft', settings=None, optim=None, **more):
+    "Histories of our loop and of TRL's, from the same start; and the two trained models."
+    from trainkit.with_trl import TRLTrainer
+    found, models = [], (copy.deepcopy(model), copy.deepcopy(model))
+    for engine, net in zip((Trainer, TRLTrainer), models, strict=True):
+        extra = {} if engine is Trainer else dict(kind=kind, settings=settings, tokenizer=WORDS)
+        config = TrainConfig(**{'max_steps': steps, 'logging_steps': 1, 'progress': False, 'mixed_precision': 'no', **more})
+        optim = optim or OptimConfig(learning_rate=2e-3, lr_scheduler_type='cosine', warmup_steps=3, weight_decay=0.1, optim='adamw_torch')
+        found.append(engine(net, objective(net), batches(), config=config, optim=optim, **extra).train().history)
+    return *found, *models
+
+
+def agree(ours, theirs, tolerance=1e-4):
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert b['loss'] == pytest.approx(a['loss'], abs=tolerance), (a, b)
+        assert b['grad_norm'] == pytest.approx(a['grad_norm'], rel=1e-3, abs=1e-4), (a, b)
+        assert b['learning_rate'] == a['learning_rate'] and b['epoch'] == pytest.approx(a['epoch'])
+    assert len({round(a['loss'], 3) for a in ours}) > len(ours)/2 # it is no flat line that agrees
+
+
+def same_weights(a, b, tolerance=2e-4):
+    for (name, x), y in zip(a.named_parameters(), b.parameters(), strict=True): assert torch.allclose(x, y, atol=tolerance), name
+
+
+SFT = dict(objective=lambda net: lm_loss, batches=lambda: Batches(some_rows(), 4, seed=3))
+DPO = dict(batches=lambda: PairBatches(some_pairs(), 4, seed=3), kind='dpo')
+
+
+@pytest.mark.parametrize('more', [dict(), pytest.param(dict(gradient_accumulation_steps=3, max_grad_norm=0.5), marks=pytest.mark.slow)], ids=['plain', 'accumulated'])
+def test_sft_of_the_whole_model(more):
+    ours, theirs, a, b = both(small(), **SFT, **more)
+    agree(ours, theirs), same_weights(a, b)
+    assert [r['tokens'] for r in ours] == [r['tokens'] for r in theirs]
+
+
+@pytest.mark.parametrize('lora', [dict(r=4), pytest.param(dict(r=4, use_dora=True, use_rslora=True, modules_to_save=['norm'], rank_pattern={'q_proj': 2}), marks=pytest.mark.slow)], ids=['plain', 'dora'])
+def test_sft_of_an_adapter(lora):
+    ours, theirs, a, b = both(add_lora(small(), LoRAConfig(**lora)), **SFT)
+    agree(ours, theirs), same_weights(a, b)
+
+
+def test_dpo_of_an_adapter():
+    settings = DPOConfig(beta=0.2)
+    ours, theirs, a, b = both(add_lora(small(), LoRAConfig(r=4)), lambda net: dpo_objective(make_reference(net), settings), settings=settings, **DPO)
+    agree(ours, theirs), same_weights(a, b)
+    assert ours[0]['loss'] == pytest.approx(np.log(2), abs=1e-6)
+    for name in ('chosen', 'rejected', 'margins'):
+        assert [r[f'rewards/{name}'] for r in theirs] == pytest.approx([r[f'rewards/{name}'] for r in ours], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_reward_model():
+    ours, theirs, a, b = both(RewardModel(small()), lambda net: reward_objective(0.01), settings=0.01, kind='reward', batches=DPO['batches'])
+    agree(ours, theirs), same_weights(a, b)
+    assert [r['rewards/margins'] for r in theirs] == pytest.approx([r['rewards/margins'] for r in ours], abs=1e-3)
+
+
+def test_a_frozen_part_stays_frozen_and_muon_is_ours():
+    net = small().requires_grad_(False)
+    net.model.layers[1].requires_grad_(True)
+    ours, theirs, a, b = both(net, **SFT, steps=6, optim=OptimConfig(learning_rate=1e-3, optim='muon', lr_scheduler_type='constant'))
+    agree(ours, theirs), same_weights(a, b)
+    assert torch.equal(b.model.layers[0].mlp.up_proj.weight, net.model.layers[0].mlp.up_proj.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('loss', [['sigmoid'], ['ipo'], ['hinge', 'sft'], ['apo_zero'], ['aot']], ids='+'.join)
+def test_dpo_of_the_whole_model(loss):
+    settings = DPOConfig(beta=0.2, loss_type=loss)
+    ours, theirs, a, b = both(small(), lambda net: dpo_objective(make_reference(net), settings), settings=settings, **DPO,
+                              optim=OptimConfig(learning_rate=3e-4, lr_scheduler_type='linear', optim='adamw_torch'))
+    agree(ours, theirs, 2e-4 if loss == ['ipo'] else 1e-4), same_weights(a, b, 1e-3)
+
+
+@pytest.mark.slow
+def test_four_bits_learn_the_same_and_evaluations_break_nothing():
+    "An evaluation after every step: were it of their model, its gradients would be gone on some processors."
+    pytest.importorskip('bitsandbytes')
+    net = add_lora(quantize_model(small(), QuantConfig(bits=4, double_quant=False)), LoRAConfig(r=4, target_modules=['q_proj', 'down_proj']))
+    from trainkit.with_trl import TRLTrainer
+    runs = []
+    for engine, extra in ((Trainer, {}), (TRLTrainer, dict(kind='sft', tokenizer=WORDS))):
+        config = TrainConfig(max_steps=12, logging_steps=1, progress=False, mixed_precision='no', eval_strategy='steps', eval_steps=1)
+        optim = OptimConfig(learning_rate=2e-3, lr_scheduler_type='constant', optim='adamw_torch')
+        runs.append(engine(copy.deepcopy(net), lm_loss, Batches(some_rows(), 4, seed=3), Batches(some_rows(), 8, shuffle=False), config, optim=optim, **extra).train().history)
+    ours, theirs = ([r for r in run if 'loss' in r] for run in runs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert b['loss'] == pytest.approx(a['loss'], abs=2e-3) and b['grad_norm'] == pytest.approx(a['grad_norm'], rel=0.05)
+    assert [r['eval_loss'] for r in runs[1] if 'eval_loss' in r] == pytest.approx([r['eval_loss'] for r in runs[0] if 'eval_loss' in r], abs=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('lora', [False, True])
+def test_kto_learns(lora):
+    from trainkit.with_trl import TRLTrainer
+    net = add_lora(small(), LoRAConfig(r=8)) if lora else small()
+    settings = DPOConfig(loss_type=['kto'])
+    done = TRLTrainer(net, dpo_objective(make_reference(net), settings), PairBatches(some_pairs(), 5, seed=1), kind='kto', settings=settings, tokenizer=WORDS,
+                      config=TrainConfig(max_steps=40, logging_steps=10, progress=False, mixed_precision='no'),
+                      optim=OptimConfig(learning_rate=3e-2 if lora else 5e-3, lr_scheduler_type='constant')).train()
+    losses = [r['loss'] for r in done.history]
+    assert losses[0] <= 0.55 and losses[-1] < losses[0] - (0.02 if lora else 0.1), losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind, beta, lora', [('grpo', 0.0, False), ('grpo', 0.05, False), ('grpo', 0.05, True), ('rloo', 0.05, False)])
+def test_rewards_grow(kind, beta, lora):
+    from trainkit.policy import disable_dropout
+    from trainkit.rl import grpo_objective
+    from trainkit.rollouts import Rollouts
+    from trainkit.with_trl import TRLTrainer
+    net = small()
+    if lora: add_lora(net, LoRAConfig(r=8))
+    disable_dropout(net)
+    asked = []
+    def low(completions, completion_ids, tag, **kwargs): # Likes small ids
+        asked.extend(zip(completions, tag, strict=True))
+        return [sum(i < 48 for i in ids)/len(ids) for ids in completion_ids]
+    settings = RLConfig(method=kind, num_prompts=4, num_generations=4, max_completion_length=8, beta=beta)
+    class Words:
+        eos_token_id, eos_token, pad_token_id = 1, 't1', 0
+        def encode(self, text): return [int(w[1:]) for w in text.split()]
+        def decode(self, ids, **kwargs): return ' '.join(f't{i}' for i in ids)
+    rollouts = Rollouts(net, Words(), [dict(prompt=f't{5 + i} t{9 + i}', tag=i) for i in range(8)], low, settings)
+    trainer = TRLTrainer(net, grpo_objective(settings), rollouts, kind=kind, settings=settings, tokenizer=WORDS,
+                         config=TrainConfig(max_steps=24, logging_steps=4, progress=False, mixed_precision='no'),
+                         optim=OptimConfig(learning_rate=3e-2 if lora else 3e-3, lr_scheduler_type='constant'))
+    rewards = [r['reward'] for r in trainer.train().history]
+    assert rewards[-1] > rewards[0] + (0.02 if lora else 0.1), rewards
+    assert isinstance(asked[0][0], str) and {tag for _, tag in asked} == set(range(8))
+
+
+def run_in(folder, model, stop_at=None, **more):
+    from trainkit.with_trl import TRLTrainer
+    events = []
+    class Watch:
+        def on_step(self, trainer, record):
+            if record['step'] == stop_at: trainer.control.stop('interrupted')
+        def on_save(self, trainer, record): events.append((record['kind'], record['step']))
+        def on_eval(self, trainer, record): events.append(('eval', record['step']))
+    config = TrainConfig(**{'output_dir': str(folder), 'max_steps': 10, 'save_strategy': 'steps', 'save_steps': 4, 'logging_steps': 1,
+                            'progress': False, 'mixed_precision': 'no', **more})
+    trainer = TRLTrainer(model, lm_loss, Batches(some_rows(), 4, seed=3), Batches(some_rows(9), 4, shuffle=False), config, [Watch()],
+                         OptimConfig(learning_rate=2e-3, optim='adamw_torch'), kind='sft', tokenizer=WORDS, control=Control(), facts={'data': 'x'})
+    return trainer, events
+
+
+def test_stopped_and_resumed_it_ends_the_same(tmp_path):
+    whole = run_in(tmp_path/'whole', small())[0].train()
+    stopped = run_in(tmp_path/'half', small(), stop_at=6)[0].train()
+    assert (stopped.stop_reason, stopped.steps, stopped.exit_code) == ('interrupted', 6, 130)
+    again, events = run_in(tmp_path/'half', small())
+    net = again.model
+    resumed = again.train('auto')
+    assert [r['loss'] for r in resumed.history] == [r['loss'] for r in whole.history[6:]] and resumed.tokens == whole.tokens
+    assert ('checkpoint', 8) in events and ('final', 10) in events
+    from safetensors.torch import load_file
+    saved = load_file(tmp_path/'whole'/'model'/'model.safetensors')
+    assert all(torch.equal(saved[n], p) for n, p in net.state_dict().items() if n in saved)
+    other = run_in(tmp_path/'half', small(), max_steps=20)[0]
+    with pytest.raises(ValueError, match='another run: steps was 10 and is 20'): other.train('auto')
+    with pytest.raises(FileNotFoundError, match='no checkpoint of engine: trl'): run_in(tmp_path/'none', small())[0].train(True)
+
+
+@pytest.mark.slow
+def test_the_best_weights_come_back_and_patience_ends(tmp_path):
+    more = dict(eval_strategy='steps', eval_steps=2, load_best_model_at_end=True, early_stopping_patience=2, save_strategy='no', max_steps=200)
+    trainer, events = run_in(tmp_path/'best', small(), **more)
+    done = trainer.train()
+    assert done.stop_reason == 'early stopping' and 0 < trainer.state.best_step < done.steps
+    assert trainer.evaluate()['eval_loss'] == pytest.approx(done.best_metric, abs=1e-6)
+    assert not (tmp_path/'best'/'trl').is_dir() or not [*(tmp_path/'best'/'trl').glob('checkpoint-*')]
+
+
+def test_nothing_phones_home_and_no_row_is_lost(monkeypatch):
+    import trl.trainer.base_trainer as base
+    def phone(*args, **kwargs): raise AssertionError('telemetry')
+    for name in ('send_telemetry', '_send_telemetry'):
+        if hasattr(base, name): monkeypatch.setattr(base, name, phone)
+    monkeypatch.delenv('CI', raising=False)
+    from trainkit.with_trl import TRLTrainer
+    long = [dict(input_ids=np.full(n, 5), labels=np.full(n, 5)) for n in (3, 2000)]
+    net = small(max_seq_len=2048)
+    trainer = TRLTrainer(net, lm_loss, Batches(long, 1, shuffle=False), config=TrainConfig(num_train_epochs=1, progress=False, mixed_precision='no'), kind='sft', tokenizer=WORDS)
+    assert trainer.train().tokens == 2003
+
+
+@pytest.mark.parametrize('knobs, words', [(dict(z_loss=1e-4), 'z_loss'), (dict(on_nan='skip'), 'on_nan'), (dict(optimizer_in_backward=True, max_grad_norm=0.0), 'optimizer_in_backward')])
+def test_what_trl_cannot_do_is_refused(knobs, words):
+    from trainkit.with_trl import TRLTrainer
+    with pytest.raises(ValueError, match=words): TRLTrainer(small(), lm_loss, Batches(some_rows(), 4), config=TrainConfig(**knobs), kind='sft', tokenizer=WORDS)
+    for loss in ('simpo', 'orpo'):
+        from trainkit.trl_words import SETTINGS
+        with pytest.raises(ValueError, match=loss): SETTINGS['dpo'](DPOConfig(loss_type=[loss]))
+    with pytest.raises(ValueError, match="not 'ppo'"): TRLTrainer(small(), lm_loss, Batches(some_rows(), 4), kind='ppo', tokenizer=WORDS)
+
+
+# --- from a config
+
+@pytest.fixture(scope='module')
+def home(tmp_path_factory):
+    "A base model in a folder, questions, pairs and a config for each method."
+    from trainkit.chat import set_template
+    from trainkit.hf import save_pretrained
+    from trainkit.tokenizer import BPETokenizer
+    folder = tmp_path_factory.mktemp('engines')
+    names = 'zero one two three four five six seven eight nine ten eleven'.split()
+    rows = [dict(prompt=ask.format(n), completion=name, chosen=name, rejected=names[n - 1], answer=name) for n, name in enumerate(names)
+            for ask in ('Spell {}.', 'What is {} in words?', 'Write {}.', '{} in letters:')]
+    for file, keys in (('talks', ('prompt', 'completion')), ('pairs', ('prompt', 'chosen', 'rejected')), ('asks', ('prompt', 'answer'))):
+        (folder/f'{file}.jsonl').write_text('\n'.join(json.dumps({k: row[k] for k in keys}) for row in rows))
+    tokenizer = BPETokenizer.train([t for row in rows for t in (row['prompt'], row['completion'])], 300, special_tokens=['<|endoftext|>'])
+    set_template(tokenizer, 'chatml')
+    save_pretrained(small(vocab_size=tokenizer.vocab_size, max_seq_len=128), tokenizer, folder/'base')
+    return folder
+
+
+def config_of(home, name, engine, method, data, **groups):
+    from trainkit.config import load_config
+    from trainkit.method import RunConfig
+    return load_config(RunConfig, {
+        'name': name, 'runs_dir': str(home/'runs'), 'method': method, 'engine': engine, 'init_from': str(home/'base'), 'sft': {'questions': 2},
+        'data': {'path': str(home/f'{data}.jsonl'), 'eval_fraction': 0.25, **({'max_length': 64} if method in ('sft', 'lora') else {})}, 'lora': {'r': 4},
+        'optim': {'learning_rate': 3e-3, 'optim': 'adamw_torch'},
+        'train': {'max_steps': 6, 'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 1, 'logging_steps': 1, 'mixed_precision': 'no',
+                  'progress': False, 'save_strategy': 'no', 'eval_strategy': 'steps', 'eval_steps': 3}, **groups})
+
+
+@pytest.mark.parametrize('method, data, groups', [
+    ('lora', 'talks', {}), pytest.param('sft', 'talks', {'sft': {'packing': 'best_fit', 'questions': 0}}, marks=pytest.mark.slow),
+    pytest.param('dpo', 'pairs', {'use_lora': True}, marks=pytest.mark.slow), pytest.param('dpo', 'pairs', {'use_lora': False}, marks=pytest.mark.slow),
+    pytest.param('reward', 'pairs', {'use_lora': True}, marks=pytest.mark.slow), pytest.param('reward', 'pairs', {'use_lora': False}, marks=pytest.mark.slow)])
+def test_one_config_and_two_engines(home, method, data, groups):
+    from trainkit.recipes import run
+    from trainkit.runs import read_run
+    done = [run(config_of(home, f'{method}-{data}-{len(str(groups))}-{engine}', engine, method, data, **groups), verbose=False) for engine in ('trainkit', 'trl')]
+    ours, theirs = ([r for r in d.history if 'loss' in r] for d in done)
+    assert len(ours) == len(theirs) == 6
+    for a, b in zip(ours, theirs, strict=True): assert b['loss'] == pytest.approx(a['loss'], abs=1e-4)
+    evals = [[r['eval_loss'] for r in d.history if 'eval_loss' in r] for d in done]
+    assert evals[0] == pytest.approx(evals[1], abs=1e-4) and done[0].metrics == pytest.approx(done[1].metrics, abs=1e-3)
+    for d in done: assert d.report.is_file() and d.model_path.is_dir() and {'start', 'log', 'eval', 'end'} <= {r['event'] for r in read_run(d.folder).records}
+    assert sorted(p.name for p in done[0].folder.iterdir()) == sorted(p.name for p in done[1].folder.iterdir() if p.name != 'trl')
+    assert 'engine trl 1.' in (done[1].folder/'log.txt').read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['grpo', 'rloo'])
+def test_rewards_from_a_config(home, method):
+    from trainkit.recipes import run
+    groups = {'use_lora': True, 'rl': {'num_prompts': 2, 'num_generations': 4, 'max_completion_length': 6, 'rewards': ['right_length(6, 6)'], 'beta': 0.02}}
+    done = run(config_of(home, method, 'trl', method, 'asks', **groups), verbose=False)
+    assert len([r for r in done.history if 'reward' in r]) >= 3 and done.steps == 6 and done.report.is_file()
+
+
+def test_a_config_is_written_down_where_its_engine_is_not(home, capsys):
+    from trainkit.recipes import run
+    config = config_of(home, 'elsewhere', 'llamafactory', 'lora', 'talks')
+    done = run(config)
+    assert done.stop_reason == 'written for llamafactory-cli' and 'llamafactory-cli train' in capsys.readouterr().out
+    assert (done.folder/'llamafactory'/'train.yaml').is_file() and (done.folder/'config.yaml').is_file()
+    with pytest.raises(ValueError, match='TRL has no trainer'): run(config_of(home, 'x', 'trl', 'ppo', 'asks'))
+    assert not (home/'runs'/'x').exists()
+
+
+def test_llamafactory_starts_where_it_is(home, monkeypatch):
+    from trainkit.recipes import run
+    tool = home/'bin'/'llamafactory-cli'
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\ntest "$1" = train || exit 3\nmkdir -p "$(dirname "$2")/output"\n'
+                    'echo \'{"current_steps": 5, "loss": 1.5, "lr": 1e-4, "epoch": 1.0}\' > "$(dirname "$2")/output/trainer_log.jsonl"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv('PATH', str(tool.parent), prepend=':')
+    done = run(config_of(home, 'there', 'llamafactory', 'dpo', 'pairs', use_lora=True))
+    assert (done.final_loss, done.steps, done.stop_reason) == (1.5, 5, 'finished')
+    tool.write_text('#!/bin/sh\nexit 7\n')
+    with pytest.raises(RuntimeError, match='ended with code 7'): run(config_of(home, 'broken', 'llamafactory', 'dpo', 'pairs', use_lora=True))
+
+
+@pytest.mark.slow
+def test_llamafactory_knows_our_words(home, tmp_path):
+    "Every argument that we write, for every stage, against the package's own source; it is downloaded, and never imported."
+    import subprocess
+    import sys
+
+    from trainkit.llamafactory import check_names, known_arguments, llamafactory_arguments
+    done = subprocess.run([sys.executable, '-m', 'pip', 'download', '--no-deps', '--only-binary', ':all:', '-q', '-d', str(tmp_path), 'llamafactory'], capture_output=True)
+    wheels = [*tmp_path.glob('*.whl')]
+    if done.returncode or not wheels:
+        warnings.warn('NO LLAMAFACTORY: its names are not checked here', stacklevel=1)
+        pytest.skip('llamafactory cannot be downloaded')
+    known = known_arguments(wheels[0])
+    assert {'pt', 'sft', 'rm', 'ppo', 'dpo', 'kto'} <= known['stage'] and {'full', 'freeze', 'lora'} <= known['finetuning_type']
+    methods = [('pretrain', {}), ('sft', {'sft': {'packing': 'best_fit', 'train_on': 'last'}}), ('freeze', {}), ('lora', {'lora': {'r': 4, 'use_dora': True, 'modules_to_save': ['norm']}}),
+               ('qlora', {}), ('dpo', {'dpo': {'loss_type': ['sigmoid', 'sft'], 'ld_alpha': 0.5}}), ('dpo', {'dpo': {'loss_type': ['kto']}, 'use_lora': True}), ('reward', {}),
+               ('ppo', {'rl': {'rewards': ['judge']}})]
+    for method, groups in methods:
+        config = config_of(home, 'x', 'llamafactory', method, 'talks', **groups)
+        said = llamafactory_arguments(config, 100, ('train', 'eval'))
+        assert check_names({**said, 'dataset_dir': '', 'output_dir': '', 'plot_loss': True}, known) == [], method
+    assert check_names(dict(lora_r=4, stage='orpo'), known) == ['lora_r is not known', "stage = 'orpo' is not among dpo, kto, ppo, pt, rm, sft"]
