@@ -194,7 +194,7 @@ class PreferenceLabels:
         sides = [v['verdict'] == 'left' for v in self.verdicts if v['verdict'] in ('left', 'right')]
         return proportion(sum(sides), len(sides)) if sides else None
 
-    def __repr__(self) -> str: return f'<PreferenceLabels {self.path}: {len(self.verdicts)} of {len(self.plan)}, {len(self.rows())} preferences>'
+    def __repr__(self) -> str: return f'<PreferenceLabels {self.path.name}: {len(self.verdicts)} of {len(self.plan)}, {len(self.rows())} preferences>'
 
 def _plan(n: int, seed: int, repeat: float) -> list[tuple[int, int]]: # (number of the pair, which answer is on the left)
     "The order in which pairs are shown; those that come twice come with sides exchanged, as late as can be."
