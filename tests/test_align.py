@@ -55,7 +55,7 @@ ADAPTER = {'use_lora': True, 'lora': {'r': 2, 'lora_dropout': 0.1}}
 
 @pytest.mark.parametrize('more, reference', [({}, 'a frozen copy'), (ADAPTER, 'the model with its adapter off')])
 def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
-    wanted = config(home, 'dpo', f'dpo-{len(more)}', more)
+    wanted = config(home, 'dpo', f'dpo-{len(more)}', {**more, 'dpo': {'beta': 0.3}})
     done = run(wanted, verbose=False)
     model, tokenizer = load_pretrained(home/'base', dtype=torch.float32)
     parts = prepare(wanted) if more else None
