@@ -273,6 +273,7 @@ def test_layers_are_chosen_and_the_rank_follows(driven):
 def test_the_planner_waits_for_its_button(driven):
     view = driven(MemoryPlanner(TINY, method='full', batch_size=2, seq_len=16))
     assert not view.picture.value and 'Compute' in view.alert.value
+    assert view.controls['model'].widget.options[0] == ('yours', 'yours')
     said = []
     view.alert.observe(lambda change: said.append(change['new']), names='value')
     view.button.click()

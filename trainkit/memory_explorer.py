@@ -126,7 +126,7 @@ class MemoryPlanner(Explorer):
         self.model = self.model or ('yours' if self.shape is not None else 'qwen2.5-0.5b')
         super().__post_init__()
 
-    def limits(self) -> Mapping[str, Sequence]: return dict(model=(('yours',) if self.shape is not None else ()) + tuple(PRESETS))
+    def limits(self) -> Mapping[str, Sequence]: return dict(model=['yours']*(self.shape is not None) + [*PRESETS])
 
     def check(self) -> None:
         super().check()
