@@ -156,7 +156,7 @@ MAY_IMPORT = {
     'hf': 'config families model tokenizer',
     'twin': 'adapters families lora model reward tokenizer',
     'llamafactory': 'columns config dataset files optim',
-    'engines': 'llamafactory objective plan train trl_words with_trl',
+    'engines': 'llamafactory objective plan train trl_words',
     'trl_words': 'dataloader plan',
     'with_trl': 'config files optim plan precision progress step train trl_words twin',
     'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',

@@ -9,6 +9,7 @@ __all__ = ['ENGINES', 'TRL_KINDS', 'trl_kind', 'engine_line', 'trl_loop', 'make_
            'to_llamafactory']
 
 # %% ../nbs/43_engines.ipynb #2e1b2034
+import importlib
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -54,7 +55,7 @@ def trl_loop(
     **kwargs: Any,
 ) -> Trainer:
     "A `TRLTrainer` for what was prepared."
-    from trainkit.with_trl import TRLTrainer # which imports transformers
+    TRLTrainer = importlib.import_module('trainkit.with_trl').TRLTrainer # by name, as an engine that may be missing
     kind, settings = trl_kind(parts.config)
     inner = getattr(parts, 'causal', None) # A reward model's body carries the adapter, and the model around it what PEFT must know
     if inner is not None and hasattr(inner, 'lora_configs') and not hasattr(parts.model, 'lora_configs'): parts.model.lora_configs = inner.lora_configs
