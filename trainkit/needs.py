@@ -72,7 +72,8 @@ def _frozen(shape: Any, count: int) -> Callable[[], Any]:
     def make() -> Any:
         from trainkit.model import Transformer
         from trainkit.offload import find_blocks
-        made: Any = (shape() if callable(shape) else Transformer(shape)).requires_grad_(False)
+        made: Any = shape() if callable(shape) else Transformer(shape)
+        made.requires_grad_(False)
         blocks = list(find_blocks(made))
         for block in blocks[-count:] if count > 0 else blocks[:-count]: block.requires_grad_(True)
         return made
