@@ -23,6 +23,7 @@ MAY_IMPORT = {
     'knobs': '',
     'config': 'files knobs',
     'canvas': '',
+    'diagram': 'canvas knobs',
     'charts': 'canvas',
     'facts': '',
     'machine': 'facts',
