@@ -29,6 +29,24 @@ def _bare(model: nn.Module) -> Any:
         model = model._orig_mod if hasattr(model, '_orig_mod') else model.module # type: ignore
     return model
 
+class _Said(torch.autograd.Function):
+    "Log-probability and entropy with one matrix of probabilities, which the backward pass turns into the gradient."
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]: # (N, V), (N,) -> (N,), (N,)
+        total, every = logits.logsumexp(-1), logits.softmax(-1)
+        found = logits.gather(-1, ids[:, None]).squeeze(-1) - total
+        entropy = total - torch.linalg.vecdot(every, logits)
+        if not entropy.isfinite().all(): entropy = total - (every*logits.masked_fill(every == 0, 0.)).sum(-1) # 0·log 0 is 0
+        ctx.save_for_backward(every, ids)
+        ctx.mark_non_differentiable(entropy)
+        return found, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        every, ids = ctx.saved_tensors
+        grad = every*-grads[0][:, None]
+        return grad.scatter_add_(-1, ids[:, None], grads[0][:, None]), None
+
 def token_scores(
     model: nn.Module, # Ours, one of transformers', an `ActorCritic`, or any that maps ids (B, T) to logits (B, T, V)
     batch: dict, # `input_ids` and `labels` (B, T), -100 outside the answers; perhaps `attention_mask`, `position_ids`
@@ -51,10 +69,11 @@ def token_scores(
         if hook is not None: hook.remove()
     logits = out if isinstance(out, Tensor) else out.logits
     if not seen: logits = logits[before]
-    every = (logits.float()/temperature).log_softmax(-1) # (N, V)
-    found = every.gather(-1, labels[mask][:, None]).squeeze(-1)
-    with torch.set_grad_enabled(learn_entropy and torch.is_grad_enabled()):
-        entropy = -(every.exp()*every).nan_to_num(0.).sum(-1) # 0·log 0 is 0
+    logits, ids = logits.float() if temperature == 1 else logits.float()/temperature, labels[mask]
+    if learn_entropy and torch.is_grad_enabled():
+        every = logits.log_softmax(-1) # (N, V)
+        found, entropy = every.gather(-1, ids[:, None]).squeeze(-1), -(every.exp()*every).nan_to_num(0.).sum(-1) # 0·log 0 is 0
+    else: found, entropy = _Said.apply(logits, ids) # type: ignore
     values = bare.value_head(seen[0].float()).squeeze(-1) if seen and hasattr(bare, 'value_head') else None
     place = lambda x: None if x is None else torch.zeros(labels.shape, device=x.device).masked_scatter(mask, x)
     return TokenScores(place(found), place(entropy), place(values)) # type: ignore

@@ -77,6 +77,8 @@ class RLConfig:
     vf_coef: float = knob(0.1, 'ppo: weight of the value loss', low=0)
     cliprange_value: float = knob(0.2, 'ppo: how far a value may move; 0 does not clip', low=0)
     whiten_rewards: bool = knob(False, 'ppo: bring rewards to spread 1')
+    whiten_advantages: bool = knob(False, 'ppo: bring advantages to mean 0 and spread 1; where all answers earn the same, this makes '
+                                   'signals of the errors of the value function')
     entropy_coef: float = knob(0.0, 'Reward for staying undecided', low=0)
     baseline_decay: float = knob(0.9, 'reinforce: memory of the moving average', low=0, high=0.9999)
     seed: int = knob(0, 'Of the order of prompts and of the answers', low=0)
