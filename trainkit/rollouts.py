@@ -191,7 +191,7 @@ class Rollouts:
         each = last*rewards[:, None] - price
         if c.whiten_rewards: each = whiten(each, mask, shift=False)
         advantages, returns = gae(each, batch['values'], mask, c.gamma, c.lam)
-        return dict(advantages=whiten(advantages, mask), returns=returns)
+        return dict(advantages=whiten(advantages, mask) if c.whiten_advantages else advantages, returns=returns)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         "The rest of this epoch; each round is answered by the model as it is then."
