@@ -21,7 +21,7 @@ endef
 export EXPORT
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow deepspeed lab bench lint export clean
+.PHONY: help demo test test-slow deepspeed lab site map bench lint export clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,14 +55,20 @@ deepspeed: $(VENV)/.dev ## Install DeepSpeed as well, without compiling anything
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e ".[deepspeed]"
 	TRAINKIT_SLOW=1 $(TEST_ENV) $(BIN)/python -m pytest -q -m deepspeed
 
-lab: $(VENV)/.dev ## JupyterLab on the course; LAB_ARGS="--allow-root" where you are root
-	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS)
+lab: $(VENV)/.dev ## JupyterLab on the course, at its tour; LAB_ARGS="--allow-root" where you are root
+	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS) nbs/00_tour.ipynb
+
+site: $(VENV)/.dev ## The lessons as web pages with a search, for reading without Jupyter: site/index.html
+	$(BIN)/python tools/pages.py site
+
+map: $(VENV)/.dev ## Write the map of the tour, its pictures, and the links at the end of each lesson
+	$(BIN)/python tools/course.py
 
 bench: $(VENV)/.dev ## The comparisons with peers that benchmarks/README.md reports
 	for script in benchmarks/*.py; do echo "== $$script"; $(TEST_ENV) $(BIN)/python $$script || exit 1; done
 
 lint: $(VENV)/.dev ## ruff and pyright
-	$(BIN)/ruff check trainkit tests benchmarks
+	$(BIN)/ruff check trainkit tests benchmarks tools
 	$(BIN)/pyright --pythonpath $(BIN)/python trainkit
 
 export: $(VENV)/.dev ## Write trainkit/*.py from the notebooks, and clean the notebooks
@@ -71,5 +77,5 @@ export: $(VENV)/.dev ## Write trainkit/*.py from the notebooks, and clean the no
 	cp settings.ini trainkit/settings.ini
 
 clean: ## Remove the environment and everything that was made
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
