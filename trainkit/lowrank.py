@@ -32,8 +32,9 @@ class _Adapted(torch.autograd.Function):
         dtype = autocast_dtype(x)
         kept, noise = _thin(x, dtype), None
         if dropout: noise = torch.empty_like(kept).bernoulli_(1 - dropout)
-        low = (kept if noise is None else kept * noise.div_(1 - dropout)) @ _thin(A, dtype).T # (N, r)
-        with fast_products(): y = kept @ _thin(weight, dtype).T
+        with fast_products():
+            low = (kept if noise is None else kept * noise.div_(1 - dropout)) @ _thin(A, dtype).T # (N, r)
+            y = kept @ _thin(weight, dtype).T
         y.addmm_(low, _thin(B, dtype).T, alpha=scale)
         if bias is not None: y += bias
         ctx.save_for_backward(kept, weight, A, B, low, None if noise is None else noise != 0)
@@ -45,12 +46,12 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx, grad: Tensor): # type: ignore
         x, weight, A, B, low, noise = ctx.saved_tensors
         keep, need, A_, grad = 1 - ctx.dropout, ctx.needs_input_grad, _thin(A, x.dtype), grad.to(x.dtype)
-        back = (grad @ _thin(B, x.dtype)).mul_(ctx.scale) # (N, r)
-        grad_B = (grad.T @ low).mul_(ctx.scale).to(B.dtype) if need[4] else None
-        grad_A = (back.T @ (x if noise is None else x * noise / keep)).to(A.dtype) if need[3] else None
-        grad_x = None
-        if need[0]:
-            with fast_products(): grad_x = grad @ _thin(weight, x.dtype)
+        with fast_products():
+            back = (grad @ _thin(B, x.dtype)).mul_(ctx.scale) # (N, r)
+            grad_B = (low.T @ grad).T.mul_(ctx.scale).to(B.dtype) if need[4] else None # The short side first is faster
+            grad_A = (back.T @ (x if noise is None else x * noise / keep)).to(A.dtype) if need[3] else None
+            grad_x = grad @ _thin(weight, x.dtype) if need[0] else None
+        if grad_x is not None:
             if noise is None: grad_x.addmm_(back, A_)
             else: grad_x.add_((back @ A_).mul_(noise), alpha=1 / keep)
             grad_x = grad_x.to(ctx.dtypes[0])
