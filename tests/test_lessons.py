@@ -1,11 +1,10 @@
 "Every lesson runs from a fresh kernel, in any order, offline; its slow cells on request."
 import json
-import os
 import re
-import warnings
 
 import pytest
 from conftest import ROOT, in_child
+from graded import run_lesson, wrong
 
 LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
 def cells(path):
@@ -17,12 +16,9 @@ def source(cell):
 
 
 def lesson(path, flags):
-    os.chdir(ROOT)
-    os.environ.update(TRAINKIT_PROFILE='quick', COLUMNS='100')
-    warnings.simplefilter('ignore')
-    from nbdev.test import test_nb
-    ok, seconds = test_nb(path, skip_flags=['gpu', 'slow'], force_flags=flags, basepath=ROOT)
-    return not ok
+    ok, verdicts = run_lesson(path, flags)
+    for problem in wrong(verdicts): print(problem)
+    return not ok or any(wrong(verdicts))
 
 
 def run(path, tmp_path, *flags):
@@ -54,8 +50,8 @@ def test_lesson_is_fit_to_be_read(path):
     assert 'widgets' not in notebook['metadata']
     assert any(source(c).startswith('## Try it') for c in notebook['cells']), 'a lesson ends with exercises'
     text = json.dumps([c.get('outputs', []) for c in notebook['cells']])
-    for wrong in ('widget-view+json', '/home/', '/root/', '/Users/', 'site-packages', 'Traceback', '"name": "stderr"', '\\u001b['):
-        assert wrong not in text, f'an output holds {wrong!r}'
+    for stain in ('widget-view+json', '/home/', '/root/', '/Users/', 'site-packages', 'Traceback', '"name": "stderr"', '\\u001b['):
+        assert stain not in text, f'an output holds {stain!r}'
     for cell in notebook['cells']:
         assert not re.search(r'^\s*from trainkit\S* import \*', source(cell), re.M)
         if cell['cell_type'] == 'code' and source(cell).startswith('#| export'): assert '%' != source(cell)[10:].strip()[:1]

@@ -74,14 +74,16 @@ def defined(
 
 def solved(
     exercise: Exercise,
-) -> str: # Source of a cell; raises ValueError when the solution has no place in the stub
+) -> str: # Source of a cell; raises ValueError when there is no solution
     "The cell of an exercise with its solution put in."
     names = set().union(*(defined(s) for s in ast.parse(exercise.solution).body))
     if re.search(r'^check\(', exercise.solution, re.M): return exercise.solution
     lines, statements = exercise.stub.splitlines(), ast.parse(exercise.stub).body
     place = [s for s in statements if defined(s) & names]
-    if not exercise.solution or not place:
-        raise ValueError(f'exercise {exercise.number}: the solution defines {sorted(names) or "nothing"}, and the cell none of it')
+    if not exercise.solution: raise ValueError(f'exercise {exercise.number} has no solution: a folded text with a block of Python must follow its cell')
+    if not place:
+        free = next(i for i, line in enumerate(lines) if not line or line.startswith(('#', 'check(')))
+        lines.insert(free, exercise.solution.rstrip())
     for s in reversed(place):
         first = min([s.lineno, *(d.lineno for d in getattr(s, 'decorator_list', []))])
         lines[first - 1:s.end_lineno] = exercise.solution.splitlines() if s is place[0] else []
