@@ -24,9 +24,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from .config import atomic_folder, load_config, save_config, write_atomic
+from .config import atomic_folder, load_config, pick_device, save_config, write_atomic
 from .families import check_weights, from_hf, from_hf_config, from_hf_weights, hf_architecture, obstacles
 from .families import take_weights, to_hf, to_hf_config, to_hf_weights
+from .hub import fetch_model
 from .model import ModelConfig, Transformer
 from .tokenizer import BPETokenizer
 
@@ -85,33 +86,27 @@ def read_config(
     return own if same else config
 
 # %% ../nbs/40_hf.ipynb #6a225a69
-def _find(source: str | Path) -> Path:
+def _find(source: str | Path, cache_dir: str | Path | None = None, token: str | None = None, code: bool = False) -> Path:
     "A folder or a GGUF file: here, else fetched from the hub."
     path, name = Path(source).expanduser(), str(source)
     if path.is_dir() or (path.is_file() and path.suffix == '.gguf'): return path
     if path.exists() or not re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name):
         raise FileNotFoundError(f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
                                 "'owner/name'")
-    from huggingface_hub import snapshot_download
-    wanted = ['*.json', 'model*.safetensors', '*.jinja', 'merges.txt', 'vocab.txt', '*.model']
-    try: return Path(snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:
-        raise OSError(f"'{name}' is not a folder here, and the hub did not give it ({type(error).__name__}): "
-                      'check the name and the connection; without one only models that were fetched before '
-                      'open') from error
+    return fetch_model(name, cache_dir or None, token, ('*.py',)*code)
 
 def _split(path: Path) -> tuple[Path, dict[str, Any]]: # The folder, and what else transformers wants to know
     return (path.parent, {'gguf_file': path.name}) if path.is_file() else (path, {})
 
-def _open_theirs(path: Path, dtype: torch.dtype | None) -> transformers.PreTrainedModel:
+def _open_theirs(path: Path, dtype: torch.dtype | None, trust: bool = False, device_map: Any = None) -> transformers.PreTrainedModel:
     folder, gguf = _split(path)
     if not gguf and not (path/'config.json').is_file():
         raise FileNotFoundError(f'{path} has no config.json, so transformers cannot open it'
                                 + '; load_pretrained(…, native=True) can' * (path/'trainkit.json').is_file())
     with _quiet():
         try: model, info = cast(Any, transformers.AutoModelForCausalLM).from_pretrained(
-            folder, trust_remote_code=False, use_safetensors=True, dtype=dtype or 'auto', output_loading_info=True,
-            ignore_mismatched_sizes=True, **gguf)
+            folder, trust_remote_code=trust, use_safetensors=True, dtype=dtype or 'auto', output_loading_info=True,
+            ignore_mismatched_sizes=True, device_map=device_map, **gguf)
         except SafetensorError as error:
             raise ValueError(f'the weights in {path} are damaged or cut short: copy or download them again '
                              f'({error})') from None
@@ -126,7 +121,7 @@ def _open_theirs(path: Path, dtype: torch.dtype | None) -> transformers.PreTrain
     model.generation_config = ending
     return model
 
-def _open_tokenizer(path: Path, native: bool) -> Any:
+def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
     folder, gguf = _split(path)
     names = ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')
     if not gguf and not any((folder/name).is_file() for name in names): return None
@@ -136,7 +131,7 @@ def _open_tokenizer(path: Path, native: bool) -> Any:
     # AutoTokenizer goes by the family: in a Qwen2's folder it splits as Qwen does, not as the tokenizer says
     ours = (folder/'trainkit.json').is_file()
     opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
-    with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=False, **gguf)
+    with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=trust, **gguf)
     if native and gguf:
         try: return BPETokenizer.from_hf(tokenizer)
         except ValueError: pass
@@ -153,10 +148,17 @@ def load_pretrained(
     source: str | Path, # A folder that we or transformers saved, a .gguf file, or a name on the hub
     native: bool = True, # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
     dtype: torch.dtype | None = None, # Of the weights in memory; None keeps that of the file
-) -> tuple[Any, Any]: # The model in eval mode, and the tokenizer or None; no remote code, no pickle
+    cache_dir: str | Path | None = None, # Where models of the hub are kept; None: where HF_HUB_CACHE says
+    device_map: Any = None, # 'auto', a device, or with native=False a dict from parts to devices; None: main memory
+    use_cache: bool | None = None, # What a model of transformers keeps while it reads; None: as its config says
+    token: str | None = None, # For the hub; None: that of the environment
+    trust_remote_code: bool = False, # Run the code that comes with a model, with native=False
+) -> tuple[Any, Any]: # The model in eval mode, and the tokenizer or None; no pickle, and no code of theirs unless asked for
     "Open a model and its tokenizer."
-    path = _find(source)
-    if not native: model = _open_theirs(path, dtype)
+    if trust_remote_code and native: raise ValueError('trust_remote_code = True: our own model runs no code of others; say native=False')
+    if isinstance(device_map, dict) and native: raise ValueError(f'device_map = {device_map}: our own model lies on one device; say native=False to share it out')
+    path = _find(source, cache_dir, token, trust_remote_code)
+    if not native: model = _open_theirs(path, dtype, trust_remote_code, device_map)
     elif path.is_file(): model = from_hf(_open_theirs(path, dtype))
     else:
         config = read_config(path)
@@ -164,7 +166,9 @@ def load_pretrained(
         model = take_weights(config, {k: v.to(dtype or v.dtype) for k, v in weights.items()}, str(path))
         if (path/'generation_config.json').is_file(): # What ends a text, for `generate`
             model.generation_config = transformers.GenerationConfig.from_pretrained(path) # type: ignore
-    tokenizer = _open_tokenizer(path, native)
+    if native and device_map: model = model.to(pick_device() if device_map == 'auto' else device_map)
+    if not native and use_cache is not None: model.config.use_cache = use_cache
+    tokenizer = _open_tokenizer(path, native, trust_remote_code)
     _check_sizes(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
 
@@ -192,6 +196,11 @@ def _write_model(model: Transformer, folder: Path) -> None:
     save_file(weights, folder/'model.safetensors', {'format': 'pt'})
     save_config(config, folder/'trainkit.json')
     (getattr(model, 'generation_config', None) or transformers.GenerationConfig()).save_pretrained(folder)
+
+def _allow_cache(folder: Path) -> None: # Off while training; saved so, a model would write slowly for ever
+    for file in (folder/'config.json', folder/'generation_config.json'):
+        data = json.loads(file.read_text(encoding='utf-8')) if file.is_file() else {}
+        if data.get('use_cache') is False: _write_json(file, data | dict(use_cache=True))
 
 def _write_ids(tokenizer: Any, folder: Path) -> None:
     roles = ('bos_token_id', 'eos_token_id', 'pad_token_id')
@@ -252,6 +261,7 @@ def save_pretrained(
         if isinstance(model, Transformer): _write_model(model, temporary)
         else:
             with _quiet(): model.save_pretrained(temporary) # type: ignore
+            _allow_cache(temporary)
         if isinstance(tokenizer, BPETokenizer): tokenizer.save(temporary)
         elif tokenizer is not None: tokenizer.save_pretrained(temporary)
         _write_ids(tokenizer, temporary)

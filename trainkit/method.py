@@ -18,6 +18,7 @@ from typing import Any
 from .config import ConfigError, check_config, from_profile, knob, load_config, parse_config, to_dict
 from .curriculum import CurriculumConfig
 from .dataset import DataConfig
+from .hub import HubConfig
 from .knobs import Problem, knobs, nearest
 from .margins import DPOConfig
 from .model import ModelConfig
@@ -148,6 +149,9 @@ class RunConfig:
                        choices=('trainkit', 'trl', 'llamafactory'))
     init_from: str = knob('', 'A trained model to begin with: a folder, a .gguf file or a name on the hub; empty: a new one',
                           aliases=('model_name_or_path', 'base_model', 'model_name', 'base_model_name', 'huggingface_id'))
+    cache_dir: str = knob('', 'Where models of the hub are kept; empty: where HF_HUB_CACHE says')
+    device_map: str = knob('', 'Where a trained model is opened: auto for the device that trains, or its name; empty: in main memory, from where the loop takes it')
+    use_cache: bool = knob(False, 'Keep keys and values while training, which nothing reads; what is saved always says that generation may')
     data: DataConfig = _unset(DataConfig, 'The text or the examples')
     curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig('none'),
                                          metadata=knob(CurriculumConfig, 'Easy rows first').metadata)
@@ -164,6 +168,7 @@ class RunConfig:
     sampling: SamplingConfig = knob(SamplingConfig, 'How samples are drawn')
     prompts: list[str] = knob([], 'What samples begin with; empty: the first words of two held-out texts')
     report_to: list[str] = knob([], 'Trackers: tensorboard, trackio, wandb', aliases=('log_with',))
+    hub: HubConfig = knob(HubConfig, 'What goes to the Hugging Face hub')
 
     def __post_init__(self):
         check_config(self)
