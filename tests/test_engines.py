@@ -1,6 +1,7 @@
 "The same run by two engines: with the same rows, order and start, TRL's losses are ours, step by step."
 import copy
 import json
+import re
 import warnings
 
 import numpy as np
@@ -78,7 +79,10 @@ SFT = dict(objective=lambda net: lm_loss, batches=lambda: Batches(some_rows(), 4
 DPO = dict(batches=lambda: PairBatches(some_pairs(), 4, seed=3), kind='dpo')
 
 
-@pytest.mark.parametrize('more', [dict(), pytest.param(dict(gradient_accumulation_steps=3, max_grad_norm=0.5), marks=pytest.mark.slow)], ids=['plain', 'accumulated'])
+QUICK_AND_WHOLE = pytest.mark.parametrize('steps', [6, pytest.param(20, marks=pytest.mark.slow)])
+
+
+@pytest.mark.parametrize('more', [dict(steps=6), pytest.param(dict(gradient_accumulation_steps=3, max_grad_norm=0.5), marks=pytest.mark.slow)], ids=['plain', 'accumulated'])
 def test_sft_of_the_whole_model(more):
     ours, theirs, a, b = both(small(), **SFT, **more)
     agree(ours, theirs), same_weights(a, b)
@@ -91,28 +95,70 @@ def test_sft_of_an_adapter(lora):
     agree(ours, theirs), same_weights(a, b)
 
 
-def test_dpo_of_an_adapter():
+@QUICK_AND_WHOLE
+def test_dpo_of_an_adapter(steps):
     settings = DPOConfig(beta=0.2)
-    ours, theirs, a, b = both(add_lora(small(), LoRAConfig(r=4)), lambda net: dpo_objective(make_reference(net), settings), settings=settings, **DPO)
+    ours, theirs, a, b = both(add_lora(small(), LoRAConfig(r=4)), lambda net: dpo_objective(make_reference(net), settings), steps=steps, settings=settings, **DPO,
+                              optim=OptimConfig(learning_rate=1e-2, lr_scheduler_type='constant', optim='adamw_torch') if steps == 6 else None)
     agree(ours, theirs), same_weights(a, b)
     assert ours[0]['loss'] == pytest.approx(np.log(2), abs=1e-6)
     for name in ('chosen', 'rejected', 'margins'):
         assert [r[f'rewards/{name}'] for r in theirs] == pytest.approx([r[f'rewards/{name}'] for r in ours], abs=1e-3)
 
 
-@pytest.mark.slow
-def test_a_reward_model():
-    ours, theirs, a, b = both(RewardModel(small()), lambda net: reward_objective(0.01), settings=0.01, kind='reward', batches=DPO['batches'])
+@QUICK_AND_WHOLE
+def test_a_reward_model(steps):
+    ours, theirs, a, b = both(RewardModel(small()), lambda net: reward_objective(0.01), steps=steps, settings=0.01, kind='reward', batches=DPO['batches'])
     agree(ours, theirs), same_weights(a, b)
     assert [r['rewards/margins'] for r in theirs] == pytest.approx([r['rewards/margins'] for r in ours], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_frozen_part_stays_frozen_and_muon_is_ours():
     net = small().requires_grad_(False)
     net.model.layers[1].requires_grad_(True)
     ours, theirs, a, b = both(net, **SFT, steps=6, optim=OptimConfig(learning_rate=1e-3, optim='muon', lr_scheduler_type='constant'))
     agree(ours, theirs), same_weights(a, b)
     assert torch.equal(b.model.layers[0].mlp.up_proj.weight, net.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_token_that_pads_learns_as_input():
+    "Where a tokenizer pads with the end of a text, transformers gives that token's embedding no gradient."
+    from trainkit.twin import open_twin
+    ids = torch.tensor([[5, 7, 8, 7]])
+    net = small()
+    grads = []
+    for model in (copy.deepcopy(net), open_twin(copy.deepcopy(net), eos_token_id=7, pad_token_id=7)):
+        model(ids).logits.square().mean().backward()
+        grads.append(model.get_input_embeddings().weight.grad)
+    assert torch.allclose(*grads, atol=1e-5) and grads[1][7].norm() > 0
+
+
+@pytest.mark.parametrize('make', [small, lambda: add_lora(small(), LoRAConfig(r=4, use_dora=True, modules_to_save=['norm'])), lambda: RewardModel(small())], ids=['whole', 'adapter', 'reward'])
+def test_the_weights_are_in_memory_once(make):
+    from trainkit.twin import open_twin
+    net = make()
+    before = copy.deepcopy(net.state_dict())
+    twin = open_twin(net, pad_token_id=0)
+    assert {p.data_ptr() for p in twin.parameters()} == {p.data_ptr() for p in net.parameters()}
+    assert all(torch.equal(p, before[name]) for name, p in net.state_dict().items())
+    assert {p.dtype for p in twin.parameters()} == {torch.float32}
+
+
+def test_a_reference_is_no_twin_of_the_model():
+    "It is frozen where the model began, though the twin's weights lie in the model's memory."
+    from trainkit.with_trl import TRLTrainer
+    net, settings = small(), DPOConfig(beta=0.2)
+    begun = copy.deepcopy(net.state_dict())
+    trainer = TRLTrainer(net, dpo_objective(make_reference(net), settings), PairBatches(some_pairs(), 4), kind='dpo', settings=settings, tokenizer=WORDS,
+                         config=TrainConfig(max_steps=2, progress=False, mixed_precision='no'), optim=OptimConfig(learning_rate=1e-2))
+    seen = {}
+    class Look:
+        def on_step(self, trainer, record): seen.update(copy.deepcopy(trainer.theirs.ref_model.state_dict()))
+    trainer.callbacks.append(Look())
+    trainer.train()
+    assert all(torch.equal(seen[name], p) for name, p in begun.items())
+    assert not torch.equal(net.model.norm.weight, begun['model.norm.weight'])
 
 
 @pytest.mark.slow
@@ -247,6 +293,20 @@ def test_what_trl_cannot_do_is_refused(knobs, words):
     with pytest.raises(ValueError, match="not 'ppo'"): TRLTrainer(small(), lm_loss, Batches(some_rows(), 4), kind='ppo', tokenizer=WORDS)
 
 
+@pytest.mark.parametrize('name', ['trl', 'peft', 'datasets'])
+def test_what_is_missing_is_said_in_a_line(monkeypatch, home, name):
+    import trainkit.engines
+    from trainkit.recipes import run
+    from trainkit.rehearsal import rehearse
+    from trainkit.with_trl import TRLTrainer
+    real = trainkit.engines.find_spec
+    monkeypatch.setattr(trainkit.engines, 'find_spec', lambda asked: None if asked == name else real(asked))
+    config = config_of(home, 'missing', 'trl', 'lora', 'talks')
+    for begin in (lambda: run(config), lambda: rehearse(config), lambda: TRLTrainer(small(), lm_loss, Batches(some_rows(), 4), tokenizer=WORDS)):
+        with pytest.raises(ImportError, match=rf"^engine: trl needs {name}: pip install 'trainkit-llm\[trl\]'"): begin()
+    assert not config.folder.exists()
+
+
 # --- from a config
 
 @pytest.fixture(scope='module')
@@ -313,6 +373,20 @@ def test_a_config_is_written_down_where_its_engine_is_not(home, capsys):
     assert (done.folder/'llamafactory'/'train.yaml').is_file() and (done.folder/'config.yaml').is_file()
     with pytest.raises(ValueError, match='TRL has no trainer'): run(config_of(home, 'x', 'trl', 'ppo', 'asks'))
     assert not (home/'runs'/'x').exists()
+
+
+@pytest.mark.parametrize('engine', ['llamafactory', pytest.param('trl', marks=pytest.mark.slow)])
+def test_a_dry_run_says_what_would_run(home, engine):
+    from trainkit.rehearsal import rehearse
+    config = config_of(home, 'dry', engine, 'lora', 'talks')
+    tried = rehearse(config)
+    said = str(tried)
+    assert tried.steps == 6 and tried.effective_batch == 4 and json.dumps(tried.to_dict()) and not config.folder.exists()
+    if engine == 'trl': assert 'engine trl 1.' in said and 'SFTTrainer' in said and tried.step_seconds > 0
+    else:
+        assert 'llamafactory-cli train' in said and 'finetuning_type: lora' in said and tried.seconds is None
+        assert sum(map(int, re.findall(r'json with (\d+) rows', said))) == 48
+        assert str(config.folder/'llamafactory') in said
 
 
 def test_llamafactory_starts_where_it_is(home, monkeypatch):

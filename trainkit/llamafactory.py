@@ -6,7 +6,7 @@ LLaMA-Factory pins older versions of nearly every library that we use, so it can
 
 # %% auto #0
 __all__ = ['STAGES', 'PREFERENCES', 'TEMPLATE_NAMES', 'stage_of', 'stage_rows', 'dataset_info', 'llamafactory_arguments',
-           'to_llamafactory', 'run_llamafactory', 'known_arguments', 'check_names']
+           'to_llamafactory', 'llamafactory_plan', 'run_llamafactory', 'known_arguments', 'check_names']
 
 # %% ../nbs/43_llamafactory.ipynb #55e89dc1
 import ast
@@ -20,6 +20,7 @@ import subprocess
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -149,6 +150,10 @@ def _loop(config: Any, steps: int) -> dict[str, Any]:
     if c.early_stopping_patience: found['early_stopping_steps'] = c.early_stopping_patience
     return {k: v for k, v in found.items() if v is not None}
 
+def _steps(c: Any, rows: int) -> int:
+    windows = math.ceil(rows/(c.per_device_train_batch_size*c.gradient_accumulation_steps))
+    return c.max_steps if c.max_steps > 0 else max(1, math.ceil(c.num_train_epochs*windows))
+
 def llamafactory_arguments(
     config: Any, # A `RunConfig`
     rows: int, # That are trained on
@@ -159,8 +164,7 @@ def llamafactory_arguments(
     if not config.init_from: raise ValueError('LLaMA-Factory tunes a trained model: say which with init_from')
     if config.optim.weight_decays: raise ValueError('optim.weight_decays: LLaMA-Factory has one for all; take engine: trainkit or trl')
     sft, c = config.sft, config.train
-    windows = math.ceil(rows/(c.per_device_train_batch_size*c.gradient_accumulation_steps))
-    steps = c.max_steps if c.max_steps > 0 else max(1, math.ceil(c.num_train_epochs*windows))
+    steps = _steps(c, rows)
     found: dict[str, Any] = dict(model_name_or_path=config.init_from, trust_remote_code=False, stage=stage, do_train=True, finetuning_type=tuning,
                                  dataset=datasets[0], cutoff_len=config.data.max_length, overwrite_cache=True)
     if len(datasets) > 1 and c.eval_strategy != 'no': found |= dict(eval_dataset=datasets[1], do_eval=True)
@@ -197,6 +201,21 @@ def to_llamafactory(
     for name, file in files.items(): write_atomic(folder/file, json.dumps(written[name], ensure_ascii=False, indent=1))
     write_atomic(folder/'dataset_info.json', json.dumps(dataset_info(stage, files), indent=2))
     return write_atomic(folder/'train.yaml', yaml.safe_dump(said, sort_keys=False))
+
+def llamafactory_plan(
+    config: Any, # A `RunConfig`
+    folder: str | Path, # Of the run
+    command: str = 'llamafactory-cli',
+) -> tuple[list[str], int]: # Lines, and steps; raises `ValueError` as `to_llamafactory`
+    "What `run_llamafactory` would write and start; nothing stays."
+    target = Path(folder)/'llamafactory'
+    with TemporaryDirectory() as place:
+        text = to_llamafactory(config, place).read_text(encoding='utf-8').replace(str(Path(place).resolve()), str(target.resolve()))
+        rows = {name: len(json.loads(file.read_text(encoding='utf-8'))) for name in ('train', 'eval') if (file := Path(place)/f'{name}.json').is_file()}
+    here = '' if shutil.which(command) else ' (not installed here: it needs an environment of its own)'
+    return [f"Files      {target}: train.yaml, dataset_info.json, {', '.join(f'{name}.json with {n:,} rows' for name, n in rows.items())}",
+            f"Command    {command} train {shlex.quote(str(target/'train.yaml'))}{here}",
+            'train.yaml', *(f'  {line}' for line in text.splitlines())], _steps(config.train, rows['train'])
 
 def run_llamafactory(
     config: Any, # A `RunConfig`

@@ -27,7 +27,7 @@ from torch import nn
 from .align import prepare_pairs, prepare_prompts
 from .config import dump_config
 from .dataset import write_examples
-from .engines import engine_line, make_loop, run_llamafactory
+from .engines import engine_line, run_llamafactory
 from .families import hf_architecture, obstacles
 from .health import HealthCheck
 from .judge import Bits, make_sampler, opening, write_run_report
@@ -51,6 +51,7 @@ from .tokenizer import BPETokenizer
 from .track import MetricsLog, check_report_to, write_curves
 from .train import Trainer
 from .verdict import TextJudge, make_judge
+from .with_trl import make_loop
 
 _all_ = ['Bits', 'EOS', 'Parts', 'RunConfig', 'SFTConfig', 'TokenizerConfig', 'make_judge', 'make_sampler', 'method_config', 'opening',
          'prepare_model', 'prepare_tokenizer', 'save_trained', 'timed'] # for short imports

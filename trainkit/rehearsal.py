@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from .engines import engine_line, llamafactory_plan
 from .memory import predict_memory
 from .lora import add_lora
 from .model import Transformer
@@ -27,13 +28,14 @@ class Rehearsal:
     steps: int # Of the optimizer
     tokens: int # Read in all steps at most
     effective_batch: int # Rows of one step: batch x accumulation x processes
-    step_seconds: float # Of one step
-    seconds: float # Of all steps, without evaluations
-    loss: float # Of the first steps
+    step_seconds: float | None # Of one step; None where another program takes it
+    seconds: float | None # Of all steps, without evaluations
+    loss: float | None # Of the first steps
     memory: int | None = None # Bytes of a step at the peak; None where it could not be predicted
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
+        if self.step_seconds is None or self.seconds is None: return '\n'.join([*self.plan, *(f'Note       {note}' for note in self.notes)])
         hours = f'{self.seconds:.0f} s' if self.seconds < 120 else f'{self.seconds/60:.0f} min' if self.seconds < 7200 else f'{self.seconds/3600:.1f} h'
         memory = 'could not be predicted' if self.memory is None else f'{self.memory/1e9:.2f} GB at the peak of a step, predicted'
         return '\n'.join([*self.plan, f'Batch      {self.effective_batch:,} rows in a step; {self.tokens:,} tokens at most in {self.steps:,} steps',
@@ -56,6 +58,8 @@ def rehearse(
 ) -> Rehearsal: # Nothing is written
     "Prepare a run, take a few steps, and throw them away."
     if steps < 2: raise ValueError(f'steps = {steps}: must be at least 2, since the first is left out')
+    if config.engine == 'llamafactory': return _elsewhere(config)
+    engine_line(config) # what is not installed is said before the data are read
     parts = prepare(config)
     trainer = make_trainer(parts)
     plan, total, rows = plan_lines(parts, trainer), trainer.total_steps, config.train.per_device_train_batch_size * trainer.window_size
@@ -72,6 +76,14 @@ def rehearse(
     tried.train()
     each = median(b - a for a, b in zip(clock.at[1:], clock.at[2:], strict=False))
     return Rehearsal(plan, total, total*rows*length, rows, each, each*total, clock.losses[0], memory, notes)
+
+def _elsewhere(config: RunConfig) -> Rehearsal:
+    "What another program would be given."
+    engine, c = engine_line(config), config.train
+    lines, steps = llamafactory_plan(config, config.folder)
+    rows = c.per_device_train_batch_size*c.gradient_accumulation_steps
+    plan = [f'Engine     {engine}', *lines[:2], f'Training   {steps:,} steps of {rows:,} rows of {config.data.max_length:,} tokens at most', *lines[2:]]
+    return Rehearsal(plan, steps, steps*rows*config.data.max_length, rows, None, None, None, None, ['memory and time are not foretold for a program of its own'])
 
 def _peak(config: RunConfig, parts: Any, length: int) -> int:
     "Bytes at the peak of a step, for a model of ours."
