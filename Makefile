@@ -42,7 +42,7 @@ $(VENV)/.dev: $(VENV)/.course
 	$(PIP) --no-warn-conflicts -e ".[dev]"
 	@touch $@
 
-demo: $(VENV)/.course ## Train a language model on real text, from nothing; DEMO_ARGS="--full" for a GPU
+demo: $(VENV)/.course ## From plain text to four models on one page; DEMO_ARGS="--full" for a GPU
 	$(BIN)/python -m trainkit demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev ## Every unit test, every lesson, a browser smoke

@@ -18,11 +18,13 @@ SMALL = ['data.path=stdlib', 'data.max_chars=300000', 'data.max_length=64', 'tok
          'train.eval_steps=15', 'train.save_steps=10', 'train.sample_steps=0', 'train.per_device_train_batch_size=4',
          'sampling.max_new_tokens=12']
 
+LATER = ['demo.topics=9', 'demo.rank=2', 'demo.tuning_steps=4', 'demo.preference_steps=4', 'demo.shown=1'] # the phases behind the first
+
 
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp('demo')
-    done = subprocess.run([sys.executable, '-m', 'trainkit', 'demo', *SMALL], cwd=folder, capture_output=True, text=True, timeout=300,
+    done = subprocess.run([sys.executable, '-m', 'trainkit', 'demo', *SMALL, *LATER], cwd=folder, capture_output=True, text=True, timeout=300,
                           env={**os.environ, 'PYTHONPATH': str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
@@ -31,7 +33,7 @@ def demo(tmp_path_factory):
 def test_demo_says_what_it_does(demo):
     _, said = demo
     for part in ('Tokenizer', 'parameters', '30 steps', 'Before training', 'After training', 'Bits per byte', 'this model',
-                 'token frequencies', 'gzip', 'xz', 'report.html'):
+                 'token frequencies', 'gzip', 'xz', 'report.html', 'Phase 1 of 4', 'Phase 4 of 4', 'right answers', 'NF4', 'no difference seen'):
         assert part in said, part
 
 
@@ -42,6 +44,12 @@ def test_demo_leaves_a_whole_run_folder(demo):
     events = [json.loads(line)['event'] for line in (run/'metrics.jsonl').read_text().splitlines()]
     assert {'start', 'log', 'eval', 'sample', 'save', 'end'} <= set(events)
     report = (run/'report.html').read_text()
+    for phase in ('sft', 'dpo'): assert (run/phase/'adapter'/'adapter_config.json').is_file() and (run/phase/'model').is_dir() and (run/phase/'report.html').is_file()
+    for part in ('Four models', 'Answers to held-out questions', 'Side by side, token by token', 'Seconds for each part', 'Held-out text'): assert part in report, part
+    notes = json.loads((run/'demo.json').read_text())
+    assert notes['finished'] and list(notes['seconds']) == ['pretrain', 'sft', 'dpo', 'compare'] and all(s > 0 for s in notes['seconds'].values())
+    base, *_, few = notes['models']
+    assert few['MB of weights'] < base['MB of weights'] and [row['model'] for row in notes['models']] == ['base', 'SFT', 'DPO', 'NF4']
     assert 'http://' not in report.replace('http://www.w3.org', '') and 'https://' not in report, 'a report needs nothing else'
     assert '<svg' in report and 'bits' in report.lower()
     assert str(demo[0]) not in report
@@ -115,7 +123,31 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.skipif(os.name == 'nt', reason='needs POSIX signals')
+def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
+    "Ctrl-C while it learns from preferences: the same command does the rest, and ends with the weights of an undisturbed one."
+    shutil.copytree(demo[0]/'runs', tmp_path/'runs')
+    run = tmp_path/'runs'/'demo'
+    notes = json.loads((run/'demo.json').read_text())
+    del notes['finished'], notes['seconds']['dpo'], notes['seconds']['compare']
+    (run/'demo.json').write_text(json.dumps(notes))
+    shutil.rmtree(run/'dpo')
+    shutil.rmtree(tmp_path/'runs'/'demo-2', ignore_errors=True)
+    shutil.rmtree(tmp_path/'runs'/'again', ignore_errors=True)
+    stopped = in_child(interrupted, ['demo', *SMALL, *LATER], tmp_path, {}, 2, folder=tmp_path)
+    assert stopped.returncode == 130 and 'Phase 1' not in stopped.stdout and 'the same command again' in stopped.stdout, stopped.stdout + stopped.stderr
+    other = trainkit('demo', *SMALL, *LATER[:-1], 'demo.bits=8', '--only', 'stf', cwd=tmp_path)
+    assert other.returncode == 1 and 'pretrain, sft' in other.stderr
+    ended = trainkit('demo', *SMALL, *LATER, cwd=tmp_path)
+    assert ended.returncode == 0 and 'Going on with' in ended.stdout and 'Phase 2' not in ended.stdout, ended.stdout + ended.stderr
+    assert not (tmp_path/'runs'/'demo-2').exists()
+    weights = [(folder/'runs'/'demo'/'dpo'/'model'/'model.safetensors').read_bytes() for folder in (tmp_path, demo[0])]
+    assert weights[0] == weights[1]
+
+
 WRONG = {
+    'demo: no such phase': (['demo', '--only', 'tuning', *SMALL], 'pretrain, sft, dpo'),
+    'demo: a knob of the later phases': (['demo', 'demo.step=3'], 'demo.step'),
     'no such config': (['train', 'nowhere.yaml'], 'nowhere.yaml'),
     'unknown knob': (['demo', 'train.max_step=3'], "Did you mean 'max_steps'"),
     'zero steps': (['demo', 'train.max_steps=0'], 'train.max_steps'),

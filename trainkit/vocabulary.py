@@ -175,7 +175,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'checkpointer.output_dir': 'train.output_dir', 'checkpointer.checkpoint_dir': _MODEL, 'checkpointer.checkpoint_files': Always('told by the index of the folder'), 'checkpointer.recipe_checkpoint': Always('trainkit train --resume FOLDER'), 'checkpointer.model_type': Always('told by the model itself'),
     'optim._component_': _component('optim'), 'schedule._component_': _component('schedule'), 'model._component_': _component('model'), 'data._component_': _component('data'), '_component_': _component(''), 'profiler': Always('off'), 'loss': Always('the loss is that of the method'),
     # preferences
-    'pref_beta': 'dpo.beta', 'pref_loss': 'dpo.loss_type', 'dpo_beta': 'dpo.beta', 'rl_beta': 'dpo.beta', 'max_prompt_length': _if(No('is gone: prompt and answer share data.max_length')), 'max_completion_length': _if(No('is gone: prompt and answer share data.max_length')),
+    'pref_beta': 'dpo.beta', 'pref_loss': 'dpo.loss_type', 'dpo_beta': 'dpo.beta', 'rl_beta': 'dpo.beta', 'max_prompt_length': 'dpo.max_prompt_length', 'max_completion_length': 'rl.max_completion_length',
     'use_auxiliary_loss': _if(No('an objective of your own is a function: Trainer(model, objective, …)')), 'auxiliary_loss_weight': Always('see use_auxiliary_loss'),
     'ref_model': Always('the reference is the model as it began'), 'precompute_ref_log_probs': 'dpo.precompute_ref_log_probs',
 }
