@@ -41,12 +41,18 @@ ABLE = { # Lesson of the main road -> its picture, what a reader can do afterwar
     '62_troubleshooting': ('troubleshooting', 'recognise fifteen famous bugs by their symptoms'),
 }
 LINKS, MAP = 'course-links', 'course-map' # Ids of the cells that are written here
+BEGIN = {MAP: ('| | Lesson |', 'The map is written here'), LINKS: ('---\n← [', '---\n[Map](', '---\n**Begin')}
 
 
 def read(path): return json.loads(path.read_text(encoding='utf-8'))
 
 
 def source(cell): return ''.join(cell['source'])
+
+
+def written_here(cell, *names):
+    "Whether it is one of these cells, also where a tool has given it a new id."
+    return cell['cell_type'] == 'markdown' and any(cell.get('id') == name or source(cell).startswith(BEGIN[name]) for name in names)
 
 
 def sentence(notebook): return source(notebook['cells'][0]).split('\n> ')[1].strip()
@@ -74,7 +80,7 @@ def chapters():
 
 def minutes(notebook):
     "Reading time, computed: 180 words of prose or 20 lines of code a minute."
-    prose = sum(len(source(c).split()) for c in notebook['cells'] if c['cell_type'] == 'markdown' and c.get('id') not in (LINKS, MAP))
+    prose = sum(len(source(c).split()) for c in notebook['cells'] if c['cell_type'] == 'markdown' and not written_here(c, LINKS, MAP))
     code = sum(len([line for line in source(c).splitlines() if line.strip()]) for c in notebook['cells']
                if c['cell_type'] == 'code' and not source(c).startswith('#| hide'))
     return max(5, round((prose/180 + code/20)/5)*5)
@@ -116,9 +122,10 @@ def with_cell(notebook, name, text):
     "The notebook with this text in the cell of this id; a new one goes to the end."
     lines = [line + '\n' for line in text.split('\n')]
     lines[-1] = lines[-1][:-1]
-    old = next((c for c in notebook['cells'] if c.get('id') == name), None)
+    old = next((c for c in notebook['cells'] if written_here(c, name)), None)
+    if old is not None: old['id'] = name
     if name == LINKS and (old is None or notebook['cells'][-1] is not old):
-        notebook['cells'] = [c for c in notebook['cells'] if c.get('id') != LINKS]
+        notebook['cells'] = [c for c in notebook['cells'] if not written_here(c, LINKS)]
         notebook['cells'].append(old := dict(cell_type='markdown', id=LINKS, metadata={}, source=[]))
     if old is not None: old['source'] = lines
     return notebook

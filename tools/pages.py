@@ -155,7 +155,7 @@ def sections(notebook, name):
     title = course.source(notebook['cells'][0]).split('\n')[0].removeprefix('# ')
     found = [[f'{name}.html', title, title, slug(title), '']]
     for c in notebook['cells']:
-        if c.get('id') in (course.LINKS, course.MAP) or course.source(c).startswith('#| hide'): continue
+        if course.written_here(c, course.LINKS, course.MAP) or course.source(c).startswith('#| hide'): continue
         text = course.source(c)
         if c['cell_type'] == 'markdown':
             for line in text.splitlines():

@@ -1,0 +1,110 @@
+"The map of the course, its links, and the web site that is made of it."
+import json
+import re
+import sys
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT/'tools'))
+import course  # noqa: E402
+
+
+def test_the_map_and_the_links_are_up_to_date():
+    assert not [path.relative_to(ROOT).as_posix() for path in course.stale()], 'run `make map`'
+
+
+def test_pictures_are_small_and_say_what_they_show():
+    "One for each lesson of the main road, and none for others."
+    assert {*course.ABLE} == {*course.road()}
+    found = sorted((course.LESSONS/'images').glob('*.svg'))
+    assert {p.stem for p in found} == {*course.ABLE}
+    for path in found:
+        text = path.read_text(encoding='utf-8')
+        assert len(text.encode()) < 2000 and re.search(r'<title>\w[^<]{10,}</title>', text), path.name
+
+
+def test_every_lesson_is_reached():
+    "Along the links, from the tour, all of the main road; by number, everything else; and each link leads to a lesson."
+    near, names = course.neighbours(), {p.stem for p in course.LESSONS.glob('*.ipynb')}
+    walk, here = [], '00_tour'
+    while here: walk, here = [*walk, here], near[here][1]
+    assert walk == course.road()
+    reached = {n for chapter in course.chapters().values() for n in chapter}
+    assert reached == names
+    for path in course.LESSONS.glob('*.ipynb'):
+        for link in re.findall(r'\]\((\w+)\.ipynb', ''.join(''.join(c['source']) for c in course.read(path)['cells'] if c['cell_type'] == 'markdown')):
+            assert link in names, f'{path.name} leads to {link}, which is not there'
+
+
+def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
+    "A new title makes the links to it stale, and writing them again is enough."
+    for name in ('00_tour', '00_files', '00_knobs'):
+        (tmp_path/f'{name}.ipynb').write_bytes((course.LESSONS/f'{name}.ipynb').read_bytes())
+    monkeypatch.setattr(course, 'LESSONS', tmp_path)
+    monkeypatch.setattr(course, 'ROOT', tmp_path.parent)
+    (tmp_path.parent/'README.md').write_text('**The main road**\n| [`00_tour`](x) | y |\nEvery lesson\n<details><summary><b>All</b></summary>\n'
+                                             '| [`00_tour`](x) | y |\n| [`00_files`](x) | y |\n</details>\n')
+    def write():
+        for path, text in course.stale().items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding='utf-8')
+    write()
+    assert not course.stale()
+    book = json.loads((tmp_path/'00_knobs.ipynb').read_text(encoding='utf-8'))
+    book['cells'][0]['source'] = ['# Buttons\n', '\n', '> One sentence']
+    (tmp_path/'00_knobs.ipynb').write_text(json.dumps(book, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    assert {p.name for p in course.stale()} == {'00_files.ipynb', '00_tour.ipynb'} # the neighbour, and the map
+    write()
+    assert '[Buttons](00_knobs.ipynb) →' in (tmp_path/'00_files.ipynb').read_text(encoding='utf-8') and not course.stale()
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
+    "Every page is there; two of them, and the search, in both schemes and at two widths; nothing is asked of a server."
+    import pages
+    count = pages.build(tmp_path/'site')
+    assert count == len([*course.LESSONS.glob('*.ipynb')]) and len([*(tmp_path/'site').glob('*.html')]) == count + 2
+    for page in (tmp_path/'site').glob('*.html'):
+        text = page.read_text(encoding='utf-8')
+        assert '$$' not in re.sub(r'(?s)<(pre|code)\b.*?</\1>|<div class="text">.*?</div>', '', text), f'a formula is left in {page.name}'
+        for link in re.findall(r'href="(\w+\.html)', text): assert (tmp_path/'site'/link).exists(), f'{page.name} leads to {link}'
+    for scheme, width in (('light', 1200), ('dark', 420)):
+        page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
+        errors, asked = [], []
+        page.on('pageerror', lambda e, errors=errors: errors.append(str(e)))
+        page.on('request', lambda r, asked=asked: asked.append(r.url))
+        for name in ('21_lora', '00_tour'):
+            page.goto((tmp_path/'site'/f'{name}.html').as_uri())
+            assert page.locator('h1').inner_text() and page.evaluate('document.documentElement.scrollWidth <= innerWidth')
+            assert page.locator('main pre').count() > 10
+        assert page.locator('main img[src^="images/"]').first.evaluate('e => e.complete && e.naturalWidth > 0')
+        light = page.evaluate('getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0)')
+        assert (light > 400) == (scheme == 'light')
+        page.keyboard.press('/')
+        page.keyboard.type('merge_lora')
+        assert 'LoRA' in page.locator('#found a').first.inner_text()
+        page.fill('#search', 'zzqqxx')
+        assert page.locator('#found').inner_text() == 'Nothing found.'
+        page.fill('#search', 'nf4 <b>codebook')
+        page.locator('#found a').first.click()
+        page.wait_for_selector('h1')
+        assert not errors and all(url.startswith(('file:', 'data:')) for url in asked), (errors, asked)
+        page.close()
+
+
+def test_what_the_readme_says_of_others_is_so():
+    "What TRL lacks, where it is installed; and each figure of the README stands in the benchmarks."
+    import importlib.metadata
+    import importlib.util
+    from pathlib import Path
+    readme = (ROOT/'README.md').read_text(encoding='utf-8')
+    table = readme.partition('## What is measured')[2].partition('## Contribute')[0]
+    there = (ROOT/'benchmarks'/'README.md').read_text(encoding='utf-8')
+    figures = re.findall(r'(?<![\w.])\d[\d,]*\.\d+|\d,\d{3}', table)
+    assert len(figures) > 12 and not [f for f in figures if f not in there]
+    if (found := importlib.util.find_spec('trl')) is None or importlib.metadata.version('trl') != '1.16.0': return
+    code = '\n'.join(p.read_text(encoding='utf-8') for p in Path(next(iter(found.submodule_search_locations))).rglob('*.py'))
+    assert not re.search(r'ipywidgets|BpeTrainer|train_new_from_iterator|gguf', code, re.I)
+    assert all(f'class {name}Trainer(' in code for name in ('DPO', 'KTO', 'GRPO', 'RLOO'))
