@@ -19,6 +19,7 @@ from trainkit.optim import OptimConfig
 from trainkit.preferences import PairBatches, collate_pairs, tokenize_pairs
 from trainkit.reference import AdapterOff, Reference, make_reference, precompute_reference
 from trainkit.train import TrainConfig, Trainer
+from trainkit.unpaired import UnpairedBatches, kto_objective
 
 warnings.filterwarnings('ignore')
 RNG = torch.Generator().manual_seed(0)
@@ -156,6 +157,48 @@ def test_a_run_is_trls_run_step_by_step(tmp_path, loss, more):
     start = flat(tiny_llama())
     # Adam divides a gradient by its own size, so where it is nothing but rounding the weights may part
     assert (flat(model) - flat(their.model)).norm() < 1e-3*(flat(model) - start).norm()
+
+
+@pytest.mark.parametrize('loss', ['kto', 'apo_zero'])
+def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
+    "Rows with a label, liked and not in no order: losses, KL, rewards and weights agree."
+    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
+    rng, model = np.random.default_rng(2), tiny_llama()
+    copied, B, steps, rows = copy.deepcopy(model), 4, 4, []
+    for _ in range(16):
+        prompt, answer = (rng.integers(3, 96, int(rng.integers(2, 9))) for _ in range(2))
+        rows.append(dict(prompt=prompt, completion=answer, labels=answer, label=bool(rng.random() < 0.4), length=len(prompt) + len(answer)))
+    theirs, said = [], [r['completion'].tolist() for r in rows]
+    for i, r in enumerate(rows): # Within each batch the answer of the row before, as `KTOTrainer` makes them
+        other = said[i - 1 if i % B else i + B - 1]
+        theirs.append(dict(prompt='', completion='', prompt_ids=r['prompt'].tolist(), completion_ids=said[i], label=r['label'],
+                           **(dict(KL_completion_ids=other) if loss == 'kto' else {})))
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f't{i}': i for i in range(96)}, unk_token='t0')),
+                                                     pad_token='t0', eos_token='t1')
+
+    class Ready(trl.KTOTrainer):
+        def _prepare_dataset(self, dataset, *args): return dataset
+        def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    args = trl.KTOConfig(str(tmp_path), loss_type='kto' if loss == 'kto' else 'apo_zero_unpaired', per_device_train_batch_size=B, max_steps=steps,
+                         logging_steps=1, learning_rate=1e-2, lr_scheduler_type='constant', report_to=[], bf16=False, use_cpu=True,
+                         gradient_checkpointing=False, max_grad_norm=1.0, beta=0.3, desirable_weight=1.5, disable_dropout=True, save_strategy='no',
+                         disable_tqdm=True, remove_unused_columns=False, train_sampling_strategy='sequential')
+    their = Ready(copied, copy.deepcopy(model), args, train_dataset=datasets.Dataset.from_list(theirs), processing_class=tokenizer)
+    their.train()
+    logs = [r for r in their.state.log_history if 'loss' in r]
+    optim = OptimConfig(learning_rate=1e-2, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type='constant', warmup_steps=0)
+    goal = kto_objective(make_reference(model), DPOConfig(loss_type=[loss], beta=0.3, desirable_weight=1.5))
+    result = Trainer(model, goal, UnpairedBatches(rows, B, shuffle=False), config=TrainConfig(max_steps=steps, logging_steps=1, progress=False), optim=optim).train()
+    assert len(logs) == len(result.history) == steps
+    for a, b in zip(logs, result.history, strict=True):
+        for name in {'loss', 'grad_norm', 'kl', 'rewards/chosen', 'rewards/rejected', 'logps/chosen', 'logps/rejected'} & a.keys():
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=2e-5), (name, b['step'])
+    assert {'loss', 'grad_norm', 'kl', 'rewards/chosen', 'rewards/rejected'} <= set().union(*logs) and (loss != 'kto' or max(a['kl'] for a in logs) > 0.01)
+    flat = lambda net: torch.cat([p.detach().flatten() for p in net.parameters()])
+    assert (flat(model) - flat(their.model)).norm() < 1e-3*(flat(model) - flat(tiny_llama())).norm()
 
 
 @pytest.mark.parametrize('make', [ours, tiny_llama])
