@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import shell
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -387,6 +388,25 @@ def test_a_dry_run_says_what_would_run(home, engine):
         assert 'llamafactory-cli train' in said and 'finetuning_type: lora' in said and tried.seconds is None
         assert sum(map(int, re.findall(r'json with (\d+) rows', said))) == 48
         assert str(config.folder/'llamafactory') in said
+
+
+def test_the_shell_takes_an_engine(home):
+    "The option and the knob are the same; a dry run says what would run, and a wrong name or method what is right."
+    rows = (f"data.path={home/'talks.jsonl'}", 'train.max_steps=6', 'train.mixed_precision=no', 'train.progress=false', 'data.max_length=64')
+    words = ('train', '--method', 'lora', '--model', home/'base', *rows)
+    for engine in (('--engine', 'llamafactory'), ('engine=llamafactory',)):
+        done = shell(*words, *engine, '--dry-run', cwd=home)
+        assert done.returncode == 0 and 'llamafactory-cli train' in done.stdout and 'stage: sft' in done.stdout, done.stderr
+    done = shell(*words, '--engine', 'tlr', cwd=home)
+    assert done.returncode == 1 and 'tlr' in done.stderr and 'trl' in done.stderr and 'Traceback' not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_shell_runs_trl(home):
+    done = shell('train', '--method', 'lora', '--model', home/'base', '--engine', 'trl', '--json', f"data.path={home/'talks.jsonl'}", 'name=shelled', 'train.max_steps=4',
+                 'train.mixed_precision=no', 'train.progress=false', 'data.max_length=64', cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)['steps'] == 4
 
 
 def test_llamafactory_starts_where_it_is(home, monkeypatch):

@@ -107,6 +107,8 @@ def train(
         help="Sizes to start from [default: what suits this machine]", show_default=False)] = None,
     method: Annotated[Optional[str], typer.Option(show_default=False,
         help='What is learned: pretrain (text), sft (answers), freeze, lora, qlora, dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores) [default: pretrain]')] = None,
+    engine: Annotated[Optional[str], typer.Option(show_default=False,
+        help='Whose loop takes the steps: trainkit, trl (with peft, in this process) or llamafactory (in an environment of its own) [default: trainkit]')] = None,
     model: Annotated[Optional[str], typer.Option('--model', '-m', show_default=False,
         help='A trained model to begin with, such as runs/demo/model; without one, a new one is made.')] = None,
     dataset: Annotated[Optional[str], typer.Option('--dataset', show_default=False,
@@ -122,7 +124,7 @@ def train(
         help='Go on even if config or data have changed so much that it is another run.')] = False,
 ) -> None:
     "Run a config: read, train, judge, save, report. `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which answer is better."
-    short = {'preset': strategy, 'method': method, 'init_from': model, 'data.path': dataset, 'train.num_train_epochs': epochs,
+    short = {'preset': strategy, 'method': method, 'engine': engine, 'init_from': model, 'data.path': dataset, 'train.num_train_epochs': epochs,
              'train.max_steps': None if epochs is None else -1}
     changes = [*(f'{name}={json.dumps(value)}' for name, value in short.items() if value is not None),
                *([config] if config and '=' in config else []), *(overrides or [])]
