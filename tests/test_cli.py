@@ -147,7 +147,7 @@ def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
 
 WRONG = {
     'demo: no such phase': (['demo', '--only', 'tuning', *SMALL], 'pretrain, sft, dpo'),
-    'demo: a knob of the later phases': (['demo', 'demo.step=3'], 'demo.step'),
+    'demo: a knob of the later phases': (['demo', 'demo.bits=5'], 'must be one of 4, 8'),
     'no such config': (['train', 'nowhere.yaml'], 'nowhere.yaml'),
     'unknown knob': (['demo', 'train.max_step=3'], "Did you mean 'max_steps'"),
     'zero steps': (['demo', 'train.max_steps=0'], 'train.max_steps'),
