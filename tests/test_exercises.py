@@ -20,9 +20,10 @@ def test_lesson_has_three_exercises(path):
     for e in found:
         assert e.solution, f'exercise {e.number} has no folded block of Python'
         compile(solved(e), path.stem, 'exec')
-        calls = [n for n in ast.walk(ast.parse(e.stub)) if isinstance(n, ast.Call) and getattr(n.func, 'id', '') == 'check']
+        calls = [n.value for n in ast.parse(e.stub).body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call) and getattr(n.value.func, 'id', '') == 'check']
         assert len(calls) == 1 and len(calls[0].args) >= 2, f'exercise {e.number}: one check, with a hint'
         hint = calls[0].args[1]
+        assert not isinstance(hint, ast.Compare), 'the second argument is the hint'
         if isinstance(hint, ast.Constant): assert len(str(hint.value).split()) >= 3, f'exercise {e.number}: a hint says what to look at'
     text = json.dumps(json.loads(path.read_text(encoding='utf-8'))['cells'][-12:])
     assert len(re.findall(r'\*\*[123]\.\*\*', text)) >= 3, 'the exercises are numbered'
