@@ -131,6 +131,7 @@ def minutes_left(
     config: RunConfig,
     demo: DemoConfig,
     seconds: Mapping[str, float], # Phase -> how long it took
+    phase: str, # Which comes next
 ) -> float | None: # None before anything is known
     "A guess at the phases that are to come, by the tokens of their steps."
     length = min(32, config.model.max_seq_len) # of a question with its answer, about
@@ -138,7 +139,7 @@ def minutes_left(
             'sft': demo.tuning_steps*16*length, 'dpo': demo.preference_steps*16*2*length*4/3}
     if not (known := [p for p in work if p in seconds]): return None
     pace = sum(seconds[p] for p in known)/sum(max(1, work[p]) for p in known)
-    return sum(pace*work.get(p, 0) + 8 for p in PHASES if p not in seconds)/60 # eight seconds to begin and to save
+    return sum(pace*work.get(p, 0) + 8 for p in list(PHASES)[list(PHASES).index(phase):])/60 # eight seconds to begin and to save
 
 # %% ../nbs/44_demo.ipynb #077de72c
 def model_bytes(
@@ -249,7 +250,7 @@ def run_demo(
     folder, notes = there or config.folder, dict(seconds={}, metrics={}, demo=vars(demo)) | (_notes(there) if there else {})
     last = list(PHASES).index(only or 'compare')
     for number, phase in enumerate(list(PHASES)[:last + 1], 1):
-        left, inner = minutes_left(config, demo, notes['seconds']), folder if phase == 'pretrain' else folder/phase
+        left, inner = minutes_left(config, demo, notes['seconds'], phase), folder if phase == 'pretrain' else folder/phase
         if phase != 'compare' and number < len(PHASES) and (there or number > 1) and is_done(inner): continue
         say(f'\nPhase {number} of {last + 1}: {PHASES[phase]}' + (f'; about {max(1, round(left))} min to the end' if left and not only else ''))
         began = time.monotonic()
