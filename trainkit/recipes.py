@@ -6,8 +6,9 @@
 
 # %% auto #0
 __all__ = ['open_trained', 'freeze_layers', 'prepare', 'RunResult', 'plan_lines', 'offloaded_optimizer', 'make_trainer',
-           'run_elsewhere', 'run', 'Bits', 'EOS', 'Parts', 'RunConfig', 'SFTConfig', 'TokenizerConfig', 'make_judge',
-           'make_sampler', 'method_config', 'opening', 'prepare_model', 'prepare_tokenizer', 'save_trained', 'timed']
+           'own_metrics', 'run_elsewhere', 'run', 'Bits', 'EOS', 'Parts', 'RunConfig', 'SFTConfig', 'TokenizerConfig',
+           'make_judge', 'make_sampler', 'method_config', 'opening', 'prepare_model', 'prepare_tokenizer',
+           'save_trained', 'timed']
 
 # %% ../nbs/44_recipes.ipynb #f0039657
 import os
@@ -30,6 +31,7 @@ from .dataset import write_examples
 from .engines import engine_line, run_llamafactory
 from .families import hf_architecture, obstacles
 from .health import HealthCheck
+from .hub import HubPush
 from .judge import Bits, make_sampler, opening, write_run_report
 from .lock import run_lock
 from .machine import environment
@@ -45,6 +47,7 @@ from .plan import EXIT_CODES, Control, Result
 from .progress import find_place
 from .quant import load_quantized
 from .remote import Remote
+from .report import AnswerMetrics
 from .runs import RunFolder, read_run
 from .saving import save_trained
 from .tokenizer import BPETokenizer
@@ -68,7 +71,7 @@ def open_trained(
     if shape is not None and hf_architecture(shape) != 'GPT2LMHeadModel': # whose layers have other names and shapes there
         model: Any = load_quantized(lambda: Transformer(shape), folder, config.quant, torch.float32)
         tokenizer: Any = BPETokenizer.load(folder)
-    else: model, tokenizer = load_pretrained(config.init_from, dtype=torch.float32)
+    else: model, tokenizer = load_pretrained(config.init_from, dtype=torch.float32, cache_dir=config.cache_dir or None, device_map=config.device_map or None)
     if config.tokenizer.path: tokenizer = BPETokenizer.load(config.tokenizer.path)
     if tokenizer is None: raise ValueError(f'{config.init_from} has no tokenizer: say tokenizer.path')
     if len(tokenizer) > model.config.vocab_size:
@@ -181,6 +184,15 @@ def make_trainer(
                    save or (lambda model, where: save_trained(parts, where, model=model)), control, facts=parts.identity,
                           build_optimizer=offloaded_optimizer if config.train.offload_optimizer else None)
 
+def own_metrics(
+    parts: Parts,
+    compute_metrics: Callable, # (predictions, references) -> numbers, or a list of them
+) -> AnswerMetrics: # A callback
+    "Judge the answers to held-out questions as somebody wants; raises `ValueError` where none can be asked."
+    if not parts.asked or parts.rewards or parts.pairs is not None:
+        raise ValueError(f'compute_metrics judges answers to held-out questions, and method {parts.config.method} asks none here')
+    return AnswerMetrics(parts.tokenizer, parts.eval_rows, [compute_metrics], len(parts.asked))
+
 def run_elsewhere(
     config: RunConfig, # With engine llamafactory
 ) -> RunResult: # Of what its log says; nothing was trained where its command is not here
@@ -204,6 +216,8 @@ def run(
     force_resume: bool = False, # Go on even where config or data make another run of it
     base: tuple[Any, Any] | None = None, # A model and its tokenizer in hand, instead of `config.init_from`
     rewards: Sequence[Callable] = (), # Reward functions besides those of `config.rl.rewards`
+    objective: Callable | None = None, # A loss of yours instead of the method's: (model, batch) -> `Loss`
+    compute_metrics: Callable | None = None, # (predictions, references) -> numbers, of the answers to held-out questions at each evaluation
 ) -> RunResult: # Raises `ValueError` for another run, `RuntimeError` where one is going on; nothing is written then
     "Do everything that `config` says, in a run folder that can show and repeat it."
     check_report_to(config.report_to) # before the first hour, not after it
@@ -220,6 +234,8 @@ def run(
         lock = stack.enter_context(ExitStack()) # until the trainer has it
         if main and (given or (resume and config.folder.is_dir())): lock.enter_context(run_lock(config.folder))
         parts = prepare(config, config.folder if resume else None, base, rewards)
+        if objective: parts.objective = objective
+        if compute_metrics: parts.callbacks.append(own_metrics(parts, compute_metrics))
         facts, seconds, model, tokenizer, judge = environment(), parts.seconds, parts.model, parts.tokenizer, make_judge(parts)
         trainer = make_trainer(parts, judge, lambda model, where: save_trained(parts, where, folder.path/'adapter', model), control)
         if resume: trainer.check_resume('auto', force_resume)
@@ -238,6 +254,7 @@ def run(
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
         trainer.callbacks += [SystemMonitor(), log, HealthCheck(lambda line: print(line) if verbose else None),
                               *([Remote(folder.path)] if main else []), *callbacks]
+        if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))
         if trainer.accelerator.num_processes == 1: model.to(trainer.accelerator.device) # where it answers sooner
         def show(title: str) -> list[tuple[str, str]]:
@@ -259,6 +276,7 @@ def run(
                 evaluation = trainer.evaluate()
                 trainer.notify('on_eval', **evaluation, best=False)
                 if main: metrics, words = judge.end({**evaluation, **trainer.history[-1]})
+                if compute_metrics: metrics |= {k[5:]: v for k, v in trainer.history[-1].items() if k.startswith('eval_') and k not in evaluation and k[5:] not in metrics}
             samples = show('After training:')
             say(*words)
         if not main: return RunResult(**vars(result), folder=config.folder, model=model, tokenizer=tokenizer, metrics=metrics)
