@@ -206,7 +206,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help='0 takes the likeliest token.', min=0)] = 0.7,
     seed: Annotated[Optional[int], typer.Option(help='The same seed gives the same answers.', show_default=False)] = None,
 ) -> None:
-    "Talk with a model: /compare, /reset, /system TEXT, /help, /exit. Without a terminal each line of input is a question."
+    "Talk with a model: /retry, /compare, /reset, /system TEXT, /help, /exit. Without a terminal each line of input is a question."
     from trainkit.hf import load_pretrained
     from trainkit.talk import Conversation
     talk = Conversation(*load_pretrained(model), load_pretrained(base) if base else None, system, max_new_tokens, temperature=temperature, seed=seed)
@@ -216,16 +216,16 @@ def chat(
         if person: typer.echo('> ', nl=False, err=True)
         if not (line := sys.stdin.readline()): break
         if not line.strip(): continue
-        if line.startswith('/'):
+        if line.startswith('/') and line.strip() != '/retry':
             if (said := talk.command(line)) is None: break
             typer.echo(said, err=True)
             continue
         speaker = ''
         try:
-            for who, piece in talk.say(line.strip()):
+            for who, piece in talk.again() if line.strip() == '/retry' else talk.say(line.strip()):
                 if who != speaker: typer.echo('\n'*bool(speaker) + f'[{who}] '*talk.comparing, nl=False)
                 speaker = who
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
-        except ValueError as error: typer.echo(str(error), err=True) # Too long; the chat goes on
+        except ValueError as error: typer.echo(str(error), err=True) # Too long, or nothing to repeat; the chat goes on
         typer.echo()
