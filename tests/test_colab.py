@@ -96,7 +96,7 @@ def test_newer_pythons_read_the_package(tmp_path):
         done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--isolated', '--select', 'E9,F', '--target-version', f'py{version.replace(".", "")}', 'trainkit'],
                               cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-        if python := shutil.which(f'python{version}'):
+        if (python := shutil.which(f'python{version}')) and not subprocess.run([python, '-c', ''], capture_output=True).returncode: # not a shim
             code = 'import py_compile, sys\nfor f in sys.argv[2:]: py_compile.compile(f, sys.argv[1] + "/x.pyc", doraise=True)'
             subprocess.run([python, '-W', 'error::SyntaxWarning', '-c', code, str(tmp_path), *map(str, files)], check=True)
     for file in files:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .knobs import ConfigError, Problem, check_config, knob
+from .knobs import ConfigError, Problem, check_config, knob, without_secrets
 
 # %% ../nbs/40_hub.ipynb #153650a5
 def explain(
@@ -88,7 +88,7 @@ class HubConfig:
     ) -> Mapping: # The same without what names a token
         "Other libraries let a config hold the token; here it may only point to the environment."
         for name in _TOKENS:
-            if data.get(name) not in (None, False, True, '', '${HF_TOKEN}', '$HF_TOKEN'):
+            if without_secrets(data.get(name)) not in (None, False, True, '', '${HF_TOKEN}', '${HUGGING_FACE_HUB_TOKEN}'): # As it was written
                 raise ConfigError([Problem(name, ..., 'a token is a secret, and a config is not: put it into the environment, HF_TOKEN=… trainkit train …')], 'HubConfig')
         return {k: v for k, v in data.items() if k not in _TOKENS}
 
