@@ -29,7 +29,7 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def do_GET(self): self.say({})
+    def do_GET(self): self.say({}, 403 if self.server.store['refuse'] == 'create' else 200)
 
     def do_POST(self):
         store, body = self.server.store, self.rfile.read(int(self.headers.get('Content-Length') or 0))
@@ -93,8 +93,9 @@ def test_an_upload_that_fails_costs_nothing(hub, tmp_path, capsys):
 
 @pytest.mark.parametrize('where', ['top', 'group'])
 @pytest.mark.parametrize('word', ['hub_token', 'token', 'use_auth_token'])
-def test_a_config_holds_no_token(where, word):
-    data = {word: TOKEN} if where == 'top' else {'hub': {word: TOKEN}}
+def test_a_config_holds_no_token(where, word, monkeypatch):
+    monkeypatch.setenv('HF_TOKEN', TOKEN)
+    data = {word: TOKEN + 'x'} if where == 'top' else {'hub': {word: TOKEN + 'x'}}
     with pytest.raises(ConfigError, match='secret') as caught: method_config(data)
     assert TOKEN not in str(caught.value)
     assert method_config({word: True} if where == 'top' else {'hub': {word: '${HF_TOKEN}'}}).hub == HubConfig()
