@@ -38,6 +38,7 @@ ABLE = { # Lesson of the main road -> its picture, what a reader can do afterwar
     '44_recipes': ('recipes', 'write a whole run down on one page, and repeat it'),
     '51_studio': ('studio', 'train with buttons and live curves in a notebook'),
     '60_your_data': ('your_data', 'get from your own files to a model that answers'),
+    '61_colab': ('colab', 'tune, align and take home a real model on one free GPU'),
     '62_troubleshooting': ('troubleshooting', 'recognise fifteen famous bugs by their symptoms'),
 }
 LINKS, MAP = 'course-links', 'course-map' # Ids of the cells that are written here

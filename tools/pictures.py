@@ -158,6 +158,11 @@ def studio(): return box(6, 5, 108, 50, GREY, 0.18, 4) + line(falling(14, 74, 14
 def your_data(): return box(8, 8, 30, 44, GREY, 0.35, 3) + ''.join(line([(13, 17 + 8*i), (33, 17 + 8*i)], GREY, 2) for i in range(4)) + arrow(42, 30, 58, 30) + box(64, 16, 48, 26, GREEN, 0.4, 10) + text(88, 33, 'answers', GREEN)
 
 
+def colab():
+    pins = ''.join(box(x, y, 3, 6, GREY, 0.7) for x in range(14, 60, 8) for y in (6, 48))
+    return pins + box(10, 12, 50, 36, BLUE, 0.35, 4) + text(35, 35, 'GPU', BLUE, 14) + arrow(64, 30, 78, 30) + box(84, 10, 26, 40, GREEN, 0.4, 3) + text(97, 34, '.gguf', GREEN)
+
+
 def troubleshooting():
     return axes() + line([*falling(14, 60, 10, 40, 3, n=12), (66, 34), (72, 20), (78, 8)], ORANGE) + '<circle cx="94" cy="26" r="10" fill="none" stroke="%s" stroke-width="2.5"/>' % BLUE + line([(101, 33), (110, 43)], BLUE, 3)
 

@@ -166,8 +166,9 @@ def load_pretrained(
         model = take_weights(config, {k: v.to(dtype or v.dtype) for k, v in weights.items()}, str(path))
         if (path/'generation_config.json').is_file(): # What ends a text, for `generate`
             model.generation_config = transformers.GenerationConfig.from_pretrained(path) # type: ignore
-    if native and device_map: model = model.to(pick_device() if device_map == 'auto' else device_map)
-    if not native and use_cache is not None: model.config.use_cache = use_cache
+    net: Any = model
+    if native and device_map: net = net.to(pick_device() if device_map == 'auto' else device_map)
+    if not native and use_cache is not None: net.config.use_cache = use_cache
     tokenizer = _open_tokenizer(path, native, trust_remote_code)
     _check_sizes(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
