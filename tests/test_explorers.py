@@ -1,4 +1,5 @@
 "Explorers: what they compute is what everybody's libraries compute, and every knob of every widget is turned."
+import threading
 import math
 
 import numpy as np
@@ -161,10 +162,15 @@ def test_timers_draw_by_themselves(every):
     "Without an event loop a thread draws what is left; with one, the loop does."
     import asyncio
     view = View(every['packing']())
-    view.every = 0.02
-    view.draw()
-    view.controls['documents'].slider.value = 77
-    if view.waiting is not None: view.waiting.join(10)
+
+    def alone(): # A thread of its own has no event loop, whatever other tests left behind
+        view.every = 0.02
+        view.draw()
+        view.controls['documents'].slider.value = 77
+        if view.waiting is not None: view.waiting.join(10)
+    thread = threading.Thread(target=alone)
+    thread.start()
+    thread.join(30)
     assert '77 documents' in view.picture.value
 
     async def drag():

@@ -112,7 +112,7 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
             if callable(meant): meant = meant(value)
             if isinstance(meant, str): problems.append(Problem(where, value, meant, line))
             else:
-                warnings.warn(f'{where} = {value!r} is a word of other libraries, and is taken for {meant}', stacklevel=4)
+                warnings.warn(f'{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}', stacklevel=4)
                 for k, v in meant.items():
                     origin.setdefault(k, key)
                     if kwargs.setdefault(k, v) != v:
