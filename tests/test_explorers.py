@@ -180,7 +180,9 @@ def test_timers_draw_by_themselves(every):
         for _ in range(500):
             if view.waiting is None: break
             await asyncio.sleep(0.01)
-    asyncio.run(drag())
+    thread = threading.Thread(target=lambda: asyncio.run(drag()))
+    thread.start()
+    thread.join(30)
     assert '78 documents' in view.picture.value
     view.close()
 
