@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 
 
 FORK = multiprocessing.get_context('forkserver') # a fresh process for each caller, torch's import paid once for all
-FORK.set_forkserver_preload(['nbdev.test', 'IPython', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'torch',
-                             'transformers.models.llama.modeling_llama', 'accelerate'])
+FORK.set_forkserver_preload(['nbdev.test', 'IPython', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'torch', 'bitsandbytes',
+                             'transformers.trainer', 'transformers.models.llama.modeling_llama', 'accelerate', 'peft', 'datasets'])
 
 
 def child(function, args, out, err):
