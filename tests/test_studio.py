@@ -178,6 +178,60 @@ def test_the_code_of_every_method_is_its_config(method):
     panel.close()
 
 
+SMALL = ('train.max_steps=4 train.logging_steps=1 train.progress=false train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 '
+         'data.max_length=64').split()
+LIKE = {'pretrain': '', 'dpo': 'pairs', 'reward': 'pairs', 'sft': 'answers', 'freeze': 'answers', 'lora': 'answers', 'qlora': 'answers'} # The others: tasks
+
+
+def small_start(folder):
+    "A model that has read a little, a file for each kind of row, and then for each method a small config; rewards come from a small judge."
+    from trainkit.method import method_config
+    from trainkit.recipes import run
+    words = 'data.path=stdlib data.max_chars=60000 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 model.n_layers=2 model.d_ff=64 model.max_seq_len=128'
+    base = run(method_config(dict(name='base', runs_dir=str(folder)), [*SMALL, *words.split()]), verbose=False)
+    answer = [(f'What is {i} and 1?', f'It is {i + 1}.', f'{i + 1}') for i in range(40)]
+    for name, rows in dict(answers=[dict(prompt=p, completion=c) for p, c, _ in answer], tasks=[dict(prompt=p, answer=r) for p, _, r in answer],
+                           pairs=[dict(prompt=p, chosen=c, rejected=r) for p, c, r in answer]).items():
+        (folder/f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    def config(method, *more):
+        given = dict(method=method, name=method, runs_dir=str(folder), data=dict(path=str(folder/f"{LIKE.get(method, 'tasks')}.jsonl")))
+        if method == 'pretrain': given, more = dict(name=method, runs_dir=str(folder)), (*words.split(), *more)
+        else: given |= dict(init_from=str(base.model_path), sft=dict(template='chatml'))
+        if LIKE.get(method) is None:
+            more = (f'rl.rewards=["{judge.model_path}"]', 'rl.max_completion_length=12', 'rl.num_prompts=4', 'rl.num_generations=2', 'rl.num_iterations=1', 'rl.beta=0.05', *more)
+        if method == 'freeze': more = ('trainable_layers=1', *more)
+        return method_config(given, [*SMALL, *more])
+    judge = run(config('reward', 'name=judge'), verbose=False)
+    return config
+
+
+@pytest.fixture(scope='module')
+def of_method(tmp_path_factory): return small_start(tmp_path_factory.mktemp('small'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', METHODS)
+def test_every_method_trains_from_its_panel(method, of_method):
+    "Start, a pause on the way, the end; and what Copy as code shows has the same losses, bit for bit."
+    panel = TrainerPanel(of_method(method), presets={}, key='method')
+    panel.data_button.click()
+    assert 'rows of kind' in panel.data.value
+    panel.code_button.click()
+    code = panel.code.value
+    panel.start_button.click()
+    until(lambda: (now := panel.session.snapshot()).step or now.state == 'failed', 120)
+    panel.pause_button.click(), panel.pause_button.click() # Perhaps it is over by then
+    result, now = panel.result(), panel.session.snapshot()
+    assert result.steps == 4 and now.state == 'done' and not panel.alert.value.count('role="alert"')
+    assert panel.chart.value.count('aria-label') and 'Learning rate' in panel.others.value
+    shown = {'dpo': ('Rewards of answers', 'Margin', 'Preferred rightly', 'KL from the reference'), 'reward': ('Rewards of answers', 'Margin')}
+    for title in shown.get(method, ('Reward', 'KL from the reference') if 'rl' in METHODS[method] else ()):
+        assert title in panel.chart.value + panel.others.value, title
+    exec(code, scope := {})
+    assert [r['loss'] for r in scope['result'].history if 'loss' in r] == list(now.curves['loss'][1]) and len(now.curves['loss'][1]) == 4
+    panel.close()
+
+
 def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
     "Cut anywhere, the labels are those of the whole lines, and labeling goes on from there."
     from trainkit.labels import PreferenceLabels

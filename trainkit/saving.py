@@ -101,7 +101,7 @@ def score_texts(
     batch_size: int = 16,
 ) -> list[float]: # A reward for each
     "What a reward model thinks of answers."
-    rows = [dict(prompt=p, completion=c) if isinstance(p, str) else dict(messages=[*p, dict(role='assistant', content=c)])
+    rows = [dict(prompt=p, completion=c if isinstance(p, str) else [dict(role='assistant', content=c)]) # An answer may be empty
             for p, c in zip(prompts, completions, strict=True)]
     texts = []
     for row in tokenize_examples(rows, tokenizer):
