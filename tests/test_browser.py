@@ -324,3 +324,126 @@ def test_widgets_look_well(browser, lab, scheme):
     assert len((lab[1]/f'{scheme}.jsonl').read_text().splitlines()) == 3
     assert 'All pairs are judged' in saved_html(page, lab[1]/f'labels-{scheme}.ipynb') and not errors, errors
     page.close()
+
+
+EXPLORERS = ["""
+import torch
+from trainkit.explorers import *
+from trainkit.model import ModelConfig, Transformer
+from trainkit.tokenizer import BPETokenizer
+text = 'the whole of the earth was of one language, and of one speech. '*20
+tok = BPETokenizer.train([text], 290, special_tokens=['<|endoftext|>'], progress=False)
+torch.manual_seed(0)
+model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64))
+""", 'PackingExplorer().show()', 'AttentionExplorer(model, tok, text=text[:60]).show()', 'SamplingExplorer(model, tok, prompt=text[:30]).show()',
+    "TokenizerExplorer(tok, text=text[:60], word=' language').show()", 'CurriculumExplorer().show()',
+    "MaskViewer([dict(prompt='the earth', completion=' was'), dict(prompt='one', completion=' of')], tok).show()",
+    'ScheduleExplorer().show()', 'DPOExplorer().show()', 'LoRAExplorer().show()', 'QuantExplorer(model).show()',
+    'MemoryPlanner(model.config, batch_size=2, seq_len=16).show()']
+
+
+def photograph(page, cells, name):
+    "The output of each of the last cells, at both widths, if somebody wants to look; nothing sticks out to the side."
+    import os
+    for width in (1200, 420):
+        page.set_viewport_size(dict(width=width, height=1500))
+        page.wait_for_timeout(700)
+        outputs = page.locator('.jp-OutputArea-output:has(.jupyter-widgets)')
+        assert outputs.count() == cells
+        for i in range(cells):
+            wide, room = outputs.nth(i).evaluate('e => [e.scrollWidth, e.clientWidth]')
+            assert wide <= room + 2, f'{name}, output {i} at {width}: {wide} of {room} pixels'
+            if shots := os.environ.get('TRAINKIT_SHOTS'): outputs.nth(i).screenshot(path=f'{shots}/{name}-{i}-{width}.png')
+    page.set_viewport_size(dict(width=1200, height=1500))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
+    "A picture follows its field and its slider, a wrong value is said, and the saved notebook has the picture."
+    import json
+    page = open_notebook(browser, lab, f'explorers-{scheme}.ipynb', EXPLORERS, viewport=dict(width=1200, height=6000), color_scheme=scheme)
+    errors = []
+    page.on('pageerror', lambda e: errors.append(str(e)))
+    field = lambda label: page.get_by_label(label, exact=True).first
+    field('pad to').wait_for(timeout=150_000)
+    field('lora rank').wait_for(timeout=60_000) # The last cell
+    field('documents').fill('0')
+    page.get_by_role('alert').filter(has_text='must be ≥ 1').first.wait_for()
+    in_sight(page, '120 documents.')
+    field('documents').fill('33')
+    in_sight(page, '33 documents.')
+    handle = page.locator('.widget-slider .noUi-handle').first
+    handle.focus()
+    page.keyboard.press('ArrowRight')
+    in_sight(page, '34 documents.')
+    for label, value, words in (('head', '3', '“c”, in layer 0, head 3'), ('top k', '5', '5 of 290 tokens are'), ('word', ' earth', 'How ·earth grows'),
+                                ('batch size', '16', '400 rows in 25 batches'), ('row', '1', 'Who sees whom in row 1')):
+        field(label).fill(value)
+        in_sight(page, words)
+    page.get_by_label('row', exact=True).nth(1).fill('1')
+    in_sight(page, 'Row 1 of 2')
+    field('strategy').select_option('greedy')
+
+    pictures = page.locator('[role=group][aria-label]')
+    seen = lambda: [label or '' for label in pictures.evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')]
+    for label, value in (('total steps', '777'), ('beta', '0.5'), ('rank', '2'), ('outlier', '20')):
+        before = seen()
+        field(label).fill(value)
+        page.wait_for_function('before => JSON.stringify([...document.querySelectorAll("[role=group][aria-label]")].map(e => e.ariaLabel)) !== before',
+                               arg=json.dumps(before, ensure_ascii=False, separators=(',', ':')))
+    page.locator("button:text-is('Compute'):visible").click()
+    in_sight(page, 'LoRA of yours')
+    photograph(page, len(EXPLORERS) - 1, f'explorers-{scheme}')
+    assert not errors, errors
+    for _ in range(60):
+        page.locator('[data-command="docmanager:save"]').first.click()
+        page.wait_for_timeout(300)
+        saved = json.loads((lab[1]/f'explorers-{scheme}.ipynb').read_text(encoding='utf-8'))
+        if all(len(cell['outputs']) == 1 for cell in saved['cells'][1:]): break
+    for cell in saved['cells'][1:]:
+        [output] = cell['outputs']
+        assert 'role="group"' in ''.join(output['data']['text/html']), cell['source']
+    page.close()
+
+
+METHOD = """
+from trainkit.config import load_config
+from trainkit.recipes import RunConfig
+from trainkit.studio import TrainerPanel
+panel = TrainerPanel(load_config(RunConfig, '%s.yaml'), presets={})
+panel.show()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_a_panel_for_each_method(browser, lab, scheme):
+    "Tuning by an adapter over four bits, a judge, preferences and rewards: Start, the charts of that method, the end."
+    import os
+
+    from test_studio import small_start
+    from trainkit.config import save_config
+    of_method, shown = small_start(lab[1]/'small') if not (lab[1]/'small').exists() else None, dict(
+        qlora='Loss', reward='Preferred rightly', dpo='KL from the reference', grpo='Reward')
+    if of_method is not None:
+        for method in shown:
+            more = ['name=' + method, 'train.max_steps=30', 'optim.learning_rate=1e-3', *(['sampling.max_new_tokens=8'] if method != 'reward' else [])]
+            save_config(of_method(method, *more), lab[1]/f'{method}.yaml')
+    page = open_notebook(browser, lab, f'methods-{scheme}.ipynb', [METHOD % method for method in shown], viewport=dict(width=1200, height=1500), color_scheme=scheme)
+    errors = []
+    page.on('pageerror', lambda e: errors.append(str(e)))
+    outputs = page.locator('.jp-OutputArea-output:has(.jupyter-widgets)')
+    outputs.nth(len(shown) - 1).wait_for(timeout=120_000)
+    for i, title in enumerate(shown.values()):
+        panel = outputs.nth(i)
+        panel.locator("button:text-is('Start')").click()
+        panel.locator('text=/^done · step 30 of 30/').wait_for(timeout=120_000)
+        assert any(title in label for label in panel.locator('svg[role=img]').evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')), title
+        assert panel.get_by_role('alert').count() == 0
+        panel.locator('.lm-TabBar-tab:has-text("Code")').click()
+        panel.locator("button:text-is('Copy as code')").click()
+        page.wait_for_function("i => document.querySelectorAll('.jp-OutputArea-output textarea')[i]?.value.includes('load_config(RunConfig')", arg=i)
+    photograph(page, len(shown), f'methods-{scheme}')
+    assert not errors and os.listdir(lab[1]/'small'), errors
+    page.close()
