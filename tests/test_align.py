@@ -16,6 +16,7 @@ from trainkit.reference import make_reference
 from trainkit.saving import load_reward_model, score_texts
 from trainkit.tokenizer import BPETokenizer
 from trainkit.train import Trainer
+from trainkit.unpaired import UnpairedBatches, kto_objective, tokenize_unpaired
 
 NAMES = 'zero one two three four five six seven eight nine'.split()
 
@@ -75,6 +76,26 @@ def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
     assert 'Rewards of the answers, and their margin' in report and f'reference: {reference}' in log and 'ngine ' in log
     with torch.no_grad(): assert load_pretrained(done.model_path)[0](torch.tensor([[5, 6]])).logits.isfinite().all()
     assert (done.folder/'adapter'/'adapter_config.json').exists() == bool(more)
+
+
+@pytest.mark.parametrize('more', [{}, ADAPTER])
+def test_thumbs_are_learned_without_pairs(home, more):
+    "Rows with a label each, by method kto: all of them, as the Trainer put together by hand learns them."
+    rows = [dict(prompt=f'Spell {n}.', completion=NAMES[n if up else (n + 1) % 10], label=up) for n in range(10) for up in ((True,), (False,), (True, False))[n % 3]]
+    (home/'thumbs.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    wanted = config(home, 'kto', f'kto-{len(more)}', {**more, 'dpo': {'beta': 0.3, 'desirable_weight': 1.5}})
+    wanted.data.path = str(home/'thumbs.jsonl')
+    done = run(wanted, verbose=False)
+    model, tokenizer = load_pretrained(home/'base', dtype=torch.float32)
+    net = prepare(wanted).model if more else model.train()
+    train, heard = tokenize_unpaired(load_splits(wanted.data)[0]['train'], tokenizer, 32), []
+    class Hear:
+        def on_log(self, trainer, record): heard.append(record['loss'])
+    Trainer(net, kto_objective(make_reference(net), wanted.dpo), UnpairedBatches(train, 4, 42, pad_id=tokenizer.pad_token_id), config=wanted.train,
+            eval_batches=UnpairedBatches(train, 4), optim=wanted.optim, callbacks=[Hear()]).train()
+    assert logged(done.folder) == heard and len({row['label'] for row in train}) == 2
+    assert {'base_accuracy', 'accuracy', 'reward_margin'} <= {*done.metrics} and 'without pairs' in (done.folder/'log.txt').read_text()
+    assert logged(done.folder, 'rewards/margins') and (done.folder/'adapter'/'adapter_config.json').exists() == bool(more)
 
 
 def test_the_reference_is_written_down_in_the_run(home):
