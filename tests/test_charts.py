@@ -127,3 +127,8 @@ def test_an_image_brings_colours_along(browser, scheme):
         const g = c.getContext('2d'); g.drawImage(img, 0, 0, 480, 260); const d = g.getImageData(0, 0, 60, 18).data
         let ink = []; for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) ink.push(d[i]); return ink.reduce((a, b) => a + b, 0)/ink.length}''')
     assert shade > 180 if scheme == 'dark' else shade < 80
+
+
+@pytest.mark.parametrize('n', range(1, 40))
+def test_a_name_that_has_room_is_whole(n):
+    assert 'x'*n in bars({'x'*n: 1.}, width=900) and '…' not in bars({'x'*n: 1.}, width=900)

@@ -231,3 +231,9 @@ def test_no_gpu_no_library(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setitem(__import__('sys').modules, 'pynvml', None)
     assert open_gpu()[0] is None and 'pip install nvidia-ml-py' in open_gpu()[1]
+
+
+def test_a_model_that_writes_its_own_batches_does_not_wait_for_data():
+    "In reinforcement learning most of the time goes into writing, and no worker can take that away."
+    records = [dict(step=i, loss=0.1, data_share=0.6, completion_length=12.) for i in range(9)]
+    assert not check_health(records) and check_health([{**r, 'completion_length': None} for r in records])[0].name == 'waiting_for_data'

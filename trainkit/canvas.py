@@ -150,7 +150,8 @@ def table(
     right = {c for c in columns if rows and all(is_number(row.get(c, 0)) or row.get(c) is None for row in rows)}
     side = lambda c: 'right' if c in right else 'left'
     style = 'padding:4px 14px 4px 0;vertical-align:top;'
-    wrap = lambda c: '' if c == columns[0] else 'overflow-wrap:anywhere;'
+    long = {c for c in columns if any(len(show(row.get(c))) > 16 for row in rows)}
+    wrap = lambda c: 'white-space:nowrap;' if c not in long else '' if c == columns[0] else 'overflow-wrap:anywhere;' # Numbers stay whole
     line = 'border-bottom:1px solid rgba(128,128,128,.35);'
     cell = lambda row, c: f'<td style="{style}{wrap(c)}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>'
     head = ''.join(f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>' for c in columns)

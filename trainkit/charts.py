@@ -228,7 +228,7 @@ def bars(
     body = text(0, 13, title, more='font-weight="600"') if title else ''
     if not rows: body += text(width/2, top + 16, 'no data yet', 'middle')
     for i, (name, v) in enumerate(rows):
-        y, fits = top + 26*i, int((left - 10)/6.7)
+        y, fits = top + 26*i, int((left - 10)/6.7 + 1e-6)
         body += text(left - 8, y + 15, name if len(name) <= fits else name[:fits - 1] + '…', 'end')
         if math.isfinite(v):
             a, b = sorted((X(0), X(v)))

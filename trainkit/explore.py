@@ -48,7 +48,7 @@ class Explorer:
         given, found = self.limits(), []
         for k in knobs(self):
             limit = given.get(k.name)
-            if isinstance(limit, tuple): k = k._replace(low=limit[0], high=limit[1])
+            if isinstance(limit, tuple) and len(limit) == 2 and not any(isinstance(x, str) for x in limit): k = k._replace(low=limit[0], high=limit[1])
             elif limit is not None: k = k._replace(choices=tuple(limit))
             if k.doc: found.append(k)
         return found

@@ -53,6 +53,7 @@ def waiting_for_data(records: Sequence[dict]) -> Finding | None:
     "The loop waits for its batches."
     steps, shares = series(records, 'data_share')
     if len(shares) < 4 or (share := median(shares[-4:])) < 0.25: return None
+    if series(records, 'completion_length')[1]: return None # The model writes its own batches, and that is the work
     return Finding('waiting_for_data', steps[-1], 'The loop waits for data',
                    f'{share:.0%} of the time goes into fetching batches',
                    'More num_workers, or tokenize the text to disk once, before training.')

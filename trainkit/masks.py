@@ -88,6 +88,6 @@ def show_mask(
     label = clean(f'{title or "row"}: ' + ', '.join(f'{n} {state}' for state, n in counts.items() if n)
                   + ''.join(f'; {name}' for name in problems))
     return Picture(f'<div role="img" aria-label="{label}"><div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>'
-                   f'{"".join(map(light, ("double BOS", "missing EOS", "nothing learned")))}</div>'
+                   f'{" ".join(map(light, ("double BOS", "missing EOS", "nothing learned")))}</div>'
                    '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
                    f'{"".join(spans)}</div></div>')

@@ -229,7 +229,7 @@ class TrainerPanel:
 
     def _draw(self, now: Snapshot, force: bool):
         "The loss at each look, the other curves once in a second."
-        self._put(self.chart, str(pictures(now, 1)[0]))
+        self._put(self.chart, str(pictures(now, 1, width=420)[0])) # Not wider: on a phone its letters would be small
         if force or now.state != 'running' or time.monotonic() - self.drawn > 1:
             self.drawn = time.monotonic()
             self._put(self.others, str(grid(*pictures(now, width=340, skip=1), least=280)))

@@ -85,7 +85,8 @@ def pictures(
         found = {name: data for name, data in snapshot.curves.items() if fits(name)}
         if found or title == 'Loss': told[title] = found
     titles = sorted(told, key=lambda title: title != 'Reward')[skip:][:limit]
-    return [curves(told[t], t, smooth=0.02 if t in ('Loss', 'Reward') else 0., width=width, height=220 if width > 400 else 190) for t in titles]
+    return [curves(told[t], t, smooth=0.02 if t in ('Loss', 'Reward') else 0., width=width, height=(220 if width > 400 else 190) + 18*max(0, len(told[t]) - 2))
+            for t in titles] # Each name above the curves takes a line where there is little room
 
 # %% ../nbs/50_view.ipynb #df5ea5a2
 MONO = 'font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:0'
