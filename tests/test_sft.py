@@ -175,6 +175,21 @@ def test_preprocessing_workers_do_every_step_and_change_nothing(home, monkeypatc
     assert [e['input_ids'].tolist() for e in one.examples] == [e['input_ids'].tolist() for e in two.examples]
 
 
+def test_rendered_rows_are_kept_where_the_config_says(home, tmp_path, monkeypatch):
+    from trainkit import lengths
+    data, rendered, own = dict(cache=str(tmp_path/'kept')), [], lengths.render_batch
+    monkeypatch.setattr(lengths, 'render_batch', lambda chats, *args, **how: rendered.append(len(chats)) or own(chats, *args, **how))
+    plain, first = prepared(home, {}), prepared(home, data)
+    once = sum(rendered)
+    again = prepared(home, data)
+    assert len([*(tmp_path/'kept').iterdir()]) == 2 and sum(rendered) == once # rows to train on, and to evaluate on
+    for parts in (first, again):
+        for one, other in zip(plain.examples, parts.examples, strict=True):
+            assert all((one[k] == other[k]).all() for k in ('input_ids', 'labels'))
+    prepared(home, data, sft=dict(questions=0, train_on='all'))
+    assert sum(rendered) > once, 'another mask is rendered anew'
+
+
 def test_a_part_and_a_split_of_a_hub_folder_are_read(home):
     for part in ('digits', 'tens'):
         for split, n in (('train', 12), ('dev', 3)):

@@ -59,6 +59,8 @@ class DataConfig:
     group: str | None = knob(None, 'A column whose equal values stay on one side of the split')
     max_length: int = knob(256, 'Tokens in one training row', low=2, aliases=('max_seq_length', 'seq_len'))
     preprocessing_num_workers: int = knob(1, 'Processes that check and clean rows', low=1, aliases=('dataset_num_proc', 'num_proc'))
+    cache: str = knob('', 'A folder where the rendered rows of method sft are kept, and found by their content; empty: rendered each time',
+                      aliases=('dataset_prepared_path', 'tokenized_path'))
     num_workers: int = knob(0, 'Processes that prepare batches; 0: the training process', low=0,
                             aliases=('dataloader_num_workers',))
     pin_memory: bool = knob(True, 'Keep batches where a GPU can fetch them fast; no effect without one',

@@ -204,7 +204,7 @@ def prepare_sft(
     length = int(min(c.max_length, context_length(model)))
     with timed(seconds, 'encoding'):
         train, test = (tokenize_examples(rows[part], tokenizer, length, facts['kind'], sft.train_on, sft.truncation,
-                                         reasoning=sft.reasoning, num_workers=c.preprocessing_num_workers)
+                                         reasoning=sft.reasoning, num_workers=c.preprocessing_num_workers, cache=c.cache or None)
                        for part in ('train', 'eval'))
         packed = _with_lengths(train, rows['train'], c) if sft.packing == 'none' else pack(train, length, sft.packing)
     asked = [] if facts['kind'] == 'text' or not sft.questions else questions(

@@ -140,7 +140,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'inference_mode': Always('set when an adapter is opened'), 'fan_in_fan_out': Always('told by the layer itself'), 'lora_fan_in_fan_out': Always('told by the layer itself'),
     'loraplus_lr_ratio': lambda v, _: {'optim.lr_factors': {'lora_B': float(v)}} if v else Always('off is the default'), 'save_adapter_weights_only': Always('the adapter and the merged model are both saved'),
     # data
-    'datasets': _datasets, 'dataset_dir': No('say the whole path in data.path'), 'dataset_prepared_path': Always('data is prepared in memory; trainkit data tokenize keeps it'),
+    'datasets': _datasets, 'dataset_dir': No('say the whole path in data.path'),
     'sequence_len': 'data.max_length', 'cutoff_len': 'data.max_length', 'max_seq_len': 'data.max_length', 'tokenizer.max_seq_len': 'data.max_length', 'block_size': 'data.max_length', 'tokenizer_model_max_length': 'data.max_length',
     'val_set_size': _held_out, 'val_size': _held_out, 'test_size': _held_out, 'eval_split_ratio': _held_out, 'validation_split_percentage': lambda v, _: _held_out(v/100, {}),
     'eval_percentage': lambda v, _: _held_out(v/100, {}), 'data.source': 'data.path', 'data.name': 'data.path', 'data.type': Always('told by the columns'), 'data_files': 'data.path',
