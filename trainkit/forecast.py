@@ -69,8 +69,9 @@ class MemoryWatch:
         "Of one size of batch, once."
         if (rows, tokens) not in self.known:
             try: self.known[rows, tokens] = predict_run(trainer, rows, tokens).peak
-            except Exception as error: # An objective with other batches; a run does not end of it
-                self.why = f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'
+            except Exception as error: # A run does not end of it
+                self.why = 'a step of this objective reads more than rows of text' if isinstance(error, KeyError) else \
+                    f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'
                 self.known[rows, tokens] = None
         self.predicted = self.known[rows, tokens]
 
@@ -124,5 +125,5 @@ class MemoryWatch:
     def __str__(self) -> str:
         size = lambda n: 'unknown' if n is None else show_bytes(n)
         batch = f' of {self.largest[0]} x {self.largest[1]} tokens' if self.largest[0] else ''
-        return (f'Memory     {size(self.predicted)} predicted for a step{batch}, {size(self.measured)} measured'
-                + f' (not predicted: {self.why})'*bool(self.why))
+        if self.predicted is None: return f'Memory     {size(self.measured)} measured for a step{batch}; not predicted' + f': {self.why}'*bool(self.why)
+        return f'Memory     {size(self.predicted)} predicted for a step{batch}, {size(self.measured)} measured'

@@ -82,7 +82,7 @@ def predict_memory(
     device: str = 'cpu', # Whose sizes and kernels; 'cuda' needs a torch that was built for it
     block: int | None = None, # Sizes are rounded up to it; None: 512 on a GPU
 ) -> MemoryReport:
-    "The peak of a training step, found by taking two of them with no data and no weights."
+    "The peak of a training step, found by taking it with no data and no weights."
     if min(batch_size, seq_len, accumulation) < 1:
         raise ValueError(f'batch_size = {batch_size}, seq_len = {seq_len}, accumulation = {accumulation}: '
                          'must be 1 or more')
@@ -104,19 +104,25 @@ def predict_memory(
         ledger.follow(model, made, ids)
         if host: ledger.know('host', _on_host(made))
         ledger.mark(restart=True)
+        def finish() -> None:
+            if not in_backward: made.step()
+            made.zero_grad(set_to_none=True)
+            if host and (kept := _on_host(made)): ledger.know('host', kept)
         with around(model, made) if around else nullcontext():
-            for number in range(2): # The first has no optimizer states yet
+            if not in_backward: # The states are born in a first step, whatever its gradients are
+                for p in (p for group in made.param_groups for p in group['params'] if p.requires_grad): p.grad = torch.zeros_like(p)
+                ledger.know('gradients', (p.grad for p in model.parameters()))
+                finish()
+                if host and _on_host(made): ledger.mark(restart=True)
+            for number in range(2 if in_backward else 1):
                 for _ in range(min(accumulation, 2)):
                     with torch.autocast(device, halves[mixed_precision]) if halves[mixed_precision] else nullcontext():
                         loss = compute(model, dict(input_ids=ids, labels=ids))
                     with step_in_backward(made) if in_backward else nullcontext():
                         getattr(loss, 'total', loss).backward() # type: ignore
                     del loss
-                if not in_backward: made.step()
-                made.zero_grad(set_to_none=True)
-                if host and _on_host(made): # Its states were born in the first step
-                    ledger.know('host', _on_host(made))
-                    if not number: ledger.mark(restart=True)
+                finish()
+                if host and not number and in_backward and _on_host(made): ledger.mark(restart=True)
     return report(ledger)
 
 # %% ../nbs/25_memory.ipynb #e5d03f17

@@ -168,6 +168,7 @@ class RunConfig:
     sampling: SamplingConfig = knob(SamplingConfig, 'How samples are drawn')
     prompts: list[str] = knob([], 'What samples begin with; empty: the first words of two held-out texts')
     report_to: list[str] = knob([], 'Trackers: tensorboard, trackio, wandb', aliases=('log_with',))
+    watch_memory: bool = knob(True, 'Predict what a step takes of the memory, measure it, and log both')
     hub: HubConfig = knob(HubConfig, 'What goes to the Hugging Face hub')
 
     def __post_init__(self):

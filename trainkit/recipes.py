@@ -30,6 +30,7 @@ from .config import dump_config
 from .dataset import write_examples
 from .engines import engine_line, run_llamafactory
 from .families import hf_architecture, obstacles
+from .forecast import MemoryWatch
 from .health import HealthCheck
 from .hub import HubPush
 from .judge import Bits, make_sampler, opening, write_run_report
@@ -252,7 +253,8 @@ def run(
         if parts.test_rows: write_examples(parts.test_rows, folder.path/'test.jsonl')
         lines = verbose and not config.train.progress and find_place() in ('lines', 'terminal') # instead of a bar
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
-        trainer.callbacks += [SystemMonitor(), log, HealthCheck(lambda line: print(line) if verbose else None),
+        watch = [MemoryWatch(int(parts.facts.get('max_length', config.data.max_length)), say)] if config.watch_memory else []
+        trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: print(line) if verbose else None),
                               *([Remote(folder.path)] if main else []), *callbacks]
         if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))

@@ -14,10 +14,8 @@ from statistics import median
 from typing import Any
 
 from .engines import engine_line, llamafactory_plan
-from .memory import predict_memory
-from .lora import add_lora
-from .model import Transformer
-from .recipes import freeze_layers, make_trainer, plan_lines, prepare
+from .forecast import predict_run
+from .recipes import make_trainer, plan_lines, prepare
 from .method import RunConfig
 
 # %% ../nbs/44_rehearsal.ipynb #0ebdfbd2
@@ -65,7 +63,8 @@ def rehearse(
     plan, total, rows = plan_lines(parts, trainer), trainer.total_steps, config.train.per_device_train_batch_size * trainer.window_size
     length, notes = int(parts.facts.get('max_length', config.data.max_length)), []
     memory = None
-    try: memory = _peak(config, parts, length)
+    try: memory = predict_run(trainer, config.train.per_device_train_batch_size, length).peak
+    except KeyError: notes.append('memory: a step of this method reads more than rows of text, and is not predicted; the run measures it')
     except Exception as error: notes.append(f'memory: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}')
     short = replace(config.train, max_steps=steps, output_dir='', eval_strategy='no', save_strategy='no', logging_steps=1, sample_steps=0, progress=False,
                     early_stopping_patience=0, load_best_model_at_end=False)
@@ -84,16 +83,3 @@ def _elsewhere(config: RunConfig) -> Rehearsal:
     rows = c.per_device_train_batch_size*c.gradient_accumulation_steps
     plan = [f'Engine     {engine}', *lines[:2], f'Training   {steps:,} steps of {rows:,} rows of {config.data.max_length:,} tokens at most', *lines[2:]]
     return Rehearsal(plan, steps, steps*rows*config.data.max_length, rows, None, None, None, None, ['memory and time are not foretold for a program of its own'])
-
-def _peak(config: RunConfig, parts: Any, length: int) -> int:
-    "Bytes at the peak of a step, for a model of ours."
-    if parts.objective is not None: raise ValueError('is predicted for text and answers only: a step of this method reads the reference too, or writes answers')
-    if not isinstance(parts.model, Transformer): raise ValueError('is predicted for models of this kit only')
-    if config.quant.bits: raise ValueError('is not predicted under 4 or 8 bits')
-    def make() -> Transformer:
-        model = Transformer(parts.model.config)
-        if config.method == 'freeze': freeze_layers(model, config.sft.trainable_layers)
-        return add_lora(model, config.lora) if 'lora' in config.method else model # type: ignore
-    half = config.train.mixed_precision if config.train.mixed_precision in ('bf16', 'fp16') else 'no'
-    return predict_memory(make, config.train.per_device_train_batch_size, length, config.optim, mixed_precision=half,
-                          in_backward=config.train.optimizer_in_backward, accumulation=config.train.gradient_accumulation_steps).peak
