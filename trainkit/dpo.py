@@ -70,9 +70,10 @@ def dpo_objective(
 
     @objective(counts=counts, additive=not COUPLED & c.weights.keys())
     def dpo_loss(model: nn.Module, batch: dict) -> Loss:
+        B = len(batch['prompt_input_ids']) # First, so that a batch of another kind decides nothing
         if 'share' not in share: share['share'] = c.share_prompts and shares_prompts(model)
         found = pair_log_probs(model, batch, share['share'], c.exact_kl)
-        (chosen, rejected), B = _weigh(found, c), len(found.chosen)
+        chosen, rejected = _weigh(found, c)
         before = (torch.zeros_like(chosen),)*2
         told = reference(model, batch, c.exact_kl) if reference is not None else None
         if told is not None: before = _weigh(told, c)
