@@ -20,7 +20,7 @@ from .curriculum import CurriculumConfig
 from .dataset import DataConfig
 from .hub import HubConfig
 from .knobs import Problem, knobs, nearest
-from .margins import DPOConfig
+from .margins import COUPLED, DPOConfig
 from .model import ModelConfig
 from .optim import OptimConfig
 from .plan import TrainConfig
@@ -60,10 +60,21 @@ ADAPTER_RATES = {'dpo': 5e-6, 'reward': 1e-4, 'grpo': 1e-5, 'rloo': 1e-5, 'ppo':
 def defaults_of(
     method: str, # A key of `METHODS`
     adapter: bool = False, # It trains an adapter
+    losses: Sequence[str] = (), # Of method dpo; some compare the rows of a batch, which then has to be whole
 ) -> dict[str, dict[str, Any]]: # Group -> what is changed of the group's defaults
     "The defaults of a method."
     found = METHODS[method]
+    if method == 'dpo' and COUPLED & {*losses}: found = {**found, 'train': {**found['train'], 'per_device_train_batch_size': 16, 'gradient_accumulation_steps': 1}}
     return {**found, 'optim': {**found['optim'], 'learning_rate': ADAPTER_RATES[method]}} if adapter and method in ADAPTER_RATES else found
+
+def _losses(*layers: Mapping) -> list[str]:
+    "The losses of dpo that the last of these configs names."
+    for data in reversed(layers):
+        data = method_words(data)
+        inner = data.get('dpo') if isinstance(data.get('dpo'), Mapping) else {}
+        said = data.get('dpo.loss_type', data.get('loss_type', inner.get('loss_type'))) # type: ignore
+        if said: return [said] if isinstance(said, str) and not said.startswith('[') else [n.strip(' \'"') for n in said.strip('[]').split(',')] if isinstance(said, str) else [*said]
+    return []
 
 # %% ../nbs/44_method.ipynb #edbe9faf
 @dataclass
@@ -179,7 +190,7 @@ class RunConfig:
         else: self.method, self.use_lora = 'lora' if self.use_lora and self.method == 'sft' else self.method, None
         for name, group in list(vars(self).items()):
             if not hasattr(group, '__dict__') or not vars(group).pop('_unset', False): continue
-            if changes := defaults_of(self.method, bool(self.use_lora)).get(name): setattr(self, name, type(group)(**{**vars(group), **changes}))
+            if changes := defaults_of(self.method, bool(self.use_lora), self.dpo.loss_type).get(name): setattr(self, name, type(group)(**{**vars(group), **changes}))
         if self.method == 'qlora' and self.quant.bits is None: self.quant = replace(self.quant, bits=4)
         if self.method in RL_METHODS: self.rl = replace(self.rl, method=self.method)
         if self.method in ('dpo', 'reward'): self._one_length()
@@ -266,7 +277,7 @@ def method_config(
             k.startswith(('lora.', 'lora_', 'quant.', 'load_in_')) for k in typed))
     elif any(on): method, overrides = 'qlora' if method == 'qlora' else 'lora', [*overrides, f"method={'qlora' if method == 'qlora' else 'lora'}"]
     under = to_dict(from_profile(RunConfig, profile)) if source is None or profile else {}
-    under = _merge(_merge(_merge(under, defaults_of(method, bool(extra.get('use_lora')))), preset), {**defaults, 'method': method, **extra})
+    under = _merge(_merge(_merge(under, defaults_of(method, bool(extra.get('use_lora')), _losses(defaults, given, typed))), preset), {**defaults, 'method': method, **extra})
     return load_config(RunConfig, {k: v for k, v in _under(under, given).items() if v != {}}, overrides)
 
 def _under(
