@@ -213,8 +213,9 @@ def test_hub_options_reach_datasets(monkeypatch):
     assert [r['text'] for r in rows] == ['a'] and rows.report.notes == ['splits: train, validation; read: train']
     assert load_examples('Salesforce/wikitext', split='eval')[0]['text'] == 'b'
     assert next(iter(stream_examples('Salesforce/wikitext', split='train[:10%]')))['text'] == 'c'
+    assert next(iter(stream_examples('Salesforce/wikitext', dataset_config='wikitext-2-v1')))['text'] == 'a'
     assert asked == [('Salesforce/wikitext', 'wikitext-2-v1', None, False), ('Salesforce/wikitext', None, None, False),
-                     ('Salesforce/wikitext', None, 'train[:10%]', False)]
+                     ('Salesforce/wikitext', None, 'train[:10%]', False), ('Salesforce/wikitext', 'wikitext-2-v1', None, True)]
     parts, facts = load_splits(DataConfig(path='Salesforce/wikitext', validation_split='validation'))
     assert [r['text'] for r in parts['eval']] == ['b'] and facts['train_rows'] == 1
 
