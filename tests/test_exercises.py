@@ -11,14 +11,12 @@ from graded import run_lesson, wrong
 from trainkit.exercises import Exercise, grade, read_exercises, solved
 
 LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
-OLD = ('44_recipes',) # Not in this form yet: take a name out when it is
 
 
 @pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
 def test_lesson_has_three_exercises(path):
     "Three cells with a check that has a hint, each followed by a folded solution that is code."
     found = read_exercises(path)
-    if not found and path.stem.startswith(OLD): pytest.skip('exercises in the old form')
     assert [e.number for e in found] == [1, 2, 3]
     for e in found:
         assert e.solution, f'exercise {e.number} has no folded block of Python'
