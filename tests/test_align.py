@@ -120,6 +120,7 @@ def test_a_reward_model_judges_a_run(home):
     lora = run(config(home, 'reward', 'judge-lora', ADAPTER, max_steps=2), verbose=False)
     assert torch.allclose(torch.tensor(score_texts(*load_reward_model(lora.model_path), ['Spell 1.'], ['one'])),
                           torch.tensor(score_texts(lora.model, lora.tokenizer, ['Spell 1.'], ['one'])), atol=1e-5)
+    assert json.loads((lora.folder/'adapter'/'adapter_config.json').read_text())['task_type'] == 'SEQ_CLS' and (lora.folder/'adapter'/'adapter_model.safetensors').is_file()
     scored = run(config(home, 'grpo', 'scored', {'rl': {'num_prompts': 2, 'num_generations': 2, 'max_completion_length': 4, 'rewards': [str(judge.model_path), 'right_answer']}}, max_steps=2), verbose=False)
     assert {'base_reward', 'reward', 'base_accuracy', 'accuracy', 'sampled_reward'} <= {*scored.metrics}
     assert len(logged(scored.folder, 'reward_reward_model')) == 2
