@@ -46,8 +46,15 @@ def tuned(home):
 def test_it_learns_what_it_was_not_shown(tuned):
     assert tuned.metrics['base_exact_match'] == 0
     assert tuned.metrics['exact_match'] > 0.6, tuned.metrics
+    assert tuned.metrics['ended'] > 0.9 and 'of its answers by itself' in (tuned.folder/'log.txt').read_text()
     report = tuned.report.read_text()
     for part in ('Held-out questions', 'Answers', 'what is learned is dark', 'base', 'tuned'): assert part in report, part
+
+
+def test_answers_that_run_on_are_said(home):
+    "One step teaches nobody to stop."
+    early = run(config(home, 'early', max_steps=1), verbose=False)
+    assert early.metrics['ended'] < 0.5 and 'Most answers ran on until they were cut off' in (early.folder/'log.txt').read_text()
 
 
 def test_the_test_part_is_set_apart(tuned, home):

@@ -89,8 +89,12 @@ class AnswerJudge(TextJudge):
         p, (metrics, words) = self.parts, super().end(evaluation)
         self.after = ask(p.model, p.tokenizer, p.asked)
         marks = {'base_exact_match': count_exact(self.before, p.asked), 'exact_match': count_exact(self.after, p.asked)}
-        return metrics | marks, [f"{words[0]}. Of {len(p.asked)} held-out questions the base model answers {marks['base_exact_match']:.1%} "
-                                 f"right to the letter, the tuned one {marks['exact_match']:.1%}"]
+        ended = sum(answer.ended for answer in self.after)
+        words = [f"{words[0]}. Of {len(p.asked)} held-out questions the base model answers {marks['base_exact_match']:.1%} right to the "
+                 f"letter, the tuned one {marks['exact_match']:.1%}; it ended {ended} of its answers by itself"]
+        if 2*ended < len(self.after): words.append('Most answers ran on until they were cut off: they are longer than expected, or the '
+                                                   'model has not learned to stop; train longer, and see in the report whether the end is learned')
+        return metrics | marks | ({'ended': ended/len(self.after)} if self.after else {}), words
 
     def sections(self, run: Run | None = None) -> list[tuple[str, str]]:
         answers = [('Answers', answer_table(self.parts.asked, self.before, self.after))] if self.after else []
@@ -193,7 +197,7 @@ class PromptJudge(TextJudge):
         self.parts, self.before, self.after, self.callbacks = parts, [], [], []
         self.sample, self.marks = answering(parts), {}
 
-    def marked(self) -> tuple[list[str], dict[str, float]]: # Answers; the mean of each reward
+    def marked(self) -> tuple[Sequence[str], dict[str, float]]: # Answers; the mean of each reward
         "Answer and score."
         p, asked = self.parts, self.parts.asked
         if not asked: return [], {}
