@@ -9,6 +9,7 @@ __all__ = ['METHODS', 'ADAPTER_RATES', 'defaults_of', 'TokenizerConfig', 'SFTCon
            'METHOD_NAMES', 'NAMING', 'lora_words', 'method_words']
 
 # %% ../nbs/44_method.ipynb #61f5f4ec
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -139,6 +140,13 @@ def flat_words(
         out[homes[0]] = {**inner, key: value}
     return out
 
+def _lists(data: Mapping) -> Mapping:
+    "`wandb,tensorboard` where a list is meant; the commas between brackets belong to a reward."
+    split = lambda v: re.split(r',\s*(?![^(]*\))', v) if isinstance(v, str) else v
+    data = {k: split(v) if k in ('report_to', 'log_with') else v for k, v in data.items()}
+    return {**data, 'rl': {**rl, 'rewards': split(rl['rewards'])}} if isinstance(rl := data.get('rl'), Mapping) and rl.get('rewards') else data
+
+
 def _unset(cls: type, doc: str) -> Any:
     "A group of knobs that knows whether somebody gave it."
     def make():
@@ -162,7 +170,7 @@ class RunConfig:
                           aliases=('model_name_or_path', 'base_model', 'model_name', 'base_model_name', 'huggingface_id'))
     cache_dir: str = knob('', 'Where models of the hub are kept; empty: where HF_HUB_CACHE says')
     device_map: str = knob('', 'Where a trained model is opened: auto for the device that trains, or its name; empty: in main memory, from where the loop takes it')
-    use_cache: bool = knob(False, 'Keep keys and values while training, which nothing reads; what is saved always says that generation may')
+    use_cache: bool = knob(False, 'Keys and values are kept while training: never, since no loss reads them; what is saved says that generation may keep them')
     data: DataConfig = _unset(DataConfig, 'The text or the examples')
     curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig('none'),
                                          metadata=knob(CurriculumConfig, 'Easy rows first').metadata)
@@ -184,6 +192,7 @@ class RunConfig:
 
     def __post_init__(self):
         check_config(self)
+        if self.use_cache: raise ConfigError([Problem('use_cache', True, 'no loss reads a cache while it learns: leave it out; generation keeps one by itself')], 'RunConfig')
         if self.method in ALIGNED: self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
         elif self.use_lora and self.method not in ('sft', 'lora', 'qlora'):
             raise ConfigError([Problem('use_lora', True, f'does not go with method {self.method}: it trains no adapter')], 'RunConfig')
@@ -214,7 +223,7 @@ class RunConfig:
         data: Mapping, # A config as nested dicts
     ) -> Mapping: # The same, with each knob in its group
         "Knobs may also stand at the top, and those of `sft` in `data`, where other libraries have them."
-        data = flat_words(RunConfig, lora_words(data))
+        data = _lists(flat_words(RunConfig, lora_words(data)))
         if data.get('method') in RL_METHODS and isinstance(data.get('rl', {}), Mapping): data = {**data, 'rl': {**(data.get('rl') or {}), 'method': data['method']}}
         if named := data.get('preset') or data.get('presets'): data = _under(preset_knobs(named), data) # type: ignore
         places = {place: data.get(place) or {} for place in ('sft', 'data')}
