@@ -107,6 +107,9 @@ def check_health(
     return Findings(finding for _, finding in found if finding)
 
 # %% ../nbs/19_health.ipynb #599f2205
+_TIGHT = ('Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same step; shorter rows, gradient_checkpointing, '
+          'LoRA or four bits take less, and `trainkit memory plan` chooses.')
+
 class HealthCheck:
     "A trainer's callback that warns while there is still time."
     def __init__(
@@ -120,7 +123,7 @@ class HealthCheck:
 
     def on_start(self, trainer, record):
         self.findings, self.seen = Findings(), {}
-        self.records, self.evals, self.stride, self.count, self.due = [], [], 1, 0, 0
+        self.records, self.evals, self.stride, self.count, self.due, self.told = [], [], 1, 0, 0, 0
 
     def on_log(self, trainer, record):
         "Look again, if there is enough that is new."
@@ -140,7 +143,10 @@ class HealthCheck:
 
     def look(self, trainer, latest: Sequence[dict] = ()):
         "Say what is new."
-        for finding in check_health([*self.records, *latest, *self.evals], self.checks):
+        notes, self.told = getattr(trainer, 'notes', [])[self.told:], len(getattr(trainer, 'notes', [])) # What the loop did otherwise than asked
+        tight = [Finding('out_of_memory', trainer.state.step, 'Memory ran out', text.partition('Out of memory: ')[2], _TIGHT)
+                 for text in notes if 'Out of memory: ' in text]
+        for finding in [*tight[-1:], *check_health([*self.records, *latest, *self.evals], self.checks)]:
             last = self.seen.get(finding.name)
             self.seen[finding.name] = finding.step
             if last is not None and finding.step - last <= self.quiet_steps: continue
