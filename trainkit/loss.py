@@ -98,7 +98,7 @@ def chunked_cross_entropy(
     if on_cpu and not torch.compiler.is_compiling() and count < len(labels): # A GPU would have to stop and wait
         some = trained.nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, some), targets[some]
-    rows = chunk_size or max(64, 2**(21 if on_cpu else 27) // len(weight))
+    rows = chunk_size or max(256, 2**(21 if on_cpu else 27) // len(weight)) # A short product reads the whole vocabulary for little
     with fast_products():
         found = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss, rows, torch.is_grad_enabled())
     total, squares = found if reduction == 'sum' else (x / count for x in found) # type: ignore
