@@ -152,3 +152,5 @@ def save_trained(
         return
     if parts.config.adapts and adapter: save_adapter(net, adapter, base=parts.config.init_from)
     save_pretrained(whole(net) if parts.config.adapts else net, parts.tokenizer, where)
+    if parts.config.adapts and parts.config.quant.bits: # Whoever rounds these weights again should know it
+        write_atomic(where/'merged.json', json.dumps(dict(bits=parts.config.quant.bits, base=parts.config.init_from)) + '\n')
