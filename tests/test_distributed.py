@@ -1,6 +1,7 @@
 "Many processes: two on gloo are one, whatever the strategy; checkpoints fit any number; a killed worker is named, or the job goes on."
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -234,23 +235,53 @@ def test_launch_from_a_shell(tmp_path, strategy):
     assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max() for k in a) < 1e-5
 
 
-@pytest.mark.slow
-def test_two_launchers_are_two_nodes(tmp_path, monkeypatch):
-    "One launcher for each machine, here both on the loopback: they meet, train as one, and each keeps its own logs."
-    from concurrent.futures import ThreadPoolExecutor
+@pytest.fixture
+def machines():
+    "Two network namespaces with a cable between them, where root may make them; else the loopback twice: (command before python, environment)."
+    names, ends = [f'tk{os.getpid()}{x}' for x in 'ab'], [f'v{os.getpid()}{x}' for x in 'ab']
+    def ip(*words): return subprocess.run(['ip', *words], capture_output=True).returncode == 0
+    apart = bool(shutil.which('ip')) and os.geteuid() == 0 and all(ip('netns', 'add', name) for name in names)
+    apart = apart and ip('link', 'add', ends[0], 'netns', names[0], 'type', 'veth', 'peer', 'name', ends[1], 'netns', names[1])
+    for i, (name, end) in enumerate(zip(names, ends, strict=True)):
+        apart = apart and all(ip('-n', name, *words) for words in (
+            ('addr', 'add', f'10.77.0.{i + 1}/24', 'dev', end), ('link', 'set', end, 'up'), ('link', 'set', 'lo', 'up')))
+    try: yield [(['ip', 'netns', 'exec', name], dict(GLOO_SOCKET_IFNAME=end)) for name, end in zip(names, ends, strict=True)] if apart else [([], {})]*2
+    finally:
+        for name in names: ip('netns', 'del', name)
 
-    from trainkit.launch import start
+
+LAUNCHER = '''
+import json, sys
+from trainkit.launch import start
+from trainkit.strategy import LaunchConfig
+program, plan, folder = map(json.loads, sys.argv[1:])
+start(program, LaunchConfig(**plan), folder)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('restarts', [0, 1])
+def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
+    "One launcher for each machine: they meet, train as one, each keeps its own logs; with a restart a worker that is killed costs nothing."
     from trainkit.processes import free_port
-    from trainkit.strategy import LaunchConfig
-    monkeypatch.setenv('PYTHONPATH', str(ROOT))
-    monkeypatch.setenv('ACCELERATE_USE_CPU', 'true')
-    (tmp_path/'mark').touch() # nobody dies
     (tmp_path/'job.py').write_text(KILLED.format(tests=str(ROOT/'tests')))
+    if not restarts: (tmp_path/'mark').touch() # nobody dies
     program = [str(tmp_path/'job.py'), str(tmp_path/'run'), str(tmp_path/'mark')]
-    port = free_port()
-    plans = [LaunchConfig(1, 'fsdp', num_nodes=2, node_rank=rank, port=port) for rank in range(2)]
-    with ThreadPoolExecutor(2) as pool: list(pool.map(lambda plan: start(program, plan, tmp_path/'launch'), plans))
+    address, port, running = '10.77.0.1' if machines[0][0] else '127.0.0.1', free_port(), []
+    for rank, (before, env) in enumerate(machines):
+        plan = dict(num_processes=1, strategy='fsdp', num_nodes=2, node_rank=rank, main_address=address, port=port, max_restarts=restarts)
+        words = [json.dumps(x) for x in (program, plan, str(tmp_path/'launch'))]
+        running.append(subprocess.Popen([*before, sys.executable, '-c', LAUNCHER, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                        env={**os.environ, 'PYTHONPATH': str(ROOT), 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', **env}))
+    try: said = [p.communicate(timeout=200)[0] for p in running]
+    finally:
+        for p in running: p.kill()
+    assert [p.returncode for p in running] == [0, 0], said
     one = trainer(tmp_path/'one')
     one.train()
     assert (weights(one.model) - torch.load(tmp_path/'run'/'weights.pt')).abs().max() < 1e-6
-    for rank in range(2): assert list((tmp_path/'launch'/f'node-{rank}'/'logs').rglob('stderr.log'))
+    assert (tmp_path/'mark').exists()
+    for rank in range(2):
+        logs = list((tmp_path/'launch'/f'node-{rank}'/'logs').rglob('stderr.log'))
+        attempts = {path.parent.parent.name for path in logs} # a machine whose process was only ended counts no attempt
+        assert 'attempt_0' in attempts and (f'attempt_{restarts}' in attempts or rank == 0)

@@ -55,7 +55,8 @@ def only_processes() -> Iterator[str]: # The strategy
 def meet_again() -> None:
     "After a restart by torchrun on CPUs the processes must not read the addresses that the dead ones left."
     attempt, world = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')), int(os.environ.get('WORLD_SIZE', '1'))
-    if not attempt or world == 1 or torch.distributed.is_initialized() or torch.cuda.is_available(): return
+    fresh = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'False' # It holds the addresses of this attempt only
+    if not attempt or world == 1 or fresh or torch.distributed.is_initialized() or torch.cuda.is_available(): return
     c10d: Any = torch.distributed
     port = int(os.environ['MASTER_PORT'])
     store = c10d.PrefixStore(f'trainkit-{attempt}', c10d.TCPStore(os.environ['MASTER_ADDR'], port, world, is_master=False))
