@@ -31,22 +31,25 @@ def find_lessons() -> Path: # Raises `FileNotFoundError` if the installation lac
 def copy_lessons(
     target: Path, # Made if it is not there
     source: Path | None = None, # `find_lessons()` when None
-) -> dict[str, str]: # Lesson -> 'new', 'same', 'updated' or 'kept', because it was edited
-    "Copy the lessons to a folder of one's own, never over an edited file."
+) -> dict[str, str]: # Lesson or picture -> 'new', 'same', 'updated' or 'kept', because it was edited
+    "Copy the lessons and their pictures to a folder of one's own, never over an edited file."
     import hashlib
 
     from trainkit.files import write_atomic
     ledger, done = target/'.lessons.json', {}
     wrote = json.loads(ledger.read_text()) if ledger.exists() else {}
-    for lesson in sorted((source or find_lessons()).glob('*.ipynb')):
-        data, there = lesson.read_bytes(), target/lesson.name
+    source = source or find_lessons()
+    for file in sorted([*source.glob('*.ipynb'), *(source/'images').glob('*.*')]):
+        name, data = file.relative_to(source).as_posix(), file.read_bytes()
+        there = target/name
         new, old = (hashlib.sha256(b).hexdigest() for b in (data, there.read_bytes() if there.exists() else b''))
-        if there.exists() and old == new: done[lesson.name] = 'same'
-        elif there.exists() and old != wrote.get(lesson.name): done[lesson.name] = 'kept'
+        if there.exists() and old == new: done[name] = 'same'
+        elif there.exists() and old != wrote.get(name): done[name] = 'kept'
         else:
-            done[lesson.name] = 'updated' if there.exists() else 'new'
+            done[name] = 'updated' if there.exists() else 'new'
+            there.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(there, data)
-        if done[lesson.name] != 'kept': wrote[lesson.name] = new
+        if done[name] != 'kept': wrote[name] = new
     write_atomic(ledger, json.dumps(wrote, indent=1))
     return done
 

@@ -17,6 +17,7 @@ from .engines import engine_line, llamafactory_plan
 from .forecast import predict_run
 from .recipes import make_trainer, plan_lines, prepare
 from .method import RunConfig
+from .plan import EXIT_CODES
 
 # %% ../nbs/44_rehearsal.ipynb #0ebdfbd2
 @dataclass
@@ -65,14 +66,15 @@ def rehearse(
     memory = None
     try: memory = predict_run(trainer, config.train.per_device_train_batch_size, length).peak
     except KeyError: notes.append('memory: a step of this method reads more than rows of text, and is not predicted; the run measures it')
-    except Exception as error: notes.append(f'memory: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}')
+    except Exception as error: # Such as a loss whose shapes depend on what the model has written
+        notes.append(f'memory: a step of method {config.method} cannot be predicted ({type(error).__name__}); the run measures it')
     short = replace(config.train, max_steps=steps, output_dir='', eval_strategy='no', save_strategy='no', logging_steps=1, sample_steps=0, progress=False,
                     early_stopping_patience=0, load_best_model_at_end=False)
     clock = _Clock()
     parts.config = replace(config, train=short)
     tried = make_trainer(parts)
     tried.config, tried.callbacks, tried.folder = short, [clock], None
-    tried.train()
+    if tried.train().stop_reason in EXIT_CODES: raise KeyboardInterrupt # Stopped by hand: there is nothing to tell
     each = median(b - a for a, b in zip(clock.at[1:], clock.at[2:], strict=False))
     return Rehearsal(plan, total, total*rows*length, rows, each, each*total, clock.losses[0], memory, notes)
 
