@@ -96,7 +96,7 @@ def _component(place: str) -> Callable[[Any, Mapping], Meaning]:
     return meaning
 
 def _datasets(value: Any, _: Mapping) -> Meaning: # axolotl's
-    if not isinstance(value, list) or len(value) != 1: return No('several data sets are mixed first (trainkit.mixture), and their file is named here')
+    if not isinstance(value, list) or len(value) != 1: return No('several data sets are mixed first (trainkit data mix), and their file is named here')
     one = value[0] if isinstance(value[0], Mapping) else {'path': value[0]}
     kind = {'alpaca': 'instruction', 'completion': 'text', 'chat_template': 'messages', 'sharegpt': 'messages'}.get(str(one.get('type', '')).split('.')[0])
     out: dict[str, Any] = {'data.path': one['path'], **({'data.kind': kind} if kind else {})}
