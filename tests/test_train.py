@@ -19,7 +19,7 @@ from trainkit.dataloader import Batches, collate
 from trainkit.model import ModelConfig, Transformer
 from trainkit.optim import SCHEDULES, OptimConfig
 from trainkit.plan import Control, TrainConfig, TrainingError
-from trainkit.objective import Loss, lm_loss, objective
+from trainkit.objective import PLAIN_HEADS, Loss, body_and_head, lm_loss, objective
 from trainkit.step import accumulate, make_accelerator
 from trainkit.train import Trainer
 
@@ -73,6 +73,49 @@ class StopAt:
     def __init__(self, step): self.step = step
     def on_step(self, trainer, record):
         if record['step'] == self.step: trainer.control.stop('tired')
+
+
+# Models of transformers, without their table of logits
+
+@pytest.mark.parametrize('kind', sorted(PLAIN_HEADS) + ['cohere', 'gemma2', 'granite', 'phi'])
+def test_loss_in_chunks_is_the_one_that_transformers_computes(kind):
+    "Where logits are one product; the last four cap, scale or shift theirs, and are called as a whole."
+    from transformers import AutoConfig, AutoModelForCausalLM
+    torch.manual_seed(0)
+    more = dict(resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.) if kind == 'gpt2' else dict(intermediate_size=48, num_key_value_heads=2, head_dim=16)
+    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
+                                  pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
+    model = AutoModelForCausalLM.from_config(config)
+    for p in model.parameters(): p.data.mul_(3) if p.dim() > 1 else None # away from equal logits
+    ids = torch.randint(64, (3, 12))
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, :4] = -100
+    batch = dict(input_ids=ids, attention_mask=mask, labels=labels)
+    assert (body_and_head(model) is not None) == (kind in PLAIN_HEADS)
+    theirs, mine = model(**batch, num_items_in_batch=1).loss, lm_loss(model, batch).terms['loss'][0]
+    assert mine.item() == pytest.approx(theirs.item(), rel=1e-6)
+    theirs.backward()
+    reference = gradient(model).clone()
+    model.zero_grad()
+    mine.backward()
+    assert (gradient(model) - reference).norm()/reference.norm() < 2e-6
+
+
+def test_a_head_that_does_more_is_called_as_a_whole():
+    "An adapter, a hook, a compiler: whatever stands between hidden states and logits."
+    model = make('llama')
+    assert body_and_head(model) is not None
+    model.forward, plain = torch.compile(model.forward), model.forward
+    assert body_and_head(model) is None
+    model._original_forward, model.forward = plain, lambda *a, **k: plain(*a, **k) # as accelerate's autocast wraps it
+    assert body_and_head(model) is not None
+    hook = model.lm_head.register_forward_hook(lambda module, given, out: out*2)
+    assert body_and_head(model) is None
+    hook.remove()
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert body_and_head(model) is None
 
 
 # Windows
