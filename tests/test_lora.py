@@ -180,6 +180,40 @@ def test_generation_with_a_cache():
     with adapters_off(model): assert generate(model, prompt, 12, temperature=0) == generate(small().eval(), prompt, 12, temperature=0)
 
 
+OPTIONS = {
+    'list': dict(target_modules=['q_proj', 'down_proj']), 'pattern': dict(target_modules=r'.*layers\.1\..*(q|up)_proj'), 'all-linear': dict(target_modules='all-linear'),
+    'left out': dict(target_modules='all-linear', exclude_modules=['o_proj']), 'r, alpha': dict(r=3, lora_alpha=5.0), 'dropout': dict(lora_dropout=0.3),
+    'bias all': dict(bias='all'), 'bias lora_only': dict(bias='lora_only'), 'modules_to_save': dict(modules_to_save=['lm_head', 'embed_tokens']),
+    'layers': dict(layers_to_transform=[1]), 'layers, named': dict(layers_to_transform=0, layers_pattern='layers'),
+    'rank_pattern': dict(rank_pattern={'q_proj': 2}), 'alpha_pattern': dict(alpha_pattern={'layers.1.self_attn.q_proj': 3}),
+    'patterns': dict(rank_pattern={'^model.layers.0.*': 2}, alpha_pattern={'down_proj': 3}),
+    'rslora': dict(use_rslora=True), 'dora': dict(use_dora=True), 'dora, rslora': dict(use_dora=True, use_rslora=True, rank_pattern={'q_proj': 2}),
+    **{f'init {how}': dict(init_lora_weights=how) for how in (True, False, 'gaussian', 'pissa', 'pissa_niter_4', 'olora', 'orthogonal')},
+    'init eva': dict(init_lora_weights='eva'), 'embeddings': dict(target_modules=['embed_tokens', 'v_proj'])}
+
+
+@pytest.mark.parametrize('option', OPTIONS)
+def test_every_option_in_both_directions(option, tmp_path):
+    "Our folder in PEFT's hands, PEFT's in ours: the same logits for each option that PEFT has, with biases that learn."
+    from peft import LoraConfig, PeftModel, get_peft_model
+    knobs = {**dict(r=4, lora_alpha=8.0, target_modules=['q_proj', 'down_proj']), **OPTIONS[option]}
+    make = lambda: llama(bias='qkv')
+    ours = disturb(add_lora(make(), LoRAConfig(**knobs)))
+    save_adapter(ours, tmp_path/'ours')
+    assert gap(logits(PeftModel.from_pretrained(make(), str(tmp_path/'ours'))), logits(ours)) < 3e-6
+    theirs = disturb(get_peft_model(make(), LoraConfig(task_type='CAUSAL_LM', **knobs)))
+    theirs.save_pretrained(tmp_path/'theirs')
+    want = logits(theirs)
+    assert gap(want, logits(make())) > 1e-3
+    for base in (small(bias='qkv'), make()):
+        if 'niter' in option: # The random vectors of its start are in no folder: PEFT opens another model, in silence
+            other = make()
+            torch.manual_seed(7)
+            assert gap(logits(PeftModel.from_pretrained(other, str(tmp_path/'theirs'))), want) > 1e-3
+            with pytest.raises(ValueError, match='nobody can open it again'): load_adapter(base, tmp_path/'theirs')
+        else: assert gap(logits(load_adapter(base, tmp_path/'theirs')), want) < 1e-5
+
+
 GPT2 = [dict(target_modules='all-linear'), dict(target_modules=['c_attn'], use_dora=True), dict(target_modules=['c_fc'], lora_alpha=3, use_rslora=True, bias='all')]
 
 

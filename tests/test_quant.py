@@ -219,6 +219,63 @@ def test_parts_and_index(tmp_path):
     with pytest.raises(ValueError, match='damaged'): load_quantized(lambda: Transformer(SHAPE), tmp_path)
 
 
+FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'gemma': 'Gemma', 'gemma3': 'Gemma3', 'phi3': 'Phi3', 'opt': 'OPT', 'gpt2': 'GPT2', 'neox': 'GPTNeoX', 'mixtral': 'Mixtral'}
+
+
+def family(kind):
+    "A tiny model of a family of transformers."
+    import transformers as hf
+    shape = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    more = {'gpt2': {}, 'neox': dict(intermediate_size=128), 'opt': dict(ffn_dim=128, word_embed_proj_dim=64)}.get(kind, dict(intermediate_size=128, num_key_value_heads=2))
+    if kind in ('qwen3', 'gemma', 'gemma3'): more |= dict(head_dim=16)
+    name = FAMILIES[kind]
+    config = getattr(hf, f"{name}{'Text' if kind == 'gemma3' else ''}Config")(**shape, **more)
+    torch.manual_seed(0)
+    return getattr(hf, f"{name}{'LMHeadModel' if kind == 'gpt2' else 'ForCausalLM'}")(config)
+
+
+@pytest.mark.parametrize('kind', [k for k in FAMILIES if k not in ('neox', 'mixtral')])
+def test_families_straight_into_four_bits(kind, tmp_path):
+    "A tensor at a time gives what quantizing the whole gives, and LoRA goes on top."
+    from trainkit.lora import LoRAConfig, adapted, add_lora
+    family(kind).save_pretrained(tmp_path, max_shard_size='60KB')
+    assert len(list(tmp_path.glob('*.safetensors'))) > 1
+    opened, ids = load_quantized(lambda: family(kind), tmp_path), torch.randint(3, 96, (2, 9))
+    with torch.no_grad(): assert torch.equal(opened(ids).logits, quantize_model(family(kind).eval())(ids).logits)
+    layers = adapted(add_lora(opened, LoRAConfig(r=2, target_modules='all-linear')))
+    assert layers and all(isinstance(layer.base_layer, Linear4bit) for layer in layers.values())
+
+
+def test_families_with_other_names_in_their_files(tmp_path):
+    "transformers renames their tensors while it reads: they are refused by name, and `rename` helps where names are all that differs."
+    for kind in ('neox', 'mixtral'): family(kind).eval().save_pretrained(tmp_path/kind)
+    with pytest.raises(ValueError, match="no tensor 'lm_head.weight'. Did you mean 'embed_out.weight'.* rename="): load_quantized(lambda: family('neox'), tmp_path/'neox')
+    opened, ids = load_quantized(lambda: family('neox'), tmp_path/'neox', rename=lambda name: name.replace('lm_head', 'embed_out')), torch.randint(3, 96, (2, 9))
+    with torch.no_grad(): assert torch.equal(opened(ids).logits, quantize_model(family('neox').eval())(ids).logits)
+    with pytest.raises(ValueError, match='no tensor .*mlp.gate.weight'): load_quantized(lambda: family('mixtral'), tmp_path/'mixtral')
+
+
+def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
+    "What an adapter over four bits was folded into carries a mark; a run in few bits over it says what is lost, others do not."
+    from types import SimpleNamespace
+
+    from trainkit.lora import LoRAConfig, add_lora
+    from trainkit.method import RunConfig
+    from trainkit.recipes import rounding_note
+    from trainkit.saving import save_trained
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['some text'], 257, special_tokens=('<|end|>',))
+    def base(): return Transformer(ModelConfig(**{**vars(SHAPE), 'vocab_size': len(tokenizer)}))
+    for method in ('qlora', 'lora'):
+        config = RunConfig(method=method, init_from='models/base')
+        net = add_lora(quantize_model(base()) if method == 'qlora' else base(), LoRAConfig(r=2))
+        save_trained(SimpleNamespace(config=config, model=net, tokenizer=tokenizer), tmp_path/method)
+    again = RunConfig(method='qlora', init_from=str(tmp_path/'qlora'))
+    assert 'trained over 4 bits' in rounding_note(again)[0] and 'method: lora' in rounding_note(again)[0] and 'models/base' in rounding_note(again)[0]
+    assert rounding_note(RunConfig(method='lora', init_from=str(tmp_path/'qlora'))) == []
+    assert rounding_note(RunConfig(method='qlora', init_from=str(tmp_path/'lora'))) == []
+
+
 PEAK = '''
 import sys
 import torch

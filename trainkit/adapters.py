@@ -184,6 +184,9 @@ def load_adapter(
 ) -> nn.Module: # The same model, with this adapter active
     "Open an adapter; a model whose vocabulary is too small gets more rows first."
     config, tensors, vocab_size = read_adapter(folder)
+    if str(config.get('init_lora_weights')).startswith('pissa_niter_'):
+        raise ValueError(f"{folder} began with a decomposition from random vectors (init_lora_weights = {config['init_lora_weights']!r}), which are not in the "
+                         "folder: nobody can open it again for sure, and PEFT only with the same random state. Save it with PEFT's path_initial_model_for_weight_conversion, or train with 'pissa'")
     if 0 < vocabulary_of(model) < vocab_size: resize_vocabulary(model, vocab_size)
     parts: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Tensor] = {}

@@ -163,7 +163,7 @@ def load_quantized(
     where, layers, made, used = _where(folder), quantizable(model, config), {}, set()
     def read(name: str, like: Tensor) -> Tensor:
         key = rename(name)
-        if key not in where: raise ValueError(f"{folder} has no tensor '{key}'.{nearest(key, list(where))}")
+        if key not in where: raise ValueError(f"{folder} has no tensor '{key}'.{nearest(key, list(where))} Where its names are others, say rename=")
         used.add(key)
         try: # Opened anew for each tensor, so that the file's pages do not stay in memory
             with safe_open(where[key], 'pt') as file: tensor = file.get_tensor(key).clone()
