@@ -23,6 +23,12 @@ def until(true, seconds=60):
         time.sleep(0.01)
 
 
+def instances():
+    "All widgets that are alive; ipywidgets 7 keeps them in another place than 8."
+    import ipywidgets
+    return getattr(ipywidgets.widgets.widget, '_instances', None) or getattr(ipywidgets.Widget, 'widgets', {})
+
+
 def count(config, resume, callbacks, control):
     "A run of nothing, which listens to its buttons."
     story, = callbacks
@@ -121,8 +127,7 @@ def test_a_page_gets_little_and_seldom(panel):
 
 
 def test_run_again_the_cell_has_one_panel():
-    import ipywidgets
-    alive = lambda: len(ipywidgets.widgets.widget._instances)
+    alive = lambda: len(instances())
     config, threads = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), threading.active_count()
     before = alive()
     panels = [TrainerPanel(config, job=count, key='cell')]
@@ -258,7 +263,6 @@ def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
 
 def test_a_chat_that_is_closed_stops_writing():
     "Nothing goes on in the background, no widget is left, and what was written is kept."
-    import ipywidgets
     import torch
 
     from trainkit.chat import set_template
@@ -270,7 +274,7 @@ def test_a_chat_that_is_closed_stops_writing():
     model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=4096))
     set_template(tokenizer, 'chatml', model)
     model.train()
-    before = len(ipywidgets.widgets.widget._instances)
+    before = len(instances())
     chat = ChatCompare({'<b>': (model, tokenizer), 'b': (model, tokenizer)}, key='closed', max_new_tokens=4000)
     chat.question.value = '<i>hi</i>'
     chat.send_button.click()
@@ -283,4 +287,4 @@ def test_a_chat_that_is_closed_stops_writing():
     a, b = chat.state.turns[0].answers.values()
     assert a.ids == b.ids and a.log_probs and max(b.kl) == 0
     again.close()
-    assert len(ipywidgets.widgets.widget._instances) == before
+    assert len(instances()) == before
