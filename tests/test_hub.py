@@ -72,6 +72,16 @@ def test_a_run_is_uploaded_and_tells_no_token(hub, tmp_path, capfd, strategy, co
     for file in tmp_path.rglob('*'): assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
 
 
+def test_the_other_engine_uploads_the_same(hub, tmp_path):
+    "TRL takes the steps; what it saves goes to the hub as with our loop, its own checkpoints included."
+    pytest.importorskip('trl')
+    wish = dict(push_to_hub=True, hub_model_id='me/run', hub_strategy='checkpoint')
+    result = run(method_config({**TINY, 'name': 'theirs', 'runs_dir': str(tmp_path), 'hub': wish, 'engine': 'trl'}), verbose=False)
+    model = {p.name: p.read_bytes() for p in result.model_path.iterdir()}
+    assert {name: hub['files'][name] for name in model} == model and hub['repos'] == {'me/run': 'private'}
+    assert any(name.startswith('last-checkpoint/') for name in hub['files']) and len(hub['commits']) == 5
+
+
 def test_a_missing_right_is_found_before_the_first_step(hub, tmp_path, monkeypatch):
     config = method_config({**TINY, 'name': 'no', 'runs_dir': str(tmp_path), 'push_to_hub': True})
     hub['refuse'] = 'create'

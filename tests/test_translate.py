@@ -10,8 +10,9 @@ from conftest import shell as trainkit
 
 from trainkit.config import ConfigError, load_config, save_config
 from trainkit.foreign import read_settings
-from trainkit.method import RunConfig, method_config
+from trainkit.method import METHODS, RunConfig, method_config
 from trainkit.presets import PRESETS
+from trainkit.spelling import ALIGNED
 from trainkit.translate import convert_config
 
 CONFIGS = ROOT/'tests'/'fixtures'/'configs'
@@ -118,6 +119,62 @@ def test_every_preset_loads_and_survives_a_file(name, tmp_path):
     save_config(config, tmp_path/'c.yaml')
     assert load_config(RunConfig, tmp_path/'c.yaml') == config == method_config(tmp_path/'c.yaml')
     assert '70 billion' in PRESETS[name].doc or name not in ('minimal-memory', 'maximum-performance')
+
+
+KINDS = {'pretrain': 'texts', 'dpo': 'pairs', 'reward': 'pairs', **dict.fromkeys(('grpo', 'rloo', 'ppo', 'reinforce'), 'asks')}
+
+
+def with_preset(name, method, home):
+    groups = {'rl': {'max_completion_length': 4, 'num_prompts': 2, 'num_generations': 2 if method in ('grpo', 'rloo') else 1, 'rewards': 'right_answer'}} if KINDS.get(method) == 'asks' else {}
+    return method_config({'preset': name, 'method': method, 'init_from': str(home/'base'), 'sft': {'questions': 0}, 'train': {'progress': False, 'sample_steps': 0},
+                          'data': {'path': str(home/f"{KINDS.get(method, 'talks')}.jsonl"), **({'max_length': 32} if method == 'pretrain' else {})}, **groups})
+
+
+@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize('name', PRESETS)
+def test_a_preset_suits_a_method_or_says_why_not(name, method, tmp_path):
+    "Whoever names a method gets it; four bits need an adapter, and nothing else is refused."
+    few = 'quant' in PRESETS[name].knobs and method in ('pretrain', 'sft', 'freeze')
+    if few:
+        with pytest.raises(ConfigError, match='a model of few bits does not learn by itself.*qlora'): with_preset(name, method, tmp_path)
+        return
+    config = with_preset(name, method, tmp_path)
+    assert config.method == method and config.adapts == ('lora' in method or (method in ALIGNED and bool({'lora', 'quant'} & {*PRESETS[name].knobs})))
+    for knob, value in PRESETS[name].knobs.get('train', {}).items(): assert getattr(config.train, knob) == value
+    for knob, value in PRESETS[name].knobs.get('optim', {}).items(): assert getattr(config.optim, knob) == value
+
+
+@pytest.fixture(scope='module')
+def home(tmp_path_factory):
+    "A small model, and data of each kind."
+    import torch
+
+    from trainkit.chat import set_template
+    from trainkit.hf import save_pretrained
+    from trainkit.model import ModelConfig, Transformer
+    from trainkit.tokenizer import BPETokenizer
+    folder = tmp_path_factory.mktemp('presets')
+    names = 'zero one two three four five six seven eight nine ten eleven'.split()
+    rows = [dict(prompt=f'Spell {n}, {k}.', completion=a, chosen=a, rejected=names[n - 1], answer=a, text=f'{n} is {a}, {k} times. '*5) for n, a in enumerate(names) for k in range(8)]
+    for file, keys in (('talks', ('prompt', 'completion')), ('pairs', ('prompt', 'chosen', 'rejected')), ('asks', ('prompt', 'answer')), ('texts', ('text',))):
+        (folder/f'{file}.jsonl').write_text('\n'.join(json.dumps({k: row[k] for k in keys}) for row in rows))
+    tokenizer = BPETokenizer.train([row['prompt'] + row['completion'] for row in rows], 300, special_tokens=['<|endoftext|>'])
+    set_template(tokenizer, 'chatml')
+    torch.manual_seed(0)
+    save_pretrained(Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=64, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=128, max_seq_len=256)), tokenizer, folder/'base')
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', [m for m in METHODS if m != 'freeze'])
+@pytest.mark.parametrize('name', ['minimal-memory', 'memory-efficient', 'experimental', 'cpu'])
+def test_a_preset_runs_with_every_method(name, method, home):
+    if name == 'minimal-memory' and method in ('pretrain', 'sft'): pytest.skip('refused, as the test above says')
+    from trainkit.rehearsal import rehearse
+    tried = rehearse(with_preset(name, method, home), 2)
+    train = PRESETS[name].knobs.get('train', {})
+    assert tried.steps > 0 and tried.loss is not None and not any('Error' in note for note in tried.notes)
+    if 'per_device_train_batch_size' in train: assert tried.effective_batch == train['per_device_train_batch_size']*train['gradient_accumulation_steps']
 
 
 def test_no_run_folder_holds_a_secret(tmp_path):
