@@ -194,16 +194,17 @@ def mix(
 
     from trainkit.dataset import write_examples
     from trainkit.mixture import mix as mixture
-    pairs = {option: dict(word.partition('=')[::2] for word in words) for option, words in (('', parts), ('--weight ', weight or []))}
-    for option, named in pairs.items():
+    split_up = lambda words: {name: value for name, _, value in (word.partition('=') for word in words)}
+    files, shares = split_up(parts), split_up(weight or [])
+    for option, named in (('', files), ('--weight ', shares)):
         if wrong := [name for name, value in named.items() if not value]: raise ValueError(f'{option}{wrong[0]}: is written NAME={"NUMBER" if option else "FILE"}')
         if len(named) < len(weight or [] if option else parts): raise ValueError(f'{option}{", ".join(named)}: a name stands there twice')
-    for file in pairs[''].values(): _may_write([output], file, force)
-    try: weights = {name: float(value) for name, value in pairs['--weight '].items()}
+    for file in files.values(): _may_write([output], file, force)
+    try: weights = {name: float(value) for name, value in shares.items()}
     except ValueError as error: raise ValueError(f'--weight: {error}') from None
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # the report says it
-        rows = mixture({name: read_file(file, kind, None, encoding) for name, file in pairs[''].items()}, weights or None, temperature, prefix, total, seed)
+        rows = mixture({name: read_file(file, kind, None, encoding) for name, file in files.items()}, weights or None, temperature, prefix, total, seed)
     write_examples(rows, output)
     typer.echo(f'{rows.report}\n{output}: {len(rows):,} rows')
 
