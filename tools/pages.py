@@ -141,7 +141,7 @@ def output(out):
 def cell(c):
     "One cell as HTML."
     text = joined(c['source'])
-    if c['cell_type'] == 'markdown': return render(text)
+    if c['cell_type'] == 'markdown': return render(re.sub(r'\[!\[([^]]*)\]\(https?:[^)]*\)\]', r'[\1]', text)) # Badges are pictures from elsewhere
     if c['cell_type'] != 'code' or not text.strip(): return ''
     outs = ''.join(map(output, c.get('outputs', [])))
     if text.startswith('#| hide'): return outs
