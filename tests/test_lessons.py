@@ -26,7 +26,7 @@ def run(path, tmp_path, *flags):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-HEAVY = {'24_offload', '25_claims', '25_forecast', '25_memory', '25_planner', '44_recipes', '50_preview',
+HEAVY = {'44_recipes', '50_preview',
          '51_studio'} # More than ten seconds each: with the slow tests, until they are shorter
 
 
