@@ -1,4 +1,5 @@
 "What a model is worth: scores, verdicts, side by side, the harness; each beside an oracle, memory that does not grow."
+import copy
 import gc
 import json
 import math
@@ -9,15 +10,18 @@ import pytest
 import torch
 from conftest import shell
 
+from trainkit.dataloader import Batches
 from trainkit.harness import Backend, run_harness
 from trainkit.hf import save_pretrained, to_hf
 from trainkit.intervals import bootstrap, compare
 from trainkit.model import ModelConfig, Transformer
+from trainkit.objective import lm_loss
 from trainkit.scores import TextScore, multiple_choice, score_pieces, score_texts, split_head
 from trainkit.sidebyside import kl_at_each, side_by_side
 from trainkit.templates import TEMPLATES
 from trainkit.tokenizer import BPETokenizer
 from trainkit.report import AnswerMetrics, Tally, evaluate, tell_apart
+from trainkit.train import TrainConfig, Trainer
 
 WORDS = 'the a cat dog bird sat ran flew on under over mat tree house and then'.split()
 
@@ -189,6 +193,17 @@ def test_answer_metrics_never_overwrite_the_record(models, tok):
     AnswerMetrics(tok, [dict(prompt='the cat', completion=' sat')]).on_eval(Fake, record)
     assert record['eval_loss'] == 1.0 and 'eval_f1' in record
     with pytest.raises(ValueError, match='every = 0'): AnswerMetrics(tok, [], every=0)
+
+
+def test_a_number_of_yours_says_which_model_is_best(models, tok):
+    marks = iter([1.0, 3.0, 2.0, 9.0])
+    def mine(predictions, references): return dict(mine=next(marks))
+    rows = [dict(input_ids=torch.tensor(tok.encode('the cat sat')), labels=torch.tensor(tok.encode('the cat sat')))]*2
+    config = TrainConfig(max_steps=3, eval_strategy='steps', eval_steps=1, save_strategy='no', metric_for_best_model='mine', progress=False, mixed_precision='no')
+    trainer = Trainer(copy.deepcopy(models[1]), lm_loss, Batches(rows, 2), Batches(rows, 2), config, [AnswerMetrics(tok, [dict(prompt='the cat', completion=' sat')], [mine])])
+    trainer.train()
+    assert (trainer.state.best_step, trainer.state.best_metric) == (2, 3.0)
+    assert [r['eval_mine'] for r in trainer.history if 'eval_mine' in r] == [1.0, 3.0, 2.0] # Asked once for each evaluation
 
 
 def test_kl_is_torchs_and_survives_impossible_words():

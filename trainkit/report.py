@@ -290,10 +290,14 @@ class AnswerMetrics:
     ):
         if every < 1: raise ValueError(f'every = {every}: it is a number of evaluations, at least 1')
         self.tokenizer, self.rows, self.metrics = tokenizer, list(rows)[:answers], metrics
-        self.every, self.options, self.seen = every, options, 0
+        self.every, self.options, self.seen, self.measured = every, options, 0, False
 
     def on_eval(self, trainer, record):
-        self.seen += 1
+        if not self.measured: self.on_measure(trainer, record)
+        self.measured = False
+
+    def on_measure(self, trainer, record): # Before the trainer decides whether this is the best model
+        self.seen, self.measured = self.seen + 1, True
         if (self.seen - 1) % self.every: return
         found = evaluate(trainer.model, self.tokenizer, self.rows, metrics=self.metrics, answers=None, **self.options).metrics
         record |= {f'eval_{name}': value for name, value in found.items() if f'eval_{name}' not in record}

@@ -303,6 +303,8 @@ class Trainer:
         "Keep the model if this evaluation is the best so far."
         if not math.isfinite(loss := record['eval_loss']):
             raise stop_at(self, f'eval_loss is {loss}', self.state.step)
+        for callback in self.callbacks: # Numbers of theirs may say which model is the best
+            if (measure := getattr(callback, 'on_measure', None)) is not None: measure(self, record)
         best = judge(self.state, record, self.config)
         self.notify('on_eval', **record, best=best)
         if best and self.config.save_strategy != 'no': self.keep('best_model', 'best')
