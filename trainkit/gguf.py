@@ -150,6 +150,7 @@ def describe_tokenizer(
     ids = {**_read(folder/'config.json'), **_read(folder/'generation_config.json')}
     end = ids.get('eos_token_id')
     ends = end if isinstance(end, list) else [] if end is None else [end]
+    if ends and ids.get('bos_token_id') is None: ids['bos_token_id'] = ends[0] # Where nothing begins a text; transformers 5.15 and llama.cpp expect some id
     for role, add in (('bos', writer.add_bos_token_id), ('pad', writer.add_pad_token_id)):
         if ids.get(f'{role}_token_id') is not None: add(ids[f'{role}_token_id'])
     if ends: writer.add_eos_token_id(ends[0])
