@@ -10,62 +10,57 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from conftest import FORK
 from torch import nn
 
 from trainkit.checkpoint import FILES, load_checkpoint, problem_with, read_manifest, save_checkpoint
-from trainkit.lock import run_lock
-from trainkit.optim import OptimConfig, make_optimizer
-from trainkit.retention import find_checkpoints, latest_checkpoint
-
-ENV = os.environ | {'OMP_NUM_THREADS': '1'}
-
-RUN = """
-import random, sys
-import numpy as np, torch
-from pathlib import Path
-from torch import nn
-from trainkit.checkpoint import load_checkpoint, save_checkpoint
-from trainkit.lock import run_lock
-from trainkit.retention import latest_checkpoint, rotate
 from trainkit.config import seed_everything
+from trainkit.lock import run_lock
 from trainkit.optim import OptimConfig, make_optimizer, make_schedule
-
-folder, steps = Path(sys.argv[1]), 40
-with run_lock(folder):
-    seed_everything(0)
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.3), nn.Linear(256, 64))
-    config = OptimConfig(learning_rate=1e-2, warmup_steps=5)
-    optimizer = make_optimizer(model, config)
-    schedule = make_schedule(optimizer, config, steps)
-    step, trace = 0, []
-    if newest := latest_checkpoint(folder/'checkpoints'):
-        state = load_checkpoint(newest, model, optimizer, schedule)
-        step, trace = state['step'], state['trace']
-    print('ready', flush=True)
-    while step < steps:
-        x = torch.from_numpy(np.random.normal(size=(16, 64))).float() * random.random()
-        loss = (model(x) - x.roll(1)).pow(2).mean()
-        optimizer.zero_grad(); loss.backward(); optimizer.step(); schedule.step()
-        step += 1
-        trace.append(loss.item())
-        if step % 2 == 0:
-            path = save_checkpoint(folder/'checkpoints', model, optimizer, schedule, dict(step=step, trace=trace))
-            rotate(folder/'checkpoints', 2, keep=[path])
-"""
+from trainkit.retention import find_checkpoints, latest_checkpoint, rotate
 
 
-def start(folder: Path) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, '-W', 'error', '-c', RUN, str(folder)], stdout=subprocess.PIPE, text=True, env=ENV)
-    assert process.stdout and process.stdout.readline() == 'ready\n'
+def learn(folder: Path, ready, steps: int = 40) -> None:
+    "A run that saves every other step and goes on from what it finds."
+    warnings.simplefilter('error')
+    with run_lock(folder):
+        seed_everything(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.3), nn.Linear(256, 64))
+        config = OptimConfig(learning_rate=1e-2, warmup_steps=5)
+        optimizer = make_optimizer(model, config)
+        schedule = make_schedule(optimizer, config, steps)
+        step, trace = 0, []
+        if newest := latest_checkpoint(folder/'checkpoints'):
+            state = load_checkpoint(newest, model, optimizer, schedule)
+            step, trace = state['step'], state['trace']
+        ready.send('ready')
+        while step < steps:
+            x = torch.from_numpy(np.random.normal(size=(16, 64))).float() * random.random()
+            loss = (model(x) - x.roll(1)).pow(2).mean()
+            optimizer.zero_grad(), loss.backward(), optimizer.step(), schedule.step()
+            step += 1
+            trace.append(loss.item())
+            if step % 2 == 0:
+                path = save_checkpoint(folder/'checkpoints', model, optimizer, schedule, dict(step=step, trace=trace))
+                rotate(folder/'checkpoints', 2, keep=[path])
+
+
+def start(folder: Path):
+    "The run in a fresh process, as soon as it has read what there is to read."
+    here, there = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=learn, args=(folder, there))
+    process.start()
+    there.close()
+    assert here.recv() == 'ready'
     return process
 
 
-def finish(process: subprocess.Popen) -> int:
-    code = process.wait()
-    process.stdout.close()
-    return code
+def finish(process) -> int:
+    process.join()
+    return process.exitcode
 
 
 def proof(path: Path) -> dict:
@@ -79,15 +74,15 @@ def uninterrupted(tmp_path_factory):
     return proof(folder/'checkpoints'/'checkpoint-40')
 
 
-def kill_while_writing(folder: Path, process: subprocess.Popen):
+def kill_while_writing(folder: Path, process):
     "SIGKILL as soon as a half-written checkpoint is seen."
-    while process.poll() is None:
+    while process.is_alive():
         if any(name.startswith('.checkpoint') for name in (os.listdir(folder/'checkpoints') if (folder/'checkpoints').exists() else ())):
             break
     process.kill()
 
 
-def kill_at_random(folder: Path, process: subprocess.Popen):
+def kill_at_random(folder: Path, process):
     time.sleep(random.Random(len(os.listdir(folder))).uniform(0, 0.3))
     process.kill()
 
@@ -184,7 +179,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try: save_checkpoint({str(tmp_path)!r}, nn.Linear(1000, 1000), state=dict(step=2))
 except OSError as error: print(error.errno, error)
 """
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=ENV)
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
     number, message = done.stdout.split(' ', 1)
     assert int(number) == errno.EFBIG and 'Nothing was written' in message and 'checkpoint-2' in message
     assert os.listdir(tmp_path) == ['checkpoint-1'] and problem_with(tmp_path/'checkpoint-1') == ''
@@ -217,7 +212,7 @@ with run_lock({str(tmp_path)!r}):
     print(child, flush=True)
     time.sleep(30)
 """
-    process = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, env=ENV)
+    process = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     try:
         with pytest.raises(RuntimeError, match=f'process {process.pid}'), run_lock(tmp_path): pass
