@@ -110,12 +110,12 @@ def sum_losses(
         out = model(batch['input_ids'], **known, **(dict(z_loss=z_loss) if z_loss else {}))
         return out.loss, out.squares if z_loss else None
     if names_argument(model, 'use_cache'): known['use_cache'] = False
+    if (found := body_and_head(model)) is not None:
+        hidden = found[0](batch['input_ids'], **known).last_hidden_state[:, :-1] # The last of a row has nothing to guess
+        total, squares = chunked_cross_entropy(hidden, found[1], batch['labels'][:, 1:], reduction='sum', z_loss=z_loss, return_squares=True)
+        return total, squares if z_loss else None
     # shifting labels copies less than shifting logits
     labels = F.pad(batch['labels'], (0, 1), value=-100)[:, 1:].flatten()
-    if (found := body_and_head(model)) is not None:
-        hidden = found[0](batch['input_ids'], **known).last_hidden_state
-        total, squares = chunked_cross_entropy(hidden, found[1], labels, reduction='sum', z_loss=z_loss, return_squares=True)
-        return total, squares if z_loss else None
     out = model(batch['input_ids'], **known)
     logits = (out if isinstance(out, Tensor) else out.logits).flatten(0, 1).float() # (B*T, V)
     total = F.cross_entropy(logits, labels, reduction='sum')
