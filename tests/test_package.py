@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, in_child
 
 PACKAGE = ROOT/'trainkit'
 NOTEBOOKS = sorted((ROOT/'nbs').glob('*.ipynb'))
@@ -315,11 +315,16 @@ def test_readme_lists_every_lesson():
         assert f'| [`{path.stem}`](nbs/{path.name}) | {sentence} |' in readme, path.stem
 
 
+def run_code(code, folder):
+    os.chdir(folder)
+    exec(compile(code, 'README.md', 'exec'), {'__name__': '__main__'})
+
+
 def test_readme_code_runs(tmp_path):
     "The Python of the README, run as it stands, in the order in which it stands there."
     blocks = re.findall(r'```python\n(.*?)```', (ROOT/'README.md').read_text(encoding='utf-8'), re.S)
     code = '\n'.join(blocks).replace("name='mine')", "name='mine')\nconfig.train.max_steps = 2\nconfig.data.max_chars = 100_000\nconfig.tokenizer.vocab_size = 400")
-    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    done = in_child(run_code, code, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert 'import ' in done.stdout and (tmp_path/'runs'/'mine'/'model'/'model.safetensors').exists()
 
