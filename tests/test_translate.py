@@ -91,6 +91,24 @@ def test_common_aliases_load_without_a_translation(words, knob, value):
     for load in (lambda g: load_config(RunConfig, g), method_config): assert value_of(load(given), knob) == value
 
 
+@pytest.mark.parametrize(('words', 'overrides', 'knob', 'value'), [ # what somebody says beats what a method has by itself, and a change what a file says
+    ({'method': 'dpo'}, ['learning_rate=1e-3'], 'optim.learning_rate', 1e-3), ({'method': 'dpo'}, ['gradient_accumulation_steps=3'], 'train.gradient_accumulation_steps', 3),
+    ({'method': 'dpo'}, ['lr=1e-3'], 'optim.learning_rate', 1e-3), ({'method': 'sft', 'optim': {'lr': 1}}, ['learning_rate=0.5'], 'optim.learning_rate', 0.5),
+    ({'method': 'sft', 'learning_rate': 1}, ['optim.learning_rate=0.5'], 'optim.learning_rate', 0.5), ({'method': 'sft', 'bf16': True}, ['fp16=true'], 'train.mixed_precision', 'fp16'),
+    ({'method': 'rloo'}, ['beta=0.2'], 'rl.beta', 0.2), ({'method': 'sft', 'sft': {'packing': 'greedy'}}, ['packing=none'], 'sft.packing', 'none'),
+    ({'method': 'sft'}, ['pack_sequences=true', 'packing_strategy=greedy'], 'sft.packing', 'greedy'), ({}, ['method=dpo', 'learning_rate=1e-3'], 'optim.learning_rate', 1e-3)])
+@pytest.mark.parametrize('profile', [None, 'quick'])
+def test_a_word_at_the_top_beats_what_a_method_has_by_itself(words, overrides, knob, value, profile):
+    assert value_of(method_config({**words, 'init_from': 'x'}, overrides, profile), knob) == value
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_a_method_has_its_defaults_however_it_is_named(method):
+    assert load_config(RunConfig, {'method': method}) == load_config(RunConfig, {}, [f'method={method}']) == RunConfig(method=method) == method_config({'method': method})
+    for group, values in METHODS[method].items():
+        for name, value in values.items(): assert getattr(getattr(load_config(RunConfig, {'method': method}), group), name) == value
+
+
 @pytest.mark.parametrize('words', [{'optimizer': 'adamw', 'optim': {'optim': 'sgd'}}, {'max_length': 5, 'max_seq_length': 6}, {'lora': {'alpha': 1, 'lora_alpha': 2}, 'method': 'lora'}, {'load_in_4bit': True, 'load_in_8bit': True, 'method': 'lora'},
                                    {'stage': 'pt', 'finetuning_type': 'lora'}, {'batch_size': 2, 'train': {'per_device_train_batch_size': 3}}])
 def test_aliases_that_disagree_are_an_error(words):

@@ -11,6 +11,7 @@ __all__ = ['METHODS', 'ADAPTER_RATES', 'defaults_of', 'TokenizerConfig', 'SFTCon
 # %% ../nbs/44_method.ipynb #61f5f4ec
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -224,7 +225,7 @@ class RunConfig:
     ) -> Mapping: # The same, with each knob in its group
         "Knobs may also stand at the top, and those of `sft` in `data`, where other libraries have them."
         data = _lists(flat_words(RunConfig, lora_words(data)))
-        if data.get('method') in RL_METHODS and isinstance(data.get('rl', {}), Mapping): data = {**data, 'rl': {**(data.get('rl') or {}), 'method': data['method']}}
+        if data.get('method') in RL_METHODS and isinstance(data.get('rl'), Mapping): data = {**data, 'rl': {**data['rl'], 'method': data['method']}}
         if named := data.get('preset') or data.get('presets'): data = _under(preset_knobs(named), data) # type: ignore
         places = {place: data.get(place) or {} for place in ('sft', 'data')}
         if not isinstance(places['sft'], Mapping): places['sft'] = to_dict(places['sft'])
@@ -287,7 +288,41 @@ def method_config(
     elif any(on): method, overrides = 'qlora' if method == 'qlora' else 'lora', [*overrides, f"method={'qlora' if method == 'qlora' else 'lora'}"]
     under = to_dict(from_profile(RunConfig, profile)) if source is None or profile else {}
     under = _merge(_merge(_merge(under, defaults_of(method, bool(extra.get('use_lora')), _losses(defaults, given, typed))), preset), {**defaults, 'method': method, **extra})
-    return load_config(RunConfig, {k: v for k, v in _under(under, given).items() if v != {}}, overrides)
+    data = {k: v for k, v in _under(under, given).items() if v != {}}
+    return load_config(RunConfig, data, _placed(data, overrides))
+
+def _meant(
+    kind: Any, # A config class
+    word: str,
+    value: Any,
+) -> set: # Of names
+    "The knobs that a word is about, which may be one of another library."
+    for k in knobs(kind):
+        if word in (names := {k.name, *k.aliases}): return names
+    found = getattr(kind, 'ELSEWHERE', {}).get(word)
+    if callable(found): found = found(value)
+    return set(found) if isinstance(found, Mapping) else {word}
+
+def _placed(
+    data: dict, # Nested dicts; what they say of the same knobs is taken out
+    overrides: Sequence[str],
+) -> list[str]: # The same, with each knob in its group
+    "A change at the top is one of the group that the knob is in, and wins over what is said there."
+    out, groups = [], {k.name: k.type for k in knobs(RunConfig) if is_dataclass(k.type)}
+    for setting in overrides:
+        key, equals, text = setting.partition('=')
+        group, _, word = key.strip().rpartition('.')
+        if not group: group = next(iter(flat_words(RunConfig, {'method': data.get('method'), word: text}).keys() - {'method', word}), '')
+        value: Any = text
+        with suppress(ConfigError): value = parse_config(f'it: {text}')[0]['it']
+        if word in _SFT_NAMES and group in ('', 'sft', 'data'):
+            for place in (data, data.get('sft'), data.get('data')):
+                for name in [n for n in place or () if _SFT_NAMES.get(n) == _SFT_NAMES[word]]: del place[name] # type: ignore
+        elif group in groups and isinstance(inner := data.get(group), dict):
+            says = _meant(groups[group], word, value)
+            for name in [n for n, v in inner.items() if n == word or set() < _meant(groups[group], n, v) <= says]: del inner[name]
+        out.append(f"{group}{'.' * bool(group)}{word}{equals}{text}")
+    return out
 
 def _under(
     low: Mapping, # Nested dicts by the names of knobs
@@ -301,7 +336,7 @@ def _under(
         if names.get(group, {group}) & {*given} and not isinstance(low[group], Mapping): del low[group]
         elif isinstance(inner, Mapping) and is_dataclass(types.get(group)):
             for k in knobs(types[group]):
-                if {k.name, *k.aliases} & {*inner}: low[group].pop(k.name, None)
+                if any(k.name in _meant(types[group], word, value) for word, value in inner.items()): low[group].pop(k.name, None)
     return _merge(low, given)
 
 
