@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from .layers import autocast_dtype, by_hand, fast_products
+from .model import Transformer
 from .objective import fitting, names_argument
 
 # %% ../nbs/31_policy.ipynb #41aa6704
@@ -47,6 +50,46 @@ class _Said(torch.autograd.Function):
         grad = every*-grads[0][:, None]
         return grad.scatter_add_(-1, ids[:, None], grads[0][:, None]), None
 
+class _SaidByHead(torch.autograd.Function):
+    "`_Said` of the vectors that a head makes logits of, a few at a time; what goes back never touches the logits."
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, learn: bool) -> tuple[Tensor, Tensor]:
+        n, size, rows = len(hidden), len(weight), max(64, 2**19 // len(weight))
+        every, store = hidden.new_empty(n if learn else min(n, rows), size), hidden.new_empty(min(n, rows), size)
+        found, entropy = hidden.new_empty(n), hidden.new_empty(n)
+        with fast_products():
+            for a in range(0, n, rows):
+                b = min(a + rows, n)
+                logits, probs = store[:b - a], every[a:b] if learn else every[:b - a]
+                torch.mm(hidden[a:b], weight.T, out=logits)
+                if temperature != 1: logits.div_(temperature)
+                logits.sub_(logits.amax(-1, keepdim=True))
+                total = torch.exp(logits, out=probs).sum(-1)
+                found[a:b] = logits.gather(-1, ids[a:b, None])[:, 0] - total.log()
+                entropy[a:b] = total.log() - torch.linalg.vecdot(probs.div_(total[:, None]), logits)
+        ctx.save_for_backward(hidden, weight, ids, every)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return found, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]: # A row of logits has grad·(one-hot - probabilities)
+        hidden, weight, ids, every = ctx.saved_tensors
+        grad, (need_hidden, need_weight, *_) = grads[0][:, None]/ctx.temperature, ctx.needs_input_grad
+        with fast_products():
+            back = (weight[ids] - every @ weight).mul_(grad) if need_hidden else None
+            scaled = hidden*grad
+            mine = (every.T @ -scaled).index_add_(0, ids, scaled) if need_weight else None
+        return back, mine, None, None, None
+
+def _is_plain(model: Any, head: Any) -> bool:
+    "Whether logits are vectors times a weight, in full precision on a CPU, and nothing else."
+    inner = getattr(model, 'policy', model)
+    if type(inner) is not Transformer or inner.config.logit_softcap is not None or type(head) is not nn.Linear: return False
+    weight = head.weight
+    return type(weight) is nn.Parameter and head.bias is None and by_hand(weight) and autocast_dtype(weight) == weight.dtype
+
 def token_scores(
     model: nn.Module, # Ours, one of transformers', an `ActorCritic`, or any that maps ids (B, T) to logits (B, T, V)
     batch: dict, # `input_ids` and `labels` (B, T), -100 outside the answers; perhaps `attention_mask`, `position_ids`
@@ -58,19 +101,22 @@ def token_scores(
     if (labels[:, 0] != -100).any(): raise ValueError('a label stands at the first token, which nothing predicts')
     mask = labels != -100
     before = F.pad(mask[:, 1:], (0, 1)) # The positions that predict the tokens
+    head: Any = bare.get_output_embeddings() if hasattr(bare, 'get_output_embeddings') else None
+    learn = torch.is_grad_enabled()
+    plain = _is_plain(bare, head) and not (learn_entropy and learn)
     def pick(layer: nn.Module, args: tuple) -> tuple:
         seen.append(args[0][before]) # (B, T, d) -> (N, d)
-        return seen[0], *args[1:]
-    head = bare.get_output_embeddings() if hasattr(bare, 'get_output_embeddings') else None
+        return seen[0][:0] if plain else seen[0], *args[1:]
     hook = head.register_forward_pre_hook(pick) if head is not None else None
     known = fitting(model, batch) | (dict(use_cache=False) if names_argument(model, 'use_cache') else {})
     try: out = model(batch['input_ids'], **known)
     finally:
         if hook is not None: hook.remove()
-    logits = out if isinstance(out, Tensor) else out.logits
+    logits, ids = out if isinstance(out, Tensor) else out.logits, labels[mask]
     if not seen: logits = logits[before]
-    logits, ids = logits.float() if temperature == 1 else logits.float()/temperature, labels[mask]
-    if learn_entropy and torch.is_grad_enabled():
+    logits = logits.float() if temperature == 1 else logits.float()/temperature
+    if plain: found, entropy = _SaidByHead.apply(seen[0], head.weight, ids, temperature, learn) # type: ignore
+    elif learn_entropy and learn:
         every = logits.log_softmax(-1) # (N, V)
         found, entropy = every.gather(-1, ids[:, None]).squeeze(-1), -(every.exp()*every).nan_to_num(0.).sum(-1) # 0·log 0 is 0
     else: found, entropy = _Said.apply(logits, ids) # type: ignore
