@@ -90,6 +90,8 @@ def decode_rows(
     accepts = inspect.signature(base.forward).parameters
     inputs: dict[str, Any] = {'logits_to_keep': 1} if 'logits_to_keep' in accepts else {}
     places, start, cache, plan = torch.arange(width + steps, device=device) - gaps[:, None], 0, None, None
+    known: dict[tuple, int] = {}
+    where = [known.setdefault(tuple(row), len(known)) for row in rows] # Which of the different prompts each row is
     want_step = backend is not None and steps > 1
     with compiled_step(model, len(rows), width + steps - 1, backend) if want_step else nullcontext() as step: # type: ignore
         may_plan = _may_plan(model, fast, weights, step is not None)
@@ -104,11 +106,16 @@ def decode_rows(
                 if plan is None: plan = DecodePlan(model, cache, len(rows), gaps if ragged else None, weights) # type: ignore
                 logits = plan.step(ids[:, start])
             else:
+                once = not start and len(known) < len(rows) and isinstance(cache, KVCache) and step is None
+                read = [where.index(i) for i in range(len(known))] if once else slice(None)
                 if ragged:
-                    inputs['attention_mask'] = (places[:, :end] >= 0).long()
-                    if 'position_ids' in accepts: inputs['position_ids'] = places[:, start:end].clamp(min=0)
-                output = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, **inputs)
+                    inputs['attention_mask'] = (places[read, :end] >= 0).long()
+                    if 'position_ids' in accepts: inputs['position_ids'] = places[read, start:end].clamp(min=0)
+                output = model(input_ids=ids[read, start:end], past_key_values=cache, use_cache=True, **inputs)
                 cache, logits = output.past_key_values, output.logits[:, -1]
+                if once:
+                    logits = logits[where]
+                    cache.keys, cache.values = ([x[where] for x in side] for side in (cache.keys, cache.values))
             start, forbidden = end, eos if end - width < config.min_new_tokens else ()
             ids[:, end] = choose(logits.float(), ids[:, :end], config, u[end - width], processors, forbidden)
             yield ids[:, end], alive
