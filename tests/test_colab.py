@@ -35,6 +35,15 @@ def test_badges_are_those_of_the_repository(path):
     assert path.read_text(encoding='utf-8') == badges.with_badges(path, repo), 'run `python tools/badges.py`'
 
 
+def test_the_readme_has_the_badges_of_the_tour():
+    repo, text = badges.repository(), (ROOT/'README.md').read_text(encoding='utf-8')
+    if repo: assert text.count(badges.badges('00_tour', repo)) == 1 == text.count(badges.BADGE), 'run `python tools/badges.py`'
+    assert badges.readme_with_badges(text, repo) == text, 'run `python tools/badges.py`'
+    moved = badges.readme_with_badges(text, 'https://github.com/a/b')
+    assert '/github/a/b/blob/main/nbs/00_tour.ipynb)' in moved and badges.readme_with_badges(moved, repo) == text
+    assert badges.BADGE not in badges.readme_with_badges(text, None)
+
+
 def test_without_a_repository_there_are_no_badges(tmp_path):
     (tmp_path/'pyproject.toml').write_text('[project]\nname = "x"\n')
     assert badges.repository(tmp_path/'pyproject.toml') is None

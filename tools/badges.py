@@ -1,4 +1,4 @@
-"""Give every lesson its badges for Colab and Kaggle, and the hidden cell that installs trainkit there.
+"""Give every lesson its badges for Colab and Kaggle, and the hidden cell that installs trainkit there; give the README those of the tour.
 
     python tools/badges.py          # write them
     python tools/badges.py --check  # say which lessons differ, and exit with 1
@@ -6,6 +6,7 @@
 All addresses follow from `[project.urls] Repository` in pyproject.toml; without one there are no badges. Run it again whenever that changes.
 """
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -65,6 +66,12 @@ def with_badges(path, repo):
     return json.dumps({**notebook, 'cells': cells}, indent=1, ensure_ascii=False) + '\n'
 
 
+def readme_with_badges(text, repo):
+    "The README with the badges of the tour, where a line has badges."
+    hosted = repo and repo.startswith('https://github.com/')
+    return re.sub(rf'(?m)^{re.escape(BADGE)}.*$', lambda line: badges('00_tour', repo) if hosted else '', text)
+
+
 if __name__ == '__main__':
     names, repo = [word for word in sys.argv[1:] if word != '--check'], repository()
     wrong = []
@@ -73,5 +80,9 @@ if __name__ == '__main__':
         if (text := with_badges(path, repo)) != path.read_text(encoding='utf-8'):
             wrong.append(path.stem)
             if '--check' not in sys.argv: path.write_text(text, encoding='utf-8')
+    readme = ROOT/'README.md'
+    if not names and (text := readme_with_badges(old := readme.read_text(encoding='utf-8'), repo)) != old:
+        wrong.append('README')
+        if '--check' not in sys.argv: readme.write_text(text, encoding='utf-8')
     print(f'{len(wrong)} lessons {"differ" if "--check" in sys.argv else "written"}: {" ".join(wrong)}' if repo else 'No repository in pyproject.toml, so no badges')
     sys.exit(bool(wrong) and '--check' in sys.argv)
