@@ -72,6 +72,7 @@ def lab(tmp_path_factory):
     looks = folder/'.settings'/'@jupyterlab'/'apputils-extension'/'themes.jupyterlab-settings'
     looks.parent.mkdir(parents=True)
     looks.write_text('{"adaptive-theme": true}') # Light or dark, as the page's colour scheme is
+    looks.with_name('notification.jupyterlab-settings').write_text('{"fetchNews": "false"}') # Else a question about news covers a corner of the page
     words = ['--no-browser', '--ip', '127.0.0.1', '--port', str(port), '--IdentityProvider.token=', '--ServerApp.password=', '--allow-root',
              f'--ServerApp.root_dir={folder}', '--ServerApp.disable_check_xsrf=True', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
     with open(folder/'.log', 'w') as log:
@@ -149,6 +150,7 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     held = step()
     page.wait_for_timeout(700)
     assert step() == held
+    assert not page.locator('.Toastify__toast').count(), 'nothing of JupyterLab lies over the page'
     if shots := os.environ.get('TRAINKIT_SHOTS'): page.screenshot(path=f'{shots}/panel-1200.png')
     button('Resume').click()
     page.wait_for_function('held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)', arg=held)
