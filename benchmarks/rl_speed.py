@@ -1,4 +1,4 @@
-"""GRPO beside TRL's GRPOTrainer: answers given and learned from, in tokens a second, on the CPU.
+"""GRPO beside TRL's GRPOTrainer: answers given and learned from, in tokens a second of CPU time (all threads together).
 
 The same model, weights, prompts, number and length of answers, learning rate and loss; no reference. A step is everything: answers,
 rewards, advantages, forward, backward, optimizer. Each lane is told to end no answer early, so that both write as many tokens. The
@@ -28,15 +28,15 @@ def make_model():
 def reward(completion_ids, **columns): return [sum(i % 7 == 0 for i in ids)/len(ids) for ids in completion_ids]
 
 
-def ours(prompts, args) -> list[float]: # Seconds of each step
+def ours(prompts, args) -> list[float]: # CPU seconds of each step
     from trainkit.optim import OptimConfig
     from trainkit.rl import RLConfig, rl_objective
     from trainkit.rollouts import Rollouts
     from trainkit.train import TrainConfig, Trainer
-    model, times = make_model(), [time.perf_counter()]
+    model, times = make_model(), [time.process_time()]
     config = RLConfig(num_prompts=args.prompts, num_generations=args.generations, max_completion_length=args.length)
     class Watch:
-        def on_step(self, trainer, record): times.append(time.perf_counter())
+        def on_step(self, trainer, record): times.append(time.process_time())
     Trainer(model, rl_objective(config), Rollouts(model, None, prompts, reward, config),
             config=TrainConfig(max_steps=args.steps + 1, progress=False, mixed_precision='no'), callbacks=[Watch()],
             optim=OptimConfig(learning_rate=1e-4)).train()
@@ -54,7 +54,7 @@ def theirs(prompts, args) -> list[float]:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer, times = PreTrainedTokenizerFast(tokenizer_object=words, pad_token='w0', eos_token='w2'), []
     class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs): times.append(time.perf_counter())
+        def on_step_end(self, args, state, control, **kwargs): times.append(time.process_time())
     rows = args.prompts*args.generations
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(folder, per_device_train_batch_size=rows, num_generations=args.generations, max_completion_length=args.length,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .advantages import gae, group_relative, leave_one_out, no_spread, whiten
 from .chat import render
+from .decode import refusal
 from .generate import context_length, generate, speaking
 from .policy import dropout_of, token_scores
 from .precision import precision
@@ -132,6 +133,12 @@ class Rollouts:
         wide = batch['labels'].shape[1]
         return torch.cat([torch.nn.functional.pad(p.float().cpu(), (0, wide - p.shape[1])) for p in parts])
 
+    def _copy(self, rows: int) -> str | None:
+        "Which copy of the weights to answer with: rearranging them pays where many rows write many tokens."
+        weight = next(self.policy.parameters())
+        if rows <= 8 or self.config.max_completion_length < 32 or weight.device.type != 'cpu' or weight.dtype != torch.float32: return None
+        with speaking(self.policy): return None if refusal(self.policy) or not torch.backends.mkldnn.is_available() else 'packed'
+
     def refer(self, batch: dict) -> Tensor: # (B, T), 0 outside the answers
         "Log-probabilities of the reference."
         known = getattr(self.reference, 'log_probs', None)
@@ -150,7 +157,7 @@ class Rollouts:
         asked = [i for i in which for _ in range(size)]
         prompts = [self.prompt_ids[i] for i in asked]
         texts = generate(self.policy, prompts, c.max_completion_length, c.temperature, c.top_k or None, c.top_p, seed=seed,
-                         eos_token_id=() if end is None else end)
+                         eos_token_id=() if end is None else end, weights=self._copy(len(asked)))
         answers = [text[len(p):] for text, p in zip(texts, prompts, strict=True)]
         completions = answers if self.tokenizer is None else [self.tokenizer.decode(a, skip_special_tokens=True) for a in answers]
         columns = {k: [self.rows[i].get(k) for i in asked] for k in dict.fromkeys(k for i in which for k in self.rows[i])}
