@@ -58,14 +58,15 @@ def shell(*words, cwd, **env):
 
 
 def pytest_collection_modifyitems(config, items):
-    "Leave out slow tests unless TRAINKIT_SLOW is set; TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of them."
+    "Leave out slow tests unless TRAINKIT_SLOW is set; TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of them, and no long one."
     if not os.environ.get('TRAINKIT_SLOW'):
         skip = [item for item in items if 'slow' in item.keywords]
         items[:] = [item for item in items if 'slow' not in item.keywords]
         config.hook.pytest_deselected(items=skip)
     elif part := os.environ.get('TRAINKIT_SLOW_SLICE'):
         index, count = map(int, part.split('/'))
-        out = [item for item in items if 'slow' in item.keywords and zlib.crc32(item.nodeid.encode()) % count != index]
+        out = [item for item in items if 'slow' in item.keywords
+               and ('long' in item.keywords or zlib.crc32(item.nodeid.encode()) % count != index)]
         items[:] = [item for item in items if item not in out]
         config.hook.pytest_deselected(items=out)
 

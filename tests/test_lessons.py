@@ -7,6 +7,8 @@ from conftest import ROOT, in_child
 from graded import run_lesson, wrong
 
 LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
+
+
 def cells(path):
     return json.loads(path.read_text(encoding='utf-8'))['cells']
 
@@ -38,8 +40,11 @@ def test_lesson_runs(path, tmp_path):
 SLOW = [p for p in LESSONS if any(source(c).startswith('#| slow') for c in cells(p))]
 
 
+LONG = {'20_sft', '61_colab'} # More than four minutes each
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('path', SLOW, ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', [pytest.param(p, marks=[pytest.mark.long]*(p.stem in LONG), id=p.stem) for p in SLOW])
 def test_slow_cells_run(path, tmp_path):
     run(path, tmp_path, 'slow')
 
