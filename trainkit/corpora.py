@@ -13,6 +13,7 @@ import hashlib
 import html
 import json
 import operator
+import os
 import random
 import re
 import sysconfig
@@ -48,11 +49,14 @@ def _stdlib() -> Iterator[dict]:
     root = Path(sysconfig.get_paths()['stdlib'])
     skip = {'test', 'tests', 'idle_test', 'idlelib', 'encodings', 'site-packages', 'dist-packages', '__pycache__',
             'lib2to3'}
-    for path in sorted(root.rglob('*.py')):
-        if skip.isdisjoint(path.relative_to(root).parts):
-            text = path.read_bytes().decode('utf-8', errors='replace')
-            if text.strip() and '\ufffd' not in text:
-                yield dict(text=text, source=f'stdlib/{path.relative_to(root).as_posix()}')
+    found: list[Path] = []
+    for here, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip] # These are not even looked into
+        found += [Path(here)/name for name in files if name.endswith('.py')]
+    for path in sorted(found):
+        text = path.read_bytes().decode('utf-8', errors='replace')
+        if text.strip() and '\ufffd' not in text:
+            yield dict(text=text, source=f'stdlib/{path.relative_to(root).as_posix()}')
 
 def best_corpus() -> str: # 'bible' where its package is installed, else 'stdlib'
     "The text that the course trains on, on this machine."

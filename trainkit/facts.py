@@ -27,8 +27,9 @@ def installed() -> dict[str, str]: # Name as on the package index -> version
     "The version of every installed distribution; nothing is imported."
     found = {}
     for dist in metadata.distributions():
-        name = dist.metadata['Name'] if dist.metadata else None
-        if name: found.setdefault(canonical(name), dist.version) # The first on sys.path wins
+        text = dist.read_text('METADATA') or dist.read_text('PKG-INFO') or dist.read_text('') or ''
+        says = dict(re.findall(r'^(Name|Version):[ \t]*(\S+)', text.partition('\n\n')[0], re.M)) # A parser would read the description too
+        if len(says) == 2: found.setdefault(canonical(says['Name']), says['Version']) # The first on sys.path wins
     return found
 
 def canonical(name: str) -> str: # `huggingface-hub`, however it was written
