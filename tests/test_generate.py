@@ -56,6 +56,33 @@ def test_greedy_is_that_of_transformers_on_both_models(llama, ours, gpt2, penalt
             assert got.dtype == prompts.dtype and torch.equal(got, want)
 
 
+@pytest.mark.parametrize('kind', ['llama', 'ours', 'gpt2'])
+def test_without_a_cache_all_is_read_again_and_the_text_is_the_same(request, kind, monkeypatch):
+    "Of rows of unequal lengths, two of them alike; and by a config of samples."
+    from trainkit.judge import make_sampler
+    model, seen, forward = request.getfixturevalue(kind), [], None
+    rows = [[1, 2, 3, 4, 5], [7, 8], [1, 2, 3, 4, 5]]
+    want = generate(model, rows, 12, temperature=0)
+    forward = model.forward
+    from functools import wraps
+    @wraps(forward)
+    def watched(*args, **kwargs):
+        seen.append((kwargs['input_ids'].shape[1], kwargs['use_cache'], kwargs['past_key_values']))
+        return forward(*args, **kwargs)
+    monkeypatch.setattr(model, 'forward', watched)
+    assert generate(model, rows, 12, temperature=0, use_cache=False) == want
+    assert seen == [(5 + i, False, None) for i in range(12)]
+    seen.clear()
+    class Letters: # One for each id
+        def encode(self, text): return [ord(c) - 32 for c in text]
+        def decode(self, ids, **_): return ''.join(chr(i + 32) for i in ids)
+    told = [make_sampler(Letters(), ['abc'], SamplingConfig(max_new_tokens=6, temperature=0, use_cache=keep))(model, 0) for keep in (True, False)]
+    assert told[0] == told[1] and [n for n, *_ in seen[-6:]] == [*range(3, 9)]
+    assert [''.join(stream(model, 'abc', 6, 0, tokenizer=Letters(), use_cache=False))] == [told[0][0][1]]
+    with pytest.raises(ValueError, match='compiled step'): generate(model, rows, 2, compile='eager', use_cache=False)
+    with pytest.warns(UserWarning, match='use_cache is False'): generate(model, rows[:1], 2, weights='bfloat16', use_cache=False)
+
+
 def test_eos_and_padding_are_those_of_transformers(llama, ours):
     prompts = torch.randint(VOCAB, (16, 5), generator=torch.Generator().manual_seed(3))
     free = theirs(llama, prompts, max_new_tokens=40)

@@ -56,8 +56,9 @@ def context_length(
     return next((n for name in names if (n := getattr(model.config, name, None))), math.inf)
 
 # %% ../nbs/15_generate.ipynb #91cc4253
-def _may_plan(model: nn.Module, fast: bool, weights: str | None, compiled: bool) -> bool:
+def _may_plan(model: nn.Module, fast: bool, weights: str | None, compiled: bool, use_cache: bool) -> bool:
     reason = 'a compiled step reads the weights as they are' if compiled else refusal(model) if fast else 'fast is False'
+    if not use_cache: reason = 'use_cache is False'
     if not reason and next(model.parameters()).device.type != 'cpu': reason = 'plans are for the CPU'
     if reason and weights is not None: warnings.warn(f"weights='{weights}' is left out: {reason}", stacklevel=3)
     return not reason
@@ -78,6 +79,7 @@ def decode_rows(
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
     steps = int(min(config.max_new_tokens, limit - width))
+    if backend is not None and not config.use_cache: raise ValueError('use_cache = False: a compiled step writes into a cache; leave out one of the two')
     ids = torch.tensor([row[:1]*(width - len(row)) + row + [0]*steps for row in rows], device=device)
     ragged, gaps = int(lengths.min()) < width, (width - lengths).to(device)
     ends = torch.tensor(list(eos), dtype=torch.int64, device=device)
@@ -94,11 +96,11 @@ def decode_rows(
     where = [known.setdefault(tuple(row), len(known)) for row in rows] # Which of the different prompts each row is
     want_step = backend is not None and steps > 1
     with compiled_step(model, len(rows), width + steps - 1, backend) if want_step else nullcontext() as step: # type: ignore
-        may_plan = _may_plan(model, fast, weights, step is not None)
+        may_plan = _may_plan(model, fast, weights, step is not None, config.use_cache)
         if step is not None:
             cache = step.cache
             step.gaps.copy_(gaps)
-        elif isinstance(base, Transformer):
+        elif isinstance(base, Transformer) and config.use_cache:
             cache = KVCache(base.config.n_layers, width + steps - 1, base.config.layer_windows)
         for end in range(width, width + steps):
             if start and step is not None: logits = step.step(model, ids[:, start])
@@ -111,12 +113,12 @@ def decode_rows(
                 if ragged:
                     inputs['attention_mask'] = (places[read, :end] >= 0).long()
                     if 'position_ids' in accepts: inputs['position_ids'] = places[read, start:end].clamp(min=0)
-                output = model(input_ids=ids[read, start:end], past_key_values=cache, use_cache=True, **inputs)
-                cache, logits = output.past_key_values, output.logits[:, -1]
+                output = model(input_ids=ids[read, start:end], past_key_values=cache, use_cache=config.use_cache, **inputs)
+                cache, logits = output.past_key_values if config.use_cache else None, output.logits[:, -1]
                 if once:
                     logits = logits[where]
-                    cache.keys, cache.values = ([x[where] for x in side] for side in (cache.keys, cache.values))
-            start, forbidden = end, eos if end - width < config.min_new_tokens else ()
+                    cache.keys, cache.values = ([x[where] for x in side] for side in (cache.keys, cache.values)) # type: ignore
+            start, forbidden = end*config.use_cache, eos if end - width < config.min_new_tokens else ()
             ids[:, end] = choose(logits.float(), ids[:, :end], config, u[end - width], processors, forbidden)
             yield ids[:, end], alive
             if eos: alive &= ~torch.isin(ids[:, end], ends)
@@ -178,6 +180,7 @@ def generate(
     weights: str | None = None, # 'int8', 'bfloat16', 'packed': a copy that a CPU reads faster (see `DecodePlan`)
     fast: bool = True, # False: let the model itself compute each token
     compile: bool | str = False, # Each token by a step through torch.compile, the first text waits for it; or a backend
+    use_cache: bool = True, # False: all is read again for each token, in less memory and much more time
 ) -> Any: # Prompt and continuation, in the form of `input_ids`
     """Continue prompts with new tokens.
 
@@ -185,7 +188,7 @@ def generate(
     string. A tensor stays a rectangle: behind a row's end it holds the padding id, EOS where there is none.
     """
     knobs = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                 min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, min_new_tokens=min_new_tokens)
+                 min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, min_new_tokens=min_new_tokens, use_cache=use_cache)
     rows, config, eos, fill, pieces = check_request(model, input_ids, tokenizer, stop, eos_token_id, knobs)
     backend = find_backend(compile)
     tensor = isinstance(input_ids, Tensor)

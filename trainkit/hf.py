@@ -13,10 +13,12 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -103,7 +105,8 @@ def _open_theirs(path: Path, dtype: torch.dtype | None, trust: bool = False, dev
     if not gguf and not (path/'config.json').is_file():
         raise FileNotFoundError(f'{path} has no config.json, so transformers cannot open it'
                                 + '; load_pretrained(…, native=True) can' * (path/'trainkit.json').is_file())
-    with _quiet():
+    bar = patch('transformers.modeling_gguf_pytorch_utils.tqdm', lambda items, **_: items) # One of its own, which nothing turns off
+    with _quiet(), bar if gguf else nullcontext():
         try: model, info = cast(Any, transformers.AutoModelForCausalLM).from_pretrained(
             folder, trust_remote_code=trust, use_safetensors=True, dtype=dtype or 'auto', output_loading_info=True,
             ignore_mismatched_sizes=True, device_map=device_map, **gguf)
@@ -132,6 +135,9 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
     ours = (folder/'trainkit.json').is_file()
     opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
     with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=trust, **gguf)
+    if gguf and find_spec('transformers.integrations.gguf') is None and type(tokenizer.backend_tokenizer.pre_tokenizer).__name__ == 'ByteLevel':
+        warnings.warn(f'transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, whatever pattern the file names: '
+                      'ids may differ where there are digits or line ends. 5.23 reads the pattern; so does a folder', stacklevel=3)
     if native and gguf:
         try: return BPETokenizer.from_hf(tokenizer)
         except ValueError: pass

@@ -83,6 +83,7 @@ class SamplingConfig:
     min_p: float = knob(0.0, 'Drop tokens less likely than this part of the likeliest one', low=0, high=1)
     repetition_penalty: float = knob(1.0, 'Above 1 makes tokens that were there less likely', low=0)
     seed: int | None = knob(None, 'The same seed gives the same text; none a new one each time', low=0)
+    use_cache: bool = knob(True, 'Keys and values of what was read are kept; else each token costs as much as reading all of it again')
 
     def __post_init__(self):
         check_config(self)
