@@ -163,6 +163,65 @@ def test_zero_is_one_process(tmp_path, offload, monkeypatch):
         assert (weights(resumed.model) - weights(one.model)).abs().max() < 2e-6 # 2 processes -> 1
 
 
+FILES = { # What users write about ZeRO, as a config of a run holds it
+    'plain 1': dict(deepspeed=dict(zero_stage=1)),
+    'plain 2': dict(deepspeed=dict(zero_stage=2)),
+    'cpu': dict(deepspeed=dict(zero_stage=3, offload_optimizer=True, offload_param=True)),
+    'nvme': dict(deepspeed=dict(zero_stage=3, offload_optimizer=dict(device='nvme', nvme_path='/fast'), offload_param=dict(
+        device='nvme', nvme_path='/fast', buffer_count=4, max_in_cpu=10**9))),
+    'a file': dict(deepspeed_config={ # As transformers' documents show it
+        'fp16': {'enabled': 'auto'}, 'bf16': {'enabled': True}, 'train_batch_size': 'auto', 'train_micro_batch_size_per_gpu': 'auto',
+        'gradient_accumulation_steps': 'auto', 'gradient_clipping': 'auto', 'aio': {'block_size': 262144, 'queue_depth': 32},
+        'optimizer': {'type': 'AdamW', 'params': {'lr': 'auto', 'betas': 'auto'}}, 'scheduler': {'type': 'WarmupLR', 'params': {'warmup_num_steps': 'auto'}},
+        'zero_optimization': {'stage': 3, 'offload_optimizer': {'device': 'nvme', 'nvme_path': '/fast', 'pipeline_read': True}, 'overlap_comm': True,
+                              'contiguous_gradients': True, 'reduce_bucket_size': 'auto', 'stage3_prefetch_bucket_size': 'auto',
+                              'stage3_param_persistence_threshold': 'auto', 'stage3_gather_16bit_weights_on_model_save': True}}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
+@pytest.mark.parametrize('name', FILES)
+def test_deepspeed_takes_the_file(name, monkeypatch):
+    "Each file that `launch` writes is read by DeepSpeed's own classes, and says there what was asked for."
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from trainkit.launch import launch_files
+    from trainkit.strategy import translate
+    from trainkit.zero import zero_settings
+    monkeypatch.setenv('WORLD_SIZE', '1')
+    plan, _ = translate(FILES[name], num_processes=2)
+    written = json.loads(launch_files(plan, gpu=False)['deepspeed.json'])
+    told = zero_settings(written, plan.strategy, 0.5)
+    read = DeepSpeedConfig(told)
+    zero = read.zero_config
+    assert f'zero{int(zero.stage)}' == plan.strategy and read.gradient_clipping == 0.5 and read.train_micro_batch_size_per_gpu == 1
+    asked = FILES[name].get('deepspeed', {}) | FILES[name].get('deepspeed_config', {}).get('zero_optimization', {})
+    for kind in ('offload_optimizer', 'offload_param'):
+        wanted, found = asked.get(kind), getattr(zero, kind)
+        if not wanted: assert found is None
+        elif wanted is True: assert found.device == 'cpu'
+        else: assert {k: str(getattr(found, k)) for k in wanted} == {k: str(v) for k, v in wanted.items()}
+    if name == 'a file': assert zero.overlap_comm and zero.gather_16bit_weights_on_model_save and read.aio_config['queue_depth'] == 32
+    assert set(told['zero_optimization']) <= {f.alias or n for n, f in DeepSpeedZeroConfig.model_fields.items()}
+    with pytest.raises(ValueError, match='offload_params'): # Its classes do refuse what they do not know
+        DeepSpeedConfig(told | dict(zero_optimization={**told['zero_optimization'], 'offload_params': {}}))
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+@pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
+def test_nvme_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    if AsyncIOBuilder().is_compatible(verbose=False): pytest.skip('libaio is here')
+    disk = dict(device='nvme', nvme_path=str(tmp_path))
+    (tmp_path/'ds.json').write_text(json.dumps({'zero_optimization': dict(offload_optimizer=disk)}))
+    monkeypatch.setenv('TRAINKIT_DEEPSPEED_CONFIG', str(tmp_path/'ds.json'))
+    with pytest.raises(AssertionError, match='needs libaio here: apt install libaio-dev'): run_processes(2, tmp_path, 'none', 'zero3')
+
+
 KILLED = '''
 import os, signal, sys
 sys.path.insert(0, {tests!r})
