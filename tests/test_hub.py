@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import transformers
+from conftest import shell
 from huggingface_hub import constants
 
 from trainkit.config import ConfigError
@@ -17,6 +18,8 @@ from trainkit.recipes import method_config, run
 TOKEN = 'hf_' + 'NobodyMayReadThis'*2
 TINY = {'data': dict(path='stdlib', max_chars=40_000, max_length=64), 'tokenizer': dict(vocab_size=320), 'model': dict(d_model=32, n_heads=2, n_layers=1, d_ff=48, max_seq_len=64),
         'sampling': dict(max_new_tokens=2), 'train': dict(max_steps=4, save_strategy='steps', save_steps=2, eval_strategy='no', sample_steps=0, progress=False)}
+
+WORDS = [f'{group}.{name}={str(value).lower()}' for group, knobs in TINY.items() for name, value in knobs.items()] + ['hub.push_to_hub=true', 'hub.hub_model_id=me/two', 'hub.hub_strategy=checkpoint']
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -168,3 +171,14 @@ def test_other_families_take_lora_quantizer_and_objectives(family, tmp_path):
     assert callable(dpo_objective(make_reference(model), DPOConfig()))
     again, _ = load_pretrained(save_pretrained(load_pretrained(tmp_path/'theirs', native=False, use_cache=False)[0], None, tmp_path/'again'), native=False)
     assert again.config.use_cache
+
+
+@pytest.mark.slow
+def test_of_several_processes_one_uploads(hub, tmp_path):
+    "Two processes train one model; the hub hears of it once, and gets what the run has."
+    done = shell('launch', '--processes', '2', '--strategy', 'ddp', '--profile', 'quick', 'name=two', *WORDS, cwd=tmp_path, HF_ENDPOINT=constants.ENDPOINT, HF_HUB_OFFLINE='0')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert hub['repos'] == {'me/two': 'private'} and len(hub['commits']) == 5 and hub['tokens'] == {f'Bearer {TOKEN}'}
+    model = {p.name: p.read_bytes() for p in (tmp_path/'runs'/'two'/'model').iterdir()}
+    assert {name: hub['files'][name] for name in model} == model
+    assert any(name.startswith('last-checkpoint/') for name in hub['files'])
