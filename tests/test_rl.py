@@ -147,6 +147,22 @@ def test_models_of_transformers_learn_too(method):
     assert changed and all('lora_' in n for n in changed) == (method == 'grpo')
 
 
+def test_many_rows_answer_with_rearranged_weights():
+    torch.manual_seed(0)
+    model, prompts = Transformer(ModelConfig(vocab_size=40, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64)), [[1, 2, 3], [4, 5], [6]]
+    config = RLConfig(num_prompts=3, num_generations=4, max_completion_length=40)
+    rollouts = Rollouts(model, None, prompts, lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids], config)
+    assert rollouts._copy(8) is None and rollouts._copy(12) == ('packed' if torch.backends.mkldnn.is_available() else None)
+    adapted = add_lora(copy.deepcopy(model), LoRAConfig(r=2)) # No plan for it, so no copy, and no warning
+    assert Rollouts(adapted, None, prompts, rollouts.rewards, config)._copy(12) is None
+    batch = rollouts.collect([0, 1, 2], 5)
+    asked = [p for p in prompts for _ in range(4)]
+    plain = generate(model, asked, 40, eos_token_id=(), seed=5)
+    assert [s['completion'] for s in rollouts.samples] == [row[len(p):] for row, p in zip(plain, asked, strict=True)]
+    with torch.no_grad(): batch['old_log_probs'] = token_scores(model, batch).log_probs # Another way than with a gradient
+    assert abs(rl_objective(config)(model, batch).metrics['ratio'][0]/480 - 1) < 1e-6
+
+
 def test_code_is_rewarded_by_running_it():
     good, bad, hang = 'def f(x):\n    return x + 1', 'def f(x): return x', 'while True: pass'
     quick = passes_tests(lambda code: run_code(code, timeout=2.0))
