@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from itertools import pairwise
 from pathlib import Path
 
@@ -737,6 +738,20 @@ def test_two_processes_are_one(tmp_path, counted):
             if key in a: assert a[key] == pytest.approx(b[key], abs=1e-5), key
     weights = torch.load(tmp_path/'weights.pt')
     assert (torch.cat([p.detach().flatten() for p in one.model.parameters()]) - weights).abs().max() < 2e-6
+
+
+def test_evaluation_holds_the_logits_of_one_batch():
+    "Only sums are kept, so that the size of the evaluation set does not matter."
+    held, most = [], []
+    def loss(model, batch):
+        logits = model(batch['input_ids']).logits
+        held.append(weakref.ref(logits))
+        most.append(sum(ref() is not None for ref in held))
+        labels = batch['input_ids'][:, 1:]
+        return Loss({'loss': (nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction='sum'), labels.numel(), 1.)})
+    t = trainer(make('ours'), loss=loss, eval_rows=ROWS, eval_accumulation_steps=None)
+    assert t.evaluate()['eval_loss'] > 0
+    assert len(held) > 3 and max(most) == 1
 
 
 def test_the_best_weights_need_a_place():
