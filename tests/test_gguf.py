@@ -45,6 +45,18 @@ def test_transformers_reads_the_same_model(family, tokenizer, tmp_path):
     if family == 'mistral': assert theirs.config.max_position_embeddings == 8, 'the file promises no more than it can'
 
 
+@pytest.mark.filterwarnings('ignore:AutoTokenizer opens')
+@pytest.mark.parametrize('native', [True, False])
+def test_a_file_opens_without_a_bar_of_theirs(tokenizer, tmp_path, capfd, native):
+    model, folder = saved(tokenizer, tmp_path/'m')
+    export_gguf(folder, tmp_path/'m.gguf', 'f32', progress=False)
+    capfd.readouterr()
+    opened, _ = load_pretrained(tmp_path/'m.gguf', native=native)
+    assert 'GGUF' not in ''.join(capfd.readouterr())
+    ids = torch.arange(8)[None]
+    with torch.no_grad(): torch.testing.assert_close(opened(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_tokens_kinds_and_rows_that_no_token_has(tokenizer, tmp_path):
     _, folder = saved(tokenizer, tmp_path/'m')
     export_gguf(folder, tmp_path/'m.gguf', progress=False)

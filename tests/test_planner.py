@@ -1,5 +1,6 @@
 "Plans: what they name is what is predicted, and a larger budget never needs more levers; a run writes down both."
 import json
+import sys
 
 import pytest
 import torch
@@ -54,6 +55,20 @@ def test_a_run_says_what_was_predicted_and_measured():
             config=TrainConfig(max_steps=3, progress=False, per_device_train_batch_size=4)).train()
     assert said['step_memory_predicted_gib']*2**30 == predict_memory(lambda: Transformer(TINY), 4, 64).peak
     assert said['step_memory_measured_gib'] > 0 and 'predicted for a step of 4 x 64 tokens' in str(watch)
+
+
+def test_the_record_of_a_run_holds_both(tmp_path):
+    "Predicted by `run` before the first step, measured in it, and near each other where tensors outweigh the rest of the process."
+    from trainkit.recipes import method_config, run
+    from trainkit.runs import read_run
+    result = run(method_config({'name': 'watched', 'runs_dir': str(tmp_path), 'data': dict(path='stdlib', max_chars=40_000, max_length=64), 'tokenizer': dict(vocab_size=320),
+                                'model': dict(d_model=384, n_heads=2, n_layers=4, d_ff=1024, max_seq_len=64), 'sampling': dict(max_new_tokens=2),
+                                'train': dict(max_steps=2, logging_steps=1, eval_strategy='no', sample_steps=0, progress=False)}), verbose=False)
+    predicted, measured = 'step_memory_predicted_gib', 'step_memory_measured_gib'
+    logs = [r for r in read_run(result.folder).records if r.get('event') in (None, 'log') and predicted in r]
+    assert logs and {r[predicted] for r in logs} == {logs[0][predicted]} and 'predicted for a step of ' in (result.folder/'log.txt').read_text()
+    assert logs[0][predicted]*2**30 > 16*7e6, 'parameters, gradients and two states'
+    if sys.platform == 'linux': assert 0.5 < logs[-1][measured]/logs[-1][predicted] < 1.5
 
 
 def test_memory_in_a_shell(tmp_path):
