@@ -193,7 +193,7 @@ class RunConfig:
 
     def __post_init__(self):
         check_config(self)
-        if self.use_cache: raise ConfigError([Problem('use_cache', True, 'no loss reads a cache while it learns: leave it out; generation keeps one by itself')], 'RunConfig')
+        if self.use_cache: raise ConfigError([Problem('use_cache', True, 'no loss reads a cache while it learns: leave it out; generation keeps one by itself (sampling.use_cache)')], 'RunConfig')
         if self.method in ALIGNED: self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
         elif self.use_lora and self.method not in ('sft', 'lora', 'qlora'):
             raise ConfigError([Problem('use_lora', True, f'does not go with method {self.method}: it trains no adapter')], 'RunConfig')

@@ -117,6 +117,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'torch_dtype': _dtype, 'dtype': _dtype, 'base.dtype': _dtype, 'use_bf16': _if({'train.mixed_precision': 'bf16'}), 'use_fp16': _if({'train.mixed_precision': 'fp16'}),
     'model_type': Always('told by the model itself'), 'tokenizer_type': Always('told by the model itself'), 'is_llama_derived_model': Always('told by the model itself'),
     'device_map': lambda v, _: {'device_map': v} if isinstance(v, str) else Always('a run finds its device; trainkit launch shares a model out'), 'device': Always('a run finds its device'), 'use_cuda': Always('a run finds its device'),
+    **dict.fromkeys(('generation.use_cache', 'sampling.use_cache'), lambda v, _: {'sampling.use_cache': v}), # elsewhere it is about training
     'use_cache': Always('training keeps no cache, and what is saved is left as it was'), 'use_fast': Always('tokenizers are always fast'),
     'low_cpu_mem_usage': Always('weights are read one at a time'), 'use_auth_token': 'token', 'hf_token': 'token', 'hub_token': 'token',
     'token': _if(Always('the hub reads the token from the environment: HF_TOKEN=… trainkit train …'), 'no token is the default'),
