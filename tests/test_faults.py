@@ -205,9 +205,12 @@ def test_waiting_for_data_is_measured_and_found():
     import time
     class Slow(Batches):
         def __iter__(self):
+            took = 0.01
             for batch in super().__iter__():
-                time.sleep(0.02)
+                time.sleep(3*took) # however slow the machine is just now
+                began = time.perf_counter()
                 yield batch
+                took = time.perf_counter() - began
     shares = {}
     for kind in (Batches, Slow):
         health = HealthCheck(say=lambda text: None)

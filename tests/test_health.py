@@ -103,9 +103,12 @@ def test_healthy_runs_stay_silent():
 def test_a_slow_loader_is_found_on_a_real_run():
     class Slow(list):
         def __iter__(self):
+            took = 0.01
             for batch in super().__iter__():
-                time.sleep(0.03)
+                time.sleep(3*took) # however slow the machine is just now
+                began = time.perf_counter()
                 yield batch
+                took = time.perf_counter() - began
     t = trainer(16, Slow(batches(16)), watch := [HealthCheck(lambda line: None)])
     t.train()
     assert [f.name for f in watch[0].findings] == ['waiting_for_data']
