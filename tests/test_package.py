@@ -99,7 +99,7 @@ MAY_IMPORT = {
     'checks': 'optim plan retention',
     'resume': 'checkpoint checks config identity optim plan retention',
     'rescue': 'checks faults plan step',
-    'keeper': 'checkpoint config plan resume sharded step writer',
+    'keeper': 'checkpoint config plan sharded step writer',
     'train': 'checkpoint checks compiled config faults keeper lock objective optim plan precision progress rescue resume sharded step writer zero',
     'remote': 'config knobs',
     'monitor': 'architecture',

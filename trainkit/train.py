@@ -34,7 +34,7 @@ from .plan import Control, Result, TrainConfig, TrainingError, TrainState, count
 from .precision import make_accelerator, master_weights, tf32
 from .progress import Progress
 from .rescue import check_numbers, rescued, stop_at
-from .resume import check_start, go_on
+from .resume import check_start, go_on, snapshot_of
 from .sharded import WholeModel, WholeOptimizer
 from .step import add_over_processes, count_tokens, eval_loss, evaluating, prepared, train_step, window
 from .writer import CheckpointWriter
@@ -317,6 +317,10 @@ class Trainer:
     def save(self, cursor: Any = ..., strict: bool = True):
         "Write a checkpoint of everything, and drop the oldest; the run may go on meanwhile."
         save_checkpoint(self, cursor, strict)
+
+    def snapshot(self, *given: Any) -> Any: # As for `snapshot_of`
+        "All that the next step depends on."
+        return snapshot_of(self, *given)
 
     def settle(self, strict: bool = True):
         "Wait for the checkpoint that is being written, and tell of it; one that fails may be forgiven."
