@@ -18,7 +18,6 @@ from torch import nn
 from .checkpoint import load_checkpoint, rng_state
 from .config import atomic_folder
 from .plan import EXIT_CODES, Result
-from .resume import snapshot_of
 from .sharded import WholeModel, all_rng_states, gather
 from .step import add_over_processes
 from .writer import CheckpointWriter
@@ -76,7 +75,7 @@ def save_checkpoint(
         if not trainer.folder.exists():
             trainer.note(f'Step {step}: {trainer.folder} was removed while the run went on. It is made again, '
                          'and what was in it is gone')
-        snapshot, best = snapshot_of(trainer, cursor, model, optimizer, states), writer.folder/f'checkpoint-{trainer.state.best_step}'
+        snapshot, best = trainer.snapshot(cursor, model, optimizer, states), writer.folder/f'checkpoint-{trainer.state.best_step}'
         settle(trainer, strict, lambda writer: writer.save(snapshot, keep=[best]))
     trainer.accelerator.wait_for_everyone()
 
