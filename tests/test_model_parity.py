@@ -465,6 +465,7 @@ def test_presets_are_the_real_models(name: str) -> None:
     assert got == want and count_parameters(config) == ours.num_parameters()
 
 
+@pytest.mark.slow
 def test_every_choice_is_counted() -> None:
     "Parameters in closed form, for every combination of the choices that change them."
     import itertools
@@ -637,6 +638,7 @@ def test_packed_rows_make_no_square(windows) -> None:
         assert seen.numbers < 3000**2 / 20, seen.numbers
 
 
+@pytest.mark.slow
 def test_packed_rows_take_less_memory() -> None:
     "The peak of a process that trains on a long packed row, against one that makes the mask."
     code = """

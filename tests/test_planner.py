@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from conftest import shell
+from conftest import in_child, shell
 
 from trainkit.forecast import MemoryWatch, twin
 from trainkit.lora import LoRAConfig, add_lora
@@ -57,16 +57,22 @@ def test_a_run_says_what_was_predicted_and_measured():
     assert said['step_memory_measured_gib'] > 0 and 'predicted for a step of 4 x 64 tokens' in str(watch)
 
 
+def watched(folder):
+    "A run in a process whose memory holds nothing yet that a step could take again."
+    from trainkit.recipes import method_config, run
+    run(method_config({'name': 'watched', 'runs_dir': str(folder), 'data': dict(path='stdlib', max_chars=40_000, max_length=64), 'tokenizer': dict(vocab_size=320),
+                       'model': dict(d_model=384, n_heads=2, n_layers=4, d_ff=1024, max_seq_len=64), 'sampling': dict(max_new_tokens=2),
+                       'train': dict(max_steps=2, logging_steps=1, eval_strategy='no', sample_steps=0, progress=False)}), verbose=False)
+
+
 def test_the_record_of_a_run_holds_both(tmp_path):
     "Predicted by `run` before the first step, measured in it, and near each other where tensors outweigh the rest of the process."
-    from trainkit.recipes import method_config, run
     from trainkit.runs import read_run
-    result = run(method_config({'name': 'watched', 'runs_dir': str(tmp_path), 'data': dict(path='stdlib', max_chars=40_000, max_length=64), 'tokenizer': dict(vocab_size=320),
-                                'model': dict(d_model=384, n_heads=2, n_layers=4, d_ff=1024, max_seq_len=64), 'sampling': dict(max_new_tokens=2),
-                                'train': dict(max_steps=2, logging_steps=1, eval_strategy='no', sample_steps=0, progress=False)}), verbose=False)
+    done = in_child(watched, tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     predicted, measured = 'step_memory_predicted_gib', 'step_memory_measured_gib'
-    logs = [r for r in read_run(result.folder).records if r.get('event') in (None, 'log') and predicted in r]
-    assert logs and {r[predicted] for r in logs} == {logs[0][predicted]} and 'predicted for a step of ' in (result.folder/'log.txt').read_text()
+    logs = [r for r in read_run(tmp_path/'watched').records if r.get('event') in (None, 'log') and predicted in r]
+    assert logs and {r[predicted] for r in logs} == {logs[0][predicted]} and 'predicted for a step of ' in (tmp_path/'watched'/'log.txt').read_text()
     assert logs[0][predicted]*2**30 > 16*7e6, 'parameters, gradients and two states'
     if sys.platform == 'linux': assert 0.5 < logs[-1][measured]/logs[-1][predicted] < 1.5
 

@@ -435,6 +435,8 @@ def test_a_backward_pass_that_does_not_compile_falls_back_too():
     notes = fallen.train().notes
     assert len(notes) == 1 and 'no backward pass here' in notes[0] and same(plain.model, fallen.model)
 
+
+@pytest.mark.slow
 def test_a_later_model_is_compiled_as_the_first_one_was():
     graphs = []
     def counting(graph, inputs): graphs.append(graph); return graph.forward
@@ -726,7 +728,8 @@ def run_processes(n, *words):
     return json.loads(said[0][0].splitlines()[-1])
 
 
-@pytest.mark.parametrize('counted', ['yes', pytest.param('no', marks=pytest.mark.slow)])
+@pytest.mark.slow # test_distributed has a quick one
+@pytest.mark.parametrize('counted', ['yes', 'no'])
 def test_two_processes_are_one(tmp_path, counted):
     "2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with rows of different length and a partial last window."
     one = trainer(batch_size=4, gradient_accumulation_steps=2, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3, mixed_precision='no')
