@@ -41,6 +41,7 @@ def learn(folder: Path, ready, steps: int = 40) -> None:
             x = torch.from_numpy(np.random.normal(size=(16, 64))).float() * random.random()
             loss = (model(x) - x.roll(1)).pow(2).mean()
             optimizer.zero_grad(), loss.backward(), optimizer.step(), schedule.step()
+            time.sleep(0.005) # A kill finds it at work
             step += 1
             trace.append(loss.item())
             if step % 2 == 0:
@@ -83,7 +84,7 @@ def kill_while_writing(folder: Path, process):
 
 
 def kill_at_random(folder: Path, process):
-    time.sleep(random.Random(len(os.listdir(folder))).uniform(0, 0.3))
+    time.sleep(random.Random(len(os.listdir(folder))).uniform(0, 0.1))
     process.kill()
 
 
