@@ -15,7 +15,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
 from importlib.resources import files
 from pathlib import Path
@@ -178,6 +178,7 @@ def load_config(
     cls: type[T], # The config class to fill
     source: str | Path | Mapping, # A YAML or JSON file, or a dict
     overrides: Sequence[str] = (), # `group.knob=value`, which win over the file
+    layers: Callable | None = None, # Data and overrides -> both, with what lies below the data; `cls.layers` when None
 ) -> T: # Raises `ConfigError` with every problem, each with its path, value, line and remedy
     "A checked `cls` from a file or dict, then `overrides`."
     lines: dict = {}
@@ -188,6 +189,8 @@ def load_config(
             raise FileNotFoundError(f"No config file at '{path}'. Give the path of a YAML or JSON file.")
         try: data, lines = parse_config(path.read_text(encoding='utf-8'), name)
         except UnicodeDecodeError: raise ConfigError([Problem('file', ..., 'is not UTF-8 text')], name) from None
+    try: data, overrides = (layers or getattr(cls, 'layers', lambda *both: both))(data, overrides)
+    except ConfigError as error: raise ConfigError([p._replace(line=lines.get(p.path)) for p in error.problems], name) from None
     for setting in overrides: _override(cls, data, setting)
     config, problems = _build(cls, data, lines=lines)
     if problems: raise ConfigError(problems, name)

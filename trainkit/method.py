@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,13 +221,15 @@ class RunConfig:
         self.dpo, self.data = replace(self.dpo, max_length=(n := lengths.pop())), replace(self.data, max_length=n)
 
     @staticmethod
+    def layers(data: Mapping, overrides: Sequence[str]) -> tuple[dict, list[str]]: return _layered(data, overrides) # for `load_config`
+
+    @staticmethod
     def moved(
         data: Mapping, # A config as nested dicts
     ) -> Mapping: # The same, with each knob in its group
         "Knobs may also stand at the top, and those of `sft` in `data`, where other libraries have them."
         data = _lists(flat_words(RunConfig, lora_words(data)))
         if data.get('method') in RL_METHODS and isinstance(data.get('rl'), Mapping): data = {**data, 'rl': {**data['rl'], 'method': data['method']}}
-        if named := data.get('preset') or data.get('presets'): data = _under(preset_knobs(named), data) # type: ignore
         places = {place: data.get(place) or {} for place in ('sft', 'data')}
         if not isinstance(places['sft'], Mapping): places['sft'] = to_dict(places['sft'])
         asked: dict[str, dict[str, Any]] = {}
@@ -259,18 +262,14 @@ def _merge(under: dict, over: Mapping) -> dict:
         out[key] = _merge(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), dict) else value
     return out
 
-def method_config(
-    source: str | Path | Mapping | None = None, # A YAML or JSON file, or a dict
-    overrides: Sequence[str] = (), # `group.knob=value`, which win over all
-    profile: str | None = None, # 'quick' or 'full'; with a file: its own values only, unless one is named
-    **defaults: Any, # Knobs of the run itself, below file and overrides
-) -> RunConfig: # Raises `ConfigError` with every problem
-    "A run's config out of its layers: profile, method, preset, file, overrides."
+def _layered(
+    given: Mapping, # A config as nested dicts
+    overrides: Sequence[str],
+    under: Mapping = {}, # What lies below all # noqa: B006
+    **defaults: Any, # Knobs of the run itself, below `given`
+) -> tuple[dict, list[str]]: # The config whole, and the overrides, each with its group
+    "What was not said comes from the preset, else from the method."
     typed = {name.strip(): value.strip().strip('"\'') for name, _, value in (o.partition('=') for o in overrides)}
-    if isinstance(source, (str, Path)):
-        if not Path(source).is_file(): raise FileNotFoundError(f"No config file at '{source}'. Give the path of a YAML or JSON file.")
-        given: Mapping = parse_config(Path(source).read_text(encoding='utf-8'), str(source))[0]
-    else: given = source or {}
     named = method_words({k: v for k, v in typed.items() if k in NAMING})
     if 'method' in named and not any(k in given for k in NAMING): given = {**given, 'method': named['method']}
     given = flat_words(RunConfig, lora_words(given))
@@ -278,18 +277,26 @@ def method_config(
     asked = next((typed[k] for k in ('preset', 'presets') if k in typed), None)
     preset = preset_knobs([n.strip(' \'"[]') for n in asked.split(',')] if asked else given.get('preset') or given.get('presets') or defaults.get('preset'))
     method = [preset.get('method', 'pretrain'), *(where['method'] for where in (defaults, given, named) if 'method' in where)][-1]
-    if method not in METHODS:
-        raise ConfigError([Problem('method', method, f'must be one of {", ".join(METHODS)}.{nearest(method, list(METHODS))}')], 'RunConfig')
+    if method not in METHODS: return dict(given), [*overrides] # which says what is wrong when it is built
     extra: dict[str, Any] = {}
     if method in ALIGNED:
         says = [*on, *(x['use_lora'] for x in (named, given) if x.get('use_lora') is not None)]
         extra = dict(use_lora=says[0] if says else bool({'lora', 'quant'} & {*preset} or given.get('quant')) or any(
             k.startswith(('lora.', 'lora_', 'quant.', 'load_in_')) for k in typed))
     elif any(on): method, overrides = 'qlora' if method == 'qlora' else 'lora', [*overrides, f"method={'qlora' if method == 'qlora' else 'lora'}"]
+    low = _merge(_merge(dict(under), defaults_of(method, bool(extra.get('use_lora')), _losses(defaults, given, typed))), preset)
+    data = {k: v for k, v in _under(_merge(low, {**defaults, 'method': method, **extra}), given).items() if v != {}}
+    return data, _placed(data, overrides)
+
+def method_config(
+    source: str | Path | Mapping | None = None, # A YAML or JSON file, or a dict
+    overrides: Sequence[str] = (), # `group.knob=value`, which win over all
+    profile: str | None = None, # 'quick' or 'full'; with a file: its own values only, unless one is named
+    **defaults: Any, # Knobs of the run itself, below file and overrides
+) -> RunConfig: # Raises `ConfigError` with every problem
+    "A run's config out of its layers: profile, method, preset, file, overrides."
     under = to_dict(from_profile(RunConfig, profile)) if source is None or profile else {}
-    under = _merge(_merge(_merge(under, defaults_of(method, bool(extra.get('use_lora')), _losses(defaults, given, typed))), preset), {**defaults, 'method': method, **extra})
-    data = {k: v for k, v in _under(under, given).items() if v != {}}
-    return load_config(RunConfig, data, _placed(data, overrides))
+    return load_config(RunConfig, source or {}, overrides, partial(_layered, under=under, **defaults))
 
 def _meant(
     kind: Any, # A config class
@@ -331,12 +338,12 @@ def _under(
     "The second laid over the first."
     low, names = deepcopy(dict(low)), {k.name: {k.name, *k.aliases} for k in knobs(RunConfig)}
     types = {k.name: k.type for k in knobs(RunConfig)}
+    given = {k: v for k, v in given.items() if v is not None or not is_dataclass(types.get(k))} # a group that is left empty
     for group in list(low):
         inner = given.get(group) or {}
         if names.get(group, {group}) & {*given} and not isinstance(low[group], Mapping): del low[group]
         elif isinstance(inner, Mapping) and is_dataclass(types.get(group)):
-            for k in knobs(types[group]):
-                if any(k.name in _meant(types[group], word, value) for word, value in inner.items()): low[group].pop(k.name, None)
+            for name in {name for word, value in inner.items() for name in _meant(types[group], word, value)}: low[group].pop(name, None)
     return _merge(low, given)
 
 

@@ -29,8 +29,7 @@ def differences(
         value = whole[k.name]
         if value == fresh[k.name]: continue
         if dataclasses.is_dataclass(k.value):
-            plain = to_dict(type(k.value)())
-            value = {name: v for name, v in value.items() if name not in plain or plain[name] != v} or value
+            value = {name: v for name, v in value.items() if name not in fresh[k.name] or fresh[k.name][name] != v}
         small[k.name] = value
     return small if to_dict(load_config(kind, small)) == whole else whole
 
