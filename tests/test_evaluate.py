@@ -79,6 +79,22 @@ def test_pieces_of_any_length_score_as_one_at_a_time(models, where):
         assert value == pytest.approx(want, abs=2e-4) and hits == right
 
 
+@pytest.mark.parametrize('knobs', [dict(norm='layernorm', activation='gelu', position='learned', bias='all'), dict(layer_windows=[8, 0]),
+                                   dict(attn_softcap=5.0, qk_norm=True), dict(attention='eager')], ids=lambda knobs: next(iter(knobs)))
+def test_texts_stand_side_by_side(knobs):
+    "Every token but the last of a text is read once and nothing else is, in rows too long for a mask; none sees another text."
+    torch.manual_seed(0)
+    model, draw = Transformer(ModelConfig(vocab_size=300, d_model=32, n_heads=2, n_layers=2, d_ff=64, max_seq_len=64, **knobs)).eval(), random.Random(1)
+    pieces, read = [([draw.randrange(300) for _ in range(draw.choice((2, 3, 20, 33, 64)))], 1) for _ in range(60)], []
+    hook = model.model.embed_tokens.register_forward_hook(lambda m, x, y: read.append(y.shape[:2]))
+    found = score_pieces(model, pieces)
+    hook.remove()
+    assert sum(rows*length for rows, length in read[2:]) == sum(len(ids) - 1 for ids, _ in pieces) and max(length for _, length in read) > 512
+    for (ids, first), (value, hits) in zip(pieces, found, strict=True):
+        want, right = plain(model, ids, first)
+        assert value == pytest.approx(want, abs=2e-4) and hits == right
+
+
 def test_a_model_that_is_more_than_body_and_head_is_asked_itself(models, tok, texts):
     from transformers import Gemma2Config, Gemma2ForCausalLM
     torch.manual_seed(0)
