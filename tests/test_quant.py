@@ -1,18 +1,22 @@
 "Quantization beyond the lessons: the library's bytes on many shapes, its defects that ours must not have, memory, LoRA on top."
+import gc
 import json
 import logging
 import os
 import subprocess
 import sys
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from trainkit import quant
 from trainkit.int8 import dequantize_int8, int8_linear, quantize_int8, quantize_rows
 from trainkit.model import ModelConfig, Transformer
 from trainkit.nf4 import dequantize_4bit, quantize_4bit
@@ -274,6 +278,60 @@ def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
     assert 'trained over 4 bits' in rounding_note(again)[0] and 'method: lora' in rounding_note(again)[0] and 'models/base' in rounding_note(again)[0]
     assert rounding_note(RunConfig(method='lora', init_from=str(tmp_path/'qlora'))) == []
     assert rounding_note(RunConfig(method='qlora', init_from=str(tmp_path/'lora'))) == []
+
+
+def gpt2(folder, prefix=True, tied=True):
+    "A folder with a small GPT-2 and its tokenizer; without the prefix and with a table of old, as OpenAI's own file has it."
+    from safetensors.torch import load_file
+
+    from trainkit.hf import save_pretrained
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['some text, and some more text'], 260, special_tokens=('<|end|>',), progress=False)
+    shape = ModelConfig(vocab_size=len(tokenizer), d_model=256, n_heads=4, n_layers=6, d_ff=1024, max_seq_len=64, norm='layernorm', position='learned', bias='all',
+                        activation='gelu_tanh', tie_embeddings=tied)
+    torch.manual_seed(0)
+    save_pretrained(Transformer(shape), tokenizer, folder, verify=False)
+    weights = load_file(folder/'model.safetensors')
+    for name in weights: # Zeros would hide a bias that was cut in the wrong place
+        if name.endswith('bias'): weights[name] = torch.randn(weights[name].shape)
+    if not prefix: weights = {k.removeprefix('transformer.'): v for k, v in weights.items()} | {'h.0.attn.bias': torch.ones(1, 1, 64, 64)}
+    save_file(weights, folder/'model.safetensors', {'format': 'pt'})
+    return folder
+
+
+@pytest.mark.parametrize('prefix, tied', [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize('bits', [4, 8])
+def test_gpt2_goes_straight_into_few_bits(tmp_path, prefix, tied, bits):
+    "Its layers are transposed there, and three of ours are one: read a tensor at a time it is what the whole becomes."
+    from trainkit.hf import load_pretrained
+    folder, ids, few = gpt2(tmp_path/'gpt2', prefix, tied), torch.randint(0, 256, (2, 9)), QuantConfig(bits=bits)
+    opened = load_pretrained(folder, dtype=torch.float32, quant=few)[0]
+    with torch.no_grad(): assert torch.equal(opened(ids).logits, quantize_model(load_pretrained(folder)[0], few)(ids).logits)
+    assert opened.generation_config is not None and (opened.lm_head.weight is opened.get_input_embeddings().weight) == tied
+
+
+def floats() -> int:
+    "How many float32 numbers live tensors hold."
+    gc.collect()
+    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and not t.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in found}.values())
+
+
+def test_a_run_never_holds_a_gpt2_whole(tmp_path):
+    "Live float32 numbers, counted at each layer: those that stay so, and two layers at most."
+    from trainkit.method import RunConfig
+    from trainkit.recipes import open_trained
+    folder, counts = gpt2(tmp_path/'gpt2'), []
+    with safe_open(folder/'model.safetensors', 'pt') as file: sizes = {k: file.get_tensor(k).numel() for k in file.keys()}
+    layers = [n for k, n in sizes.items() if '.h.' in k and k.endswith('weight')]
+    before, quantize = floats(), quant.quantize_layer
+    def counted(*args):
+        counts.append(floats() - before)
+        return quantize(*args)
+    with patch.object(quant, 'quantize_layer', counted):
+        model, _ = open_trained(RunConfig(method='qlora', init_from=str(folder), quant=QuantConfig(bits=4)))
+    assert sum(isinstance(m, Linear4bit) for m in model.modules()) == len(counts) == 6 * 6
+    assert max(layers) < max(counts) < sum(sizes.values()) - sum(layers) + 2*max(layers) < sum(layers) / 4
 
 
 PEAK = '''

@@ -27,10 +27,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .config import atomic_folder, load_config, pick_device, save_config, write_atomic
-from .families import check_weights, from_hf, from_hf_config, from_hf_weights, hf_architecture, obstacles
-from .families import take_weights, to_hf, to_hf_config, to_hf_weights
+from .families import CONSTANTS, check_weights, from_hf, from_hf_config, from_hf_weights, hf_architecture, obstacles
+from .families import stored_as, take_weights, to_hf, to_hf_config, to_hf_weights
 from .hub import fetch_model
 from .model import ModelConfig, Transformer
+from .quant import QuantConfig, load_quantized, quantize_model, tensor_files
 from .tokenizer import BPETokenizer
 
 _all_ = ['from_hf', 'hf_architecture', 'obstacles', 'to_hf'] # from trainkit.families
@@ -150,6 +151,15 @@ def _check_sizes(tokenizer: Any, vocab_size: int) -> None:
         raise ValueError(f'the tokenizer has {size} ids and the model {vocab_size}: they do not belong together; '
                          f'make the model with vocab_size={size}, or take the tokenizer that it was trained with')
 
+def _open_quantized(path: Path, dtype: torch.dtype | None, quant: QuantConfig) -> Transformer:
+    config, files = read_config(path), tensor_files(path)
+    def rename(name: str) -> str:
+        theirs = stored_as(config, name)[0]
+        return theirs if theirs in files else theirs.removeprefix('transformer.') # OpenAI's own files leave it out
+    model = load_quantized(lambda: Transformer(config), path, quant, dtype, rename, lambda name, tensor: stored_as(config, name)[1](tensor), CONSTANTS)
+    assert isinstance(model, Transformer)
+    return model
+
 def load_pretrained(
     source: str | Path, # A folder that we or transformers saved, a .gguf file, or a name on the hub
     native: bool = True, # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
@@ -159,6 +169,7 @@ def load_pretrained(
     use_cache: bool | None = None, # What a model of transformers keeps while it reads; None: as its config says
     token: str | None = None, # For the hub; None: that of the environment
     trust_remote_code: bool = False, # Run the code that comes with a model, with native=False
+    quant: QuantConfig | None = None, # Few bits a weight: a folder is read a tensor at a time, all else is rounded when it is open
 ) -> tuple[Any, Any]: # The model in eval mode, and the tokenizer or None; no pickle, and no code of theirs unless asked for
     "Open a model and its tokenizer."
     if trust_remote_code and native: raise ValueError('trust_remote_code = True: our own model runs no code of others; say native=False')
@@ -166,13 +177,14 @@ def load_pretrained(
     path = _find(source, cache_dir, token, trust_remote_code)
     if not native: model = _open_theirs(path, dtype, trust_remote_code, device_map)
     elif path.is_file(): model = from_hf(_open_theirs(path, dtype))
+    elif quant: model = _open_quantized(path, dtype, quant)
     else:
         config = read_config(path)
         weights = from_hf_weights(config, read_weights(path))
         model = take_weights(config, {k: v.to(dtype or v.dtype) for k, v in weights.items()}, str(path))
-        if (path/'generation_config.json').is_file(): # What ends a text, for `generate`
-            model.generation_config = transformers.GenerationConfig.from_pretrained(path) # type: ignore
-    net: Any = model
+    if native and (path/'generation_config.json').is_file(): # What ends a text, for `generate`
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path) # type: ignore
+    net: Any = quantize_model(model, quant) if quant and (path.is_file() or not native) else model
     if native and device_map: net = net.to(pick_device() if device_map == 'auto' else device_map)
     if not native and use_cache is not None: net.config.use_cache = use_cache
     tokenizer = _open_tokenizer(path, native, trust_remote_code)

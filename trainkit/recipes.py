@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,11 @@ from .method import RunConfig, SFTConfig, TokenizerConfig, method_config
 from .monitor import SystemMonitor
 from .objective import lm_objective
 from .lora import trainable_report
-from .model import Transformer
 from .offload import OffloadedOptimizer
 from .optim import OPTIMIZERS, OptimConfig, make_optimizer
 from .parts import EOS, Parts, adapt, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
 from .plan import EXIT_CODES, Control, Result
 from .progress import find_place
-from .quant import load_quantized
 from .remote import Remote
 from .report import AnswerMetrics
 from .runs import RunFolder, read_run
@@ -66,14 +64,9 @@ def open_trained(
     config: RunConfig, # With `init_from`
 ) -> tuple[Any, Any]: # The model in float32, and its tokenizer
     "A trained model to go on with; one that will be of few bits is read a layer at a time."
-    from trainkit.hf import load_pretrained, read_config # transformers takes seconds to import
-    folder, shape = Path(config.init_from), None
-    if config.quant.bits and config.adapts and (folder/'tokenizer.json').is_file() and (folder/'config.json').is_file():
-        with suppress(ValueError): shape = read_config(folder) # Of another family: `load_pretrained` says so
-    if shape is not None and hf_architecture(shape) != 'GPT2LMHeadModel': # whose layers have other names and shapes there
-        model: Any = load_quantized(lambda: Transformer(shape), folder, config.quant, torch.float32)
-        tokenizer: Any = BPETokenizer.load(folder)
-    else: model, tokenizer = load_pretrained(config.init_from, dtype=torch.float32, cache_dir=config.cache_dir or None, device_map=config.device_map or None)
+    from trainkit.hf import load_pretrained # transformers takes seconds to import
+    quant = config.quant if config.quant.bits and config.adapts else None
+    model, tokenizer = load_pretrained(config.init_from, dtype=torch.float32, cache_dir=config.cache_dir or None, device_map=config.device_map or None, quant=quant)
     if config.tokenizer.path: tokenizer = BPETokenizer.load(config.tokenizer.path)
     if tokenizer is None: raise ValueError(f'{config.init_from} has no tokenizer: say tokenizer.path')
     if len(tokenizer) > model.config.vocab_size:
