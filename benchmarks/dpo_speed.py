@@ -4,6 +4,8 @@ The same pairs of the factbook in the same order, r = 16 on all linear layers, f
 the whole run after the model is loaded: tokenizing, asking the reference, training. `live` asks the reference (the adapter
 off) at each step; `written` asks it once before training, and that counts. Each system is a process of its own, they take
 turns; the first and the last loss stand beside each other. TRL learns the line break after an answer, too, trainkit does not.
+Seconds are those of the clock; CPU seconds of the process stand beside them for a machine that others use, too (with one thread:
+two that wait for each other burn time).
 
     python benchmarks/dpo_speed.py [--model FOLDER] [--setting live written] [--pairs 8] [--epochs 2] [--rounds 1] [--threads 2]
 
@@ -31,7 +33,13 @@ def rows(n: int) -> list[dict]:
     return found[::len(found)//n][:n]
 
 
-def run_trainkit(folder: str, written: bool, n: int, epochs: int) -> tuple[float, list[float]]:
+def now() -> tuple[float, float]: return time.perf_counter(), time.process_time()
+
+
+def since(began: tuple[float, float]) -> tuple[float, float]: return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def run_trainkit(folder: str, written: bool, n: int, epochs: int) -> tuple[tuple[float, float], list[float]]:
     import torch
     from trainkit.dpo import DPOConfig, dpo_objective
     from trainkit.hf import load_pretrained
@@ -43,16 +51,16 @@ def run_trainkit(folder: str, written: bool, n: int, epochs: int) -> tuple[float
     model, tokenizer = load_pretrained(folder, dtype=torch.float32)
     add_lora(model, LoRAConfig(r=RANK, lora_alpha=32, target_modules='all-linear'))
     data = rows(n)
-    began = time.perf_counter()
+    began = now()
     pairs = tokenize_pairs(data, tokenizer, 1024)
     reference = precompute_reference(model, pairs, None, make_reference(model)) if written else make_reference(model)
     config = TrainConfig(num_train_epochs=epochs, logging_steps=1, progress=False, mixed_precision='no')
     optim = OptimConfig(learning_rate=1e-4, weight_decay=0.0, lr_scheduler_type='constant')
     result = Trainer(model, dpo_objective(reference, DPOConfig()), PairBatches(pairs, BATCH, shuffle=False), config=config, optim=optim).train()
-    return time.perf_counter() - began, [r['loss'] for r in result.history if 'loss' in r]
+    return since(began), [r['loss'] for r in result.history if 'loss' in r]
 
 
-def run_trl(folder: str, written: bool, n: int, epochs: int) -> tuple[float, list[float]]:
+def run_trl(folder: str, written: bool, n: int, epochs: int) -> tuple[tuple[float, float], list[float]]:
     import datasets
     import torch
     import transformers
@@ -70,11 +78,11 @@ def run_trl(folder: str, written: bool, n: int, epochs: int) -> tuple[float, lis
         args = trl.DPOConfig(out, num_train_epochs=epochs, per_device_train_batch_size=BATCH, logging_steps=1, learning_rate=1e-4, weight_decay=0.0,
                              lr_scheduler_type='constant', use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], save_strategy='no',
                              disable_tqdm=True, precompute_ref_log_probs=written, precompute_ref_batch_size=BATCH, max_length=1024)
-        began = time.perf_counter()
+        began = now()
         trainer = Ordered(model, None, args, train_dataset=data, processing_class=tokenizer,
                           peft_config=LoraConfig(r=RANK, lora_alpha=32, target_modules='all-linear', task_type='CAUSAL_LM'))
         trainer.train()
-        return time.perf_counter() - began, [r['loss'] for r in trainer.state.log_history if 'loss' in r]
+        return since(began), [r['loss'] for r in trainer.state.log_history if 'loss' in r]
 
 
 def prepared_model(folder: str | None, into: str) -> str:
@@ -106,12 +114,12 @@ def main():
         torch.manual_seed(0)
         seconds, losses = (run_trainkit if a.worker == 'trainkit' else run_trl)(a.model, a.setting[0] == 'written', a.pairs, a.epochs)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
-        return print('@' + json.dumps(dict(seconds=seconds, losses=losses, peak=peak)))
+        return print('@' + json.dumps(dict(seconds=seconds[0], cpu=seconds[1], losses=losses, peak=peak)))
     with tempfile.TemporaryDirectory() as into:
         folder = prepared_model(a.model, into)
         import torch
         print(f'{platform.machine()}, {a.threads} threads, torch {torch.__version__}; {a.pairs} pairs, {a.epochs} epochs, batches of {BATCH}, {a.rounds} rounds\n')
-        print('| reference | system | seconds | pairs/s | × TRL | peak memory, MB | of TRL\'s | first loss | last loss |\n|---|---|---|---|---|---|---|---|---|')
+        print('| reference | system | seconds | pairs/s | × TRL | CPU seconds | × TRL | peak memory, MB | of TRL\'s | first loss | last loss |\n|---|---|---|---|---|---|---|---|---|---|---|')
         for setting in a.setting:
             found: dict[str, list[dict]] = {'trainkit': [], 'trl': []}
             for _ in range(a.rounds):
@@ -122,12 +130,11 @@ def main():
                     line = next((x for x in said.stdout.splitlines() if x.startswith('@')), None)
                     if line is None: raise SystemExit(said.stderr[-2000:])
                     found[name].append(json.loads(line[1:]))
-            times = {name: statistics.median(r['seconds'] for r in runs) for name, runs in found.items()}
-            peaks = {name: statistics.median(r['peak'] for r in runs) for name, runs in found.items()}
+            times, cpu, peaks = ({name: statistics.median(r[what] for r in runs) for name, runs in found.items()} for what in ('seconds', 'cpu', 'peak'))
             for name, runs in found.items():
                 losses = runs[-1]['losses']
-                print(f"| {setting} | {name} | {times[name]:.1f} | {a.pairs*a.epochs/times[name]:.2f} | {times['trl']/times[name]:.2f} | {peaks[name]:.0f} | "
-                      f"{peaks[name]/peaks['trl']:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |", flush=True)
+                print(f"| {setting} | {name} | {times[name]:.1f} | {a.pairs*a.epochs/times[name]:.2f} | {times['trl']/times[name]:.2f} | "
+                      f"{cpu[name]:.1f} | {cpu['trl']/cpu[name]:.2f} | {peaks[name]:.0f} | {peaks[name]/peaks['trl']:.2f} | {losses[0]:.4f} | {losses[-1]:.4f} |", flush=True)
 
 
 if __name__ == '__main__': main()
