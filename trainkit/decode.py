@@ -50,6 +50,8 @@ def joint(
 # %% ../nbs/15_decode.ipynb #f3c6839b
 def _packed(weight: Tensor, rows: int) -> Product:
     ops = torch.ops.mkldnn
+    if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported(): # as before AVX-512
+        return lambda x: F.linear(x.to(weight.dtype), weight)
     order = ops._reorder_linear_weight(weight, rows)
     return lambda x: ops._linear_pointwise(x.to(weight.dtype).contiguous(), order, None, 'none', [], '')
 
