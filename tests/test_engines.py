@@ -409,6 +409,20 @@ def test_the_shell_runs_trl(home):
     assert json.loads(done.stdout)['steps'] == 4
 
 
+def test_thumbs_are_written_as_llamafactory_reads_them(home, tmp_path):
+    "Unpaired rows keep their label, in the column that kto_tag names."
+    from trainkit.llamafactory import to_llamafactory
+    rows = [dict(prompt=f'Spell {n}.', completion=name, label=n % 2 == 0) for n in range(8) for name in ('one', 'two')]
+    (home/'thumbs.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    to_llamafactory(config_of(home, 'x', 'llamafactory', 'dpo', 'thumbs', dpo={'loss_type': ['kto']}, use_lora=True), tmp_path)
+    written = [row for name in ('train', 'eval') for row in json.loads((tmp_path/f'{name}.json').read_text())]
+    said = sorted((row['messages'][0]['content'], row['messages'][1]['content'], row['label']) for row in written)
+    assert said == sorted((row['prompt'], row['completion'], row['label']) for row in rows)
+    about = json.loads((tmp_path/'dataset_info.json').read_text())['train']
+    assert about['columns'] == dict(messages='messages', kto_tag='label') and 'ranking' not in about
+    assert 'stage: kto' in (tmp_path/'train.yaml').read_text()
+
+
 def test_llamafactory_starts_where_it_is(home, monkeypatch):
     from trainkit.recipes import run
     tool = home/'bin'/'llamafactory-cli'

@@ -71,14 +71,15 @@ def stage_rows(
             if not isinstance(row['prompt'], str) and len(row['prompt']) > 1: raise ValueError(f'row {i} has several messages: a prompt for ppo is one')
             out.append(dict(instruction=prompt, output=''))
             continue
-        pair = as_example(row, 'preference')
-        before = [dict(role='user', content=pair['prompt'])] if isinstance(pair['prompt'], str) else list(pair['prompt'])
+        single = stage == 'kto' and 'label' in row and 'chosen' not in row # An answer with a thumb up or down, as its kto wants them
+        row = as_example(row, 'unpaired' if single else 'preference')
+        before = [dict(role='user', content=row['prompt'])] if isinstance(row['prompt'], str) else list(row['prompt'])
         before = [dict(role='system', content=s) for s in (row.get('system'),) if s] + _turns(before, f'row {i}', False)
-        answers = {}
-        for side in ('chosen', 'rejected'):
-            if not isinstance(pair[side], str) and len(pair[side]) != 1: raise ValueError(f'row {i}: the {side} answer has {len(pair[side])} messages, and must be one')
-            answers[side] = dict(role='assistant', content=pair[side] if isinstance(pair[side], str) else pair[side][0]['content'])
-        if stage == 'kto': out += [dict(messages=[*before, answers[side]], label=side == 'chosen') for side in answers]
+        sides, answers = {'completion': row['label']} if single else {'chosen': True, 'rejected': False}, {}
+        for side in sides:
+            if not isinstance(row[side], str) and len(row[side]) != 1: raise ValueError(f'row {i}: the {side} answer has {len(row[side])} messages, and must be one')
+            answers[side] = dict(role='assistant', content=row[side] if isinstance(row[side], str) else row[side][0]['content'])
+        if stage == 'kto': out += [dict(messages=[*before, answers[side]], label=liked) for side, liked in sides.items()]
         else: out.append(dict(messages=before, **answers))
     return out
 
