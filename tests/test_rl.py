@@ -10,7 +10,7 @@ from trainkit.advantages import group_relative, leave_one_out
 from trainkit.dataloader import Batches
 from trainkit.generate import generate
 from trainkit.intervals import compare
-from trainkit.lora import add_lora
+from trainkit.lora import add_lora, merged_lora
 from trainkit.model import ModelConfig, Transformer
 from trainkit.objective import lm_loss
 from trainkit.optim import OptimConfig
@@ -153,14 +153,37 @@ def test_many_rows_answer_with_rearranged_weights():
     config = RLConfig(num_prompts=3, num_generations=4, max_completion_length=40)
     rollouts = Rollouts(model, None, prompts, lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids], config)
     assert rollouts._copy(8) is None and rollouts._copy(12) == ('packed' if torch.backends.mkldnn.is_available() else None)
-    adapted = add_lora(copy.deepcopy(model), LoRAConfig(r=2)) # No plan for it, so no copy, and no warning
-    assert Rollouts(adapted, None, prompts, rollouts.rewards, config)._copy(12) is None
     batch = rollouts.collect([0, 1, 2], 5)
     asked = [p for p in prompts for _ in range(4)]
     plain = generate(model, asked, 40, eos_token_id=(), seed=5)
     assert [s['completion'] for s in rollouts.samples] == [row[len(p):] for row, p in zip(plain, asked, strict=True)]
     with torch.no_grad(): batch['old_log_probs'] = token_scores(model, batch).log_probs # Another way than with a gradient
     assert abs(rl_objective(config)(model, batch).metrics['ratio'][0]/480 - 1) < 1e-6
+
+
+def test_an_adapter_answers_folded_in(monkeypatch):
+    "Plain layers write what the layers with the adapter write, rearranged weights and all; then the policy is what it was, bit for bit."
+    from trainkit import rollouts
+    torch.manual_seed(0)
+    model = add_lora(Transformer(ModelConfig(vocab_size=40, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64, tie_embeddings=False)),
+                     LoRAConfig(r=2, target_modules='all-linear', modules_to_save=['embed_tokens']))
+    for name, p in model.named_parameters():
+        if p.requires_grad: torch.nn.init.normal_(p, std=0.2 if 'lora_' in name else 1.0)
+    before, config, prompts = copy.deepcopy(model.state_dict()), RLConfig(num_prompts=3, num_generations=4, max_completion_length=40), [[1, 2, 3], [4, 5], [6]]
+    plain = generate(model, [p for p in prompts for _ in range(4)], 40, eos_token_id=(), seed=5)
+    asked, told = generate, []
+    def listen(policy, *args, **more):
+        told.append((rollouts.refusal(policy.eval()), more['weights']))
+        return asked(policy, *args, **more)
+    monkeypatch.setattr(rollouts, 'generate', listen)
+    found = Rollouts(model.train(), None, prompts, lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids], config)
+    found.collect([0, 1, 2], 5)
+    assert told == [('', 'packed' if torch.backends.mkldnn.is_available() else None)]
+    assert [s['completion'] for s in found.samples] == [row[len(p):] for row, p in zip(plain, [p for p in prompts for _ in range(4)], strict=True)]
+    after = model.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], old) for name, old in before.items())
+    with pytest.raises(ZeroDivisionError), merged_lora(model): _ = 1/0
+    assert list(model.state_dict()) == list(before)
 
 
 def test_code_is_rewarded_by_running_it():

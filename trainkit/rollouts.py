@@ -22,6 +22,7 @@ from .advantages import gae, group_relative, leave_one_out, no_spread, whiten
 from .chat import render
 from .decode import refusal
 from .generate import context_length, generate, speaking
+from .lora import merged_lora
 from .policy import dropout_of, token_scores
 from .precision import precision
 from .reference import make_reference
@@ -156,8 +157,10 @@ class Rollouts:
         c, size, end = self.config, self.config.num_generations, getattr(self.tokenizer, 'eos_token_id', None)
         asked = [i for i in which for _ in range(size)]
         prompts = [self.prompt_ids[i] for i in asked]
-        texts = generate(self.policy, prompts, c.max_completion_length, c.temperature, c.top_k or None, c.top_p, seed=seed,
-                         eos_token_id=() if end is None else end, weights=self._copy(len(asked)))
+        cpu = next(self.policy.parameters()).device.type == 'cpu' # There memory is cheap, and plain layers are faster to read
+        with merged_lora(self.policy) if cpu else nullcontext():
+            texts = generate(self.policy, prompts, c.max_completion_length, c.temperature, c.top_k or None, c.top_p, seed=seed,
+                             eos_token_id=() if end is None else end, weights=self._copy(len(asked)))
         answers = [text[len(p):] for text, p in zip(texts, prompts, strict=True)]
         completions = answers if self.tokenizer is None else [self.tokenizer.decode(a, skip_special_tokens=True) for a in answers]
         columns = {k: [self.rows[i].get(k) for i in asked] for k in dict.fromkeys(k for i in which for k in self.rows[i])}
