@@ -194,9 +194,9 @@ def personal(text: str) -> list[Span]:
 def mask(text: str) -> str: # `[GitHub token]` where one was
     "The text without its secrets and personal data."
     end, out = 0, []
-    for i, j, kind in sorted([*named_secrets(text), *named_personal(text)], key=lambda s: (s[0], -s[1])):
+    for i, j, kind in sorted([*named_secrets(text), *named_personal(text)], key=lambda s: (s[0], s[2] in PERSONAL, -s[1])):
         if j <= end: continue
-        out += [text[end:max(i, end)], f'[{kind}]']
+        out += [text[end:i], f'[{kind}]'] if i >= end else [] # of two that overlap, the first is named
         end = j
     return ''.join([*out, text[end:]])
 
