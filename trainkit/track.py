@@ -34,7 +34,7 @@ from .runs import Run, RunFolder, data_hash, mask, read_run
 from .summary import parse_yaml, run_curves, run_sections, write_curves, write_report
 
 _all_ = ['Run', 'RunFolder', 'data_hash', 'list_runs', 'read_run', 'compare', 'run_curves', 'run_sections',
-         'write_curves', 'write_report'] # from the rooms before this one
+         'write_curves', 'write_report'] # from the modules below
 
 # %% ../nbs/19_track.ipynb #2063d127
 class Tracker(NamedTuple):
