@@ -1,4 +1,4 @@
-"""Four log-probabilities make a loss, in twenty ways, each a line or two
+"""Four log-probabilities make a loss, in nineteen ways, each a line or two
 
 What `trainkit.dpo` trains by: `preference_loss` is the loss of a pair of answers out of the log-probabilities that model and reference give to them, `LOSSES` the family as a table of small functions, `DPOConfig` chooses among them. There are no models here, only numbers."""
 
