@@ -29,7 +29,7 @@ def explain(
     is_offline = lambda: 'OfflineModeIsEnabled' in kinds or constants.HF_HUB_OFFLINE
     if 'GatedRepoError' in kinds:
         return f"'{name}' is gated: accept its terms on its page on the hub, then put a token of the same account into HF_TOKEN"
-    if kinds & {'OfflineModeIsEnabled', 'LocalEntryNotFoundError'} and is_offline(): return f"'{name}' is not here, and HF_HUB_OFFLINE forbids to ask the hub: unset it, or give a folder or a model that was fetched before"
+    if kinds & {'OfflineModeIsEnabled', 'LocalEntryNotFoundError'} and is_offline(): return f"'{name}' is not here, and HF_HUB_OFFLINE forbids asking the hub: unset it, or give a folder or a model that was fetched before"
     if 'LocalTokenNotFoundError' in kinds or status == 401:
         return f"the hub wants to know who asks for '{name}': put a token into HF_TOKEN, or run hf auth login (or check the name: a private model looks like none)"
     if 'RepositoryNotFoundError' in kinds or status == 404: return f"the hub has no '{name}', or not for you: check the name, and the token in HF_TOKEN"
@@ -76,7 +76,7 @@ class HubConfig:
     "What of a run goes to the Hugging Face hub."
     push_to_hub: bool = knob(False, 'Upload the model; who asks is said by HF_TOKEN in the environment')
     hub_model_id: str = knob('', 'owner/name of the repository; empty: the name of the run, under your own name')
-    hub_strategy: str = knob('every_save', 'When: at the end, with every checkpoint, or so with the checkpoint itself beside the model, to resume from',
+    hub_strategy: str = knob('every_save', 'When: at the end; with every checkpoint; or with every checkpoint and with its files beside the model, to resume from',
                              choices=('end', 'every_save', 'checkpoint'))
     hub_private_repo: bool = knob(True, 'A new repository is for your eyes only')
 
