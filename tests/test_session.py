@@ -1,8 +1,10 @@
 "A run with buttons: what it imports, Ctrl-C, and a process that outlives whoever started it."
+import asyncio
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,6 @@ def small(folder, **train):
     return load_config(RunConfig, dict(runs_dir=str(folder), name='small', train=train), (
         'data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 '
         'model.n_layers=1 model.d_ff=64 train.logging_steps=1 train.per_device_train_batch_size=4 sampling.max_new_tokens=5').split())
-
-
 
 
 def test_neither_torch_nor_widgets_are_loaded():
@@ -71,6 +71,78 @@ def test_pauses_do_not_count(tmp_path):
     session.result()
 
 
+def theirs(folder, **train):
+    "The same run with TRL's loop."
+    pytest.importorskip('trl')
+    return replace(small(folder, **train), engine='trl')
+
+
+def losses(result): return [r['loss'] for r in result.history if 'loss' in r]
+
+
+def test_the_buttons_of_a_loop_that_is_not_ours(tmp_path):
+    "engine: trl in a thread: it waits, saves and speaks when asked, is stopped with its model, and goes on as if nothing had been."
+    from trainkit.recipes import run
+    plain = run(theirs(tmp_path/'plain', max_steps=6, progress=False), verbose=False)
+    session = TrainSession(theirs(tmp_path/'runs', max_steps=6))
+    assert session.start() and session.pause() # TRL hears of it after its first step
+    until(lambda: session.snapshot().step == 1, 120)
+    time.sleep(0.3)
+    now = session.snapshot()
+    assert (now.step, now.state, now.total) == (1, 'paused', 6) and list(now.curves['loss'][1]) == losses(plain)[:1]
+    assert session.save() and session.sample('import')
+    until(lambda: session.snapshot().checkpoint == 1 and any(p == 'import' for _, p, _ in session.snapshot().samples))
+    assert session.stop()
+    result = session.result()
+    assert (result.steps, result.stop_reason, session.snapshot().state) == (1, 'stopped', 'stopped')
+    assert (result.folder/'model'/'model.safetensors').exists() and (result.folder/'trl'/'checkpoint-1').is_dir()
+    assert session.start(resume=True)
+    result, now = session.result(), session.snapshot()
+    assert (result.steps, now.state, now.start) == (6, 'done', 1) and losses(result) == losses(plain)[1:]
+    assert not any('it/s]' in line or 'Warning' in line for line in now.log), 'what TRL prints does not fill the log'
+
+
+def test_a_loop_that_is_not_ours_in_the_foreground_and_awaited(tmp_path):
+    session = TrainSession(theirs(tmp_path/'front', max_steps=100_000))
+    def press():
+        until(lambda: session.snapshot().step >= 2, 120)
+        session.stop()
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    session.start('foreground')
+    pressing.join()
+    assert session.result().stop_reason == 'stopped' and 2 <= session.result().steps < 100_000
+    pytest.importorskip('ipywidgets')
+    from trainkit.studio import TrainerPanel
+    panel = TrainerPanel(theirs(tmp_path/'awaited', max_steps=100_000), presets={}, key='trl')
+    async def main():
+        waiting = asyncio.ensure_future(panel.arun())
+        while panel.session.snapshot().step < 2: await asyncio.sleep(0.01)
+        panel.stop_button.click()
+        return await waiting
+    assert asyncio.run(main()).stop_reason == 'stopped' and 'aria-label="Loss' in panel.chart.value and not panel.resume_button.disabled
+    panel.close()
+
+
+@pytest.mark.slow
+def test_a_process_whose_loop_is_not_ours(tmp_path):
+    "engine: trl in a process of its own: held from here, killed, and resumed to the losses of a run that nobody touched."
+    from trainkit.recipes import run
+    plain = run(theirs(tmp_path/'plain', max_steps=200, progress=False), verbose=False)
+    session = TrainSession(theirs(tmp_path/'runs', max_steps=200))
+    assert session.start('process') and session.pause()
+    until(lambda: session.snapshot().step == 1, 240)
+    again = TrainSession.attach(session.folder) # As another kernel would
+    assert again.save()
+    until(lambda: again.snapshot().checkpoint == 1)
+    assert again.snapshot().step == 1 and again.resume()
+    until(lambda: again.snapshot().step >= 4)
+    assert again.kill() and again.snapshot().state == 'stopped' and again.start('process', resume=True)
+    result, now = again.result(), again.snapshot()
+    assert (result.steps, now.state, now.start) == (200, 'done', 1) and losses(result) == losses(plain)
+    assert now.proof and all(a == b for _, a, b in now.proof)
+
+
 def begin(config):
     "Start a process, and go away without a word."
     session = TrainSession(config)
@@ -105,7 +177,6 @@ def test_a_process_outlives_who_started_it(tmp_path):
     result = session.result()
     now = session.snapshot()
     assert now.state == 'done' and now.start >= held and now.proof and all(a == b for _, a, b in now.proof)
-    losses = lambda found: [r['loss'] for r in found.history if 'loss' in r]
     assert losses(result) == losses(plain)
     assert all(torch.equal(a, b) for a, b in zip(plain.model.state_dict().values(), result.model.state_dict().values(), strict=True))
     assert TrainSession.attach(folder).wait(10).state == 'done'

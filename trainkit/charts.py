@@ -162,6 +162,7 @@ def curves(
     smooth: float = 0., # Show a running mean over this share of the curve, 0.02 say, with the raw values dimmed behind it
     width: int = 480, # Largest width, in CSS pixels
     height: int = 260,
+    zero: bool = False, # The axis begins at zero, as it should for what has a natural one: memory, speed, a share
 ) -> Picture:
     "Lines over steps."
     if not 0 <= smooth < 1: raise ValueError(f'smooth={smooth}: it is at least 0 and less than 1')
@@ -180,8 +181,9 @@ def curves(
     scale = math.log10 if log_y else float
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*real, strict=True))
     if not log_y and y1 - y0 < 2e-3*abs(y1): y0, y1 = y0 - 1e-3*abs(y1), y1 + 1e-3*abs(y1) # rounding is not news
+    if zero and not log_y: y0, y1 = min(0., y0), max(0., y1)
     pad = 0.04*(scale(y1) - scale(y0)) or 0.5
-    low, high = (10**(scale(y0) - pad), 10**(scale(y1) + pad)) if log_y else (y0 - pad, y1 + pad)
+    low, high = (10**(scale(y0) - pad), 10**(scale(y1) + pad)) if log_y else (y0 - pad*(not zero or y0 < 0), y1 + pad)
     y_marks, x_marks = ticks(low, high, 4, log_y), ticks(x0, x1)
     if all(x == int(x) for x, _ in real): x_marks = [x for x in x_marks if x == int(x)]
     y_names = [number(y) for y in y_marks] if log_y and high >= 10*low else tick_labels(y_marks)

@@ -13,8 +13,8 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,6 +37,16 @@ from .trl_words import KINDS, METRICS, OPTIMIZERS, Order, Unpaired, as_trl_rewar
 from .twin import check_few_bits, copy_back, fast_tokenizer, few_bit_layers, offline, open_twin, packs_weights
 
 # %% ../nbs/43_trl.ipynb #98d7d427
+@contextmanager
+def _unheard() -> Iterator[None]:
+    "A bar of transformers for each checkpoint would fill the log of the run."
+    from transformers.utils import logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try: yield
+    finally:
+        if shown: logging.enable_progress_bar()
+
 def _subclass(base: Any, ours: Any) -> Any:
     from transformers import TrainerCallback
 
@@ -133,6 +143,7 @@ class TRLTrainer(Trainer):
         self.checkpoint, self.came_from, self.waited = (str(path) if path else None), path, 0.
         stack.enter_context(tf32(c.tf32))
         stack.enter_context(offline())
+        stack.enter_context(_unheard())
         self.model.to(self.accelerator.device)
         self.scratch = Path(stack.enter_context(TemporaryDirectory()))
         self.place = self.folder/'trl' if self.folder else self.scratch
@@ -239,7 +250,9 @@ class TRLTrainer(Trainer):
         "Let TRL write its checkpoint, and what we know beside it, last."
         if self.folder is None or self.theirs is None: return
         self.state.seconds, path = self.seconds, self.folder/'trl'/f'checkpoint-{self.state.step}'
-        self.theirs._save_checkpoint(self.theirs.model, None)
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore', FutureWarning)
+            self.theirs._save_checkpoint(self.theirs.model, None)
         self.theirs.state.save_to_json(str(path/'trainer_state.json'))
         write_atomic(path/'trainkit.json', json.dumps(dict(state=asdict(self.state), identity=self.identity())))
         self.checkpoint = str(path)
