@@ -1,4 +1,4 @@
-"""Ten ideas with knobs on them, each with a question that its picture answers
+"""Eleven ideas with knobs on them, each with a question that its picture answers
 
 All explorers of the kit under one roof: of text (`TokenizerExplorer`, `MaskViewer`), of data (`PackingExplorer`, `CurriculumExplorer`), of a model (`AttentionExplorer`, `SamplingExplorer`), of training (`ScheduleExplorer`, `DPOExplorer`), of weights (`LoRAExplorer`, `QuantExplorer`) and of memory (`MemoryPlanner`). Each takes your own text, rows, model or adapter; `show()` puts it on the page, `compute()` gives the numbers behind the picture."""
 
