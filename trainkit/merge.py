@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import lora_config, read_adapter
-from .files import atomic_folder
+from .files import atomic_folder, show_bytes
 from .lora import adapted, merge_lora, put
 from .lowrank import LoRALayer
 from .targets import rank_and_alpha
@@ -177,7 +177,7 @@ def merge_folder(
     need = sum(path.stat().st_size for path in files) + sum(parts[n]['weight'].numel() * 4 for n in untied) + 2**20
     parent = next(p for p in (output.parent, *output.parent.parents) if p.exists())
     if (free := shutil.disk_usage(parent).free) < need:
-        raise OSError(f'{output} needs {need/1e9:.1f} GB, and the disk has {free/1e9:.1f} GB: free some space, or choose another folder')
+        raise OSError(f'{output} needs {show_bytes(need)}, and the disk has {show_bytes(free)}: free some space, or choose another folder')
     done = 0
     with atomic_folder(output) as temporary:
         for path in base.iterdir():

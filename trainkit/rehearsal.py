@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from .engines import engine_line, llamafactory_plan
+from .files import show_bytes
 from .forecast import predict_run
 from .recipes import make_trainer, plan_lines, prepare
 from .method import RunConfig
@@ -36,7 +37,7 @@ class Rehearsal:
     def __str__(self) -> str:
         if self.step_seconds is None or self.seconds is None: return '\n'.join([*self.plan, *(f'Note       {note}' for note in self.notes)])
         hours = f'{self.seconds:.0f} s' if self.seconds < 120 else f'{self.seconds/60:.0f} min' if self.seconds < 7200 else f'{self.seconds/3600:.1f} h'
-        memory = 'could not be predicted' if self.memory is None else f'{self.memory/1e9:.2f} GB at the peak of a step, predicted'
+        memory = 'could not be predicted' if self.memory is None else f'{show_bytes(self.memory)} at the peak of a step, predicted'
         return '\n'.join([*self.plan, f'Batch      {self.effective_batch:,} rows in a step; {self.tokens:,} tokens at most in {self.steps:,} steps',
                           f'Memory     {memory}', f'Time       {hours}: {self.step_seconds:.3g} s a step, measured here; evaluations and samples come on top',
                           *(f'Note       {note}' for note in self.notes)])

@@ -152,7 +152,8 @@ def export_gguf_command(
     if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder')
     _new(path, force)
     made = export_gguf(folder, path, quant_type, progress=sys.stderr.isatty())
-    typer.echo(f"{path}: {made['bytes']/1e6:,.1f} MB, {len(made['tensors']) if hasattr(made['tensors'], '__len__') else made['tensors']:,} tensors")
+    from trainkit.files import show_bytes
+    typer.echo(f"{path}: {show_bytes(made['bytes'])}, {len(made['tensors']) if hasattr(made['tensors'], '__len__') else made['tensors']:,} tensors")
     if modelfile:
         from trainkit.modelfile import write_modelfile
         typer.echo(f'Modelfile  {write_modelfile(path, folder)}')
