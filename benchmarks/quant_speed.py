@@ -4,7 +4,9 @@ Quantizing: the linear layers of SmolLM2-135M's shape and its embeddings, 135 M 
 on both sides. The step: forward and backward through the seven linear layers of one block, LoRA's two matrices beside each, on a
 processor where bitsandbytes is correct as long as nobody evaluates (see the trap in tests/test_quant.py), which is checked.
 
-    python benchmarks/quant_speed.py [--rounds 5] [--threads 1] [--tokens 1024]
+    python benchmarks/quant_speed.py [--rounds 5] [--threads 1] [--tokens 1024] [--device cuda]
+
+On a GPU the layers of trainkit are those of the Triton kernel.
 """
 import argparse
 import logging
@@ -26,8 +28,9 @@ LAYERS = {'q_proj': (576, 576), 'k_proj': (192, 576), 'v_proj': (192, 576), 'o_p
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in dict(rounds=5, threads=1, tokens=1024).items(): parser.add_argument(f'--{name}', type=int, default=value)
+    parser.add_argument('--device', default='cpu')
     args = parser.parse_args()
-    clock = time.process_time if args.threads == 1 else time.perf_counter # One thread: what others do on the machine does not count
+    clock = time.process_time if args.threads == 1 and args.device == 'cpu' else time.perf_counter # One thread: what others do on the machine does not count
     logging.disable(logging.WARNING)
     import bitsandbytes as bnb
     import torch
@@ -37,10 +40,11 @@ def main() -> None:
     from trainkit.quant import Linear4bit
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print(f'{processor()}, {args.threads} thread(s), torch {torch.__version__}, bitsandbytes {bnb.__version__}\n')
+    device, on_gpu = torch.device(args.device), args.device.startswith('cuda')
+    print(f'{torch.cuda.get_device_name(device) if on_gpu else processor()}, {args.threads} thread(s), torch {torch.__version__}, bitsandbytes {bnb.__version__}\n')
 
-    weights = [0.05*torch.randn(shape) for shape in LAYERS.values()]
-    table = 0.05*torch.randn(49152, 576)
+    weights = [0.05*torch.randn(shape).to(device) for shape in LAYERS.values()]
+    table = 0.05*torch.randn(49152, 576).to(device)
 
     def quantize(one):
         for _ in range(30):
@@ -59,6 +63,7 @@ def main() -> None:
             for name, way in (ways.items() if turn % 2 else reversed(ways.items())):
                 start = clock()
                 way()
+                if on_gpu: torch.cuda.synchronize(device)
                 if turn: took[name].append(clock() - start)
         return {name: statistics.median(t) for name, t in took.items()}
 
@@ -72,16 +77,16 @@ def main() -> None:
             super().__init__()
             self.layer = layer
             torch.manual_seed(out + width) # The same on all sides
-            self.A, self.B = nn.Parameter(0.02*torch.randn(16, width)), nn.Parameter(0.02*torch.randn(out, 16))
+            self.A, self.B = (nn.Parameter(0.02*torch.randn(shape).to(device)) for shape in ((16, width), (out, 16)))
         def forward(self, x): return self.layer(x) + x @ self.A.T @ self.B.T
 
     def theirs(weight):
         layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, compute_dtype=torch.float32, quant_type='nf4')
         layer.load_state_dict(dict(weight=weight))
-        return layer.to('cpu').train()
+        return layer.to(device).train()
 
-    kinds = {'bitsandbytes': theirs, 'trainkit': Linear4bit.from_weight, 'float32, not quantized': lambda w: nn.Linear(w.shape[1], w.shape[0], False)}
-    inputs = {width: torch.randn(args.tokens, width) for width in (576, 1536)}
+    kinds = {'bitsandbytes': theirs, 'trainkit': Linear4bit.from_weight, 'float32, not quantized': lambda w: nn.Linear(w.shape[1], w.shape[0], False, device)}
+    inputs = {width: torch.randn(args.tokens, width).to(device) for width in (576, 1536)}
     steps, gradients = {}, {}
     for kind, make in kinds.items():
         layers = [Beside(make(w).requires_grad_(False), *w.shape) for w in weights]
