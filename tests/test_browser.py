@@ -77,7 +77,7 @@ def lab(tmp_path_factory):
              f'--ServerApp.root_dir={folder}', '--ServerApp.disable_check_xsrf=True', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
     with open(folder/'.log', 'w') as log:
         server = subprocess.Popen([sys.executable, '-m', 'jupyter', 'lab', *words], env=env, stdout=log, stderr=log, start_new_session=True)
-    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 90
+    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 240
     while True:
         try:
             urllib.request.urlopen(f'{address}/api/status', timeout=2)
@@ -100,7 +100,7 @@ def open_notebook(browser, lab, name, cells, **look):
     notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
     nbformat.write(notebook, folder/name)
     page = browser.new_page(**look)
-    page.set_default_timeout(40_000)
+    page.set_default_timeout(240_000) # A busy machine is no failure
     page.goto(f'{address}/doc/tree/{name}', wait_until='domcontentloaded')
     page.wait_for_selector('.jp-Notebook .jp-Cell')
     page.wait_for_function("document.querySelector('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'")
@@ -448,4 +448,125 @@ def test_a_panel_for_each_method(browser, lab, scheme):
         page.wait_for_function("i => document.querySelectorAll('.jp-OutputArea-output textarea')[i]?.value.includes('load_config(RunConfig')", arg=i)
     photograph(page, len(shown), f'methods-{scheme}')
     assert not errors and os.listdir(lab[1]/'small'), errors
+    page.close()
+
+
+COLAB = ('notebook==6.5.7', 'ipywidgets==7.7.1', 'ipython==7.34.0', 'ipykernel==6.17.1', 'traitlets==5.7.1') # As Colab has them
+
+
+@pytest.fixture(scope='module')
+def classic(tmp_path_factory):
+    "A notebook server with the libraries of Colab's pages: that of the Python in TRAINKIT_COLAB, or of an environment that is made now."
+    import os
+    import signal
+    import socket
+    import subprocess
+    import sys
+    import time
+    import urllib.request
+    import warnings
+    from pathlib import Path
+
+    from conftest import ROOT
+    home = ROOT/'build'/'colab'
+    python = Path(os.environ.get('TRAINKIT_COLAB') or home/'bin'/'python')
+    if not python.exists():
+        made = subprocess.run([sys.executable, '-m', 'venv', home], capture_output=True, text=True)
+        if made.returncode == 0: made = subprocess.run([python, '-m', 'pip', 'install', '-q', *COLAB], capture_output=True, text=True)
+        if made.returncode:
+            warnings.warn(f'NO COLAB-LIKE SERVER: {", ".join(COLAB)} could not be installed, and its browser test is skipped: {made.stderr[-500:]}', stacklevel=1)
+            pytest.skip('no notebook server with the libraries of Colab')
+        [site] = home.glob('lib/python3*/site-packages')
+        import torch
+        (site/'zz_course.pth').write_text(str(Path(torch.__file__).parent.parent)) # torch and all else, behind what was pinned
+    folder = tmp_path_factory.mktemp('classic')
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython'),
+           'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTER_DATA_DIR': str(folder/'.data'), 'JUPYTER_RUNTIME_DIR': str(folder/'.run')}
+    env.pop('IN_TEST', None)
+    words = ['--no-browser', '--ip', '127.0.0.1', '--port', str(port), '--allow-root', '--NotebookApp.token=', '--NotebookApp.password=',
+             '--NotebookApp.disable_check_xsrf=True', f'--NotebookApp.notebook_dir={folder}']
+    with open(folder/'.log', 'w') as log:
+        server = subprocess.Popen([python, '-m', 'notebook', *words], env=env, stdout=log, stderr=log, start_new_session=True)
+    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 240
+    while True:
+        try:
+            urllib.request.urlopen(f'{address}/api/status', timeout=2)
+            break
+        except OSError:
+            assert time.monotonic() < end and server.poll() is None, (folder/'.log').read_text()[-3000:]
+            time.sleep(0.3)
+    yield address, folder
+    os.killpg(server.pid, signal.SIGTERM)
+    server.wait(20)
+
+
+VERSIONS = """
+import ipykernel, IPython, ipywidgets
+print('kernel of', ipykernel.__version__, IPython.__version__, ipywidgets.__version__)
+"""
+
+
+@pytest.mark.slow
+def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
+    "ipywidgets 7 and IPython 7 in the classic notebook: Start, Pause, Resume, Stop with the model kept, a wrong field; two explorers follow field and slider."
+    import os
+    import re
+
+    import nbformat
+    address, folder = classic
+    cells = [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
+    notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
+    nbformat.write(notebook, folder/'colab.ipynb')
+    page = browser.new_page(viewport=dict(width=1200, height=2400))
+    page.set_default_timeout(240_000)
+    errors = []
+    page.on('pageerror', lambda e: errors.append(str(e)))
+    page.goto(f'{address}/notebooks/colab.ipynb', wait_until='domcontentloaded')
+    page.wait_for_function('() => window.Jupyter?.notebook?.kernel?.is_connected() && document.querySelector("#run_all_cells")')
+    page.evaluate('Jupyter.notebook.execute_all_cells()')
+    page.locator('text=kernel of 6.17.1 7.34.0 7.7.1').first.wait_for()
+
+    button = lambda word: page.locator(f"button:text-is('{word}')")
+    step = lambda: int(re.search(r'step ([\d,]+) of', page.locator('text=/step [\\d,]+ of/').first.inner_text())[1].replace(',', ''))
+    page.get_by_label('documents', exact=True).first.wait_for() # The cells are over, and clicks are heard
+    page.locator('.p-Accordion, .widget-tab, .p-TabBar-tab').first.wait_for()
+    rate = page.get_by_label('learning_rate')
+    rate.fill('fast')
+    page.get_by_role('alert').filter(has_text='must be').first.wait_for()
+    assert button('Start').is_disabled()
+    rate.fill('3e-3')
+    button('Start').click()
+    page.locator('text=/step [1-9][\\d,]* of/').first.wait_for()
+    button('Pause').click()
+    button('Resume').wait_for()
+    page.wait_for_timeout(1500)
+    held = step()
+    page.wait_for_timeout(1500)
+    assert step() == held
+    assert page.locator('svg[role=img][aria-label^="Loss"]').first.is_visible()
+    shots = os.environ.get('TRAINKIT_SHOTS')
+    if shots: page.screenshot(path=f'{shots}/colab-panel.png', full_page=True)
+    button('Resume').click()
+    page.wait_for_function('held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)', arg=held)
+    button('Stop').click()
+    page.locator('text=/^stopped · step/').first.wait_for()
+    assert (folder/'runs'/'seen'/'model'/'model.safetensors').exists() and button('Go on').is_enabled()
+
+    documents = page.get_by_label('documents', exact=True).first
+    documents.fill('0')
+    page.get_by_role('alert').filter(has_text='must be ≥ 1').first.wait_for()
+    documents.fill('33')
+    in_sight(page, '33 documents.')
+    handle = page.locator('.ui-slider-handle').first # Of documents
+    handle.focus()
+    page.keyboard.press('ArrowRight')
+    in_sight(page, '34 documents.')
+    page.get_by_label('top k', exact=True).first.fill('5')
+    in_sight(page, '5 of 290 tokens are')
+    if shots: page.screenshot(path=f'{shots}/colab-explorers.png', full_page=True)
+    assert not errors, errors
     page.close()

@@ -105,7 +105,8 @@ def visible(
     if isinstance(piece, bytes):
         try: piece = piece.decode('utf-8')
         except UnicodeDecodeError: return '⟨' + piece.hex(' ').upper() + '⟩'
-    return piece.replace(' ', '·').replace('\n', '⏎').replace('\t', '→').replace('\r', '␍') or '∅'
+    piece = piece.replace(' ', '·').replace('\n', '⏎').replace('\t', '→').replace('\r', '␍')
+    return re.sub('[\x00-\x1f\x7f]', lambda m: f'⟨{ord(m[0]):02X}⟩', piece) or '∅' # Few fonts have a picture of these
 
 def token_boxes(
     pieces: Sequence[str | bytes], # The text of each token, or its bytes
@@ -128,7 +129,7 @@ def token_boxes(
         hover = ', '.join([*facts, f'{size} byte{"s"*(size != 1)}'])
         broken = '<br/>' if piece in ('\n', b'\n') or (isinstance(piece, str) and piece.endswith('\n')) else ''
         style = (f'background:rgba({r},{g},{b},{strength:.3g});border-bottom:2px solid {colour};'
-                 'border-radius:3px 3px 0 0;padding:1px 2px;margin:1px;white-space:pre-wrap')
+                 'border-radius:3px 3px 0 0;padding:0 2px;margin:1px;white-space:pre-wrap;display:inline-block;line-height:1.4')
         spans.append(f'<span title="{hover}" style="{style}">{clean(visible(piece))}</span>{broken}')
     words = f'{len(pieces)} tokens: ' + ' | '.join(visible(p) for p in pieces[:200])
     if len(pieces) > 200: words += ' and more'

@@ -62,7 +62,7 @@ def overlay(
     "One number of several runs over the steps."
     drawn = {run.name: run.series(metric) for run in runs[:6] if metric in run.keys()}
     left = f', the first 6 of {len(runs)} runs' if len(runs) > 6 else ''
-    return curves(drawn, f'{metric}{left}', smooth=0.02 if len(drawn) < 4 else 0., log_y=log_y, width=560, height=280)
+    return curves(drawn, f'{metric}{left}', smooth=0.02 if len(drawn) < 4 else 0., log_y=log_y, width=420, height=240) # Letters stay readable on a phone
 
 def metrics_of(
     runs: Sequence[Run],
