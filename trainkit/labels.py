@@ -114,10 +114,11 @@ class PreferenceLabels:
     def _append(self, record: Mapping[str, Any]):
         "A line, on the disk when this returns; what was torn before is ended first."
         self.journal.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.journal, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(self.journal, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, 'O_BINARY', 0), 0o666) # Windows would write two characters for a line end
         try:
             if os.fstat(file).st_size != self.size: raise RuntimeError(f'{self.journal} has changed: somebody else labels these pairs; open it again to go on')
-            torn = self.size and os.pread(file, 1, self.size - 1) != b'\n'
+            if self.size: os.lseek(file, -1, os.SEEK_END)
+            torn = self.size and os.read(file, 1) != b'\n'
             data = (b'\n' if torn else b'') + json.dumps(record, ensure_ascii=False).encode('utf-8', 'replace') + b'\n'
             self.size += os.write(file, data)
             os.fsync(file)
