@@ -56,7 +56,7 @@ def right_length(
 ) -> Reward:
     "0 up to a length, then down to -1 (Yu et al. 2025, eq. 13)."
     def right_length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        return [-min(1., max(0., (len(ids) - longest)/cache)) for ids in completion_ids]
+        return [max(-1., min(0., (longest - len(ids))/cache)) for ids in completion_ids]
     return right_length
 
 # %% ../nbs/31_rewards.ipynb #8b697fe0
