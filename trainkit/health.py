@@ -31,7 +31,7 @@ def not_a_number(records: Sequence[dict]) -> Finding | None:
         bad = [f'{key} is {record[key]}' for key in ('loss', 'eval_loss')
                if isinstance(record.get(key), (int, float)) and not math.isfinite(record[key])]
         if not bad and not (reason.startswith('TrainingError') and ('nan' in reason or 'inf' in reason)): continue
-        return Finding('not_a_number', record['step'], 'The loss is no number', bad[0] if bad else reason.splitlines()[0],
+        return Finding('not_a_number', record['step'], 'The loss is no number', bad[0] if bad else reason.splitlines()[0].rstrip('.'),
                        "Weights that have seen it are lost: go back to the checkpoint before. Then mixed_precision='bf16' "
                        'instead of fp16, a lower learning rate, max_grad_norm=1, and a look at the batch of this step.')
     return None
