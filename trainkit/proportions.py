@@ -221,7 +221,7 @@ def too_long(case: Case) -> Iterator[Finding]:
     for rows in case.splits:
         tally = Tally(len(rows))
         for i in range(len(rows)):
-            if len(text := rows.whole(i)) <= case.max_length//4: continue # a token has four bytes or more only by much luck
+            if len(text := rows.whole(i)) <= case.max_length//4: continue # a character has four bytes at most, a token one at least
             if (n := len(case.tokenizer.encode(text))) > case.max_length: tally.add(f'{rows.where(i)}, {n:,} tokens', text)
         yield from tally.finding('too_long', 'warning', f'Rows with more than max_length = {case.max_length:,} tokens.',
                                  'They are cut, and an answer at the end is lost first.', 'See `length_report`; raise `max_length`, or cut texts (`chunk_examples`).')
