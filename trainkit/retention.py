@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from .checkpoint import problem_with
-
 # %% ../nbs/17_retention.ipynb #8449d5ce
 def find_checkpoints(
     folder: str | Path, # Where the checkpoints of the run are
@@ -30,6 +28,7 @@ def latest_checkpoint(
     folder: str | Path, # Where the checkpoints of the run are
 ) -> Path | None: # The newest whole one, or None
     "The checkpoint to go on from; damaged and foreign ones are named in a warning and passed over."
+    from trainkit.checkpoint import problem_with # Here and below: most folders are swept without torch
     for path in reversed(find_checkpoints(folder)):
         if not (problem := problem_with(path)): return path
         warnings.warn(f'Passed over {path}: it {problem}', stacklevel=2)
@@ -44,6 +43,7 @@ def rotate(
     "Delete the oldest whole checkpoints until `save_total_limit` are left."
     if save_total_limit is not None and save_total_limit < 0:
         raise ValueError(f'save_total_limit = {save_total_limit}: must be 0 (keep all) or more')
+    from trainkit.checkpoint import problem_with
     found = [path for path in find_checkpoints(folder) if not problem_with(path, contents=False)]
     kept = {Path(path).resolve() for path in (*keep, *found[-1:])}
     surplus = max(0, len(found) - (save_total_limit or len(found)))
@@ -73,6 +73,7 @@ def sweep(
 ) -> None:
     "Finish or remove what a killed process left: a whole checkpoint gets its name, a torn one goes."
     for left in [*Path(folder).glob('.checkpoint-*'), *Path(folder).glob('*/.checkpoint-*')]:
+        from trainkit.checkpoint import problem_with
         match = re.match(r'\.(checkpoint-\d+)\.', left.name)
         named = left.with_name(match[1]) if match else left
         if not named.exists() and not problem_with(left): os.replace(left, named)
