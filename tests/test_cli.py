@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, command, in_child
+from conftest import command, in_child
 from conftest import shell as trainkit
 
 from trainkit.lock import run_lock
@@ -24,8 +24,7 @@ LATER = ['demo.topics=9', 'demo.rank=2', 'demo.tuning_steps=4', 'demo.preference
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp('demo')
-    done = subprocess.run([sys.executable, '-m', 'trainkit', 'demo', *SMALL, *LATER], cwd=folder, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    done = trainkit('demo', *SMALL, *LATER, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
@@ -180,6 +179,9 @@ WRONG = {
     'unknown preset': (['train', '--strategy', 'minimal-memry', *SMALL], "Did you mean 'minimal-memory'"),
     'a config of another library': (['train', 'foreign.yaml'], 'trainkit config convert foreign.yaml'),
     'bits without an adapter': (['train', '--method', 'sft', 'quant.bits=4', '--model', 'x', '--dataset', 'pairs.jsonl'], 'qlora'),
+    'a value that is no number': (['train', 'foreign.yaml', 'train.max_steps=abc'], "train.max_steps = 'abc': must be a valid integer"),
+    'runs: no such folder': (['runs', 'list', 'nowhere'], 'nowhere is no folder'),
+    'export: no such folder': (['export', 'gguf', 'nowhere', 'x.gguf'], 'nowhere is no folder: give that of a saved model'),
     'dry run of a run': (['train', '--dry-run', '--resume', '.'], '--dry-run and --resume'),
     'config: no such file': (['config', 'convert', 'nowhere.yaml'], 'nowhere.yaml'),
     'config: what contradicts itself': (['config', 'convert', 'both.yaml'], 'line 2'),

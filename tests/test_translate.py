@@ -1,6 +1,7 @@
 "Configs of other systems, whole: each loads, each line is accounted for, what contradicts itself is refused; old names lead somewhere."
 import importlib
 import json
+import math
 import re
 
 import pytest
@@ -100,6 +101,26 @@ def test_common_aliases_load_without_a_translation(words, knob, value):
 @pytest.mark.parametrize('profile', [None, 'quick'])
 def test_a_word_at_the_top_beats_what_a_method_has_by_itself(words, overrides, knob, value, profile):
     assert value_of(method_config({**words, 'init_from': 'x'}, overrides, profile), knob) == value
+    assert value_of(load_config(RunConfig, {**words, 'init_from': 'x'}, overrides), knob) == value
+
+
+@pytest.mark.parametrize('overrides', [(), ('learning_rate=0.25',), ('optim.lr=0.25',), ('max_length=32',), ('packing=true',), ('preset=cpu',), ('method=lora',), ('use_lora=true',)])
+@pytest.mark.parametrize('words', [{'method': 'sft', 'optim': {'learning_rate': 0.5}}, {'method': 'dpo', 'max_length': 64}, {'method': 'sft', 'preset': 'cuda'}, {'method': 'dpo', 'preset': 'memory-efficient'},
+                                   {'preset': 'minimal-memory'}, {'method': 'sft', 'train': {'max_steps': 5}}, {'method': 'grpo', 'preset': 'experimental'}, {'preset': 'small', 'train': None}], ids=str)
+def test_python_and_the_shell_read_a_file_alike(words, overrides, tmp_path):
+    "A user's own word, else the preset's, else the method's, else the default of the class; also where a group is named for one knob."
+    (tmp_path/'c.yaml').write_text(yaml.safe_dump({**words, 'init_from': 'x'}))
+    read = load_config(RunConfig, tmp_path/'c.yaml', overrides)
+    assert read == load_config(RunConfig, {**words, 'init_from': 'x'}, overrides) == method_config(tmp_path/'c.yaml', overrides)
+    typed = dict(o.split('=') for o in overrides)
+    preset = PRESETS[typed.get('preset') or words['preset']].knobs if typed.get('preset') or 'preset' in words else {}
+    for group, values in METHODS[read.method].items():
+        for name, value in values.items():
+            said = (words.get(group) or {}).get(name, preset.get(group, {}).get(name, value))
+            if name not in ('learning_rate', 'max_length'): assert getattr(getattr(read, group), name) == said, (group, name)
+    rate = float(typed.get('learning_rate') or typed.get('optim.lr') or (words.get('optim') or preset.get('optim', {})).get('learning_rate') or 0)
+    assert not rate or read.optim.learning_rate == rate
+    assert read.optim.learning_rate != 3e-4 or read.method == 'pretrain', 'not the class default'
 
 
 @pytest.mark.parametrize('method', METHODS)
@@ -183,15 +204,20 @@ def home(tmp_path_factory):
     return folder
 
 
+ON_A_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ('cuda', 'cuda-t4')] # their number formats are those of a GPU
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('method', [m for m in METHODS if m != 'freeze'])
-@pytest.mark.parametrize('name', ['minimal-memory', 'memory-efficient', 'experimental', 'cpu'])
+@pytest.mark.parametrize('name', [*(name for name in PRESETS if not name.startswith('cuda')), *ON_A_GPU])
 def test_a_preset_runs_with_every_method(name, method, home):
+    "Two steps of a small model, with the preset's batches, optimizer, adapter and bits. What it compiles is traced, and not made into machine code."
     if name == 'minimal-memory' and method in ('pretrain', 'sft'): pytest.skip('refused, as the test above says')
     from trainkit.rehearsal import rehearse
-    tried = rehearse(with_preset(name, method, home), 2)
-    train = PRESETS[name].knobs.get('train', {})
-    assert tried.steps > 0 and tried.loss is not None and not any('Error' in note for note in tried.notes)
+    train, config = PRESETS[name].knobs.get('train', {}), with_preset(name, method, home)
+    if config.train.torch_compile: config.train.torch_compile_backend = 'eager'
+    tried = rehearse(config, 2)
+    assert tried.steps > 0 and tried.loss is not None and math.isfinite(tried.loss) and not any('Error' in note for note in tried.notes)
     if 'per_device_train_batch_size' in train: assert tried.effective_batch == train['per_device_train_batch_size']*train['gradient_accumulation_steps']
 
 

@@ -191,7 +191,9 @@ def load_config(
         except UnicodeDecodeError: raise ConfigError([Problem('file', ..., 'is not UTF-8 text')], name) from None
     try: data, overrides = (layers or getattr(cls, 'layers', lambda *both: both))(data, overrides)
     except ConfigError as error: raise ConfigError([p._replace(line=lines.get(p.path)) for p in error.problems], name) from None
-    for setting in overrides: _override(cls, data, setting)
+    for setting in overrides:
+        _override(cls, data, setting)
+        lines.pop(setting.partition('=')[0].strip(), None) # what is wrong with it stands in no line
     config, problems = _build(cls, data, lines=lines)
     if problems: raise ConfigError(problems, name)
     return config

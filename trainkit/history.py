@@ -49,6 +49,7 @@ def list_command(
     as_json: AsJson = False,
 ) -> None:
     "Every run of a folder: when it began, what it came to."
+    if not root.is_dir() and root != Path('runs'): raise FileNotFoundError(f'{root} is no folder: give the one that holds the runs, such as runs')
     found = list_runs(root)
     if not found and not as_json:
         typer.echo(f'no runs in {root}')

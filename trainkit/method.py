@@ -22,7 +22,7 @@ from .config import ConfigError, check_config, from_profile, knob, load_config, 
 from .curriculum import CurriculumConfig
 from .dataset import DataConfig
 from .hub import HubConfig
-from .knobs import Problem, knobs, nearest
+from .knobs import Problem, knobs
 from .margins import COUPLED, DPOConfig
 from .model import ModelConfig
 from .optim import OptimConfig

@@ -134,8 +134,8 @@ def merge(
 ) -> None:
     "Fold an adapter into its base model, on disk, a tensor at a time."
     from trainkit.merge import merge_folder
-    for folder in (base, adapter):
-        if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder')
+    for folder, what in ((base, 'a saved model'), (adapter, 'an adapter, such as runs/NAME/adapter')):
+        if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder: give that of {what}')
     if not (adapter/'adapter_config.json').is_file(): raise FileNotFoundError(f'{adapter} is no adapter: it has no adapter_config.json')
     typer.echo(f'Model   {merge_folder(base, adapter, output)}')
 
@@ -149,7 +149,7 @@ def export_gguf_command(
 ) -> None:
     "One file for llama.cpp, Ollama and LM Studio."
     from trainkit.gguf import export_gguf
-    if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder')
+    if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder: give that of a saved model, such as runs/NAME/model')
     _new(path, force)
     made = export_gguf(folder, path, quant_type, progress=sys.stderr.isatty())
     from trainkit.files import show_bytes
