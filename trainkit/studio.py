@@ -50,6 +50,11 @@ def in_sight(
 
 # %% ../nbs/51_studio.ipynb #3e3e8578
 HERE, PROCESS = 'in this kernel', 'in a process of its own'
+_LOOK = """<style>
+.trainkit-charts { display: grid !important; gap: 20px; align-items: start; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
+.trainkit-charts > * { min-width: 0; margin: 0 }
+.trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] { display: contents !important } /* All in one grid */
+</style>"""
 
 def _cell() -> str:
     "Which cell is running, as far as that can be known."
@@ -115,9 +120,11 @@ class TrainerPanel:
         self.tabs = W.Tab([W.VBox([row(self.prompt, self.sample_button), self.samples]), self.log, W.VBox([self.data_button, self.data]),
                            W.VBox([self.code_button, self.code])])
         for i, name in enumerate(('Samples', 'Log', 'Data', 'Code')): self.tabs.set_title(i, name)
-        self.widget = W.VBox([self.form.widget, self.memory, row(self.start_button, self.pause_button, self.stop_button, self.resume_button, self.save_button,
+        look = W.HTML(_LOOK, layout=W.Layout(display='none'))
+        charts = W.Box([self.chart, self.others.add_class('trainkit-others')]).add_class('trainkit-charts')
+        self.widget = W.VBox([look, self.form.widget, self.memory, row(self.start_button, self.pause_button, self.stop_button, self.resume_button, self.save_button,
                                                                  self.kill_button, self.place),
-                              self.head, self.state_line, self.alert, self.chart, self.others, self.tabs])
+                              self.head, self.state_line, self.alert, charts, self.tabs])
 
     # What hangs on the buttons
 
@@ -229,7 +236,7 @@ class TrainerPanel:
 
     def _draw(self, now: Snapshot, force: bool):
         "The loss at each look, the other curves once in a second."
-        self._put(self.chart, str(pictures(now, 1, width=420)[0])) # Not wider: on a phone its letters would be small
+        self._put(self.chart, str(pictures(now, 1, width=340)[0])) # Not wider: on a phone its letters would be small
         if force or now.state != 'running' or time.monotonic() - self.drawn > 1:
             self.drawn = time.monotonic()
             self._put(self.others, str(grid(*pictures(now, width=340, skip=1), least=280)))
@@ -247,6 +254,7 @@ class TrainerPanel:
     def show(self) -> None:
         "Put it on the page; the cell ends at once."
         from IPython.display import display
+        if not self.memory.value: self._put(self.memory, notice('How much memory a step will take is being worked out.', '#6e7781', 'status')) # Its place, so that no button moves
         self.handle = display(self, display_id=True)
         if self.handle is not None: self.predict_soon()
 
