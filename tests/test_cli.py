@@ -223,6 +223,11 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
     assert {p.name for p in litter.iterdir()} == before, 'nothing half-written'
 
 
+def test_generate_without_a_prompt_is_wrong_usage(litter):
+    done = trainkit('generate', '-m', 'nowhere', '-p', '', cwd=litter)
+    assert done.returncode == 2 and 'nothing to go on from' in done.stderr and '--prompt' in done.stderr
+
+
 def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
     "show, check, split, convert and tokenize as a new user types them, and a run from the shards."
     rows = [dict(question=f'What is {n} times two?', answer=f'{2*n}', topic='ab'[n % 2]) for n in range(200)]

@@ -11,6 +11,7 @@ __all__ = ['LEVERS', 'MACHINES', 'Setup', 'make_setup', 'setup_optimizer', 'pred
            'plan_memory']
 
 # %% ../nbs/25_planner.ipynb #12b6d8cc
+import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -85,13 +86,19 @@ def setup_optimizer(
     if not setup.offload: return make_optimizer(model, config)
     return OffloadedOptimizer((p for p in model.parameters() if p.requires_grad), lambda groups: torch.optim.AdamW(groups, fused=True))
 
+_answers: dict[str, MemoryReport] = {}
+
 def predict_setup(
     model: ModelConfig | Callable[[], nn.Module], # A shape, or what makes the model
     setup: Setup,
 ) -> MemoryReport: # Of the device that computes; what is offloaded is not on it
-    "The peak of a training step, without weights."
-    return predict_memory(lambda: make_setup(model, setup), setup.batch_size, setup.seq_len, lambda m: setup_optimizer(m, setup),
-                          setup.chunked_loss, setup.mixed_precision, setup.in_backward, setup.accumulation, host=True)
+    "The peak of a training step, without weights; the same question about a shape is answered once."
+    asked = repr((model, setup, setup.lora)) if isinstance(model, ModelConfig) else ''
+    if asked in _answers: return copy.deepcopy(_answers[asked])
+    found = predict_memory(lambda: make_setup(model, setup), setup.batch_size, setup.seq_len, lambda m: setup_optimizer(m, setup),
+                           setup.chunked_loss, setup.mixed_precision, setup.in_backward, setup.accumulation, host=True)
+    if asked: _answers[asked] = copy.deepcopy(found)
+    return found
 
 # %% ../nbs/25_planner.ipynb #4b2e8271
 LEVERS: dict[str, Callable[[Setup, str], Setup]] = { # From cheap to dear; what is wanted: setup, kind of half precision
