@@ -196,7 +196,8 @@ def generate(
     "Let a saved model continue a text, as it writes it."
     from trainkit.generate import stream
     from trainkit.hf import load_pretrained
-    text = prompt if prompt is not None else sys.stdin.read()
+    if not (text := prompt if prompt is not None else sys.stdin.read()):
+        raise typer.BadParameter('nothing to go on from: give a text, or send one to the standard input', param_hint='--prompt')
     network, tokenizer = load_pretrained(model)
     typer.echo(text, nl=False)
     pieces = stream(network, text, max_new_tokens, temperature, tokenizer, stop or (), top_k=top_k, top_p=top_p,

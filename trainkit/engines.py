@@ -26,7 +26,7 @@ def trl_kind(
 ) -> tuple[str, Any]: # Which trainer of TRL, and the settings of the method; raises `ValueError` where it has none
     "Who runs a method in TRL."
     if config.method not in TRL_KINDS:
-        raise ValueError(f"method = '{config.method}': TRL has no trainer for it (its PPOTrainer is an experiment), only for {', '.join(TRL_KINDS)}; take engine: trainkit")
+        raise ValueError(f"method = '{config.method}': TRL has no trainer for it (its PPOTrainer was removed), only for {', '.join(TRL_KINDS)}; take engine: trainkit")
     kind = TRL_KINDS[config.method]
     if kind == 'dpo': return ('kto' if list(config.dpo.loss_type) == ['kto'] else 'dpo'), config.dpo
     return kind, config.rl if kind in ('grpo', 'rloo') else None
