@@ -80,7 +80,7 @@ def waterfall(
     left = 14 + 6.7*max([5, *map(len, parts)])
     X = lambda size: left + (395 - left)*size/most
     rows = [*((name, size, X(before := before + size), PALETTE[i % len(PALETTE)]) for i, (name, size) in enumerate(parts.items())),
-            ('total', total, X(total), PALETTE[2] if total <= room else PALETTE[4])]
+            ('total', total, X(total), '#6e7781' if total <= room else PALETTE[4])]
     for i, (name, size, end, colour) in enumerate(rows):
         y, bold = 24 + 26*i, 'font-weight="600"' if name == 'total' else ''
         body += text(left - 8, y + 15, name, 'end', bold)

@@ -37,7 +37,7 @@ def usage() -> dict[str, float]: # GiB; only what this machine can tell
     with contextlib.suppress(ImportError): # not on Windows
         import resource
         unit = 2**30 if sys.platform == 'darwin' else 2**20 # bytes there, kilobytes elsewhere
-        found['memory_peak_gib'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/unit
+        found['memory_peak_gib'] = max(found.get('memory_gib', 0.), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/unit) # Linux counts in portions
     torch = sys.modules.get('torch')
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         found['gpu_memory_gib'] = torch.cuda.memory_allocated()/2**30
