@@ -211,7 +211,7 @@ class View:
         self.button.layout.display = None if explorer.heavy else 'none'
         self.button.on_click(lambda _: self.draw())
         wide = W.Layout(display='grid', grid_template_columns='repeat(auto-fill, minmax(min(100%, 340px), 1fr))', width='100%', grid_gap='2px 20px')
-        look = W.HTML('<style>.trainkit-picture > .widget-html-content { min-width: 0 }</style>', layout=W.Layout(display='none')) # A wide table scrolls in itself
+        look = W.HTML('<style>.trainkit-picture.widget-html { margin: 0 } .trainkit-picture > .widget-html-content { min-width: 0 }</style>', layout=W.Layout(display='none')) # A wide table scrolls in itself
         self.widget = W.VBox([W.Box([c.box for c in self.controls.values()], layout=wide), self.button, self.alert, look, self.picture.add_class('trainkit-picture')])
         self.picture.layout.width = '100%'
         explorer.view = self

@@ -92,7 +92,9 @@ _LOOK = """<style>
   .trainkit-knob .widget-text, .trainkit-knob .widget-dropdown { flex-flow: row wrap; height: auto }
   .trainkit-knob .widget-text > .widget-label, .trainkit-knob .widget-dropdown > .widget-label {
     width: 100% !important; max-width: 100% !important; text-align: left; height: 22px; line-height: 22px }
+  .trainkit-knob .widget-dropdown > select { height: 28px }
 }
+.trainkit-form :focus-visible { outline: 2px solid #1f77c9; outline-offset: 1px }
 </style>"""
 
 class Field:

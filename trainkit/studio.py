@@ -54,6 +54,7 @@ _LOOK = """<style>
 .trainkit-charts { display: grid !important; gap: 20px; align-items: start; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
 .trainkit-charts > * { min-width: 0; margin: 0 }
 .trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] { display: contents !important } /* All in one grid */
+.trainkit-panel :focus-visible { outline: 2px solid #1f77c9; outline-offset: 1px }
 </style>"""
 
 def _cell() -> str:
@@ -124,7 +125,7 @@ class TrainerPanel:
         charts = W.Box([self.chart, self.others.add_class('trainkit-others')]).add_class('trainkit-charts')
         self.widget = W.VBox([look, self.form.widget, self.memory, row(self.start_button, self.pause_button, self.stop_button, self.resume_button, self.save_button,
                                                                  self.kill_button, self.place),
-                              self.head, self.state_line, self.alert, charts, self.tabs])
+                              self.head, self.state_line, self.alert, charts, self.tabs]).add_class('trainkit-panel')
 
     # What hangs on the buttons
 
