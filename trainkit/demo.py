@@ -51,8 +51,9 @@ class DemoConfig:
     def __post_init__(self): check_config(self)
 
 SENTENCE = 'It is {}.'
-CAPITALS = 'What is the capital of {}?', 'Name the capital of {}.', 'From which city is {} governed?', 'Which city is the seat of government in {}?'
-SUMS = 'What is two times {}?', 'Double {}:', 'Add {} to itself.', 'How much is twice {}?'
+CAPITALS = ('What is the capital of {}?', 'Name the capital of {}.', 'From which city is {} governed?', 'Where does the government of {} sit?',
+            '{}: which city is its capital?', 'Which city is the seat of government in {}?')
+SUMS = 'What is two times {}?', 'Double {}:', 'Add {} to itself.', 'Multiply {} by two.', '{0} plus {0}?', 'How much is twice {}?'
 
 def demo_rows(
     topics: int = 60,
