@@ -533,7 +533,7 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     button = lambda word: page.locator(f"button:text-is('{word}')")
     step = lambda: int(re.search(r'step ([\d,]+) of', page.locator('text=/step [\\d,]+ of/').first.inner_text())[1].replace(',', ''))
     page.get_by_label('documents', exact=True).first.wait_for() # The cells are over, and clicks are heard
-    page.locator('.p-Accordion, .widget-tab, .p-TabBar-tab').first.wait_for()
+    button('Start').wait_for()
     rate = page.get_by_label('learning_rate')
     rate.fill('fast')
     page.get_by_role('alert').filter(has_text='must be').first.wait_for()
