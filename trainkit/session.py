@@ -1,4 +1,4 @@
-"""A run is a thing with four buttons, whether it lives in a thread, in this cell, or in a process that outlives the notebook
+"""A run is a thing with six buttons, whether it lives in a thread, in this cell, or in a process that outlives the notebook
 
 `TrainSession(config)` is a run with buttons: `start`, `pause`, `resume`, `stop`, `save`, `sample`. `snapshot()` says at any time how it stands, `result()` waits for what it comes to and raises if it failed. `start('thread')` returns at once, `start('foreground')` when the run is over, `start('process')` trains in a process of its own that no closed tab ends; `TrainSession.attach(folder)` takes such a run up again from another kernel.
 
