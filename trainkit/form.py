@@ -94,7 +94,7 @@ _LOOK = """<style>
     width: 100% !important; max-width: 100% !important; text-align: left; height: 22px; line-height: 22px }
   .trainkit-knob .widget-dropdown > select { height: 28px }
 }
-.trainkit-form :focus-visible { outline: 2px solid #1f77c9; outline-offset: 1px }
+.trainkit-form.trainkit-form.trainkit-form :focus-visible { outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
 
 class Field:

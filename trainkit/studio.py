@@ -54,7 +54,7 @@ _LOOK = """<style>
 .trainkit-charts { display: grid !important; gap: 20px; align-items: start; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
 .trainkit-charts > * { min-width: 0; margin: 0 }
 .trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] { display: contents !important } /* All in one grid */
-.trainkit-panel :focus-visible { outline: 2px solid #1f77c9; outline-offset: 1px }
+.trainkit-panel.trainkit-panel.trainkit-panel :focus-visible { outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
 
 def _cell() -> str:
