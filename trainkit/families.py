@@ -282,6 +282,7 @@ def to_hf(
     kind = getattr(transformers, str(hf_architecture(model.config)))
     hf = kind(config).to(model.device, model.lm_head.weight.dtype)
     hf.load_state_dict(weights)
+    if model.config.attn_softcap: hf.set_attn_implementation('eager') # the others of older versions leave the cap out
     return hf.train(model.training)
 
 def from_hf(
