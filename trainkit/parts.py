@@ -209,7 +209,8 @@ def prepare_sft(
         packed = _with_lengths(train, rows['train'], c) if sft.packing == 'none' else pack(train, length, sft.packing)
     asked = [] if facts['kind'] == 'text' or not sft.questions else questions(
         rows['eval'], tokenizer, context_length(model), train_reasoning=sft.reasoning != 'drop')[:sft.questions]
-    facts |= dict(max_length=length, rows=len(packed), full=packing_efficiency(packed, length))
+    longest = length if sft.packing != 'none' else min(length, int(train.report.lengths.max()))
+    facts |= dict(max_length=length, longest=longest, rows=len(packed), full=packing_efficiency(packed, length))
     batches, held = make_batches(config, packed, test, tokenizer, c.group_by_length)
     return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], examples=train,
                  asked=asked, seconds=seconds)

@@ -259,7 +259,8 @@ def run(
         if parts.test_rows: write_examples(parts.test_rows, folder.path/'test.jsonl')
         lines = verbose and not config.train.progress and find_place() in ('lines', 'terminal') # instead of a bar
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
-        watch = [MemoryWatch(int(parts.facts.get('max_length', config.data.max_length)), say)] if config.watch_memory and config.engine == 'trainkit' else []
+        longest = parts.facts.get('longest') or parts.facts.get('max_length') or config.data.max_length
+        watch = [MemoryWatch(int(longest), say)] if config.watch_memory and config.engine == 'trainkit' else []
         trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: print(line) if verbose else None),
                               *([Remote(folder.path)] if main else []), *callbacks]
         if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
