@@ -267,11 +267,12 @@ class TrainSession:
     ) -> Snapshot: # Of the end, or of that moment
         "Block until the run is over; Ctrl-C, or the notebook's stop button, ends the run and keeps the model."
         end = time.monotonic() + (float('inf') if seconds is None else seconds)
-        while (now := self.snapshot()).state in ACTIVE and time.monotonic() < end:
-            try: time.sleep(0.05)
-            except KeyboardInterrupt:
+        while True:
+            try:
+                if (now := self.snapshot()).state not in ACTIVE or time.monotonic() >= end: return now
+                time.sleep(0.05)
+            except KeyboardInterrupt: # Wherever it comes
                 if not self.stop(): raise # The second one
-        return now
 
     def result(self) -> Any: # Of `run`: `model`, `tokenizer`, `metrics`, `folder`, …
         "Start if nobody has, wait, and hand over what the run came to; raises what the run raised."
