@@ -2,6 +2,7 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -24,16 +25,30 @@ def small(folder, **train):
 
 def test_neither_torch_nor_widgets_are_loaded():
     import subprocess
-    import sys
     code = ("import sys, trainkit.session, trainkit.view, trainkit.form\n"
             "print(sorted({'torch', 'ipywidgets', 'transformers', 'IPython'} & set(sys.modules)))")
     assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() == '[]'
 
 
+def within(name):
+    "Whether the main thread is in this function of the session."
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame and (frame.f_code.co_name, Path(frame.f_code.co_filename).name) != (name, 'session.py'): frame = frame.f_back
+    return frame is not None
+
+
+def interrupt_when(ready):
+    "Ctrl-C as soon as it is so; a time would be too early on a busy machine, and end the tests."
+    def strike():
+        until(ready)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=strike, daemon=True).start()
+
+
 def test_an_interrupt_ends_the_step_and_keeps_the_model():
     session = TrainSession(load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), count)
     session.start()
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    interrupt_when(lambda: within('wait'))
     before = signal.getsignal(signal.SIGINT)
     assert session.result().stop_reason == 'stopped' and session.snapshot().state == 'stopped'
     assert signal.getsignal(signal.SIGINT) is before
@@ -41,7 +56,7 @@ def test_an_interrupt_ends_the_step_and_keeps_the_model():
 
 def test_an_interrupt_in_the_foreground_too():
     session = TrainSession(load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), count)
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    interrupt_when(lambda: session.snapshot().step > 5)
     session.start('foreground')
     assert session.result().stop_reason == 'interrupted' and session.snapshot().state == 'stopped'
 
