@@ -122,8 +122,8 @@ def test_a_page_gets_little_and_seldom(panel):
     panel.start_button.click()
     until(lambda: panel.session.snapshot().step > 400)
     panel.stop_button.click(), panel.result()
-    gaps = [b - a for (a, _), (b, _) in zip(sent, sent[1:-2], strict=False)]
-    assert max(size for _, size in sent) < 16_000 and all(gap > 0.15 for gap in gaps), (gaps, sent)
+    seconds = sent[-1][0] - sent[0][0] # One look may be late on a busy machine, and the next then comes soon
+    assert max(size for _, size in sent) < 16_000 and len(sent) < 5*seconds + 4, (seconds, sent) # One at Start, two at the end
 
 
 def test_run_again_the_cell_has_one_panel():
