@@ -249,3 +249,20 @@ def test_static_pages_fit_the_page(browser, every, width, scheme):
         assert page.locator('[role=alert]').count() == 0 and page.locator('[role=group]').first.get_attribute('aria-label'), name
     assert not errors
     page.close()
+
+
+def test_every_explorer_stands_in_its_lesson():
+    "Where its idea comes up, long before the notebook that makes it: shown by a plain cell, with a picture for those who have no kernel."
+    import json
+
+    from conftest import ROOT
+    from trainkit import explorers
+    shown = {}
+    for path in sorted((ROOT/'nbs').glob('[0-4]*.ipynb')):
+        for cell in json.loads(path.read_text(encoding='utf-8'))['cells']:
+            source, html = ''.join(cell['source']), ''.join(''.join(o.get('data', {}).get('text/html', '')) for o in cell.get('outputs', []))
+            for name in {*explorers.__all__} - {'Explorer'}:
+                if f'{name}(' in source and source.endswith('.show()') and f'role="group" aria-label="{name}"' in html:
+                    assert not source.startswith('#|') and 'role="alert"' not in html, f'{path.stem}: {name}'
+                    shown.setdefault(name, []).append(path.stem)
+    assert {*shown} == {*explorers.__all__} - {'Explorer'}

@@ -18,7 +18,7 @@ from .canvas import PALETTE, Picture, clean, grid, svg, table, text
 from .charts import curves
 from .curriculum import CurriculumConfig
 from .dataloader import Batches
-from .explore import Explorer
+from .explore import CHART, Explorer
 from .knobs import knob
 from .packing import STRATEGIES, assign
 
@@ -176,7 +176,7 @@ class CurriculumExplorer(Explorer):
         what, shown = ('tokens', self.all) if by_length else ('difficulty', self.hard)
         series = {'hardest row' if not by_length else 'longest row': [float(shown[b].max()) for b in values.batches], 'average': [float(shown[b].mean()) for b in values.batches]}
         if 'based' in self.order: series['allowed'] = values.limit
-        picture = curves(series, f'{self.order}: the rows of each batch', x_label='batch', y_label=what)
+        picture = curves(series, f'{self.order}: the rows of each batch', x_label='batch', y_label=what, **CHART)
         waste = table([{'order': name, 'padding': f'{padding_share(self.all, self.planned(name) if name != self.order else values.batches):.1%}'}
                        for name in ('shuffled', 'group_by_length')] + [{'order': self.order, 'padding': f'{values.padding:.1%}'}]*('based' in self.order), 'Places that hold nothing')
         first, grown = values.batches[0], sum(np.isfinite(values.limit))

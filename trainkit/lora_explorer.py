@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .adapters import lora_config, read_adapter
 from .canvas import Picture, clean, grid, number, table
 from .charts import curves
-from .explore import Explorer
+from .explore import CHART, Explorer
 from .int8 import dequantize_int8, quantize_int8
 from .knobs import knob, nearest
 from .ledger import show_bytes
@@ -168,8 +168,8 @@ class LoRAExplorer(Explorer):
         s, kept, r, n = values['strengths'], values['kept'], self.rank, len(values['strengths'])
         if not s.sum(): return Picture(f'<p>{clean(self.layer)} has not changed.</p>')
         lines = {'kept': (range(1, r + 1), s[:r])} | ({'left out': (range(r + 1, n + 1), s[r:])} if r < n else {})
-        first = curves(lines, 'Singular values of the update', 'direction', log_y=self.log_scale)
-        second = curves({'energy kept': (range(1, n + 1), 100*kept), f'at rank {r}': ([r], [100*values['share']])}, 'Energy kept, in percent', 'rank')
+        first = curves(lines, 'Singular values of the update', 'direction', log_y=self.log_scale, **CHART)
+        second = curves({'energy kept': (range(1, n + 1), 100*kept), f'at rank {r}': ([r], [100*values['share']])}, 'Energy kept, in percent', 'rank', **CHART)
         second = Picture(second.replace('r="2.6"', 'r="5"')) if n > 32 else second
         need = {share: int((kept < share - 1e-9).sum()) + 1 for share in (0.9, 0.99)}
         words = (f'Rank {r} keeps {values["share"]:.2%} of the energy of this update and misses it by {(1 - values["share"])**0.5:.1%}. 90% needs rank {need[0.9]}, '

@@ -21,7 +21,7 @@ from torch import Tensor
 from .canvas import PALETTE, Picture, clean, grid, number, svg, table, text
 from .charts import curves
 from .dpo import COUPLED, LOSSES, DPOConfig, preference_loss
-from .explore import Explorer
+from .explore import CHART, Explorer
 from .knobs import knob
 from .optim import SCHEDULES, OptimConfig, make_schedule
 from .view import notice
@@ -108,7 +108,7 @@ class ScheduleExplorer(Explorer):
             peak = max(rate)
             rows.append({'schedule': name, 'at peak': f'step {rate.index(peak):,}', 'mean': number(sum(rate)/len(rate), 3),
                          'of peak': f'{sum(rate)/len(rate)/peak:.0%}' if peak else '–'})
-        chart = curves(values['rates'], 'Learning rate of each step', height=280)
+        chart = curves(values['rates'], 'Learning rate of each step', **CHART)
         side = ''.join(f'<div style="margin:0 0 14px">{part}</div>' for part in (*strips, table(rows)))
         return Picture(''.join(notice(w, PALETTE[1], 'status') for w in values['warnings']) + grid(chart, Picture(side)))
 
@@ -173,8 +173,8 @@ class DPOExplorer(Explorer):
             (loss, up, down), (at, lift, press) = found['curve'], found['pair']
             same = torch.allclose(up, down, rtol=1e-6, atol=1e-9)
             lines = {'on both answers': (delta, up)} if same else {'chosen up': (delta, up), 'rejected down': (delta, down)}
-            drawn = (curves({name: (delta, loss), 'your pair': ([self.delta], [at])}, f'Loss of {name}', 'Δ, nats', height=250),
-                     curves({**lines, 'your pair': ([self.delta]*2, [lift, press])}, f'Pull of {name}', 'Δ, nats', height=250))
+            drawn = (curves({name: (delta, loss), 'your pair': ([self.delta], [at])}, f'Loss of {name}', 'Δ, nats', **CHART),
+                     curves({**lines, 'your pair': ([self.delta]*2, [lift, press])}, f'Pull of {name}', 'Δ, nats', **CHART))
             charts.append(grid(*(Picture(chart.replace('r="2.6"', 'r="5"')) for chart in drawn)))
             rows.append({'loss': name, 'at your pair': number(at), 'chosen up': number(lift, 3), 'rejected down': number(press, 3)})
         share = 1/(1 + math.exp(-max(-700., self.beta*self.delta)))

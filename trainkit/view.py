@@ -73,7 +73,7 @@ CHARTS: dict[str, tuple[str, ...]] = { # Title -> patterns of the numbers that i
     'Memory': ('memory_gib', 'memory_peak_gib', 'gpu_memory*_gib'),
     'Memory of a step': ('step_memory_*_gib',),
 }
-FROM_ZERO = ('Preferred rightly', 'Length of answers', 'Token accuracy', 'Tokens a second', 'Memory', 'Memory of a step')
+FROM_ZERO = ('Preferred rightly', 'Length of answers', 'Token accuracy', 'Learning rate', 'Tokens a second', 'Memory', 'Memory of a step')
 
 def _in_unit(title: str, found: dict) -> tuple[str, dict]:
     "Memory in GB, or little of it in MB, as in the sentence above Start; the title says the unit, and not each name."
