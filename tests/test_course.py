@@ -94,12 +94,6 @@ def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
         page.close()
 
 
-def test_what_the_command_installs_is_what_the_file_names():
-    from trainkit.course import COURSE
-    lines = (ROOT/'requirements-course.txt').read_text(encoding='utf-8').splitlines()
-    assert list(COURSE) == [line for line in lines if line and not line.startswith('#')]
-
-
 def test_what_the_readme_says_of_others_is_so():
     "What TRL lacks, where it is installed; and each figure of the README stands in the benchmarks."
     import importlib.metadata

@@ -204,11 +204,11 @@ MAY_IMPORT = {
     'strategy': 'config sharded',
     'launch': 'config files runs sharded strategy',
     'distributed': '',
-    'shell': 'chat dataset files knobs lengths mixture packing quality shards templates tokenizer',
+    'shell': 'chat containers dataset files knobs lengths mixture packing quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
     'tools': 'config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
     'demo': 'canvas chat charts config dataset hf intervals judge method quant recipes report runs sidebyside',
-    'course': 'files',
+    'course': 'files machine',
     'cli': 'config course demo generate hf history knobs launch machine method needs recipes rehearsal shell strategy tools',
 }
 

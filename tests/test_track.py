@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from trainkit.track import MetricsLog, RunFolder, compare, list_runs, read_run, run_sections, write_report
+from trainkit.track import MetricsLog, RunFolder, compare, data_hash, list_runs, read_run, run_sections, write_report
 
 
 def strict(line: str):
@@ -296,3 +296,11 @@ def test_report_in_a_browser(tmp_path, browser, width, scheme, page_colour):
     assert re.search(r'upon <b>\s*$', page.locator('pre').first.inner_text())
     sizes = page.evaluate('[...document.querySelectorAll("svg text")].map(t => t.getBoundingClientRect().height)')
     assert min(sizes) >= 9, 'words too small to read'
+
+
+def test_a_fingerprint_is_of_the_numbers_wherever_they_are():
+    "A tensor that learns, or lies on a GPU, is its numbers."
+    import torch
+    here = torch.arange(3.0)
+    others = [here.clone().requires_grad_(), *([here.cuda()] if torch.cuda.is_available() else [])]
+    assert {data_hash([t]) for t in others} == {data_hash([here])} != {data_hash([here + 1])}

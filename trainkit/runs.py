@@ -93,6 +93,7 @@ def data_hash(
     "A fingerprint of data: equal for equal items in equal order (SHA-256)."
     digest = hashlib.sha256()
     for item in items:
+        if hasattr(item, 'detach'): item = item.detach().cpu() # a tensor, wherever it is
         if hasattr(item, 'numpy'): item = item.numpy()
         if hasattr(item, 'tobytes'): item = f'{item.dtype}{item.shape}'.encode() + item.tobytes()
         elif not isinstance(item, (bytes, bytearray)):
