@@ -1,5 +1,19 @@
 "What a run leaves behind, in a real browser."
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
+from conftest import ROOT
 
 pytestmark = pytest.mark.browser
 
@@ -49,47 +63,46 @@ panel.show()
 '''
 
 
-@pytest.fixture(scope='module')
-def lab(tmp_path_factory):
-    "JupyterLab on a port of its own; its address and its folder."
-    import json
-    import os
-    import signal
-    import socket
-    import subprocess
-    import sys
-    import time
-    import urllib.request
-
-    from conftest import ROOT
-    folder = tmp_path_factory.mktemp('lab')
+@contextmanager
+def server(folder, command, **env):
+    "A notebook server in a folder, of a command to which its port is added; its address. Its own process group ends with it."
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTERLAB_SETTINGS_DIR': str(folder/'.settings'),
-           'JUPYTER_DATA_DIR': str(folder/'.data'), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython')}
+    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython'),
+           'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTER_DATA_DIR': str(folder/'.data'), **env}
     env.pop('IN_TEST', None)
+    words = ['--no-browser', '--allow-root', '--ip', '127.0.0.1', '--port', str(port)]
+    with open(folder/'.log', 'w') as log:
+        process = subprocess.Popen([*map(str, command), *words], env=env, stdout=log, stderr=log, start_new_session=True)
+    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 240
+    try:
+        while True:
+            try:
+                urllib.request.urlopen(f'{address}/api/status', timeout=2)
+                break
+            except OSError:
+                assert time.monotonic() < end and process.poll() is None, (folder/'.log').read_text()[-3000:]
+                time.sleep(0.3)
+        yield address
+        for kernel in json.load(urllib.request.urlopen(f'{address}/api/kernels')):
+            urllib.request.urlopen(urllib.request.Request(f"{address}/api/kernels/{kernel['id']}", method='DELETE'))
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+@pytest.fixture(scope='module')
+def lab(tmp_path_factory):
+    "JupyterLab on a port of its own; its address and its folder."
+    folder = tmp_path_factory.mktemp('lab')
     looks = folder/'.settings'/'@jupyterlab'/'apputils-extension'/'themes.jupyterlab-settings'
     looks.parent.mkdir(parents=True)
     looks.write_text('{"adaptive-theme": true}') # Light or dark, as the page's colour scheme is
     looks.with_name('notification.jupyterlab-settings').write_text('{"fetchNews": "false"}') # Else a question about news covers a corner of the page
-    words = ['--no-browser', '--ip', '127.0.0.1', '--port', str(port), '--IdentityProvider.token=', '--ServerApp.password=', '--allow-root',
-             f'--ServerApp.root_dir={folder}', '--ServerApp.disable_check_xsrf=True', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
-    with open(folder/'.log', 'w') as log:
-        server = subprocess.Popen([sys.executable, '-m', 'jupyter', 'lab', *words], env=env, stdout=log, stderr=log, start_new_session=True)
-    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 240
-    while True:
-        try:
-            urllib.request.urlopen(f'{address}/api/status', timeout=2)
-            break
-        except OSError:
-            assert time.monotonic() < end and server.poll() is None, (folder/'.log').read_text()[-3000:]
-            time.sleep(0.3)
-    yield address, folder
-    for kernel in json.load(urllib.request.urlopen(f'{address}/api/kernels')):
-        urllib.request.urlopen(urllib.request.Request(f"{address}/api/kernels/{kernel['id']}", method='DELETE'))
-    os.killpg(server.pid, signal.SIGTERM)
-    server.wait(20)
+    command = [sys.executable, '-m', 'jupyter', 'lab', '--IdentityProvider.token=', '--ServerApp.password=', f'--ServerApp.root_dir={folder}',
+               '--ServerApp.disable_check_xsrf=True', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
+    with server(folder, command, JUPYTERLAB_SETTINGS_DIR=str(folder/'.settings')) as address: yield address, folder
 
 
 def open_notebook(browser, lab, name, cells, **look):
@@ -104,21 +117,25 @@ def open_notebook(browser, lab, name, cells, **look):
     page.goto(f'{address}/doc/tree/{name}', wait_until='domcontentloaded')
     page.wait_for_selector('.jp-Notebook .jp-Cell')
     page.wait_for_function("document.querySelector('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'")
-    for _ in range(20): # Cells that are run before the kernel is ready are not run
+    from playwright.sync_api import TimeoutError as Late
+    said, question = '', page.locator('dialog.jp-Dialog')
+    for _ in range(40): # Cells that are run before the kernel is ready are not run
         page.keyboard.press('Escape')
-        page.click(".lm-MenuBar-itemLabel:text-is('Run')")
-        page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
+        try:
+            if question.count(): # Such as: which kernel? It may come at any moment, and lies over the menu
+                said = question.first.inner_text()
+                question.locator('button:has-text("Select"), .jp-mod-accept').first.click(timeout=5000)
+            page.click(".lm-MenuBar-itemLabel:text-is('Run')", timeout=5000)
+            page.click(".lm-Menu-itemLabel:text-is('Run All Cells')", timeout=5000)
+        except Late: continue
         page.wait_for_timeout(1000)
-        if (select := page.locator('.jp-Dialog button:has-text("Select")')).count(): select.click()
-        elif '[ ]' not in page.locator('.jp-InputPrompt').first.inner_text(): return page
-    raise AssertionError('the kernel does not begin')
+        if not question.count() and '[ ]' not in page.locator('.jp-InputPrompt').first.inner_text(): return page
+    raise AssertionError(f'the kernel does not begin; JupyterLab said: {said!r}')
 
 
 @pytest.mark.slow
 def test_a_panel_trains_in_a_notebook(browser, lab):
     "Run All, Start, the loss changes, Pause holds it, Resume, Stop keeps the model; the saved notebook shows the end; a wrong field is said."
-    import os
-    import re
     folder = lab[1]
     page = open_notebook(browser, lab, 'panel.ipynb', [PANEL], viewport=dict(width=1200, height=1400))
     errors = []
@@ -160,8 +177,6 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     assert button('Start').is_enabled() and button('Go on').is_enabled() and not errors, errors
     page.keyboard.press('Control+s')
     page.wait_for_function('true')
-    import json
-    import time
     end = time.monotonic() + 30
     while 'stopped · step' not in (saved := (folder/'panel.ipynb').read_text()):
         assert time.monotonic() < end, 'the saved notebook shows the end of the run'
@@ -181,7 +196,6 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
 
 def shoot(page, name):
     "A picture of the first output, at both widths, if somebody wants to look at it; nothing sticks out to the side."
-    import os
     for width in (1200, 420):
         page.set_viewport_size(dict(width=width, height=1500))
         page.wait_for_timeout(600)
@@ -199,7 +213,6 @@ def in_sight(page, text): page.locator(f'text={text}').first.wait_for()
 
 def saved_html(page, path):
     "What the saved notebook shows without a kernel."
-    import json
     for _ in range(60):
         page.locator('[data-command="docmanager:save"]').first.click() # Keys go to the field that has the focus
         page.wait_for_timeout(300)
@@ -346,7 +359,6 @@ model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=
 
 def photograph(page, cells, name):
     "The output of each of the last cells, at both widths, if somebody wants to look; nothing sticks out to the side."
-    import os
     for width in (1200, 420):
         page.set_viewport_size(dict(width=width, height=1500))
         page.wait_for_timeout(700)
@@ -363,7 +375,6 @@ def photograph(page, cells, name):
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     "A picture follows its field and its slider, a wrong value is said, and the saved notebook has the picture."
-    import json
     page = open_notebook(browser, lab, f'explorers-{scheme}.ipynb', EXPLORERS, viewport=dict(width=1200, height=6000), color_scheme=scheme)
     errors = []
     page.on('pageerror', lambda e: errors.append(str(e)))
@@ -422,8 +433,6 @@ panel.show()
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_a_panel_for_each_method(browser, lab, scheme):
     "Tuning by an adapter over four bits, a judge, preferences and rewards: Start, the charts of that method, the end."
-    import os
-
     from test_studio import small_start
     from trainkit.config import save_config
     of_method, shown = small_start(lab[1]/'small') if not (lab[1]/'small').exists() else None, dict(
@@ -457,17 +466,6 @@ COLAB = ('notebook==6.5.7', 'ipywidgets==7.7.1', 'ipython==7.34.0', 'ipykernel==
 @pytest.fixture(scope='module')
 def classic(tmp_path_factory):
     "A notebook server with the libraries of Colab's pages: that of the Python in TRAINKIT_COLAB, or of an environment that is made now."
-    import os
-    import signal
-    import socket
-    import subprocess
-    import sys
-    import time
-    import urllib.request
-    import warnings
-    from pathlib import Path
-
-    from conftest import ROOT
     home = ROOT/'build'/'colab'
     python = Path(os.environ.get('TRAINKIT_COLAB') or home/'bin'/'python')
     if not python.exists():
@@ -480,27 +478,8 @@ def classic(tmp_path_factory):
         import torch
         (site/'zz_course.pth').write_text(str(Path(torch.__file__).parent.parent)) # torch and all else, behind what was pinned
     folder = tmp_path_factory.mktemp('classic')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython'),
-           'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTER_DATA_DIR': str(folder/'.data'), 'JUPYTER_RUNTIME_DIR': str(folder/'.run')}
-    env.pop('IN_TEST', None)
-    words = ['--no-browser', '--ip', '127.0.0.1', '--port', str(port), '--allow-root', '--NotebookApp.token=', '--NotebookApp.password=',
-             '--NotebookApp.disable_check_xsrf=True', f'--NotebookApp.notebook_dir={folder}']
-    with open(folder/'.log', 'w') as log:
-        server = subprocess.Popen([python, '-m', 'notebook', *words], env=env, stdout=log, stderr=log, start_new_session=True)
-    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 240
-    while True:
-        try:
-            urllib.request.urlopen(f'{address}/api/status', timeout=2)
-            break
-        except OSError:
-            assert time.monotonic() < end and server.poll() is None, (folder/'.log').read_text()[-3000:]
-            time.sleep(0.3)
-    yield address, folder
-    os.killpg(server.pid, signal.SIGTERM)
-    server.wait(20)
+    command = [python, '-m', 'notebook', '--NotebookApp.token=', '--NotebookApp.password=', '--NotebookApp.disable_check_xsrf=True', f'--NotebookApp.notebook_dir={folder}']
+    with server(folder, command, JUPYTER_RUNTIME_DIR=str(folder/'.run')) as address: yield address, folder
 
 
 VERSIONS = """
@@ -512,9 +491,6 @@ print('kernel of', ipykernel.__version__, IPython.__version__, ipywidgets.__vers
 @pytest.mark.slow
 def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     "ipywidgets 7 and IPython 7 in the classic notebook: Start, Pause, Resume, Stop with the model kept, a wrong field; two explorers follow field and slider."
-    import os
-    import re
-
     import nbformat
     address, folder = classic
     cells = [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]
