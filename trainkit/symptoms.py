@@ -117,11 +117,12 @@ def plateau(records: Sequence[dict]) -> Finding | None:
     rates = series(records, 'learning_rate')[1]
     half = losses[len(losses)//2:]
     if len(half) < 12 or small_rate(records): return None
+    if 0 <= mean(half) < 0.01*losses[0]: return None # next to nothing is left to learn
     # No change seen is not enough: there must be too little noise to hide one
     if most_change(half) > 0.003*abs(mean(half)) + 0.01*abs(losses[0] - mean(half)): return None
     if rates and rates[-1] < max(rates)/10: return None # the schedule lets the loss come to rest
     return Finding('plateau', steps[-1], 'The loss has stopped falling',
-                   f'{mean(half[:4]):.3f} at step {steps[len(losses)//2]}, {mean(half[-4:]):.3f} now',
+                   f'{number(mean(half[:4]))} at step {steps[len(losses)//2]}, {number(mean(half[-4:]))} now',
                    'If it is above what you expect: another learning rate (a third, three times), a larger model, '
                    'cleaner labels. If not, let the schedule decay and stop.')
 
