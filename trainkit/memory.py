@@ -10,7 +10,6 @@
 __all__ = ['predict_memory', 'memory_used', 'most_used', 'measure_memory', 'memory_report', 'free_memory']
 
 # %% ../nbs/25_memory.ipynb #f3aaeaff
-import ctypes
 import gc
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from . import adamw8bit
 from .adamw8bit import BLOCK, PIECE, quantize_blocks
 from .backward import step_in_backward
 from .facts import memory
+from .heap import give_back
 from .layers import onednn_is_exact
 from .ledger import Ledger, MemoryReport, report
 from .nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
@@ -202,6 +202,4 @@ def free_memory(
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized(): torch.cuda.empty_cache()
     if torch.backends.mps.is_available(): torch.mps.empty_cache()
-    if sys.platform == 'linux':
-        try: ctypes.CDLL('libc.so.6').malloc_trim(0)
-        except (OSError, AttributeError): pass # Another C library
+    give_back()

@@ -26,6 +26,7 @@ from .checks import check_plan
 from .compiled import Compiled
 from .config import seed_everything, to_dict
 from .faults import Retry, StepTooBig, held_back, worker_died
+from .heap import kept_memory
 from .keeper import finish, keep_model, save_checkpoint, save_weights, settle, whole_model
 from .lock import run_lock
 from .objective import Loss, lm_loss, lm_objective, objective
@@ -115,6 +116,7 @@ class Trainer:
             raise ValueError(f"on_nan='skip' is not combined with {self.shards.strategy}, which moves before anybody looks: take fsdp")
         elif c.torch_compile: raise ValueError(f'torch_compile=True is not combined with {self.shards.strategy} here')
         stack.enter_context(tf32(c.tf32))
+        stack.enter_context(kept_memory(self.accelerator.device.type == 'cpu'))
         self.bare = self.build_optimizer(self.model if self.shards is None else self.shards.twin, self.optim)
         self.schedule = make_schedule(self.bare, self.optim, self.total_steps)
         forward = Compiled(self.model, c.torch_compile_backend, c.torch_compile_mode, self.note) \
