@@ -3,14 +3,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT, shell
+from conftest import ROOT, shell, together
 
 from trainkit.dataloader import Batches
 from trainkit.model import ModelConfig, Transformer
@@ -36,62 +35,32 @@ def trainer(folder='', batch_size=8, tied=True, **config):
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-WORKER = '''
-import json, os, sys
-sys.path.insert(0, {tests!r})
-from test_distributed import *
-from trainkit.objective import lm_loss
-def look(t, step):
-    def then(group):
-        step(group)
-        if t.state.step == 2 and t.shards is not None:
-            found['share'] = t.shards.share()/sum(p.numel()*4 for p in t.plain_shapes)
-            found['kinds'] = sorted({{type(p).__name__ for p in t.shards.twin.parameters()}})
-    return then
-folder, resume, *strategies = sys.argv[1:]
-out = {{}}
-for name in strategies:
-    strategy, _, untied = name.partition('-')
-    os.environ['TRAINKIT_STRATEGY'] = strategy
-    found, here = {{}}, os.path.join(folder, name)
-    t = trainer(here, batch_size=4, tied=not untied)
-    t.plain_shapes = [torch.empty(p.shape, device='meta') for p in t.model.parameters()]
-    t.step = look(t, t.step)
-    result = t.train(resume=resume if os.path.isdir(resume) else None)
-    found |= dict(history=result.history, processes=t.accelerator.num_processes, wrapped=type(t.wrapped).__name__, tokens=result.tokens)
-    if t.accelerator.is_main_process: torch.save(weights(t.model), os.path.join(here, 'weights.pt'))
-    found['sum'] = float(weights(t.model).double().sum())
-    again = t.evaluate()['eval_loss']
-    found['again'] = again
-    out[name] = found
-print(json.dumps(out))
-import torch.distributed as dist
-dist.barrier(); dist.destroy_process_group()
-import os, sys
-sys.stdout.flush()
-os._exit(0) # threads of gloo may abort what is left of the interpreter
-'''
+def work(folder, resume, strategies):
+    "What one of several processes does by each strategy, and what it found."
+    out = {}
+    for name in strategies:
+        strategy, _, untied = name.partition('-')
+        os.environ['TRAINKIT_STRATEGY'] = strategy
+        t, found = trainer(folder/name, batch_size=4, tied=not untied), {}
+        size, step = sum(p.numel()*4 for p in t.model.parameters()), t.step
+        def then(group, t=t, found=found, size=size, step=step):
+            step(group)
+            if t.state.step == 2 and t.shards is not None:
+                found |= dict(share=t.shards.share()/size, kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}))
+        t.step = then
+        result = t.train(resume=resume)
+        found |= dict(history=result.history, processes=t.accelerator.num_processes, wrapped=type(t.wrapped).__name__, tokens=result.tokens)
+        if t.accelerator.is_main_process: torch.save(weights(t.model), folder/name/'weights.pt')
+        found |= dict(sum=float(weights(t.model).double().sum()), again=t.evaluate()['eval_loss'])
+        out[name] = found
+    print(json.dumps(out), flush=True)
+    torch.distributed.barrier(), torch.distributed.destroy_process_group()
+    os._exit(0) # threads of gloo may abort what is left of the interpreter
 
 
-def run_processes(n, *words, fail=False):
-    "The same script in `n` processes on gloo; what each said last."
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'ACCELERATE_USE_CPU': 'true', 'MASTER_ADDR': '127.0.0.1',
-           'MASTER_PORT': str(port), 'WORLD_SIZE': str(n), 'LOCAL_WORLD_SIZE': str(n)}
-    command = [sys.executable, '-c', WORKER.format(tests=str(ROOT/'tests')), *map(str, words)]
-    running = [subprocess.Popen(command, env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-               for i in range(n)]
-    from concurrent.futures import ThreadPoolExecutor
-    def wait(p):
-        try: return p.communicate(timeout=240)
-        finally:
-            if p.returncode != 0: # the others would wait for it
-                for other in running: other.kill()
-    with ThreadPoolExecutor(n) as pool: said = list(pool.map(wait, running))
-    assert all(p.returncode == 0 for p in running), said
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+def run_processes(n, folder, resume, *strategies):
+    folder.mkdir(exist_ok=True)
+    return together(n, work, folder, resume, strategies, folder=folder)
 
 
 def check(one, result, two, folder, tolerance):
@@ -105,7 +74,7 @@ def check(one, result, two, folder, tolerance):
 
 def test_two_processes_are_one(tmp_path):
     "2 processes x batch 4 x accumulation 2 = 1 x 8 x 2 by DDP and FSDP2, with masked uneven rows; each holds its share; a checkpoint fits any number."
-    found = run_processes(2, tmp_path, 'none', 'ddp', 'fsdp', 'fsdp-untied')
+    found = run_processes(2, tmp_path, None, 'ddp', 'fsdp', 'fsdp-untied')
     for name in ('ddp', 'fsdp', 'fsdp-untied'):
         one = trainer(tmp_path/f'one-{name}', tied='untied' not in name)
         result = one.train()
@@ -150,7 +119,7 @@ def test_zero_is_one_process(tmp_path, offload, monkeypatch):
     one = trainer(tmp_path/'one')
     result = one.train()
     names = ('zero3',) if offload == 'offload_param' else ('zero1', 'zero2', 'zero3')
-    found = run_processes(2, tmp_path, 'none', *names)
+    found = run_processes(2, tmp_path, None, *names)
     run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names)
     for name in names:
         first, second = (f[name] for f in found)
@@ -219,7 +188,7 @@ def test_nvme_without_its_library_says_what_to_install(tmp_path, monkeypatch):
     disk = dict(device='nvme', nvme_path=str(tmp_path))
     (tmp_path/'ds.json').write_text(json.dumps({'zero_optimization': dict(offload_optimizer=disk)}))
     monkeypatch.setenv('TRAINKIT_DEEPSPEED_CONFIG', str(tmp_path/'ds.json'))
-    with pytest.raises(AssertionError, match='needs libaio here: apt install libaio-dev'): run_processes(2, tmp_path, 'none', 'zero3')
+    with pytest.raises(AssertionError, match='needs libaio here: apt install libaio-dev'): run_processes(2, tmp_path, None, 'zero3')
 
 
 KILLED = '''

@@ -1,8 +1,6 @@
 "A small model learns to answer from a file of questions and answers, in Python and from a shell, and opens elsewhere."
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,27 +64,25 @@ def test_the_test_part_is_set_apart(tuned, home):
 
 
 def test_the_folder_opens_in_transformers_and_its_answers_stop(tuned):
-    code = ("import sys, json\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            "m, t = (c.from_pretrained(sys.argv[1]) for c in (AutoModelForCausalLM, AutoTokenizer))\n"
-            "out = []\n"
-            "for q in json.loads(sys.argv[2]):\n"
-            "    ids = t.apply_chat_template([dict(role='user', content=q)], add_generation_prompt=True, return_tensors='pt', return_dict=True)\n"
-            "    new = m.generate(**ids, max_new_tokens=40, do_sample=False)[0][ids['input_ids'].shape[1]:]\n"
-            "    out.append([t.decode(new, skip_special_tokens=True).strip(), int(new[-1]) == t.eos_token_id, len(new)])\n"
-            "print(json.dumps([out, t.eos_token, m.generation_config.eos_token_id == t.eos_token_id, 'trainkit' in sys.modules]))")
-    questions = ['Spell 3.', 'What is 7 in words?', 'Name the number 11.']
-    done = subprocess.run([sys.executable, '-c', code, str(tuned.model_path), json.dumps(questions)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    answers, eos, same, ours = json.loads(done.stdout.splitlines()[-1])
-    assert (eos, same, ours) == ('<|im_end|>', True, False)
-    assert all(stopped for _, stopped, _ in answers), answers
-    assert sum(answer == name for (answer, *_), name in zip(answers, ('three', 'seven', 'eleven'), strict=True)) >= 2, answers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, words = (c.from_pretrained(tuned.model_path) for c in (AutoModelForCausalLM, AutoTokenizer))
+    assert words.eos_token == '<|im_end|>' and model.generation_config.eos_token_id == words.eos_token_id
+    right = 0
+    for question, name in (('Spell 3.', 'three'), ('What is 7 in words?', 'seven'), ('Name the number 11.', 'eleven')):
+        ids = words.apply_chat_template([dict(role='user', content=question)], add_generation_prompt=True, return_tensors='pt', return_dict=True)
+        new = model.generate(**ids, max_new_tokens=40, do_sample=False)[0][ids['input_ids'].shape[1]:]
+        assert new[-1] == words.eos_token_id, question
+        right += words.decode(new, skip_special_tokens=True).strip() == name
+    assert right >= 2
 
 
 def test_packed_and_unpacked_begin_with_the_same_loss(home):
     "All rows in one batch: the first loss does not depend on how they share rows."
-    losses = [run(config(home, f'one-{packing}', packing, max_steps=1, per_device_train_batch_size=80), verbose=False).final_loss
-              for packing in ('none', 'greedy', 'first_fit', 'best_fit')]
+    losses = []
+    for packing in ('none', 'greedy', 'first_fit', 'best_fit'):
+        one = config(home, f'one-{packing}', packing, max_steps=1, per_device_train_batch_size=80)
+        one.sft.questions = 0
+        losses.append(run(one, verbose=False).final_loss)
     assert all(abs(loss - losses[0]) < 1e-5 for loss in losses), losses
 
 

@@ -3,8 +3,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import begin, end, together
 from torch import nn
 
 from trainkit.dataloader import Batches, collate
@@ -623,37 +622,28 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
     assert box[0].stop_reason == 'enough' and box[0].steps == step and Path(box[0].final_checkpoint).name == f'checkpoint-{step}'
 
 
-SCRIPT = '''
-import sys; sys.path.insert(0, {tests!r})
-import time
-from test_train import *
-class Slow:
-    def on_step(self, trainer, record): print('step', record['step'], flush=True); time.sleep(0.05)
-t = trainer(folder={folder!r}, max_steps=60, callbacks=[Slow()])
-result = t.train(resume='auto')
-print('result', result.stop_reason, result.steps, t.model.lm_head.weight.double().sum().item())
-'''
+def slowly(folder):
+    class Slow:
+        def on_step(self, trainer, record): print('step', record['step'], flush=True); time.sleep(0.05)
+    result = trainer(folder=folder, max_steps=60, callbacks=[Slow()]).train(resume='auto')
+    print('result', result.stop_reason, result.steps)
 
 
-def run_script(folder): 
-    code = SCRIPT.format(tests=str(Path(__file__).parent), folder=str(folder))
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(Path(__file__).parent.parent)}
-    return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-
-
-def wait_for(process, words):
-    for line in process.stdout:
-        if line.startswith(words): return line
-    raise AssertionError(process.stderr.read())
+def at_step_four(folder):
+    "A run in a process of its own that is so far."
+    process = begin(slowly, folder, folder=folder)
+    while 'step 4\n' not in (folder/'out.txt').read_text():
+        assert process.is_alive(), (folder/'err.txt').read_text()
+        time.sleep(0.01)
+    return process
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
-    process = run_script(tmp_path)
-    wait_for(process, 'step 4')
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    said, result = out.splitlines()[-2:]
+    process = at_step_four(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
+    done = end(process, tmp_path, 60)
+    assert done.returncode == 0, done.stderr
+    said, result = done.stdout.splitlines()[-2:]
     step = int(result.split()[2])
     assert result.startswith('result interrupted') and 4 <= step < 10
     assert f'after step {step} of 60' in said and f'checkpoint-{step}' in said and 'resume=True' in said
@@ -662,13 +652,12 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
 
 
 def test_the_second_ctrl_c_interrupts_at_once(tmp_path):
-    process = run_script(tmp_path)
-    wait_for(process, 'step 4')
-    process.send_signal(signal.SIGINT)
+    process = at_step_four(tmp_path)
+    os.kill(process.pid, signal.SIGINT)
     time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and 'KeyboardInterrupt' in err and 'result' not in out
+    os.kill(process.pid, signal.SIGINT)
+    done = end(process, tmp_path, 60)
+    assert done.returncode != 0 and 'KeyboardInterrupt' in done.stderr and 'result' not in done.stdout
 
 
 # accelerate
@@ -697,44 +686,25 @@ def test_overflow_skips_one_step():
     assert seen == [(1, True, 0), (1, True, 1), (1, False, 2), (1, False, 3), (1, False, 4)] # the first rate of the warm-up is 0
 
 
-PROCESSES = '''
-import sys; sys.path.insert(0, {tests!r})
-from test_train import *
-counted, folder = sys.argv[1:]
-loss = lm_loss if counted == 'yes' else (lambda model, batch: lm_loss(model, batch))
-t = trainer(batch_size=2, gradient_accumulation_steps=2, loss=loss, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3,
-            folder=folder, mixed_precision='no')
-result = t.train()
-if t.accelerator.is_main_process:
-    torch.save(torch.cat([p.detach().flatten() for p in t.model.parameters()]), folder + '/weights.pt')
-    print(json.dumps(dict(processes=t.accelerator.num_processes, history=result.history, tokens=result.tokens)))
-'''
-
-
-def run_processes(n, *words):
-    "The same script in `n` processes on gloo; the last line of the first one."
-    import socket
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    root = Path(__file__).parent
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(root.parent), 'ACCELERATE_USE_CPU': 'true', 'MASTER_ADDR': '127.0.0.1',
-           'MASTER_PORT': str(port), 'WORLD_SIZE': str(n), 'LOCAL_WORLD_SIZE': str(n)}
-    command = [sys.executable, '-c', PROCESSES.format(tests=str(root)), *map(str, words)]
-    running = [subprocess.Popen(command, env=env | dict(RANK=str(i), LOCAL_RANK=str(i)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-               for i in range(n)]
-    said = [p.communicate(timeout=120) for p in running]
-    assert all(p.returncode == 0 for p in running), said
-    return json.loads(said[0][0].splitlines()[-1])
+def share(counted, folder):
+    "What one of several processes does, and says."
+    loss = lm_loss if counted else lambda model, batch: lm_loss(model, batch)
+    t = trainer(batch_size=2, gradient_accumulation_steps=2, loss=loss, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3,
+                folder=folder, mixed_precision='no')
+    result = t.train()
+    if t.accelerator.is_main_process: torch.save(torch.cat([p.detach().flatten() for p in t.model.parameters()]), folder/'weights.pt')
+    print(json.dumps(dict(processes=t.accelerator.num_processes, history=result.history, tokens=result.tokens)), flush=True)
+    t.accelerator.wait_for_everyone()
+    os._exit(0) # threads of gloo may abort what is left of the interpreter
 
 
 @pytest.mark.slow # test_distributed has a quick one
-@pytest.mark.parametrize('counted', ['yes', 'no'])
+@pytest.mark.parametrize('counted', [True, False])
 def test_two_processes_are_one(tmp_path, counted):
     "2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with rows of different length and a partial last window."
     one = trainer(batch_size=4, gradient_accumulation_steps=2, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3, mixed_precision='no')
     result = one.train()
-    two = run_processes(2, counted, tmp_path)
+    two = together(2, share, counted, tmp_path, folder=tmp_path)[0]
     assert two['processes'] == 2 and two['tokens'] == result.tokens
     for a, b in zip(result.history, two['history'], strict=True):
         for key in ('loss', 'grad_norm', 'eval_loss', 'eval_tokens'):
