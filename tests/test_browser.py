@@ -360,7 +360,7 @@ model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=
 def photograph(page, cells, name):
     "The output of each of the last cells, at both widths, if somebody wants to look; nothing sticks out to the side."
     for width in (1200, 420):
-        page.set_viewport_size(dict(width=width, height=1500))
+        page.set_viewport_size(dict(width=width, height=2800)) # High enough that nothing of JupyterLab lies over a picture
         page.wait_for_timeout(700)
         outputs = page.locator('.jp-OutputArea-output:has(.jupyter-widgets)')
         assert outputs.count() == cells
@@ -432,14 +432,15 @@ panel.show()
 @pytest.mark.slow
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_a_panel_for_each_method(browser, lab, scheme):
-    "Tuning by an adapter over four bits, a judge, preferences and rewards: Start, the charts of that method, the end."
+    "Instruction tuning by TRL's loop, then by an adapter over four bits, a judge, preferences, rewards: Start, the charts of that method, the end."
     from test_studio import small_start
     from trainkit.config import save_config
     of_method, shown = small_start(lab[1]/'small') if not (lab[1]/'small').exists() else None, dict(
-        qlora='Loss', reward='Preferred rightly', dpo='KL from the reference', grpo='Reward')
+        sft='Loss', qlora='Loss', reward='Preferred rightly', dpo='KL from the reference', grpo='Reward', ppo='Reward')
     if of_method is not None:
         for method in shown:
-            more = ['name=' + method, 'train.max_steps=30', 'optim.learning_rate=1e-3', *(['sampling.max_new_tokens=8'] if method != 'reward' else [])]
+            more = ['name=' + method, 'train.max_steps=30', 'optim.learning_rate=1e-3', *(['sampling.max_new_tokens=8'] if method != 'reward' else []),
+                    *(['engine=trl'] if method == 'sft' else [])]
             save_config(of_method(method, *more), lab[1]/f'{method}.yaml')
     page = open_notebook(browser, lab, f'methods-{scheme}.ipynb', [METHOD % method for method in shown], viewport=dict(width=1200, height=1500), color_scheme=scheme)
     errors = []

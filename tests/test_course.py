@@ -68,6 +68,7 @@ def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
     assert count == len([*course.LESSONS.glob('*.ipynb')]) and len([*(tmp_path/'site').glob('*.html')]) == count + 2
     for page in (tmp_path/'site').glob('*.html'):
         text = page.read_text(encoding='utf-8')
+        assert not re.search(r'<(img|script|link)[^>]*="https?:', text), f'{page.name} loads something from elsewhere'
         assert '$$' not in re.sub(r'(?s)<(pre|code)\b.*?</\1>|<div class="text">.*?</div>', '', text), f'a formula is left in {page.name}'
         for link in re.findall(r'href="(\w+\.html)', text): assert (tmp_path/'site'/link).exists(), f'{page.name} leads to {link}'
     for scheme, width in (('light', 1200), ('dark', 420)):

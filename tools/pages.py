@@ -33,13 +33,13 @@ a { color: var(--link) } a:focus-visible, button:focus-visible, input:focus-visi
 header { position: sticky; top: 0; z-index: 5; display: flex; gap: 12px; align-items: center; flex-wrap: wrap; padding: 8px 20px; background: var(--ground); border-bottom: 1px solid var(--edge) }
 header .name { font-weight: 700; text-decoration: none; color: var(--ink) }
 header input { flex: 1 1 160px; max-width: 380px; margin-left: auto; padding: 6px 10px; border: 1px solid var(--pale); border-radius: 6px; font: inherit; background: var(--soft); color: inherit }
-header button { padding: 6px 10px; border: 1px solid var(--pale); border-radius: 6px; font: inherit; background: var(--soft); color: inherit; cursor: pointer }
+header button { padding: 6px 12px; border: 1px solid var(--pale); border-radius: 6px; font: inherit; background: var(--soft); color: inherit; cursor: pointer }
 #found:empty { display: none } #found { flex-basis: 100%; max-height: 70vh; overflow: auto; margin: 0; padding: 0; list-style: none } #found li { padding: 6px 0; border-top: 1px solid var(--edge) }
 #found small { display: block; color: var(--pale) } mark { background: #d9640f44; color: inherit }
-.page { display: grid; grid-template-columns: 260px minmax(0, 1fr); max-width: 1240px; margin: 0 auto }
+.page { display: grid; grid-template-columns: 240px minmax(0, 1fr); max-width: 1240px; margin: 0 auto }
 nav.course { padding: 16px 8px 40px 20px; font-size: 14px; line-height: 1.4 } nav.course ul { list-style: none; margin: 4px 0 12px; padding: 0 } nav.course li { padding: 2px 0 }
 nav.course summary { font-weight: 600; padding: 4px 0; cursor: pointer } nav.course a { text-decoration: none } nav.course [aria-current] { font-weight: 700; color: var(--ink) }
-main { padding: 16px 28px 60px; min-width: 0; max-width: 900px }
+main { padding: 16px 24px 60px; min-width: 0 } main > :is(p, ul, ol, blockquote, details) { max-width: 47rem } /* Prose in lines that the eye finds again; code and pictures have the page */
 h1, h2, h3 { line-height: 1.25 } h1 { font-size: 32px; margin: 12px 0 } h2 { margin-top: 40px }
 blockquote { margin: 0 0 24px; padding: 0 0 0 14px; border-left: 3px solid #d9640f; color: var(--pale); font-size: 18px }
 pre, .text { overflow-x: auto; padding: 10px 14px; border-radius: 6px; font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre }
@@ -119,7 +119,7 @@ MAKE = markdown()
 
 def render(text):
     "Markdown as HTML; links to lessons lead to their pages."
-    out = MAKE.render(text)
+    out = MAKE.render(re.sub(r'\[!\[([^]]*)\]\(https?:[^)]*\)\]', r'[\1]', text)) # Badges are pictures from elsewhere
     return re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', lambda m: f'href="{m[1]}.html{m[2] or ""}"', out)
 
 
@@ -141,7 +141,7 @@ def output(out):
 def cell(c):
     "One cell as HTML."
     text = joined(c['source'])
-    if c['cell_type'] == 'markdown': return render(re.sub(r'\[!\[([^]]*)\]\(https?:[^)]*\)\]', r'[\1]', text)) # Badges are pictures from elsewhere
+    if c['cell_type'] == 'markdown': return render(text)
     if c['cell_type'] != 'code' or not text.strip(): return ''
     outs = ''.join(map(output, c.get('outputs', [])))
     if text.startswith('#| hide'): return outs
@@ -182,7 +182,7 @@ def page(title, body, current, titles, parts, about=''):
 <link rel="icon" href="data:,"><link rel="stylesheet" href="style.css"></head><body>
 <a class="skip" href="#main">To the lesson</a>
 <header><a class="name" href="index.html">trainkit</a><input id="search" type="search" placeholder="Search (press /)" aria-label="Search the course">
-<button id="look" type="button">Light or dark</button><ul id="found" aria-live="polite" aria-label="Found"></ul></header>
+<button id="look" type="button" title="Light or dark" aria-label="Light or dark">◐</button><ul id="found" aria-live="polite" aria-label="Found"></ul></header>
 <div class="page"><nav class="course" aria-label="Course"><details open><summary>The course</summary>{menu(current, titles, parts)}</details></nav><main id="main">{body}</main></div>
 <script src="search.js"></script><script src="site.js"></script></body></html>
 '''
