@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from conftest import shell
+from conftest import call, shell
 
 from trainkit.config import load_config, save_config
 from trainkit.dataset import load_splits
@@ -180,7 +180,7 @@ def test_the_same_from_a_shell(home, method):
 
 def test_without_a_file_and_dry(home):
     words = ['train', '--method', 'dpo', '--model', 'base', '--dataset', 'pairs.jsonl', 'use_lora=true', 'data.eval_fraction=0.2', '--dry-run']
-    done = shell(*words, cwd=home, TRAINKIT_PROFILE='quick')
+    done = call(*words, cwd=home, TRAINKIT_PROFILE='quick')
     assert done.returncode == 0, done.stdout + done.stderr
     for part in ('Pairs', 'the model with its adapter off', 'trainable%', '2 x 16 x 1 = 32 rows'): assert part in done.stdout, done.stdout
     assert not (home/'runs'/'run').exists()

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FORK
+from conftest import FORK, in_child
 from torch import nn
 
 from trainkit.checkpoint import FILES, load_checkpoint, problem_with, read_manifest, save_checkpoint
@@ -168,22 +168,21 @@ def test_checkpoint_of_transformers_is_named_and_skipped(tmp_path):
     with pytest.raises(ValueError, match='no manifest.json'): load_checkpoint(theirs, model)
 
 
+def save_too_much(folder):
+    import resource
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    save_checkpoint(folder, nn.Linear(10, 10), state=dict(step=1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try: save_checkpoint(folder, nn.Linear(1000, 1000), state=dict(step=2))
+    except OSError as error: print(error.errno, error)
+
+
 @pytest.mark.skipif(sys.platform == 'win32', reason='POSIX limits')
 def test_file_too_large_for_the_disk_leaves_the_old_ones(tmp_path):
-    code = f"""
-import resource, signal, torch
-from torch import nn
-from trainkit.checkpoint import save_checkpoint
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-save_checkpoint({str(tmp_path)!r}, nn.Linear(10, 10), state=dict(step=1))
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try: save_checkpoint({str(tmp_path)!r}, nn.Linear(1000, 1000), state=dict(step=2))
-except OSError as error: print(error.errno, error)
-"""
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-    number, message = done.stdout.split(' ', 1)
+    folder = tmp_path/'checkpoints'
+    number, message = in_child(save_too_much, folder, folder=tmp_path).stdout.split(' ', 1)
     assert int(number) == errno.EFBIG and 'Nothing was written' in message and 'checkpoint-2' in message
-    assert os.listdir(tmp_path) == ['checkpoint-1'] and problem_with(tmp_path/'checkpoint-1') == ''
+    assert os.listdir(folder) == ['checkpoint-1'] and problem_with(folder/'checkpoint-1') == ''
 
 
 @pytest.mark.skipif(not sys.platform.startswith('linux') or os.geteuid() != 0, reason='mounts a small disk')

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import shell
+from conftest import call, shell
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -395,9 +395,9 @@ def test_the_shell_takes_an_engine(home):
     rows = (f"data.path={home/'talks.jsonl'}", 'train.max_steps=6', 'train.mixed_precision=no', 'train.progress=false', 'data.max_length=64')
     words = ('train', '--method', 'lora', '--model', home/'base', *rows)
     for engine in (('--engine', 'llamafactory'), ('engine=llamafactory',)):
-        done = shell(*words, *engine, '--dry-run', cwd=home)
+        done = call(*words, *engine, '--dry-run', cwd=home)
         assert done.returncode == 0 and 'llamafactory-cli train' in done.stdout and 'stage: sft' in done.stdout, done.stderr
-    done = shell(*words, '--engine', 'tlr', cwd=home)
+    done = call(*words, '--engine', 'tlr', cwd=home)
     assert done.returncode == 1 and 'tlr' in done.stderr and 'trl' in done.stderr and 'Traceback' not in done.stderr
 
 

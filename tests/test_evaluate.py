@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 import torch
-from conftest import shell
+from conftest import call
 
 from trainkit.dataloader import Batches
 from trainkit.harness import Backend, run_harness
@@ -274,12 +274,12 @@ def test_the_command(models, tok, tmp_path):
     for name, model in zip(('fresh', 'trained'), models, strict=True): save_pretrained(model, tok, tmp_path/name, verify=False)
     rows = [dict(prompt='the cat', completion=f' {w}') for w in WORDS]
     (tmp_path/'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    done = shell('eval', 'trained', 'rows.jsonl', '--base', 'fresh', '--answers', '3', '--html', 'page.html', '--json', cwd=tmp_path)
+    done = call('eval', 'trained', 'rows.jsonl', '--base', 'fresh', '--answers', '3', '--html', 'page.html', '--json', cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     want = evaluate(models[1], tok, rows, answers=3).metrics
     assert found['measures']['bits_per_byte']['trained']['value'] == pytest.approx(want['bits_per_byte'], rel=1e-4)
     assert found['rows'] == len(WORDS) and found['comparisons']['loss']['better'] == 'trained'
     assert 'bits_per_byte' in (tmp_path/'page.html').read_text()
-    wrong = shell('eval', 'trained', 'rows.jsonl', '--metric', 'exactmatch', cwd=tmp_path)
+    wrong = call('eval', 'trained', 'rows.jsonl', '--metric', 'exactmatch', cwd=tmp_path)
     assert wrong.returncode == 1 and 'exact_match' in wrong.stderr

@@ -349,13 +349,13 @@ def test_a_plan_writes_what_the_model_writes(name, rows):
     for p in model.parameters():
         if p.ndim > 1: torch.nn.init.normal_(p, std=0.25)
     assert refusal(model) == ''
-    for knobs in (dict(temperature=0), dict(seed=1, temperature=0.7, repetition_penalty=1.1)):
-        a, b = (generate(model, rows, 50, fast=fast, **knobs) for fast in (True, False))
-        assert a == b
-    assert generate(model, rows, 20, temperature=0, weights='packed') == generate(model, rows, 20, temperature=0, fast=False)
+    greedy = generate(model, rows, 30, temperature=0, fast=False) # longer than windows of 5, 6 and 8
+    for weights in (None, 'packed'): assert generate(model, rows, 30, temperature=0, weights=weights) == greedy
+    a, b = (generate(model, rows, 12, fast=fast, seed=1, temperature=0.7, repetition_penalty=1.1) for fast in (True, False))
+    assert a == b
 
 
-SOME = 'llama', 'qwen2', 'gpt2', 'gemma2' # Between them every knob that a step compiles otherwise; tracing is slow
+SOME = 'qwen2', 'gpt2', 'gemma2' # Between them every knob that a step compiles otherwise; tracing is slow
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*(n not in SOME)) for n in FAMILIES])

@@ -2,7 +2,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 import warnings
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import in_child
 from safetensors.torch import load_file, save_file
 
 from trainkit import families, hf
@@ -175,17 +175,19 @@ def test_folders_open_on_both_sides(name, tmp_path, tokenizer):
     assert torch.equal(logits(load_pretrained(home)[0]), logits(load_pretrained(folder)[0]))
 
 
+def open_without_trainkit(folder, text):
+    for name in [*sys.modules]:
+        if name.partition('.')[0] == 'trainkit': sys.modules[name] = None # type: ignore # to import it is an error from here on
+    model, words = (kind.from_pretrained(folder) for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))
+    ids = words(text, return_tensors='pt').input_ids
+    with torch.no_grad(): print(json.dumps([ids[0].tolist(), model(ids).logits[0, -1, :5].tolist()]))
+
+
 def test_a_fresh_process_without_trainkit_opens_it(tmp_path, tokenizer):
     model = make(n_kv_heads=2)
     save_pretrained(model, tokenizer, tmp_path/'m')
-    code = '''
-import sys, json; sys.modules['trainkit'] = None
-import torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]); words = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
-ids = words(sys.argv[2], return_tensors='pt').input_ids
-with torch.no_grad(): print(json.dumps([ids[0].tolist(), model(ids).logits[0, -1, :5].tolist()]))
-'''
-    done = subprocess.run([sys.executable, '-c', code, str(tmp_path/'m'), TEXT[:60]], capture_output=True, text=True, check=True)
+    done = in_child(open_without_trainkit, tmp_path/'m', TEXT[:60], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     ids, last = json.loads(done.stdout.splitlines()[-1])
     assert ids == tokenizer.encode(TEXT[:60])
     assert close(torch.tensor(last), logits(model, torch.tensor([ids]))[0, -1, :5])

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from conftest import in_child, shell
+from conftest import call, in_child
 
 from trainkit.forecast import MemoryWatch, twin
 from trainkit.lora import LoRAConfig, add_lora
@@ -80,10 +80,10 @@ def test_the_record_of_a_run_holds_both(tmp_path):
 def test_memory_in_a_shell(tmp_path):
     shape = ['model.vocab_size=300', 'model.d_model=64', 'model.n_heads=2', 'model.n_layers=1', 'model.d_ff=128', 'model.max_seq_len=128',
              '--max-length', '64', '--batch-size', '4']
-    done = shell('memory', 'predict', *shape, '--json', cwd=tmp_path)
+    done = call('memory', 'predict', *shape, '--json', cwd=tmp_path)
     found = json.loads(done.stdout)
     assert found['peak'] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak and found['fits']['T4'], done.stderr
-    done = shell('memory', 'plan', *shape, '--budget', f"{found['peak']//2} B", cwd=tmp_path)
+    done = call('memory', 'plan', *shape, '--budget', f"{found['peak']//2} B", cwd=tmp_path)
     assert done.returncode == 0 and 'train.per_device_train_batch_size=' in done.stdout, done.stderr
-    done = shell('memory', 'plan', *shape, '--machine', 'T5', cwd=tmp_path)
+    done = call('memory', 'plan', *shape, '--machine', 'T5', cwd=tmp_path)
     assert done.returncode == 1 and "'T5' is no amount of memory" in done.stderr and 'Traceback' not in done.stderr

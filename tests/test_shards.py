@@ -21,7 +21,7 @@ from trainkit.shards import tokenize_to_disk
 from trainkit.tokenizer import BPETokenizer
 if __name__ == '__main__':
     source, tokenizer, folder, num_proc = sys.argv[1:]
-    shards = tokenize_to_disk(source, BPETokenizer.load(tokenizer), folder, int(num_proc), shard_chars=4_000_000, progress=False)
+    shards = tokenize_to_disk(source, BPETokenizer.load(tokenizer), folder, int(num_proc), shard_chars=1_200_000, progress=False)
     own = next(int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')) # ru_maxrss starts with the parent's
     peak = [own // 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024]
     print(len(shards), *peak, 'torch' in sys.modules)
@@ -30,9 +30,9 @@ if __name__ == '__main__':
 
 @pytest.fixture(scope='module')
 def corpus(tmp_path_factory):
-    "40 MB: half of it one plain file, half as JSONL, and a tokenizer."
+    "12 MB: half of it one plain file, half as JSONL, and a tokenizer."
     folder = tmp_path_factory.mktemp('corpus')
-    texts = [row['text'] for row in load_examples('stdlib', max_chars=4_000_000)]
+    texts = [row['text'] for row in load_examples('stdlib', max_chars=1_200_000)]
     (folder/'text').mkdir()
     (folder/'text'/'a.txt').write_text(''.join(texts)*5, encoding='utf-8')
     with open(folder/'text'/'b.jsonl', 'w', encoding='utf-8') as file:
@@ -107,7 +107,7 @@ def test_killed_outright_it_goes_on_to_the_same_bytes(corpus, whole, tmp_path, s
     (folder/'.shard-00009.bin.rest').write_bytes(b'what a killed process leaves behind')
     kept = {p: p.stat().st_mtime_ns for p in folder.glob('*.bin')}
     recorded = {r['file'] for r in json.loads((folder/'index.json').read_text())['shards']} if (folder/'index.json').exists() else set()
-    tokenize_to_disk(corpus[0]/'text', corpus[1], folder, 1, shard_chars=4_000_000, progress=False)
+    tokenize_to_disk(corpus[0]/'text', corpus[1], folder, 1, shard_chars=1_200_000, progress=False)
     assert {p.name for p, t in kept.items() if p.stat().st_mtime_ns == t} >= recorded, 'finished shards are not made again'
     assert contents(folder) == contents(whole[0]), 'and nothing else lies there'
 
@@ -122,7 +122,7 @@ def test_a_killed_worker_is_said_and_nothing_is_lost(corpus, whole, tmp_path):
     os.kill(int(workers[0]), signal.SIGKILL)
     said = child.communicate(timeout=60)[1]
     assert child.returncode == 1 and 'Finished shards are kept' in said
-    tokenize_to_disk(corpus[0]/'text', corpus[1], folder, 1, shard_chars=4_000_000, progress=False)
+    tokenize_to_disk(corpus[0]/'text', corpus[1], folder, 1, shard_chars=1_200_000, progress=False)
     assert contents(folder) == contents(whole[0]) and verify_shards(folder) == []
 
 
@@ -131,7 +131,7 @@ def test_a_text_that_has_changed_is_refused(corpus, whole, tmp_path):
     other = tmp_path/'other.txt'
     other.write_text('another text'*1000)
     with pytest.raises(FileExistsError, match='another text'):
-        tokenize_to_disk(other, corpus[1], whole[0], 1, shard_chars=4_000_000, progress=False)
+        tokenize_to_disk(other, corpus[1], whole[0], 1, shard_chars=1_200_000, progress=False)
     assert contents(whole[0]) == before
 
 
