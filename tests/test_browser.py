@@ -420,6 +420,18 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     page.close()
 
 
+@pytest.mark.slow
+def test_an_explorer_answers_in_its_lesson(browser, lab):
+    "A whole lesson is run as its reader runs it; where its saved picture stood are the knobs, and the picture follows them."
+    lesson = json.loads((ROOT/'nbs'/'13_packing.ipynb').read_text(encoding='utf-8'))
+    page = open_notebook(browser, lab, 'lesson.ipynb', [''.join(c['source']) for c in lesson['cells'] if c['cell_type'] == 'code'], viewport=dict(width=1200, height=9000))
+    page.get_by_label('documents', exact=True).first.wait_for()
+    in_sight(page, '40 documents.')
+    page.get_by_label('documents', exact=True).first.fill('20')
+    in_sight(page, '20 documents.')
+    page.close()
+
+
 METHOD = """
 from trainkit.config import load_config
 from trainkit.recipes import RunConfig
