@@ -38,7 +38,7 @@ OPTIMIZERS = {'fused': lambda m: torch.optim.AdamW(trained(m), fused=True), 'loo
 GRID = [ # kind, batch, length, optimizer, chunked, make's options, mixed precision
     ('ours', 4, 128, 'fused', True, {}, None), ('ours', 4, 128, 'fused', False, {}, None), ('ours', 2, 256, 'loop', True, dict(checkpointing=True), None),
     ('ours', 8, 64, 'foreach', True, dict(frozen=True), None), ('ours', 4, 128, 'sgd', True, dict(dtype=torch.bfloat16), None),
-    ('ours', 4, 128, 'fused', True, {}, torch.bfloat16), ('llama', 4, 128, 'fused', True, {}, None), ('llama', 2, 256, 'sgd', False, dict(checkpointing=True), None),
+    ('ours', 2, 64, 'fused', True, {}, torch.bfloat16), ('llama', 4, 128, 'fused', True, {}, None), ('llama', 2, 256, 'sgd', False, dict(checkpointing=True), None),
     ('llama', 4, 64, 'fused', True, dict(frozen=True), None), ('llama', 4, 128, 'fused', False, dict(dtype=torch.bfloat16), None),
     ('gpt2', 4, 128, 'fused', False, {}, None), ('gpt2', 2, 64, 'loop', True, dict(checkpointing=True), None), ('gpt2', 2, 128, 'fused', True, {}, torch.bfloat16),
     ('qwen', 4, 128, 'fused', True, dict(checkpointing=True), None), ('qwen', 1, 256, 'foreach', False, dict(frozen=True), None)]
