@@ -63,7 +63,7 @@ class MemoryWatch:
         self.tokens, self.say = tokens, say
         self.predicted: int | None = None # Bytes; None where nobody knows
         self.measured: int | None = None # Bytes, of the steps alone
-        self.why, self.known, self.largest, self.before, self.highest = '', {}, (0, 0), 0, 0
+        self.why, self.known, self.largest, self.before, self.highest, self.held = '', {}, (0, 0), 0, 0, 0
 
     def predict(self, trainer: Any, rows: int, tokens: int) -> None:
         "Of one size of batch, once."
@@ -76,8 +76,9 @@ class MemoryWatch:
         self.predicted = self.known[rows, tokens]
 
     def restart(self, trainer: Any) -> None:
-        "What comes next is measured, what was before is not."
+        "What comes next is measured; what was before is not, nor what it has left in the process."
         if trainer.accelerator.device.type == 'cpu':
+            if self.held: self.before += max(0, memory_used() - self.held)
             self.highest = max(self.highest, most_used() or 0)
             most_used(forget=True)
 
@@ -96,7 +97,7 @@ class MemoryWatch:
         for shape in record.get('shapes', ()):
             if len(shape) == 2: self.largest = max(self.largest, tuple(shape), key=math.prod)
         if trainer.accelerator.device.type == 'cuda': found = torch.cuda.max_memory_allocated()
-        elif trainer.accelerator.device.type == 'cpu' and (most := most_used()): found = most - self.before
+        elif trainer.accelerator.device.type == 'cpu' and (most := most_used()): found, self.held = most - self.before, memory_used()
         else: return
         self.measured = max(found, self.measured or 0)
 
