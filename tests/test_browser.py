@@ -47,6 +47,7 @@ def test_report_reads_well(browser, report, width, scheme):
     light = 'c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); return .2126*r + .7152*g + .0722*b }'
     ground, ink = (page.evaluate(f'({light})(getComputedStyle(document.body).{kind})') for kind in ('backgroundColor', 'color'))
     assert abs(ground - ink) > 150 and (ground > ink) == (scheme == 'light')
+    if shots := os.environ.get('TRAINKIT_SHOTS'): page.screenshot(path=f'{shots}/report-{scheme}-{width}.png', full_page=True)
     page.close()
 
 

@@ -70,7 +70,7 @@ def parse_yaml(
     text: str, # Content of a config.yaml
 ) -> dict[str, Any]: # Empty when it is no mapping
     "A config as nested dictionaries, whoever wrote it."
-    try: found = yaml.safe_load(text)
+    try: found = yaml.load(text, Loader=getattr(yaml, 'CSafeLoader', yaml.SafeLoader)) # noqa: S506 - libyaml, where it is
     except yaml.YAMLError: return {}
     return found if isinstance(found, dict) else {}
 
@@ -130,7 +130,9 @@ def run_sections(
     groups = {'': {k: v for k, v in config.items() if not isinstance(v, Mapping)},
               **{k: flatten(v) for k, v in config.items() if isinstance(v, Mapping)}}
     knobs = f'<pre>{clean(run.config)}</pre>' if run.config else ''
-    if config: knobs = grid(*(table(rows(v, '{:.10g}'.format), k) for k, v in groups.items() if v), least=280)
+    if config: # Some two hundred knobs: what is asked about is opened
+        shown = {k: table(rows(v, '{:.10g}'.format)) for k, v in groups.items() if v}
+        knobs = str(shown.pop('', '')) + grid(*(f'<details><summary>{clean(k)}</summary>{t}</details>' for k, t in shown.items()), least=280)
     where = str(table(rows(machine))) if machine or versions else ''
     if versions:
         where += f'<details><summary>{len(versions)} versions</summary>{table(rows(versions))}</details>'
