@@ -130,7 +130,7 @@ def run_sections(
     groups = {'': {k: v for k, v in config.items() if not isinstance(v, Mapping)},
               **{k: flatten(v) for k, v in config.items() if isinstance(v, Mapping)}}
     knobs = f'<pre>{clean(run.config)}</pre>' if run.config else ''
-    if config: # Some two hundred knobs: what is asked about is opened
+    if config: # There are many knobs, and a group is opened by who asks about it
         shown = {k: table(rows(v, '{:.10g}'.format)) for k, v in groups.items() if v}
         knobs = str(shown.pop('', '')) + grid(*(f'<details><summary>{clean(k)}</summary>{t}</details>' for k, t in shown.items()), least=280)
     where = str(table(rows(machine))) if machine or versions else ''
