@@ -125,6 +125,12 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=out)
 
 
+def pytest_collection_finish():
+    "Whoever collects garbage later looks no more through what was imported and the tests themselves."
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope='session')
 def browser():
     "A headless Chromium, driven by Playwright; the test is skipped, with a warning, where there is none."
