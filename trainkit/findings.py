@@ -248,7 +248,7 @@ class QualityReport:
         "The result in a line."
         many = [f'{n} {s}{"s"*(n != 1)}' for s in SEVERITIES if (n := len(self.of(s)))]
         more = '' if self.eval_rows is None else f', {self.eval_rows:,} to evaluate on'
-        return f'{self.rows:,} rows of kind {self.kind}{more}: {", ".join(many) or "nothing found"}'
+        return f'{self.rows:,} row{"s"*(self.rows != 1)} of kind {self.kind}{more}: {", ".join(many) or "nothing found"}'
 
     def __str__(self):
         out = [*textwrap.wrap(self.title(), 80)]

@@ -119,7 +119,7 @@ def _open_theirs(path: Path, dtype: torch.dtype | None, trust: bool = False, dev
         if names: raise ValueError(f'{path} {words} {min(names)}: copy or download it again')
     if not gguf: return model
     weights, config, ending = model.state_dict(), copy(model.config), model.generation_config
-    del config.quantization_config # By now they are plain numbers, but transformers would refuse to save them
+    if hasattr(config, 'quantization_config'): del config.quantization_config # Newer versions set it, and refuse to save what by now are plain numbers
     model = type(model)(config).to(model.dtype)
     model.load_state_dict(weights)
     model.generation_config = ending

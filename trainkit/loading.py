@@ -82,7 +82,7 @@ def _find_kind(raw: Iterator[Raw], columns: Mapping[str, str] | None) -> tuple[s
                 unsure = unsure or kind
         if unsure and len(seen) >= 1000: break
     if unsure: return unsure, seen
-    if first: raise ValueError(f'none of {len(seen):,} rows is an example. {first}')
+    if first: raise ValueError(f'none of {len(seen):,} row{"s"*(len(seen) != 1)} is an example. {first}')
     return '', seen
 
 def _renamed(row: Mapping, kind: str, columns: Mapping[str, str] | None) -> dict[str, str]:
@@ -160,7 +160,7 @@ def stream_examples(
     finally:
         report.notes += [f'{n:,} of the rows would also fit the kind {other}' for other, n in others.items() if other]
     if not report.rows and max_examples != 0:
-        raise ValueError(f'{path_or_name}: none of {len(report.bad):,} rows is an example. ' + ''.join(report.bad[:1]))
+        raise ValueError(f'{path_or_name}: none of {len(report.bad):,} row{"s"*(len(report.bad) != 1)} is an example. ' + ''.join(report.bad[:1]))
 
 def load_examples(
     path_or_name: str | Path, # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`

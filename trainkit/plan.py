@@ -110,13 +110,17 @@ class TrainConfig:
 # %% ../nbs/17_plan.ipynb #89524619
 def _precision(format: str) -> Callable[[Any], dict]: return lambda on: {'mixed_precision': format} if on else {}
 
+def _dtype(name: Any) -> dict: # 'bfloat16' or torch.bfloat16
+    word = str(name).removeprefix('torch.')
+    return {'mixed_precision': {'float16': 'fp16', 'bfloat16': 'bf16', 'float32': 'no'}.get(word, word)}
+
 def _processes(n: Any) -> dict | str:
     return {} if n in (None, 0, 1) else f'is the launcher\'s: trainkit launch --processes {n}'
 
 ELSEWHERE: dict[str, str | Callable[[Any], dict | str]] = {
     'fp16': _precision('fp16'), 'bf16': _precision('bf16'),
     'use_amp': lambda on: {} if on else {'mixed_precision': 'no'},
-    'amp_dtype': lambda name: {'mixed_precision': {'float16': 'fp16', 'bfloat16': 'bf16'}.get(str(name), str(name))},
+    'amp_dtype': _dtype, 'torch_dtype': _dtype, 'dtype': _dtype,
     'world_size': _processes, 'num_gpus': _processes, 'n_gpu': _processes,
     'distributed_backend': lambda name: {}, # accelerate takes nccl on GPUs and gloo elsewhere
     'logging_dir': 'is gone: the logs of a run are in its folder, output_dir',

@@ -143,6 +143,7 @@ def plan_lines(
     "What is going to happen, in a few lines."
     c, f, model = parts.config.train, parts.facts, parts.model.config
     rows = c.per_device_train_batch_size * trainer.window_size
+    s = lambda count: 's'*(count != 1)
     kind = hf_architecture(model) or f"trainkit's own: no transformers class has {', '.join(obstacles(model))}"
     size = f'{parts.tokenizer.vocab_size:,} tokens'
     if parts.about: lines = [*parts.about, f'Tokenizer  {size}']
@@ -153,19 +154,19 @@ def plan_lines(
     else:
         r, packing = parts.examples.report, parts.config.sft.packing
         tested = f", {f['test_rows']:,} for a test that this run does not read" if f['test_rows'] else ''
-        form = f"packed into {f['rows']:,} rows ({packing}), {f['full']:.1%} full" if packing != 'none' else 'a row each'
-        lines = [f"Data       {f['path']}: {f['train_rows']:,} examples of kind {f['kind']} to train on, "
+        form = f"packed into {f['rows']:,} row{s(f['rows'])} ({packing}), {f['full']:.1%} full" if packing != 'none' else 'a row each'
+        lines = [f"Data       {f['path']}: {f['train_rows']:,} example{s(f['train_rows'])} of kind {f['kind']} to train on, "
                  f"{f['eval_rows']:,} held out{tested}",
                  f'Examples   {int(r.kept.sum()):,} tokens, {int(r.answers_kept.sum()):,} of them learned; the longest has '
                  f"{int(r.lengths.max()):,} of {f['max_length']:,}; {form}",
                  f'Tokenizer  {size}, answers end with {parts.tokenizer.eos_token}']
     begun = f' from {parts.config.init_from}' * bool(parts.config.init_from)
     return [*lines, f'Model      {sum(p.numel() for p in parts.model.parameters()):,} parameters{begun}: '
-            f'{model.n_layers} layers, {model.d_model} wide, {model.n_heads} heads; format {kind}',
+            f'{model.n_layers} layer{s(model.n_layers)}, {model.d_model} wide, {model.n_heads} head{s(model.n_heads)}; format {kind}',
             *([f'Learns     {trainable_report(parts.model)}'] if parts.config.method == 'freeze' or parts.config.adapts else []),
             *rounding_note(parts.config),
-            f'Training   {trainer.total_steps:,} steps of {c.per_device_train_batch_size} x '
-            f'{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} rows '
+            f'Training   {trainer.total_steps:,} step{s(trainer.total_steps)} of {c.per_device_train_batch_size} x '
+            f'{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} row{s(rows)} '
             f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * ('max_length' in f)}, "
             f'on {trainer.accelerator.device}, engine {engine_line(parts.config)}']
 

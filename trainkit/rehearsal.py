@@ -38,7 +38,7 @@ class Rehearsal:
         if self.step_seconds is None or self.seconds is None: return '\n'.join([*self.plan, *(f'Note       {note}' for note in self.notes)])
         hours = f'{self.seconds:.0f} s' if self.seconds < 120 else f'{self.seconds/60:.0f} min' if self.seconds < 7200 else f'{self.seconds/3600:.1f} h'
         memory = 'could not be predicted' if self.memory is None else f'{show_bytes(self.memory)} at the peak of a step, predicted'
-        return '\n'.join([*self.plan, f'Batch      {self.effective_batch:,} rows in a step; {self.tokens:,} tokens at most in {self.steps:,} steps',
+        return '\n'.join([*self.plan, f'Batch      {self.effective_batch:,} row{"s"*(self.effective_batch != 1)} in a step; {self.tokens:,} tokens at most in {self.steps:,} step{"s"*(self.steps != 1)}',
                           f'Memory     {memory}', f'Time       {hours}: {self.step_seconds:.3g} s a step, measured here; evaluations and samples come on top',
                           *(f'Note       {note}' for note in self.notes)])
 
@@ -84,5 +84,5 @@ def _elsewhere(config: RunConfig) -> Rehearsal:
     engine, c = engine_line(config), config.train
     lines, steps = llamafactory_plan(config, config.folder)
     rows = c.per_device_train_batch_size*c.gradient_accumulation_steps
-    plan = [f'Engine     {engine}', *lines[:2], f'Training   {steps:,} steps of {rows:,} rows of {config.data.max_length:,} tokens at most', *lines[2:]]
+    plan = [f'Engine     {engine}', *lines[:2], f'Training   {steps:,} step{"s"*(steps != 1)} of {rows:,} row{"s"*(rows != 1)} of {config.data.max_length:,} tokens at most', *lines[2:]]
     return Rehearsal(plan, steps, steps*rows*config.data.max_length, rows, None, None, None, None, ['memory and time are not foretold for a program of its own'])

@@ -182,7 +182,7 @@ class EvalReport:
                     comparisons={k: dict(better=better(c), p_value=c.p_value, difference=vars(c.difference)) for k, c in self.comparisons.items()}, answers=self.answers)
 
     def __str__(self) -> str:
-        lines = [f'{self.rows:,} rows']
+        lines = [f'{self.rows:,} row{"s"*(self.rows != 1)}']
         for row in self.table():
             lines += [f"{row['measure']:20} " + '  |  '.join(row[name] for name in self.names)]
             if 'comparison' in row: lines += [f"{'':20} {row['comparison']}"]
@@ -190,7 +190,7 @@ class EvalReport:
 
     def _repr_html_(self) -> str:
         said = str(table(self.answers[:20], 'Answers')) if self.answers else ''
-        return str(table(self.table(), f'{self.rows:,} rows')) + said
+        return str(table(self.table(), f'{self.rows:,} row{"s"*(self.rows != 1)}')) + said
 
     def html(self) -> Picture: return Picture(self._repr_html_())
 

@@ -47,13 +47,17 @@ def read_file(
         warnings.simplefilter('ignore') # the commands show the report
         return load_examples(file, kind, columns=columns or None, encoding=encoding, on_bad=on_bad, max_examples=max_examples)
 
-def _may_write(paths: list[Path], source: str, force: bool) -> None:
-    "Refuse to lose what is there."
+def _may_write(paths: list[Path], source: str, force: bool, forms: tuple[str, ...] = ()) -> None:
+    "Before anything is read: refuse to lose what is there, and names that say no form."
+    from trainkit.containers import written_as
     for path in paths:
+        if (form := written_as(path)) not in (forms or (form,)): raise ValueError(f'{path}: these rows are written as {", ".join(forms)}')
         if Path(source).exists() and path.resolve() == Path(source).resolve():
             raise ValueError(f'{path}: this is the file that is read')
         if path.exists() and not force: raise FileExistsError(f'{path} is there already: choose another name, or --force')
     if len({path.resolve() for path in paths}) < len(paths): raise ValueError(f'{paths[0]} is named twice')
+
+def _rows(count: int, noun: str = 'row') -> str: return f'{count:,} {noun}{"s"*(count != 1)}'
 
 # %% ../nbs/44_shell.ipynb #8c8af581
 @data.command()
@@ -134,7 +138,7 @@ def check(
     if as_json: typer.echo(json.dumps(report.to_dict() | dict(bad=bad, exit_code=code), indent=1, ensure_ascii=False))
     else:
         for line in bad[:5]: typer.echo(line)
-        if bad: typer.echo(f'{len(bad):,} rows are no examples' + ', the first of them above\n' * (len(bad) > 5))
+        if bad: typer.echo(f'{_rows(len(bad))} {"are no examples" if len(bad) > 1 else "is no example"}' + ', the first of them above\n' * (len(bad) > 5))
         typer.echo(str(report))
     if code: raise typer.Exit(code)
 
@@ -172,7 +176,7 @@ def split(
     total = sum(map(len, parts))
     for path, rows in zip(outputs, parts, strict=False):
         write_examples(rows, path)
-        typer.echo(f'{path}: {len(rows):,} rows ({len(rows)/total:.1%})')
+        typer.echo(f'{path}: {_rows(len(rows))} ({len(rows)/total:.1%})')
     typer.echo(f'A run reads both: --dataset {train_output} data.eval_file={eval_output}')
 
 @data.command()
@@ -206,7 +210,7 @@ def mix(
         warnings.simplefilter('ignore') # the report says it
         rows = mixture({name: read_file(file, kind, None, encoding) for name, file in files.items()}, weights or None, temperature, prefix, total, seed)
     write_examples(rows, output)
-    typer.echo(f'{rows.report}\n{output}: {len(rows):,} rows')
+    typer.echo(f'{rows.report}\n{output}: {_rows(len(rows))}')
 
 @data.command()
 def convert(
@@ -226,7 +230,7 @@ def convert(
     rows = read_file(file, kind, column, encoding)
     if to == 'messages': rows = [{'messages': to_messages(row), **{k: row[k] for k in ('source', 'line') if k in row}} for row in rows]
     write_examples(rows, output)
-    typer.echo(f'{output}: {len(rows):,} rows')
+    typer.echo(f'{output}: {_rows(len(rows))}')
 
 # %% ../nbs/44_shell.ipynb #77f3dc2e
 @data.command()
@@ -256,20 +260,23 @@ def pack(
     if strategy not in STRATEGIES: raise ValueError(f'--strategy {strategy}: must be one of {", ".join(STRATEGIES)}.{nearest(strategy, list(STRATEGIES))}')
     if template and template not in TEMPLATES and '{' not in template:
         raise ValueError(f'--template {template}: known are {", ".join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}')
-    if output: _may_write([output], file, force)
-    rows, tok = read_file(file, kind, column, encoding), _tokenizer(tokenizer)
+    if output: _may_write([output], file, force, ('.jsonl', '.json', '.parquet')) # in a table of texts ids would be texts
+    tok, rows = _tokenizer(tokenizer), read_file(file, kind, column, encoding)
     if template or (rows.report.kind != 'text' and not tok.chat_template): set_template(tok, template or 'chatml')
     with warnings.catch_warnings():
         warnings.simplefilter('ignore') # said below
-        examples = tokenize_examples(rows, tok, max_length, rows.report.kind, truncation='drop' if drop else 'error')
+        try: examples = tokenize_examples(rows, tok, max_length, rows.report.kind, truncation='drop' if drop else 'error')
+        except ValueError as error:
+            if not drop and 'longer than' in str(error): error.add_note('(in a shell: --max-length, --drop)')
+            raise
     left_out = len(rows) - len(examples)
-    typer.echo(f"{len(examples):,} examples of {sum(len(e['input_ids']) for e in examples):,} tokens" + f', {left_out:,} too long and left out'*bool(left_out))
-    typer.echo(f'{"a row each":12} {len(examples):8,} rows, {packing_efficiency(examples, max_length):6.1%} full')
+    typer.echo(f"{_rows(len(examples), 'example')} of {sum(len(e['input_ids']) for e in examples):,} tokens" + f', {left_out:,} too long and left out'*bool(left_out))
     made = {name: make_rows(examples, max_length, name) for name in STRATEGIES}
-    for name, packed in made.items(): typer.echo(f'{name:12} {len(packed):8,} rows, {packing_efficiency(packed, max_length):6.1%} full')
+    for name, packed in {'a row each': examples, **made}.items():
+        typer.echo(f'{name:12} {_rows(len(packed)):>13}, {packing_efficiency(packed, max_length):6.1%} full')
     if output:
         write_examples(made[strategy], output)
-        typer.echo(f'{output}: {len(made[strategy]):,} rows by {strategy}')
+        typer.echo(f'{output}: {_rows(len(made[strategy]))} by {strategy}')
 
 # %% ../nbs/44_shell.ipynb #d48a8249
 @data.command()
@@ -287,7 +294,7 @@ def tokenize(
     from trainkit.shards import tokenize_to_disk, verify_shards
     shards = tokenize_to_disk(file, _tokenizer(tokenizer), folder, num_proc, encoding=encoding, text_column=text_column, overwrite=overwrite)
     text = sum(record['text_bytes'] for record in shards.index['shards'])
-    typer.echo(f'{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {len(shards.maps):,} files, '
+    typer.echo(f'{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {_rows(len(shards.maps), "file")}, '
                f'{text/len(shards):.2f} bytes of text a token')
     if verify:
         if wrong := verify_shards(folder): raise ValueError('; '.join(wrong))

@@ -38,7 +38,7 @@ class LoadReport:
         "Everything there is to say, briefly."
         files = f' in {self.files} files' if self.files > 1 else ''
         skipped = f', {len(self.bad):,} left out' if self.bad else ''
-        out = [f'{self.path}: {self.rows:,} rows of kind {self.kind or "unknown"}{files}{skipped}']
+        out = [f'{self.path}: {self.rows:,} row{"s"*(self.rows != 1)} of kind {self.kind or "unknown"}{files}{skipped}']
         if self.renamed: out.append('columns: ' + ', '.join(f'{own} = {name!r}' for own, name in self.renamed.items()))
         more = [f'… and {len(self.bad) - 5:,} more (in `report.bad`)'] if len(self.bad) > 5 else []
         return out + self.notes + self.bad[:5] + more

@@ -114,7 +114,7 @@ def encode_command(
     if as_json: typer.echo(json.dumps(ids))
     else:
         for i in ids: typer.echo(f'{i:8}  {tok.decode_bytes([i]).decode("utf-8", "backslashreplace")!r}')
-        typer.echo(f'{len(ids):,} tokens, {len(said.encode())/max(1, len(ids)):.2f} bytes each', err=True)
+        typer.echo(f'{len(ids):,} token{"s"*(len(ids) != 1)}, {len(said.encode())/max(1, len(ids)):.2f} bytes each', err=True)
 
 @tokenizer.command(name='show')
 def show_tokenizer(folder: Folder, as_json: AsJson = False) -> None:
@@ -212,7 +212,7 @@ def chat(
     from trainkit.talk import Conversation
     talk = Conversation(*load_pretrained(model), load_pretrained(base) if base else None, system, max_new_tokens, temperature=temperature, seed=seed)
     person = sys.stdin.isatty()
-    if person: typer.echo('/help lists the commands, Ctrl-D ends.', err=True)
+    if person: typer.echo('/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.', err=True)
     while True:
         if person: typer.echo('> ', nl=False, err=True)
         if not (line := sys.stdin.readline()): break
@@ -229,4 +229,6 @@ def chat(
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
         except ValueError as error: typer.echo(str(error), err=True) # Too long, or nothing to repeat; the chat goes on
+        except KeyboardInterrupt: # Enough of this answer
+            if not person: raise
         typer.echo()
