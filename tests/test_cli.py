@@ -3,12 +3,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import command, in_child
+from conftest import call, command, in_child
 from conftest import shell as trainkit
 
 from trainkit.lock import run_lock
@@ -54,25 +52,21 @@ def test_demo_leaves_a_whole_run_folder(demo):
     assert str(demo[0]) not in report
 
 
-def test_the_model_opens_in_transformers_without_our_code(demo):
-    code = ("import sys, json, torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            "m, t = (c.from_pretrained(sys.argv[1]) for c in (AutoModelForCausalLM, AutoTokenizer))\n"
-            "ids = t('import os', return_tensors='pt').input_ids\n"
-            "out = m.generate(ids, max_new_tokens=8, do_sample=False)\n"
-            "print(json.dumps([type(m).__name__, out[0].tolist(), t.decode(out[0]), 'trainkit' in sys.modules]))")
-    model = demo[0]/'runs'/'demo'/'model'
-    done = subprocess.run([sys.executable, '-c', code, str(model)], capture_output=True, text=True, cwd=demo[0])
-    assert done.returncode == 0, done.stderr
-    kind, ids, text, ours_loaded = json.loads(done.stdout.splitlines()[-1])
-    assert kind == 'LlamaForCausalLM' and not ours_loaded
-    ours = trainkit('generate', '-m', str(model), '-p', 'import os', '--max-new-tokens', '8', '--temperature', '0', cwd=demo[0])
+def test_transformers_and_the_command_go_on_alike(demo):
+    "That it opens where our code is not, test_hf shows."
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = demo[0]/'runs'/'demo'/'model'
+    model, words = (c.from_pretrained(folder) for c in (AutoModelForCausalLM, AutoTokenizer))
+    assert type(model).__name__ == 'LlamaForCausalLM'
+    text = words.decode(model.generate(words('import os', return_tensors='pt').input_ids, max_new_tokens=8, do_sample=False)[0])
+    ours = call('generate', '-m', str(folder), '-p', 'import os', '--max-new-tokens', '8', '--temperature', '0', cwd=demo[0])
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.strip() == text.removesuffix('<|endoftext|>').strip()
 
 
 def test_the_same_seed_says_the_same(demo):
     ask = ['generate', '-m', 'runs/demo/model', '-p', 'def ', '--max-new-tokens', '10', '--seed']
-    first, again, other = (trainkit(*ask, seed, cwd=demo[0]).stdout for seed in ('1', '1', '2'))
+    first, again, other = (run(*ask, seed, cwd=demo[0]).stdout for run, seed in ((trainkit, '1'), (call, '1'), (call, '2')))
     assert first == again != other
 
 
@@ -108,13 +102,13 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
     assert f'--resume {Path("runs")/"demo"}' in stopped.stdout
     assert (run/'checkpoints'/'checkpoint-13').is_dir()
     kept = {p: p.read_bytes() for p in run.rglob('*') if p.is_file() and p.name != '.lock'}
-    other = trainkit('train', '--resume', str(run), 'optim.learning_rate=0.5', cwd=tmp_path)
+    other = call('train', '--resume', str(run), 'optim.learning_rate=0.5', cwd=tmp_path)
     assert other.returncode and 'optim.learning_rate was' in other.stderr and '--force-resume' in other.stderr, other.stderr
     with run_lock(run): busy = trainkit('train', '--resume', str(run), 'train.logging_steps=7', cwd=tmp_path)
     assert busy.returncode and f'process {os.getpid()} on' in busy.stderr, busy.stderr
     assert {p: p.read_bytes() for p in run.rglob('*') if p.is_file() and p.name != '.lock'} == kept
     shutil.copytree(run, tmp_path/'forced')
-    forced = trainkit('train', '--resume', tmp_path/'forced', '--force-resume', 'optim.learning_rate=0.5', 'train.max_steps=14', cwd=tmp_path)
+    forced = call('train', '--resume', tmp_path/'forced', '--force-resume', 'optim.learning_rate=0.5', 'train.max_steps=14', cwd=tmp_path)
     assert forced.returncode == 0 and 'because you asked for it' in forced.stdout, forced.stdout + forced.stderr
     resumed = trainkit('train', run/'config.yaml', '--resume', 'auto', cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
@@ -135,7 +129,7 @@ def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
     shutil.rmtree(tmp_path/'runs'/'again', ignore_errors=True)
     stopped = in_child(interrupted, ['demo', *SMALL, *LATER], tmp_path, {}, 2, folder=tmp_path)
     assert stopped.returncode == 130 and 'Phase 1' not in stopped.stdout and 'the same command again' in stopped.stdout, stopped.stdout + stopped.stderr
-    other = trainkit('demo', *SMALL, *LATER[:-1], 'demo.bits=8', '--only', 'stf', cwd=tmp_path)
+    other = call('demo', *SMALL, *LATER[:-1], 'demo.bits=8', '--only', 'stf', cwd=tmp_path)
     assert other.returncode == 1 and 'pretrain, sft' in other.stderr
     ended = trainkit('demo', *SMALL, *LATER, cwd=tmp_path)
     assert ended.returncode == 0 and 'Going on with' in ended.stdout and 'Phase 2' not in ended.stdout, ended.stdout + ended.stderr
@@ -216,7 +210,7 @@ def litter(tmp_path_factory):
 def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
     words, hint = WRONG[case]
     before = {p.name for p in litter.iterdir()}
-    done = trainkit(*words, cwd=litter)
+    done = call(*words, cwd=litter)
     assert done.returncode == 1, done.stdout + done.stderr
     assert hint in done.stderr, done.stderr
     assert 'Traceback' not in done.stderr
@@ -224,7 +218,7 @@ def test_wrong_input_is_one_clear_line_and_leaves_nothing(case, litter):
 
 
 def test_generate_without_a_prompt_is_wrong_usage(litter):
-    done = trainkit('generate', '-m', 'nowhere', '-p', '', cwd=litter)
+    done = call('generate', '-m', 'nowhere', '-p', '', cwd=litter)
     assert done.returncode == 2 and 'nothing to go on from' in done.stderr and '--prompt' in done.stderr
 
 
@@ -232,39 +226,39 @@ def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
     "show, check, split, convert and tokenize as a new user types them, and a run from the shards."
     rows = [dict(question=f'What is {n} times two?', answer=f'{2*n}', topic='ab'[n % 2]) for n in range(200)]
     (tmp_path/'mine.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    shown = trainkit('data', 'show', 'mine.jsonl', cwd=tmp_path)
+    shown = call('data', 'show', 'mine.jsonl', cwd=tmp_path)
     assert shown.returncode == 0 and 'prompt_completion' in shown.stdout and 'What is 2 times two?' in shown.stdout, shown.stderr
-    cut = trainkit('data', 'split', 'mine.jsonl', '--train-output', 'train.jsonl', '--eval-output', 'eval.jsonl', '--eval-percentage', '10',
+    cut = call('data', 'split', 'mine.jsonl', '--train-output', 'train.jsonl', '--eval-output', 'eval.jsonl', '--eval-percentage', '10',
                    '--test-output', 'test.csv', '--stratify', 'topic', cwd=tmp_path)
     assert cut.returncode == 0, cut.stderr
-    again = trainkit('data', 'split', 'mine.jsonl', '--train-output', 'a.jsonl', '--eval-output', 'b.jsonl', '--test-output', 'c.csv',
+    again = call('data', 'split', 'mine.jsonl', '--train-output', 'a.jsonl', '--eval-output', 'b.jsonl', '--test-output', 'c.csv',
                      '--stratify', 'topic', cwd=tmp_path)
     assert again.returncode == 0
     for one, other in (('train.jsonl', 'a.jsonl'), ('eval.jsonl', 'b.jsonl'), ('test.csv', 'c.csv')):
         assert (tmp_path/one).read_bytes() == (tmp_path/other).read_bytes()
-    clean, leak = (trainkit('data', 'check', 'train.jsonl', '--eval', held, '--json', cwd=tmp_path) for held in ('eval.jsonl', 'train.jsonl'))
+    clean, leak = (call('data', 'check', 'train.jsonl', '--eval', held, '--json', cwd=tmp_path) for held in ('eval.jsonl', 'train.jsonl'))
     assert leak.returncode == 1 and 'leak' in leak.stdout
     assert all(f['severity'] != 'error' for f in json.loads(clean.stdout)['findings']) and clean.returncode == 0, clean.stdout
-    chats = trainkit('data', 'convert', 'train.jsonl', 'chats.parquet', '--to', 'messages', cwd=tmp_path)
-    assert chats.returncode == 0 and 'messages' in trainkit('data', 'show', 'chats.parquet', cwd=tmp_path).stdout, chats.stderr
+    chats = call('data', 'convert', 'train.jsonl', 'chats.parquet', '--to', 'messages', cwd=tmp_path)
+    assert chats.returncode == 0 and 'messages' in call('data', 'show', 'chats.parquet', cwd=tmp_path).stdout, chats.stderr
     (tmp_path/'text.txt').write_text('\n'.join(f"{r['question']} {r['answer']}" for r in rows)*9)
-    made = trainkit('data', 'tokenize', 'text.txt', 'shards', '--tokenizer', str(demo[0]/'runs'/'demo'/'model'), '--verify', cwd=tmp_path)
+    made = call('data', 'tokenize', 'text.txt', 'shards', '--tokenizer', str(demo[0]/'runs'/'demo'/'model'), '--verify', cwd=tmp_path)
     assert made.returncode == 0 and 'All checksums are right' in made.stdout, made.stderr
     ran = trainkit('train', '--dataset', 'shards', *SMALL[2:], 'data.eval_fraction=0.1', 'train.max_steps=5', 'train.eval_steps=5', cwd=tmp_path)
     assert ran.returncode == 0 and (tmp_path/'runs'/'run'/'model').is_dir(), ran.stdout + ran.stderr
 
 
 def test_usage_errors_have_their_own_code(tmp_path):
-    assert trainkit('data', 'splt', cwd=tmp_path).returncode == 2
-    assert trainkit('data', 'split', 'x.jsonl', cwd=tmp_path).returncode == 2
-    assert trainkit('trane', cwd=tmp_path).returncode == 2
-    assert trainkit('generate', cwd=tmp_path).returncode == 2
+    assert call('data', 'splt', cwd=tmp_path).returncode == 2
+    assert call('data', 'split', 'x.jsonl', cwd=tmp_path).returncode == 2
+    assert call('trane', cwd=tmp_path).returncode == 2
+    assert call('generate', cwd=tmp_path).returncode == 2
 
 
 def test_version_and_doctor(tmp_path):
     import trainkit as package
     assert trainkit('--version', cwd=tmp_path).stdout == f'trainkit {package.__version__}\n'
-    checks = json.loads(trainkit('doctor', '--json', cwd=tmp_path).stdout)
+    checks = json.loads(call('doctor', '--json', cwd=tmp_path).stdout)
     assert {'torch', 'device', 'dtype', 'ram', 'disk'} <= {c['name'] for c in checks}
 
 
@@ -275,11 +269,11 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
     (tmp_path/'mine.jsonl').write_text('\n'.join(map(json.dumps, rows)))
     (tmp_path/'theirs.yaml').write_text(f'base_model: {base}\nadapter: lora\nlora_r: 2\ndatasets:\n  - path: mine.jsonl\n    type: alpaca\nsequence_len: 64\nval_set_size: 0.2\n'
                                         'chat_template: plain\nmicro_batch_size: 4\nmax_steps: 4\nlogging_steps: 2\nuse_unsloth: true\n')
-    made = trainkit('config', 'convert', 'theirs.yaml', '-o', 'ours.yaml', cwd=tmp_path)
+    made = call('config', 'convert', 'theirs.yaml', '-o', 'ours.yaml', cwd=tmp_path)
     assert made.returncode == 0 and 'plain torch' in made.stdout and 'trainkit train ours.yaml' in made.stdout, made.stdout + made.stderr
-    assert trainkit('config', 'convert', 'theirs.yaml', '--strict', cwd=tmp_path).returncode == 1
+    assert call('config', 'convert', 'theirs.yaml', '--strict', cwd=tmp_path).returncode == 1
     before = {p.name for p in tmp_path.iterdir()}
-    tried = trainkit('train', 'ours.yaml', '--dry-run', '--json', cwd=tmp_path)
+    tried = call('train', 'ours.yaml', '--dry-run', '--json', cwd=tmp_path)
     assert tried.returncode == 0, tried.stderr
     plan = json.loads(tried.stdout)
     assert (plan['steps'], plan['effective_batch'], plan['memory'] > 0, plan['step_seconds'] > 0) == (4, 4, True, True)
@@ -289,20 +283,20 @@ def test_from_a_config_of_another_library_to_a_model_that_chats(demo, tmp_path):
     result = json.loads(ran.stdout)
     assert result['steps'] == 4 and result['final_loss'] > 0 and (tmp_path/result['final_checkpoint']).is_dir()
     run = tmp_path/'runs'/'mine'
-    assert 'lora' in trainkit('config', 'show', str(run/'config.yaml'), cwd=tmp_path).stdout
-    merged = trainkit('merge', str(base), str(run/'adapter'), 'merged', cwd=tmp_path)
+    assert 'lora' in call('config', 'show', str(run/'config.yaml'), cwd=tmp_path).stdout
+    merged = call('merge', str(base), str(run/'adapter'), 'merged', cwd=tmp_path)
     assert merged.returncode == 0, merged.stderr
-    said = [trainkit('generate', '-m', m, '-p', 'Say', '--max-new-tokens', '6', '--temperature', '0', cwd=tmp_path).stdout for m in ('merged', str(run/'model'))]
+    said = [call('generate', '-m', m, '-p', 'Say', '--max-new-tokens', '6', '--temperature', '0', cwd=tmp_path).stdout for m in ('merged', str(run/'model'))]
     assert said[0] == said[1]
-    again = trainkit('export', 'hf', str(run/'model'), 'again', cwd=tmp_path)
-    assert again.returncode == 0 and trainkit('export', 'hf', str(run/'model'), 'again', cwd=tmp_path).returncode == 1, again.stderr
-    shown = trainkit('tokenizer', 'encode', str(run/'model'), 'Say 1', '--json', cwd=tmp_path)
+    again = call('export', 'hf', str(run/'model'), 'again', cwd=tmp_path)
+    assert again.returncode == 0 and call('export', 'hf', str(run/'model'), 'again', cwd=tmp_path).returncode == 1, again.stderr
+    shown = call('tokenizer', 'encode', str(run/'model'), 'Say 1', '--json', cwd=tmp_path)
     assert shown.returncode == 0 and len(json.loads(shown.stdout)) > 1
 
 
 def test_presets_and_completion(tmp_path):
-    assert 'minimal-memory' in json.loads(trainkit('config', 'presets', '--json', cwd=tmp_path).stdout)
-    shown = trainkit('train', '--help', cwd=tmp_path).stdout
+    assert 'minimal-memory' in json.loads(call('config', 'presets', '--json', cwd=tmp_path).stdout)
+    shown = call('train', '--help', cwd=tmp_path).stdout
     assert all(option in shown for option in ('--dry-run', '--strategy', '--json', '--epochs'))
     script = trainkit('--show-completion', 'bash', cwd=tmp_path, SHELL='/bin/bash', _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION='1')
     assert script.returncode == 0 and 'complete' in script.stdout, script.stderr

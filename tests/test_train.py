@@ -44,12 +44,12 @@ own_loss = objective(counts=lm_loss.counts)(own_loss)
 def make(kind, dropout=0.):
     torch.manual_seed(0)
     if kind == 'own': return Own(dropout)
-    if kind == 'ours': return Transformer(ModelConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, d_ff=48, max_seq_len=32, dropout=dropout))
+    if kind == 'ours': return Transformer(ModelConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=1, d_ff=48, max_seq_len=32, dropout=dropout))
     import transformers as t
     small = dict(vocab_size=97, bos_token_id=0, eos_token_id=0)
     if kind == 'llama':
-        return t.LlamaForCausalLM(t.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **small))
-    return t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
+        return t.LlamaForCausalLM(t.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, **small))
+    return t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
                                           attn_pdrop=dropout, **small))
 
 
@@ -181,8 +181,7 @@ def test_several_terms_keep_their_own_counts():
 
 # Resume
 
-@pytest.mark.parametrize('precision', ['no', 'bf16', 'fp16'])
-@pytest.mark.parametrize('kind', ['ours', 'own'])
+@pytest.mark.parametrize('kind, precision', [('ours', 'no'), ('ours', 'bf16'), ('ours', 'fp16'), ('own', 'no')])
 def test_resume_is_exact(tmp_path, kind, precision):
     "Stopped anywhere in two epochs and resumed: weights, records and order of the data to the last bit."
     def run(name, stop=None, resume=None):
@@ -195,7 +194,7 @@ def test_resume_is_exact(tmp_path, kind, precision):
         return t, t.train(resume), order
     whole, expected, order = run('whole')
     assert expected.steps == 10 and len(order) == 30 # two epochs, each with windows of three batches
-    for stop in range(1, 10) if precision == 'no' else (2, 5, 8):
+    for stop in (1, 2, 4, 5, 6, 9) if precision == 'no' else (2, 5, 8): # an epoch has five steps
         _, first, before = run(f'run{stop}', stop)
         t, rest, after = run(f'run{stop}', resume=True)
         assert (first.steps, first.stop_reason, rest.stop_reason) == (stop, 'tired', 'finished')
@@ -526,7 +525,7 @@ def same_weights(t, first, *others):
     from safetensors.torch import load_file
     home = lambda name: t.folder/'checkpoints'/name if name.startswith('checkpoint-') else t.folder/name
     found = [load_file(home(name)/'model.safetensors') for name in (first, *others)]
-    assert all(len(a.keys() & b.keys()) > 10 for a, b in pairwise(found))
+    assert all(len(a.keys() & b.keys()) >= 10 for a, b in pairwise(found))
     return all(torch.equal(a[k], b[k]) for a, b in pairwise(found) for k in a.keys() & b.keys()) # tied ones are named once
 
 
