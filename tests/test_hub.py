@@ -135,16 +135,14 @@ def test_cache_dir_is_where_models_are(tmp_path):
     ids = torch.arange(8)[None]
     with torch.no_grad(): torch.testing.assert_close(model(ids).logits, theirs.eval()(ids).logits, atol=1e-5, rtol=1e-5)
     with pytest.raises(OSError, match='HF_HUB_OFFLINE'): fetch_model('me/tiny', tmp_path/'elsewhere')
-    assert 'not here' in explain(OSError(), 'me/tiny') or 'refused' in explain(OSError(), 'me/tiny')
+    assert explain(OSError(), 'me/tiny') == "the hub refused 'me/tiny' (OSError)"
 
 
 @pytest.mark.parametrize('family', ['GPTNeoX', 'Phi'])
-def test_other_families_take_lora_quantizer_and_objectives(family, tmp_path):
-    "What our Transformer does not compute works with native=False: the same sums, and nothing but the adapter learns."
-    from trainkit.dpo import DPOConfig, dpo_objective
+def test_other_families_take_lora_and_quantizer(family, tmp_path):
+    "What our Transformer does not compute works with native=False: the same sums, and nothing but the adapter learns. (With every method: test_translate.)"
     from trainkit.lora import add_lora
     from trainkit.quant import QuantConfig, quantize_model
-    from trainkit.reference import make_reference
     from trainkit.targets import LoRAConfig
     from trainkit.train import lm_loss
     torch.manual_seed(0)
@@ -168,7 +166,6 @@ def test_other_families_take_lora_quantizer_and_objectives(family, tmp_path):
         optimizer.step(), optimizer.zero_grad()
         losses.append((total/count).item())
     assert losses[-1] < losses[0] - 0.05 and all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in frozen.items())
-    assert callable(dpo_objective(make_reference(model), DPOConfig()))
     again, _ = load_pretrained(save_pretrained(load_pretrained(tmp_path/'theirs', native=False, use_cache=False)[0], None, tmp_path/'again'), native=False)
     assert again.config.use_cache
 

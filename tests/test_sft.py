@@ -99,7 +99,7 @@ def test_stopped_and_resumed_it_ends_the_same(home):
 
 @pytest.mark.parametrize('rows, hint', [
     ([dict(prompt='Say it.', completion='x'*300)]*3 + [dict(prompt=f'Say {n}.', completion='y') for n in range(9)], 'longer than max_length'),
-    ([dict(prompt='a', completion='b')], 'leave none to evaluate on'),
+    ([dict(prompt='a', completion='b')], 'none to evaluate on'),
 ])
 def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint):
     (home/'bad.jsonl').write_text('\n'.join(map(json.dumps, rows)))

@@ -39,6 +39,12 @@ def test_a_wrong_value_is_named(tmp_path):
         assert done.returncode == 2 and "'lots'" in done.stderr and words[-2] in done.stderr, done.stderr
 
 
+def test_a_wrong_knob_is_found_before_anything_is_said(home):
+    for wrong, hint in ((['--top-p', '2'], 'top_p = 2'), (['--stop', ''], "stop holds ''")):
+        done = trainkit('generate', '-m', 'model', '-p', 'Spell', *wrong, cwd=home)
+        assert (done.returncode, done.stdout) == (1, '') and hint in done.stderr, done.stderr
+
+
 def pressed(words, cwd, env, what, person=False):
     "The command, which gets a Ctrl-C in the middle of its first answer, or of its writing."
     from trainkit import containers, generate, talk

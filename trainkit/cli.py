@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -211,11 +212,12 @@ def generate(
     if not (text := prompt if prompt is not None else sys.stdin.read()):
         raise typer.BadParameter('nothing to go on from: give a text, or send one to the standard input', param_hint='--prompt')
     network, tokenizer = load_pretrained(model)
-    typer.echo(text, nl=False)
     pieces = stream(network, text, max_new_tokens, temperature, tokenizer, stop or (), top_k=top_k, top_p=top_p,
                     seed=seed)
+    first = next(pieces, '') # What is wrong is found before anything is said
+    typer.echo(text, nl=False)
     try:
-        for piece in pieces:
+        for piece in chain([first], pieces):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
     finally: typer.echo() # Also after Ctrl-C

@@ -66,7 +66,7 @@ class MixReport:
     parts: dict[str, dict[str, Any]] # Task -> rows, used, share, epochs
 
     def __str__(self) -> str:
-        lines = [f"{name}: {p['used']:,} of {p['rows']:,} rows, {p['share']:.2%} of the mixture"
+        lines = [f"{name}: {p['used']:,} of {p['rows']:,} row{'s'*(p['rows'] != 1)}, {p['share']:.2%} of the mixture"
                  + (f", each {p['epochs']:.1f} times" if p['epochs'] > 1 else '') for name, p in self.parts.items()]
         return '\n'.join(lines)
 

@@ -103,7 +103,7 @@ def split_examples(
         why = (_split_before(places) or _remedy(places, eval_fraction) + '; or give a file of its own to evaluate on (eval_file)',
                'Evaluation takes them all: make eval_fraction smaller, or take more rows')[part == 0]
         if part == 2: why = _remedy([1 - p for p in places], test_fraction, 'test_fraction')
-        said.append(f'{len(rows):,} rows leave none {wanted[part]}, since the text of each alone decides its side. {why}')
+        said.append(f'{len(rows):,} row{"s leave" if len(rows) != 1 else " leaves"} none {wanted[part]}, since the text of each alone decides its side. {why}')
     if on_empty == 'raise' and not {0, 1} <= {*where}: raise ValueError('. '.join(said))
     if 1 in where and (taken := _split_before(places)): said.append(f'{where.count(1):,} of {len(rows):,} rows are set apart to evaluate on. {taken}')
     if by is not None and 1 in where:

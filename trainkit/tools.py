@@ -26,10 +26,10 @@ export = typer.Typer(name='export', help='Write a model for other programs.', **
 AsJson = Annotated[bool, typer.Option('--json', help='For programs.')]
 Force = Annotated[bool, typer.Option('--force', help='Write over what is there.')]
 
-def _new(path: Path, force: bool, source: Path | None = None) -> None:
+def _new(path: Path, force: bool | None, source: Path | None = None) -> None: # None where there is no --force
     "Refuse to lose what is there."
     if source is not None and path.resolve() == source.resolve(): raise ValueError(f'{path}: this is what is read')
-    if path.exists() and not force: raise FileExistsError(f'{path} is there already: choose another name, or --force')
+    if path.exists() and not force: raise FileExistsError(f'{path} is there already: choose another name' + ', or --force'*(force is not None))
 
 @config.command(name='show')
 def show_config(
@@ -165,7 +165,7 @@ def export_hf_command(
 ) -> None:
     "A folder that transformers, vLLM and SGLang open."
     from trainkit.hf import load_pretrained, save_pretrained
-    _new(output, False)
+    _new(output, None)
     model, tok = load_pretrained(source)
     save_pretrained(model, tok, output)
     typer.echo(f'Model   {output}')
