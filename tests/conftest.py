@@ -3,6 +3,7 @@ import os
 
 os.environ.update(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', HF_HUB_DISABLE_TELEMETRY='1', TOKENIZERS_PARALLELISM='false')
 
+import asyncio
 import gc
 import io
 import json
@@ -123,6 +124,14 @@ def pytest_collection_modifyitems(config, items):
                and ('long' in item.keywords or zlib.crc32(item.nodeid.encode()) % count != index)]
         items[:] = [item for item in items if item not in out]
         config.hook.pytest_deselected(items=out)
+
+
+def await_here(coroutine):
+    "`asyncio.run`, also where the loop of a browser's driver rests in this thread."
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try: return asyncio.run(coroutine)
+    finally: asyncio._set_running_loop(loop)
 
 
 def pytest_collection_finish():

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, in_child
+from conftest import ROOT
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -335,28 +335,31 @@ def test_a_run_never_holds_a_gpt2_whole(tmp_path):
     assert max(layers) < max(counts) < sum(sizes.values()) - sum(layers) + 2*max(layers) < sum(layers) / 4
 
 
-WIDE = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
-
-
+PEAK = '''
+import sys
+import torch
+from trainkit.model import ModelConfig, Transformer
+from trainkit.quant import load_quantized
+shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
 def peak(): return next(int(line.split()[1]) * 1024 for line in open('/proc/self/status') if line.startswith('VmHWM'))
-
-
-def open_and_watch(folder):
-    with quant._no_weights(): Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64)) # what torch loads for it
-    before = peak()
-    model = load_quantized(lambda: Transformer(WIDE), folder)
-    print(peak() - before)
-    model(torch.zeros(1, 4, dtype=torch.long))
+from trainkit.quant import _no_weights
+with _no_weights(): Transformer(ModelConfig(vocab_size=64, d_model=64, n_heads=4, n_layers=1, d_ff=64)) # what torch loads for it
+before = peak()
+model = load_quantized(lambda: Transformer(shape), sys.argv[1])
+print(peak() - before)
+model(torch.zeros(1, 4, dtype=torch.long))
+'''
 
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc')
 def test_never_whole_in_memory(tmp_path):
     "Opening a folder in four bits takes far less memory than the file has bytes."
-    weights = Transformer(WIDE).state_dict()
-    if WIDE.tie_embeddings: weights.pop('lm_head.weight')
+    shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
+    weights = Transformer(shape).state_dict()
+    if shape.tie_embeddings: weights.pop('lm_head.weight')
     save_file(weights, tmp_path/'model.safetensors')
     size = (tmp_path/'model.safetensors').stat().st_size
-    done = in_child(open_and_watch, tmp_path, folder=tmp_path)
+    done = subprocess.run([sys.executable, '-c', PEAK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     grown = int(done.stdout)
     assert size > 100e6 and 0 < grown < 0.4*size, (grown, size)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import in_child
+from conftest import await_here, in_child
 from test_studio import count, until
 
 from trainkit.config import load_config
@@ -134,7 +134,7 @@ def test_a_loop_that_is_not_ours_in_the_foreground_and_awaited(tmp_path):
         while panel.session.snapshot().step < 2: await asyncio.sleep(0.01)
         panel.stop_button.click()
         return await waiting
-    assert asyncio.run(main()).stop_reason == 'stopped' and 'aria-label="Loss' in panel.chart.value and not panel.resume_button.disabled
+    assert await_here(main()).stop_reason == 'stopped' and 'aria-label="Loss' in panel.chart.value and not panel.resume_button.disabled
     panel.close()
 
 

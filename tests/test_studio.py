@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from conftest import await_here
 
 from trainkit.config import load_config, to_dict
 from trainkit.form import Form
@@ -148,7 +149,7 @@ def test_await_hears_clicks(panel):
         while panel.session.snapshot().step < 5: await asyncio.sleep(0.01)
         panel.stop_button.click()
         return await waiting
-    assert 5 <= asyncio.run(main()).model < 2000
+    assert 5 <= await_here(main()).model < 2000
 
 
 def test_the_form_of_every_knob_gives_the_config_back():
