@@ -40,7 +40,7 @@ def home(tmp_path_factory):
 def config(home, method, name, changes=None, **train):
     rl = {'num_prompts': 2, 'num_generations': 1 if method in ('ppo', 'reinforce') else 4, 'max_completion_length': 6, 'beta': 0.05}
     return load_config(RunConfig, {
-        'method': method, 'name': name, 'runs_dir': str(home/'runs'), 'init_from': str(home/'base'), 'optim': {'learning_rate': 3e-3},
+        'method': method, 'name': name, 'runs_dir': str(home/'runs'), 'watch_memory': False, 'init_from': str(home/'base'), 'optim': {'learning_rate': 3e-3},
         'data': {'path': str(home/('pairs.jsonl' if method in ('dpo', 'reward', 'kto') else 'asked.jsonl')), 'eval_fraction': 0.2, 'max_length': 32},
         'train': {'max_steps': 4, 'per_device_train_batch_size': 4, 'save_strategy': 'no', 'logging_steps': 1, 'progress': False, 'eval_strategy': 'epoch', **train},
         **({'rl': rl} if method in ('grpo', 'rloo', 'ppo', 'reinforce') else {}), 'sampling': {'max_new_tokens': 4}, **(changes or {})})

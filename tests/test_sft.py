@@ -30,7 +30,7 @@ def home(tmp_path_factory):
 
 
 def config(home, name, packing='best_fit', **train):
-    return RunConfig(name=name, runs_dir=str(home/'runs'), method='sft', init_from=str(home/'runs'/'base'/'model'),
+    return RunConfig(name=name, runs_dir=str(home/'runs'), watch_memory=False, method='sft', init_from=str(home/'runs'/'base'/'model'),
                      data=DataConfig(path=str(home/'pairs.jsonl'), eval_fraction=0.2, test_fraction=0.1, max_length=64),
                      sft=SFTConfig(packing=packing), optim=OptimConfig(learning_rate=2e-3),
                      train=TrainConfig(**{'max_steps': 150, 'save_strategy': 'no', 'progress': False} | train))
