@@ -28,7 +28,7 @@ panel.show()
 '''
 
 
-def main(seconds=40):
+def main(step=400):
     fixture = getattr(test_browser.lab, '_fixture_function', None) or test_browser.lab.__wrapped__
     server = fixture(SimpleNamespace(mktemp=lambda name: Path(tempfile.mkdtemp(prefix=name))))
     place = next(server)
@@ -39,14 +39,13 @@ def main(seconds=40):
         start.wait_for()
         page.wait_for_timeout(3000) # for the line about memory
         start.click()
-        page.locator('text=/step [\\d,]+ of/').first.wait_for()
-        page.wait_for_timeout(1000*seconds)
+        page.wait_for_function('step => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1]) >= step)', arg=step)
         box = page.locator('.jp-OutputArea-output').first.bounding_box()
         shot = page.screenshot(clip=dict(x=box['x'], y=box['y'], width=box['width'], height=min(box['height'], 900)))
         browser.close()
     next(server, None)
     (ROOT/'nbs'/'images').mkdir(exist_ok=True)
-    Image.open(io.BytesIO(shot)).convert('RGB').quantize(64).save(ROOT/'nbs'/'images'/'panel.png', optimize=True)
+    Image.open(io.BytesIO(shot)).convert('RGB').save(ROOT/'nbs'/'images'/'panel.png', optimize=True)
 
 
 if __name__ == '__main__': main()
