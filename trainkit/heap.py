@@ -39,7 +39,7 @@ def kept_memory(
 ) -> Iterator[bool]: # Whether memory is kept
     "Within it, freed memory stays with the process for the next blocks (mallopt(3)); afterwards it is given back."
     set_up = any(name.startswith(('MALLOC_', 'GLIBC_TUNABLES')) for name in os.environ)
-    libc = _glibc() if wanted and not set_up else None
+    libc: Any = _glibc() if wanted and not set_up else None
     def turn(by: int, options: dict[int, int]):
         with _lock:
             _loops[0] += by
