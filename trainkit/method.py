@@ -10,7 +10,7 @@ __all__ = ['METHODS', 'ADAPTER_RATES', 'defaults_of', 'TokenizerConfig', 'SFTCon
 
 # %% ../nbs/44_method.ipynb #61f5f4ec
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -253,6 +253,10 @@ class RunConfig:
 
     @property
     def folder(self) -> Path: return Path(self.train.output_dir or Path(self.runs_dir)/self.name)
+
+def _tracker(name: str) -> Callable[[Any], dict]: return lambda on: {'report_to': [name]} if on else {}
+
+RunConfig.ELSEWHERE = {f'use_{name}': _tracker(name) for name in ('wandb', 'tensorboard', 'trackio')} # type: ignore
 
 # %% ../nbs/44_method.ipynb #c5a441a5
 def _merge(under: dict, over: Mapping) -> dict:

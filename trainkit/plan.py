@@ -118,9 +118,10 @@ def _processes(n: Any) -> dict | str:
     return {} if n in (None, 0, 1) else f'is the launcher\'s: trainkit launch --processes {n}'
 
 ELSEWHERE: dict[str, str | Callable[[Any], dict | str]] = {
-    'fp16': _precision('fp16'), 'bf16': _precision('bf16'),
+    'fp16': _precision('fp16'), 'bf16': _precision('bf16'), 'use_fp16': _precision('fp16'), 'use_bf16': _precision('bf16'),
     'use_amp': lambda on: {} if on else {'mixed_precision': 'no'},
     'amp_dtype': _dtype, 'torch_dtype': _dtype, 'dtype': _dtype,
+    'early_stopping': lambda n: {'early_stopping_patience': 3 if n is True else n} if n else {},
     'world_size': _processes, 'num_gpus': _processes, 'n_gpu': _processes,
     'distributed_backend': lambda name: {}, # accelerate takes nccl on GPUs and gloo elsewhere
     'logging_dir': 'is gone: the logs of a run are in its folder, output_dir',
