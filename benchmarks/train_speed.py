@@ -40,6 +40,7 @@ SETTINGS = { # autocast, and what each does besides
     'plain': dict(autocast=False),
     'autocast': dict(autocast=True),
     'best': dict(autocast=True, trainkit=('compile', 'malloc')),
+    'best32': dict(autocast=False, trainkit=('compile', 'malloc')),
     'compiled': dict(autocast=True, trainkit=('compile', 'malloc'), peers=('compile',)),
 }
 KEEP_MEMORY = {'MALLOC_MMAP_THRESHOLD_': str(2**30), 'MALLOC_TRIM_THRESHOLD_': str(2**40), 'MALLOC_TOP_PAD_': str(2**26)}

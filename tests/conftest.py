@@ -28,7 +28,9 @@ ROOT = Path(__file__).parent.parent
 
 FORK = multiprocessing.get_context('forkserver') # a fresh process for each caller, the imports paid once for all
 FORK.set_forkserver_preload(['pytest', 'nbdev.test', 'IPython', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'torch', 'torch._dynamo', 'bitsandbytes',
-                             'transformers.trainer', 'transformers.models.llama.modeling_llama', 'accelerate', 'peft', 'datasets',
+                             'transformers.trainer', 'transformers.models.llama.modeling_llama', 'transformers.models.gpt2.modeling_gpt2',
+                             'accelerate', 'peft', 'datasets', 'trl', 'pydantic.type_adapter', 'pydantic.dataclasses', 'typer', 'rich.console',
+                             'ipywidgets', 'numba', 'sacrebleu', 'rouge_score.rouge_scorer', 'gguf', 'wandb', 'IPython.core.magics', 'fastcore.test',
                              *sorted(f'trainkit.{path.stem}' for path in (ROOT/'trainkit').glob('*.py') if path.stem[0] != '_')])
 
 
