@@ -29,13 +29,14 @@ def run_lesson(path, flags):
     os.environ.update(TRAINKIT_PROFILE='quick', COLUMNS='100')
     warnings.simplefilter('ignore')
     from nbdev import test
-    from trainkit.exercises import grade, read_exercises
+    from trainkit.exercises import Verdict, grade, read_exercises
     exercises, verdicts = {e.stub: e for e in read_exercises(path)}, []
     class Shell(test.CaptureShell):
         def cell(self, cell, **kwargs):
             super().cell(cell, **kwargs)
             if cell.source in exercises and not self.exc:
-                verdicts.append(apart(lambda: [str(v) for v in grade(exercises[cell.source], self.user_ns)]))
+                said = self.result if isinstance(self.result, Verdict) else None # The cell has just been run
+                verdicts.append(apart(lambda: [str(v) for v in grade(exercises[cell.source], self.user_ns, said)]))
     before, test.CaptureShell = test.CaptureShell, Shell
     try: ok, _ = test.test_nb(path, skip_flags=['gpu', 'slow'], force_flags=flags, basepath=ROOT)
     finally: test.CaptureShell = before

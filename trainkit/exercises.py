@@ -92,6 +92,7 @@ def solved(
 def grade(
     exercise: Exercise,
     names: dict[str, Any], # What the lesson has defined so far; left as it is
+    said: Verdict | None = None, # What the cell as it stands has said, where it was run already
 ) -> tuple[Verdict, Verdict]: # Of the cell as it stands, and of the solution
     "Ask the check of an exercise about its stub and about its solution."
     def verdict(source: str) -> Verdict:
@@ -99,4 +100,4 @@ def grade(
         def noted(*args: Any, **kwargs: Any) -> Verdict: verdicts.append(check(*args, **kwargs)); return verdicts[-1]
         with contextlib.redirect_stdout(io.StringIO()): exec(compile(source, f'<exercise {exercise.number}>', 'exec'), {**names, 'check': noted})
         return verdicts[-1]
-    return verdict(exercise.stub), verdict(solved(exercise))
+    return verdict(exercise.stub) if said is None else said, verdict(solved(exercise))
