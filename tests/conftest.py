@@ -16,6 +16,7 @@ import time
 import warnings
 import zlib
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 
 FORK = multiprocessing.get_context('forkserver') # a fresh process for each caller, the imports paid once for all
-FORK.set_forkserver_preload(['pytest', 'nbdev.test', 'IPython', 'matplotlib.pyplot', 'matplotlib_inline.backend_inline', 'torch', 'torch._dynamo', 'bitsandbytes',
-                             'transformers.trainer', 'transformers.models.llama.modeling_llama', 'transformers.models.gpt2.modeling_gpt2',
-                             'accelerate', 'peft', 'datasets', 'trl', 'pydantic.type_adapter', 'pydantic.dataclasses', 'typer', 'rich.console',
-                             'ipywidgets', 'numba', 'sacrebleu', 'rouge_score.rouge_scorer', 'gguf', 'wandb', 'IPython.core.magics', 'fastcore.test',
-                             *sorted(f'trainkit.{path.stem}' for path in (ROOT/'trainkit').glob('*.py') if path.stem[0] != '_')])
+FORK.set_forkserver_preload(['warm']) # tests/warm.py
 
 
 def child(function, args, out, err):
@@ -48,6 +45,7 @@ def begin(function, *args, folder):
     "Start it in a fresh process, which writes what it says to out.txt and err.txt in `folder`."
     out, err = folder/'out.txt', folder/'err.txt'
     for path in (out, err): path.write_text('')
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT/'tests'), os.environ.get('PYTHONPATH'))))): forkserver.ensure_running()
     process = FORK.Process(target=child, args=(function, args, out, err))
     process.start()
     return process

@@ -14,13 +14,13 @@ def apart(function):
     if not child:
         gc.freeze() # Nothing that the lesson made is garbage here; to look at it would copy its pages
         try: answer = function()
-        except BaseException as error: answer = f'{type(error).__name__}: {error}'
+        except BaseException as error: answer = [f'{type(error).__name__}: {error}']
         with os.fdopen(into, 'w') as pipe: json.dump(answer, pipe)
         os._exit(0)
     os.close(into)
     with os.fdopen(out) as pipe: answer = pipe.read()
     os.waitpid(child, 0)
-    return json.loads(answer or '"the process that graded it died"')
+    return json.loads(answer or '["the process that graded it died"]')
 
 
 def run_lesson(path, flags):
@@ -30,13 +30,16 @@ def run_lesson(path, flags):
     warnings.simplefilter('ignore')
     from nbdev import test
     from trainkit.exercises import Verdict, grade, read_exercises
-    exercises, verdicts = {e.stub: e for e in read_exercises(path)}, []
+    exercises, asked, verdicts = {e.stub: e for e in read_exercises(path)}, [], []
+    def judge(exercise, names, said):
+        try: return [str(verdict) for verdict in grade(exercise, names, said)]
+        except Exception as error: return f'{type(error).__name__}: {error}'
     class Shell(test.CaptureShell):
         def cell(self, cell, **kwargs):
             super().cell(cell, **kwargs)
             if cell.source in exercises and not self.exc:
-                said = self.result if isinstance(self.result, Verdict) else None # The cell has just been run
-                verdicts.append(apart(lambda: [str(v) for v in grade(exercises[cell.source], self.user_ns, said)]))
+                asked.append((exercises[cell.source], self.user_ns, self.result if isinstance(self.result, Verdict) else None))
+                if len(asked) == len(exercises): verdicts.extend(apart(lambda: [judge(*one) for one in asked])) # A fork takes its time
     before, test.CaptureShell = test.CaptureShell, Shell
     try: ok, _ = test.test_nb(path, skip_flags=['gpu', 'slow'], force_flags=flags, basepath=ROOT)
     finally: test.CaptureShell = before
