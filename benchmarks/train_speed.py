@@ -6,8 +6,9 @@ other processes disturb less). Shapes, number of parameters, batch and optimizer
 litgpt also start from the same weights, and their first losses are compared. nanoGPT's MLP has two matrices instead of
 three, so its matrices are made wider until the parameters are as many.
 
-`plain` is eager fp32. `best` is bf16 autocast for all, and for trainkit also torch.compile and glibc's malloc told to keep
-its memory. Peers run without compile, as the question is what our best gives over their best eager loop.
+`plain` is eager fp32. `best` is bf16 autocast for all, and for trainkit also torch.compile; `best32` is the same in fp32, for a
+CPU without bf16. Peers run without compile, as the question is what our best gives over their best eager loop. trainkit's
+steps keep freed memory (`trainkit.heap`), as its `Trainer` does on a CPU.
 
     python benchmarks/train_speed.py [--nanogpt FOLDER_WITH_MODEL_PY] [--setting plain best] [--rounds 9] [--threads 1]
     python benchmarks/train_speed.py --losses            # 200 steps on real text: are the losses the same?
@@ -39,11 +40,10 @@ PEERS = ('transformers', 'litgpt', 'nanogpt')
 SETTINGS = { # autocast, and what each does besides
     'plain': dict(autocast=False),
     'autocast': dict(autocast=True),
-    'best': dict(autocast=True, trainkit=('compile', 'malloc')),
-    'best32': dict(autocast=False, trainkit=('compile', 'malloc')),
-    'compiled': dict(autocast=True, trainkit=('compile', 'malloc'), peers=('compile',)),
+    'best': dict(autocast=True, trainkit=('compile',)),
+    'best32': dict(autocast=False, trainkit=('compile',)),
+    'compiled': dict(autocast=True, trainkit=('compile',), peers=('compile',)),
 }
-KEEP_MEMORY = {'MALLOC_MMAP_THRESHOLD_': str(2**30), 'MALLOC_TRIM_THRESHOLD_': str(2**40), 'MALLOC_TOP_PAD_': str(2**26)}
 
 
 # ---- the systems
@@ -231,8 +231,7 @@ class Lane:
     "The other end of a `Worker`."
     def __init__(self, name: str, setting: str, argv: list[str]):
         self.name, self.setting, self.steps = name, setting, []
-        ours = SETTINGS[setting].get('trainkit' if name == 'trainkit' else 'peers', ())
-        env = {**os.environ, 'HF_HUB_OFFLINE': '1', 'OMP_WAIT_POLICY': 'passive', **(KEEP_MEMORY if 'malloc' in ours else {})}
+        env = {**os.environ, 'HF_HUB_OFFLINE': '1', 'OMP_WAIT_POLICY': 'passive'}
         self.process = subprocess.Popen([sys.executable, __file__, *argv, '--worker', name, '--setting', setting], text=True, env=env,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.parameters = self.ask('hello')['parameters']
@@ -311,7 +310,9 @@ def main() -> None:
     parser.add_argument('--worker', choices=MODELS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rows: SHAPES[args.shape] = (*SHAPES[args.shape][:5], args.rows, SHAPES[args.shape][6])
-    if args.worker: return Worker(args.worker, args.setting[0], args).serve()
+    if args.worker:
+        from trainkit.heap import kept_memory
+        with kept_memory(args.worker == 'trainkit'): return Worker(args.worker, args.setting[0], args).serve()
     import torch
     import transformers
     argv = ['--threads', args.threads, '--shape', args.shape, '--device', args.device]
