@@ -3,6 +3,7 @@ import importlib
 import json
 import math
 import re
+import warnings
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from conftest import shell as trainkit
 from trainkit.config import ConfigError, load_config, save_config
 from trainkit.foreign import read_settings
 from trainkit.method import METHODS, RunConfig, method_config
+from trainkit.plan import TrainConfig
 from trainkit.presets import PRESETS
 from trainkit.spelling import ALIGNED
 from trainkit.translate import convert_config
@@ -301,3 +303,13 @@ def test_old_names_lead_somewhere():
                 module, _, attribute = name.partition('.')
                 found = importlib.import_module(f'trainkit.{module}')
                 for part in attribute.split('.') if attribute else []: found = getattr(found, part) if hasattr(found, part) else found.__dataclass_fields__[part]
+
+
+def test_a_translated_word_is_reported_where_it_was_said():
+    "Not in the module that read it, however deep in the config it stood."
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        load_config(TrainConfig, {'fp16': True})
+        method_config({'fp16': True})
+        method_config({'train': {'fp16': True}})
+    assert [(w.filename, 'word of other libraries' in str(w.message)) for w in said] == [(__file__, True)]*3

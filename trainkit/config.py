@@ -14,17 +14,19 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
 from importlib.resources import files
 from pathlib import Path
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
 from .files import atomic_folder, write_atomic
-from .knobs import ConfigError, Knob, Problem, check_config, knob, knobs, nearest, stand_ins, without_secrets
+from .knobs import ConfigError, Knob, Problem, check_config, declared, knob, knobs, nearest, stand_ins, without_secrets
 
 if TYPE_CHECKING: import torch
 
@@ -93,9 +95,14 @@ def interpolate(
     return filled
 
 # %% ../nbs/01_config.ipynb #42529eb1
+def _outside() -> int: # A `stacklevel`, as the caller of this counts
+    "How far up the first frame is that is not of this package."
+    frames = walk_stack(sys._getframe(1))
+    return next((n for n, (frame, _) in enumerate(frames, 1) if not frame.f_globals.get('__name__', '').startswith('trainkit.')), 1)
+
 def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tuple[Any, list[Problem]]: # noqa: B006
     "An instance of `cls` from nested dicts, and all problems met on the way."
-    known = {k.name: k for k in knobs(cls)}
+    known = {k.name: k for k in declared(cls)}
     names = {alias: k.name for k in known.values() for alias in (*k.aliases, k.name)}
     problems, kwargs, origin = [], {}, {}
     try: data = getattr(cls, 'moved', lambda data: data)(data)
@@ -112,7 +119,7 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
             if callable(meant): meant = meant(value)
             if isinstance(meant, str): problems.append(Problem(where, value, meant, line))
             else:
-                warnings.warn(f'{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}', stacklevel=4)
+                warnings.warn(f'{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}', stacklevel=_outside())
                 for k, v in meant.items():
                     origin.setdefault(k, key)
                     if kwargs.setdefault(k, v) != v:
@@ -147,7 +154,7 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
 
 def _rename(cls: Any, data: dict, name: str) -> Any:
     "Move what stands under another name of the same knob to `name`; returns the knob's type."
-    for k in knobs(cls) if dataclasses.is_dataclass(cls) else ():
+    for k in declared(cls) if dataclasses.is_dataclass(cls) else ():
         if name not in (names := (*k.aliases, k.name)): continue
         for other in names:
             if other != name and other in data: data[name] = data.pop(other)
@@ -254,14 +261,15 @@ def from_profile(
     if profile not in names:
         remedy = f'must be one of {names}.{nearest(profile, names)}'
         raise ConfigError([Problem('profile', profile, remedy)], str(paths[-1]))
-    section = f'{profile}.{cls.__name__}'
-    values = {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)} if ini.has_section(section) else {}
-    groups: dict = {k.name: from_profile(k.type, profile) for k in knobs(cls) # type: ignore
-              if dataclasses.is_dataclass(k.type) and k.name not in {**values, **overrides}}
-    for group in groups.values(): object.__setattr__(group, '_unset', True) # by the user; see `RunConfig`
-    config, problems = _build(cls, {**groups, **values, **overrides})
-    if problems: raise ConfigError(problems, f'{paths[-1]} [{section}]')
-    return config
+    def fill(cls: Any, given: Mapping) -> Any:
+        section = f'{profile}.{cls.__name__}'
+        values = {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)} if ini.has_section(section) else {}
+        groups = {k.name: fill(k.type, {}) for k in declared(cls) if dataclasses.is_dataclass(k.type) and k.name not in {**values, **given}}
+        for group in groups.values(): object.__setattr__(group, '_unset', True) # by the user; see `RunConfig`
+        config, problems = _build(cls, {**groups, **values, **given})
+        if problems: raise ConfigError(problems, f'{paths[-1]} [{section}]')
+        return config
+    return fill(cls, overrides)
 
 # %% ../nbs/01_config.ipynb #40663ec7
 def pick_device() -> 'torch.device': # cuda, else mps, else cpu

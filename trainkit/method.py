@@ -22,7 +22,7 @@ from .config import ConfigError, check_config, from_profile, knob, load_config, 
 from .curriculum import CurriculumConfig
 from .dataset import DataConfig
 from .hub import HubConfig
-from .knobs import Problem, knobs
+from .knobs import Problem, declared, knobs
 from .margins import COUPLED, DPOConfig
 from .model import ModelConfig
 from .optim import OptimConfig
@@ -122,10 +122,10 @@ def flat_words(
     data: Mapping, # A config as nested dicts
 ) -> Mapping: # The same, with every knob in its group; raises `ConfigError` where it stands there otherwise
     "Read knobs that stand at the top, as in libraries with one long list of arguments."
-    stay = {name for k in knobs(cls) for name in (k.name, *k.aliases)} | {*_SFT_NAMES} # `moved` knows what those mean together
+    stay = {name for k in declared(cls) for name in (k.name, *k.aliases)} | {*_SFT_NAMES} # `moved` knows what those mean together
     if stay.issuperset(data): return data
-    groups = {k.name: k.type for k in knobs(cls) if is_dataclass(k.type)}
-    names = {g: {name: {k.name, *k.aliases} for k in knobs(kind) for name in (k.name, *k.aliases)} for g, kind in groups.items()}
+    groups = {k.name: k.type for k in declared(cls) if is_dataclass(k.type)}
+    names = {g: {name: {k.name, *k.aliases} for k in declared(kind) for name in (k.name, *k.aliases)} for g, kind in groups.items()}
     out, own = {key: value for key, value in data.items() if key in stay}, 'rl' if data.get('method') in RL_METHODS else data.get('method')
     for key, value in data.items():
         if key in stay: continue
@@ -308,7 +308,7 @@ def _meant(
     value: Any,
 ) -> set: # Of names
     "The knobs that a word is about, which may be one of another library."
-    for k in knobs(kind):
+    for k in declared(kind):
         if word in (names := {k.name, *k.aliases}): return names
     found = getattr(kind, 'ELSEWHERE', {}).get(word)
     if callable(found): found = found(value)
@@ -319,7 +319,7 @@ def _placed(
     overrides: Sequence[str],
 ) -> list[str]: # The same, with each knob in its group
     "A change at the top is one of the group that the knob is in, and wins over what is said there."
-    out, groups = [], {k.name: k.type for k in knobs(RunConfig) if is_dataclass(k.type)}
+    out, groups = [], {k.name: k.type for k in declared(RunConfig) if is_dataclass(k.type)}
     for setting in overrides:
         key, equals, text = setting.partition('=')
         group, _, word = key.strip().rpartition('.')
@@ -340,8 +340,8 @@ def _under(
     given: Mapping, # What wins, under any of a knob's names
 ) -> dict:
     "The second laid over the first."
-    low, names = deepcopy(dict(low)), {k.name: {k.name, *k.aliases} for k in knobs(RunConfig)}
-    types = {k.name: k.type for k in knobs(RunConfig)}
+    low, names = deepcopy(dict(low)), {k.name: {k.name, *k.aliases} for k in declared(RunConfig)}
+    types = {k.name: k.type for k in declared(RunConfig)}
     given = {k: v for k, v in given.items() if v is not None or not is_dataclass(types.get(k))} # a group that is left empty
     for group in list(low):
         inner = given.get(group) or {}

@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, cast
 
-from .knobs import knobs, nearest
+from .knobs import declared, nearest
 from .method import RunConfig
 from .templates import TEMPLATES
 
@@ -194,10 +194,10 @@ _FIRST = {'seed': 'train', 'dropout': 'model', 'bias': 'model', 'r': 'lora', 'pa
 @cache
 def _homes() -> dict[str, dict[str, str]]: # name -> group -> knob
     found: dict[str, dict[str, str]] = {}
-    for k in knobs(RunConfig):
+    for k in declared(RunConfig):
         for name in (k.name, *k.aliases):
             if not is_dataclass(k.type): found.setdefault(name, {})[''] = k.name
-        for inner in knobs(k.type) if is_dataclass(k.type) else ():
+        for inner in declared(k.type) if is_dataclass(k.type) else ():
             for name in (inner.name, *inner.aliases): found.setdefault(name, {})[k.name] = inner.name
     return found
 
@@ -209,7 +209,7 @@ def look_up(
 ) -> Meaning:
     "What a setting means here."
     places = [CONTEXTS[name.lower()] for name in reversed(above) if name.lower() in CONTEXTS]
-    homes, elsewhere = _homes().get(key, {}), getattr(next(k.type for k in knobs(RunConfig) if k.name == 'train'), 'ELSEWHERE', {})
+    homes, elsewhere = _homes().get(key, {}), getattr(next(k.type for k in declared(RunConfig) if k.name == 'train'), 'ELSEWHERE', {})
     word: Any = next((WORDS[f'{p}.{key}'] for p in places if f'{p}.{key}' in WORDS), None)
     inside = next((p for p in places if p in homes and p != 'train'), None)
     if word is None and inside and key not in ('target_modules', 'attention'): word = f'{inside}.{homes[inside]}'
