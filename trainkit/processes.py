@@ -1,6 +1,6 @@
 """One function, run by several processes that know of each other, from a notebook
 
-`notebook_launch(function, …, num_processes=2)` runs a function in several processes, as torchrun runs a script: each is told which one it is, how many there are, and where they meet. What the function returns comes back, one result for each process. If one dies, the others are ended, and the error says which one it was and why. A `Trainer` that is made inside the function trains with all of them.
+`notebook_launch(function, …, num_processes=2)` runs a function in several processes, as torchrun, torch's launcher, runs a script: each is told which one it is, how many there are, and where they meet. What the function returns comes back, one result for each process. If one dies, the others are ended, and the error says which one it was and why. A `Trainer` that is made inside the function trains with all of them.
 
 For a whole config there is `trainkit.launch`, which works from a notebook too."""
 
