@@ -158,7 +158,7 @@ def table(
     head = ''.join(f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>' for c in columns)
     body = ''.join('<tr>' + ''.join(cell(row, c) for c in columns) + '</tr>' for row in rows)
     caption = f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>' * bool(title)
-    label = f'{clean(title or "table")}, {len(rows)} rows'
+    label = f'{clean(title or "table")}, {len(rows)} row{"s"*(len(rows) != 1)}'
     looks = 'border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums'
     return Picture(f'<div role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto"><table style="{looks}">'
                    f'{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
