@@ -79,13 +79,12 @@ def collate_unpaired(
     "Rows with an opinion as one batch."
     both = [(p['prompt'], a) for k in (0, 1) for p, a in zip(rows, [*rows[len(rows) - k:], *rows[:len(rows) - k]], strict=True)]
     width = max(len(p) + len(a['completion']) for p, a in both)
-    ids = torch.full((len(both), width), pad_id)
-    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    ids, labels, mask = (np.full((len(both), width), fill, np.int64) for fill in (pad_id, -100, 0))
     for i, (p, a) in enumerate(both):
         first, end = len(p), len(p) + len(a['completion'])
-        ids[i, :end], mask[i, :end] = torch.tensor([*p, *a['completion']]), 1
-        labels[i, first:end] = torch.tensor([*a['labels']])
-    return dict(input_ids=ids, labels=labels, attention_mask=mask, liked=torch.tensor([bool(r['label']) for r in rows]))
+        ids[i, :first], ids[i, first:end], labels[i, first:end], mask[i, :end] = p, a['completion'], a['labels'], 1
+    made = {name: torch.from_numpy(x) for name, x in dict(input_ids=ids, labels=labels, attention_mask=mask).items()}
+    return {**made, 'liked': torch.tensor([bool(r['label']) for r in rows])}
 
 class UnpairedBatches(Batches):
     "Shuffled batches of rows with an opinion, that know their place."
@@ -116,16 +115,14 @@ def kto_objective(
     @objective(counts=lambda batch: dict.fromkeys(c.weights, len(batch['liked'])), additive='kto' not in c.weights)
     def kto_loss(model: nn.Module, batch: dict) -> Loss:
         liked, B = batch['liked'], len(batch['liked'])
-        part = lambda k: {name: x[k*B:(k + 1)*B] for name, x in batch.items() if name != 'liked'}
+        part = lambda start, end: {name: x[start:end] for name, x in batch.items() if name != 'liked'}
         asked, state = reference.place(model, batch['input_ids'].device)
-        log_probs = sequence_log_probs(model, part(0))[0]
+        log_probs = sequence_log_probs(model, part(0, B))[0]
         with torch.no_grad():
             kl: Any = torch.zeros((), device=log_probs.device)
-            if 'kto' in c.weights: kl = sequence_log_probs(model, part(1))[0].mean()
-            with state:
-                before = sequence_log_probs(asked, part(0))[0]
-                if 'kto' in c.weights: kl = (kl - sequence_log_probs(asked, part(1))[0].mean()).clamp(min=0)
-        ratio, sign = log_probs - before, torch.where(liked, 1., -1.)
+            with state: before = sequence_log_probs(asked, part(0, 2*B if 'kto' in c.weights else B))[0]
+            if 'kto' in c.weights: kl = (sequence_log_probs(model, part(B, 2*B))[0].mean() - before[B:].mean()).clamp(min=0)
+        ratio, sign = log_probs - before[:B], torch.where(liked, 1., -1.)
         weight = torch.where(liked, c.desirable_weight, c.undesirable_weight)
         terms = {name: ((weight*UNPAIRED[name](sign*c.beta*ratio, sign*c.beta*kl)).sum(), B, w) for name, w in c.weights.items()}
         with torch.no_grad():
