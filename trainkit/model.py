@@ -266,6 +266,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         "Normal weights, zero biases; what writes to the stream starts smaller (Radford et al. 2019, section 2.3)."
+        if self.device.type == 'meta': return # Shapes have no numbers
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 writes = name.endswith(('o_proj', 'down_proj'))
