@@ -177,7 +177,7 @@ def common_shingles(
     texts = texts[::-(-len(texts)//sample)] if texts else []
     own = [np.unique(shingles(text, size)) for text in texts] # a text counts once
     found, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
-    return found[counts > max(20, share*len(texts))]
+    return found[counts > max(20, share*len(texts))] # ascending
 
 def near_pairs(
     texts: list[str],

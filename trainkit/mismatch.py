@@ -108,7 +108,7 @@ def check_ending(
     probe = [dict(role='user', content='a'), dict(role='assistant', content='b')]
     try: text, [(start, end)] = render_text(probe, jinja, names, 'last')
     except ValueError: return # `check_refused` says more
-    eos, shown = getattr(tok, 'eos_token', None), ascii(text[start:end][-24:])
+    eos, shown = getattr(tok, 'eos_token', None), ascii(text[start:end].removeprefix('b')[-24:])
     if eos is None or not text[start:end].endswith(str(eos)):
         tally = Tally()
         tally.add('an answer `b`', text, (start, end))
