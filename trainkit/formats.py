@@ -14,6 +14,7 @@ import functools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,9 @@ def all_pairs(
     tokens: Mapping[bytes, int], # Bytes of each token -> its id
 ) -> list[tuple[int, int, int]]: # (left, right, joined), in the order of the joined
     "Every way in which two tokens make a third."
-    found, get = [], tokens.get
-    for token, i in tokens.items():
-        for k in range(1, len(token)):
-            left = get(token[:k])
-            if left is not None and (right := get(token[k:])) is not None: found.append((i, left, right))
-    return [(left, right, i) for i, left, right in sorted(found)]
+    get = tokens.get
+    return [(left, right, i) for token, i in sorted(tokens.items(), key=itemgetter(1)) for k in range(1, len(token))
+            if (left := get(token[:k])) is not None and (right := get(token[k:])) is not None]
 
 # %% ../nbs/09_formats.ipynb #031dd179
 TIKTOKEN_PATTERNS = {
