@@ -14,6 +14,7 @@ import gc
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -55,8 +56,12 @@ def _fill_tables(device: str) -> None:
 
 _whole = adamw8bit._update
 
-def _first_piece(p: Tensor, grad: Tensor, state: dict, fast: bool, **numbers: Any) -> None:
-    "AdamW8bit goes through a parameter in pieces of equal size; one is enough to know what they need."
+def _first_piece(seen: set | None, p: Tensor, grad: Tensor, state: dict, fast: bool, **numbers: Any) -> None:
+    "AdamW8bit goes through a parameter in pieces of equal size; one is enough to know what they need, and where all gradients stay, one parameter of a kind."
+    kind = (state['step'], p.dtype, p.shape, p.stride(), state['state1'].dtype)
+    if seen is not None:
+        if kind in seen: return
+        seen.add(kind)
     if p.numel() > PIECE and p.is_contiguous() and p.device.type == 'cpu':
         cut = lambda name, x: x.view(-1)[:PIECE//BLOCK if name.startswith('absmax') else PIECE] if isinstance(x, Tensor) else x
         p, grad, state = p.view(-1)[:PIECE], grad.reshape(-1)[:PIECE], {k: cut(k, x) for k, x in state.items()}
@@ -93,8 +98,9 @@ def predict_memory(
     plain = lambda model, batch: model(input_ids=batch['input_ids'], labels=batch['labels']).loss
     compute = objective or (lm_loss if chunked_loss else plain)
     ledger = Ledger(block or (1 if device == 'cpu' else 512))
-    with patch.object(nn.Module, '_apply', _convert), patch.object(adamw8bit, '_update', _first_piece), \
-            FakeTensorMode(allow_non_fake_inputs=True), ledger, torch.device(device), ExitStack() as stack:
+    with patch.object(nn.Module, '_apply', _convert), patch.object(adamw8bit, '_update', partial(_first_piece, None if in_backward else set())), \
+            FakeTensorMode(allow_non_fake_inputs=True), ledger, ExitStack() as stack:
+        if device != torch.get_default_device().type: stack.enter_context(torch.device(device)) # Each call of torch takes longer within it
         model = make_model().train()
         if (theirs := sys.modules.get('transformers.utils.import_utils')) and hasattr(theirs, 'is_fake_tensor'):
             stack.enter_context(patch.object(theirs, 'is_fake_tensor', lambda _: False)) # Or masks would be made for nothing
