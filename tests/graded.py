@@ -1,30 +1,12 @@
 "Lessons run with their exercises: each check is asked about the cell as it stands and about the folded solution."
-import gc
-import json
 import os
 import warnings
 
 from conftest import ROOT
 
 
-def apart(function):
-    "What `function` returns, as JSON, from a forked process: nothing that a solution changes stays changed."
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        gc.freeze() # Nothing that the lesson made is garbage here; to look at it would copy its pages
-        try: answer = function()
-        except BaseException as error: answer = [f'{type(error).__name__}: {error}']
-        with os.fdopen(into, 'w') as pipe: json.dump(answer, pipe)
-        os._exit(0)
-    os.close(into)
-    with os.fdopen(out) as pipe: answer = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(answer or '["the process that graded it died"]')
-
-
 def run_lesson(path, flags):
-    "Run a notebook as the tests do; whether it ran, and for each exercise its two verdicts or what went wrong."
+    "Run a notebook as the tests do, in a process that is for nothing else; whether it ran, and for each exercise its two verdicts or what went wrong."
     os.chdir(ROOT)
     os.environ.update(TRAINKIT_PROFILE='quick', COLUMNS='100')
     warnings.simplefilter('ignore')
@@ -39,7 +21,7 @@ def run_lesson(path, flags):
             super().cell(cell, **kwargs)
             if cell.source in exercises and not self.exc:
                 asked.append((exercises[cell.source], self.user_ns, self.result if isinstance(self.result, Verdict) else None))
-                if len(asked) == len(exercises): verdicts.extend(apart(lambda: [judge(*one) for one in asked])) # A fork takes its time
+                if len(asked) == len(exercises): verdicts.extend(judge(*one) for one in asked) # What follows clears up
     before, test.CaptureShell = test.CaptureShell, Shell
     try: ok, _ = test.test_nb(path, skip_flags=['gpu', 'slow'], force_flags=flags, basepath=ROOT)
     finally: test.CaptureShell = before

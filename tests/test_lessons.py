@@ -28,7 +28,7 @@ def run(path, tmp_path, *flags):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-HEAVY = {'25_claims'} # More than eight seconds each: with the slow tests, until they are shorter
+HEAVY = {'25_claims'} # More than eight seconds: with the slow tests, until it is shorter
 
 
 @pytest.mark.parametrize('path', [pytest.param(p, marks=[pytest.mark.slow]*(p.stem in HEAVY), id=p.stem) for p in LESSONS])
