@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT, shell, together
+from conftest import ROOT, ranked, shell, together
 
 from trainkit.dataloader import Batches
 from trainkit.model import ModelConfig, Transformer
@@ -58,9 +58,9 @@ def work(folder, resume, strategies):
     os._exit(0) # threads of gloo may abort what is left of the interpreter
 
 
-def run_processes(n, folder, resume, *strategies):
+def run_processes(n, folder, resume, *strategies, **env):
     folder.mkdir(exist_ok=True)
-    return together(n, work, folder, resume, strategies, folder=folder)
+    return together(n, ranked, work, (folder, resume, strategies), env, folder=folder)
 
 
 def check(one, result, two, folder, tolerance):
@@ -111,16 +111,16 @@ def test_a_checkpoint_fits_more_processes(tmp_path):
 @pytest.mark.deepspeed
 @pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
 @pytest.mark.parametrize('offload', ['', 'offload_optimizer', 'offload_param'])
-def test_zero_is_one_process(tmp_path, offload, monkeypatch):
+def test_zero_is_one_process(tmp_path, offload):
     "ZeRO 1, 2 and 3 on two processes, and one process: the same losses, norms, evaluations, weights, and a checkpoint for either."
     zero = {offload: dict(device='cpu')} if offload else {}
     (tmp_path/'ds.json').write_text(json.dumps({'zero_optimization': {**zero, 'stage3_param_persistence_threshold': 0}}))
-    monkeypatch.setenv('TRAINKIT_DEEPSPEED_CONFIG', str(tmp_path/'ds.json'))
+    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path/'ds.json'))
     one = trainer(tmp_path/'one')
     result = one.train()
     names = ('zero3',) if offload == 'offload_param' else ('zero1', 'zero2', 'zero3')
-    found = run_processes(2, tmp_path, None, *names)
-    run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names)
+    found = run_processes(2, tmp_path, None, *names, **told)
+    run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names, **told)
     for name in names:
         first, second = (f[name] for f in found)
         assert first['wrapped'] == 'DeepSpeedEngine' and first['sum'] == second['sum']
@@ -182,13 +182,14 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.deepspeed
 @pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
-def test_nvme_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+def test_nvme_without_its_library_says_what_to_install(tmp_path):
     from deepspeed.ops.op_builder import AsyncIOBuilder
     if AsyncIOBuilder().is_compatible(verbose=False): pytest.skip('libaio is here')
     disk = dict(device='nvme', nvme_path=str(tmp_path))
     (tmp_path/'ds.json').write_text(json.dumps({'zero_optimization': dict(offload_optimizer=disk)}))
-    monkeypatch.setenv('TRAINKIT_DEEPSPEED_CONFIG', str(tmp_path/'ds.json'))
-    with pytest.raises(AssertionError, match='needs libaio here: apt install libaio-dev'): run_processes(2, tmp_path, None, 'zero3')
+    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path/'ds.json'))
+    with pytest.raises(AssertionError, match='needs libaio here: apt install libaio-dev'):
+        run_processes(2, tmp_path, None, 'zero3', **told)
 
 
 KILLED = '''
