@@ -1,5 +1,6 @@
 "A run on a CPU keeps what its steps free: the kernel's own count of page faults says so."
 import sys
+from statistics import median
 
 import pytest
 import torch
@@ -29,16 +30,16 @@ def faults_of_a_run(kept):
         def on_step(self, trainer, record): found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     @objective(counts=lambda batch: dict(mean=1))
     def loss(model, batch): return Loss(dict(mean=(model(batch['x']).mean(), 1, 1.)))
-    trainkit.train.Trainer(Wide(), loss, [dict(x=torch.ones(1))]*8, config=TrainConfig(max_steps=8, progress=False), callbacks=[Count()]).train()
-    print(found[-1] - found[3])
+    trainkit.train.Trainer(Wide(), loss, [dict(x=torch.ones(1))]*16, config=TrainConfig(max_steps=16, progress=False), callbacks=[Count()]).train()
+    print(median(after - before for before, after in zip(found[3:], found[4:])))
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='glibc is the C library of Linux')
 def test_steps_find_the_memory_of_the_step_before(tmp_path):
-    "48 MB a step: without `kept_memory` each page is asked for again."
+    "48 MB a step: without `kept_memory` each page is asked for again in every step, with it in few (another block may lie in the gap)."
     faults = {}
     for kept in (True, False):
         done = in_child(faults_of_a_run, kept, folder=tmp_path)
         assert done.returncode == 0, done.stderr
-        faults[kept] = int(done.stdout.split()[-1])
-    assert faults[False] > 5*faults[True] + 80, faults # Few hundred where the kernel gives large pages by itself
+        faults[kept] = float(done.stdout.split()[-1])
+    assert faults[False] > 5*faults[True] + 15, faults # Some 24 where the kernel gives large pages by itself
