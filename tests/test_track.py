@@ -242,7 +242,7 @@ def test_curves_are_drawn_from_the_first_step(tmp_path):
     log.on_start(None, dict(total_steps=9, start_step=0))
     log.on_log(None, dict(step=1, loss=2., learning_rate=1e-3, grad_norm=1., tokens_per_second=5., memory_gib=1.))
     text = (tmp_path/'run'/'curves.svg').read_text()
-    for words in ('Loss: train is 2 at step 1', 'Learning rate: ', 'Gradient norm: ', 'Tokens a second: ', 'Memory in GiB: '): assert words in text, words
+    for words in ('Loss: train is 2 at step 1', 'Learning rate: ', 'Gradient norm: ', 'Tokens a second: ', 'Memory in GB: '): assert words in text, words
 
 
 @pytest.mark.browser

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from .canvas import Picture, table
+from .files import show_bytes
 from .symptoms import (
     Finding, exploding_gradient, overfitting, plateau, rising_loss, series, small_rate)
 
@@ -79,8 +80,8 @@ def creeping_memory(records: Sequence[dict]) -> Finding | None:
         if grown > max(0.05*half[0], 0.05) and ups >= 0.7*(len(half) - 1) and half[-1] == max(half) and not single:
             rate = grown/(steps[-1] - steps[len(used)//2])*1000
             return Finding('creeping_memory', steps[-1], f'More and more {name} is used',
-                           f'{half[0]:.2f} GiB at step {steps[len(used)//2]}, {half[-1]:.2f} GiB now, '
-                           f'{rate:.2f} GiB in 1,000 steps',
+                           f'{show_bytes(half[0]*2**30)} at step {steps[len(used)//2]}, {show_bytes(half[-1]*2**30)} now, '
+                           f'{show_bytes(rate*2**30)} in 1,000 steps',
                            'Something keeps what it should drop: a list of losses that are still tensors '
                            '(append loss.item()), a callback, a cache of the dataset.')
     return None

@@ -29,9 +29,14 @@ PICTURES = ( # title, {name in the legend: key}, smoothing; a picture appears if
     ('Learning rate', {'rate': 'learning_rate'}, 0.),
     ('Gradient norm', {'norm': 'grad_norm'}, 0.02),
     ('Tokens a second', {'tokens/s': 'tokens_per_second'}, 0.),
-    ('Memory in GiB', {'process': 'memory_gib', 'GPU': 'gpu_memory_gib'}, 0.),
+    ('Memory in GB', {'process': 'memory_gib', 'GPU': 'gpu_memory_gib'}, 0.),
     ('Busy, %', {'GPU': 'gpu_utilization', 'CPU': 'cpu_percent'}, 0.),
     ('Share of the peak arithmetic (MFU)', {'MFU': 'mfu'}, 0.))
+
+def _shown(run: Run, key: str) -> tuple[list[int], list[float]]:
+    "A number over the run; memory, which is logged in GiB, in the GB of `show_bytes`."
+    steps, values = run.series(key)
+    return steps, [v*2**30/1e9 for v in values] if key.endswith('_gib') else values
 
 def draw_run(
     run: Run, # From `read_run`
@@ -41,7 +46,7 @@ def draw_run(
     known = {k for _, names, _ in PICTURES for k in names.values()} | {'eval_tokens', 'eval_seconds'}
     others = [(k[5:].replace('_', ' ').capitalize(), {'eval': k}, 0.)
               for k in keys if k.startswith('eval_') and k not in known]
-    drawn = [curves({name: run.series(key) for name, key in names.items() if key in keys}, title, smooth=smooth)
+    drawn = [curves({name: _shown(run, key) for name, key in names.items() if key in keys}, title, smooth=smooth)
              for title, names, smooth in (*PICTURES[:1], *others, *PICTURES[1:]) if set(names.values()) & {*keys}]
     return drawn or [curves({}, 'Loss')]
 
@@ -114,9 +119,9 @@ def run_sections(
     shown = [(k, number(v) if isinstance(v, (int, float)) else v) for k, v in tiles if v is not None and v == v]
     cells = ''.join(f'<div><dt>{clean(k)}</dt><dd>{clean(v)}</dd></div>' for k, v in shown)
     result = f'<dl class="tiles">{cells}</dl>'
-    peaks = {f'peak {what} memory, GiB': max(v)
+    peaks = {f'peak {what} memory, GB': max(v)
              for what, key in (('process', 'memory_peak_gib'), ('GPU', 'gpu_memory_peak_gib'))
-             if (v := run.series(key)[1])}
+             if (v := _shown(run, key)[1])}
     rates = {name: median(v) for name, key in (('samples a second', 'samples_per_second'), ('share of the peak arithmetic (MFU)', 'mfu'))
              if (v := [x for x in run.series(key)[1] if x == x])}
     timings = {'training, s': seconds, 'evaluation, s': sum(run.series('eval_seconds')[1]),

@@ -76,10 +76,10 @@ CHARTS: dict[str, tuple[str, ...]] = { # Title -> patterns of the numbers that i
 FROM_ZERO = ('Preferred rightly', 'Length of answers', 'Token accuracy', 'Learning rate', 'Tokens a second', 'Memory', 'Memory of a step')
 
 def _in_unit(title: str, found: dict) -> tuple[str, dict]:
-    "Memory in GiB, as in the report, or little of it in MiB; the title says the unit, and not each name."
+    "Memory, which is logged in GiB, in the GB of `show_bytes`, or little of it in MB; the title says the unit, and not each name."
     small = max((y for _, ys in found.values() for y in ys if math.isfinite(y)), default=1.) < 0.1
-    return f"{title}, {'MiB' if small else 'GiB'}", {
-        name.removesuffix('_gib').replace('_', ' '): (xs, [y*1024 if small else y for y in ys]) for name, (xs, ys) in found.items()}
+    unit, size = ('MB', 1e6) if small else ('GB', 1e9)
+    return f'{title}, {unit}', {name.removesuffix('_gib').replace('_', ' '): (xs, [y*2**30/size for y in ys]) for name, (xs, ys) in found.items()}
 
 def pictures(
     snapshot: Snapshot,
