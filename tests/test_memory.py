@@ -1,12 +1,14 @@
 "Memory: predictions against torch's own tracker on real tensors, and memory that is given back."
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
+from trainkit.adamw8bit import AdamW8bit
 from trainkit.ledger import Ledger
 from trainkit.memory import free_memory, measure_memory, memory_report, memory_used, predict_memory
 from trainkit.model import ModelConfig, Transformer
@@ -136,6 +138,30 @@ def test_predicting_leaves_nothing_behind():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     real = torch.ones(2)
     assert type(real) is torch.Tensor and real.sum() == 2
+
+
+def test_who_trains_beside_a_prediction_does_not_notice():
+    "A panel predicts in one thread while another one trains: every parameter moves, and torch is as it was."
+    apply, small = nn.Module._apply, ModelConfig(vocab_size=300, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=64)
+    def train():
+        torch.manual_seed(0)
+        model, found = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]), []
+        optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+        for _ in range(100):
+            loss = (model(torch.ones(2, 32)) - 3).pow(2).mean()
+            loss.backward(), optimizer.step(), optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+    alone, inside, done = train(), threading.Event(), threading.Event()
+    def asked():
+        inside.set(), done.wait(20)
+        return Transformer(small)
+    threads = [threading.Thread(target=predict_memory, args=(asked, 1, 8)) for _ in range(2)]
+    for thread in threads: thread.start()
+    assert inside.wait(20) and train() == alone
+    done.set()
+    for thread in threads: thread.join()
+    assert nn.Module._apply is apply
 
 
 def test_an_error_inside_leaves_no_mode_behind():

@@ -105,7 +105,7 @@ MAY_IMPORT = {
     'remote': 'config knobs',
     'monitor': 'architecture',
     'symptoms': 'canvas',
-    'health': 'canvas symptoms',
+    'health': 'canvas files symptoms',
     'reading': 'canvas',
     'runs': 'config reading',
     'index': 'canvas config runs',
@@ -164,7 +164,7 @@ MAY_IMPORT = {
     'twin': 'adapters families lora model reward tokenizer',
     'llamafactory': 'columns config dataset files optim',
     'engines': 'llamafactory trl_words',
-    'trl_words': 'dataloader plan',
+    'trl_words': 'dataloader plan rewards',
     'with_trl': 'config engines files objective optim plan precision progress step train trl_words twin',
     'judge': 'canvas charts chat dataset evaluate generate runs sampling summary',
     'presets': 'config knobs',
@@ -316,6 +316,25 @@ def test_readme_lists_every_lesson():
     for path in NOTEBOOKS:
         sentence = ''.join(json.loads(path.read_text(encoding='utf-8'))['cells'][0]['source']).split('\n> ')[1].strip()
         assert f'| [`{path.stem}`](nbs/{path.name}) | {sentence} |' in readme, path.stem
+
+
+def test_readme_counts_the_lessons_of_each_chapter():
+    readme = (ROOT/'README.md').read_text(encoding='utf-8')
+    chapters = re.findall(r'<summary><b>(.*?)</b> \((\d+)\)</summary>(.*?)</details>', readme, re.S)
+    assert {title: int(said) for title, said, _ in chapters} == {title: rows.count('\n| [`') for title, _, rows in chapters}
+
+
+def test_readme_figures_are_in_the_benchmarks():
+    "Each figure of the table of measurements stands in a table, or in a sentence, of benchmarks/README.md."
+    readme, benchmarks = (path.read_text(encoding='utf-8') for path in (ROOT/'README.md', ROOT/'benchmarks'/'README.md'))
+    rows = re.findall(r'(?m)^\| .* \|$', readme.split('## What is measured')[1].split('\n## ')[0])[2:]
+    figures = {row: re.findall(r'\d[\d,]*(?:\.\d+)?', row.split('|')[-2]) for row in rows}
+    cells = {cell.strip() for line in benchmarks.splitlines() if line.startswith('|') for cell in re.split(r'[|(]', line)}
+    assert rows and all(figures[row] or 'bit' in row for row in rows)
+    missing = {row: [f for f in found if not any(re.fullmatch(rf'{re.escape(f)}0?', cell) for cell in cells)] for row, found in figures.items()}
+    assert not any(missing.values()), {row: found for row, found in missing.items() if found}
+    panel = re.search(r'\| speed with a panel / without \| ([\d.]+) \|', benchmarks)[1] # in another table stands the same number
+    assert f'| {panel} of the speed |' in readme
 
 
 def run_code(code, folder):

@@ -12,6 +12,7 @@ __all__ = ['predict_memory', 'memory_used', 'most_used', 'measure_memory', 'memo
 # %% ../nbs/25_memory.ipynb #f3aaeaff
 import gc
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -67,6 +68,13 @@ def _first_piece(seen: set | None, p: Tensor, grad: Tensor, state: dict, fast: b
         p, grad, state = p.view(-1)[:PIECE], grad.reshape(-1)[:PIECE], {k: cut(k, x) for k, x in state.items()}
     _whole(p, grad, state, False, **numbers)
 
+_one = threading.RLock() # Two that change torch at once would not put back what was there
+
+def _here(ours: Callable, theirs: Callable) -> Callable:
+    "One function for this thread, and another one for a run that trains beside it."
+    me = threading.get_ident()
+    return lambda *args, **more: (ours if threading.get_ident() == me else theirs)(*args, **more)
+
 def _on_host(optimizer: Any) -> list: # Tensors
     "What an optimizer keeps in main memory, though the model may be on a device."
     if hasattr(optimizer, 'copies'): return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
@@ -98,7 +106,8 @@ def predict_memory(
     plain = lambda model, batch: model(input_ids=batch['input_ids'], labels=batch['labels']).loss
     compute = objective or (lm_loss if chunked_loss else plain)
     ledger = Ledger(block or (1 if device == 'cpu' else 512))
-    with patch.object(nn.Module, '_apply', _convert), patch.object(adamw8bit, '_update', partial(_first_piece, None if in_backward else set())), \
+    first = partial(_first_piece, None if in_backward else set())
+    with _one, patch.object(nn.Module, '_apply', _here(_convert, nn.Module._apply)), patch.object(adamw8bit, '_update', _here(first, _whole)), \
             FakeTensorMode(allow_non_fake_inputs=True), ledger, ExitStack() as stack:
         if device != torch.get_default_device().type: stack.enter_context(torch.device(device)) # Each call of torch takes longer within it
         model = make_model().train()
