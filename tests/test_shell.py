@@ -2,13 +2,14 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import ROOT, command, in_child
+from conftest import ROOT, call, command, in_child
 from conftest import shell as trainkit
 
 POSIX = pytest.mark.skipif(os.name == 'nt', reason='needs POSIX signals')
@@ -94,6 +95,79 @@ def test_a_pipe_that_closes_early_is_no_error(home):
             assert done.stdout and done.stderr and done.stdout.read(1)
             done.stdout.close()
             assert done.stderr.read() == '', words
+
+
+DAMAGED = { # what is done to a model's folder -> the command, and what it says
+    'config.json is a list': (lambda m: (m/'config.json').write_text('[]'), ['generate', '-m', 'M', '-p', 'x'], 'config.json holds a list'),
+    'tokenizer.json cut short': (lambda m: (m/'tokenizer.json').write_text('{"model": {'), ['generate', '-m', 'M', '-p', 'x'], 'copy or save its tokenizer.json again'),
+    'tokenizer.json is empty': (lambda m: (m/'tokenizer.json').write_text('{}'), ['generate', '-m', 'M', '-p', 'x'], 'copy or save its tokenizer.json again'),
+    'no tokenizer.json': (lambda m: (m/'tokenizer.json').unlink(), ['generate', '-m', 'M', '-p', 'x'], 'copy or save its tokenizer.json again'),
+    'a tokenizer cut short': (lambda m: (m/'tokenizer.json').write_text('{"model": {'), ['data', 'tokenize', 'rows.jsonl', 'out', '--tokenizer', 'M'], 'tokenizer.json'),
+    'a tokenizer that is empty': (lambda m: (m/'tokenizer.json').write_text('{}'), ['data', 'pack', 'rows.jsonl', '--tokenizer', 'M'], 'tokenizer.json'),
+    'NaN among the weights': ('nan', ['generate', '-m', 'M', '-p', 'x'], 'the weights hold NaN'),
+    'NaN, when it is judged': ('nan', ['eval', 'M', 'rows.jsonl', '--rows', '2', '--answers', '1'], 'NaN'),
+    'an empty GGUF file': (lambda m: (m/'m.gguf').write_bytes(b''), ['generate', '-m', 'M/m.gguf', '-p', 'x'], 'm.gguf is empty'),
+    'base cut short': (lambda m: os.truncate(m/'model.safetensors', 9000), ['merge', 'M', 'adapter', 'out'], 'model.safetensors is damaged or cut short'),
+    'adapter of another shape': (lambda m: None, ['merge', 'M', 'adapter', 'out'], 'is it the right base model?'),
+}
+
+
+@pytest.mark.parametrize('case', DAMAGED)
+def test_a_damaged_model_is_one_sentence_that_names_the_file(case, home, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+    harm, words, hint = DAMAGED[case]
+    shutil.copytree(home/'model', tmp_path/'M')
+    shutil.copy(home/'rows.jsonl', tmp_path)
+    if 'merge' in words:
+        (tmp_path/'adapter').mkdir()
+        save_file({f'base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight': torch.zeros(shape) for x, shape in (('A', (2, 16)), ('B', (32, 2)))}, tmp_path/'adapter'/'adapter_model.safetensors')
+        (tmp_path/'adapter'/'adapter_config.json').write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}')
+    if harm == 'nan': save_file({name: t*torch.nan for name, t in load_file(tmp_path/'M'/'model.safetensors').items()}, tmp_path/'M'/'model.safetensors', {'format': 'pt'})
+    else: harm(tmp_path/'M')
+    before = {*os.listdir(tmp_path)}
+    done = call(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, '') and hint in done.stderr and 'Traceback' not in done.stderr, done.stdout + done.stderr
+    assert done.stderr.count('\n') == 2 and {*os.listdir(tmp_path)} == before, done.stderr
+
+
+def test_an_encoding_that_nobody_knows_and_a_link_to_nowhere(home):
+    for name in ('gone.jsonl',):
+        if not (home/name).is_symlink(): (home/name).symlink_to('nowhere')
+    for words, hint in ((['data', 'show', 'rows.jsonl', '--encoding', 'utf-99'], "encoding = 'utf-99' is not known"), (['data', 'show', 'gone.jsonl'], 'a link to nowhere')):
+        done = call(*words, cwd=home)
+        assert done.returncode == 1 and hint in done.stderr, done.stderr
+
+
+def test_a_small_file_is_not_0_mb(home, tmp_path):
+    (tmp_path/'text.txt').write_text('Spell zero and one. '*100)
+    done = trainkit('data', 'tokenize', 'text.txt', 'out', '--tokenizer', home/'model', cwd=tmp_path)
+    assert done.returncode == 0 and '2/2 kB' in done.stderr, done.stderr
+
+
+def test_a_warning_is_a_line_without_source_code(tmp_path):
+    (tmp_path/'c.yaml').write_text('use_wandb: true\n')
+    done = trainkit('config', 'show', 'c.yaml', cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.startswith('Warning: use_wandb') and done.stderr.count('\n') == 1, done.stderr
+
+
+def test_what_a_run_notes_is_not_in_its_json(home, tmp_path):
+    "Going on with other data or knobs is noted aloud, and a program still reads one JSON value."
+    train = ['train', '--method', 'sft', '-m', home/'model', '--dataset', home/'rows.jsonl', 'train.sample_steps=0', 'train.eval_strategy=no', 'sft.questions=0', 'data.max_length=64', 'watch_memory=false', 'name=a']
+    first = call(*train, 'train.max_steps=2', '--json', cwd=tmp_path)
+    assert json.loads(first.stdout)['steps'] == 2, first.stderr
+    more = call('train', '--resume', 'runs/a', '--force-resume', 'optim.learning_rate=0.5', 'train.max_steps=3', '--json', cwd=tmp_path)
+    assert json.loads(more.stdout)['steps'] == 3 and 'because you asked for it' in more.stderr, more.stdout + more.stderr
+
+
+def closed(words, cwd, env):
+    sys.stdin = None # as Python has it where the shell closed it
+    return command(words, cwd, env)
+
+
+def test_no_standard_input_is_an_empty_one(home, tmp_path):
+    done = in_child(closed, ['generate', '-m', str(home/'model')], tmp_path, {}, folder=tmp_path)
+    assert done.returncode == 2 and 'nothing to go on from' in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -313,3 +313,11 @@ def test_a_translated_word_is_reported_where_it_was_said():
         method_config({'fp16': True})
         method_config({'train': {'fp16': True}})
     assert [(w.filename, 'word of other libraries' in str(w.message)) for w in said] == [(__file__, True)]*3
+
+
+def test_two_trackers_are_no_contradiction():
+    for given, trackers in (({'use_wandb': True, 'use_tensorboard': True}, ['wandb', 'tensorboard']), ({'report_to': 'tensorboard', 'use_wandb': True, 'use_tensorboard': True}, ['tensorboard', 'wandb'])):
+        config, account = convert_config({'model_name_or_path': 'x', 'finetuning_type': 'lora', **given})
+        assert sorted(config.report_to) == sorted(trackers) and 'report_to' in next(r.becomes for r in account.rows if r.setting == 'use_wandb')
+    with pytest.raises(ConfigError, match='contradicts'): convert_config({'model_name_or_path': 'x', 'report_to': 'none', 'use_wandb': True})
+    with pytest.raises(ConfigError, match='contradicts'): convert_config({'model_name_or_path': 'x', 'finetuning_type': 'lora', 'lora_target': ['q_proj'], 'lora_target_modules': ['v_proj']})

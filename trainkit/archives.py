@@ -8,6 +8,7 @@
 __all__ = ['COMPRESSIONS', 'plain_suffix', 'Whole', 'codec', 'not_text', 'read_text']
 
 # %% ../nbs/11_archives.ipynb #cacc6636
+import codecs
 import gzip
 import io
 import zlib
@@ -84,7 +85,9 @@ class Whole:
 def codec(
     encoding: str, # As a user writes it
 ) -> str: # The codec to read with
-    "UTF-8 files may begin with a byte order mark, which is no text."
+    "UTF-8 files may begin with a byte order mark, which is no text; `ValueError` for an encoding that Python does not know."
+    try: codecs.lookup(encoding)
+    except LookupError: raise ValueError(f'encoding = {encoding!r} is not known: usual are utf-8, utf-16, latin-1 and cp1252') from None
     return 'utf-8-sig' if encoding.lower().replace('_', '-') in ('utf-8', 'utf8') else encoding
 
 def not_text(

@@ -12,6 +12,8 @@ __all__ = ['app', 'Overrides', 'Commands', 'Profile', 'options', 'read_run_confi
 import json
 import os
 import sys
+import warnings
+from contextlib import nullcontext, redirect_stdout
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -87,7 +89,8 @@ def read_run_config(
 
 def _run(config, resume: bool = False, force: bool = False, as_json: bool = False) -> None:
     from trainkit.recipes import run
-    result = run(config, resume, force_resume=force, verbose=not as_json)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext(): # what is noted on the way is not the result
+        result = run(config, resume, force_resume=force, verbose=not as_json)
     if as_json:
         names = ('final_loss', 'best_model_path', 'final_checkpoint', 'steps', 'tokens', 'seconds', 'stop_reason', 'metrics', 'folder', 'model_path', 'report')
         typer.echo(json.dumps({name: getattr(result, name) for name in names}, indent=1, default=str))
@@ -139,6 +142,9 @@ def train(
     "Run a config: read, train, judge, save, report. `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which answer is better."
     short = {'preset': strategy, 'method': method, 'engine': engine, 'init_from': model, 'data.path': dataset, 'train.num_train_epochs': epochs,
              'train.max_steps': None if epochs is None else -1}
+    options = {'--strategy': strategy, '--method': method, '--engine': engine, '--model': model, '--dataset': dataset, '--resume': resume}
+    if empty := [name for name, value in options.items() if value == '']: # a variable that a script did not set
+        raise typer.BadParameter('is empty: give a value, or leave it out', param_hint=empty[0])
     changes = [*(f'{name}={json.dumps(value)}' for name, value in short.items() if value is not None),
                *([config] if config and '=' in config else []), *(overrides or [])]
     file = Path(config) if config and '=' not in config else None
@@ -146,7 +152,7 @@ def train(
     if dry_run:
         if resume: raise ValueError('--dry-run and --resume do not go together: a run that was begun has its plan in log.txt')
         from trainkit.rehearsal import rehearse
-        tried = rehearse(read_run_config(profile.value if profile else None, file, changes))
+        with redirect_stdout(sys.stderr) if as_json else nullcontext(): tried = rehearse(read_run_config(profile.value if profile else None, file, changes))
         typer.echo(json.dumps(tried.to_dict(), indent=1) if as_json else str(tried))
         return
     if resume in (None, 'auto'):
@@ -239,15 +245,17 @@ def main() -> None:
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     os.environ.setdefault('GOMP_SPINCOUNT', '20000') # threads that wait give their core to other programs sooner
+    if sys.stdin is None: sys.stdin = open(os.devnull, encoding='utf-8') # closed by the shell
+    warnings.formatwarning = lambda message, *where, **more: f'Warning: {message}\n' # where it was raised helps nobody here
     try: app()
     except KeyboardInterrupt:
         typer.echo('\nInterrupted.', err=True)
         sys.exit(130)
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, ArithmeticError, MemoryError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get('TRAINKIT_DEBUG'): raise
         notes = ' '.join(getattr(error, '__notes__', []))
         bare = isinstance(error, OSError) and not error.filename and error.strerror # Without its number
-        text = bare or str(error)
+        text = bare or str(error) or ('not enough memory' if isinstance(error, MemoryError) else type(error).__name__)
         typer.secho(f"Error: {text}{' ' + notes if notes else ''}", fg='red', err=True)
         typer.echo('(TRAINKIT_DEBUG=1 shows where it happened.)', err=True)
         sys.exit(1)

@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from configparser import ConfigParser
+from configparser import Error as IniError
 from importlib.resources import files
 from pathlib import Path
 from traceback import walk_stack
@@ -35,13 +36,15 @@ _all_ = ['knob', 'knobs', 'Knob', 'check_config', 'ConfigError', 'write_atomic',
 
 # %% ../nbs/01_config.ipynb #dbe4e720
 class _Loader(yaml.SafeLoader):
-    "YAML 1.2's numbers and booleans: `1e-4` is a number, `no` is a word."
+    "YAML 1.2's numbers and booleans: `1e-4` is a number; `no`, `0012`, `12:30` and `2026-01-31` are words."
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, rule) for tag, rule in rules if tag != 'tag:yaml.org,2002:bool']
+    first: [(tag, rule) for tag, rule in rules if tag.rpartition(':')[2] not in ('bool', 'int', 'timestamp')]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver('tag:yaml.org,2002:bool', re.compile('^(?:true|True|TRUE|false|False|FALSE)$'), 
                               list('tTfF'))
+_Loader.add_implicit_resolver('tag:yaml.org,2002:int', re.compile(r'^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+)$'), list('-+0123456789'))
+
 class _Dumper(yaml.SafeDumper):
     "Quotes whatever text some YAML reader might take for a number or a boolean."
 
@@ -55,13 +58,17 @@ def parse_config(
 ) -> tuple[dict, dict[str, int]]: # The values, and the line of each dotted key
     "Read YAML or JSON; refuses code, keys given twice, and anything but a mapping at the root."
     lines: dict[str, int] = {}
+    left = 100_000 # Values; a few lines of aliases of aliases would be billions
     def walk(node, path: str) -> None:
+        nonlocal left
+        if (left := left - 1) < 0: raise ConfigError([Problem('YAML', ..., 'its aliases make more than 100,000 values')], source)
         if isinstance(node, yaml.SequenceNode):
             for child in node.value: walk(child, path)
         if not isinstance(node, yaml.MappingNode): return
         seen = set()
         for key, child in node.value:
             name, line = f'{path}{key.value}', key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode): raise ConfigError([Problem(path.rstrip('.') or 'root', ..., 'a key must be a word', line)], source)
             if key.value in seen:
                 raise ConfigError([Problem(name, ..., 'the key is given twice; keep one', line)], source)
             seen.add(key.value)
@@ -74,6 +81,7 @@ def parse_config(
     except yaml.YAMLError as error:
         line = getattr(getattr(error, 'problem_mark', None), 'line', -1) + 1
         raise ConfigError([Problem('YAML', ..., str(getattr(error, 'problem', error)), line or None)], source) from None
+    except RecursionError: raise ConfigError([Problem('YAML', ..., 'is nested too deep, or an alias stands inside what it names')], source) from None
     if data is not None and not isinstance(data, dict):
         raise ConfigError([Problem('root', data, 'must be a mapping of `key: value` lines')], source)
     return data or {}, lines
@@ -107,10 +115,11 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
     problems, kwargs, origin = [], {}, {}
     try: data = getattr(cls, 'moved', lambda data: data)(data)
     except ConfigError as error: return None, error.problems
-    for key, value in data.items():
+    for key, value in sorted(data.items(), key=lambda item: item[0] not in names): # words of other libraries come last
         where, line = f'{path}{key}', lines.get(f'{path}{key}')
         name = names.get(key)
-        try: value = interpolate(value)
+        group = isinstance(value, Mapping) and name is not None and dataclasses.is_dataclass(known[name].type)
+        try: value = value if group else interpolate(value) # a group fills in its own
         except KeyError as error:
             problems.append(Problem(where, value, f'the environment variable {error} is not set', line))
             continue
@@ -122,7 +131,8 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
                 warnings.warn(f'{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}', stacklevel=_outside())
                 for k, v in meant.items():
                     origin.setdefault(k, key)
-                    if kwargs.setdefault(k, v) != v:
+                    if v and isinstance(v, list) and isinstance(kwargs.get(k), list) and kwargs[k]: kwargs[k] = [*dict.fromkeys(kwargs[k] + v)] # such as trackers
+                    elif kwargs.setdefault(k, v) != v:
                         problems.append(Problem(where, value, f"contradicts '{origin[k]}': {kwargs[k]!r}", line))
         elif name is None:
             problems.append(Problem(where, ..., f'unknown key.{nearest(key, list(names))}', line))
@@ -177,7 +187,9 @@ def _override(cls: Any, data: dict, setting: str) -> None:
             remedy = f'must be a group of keys to take {setting}'
             raise ConfigError([Problem(group, data[group], remedy)], 'overrides')
         data = data[group]
-    _rename(cls, data, last)
+    kind = _rename(cls, data, last)
+    if kind is str and not text.strip(): value = ''
+    elif kind in (str, str | None) and isinstance(value, (bool, int, float)): value = text.strip() # 12e4567 may be a name
     data[last] = value
 
 # %% ../nbs/01_config.ipynb #0e82e782
@@ -254,10 +266,13 @@ def from_profile(
     **overrides: Any, # Knobs that you set yourself win
 ) -> T: # Raises `ConfigError` for a key that `cls` does not have
     "A `cls` whose knobs come from `overrides`, then the profile, then the defaults."
-    ini, paths, profile = ConfigParser(interpolation=None), find_settings(), profile or default_profile()
+    ini, paths, profile = ConfigParser(interpolation=None, default_section=''), find_settings(), profile or default_profile()
     ini.optionxform = str # type: ignore
-    ini.read(paths, encoding='utf-8')
-    names = sorted({section.partition('.')[0] for section in ini.sections()})
+    try: ini.read(paths, encoding='utf-8')
+    except (IniError, UnicodeDecodeError) as error:
+        remedy = f'cannot be read ({" ".join(str(error).split())}): mend it, or name another with TRAINKIT_SETTINGS'
+        raise ConfigError([Problem('file', ..., remedy)], str(paths[-1])) from None
+    names = sorted({section.partition('.')[0] for section in ini.sections() if '.' in section}) # other programs have a settings.ini, too
     if profile not in names:
         remedy = f'must be one of {names}.{nearest(profile, names)}'
         raise ConfigError([Problem('profile', profile, remedy)], str(paths[-1]))
@@ -273,8 +288,9 @@ def from_profile(
 
 # %% ../nbs/01_config.ipynb #40663ec7
 def pick_device() -> 'torch.device': # cuda, else mps, else cpu
-    "The best device of this machine."
+    "The best device of this machine; `ACCELERATE_USE_CPU=true` in the environment leaves a GPU alone, for accelerate too."
     import torch
+    if os.environ.get('ACCELERATE_USE_CPU', '').lower() in ('1', 'true', 'yes', 'on', 't', 'y'): return torch.device('cpu')
     if torch.cuda.is_available(): return torch.device('cuda')
     return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
 

@@ -14,6 +14,7 @@ __all__ = ['DataConfig', 'load_splits', 'load_texts', 'ALIASES', 'CORPORA', 'KIN
 import hashlib
 import warnings
 from dataclasses import dataclass
+from os.path import expanduser
 
 from .archives import read_text
 from .columns import ALIASES, KINDS, as_example, example_kind, map_texts, to_messages
@@ -68,7 +69,9 @@ class DataConfig:
     group_by_length: bool = knob(False, 'Put rows of similar length into a batch, so that less is padding')
     length_column_name: str = knob('length', 'The column that holds the lengths by which rows are grouped')
 
-    def __post_init__(self): check_config(self)
+    def __post_init__(self):
+        check_config(self)
+        self.path, self.eval_file = (expanduser(p) if p[:1] == '~' else p for p in (self.path, self.eval_file)) # no shell does it after data.path=
 
 def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict], dict, LoadReport]:
     "Rows as the config wants them, clean and cut."

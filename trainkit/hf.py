@@ -80,6 +80,7 @@ def read_config(
     try: data = json.loads(theirs.read_text(encoding='utf-8'))
     except ValueError as error:
         raise ValueError(f'{theirs} is not JSON ({error}): copy or download it again') from None
+    if not isinstance(data, dict): raise ValueError(f'{theirs} holds a {type(data).__name__} where an object is needed: copy or download it again')
     if 'quantization_config' in data:
         raise ValueError(f'{theirs} says that the weights are quantized: open them with '
                          'load_pretrained(…, native=False)')
@@ -92,6 +93,7 @@ def read_config(
 def _find(source: str | Path, cache_dir: str | Path | None = None, token: str | None = None, code: bool = False) -> Path:
     "A folder or a GGUF file: here, else fetched from the hub."
     path, name = Path(source).expanduser(), str(source)
+    if path.suffix == '.gguf' and path.is_file() and not path.stat().st_size: raise ValueError(f'{path} is empty: copy or download it again')
     if path.is_dir() or (path.is_file() and path.suffix == '.gguf'): return path
     if path.exists() or not re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name):
         raise FileNotFoundError(f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
@@ -135,7 +137,11 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
     # AutoTokenizer goes by the family: in a Qwen2's folder it splits as Qwen does, not as the tokenizer says
     ours = (folder/'trainkit.json').is_file()
     opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
-    with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=trust, **gguf)
+    try:
+        with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=trust, **gguf)
+    except (ValueError, LookupError, TypeError, AttributeError) as error: # which do not say of what
+        why = str(error).strip().partition('\n')[0].rstrip(': ')
+        raise ValueError(f'{path} holds no tokenizer that can be opened ({type(error).__name__}: {why}): copy or save its tokenizer.json again') from None
     if gguf and find_spec('transformers.integrations.gguf') is None and type(tokenizer.backend_tokenizer.pre_tokenizer).__name__ == 'ByteLevel':
         warnings.warn(f'transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, whatever pattern the file names: '
                       'ids may differ where there are digits or line ends. 5.23 reads the pattern; so does a folder', stacklevel=3)

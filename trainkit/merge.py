@@ -94,9 +94,13 @@ def read_header(
 ) -> tuple[dict[str, dict], int]: # Name -> dtype, shape, data_offsets; where the data begins
     "What is in a file, without reading it."
     with open(path, 'rb') as file:
-        size = int.from_bytes(file.read(8), 'little')
-        if size > path.stat().st_size: raise ValueError(f'{path} is damaged or cut short: copy it again')
-        return json.loads(file.read(size)), 8 + size
+        size, whole = int.from_bytes(file.read(8), 'little'), path.stat().st_size
+        try:
+            header = json.loads(file.read(size)) if size < whole else {}
+            end = max(facts['data_offsets'][1] for name, facts in header.items() if name != '__metadata__')
+        except (ValueError, LookupError, TypeError, AttributeError): end = -1
+        if 8 + size + end != whole: raise ValueError(f'{path} is damaged or cut short: copy it again')
+        return header, 8 + size
 
 def write_tensors(
     file: BinaryIO,
@@ -161,6 +165,10 @@ def merge_folder(
     for n, found in parts.items():
         if n not in tied and any(place(f'{n}.{k}') is None for k in ({'weight'} if {'lora_A', 'lora_embedding_A'} & set(found) else set(found))):
             raise ValueError(f"{adapter} changes '{n}', and {base} has no such layer: is it the right base model?")
+        if {'lora_A', 'lora_B'} <= set(found):
+            A, B, W = found['lora_A'].shape, found['lora_B'].shape, headers[there[cast(str, place(f'{n}.weight'))]][cast(str, place(f'{n}.weight'))]['shape']
+            if (B[0], A[1]) != tuple(W[::-1] if flipped else W) or A[0] != B[1]:
+                raise ValueError(f"{adapter} changes '{n}' by {tuple(B)} @ {tuple(A)}, and in {base} it is {tuple(W)}: is it the right base model?")
     changed = {cast(str, place(f'{n}.weight')): n for n in parts if n not in tied}
     def shape_of(name: str) -> tuple[int, ...]:
         shape = tuple(headers[there[name]][name]['shape'])

@@ -194,6 +194,8 @@ class RunConfig:
 
     def __post_init__(self):
         check_config(self)
+        if not self.train.output_dir and (self.name in ('', '.') or '..' in Path(self.name).parts or '\0' in self.name):
+            raise ConfigError([Problem('name', self.name, 'names the folder of the run in runs_dir: give a word')], 'RunConfig')
         if self.use_cache: raise ConfigError([Problem('use_cache', True, 'no loss reads a cache while it learns: leave it out; generation keeps one by itself (sampling.use_cache)')], 'RunConfig')
         if self.method in ALIGNED: self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
         elif self.use_lora and self.method not in ('sft', 'lora', 'qlora'):
@@ -252,7 +254,7 @@ class RunConfig:
     def adapts(self) -> bool: return 'lora' in self.method or bool(self.use_lora) # what learns is an adapter
 
     @property
-    def folder(self) -> Path: return Path(self.train.output_dir or Path(self.runs_dir)/self.name)
+    def folder(self) -> Path: return Path(self.train.output_dir or Path(self.runs_dir)/self.name).expanduser()
 
 def _tracker(name: str) -> Callable[[Any], dict]: return lambda on: {'report_to': [name]} if on else {}
 

@@ -220,14 +220,17 @@ def tokenize_to_disk(
         if value is not None and value < 1: raise ValueError(f'{name} = {value}: must be at least 1')
     index: dict[str, Any] = dict(dtype=encode_texts([''], tokenizer).dtype.str, tokenizer=tokenizer_hash(tokenizer),
                  eos_token_id=tokenizer.eos_token_id, shard_chars=shard_chars)
-    pattern, total = tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else '', None
+    pattern, total, unit, name = tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else '', None, 10**6, 'MB'
     if isinstance(texts_or_path, (str, Path)) and str(texts_or_path) not in CORPORA:
+        if not str(texts_or_path): raise ValueError("the path of the text is empty: give a file, a folder ('.' for this one) or the name of a corpus")
         files = _files(Path(texts_or_path))
         if not any(file.suffix.lower() in ('.parquet', *COMPRESSIONS) for file in files):
-            total = sum(file.stat().st_size for file in files) // 10**6
+            size = sum(file.stat().st_size for file in files)
+            if size < 10**7: unit, name = 10**3, 'kB'
+            total = -(-size // unit) # rounded up: what is there is not 0
     kept, done, records = _plan(folder, index, overwrite), 0, {}
     pieces = read_pieces(texts_or_path, pattern, min(_PIECE, shard_chars), encoding, text_column)
-    with Progress(total, 'Tokenizing', 'MB', enabled=progress) as bar:
+    with Progress(total, 'Tokenizing', name, enabled=progress) as bar:
         parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, kept)
         for number, blocks in groupby(parts, itemgetter(0)):
             digest, ids = hashlib.sha256(), bytearray()
@@ -240,7 +243,7 @@ def tokenize_to_disk(
                     record['documents'] += end
                     record['text_bytes'] += len(data)
                 if array is not None: ids += array.tobytes()
-                size = (done + record['text_bytes'])//10**6
+                size = -(-(done + record['text_bytes'])//unit)
                 bar.update(size if total is None else min(size, total), shards=len(records))
             done += record['text_bytes']
             if not done: break

@@ -89,9 +89,10 @@ def show(
 def _tokenizer(folder: Path) -> Any:
     from trainkit.tokenizer import BPETokenizer
     try: return BPETokenizer.load(folder)
-    except ValueError: # Not a byte-level BPE
+    except ValueError as error: # Not a byte-level BPE, or damaged
         from transformers import AutoTokenizer
-        return AutoTokenizer.from_pretrained(folder)
+        try: return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except (ValueError, LookupError, TypeError, AttributeError): raise ValueError(f'{folder}/tokenizer.json: {error}') from None
 
 @data.command()
 def check(

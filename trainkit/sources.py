@@ -142,7 +142,8 @@ def raw_rows(
     report: LoadReport, # Learns how many files there were, and which splits
 ) -> Iterator[Raw]: # Rows as they stand there, each with its place
     "Rows from wherever the path or name points, unchecked."
-    path, name = Path(path_or_name), str(path_or_name)
+    path, name = Path(path_or_name).expanduser(), str(path_or_name)
+    if not name: raise ValueError("the path of the data is empty: give a file, a folder ('.' for this one) or the name of a corpus")
     if name in CORPORA:
         for number, row in enumerate(CORPORA[name](), 1): yield f'{name}, row {number}', name, None, row
     elif path.is_dir():
@@ -158,6 +159,7 @@ def raw_rows(
     elif re.fullmatch(r'[\w.-]+/[\w.-]+', name) and not path.parent.is_dir() and plain_suffix(path) not in READERS:
         yield from _hub_rows(name, config, split, streaming, report)
     else:
-        near = nearest(path.name, [*CORPORA, *(p.name for p in path.parent.glob('*'))])
+        if path.is_symlink(): raise FileNotFoundError(f"'{path_or_name}' is a link to {path.readlink()}, which is not there")
+        near = nearest(path.name, [*CORPORA, *(p.name for p in path.parent.glob('*') if p.exists())])
         raise FileNotFoundError(f"'{path_or_name}' is no file, no folder and no corpus ({', '.join(CORPORA)}); a dataset of "
                                 f'Hugging Face is written owner/name.{near}')

@@ -149,7 +149,9 @@ def convert_config(
         for key, value in meaning.items():
             if key[0] in '@?': continue
             level, old, was = best.get(key, (-1, s, value))
-            if level == height(s.path) and was != value:
+            if key == 'report_to' and level == height(s.path) and was and value: # use_wandb and use_tensorboard: both
+                best[key] = level, old, [*dict.fromkeys([*was, *value])]
+            elif level == height(s.path) and was != value:
                 where = f'{old.name} (line {old.line})' if old.line else old.name
                 raise ConfigError([Problem(s.name, s.value, f"contradicts {where}, which says {old.value!r}: both are {key}", s.line)], file)
             if level < height(s.path): best[key] = height(s.path), s, value

@@ -1,0 +1,83 @@
+"Configs as a script, a cron job or a stranger writes them: each mistake is one sentence about its place, and nothing hangs."
+import json
+
+import pytest
+import yaml
+from conftest import call
+
+from trainkit.config import ConfigError, load_config
+from trainkit.dataset import DataConfig
+from trainkit.method import RunConfig, method_config
+
+ODD = { # what stands in the file -> what the message says
+    'an alias of itself': ('train: &t\n  max_steps: 3\n  x: *t\n', 'an alias stands inside what it names'),
+    'a list as a key': ('name: a\n? [a, b]\n: 1\n', 'line 2'),
+    'aliases of aliases': ('a0: &a0 [x, x]\n' + ''.join(f'a{n}: &a{n} [{", ".join([f"*a{n - 1}"]*10)}]\n' for n in range(1, 12)), 'aliases make more than 100,000 values'),
+    'brackets': ('a: ' + '['*3000, 'nested too deep'),
+    'a variable that is not set': ('train:\n  max_steps: ${NOBODY_SET_THIS}\n  save_steps: 3\n', "train.max_steps = '${NOBODY_SET_THIS}' (line 2)"),
+    'no name': ('name: ""\n', 'names the folder of the run'),
+    'a name that leads out': ('name: ../../elsewhere\n', 'names the folder of the run'),
+    'a name that is the folder above': ('name: ..\n', 'names the folder of the run'),
+}
+
+
+@pytest.mark.parametrize('case', ODD)
+def test_an_odd_file_is_one_sentence(case, tmp_path):
+    text, hint = ODD[case]
+    (tmp_path/'odd.yaml').write_text(text)
+    for words in (['config', 'show', 'odd.yaml'], ['config', 'convert', 'odd.yaml'])[:1 + ('name' not in case and 'set' not in case)]:
+        done = call(*words, cwd=tmp_path)
+        assert done.returncode == 1 and hint in done.stderr and 'Traceback' not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize('name', ['2026-01-31', '0012345', '12e4567', '12:30', 'true', '1234567'])
+def test_a_date_or_a_commit_names_a_run(name, tmp_path):
+    "As in `name=$(date +%F)` and `name=$(git rev-parse --short HEAD)`."
+    assert method_config(None, [f'name={name}']).folder.name == name
+    (tmp_path/'c.yaml').write_text(f'name: "{name}"\n')
+    assert method_config(tmp_path/'c.yaml').name == name
+    if name not in ('12e4567', 'true'): assert method_config((tmp_path/'c.yaml').write_text(f'name: {name}\n') and tmp_path/'c.yaml').name == name
+    shown = call('config', 'show', f'name={name}', cwd=tmp_path)
+    assert yaml.safe_load(shown.stdout)['name'] == name, 'what is written, others read alike'
+
+
+def test_an_empty_variable_is_no_default(tmp_path):
+    "`--dataset \"$DATA\"` where DATA is not set must not read whatever stands in the folder, nor `-m` begin from nothing."
+    (tmp_path/'secret.jsonl').write_text('{"prompt": "a", "completion": "b"}\n')
+    for option in ('--dataset', '--model', '--resume', '--method'):
+        done = call('train', option, '', cwd=tmp_path)
+        assert done.returncode == 2 and option in done.stderr and 'empty' in done.stderr, done.stderr
+    for words in (['data', 'show', ''], ['data', 'check', ''], ['train', '--method', 'sft', '-m', 'x', 'data.path=', 'train.max_steps=1']):
+        done = call(*words, cwd=tmp_path)
+        assert done.returncode == 1 and 'secret' not in done.stdout and 'rows' not in done.stdout, (words, done.stdout)
+    assert method_config(None, ['data.eval_file=']).data.eval_file == ''
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    "No shell replaces it in `data.path=~/rows.jsonl`, and a run must not make a folder of that name."
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path/'rows.jsonl').write_text('{"prompt": "a", "completion": "b"}\n')
+    config = method_config(None, ['data.path=~/rows.jsonl', 'data.eval_file=~/rows.jsonl', 'runs_dir=~/runs', 'name=a'])
+    assert (config.data.path, config.data.eval_file, config.folder) == (f'{tmp_path}/rows.jsonl', f'{tmp_path}/rows.jsonl', tmp_path/'runs'/'a')
+    assert method_config(None, ['train.output_dir=~/b']).folder == tmp_path/'b'
+    assert call('data', 'show', '~/rows.jsonl', cwd='/').returncode == 0
+
+
+def test_a_settings_file_of_another_program_is_left_alone(tmp_path):
+    "nbdev and decouple keep a settings.ini, too."
+    (tmp_path/'settings.ini').write_text('[DEFAULT]\nlib_name = mine\nversion = 1\n[settings]\nDEBUG = on\n')
+    shown = call('config', 'show', '--json', cwd=tmp_path)
+    assert shown.returncode == 0 and json.loads(shown.stdout)['name'] == 'run', shown.stderr
+    made = call('train', '--dry-run', '--method', 'stf', cwd=tmp_path)
+    assert "Did you mean 'sft'" in made.stderr, made.stderr
+    (tmp_path/'settings.ini').write_text('DEBUG = on\n')
+    done = call('train', '--profile', 'quick', 'train.max_steps=0', cwd=tmp_path)
+    assert done.returncode == 1 and 'settings.ini' in done.stderr and 'TRAINKIT_SETTINGS' in done.stderr, done.stderr
+
+
+def test_two_trackers_may_be_switched_on():
+    with pytest.warns(UserWarning, match='word of other libraries'):
+        for given, trackers in (({'use_wandb': True, 'use_tensorboard': True}, ['wandb', 'tensorboard']), ({'use_tensorboard': True, 'report_to': ['wandb']}, ['wandb', 'tensorboard']),
+                                ({'use_wandb': True, 'report_to': 'wandb'}, ['wandb']), ({'use_wandb': False, 'use_tensorboard': True}, ['tensorboard'])):
+            assert load_config(RunConfig, given).report_to == trackers
+    with pytest.raises(ConfigError, match='unknown key'): load_config(DataConfig, {'use_wandb': True})
