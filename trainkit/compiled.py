@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import config as dynamo
-from torch._functorch import config as functorch
 
 # %% ../nbs/17_compiled.ipynb #c5865732
 MAX_SHAPES = 8 # torch itself gives up after as many compilations
@@ -60,6 +58,8 @@ class Compiled:
                 self.say(f'torch_compile: batches of more than {MAX_SHAPES} shapes; the others run without it. '
                          'Pack the rows, or pad them to few lengths')
             return self.plain(*args, **kwargs)
+        from torch._dynamo import config as dynamo # Seconds, which only a compiled run shall pay
+        from torch._functorch import config as functorch
         try: # A backward pass that cannot be compiled must fail here, not when it is run. torch counts the versions
             # of a line of code over all models of a process, and beyond its limit runs plain without a word
             with functorch.patch(force_non_lazy_backward_lowering=True), \

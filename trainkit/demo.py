@@ -1,4 +1,4 @@
-"""From plain text to four models beside each other: one that reads, one that answers, one that answers in sentences, as people prefer, one in few bits
+"""From plain text to four models beside each other: one that reads, one that answers, one whose answers are sentences, as people prefer, and one in few bits
 
 `run_demo` goes the whole road in one call: it trains a language model on text, teaches it to answer by LoRA, shows it which of two answers is better by DPO, keeps its weights in few bits, and puts all four on one page, `report.html`. `DemoConfig` holds the few knobs of the later phases, `demo_rows` makes their data. Interrupted in any phase, it goes on there. `trainkit demo` is its face in a shell."""
 
