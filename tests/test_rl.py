@@ -1,4 +1,5 @@
 "RL beside TRL's trainers, and on models of transformers."
+import asyncio
 import copy
 import random
 
@@ -15,12 +16,13 @@ from trainkit.model import ModelConfig, Transformer
 from trainkit.objective import lm_loss
 from trainkit.optim import OptimConfig
 from trainkit.policy import ActorCritic, token_scores
-from trainkit.rewards import passes_tests
+from trainkit.rewards import passes_tests, right_answer, right_length, score
 from trainkit.rl import RLConfig, rl_objective
 from trainkit.rollouts import Rollouts, pack_answers
 from trainkit.sandbox import run_code
 from trainkit.targets import LoRAConfig
 from trainkit.train import TrainConfig, Trainer
+from trainkit.trl_words import SETTINGS, as_trl_reward
 
 SIGNS = '0123456789+ .'
 
@@ -188,7 +190,7 @@ def test_an_adapter_answers_folded_in(monkeypatch):
 
 def test_code_is_rewarded_by_running_it():
     good, bad, hang = 'def f(x):\n    return x + 1', 'def f(x): return x', 'while True: pass'
-    quick = passes_tests(lambda code: run_code(code, timeout=2.0))
+    quick = passes_tests(lambda code: run_code(code, timeout=0.5 if hang in code else 60))
     assert quick(completions=[good, bad, hang], test=['assert f(1) == 2']*3) == [1., 0., 0.]
 
 
@@ -237,3 +239,48 @@ def test_grpo_sorts_better_than_examples_taught():
             optim=OptimConfig(learning_rate=3e-4, weight_decay=0.0, adam_beta2=0.99, warmup_steps=10)).train()
     found = compare(before, solved(), ('examples', 'grpo'))
     assert found.better == 'b' and found.difference.low > 0, found
+
+
+COLUMNS = dict(completions=['a', 'x', 'c'], prompts=['p']*3, completion_ids=[[1], [2], [3]], answer=['a', 'b', None])
+
+
+@pytest.mark.parametrize('given, words', [
+    (None, 'odd gave None: a list'), (1.0, 'odd gave 1.0: a list'), ({'a': 1}, 'a list is needed'), (['1', '2', '3'], "odd gave '1' for the completion 'a'"),
+    ([1., 1e40, 1.], 'odd gave 1e.40 for'), ([[1.], 2., 3.], 'a finite number'), ([1.], 'odd gave 1 rewards for 3')])
+def test_a_reward_function_that_gives_something_else_is_named(given, words):
+    def odd(completions, **columns): return given
+    with pytest.raises(ValueError, match=words): score([odd], None, COLUMNS)
+
+
+def test_a_reward_function_that_wants_other_columns_is_named():
+    def strict(prompts, completions): return [0.]*3
+    def lacks(completions, solution, **columns): return [0.]*3
+    def fails(completions, **columns): raise TypeError('mine')
+    with pytest.raises(ValueError, match='strict cannot be called: .*completion_ids.*and \*\*columns'): score([strict], None, COLUMNS)
+    with pytest.raises(ValueError, match="lacks cannot be called: .*'solution'.*completions, prompts, completion_ids, answer"): score([lacks], None, COLUMNS)
+    with pytest.raises(TypeError, match='^mine$'): score([fails], None, COLUMNS) # Its own error is its own
+
+
+def test_rewards_may_be_async_inside_a_loop_too():
+    async def late(completions, **columns):
+        await asyncio.sleep(0)
+        return [float(len(c)) for c in completions]
+    async def notebook(): return score([late], [2.], COLUMNS)[0].tolist()
+    assert score([late], None, COLUMNS)[0].tolist() == [1., 1., 1.]
+    assert asyncio.run(notebook()) == [2., 2., 2.]
+    assert as_trl_reward(late)(completions=[[dict(role='assistant', content='four')]], prompts=['p'], trainer_state=None) == [4.]
+
+
+def test_rows_without_an_answer_or_a_test_are_not_judged():
+    assert right_answer()(**COLUMNS) == [1., 0., None]
+    assert passes_tests(lambda program: True)(completions=['x = 1']*3, test=['assert x', None, '']) == [1., None, None]
+    assert right_answer(r'= (\d+)|is (\d+)')(completions=['is 5', '= 5', '5'], answer=[5]*3) == [1., 1., 0.]
+    with pytest.raises(ValueError, match='parentheses'): right_answer(r'\d+')
+    with pytest.raises(ValueError, match='cache = 0'): right_length(10, 0)
+
+
+def test_what_trls_trainers_cannot_do_is_refused():
+    assert SETTINGS['grpo'](RLConfig(entropy_coef=0.01, use_bias_correction_kl=False)).items() >= dict(entropy_coef=0.01, use_bias_correction_kl=False).items()
+    for kind, knobs, words in (('grpo', dict(kl_in_reward=True, beta=0.1), 'rl.kl_in_reward'), ('grpo', dict(kl_estimator='k2', beta=0.1), 'rl.kl_estimator'),
+                               ('rloo', dict(kl_in_reward=False, beta=0.1), 'rl.kl_in_reward'), ('rloo', dict(entropy_coef=0.1), 'rl.entropy_coef')):
+        with pytest.raises(ValueError, match=words): SETTINGS[kind](RLConfig(method=kind, **knobs))

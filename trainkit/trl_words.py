@@ -18,6 +18,7 @@ import torch
 
 from .dataloader import Batches
 from .plan import TrainConfig
+from .rewards import rewards_of
 
 # %% ../nbs/43_trl_words.ipynb #05ea0b92
 KINDS = {'sft': ('SFTTrainer', 'SFTConfig'), 'dpo': ('DPOTrainer', 'DPOConfig'), 'reward': ('RewardTrainer', 'RewardConfig'),
@@ -40,7 +41,11 @@ def _kto(s: Any) -> dict[str, Any]:
     return dict(beta=s.beta, loss_type='kto', desirable_weight=s.desirable_weight, undesirable_weight=s.undesirable_weight, max_length=None,
                 disable_dropout=False)
 
-def _rl(s: Any) -> dict[str, Any]:
+def _rl(s: Any, kind: str) -> dict[str, Any]:
+    pays = kind == 'rloo' if s.kl_in_reward is None else s.kl_in_reward
+    for name, lacks in (('kl_in_reward', s.beta and pays != (kind == 'rloo')), ('kl_estimator', s.beta and not pays and s.kl_estimator != 'k3'),
+                        ('entropy_coef', s.entropy_coef and kind == 'rloo')):
+        if lacks: raise ValueError(f"rl.{name} = {getattr(s, name)!r}: TRL's {KINDS[kind][0]} has no such thing; take engine: trainkit")
     return dict(num_generations=s.num_generations, max_completion_length=s.max_completion_length, temperature=s.temperature,
                 top_k=s.top_k, top_p=s.top_p, beta=s.beta, epsilon=s.epsilon, epsilon_high=s.epsilon_high,
                 num_iterations=s.num_iterations, reward_weights=s.reward_weights, disable_dropout=False, shuffle_dataset=False,
@@ -50,8 +55,9 @@ SETTINGS = { # kind -> what our settings of the method are called there
     'sft': lambda s: dict(max_length=None, packing=False, shuffle_dataset=False, dataset_kwargs=dict(skip_prepare_dataset=True)),
     'dpo': _dpo, 'kto': _kto,
     'reward': lambda s: dict(max_length=None, disable_dropout=False, center_rewards_coefficient=s or None),
-    'grpo': lambda s: _rl(s) | dict(loss_type=s.loss_type, scale_rewards=s.scale_rewards, importance_sampling_level=s.importance_sampling_level),
-    'rloo': lambda s: _rl(s),
+    'grpo': lambda s: _rl(s, 'grpo') | dict(loss_type=s.loss_type, scale_rewards=s.scale_rewards, importance_sampling_level=s.importance_sampling_level,
+                                            entropy_coef=s.entropy_coef, use_bias_correction_kl=s.use_bias_correction_kl),
+    'rloo': lambda s: _rl(s, 'rloo'),
 }
 
 def refuse(
@@ -123,7 +129,7 @@ def as_trl_reward(
     def reward(completions, **columns):
         texts = [c if isinstance(c, str) else c[-1]['content'] for c in completions]
         columns = {k: v for k, v in columns.items() if k not in ('trainer_state', 'log_extra', 'log_metric', 'environments')}
-        return [None if r is None else float(r) for r in function(completions=texts, **columns)]
+        return [None if r is None else float(r) for r in rewards_of(function, dict(columns, completions=texts), reward.__name__)]
     reward.__name__ = getattr(function, '__name__', type(function).__name__)
     return reward
 
