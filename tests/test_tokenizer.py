@@ -21,8 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainkit.bpe import learn_merges
+from trainkit.chat import render
 from trainkit.encoder import Encoder
 from trainkit.formats import TIKTOKEN_PATTERNS, spell
+from trainkit.gguf import read_template
 from trainkit.patterns import PATTERNS, char_classes, split_words
 from trainkit.tokenizer import BPETokenizer, count_words
 from trainkit.words import _kernels as word_kernels
@@ -271,6 +273,20 @@ def test_lanes_learn_what_the_slow_way_learns(words, n_merges):
     for lane in LANES: assert learn_merges(words, n_merges, lane=lane).pairs == wants
 
 
+def test_an_endless_word_is_searched_once_a_merge():
+    "A genome, or Chinese without a comma: in the pure lane too, each merge goes once through a word, not once for each place."
+    text, calls = ''.join(random.Random(0).choices('ACGT', k=20_000)), Counter()
+    words = {text: 1, 'ACGTT'*7: 3, 'aaaaaaabab'*30: 2}
+    def count(frame, event, function): calls[getattr(function, '__name__', '')] += event == 'c_call'
+    sys.setprofile(count)
+    try: pure = learn_merges(words, 60, 'pure')
+    finally: sys.setprofile(None)
+    assert 60 <= calls['find'] + calls['split'] < 2000 # 50,000 and more otherwise
+    if 'compiled' in LANES:
+        compiled = learn_merges(words, 60, 'compiled')
+        assert (pure.pairs, pure.counts) == (compiled.pairs, compiled.counts)
+
+
 def test_merges_equal_tokenizers_up_to_ties():
     "Each merge that `tokenizers` makes is a best one at its time, and where none ties the two are the same."
     from tokenizers import Regex, Tokenizer, models, trainers
@@ -354,6 +370,50 @@ def test_smollm2_from_hugging_face(lane):
     tok, text = BPETokenizer.from_hf(hf, lane), prose(50_000) + code(100_000) + 'in 1969,  12 \n 3'
     assert tok.encode(text, 'none' if not tok.special_tokens else 'all') == hf.encode(text).ids
     assert tok.decode(tok.encode('<|im_start|>x', 'all'), skip_special_tokens=True) == 'x'
+
+
+def test_special_tokens_keep_their_ids_in_hugging_face(tmp_path):
+    "First in the vocabulary, as the tokenizers library trains them, or with a gap before them, as OpenAI has them."
+    from tokenizers import Tokenizer, models, trainers
+    from tokenizers import pre_tokenizers as pre
+    from transformers import AutoTokenizer
+    hf = Tokenizer(models.BPE())
+    hf.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    hf.train_from_iterator([prose(20_000)], trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre.ByteLevel.alphabet(),
+                                                                special_tokens=['<|end|>', '<|user|>'], show_progress=False))
+    hf.add_special_tokens(['<|later|>'])
+    table = {bytes([i]): i for i in range(256)}
+    for tok in (BPETokenizer.from_hf(hf), BPETokenizer.from_tiktoken(table, 'gpt2', {'<|end|>': 256, '<|user|>': 260, '<|later|>': 1000})):
+        text = 'In the<|end|>beginning<|later|> <|user|>'
+        ids = tok.encode(text, 'all')
+        for theirs in (tok.to_hf(), AutoTokenizer.from_pretrained(tok.save(tmp_path))):
+            assert theirs.encode(text) == ids and theirs.decode(ids) == text
+            assert BPETokenizer.from_hf(theirs).special_tokens == tok.special_tokens
+    assert BPETokenizer.from_hf(hf).encode(text, 'all') == hf.encode(text).ids
+
+
+@pytest.mark.parametrize('added', ['!', 'the', '漢字'])
+def test_a_token_that_is_there_already_can_be_added_in_hugging_face(added):
+    "By a user who extends a vocabulary with words of which it has some: one id for two uses, or two ids for one text."
+    hf = BPETokenizer.train([prose(20_000) + '漢字'*50], 400, 'gpt2', ['<|end|>'], progress=False).to_hf()
+    hf.add_tokens([added, 'Nebuchadnezzar'])
+    tok, text = BPETokenizer.from_hf(hf), 'In the beginning! 漢字 others, Nebuchadnezzar'
+    assert tok.encode(text, 'all') == hf.encode(text) == tok.to_hf().encode(text)
+    assert tok.decode(tok.encode(text, 'all')) == text
+
+
+def test_of_several_chat_templates_the_usual_one_is_taken(tmp_path):
+    from transformers import AutoTokenizer
+    tok = BPETokenizer.train(['ab'], 258, special_tokens=['<|end|>'], progress=False)
+    config = json.loads((tok.save(tmp_path)/'tokenizer_config.json').read_text())
+    config['chat_template'] = [dict(name='tool_use', template='tools'), dict(name='default', template='usual')]
+    (tmp_path/'tokenizer_config.json').write_text(json.dumps(config))
+    for found in (BPETokenizer.load(tmp_path), BPETokenizer.from_hf(AutoTokenizer.from_pretrained(tmp_path))):
+        assert found.chat_template == 'usual'
+        assert AutoTokenizer.from_pretrained(found.save(tmp_path/'again')).chat_template == 'usual'
+    hf = AutoTokenizer.from_pretrained(tmp_path)
+    assert render([dict(role='user', content='x')], hf)[0] == hf.encode('usual')
+    assert read_template(tmp_path) == 'usual'
 
 
 def test_imported_ranks_go_to_hugging_face():

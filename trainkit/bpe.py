@@ -66,11 +66,22 @@ def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, li
             continue
         heappop(heap)
         a, b, new = pair[0], pair[1], chr(256 + len(pairs))
-        left, right = defaultdict(list), defaultdict(list)
+        left, right, long = defaultdict(list), defaultdict(list), -1
         held = where.pop(pair)
         for i in [shared[i] for i in held.tolist()] if isinstance(held, np.ndarray) else held:
+            if i == long: continue
             k = (word := words[i]).find(pair) # a word stands in the list once for each time that it holds the pair
             if k < 0: continue
+            if len(word) > 100: # all its places at once: a text without spaces is one long word
+                long, (before, *parts) = i, word.split(pair)
+                words[i] = new.join((before, *parts))
+                for j, after in enumerate(parts, 1):
+                    if before: left[before[-1]].append(i)
+                    elif j > 1: left[new].append(i) # joined a moment ago
+                    if after: right[after[0]].append(i)
+                    elif j < len(parts): right[a].append(i) # joined in a moment
+                    before = after
+                continue
             rest = word[k+2:]
             if k: left[word[k-1]].append(i)
             if rest: right[rest[0]].append(i)

@@ -138,6 +138,7 @@ def find_template(
 ) -> str: # Jinja
     "The template to render with."
     if template is None: template = getattr(tokenizer, 'chat_template', None)
+    if isinstance(template, Mapping): template = template.get('default', template)
     if isinstance(template, str): return TEMPLATES[template].jinja if template in TEMPLATES else template
     if template: raise ValueError(f'this tokenizer has several templates, {template}: give one of them as template')
     raise ValueError("this tokenizer has no chat template: set_template(tokenizer, 'chatml', model) gives it one, "

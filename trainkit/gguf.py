@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import safe_open
 
 from .families import hf_architecture
-from .formats import read_pattern
+from .formats import read_pattern, usual_template
 from .hf import read_config
 from .model import ModelConfig
 from .patterns import PATTERNS
@@ -123,8 +123,7 @@ def read_template(
     "The chat template of a model folder."
     file = Path(folder)/'chat_template.jinja'
     if file.is_file(): return file.read_text(encoding='utf-8')
-    found = _read(Path(folder)/'tokenizer_config.json').get('chat_template')
-    return found if isinstance(found, str) else None
+    return usual_template(_read(Path(folder)/'tokenizer_config.json').get('chat_template'))
 
 def describe_tokenizer(
     writer: Any, # A `gguf.GGUFWriter`

@@ -21,7 +21,7 @@ import numpy as np
 from .bpe import Merges, learn_merges
 from .config import write_atomic
 from .encoder import Encoder
-from .formats import TIKTOKEN_PATTERNS, all_pairs, from_json, read_ranks, to_json, write_ranks
+from .formats import TIKTOKEN_PATTERNS, all_pairs, from_json, read_ranks, to_json, usual_template, write_ranks
 from .patterns import PATTERNS, cut_specials, to_utf8
 from .words import count_words
 
@@ -64,10 +64,8 @@ class BPETokenizer:
         self._bytes, self._sizes = text, (0, np.zeros(0, np.int64)) # how many tokens were measured, their sizes
         for token, i in self.special_tokens.items():
             if not token: raise ValueError('a special token must not be empty')
-            if i in self._bytes or to_utf8(token) in self.tokens:
-                what = 'id' if i in self._bytes else 'text'
-                raise ValueError(f'special token {token!r} with id {i}: the vocabulary has this {what} already')
-            self._bytes[i] = token.encode()
+            if self._bytes.setdefault(i, to_utf8(token)) != token.encode():
+                raise ValueError(f'special token {token!r}: the vocabulary has its id {i} for {self._bytes[i]!r} already')
         for token in (bos_token, eos_token, pad_token, unk_token): self._id(token)
 
     @property
@@ -110,6 +108,7 @@ class BPETokenizer:
         tokens: Iterable[str], # Those that are there already stay as they are
     ) -> int: # How many are new: as many rows a model's embedding lacks now
         "Give special tokens the next free ids."
+        if isinstance(tokens, str): raise TypeError(f'tokens must be a list, such as [{tokens!r}]')
         new = [token for token in dict.fromkeys(tokens) if token not in self.special_tokens]
         for token in new:
             if not token or to_utf8(token) in self.tokens:
@@ -131,6 +130,7 @@ class BPETokenizer:
         progress: bool = True, # Show bars
     ) -> 'BPETokenizer':
         "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
+        if isinstance(special_tokens, str): raise TypeError(f'special_tokens must be a list, such as [{special_tokens!r}]')
         n_merges, special = vocab_size - 256 - len(special_tokens), [*special_tokens]
         if n_merges < 0:
             raise ValueError(f'vocab_size={vocab_size}: a byte-level vocabulary has 256 bytes '
@@ -146,6 +146,8 @@ class BPETokenizer:
         tok = cls({token: i for i, token in enumerate(merges.tokens())}, merges.pairs, pattern,
                   {token: 256 + n_merges + i for i, token in enumerate(special)}, lane=lane,
                   eos_token=special[0] if special else None)
+        if known := next((token for token in special if token.encode() in tok.tokens), None):
+            raise ValueError(f'special token {known!r}: the vocabulary has this text already')
         tok.trained = merges
         return tok
 
@@ -249,7 +251,7 @@ class BPETokenizer:
             raise ValueError(f'{folder} holds no whole tokenizer.json ({type(error).__name__}: {error}): '
                              'copy or save it again') from None
         template = folder/'chat_template.jinja'
-        tok.chat_template = template.read_text('utf-8') if template.is_file() else config.get('chat_template')
+        tok.chat_template = template.read_text('utf-8') if template.is_file() else usual_template(config.get('chat_template'))
         return tok
 
     @classmethod
@@ -266,7 +268,7 @@ class BPETokenizer:
         names: dict[str, Any] = {role: (token := getattr(source, role, None)) and str(token)
                                  for role in ('bos_token', 'eos_token', 'pad_token', 'unk_token')}
         tok = cls(**from_json(json.loads(backend.to_str())), **names, lane=lane)
-        tok.chat_template = getattr(source, 'chat_template', None)
+        tok.chat_template = usual_template(getattr(source, 'chat_template', None))
         return tok
 
     def to_hf(self) -> Any: # transformers.PreTrainedTokenizerFast
