@@ -235,3 +235,17 @@ def test_many_chats_are_rendered_as_one_by_one():
     assert [(i.tolist(), m.astype(int).tolist()) for i, m in render_batch(many, THEIRS['chatml'])] == one
     assert one[0][0].count(READY['chatml'].eos_token_id) == 2
     assert np.mean(one[0][1]) < 1 and resize_embeddings is not None
+
+
+@pytest.mark.parametrize('name', ['smollm2', 'llama3'])
+def test_no_tool_call_is_left_out_in_silence(name):
+    "SmolLM2's own template knows no tools: the turn that calls one would be learned as an empty answer."
+    call = dict(type='function', function=dict(name='weather', arguments=dict(city='Rome')))
+    chat = [dict(role='user', content='Is it sunny?'), dict(role='assistant', content=None, tool_calls=[call]),
+            dict(role='tool', content='sunny'), dict(role='assistant', content='It is.')]
+    own = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" if name == 'smollm2' else TEMPLATES[name].jinja
+    names = dict(bos_token='<s>', eos_token='<|im_end|>')
+    with pytest.raises(ValueError, match="message 1 calls a tool.*such as 'chatml'"): render_text(chat, own, names)
+    with pytest.raises(ValueError, match='tools'): render_text(chat[:1], own, names, tools=[dict(type='function', function=dict(name='weather', parameters={}))])
+    text, spans = render_text(chat, TEMPLATES['chatml'].jinja, names)
+    assert 'weather' in text[slice(*spans[0])]

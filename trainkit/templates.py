@@ -212,6 +212,11 @@ def render_text(
                 raise ValueError(f'{len(answers)} answers and {len(spans)} generation tags: cannot tell which is which')
             spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
     else: text, spans = _turns(template, chat, names, wanted, **more)
+    if tools and 'tools' not in template:
+        raise ValueError("this template leaves out the tools, so the model would not know of them: take one that lists them, such as 'chatml'")
+    if 'tool_calls' not in template and (calls := [i for i, m in enumerate(chat) if m['role'] == 'assistant' and m.get('tool_calls')]):
+        raise ValueError(f'message {calls[0]} calls a tool, and this template leaves that out, so nothing, or too little, would be learned: '
+                         "take one that writes tool_calls, such as 'chatml'")
     if MARK in text or any('untrained' in m for m in messages): text, spans = _unmark(text, spans, messages, wanted)
     return text, [(0, len(text))] if train_on == 'all' else spans
 
