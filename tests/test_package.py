@@ -154,7 +154,7 @@ MAY_IMPORT = {
     'pairs': 'dataloader',
     'margins': 'knobs',
     'likelihood': 'objective pairs step',
-    'reference': 'files likelihood pairs progress step switch',
+    'reference': 'files likelihood objective pairs progress step switch',
     'dpo': 'likelihood margins objective reference',
     'unpaired': 'columns dataloader lengths likelihood margins objective reference',
     'reward': 'likelihood objective pairs step',
@@ -395,3 +395,21 @@ def test_profiles_make_a_whole_run_config(profile):
     from trainkit.recipes import RunConfig
     config = from_profile(RunConfig, profile)
     assert config.train.max_steps > 0 and config.data.max_length <= config.model.max_seq_len
+
+
+def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
+    "Python lets anybody write any attribute; a learning rate in the wrong group must not be left out in silence."
+    from trainkit.config import ConfigError, from_profile
+    from trainkit.recipes import RunConfig, run
+    def said(change):
+        config = from_profile(RunConfig, 'quick', runs_dir=str(tmp_path), name='mine')
+        change(config)
+        with pytest.raises(ConfigError) as error: run(config)
+        return str(error.value)
+    assert 'train.learning_rate = 0.1: is optim.learning_rate' in said(lambda c: setattr(c.train, 'learning_rate', 0.1))
+    assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in said(lambda c: setattr(c.data, 'max_lenght', 64))
+    assert 'report_to of the run itself' in said(lambda c: setattr(c.train, 'report_to', ['wandb']))
+    assert 'must be one of' in said(lambda c: setattr(c.optim, 'optim', 'adamw_bnb_8bit'))
+    assert 'train.max_steps' in said(lambda c: setattr(c.train, 'max_steps', 'ten'))
+    assert 'lr' in said(lambda c: setattr(c, 'lr', 1e-3))
+    assert not [*tmp_path.iterdir()]

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from .align import prepare_pairs, prepare_prompts
-from .config import dump_config
+from .config import dump_config, recheck
 from .dataset import write_examples
 from .engines import engine_line, run_llamafactory
 from .families import hf_architecture, obstacles
@@ -228,6 +228,7 @@ def run(
     compute_metrics: Callable | None = None, # (predictions, references) -> numbers, of the answers to held-out questions at each evaluation
 ) -> RunResult: # Raises `ValueError` for another run, `RuntimeError` where one is going on; nothing is written then
     "Do everything that `config` says, in a run folder that can show and repeat it."
+    recheck(config)
     check_report_to(config.report_to) # before the first hour, not after it
     engine_line(config)
     if config.engine == 'llamafactory': return run_elsewhere(config)
