@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .likelihood import PairLogProbs, pair_log_probs, shares_prompts
 from .margins import COUPLED, DIVERGENCES, LOSSES, DPOConfig, Pair, preference_loss
-from .objective import Loss, objective
+from .objective import Loss, beside, objective
 from .reference import Reference
 
 _all_ = ['COUPLED', 'DIVERGENCES', 'LOSSES', 'DPOConfig', 'Pair', 'preference_loss'] # for short imports
@@ -70,7 +70,7 @@ def dpo_objective(
 
     @objective(counts=counts, additive=not COUPLED & c.weights.keys())
     def dpo_loss(model: nn.Module, batch: dict) -> Loss:
-        B = len(batch['prompt_input_ids']) # First, so that a batch of another kind decides nothing
+        B, batch = len(batch['prompt_input_ids']), beside(model, batch) # First, so that a batch of another kind decides nothing
         if 'share' not in share: share['share'] = c.share_prompts and shares_prompts(model)
         found = pair_log_probs(model, batch, share['share'], c.exact_kl)
         chosen, rejected = _weigh(found, c)
@@ -89,6 +89,8 @@ def dpo_objective(
         if 'sft' in terms: terms['sft'] = (-found.chosen.sum(), found.chosen_tokens.sum(), c.weights['sft'])
         with torch.no_grad():
             gained = [c.beta*ratio for ratio in (pair.chosen_ratio, pair.rejected_ratio)]
+            if c.weights.keys() <= {'simpo', 'orpo', 'sft'} and 'sft' not in c.loss_type: # A long answer is not worse for its length
+                gained = [gain/n.clamp(min=1) for gain, n in zip(gained, (pair.chosen_tokens, pair.rejected_tokens), strict=True)]
             metrics: dict[str, Any] = reward_metrics(*gained) | {'logps/chosen': (found.chosen.sum(), B), 'logps/rejected': (found.rejected.sum(), B)}
             if told is not None:
                 tokens = (found.chosen_tokens + found.rejected_tokens).sum()

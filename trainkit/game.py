@@ -39,12 +39,12 @@ class TokenGame:
     def log_probs(
         self,
         policy: Any, # Any model
-    ) -> Tensor: # (N,), whose exponentials add up to 1
+    ) -> Tensor: # (N,) on the CPU; their exponentials add up to 1
         "How gladly a policy gives each answer."
         ids = torch.cat([torch.full_like(self.answers[:, :1], self.vocab_size - 1), self.answers], 1)
         labels = ids.clone()
         labels[:, 0] = -100
-        with torch.no_grad(): return token_scores(policy, dict(input_ids=ids, labels=labels)).log_probs.sum(1)
+        with torch.no_grad(): return token_scores(policy, dict(input_ids=ids, labels=labels)).log_probs.sum(1).cpu()
 
     def expected(
         self,

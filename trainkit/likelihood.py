@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .objective import fitting, forward_arguments, names_argument
+from .objective import beside, fitting, forward_arguments, names_argument
 from .pairs import SIDES, collate_pairs
 from .step import evaluating
 
@@ -35,8 +35,8 @@ def sequence_log_probs(
     batch: Mapping[str, Tensor], # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
 ) -> tuple[Tensor, Tensor]: # (B,) log-probability of the labels of each row, and how many there are
     "How likely a model finds the learned part of each row."
-    more = dict(use_cache=False) if names_argument(model, 'use_cache') else {}
-    out = model(batch['input_ids'], **fitting(model, dict(batch)), **more)
+    batch, more = beside(model, batch), dict(use_cache=False) if names_argument(model, 'use_cache') else {}
+    out = model(batch['input_ids'], **fitting(model, batch), **more)
     labels = batch['labels'][:, 1:]
     learned = labels != -100
     found = token_log_probs((out if isinstance(out, Tensor) else out.logits)[:, :-1], labels.where(learned, 0))
@@ -116,7 +116,7 @@ def pair_log_probs(
     keep_logits: bool = False, # Give them, too
 ) -> PairLogProbs:
     "How likely a model finds the answers of each pair."
-    plan, B = lay_out(batch, share), len(batch['prompt_input_ids'])
+    plan, B = lay_out(beside(model, batch), share), len(batch['prompt_input_ids'])
     inner: Any = model.get_base_model() if hasattr(model, 'get_base_model') else model # type: ignore # PEFT passes on what it is given
     inputs, narrow = dict(plan.inputs), names_argument(inner, 'logits_to_keep')
     if getattr(getattr(inner, 'config', None), '_attn_implementation', None) == 'eager' and share: # It adds what it is given
@@ -148,9 +148,7 @@ def shares_prompts(
     if getattr(config, 'sliding_window', None) and getattr(config, 'use_sliding_window', True): return False
     if getattr(config, '_attn_implementation', 'sdpa') not in ('sdpa', 'eager'): return False
     if not {'attention_mask', 'position_ids'} <= forward_arguments(type(getattr(inner, '_orig_mod', inner))): return False
-    device = next(inner.parameters()).device
     batch = collate_pairs([dict(prompt=[1, 2], chosen=[3, 1, 2], rejected=[2, 3]), dict(prompt=[2], chosen=[1], rejected=[3, 3])])
-    batch = {k: v.to(device) for k, v in batch.items()}
     try:
         with evaluating(model): a, b = pair_log_probs(model, batch, False), pair_log_probs(model, batch, True)
     except (ValueError, TypeError, RuntimeError, NotImplementedError): return False

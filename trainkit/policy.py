@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .layers import autocast_dtype, by_hand, fast_products
 from .model import Transformer
-from .objective import fitting, names_argument
+from .objective import beside, fitting, names_argument
 
 # %% ../nbs/31_policy.ipynb #41aa6704
 class TokenScores(NamedTuple):
@@ -97,6 +97,7 @@ def token_scores(
     learn_entropy: bool = False, # Keep the gradient of the entropy, too
 ) -> TokenScores:
     "Log-probability and entropy of each token of the answers."
+    batch = beside(model, batch)
     labels, bare, seen = batch['labels'], _bare(model), []
     if (labels[:, 0] != -100).any(): raise ValueError('a label stands at the first token, which nothing predicts')
     mask = labels != -100
@@ -120,7 +121,10 @@ def token_scores(
         every = logits.log_softmax(-1) # (N, V)
         found, entropy = every.gather(-1, ids[:, None]).squeeze(-1), -(every.exp()*every).nan_to_num(0.).sum(-1) # 0·log 0 is 0
     else: found, entropy = _Said.apply(logits, ids) # type: ignore
-    values = bare.value_head(seen[0].float()).squeeze(-1) if seen and hasattr(bare, 'value_head') else None
+    values = None
+    if seen and hasattr(bare, 'value_head'):
+        with torch.autocast(labels.device.type, enabled=False): # Guesses need all their digits
+            values = bare.value_head(seen[0].to(bare.value_head.weight.dtype)).squeeze(-1).float()
     place = lambda x: None if x is None else torch.zeros(labels.shape, device=x.device).masked_scatter(mask, x)
     return TokenScores(place(found), place(entropy), place(values)) # type: ignore
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .files import write_atomic
 from .likelihood import PairLogProbs, pair_log_probs, shares_prompts
+from .objective import beside
 from .pairs import collate_pairs
 from .progress import Progress
 from .switch import active_adapters, adapters_off
@@ -69,6 +70,7 @@ class Reference:
         batch: Mapping[str, Tensor], # From `collate_pairs`
         keep_logits: bool = False,
     ) -> PairLogProbs:
+        batch = beside(model, batch)
         asked, state = self.place(model, batch['prompt_input_ids'].device)
         with state:
             if self.share is None: self.share = shares_prompts(asked)
@@ -103,7 +105,7 @@ def starts_as_nothing(
     "Whether the model with its adapter is still the model without it, on a few tokens."
     inner = bare(model)
     first = next(inner.parameters())
-    batch = {k: v.to(first.device) for k, v in collate_pairs([dict(prompt=[1, 2], chosen=[3, 1], rejected=[2])]).items()}
+    batch = collate_pairs([dict(prompt=[1, 2], chosen=[3, 1], rejected=[2])])
     with without_dropout(inner): a = pair_log_probs(inner, batch, False)
     b = AdapterOff()(inner, batch)
     near = 1e-4 if first.dtype == torch.float32 else 1e-2
@@ -124,12 +126,13 @@ def make_reference(
 FIELDS = ('chosen', 'rejected', 'chosen_shared', 'rejected_shared')
 
 def model_fingerprint(
-    model: nn.Module, # Adapters do not count
+    model: nn.Module,
+    adapter: bool = False, # Adapters count, too
 ) -> str:
     "A hash of every weight of the bare model."
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(bare(model).state_dict(keep_vars=True).items()):
-        if 'lora_' in name or not isinstance(value, Tensor): continue
+        if ('lora_' in name and not adapter) or not isinstance(value, Tensor): continue
         digest.update(f"{name.replace('base_layer.', '').replace('base_model.model.', '')} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -171,18 +174,20 @@ def precompute_reference(
     tokens: int = 1024, # To be read at a time
 ) -> Written:
     "Ask the reference about every pair, once."
-    facts = dict(model=model_fingerprint(model), pairs=pairs_fingerprint(pairs)) if path else {}
-    if reference is not None and reference.model is not None and path: facts['model'] = model_fingerprint(reference.model)
+    whom, facts = model if reference is None or reference.model is None else reference.model, {}
+    if path: # An adapter that has learned something has its say, unless it is turned off
+        speaks = not isinstance(reference, AdapterOff) and has_adapter(whom) and not starts_as_nothing(whom)
+        facts = dict(model=model_fingerprint(whom, speaks), pairs=pairs_fingerprint(pairs))
     if path and Path(path).exists(): found = _read(Path(path), facts)
     else:
         found, groups, done = np.zeros((4, len(pairs)), np.float32), [[]], 0
         for i in sorted(range(len(pairs)), key=lambda i: pairs[i]['length']):
             if groups[-1] and sum(pairs[j]['length'] for j in groups[-1]) + pairs[i]['length'] > tokens: groups.append([])
             groups[-1].append(i)
-        device, asked = next(model.parameters()).device, reference or _Itself()
+        asked = reference or _Itself()
         with Progress(len(pairs), 'Asking the reference', 'pair') as bar:
             for group in groups:
-                out = asked(model, {k: v.to(device) for k, v in collate_pairs([pairs[i] for i in group]).items()})
+                out = asked(model, collate_pairs([pairs[i] for i in group]))
                 for row, name in zip(found, FIELDS, strict=True): row[group] = getattr(out, name).float().cpu().numpy()
                 done += len(group)
                 bar.update(done)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .likelihood import lay_out
-from .objective import Loss, fitting, names_argument, objective
+from .objective import Loss, beside, fitting, names_argument, objective
 from .pairs import collate_pairs
 from .step import evaluating
 
@@ -46,7 +46,8 @@ class RewardModel(nn.Module):
         hidden = self.body(input_ids, **inputs)
         hidden = hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state
         last = attention_mask.sum(1) - 1 if attention_mask is not None else input_ids.shape[1] - 1
-        return self.score(hidden[torch.arange(len(input_ids), device=input_ids.device), last].float())[:, 0]
+        read = hidden[torch.arange(len(input_ids), device=input_ids.device), last].to(self.score.weight.dtype)
+        with torch.autocast(read.device.type, enabled=False): return self.score(read)[:, 0].float() # In half precision near rewards would be ties
 
 # %% ../nbs/30_reward.ipynb #2f7860b5
 def reward_loss(
@@ -62,7 +63,7 @@ def pair_rewards(
     batch: Mapping[str, Tensor], # From `collate_pairs`
 ) -> tuple[Tensor, Tensor]: # (B,) and (B,) rewards of the chosen and the rejected answers
     "Score both answers of each pair."
-    out = model(**lay_out(batch, share=False).inputs)
+    out = model(**lay_out(beside(model, batch), share=False).inputs)
     rewards = out if isinstance(out, Tensor) else out.logits[:, 0]
     return rewards.chunk(2) # type: ignore
 
@@ -73,6 +74,7 @@ def reward_objective(
     names = ('reward', 'center')[:1 + bool(center)]
     @objective(counts=lambda batch: dict.fromkeys(names, len(batch['prompt_input_ids'])))
     def reward_model_loss(model: nn.Module, batch: dict) -> Loss:
+        batch = beside(model, batch)
         chosen, rejected = pair_rewards(model, batch)
         n = len(chosen)
         terms: dict[str, tuple] = {'reward': (reward_loss(chosen, rejected, batch.get('margin', 0.0)).sum(), n, 1.0)}
@@ -90,10 +92,8 @@ def score_pairs(
     batch_size: int = 32,
 ) -> tuple[Tensor, float]: # (N, 2) rewards of chosen and rejected, and the accuracy, in which a tie is a half
     "How well a reward model agrees with the choices."
-    device = next(model.parameters()).device
     with evaluating(model):
-        found = [torch.stack(pair_rewards(model, {k: v.to(device) for k, v in collate_pairs(pairs[i:i + batch_size]).items()}), 1).cpu()
-                 for i in range(0, len(pairs), batch_size)]
+        found = [torch.stack(pair_rewards(model, collate_pairs(pairs[i:i + batch_size])), 1).cpu() for i in range(0, len(pairs), batch_size)]
     rewards = torch.cat(found)
     ahead = rewards[:, 0] - rewards[:, 1]
     return rewards, ((ahead > 0).float() + 0.5*(ahead == 0)).mean().item()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import ConfigError, Problem, check_config, knob
-from .objective import Loss, objective
+from .objective import Loss, beside, objective
 from .policy import KL_ESTIMATORS, TokenScores, token_scores
 
 # %% ../nbs/31_rl.ipynb #9e55dfaa
@@ -144,6 +144,7 @@ def grpo_objective(
     add, count = _averaging(config)
     @objective(counts=_counting(config, count))
     def grpo(model: nn.Module, batch: dict) -> Loss:
+        batch = beside(model, batch)
         scores, mask = token_scores(model, batch, config.temperature, config.entropy_coef > 0), _mask(batch)
         log_ratio = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
         weight = log_ratio
@@ -161,6 +162,7 @@ def reinforce_objective(
     "Advantage times log-probability of the answer (Williams 1992); meant for answers of the policy as it is."
     @objective(counts=_counting(config, lambda batch: len(batch['labels'])))
     def reinforce(model: nn.Module, batch: dict) -> Loss:
+        batch = beside(model, batch)
         scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
         log_ratio = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
         n, add = len(batch['labels']), lambda x, mask: (x*mask).sum()
@@ -175,6 +177,7 @@ def rloo_objective(
     "Answers clipped as a whole, compared with the others to the same question (Ahmadian et al. 2024)."
     @objective(counts=_counting(config, lambda batch: len(batch['labels'])))
     def rloo(model: nn.Module, batch: dict) -> Loss:
+        batch = beside(model, batch)
         scores, mask = token_scores(model, batch, config.temperature, config.entropy_coef > 0), _mask(batch)
         tokens = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
         log_ratio = tokens.sum(1)
@@ -192,6 +195,7 @@ def ppo_objective(
     "Clipped tokens with a value function beside them (Schulman et al. 2017, eq. 9)."
     @objective(counts=_counting(config, _tokens))
     def ppo(model: nn.Module, batch: dict) -> Loss:
+        batch = beside(model, batch)
         scores, mask, n = token_scores(model, batch, config.temperature, config.entropy_coef > 0), _mask(batch), _tokens(batch)
         if scores.values is None:
             raise ValueError(f'ppo needs a value function, and {type(model).__name__} has none: wrap it, ActorCritic(model)')

@@ -22,7 +22,7 @@ from .dataloader import Batches
 from .lengths import tokenize_examples
 from .likelihood import sequence_log_probs
 from .margins import DPOConfig
-from .objective import Loss, objective
+from .objective import Loss, beside, objective
 from .reference import Reference
 
 # %% ../nbs/30_unpaired.ipynb #bcc8e6d1
@@ -114,6 +114,7 @@ def kto_objective(
 
     @objective(counts=lambda batch: dict.fromkeys(c.weights, len(batch['liked'])), additive='kto' not in c.weights)
     def kto_loss(model: nn.Module, batch: dict) -> Loss:
+        batch = beside(model, batch)
         liked, B = batch['liked'], len(batch['liked'])
         part = lambda start, end: {name: x[start:end] for name, x in batch.items() if name != 'liked'}
         asked, state = reference.place(model, batch['input_ids'].device)
