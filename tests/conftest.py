@@ -2,6 +2,7 @@
 import os
 
 os.environ.update(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', HF_HUB_DISABLE_TELEMETRY='1', TOKENIZERS_PARALLELISM='false')
+os.environ.pop('PYTHONDONTWRITEBYTECODE', None) # What one process has compiled, the many after it read
 
 import asyncio
 import gc
@@ -16,7 +17,7 @@ import time
 import warnings
 import zlib
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +25,34 @@ from unittest.mock import patch
 
 import pytest
 
+sys.dont_write_bytecode = False
 ROOT = Path(__file__).parent.parent
 
 
 FORK = multiprocessing.get_context('forkserver') # a fresh process for each caller, the imports paid once for all
 FORK.set_forkserver_preload(['warm']) # tests/warm.py
+SERVER = forkserver._forkserver
+
+
+def serve():
+    "Begin the server from which fresh processes are forked, if there is none."
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT/'tests'), os.environ.get('PYTHONPATH'))))): SERVER.ensure_running()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    "Where xdist tests in several processes, one server is for all of them."
+    serve()
+    node.workerinput['server'] = {name: value for name, value in vars(SERVER).items() if name in ('_forkserver_address', '_forkserver_authkey')}
+
+
+def pytest_configure(config):
+    if told := getattr(config, 'workerinput', {}).get('server'):
+        vars(SERVER).update(told, _forkserver_alive_fd=os.pipe()[1], ensure_running=resource_tracker.ensure_running) # It lives as long as who began it
+    if hasattr(config, 'workerinput') or config.getoption('dist', 'no') == 'no': # Here tests are run
+        from hypothesis import HealthCheck, settings
+        settings.register_profile('busy', deadline=None, suppress_health_check=[HealthCheck.too_slow]) # A slow machine is no failure
+        settings.load_profile('busy')
 
 
 def child(function, args, out, err):
@@ -45,7 +69,7 @@ def begin(function, *args, folder):
     "Start it in a fresh process, which writes what it says to out.txt and err.txt in `folder`."
     out, err = folder/'out.txt', folder/'err.txt'
     for path in (out, err): path.write_text('')
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT/'tests'), os.environ.get('PYTHONPATH'))))): forkserver.ensure_running()
+    serve()
     process = FORK.Process(target=child, args=(function, args, out, err))
     process.start()
     return process
@@ -124,6 +148,14 @@ def pytest_collection_modifyitems(config, items):
                and ('long' in item.keywords or zlib.crc32(item.nodeid.encode()) % count != index)]
         items[:] = [item for item in items if item not in out]
         config.hook.pytest_deselected(items=out)
+
+
+def rests(thread):
+    "Whether it is held by a pause; a time would be too short on a busy machine."
+    from trainkit.plan import Control
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code is not Control.wait.__code__: frame = frame.f_back
+    return frame is not None
 
 
 def await_here(coroutine):

@@ -70,7 +70,10 @@ def server(folder, command, **env):
     with socket.socket() as s:
         s.bind(('127.0.0.1', 0))
         port = s.getsockname()[1]
-    env = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython'),
+    lean = folder/'.lean' # Schemas are checked without the grammar of addresses, which takes seconds to read
+    lean.mkdir()
+    (lean/'rfc3987_syntax.py').touch()
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join((str(lean), str(ROOT))), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython'),
            'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTER_DATA_DIR': str(folder/'.data'), **env}
     env.pop('IN_TEST', None)
     words = ['--no-browser', '--allow-root', '--ip', '127.0.0.1', '--port', str(port)]
@@ -106,13 +109,16 @@ def lab(tmp_path_factory):
     with server(folder, command, JUPYTERLAB_SETTINGS_DIR=str(folder/'.settings')) as address: yield address, folder
 
 
+def write_notebook(path, cells):
+    cells = [dict(cell_type='code', id=f'c{i}', metadata={}, outputs=[], execution_count=None, source=cell.strip()) for i, cell in enumerate(cells)]
+    kernel = dict(name='python3', display_name='Python 3', language='python')
+    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)), encoding='utf-8')
+
+
 def open_notebook(browser, lab, name, cells, **look):
     "A page with a new notebook, its kernel ready, all of its cells run."
-    import nbformat
     address, folder = lab
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
-    notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
-    nbformat.write(notebook, folder/name)
+    write_notebook(folder/name, cells)
     page = browser.new_page(**look)
     page.set_default_timeout(240_000) # A busy machine is no failure
     page.goto(f'{address}/doc/tree/{name}', wait_until='domcontentloaded')
@@ -505,12 +511,8 @@ print('kernel of', ipykernel.__version__, IPython.__version__, ipywidgets.__vers
 @pytest.mark.slow
 def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     "ipywidgets 7 and IPython 7 in the classic notebook: Start, Pause, Resume, Stop with the model kept, a wrong field; two explorers follow field and slider."
-    import nbformat
     address, folder = classic
-    cells = [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
-    notebook.metadata.kernelspec = dict(name='python3', display_name='Python 3', language='python')
-    nbformat.write(notebook, folder/'colab.ipynb')
+    write_notebook(folder/'colab.ipynb', [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]])
     page = browser.new_page(viewport=dict(width=1200, height=2400))
     page.set_default_timeout(240_000)
     errors = []

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FORK, in_child
+from conftest import FORK, in_child, serve
 from torch import nn
 
 from trainkit.checkpoint import FILES, load_checkpoint, problem_with, read_manifest, save_checkpoint
@@ -51,6 +51,7 @@ def learn(folder: Path, ready, steps: int = 40) -> None:
 
 def start(folder: Path):
     "The run in a fresh process, as soon as it has read what there is to read."
+    serve()
     here, there = FORK.Pipe(duplex=False)
     process = FORK.Process(target=learn, args=(folder, there))
     process.start()

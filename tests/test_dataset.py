@@ -25,7 +25,7 @@ from trainkit.memo import cached
 from trainkit.mixture import mix
 from trainkit.parallel import in_order
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 FORMATS = ('jsonl', 'json', 'csv', 'tsv', 'parquet', 'jsonl.gz', 'json.gz', 'csv.gz')
 
 

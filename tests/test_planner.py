@@ -1,11 +1,13 @@
 "Plans: what they name is what is predicted, and a larger budget never needs more levers; a run writes down both."
 import json
 import sys
+from functools import cache
 
 import pytest
 import torch
 from conftest import call, in_child
 
+from trainkit import planner
 from trainkit.forecast import MemoryWatch, twin
 from trainkit.lora import LoRAConfig, add_lora
 from trainkit.memory import predict_memory
@@ -18,7 +20,9 @@ from trainkit.train import TrainConfig, Trainer
 TINY = ModelConfig(vocab_size=300, d_model=64, n_heads=2, n_layers=1, d_ff=128, max_seq_len=128)
 
 
-def test_plans_are_predictions_and_larger_budgets_need_no_more_levers():
+def test_plans_are_predictions_and_larger_budgets_need_no_more_levers(monkeypatch):
+    known = cache(lambda setup: predict_setup(TINY, setup)) # The plans ask for the same ones
+    monkeypatch.setattr(planner, 'predict_setup', lambda model, setup: known(setup))
     start = Setup(6, 64)
     need = predict_setup(TINY, start).peak
     before = 0

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import await_here, in_child
+from conftest import await_here, in_child, rests
 from test_studio import count, until
 
 from trainkit.config import load_config
@@ -100,8 +100,7 @@ def test_the_buttons_of_a_loop_that_is_not_ours(tmp_path):
     plain = run(theirs(tmp_path/'plain', max_steps=6, progress=False), verbose=False)
     session = TrainSession(theirs(tmp_path/'runs', max_steps=6))
     assert session.start() and session.pause() # TRL hears of it after its first step
-    until(lambda: session.snapshot().step == 1, 120)
-    time.sleep(0.3)
+    until(lambda: rests(session.thread), 120)
     now = session.snapshot()
     assert (now.step, now.state, now.total) == (1, 'paused', 6) and list(now.curves['loss'][1]) == losses(plain)[:1]
     assert session.save() and session.sample('import')

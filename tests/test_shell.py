@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, call, command, in_child
+from conftest import ROOT, begin, call, command, end, in_child
 from conftest import shell as trainkit
 
 POSIX = pytest.mark.skipif(os.name == 'nt', reason='needs POSIX signals')
@@ -89,12 +89,25 @@ def test_ctrl_c_leaves_no_half_file(home, tmp_path):
 
 
 def test_a_pipe_that_closes_early_is_no_error(home):
-    for words in (['tokenizer', 'encode', 'model', 'x '*40_000], ['generate', '-m', 'model', '-p', 'Spell', '--max-new-tokens', '200'], ['data', 'show', 'rows.jsonl', '-n', '30']):
+    for words in (['tokenizer', 'encode', 'model', 'x '*40_000], ['data', 'show', 'rows.jsonl', '-n', '30']):
         with subprocess.Popen([sys.executable, '-m', 'trainkit', *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home,
                               env={**os.environ, 'PYTHONPATH': str(ROOT)}) as done:
             assert done.stdout and done.stderr and done.stdout.read(1)
             done.stdout.close()
             assert done.stderr.read() == '', words
+
+
+def piped(pipe, words, cwd):
+    os.dup2(os.open(pipe, os.O_WRONLY), 1)
+    return command(words, cwd, {})
+
+
+@POSIX
+def test_a_pipe_that_closes_amid_a_text_is_no_error(home, tmp_path):
+    os.mkfifo(tmp_path/'pipe')
+    process = begin(piped, tmp_path/'pipe', ['generate', '-m', 'model', '-p', 'Spell', '--max-new-tokens', '200'], home, folder=tmp_path)
+    with open(tmp_path/'pipe', 'rb', buffering=0) as pipe: assert pipe.read(1)
+    assert end(process, tmp_path).stderr == ''
 
 
 DAMAGED = { # what is done to a model's folder -> the command, and what it says
@@ -107,6 +120,11 @@ DAMAGED = { # what is done to a model's folder -> the command, and what it says
     'NaN among the weights': ('nan', ['generate', '-m', 'M', '-p', 'x'], 'the weights hold NaN'),
     'NaN, when it is judged': ('nan', ['eval', 'M', 'rows.jsonl', '--rows', '2', '--answers', '1'], 'NaN'),
     'an empty GGUF file': (lambda m: (m/'m.gguf').write_bytes(b''), ['generate', '-m', 'M/m.gguf', '-p', 'x'], 'm.gguf is empty'),
+    'GGUF of what is cut short': (lambda m: os.truncate(m/'model.safetensors', 9000), ['export', 'gguf', 'M', 'out.gguf'], 'model.safetensors is damaged or cut short'),
+    'GGUF of NaN': ('nan', ['export', 'gguf', 'M', 'out.gguf', '--type', 'q8_0'], 'holds NaN or Inf in '),
+    'a folder where a file is': (lambda m: None, ['lab', 'rows.jsonl', '--copy-only'], 'rows.jsonl: File exists'),
+    'a config that is not UTF-8': (lambda m: (m/'c.yaml').write_bytes(b'name: sch\xf6n'), ['launch', 'M/c.yaml', '--dry-run'], 'c.yaml is not UTF-8'),
+    'a run that logged nothing': (lambda m: ((m/'metrics.jsonl').write_text(''), (m/'config.yaml').write_text('name: M')), ['runs', 'health', 'M'], 'M has logged no step'),
     'base cut short': (lambda m: os.truncate(m/'model.safetensors', 9000), ['merge', 'M', 'adapter', 'out'], 'model.safetensors is damaged or cut short'),
     'adapter of another shape': (lambda m: None, ['merge', 'M', 'adapter', 'out'], 'is it the right base model?'),
 }

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import await_here
+from conftest import await_here, rests
 
 from trainkit.config import load_config, to_dict
 from trainkit.form import Form
@@ -65,7 +65,7 @@ def test_every_button_does_what_it_says(panel):
     assert panel.form.field('train.max_steps').widget.disabled and panel.start_button.disabled
     panel.pause_button.click()
     until(lambda: panel.pause_button.description == 'Resume')
-    time.sleep(0.05) # The step that was begun
+    until(lambda: rests(panel.session.thread)) # The step that was begun is over
     held = panel.session.snapshot().step
     time.sleep(0.1)
     assert panel.session.snapshot().step == held and 'paused' in panel.state_line.value and 'role="status"' in panel.state_line.value

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import begin, end, together
+from conftest import begin, end, rests, together
 from torch import nn
 
 from trainkit.dataloader import Batches, collate
@@ -593,13 +593,19 @@ def test_pause_leaves_speed_and_time_alone():
             if record['step'] == 20:
                 control.pause()
                 threading.Timer(0.5, control.resume).start()
-    t.callbacks = [Pause()]
+    t.callbacks, wait, held = [Pause()], control.wait, []
+    def timed():
+        began = time.monotonic()
+        wait()
+        held.append(time.monotonic() - began)
+    control.wait = timed
     began = time.monotonic()
     result = t.train()
-    wall = time.monotonic() - began
-    assert wall > 0.5 and result.seconds < wall - 0.45 and result.steps == 40
-    speeds = [r['tokens_per_second'] for r in result.history]
-    assert speeds[20] > 0.1*sorted(speeds)[20]
+    wall, pause = time.monotonic() - began, sum(held)
+    assert pause > 0.1 and result.seconds < wall - 0.9*pause and result.steps == 40
+    before, record = result.history[19:21] # The step after the pause: its speed is that of the time that it took
+    took = (record['tokens'] - before['tokens'])/record['tokens_per_second']
+    assert abs(took - (record['seconds'] - before['seconds'])) < 0.5*pause
     record = result.history[21]
     assert record['eta_seconds'] < 2*record['seconds']*18/22 + 0.05 # not slowed down by the half second of the pause
 
@@ -612,7 +618,7 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
     while t.state.step < 5: time.sleep(0.005)
     assert t.control.state == 'running' and signal.getsignal(signal.SIGINT) is handler
     t.control.pause()
-    time.sleep(0.2)
+    while not rests(thread): time.sleep(0.005)
     step = t.state.step
     time.sleep(0.1)
     assert t.state.step == step and t.control.state == 'paused'
@@ -621,40 +627,42 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
     assert box[0].stop_reason == 'enough' and box[0].steps == step and Path(box[0].final_checkpoint).name == f'checkpoint-{step}'
 
 
-def slowly(folder):
-    class Slow:
-        def on_step(self, trainer, record): print('step', record['step'], flush=True); time.sleep(0.05)
-    result = trainer(folder=folder, max_steps=60, callbacks=[Slow()]).train(resume='auto')
+def after_step_four(folder, stubborn=False):
+    "A run that waits there for Ctrl-C; the stubborn says that it has heard it, and is not done with its step."
+    class Wait:
+        def on_step(self, trainer, record):
+            if record['step'] != 4: return
+            print('step 4', flush=True)
+            while not trainer.control.stopping: time.sleep(0.01)
+            if stubborn: print('heard', flush=True), time.sleep(600)
+    result = trainer(folder=folder, max_steps=60, callbacks=[Wait()]).train(resume='auto')
     print('result', result.stop_reason, result.steps)
 
 
-def at_step_four(folder):
-    "A run in a process of its own that is so far."
-    process = begin(slowly, folder, folder=folder)
-    while 'step 4\n' not in (folder/'out.txt').read_text():
+def until_said(word, process, folder):
+    while f'{word}\n' not in (folder/'out.txt').read_text():
         assert process.is_alive(), (folder/'err.txt').read_text()
         time.sleep(0.01)
-    return process
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
-    process = at_step_four(tmp_path)
+    process = begin(after_step_four, tmp_path, folder=tmp_path)
+    until_said('step 4', process, tmp_path)
     os.kill(process.pid, signal.SIGINT)
     done = end(process, tmp_path, 60)
     assert done.returncode == 0, done.stderr
     said, result = done.stdout.splitlines()[-2:]
-    step = int(result.split()[2])
-    assert result.startswith('result interrupted') and 4 <= step < 10
-    assert f'after step {step} of 60' in said and f'checkpoint-{step}' in said and 'resume=True' in said
-    t = trainer(folder=tmp_path, max_steps=step + 3)
-    assert t.train(resume=True, force_resume=True).steps == step + 3
+    assert result == 'result interrupted 4'
+    assert 'after step 4 of 60' in said and 'checkpoint-4' in said and 'resume=True' in said
+    t = trainer(folder=tmp_path, max_steps=7)
+    assert t.train(resume=True, force_resume=True).steps == 7
 
 
 def test_the_second_ctrl_c_interrupts_at_once(tmp_path):
-    process = at_step_four(tmp_path)
-    os.kill(process.pid, signal.SIGINT)
-    time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
+    process = begin(after_step_four, tmp_path, True, folder=tmp_path)
+    for word in ('step 4', 'heard'): # Two that come together are one
+        until_said(word, process, tmp_path)
+        os.kill(process.pid, signal.SIGINT)
     done = end(process, tmp_path, 60)
     assert done.returncode != 0 and 'KeyboardInterrupt' in done.stderr and 'result' not in done.stdout
 
