@@ -188,7 +188,8 @@ def launch(
     changes = [*([config] if config and '=' in config else []), *(overrides or [])]
     file = Path(config) if config and '=' not in config else None
     if file and not file.is_file(): raise FileNotFoundError(f"No config file at '{file}'. Give the path of a YAML or JSON file.")
-    given = parse_config(file.read_text(encoding='utf-8'), str(file))[0] if file else {}
+    try: given = parse_config(file.read_text(encoding='utf-8'), str(file))[0] if file else {}
+    except UnicodeDecodeError: raise ValueError(f'{file} is not UTF-8 text') from None
     plan, rest = translate(given, num_processes=processes, strategy=strategy, num_nodes=nodes, node_rank=node_rank,
                            main_address=main_address, port=port, max_restarts=max_restarts)
     whole = read_run_config(profile.value if profile else None, rest or None, changes) # type: ignore
@@ -255,6 +256,7 @@ def main() -> None:
         if os.environ.get('TRAINKIT_DEBUG'): raise
         notes = ' '.join(getattr(error, '__notes__', []))
         bare = isinstance(error, OSError) and not error.filename and error.strerror # Without its number
+        if isinstance(error, OSError) and error.filename and error.strerror: bare = f'{error.filename}: {error.strerror}'
         text = bare or str(error) or ('not enough memory' if isinstance(error, MemoryError) else type(error).__name__)
         typer.secho(f"Error: {text}{' ' + notes if notes else ''}", fg='red', err=True)
         typer.echo('(TRAINKIT_DEBUG=1 shows where it happened.)', err=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .families import hf_architecture
 from .formats import read_pattern, usual_template
@@ -162,12 +162,17 @@ def describe_tokenizer(
 QUANT_TYPES = dict(f32='F32', f16='F16', bf16='BF16', q8_0='Q8_0', q4_0='Q4_0', q4_1='Q4_1')
 _FILE_TYPES = dict(f32=0, f16=1, q4_0=2, q4_1=3, q8_0=7, bf16=32) # llama.h: enum llama_ftype
 
+def _whole(file: Path) -> Any:
+    "A safetensors file, opened; an error names it."
+    try: return safe_open(file, 'pt')
+    except SafetensorError as error: raise ValueError(f'{file} is damaged or cut short: copy or download it again ({error})') from None
+
 def _stored(folder: Path) -> dict[str, Path]: # Name of a tensor -> the file that holds it
     index = _read(folder/'model.safetensors.index.json')
     if index: return {name: folder/Path(file).name for name, file in index['weight_map'].items()}
     file = folder/'model.safetensors'
     if not file.is_file(): raise FileNotFoundError(f'{folder} has no model.safetensors: give a folder that save_pretrained wrote')
-    with safe_open(file, 'pt') as tensors: return dict.fromkeys(tensors.keys(), file)
+    with _whole(file) as tensors: return dict.fromkeys(tensors.keys(), file)
 
 def read_tensors(
     folder: str | Path,
@@ -185,7 +190,7 @@ def read_tensors(
     for name, file in sorted(_stored(Path(folder)).items()):
         if name == 'lm_head.weight' and config.tie_embeddings: continue # The embedding again
         if name not in names: raise ValueError(f'{file} holds {name}, which has no place in GGUF')
-        with safe_open(file, 'pt') as tensors: found[names[name]] = list(tensors.get_slice(name).get_shape()), reader(name, file)
+        with _whole(file) as tensors: found[names[name]] = list(tensors.get_slice(name).get_shape()), reader(name, file)
     if (config.rope_scaling or {}).get('rope_type') == 'llama3': # By how much each pair is slowed
         plain, slow = (rope_frequencies(config.head_width, config.rope_theta, x) for x in (None, config.rope_scaling))
         found['rope_freqs.weight'] = [len(plain)], (plain / slow).numpy
@@ -231,7 +236,9 @@ def export_gguf(
             writer.write_ti_data_to_file()
             with Progress(len(tensors), 'Writing GGUF', 'tensor', enabled=progress) as bar:
                 for title, (_, read) in tensors.items():
-                    data = gguf.quants.quantize(read(), types[title])
+                    array = read()
+                    if not np.isfinite(array).all(): raise ValueError(f'{folder} holds NaN or Inf in {title}: its training broke down, and no quantized number says so')
+                    data = gguf.quants.quantize(array, types[title])
                     sums[title] = check(data)
                     writer.write_tensor_data(data)
                     bar.update(len(sums))

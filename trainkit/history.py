@@ -98,7 +98,9 @@ def health_command(
     as_json: AsJson = False,
 ) -> None:
     "What was wrong with a run, and what to do; exit code 1 if something was."
-    found = check_health(find_run(name, root).records)
+    records = find_run(name, root).records
+    if not any('step' in r for r in records): raise ValueError(f'{name} has logged no step: nothing can be said of its health')
+    found = check_health(records)
     if as_json: _json([vars(finding) for finding in found])
     else: typer.echo(str(found))
     if found: raise typer.Exit(1)
