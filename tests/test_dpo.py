@@ -18,6 +18,7 @@ from trainkit.model import ModelConfig, Transformer
 from trainkit.optim import OptimConfig
 from trainkit.preferences import PairBatches, collate_pairs, tokenize_pairs
 from trainkit.reference import AdapterOff, Reference, make_reference, precompute_reference
+from trainkit.tokenizer import BPETokenizer
 from trainkit.train import TrainConfig, Trainer
 from trainkit.unpaired import UnpairedBatches, kto_objective
 
@@ -289,3 +290,43 @@ def test_rows_become_pairs_as_trl_makes_them():
     for pair, row in zip(tokenize_pairs(rows, tokenizer), rows, strict=True):
         assert tokenizer.decode([*pair['prompt'], *pair['chosen']]) == row['prompt'] + row['chosen'] + '<|endoftext|>'
         assert (np.asarray(pair['rejected_labels']) != -100).all()
+
+
+def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
+    letters = BPETokenizer.train(['abc'], 257, special_tokens=['<|end|>'], progress=False)
+    letters.eos_token = '<|end|>'
+    rows = [dict(prompt='abc', chosen='d'*20 + 'x', rejected='d'*20 + 'y'), dict(prompt='abc', chosen='de', rejected='fg')]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter('always')
+        pairs = tokenize_pairs(rows, letters, 12, None, 'prompt')
+    assert pairs.numbers == [1] and (pairs.report.same, pairs.report.dropped, pairs.report.answers_cut) == (1, 1, 0)
+    assert '1 were left out because both answers are the same' in str(heard[0].message)
+    assert len(tokenize_pairs(rows, letters, 12 + 13, None, 'prompt')) == 2 # Where the difference is read
+
+
+@pytest.mark.parametrize('loss', ['simpo', 'orpo', 'cpo'])
+def test_rewards_are_those_that_the_loss_compares(loss):
+    "As TRL's CPO and ORPO trainers log them: means over tokens where the loss takes means, else sums."
+    model, batch = ours(), collate_pairs([dict(prompt=[5, 6], chosen=[7, 1], rejected=[9, 9, 9, 9, 8, 1]), dict(prompt=[5, 6], chosen=[7, 8, 11, 12, 1], rejected=[9, 1])])
+    found = pair_log_probs(model, batch, False)
+    per = (lambda x, n: x/n) if loss != 'cpo' else (lambda x, n: x)
+    chosen, rejected = 0.1*per(found.chosen, found.chosen_tokens), 0.1*per(found.rejected, found.rejected_tokens)
+    said = {k: float(v)/int(n) for k, (v, n) in dpo_objective(None, DPOConfig(loss_type=[loss]))(model, batch).metrics.items()}
+    assert said['rewards/chosen'] == pytest.approx(chosen.mean().item(), rel=1e-4) and said['rewards/rejected'] == pytest.approx(rejected.mean().item(), rel=1e-4)
+    assert said['rewards/accuracies'] == (chosen > rejected).float().mean().item()
+
+
+def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
+    def tuned(seed):
+        model = add_lora(ours(), LoRAConfig(r=2))
+        for name, p in model.named_parameters():
+            if 'lora_' in name: torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(seed))
+        return model
+    pairs = some_pairs(6)
+    precompute_reference(tuned(0), pairs, tmp_path/'a.npz')
+    precompute_reference(tuned(0), pairs, tmp_path/'a.npz') # The same again
+    for other in (tuned(1), ours(), add_lora(ours(), LoRAConfig(r=2))):
+        with pytest.raises(ValueError, match='made of another model'): precompute_reference(other, pairs, tmp_path/'a.npz')
+    precompute_reference(add_lora(ours(), LoRAConfig(r=2)), pairs, tmp_path/'b.npz') # One that is nothing yet
+    for same in (add_lora(ours(), LoRAConfig(r=4)), ours()): precompute_reference(same, pairs, tmp_path/'b.npz')
+    precompute_reference(tuned(0), pairs, tmp_path/'b.npz', AdapterOff())

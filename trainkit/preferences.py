@@ -38,7 +38,7 @@ class PairReport:
     answers: np.ndarray # (rows, 2) tokens of the chosen and the rejected answer, as they were
     prompts_kept: np.ndarray # (rows,) tokens that are left of each prompt
     answers_kept: np.ndarray # (rows, 2); 0 where the row is dropped
-    same: int # Rows whose two answers are the same: they teach nothing, and are left out
+    same: int # Rows whose two answers are the same, perhaps only once they are cut: they teach nothing, and are left out
 
     @property
     def dropped(self) -> int: return int((self.answers_kept.max(1) == 0).sum()) # rows that are gone
@@ -122,6 +122,7 @@ def tokenize_pairs(
                 not equal and truncation == 'error' and kept is not None and kept[1] < max(answers)):
             raise ValueError(f'row {i} has {shared} tokens of prompt and an answer of {max(answers)}, more than max_length = '
                              f"{max_length}: raise it, set max_prompt_length, or say truncation='prompt' or 'drop'")
+        if kept and np.array_equal(*(ids[shared:][:kept[1]] for ids, _ in both)): equal, kept = True, None # What they differ in was cut
         facts.append((shared, *answers, *((kept[0], *(min(a, kept[1]) for a in answers)) if kept else (0, 0, 0))))
         same += equal
         if kept is None: continue
