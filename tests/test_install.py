@@ -41,3 +41,11 @@ def test_wheel_works_elsewhere(wheel, tmp_path):
     done = subprocess.run([sys.executable, '-m', 'trainkit', 'lab', 'course', '--copy-only'], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path/'course').glob('*.ipynb'))) == len(list((ROOT/'nbs').glob('*.ipynb')))
+
+
+def test_tiktoken_is_named_where_it_is_missing(monkeypatch):
+    from trainkit.tokenizer import BPETokenizer
+    monkeypatch.setitem(sys.modules, 'tiktoken', None)
+    tokenizer = BPETokenizer.train(['one, two, one, two'], vocab_size=260)
+    with pytest.raises(ImportError, match='pip install tiktoken'): tokenizer.to_tiktoken()
+    with pytest.raises(FileNotFoundError, match=r"tiktoken\.get_encoding\('cl100k_base'\)"): BPETokenizer.from_tiktoken('cl100k_base')

@@ -289,6 +289,8 @@ class BPETokenizer:
         lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal ids
     ) -> 'BPETokenizer':
         "The same tokenizer as one of tiktoken."
+        if isinstance(source, str | Path) and not Path(source).is_file():
+            raise FileNotFoundError(f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')")
         if hasattr(source, '_mergeable_ranks'):
             tokens = source._mergeable_ranks
             special = source._special_tokens if special_tokens is None else special_tokens
@@ -315,7 +317,8 @@ class BPETokenizer:
         name: str = 'trainkit', # The encoding's name
     ) -> 'tiktoken.Encoding':
         "The same tokenizer for tiktoken; one that tiktoken's rule cannot express is a `ValueError`."
-        from tiktoken import Encoding
+        try: from tiktoken import Encoding
+        except ImportError: raise ImportError('to_tiktoken needs tiktoken: pip install tiktoken') from None
         spelling = next((regex for regex, known in TIKTOKEN_PATTERNS.items() if known == self.pattern), self.pattern)
         return Encoding(name, pat_str=spelling, mergeable_ranks=self._to_ranks(), special_tokens=self.special_tokens)
 
