@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .canvas import Picture, clean, grid, table, visible
+from .canvas import PLAIN, Picture, clean, grid, table, visible
 from .form import widgets
 from .masks import show_mask
 from .page import Page
@@ -66,7 +66,7 @@ def answer_html(
     more = f'<details style="font-size:12px;margin-top:4px"><summary>All tokens</summary>{table(every)}</details>' if every else ''
     least = f'<div style="font-size:12px;opacity:.8">least likely: {names}</div>' if names else ''
     return (f'<section aria-label="{clean(answer.name)}" style="border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:8px 12px;min-width:0">'
-            f'<div style="font-weight:600">{clean(answer.name)}</div><div style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;padding:4px 0">'
+            f'<div style="font-weight:600">{clean(answer.name)}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;padding:4px 0">'
             f'{"".join(parts) or "…"}</div><div style="font-size:12px;opacity:.8">{" · ".join(said)}</div>{least}{more}</section>')
 
 def chat_html(
@@ -78,11 +78,11 @@ def chat_html(
     first, names = state.voices[0].name, ', '.join(v.name for v in state.voices)
     key = ' '.join(f'<span style="{look};display:inline-block;padding:0 4px;margin-right:8px">{name}</span>' for _, name, look in MARKS)
     blocks = [f'<div style="margin:12px 0"><div style="margin-bottom:6px"><b>You</b> · <span style="opacity:.75">seed {t.seed}</span><br>'
-              f'<span style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</span></div>'
+              f'<bdi style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</bdi></div>'
               f'{grid(*(answer_html(a, first) for a in t.answers.values()), least=230)}</div>' for t in turns]
     system = f'<div style="opacity:.8">System: {clean(state.system)}</div>' if state.system else ''
     body = ''.join(blocks) or '<p style="opacity:.75">Nobody has been asked yet.</p>'
-    return Picture(f'<div role="log" aria-label="Chat with {clean(names)}, {len(turns)} turns" style="font:14px/1.5 system-ui,sans-serif">'
+    return Picture(f'<div role="log" {PLAIN} aria-label="Chat with {clean(names)}, {len(turns)} turns" style="font:14px/1.5 system-ui,sans-serif">'
                    f'{system}<div style="font-size:12px">Probability of a token: {key}</div>{body}</div>')
 
 # %% ../nbs/53_chat_compare.ipynb #fc1ef08d
@@ -131,6 +131,7 @@ class ChatCompare:
     def _write(self, turns: Iterator[Turn]):
         "Show the answers as they are written."
         looked, turn = 0., None
+        self.refresh(busy=True) # The first token may take its time
         try:
             for turn in turns:
                 if time.monotonic() - looked > self.every:
@@ -155,7 +156,12 @@ class ChatCompare:
         question = self.question.value
         if not question.strip(): raise ValueError('Write a question first')
         self._settings()
-        if self.page.background(lambda: self._write(self.state.ask(question))): self.question.value = ''
+        def ask():
+            try: self._write(self.state.ask(question))
+            except Exception: # The words are not lost with the answer
+                if not self.question.value: self.page.put(self.question, question)
+                raise
+        if self.page.background(ask): self.question.value = ''
 
     def again(self):
         self._settings()

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, ClassVar
 
-from .canvas import Picture
+from .canvas import PLAIN, Picture
 from .form import Field, close_all, show_text, widgets
 from .knobs import ConfigError, Knob, Problem, check_config, knobs
 from .view import notice
@@ -111,7 +111,7 @@ def static(
     "An explorer for those who have no kernel."
     try: inner = explorer.picture()
     except Exception as error: inner = notice(str(error) or type(error).__name__)
-    return f'<div role="group" aria-label="{escape(type(explorer).__name__)}">{standing(explorer)}{inner}</div>'
+    return f'<div role="group" {PLAIN} aria-label="{escape(type(explorer).__name__)}">{standing(explorer)}{inner}</div>'
 
 def _label(k: Knob) -> str: return k.name.replace('_', ' ')
 
@@ -265,7 +265,7 @@ class View:
 
     def page(self) -> str: # HTML
         "What a saved notebook shows."
-        return f'<div role="group" aria-label="{escape(type(self.explorer).__name__)}">{standing(self.explorer)}{self.alert.value}{self.picture.value}</div>'
+        return f'<div role="group" {PLAIN} aria-label="{escape(type(self.explorer).__name__)}">{standing(self.explorer)}{self.alert.value}{self.picture.value}</div>'
 
     def close(self) -> None:
         "Take it away with all its widgets."

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .defects import named_personal, named_secrets
-from .canvas import Picture, clean
+from .canvas import PLAIN, Picture, clean
 from .charts import bars
 from .columns import KINDS, ROLES, as_example, example_kind
 
@@ -278,7 +278,7 @@ class QualityReport:
             out += (f'<details{" open" * (f.severity == "error")}><summary><b style="color:{colour[f.severity]}">{f.severity}</b> '
                     f'<b>{clean(f.name)}</b>: {clean(f.counted())}</summary><div style="padding:2px 0 8px 18px">{clean(f.says)} '
                     f'{clean(f.effect)}{remedy}<ul style="margin:2px 0;overflow-wrap:anywhere">{places}</ul></div></details>')
-        return Picture(f'<div role="group" aria-label="{clean(self.title())}" style="font:13px/1.5 system-ui,sans-serif">{out}</div>')
+        return Picture(f'<div role="group" {PLAIN} aria-label="{clean(self.title())}" style="font:13px/1.5 system-ui,sans-serif">{out}</div>')
 
     def _repr_html_(self) -> str: return str(self.html)
 

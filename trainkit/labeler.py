@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .canvas import Picture, clean
+from .canvas import PLAIN, Picture, clean
 from .form import widgets
 from .labels import PreferenceLabels, sample_pairs
 from .page import Page
@@ -22,8 +22,8 @@ from .reference import model_fingerprint
 KEYS: dict[str, str] = {'a': 'left', 'b': 'right', '1': 'left', '2': 'right', 't': 'tie', 's': 'skip', 'u': 'undo'}
 
 def _said(prompt: Any) -> str:
-    if isinstance(prompt, str): return f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(prompt)}</div>'
-    return ''.join(f'<div style="white-space:pre-wrap;overflow-wrap:anywhere"><span style="opacity:.75">{clean(m["role"])}</span> {clean(m["content"])}</div>' for m in prompt)
+    if isinstance(prompt, str): return f'<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(prompt)}</div>'
+    return ''.join(f'<div style="white-space:pre-wrap;overflow-wrap:anywhere"><span style="opacity:.75">{clean(m["role"])}</span> <bdi>{clean(m["content"])}</bdi></div>' for m in prompt)
 
 def progress_text(labels: PreferenceLabels) -> str:
     "How labeling stands, in a line."
@@ -41,7 +41,7 @@ def labels_html(
            f'<div style="height:6px;border-radius:3px;width:{share:.0f}%;background:#1f77c9"></div></div>')
     def card(side: str, text: str) -> str:
         return (f'<section aria-label="Answer {side}" style="border:1px solid rgba(128,128,128,.4);border-radius:8px;padding:8px 12px;min-width:0">'
-                f'<div style="font-weight:600;opacity:.8">{side}</div><div style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6">{clean(text)}</div></section>')
+                f'<div style="font-weight:600;opacity:.8">{side}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6">{clean(text)}</div></section>')
     if now is None:
         left, more = labels.left_share(), ''
         if left: more = f'<p>The left answer won {100*left.value:.0f} % of the time (95 % interval {100*left.low:.0f} to {100*left.high:.0f} %).</p>'
@@ -49,7 +49,7 @@ def labels_html(
     else:
         body = (f'<div style="margin-bottom:8px">{_said(now.prompt)}</div><div style="display:grid;gap:12px;align-items:start;margin-bottom:10px;'
                 f'grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr))">{card("A", now.left)}{card("B", now.right)}</div>')
-    return Picture(f'<div aria-label="{clean(progress_text(labels))}" style="font:14px/1.5 system-ui,sans-serif">{bar}{body}</div>')
+    return Picture(f'<div {PLAIN} aria-label="{clean(progress_text(labels))}" style="font:14px/1.5 system-ui,sans-serif">{bar}{body}</div>')
 
 class PreferenceLabeler:
     "Pairs to be judged, on a page."

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .canvas import Picture, clean, visible
+from .canvas import PLAIN, Picture, clean, visible
 from .chat import is_ours
 from .lengths import tokenize_examples
 
@@ -87,7 +87,7 @@ def show_mask(
     head = f'<div style="font-weight:600">{clean(title)}</div>' * bool(title)
     label = clean(f'{title or "row"}: ' + ', '.join(f'{n} {state}' for state, n in counts.items() if n)
                   + ''.join(f'; {name}' for name in problems))
-    return Picture(f'<div role="img" aria-label="{label}"><div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>'
+    return Picture(f'<div role="img" {PLAIN} aria-label="{label}"><div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>'
                    f'{" ".join(map(light, ("double BOS", "missing EOS", "nothing learned")))}</div>'
                    '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
                    f'{"".join(spans)}</div></div>')

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .canvas import Picture, clean, table
+from .canvas import PLAIN, Picture, clean, table
 from .charts import curves
 from .compare import compare, run_facts
 from .form import widgets
@@ -44,13 +44,14 @@ def find_runs(
     facts = {id(run): _facts(run) for run in runs} if words.strip() else {}
     names = list(dict.fromkeys(name for found in facts.values() for name in found))
     kept = list(runs)
-    for word in words.split():
+    for word in re.sub(r'\s*(<=|>=|!=|<|>|=)\s*', r'\1', words).split():
         if asked := re.fullmatch(r'([\w./-]+?)(<=|>=|!=|<|>|=)(.*)', word):
             name, order, want = asked.groups()
             whole = [n for n in names if n == name] or [n for n in names if n.rsplit('.', 1)[-1] == name]
             if not whole and runs: raise ValueError(f"'{name}' is no knob and no number of these runs.{nearest(name, names)}")
             kept = [r for r in kept if any(_compare(order, facts[id(r)][n], want) for n in whole if n in facts[id(r)])]
-        else: kept = [r for r in kept if word.lower() in f'{r.name} {r.status} {r.config}'.lower()]
+        else: # An unfinished run is not a finished one
+            kept = [r for r in kept if word.lower() in f'{r.name} {r.config}'.lower() or any(w.startswith(word.lower()) for w in r.status.lower().split())]
     return kept
 
 # %% ../nbs/53_run_browser.ipynb #7669c2a6
@@ -91,7 +92,7 @@ def runs_html(
         rows = [row for row in found.differences if row['part'] != 'machine']
         parts.append(str(table(rows, 'What differs') if rows else '<p>Nothing differs but the time.</p>'))
     label = clean(f'{len(runs)} runs, {len(chosen)} chosen')
-    return Picture(f'<div aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif;display:grid;gap:14px;grid-template-columns:minmax(0,1fr)">{"".join(parts)}</div>')
+    return Picture(f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif;display:grid;gap:14px;grid-template-columns:minmax(0,1fr)">{"".join(parts)}</div>')
 
 # %% ../nbs/53_run_browser.ipynb #6155c217
 class RunBrowser:

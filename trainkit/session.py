@@ -232,7 +232,9 @@ class TrainSession:
             self.story.clear()
             self.story.folder = str(self.folder)
         for line in lines:
-            if (record := parse_line(line)) is not None: self.story.take(record['event'], record)
+            if (record := parse_line(line)) is None: continue
+            try: self.story.take(record['event'], record)
+            except (KeyError, TypeError, ValueError): pass # Somebody else's line: a look must not fail of it
         self.story.say('\n'.join(self.tails[1].read()[1]))
 
     def _poll(self):

@@ -11,7 +11,6 @@ __all__ = ['FIRST', 'HERE', 'PROCESS', 'in_sight', 'TrainerPanel']
 
 # %% ../nbs/51_studio.ipynb #ca10de5f
 import asyncio
-import sys
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from typing import Any
 
 from .canvas import grid
 from .config import ConfigError
-from .form import Form, close_all, widgets
+from .form import Form, close_all, take_place, widgets
 from .preview import as_code, expect_memory, preview_data
 from .session import TrainSession
 from .story import ACTIVE, Snapshot
@@ -57,28 +56,20 @@ _LOOK = """<style>
 .trainkit-panel.trainkit-panel.trainkit-panel :focus-visible { outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
 
-def _cell() -> str:
-    "Which cell is running, as far as that can be known."
-    shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    try: return str(shell.get_parent()['metadata']['cellId']) # type: ignore
-    except Exception: return ''
-
 class TrainerPanel:
     "A run on a page."
     panels: dict[str, 'TrainerPanel'] = {} # Cell or name -> the panel that is there
     every = 0.2 # Seconds between two looks
-    building = threading.Lock() # A prediction changes torch for a moment, so a run begins before or after it
+    predicting = threading.Lock() # One at a time: the last word is that of the last change
 
     def __init__(
         self,
         config: Any, # A `RunConfig`
         presets: Mapping[str, Any] | None = None, # Name -> a config; None: the one given, and the profiles of settings.ini
         job: Callable[..., Any] | None = None, # Instead of `trainkit.recipes.run`, see `TrainSession`
-        key: str = '', # A panel with the same key is closed; empty: that of the same cell, or with the same name
+        key: str = '', # A panel with the same key is closed; empty: those of an earlier run of the same cell, or with the same name
     ):
-        self.key = key or _cell() or f'{config.method} {config.name}'
-        if (old := self.panels.pop(self.key, None)) is not None: old.close()
-        self.panels[self.key] = self
+        take_place(self, self.panels, key, f'{config.method} {config.name}')
         self.job, self.session, self.closed, self.finished = job, TrainSession(config, job), False, True
         self.lock, self.handle, self.seen, self.drawn = threading.RLock(), None, -1, 0.
         self.timer: threading.Timer | None = None
@@ -130,13 +121,14 @@ class TrainerPanel:
     # What hangs on the buttons
 
     def guarded(self, do: Callable[[], Any]) -> Any:
-        "Do something, and show what it raises."
+        "Do something, and show what it raises; what failed before is forgotten."
+        with self.lock: self._put(self.alert, '')
         try: done = do()
         except Exception as error:
             short = str(error) if isinstance(error, (ConfigError, ValueError, OSError, ImportError)) else ''.join(traceback.format_exception_only(error)).strip()
             with self.lock: self._put(self.alert, notice(short))
             return None
-        self.refresh()
+        self.refresh(force=not self.alert.value) # What the run has to say stays
         return done
 
     def start(
@@ -150,7 +142,7 @@ class TrainerPanel:
             config = self.form.read()
             if self.prompt.value and not config.prompts: config.prompts = [self.prompt.value]
             self.session = TrainSession(config, self.job)
-        with self.building: self.session.start('process' if self.place.value == PROCESS else 'thread', resume)
+        self.session.start('process' if self.place.value == PROCESS else 'thread', resume)
         self._watch()
         return True
 
@@ -197,7 +189,7 @@ class TrainerPanel:
     def predict(self):
         "Say beside Start whether it will fit."
         if self.form.problems or self.closed: return
-        with self.building:
+        with self.predicting:
             if self.session.state in ACTIVE: return
             try: expected = expect_memory(self.form.config)
             except Exception as error: text, colour = f'How much memory a step will take is not known: {error}', '#6e7781'

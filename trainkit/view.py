@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from .canvas import Picture, clean, grid, number, table
+from .canvas import PLAIN, Picture, clean, grid, number, table
 from .charts import curves
 from .clock import duration
 from .story import Snapshot
@@ -108,8 +108,8 @@ def samples_html(
     "What the model said, the latest first."
     if not samples: return '<p style="opacity:.75;margin:4px 0">Nothing yet.</p>'
     rows = [f'<div style="margin:6px 0"><span style="opacity:.75;font-size:12px">step {step:,}</span>'
-            f'<div style="{MONO}"><b>{clean(prompt)}</b>{clean(text) or SILENCE}</div></div>' for step, prompt, text in reversed(samples)]
-    return f'<div style="max-height:260px;overflow:auto" tabindex="0" role="region" aria-label="Samples">{"".join(rows)}</div>'
+            f'<div dir="auto" style="{MONO}"><b>{clean(prompt)}</b>{clean(text) or SILENCE}</div></div>' for step, prompt, text in reversed(samples)]
+    return f'<div {PLAIN} style="max-height:260px;overflow:auto" tabindex="0" role="region" aria-label="Samples">{"".join(rows)}</div>'
 
 def log_html(
     lines: Sequence[str],
@@ -126,7 +126,7 @@ def notice(
 ) -> str:
     "A few words that must be seen."
     if not text: return ''
-    return (f'<div role="{role}" style="border-left:4px solid {colour};padding:4px 10px;margin:6px 0;white-space:pre-wrap;'
+    return (f'<div role="{role}" {PLAIN} style="border-left:4px solid {colour};padding:4px 10px;margin:6px 0;white-space:pre-wrap;'
             f'overflow-wrap:anywhere;font:13px/1.5 system-ui,sans-serif">{clean(text)}</div>')
 
 def proof_text(
@@ -153,5 +153,5 @@ def static_html(
     charts = grid(*(p.image() for p in pictures(snapshot, 4))) if snapshot.curves else ''
     numbers = table([{'': k, 'last': v} for k, v in snapshot.last.items()]) if snapshot.last else ''
     more = f'<details><summary>All numbers</summary>{numbers}</details>' if numbers else ''
-    return Picture(f'<div aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif"><p style="margin:4px 0"><b>{clean(title)}</b> · '
+    return Picture(f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif"><p style="margin:4px 0"><b>{clean(title)}</b> · '
                    f'{clean(headline(snapshot))}</p>{words}{charts}{inner}{more}</div>')

@@ -1,0 +1,140 @@
+"Widgets of the studio as a learner meets them: two in one cell, words that look like formulas, mistakes that are mended, lost words."
+from types import SimpleNamespace
+
+import pytest
+from test_studio import count, instances
+
+from trainkit.config import load_config
+from trainkit.method import RunConfig
+from trainkit.studio import TrainerPanel
+
+pytest.importorskip('ipywidgets')
+
+
+@pytest.fixture
+def panel():
+    made = TrainerPanel(load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key='learner')
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cell(monkeypatch):
+    "Which cell runs, and how often it has, as a notebook would say."
+    from trainkit import form
+    now = SimpleNamespace(id='', run=0)
+    monkeypatch.setattr(form, '_this_cell', lambda: (now.id, now.run))
+    return now
+
+
+def test_a_cell_may_show_several(cell, tmp_path):
+    "Two panels and two browsers of one cell stand beside each other; those of an earlier run of it are gone, whatever it makes now."
+    from trainkit.page import Page
+    from trainkit.run_browser import RunBrowser
+    config = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0)))
+    make = lambda: (TrainerPanel(config, job=count), RunBrowser(tmp_path))
+    cell.id, cell.run, before = 'a', 1, len(instances())
+    first = [*make(), *make()]
+    assert not any(thing.closed for thing in (first[0], first[2], first[1].page, first[3].page))
+    first[0].start(), first[2].start()
+    cell.id, cell.run = 'b', 2
+    other = make()
+    cell.id, cell.run = 'a', 3
+    again = make()
+    assert all(thing.closed for thing in (first[0], first[2], first[1].page, first[3].page))
+    assert first[0].session.wait(10).state == first[2].session.wait(10).state == 'stopped'
+    assert not other[0].closed and not other[1].page.closed and len(TrainerPanel.panels) == len(Page.pages) == 2
+    for thing in (*other, *again): thing.close()
+    assert not TrainerPanel.panels and not Page.pages
+    assert len(instances()) == before
+
+
+def test_what_failed_is_forgotten_when_something_works(panel, tmp_path):
+    (tmp_path/'mine.jsonl').write_text('\n'.join(f'{{"text": "the {i}th costs $5 and $10"}}' for i in range(200)))
+    panel.form.field('data.path').widget.value = str(tmp_path/'nowhere.txt')
+    panel.data_button.click()
+    assert 'nowhere.txt' in panel.alert.value
+    panel.form.field('data.path').widget.value = str(tmp_path/'mine.jsonl')
+    panel.data_button.click()
+    assert not panel.alert.value and '$5' in panel.data.value
+
+
+def test_a_preset_can_be_chosen_again(panel):
+    steps = panel.form.field('train.max_steps').widget
+    for _ in range(2):
+        steps.value = '7'
+        panel.form.preset.value = 'as given'
+        assert (steps.value, panel.form.preset.value) == ('2000', '')
+
+
+def test_a_line_of_somebody_else_ends_no_look(tmp_path):
+    "What a log holds that no run has written is passed over."
+    from trainkit.config import save_config
+    from trainkit.session import TrainSession
+    save_config(load_config(RunConfig, {}), tmp_path/'config.yaml')
+    lines = ['{"event": "start", "total_steps": 9}', '{"event": "log", "step": "two", "loss": 3}', '{"event": "sample"}', '{"event": "health"}',
+             '{"event": "log", "step": 3, "loss": 2.5}', '{"event": "end", "step": 3, "reason": "finished"}']
+    (tmp_path/'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+    now = TrainSession.attach(tmp_path).snapshot()
+    assert (now.state, now.step, now.last['loss']) == ('done', 3, 2.5)
+
+
+def test_a_filter_is_read_as_it_is_typed(tmp_path):
+    from trainkit.index import list_runs
+    from trainkit.run_browser import find_runs
+    from trainkit.runs import RunFolder
+    for name, rate, end in (('a', 0.01, True), ('b', 0.001, True), ('c', 0.01, False)):
+        with RunFolder(tmp_path/name, f'optim:\n  learning_rate: {rate}\n') as folder:
+            folder.record('log', dict(step=1, loss=2.))
+            if end: folder.record('end', dict(step=1, reason='finished'))
+    names = lambda words: sorted(run.name for run in find_runs(list_runs(tmp_path), words))
+    assert (names('finished'), names('unfinished'), names('finish')) == (['a', 'b'], ['c'], ['a', 'b'])
+    assert names('learning_rate > 5e-3 finished') == names('learning_rate>5e-3  finished') == ['a']
+
+
+def test_a_question_that_fails_is_not_lost():
+    from trainkit.chat import set_template
+    from trainkit.chat_compare import ChatCompare
+    from trainkit.model import ModelConfig, Transformer
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['hello you'], 258, special_tokens=['<|endoftext|>'])
+    model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=1, n_layers=1, d_ff=32, max_seq_len=128))
+    set_template(tokenizer, 'chatml', model)
+    chat, seen = ChatCompare({'a': (model, tokenizer)}, key='lost', max_new_tokens=4), []
+    ask = chat.state.ask
+    def slow(question): # As it stands before the first token
+        seen.append((chat.send_button.disabled, chat.stop_button.disabled))
+        yield from ask(question)
+    chat.state.ask = slow
+    for question, kept in (('long '*100, 'long '*100), ('short', '')):
+        chat.question.value = question
+        chat.send_button.click()
+        chat.page.wait(20)
+        assert chat.question.value == kept and ('say it shorter' in chat.page.alert.value) == bool(kept)
+    assert len(chat.state.turns) == 1 and not chat.send_button.disabled and seen == [(True, False)]*2
+    chat.close()
+
+
+def test_no_notebook_makes_a_formula_of_a_text(tmp_path):
+    "JupyterLab typesets what stands between two dollar signs in HTML, unless its class says no."
+    from html.parser import HTMLParser
+
+    from trainkit.canvas import Picture, grid, svg, table, text, token_boxes
+    from trainkit.story import Snapshot
+    from trainkit.view import log_html, notice, samples_html, static_html
+    words = 'from $5 to $10'
+    ran = Snapshot('failed', samples=((1, words, words),), log=(words,), health=(words,), error=words, curves={'loss': ((1,), (1.,))}, last={words: 1.})
+    class Reader(HTMLParser):
+        def __init__(self): super().__init__(); self.open, self.read = [], 0
+        def handle_startendtag(self, tag, attrs): pass
+        def handle_starttag(self, tag, attrs): self.open.append((tag, dict(attrs).get('class') or ''))
+        def handle_endtag(self, tag): self.open.pop()
+        def handle_data(self, data):
+            if '$' not in data: return
+            self.read += 1
+            assert any('mathjax_ignore' in c and 'tex2jax_ignore' in c or tag == 'pre' for tag, c in self.open), (data, self.open)
+    for drawn in (svg(99, 9, words, text(0, 0, words)), table([{words: words}], words), token_boxes([words], title=words), grid(Picture(f'<p>{words}</p>')),
+                  samples_html(ran.samples), log_html(ran.log), notice(words), static_html(ran, words)):
+        reader = Reader()
+        reader.feed(str(drawn))
+        assert reader.read, drawn
