@@ -1,19 +1,23 @@
 "What a model is worth: scores, verdicts, side by side, the harness; each beside an oracle, memory that does not grow."
 import copy
+import functools
 import gc
 import json
 import math
 import random
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 from conftest import call
 
 from trainkit.dataloader import Batches
+from trainkit.evaluate import perplexity
 from trainkit.harness import Backend, run_harness
 from trainkit.hf import save_pretrained, to_hf
 from trainkit.intervals import bootstrap, compare
+from trainkit.metrics import compute_metrics
 from trainkit.model import ModelConfig, Transformer
 from trainkit.objective import lm_loss
 from trainkit.scores import TextScore, multiple_choice, score_pieces, score_texts, split_head
@@ -283,3 +287,13 @@ def test_the_command(models, tok, tmp_path):
     assert 'bits_per_byte' in (tmp_path/'page.html').read_text()
     wrong = call('eval', 'trained', 'rows.jsonl', '--metric', 'exactmatch', cwd=tmp_path)
     assert wrong.returncode == 1 and 'exact_match' in wrong.stderr
+
+
+def test_numbers_of_metrics_may_be_numpys_or_torchs_and_none_is_lost():
+    class Mine:
+        def __call__(self, predictions, references): return [True, False]
+    given = [np.float32(0.5), torch.tensor(0.25), np.array([1., 0.]), torch.tensor([1., 0.])]
+    found = compute_metrics(['a', 'b'], ['a', 'c'], [*((lambda p, r, x=x: x) for x in given), functools.partial(lambda p, r, k: [k, k], k=3), Mine()])
+    assert found == {'<lambda>': 0.5, '<lambda>_1': 0.25, '<lambda>_2': 0.5, '<lambda>_3': 0.5, 'partial': 3.0, 'Mine': 0.5}
+    with pytest.raises(ValueError, match='gave None'): compute_metrics(['a'], ['a'], [lambda p, r: None])
+    assert math.isnan(perplexity(math.nan)) and perplexity(800) == math.inf

@@ -29,7 +29,7 @@ def perplexity(
     loss: float, # Mean over the tokens, in nats
 ) -> float: # Infinite where the exponential does not fit a float
     "Among how many equally likely tokens the model feels it is choosing; depends on the tokenizer."
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss) # NaN stays NaN
 
 # %% ../nbs/33_evaluate.ipynb #ae608762
 def unigram_bits(

@@ -137,12 +137,15 @@ def compute_metrics(
     for metric in metrics:
         if isinstance(metric, str) and metric not in METRICS:
             raise ValueError(f'metric {metric!r} is none of {", ".join(METRICS)}; a function of your own is given itself')
-        name, function = (metric, METRICS[metric]) if isinstance(metric, str) else (metric.__name__, metric)
+        name, function = (metric, METRICS[metric]) if isinstance(metric, str) else (getattr(metric, '__name__', type(metric).__name__), metric)
         result = function(predictions, references)
         parts = result if isinstance(result, Mapping) else {name: result}
         for key, value in parts.items():
             if isinstance(value, str): continue # a signature
-            found[key] = float(value) if isinstance(value, (int, float)) else sum(value) / len(value)
+            if value is None: raise ValueError(f'metric {key!r} gave None: a number is needed, or one for each prediction')
+            if key in found and not isinstance(metric, str): key = f'{key}_{len(found)}' # Two functions may have one name
+            many = getattr(value, 'ndim', 0) > 0 or isinstance(value, Sequence) # Else a number, perhaps numpy's or torch's
+            found[key] = (math.fsum(value) / len(value) if len(value) else math.nan) if many else float(value)
     return found
 
 # %% ../nbs/32_metrics.ipynb #9adf92f7
