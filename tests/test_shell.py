@@ -178,6 +178,18 @@ def test_what_a_run_notes_is_not_in_its_json(home, tmp_path):
     assert json.loads(more.stdout)['steps'] == 3 and 'because you asked for it' in more.stderr, more.stdout + more.stderr
 
 
+@pytest.mark.parametrize('colour', [True, False])
+def test_no_color_is_heard(colour, tmp_path, monkeypatch):
+    "Also by what is said of an error in a terminal (no-color.org)."
+    from trainkit.cli import main
+    monkeypatch.setenv('NO_COLOR', '' if colour else '1')
+    monkeypatch.setattr(sys, 'argv', ['trainkit', 'train', str(tmp_path/'nowhere.yaml')])
+    monkeypatch.setattr(sys, 'stderr', screen := io.StringIO())
+    screen.isatty = lambda: True
+    with pytest.raises(SystemExit): main()
+    assert 'nowhere.yaml' in screen.getvalue() and ('\x1b[31m' in screen.getvalue()) == colour, screen.getvalue()
+
+
 def closed(words, cwd, env):
     sys.stdin = None # as Python has it where the shell closed it
     return command(words, cwd, env)

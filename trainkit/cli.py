@@ -258,6 +258,6 @@ def main() -> None:
         bare = isinstance(error, OSError) and not error.filename and error.strerror # Without its number
         if isinstance(error, OSError) and error.filename and error.strerror: bare = f'{error.filename}: {error.strerror}'
         text = bare or str(error) or ('not enough memory' if isinstance(error, MemoryError) else type(error).__name__)
-        typer.secho(f"Error: {text}{' ' + notes if notes else ''}", fg='red', err=True)
+        typer.secho(f"Error: {text}{' ' + notes if notes else ''}", fg=None if os.environ.get('NO_COLOR') else 'red', err=True)
         typer.echo('(TRAINKIT_DEBUG=1 shows where it happened.)', err=True)
         sys.exit(1)
