@@ -612,13 +612,16 @@ def test_pause_leaves_speed_and_time_alone():
 
 def test_training_in_a_thread_and_stopping_from_another(tmp_path):
     t, box = trainer(folder=tmp_path, max_steps=10**6), []
-    thread = threading.Thread(target=lambda: box.append(t.train()))
+    thread = threading.Thread(target=lambda: box.append(t.train()), daemon=True)
     handler = signal.getsignal(signal.SIGINT)
     thread.start()
     while t.state.step < 5: time.sleep(0.005)
     assert t.control.state == 'running' and signal.getsignal(signal.SIGINT) is handler
     t.control.pause()
-    while not rests(thread): time.sleep(0.005)
+    last = time.monotonic() + 60
+    while not rests(thread):
+        assert time.monotonic() < last, 'it goes on'
+        time.sleep(0.005)
     step = t.state.step
     time.sleep(0.1)
     assert t.state.step == step and t.control.state == 'paused'
