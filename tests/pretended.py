@@ -8,9 +8,11 @@ real GPU are not tried. There is no way back, so call it in a process of its own
 import functools
 import threading
 import types
+from contextlib import nullcontext
 
 import torch
 import torch.utils._device
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -23,7 +25,7 @@ ANYWHERE = { # Takes tensors of both kinds
 BY_INDEX = {'index', 'index_put', 'index_put_', '_index_put_impl_', '_unsafe_index', '_unsafe_index_put'} # Indices may lie on the CPU
 
 
-def is_plain(x): return isinstance(x, torch.Tensor) and true_device.__get__(x).type == 'cpu' and x.layout == torch.strided and not isinstance(x, torch._subclasses.FakeTensor)
+def is_plain(x): return isinstance(x, torch.Tensor) and true_device.__get__(x).type == 'cpu' and x.layout == torch.strided and not isinstance(x, FakeTensor)
 
 
 def on_gpu(x) -> bool:
@@ -31,11 +33,14 @@ def on_gpu(x) -> bool:
     except (NotImplementedError, RuntimeError): return False # Sparse, or functional
 
 
+def is_nowhere(x) -> bool: return is_plain(x) and getattr(x.untyped_storage(), 'gpu', False) is None # autograd's own zeros, which on a real GPU would be in the right place
+
+
 def put(x, gpu=True):
     "Mark everything in it that has memory of its own."
     for t in tree_leaves(x):
         if is_plain(t): t.untyped_storage().gpu = gpu
-    Watch.used |= gpu
+    Watch.used |= bool(gpu)
     return x
 
 
@@ -53,7 +58,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if kwargs.get('device') is not None and torch.device(kwargs['device']).type == 'cuda': kwargs = {**kwargs, 'device': CPU}; forced = True
         else: forced = None
-        tensors = [t for t in tree_leaves((args, kwargs)) if is_plain(t)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if is_plain(t) and not is_nowhere(t)]
         places = [on_gpu(t) for t in tensors]
         name = function._schema.name.split('::')[-1]
         gpu = any(places)
@@ -73,6 +78,7 @@ class Watch(TorchDispatchMode):
         found = function(*args, **kwargs)
         if name in ('copy_', '_foreach_copy_', 'set_'): return found # In place
         if forced is not None: gpu = forced
+        elif name == 'zeros' and torch._C._current_graph_task_id() != -1: return put(found, None)
         return put(found) if gpu else found
 
 
@@ -98,10 +104,6 @@ def placed(make):
     "A function that makes tensors, for any device."
     @functools.wraps(make)
     def maker(*args, device=None, pin_memory=False, **kwargs):
-        if device is None:
-            context = torch.utils._device.CURRENT_DEVICE
-            like = args and is_plain(args[0]) and make.__name__.endswith('_like')
-            device = None if context is None or like else context
         gpu = wants_gpu(device)
         generator = kwargs.get('generator')
         if device is not None and generator is not None and gpu != getattr(generator, 'gpu', False):
@@ -109,17 +111,12 @@ def placed(make):
         if make.__name__ in ('tensor', 'as_tensor', 'asarray') and args and is_plain(args[0]):
             if device is None: gpu = on_gpu(args[0])
             if gpu != on_gpu(args[0]): return move(args[0], GPU if gpu else CPU, dtype=kwargs.get('dtype'))
-        if gpu: device = CPU
-        with torch.utils._device.DeviceContext(CPU) if gpu else without():
-            made = make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
-        if not gpu and device is not None and is_plain(made) and on_gpu(made): return made.clone() if device is None else put(made.clone(), False)
-        return put(made) if gpu else made
+        if device is None:
+            made = make(*args, **kwargs)
+            return put(made, False) if is_nowhere(made) else made
+        made = make(*args, device=CPU if gpu else device, **kwargs)
+        return put(made, gpu) if gpu or not is_plain(made) or not on_gpu(made) else put(made.clone(), False)
     return maker
-
-
-def without():
-    from contextlib import nullcontext
-    return nullcontext()
 
 
 def move(x, device, dtype=None, copy=False, **others):
@@ -192,15 +189,23 @@ def pretend_gpu(capability=(8, 9), memory=24*2**30, narrow=False):
             max_memory_allocated=lambda *a: 0, max_memory_reserved=lambda *a: 0, reset_peak_memory_stats=lambda *a: None, memory_stats=lambda *a: {}, empty_cache=used,
             synchronize=lambda *a: None, is_bf16_supported=lambda *a, **k: True, get_rng_state=state, get_rng_state_all=lambda: [state()],
             set_rng_state=lambda *a: None, set_rng_state_all=lambda states: None, manual_seed=lambda seed: None, manual_seed_all=lambda seed: None, seed_all=used,
-            Event=Event, Stream=Stream, current_stream=lambda *a: Stream(), default_stream=lambda *a: Stream(), stream=lambda s: s or without(), set_stream=lambda s: None,
-            get_arch_list=lambda: ['sm_89'], ipc_collect=used, utilization=lambda *a: 50, is_current_stream_capturing=lambda: False, device=lambda d: without(),
+            Event=Event, Stream=Stream, current_stream=lambda *a: Stream(), default_stream=lambda *a: Stream(), stream=lambda s: s or nullcontext(), set_stream=lambda s: None,
+            get_arch_list=lambda: ['sm_89'], ipc_collect=used, utilization=lambda *a: 50, is_current_stream_capturing=lambda: False, device=lambda d: nullcontext(),
             default_generators=[Generator('cuda')]).items(): setattr(torch.cuda, name, value)
     torch.version.cuda = '12.8'
     torch._C._cuda_getDevice = lambda: 0 # type: ignore
     for name in ('get_rng_state', 'get_rng_state_all', 'set_rng_state', 'set_rng_state_all'): setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     for name, value in dict(is_available=lambda: True, current_accelerator=lambda *a, **k: torch.device('cuda'), device_count=lambda: 1, current_device_index=lambda: 0,
                             current_stream=lambda *a: Stream(), synchronize=lambda *a: None, set_device_index=lambda *a: None).items(): setattr(torch.accelerator, name, value)
-    torch.utils._device._device_constructors() # While they are torch's own
+    fake = FakeTensor.__new__
+    FakeTensor.__new__ = staticmethod(lambda cls, mode, elem, device, *args, **kwargs: fake(cls, mode, elem, CPU if wants_gpu(device) else device, *args, **kwargs))
+    makers = torch.utils._device._device_constructors() # While they are torch's own
+    def within(self, function, kinds, args=(), kwargs=None): # `with torch.device('cuda')`
+        kwargs = kwargs or {}
+        if function not in makers or kwargs.get('device') is not None: return function(*args, **kwargs)
+        if self.device.type != 'cuda': return function(*args, **kwargs, device=self.device)
+        return put(function(*args, **kwargs))
+    torch.utils._device.DeviceContext.__torch_function__ = within # type: ignore
     for name in ('empty', 'zeros', 'ones', 'full', 'rand', 'randn', 'randint', 'randperm', 'arange', 'linspace', 'logspace', 'eye', 'tensor', 'as_tensor',
                  'asarray', 'empty_like', 'zeros_like', 'ones_like', 'full_like', 'rand_like', 'randn_like', 'randint_like', 'empty_strided', 'scalar_tensor',
                  'tril_indices', 'triu_indices', 'range', 'normal', 'frombuffer', 'hann_window'):
@@ -224,6 +229,8 @@ def pretend_gpu(capability=(8, 9), memory=24*2**30, narrow=False):
         if on_gpu(self): raise RuntimeError('cannot pin a tensor of the GPU: only dense CPU tensors can be pinned')
         return self
     torch.Tensor.pin_memory = pin_memory # type: ignore
+    copied = torch.Tensor.__deepcopy__
+    torch.Tensor.__deepcopy__ = lambda self, memo: put(copied(self, memo)) if is_plain(self) and on_gpu(self) else copied(self, memo) # type: ignore
     for name in ('numpy', '__array__'): guarded(name, "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
     true_type = torch.Tensor.type
     torch.Tensor.type = lambda self, kind=None, **kwargs: true_type(self) if kind is None else self.to(kind) if isinstance(kind, torch.dtype) else true_type(self, kind) # type: ignore

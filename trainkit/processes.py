@@ -66,17 +66,19 @@ class ProcessFailed(RuntimeError):
 def notebook_launch(
     function: Callable, # Makes its model and trainer itself
     *args: Any, # Of the function
-    num_processes: int = 2, # One for each GPU
+    num_processes: int = 2, # One for each GPU; ACCELERATE_USE_CPU=true in the environment leaves GPUs alone
     strategy: str = 'ddp', # 'fsdp', 'zero1', … share a model out
 ) -> list[Any]: # What each process returned
     "The same function in several processes on this machine, as accelerate's `notebook_launcher`."
     if num_processes < 1: raise ValueError(f'num_processes = {num_processes}: must be at least 1')
     if 'fork' not in multiprocessing.get_all_start_methods():
         raise OSError('This system cannot fork a process: write the function to a file and use trainkit.launch.start')
-    if torch.cuda.is_initialized():
+    from accelerate.utils import parse_flag_from_env
+    gpus = 0 if parse_flag_from_env('ACCELERATE_USE_CPU') else torch.cuda.device_count()
+    if gpus and torch.cuda.is_initialized():
         raise RuntimeError('This notebook has used the GPU already, and a GPU does not survive a fork: restart the kernel, '
                            'and make the model inside the function')
-    if 0 < (gpus := torch.cuda.device_count()) < num_processes:
+    if 0 < gpus < num_processes:
         raise ValueError(f'num_processes = {num_processes}, and this machine has {gpus} GPUs: at most one process for each')
     context, port, pipes, running = multiprocessing.get_context('fork'), free_port(), [], []
     try:

@@ -54,9 +54,10 @@ def only_processes() -> Iterator[str]: # The strategy
 
 def meet_again() -> None:
     "After a restart by torchrun on CPUs the processes must not read the addresses that the dead ones left."
+    from accelerate.utils import parse_flag_from_env
     attempt, world = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')), int(os.environ.get('WORLD_SIZE', '1'))
     fresh = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'False' # It holds the addresses of this attempt only
-    if not attempt or world == 1 or fresh or torch.distributed.is_initialized() or torch.cuda.is_available(): return
+    if not attempt or world == 1 or fresh or torch.distributed.is_initialized() or torch.cuda.is_available() and not parse_flag_from_env('ACCELERATE_USE_CPU'): return
     c10d: Any = torch.distributed
     port = int(os.environ['MASTER_PORT'])
     store = c10d.PrefixStore(f'trainkit-{attempt}', c10d.TCPStore(os.environ['MASTER_ADDR'], port, world, is_master=False))
