@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainkit.dataset import load_examples
-from trainkit.shards import encode_texts, open_shards, tokenize_to_disk, verify_shards
+from trainkit.shards import encode_texts, open_shards, read_pieces, tokenize_to_disk, verify_shards
 from trainkit.tokenizer import BPETokenizer
 
 EOS = '<|endoftext|>'
@@ -140,3 +140,10 @@ def test_wrong_files_leave_nothing(corpus, tmp_path, data, hint):
     (tmp_path/'x.txt').write_bytes(data)
     with pytest.raises(ValueError, match=hint): tokenize_to_disk(tmp_path/'x.txt', corpus[1], tmp_path/'s', progress=False)
     assert not (tmp_path/'s').exists()
+
+
+def test_a_file_of_windows_in_two_bytes_a_character_is_named_as_such(tmp_path):
+    "As PowerShell writes it; read as Latin-1 it would be refused again, for its zero bytes."
+    (tmp_path/'a.txt').write_bytes('héllo\nworld'.encode('utf-16'))
+    with pytest.raises(ValueError, match="line 1: byte 0xff is not utf-8. Say encoding='utf-16'"): list(read_pieces(tmp_path))
+    assert list(read_pieces(tmp_path, encoding='utf-16')) == [('héllo\nworld', True)]

@@ -61,7 +61,8 @@ def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
             try: chunk = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 line, byte = lines + error.object[:error.start].count(b'\n'), error.object[error.start]
-                raise ValueError(f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='latin-1' (or what "
+                likely = 'utf-16' if error.object[:2] in (b'\xff\xfe', b'\xfe\xff') else 'latin-1'
+                raise ValueError(f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='{likely}' (or what "
                                  'the file is in), or convert it.') from None
             if '\0' in chunk: raise ValueError(f'{file}: a binary file (it has a zero byte); text is needed')
             if chunk: yield chunk.removeprefix(mark)
