@@ -21,7 +21,7 @@ from pathlib import Path
 class Picture(str):
     "SVG or HTML that a notebook shows as what it is."
 
-    def _repr_html_(self) -> str: return str(self)
+    def _repr_html_(self) -> str: return f'<div {PLAIN}>{self}</div>' if self.startswith('<svg') else str(self)
     def __repr__(self) -> str: return f'<{self.label}>'
 
     @property
@@ -75,7 +75,6 @@ def number(
 
 # %% ../nbs/02_canvas.ipynb #36c570d9
 PLAIN = 'class="mathjax_ignore tex2jax_ignore"' # Else a notebook makes a formula of what stands between two dollar signs
-
 FONT = 'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" font-size="12"'
 
 def svg(
@@ -85,7 +84,7 @@ def svg(
     body: str, # SVG elements
 ) -> Picture:
     "An SVG that shrinks with the page and says what it shows."
-    return Picture(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" {PLAIN} '
+    return Picture(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
                    f'aria-label="{clean(label)}" style="width:100%;max-width:{width:g}px;height:auto;display:block" '
                    f'{FONT} fill="currentColor">{body}</svg>')
 
