@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, shell
 
 from trainkit.config import from_profile, load_config
 from trainkit.dataset import DataConfig, write_examples
+from trainkit.lora import LoRAConfig
 from trainkit.optim import OptimConfig
 from trainkit.plan import TrainConfig
 from trainkit.recipes import RunConfig, SFTConfig, prepare, run
@@ -250,3 +252,36 @@ def test_the_lesson_has_sums_where_the_factbook_is_missing(monkeypatch):
     asked = {row['prompt'] for row in names['train']}
     assert not any(row['prompt'] in asked for row in names['test'])
     assert {row['completion'] for row in names['test']} <= {row['completion'] for row in names['train']} # the facts are known
+
+
+@pytest.mark.parametrize('method', ['lora', 'freeze'])
+def test_tokens_of_a_new_chat_format_are_learned(home, method):
+    "Frozen, all new rows would stay one mean: what begins a turn and what ends it would be the same for ever."
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    plan = config(home, f'new-{method}', max_steps=3)
+    plan = RunConfig(**{**vars(plan), 'method': method, 'use_lora': None, 'lora': LoRAConfig(r=2)})
+    result = run(plan, verbose=False)
+    tokenizer, rows = result.tokenizer, result.model.get_input_embeddings().weight
+    start, end = (tokenizer.special_tokens[t] for t in ('<|im_start|>', '<|im_end|>'))
+    assert not rows[start].equal(rows[end])
+    assert 'The chat format brings 2 tokens' in (result.folder/'log.txt').read_text()
+    if method == 'lora': # and they are in the folder of the adapter
+        base = AutoModelForCausalLM.from_pretrained(plan.init_from)
+        base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        ids = torch.tensor([[start, 5, 6, end]])
+        with torch.no_grad():
+            theirs = PeftModel.from_pretrained(base, result.folder/'adapter').eval()(ids).logits
+            assert torch.allclose(theirs, AutoModelForCausalLM.from_pretrained(result.model_path).eval()(ids).logits, atol=1e-4)
+
+
+def test_what_a_run_cannot_take_is_said_before_it_begins(home):
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(TypeError, match='a LlamaForCausalLM, and a run is of a Transformer: from_hf'): run(config(home, 'never'), base=(theirs, None))
+
+    class Logs(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs): print(logs)
+
+    with pytest.raises(TypeError, match=r'callbacks\[0\].on_.*cannot be called with \(trainer, record\)'): run(config(home, 'never'), callbacks=[Logs()])
+    assert not (home/'runs'/'never').exists()

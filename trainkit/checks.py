@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .optim import make_optimizer
-from .plan import TrainingError
+from .plan import TrainingError, check_callbacks
 from .retention import latest_checkpoint
 
 # %% ../nbs/18_checks.ipynb #163fb6ea
@@ -21,6 +21,7 @@ def check_plan(
 ) -> None:
     "Refuse what cannot work before the first step, not after the first hour."
     c = trainer.config
+    check_callbacks(trainer.callbacks)
     if not any(p.requires_grad for p in trainer.model.parameters()):
         raise ValueError(f'{type(trainer.model).__name__} has no trainable parameters: all have '
                          'requires_grad=False. Unfreeze some, or add an adapter.')

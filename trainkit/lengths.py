@@ -156,6 +156,8 @@ def _render_all(rows: Sequence[Mapping], tokenizer: Any, kind: str | None, templ
                 reasoning: str, num_workers: int, cache: str | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
     if reasoning not in ('train', 'read', 'drop'): raise ValueError(f"reasoning = {reasoning!r}: must be 'train', 'read' or 'drop'")
     if not rows: raise ValueError('there are no rows')
+    if not isinstance(rows[0], Mapping):
+        raise TypeError(f"a row is a dict of columns, and the first is {rows[0]!r:.60}: a DataFrame gives its rows by to_dict('records'), a DatasetDict by one of its splits")
     plain = template is None and not getattr(tokenizer, 'chat_template', None)
     if plain and all(isinstance(row.get(c, ''), str) for row in rows for c in ('prompt', 'messages')): template = 'plain'
     elif (kind or example_kind(rows[0])) != 'text': template = find_template(tokenizer, template)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
 from itertools import chain, islice
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,9 @@ def stream_examples(
     report: LoadReport | None = None, # Filled in as rows are read
 ) -> Iterator[dict]: # Examples with the usual columns, and `source` and `line`; raises `ValueError`
     "Examples one at a time, without holding them all."
+    if not isinstance(path_or_name, (str, PathLike)):
+        raise TypeError(f"a {type(path_or_name).__name__} is no path, and no name of a corpus or data set: rows in hand need no loading (as_example checks one), "
+                        "or become a file with write_examples(rows, 'mine.jsonl')")
     if on_bad not in ('raise', 'skip'): raise ValueError(f"on_bad = {on_bad!r}: must be 'raise' or 'skip'")
     if max_examples is not None and max_examples < 0: raise ValueError(f'max_examples = {max_examples}: must be 0 or more')
     if kind is not None and kind not in KINDS:

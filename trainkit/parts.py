@@ -199,7 +199,9 @@ def prepare_sft(
     seed_everything(config.train.seed)
     with timed(seconds, 'model'):
         model, tokenizer = base or (None, prepare_tokenizer(config.tokenizer, rows['train'], saved/'tokenizer' if saved else None))
+        known = model.config.vocab_size if model else 0
         if sft.template or not tokenizer.chat_template: set_template(tokenizer, sft.template or 'chatml', model)
+        new_tokens = model.config.vocab_size - known if model else 0
         model = model or prepare_model(config.model, tokenizer)
     length = int(min(c.max_length, context_length(model)))
     with timed(seconds, 'encoding'):
@@ -210,7 +212,7 @@ def prepare_sft(
     asked = [] if facts['kind'] == 'text' or not sft.questions else questions(
         rows['eval'], tokenizer, context_length(model), train_reasoning=sft.reasoning != 'drop')[:sft.questions]
     longest = length if sft.packing != 'none' else min(length, int(train.report.lengths.max()))
-    facts |= dict(max_length=length, longest=longest, rows=len(packed), full=packing_efficiency(packed, length))
+    facts |= dict(max_length=length, longest=longest, rows=len(packed), full=packing_efficiency(packed, length), new_tokens=new_tokens)
     batches, held = make_batches(config, packed, test, tokenizer, c.group_by_length)
     return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], examples=train,
                  asked=asked, seconds=seconds)
@@ -219,8 +221,13 @@ def prepare_sft(
 def adapt(
     model: Any, # Changed in place
     config: RunConfig,
+    new_tokens: int = 0, # Tokens that the model has never seen: with some, embedding and head learn as a whole
 ) -> Any: # The model
     "Few bits where the config wants them, and an adapter beside them: in this order."
     if not config.adapts: return model
     if config.quant.bits and not any(isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()): quantize_model(model, config.quant)
-    return add_lora(model, config.lora)
+    lora = config.lora
+    if new_tokens:
+        ends = ['embed_tokens', *['lm_head']*(not model.config.tie_embeddings)]
+        lora = replace(lora, modules_to_save=[*dict.fromkeys([*(lora.modules_to_save or ()), *ends])])
+    return add_lora(model, lora)

@@ -44,7 +44,7 @@ from .lora import trainable_report
 from .offload import OffloadedOptimizer
 from .optim import OPTIMIZERS, OptimConfig, make_optimizer
 from .parts import EOS, Parts, adapt, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
-from .plan import EXIT_CODES, Control, Result
+from .plan import EXIT_CODES, Control, Result, check_callbacks
 from .progress import find_place
 from .remote import Remote
 from .report import AnswerMetrics
@@ -94,6 +94,9 @@ def prepare(
     rewards: Sequence[Callable] = (), # Reward functions besides those of `config.rl.rewards`
 ) -> Parts:
     "Everything that comes before the first step."
+    if base and not hasattr(getattr(base[0], 'config', None), 'n_layers'):
+        raise TypeError(f'base holds a {type(base[0]).__name__}, and a run is of a Transformer: from_hf(model) of trainkit.hf makes one of what transformers has '
+                        '(an adapter of PEFT merged first), and Trainer takes any module')
     base = base or (open_trained(config) if config.init_from else None)
     if config.method in ('dpo', 'reward'): return prepare_pairs(config, base, saved)
     if config.method in ('grpo', 'rloo', 'ppo', 'reinforce'): return prepare_prompts(config, base, rewards)
@@ -102,8 +105,11 @@ def prepare(
         raise ValueError(f"method = '{config.method}' adapts a trained model: say which with init_from")
     if config.method in ('sft', 'freeze', 'lora', 'qlora'):
         parts = prepare_sft(config, base, saved)
+        new = parts.facts['new_tokens']
         if config.method == 'freeze': freeze_layers(parts.model, config.sft.trainable_layers)
-        adapt(parts.model, config)
+        if config.method == 'freeze' and new: # Frozen, they would all mean the same for ever
+            for layer in (parts.model.get_input_embeddings(), parts.model.get_output_embeddings()): layer.requires_grad_(True)
+        adapt(parts.model, config, new)
         return parts
     if (Path(config.data.path)/'index.json').is_file(): return prepare_shards(config, base)
     return prepare_text(config, base, saved)
@@ -136,6 +142,15 @@ def rounding_note(
             f"{config.quant.bits} bits again loses part of what that adapter learned: adapt it in full precision instead (method: lora, no quant), "
             f"or begin with {was['base'] or 'its base'} and train on both sets of data"]
 
+def _new_tokens_note(
+    parts: Parts,
+) -> list[str]: # A line, or none
+    "What learns besides, since a chat format brought tokens that the model has never seen."
+    new, c = parts.facts.get('new_tokens', 0), parts.config
+    if not new or not (c.adapts or c.method == 'freeze'): return []
+    return [f'Note       The chat format brings {new} token{"s"*(new != 1)} that the model has never seen, so its embedding and its head learn as a whole'
+            + ', and go with the adapter'*c.adapts]
+
 def plan_lines(
     parts: Parts,
     trainer: Trainer,
@@ -164,7 +179,7 @@ def plan_lines(
     return [*lines, f'Model      {sum(p.numel() for p in parts.model.parameters()):,} parameters{begun}: '
             f'{model.n_layers} layer{s(model.n_layers)}, {model.d_model} wide, {model.n_heads} head{s(model.n_heads)}; format {kind}',
             *([f'Learns     {trainable_report(parts.model)}'] if parts.config.method == 'freeze' or parts.config.adapts else []),
-            *rounding_note(parts.config),
+            *rounding_note(parts.config), *_new_tokens_note(parts),
             f'Training   {trainer.total_steps:,} step{s(trainer.total_steps)} of {c.per_device_train_batch_size} x '
             f'{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} row{s(rows)} '
             f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * ('max_length' in f)}, "
@@ -230,6 +245,7 @@ def run(
     "Do everything that `config` says, in a run folder that can show and repeat it."
     recheck(config)
     check_report_to(config.report_to) # before the first hour, not after it
+    check_callbacks(callbacks)
     engine_line(config)
     if config.engine == 'llamafactory': return run_elsewhere(config)
     given, main = os.environ.get('TRAINKIT_RUN_FOLDER', ''), os.environ.get('RANK', '0') == '0' # of `trainkit launch`
