@@ -14,7 +14,7 @@ import torch
 import torch.utils._device
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 GPU, CPU = torch.device('cuda', 0), torch.device('cpu')
 true_device = torch.Tensor.device # Where memory is by torch's own account
@@ -239,6 +239,10 @@ def pretend_gpu(capability=(8, 9), memory=24*2**30, narrow=False):
         args = [GPU if isinstance(a, int) and not isinstance(a, bool) else a for a in args]
         return true(*args, **kwargs)
     torch._C._nn._parse_to = parse_to
+
+    def grouped(lists, *args, true=torch._C._group_tensors_by_device_and_dtype): # As optimizers ask
+        return {(next((x.device for x in group[0][0] if x is not None), device), dtype): group for (device, dtype), group in true(lists, *args).items()}
+    torch._C._group_tensors_by_device_and_dtype = grouped # type: ignore
 
     class Autocast(torch.autocast): # Numbers in 16 bits are slow on most CPUs
         def __init__(self, device_type, *args, **kwargs):
