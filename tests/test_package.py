@@ -413,3 +413,12 @@ def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
     assert 'train.max_steps' in said(lambda c: setattr(c.train, 'max_steps', 'ten'))
     assert 'lr' in said(lambda c: setattr(c, 'lr', 1e-3))
     assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_wrong_with_a_config_can_be_said_by_another_process():
+    import copy
+    import pickle
+    from trainkit.knobs import ConfigError, Problem
+    error = ConfigError([Problem('cups', 0, 'must be ≥ 1'), Problem('leaf', 'grene', "must be 'green'")], 'Shop')
+    for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert (str(other), other.problems, other.source) == (str(error), error.problems, 'Shop')
