@@ -144,8 +144,8 @@ def compute_metrics(
             if isinstance(value, str): continue # a signature
             if value is None: raise ValueError(f'metric {key!r} gave None: a number is needed, or one for each prediction')
             if key in found and not isinstance(metric, str): key = f'{key}_{len(found)}' # Two functions may have one name
-            many = getattr(value, 'ndim', 0) > 0 or isinstance(value, Sequence) # Else a number, perhaps numpy's or torch's
-            found[key] = (math.fsum(value) / len(value) if len(value) else math.nan) if many else float(value)
+            values: Any = value if getattr(value, 'ndim', 0) > 0 or isinstance(value, Sequence) else [value] # A number is perhaps numpy's or torch's
+            found[key] = math.fsum(values) / len(values) if len(values) else math.nan
     return found
 
 # %% ../nbs/32_metrics.ipynb #9adf92f7
