@@ -283,7 +283,7 @@ def check_callbacks(
     "Look at the callbacks before anything happens that they should hear of."
     for i, callback in enumerate(callbacks):
         hooks = {name: hook for name in HOOKS if (hook := getattr(callback, name, None)) is not None}
-        if not hooks:
+        if not hooks and (callable(callback) or any(name.startswith('on_') for name in dir(callback))): # an empty class is still to be written
             raise TypeError(f"callbacks[{i}] = {callback!r} would hear of nothing: it has none of {', '.join(HOOKS)}, each called with (trainer, record)")
         for name, hook in hooks.items():
             try: signature = inspect.signature(hook)
