@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -50,8 +51,11 @@ def _resamples(n: int, count: int, seed: int):
     draw, block = np.random.default_rng(seed), max(1, 2**20 // n)
     for start in range(0, count, block): yield draw.integers(0, n, size=(min(block, count - start), n))
 
+def _numbers(values: Any) -> np.ndarray: # Of a tensor too, wherever it lies
+    return np.asarray(values.tolist() if hasattr(values, 'tolist') else values, dtype=np.float64)
+
 def bootstrap(
-    values: Sequence[float] | np.ndarray, # (n,) one score an example
+    values: Sequence[float] | np.ndarray, # (n,) one score an example; a tensor will do
     statistic: Callable[[np.ndarray], np.ndarray] | None = None, # (draws, n) -> (draws,); the mean if not given
     level: float = 0.95,
     resamples: int = 10_000,
@@ -59,7 +63,7 @@ def bootstrap(
 ) -> Interval:
     "A score of examples with its percentile interval (Efron 1979)."
     _check_level(level)
-    x = np.asarray(values, dtype=np.float64)
+    x = _numbers(values)
     if x.ndim != 1 or not len(x): raise ValueError(f'values have shape {x.shape}: one number an example is needed, and at least one')
     if not np.isfinite(x).all(): raise ValueError(f'example {np.flatnonzero(~np.isfinite(x))[0]} has the score {x[~np.isfinite(x)][0]}')
     of = statistic or (lambda rows: rows.mean(axis=-1))
@@ -111,7 +115,7 @@ def compare(
 ) -> Comparison:
     "A paired test of two models, and its honest answer."
     if len(a) != len(b): raise ValueError(f'{len(a)} scores and {len(b)}: both models must be judged on the same examples')
-    d = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
+    d = _numbers(b) - _numbers(a)
     interval, p = bootstrap(d, level=level, resamples=resamples, seed=seed), sign_flip_p(d, resamples, seed)
     ahead = 'b' if (interval.value > 0) == higher_is_better else 'a'
     return Comparison(interval, p, ahead if p < 1 - level else '', names)

@@ -95,7 +95,7 @@ def stop_rate(
     "Share of the texts that the model itself ended."
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
     if not len(token_ids): raise ValueError('there are no texts')
-    return sum(any(t in ends for t in ids) for ids in token_ids) / len(token_ids)
+    return sum(any(int(t) in ends for t in ids) for ids in token_ids) / len(token_ids) # A tensor's number is equal to none in a set
 
 # %% ../nbs/32_metrics.ipynb #d5731f6c
 def calibration(
@@ -106,7 +106,7 @@ def calibration(
     "What a reliability diagram shows."
     if len(confidence) != len(correct): raise ValueError(f'{len(confidence)} probabilities and {len(correct)} answers')
     groups: dict[int, list[tuple[float, float]]] = {}
-    for p, right in zip(confidence, correct, strict=True):
+    for p, right in zip(map(float, confidence), map(float, correct), strict=True):
         if not 0 <= p <= 1: raise ValueError(f'confidence {p} is no probability')
         groups.setdefault(min(int(p*bins), bins - 1), []).append((p, right))
     mean = lambda values: sum(values) / len(values)
@@ -159,8 +159,8 @@ class Running:
         count: int = 1, # Examples behind a single number
     ) -> None:
         for name, value in values.items():
-            many = not isinstance(value, (int, float))
-            self.sums[name] += sum(value) if many else value*count # type: ignore
+            many = isinstance(value, Sequence) or getattr(value, 'ndim', 0) > 0
+            self.sums[name] += math.fsum(value) if many else float(value)*count # type: ignore
             self.counts[name] += len(value) if many else count # type: ignore
 
     def compute(self) -> dict[str, float]: return {name: self.sums[name] / n for name, n in self.counts.items() if n}
