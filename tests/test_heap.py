@@ -1,5 +1,6 @@
 "A run on a CPU keeps what its steps free: the kernel's own count of page faults says so."
 import sys
+from itertools import pairwise
 from statistics import median
 
 import pytest
@@ -31,7 +32,7 @@ def faults_of_a_run(kept):
     @objective(counts=lambda batch: dict(mean=1))
     def loss(model, batch): return Loss(dict(mean=(model(batch['x']).mean(), 1, 1.)))
     trainkit.train.Trainer(Wide(), loss, [dict(x=torch.ones(1))]*16, config=TrainConfig(max_steps=16, progress=False), callbacks=[Count()]).train()
-    print(median(after - before for before, after in zip(found[3:], found[4:])))
+    print(median(after - before for before, after in pairwise(found[3:])))
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='glibc is the C library of Linux')
