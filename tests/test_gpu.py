@@ -1,4 +1,7 @@
 "What a caller does with a model on a GPU, and data that is not there: every function brings it along. The GPU is pretended, see `pretended.py`."
+from copy import deepcopy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -6,10 +9,14 @@ from conftest import in_child
 from pretended import pretend_gpu
 from test_rl import Signs
 
+from trainkit.bertscore import bert_score
 from trainkit.dpo import LOSSES, DPOConfig, dpo_objective
 from trainkit.game import TokenGame
+from trainkit.harness import Backend
+from trainkit.intervals import compare
 from trainkit.likelihood import pair_log_probs, sequence_log_probs, shares_prompts
 from trainkit.lora import add_lora
+from trainkit.metrics import Running, calibration_error, stop_rate
 from trainkit.model import ModelConfig, Transformer
 from trainkit.objective import beside, lm_loss
 from trainkit.optim import OptimConfig
@@ -19,7 +26,10 @@ from trainkit.reference import AdapterOff, make_reference, precompute_reference
 from trainkit.reward import RewardModel, pair_rewards, reward_objective, score_pairs
 from trainkit.rl import RLConfig, rl_objective
 from trainkit.rollouts import Rollouts
+from trainkit.scores import NORMS, multiple_choice, score_texts
+from trainkit.sidebyside import next_log_probs
 from trainkit.targets import LoRAConfig
+from trainkit.tokenizer import BPETokenizer
 from trainkit.train import TrainConfig, Trainer
 from trainkit.unpaired import UnpairedBatches, collate_unpaired, kto_objective
 
@@ -147,3 +157,33 @@ def narrow_run(precision):
 def test_runs_in_16_bits(tmp_path, precision):
     found = in_child(narrow_run, precision, folder=tmp_path)
     assert found.returncode == 0, found.stderr[-3000:]
+
+
+def evaluation():
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+    tokenizer = BPETokenizer.train(['abc'], 257, special_tokens=['<|endoftext|>'])
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, max_position_embeddings=64))
+    bert = BertModel(BertConfig(vocab_size=257, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64)).eval()
+    rows = [dict(question='1+1 is', choices=[' two', ' three'], answer=0), dict(question='', choices=[' a', ' bbb'], answer=1)]
+    asked = [SimpleNamespace(args=('one ', 'two')), SimpleNamespace(args=('', 'x'))]
+    for near in (small('cpu', 257), llama):
+        far = deepcopy(near).to('cuda')
+        close(*(sum(score.nats for score in score_texts(model, tokenizer, ['hello world', 'on and on '*20, 'x'])) for model in (far, near)), 1e-4)
+        for norm in NORMS: assert multiple_choice(far, tokenizer, rows, norm) == multiple_choice(near, tokenizer, rows, norm)
+        close(*(np.array(Backend(model, tokenizer).loglikelihood(asked)) for model in (far, near)), 1e-4)
+        Backend(far, tokenizer).generate_until([SimpleNamespace(args=('one', dict(until=['.'], max_gen_toks=4, do_sample=True)))])
+        close(next_log_probs(far, [1, 2, 3], 1), next_log_probs(near, [1, 2, 3], 1))
+    words = SimpleNamespace(encode=lambda text, **_: tokenizer.encode(text))
+    pairs = ['a cat', 'b'], ['the cat', ['b', 'c']]
+    near = bert_score(*pairs, (bert, words), idf=True)
+    close(*(found['bertscore_f1'] for found in (bert_score(*pairs, (bert.to('cuda'), words), idf=True), near)))
+    sure, right = torch.tensor([0.1, 0.9, 0.8], device='cuda'), torch.tensor([0., 1., 1.], device='cuda')
+    close(calibration_error(sure, right), 0.4/3)
+    assert compare(sure, right).difference.value > 0 and stop_rate(torch.tensor([[1, 2]], device='cuda'), 2) == 1
+    running = Running()
+    running.update(dict(loss=sure.mean(), right=right))
+    assert [type(value) for value in running.compute().values()] == [float, float]
+
+
+def test_evaluation(there): there(evaluation)
