@@ -10,6 +10,8 @@ from trainkit.dataset import load_splits
 from trainkit.dpo import dpo_objective
 from trainkit.hf import load_pretrained, save_pretrained
 from trainkit.model import ModelConfig, Transformer
+from trainkit.objective import Loss, objective
+from trainkit.policy import token_scores
 from trainkit.preferences import PairBatches, tokenize_pairs
 from trainkit.recipes import RunConfig, prepare, run
 from trainkit.reference import make_reference
@@ -140,6 +142,24 @@ def test_a_function_as_reward(home):
     done = run(config(home, 'grpo', 'longer', max_steps=2), rewards=[longer], verbose=False)
     assert 'Rewards    longer' in (done.folder/'log.txt').read_text() and 'reward' in done.metrics
     with pytest.raises(ValueError, match='this is pretrain'): run(RunConfig(), rewards=[longer], verbose=False)
+
+
+@pytest.mark.parametrize('own', [False, True])
+def test_the_best_model_is_the_one_with_the_highest_rewards(home, own):
+    "The loss of GRPO is about 0 however good the answers are; a loss of one's own needs to know nothing of rewards."
+    @objective(counts=lambda batch: dict(mine=len(batch['labels'])))
+    def mine(model, batch): return Loss(dict(mine=(-(batch['advantages']*token_scores(model, batch, 1.).log_probs.sum(1)).sum(), len(batch['labels']), 1.)))
+    drawn = iter(range(10**6))
+    def odd(completions, **columns): return [float((len(text) + next(drawn)) % 7) for text in completions]
+    wanted = config(home, 'grpo', f'best-{own}', {'rl': {'num_prompts': 2, 'num_generations': 4, 'max_completion_length': 6}}, eval_strategy='steps', eval_steps=1,
+                    load_best_model_at_end=True, save_strategy='steps', save_steps=1)
+    done = run(wanted, rewards=[odd], objective=mine if own else None, verbose=False)
+    evals = [r for line in (done.folder/'metrics.jsonl').read_text().splitlines() if (r := json.loads(line)).get('event') == 'eval'][:4]
+    rewards = [r['eval_reward'] for r in evals]
+    assert len({*rewards}) > 1 and done.best_metric == max(rewards) and wanted.train.metric_for_best_model == 'reward'
+    assert [r['best'] for r in evals] == [r > max([float('-inf'), *rewards[:i]]) for i, r in enumerate(rewards)]
+    assert 'Best by    eval_reward, of answers to' in (done.folder/'log.txt').read_text()
+    assert config(home, 'rloo', 'by-loss', metric_for_best_model='loss').train.metric_for_best_model == 'loss'
 
 
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])

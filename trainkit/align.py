@@ -213,5 +213,6 @@ def prepare_prompts(
     about = [f"Prompts    {facts['path']}: {len(batches.rows):,} to answer, {len(prompts['eval']):,} held out; {config.rl.num_prompts} at a time, "
              f'{config.rl.num_generations} answers to each, of {config.rl.max_completion_length:,} tokens at most',
              f"Rewards    {', '.join(names)}; reference: {kind}" + f', β = {config.rl.beta:g}'*bool(config.rl.beta)]
+    if c.eval_strategy != 'no': about.append(f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, of answers to {len(held.rows):,} held-out prompts")
     return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], asked=asked, objective=rl_objective(config.rl), # type: ignore
                  rewards=found, causal=causal, about=about, seconds=seconds)

@@ -50,12 +50,13 @@ METHODS['freeze'] = METHODS['sft'] # of some blocks
 METHODS['lora'] = {**METHODS['sft'], 'optim': {**METHODS['sft']['optim'], 'learning_rate': 2e-4}} # of an adapter
 METHODS['qlora'] = METHODS['lora'] # of an adapter over few bits
 
-def _aligned(rate: float, rows: int, windows: int, **optim: Any) -> dict[str, dict[str, Any]]:
+def _aligned(rate: float, rows: int, windows: int, best: str = 'loss', **optim: Any) -> dict[str, dict[str, Any]]:
     return {'data': METHODS['sft']['data'], 'optim': {**METHODS['sft']['optim'], 'learning_rate': rate, 'lr_scheduler_type': 'linear', **optim},
-            'train': {**METHODS['sft']['train'], 'num_train_epochs': 1.0, 'per_device_train_batch_size': rows, 'gradient_accumulation_steps': windows}}
+            'train': {**METHODS['sft']['train'], 'num_train_epochs': 1.0, 'per_device_train_batch_size': rows, 'gradient_accumulation_steps': windows,
+                      **({} if best == 'loss' else {'metric_for_best_model': best})}}
 
 METHODS |= {'dpo': _aligned(1e-6, 2, 16, warmup_ratio=0.1), 'reward': _aligned(1e-5, 8, 1),
-            **{name: {**_aligned(1e-6, 8, 8, warmup_ratio=0.0), 'rl': dict(method=name, **more)} for name, more in dict(
+            **{name: {**_aligned(1e-6, 8, 8, 'reward', warmup_ratio=0.0), 'rl': dict(method=name, **more)} for name, more in dict( # Their loss is about 0, however good the answers are
                 grpo={}, rloo=dict(beta=0.05), ppo=dict(num_prompts=64, num_generations=1, num_iterations=4, beta=0.05),
                 reinforce=dict(num_prompts=64, num_generations=1, beta=0.05)).items()}}
 ADAPTER_RATES = {'dpo': 5e-6, 'reward': 1e-4, 'grpo': 1e-5, 'rloo': 1e-5, 'ppo': 1e-5, 'reinforce': 1e-5} # where an adapter learns

@@ -48,6 +48,7 @@ from .plan import EXIT_CODES, Control, Result, check_callbacks
 from .progress import find_place
 from .remote import Remote
 from .report import AnswerMetrics
+from .rl import telling_rewards
 from .runs import RunFolder, read_run
 from .saving import save_trained
 from .tokenizer import BPETokenizer
@@ -148,8 +149,8 @@ def _new_tokens_note(
     "What learns besides, since a chat format brought tokens that the model has never seen."
     new, c = parts.facts.get('new_tokens', 0), parts.config
     if not new or not (c.adapts or c.method == 'freeze'): return []
-    return [f'Note       The chat format brings {new} token{"s"*(new != 1)} that the model has never seen, so its embedding and its head learn as a whole'
-            + ', and go with the adapter'*c.adapts]
+    return [f'Note       The chat format brings {new} token{"s"*(new != 1)} that the model has never seen, so its embedding ' + ('learns' if c.method == 'reward' else 'and its head learn')
+            + ' as a whole' + ', and go with the adapter'*c.adapts]
 
 def plan_lines(
     parts: Parts,
@@ -259,7 +260,7 @@ def run(
         lock = stack.enter_context(ExitStack()) # until the trainer has it
         if main and (given or (resume and config.folder.is_dir())): lock.enter_context(run_lock(config.folder))
         parts = prepare(config, config.folder if resume else None, base, rewards)
-        if objective: parts.objective = objective
+        if objective: parts.objective = telling_rewards(objective) if parts.rewards else objective
         if compute_metrics: parts.callbacks.append(own_metrics(parts, compute_metrics))
         facts, seconds, model, tokenizer, judge = environment(), parts.seconds, parts.model, parts.tokenizer, make_judge(parts)
         trainer = make_trainer(parts, judge, lambda model, where: save_trained(parts, where, folder.path/'adapter', model), control)

@@ -6,11 +6,12 @@ The objectives of reinforcement learning, for the one `Trainer`. `RLConfig` name
 
 # %% auto #0
 __all__ = ['METHODS', 'OBJECTIVES', 'clipped_surrogate', 'clipped_value_loss', 'RLConfig', 'grpo_objective',
-           'reinforce_objective', 'rloo_objective', 'ppo_objective', 'rl_objective']
+           'reinforce_objective', 'rloo_objective', 'ppo_objective', 'rl_objective', 'telling_rewards']
 
 # %% ../nbs/31_rl.ipynb #897dd0b1
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -109,6 +110,10 @@ def _averaging(config: RLConfig) -> tuple[Callable[[Tensor, Tensor], Tensor], Ca
             'dapo': (lambda x, mask: (x*mask).sum(), _tokens),
             'dr_grpo': (lambda x, mask: (x*mask).sum()/longest, rows)}[config.loss_type]
 
+def _scores(batch: dict) -> dict[str, Any]:
+    "One number for each answer; NaN where a reward does not apply."
+    return {name: (x.nan_to_num().sum(), (~x.isnan()).sum()) for name, x in batch.items() if name.startswith(('reward', 'frac_', 'ended'))}
+
 def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig) -> dict[str, Any]:
     "What to watch: sums and counts over tokens, or over answers."
     mask, n = _mask(batch), len(batch['labels'])
@@ -121,9 +126,7 @@ def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConf
                    clip_fraction=((clipped & mask).sum(), tokens), completion_length=(tokens, n))
         if 'ref_log_probs' in batch:
             out['kl'] = ((KL_ESTIMATORS['k3'](scores.log_probs - batch['ref_log_probs'])*mask).sum(), tokens)
-        for name, x in batch.items(): # One number for each answer; NaN where a reward does not apply
-            if name.startswith(('reward', 'frac_', 'ended')): out[name] = (x.nan_to_num().sum(), (~x.isnan()).sum())
-    return out
+    return out | _scores(batch)
 
 def _leash(terms: dict, batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig, add: Callable, n: int) -> None:
     "Terms of the loss for the divergence and for the entropy, where they are asked for."
@@ -215,3 +218,15 @@ def rl_objective(
 ) -> Callable: # (model, batch) -> Loss
     "The objective of the method that a config names."
     return OBJECTIVES[config.method](config)
+
+def telling_rewards(
+    function: Callable, # An objective of one's own: (model, batch) -> Loss
+) -> Callable: # The same, with the rewards of the batch among its metrics
+    "Let evaluations know the mean reward, which says what model is the best, whatever the loss is."
+    @wraps(function)
+    def told(model: nn.Module, batch: dict) -> Loss:
+        found = function(model, batch)
+        return replace(found, metrics=_scores(batch) | found.metrics) if isinstance(found, Loss) else found
+    for name in ('additive', 'counts'):
+        if hasattr(function, name): setattr(told, name, getattr(function, name))
+    return told

@@ -315,4 +315,4 @@ def eval_loss(
     read = {name: (total(s), total(n), weight) for name, (s, n, weight) in terms.items()}
     if not any(n for _, n, _ in read.values()): raise NothingToLearn
     return {'loss': sum(w*s/n for s, n, w in read.values() if n), 'tokens': int(next(iter(read.values()))[1]),
-            **{name: total(s)/total(n) for name, (s, n) in metrics.items()}}
+            **{name: total(s)/count if (count := total(n)) else math.nan for name, (s, n) in metrics.items()}}
