@@ -198,7 +198,7 @@ MAY_IMPORT = {
     'lora_explorer': 'adapters canvas charts explore int8 knobs ledger lora lowrank nf4 ranks targets',
     'quant_explorer': 'canvas explore int8 knobs ledger lora_explorer nf4',
     'text_explorers': 'canvas chat explore knobs lengths masks patterns templates tokenizer',
-    'recipes': 'align config dataset engines families forecast health hf hub judge lock lora machine method monitor objective offload optim parts plan progress remote report runs saving tokenizer track train verdict with_trl',
+    'recipes': 'align config dataset engines families forecast health hf hub judge lock lora machine method monitor objective offload optim parts plan progress remote report rl runs saving tokenizer track train verdict with_trl',
     'needs': 'architecture facts hf knobs ledger method model offload planner',
     'rehearsal': 'engines files forecast method plan recipes',
     'talk': 'chat generate knobs',

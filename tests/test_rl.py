@@ -2,6 +2,7 @@
 import asyncio
 import copy
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from trainkit.objective import lm_loss
 from trainkit.optim import OptimConfig
 from trainkit.policy import ActorCritic, token_scores
 from trainkit.rewards import passes_tests, right_answer, right_length, score
-from trainkit.rl import RLConfig, rl_objective
+from trainkit.rl import METHODS, RLConfig, rl_objective
 from trainkit.rollouts import Rollouts, pack_answers
 from trainkit.sandbox import run_code
 from trainkit.targets import LoRAConfig
@@ -277,6 +278,34 @@ def test_rows_without_an_answer_or_a_test_are_not_judged():
     assert right_answer(r'= (\d+)|is (\d+)')(completions=['is 5', '= 5', '5'], answer=[5]*3) == [1., 1., 0.]
     with pytest.raises(ValueError, match='parentheses'): right_answer(r'\d+')
     with pytest.raises(ValueError, match='cache = 0'): right_length(10, 0)
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_answers_that_nobody_judges_teach_nothing(method):
+    "As in TRL's trainers: such an answer has advantage 0, and no part in what the others are compared with."
+    def even(prompts, **columns): return [None if int(p[0]) % 2 else float(sum(ids)) for p, ids in zip(prompts, columns['completion_ids'], strict=True)]
+    def nobody(completions, **columns): return [None]*len(completions)
+    size = 1 if method in ('ppo', 'reinforce') else 4
+    knobs = RLConfig(method, num_prompts=4, num_generations=size, max_completion_length=5, beta=0.1, whiten_advantages=method == 'ppo', whiten_rewards=method == 'ppo')
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32))
+    net = ActorCritic(model) if method == 'ppo' else model
+    prompts = [f'{a}+{a}' for a in (1, 2, 3, 4)]
+    rollouts = Rollouts(net, Signs(), prompts, even, knobs)
+    with pytest.warns(UserWarning, match=f'{2*size} of {4*size} answers were judged by no reward function, the first to .*1.1'): batch = rollouts.collect([0, 1, 2, 3], 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error') # Once is enough
+        again = rollouts.collect([0, 2], 2) # Nobody judges any of these
+    odd = torch.tensor([True, False, True, False]).repeat_interleave(size)
+    assert batch['reward'].isnan().tolist() == odd.tolist() and not batch['advantages'][odd].any() and not again['advantages'].any()
+    assert batch['advantages'][~odd].any() and all(x['advantages'].isfinite().all() for x in (batch, again))
+    if method == 'ppo': assert torch.equal(batch['returns'][odd], batch['values'][odd]*(batch['labels'][odd] != -100))
+    alone = Rollouts(net, Signs(), prompts, even, knobs)
+    with torch.no_grad(): known = alone.compare({k: v[~odd] for k, v in batch.items()}, (batch['labels'][~odd] != -100).float(), batch['reward'][~odd], torch.zeros_like(batch['labels'][~odd], dtype=torch.float))
+    if method == 'grpo': assert torch.allclose(known['advantages'], batch['advantages'][~odd], atol=1e-6) # Others pay for the divergence in their reward
+    loss = rl_objective(knobs)(net, batch)
+    assert loss.total.isfinite() and loss.metrics['rewards/unjudged'] == (2*size, 4*size) and loss.metrics['reward'][1] == 2*size
+    with pytest.raises(ValueError, match='no reward function judges any of the 4 prompts'): Rollouts(net, Signs(), prompts, nobody, knobs).collect([0, 1], 1)
 
 
 def test_what_trls_trainers_cannot_do_is_refused():

@@ -19,34 +19,38 @@ def _groups(rewards: Tensor, size: int) -> Tensor:
     return rewards.view(-1, size)
 
 def leave_one_out(
-    rewards: Tensor, # (questions·size,), the answers to one question next to each other
+    rewards: Tensor, # (questions·size,), the answers to one question next to each other; NaN where nobody judged
     size: int, # Answers to each question, at least 2
-) -> Tensor: # (questions·size,)
+) -> Tensor: # (questions·size,), 0 where nobody judged, or nobody but one
     "Each reward less the mean of the others in its group (Ahmadian et al. 2024)."
     groups = _groups(rewards, size)
-    return (groups - (groups.sum(1, keepdim=True) - groups)/(size - 1)).flatten()
+    others = (~groups.isnan()).sum(1, keepdim=True) - 1
+    return (groups - (groups.nansum(1, keepdim=True) - groups)/others).nan_to_num().flatten()
 
 # %% ../nbs/31_advantages.ipynb #cfd079ba
 def group_relative(
-    rewards: Tensor, # (questions·size,), the answers to one question next to each other
+    rewards: Tensor, # (questions·size,), the answers to one question next to each other; NaN where nobody judged
     size: int, # Answers to each question, at least 2
     scale: str = 'group', # Divide by the standard deviation of the 'group', of the 'batch', or by nothing: 'none'
-) -> Tensor: # (questions·size,)
+) -> Tensor: # (questions·size,), 0 where nobody judged
     "Each reward less the mean of its group, over a standard deviation (Shao et al. 2024, section 4.1)."
     groups = _groups(rewards, size)
-    centred = groups - groups.mean(1, keepdim=True)
-    if scale == 'none': return centred.flatten()
+    centred = groups - groups.nanmean(1, keepdim=True)
+    if scale == 'none': return centred.nan_to_num().flatten()
     if scale not in ('group', 'batch'): raise ValueError(f"scale = {scale!r}: must be 'group', 'batch' or 'none'")
-    std = groups.std(1, keepdim=True) if scale == 'group' else groups.std()
-    return (centred/(std + 1e-4)).flatten() # TRL's 1e-4: equal rewards give 0, not 0/0
+    spread = centred.square() if scale == 'group' else (groups - groups.nanmean()).square()
+    over = dict(dim=1, keepdim=True) if scale == 'group' else {}
+    std = (spread.nansum(**over)/((~groups.isnan()).sum(**over) - 1)).sqrt()
+    return (centred/(std + 1e-4)).nan_to_num().flatten() # TRL's 1e-4: equal rewards give 0, not 0/0
 
 def no_spread(
-    rewards: Tensor, # (questions·size,)
+    rewards: Tensor, # (questions·size,), NaN where nobody judged
     size: int, # Answers to each question
 ) -> Tensor: # (questions·size,) bool
     "Which answers belong to a group whose rewards are all equal, so that nothing can be learned from them."
     groups = _groups(rewards, size)
-    return (groups == groups[:, :1]).all(1).repeat_interleave(size)
+    highest = groups.nan_to_num(-torch.inf).amax(1, keepdim=True)
+    return ((groups == highest) | groups.isnan()).all(1).repeat_interleave(size)
 
 # %% ../nbs/31_advantages.ipynb #2aebedf6
 def discount(

@@ -205,6 +205,7 @@ def prepare_prompts(
     batches = Rollouts(model, tokenizer, prompts['train'], found, config.rl, c.per_device_train_batch_size)
     few = replace(config.rl, num_generations=min(2, config.rl.num_generations), num_iterations=1)
     held = Rollouts(model, tokenizer, prompts['eval'][:max(1, config.sft.questions)], found, few, c.per_device_eval_batch_size, batches.reference)
+    held.judged = True # It is the training prompts that have to be judged
     asked = [dict(row=row, prompt=row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content'], ids=ids, expected=str(row.get('answer', '')),
                   tokens=config.rl.max_completion_length) for row, ids in zip(held.rows, held.prompt_ids, strict=True)][:config.sft.questions]
     names = [getattr(f, '__name__', type(f).__name__) for f in found]

@@ -104,7 +104,7 @@ def score(
     functions: Sequence[Reward],
     weights: Sequence[float] | None, # One for each function; None: 1 for all
     columns: Mapping[str, Sequence], # `completions`, `prompts`, `completion_ids`, and whatever the rows have
-) -> tuple[Tensor, dict[str, Tensor]]: # (B,) their weighted sum; name -> (B,), NaN where it does not apply
+) -> tuple[Tensor, dict[str, Tensor]]: # (B,) their weighted sum, NaN where none applies; name -> (B,), NaN where it does not apply
     "Ask every reward function, by keyword, and add up."
     n, found = len(columns['completions']), {}
     weights = [1.]*len(functions) if weights is None else weights
@@ -120,6 +120,4 @@ def score(
         found[name] = torch.tensor([math.nan if r is None else float(r) for r in given])
     if not found: raise ValueError('there is no reward function: pass at least one')
     every = torch.stack(list(found.values()), 1)
-    if (silent := every.isnan().all(1)).any():
-        raise ValueError(f'no reward function applies to the completion {columns["completions"][int(silent.nonzero()[0])]!r}')
-    return (every.nan_to_num()*torch.tensor(weights)).sum(1), found
+    return (every.nan_to_num()*torch.tensor(weights)).sum(1).masked_fill(every.isnan().all(1), math.nan), found

@@ -8,6 +8,8 @@
 __all__ = ['encode_prompts', 'pack_answers', 'take_rows', 'Rollouts']
 
 # %% ../nbs/31_rollouts.ipynb #0add2b80
+import math
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -106,6 +108,8 @@ class Rollouts:
             raise ValueError(f'method is {config.method!r} and the model a {type(model).__name__}: ppo, and only ppo, takes an ActorCritic')
         if config.beta and isinstance(reference, str): reference = make_reference(self.policy, reference)
         self.reference, self.epoch, self.index, self.baseline = reference, 0, 0, None
+        self.baselines: list[tuple[int, int, float | None]] = [] # Epoch and first batch of the last rounds; the baseline before each
+        self.judged, self.warned = False, False # Some answer, by some reward; that another was not
         self.round: tuple[int, dict[str, Tensor]] | None = None # Index of its first batch; its answers
         self.samples: list[dict] = [] # Of the last round: prompt, completion, reward
 
@@ -166,10 +170,11 @@ class Rollouts:
         columns = {k: [self.rows[i].get(k) for i in asked] for k in dict.fromkeys(k for i in which for k in self.rows[i])}
         columns |= dict(prompts=columns.pop('prompt'), completions=completions, completion_ids=answers)
         rewards, parts = score(self.rewards, c.reward_weights, columns)
+        self._check_judged(rewards, columns)
         self.samples = [dict(prompt=p, completion=a, reward=r) for p, a, r in
                         zip(columns['prompts'], completions, rewards.tolist(), strict=True)]
         batch = pack_answers(prompts, answers)
-        mask, scored = (batch['labels'] != -100).float(), dict(reward=rewards)
+        mask, scored = (batch['labels'] != -100).float(), {'reward': rewards, 'rewards/unjudged': rewards.isnan().float()}
         if len(parts) > 1: scored |= {f'reward_{name}': value for name, value in parts.items()}
         if size > 1: scored['frac_reward_zero_std'] = no_spread(rewards, size).float()
         if end is not None: scored['ended'] = torch.tensor([float(a[-1] == end) for a in answers])
@@ -182,25 +187,47 @@ class Rollouts:
         price = c.beta*(batch['old_log_probs'] - batch['ref_log_probs']) if c.beta and c.pays_in_reward else torch.zeros_like(mask)
         return batch | scored | self.compare(batch, mask, rewards, price)
 
+    def _check_judged(self, rewards: Tensor, columns: dict[str, list]) -> None:
+        "Warn once of answers that no reward judges; where nobody judges any prompt, there is nothing to learn from."
+        silent = rewards.isnan()
+        if not self.judged and silent.all():
+            said = {k: columns[k][:1] for k in ('completions', 'completion_ids')} # The others are not answered yet
+            names = dict.fromkeys(k for row in self.rows for k in row if k != 'prompt')
+            asked = (dict(said, prompts=[row['prompt']], **{k: [row.get(k)] for k in names}) for row in self.rows)
+            if all(score(self.rewards, self.config.reward_weights, one)[0].isnan().all() for one in asked):
+                raise ValueError(f'no reward function judges any of the {len(self.rows):,} prompts: all of them said None, so there is nothing to learn from')
+            self.judged = True
+        self.judged = self.judged or not bool(silent.all())
+        if silent.any() and not self.warned:
+            self.warned = True
+            warnings.warn(f'{int(silent.sum()):,} of {len(silent):,} answers were judged by no reward function, the first to {columns["prompts"][int(silent.nonzero()[0])]!r}: '
+                          'their advantage is 0, and rewards/unjudged says their share', stacklevel=3)
+
     def compare(
         self,
         batch: dict[str, Tensor],
         mask: Tensor, # (B, T), 1 where the answers are
-        rewards: Tensor, # (B,)
+        rewards: Tensor, # (B,), NaN where nobody judged
         price: Tensor, # (B, T), of the divergence, paid out of the reward
-    ) -> dict[str, Tensor]: # advantages, for ppo also returns
+    ) -> dict[str, Tensor]: # advantages, 0 where nobody judged; for ppo also returns
         "Advantages, as the method has them."
         c, net = self.config, rewards - price.sum(1)
         if c.method == 'grpo': return dict(advantages=group_relative(net, c.num_generations, c.scale_rewards))
         if c.method == 'rloo': return dict(advantages=leave_one_out(net, c.num_generations))
         if c.method == 'reinforce':
-            known = float(net.mean()) if self.baseline is None else self.baseline
-            self.baseline = c.baseline_decay*known + (1 - c.baseline_decay)*float(net.mean())
-            return dict(advantages=net - known)
+            mean = float(net.nanmean())
+            if math.isnan(mean): return dict(advantages=torch.zeros_like(net))
+            known = mean if self.baseline is None else self.baseline
+            self.baseline = c.baseline_decay*known + (1 - c.baseline_decay)*mean
+            return dict(advantages=(net - known).nan_to_num())
+        judged, rewards, everywhere = ~rewards.isnan()[:, None], rewards.nan_to_num(), mask
+        mask = mask*judged
+        if not judged.any(): return dict(advantages=torch.zeros_like(mask), returns=batch['values']*everywhere)
         last = mask*(mask.flip(1).cumsum(1).flip(1) == 1) # The last token of each answer has the reward of all of it
         each = last*rewards[:, None] - price
         if c.whiten_rewards: each = whiten(each, mask, shift=False)
         advantages, returns = gae(each, batch['values'], mask, c.gamma, c.lam)
+        returns = returns.where(judged, batch['values']*everywhere) # So that the value function learns nothing from them
         return dict(advantages=whiten(advantages, mask) if c.whiten_advantages else advantages, returns=returns)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -211,6 +238,7 @@ class Rollouts:
             if self.index >= stop: continue
             if self.round is None or self.round[0] != start:
                 seed = int(np.random.SeedSequence([self.config.seed, self.epoch, number]).generate_state(1)[0])
+                self.baselines = [*self.baselines[-255:], (self.epoch, start, self.baseline)]
                 self.round = start, self.collect(which, seed)
             answers, plan = self.round[1], []
             for i in range(self.config.num_iterations):
@@ -229,15 +257,21 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         "The place, the answers it is in the middle of, and what they depend on."
         at, answers = self.round or (0, {})
-        return dict(epoch=self.epoch, index=self.index, baseline=self.baseline, start=at, answers=dict(answers), about=self._about())
+        return dict(epoch=self.epoch, index=self.index, baseline=self.baseline, baselines=[*self.baselines], start=at, answers=dict(answers), about=self._about())
 
     def load_state_dict(
         self,
         state: dict[str, Any], # From `state_dict`; raises `ValueError` if it belongs to other prompts or another config
     ) -> None:
-        "Take up the place."
-        here = self._about()
-        if wrong := [f'{k}: {state["about"][k]} then, {here[k]} now' for k in here if state['about'][k] != here[k]]:
+        "Take up the place, which may be before the last rounds: the baseline is then what it was there."
+        here, then = ({**{k: v for k, v in x.items() if k != 'config'}, **{f'config.{k}': v for k, v in x['config'].items()}} for x in (self._about(), state['about']))
+        if wrong := [f'{k}: {then.get(k)} then, {here.get(k)} now' for k in {**here, **then} if then.get(k) != here.get(k)]:
             raise ValueError(f'These are not the rollouts that the saved place belongs to ({"; ".join(wrong)}).')
         self.epoch, self.index, self.baseline = state['epoch'], state['index'], state['baseline']
         self.round = (state['start'], dict(state['answers'])) if state['answers'] else None
+        self.baselines = [tuple(b) for b in state.get('baselines', [])] # Older checkpoints have none
+        passed = sum((epoch, start) <= (self.epoch, self.index) for epoch, start, _ in self.baselines)
+        if passed < len(self.baselines): # The round at this place is not the last one: it is asked again
+            first = max(0, passed - 1)
+            self.baseline, self.round = self.baselines[first][2], None
+            del self.baselines[first:]

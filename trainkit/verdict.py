@@ -207,7 +207,7 @@ class PromptJudge(TextJudge):
         columns |= dict(prompts=columns.pop('prompt'), completions=answers, completion_ids=[p.tokenizer.encode(a) for a in answers])
         total, each = score(p.rewards, p.config.rl.reward_weights, columns)
         right = [float(x.nanmean()) for name, x in each.items() if name in ('right_answer', 'passes_tests')][:1]
-        marks = {'reward': float(total.mean()), **dict(zip(['accuracy'], right, strict=False))}
+        marks = {'reward': float(total.nanmean()), **dict(zip(['accuracy'], right, strict=False))}
         return answers, marks
 
     def begin(self) -> list[str]:
