@@ -9,17 +9,20 @@ __all__ = ['whole', 'save_reward_model', 'save_reward_adapter', 'load_reward_mod
 
 # %% ../nbs/44_saving.ipynb #9136f5ba
 import json
+import warnings
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .adapters import adapter_tensors, peft_config, save_adapter
 from .config import atomic_folder, write_atomic
+from .generate import context_length
 from .lengths import tokenize_examples
 from .lora import merge_lora, put
 from .model import Transformer
@@ -96,13 +99,14 @@ def save_reward_adapter(
     return folder
 
 def load_reward_model(
-    folder: str | Path, # From `save_reward_model`
+    folder: str | Path, # From `save_reward_model`, or of the run that saved it there
 ) -> tuple[Any, Any]: # A model of transformers with one label, in eval mode, and its tokenizer
     "Open a reward model."
     import transformers
 
     from trainkit.tokenizer import BPETokenizer
-    if not (Path(folder)/'config.json').is_file(): raise FileNotFoundError(f'{folder} has no config.json: is it a reward model?')
+    folder = next((f for f in (Path(folder), Path(folder)/'model') if (f/'config.json').is_file()), None) or Path(folder)
+    if not (folder/'config.json').is_file(): raise FileNotFoundError(f'{folder} has no config.json, and no model/ that has one: is it a reward model?')
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)
     if model.config.num_labels != 1 or not hasattr(model, 'score'):
         raise ValueError(f'{folder} says {model.config.num_labels} numbers of a text, and a reward is one: is it a reward model?')
@@ -121,10 +125,17 @@ def score_texts(
     "What a reward model thinks of answers."
     rows = [dict(prompt=p, completion=c if isinstance(p, str) else [dict(role='assistant', content=c)]) # An answer may be empty
             for p, c in zip(prompts, completions, strict=True)]
-    texts = []
+    texts, room, long, bos = [], context_length(model), 0, getattr(tokenizer, 'bos_token_id', None)
     for row in tokenize_examples(rows, tokenizer):
-        last = int((row['labels'] != -100).nonzero()[0][-1]) + 1 # Nothing that follows an answer is judged
-        texts.append(torch.as_tensor(row['input_ids'][:last].astype('int64')))
+        places = (row['labels'] != -100).nonzero()[0] # Nothing that follows an answer is judged
+        prompt, answer = row['input_ids'][:places[0]], row['input_ids'][places[0]:places[-1] + 1]
+        if len(prompt) + len(answer) > room: # As `tokenize_pairs` cuts what a judge learns from
+            long, kept = long + 1, max(1, int(room) - len(answer))
+            first = prompt[:1] if kept > 1 and prompt[0] == bos else prompt[:0]
+            prompt, answer = np.concatenate((first, prompt[len(prompt) - kept + len(first):])), answer[:int(room) - kept]
+        texts.append(torch.as_tensor(np.concatenate((prompt, answer)).astype('int64')))
+    if long: warnings.warn(f'{long:,} of {len(texts):,} texts are longer than the {int(room):,} tokens that the reward model reads: their prompts lost their beginning, '
+                           'and answers that are too long even so their end', stacklevel=2)
     out, device = [], next(model.parameters()).device
     pad = getattr(model.config, 'pad_token_id', None)
     for at in range(0, len(texts), batch_size if pad is not None or isinstance(model, RewardModel) else 1):
