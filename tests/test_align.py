@@ -16,6 +16,7 @@ from trainkit.preferences import PairBatches, tokenize_pairs
 from trainkit.recipes import RunConfig, prepare, run
 from trainkit.reference import make_reference
 from trainkit.saving import load_reward_model, score_texts
+from trainkit.switch import adapters_off
 from trainkit.tokenizer import BPETokenizer
 from trainkit.train import Trainer
 from trainkit.unpaired import UnpairedBatches, kto_objective, tokenize_unpaired
@@ -123,7 +124,7 @@ def test_a_reward_model_judges_a_run(home):
     assert torch.allclose(torch.tensor(score_texts(*load_reward_model(lora.model_path), ['Spell 1.'], ['one'])),
                           torch.tensor(score_texts(lora.model, lora.tokenizer, ['Spell 1.'], ['one'])), atol=1e-5)
     assert json.loads((lora.folder/'adapter'/'adapter_config.json').read_text())['task_type'] == 'SEQ_CLS' and (lora.folder/'adapter'/'adapter_model.safetensors').is_file()
-    scored = run(config(home, 'grpo', 'scored', {'rl': {'num_prompts': 2, 'num_generations': 2, 'max_completion_length': 4, 'rewards': [str(judge.model_path), 'right_answer']}}, max_steps=2), verbose=False)
+    scored = run(config(home, 'grpo', 'scored', {'rl': {'num_prompts': 2, 'num_generations': 2, 'max_completion_length': 4, 'rewards': [str(judge.folder), 'right_answer']}}, max_steps=2), verbose=False)
     assert {'base_reward', 'reward', 'base_accuracy', 'accuracy', 'sampled_reward'} <= {*scored.metrics}
     assert len(logged(scored.folder, 'reward_reward_model')) == 2
 
@@ -160,6 +161,34 @@ def test_the_best_model_is_the_one_with_the_highest_rewards(home, own):
     assert [r['best'] for r in evals] == [r > max([float('-inf'), *rewards[:i]]) for i, r in enumerate(rewards)]
     assert 'Best by    eval_reward, of answers to' in (done.folder/'log.txt').read_text()
     assert config(home, 'rloo', 'by-loss', metric_for_best_model='loss').train.metric_for_best_model == 'loss'
+
+
+@pytest.mark.parametrize('method', ['dpo', 'reward', 'grpo', 'ppo'])
+def test_tokens_of_a_new_chat_format_are_learned(home, method):
+    "With the adapter off, which is what a reference asks, they are as they came."
+    def longer(completions, **columns): return [float(i) for i, _ in enumerate(completions)]
+    wanted = config(home, method, f'{method}-new', {**ADAPTER, 'sft': {'template': 'chatml'}})
+    done = run(wanted, rewards=[longer] if method in ('grpo', 'ppo') else (), verbose=False)
+    net = getattr(done.model, 'policy', done.model)
+    start, end = (done.tokenizer.special_tokens[t] for t in ('<|im_start|>', '<|im_end|>'))
+    rows = lambda: net.get_input_embeddings().weight[[start, end]]
+    assert not rows()[0].equal(rows()[1]) and 'The chat format brings 2 tokens' in (done.folder/'log.txt').read_text()
+    with adapters_off(net): assert rows()[0].equal(rows()[1])
+    kept = json.loads((done.folder/'adapter'/'adapter_config.json').read_text())['modules_to_save']
+    assert sorted(kept) == (['model.embed_tokens', 'score'] if method == 'reward' else ['lm_head', 'model.embed_tokens'])
+
+
+def test_rows_that_nobody_judges_do_not_end_a_run(home):
+    def some(completions, answer, **columns): return [float(len(text)) if word in judged else None for text, word in zip(completions, answer, strict=True)]
+    judged, wanted = NAMES, config(home, 'grpo', 'judged', max_steps=2)
+    train = [row['answer'] for row in prepare(wanted).train_batches.rows]
+    judged = train[:2]
+    with pytest.warns(UserWarning, match='judged by no reward function'): done = run(wanted, rewards=[some], verbose=False)
+    silent = logged(done.folder, 'rewards/unjudged')
+    assert silent == [0.75]*2 # A step goes over the eight prompts once
+    assert done.best_metric is None and done.steps == 2 # No held-out row is judged either: no evaluation is the best
+    judged = []
+    with pytest.raises(ValueError, match=f'no reward function judges any of the {len(train)} prompts'): run(config(home, 'grpo', 'unjudged'), rewards=[some], verbose=False)
 
 
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])

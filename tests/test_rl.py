@@ -308,6 +308,27 @@ def test_answers_that_nobody_judges_teach_nothing(method):
     with pytest.raises(ValueError, match='no reward function judges any of the 4 prompts'): Rollouts(net, Signs(), prompts, nobody, knobs).collect([0, 1], 1)
 
 
+def test_reinforce_expects_the_same_after_a_rescue(tmp_path):
+    "The step that could not be taken had asked for answers already, and its baseline had seen their rewards."
+    knobs = RLConfig('reinforce', num_prompts=2, num_generations=1, max_completion_length=5)
+    def train(folder, ends=0, resume=None):
+        calls = iter(range(1, 100))
+        def heavy(completion_ids, **columns):
+            if next(calls) == ends: raise OSError('the judge is not there')
+            return [float(sum(ids)) for ids in completion_ids]
+        torch.manual_seed(0)
+        model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32))
+        rollouts = Rollouts(model, Signs(), [f'{a}+{a}' for a in range(9)], heavy, knobs, batch_size=2)
+        plan = TrainConfig(output_dir=str(tmp_path/folder), max_steps=4, gradient_accumulation_steps=3, progress=False, save_strategy='no', logging_steps=1)
+        trainer = Trainer(model, rl_objective(knobs), rollouts, config=plan, optim=OptimConfig(learning_rate=1e-2), save_model=lambda model, folder: None)
+        return model, trainer.train(resume)
+    whole, result = train('whole')
+    with pytest.raises(OSError, match='not there') as error: train('again', ends=8) # The last round of the third step
+    assert 'step 2 is in' in error.value.__notes__[0]
+    again, _ = train('again', resume=True)
+    assert result.steps == 4 and all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
+
+
 def test_what_trls_trainers_cannot_do_is_refused():
     assert SETTINGS['grpo'](RLConfig(entropy_coef=0.01, use_bias_correction_kl=False)).items() >= dict(entropy_coef=0.01, use_bias_correction_kl=False).items()
     for kind, knobs, words in (('grpo', dict(kl_in_reward=True, beta=0.1), 'rl.kl_in_reward'), ('grpo', dict(kl_estimator='k2', beta=0.1), 'rl.kl_estimator'),
