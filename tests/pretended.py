@@ -28,18 +28,21 @@ BY_INDEX = {'index', 'index_put', 'index_put_', '_index_put_impl_', '_unsafe_ind
 def is_plain(x): return isinstance(x, torch.Tensor) and true_device.__get__(x).type == 'cpu' and x.layout == torch.strided and not isinstance(x, FakeTensor)
 
 
-def on_gpu(x) -> bool:
+def mark(x):
     try: return getattr(x.untyped_storage(), 'gpu', False)
-    except (NotImplementedError, RuntimeError): return False # Sparse, or functional
+    except (NotImplementedError, RuntimeError): return False # A wrapper of torch.func, and what it holds has its own
 
 
-def is_nowhere(x) -> bool: return is_plain(x) and getattr(x.untyped_storage(), 'gpu', False) is None # autograd's own zeros, which on a real GPU would be in the right place
+def on_gpu(x) -> bool: return bool(mark(x))
+def is_nowhere(x) -> bool: return is_plain(x) and mark(x) is None # Autograd's own zeros, which on a real GPU would be in the right place
 
 
 def put(x, gpu=True):
     "Mark everything in it that has memory of its own."
     for t in tree_leaves(x):
-        if is_plain(t): t.untyped_storage().gpu = gpu
+        if not is_plain(t): continue
+        try: t.untyped_storage().gpu = gpu
+        except NotImplementedError: pass # As above
     Watch.used |= bool(gpu)
     return x
 
