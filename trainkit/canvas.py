@@ -151,7 +151,7 @@ def table(
     show = lambda v: '' if v is None else f'{v:,}' if type(v) is int else number(v) if is_number(v) else str(v)
     right = {c for c in columns if rows and all(is_number(row.get(c, 0)) or row.get(c) is None for row in rows)}
     side = lambda c: 'right' if c in right else 'left'
-    style = 'padding:4px 14px 4px 0;vertical-align:top;'
+    style = 'padding:4px clamp(6px,1.2vw,14px) 4px 0;vertical-align:top;' # Closer together on a phone
     long = {c for c in columns if any(len(show(row.get(c))) > 16 for row in rows)}
     wrap = lambda c: 'white-space:nowrap;' if c not in long else '' if c == columns[0] else 'overflow-wrap:anywhere;' # Numbers stay whole
     line = 'border-bottom:1px solid rgba(128,128,128,.35);'

@@ -27,7 +27,7 @@ MARKS: tuple[tuple[float, str, str], ...] = ( # Lowest probability, what it is c
     (0., 'below 1 %', 'background:rgba(217,100,15,.42);border-bottom:2px solid #d9640f'),
 )
 _look = lambda p: next(look for least, _, look in MARKS if p >= least)
-_percent = lambda p: f'{100*p:.0f} %' if p >= 0.1 else f'{100*p:.1f} %' if p >= 0.001 else 'below 0.1 %'
+_percent = lambda p: f'{100*p:.0f}\xa0%' if p >= 0.1 else f'{100*p:.1f}\xa0%' if p >= 0.001 else 'below 0.1 %'
 
 def characters(
     answer: Answer,

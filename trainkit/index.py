@@ -99,12 +99,13 @@ def list_runs(
     if not root.is_dir(): return found
     known = read_index(root)
     for path in root.iterdir():
-        try: stat = (path/'metrics.jsonl').stat()
-        except OSError: continue # no run, or one that is just being deleted
-        log, entry = [stat.st_size, stat.st_mtime_ns], known.get(path.name)
-        if entry is None or entry['log'] != log:
-            entry = known[path.name] = dict(run=path.name, log=log, **Run(path).summary)
-            fresh.append(entry)
+        try:
+            stat = (path/'metrics.jsonl').stat()
+            log, entry = [stat.st_size, stat.st_mtime_ns], known.get(path.name)
+            if entry is None or entry['log'] != log:
+                entry = known[path.name] = dict(run=path.name, log=log, **Run(path).summary)
+                fresh.append(entry)
+        except OSError: continue # no run, or one that cannot be read, or is just being deleted
         found.append(Run(path, summary={k: entry[k] for k in ('started', 'status', 'final')}))
     if fresh:
         there = {run.name for run in found}

@@ -8,6 +8,8 @@
 __all__ = ['KEYS', 'progress_text', 'labels_html', 'PreferenceLabeler']
 
 # %% ../nbs/53_labeler.ipynb #f32dbb7b
+import json
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from .form import widgets
 from .labels import PreferenceLabels, sample_pairs
 from .page import Page
 from .reference import model_fingerprint
+from .view import notice
 
 # %% ../nbs/53_labeler.ipynb #6a8cfc98
 KEYS: dict[str, str] = {'a': 'left', 'b': 'right', '1': 'left', '2': 'right', 't': 'tie', 's': 'skip', 'u': 'undo'}
@@ -51,8 +54,17 @@ def labels_html(
                 f'grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr))">{card("A", now.left)}{card("B", now.right)}</div>')
     return Picture(f'<div {PLAIN} aria-label="{clean(progress_text(labels))}" style="font:14px/1.5 system-ui,sans-serif">{bar}{body}</div>')
 
+def _others(labels: PreferenceLabels, origin: Mapping[str, Any], prompts: Sequence[Any]) -> list[str]:
+    "In what the pairs of a journal differ from those that are asked for."
+    plain = lambda value: json.loads(json.dumps(value)) # As a journal gives it back
+    differs = lambda name: name in labels.provenance and labels.provenance[name] != plain(origin[name])
+    asked = {json.dumps(p, sort_keys=True) for p in prompts}
+    strange = differs('prompts') or any(json.dumps(pair['prompt'], sort_keys=True) not in asked for pair in labels.pairs)
+    return ['answers of another model']*differs('model') + ['other prompts']*strange + ['other knobs of sampling']*(differs('sampling') or differs('seed'))
+
 class PreferenceLabeler:
     "Pairs to be judged, on a page."
+    apart = 0.4 # Seconds between two verdicts by button; nobody reads two answers in less, and a double click is one verdict
 
     def __init__(
         self,
@@ -64,22 +76,22 @@ class PreferenceLabeler:
         self.labels = PreferenceLabels(path, pairs, **how)
         self.page = page = Page(lambda: labels_html(self.labels), key)
         W = widgets()
-        self.pair, self.said = W.HTML(), W.HTML()
-        do = lambda verdict: lambda: self.judge(verdict)
+        self.pair, self.said, self.note, self.pressed = W.HTML(), W.HTML(), W.HTML(), float('-inf')
+        do = lambda verdict: lambda: self._press(verdict)
         self.buttons = {word: page.button(text, icon, tip, do(word), style, '120px') for word, text, icon, tip, style in (
             ('left', 'A is better', 'arrow-left', 'Key a', 'info'), ('right', 'B is better', 'arrow-right', 'Key b', 'info'), ('tie', 'Tie', 'minus', 'Key t', ''),
             ('skip', 'Skip', 'step-forward', 'Key s', ''), ('undo', 'Undo', 'undo', 'Key u', ''))}
         self.keys = W.Text(placeholder='a b t s u', description='Keys', layout=W.Layout(width='170px'), style=dict(description_width='initial'))
         self.keys.observe(self._typed, names='value')
-        page.fill(self.said, self.pair, page.row(*self.buttons.values(), self.keys))
+        page.fill(self.note, self.said, self.pair, page.row(*self.buttons.values(), self.keys))
         self.widget, self.show, self.close = page.widget, page.show, page.close
         self.refresh()
 
     @classmethod
     def sample(
         cls,
-        path: str | Path, # Labels that are there are gone on with, and nothing is sampled
-        model: Any,
+        path: str | Path, # Labels that are there are gone on with, and nothing is sampled; the page says if they are of another model or other prompts
+        model: Any, # None: whatever is there
         tokenizer: Any,
         prompts: Sequence[Any], # Texts, or lists of messages
         seed: int = 0, # Of the samples, the order and the sides
@@ -89,12 +101,22 @@ class PreferenceLabeler:
         **knobs: Any, # Of `SamplingConfig`
     ) -> 'PreferenceLabeler':
         "Two answers of a model to each prompt, to be judged."
-        if Path(path).with_suffix('.journal.jsonl').exists(): return cls(path, key=key, who=who)
-        origin = dict(model=model_fingerprint(model), seed=seed, sampling=knobs, prompts=len(prompts))
+        origin = None if model is None else dict(model=model_fingerprint(model, adapter=True), seed=seed, sampling=knobs, prompts=len(prompts))
+        if Path(path).with_suffix('.journal.jsonl').exists():
+            made = cls(path, key=key, who=who)
+            if origin and (other := _others(made.labels, origin, prompts)):
+                made.page.put(made.note, notice(f'These {len(made.labels.pairs)} pairs were there before, with {" and ".join(other)}; nothing was sampled. '
+                                                f'Another name than {Path(path).name} gives new pairs.', '#bf8700', 'note'))
+            return made
         return cls(path, sample_pairs(model, tokenizer, prompts, seed, **knobs), key, seed=seed, repeat=repeat, provenance=origin, who=who)
 
+    def _press(self, verdict: str):
+        if verdict != 'undo' and time.monotonic() - self.pressed < self.apart: return
+        self.judge(verdict)
+        self.pressed = time.monotonic() if verdict != 'undo' else float('-inf')
+
     def judge(self, verdict: str): # One of `VERDICTS`, or 'undo'
-        "What a button does."
+        "What a button and a key do."
         if verdict == 'undo': self.labels.undo()
         else: self.labels.judge(verdict)
         self.refresh()

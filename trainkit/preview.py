@@ -52,20 +52,24 @@ class Expected(NamedTuple):
 def expect_memory(
     config: Any, # A `RunConfig`
     free: int | None = None, # Bytes; None: what this machine has now
+    seconds: float = 10, # Of work, then `TimeoutError`; three times as many for what would help
 ) -> Expected: # Raises what making the model raises
     "Predict the peak of a run's steps, and say whether it fits."
-    from trainkit.ledger import show_bytes
+    from trainkit.ledger import give_up_after, show_bytes
     from trainkit.needs import free_here, knobs_of, plan_needs, predict_needs
     here, on_gpu = free_here()
-    room, found = free if free is not None else here, predict_needs(config)
+    room = free if free is not None else here
+    with give_up_after(seconds): found = predict_needs(config)
     beside = 0 if config.adapts or config.method != 'dpo' else found.parts.get('parameters', 0) # The reference, a frozen copy
     peak, where = found.peak + beside, 'on the GPU' if on_gpu else 'in this machine'
     if peak < room: return Expected(peak, room, f'A step will take about {show_bytes(peak)} of the {show_bytes(room)} free {where}.')
-    plan = plan_needs(config, max(1, room - beside), host=not on_gpu)
+    text = f'A step will take about {show_bytes(peak)}, and {show_bytes(room)} are free {where}. '
+    try:
+        with give_up_after(3*seconds): plan = plan_needs(config, max(1, room - beside), host=not on_gpu)
+    except TimeoutError as error: return Expected(peak, room, f'{text}What would help is {error}.')
     turn = ', '.join(f'{name} = {json.dumps(value)}' for name, value in knobs_of(plan, config).items())
-    text = (f'A step will take about {show_bytes(peak)}, and {show_bytes(room)} are free {where}. '
-            + (f'What helps: {turn}; that takes about {show_bytes(plan.peak + beside)}.' if plan.fits else
-               f'No knob helps enough: the least is {show_bytes(plan.peak + beside)}. Take a smaller model.'))
+    text += (f'What helps: {turn}; that takes about {show_bytes(plan.peak + beside)}.' if plan.fits else
+             f'No knob helps enough: the least is {show_bytes(plan.peak + beside)}. Take a smaller model.')
     return Expected(peak, room, text)
 
 # %% ../nbs/50_preview.ipynb #167866bb

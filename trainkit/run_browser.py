@@ -77,6 +77,7 @@ def runs_html(
     chosen: Sequence[Run] = (), # Those to look at
     metric: str = 'loss',
     log_y: bool = False,
+    empty: str = 'No run is here.', # Said where none is listed
 ) -> Picture: # HTML
     "Runs as a page that needs no kernel."
     finals = [(run, run.final()) for run in runs]
@@ -85,7 +86,7 @@ def runs_html(
     began = lambda run: run.started[5:16].replace('T', '\xa0').replace('-', '\u2011') # One that no line is broken in
     rows = [{'run': ('●\xa0' if id(run) in marked else '') + run.name, 'started': began(run), **{c: final.get(c) for c in shown},
              'status': run.status} for run, final in finals]
-    parts = [str(table(rows, f'{len(runs)} run{"s"*(len(runs) != 1)}')) if rows else '<p style="opacity:.75">No run is here.</p>']
+    parts = [str(table(rows, f'{len(runs)} run{"s"*(len(runs) != 1)}')) if rows else f'<p style="opacity:.75;overflow-wrap:anywhere">{clean(empty)}</p>']
     if chosen: parts.append(str(overlay(chosen, metric, log_y)))
     if len(chosen) > 1:
         found = compare(*chosen)
@@ -147,7 +148,13 @@ class RunBrowser:
         "The runs that are looked at."
         return [run for run in self.found if run.name in self.list.value]
 
-    def html(self) -> Picture: return runs_html(self.found, self.chosen, self.metric.value, self.log_y.value)
+    def html(self) -> Picture: return runs_html(self.found, self.chosen, self.metric.value, self.log_y.value, self._none())
+
+    def _none(self) -> str:
+        "Why no run is listed."
+        where = self.root.resolve()
+        if self.runs: return f'The filter describes none of the runs in {where}.'
+        return f'No run is in {where}.' if where.is_dir() else f'There is no folder {where}.'
 
     def draw(self):
         "Show what is chosen."
