@@ -186,7 +186,7 @@ MAY_IMPORT = {
     'voices': 'characters chat generate hf',
     'chat_compare': 'canvas form masks page voices',
     'labels': 'chat files generate intervals knobs',
-    'labeler': 'canvas form labels page reference',
+    'labeler': 'canvas form labels page reference view',
     'run_browser': 'canvas charts compare form index knobs page runs',
     'session': 'config hf plan recipes remote runs story',
     'explore': 'canvas form knobs view',
