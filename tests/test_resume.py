@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, in_child
 
 sys.path.insert(0, str(ROOT/'benchmarks'))
 import kill_resume
@@ -82,6 +82,58 @@ def test_termination_saves_and_a_resume_ends_alike(tmp_path):
     assert Path(result.final_checkpoint).name == 'checkpoint-4' and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     trainer(tmp_path/'run').train('auto')
     assert end(tmp_path/'run') == end(tmp_path/'whole')
+
+
+def lose_terminal(folder, workers):
+    "A run whose terminal goes away in its fourth step, as when a connection is lost."
+    import fcntl
+    import pty
+    import termios
+    os.setsid()
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+    for fd in (1, 2): os.dup2(slave, fd)
+    os.close(slave)
+    class Say:
+        def on_end(self, trainer, record):
+            print('x'*10_000, flush=True) # nobody is there
+            os.write(2, b'x')
+    def leave(trainer):
+        os.close(master) # the kernel says so to the leader of the session, and a shell says it again
+        os.killpg(0, signal.SIGHUP)
+    run = trainer(folder/'run', [At(4, leave), Say()])
+    run.train_batches.num_workers = workers
+    result = run.train()
+    (folder/'end').write_text(f'{result.stop_reason} {result.exit_code} {result.final_checkpoint}')
+
+
+@posix
+@pytest.mark.parametrize('workers', [0, 1])
+def test_a_lost_connection_saves_and_a_resume_ends_alike(tmp_path, workers):
+    trainer(tmp_path/'whole').train()
+    in_child(lose_terminal, tmp_path, workers, folder=tmp_path)
+    assert (tmp_path/'end').read_text() == f'terminated 143 {tmp_path/"run"/"checkpoints"/"checkpoint-4"}'
+    trainer(tmp_path/'run').train('auto')
+    assert end(tmp_path/'run') == end(tmp_path/'whole')
+
+
+@pytest.mark.parametrize('how', [True, 'auto'])
+def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, how):
+    "One is passed over; all are an error that names them, and nothing is moved or written."
+    trainer(tmp_path/'whole').train()
+    trainer(tmp_path/'run', [At(7, lambda t: t.control.stop())]).train()
+    home = tmp_path/'run'/'checkpoints'
+    (home/'checkpoint-7'/'state.json').unlink()
+    with pytest.warns(UserWarning, match='Passed over .*checkpoint-7: it lacks state.json'): trainer(tmp_path/'run').train(how)
+    assert end(tmp_path/'run') == end(tmp_path/'whole')
+    for path in find_checkpoints(home): (path/'model.safetensors').write_bytes(b'half')
+    before = sorted(home.rglob('*'))
+    with pytest.raises(ValueError, match=r'checkpoint-12 is damaged: model.safetensors has 4 of .*checkpoint-6 is damaged.*under another name'):
+        trainer(tmp_path/'run').train(how)
+    with pytest.raises(ValueError, match='checkpoint-12 is damaged: .* Name another checkpoint, or begin anew'):
+        trainer(tmp_path/'run').train(home/'checkpoint-12')
+    assert sorted(home.rglob('*')) == before
+    assert trainer(tmp_path/'new').train('auto').steps == 12
 
 
 @pytest.mark.parametrize('asynchronous', [True, False])

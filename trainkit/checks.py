@@ -57,16 +57,16 @@ def check_plan(
 def find_start(
     folder: Path | None, # Of the run
     resume: bool | str | Path | None, # True: the last checkpoint; 'auto': if there is one; or its path; None: anew
-) -> Path | None: # The checkpoint to go on from; None: from the beginning
+) -> Path | None: # The checkpoint to go on from; None: from the beginning, never where a resume finds only damaged ones
     "Which checkpoint to load, if any; refuses to write over an earlier run."
+    if resume not in (True, 'auto', None, False): return Path(resume)
     home = folder/'checkpoints' if folder else None
-    last = latest_checkpoint(home) if home else None
-    if resume in (True, 'auto'):
+    last = latest_checkpoint(home, bool(resume)) if home else None
+    if resume:
         if last is None and resume is True:
             raise FileNotFoundError(f'no checkpoint in {home or "output_dir, which is empty"}: '
                                     'train() starts from the beginning')
         return last
-    if resume: return Path(resume)
     if last: raise FileExistsError(f'{folder} holds {last.name} of an earlier run: train(resume=True)'
                                    ' goes on from it, or choose another output_dir')
     return None

@@ -133,7 +133,8 @@ ELSEWHERE: dict[str, str | Callable[[Any], dict | str]] = {
     **{name: f'is optim.{name}' for name in (
         'learning_rate', 'weight_decay', 'adam_beta1', 'adam_beta2', 'adam_epsilon', 'optim', 'lr_scheduler_type',
         'warmup_steps', 'warmup_ratio')},
-    **{name: f'is {name} of the run itself, one level up' for name in ('report_to', 'run_name')},
+    'report_to': 'is report_to of the run itself, one level up',
+    'run_name': 'is name of the run itself, one level up',
 }
 TrainConfig.ELSEWHERE = ELSEWHERE # type: ignore
 
@@ -245,7 +246,7 @@ class Control:
 
     @contextmanager
     def session(self):
-        "While a loop runs: the state is not idle, and Ctrl-C and SIGTERM are stop buttons."
+        "While a loop runs: the state is not idle, and Ctrl-C, SIGTERM and a lost terminal are stop buttons."
         self.running = True
         try:
             with stop_on_signal(self): yield
@@ -259,14 +260,24 @@ EXIT_CODES = {'interrupted': 130, 'terminated': 143} # As a shell has them: 128 
 def stop_on_signal(
     control: Control,
 ):
-    "The first Ctrl-C or SIGTERM stops after the step, a second one at once; in other threads nothing changes."
+    "The first Ctrl-C, SIGTERM or lost terminal stops after the step, a second one at once; in other threads nothing changes."
     default, owner = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}, os.getpid()
+    hangup = getattr(signal, 'SIGHUP', None) # Not on Windows
+    if hangup is not None: default[hangup] = signal.SIG_DFL
+    screens = [fd for fd in (1, 2) if os.isatty(fd)]
     before = {number: signal.getsignal(number) for number in default}
     # An ignored Ctrl-C stays ignored; whoever answers to SIGTERM himself, a launcher say, goes on doing so
     mine = [n for n in default if before[n] not in (None, signal.SIG_IGN) and (n == signal.SIGINT or before[n] == signal.SIG_DFL)]
     if threading.current_thread() is not threading.main_thread(): mine = []
     def first(number, frame):
         for n in mine: signal.signal(n, default[n])
+        if number == hangup:
+            signal.signal(hangup, signal.SIG_IGN) # The kernel says it, and the shell once more
+            if os.getpid() != owner: return # A forked worker has work to do until the run is saved
+            for fd in screens: # What is said from now on nobody reads, and to write there would fail
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, fd)
+                os.close(nothing)
         if os.getpid() != owner: os.kill(os.getpid(), number) # A forked worker is to end, not to save
         else: control.stop('interrupted' if number == signal.SIGINT else 'terminated')
     for n in mine: signal.signal(n, first)
@@ -339,3 +350,5 @@ class TrainingError(RuntimeError):
     ):
         super().__init__(message)
         self.step, self.checkpoint = step, checkpoint
+
+    def __reduce__(self): return type(self), (str(self), self.step, self.checkpoint), vars(self) # Another process reads it whole

@@ -89,7 +89,8 @@ def check_start(
     path = find_start(trainer.folder, resume)
     if path is None: return None, []
     if resume not in (True, 'auto') and (problem := problem_with(path)):
-        raise (ValueError if path.exists() else FileNotFoundError)(f'{path} {problem}')
+        if not path.exists(): raise FileNotFoundError(f'{path} {problem}')
+        raise ValueError(f'{path} {problem}. Name another checkpoint, or begin anew: without resume, under another name')
     return path, check_identity(read_manifest(path)['about'].get('identity', {}), identity_of(trainer), path.name, force)
 
 def go_on(

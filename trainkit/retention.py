@@ -26,13 +26,22 @@ def find_checkpoints(
 
 def latest_checkpoint(
     folder: str | Path, # Where the checkpoints of the run are
+    resume: bool = False, # Raise `ValueError` where there are some, and none is whole
 ) -> Path | None: # The newest whole one, or None
     "The checkpoint to go on from; damaged and foreign ones are named in a warning and passed over."
     from trainkit.checkpoint import problem_with # Here and below: most folders are swept without torch
+    newest, wrong = None, {}
     for path in reversed(find_checkpoints(folder)):
-        if not (problem := problem_with(path)): return path
-        warnings.warn(f'Passed over {path}: it {problem}', stacklevel=2)
-    return None
+        if not (problem := problem_with(path)):
+            newest = path
+            break
+        wrong[path] = problem
+    if resume and wrong and newest is None:
+        each = '; '.join(f'{path.name} {problem}' for path, problem in wrong.items())
+        raise ValueError(f'{folder} holds no checkpoint to go on from: {each}. Put a whole copy of one back, or '
+                         'begin anew: without resume, under another name')
+    for path, problem in wrong.items(): warnings.warn(f'Passed over {path}: it {problem}', stacklevel=2)
+    return newest
 
 # %% ../nbs/17_retention.ipynb #7ea730e7
 def rotate(
