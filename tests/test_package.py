@@ -160,9 +160,9 @@ MAY_IMPORT = {
     'reward': 'likelihood objective pairs step',
     'families': 'architecture config model',
     'hub': 'knobs',
-    'hf': 'config families hub model quant tokenizer',
+    'hf': 'config families ggml hub model quant tokenizer',
     'twin': 'adapters families lora model reward tokenizer',
-    'llamafactory': 'columns config dataset files optim',
+    'llamafactory': 'columns config dataset files optim templates',
     'engines': 'llamafactory trl_words',
     'trl_words': 'dataloader plan rewards',
     'with_trl': 'config engines files objective optim plan precision progress step train trl_words twin',
@@ -199,7 +199,7 @@ MAY_IMPORT = {
     'quant_explorer': 'canvas explore int8 knobs ledger lora_explorer nf4',
     'text_explorers': 'canvas chat explore knobs lengths masks patterns templates tokenizer',
     'recipes': 'align config dataset engines families forecast health hf hub judge lock lora machine method monitor objective offload optim parts plan progress remote report rl runs saving tokenizer track train verdict with_trl',
-    'needs': 'architecture facts hf knobs ledger method model offload planner',
+    'needs': 'architecture facts hf knobs ledger method model offload planner templates',
     'rehearsal': 'engines files forecast method plan recipes',
     'talk': 'chat generate knobs',
     'strategy': 'config sharded',
@@ -415,10 +415,25 @@ def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_wrong_with_a_config_can_be_said_by_another_process():
+def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
+    import builtins
     import copy
+    import importlib
     import pickle
-    from trainkit.knobs import ConfigError, Problem
-    error = ConfigError([Problem('cups', 0, 'must be ≥ 1'), Problem('leaf', 'grene', "must be 'green'")], 'Shop')
-    for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
-        assert (str(other), other.problems, other.source) == (str(error), error.problems, 'Shop')
+    from trainkit.knobs import Problem
+    log = tmp_path/'stderr.log'
+    log.write_text('CUDA is gone')
+    words = {'ConfigError': ([Problem('cups', 0, 'must be ≥ 1')], 'Shop'), 'TrainingError': ('loss is nan', 7, 'checkpoint-6'),
+             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',)}
+    raised = lambda name: isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
+    classes = [getattr(importlib.import_module(f'trainkit.{path.stem}'), node.name) for path in PACKAGE.glob('*.py')
+               for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(node, ast.ClassDef)
+               and any(isinstance(base, ast.Name) and (raised(base.id) or base.id in words) for base in node.bases)]
+    assert {kind.__name__ for kind in classes} == set(words)
+    errors = [kind(*words[kind.__name__]) for kind in classes]
+    log.unlink()
+    for error in errors:
+        error.add_note('(at step 7)')
+        for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+            assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
+            assert other.__notes__ == ['(at step 7)']

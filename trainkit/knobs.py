@@ -102,7 +102,7 @@ class ConfigError(ValueError):
         super().__init__(f'{source}: ' * bool(source) + '\n  '.join(
             ([f'{len(self.problems)} problems'] if len(self.problems) > 1 else []) + [str(p) for p in self.problems]))
 
-    def __reduce__(self): return type(self), (self.problems, self.source) # Another process reads it whole
+    def __reduce__(self): return type(self), (self.problems, self.source), vars(self) # Another process reads it whole, notes too
 
 # %% ../nbs/00_knobs.ipynb #6697787d
 def nearest(

@@ -101,6 +101,9 @@ class WorkerDied(RuntimeError):
             f'It said nothing in {log}' if log else 'It left no log'
         super().__init__(f'Process {"?" if rank is None else rank} died{again} ({how}). {tail}')
 
+    def __reduce__(self): # Another process reads what was said, though the log be gone
+        return type(self), (self.rank, self.exit_code, None), vars(self) | dict(args=self.args)
+
 def find_failure(
     said: str, # What torchrun wrote
     logs: Path, # Its --log-dir

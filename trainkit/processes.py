@@ -61,7 +61,9 @@ class ProcessFailed(RuntimeError):
     "A process of a `notebook_launch` died; `rank`, and `trace`, its traceback."
     def __init__(self, rank: int, why: str, trace: str = ''):
         super().__init__(f'Process {rank} died: {why}' + f'\n{trace}' * bool(trace))
-        self.rank, self.trace = rank, trace
+        self.rank, self.why, self.trace = rank, why, trace
+
+    def __reduce__(self): return type(self), (self.rank, self.why, self.trace), vars(self) # Another process reads it whole
 
 def notebook_launch(
     function: Callable, # Makes its model and trainer itself

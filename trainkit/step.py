@@ -64,6 +64,8 @@ class NothingToLearn(ValueError):
             "Usually the prompt alone fills max_length and the answer was cut off, or the loss mask marks no "
             "answer. Look at `count_items(batch)` for each batch; drop such rows, or raise max_length.")
 
+    def __reduce__(self): return type(self), (), vars(self) # Another process reads it as it was said
+
 def count_window(
     objective: Callable, # Perhaps with `counts`
     batches: list[dict], # Of all processes
