@@ -159,3 +159,9 @@ def test_llama_cpp_writes_the_same(tmp_path):
             assert same[-1] or (kind == 'q8_0' and len(behind) >= 8 and behind.max() < 0.2), (kind, prompt, text, behind)
         del server
     assert sum(same) >= 5 # of 6
+
+
+@pytest.mark.parametrize('version, remedy', [(0, 'probably damaged'), (0xdeadbeef, 'probably damaged'), (1, 'make it again')])
+def test_a_version_that_cannot_be_says_what_to_do(tmp_path, version, remedy):
+    (tmp_path/'m.gguf').write_bytes(b'GGUF' + version.to_bytes(4, 'little') + bytes(100))
+    with pytest.raises(ValueError, match=f'm.gguf has GGUF version {version}, .*{remedy}'): load_pretrained(tmp_path/'m.gguf')

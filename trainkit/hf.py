@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from .config import atomic_folder, load_config, pick_device, save_config, write_atomic
 from .families import CONSTANTS, check_weights, from_hf, from_hf_config, from_hf_weights, hf_architecture, obstacles
 from .families import stored_as, take_weights, to_hf, to_hf_config, to_hf_weights
+from .ggml import gguf_version
 from .hub import fetch_model
 from .model import ModelConfig, Transformer
 from .quant import QuantConfig, load_quantized, quantize_model, tensor_files
@@ -69,14 +70,25 @@ def _quiet() -> Iterator[None]:
         log.set_verbosity(level)
         if bars: log.enable_progress_bar()
 
+def _refuse_adapter(folder: Path) -> None:
+    "An adapter by itself is no model."
+    try: said = json.loads((folder/'adapter_config.json').read_text(encoding='utf-8'))
+    except (OSError, ValueError): return
+    base = said.get('base_model_name_or_path')
+    whole = f"the model with it folded in is {folder.parent/'model'}" if (folder.parent/'model'/'config.json').is_file() else \
+        f"fold it in with trainkit merge {base or 'BASE'} {folder} OUTPUT, and open that"
+    raise ValueError(f"{folder} is an adapter{f' of {base}' if base else ''}, and no model: {whole}")
+
 def read_config(
     folder: str | Path, # With `config.json`, `trainkit.json`, or both
 ) -> ModelConfig: # Raises `ValueError` with what we do not compute, `FileNotFoundError` without a config
     "The shape and the choices of the model in a folder."
     theirs, ours = Path(folder)/'config.json', Path(folder)/'trainkit.json'
     if not theirs.is_file():
+        _refuse_adapter(Path(folder))
         if ours.is_file(): return load_config(ModelConfig, ours)
-        raise FileNotFoundError(f'{folder} has neither config.json nor trainkit.json: is it a model?')
+        inside = f' No, but {theirs.parent/"model"} is one' if (theirs.parent/'model'/'config.json').is_file() else ''
+        raise FileNotFoundError(f'{folder} has neither config.json nor trainkit.json: is it a model?{inside}')
     try: data = json.loads(theirs.read_text(encoding='utf-8'))
     except ValueError as error:
         raise ValueError(f'{theirs} is not JSON ({error}): copy or download it again') from None
@@ -94,7 +106,10 @@ def _find(source: str | Path, cache_dir: str | Path | None = None, token: str | 
     "A folder or a GGUF file: here, else fetched from the hub."
     path, name = Path(source).expanduser(), str(source)
     if path.suffix == '.gguf' and path.is_file() and not path.stat().st_size: raise ValueError(f'{path} is empty: copy or download it again')
-    if path.is_dir() or (path.is_file() and path.suffix == '.gguf'): return path
+    if path.is_dir(): return path
+    if path.is_file() and path.suffix == '.gguf':
+        with open(path, 'rb') as file: gguf_version(file)
+        return path
     if path.exists() or not re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name):
         raise FileNotFoundError(f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
                                 "'owner/name'")
