@@ -90,7 +90,8 @@ def test_sft_of_the_whole_model(more):
     assert [r['tokens'] for r in ours] == [r['tokens'] for r in theirs]
 
 
-@pytest.mark.parametrize('lora', [dict(r=4), pytest.param(dict(r=4, use_dora=True, use_rslora=True, modules_to_save=['norm'], rank_pattern={'q_proj': 2}), marks=pytest.mark.slow)], ids=['plain', 'dora'])
+@pytest.mark.parametrize('lora', [dict(r=4), dict(r=4, modules_to_save=['embed_tokens']), # whose head shares its weight
+                                  pytest.param(dict(r=4, use_dora=True, use_rslora=True, modules_to_save=['norm'], rank_pattern={'q_proj': 2}), marks=pytest.mark.slow)], ids=['plain', 'tied', 'dora'])
 def test_sft_of_an_adapter(lora):
     ours, theirs, a, b = both(add_lora(small(), LoRAConfig(**lora)), **SFT)
     agree(ours, theirs), same_weights(a, b)
@@ -407,6 +408,23 @@ def test_the_shell_runs_trl(home):
                  'train.mixed_precision=no', 'train.progress=false', 'data.max_length=64', cwd=home)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)['steps'] == 4
+
+
+@pytest.mark.parametrize('method, tied, words', [
+    ('lora', True, dict(additional_target='embed_tokens')), ('lora', False, dict(additional_target='norm,embed_tokens,lm_head')),
+    ('freeze', False, dict(freeze_extra_modules='embed_tokens,lm_head')), ('sft', True, {}), ('reward', True, None)])
+def test_llamafactory_learns_the_tokens_of_a_chat_format(home, tmp_path, method, tied, words):
+    from trainkit.hf import save_pretrained
+    from trainkit.llamafactory import llamafactory_arguments
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['zero one two three four five six seven eight nine']*3, 262, special_tokens=['<|endoftext|>'])
+    tokenizer.eos_token = '<|endoftext|>'
+    save_pretrained(small(vocab_size=tokenizer.vocab_size, tie_embeddings=tied), tokenizer, tmp_path/'base')
+    lora = {'lora': {'r': 4, 'modules_to_save': ['norm']}} if method == 'lora' and not tied else {}
+    said = llamafactory_arguments(config_of(home, 'x', 'llamafactory', method, 'talks', init_from=str(tmp_path/'base'), **lora), 100)
+    ours = ('resize_vocab', 'additional_target', 'freeze_extra_modules')
+    assert {k: said[k] for k in ours if k in said} == ({} if words is None else dict(resize_vocab=True, **words))
+    assert 'resize_vocab' not in llamafactory_arguments(config_of(home, 'x', 'llamafactory', method, 'talks'), 100) # it knows them
 
 
 def test_thumbs_are_written_as_llamafactory_reads_them(home, tmp_path):

@@ -91,3 +91,29 @@ def test_memory_in_a_shell(tmp_path):
     assert done.returncode == 0 and 'train.per_device_train_batch_size=' in done.stdout, done.stderr
     done = call('memory', 'plan', *shape, '--machine', 'T5', cwd=tmp_path)
     assert done.returncode == 1 and "'T5' is no amount of memory" in done.stderr and 'Traceback' not in done.stderr
+
+
+@pytest.mark.parametrize('method, tied, chat', [('lora', True, False), ('lora', False, False), ('freeze', False, False), ('dpo', False, False), ('lora', False, True)])
+def test_tokens_of_a_new_chat_format_are_counted(tmp_path, method, tied, chat):
+    "Embedding and head then learn as a whole, with gradients and states; a base that knows the tokens needs no more than it did."
+    from trainkit.chat import set_template
+    from trainkit.hf import save_pretrained
+    from trainkit.method import method_config
+    from trainkit.needs import read_setup
+    from trainkit.planner import make_setup
+    from trainkit.recipes import prepare
+    from trainkit.tokenizer import BPETokenizer
+    rows = [dict(prompt=f'Say {n}.', **(dict(chosen='yes', rejected='no') if method == 'dpo' else dict(completion='yes'))) for n in range(8)]
+    (tmp_path/'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    tokenizer = BPETokenizer.train([row['prompt'] + ' yes no' for row in rows], 260, special_tokens=['<|endoftext|>'])
+    tokenizer.eos_token = '<|endoftext|>'
+    if chat: set_template(tokenizer, 'chatml')
+    model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_heads=2, n_layers=2, d_ff=64, max_seq_len=64, tie_embeddings=tied))
+    save_pretrained(model, tokenizer, tmp_path/'base')
+    config = method_config(dict(method=method, init_from=str(tmp_path/'base'), data=dict(path=str(tmp_path/'rows.jsonl'), max_length=32), lora=dict(r=2),
+                                sft=dict(trainable_layers=1, **({} if chat else dict(template='chatml'))), **(dict(use_lora=True) if method == 'dpo' else {})))
+    needs = read_setup(config)
+    counted = make_setup(needs.model, needs.setup)
+    learned = lambda net: {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
+    assert learned(counted) == learned(prepare(config).model)
+    assert any('embed_tokens' in name for name in learned(counted)) != chat

@@ -53,11 +53,12 @@ def pair_up(
 # %% ../nbs/44_align.ipynb #60050f1b
 _NUMBERS = 'reference.npz'
 
-def _base(config: RunConfig, base: tuple[Any, Any] | None) -> tuple[Any, Any]:
+def _base(config: RunConfig, base: tuple[Any, Any] | None) -> tuple[Any, Any, int]: # The last: tokens that the model has never seen
     if base is None: raise ValueError(f"method = '{config.method}' goes on from a trained model: say which with init_from")
     model, tokenizer = base
+    known = len(tokenizer)
     if config.sft.template: set_template(tokenizer, config.sft.template, model)
-    return model, tokenizer
+    return model, tokenizer, len(tokenizer) - known
 
 def _asked(rows: Sequence[Mapping], tokenizer: Any, model: Any, most: int) -> list[dict]:
     "Held-out prompts as questions, with the chosen answer as what is expected."
@@ -82,7 +83,7 @@ def _prepare_labels(config: RunConfig, model: Any, tokenizer: Any, rows: dict[st
         train, test = (tokenize_unpaired(some, tokenizer, length, d.max_prompt_length, d.truncation, num_workers=c.preprocessing_num_workers) if some else []
                        for some in (rows['train'], rows['eval']))
     liked = [dict(row, chosen=row['completion']) for row in rows['eval'] if row['label']]
-    asked, causal = _asked(liked, tokenizer, model, config.sft.questions), adapt(model, config)
+    asked, causal = _asked(liked, tokenizer, model, config.sft.questions), adapt(model, config, facts['new_tokens'])
     batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, UnpairedBatches)
     reference = make_reference(causal, d.reference)
     facts |= dict(max_length=length, rows=len(train), reference=reference.kind)
@@ -99,8 +100,9 @@ def prepare_pairs(
 ) -> Parts:
     "Preferences: read, encode, adapt, ask the reference."
     seconds: dict[str, float] = {}
-    c, d, (model, tokenizer) = config.data, config.dpo, _base(config, base)
+    c, d, (model, tokenizer, new) = config.data, config.dpo, _base(config, base)
     with timed(seconds, 'reading'): rows, facts = load_splits(c)
+    facts['new_tokens'] = new
     if facts['kind'] == 'unpaired' and config.method == 'dpo' and {*d.loss_type} <= {*UNPAIRED} and not d.reference_free and config.engine == 'trainkit':
         seed_everything(config.train.seed)
         return _prepare_labels(config, model, tokenizer, rows, facts, seconds)
@@ -117,7 +119,7 @@ def prepare_pairs(
         return pairs
     with timed(seconds, 'encoding'): train, test = encode(rows['train']), encode(rows['eval'])
     asked = _asked(rows['eval'], tokenizer, model, config.sft.questions) if config.method == 'dpo' else []
-    causal = model = adapt(model, config)
+    causal = model = adapt(model, config, new)
     keep, callbacks, reference, kind = {}, [], None, 'none is needed'
     if config.method == 'reward':
         model, objective, kind = RewardModel(causal), reward_objective(), ''
@@ -190,8 +192,9 @@ def prepare_prompts(
 ) -> Parts:
     "Prompts: read, adapt, find the rewards, let the model write its own batches."
     seconds: dict[str, float] = {}
-    c, (model, tokenizer) = config.train, _base(config, base)
+    c, (model, tokenizer, new) = config.train, _base(config, base)
     with timed(seconds, 'reading'): rows, facts = load_splits(config.data)
+    facts['new_tokens'] = new
     if facts['kind'] == 'text':
         raise ValueError(f"data.path = {facts['path']!r} holds text, and method = '{config.method}' asks the model something: give rows with a prompt")
     seed_everything(c.seed)
@@ -200,7 +203,7 @@ def prepare_prompts(
     found = [*map(find_reward, config.rl.rewards), *rewards]
     if not found and all('answer' in row for some in (prompts['train'], prompts['eval']) for row in some): found = [right_answer()]
     if not found: raise ValueError(f"rl.rewards is empty, and the rows have no column answer to compare with: name a reward, such as {', '.join(REWARDS)}, or the folder of a reward model")
-    model = disable_dropout(adapt(model, config))
+    model = disable_dropout(adapt(model, config, new))
     causal, model = model, ActorCritic(model) if config.method == 'ppo' else model
     batches = Rollouts(model, tokenizer, prompts['train'], found, config.rl, c.per_device_train_batch_size)
     few = replace(config.rl, num_generations=min(2, config.rl.num_generations), num_iterations=1)

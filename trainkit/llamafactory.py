@@ -30,6 +30,7 @@ from .config import pick_device, pick_dtype
 from .dataset import load_splits, to_messages
 from .files import write_atomic
 from .optim import warmup_steps
+from .templates import missing_tokens
 
 # %% ../nbs/43_llamafactory.ipynb #4c89e317
 STAGES = {'pretrain': 'pt', 'sft': 'sft', 'freeze': 'sft', 'lora': 'sft', 'qlora': 'sft', 'dpo': 'dpo', 'reward': 'rm', 'ppo': 'ppo'}
@@ -113,6 +114,14 @@ def _adapter(config: Any) -> dict[str, Any]:
     if factors: raise ValueError(f'optim.lr_factors = {factors}: LLaMA-Factory has only that of lora_B')
     return found
 
+def _new_tokens(folder: str, tuning: str, target: str | None) -> dict[str, Any]:
+    "What makes room for the tokens of a chat format, and lets embedding and head learn where all else is frozen."
+    from transformers import AutoConfig
+    shape = AutoConfig.from_pretrained(folder)
+    ends = ','.join(['wte' if shape.model_type == 'gpt2' else 'embed_tokens', *['lm_head']*(not shape.tie_word_embeddings)])
+    learns = {'full': {}, 'freeze': dict(freeze_extra_modules=ends), 'lora': dict(additional_target=f'{target},{ends}' if target else ends)}
+    return dict(resize_vocab=True, **learns[tuning])
+
 def _method(config: Any, stage: str) -> dict[str, Any]:
     d = config.dpo
     if stage == 'kto': return dict(pref_beta=d.beta, kto_chosen_weight=d.desirable_weight, kto_rejected_weight=d.undesirable_weight)
@@ -178,6 +187,8 @@ def llamafactory_arguments(
     if tuning == 'lora': found |= _adapter(config)
     elif config.optim.lr_factors: raise ValueError(f'optim.lr_factors = {config.optim.lr_factors}: LLaMA-Factory has only that of lora_B')
     if tuning == 'freeze': found['freeze_trainable_layers'] = sft.trainable_layers
+    if stage != 'pt' and (sft.template or stage == 'sft') and missing_tokens(config.init_from, sft.template or ''):
+        found |= _new_tokens(config.init_from, tuning, found.get('additional_target'))
     if q := config.quant.bits:
         found |= dict(quantization_bit=q, quantization_method='bnb')
         if q == 4: found |= dict(quantization_type=config.quant.quant_type, double_quantization=config.quant.double_quant)

@@ -58,17 +58,26 @@ def read_setup(
     longest = getattr(shape, 'max_seq_len', length)
     if config.method in ('dpo', 'reward'): rows, note = 2*rows, 'each row is a pair of answers, counted as two; a reference model is not counted'
     elif config.method not in ('pretrain', 'sft', 'freeze', 'lora', 'qlora'): note = 'the training step alone; answering has a cache of its own'
+    new = _new_tokens(config)
+    if new and hasattr(shape, 'vocab_size'): shape = replace(shape, vocab_size=shape.vocab_size + new)
     model: Any = shape
-    if config.method == 'freeze': model = _frozen(shape, config.sft.trainable_layers)
+    if config.method == 'freeze': model = _frozen(shape, config.sft.trainable_layers, new > 0)
     return Needs(model, Setup(
         batch_size=rows, seq_len=min(length, longest), accumulation=train.gradient_accumulation_steps, chunked_loss=True,
         mixed_precision=train.mixed_precision if train.mixed_precision in ('bf16', 'fp16') else 'no',
         checkpointing=config.model.gradient_checkpointing, optim=config.optim.optim, in_backward=train.optimizer_in_backward,
         lora_rank=config.lora.r if config.adapts else 0, bits=config.quant.bits if config.adapts else None,
-        offload=train.offload_optimizer, lora=config.lora if config.adapts else None), note)
+        offload=train.offload_optimizer, lora=config.lora if config.adapts else None, new_tokens=new > 0), note)
 
-def _frozen(shape: Any, count: int) -> Callable[[], Any]:
-    "Only some blocks learn: the last ones, or the first ones below 0."
+def _new_tokens(config: Any) -> int:
+    "How many tokens the chat format of a run brings, as far as the tokenizer's files tell."
+    from trainkit.templates import missing_tokens
+    asks = config.method in ('sft', 'freeze', 'lora', 'qlora') or config.sft.template # Opinions are read in the model's own format
+    folder = config.tokenizer.path or config.init_from
+    return len(missing_tokens(folder, config.sft.template or '')) if config.init_from and asks and config.method != 'pretrain' else 0
+
+def _frozen(shape: Any, count: int, ends: bool = False) -> Callable[[], Any]:
+    "Only some blocks learn: the last ones, or the first ones below 0; with new tokens embedding and head, too."
     def make() -> Any:
         from trainkit.model import Transformer
         from trainkit.offload import find_blocks
@@ -76,6 +85,7 @@ def _frozen(shape: Any, count: int) -> Callable[[], Any]:
         made.requires_grad_(False)
         blocks = list(find_blocks(made))
         for block in blocks[-count:] if count > 0 else blocks[:-count]: block.requires_grad_(True)
+        for layer in (made.get_input_embeddings(), made.get_output_embeddings()) if ends else (): layer.requires_grad_(True)
         return made
     return make
 

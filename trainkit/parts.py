@@ -25,7 +25,7 @@ from .dataset import DataConfig, load_splits, to_messages
 from .generate import context_length
 from .judge import questions
 from .lengths import Examples, tokenize_examples
-from .lora import add_lora
+from .lora import add_lora, with_vocabulary
 from .memmap import open_shards
 from .method import RunConfig, TokenizerConfig
 from .model import ModelConfig, Transformer
@@ -199,9 +199,9 @@ def prepare_sft(
     seed_everything(config.train.seed)
     with timed(seconds, 'model'):
         model, tokenizer = base or (None, prepare_tokenizer(config.tokenizer, rows['train'], saved/'tokenizer' if saved else None))
-        known = model.config.vocab_size if model else 0
+        known = len(tokenizer)
         if sft.template or not tokenizer.chat_template: set_template(tokenizer, sft.template or 'chatml', model)
-        new_tokens = model.config.vocab_size - known if model else 0
+        new_tokens = len(tokenizer) - known if model else 0
         model = model or prepare_model(config.model, tokenizer)
     length = int(min(c.max_length, context_length(model)))
     with timed(seconds, 'encoding'):
@@ -226,8 +226,4 @@ def adapt(
     "Few bits where the config wants them, and an adapter beside them: in this order."
     if not config.adapts: return model
     if config.quant.bits and not any(isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()): quantize_model(model, config.quant)
-    lora = config.lora
-    if new_tokens:
-        ends = ['embed_tokens', *['lm_head']*(not model.config.tie_embeddings)]
-        lora = replace(lora, modules_to_save=[*dict.fromkeys([*(lora.modules_to_save or ()), *ends])])
-    return add_lora(model, lora)
+    return add_lora(model, with_vocabulary(model, config.lora, config.method != 'reward') if new_tokens else config.lora)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from .canvas import PALETTE, Picture, svg, text
 from .knobs import nearest
 from .ledger import MemoryReport, read_bytes, show_bytes
-from .lora import LoRAConfig, add_lora, put
+from .lora import LoRAConfig, add_lora, put, with_vocabulary
 from .memory import predict_memory
 from .model import ModelConfig, Transformer
 from .offload import OffloadedOptimizer, checkpoint_blocks
@@ -48,6 +48,7 @@ class Setup:
     bits: int | None = None # The frozen weights, beside LoRA, are NF4 (4) or whole numbers (8)
     offload: bool = False # The optimizer and its states are in main memory
     lora: LoRAConfig | None = field(default=None, repr=False) # What is adapted and how; None: all linear layers
+    new_tokens: bool = False # Some were never seen, so beside adapters embedding and head learn as a whole
 
     def __post_init__(self):
         if (self.bits or self.half_weights) and not self.lora_rank:
@@ -73,7 +74,8 @@ def make_setup(
             inside, outside = old.weight.shape if hasattr(old, 'nf') else reversed(old.weight.shape) # GPT-2's are transposed
             put(made, name, kind(inside, outside, old.bias is not None, dtype=old.weight.dtype))
     if setup.lora_rank:
-        made = add_lora(made, replace(setup.lora or LoRAConfig(target_modules='all-linear'), r=setup.lora_rank))
+        lora = replace(setup.lora or LoRAConfig(target_modules='all-linear'), r=setup.lora_rank)
+        made = add_lora(made, with_vocabulary(made, lora) if setup.new_tokens else lora)
     if setup.checkpointing: checkpoint_blocks(made)
     return made
 

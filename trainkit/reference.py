@@ -132,8 +132,8 @@ def model_fingerprint(
     "A hash of every weight of the bare model."
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(bare(model).state_dict(keep_vars=True).items()):
-        if ('lora_' in name and not adapter) or not isinstance(value, Tensor): continue
-        digest.update(f"{name.replace('base_layer.', '').replace('base_model.model.', '')} {tuple(value.shape)} {value.dtype}".encode())
+        if (not adapter and ('lora_' in name or '.modules_to_save.' in name)) or not isinstance(value, Tensor): continue
+        digest.update(f"{name.replace('base_layer.', '').replace('original_module.', '').replace('base_model.model.', '')} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

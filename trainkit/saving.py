@@ -90,8 +90,10 @@ def save_reward_adapter(
 ) -> Path: # The folder, whole or not at all
     "Write the adapter and the head, as PEFT keeps those of `AutoModelForSequenceClassification`."
     config = peft_config(causal, base=base)
-    config |= dict(task_type='SEQ_CLS', modules_to_save=[*(config['modules_to_save'] or []), 'score'])
-    tensors = adapter_tensors(causal) | {'base_model.model.score.weight': model.score.weight.detach().float().cpu().contiguous().clone()}
+    ends = [n for n, m in causal.named_modules() if m is causal.get_output_embeddings()] # Which theirs has not
+    config |= dict(task_type='SEQ_CLS', modules_to_save=[*(n for n in config['modules_to_save'] or () if n not in ends), 'score'])
+    learned = {n: t for n, t in adapter_tensors(causal).items() if not any(n.startswith(f'base_model.model.{end}.') for end in ends)}
+    tensors = learned | {'base_model.model.score.weight': model.score.weight.detach().float().cpu().contiguous().clone()}
     if bad := [name for name, t in tensors.items() if not t.isfinite().all()]: raise ValueError(f'{bad[0]} is not finite: the adapter is broken, and nothing was saved')
     with atomic_folder(folder := Path(folder)) as temporary:
         save_file(tensors, temporary/'adapter_model.safetensors', {'format': 'pt'})

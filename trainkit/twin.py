@@ -155,6 +155,16 @@ def _their_layers(theirs: Any, layers: dict[str, Any], rename: Callable[[str], s
         if ours.bias is not None: new.bias = old.bias
         put(theirs, rename(name), new.to(old.weight.device))
 
+def _share(model: nn.Module, theirs: Any) -> None:
+    "What stands under several names in ours is one parameter in theirs, too: PEFT copies an embedding and its head apart."
+    place, first, there = _same_place(model, theirs), {}, dict(theirs.named_parameters(remove_duplicate=False))
+    for name, ours in model.named_parameters(remove_duplicate=False):
+        if place(name) not in there: continue
+        one = first.setdefault(id(ours), there[place(name)])
+        if there[place(name)] is not one:
+            layer, _, last = place(name).rpartition('.')
+            setattr(theirs.get_submodule(layer), last, one)
+
 @torch.no_grad()
 def open_twin(
     model: Any, # Our `Transformer` or `RewardModel`, or a model of transformers; perhaps with `add_lora` and `quantize_model`
@@ -180,7 +190,8 @@ def open_twin(
         from peft import LoraConfig, get_peft_model
         said = {k: v for k, v in peft_config(model, name).items() if k != 'peft_type'}
         if isinstance(model, RewardModel):
-            said |= dict(task_type='SEQ_CLS', modules_to_save=['score'])
+            kept = [plain(n) for n in said['modules_to_save'] or ()]
+            said |= dict(task_type='SEQ_CLS', modules_to_save=[*kept, 'score'])
             for key in ('rank_pattern', 'alpha_pattern'): said[key] = {plain(k): v for k, v in said[key].items()}
             said['target_modules'] = [plain(n) for n in said['target_modules']]
         theirs = get_peft_model(theirs, LoraConfig(**{**said, 'inference_mode': False}), name)
@@ -189,6 +200,7 @@ def open_twin(
             if type(other) is nn.Parameter and (ours.shape, ours.dtype) == (other.shape, other.dtype): other.data = ours.data # One memory for both
             elif ours.requires_grad: other.copy_(ours)
             other.requires_grad_(ours.requires_grad)
+        _share(model, theirs)
     return theirs.train()
 
 def fast_tokenizer(
