@@ -38,9 +38,9 @@ def group_relative(
     centred = groups - groups.nanmean(1, keepdim=True)
     if scale == 'none': return centred.nan_to_num().flatten()
     if scale not in ('group', 'batch'): raise ValueError(f"scale = {scale!r}: must be 'group', 'batch' or 'none'")
-    spread = centred.square() if scale == 'group' else (groups - groups.nanmean()).square()
-    over = dict(dim=1, keepdim=True) if scale == 'group' else {}
-    std = (spread.nansum(**over)/((~groups.isnan()).sum(**over) - 1)).sqrt()
+    several = groups if scale == 'group' else groups.reshape(1, -1)
+    squares = (several - several.nanmean(1, keepdim=True)).square()
+    std = (squares.nansum(1, keepdim=True)/((~several.isnan()).sum(1, keepdim=True) - 1)).sqrt()
     return (centred/(std + 1e-4)).nan_to_num().flatten() # TRL's 1e-4: equal rewards give 0, not 0/0
 
 def no_spread(
