@@ -9,7 +9,9 @@ from conftest import ROOT, shell
 
 from trainkit.config import from_profile, load_config
 from trainkit.dataset import DataConfig, write_examples
+from trainkit.hf import load_pretrained
 from trainkit.lora import LoRAConfig
+from trainkit.merge import merge_folder
 from trainkit.optim import OptimConfig
 from trainkit.plan import TrainConfig
 from trainkit.recipes import RunConfig, SFTConfig, prepare, run
@@ -273,6 +275,13 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
         with torch.no_grad():
             theirs = PeftModel.from_pretrained(base, result.folder/'adapter').eval()(ids).logits
             assert torch.allclose(theirs, AutoModelForCausalLM.from_pretrained(result.model_path).eval()(ids).logits, atol=1e-4)
+        merge_folder(plan.init_from, result.folder/'adapter', home/'merged') # with the tokenizer of the run
+        (ours, words), (same, _) = (load_pretrained(folder, dtype=torch.float32) for folder in (home/'merged', result.model_path))
+        with torch.no_grad(): assert torch.allclose(ours(ids).logits, same(ids).logits, atol=1e-4)
+        assert words.chat_template == tokenizer.chat_template and ours.generation_config.eos_token_id == same.generation_config.eos_token_id == end
+        with pytest.raises(ValueError, match=r'adapter is an adapter of .*, and no model: the model with it folded in is'):
+            run(RunConfig(**{**vars(plan), 'init_from': str(result.folder/'adapter')}), verbose=False)
+        with pytest.raises(FileNotFoundError, match='is it a model. No, but'): run(RunConfig(**{**vars(plan), 'init_from': str(result.folder)}), verbose=False)
 
 
 def test_what_a_run_cannot_take_is_said_before_it_begins(home):

@@ -134,6 +134,20 @@ def merged_tensor(
     if (m := parts.get('lora_magnitude_vector')) is not None: wide = wide * (m.float() / wide.norm(dim=1)).unsqueeze(1)
     return (wide.T if flipped else wide).to(W.dtype)
 
+def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]: # What the ids of its roles are
+    "The base's tokenizer does not know the new tokens; that of the adapter lies in its folder, or in that of its run."
+    source = next((p for p in (adapter, adapter.parent/'tokenizer') if (p/'tokenizer.json').is_file()), None)
+    if source is None: return {}
+    for name in ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json', 'added_tokens.json'):
+        if (source/name).is_file(): shutil.copy(source/name, output/name)
+    ids = {t['content']: t['id'] for t in json.loads((source/'tokenizer.json').read_text(encoding='utf-8')).get('added_tokens', ())}
+    said = json.loads((source/'tokenizer_config.json').read_text(encoding='utf-8')) if (source/'tokenizer_config.json').is_file() else {}
+    words = {role: said.get(f'{role}_token') for role in ('bos', 'eos', 'pad')}
+    found = {f'{role}_token_id': ids[word] for role, word in words.items() if isinstance(word, str) and word in ids}
+    if (file := output/'generation_config.json').is_file():
+        file.write_text(json.dumps(json.loads(file.read_text(encoding='utf-8')) | found, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+    return found
+
 def merge_folder(
     base: str | Path, # A model's folder, whole or in parts
     adapter: str | Path, # An adapter's folder, ours or PEFT's
@@ -214,7 +228,9 @@ def merge_folder(
         for file in ('config.json', 'trainkit.json'):
             if (temporary/file).is_file():
                 data = json.loads((temporary/file).read_text(encoding='utf-8'))
-                if vocab_size > data.get('vocab_size', vocab_size): data['vocab_size'] = vocab_size
+                if vocab_size > data.get('vocab_size', vocab_size):
+                    data['vocab_size'] = vocab_size
+                    if file == 'config.json': data |= _take_tokenizer(Path(adapter), temporary)
                 if untied: data['tie_word_embeddings' if file == 'config.json' else 'tie_embeddings'] = False
                 (temporary/file).write_text(json.dumps(data, indent=2, sort_keys=True) + '\n', encoding='utf-8')
         index = temporary/'model.safetensors.index.json'
