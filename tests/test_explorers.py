@@ -266,3 +266,22 @@ def test_every_explorer_stands_in_its_lesson():
                     assert not source.startswith('#|') and 'role="alert"' not in html, f'{path.stem}: {name}'
                     shown.setdefault(name, []).append(path.stem)
     assert {*shown} == {*explorers.__all__} - {'Explorer'}
+
+
+@pytest.mark.parametrize('missing', ['IPython', 'ipywidgets'])
+def test_without_a_notebook_the_remedy_is_said(every, monkeypatch, missing):
+    import builtins
+    from trainkit.page import Page
+    from trainkit.studio import TrainerPanel
+    from trainkit.recipes import RunConfig
+    explorer, page, panel = every['packing'](), Page(lambda: ''), TrainerPanel(RunConfig())
+    real = builtins.__import__
+    def lacks(name, *rest):
+        if name.partition('.')[0] == missing: raise ModuleNotFoundError(f'No module named {missing!r}')
+        return real(name, *rest)
+    monkeypatch.setattr(builtins, '__import__', lacks)
+    shows = [explorer.show, page.show, panel.show] if missing == 'IPython' else [lambda: Page(lambda: ''), lambda: TrainerPanel(RunConfig()), lambda: View(explorer)]
+    for show in shows:
+        with pytest.raises(ImportError, match=rf"needs {missing}: pip install 'trainkit-llm\[lab\]'"): show()
+    monkeypatch.undo()
+    for each in (page, panel): each.close()

@@ -19,7 +19,7 @@ from html import escape
 from typing import Any, ClassVar
 
 from .canvas import PLAIN, Picture
-from .form import Field, close_all, show_text, widgets
+from .form import Field, close_all, notebook, show_text, widgets
 from .knobs import ConfigError, Knob, Problem, check_config, knobs
 from .view import notice
 
@@ -81,7 +81,7 @@ class Explorer:
 
     def show(self) -> None:
         "Put knobs and picture on the page; the picture alone where there is no kernel or no ipywidgets."
-        from IPython.display import display
+        display = notebook().display
         shell = sys.modules['IPython'].get_ipython()
         view, why = None, ''
         if getattr(shell, 'kernel', None) is not None:

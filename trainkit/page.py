@@ -13,12 +13,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from .form import close_all, take_place, widgets
+from .form import close_all, notebook, take_place, widgets
 from .view import notice
 
 # %% ../nbs/53_page.ipynb #38a07bf5
 STILL = ('<style>.jp-OutputArea:has(.jupyter-widgets) .trainkit-still,.output:has(.jupyter-widgets) .trainkit-still'
-         '{display:none}</style><div class="trainkit-still">%s</div>')
+         '{display:none}.trainkit-page.trainkit-page.trainkit-page :focus-visible{outline:2px solid #1f77c9!important;outline-offset:1px}</style>'
+         '<div class="trainkit-still">%s</div>')
 
 class Page:
     "The buttons, errors, and end of a widget."
@@ -34,7 +35,7 @@ class Page:
         take_place(self, self.pages, key, str(id(self)))
         self.lock, self.worker = threading.RLock(), None
         W = widgets()
-        self.alert, self.widget = W.HTML(), W.VBox([])
+        self.alert, self.widget = W.HTML(), W.VBox([]).add_class('trainkit-page')
 
     def button(
         self,
@@ -88,16 +89,15 @@ class Page:
 
     def show(self) -> None:
         "Put it into the notebook."
-        from IPython.display import HTML, display
+        page = notebook()
         bundle = {'application/vnd.jupyter.widget-view+json': dict(version_major=2, version_minor=0, model_id=self.widget.model_id), 'text/plain': ''}
-        display(bundle, raw=True)
-        self.handle = display(HTML(STILL % self.html()), display_id=True)
+        page.display(bundle, raw=True)
+        self.handle = page.display(page.HTML(STILL % self.html()), display_id=True)
 
     def settle(self):
         "Something is finished: the saved notebook shall show it."
         if self.handle is not None and not self.closed:
-            from IPython.display import HTML
-            self.handle.update(HTML(STILL % self.html()))
+            self.handle.update(notebook().HTML(STILL % self.html()))
 
     def close(self):
         "Take it away, with all that belongs to it; what was seen stays in the notebook."

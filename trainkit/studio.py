@@ -21,7 +21,7 @@ from typing import Any
 
 from .canvas import grid
 from .config import ConfigError
-from .form import Form, close_all, take_place, widgets
+from .form import Form, close_all, notebook, take_place, widgets
 from .preview import as_code, expect_memory, preview_data
 from .session import TrainSession
 from .story import ACTIVE, Snapshot
@@ -72,6 +72,7 @@ class TrainerPanel:
         take_place(self, self.panels, key, f'{config.method} {config.name}')
         self.job, self.session, self.closed, self.finished = job, TrainSession(config, job), False, True
         self.lock, self.handle, self.seen, self.drawn = threading.RLock(), None, -1, 0.
+        self.foreseen = False # Whether the memory of what the form says was looked at
         self.timer: threading.Timer | None = None
         self.form = Form(config, in_sight(config), self._presets(config) if presets is None else presets, self._changed)
         self._build(config)
@@ -177,6 +178,7 @@ class TrainerPanel:
         if self.closed or not hasattr(self, 'code'): return
         if self.code.value: self.code.value = '' if form.problems else as_code(form.config)
         with self.lock: self.start_button.disabled = bool(form.problems) or not buttons(self.session.snapshot())['start']
+        self.foreseen = False
         if self.handle is not None: self.predict_soon()
 
     def predict_soon(self):
@@ -190,10 +192,14 @@ class TrainerPanel:
         "Say beside Start whether it will fit."
         if self.form.problems or self.closed: return
         with self.predicting:
-            if self.session.state in ACTIVE: return
-            try: expected = expect_memory(self.form.config)
-            except Exception as error: text, colour = f'How much memory a step will take is not known: {error}', '#6e7781'
-            else: text, colour = expected.text, '#1a7f37' if expected.fits else '#cf222e'
+            if self.session.state in ACTIVE:
+                if self.foreseen: return
+                text, colour = 'The run began before it was known how much memory a step will take.', '#6e7781'
+            else:
+                self.foreseen = True
+                try: expected = expect_memory(self.form.config)
+                except Exception as error: text, colour = f'How much memory a step will take is not known: {error}', '#6e7781'
+                else: text, colour = expected.text, '#1a7f37' if expected.fits else '#cf222e'
         with self.lock: self._put(self.memory, notice(text, colour, 'status'))
 
     # What is shown
@@ -246,7 +252,7 @@ class TrainerPanel:
 
     def show(self) -> None:
         "Put it on the page; the cell ends at once."
-        from IPython.display import display
+        display = notebook().display
         if not self.memory.value: self._put(self.memory, notice('How much memory a step will take is being worked out.', '#6e7781', 'status')) # Its place, so that no button moves
         self.handle = display(self, display_id=True)
         if self.handle is not None: self.predict_soon()
