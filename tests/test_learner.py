@@ -92,6 +92,93 @@ def test_a_filter_is_read_as_it_is_typed(tmp_path):
     assert names('learning_rate > 5e-3 finished') == names('learning_rate>5e-3  finished') == ['a']
 
 
+def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
+    "Labels that are there are gone on with; the page says what they are not, and asking for the same again says nothing."
+    import torch
+
+    from trainkit.labeler import PreferenceLabeler
+    from trainkit.model import ModelConfig, Transformer
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['hello you'], 258, special_tokens=['<|endoftext|>'])
+    def make(seed):
+        torch.manual_seed(seed)
+        return Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=1, n_layers=1, d_ff=32, max_seq_len=64))
+    def note(seed=0, prompts=('a', 'b'), **more):
+        made = PreferenceLabeler.sample(tmp_path/'x.jsonl', make(seed), tokenizer, prompts, key='said', **{'max_new_tokens': 4, **more})
+        made.close()
+        return made.note.value
+    assert not note() and not note()
+    assert 'These 2 pairs' in note(1) and 'answers of another model;' in note(1)
+    assert 'with other prompts;' in note(prompts=('a', 'c')) and 'another' not in note(prompts=('a', 'c')).split(';')[0]
+    assert 'other knobs of sampling' in note(temperature=2.0) and 'another model and other prompts' in note(1, ('c',))
+
+
+def test_a_double_click_is_one_verdict(tmp_path, monkeypatch):
+    from trainkit import labeler
+    now = SimpleNamespace(time=100.)
+    monkeypatch.setattr(labeler.time, 'monotonic', lambda: now.time)
+    pairs = [dict(prompt=str(i), answers=['a', 'b']) for i in range(6)]
+    made = labeler.PreferenceLabeler(tmp_path/'x.jsonl', pairs, key='double', repeat=0)
+    given = lambda: [v['verdict'] for v in made.labels.verdicts]
+    made.buttons['left'].click(), made.buttons['left'].click()
+    assert given() == ['left']
+    now.time += 0.5
+    made.buttons['right'].click(), made.buttons['undo'].click(), made.buttons['tie'].click()
+    assert given() == ['left', 'tie'], 'what was taken back can be said anew at once'
+    made.keys.value = 'ab'
+    assert given() == ['left', 'tie', 'left', 'right'], 'keys are as quick as the fingers'
+    made.close()
+
+
+def test_a_folder_without_runs_is_named(tmp_path, monkeypatch):
+    from trainkit.run_browser import RunBrowser
+    from trainkit.runs import RunFolder
+    monkeypatch.chdir(tmp_path)
+    browser = RunBrowser('mine', key='none')
+    assert f'There is no folder {tmp_path/"mine"}.' in browser.picture.value
+    (tmp_path/'mine'/'odd'/'metrics.jsonl').mkdir(parents=True) # A folder where a log should be: no run, and no end of the list
+    browser.again.click()
+    assert f'No run is in {tmp_path/"mine"}.' in browser.picture.value and not browser.page.alert.value
+    with RunFolder(tmp_path/'mine'/'a', 'x: 1\n') as folder: folder.record('log', dict(step=1, loss=2.))
+    browser.again.click()
+    assert [run.name for run in browser.found] == ['a'] and not browser.page.alert.value
+    browser.words.value = 'nobody'
+    assert f'The filter describes none of the runs in {tmp_path/"mine"}.' in browser.picture.value
+    browser.close()
+
+
+def test_an_absurd_size_is_given_up(monkeypatch):
+    "A million rows are not counted to their end; the panel says so, and the next size is predicted."
+    from trainkit.studio import expect_memory
+    seconds = [0.5, 100]
+    monkeypatch.setattr('trainkit.studio.expect_memory', lambda config: expect_memory(config, seconds=seconds.pop(0)))
+    small = 'model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 tokenizer.vocab_size=300 data.max_length=64'.split()
+    made = TrainerPanel(load_config(RunConfig, {}, small), job=count, key='absurd')
+    rows = made.form.field('train.per_device_train_batch_size').widget
+    rows.value = '1000000'
+    made.predict()
+    assert 'is not known: too large to be worked out here' in made.memory.value
+    rows.value = '2'
+    made.predict()
+    assert 'A step will take about' in made.memory.value
+    made.close()
+
+
+def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):
+    "What was not looked at before Start is said to be unknown, and not to be being worked out; what was, stays."
+    monkeypatch.setattr('trainkit.studio.expect_memory', lambda config: SimpleNamespace(text=f'{config.train.max_steps} steps', fits=True))
+    panel.predict()
+    panel.start()
+    panel.predict()
+    assert '2000 steps' in panel.memory.value
+    panel.stop()
+    panel.session.wait(10)
+    panel.form.field('train.max_steps').widget.value = '1000'
+    panel.start()
+    panel.predict()
+    assert 'The run began before it was known' in panel.memory.value
+
+
 def test_a_question_that_fails_is_not_lost():
     from trainkit.chat import set_template
     from trainkit.chat_compare import ChatCompare
