@@ -284,6 +284,11 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
         with pytest.raises(FileNotFoundError, match='is it a model. No, but'): run(RunConfig(**{**vars(plan), 'init_from': str(result.folder)}), verbose=False)
 
 
+def test_the_name_of_a_run_in_the_words_of_other_libraries():
+    assert load_config(RunConfig, {'run_name': 'mine'}).name == 'mine'
+    with pytest.raises(ValueError, match='train.run_name.*is name of the run itself, one level up'): load_config(RunConfig, {'train': {'run_name': 'mine'}})
+
+
 def test_what_a_run_cannot_take_is_said_before_it_begins(home):
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
     theirs = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1))

@@ -161,7 +161,7 @@ def _unset(cls: type, doc: str) -> Any:
 @dataclass
 class RunConfig:
     "Everything about one run."
-    name: str = knob('run', 'Name of the run; its folder is runs_dir/name')
+    name: str = knob('run', 'Name of the run; its folder is runs_dir/name', aliases=('run_name',))
     runs_dir: str = knob('runs', 'Where run folders are')
     method: str = knob('pretrain', 'What is learned: text from the first word on (pretrain), or answers, by the whole model (sft), some blocks '
                        '(freeze), an adapter (lora) or an adapter over 4 bits (qlora); which of two answers is better, by the model (dpo) or by a judge of it (reward); '
