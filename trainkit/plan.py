@@ -272,7 +272,7 @@ def stop_on_signal(
     def first(number, frame):
         for n in mine: signal.signal(n, default[n])
         if number == hangup:
-            signal.signal(hangup, signal.SIG_IGN) # The kernel says it, and the shell once more
+            signal.signal(number, signal.SIG_IGN) # The kernel says it, and the shell once more
             if os.getpid() != owner: return # A forked worker has work to do until the run is saved
             for fd in screens: # What is said from now on nobody reads, and to write there would fail
                 nothing = os.open(os.devnull, os.O_WRONLY)
