@@ -2,6 +2,8 @@
 from copy import deepcopy
 from types import SimpleNamespace
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -38,12 +40,13 @@ from trainkit.unpaired import UnpairedBatches, collate_unpaired, kto_objective
 def there(tmp_path):
     "Run a function of this file in a process with a GPU."
     def run(function, *args):
-        found = in_child(with_gpu, function, *args, folder=tmp_path)
+        found = in_child(with_gpu, tmp_path, function, *args, folder=tmp_path)
         assert found.returncode == 0, found.stderr[-3000:]
     return run
 
 
-def with_gpu(function, *args):
+def with_gpu(folder, function, *args):
+    os.chdir(folder)
     pretend_gpu()
     function(*args)
 

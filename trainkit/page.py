@@ -24,6 +24,7 @@ STILL = ('<style>.jp-OutputArea:has(.jupyter-widgets) .trainkit-still,.output:ha
 class Page:
     "The buttons, errors, and end of a widget."
     pages: dict[str, 'Page'] = {} # Cell or name -> what is there
+    key: str # Under which it is there
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from .align import prepare_pairs, prepare_prompts
 from .config import dump_config, recheck
 from .dataset import write_examples
 from .engines import engine_line, run_llamafactory
-from .families import hf_architecture, obstacles
+from .families import FAMILIES, hf_architecture, obstacles
 from .forecast import MemoryWatch
 from .health import HealthCheck
 from .hub import HubPush
@@ -95,7 +95,8 @@ def prepare(
     rewards: Sequence[Callable] = (), # Reward functions besides those of `config.rl.rewards`
 ) -> Parts:
     "Everything that comes before the first step."
-    if base and not hasattr(getattr(base[0], 'config', None), 'n_layers'):
+    shape = base and getattr(base[0], 'config', None)
+    if base and not hasattr(shape, 'n_layers') and getattr(shape, 'model_type', None) in (None, *FAMILIES): # Others stay as they are
         raise TypeError(f'base holds a {type(base[0]).__name__}, and a run is of a Transformer: from_hf(model) of trainkit.hf makes one of what transformers has '
                         '(an adapter of PEFT merged first), and Trainer takes any module')
     base = base or (open_trained(config) if config.init_from else None)

@@ -59,6 +59,7 @@ _LOOK = """<style>
 class TrainerPanel:
     "A run on a page."
     panels: dict[str, 'TrainerPanel'] = {} # Cell or name -> the panel that is there
+    key: str # Under which it is there
     every = 0.2 # Seconds between two looks
     predicting = threading.Lock() # One at a time: the last word is that of the last change
 

@@ -359,4 +359,4 @@ def missing_tokens(
     form = TEMPLATES.get(template or ('' if own else 'chatml'))
     if not whole or form is None: return []
     known = {*whole.get('model', {}).get('vocab', ()), *(token['content'] for token in whole.get('added_tokens', ()))}
-    return [token for token in dict.fromkeys([*form.tokens, *[form.eos]*bool(form.eos)]) if token not in known]
+    return [token for token in dict.fromkeys([*form.tokens, *filter(None, [form.eos])]) if token not in known]

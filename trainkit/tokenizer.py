@@ -289,12 +289,12 @@ class BPETokenizer:
         lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal ids
     ) -> 'BPETokenizer':
         "The same tokenizer as one of tiktoken."
-        if isinstance(source, str | Path) and not Path(source).is_file():
-            raise FileNotFoundError(f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')")
         if hasattr(source, '_mergeable_ranks'):
             tokens = source._mergeable_ranks
             special = source._special_tokens if special_tokens is None else special_tokens
             pattern = pattern or TIKTOKEN_PATTERNS.get(source._pat_str, source._pat_str)
+        elif isinstance(source, str | Path) and not Path(source).is_file():
+            raise FileNotFoundError(f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')")
         else: tokens, special = source if isinstance(source, Mapping) else read_ranks(source), special_tokens or {}
         pairs = all_pairs(tokens)
         return cls(tokens, [(left, right) for left, right, _ in pairs], pattern or 'cl100k', special,
