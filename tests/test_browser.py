@@ -243,23 +243,28 @@ browser.show()
 """
 
 
+def type_filter(page, words, seen):
+    "Until it is seen, for what the kernel still had to say may overwrite what was typed on a busy machine."
+    from playwright.sync_api import TimeoutError as Late
+    for tries in (2, 1, 0):
+        page.get_by_role('textbox', name='Filter').fill(words)
+        page.get_by_role('textbox', name='Filter').press('Tab')
+        try: return seen.wait_for(timeout=30_000)
+        except Late:
+            if not tries: raise
+
+
 def run_browser(browser, lab, scheme='light'):
     page = open_notebook(browser, lab, f'runs-{scheme}.ipynb', [RUNS], viewport=dict(width=1200, height=1400), color_scheme=scheme)
     errors = []
     page.on('pageerror', lambda e: errors.append(str(e)))
     in_sight(page, '3 runs')
-    page.get_by_role('textbox', name='Filter').fill('learning_rate>5e-3')
-    page.get_by_role('textbox', name='Filter').press('Tab')
-    in_sight(page, '2 runs')
+    type_filter(page, 'learning_rate>5e-3', page.locator('text=2 runs').first)
     page.locator('select[multiple] option').first.click()
     page.locator('select[multiple] option').last.click(modifiers=['Control'])
     in_sight(page, 'What differs')
-    page.get_by_role('textbox', name='Filter').fill('learnin_rate=1')
-    page.get_by_role('textbox', name='Filter').press('Tab')
-    page.get_by_role('alert').filter(has_text='is no knob').wait_for()
-    page.get_by_role('textbox', name='Filter').fill('')
-    page.get_by_role('textbox', name='Filter').press('Tab')
-    in_sight(page, '3 runs')
+    type_filter(page, 'learnin_rate=1', page.get_by_role('alert').filter(has_text='is no knob'))
+    type_filter(page, '', page.locator('text=3 runs').first)
     return page, errors
 
 

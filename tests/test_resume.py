@@ -89,6 +89,7 @@ def lose_terminal(folder, workers):
     import fcntl
     import pty
     import termios
+    signal.signal(signal.SIGHUP, signal.SIG_DFL) # nohup around the tests would leave it ignored
     os.setsid()
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSCTTY, 0)

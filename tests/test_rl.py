@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from conftest import await_here
 
 from trainkit.advantages import group_relative, leave_one_out
 from trainkit.dataloader import Batches
@@ -268,7 +269,7 @@ def test_rewards_may_be_async_inside_a_loop_too():
         return [float(len(c)) for c in completions]
     async def notebook(): return score([late], [2.], COLUMNS)[0].tolist()
     assert score([late], None, COLUMNS)[0].tolist() == [1., 1., 1.]
-    assert asyncio.run(notebook()) == [2., 2., 2.]
+    assert await_here(notebook()) == [2., 2., 2.]
     assert as_trl_reward(late)(completions=[[dict(role='assistant', content='four')]], prompts=['p'], trainer_state=None) == [4.]
 
 

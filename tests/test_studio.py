@@ -139,7 +139,7 @@ def test_run_again_the_cell_has_one_panel():
         panels.append(TrainerPanel(config, job=count, key='cell'))
         assert alive() - before == size and panels[-2].session.wait(10).state == 'stopped'
     panels[-1].close(), panels[-1].close()
-    assert alive() == before and not TrainerPanel.panels
+    assert alive() == before and 'cell' not in TrainerPanel.panels
     until(lambda: threading.active_count() <= threads)
 
 
