@@ -324,6 +324,7 @@ def test_widgets_look_well(browser, lab, scheme):
     first = page.locator('section[aria-label=base]').first.inner_text()
     press(page, 'Try again')
     in_sight(page, 'seed 1')
+    in_sight(page, 'Ready.') # While they write, each is as far as it is
     assert page.locator('section[aria-label=base]').first.inner_text() != first
     assert page.locator('section[aria-label=base]').first.inner_text().split('\n')[1] == page.locator('section[aria-label=twin]').first.inner_text().split('\n')[1]
     press(page, 'X-ray')
