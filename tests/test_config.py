@@ -1,12 +1,19 @@
 "Configs as a script, a cron job or a stranger writes them: each mistake is one sentence about its place, and nothing hangs."
+import configparser
+import dataclasses
+import importlib
 import json
+import pkgutil
+from pathlib import Path
 
 import pytest
 import yaml
 from conftest import call
 
-from trainkit.config import ConfigError, load_config
+import trainkit
+from trainkit.config import ConfigError, from_profile, load_config
 from trainkit.dataset import DataConfig
+from trainkit.knobs import knob, knobs
 from trainkit.method import RunConfig, method_config
 
 ODD = { # what stands in the file -> what the message says
@@ -81,3 +88,61 @@ def test_two_trackers_may_be_switched_on():
                                 ({'use_wandb': True, 'report_to': 'wandb'}, ['wandb']), ({'use_wandb': False, 'use_tensorboard': True}, ['tensorboard'])):
             assert load_config(RunConfig, given).report_to == trackers
     with pytest.raises(ConfigError, match='unknown key'): load_config(DataConfig, {'use_wandb': True})
+
+
+# Defaults come from one place: what a profile does not name is what the class, or the field that holds a group, says
+
+def config_classes() -> list[type]:
+    "Every config class of the package: RunConfig, its groups, and the small ones beside it."
+    found = {}
+    for info in pkgutil.iter_modules(trainkit.__path__):
+        if info.name.startswith('_'): continue
+        for kind in vars(importlib.import_module(f'trainkit.{info.name}')).values():
+            if isinstance(kind, type) and kind.__name__.endswith('Config') and kind.__module__.startswith('trainkit') and dataclasses.is_dataclass(kind):
+                found[kind.__name__] = kind
+    return list(found.values())
+
+def strayed(config, plain, ini: configparser.ConfigParser, profile: str, path: str = '') -> list[str]:
+    "Knobs that differ from the plain default although the profile does not name them."
+    section, out = f'{profile}.{type(plain).__name__}', []
+    named = set(ini[section]) if ini.has_section(section) else set()
+    for field in dataclasses.fields(plain):
+        mine, default = getattr(config, field.name), getattr(plain, field.name)
+        if dataclasses.is_dataclass(default): out += strayed(mine, default, ini, profile, f'{path}{field.name}.')
+        elif field.name not in named and mine != default: out.append(f'{path}{field.name}: {mine!r}, not {default!r}')
+    return out
+
+@pytest.mark.parametrize('profile', ['quick', 'full'])
+def test_a_knob_that_the_profile_does_not_name_has_its_plain_default(profile, monkeypatch):
+    ini = configparser.ConfigParser(interpolation=None, default_section='')
+    ini.optionxform = str
+    ini.read(Path(trainkit.__file__).with_name('settings.ini'), encoding='utf-8')
+    monkeypatch.setenv('TRAINKIT_SETTINGS', str(Path(trainkit.__file__).with_name('settings.ini')))
+    classes = config_classes()
+    assert {'RunConfig', 'TrainConfig', 'CurriculumConfig', 'DemoConfig'} <= {c.__name__ for c in classes}
+    for kind in classes:
+        if any(k.value is ... for k in knobs(kind)): continue # somebody must give it
+        assert strayed(from_profile(kind, profile), kind(), ini, profile) == [], kind.__name__
+
+def test_no_curriculum_but_where_one_is_named():
+    assert all(from_profile(RunConfig, p).curriculum.strategy == 'none' for p in ('quick', 'full'))
+    roads = {'nothing': method_config(), 'sft': method_config(None, ['method=sft']), 'override': method_config(None, ['curriculum.steps=9']),
+             'file': method_config({'curriculum': {'steps': 9}}), 'file and profile': method_config({'curriculum': {'steps': 9}}, profile='quick')}
+    assert {k: c.curriculum.strategy for k, c in roads.items()} == {
+        'nothing': 'none', 'sft': 'none', 'override': 'length_based', 'file': 'length_based', 'file and profile': 'length_based'}
+
+def test_a_profile_lays_its_values_over_the_defaults_of_the_field(tmp_path, monkeypatch):
+    @dataclasses.dataclass
+    class InnerConfig:
+        size: int = knob(1, 'A size', aliases=('width',))
+        speed: int = knob(2, 'A speed')
+
+    @dataclasses.dataclass
+    class OuterConfig:
+        inner: InnerConfig = dataclasses.field(default_factory=lambda: InnerConfig(10, 20), metadata=knob(InnerConfig, 'Both').metadata)
+
+    settings = tmp_path/'settings.ini'
+    settings.write_text('[quick.InnerConfig]\nwidth = 7\n')
+    monkeypatch.setenv('TRAINKIT_SETTINGS', str(settings))
+    assert from_profile(OuterConfig, 'quick').inner == InnerConfig(7, 20)
+    assert from_profile(OuterConfig, 'quick', inner=InnerConfig(3)).inner == InnerConfig(3, 2)

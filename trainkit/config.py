@@ -295,15 +295,24 @@ def from_profile(
     if profile not in names:
         remedy = f'must be one of {names}.{nearest(profile, names)}'
         raise ConfigError([Problem('profile', profile, remedy)], str(paths[-1]))
-    def fill(cls: Any, given: Mapping) -> Any:
+    def fill(
+        cls: Any,
+        given: Mapping, # Set by the caller
+        plain: Mapping, # What a knob holds when nobody sets it: the field that holds this group may have its own defaults
+    ) -> Any:
         section = f'{profile}.{cls.__name__}'
         values = {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)} if ini.has_section(section) else {}
-        groups = {k.name: fill(k.type, {}) for k in declared(cls) if dataclasses.is_dataclass(k.type) and k.name not in {**values, **given}}
-        for group in groups.values(): object.__setattr__(group, '_unset', True) # by the user; see `RunConfig`
-        config, problems = _build(cls, {**groups, **values, **given})
+        rest = {}
+        for k in declared(cls):
+            if {k.name, *k.aliases} & {*values, *given} or k.name not in plain: continue
+            rest[k.name] = plain[k.name]
+            if not dataclasses.is_dataclass(k.type): continue
+            rest[k.name] = fill(k.type, {}, vars(plain[k.name]))
+            object.__setattr__(rest[k.name], '_unset', True) # by the user; see `RunConfig`
+        config, problems = _build(cls, {**rest, **values, **given})
         if problems: raise ConfigError(problems, f'{paths[-1]} [{section}]')
         return config
-    return fill(cls, overrides)
+    return fill(cls, overrides, {k.name: k.value for k in knobs(cls) if dataclasses.is_dataclass(k.type)})
 
 # %% ../nbs/01_config.ipynb #40663ec7
 def pick_device() -> 'torch.device': # cuda, else mps, else cpu

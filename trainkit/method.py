@@ -302,7 +302,10 @@ def method_config(
     **defaults: Any, # Knobs of the run itself, below file and overrides
 ) -> RunConfig: # Raises `ConfigError` with every problem
     "A run's config out of its layers: profile, method, preset, file, overrides."
-    under = to_dict(from_profile(RunConfig, profile)) if source is None or profile else {}
+    under: dict = {}
+    if source is None or profile:
+        plain = {k.name: to_dict(k.value) for k in knobs(RunConfig) if is_dataclass(k.type)}
+        under = {k: v for k, v in to_dict(from_profile(RunConfig, profile)).items() if v != plain.get(k)} # a group that nobody names stays unnamed
     return load_config(RunConfig, source or {}, overrides, partial(_layered, under=under, **defaults))
 
 def _meant(
