@@ -6,7 +6,7 @@
 
 # %% auto #0
 __all__ = ['STOPS', 'Isolation', 'find_isolation', 'Outcome', 'run_code', 'pass_at_k', 'human_eval_problems', 'cut_completion',
-           'program_of', 'tests_of', 'human_eval']
+           'program_of', 'checks_of', 'human_eval']
 
 # %% ../nbs/32_sandbox.ipynb #4df6d8c9
 import ast
@@ -740,7 +740,7 @@ def program_of(problem: dict[str, str], completion: str) -> str:
     "The prompt and its completion: what the model answers for."
     return problem['prompt'] + completion
 
-def tests_of(problem: dict[str, str]) -> str:
+def checks_of(problem: dict[str, str]) -> str:
     "The checks, with the helpers that the prompt defines, so that they are not the model's; the function itself is."
     name = problem['entry_point']
     return f"{problem['prompt']}\n    pass\n\ndel {name}\n\n{problem['test']}\n\ncheck({name})\n"
@@ -765,7 +765,7 @@ def human_eval(
         for problem in problems:
             bodies = [cut_completion(text) for text in complete(problem['prompt'], samples)]
             if len(bodies) != samples: raise ValueError(f'{len(bodies)} continuations came back, {samples} were asked for')
-            tests = tests_of(problem)
+            tests = checks_of(problem)
             ends = list(pool.map(lambda body: run_code(program_of(problem, body), tests, timeout, isolation=isolation), bodies)) # noqa: B023
             rows.append(dict(task_id=problem['task_id'], passed=sum(e.passed for e in ends), samples=samples,
                              errors=sorted({e.error or e.status for e in ends if not e.passed})))

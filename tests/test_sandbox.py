@@ -1,0 +1,214 @@
+"Programs that try to get out, or to pass without being right."
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from trainkit import sandbox
+from trainkit.sandbox import find_isolation, human_eval_problems, program_of, run_code, checks_of
+
+RIGHT = 'assert f(3) == 6'
+SHOULD_RAISE = 'try: f(3)\nexcept Exception: pass\nelse: assert False'
+
+# Programs that are wrong, and the tests that they would like to pass
+FORGERIES = {
+    'an int that equals all': ('class Liar(int):\n    def __eq__(self, other): return True\ndef f(x): return Liar()', RIGHT),
+    'a float without distance': ('class Liar(float):\n    def __sub__(self, other): return 0.0\ndef f(x): return Liar()', 'assert abs(f(3) - 6.0) < 1e-6'),
+    'an object that says what it is': (
+        'class Liar:\n    __class__ = property(lambda self: int)\n    def __eq__(self, other): return True\ndef f(x): return Liar()',
+        'y = f(3)\nassert isinstance(y, int) and y == 6'),
+    'a builtin of its own': ('def f(x): return 0\ndef abs(x): return 0', 'assert abs(f(3) - 6) < 1e-6'),
+    'a changed builtin': ('import builtins\nbuiltins.abs = lambda x: 0\ndef f(x): return 0', 'assert abs(f(3) - 6) < 1e-6'),
+    'a module of its own': ('import math\nclass math: isclose = lambda *given: True\ndef f(x): return 0', 'assert math.isclose(f(3), 6)'),
+    'a changed module': ('import math\nmath.isclose = lambda *given: True\ndef f(x): return 0', 'import math\nassert math.isclose(f(3), 6)'),
+    'the argument emptied': ('def f(x):\n    x.clear()\n    return []', 'xs = [2, 1]\nassert f(xs) == sorted(xs)'),
+    'the tests in a string': ("def f(x): return 0\n'''", RIGHT + "\n'''"),
+    'the tests in a branch': ('def f(x): return 0\nif 0:\n    pass\nelse: raise SystemExit(0)', RIGHT),
+    'gone before the tests': ('import os\ndef f(x): return 0\nos._exit(0)', RIGHT),
+    'gone in the middle': ('import os\ndef f(x): os._exit(0)', SHOULD_RAISE + '\nassert f(3) == 6'),
+    'an end taken for an error': ('import os\ndef f(x): os._exit(0)', SHOULD_RAISE),
+    'a broken pipe taken for an error': ('import os\ndef f(x):\n    for i in range(3, 64):\n        try: os.write(i, b"x"*99)\n        except OSError: pass', SHOULD_RAISE),
+    'a verdict in every pipe': (
+        'import os\ndef f(x):\n    for i in range(64):\n        for text in VERDICTS:\n            try: os.write(i, text)\n            except OSError: pass\n'
+        '    os._exit(0)', RIGHT),
+    'sys.modules of the main program': (
+        'import sys\nfor frame in sys._current_frames().values():\n    while frame:\n        for space in (frame.f_globals, frame.f_locals):\n'
+        '            for k, v in list(space.items()):\n                if "status" in k: space[k] = "passed"\n'
+        '                if k == "verdict": __import__("os").write(v if isinstance(v, int) else 1, space.get("token", "").encode())\n        frame = frame.f_back\n'
+        'sys.modules["__main__"].__dict__["status"] = "passed"\ndef f(x): return 0\nimport os; os._exit(0)', RIGHT),
+    'an exit that is caught': ('def f(x): raise SystemExit(0)', RIGHT),
+    'a list without end': ('def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y', RIGHT),
+}
+
+# What leaves a mark outside. In a program {names} stand for what the world holds.
+CANARY = 'open({canary!r}, "w").write("dead")'
+ESCAPES = {
+    # Files -> what has to hold for them not to be reached where there is no namespace
+    'writes a file': ('landlock', 'open({mark!r}, "w").write("x")'),
+    'overwrites a file': ('landlock', CANARY),
+    'deletes with dir_fd': ('landlock', 'import os\nos.remove("canary", dir_fd=os.open({folder!r}, os.O_RDONLY))'),
+    'renames with dir_fd': ('landlock', 'import os\nd = os.open({folder!r}, os.O_RDONLY)\nos.rename("canary", "mark", src_dir_fd=d, dst_dir_fd=d)'),
+    'sqlite3': ('landlock', 'import sqlite3\nsqlite3.connect({mark!r}).execute("create table t (x)").connection.commit()'),
+    'sqlite3 attaches': ('landlock', 'import sqlite3\nc = sqlite3.connect(":memory:")\nc.execute("attach ? as o", ({mark!r},))\nc.execute("create table o.t (x)")\nc.commit()'),
+    'C library writes': ('landlock', 'import ctypes, os\nc = ctypes.CDLL(None)\nc.close(c.creat({mark!r}.encode(), 0o600))'),
+    'link from its folder': ('landlock', 'import os\nos.symlink({canary!r}, "link")\nopen("link", "w").write("dead")'),
+    'makes a folder': ('landlock', 'import os\nos.mkdir({mark!r})'),
+    'chmod': ('seccomp', 'import os\nos.chmod({canary!r}, 0o777)'),
+    'truncates': ('seccomp', 'import os\nos.truncate({canary!r}, 0)'),
+    'changes a date': ('seccomp', 'import os\nos.utime({canary!r}, (1, 1))'),
+    'pickle': ('landlock', 'class Bomb:\n    def __reduce__(self): return (eval, ({canary_code!r},))\ndef f(x): return Bomb()\nimport pickle\npickle.loads(pickle.dumps(Bomb()))'),
+    'shared memory with a name': ('landlock', 'open("/dev/shm/" + {name!r}, "w").write("x")'),
+    # Secrets
+    'reads a file': ('landlock', 'def f(x): return open({secret_file!r}).read()'),
+    'reads with C': ('landlock', 'import ctypes\ndef f(x):\n    c = ctypes.CDLL(None)\n    b = ctypes.create_string_buffer(99)\n    c.read(c.open({secret_file!r}.encode(), 0), b, 99)\n    return b.value.decode()'),
+    'reads the environment': ('always', 'import os\ndef f(x): return os.environ["TRAINKIT_SECRET"]'),
+    'reads the environment of another': ('landlock', 'def f(x): return open("/proc/{victim}/environ").read().partition("TRAINKIT_SECRET=")[2].partition(chr(0))[0]'),
+    'sees a size': ('namespace', 'import os\ndef f(x): return "s" * os.stat({secret_file!r}).st_size'),
+    # Network
+    'TCP': ('seccomp', 'import socket\nsocket.create_connection(("127.0.0.1", {port}), 2).send(b"x")'),
+    'UDP': ('seccomp', 'import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {udp}))'),
+    'socket of the file system': ('seccomp', 'import socket\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.sendto(b"x", {unix!r})'),
+    'half of a pair': ('seccomp', 'import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\na.connect({unix!r})\na.send(b"x")'),
+    'asyncio': ('seccomp', 'import asyncio\nasync def go():\n    r, w = await asyncio.open_connection("127.0.0.1", {port})\n    w.write(b"x"); await w.drain()\nasyncio.run(go())'),
+    # Other processes
+    'a shell': ('seccomp', 'import os\nos.system("echo x > {mark}")'),
+    'another interpreter': ('seccomp', 'import subprocess, sys\nsubprocess.run([sys.executable, "-c", "open({mark!r}, chr(119))"], check=True)'),
+    'becomes another': ('seccomp', 'import os, sys\nos.execv(sys.executable, [sys.executable, "-c", "open({mark!r}, chr(119))"])'),
+    'a child that stays': ('seccomp', 'import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(0.5)\n        open({mark!r}, "w").write("x")\n    os._exit(0)'),
+    'kills another': ('seccomp', 'import os\nos.kill({victim}, 9)'),
+    'kills through a pipe': ('seccomp', 'import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETOWN, {victim})\nfcntl.fcntl(r, 10, 9)\n'
+                                        'fcntl.fcntl(r, fcntl.F_SETFL, fcntl.fcntl(r, fcntl.F_GETFL) | os.O_ASYNC)\nos.write(w, b"x")'),
+    'limits another': ('seccomp', 'import resource\nresource.prlimit({victim}, resource.RLIMIT_NOFILE, (7, 7))'),
+    'slows another': ('seccomp', 'import os\nos.setpriority(os.PRIO_PROCESS, {victim}, 19)'),
+    'holds a core of another': ('seccomp', 'import os\nassert len(os.sched_getaffinity({victim})) > 1\nos.sched_setaffinity({victim}, {{0}})'),
+    'memory that stays': ('seccomp', 'import ctypes\nassert ctypes.CDLL(None).shmget({key}, 64, 0o1600) >= 0'),
+}
+
+
+@dataclass
+class World:
+    "Harmless things that a program may reach for, all of them in a folder of the test or on loopback."
+    folder: Path
+    victim: subprocess.Popen
+    sockets: list
+    said: list
+
+    @property
+    def names(self):
+        tcp, udp, _ = self.sockets
+        canary = str(self.folder/'canary')
+        return dict(folder=str(self.folder), canary=canary, mark=str(self.folder/'mark'), secret_file=str(self.folder/'secret'), victim=self.victim.pid,
+                    port=tcp.getsockname()[1], udp=udp.getsockname()[1], unix=str(self.folder/'socket'), key=0x7a110000 + os.getpid() % 65536,
+                    name=f'trainkit-{os.getpid()}', canary_code=CANARY.format(canary=canary))
+
+    def marked(self):
+        "What a program has done to it."
+        import ctypes
+        import resource
+        time.sleep(0.2)
+        canary = self.folder/'canary'
+        wrong = [] if canary.is_file() and canary.read_text() == 'alive' else ['canary']
+        if canary.is_file() and (canary.stat().st_mode & 0o777 != 0o600 or canary.stat().st_mtime < 9): wrong.append('its mode or date')
+        for path in (self.folder/'mark', Path('/dev/shm')/self.names['name']):
+            if path.exists(): wrong.append(str(path))
+        if self.said: wrong.append('network')
+        if self.victim.poll() is not None: return [*wrong, 'victim']
+        if resource.prlimit(self.victim.pid, resource.RLIMIT_NOFILE) == (7, 7): wrong.append('limits')
+        if os.getpriority(os.PRIO_PROCESS, self.victim.pid) != os.getpriority(os.PRIO_PROCESS, 0): wrong.append('priority')
+        if os.sched_getaffinity(self.victim.pid) != os.sched_getaffinity(0): wrong.append('cores')
+        if ctypes.CDLL(None).shmget(self.names['key'], 64, 0) >= 0: wrong.append('shared memory')
+        return wrong
+
+
+SECRET = 's' * 23
+
+
+@pytest.fixture
+def world(monkeypatch):
+    "Not in tmp_path: the path of a socket is short."
+    import ctypes
+    import shutil
+    monkeypatch.setenv('TRAINKIT_SECRET', SECRET)
+    folder = Path(tempfile.mkdtemp(prefix='world-'))
+    for name, text in (('canary', 'alive'), ('secret', SECRET)):
+        (folder/name).write_text(text)
+        (folder/name).chmod(0o600)
+    victim = subprocess.Popen([sys.executable, '-S', '-c', 'import time\ntime.sleep(300)'])
+    tcp, udp = socket.create_server(('127.0.0.1', 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    udp.bind(('127.0.0.1', 0))
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    unix.bind(str(folder/'socket'))
+    said = []
+    def listen(receive):
+        with contextlib.suppress(OSError):
+            while True:
+                if not receive(): return # A socket that is shut gives nothing
+                said.append(1)
+    for receive in (lambda: tcp.accept()[0].recv(9), lambda: udp.recv(9), lambda: unix.recv(9)):
+        threading.Thread(target=listen, args=(receive,), daemon=True).start()
+    yield (it := World(folder, victim, [tcp, udp, unix], said))
+    names = it.names
+    victim.kill()
+    victim.wait()
+    for end in it.sockets:
+        with contextlib.suppress(OSError): end.shutdown(socket.SHUT_RDWR)
+        end.close()
+    libc = ctypes.CDLL(None)
+    if (memory := libc.shmget(names['key'], 64, 0)) >= 0: libc.shmctl(memory, 0, None)
+    (Path('/dev/shm')/names['name']).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def kept(kind):
+    why, found = sandbox._try_isolation(kind)
+    if why: pytest.skip(why)
+    return found
+
+
+linux = pytest.mark.skipif(sys.platform != 'linux', reason='what is tried here is there on Linux')
+both = pytest.mark.parametrize('isolation', ['namespace', 'process'])
+
+
+@both
+@pytest.mark.parametrize('name', FORGERIES)
+def test_a_wrong_program_does_not_pass(name, isolation):
+    kept(isolation)
+    program, tests = FORGERIES[name]
+    frame = sandbox._encode(('passed', '', []), lambda thing: 1//0)
+    texts = [b'\0' + frame, len(frame).to_bytes(4, 'big') + frame, *(len(f).to_bytes(4, 'big') + f for f in (sandbox._encode(('value', 6), lambda thing: 1//0),))]
+    outcome = run_code(f'VERDICTS = {texts!r}\n{program}', tests, timeout=60, isolation=isolation)
+    assert outcome.status == 'failed', outcome
+
+
+@linux
+@both
+@pytest.mark.parametrize('name', ESCAPES)
+def test_no_program_gets_out(name, isolation, world):
+    given = kept(isolation)
+    needs, program = ESCAPES[name]
+    outcome = run_code(program.format(**world.names), f'assert f(0) == {SECRET!r}', timeout=60, isolation=isolation)
+    out = outcome.passed or bool(world.marked())
+    if isolation == 'process' and needs not in (*given, 'always'):
+        words = dict(namespace='names, sizes', landlock='files of this user', seccomp='network can be used')[needs]
+        assert words in find_isolation('process').note # It was said
+    else:
+        assert not out, (outcome, world.marked())
+
+
+@linux
+@pytest.mark.parametrize('name', ESCAPES)
+def test_they_get_out_of_a_plain_process(name, world):
+    "Else the test above would show nothing."
+    program = ESCAPES[name][1].format(**world.names) + f'\nif "f" in globals(): assert f(0) == {SECRET!r}; print("read")'
+    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60, cwd=world.folder)
+    time.sleep(0.8*('stays' in name))
+    if 'holds a core' in name and len(os.sched_getaffinity(0)) == 1: pytest.skip('there is one core')
+    assert 'read' in done.stdout or world.marked(), done.stderr
