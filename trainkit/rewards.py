@@ -11,6 +11,7 @@ __all__ = ['Reward', 'same_answer', 'right_answer', 'right_format', 'right_lengt
 import asyncio
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -74,8 +75,12 @@ def passes_tests(
     def passes_tests(completions: Sequence[str], **columns: Any) -> list[float | None]:
         if column not in columns: raise ValueError(f'the rows have no column {column!r}, only {", ".join(columns)}')
         codes = ((fence.findall(text) or [text])[-1] for text in completions) # Chat models fence their code
-        outcomes = (run(code, test) if test else None for code, test in zip(codes, columns[column], strict=True)) # Without a test all would pass
-        return [None if outcome is None else float(getattr(outcome, 'passed', outcome)) for outcome in outcomes]
+        def judged(pair: tuple[str, Any]) -> float | None: # Without a test all would pass
+            if not pair[1]: return None
+            outcome = run(*pair)
+            return float(getattr(outcome, 'passed', outcome))
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: # The threads wait for the processes of the programs
+            return [*pool.map(judged, zip(codes, columns[column], strict=True))]
     return passes_tests
 
 # %% ../nbs/31_rewards.ipynb #102fc3a4

@@ -9,16 +9,17 @@ __all__ = ['STOPS', 'Isolation', 'find_isolation', 'Outcome', 'run_code', 'pass_
            'program_of', 'checks_of', 'human_eval']
 
 # %% ../nbs/32_sandbox.ipynb #4df6d8c9
-import ast
 import contextlib
 import gzip
 import importlib.util
+import inspect
 import json
 import linecache
 import marshal
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import struct
@@ -509,21 +510,22 @@ def take(size):
 exec(marshal.loads(take(int.from_bytes(take(4), 'big'))))
 """
 
-def _definition(thing: Any) -> ast.stmt:
+def _definition(thing: Any) -> str:
     "A function or class as it was written, in a module or in a cell."
     code = next(part.__code__ for part in (thing, *vars(thing).values()) if hasattr(part, '__code__'))
-    cell = ast.parse(''.join(linecache.getlines(code.co_filename)))
-    return next(part for part in cell.body if getattr(part, 'name', '') == thing.__name__)
+    lines = linecache.getlines(code.co_filename)
+    first = next(i for i, line in enumerate(lines) if re.match(rf'(def|class) {thing.__name__}\b', line))
+    return ''.join(inspect.getblock(lines[first:]))
 
 @cache
 def _boot() -> bytes:
     "What both processes run: its length, then its code."
     parts = (_encode, _decode, _Gone, _put_back, _Remote, _Peer, _guard, _drop_root, _guard_linux, _guard_accidents, _pipes,
              _run_program, _Names, _run_tests)
-    first = ast.parse(f'from __future__ import annotations; _FRAME, _DEPTH = {_FRAME}, {_DEPTH}')
-    last = ast.parse("order = _decode(take(int.from_bytes(take(4), 'big')), None)\n"
-                     "{'program': _run_program, 'tests': _run_tests}[order['role']](order)")
-    code = marshal.dumps(compile(ast.Module([*first.body, *map(_definition, parts), *last.body], []), 'sandbox', 'exec'))
+    text = '\n'.join(['from __future__ import annotations', f'_FRAME, _DEPTH = {_FRAME}, {_DEPTH}', *map(_definition, parts),
+                      "order = _decode(take(int.from_bytes(take(4), 'big')), None)",
+                      "{'program': _run_program, 'tests': _run_tests}[order['role']](order)"])
+    code = marshal.dumps(compile(text, 'sandbox', 'exec'))
     return len(code).to_bytes(4, 'big') + code
 
 # %% ../nbs/32_sandbox.ipynb #2b6558f7
