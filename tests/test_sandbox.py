@@ -1,6 +1,8 @@
 "Programs that try to get out, or to pass without being right."
 import contextlib
 import os
+import platform
+import random
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainkit import sandbox
-from trainkit.sandbox import find_isolation, human_eval_problems, program_of, run_code, checks_of
+from trainkit.sandbox import checks_of, find_isolation, human_eval_problems, program_of, run_code
 
 RIGHT = 'assert f(3) == 6'
 SHOULD_RAISE = 'try: f(3)\nexcept Exception: pass\nelse: assert False'
@@ -212,3 +214,167 @@ def test_they_get_out_of_a_plain_process(name, world):
     time.sleep(0.8*('stays' in name))
     if 'holds a core' in name and len(os.sched_getaffinity(0)) == 1: pytest.skip('there is one core')
     assert 'read' in done.stdout or world.marked(), done.stderr
+
+
+@pytest.fixture
+def fresh():
+    "What was found out about the machine is found out anew, before and after."
+    for _ in ('before', 'after'):
+        for known in (sandbox._try_isolation, sandbox._sizes): known.cache_clear()
+        if _ == 'before': yield
+
+
+@linux
+@pytest.mark.parametrize('script, why', [(None, 'apt-get install bubblewrap'), ('echo "bwrap: No permissions" >&2; exit 1', 'No permissions')])
+def test_without_a_namespace_the_run_says_so_or_refuses(script, why, monkeypatch, tmp_path, fresh):
+    if script:
+        (tmp_path/'bwrap').write_text(f'#!/bin/sh\n{script}\n')
+        (tmp_path/'bwrap').chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path))
+    found = find_isolation()
+    assert found.kind == 'process' and why in found.note and 'not everything is kept' in str(found)
+    with pytest.raises(RuntimeError, match=f"isolation='namespace' cannot be had: .*{why}"): find_isolation('namespace')
+    with pytest.raises(RuntimeError, match=why): run_code('x = 1', isolation='namespace')
+    assert run_code('def f(x): return 2*x', RIGHT).passed
+
+
+def test_a_system_with_neither_landlock_nor_seccomp(monkeypatch, tmp_path, fresh):
+    "As macOS: the verdict holds, clumsy programs are stopped, and the rest is said."
+    monkeypatch.setattr(platform, 'system', lambda: 'Darwin')
+    note = find_isolation().note
+    assert 'only Linux' in note and 'files of this user can be read and written' in note and 'network can be used' in note
+    assert run_code('def f(x): return 2*x', RIGHT, timeout=60).passed
+    for program in ('open("{0}", "w")', 'import os\nos.mkdir("{0}")', 'import os\nos.system("touch {0}")', 'import socket\nsocket.socket()'):
+        assert 'PermissionError' in run_code(program.format(tmp_path/'mark'), timeout=60).error
+    assert not (tmp_path/'mark').exists()
+    for program, tests in FORGERIES.values():
+        assert run_code(f'VERDICTS = [b"\\0"]\n{program}', tests, timeout=60).status == 'failed'
+
+
+@both
+@pytest.mark.parametrize('program', ['i = 0\nwhile True:\n    open(str(i), "wb").write(bytes(2**20))\n    i += 1', 'print("x"*10**8)',
+                                     'import time\nx = []\nwhile True: x.append(bytearray(2**20))', 'def f(x): return f(x)', 'def f(x): return "x"*10**8'])
+def test_what_is_used_up_is_limited(program, isolation, monkeypatch, tmp_path):
+    kept(isolation)
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    outcome = run_code(program, RIGHT, timeout=60, memory=2**28, isolation=isolation)
+    assert outcome.status in ('failed', 'memory'), outcome
+    assert outcome.seconds < 55 and list(tmp_path.iterdir()) == []
+
+
+@both
+def test_a_program_that_hangs_is_killed_with_its_threads(isolation):
+    kept(isolation)
+    outcome = run_code('import threading, time\nfor _ in range(3): threading.Thread(target=time.sleep, args=(600,)).start()\ndef f(x):\n    while True: pass',
+                       RIGHT, timeout=1.5, isolation=isolation)
+    assert outcome.status == 'timeout' and outcome.seconds < 60
+    busy = run_code('import threading\ndef g():\n    while True: pass\nfor _ in range(2): threading.Thread(target=g).start()\ng()', timeout=1.5, isolation=isolation)
+    assert busy.status == 'timeout'
+
+
+def test_what_is_read_from_the_program_is_plain():
+    "Random bytes and spoiled messages are refused, or are exactly such data."
+    draw = random.Random(0)
+    def none(*thing): raise TypeError('no objects')
+    def plain(value):
+        kinds = {list, tuple, set, frozenset}
+        if type(value) is dict: return all(plain(x) for pair in value.items() for x in pair)
+        return all(map(plain, value)) if type(value) in kinds else type(value) in (type(None), bool, int, float, complex, str, bytes)
+    def make(depth):
+        kind = draw.randrange(11 if depth else 7)
+        if kind < 7: return [None, draw.random() < 0.5, draw.randrange(-2**70, 2**70), draw.gauss(0, 1), complex(draw.random(), float('inf')), 'é\ud800'*draw.randrange(3), b'\0x'][kind]
+        items = [make(0 if kind in (9, 10) else depth - 1) for _ in range(draw.randrange(4))]
+        return [list, tuple, set, lambda x: dict(zip(x, x, strict=True))][kind - 7](items)
+    for _ in range(2000):
+        value = make(4)
+        data = sandbox._encode(value, none)
+        back = sandbox._decode(data, none)
+        assert back == value and type(back) is type(value) and plain(back)
+        spoiled = bytearray(data)
+        for _ in range(draw.randrange(1, 4)): spoiled[draw.randrange(len(spoiled))] = draw.choice(b'NTFifcsbLUSZDym\0\1\xff')
+        with contextlib.suppress(ValueError, TypeError, OverflowError): assert plain(sandbox._decode(bytes(spoiled), none))
+    with pytest.raises(ValueError): sandbox._decode(b'L\0\0\0\0\0\0\0\1'*10**5 + b'N', none)
+    with pytest.raises(ValueError, match='nested deeper'): sandbox._encode([[]], none, 100)
+
+
+def test_one_pipe_carries_what_the_tests_need():
+    "Values, objects, exceptions, functions, and the order of things."
+    program = '''
+class Node:
+    count = 0
+    def __init__(self, value, next=None): self.value, self.next = value, next; Node.count += 1
+    def __iter__(self):
+        while self: yield self.value; self = self.next
+    def __getitem__(self, i): return list(self)[i]
+    def __contains__(self, x): return x in list(self)
+    def __repr__(self): return f'Node({self.value})'
+class Odd(KeyError): pass
+def reverse(node):
+    last = None
+    while node: last, node = Node(node.value, last), node.next
+    return last
+def fails(x): raise Odd(x)
+def apply(function, *args, **named): return [function(*args, **named), function(*args, **named)]
+def grow(d, key, *, to): d[key]['x'].append(to)
+def deep(x): return x
+from collections import Counter, namedtuple
+Pair = namedtuple('Pair', 'a b')
+def pair(): return Pair(1, Counter('aab'))
+'''
+    tests = '''
+import math
+node = Node(1, Node(2, Node(3)))
+back = reverse(node)
+assert list(back) == [3, 2, 1] and back[0] == 3 and 2 in back and 9 not in back and str(back) == 'Node(3)'
+assert back.next.next.next is None and Node.count == 6 and back is not node and back == back and back != None
+back.value = 7
+assert list(back)[0] == 7
+try: back == node
+except TypeError as error: assert 'only the program knows' in str(error)
+else: assert False
+try: fails('k')
+except KeyError as error: assert error.args == ('k',)
+else: assert False
+seen = []
+assert apply(lambda x, y=0: seen.append(x) or x + y, 2, y=3) == [5, 5] and seen == [2, 2]
+def boom(x): raise OverflowError('mine')
+try: apply(boom, 1)
+except OverflowError as error: assert str(error) == 'mine'
+else: assert False
+d = {'k': {'x': [1]}}
+inner = d['k']['x']
+grow(d, 'k', to=5)
+assert d == {'k': {'x': [1, 5]}} and inner == [1, 5]
+assert pair() == (1, {'a': 2, 'b': 1}) and type(pair()) is tuple
+assert math.isnan(deep(float('nan'))) and deep(-0.0).hex() == '-0x0.0p+0' and deep(complex('inf')) == complex('inf') and deep(10**5000) == 10**5000
+assert deep({1: {2}, (3, None): frozenset([b'x', 'y'])}) == {1: {2}, (3, None): frozenset([b'x', 'y'])}
+try: missing()
+except NameError: pass
+else: assert False
+try: deep(object())
+except TypeError as error: assert 'cannot be passed' in str(error)
+else: assert False
+try: deep.__globals__['__builtins__'] == 1
+except (TypeError, ValueError): pass
+'''
+    for isolation in ('auto', 'process'):
+        outcome = run_code(program, tests, timeout=60, isolation=isolation)
+        assert outcome.passed, outcome
+
+
+HELPED = ('HumanEval/32', 'HumanEval/33', 'HumanEval/38', 'HumanEval/50')
+
+
+@both
+@pytest.mark.parametrize('some', ['few', pytest.param('all', marks=pytest.mark.slow)])
+def test_the_tasks_of_human_eval(some, isolation):
+    "The published solutions pass and functions without a body do not; with helpers of the prompt, defined anew by the program, too."
+    from concurrent.futures import ThreadPoolExecutor
+    kept(isolation)
+    problems = [p for i, p in enumerate(human_eval_problems()) if some == 'all' or i % 20 == 0 or p['task_id'] in HELPED]
+    bad = '    return None\npoly = encode_cyclic = encode_shift = lambda *given: 0\n'
+    def judged(problem, body): return run_code(program_of(problem, body), checks_of(problem), 60, isolation=isolation)
+    with ThreadPoolExecutor(2) as pool:
+        for problem, good, wrong in zip(problems, pool.map(lambda p: judged(p, p['canonical_solution']), problems),
+                                        pool.map(lambda p: judged(p, bad), problems), strict=True):
+            assert good.passed and not wrong.passed, (problem['task_id'], good, wrong)

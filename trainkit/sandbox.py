@@ -102,14 +102,16 @@ def _decode(
                 return dict(zip(items[::2], items[1::2], strict=True)), end
             return {b'L': list, b'U': tuple, b'S': set, b'Z': frozenset}[tag](items), end
         body = data[end:end + size]
-        if tag == b'c':
-            real, imag = body.decode('ascii').split()
-            return complex(float.fromhex(real), float.fromhex(imag)), end + size
-        kinds: dict[bytes, Callable[[bytes], Any]] = {
-            b'i': lambda body: int.from_bytes(body, 'big', signed=True), b'b': bytes,
-            b'f': lambda body: float.fromhex(body.decode('ascii')),
-            b's': lambda body: body.decode('utf-8', 'surrogatepass')}
-        return kinds[tag](body), end + size
+        if tag == b'i':
+            return int.from_bytes(body, 'big', signed=True), end + size
+        if tag == b's':
+            return body.decode('utf-8', 'surrogatepass'), end + size
+        if tag == b'b':
+            return body, end + size
+        numbers = [float.fromhex(part) for part in body.decode('ascii').split()]
+        if (tag, len(numbers)) not in ((b'f', 1), (b'c', 2)):
+            raise ValueError(f'{tag!r} names no kind of data')
+        return complex(*numbers) if tag == b'c' else numbers[0], end + size
     value, end = read(0, 0)
     if end != len(data):
         raise ValueError('something stands behind it')
@@ -267,7 +269,7 @@ class _Peer:
 
 # %% ../nbs/32_sandbox.ipynb #26da8ee4
 def _guard(
-    order: dict[str, Any], # seconds, memory, folder, filter, paths, accidents
+    order: dict[str, Any], # linux, seconds, memory, folder, filter, paths, accidents
 ) -> list[str]: # What could be had: 'limits', 'landlock', 'seccomp'
     "Shut this process in, for good: limits, then what it may open, then what it may ask of the kernel."
     import sys
@@ -281,7 +283,7 @@ def _guard(
             except (ValueError, OSError): pass
         kept.append('limits')
     except ImportError: pass
-    if sys.platform == 'linux':
+    if order['linux']:
         try: kept += _guard_linux(order)
         except (ImportError, OSError, AttributeError): pass
     if 'seccomp' not in kept and 'limits' in kept and order['accidents']:
@@ -552,21 +554,28 @@ def _readable() -> list[str]:
 
 _DEVICES = ['/dev/null', '/dev/zero', '/dev/urandom']
 
+@cache
+def _sizes(bwrap: str) -> bool:
+    "Whether it can limit what is written; the one of Ubuntu 22.04 cannot."
+    return '--size' in subprocess.run([bwrap, '--help'], capture_output=True, text=True).stdout
+
 def _bwrap() -> list[str]:
     "Debian's bubblewrap: no network, no other process, an empty file system with Python's library and 16 MB to write."
+    bwrap = shutil.which('bwrap') or 'bwrap'
+    writable = ['--size', str(2**24), '--tmpfs', '/tmp'] if _sizes(bwrap) else ['--dir', '/tmp']
     given = [word for path in _readable() for word in ('--ro-bind', path, path)]
     devices = [word for path in _DEVICES for word in ('--dev-bind', path, path)]
     library = os.path.dirname(os.__file__)
     packages = [os.path.join(library, name) for name in ('site-packages', 'dist-packages')]
     hidden = [word for path in packages if os.path.isdir(path) for word in ('--tmpfs', path, '--remount-ro', path)]
-    return [shutil.which('bwrap') or 'bwrap', '--unshare-all', '--die-with-parent', '--cap-drop', 'ALL', '--uid', '65534',
-            '--gid', '65534', '--hostname', 'sandbox', *given, *hidden, *devices, '--proc', '/proc', '--size', str(2**24),
-            '--tmpfs', '/tmp', '--remount-ro', '/', '--chdir', '/tmp', '--']
+    return [bwrap, '--unshare-all', '--die-with-parent', '--cap-drop', 'ALL', '--uid', '65534', '--gid', '65534',
+            '--hostname', 'sandbox', *given, *hidden, *devices, '--proc', '/proc', *writable, '--remount-ro', '/',
+            '--chdir', '/tmp', '--']
 
 @cache
 def _try_isolation(kind: str) -> tuple[str, list[str]]: # Why it cannot be had, or ''; what could be had
-    if kind == 'namespace' and sys.platform != 'linux':
-        return 'namespaces are a thing of Linux', []
+    if kind == 'namespace' and platform.system() != 'Linux':
+        return 'only Linux has them', []
     if kind == 'namespace' and not shutil.which('bwrap'):
         return 'bwrap is missing: on Debian and Ubuntu, apt-get install bubblewrap', []
     outcome, kept = _judge('', '', kind, 30.0, 2**30)
@@ -642,8 +651,8 @@ def _judge(code: str, tests: str, kind: str, timeout: float, memory: int) -> tup
             stack.callback(_clear, folder)
             readable = [(path, 4 | 8) for path in _readable()] + [(path, 2 | 4 | 2**15) for path in _DEVICES]
             readable.append((folder, 2 | 4 | 8 | 32 | 256 | 2**14)) # Read, write, make and remove files
-        order = dict(seconds=math.ceil(timeout), memory=memory, folder=folder, paths=readable, accidents=kind == 'process',
-                     filter=_seccomp_filter(platform.machine()) if sys.platform == 'linux' else b'')
+        order = dict(linux=platform.system() == 'Linux', seconds=math.ceil(timeout), memory=memory, folder=folder, paths=readable,
+                     accidents=kind == 'process', filter=_seccomp_filter(platform.machine()))
         given = {name: value for name, value in os.environ.items() if name in ('SYSTEMROOT', 'LD_LIBRARY_PATH')}
         environment = given | {'PYTHONHASHSEED': '0', 'HOME': folder, 'TMPDIR': folder}
         pipes = [os.pipe(), os.pipe()] # What the program reads, what the tests read
