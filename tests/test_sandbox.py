@@ -220,7 +220,7 @@ def test_they_get_out_of_a_plain_process(name, world):
 def fresh():
     "What was found out about the machine is found out anew, before and after."
     for _ in ('before', 'after'):
-        for known in (sandbox._try_isolation, sandbox._sizes): known.cache_clear()
+        for known in (sandbox._try_isolation, sandbox._mounts): known.cache_clear()
         if _ == 'before': yield
 
 

@@ -278,8 +278,8 @@ def _guard(
     try:
         import resource
         sizes = dict(CPU=order['seconds'] + 1, AS=order['memory'], DATA=order['memory'], FSIZE=2**20, NOFILE=64, CORE=0)
-        for name, size in sizes.items():
-            try: resource.setrlimit(getattr(resource, 'RLIMIT_' + name), (size, size))
+        for name, size in sizes.items(): # The second for SIGKILL; at the first the signal tells why
+            try: resource.setrlimit(getattr(resource, 'RLIMIT_' + name), (size, size + (name == 'CPU')))
             except (ValueError, OSError): pass
         kept.append('limits')
     except ImportError: pass
@@ -555,22 +555,23 @@ def _readable() -> list[str]:
 _DEVICES = ['/dev/null', '/dev/zero', '/dev/urandom']
 
 @cache
-def _sizes(bwrap: str) -> bool:
-    "Whether it can limit what is written; the one of Ubuntu 22.04 cannot."
-    return '--size' in subprocess.run([bwrap, '--help'], capture_output=True, text=True).stdout
+def _mounts(bwrap: str) -> list[str]:
+    "A folder of 16 MB and a /proc of its own; neither where bwrap cannot limit a size (Ubuntu 22.04), or a container forbids /proc."
+    helped = subprocess.run([bwrap, '--help'], capture_output=True, text=True).stdout
+    tried = subprocess.run([bwrap, '--unshare-all', '--ro-bind', '/', '/', '--proc', '/proc', 'true'], capture_output=True)
+    folder = ['--size', str(2**24), '--tmpfs', '/tmp'] if '--size' in helped else ['--dir', '/tmp']
+    return [*folder, *(['--proc', '/proc'] if tried.returncode == 0 else [])]
 
 def _bwrap() -> list[str]:
-    "Debian's bubblewrap: no network, no other process, an empty file system with Python's library and 16 MB to write."
+    "Debian's bubblewrap: no network, no other process, an empty file system with Python's library."
     bwrap = shutil.which('bwrap') or 'bwrap'
-    writable = ['--size', str(2**24), '--tmpfs', '/tmp'] if _sizes(bwrap) else ['--dir', '/tmp']
     given = [word for path in _readable() for word in ('--ro-bind', path, path)]
     devices = [word for path in _DEVICES for word in ('--dev-bind', path, path)]
     library = os.path.dirname(os.__file__)
     packages = [os.path.join(library, name) for name in ('site-packages', 'dist-packages')]
     hidden = [word for path in packages if os.path.isdir(path) for word in ('--tmpfs', path, '--remount-ro', path)]
     return [bwrap, '--unshare-all', '--die-with-parent', '--cap-drop', 'ALL', '--uid', '65534', '--gid', '65534',
-            '--hostname', 'sandbox', *given, *hidden, *devices, '--proc', '/proc', *writable, '--remount-ro', '/',
-            '--chdir', '/tmp', '--']
+            '--hostname', 'sandbox', *given, *hidden, *devices, *_mounts(bwrap), '--remount-ro', '/', '--chdir', '/tmp', '--']
 
 @cache
 def _try_isolation(kind: str) -> tuple[str, list[str]]: # Why it cannot be had, or ''; what could be had
@@ -664,6 +665,8 @@ def _judge(code: str, tests: str, kind: str, timeout: float, memory: int) -> tup
                                        start_new_session=os.name == 'posix')
             stack.callback(process.wait)
             stack.callback(_kill, process)
+            if process.stderr:
+                stack.callback(process.stderr.close)
             return process
         program = started(ends[0], ends[3], words)
         checker = started(ends[2], ends[1], subprocess.PIPE)
