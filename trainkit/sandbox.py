@@ -380,6 +380,7 @@ _REFUSED = {
     'open_by_handle_at': (304, 265), 'move_pages': (279, 239), 'migrate_pages': (256, 238), 'setpriority': (141, 140),
     'ioprio_set': (251, 30), 'sched_setaffinity': (203, 122), 'sched_setscheduler': (144, 119), 'sched_setparam': (142, 118),
     'sched_setattr': (314, 274), 'shmget': (29, 194), 'shmat': (30, 196), 'shmctl': (31, 195), 'semget': (64, 190), 'semop': (65, 193),
+    'semctl': (66, 191), 'semtimedop': (220, 192), 'msgctl': (71, 187), 'sync': (162, 81), 'syncfs': (306, 267),
     'msgget': (68, 186), 'msgsnd': (69, 189), 'msgrcv': (70, 188), 'mq_open': (240, 180), 'mq_unlink': (241, 181), 'truncate': (76, 45),
     'chmod': (90, -1), 'fchmod': (91, 52), 'fchmodat': (268, 53), 'chown': (92, -1), 'fchown': (93, 55), 'lchown': (94, -1),
     'fchownat': (260, 54), 'setxattr': (188, 5), 'lsetxattr': (189, 6), 'fsetxattr': (190, 7), 'removexattr': (197, 14),
