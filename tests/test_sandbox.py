@@ -401,6 +401,7 @@ def test_the_process_of_the_tests_is_out_of_reach_where_files_are_not(monkeypatc
     kept('process')
     encode, frame = sandbox._encode, sandbox._encode(('passed', '', []), lambda thing: 1//0)
     sandbox._boot()
-    monkeypatch.setattr(sandbox, '_encode', lambda value, *more: encode(value | dict(paths=[], accidents=False), *more))
+    def bare(value, *more): return encode(value | dict(paths=[], accidents=False) if type(value) is dict else value, *more)
+    monkeypatch.setattr(sandbox, '_encode', bare)
     outcome = run_code(f'VERDICT = {bytes(1) + frame!r}\n{SIBLINGS}', RIGHT, timeout=60, isolation='process')
     assert outcome.status == 'failed' and 'seen' in outcome.output and 'written' not in outcome.output, outcome
