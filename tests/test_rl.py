@@ -194,6 +194,7 @@ def test_code_is_rewarded_by_running_it():
     good, bad, hang = 'def f(x):\n    return x + 1', 'def f(x): return x', 'while True: pass'
     quick = passes_tests(lambda code, tests: run_code(code, tests, timeout=0.5 if hang in code else 60))
     assert quick(completions=[good, bad, hang], test=['assert f(1) == 2']*3) == [1., 0., 0.]
+    assert quick(completions=[good, bad], test=[['assert f(1) == 2', 'assert f(2) == 3']]*2) == [1., 0.] # As text, the list would be true
 
 
 def test_out_of_memory_cuts_rollouts_as_any_batch():

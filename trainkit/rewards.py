@@ -68,7 +68,7 @@ def right_length(
 # %% ../nbs/31_rewards.ipynb #8b697fe0
 def passes_tests(
     run: Callable[[str, str], Any], # Runs a program and its tests, tells by `.passed` or by truth whether it passed: `sandbox.run_code`
-    column: str = 'test', # Of the row: code with assertions about what the completion defines; a row without is not judged
+    column: str = 'test', # Of the row: code with assertions about what the completion defines, or a list of them; a row without is not judged
 ) -> Reward:
     "1 where the completion passes the row's tests."
     fence = re.compile(r'```(?:python3?|py)?[ \t]*\r?\n(.*?)```', re.DOTALL | re.IGNORECASE)
@@ -77,7 +77,7 @@ def passes_tests(
         codes = ((fence.findall(text) or [text])[-1] for text in completions) # Chat models fence their code
         def judged(pair: tuple[str, Any]) -> float | None: # Without a test all would pass
             if not pair[1]: return None
-            outcome = run(*pair)
+            outcome = run(pair[0], pair[1] if isinstance(pair[1], str) else '\n'.join(pair[1]))
             return float(getattr(outcome, 'passed', outcome))
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: # The threads wait for the processes of the programs
             return [*pool.map(judged, zip(codes, columns[column], strict=True))]

@@ -120,7 +120,7 @@ def _decode(
 # %% ../nbs/32_sandbox.ipynb #96e74591
 class _Gone(BaseException):
     "The other side ended, or wrote what is not a message; not an `Exception`, so tests that expect one do not take it for theirs."
-    def __init__(self, why: str) -> None: super().__init__(f'the program {why}')
+    def __str__(self) -> str: return f'the program {self.args[0]}'
 
 def _put_back(old: Any, new: Any) -> Any:
     "Make an argument what it became on the other side, in place."
@@ -709,7 +709,12 @@ def _judge(code: str, tests: str, kind: str, timeout: float, memory: int) -> tup
     elif status == 'ended':
         slow = ended in (-24, 128 + 24) # SIGXCPU
         status = 'timeout' if slow else 'memory' if 'MemoryError' in last else 'failed'
-        error = f'used more than {timeout:g} s of the processor' if slow else f'the program ended with code {ended} before its tests did' + f': {last}'*bool(last)
+        if slow:
+            error = f'used more than {timeout:g} s of the processor'
+        elif ended is not None:
+            error = f'the program ended with code {ended} before its tests did' + f': {last}'*bool(last)
+        else: # It goes on, and has written what is not a message
+            error = f'the program {error}'
     return Outcome(status, error, seconds, output), kept
 
 def run_code(
