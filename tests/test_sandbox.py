@@ -235,9 +235,10 @@ def test_without_a_namespace_the_run_says_so_or_refuses(script, why, monkeypatch
     assert found.kind == 'process' and why in found.note and 'not everything is kept' in str(found)
     with pytest.raises(RuntimeError, match=f"isolation='namespace' cannot be had: .*{why}"): find_isolation('namespace')
     with pytest.raises(RuntimeError, match=why): run_code('x = 1', isolation='namespace')
-    assert run_code('def f(x): return 2*x', RIGHT).passed
+    with pytest.warns(UserWarning, match=why): assert run_code('def f(x): return 2*x', RIGHT, timeout=60).passed
 
 
+@pytest.mark.filterwarnings('ignore:Programs run in a process')
 def test_a_system_with_neither_landlock_nor_seccomp(monkeypatch, tmp_path, fresh):
     "As macOS: the verdict holds, clumsy programs are stopped, and the rest is said."
     monkeypatch.setattr(platform, 'system', lambda: 'Darwin')

@@ -148,9 +148,9 @@ def _code_reward(
     timeout: float = 5.0, # Seconds for a program
 ) -> Reward: # Its `note` says what keeps the programs in
     "1 where the completion passes the row's tests, in the sandbox."
-    note = find_isolation(isolation).note
-    reward = passes_tests(partial(run_code, timeout=timeout, isolation=isolation), column)
-    reward.note = note # type: ignore
+    found = find_isolation(isolation)
+    reward = passes_tests(partial(run_code, timeout=timeout, isolation=found.kind), column)
+    reward.note = found.note # type: ignore
     return reward
 
 REWARDS: dict[str, Callable[..., Reward]] = {'right_answer': right_answer, 'right_format': right_format, 'right_length': right_length,

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -725,7 +726,10 @@ def run_code(
     isolation: str = 'auto', # 'namespace', 'process', or 'auto': the first that can be had
 ) -> Outcome: # Passed: the program was loaded and the tests ran to their end; without tests this is the program's own word
     "Run a program and its tests in two processes, each shut in; the program's never sees the tests."
-    return _judge(code, tests, find_isolation(isolation).kind, timeout, memory)[0]
+    found = find_isolation(isolation)
+    if isolation == 'auto' and found.kind == 'process':
+        warnings.warn(found.note, stacklevel=2) # Python shows it once
+    return _judge(code, tests, found.kind, timeout, memory)[0]
 
 # %% ../nbs/32_sandbox.ipynb #cd4f17ad
 def pass_at_k(
