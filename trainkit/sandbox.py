@@ -551,8 +551,11 @@ def _readable() -> list[str]:
     own = [_python(), os.path.dirname(os.__file__)]
     if sys.base_prefix != '/usr':
         own.append(os.path.join(sys.base_prefix, 'lib'))
-    system = ['/lib', '/lib64', '/usr/lib', '/usr/lib64', '/etc/ld.so.cache', '/usr/share/zoneinfo']
-    return [path for path in dict.fromkeys([*system, *own]) if os.path.exists(path)]
+    system = ['/lib', '/lib64', '/usr/lib', '/usr/lib64', '/nix/store', '/etc/ld.so.cache', '/usr/share/zoneinfo']
+    home = os.path.expanduser('~') + '/'
+    named = [path.rstrip('/') for path in os.environ.get('LD_LIBRARY_PATH', '').split(':') if os.path.isabs(path)]
+    named = [path for path in named if not home.startswith(path + '/')] # A library, not all that the user has
+    return [path for path in dict.fromkeys([*system, *named, *own]) if os.path.exists(path)]
 
 _DEVICES = ['/dev/null', '/dev/zero', '/dev/urandom']
 
@@ -582,7 +585,7 @@ def _try_isolation(kind: str) -> tuple[str, list[str]]: # Why it cannot be had, 
     if kind == 'namespace' and not shutil.which('bwrap'):
         return 'bwrap is missing: on Debian and Ubuntu, apt-get install bubblewrap', []
     outcome, kept = _judge('', '', kind, 30.0, 2**30)
-    return '' if outcome.passed else f'bwrap makes none here: {outcome.error}', kept
+    return '' if outcome.passed else f'{"bwrap makes none here" * (kind == "namespace") or "Python fails there"}: {outcome.error}', kept
 
 def find_isolation(
     isolation: str = 'auto', # 'namespace', 'process', or 'auto': the first that can be had
@@ -597,7 +600,9 @@ def find_isolation(
             return Isolation('namespace', 'Programs run in a namespace of their own: without network, environment or files of yours')
         if isolation == 'namespace':
             raise RuntimeError(f"isolation='namespace' cannot be had: {why}. isolation='process' runs programs with less kept from them")
-    _, kept = _try_isolation('process')
+    fails, kept = _try_isolation('process')
+    if fails:
+        raise RuntimeError(f'no program can be run shut in on this machine: {why}; in a process, {fails}')
     lacks = []
     if 'landlock' not in kept:
         lacks.append('the files of this user can be read and written')
