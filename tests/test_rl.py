@@ -192,8 +192,9 @@ def test_an_adapter_answers_folded_in(monkeypatch):
 
 def test_code_is_rewarded_by_running_it():
     good, bad, hang = 'def f(x):\n    return x + 1', 'def f(x): return x', 'while True: pass'
-    quick = passes_tests(lambda code: run_code(code, timeout=0.5 if hang in code else 60))
+    quick = passes_tests(lambda code, tests: run_code(code, tests, timeout=0.5 if hang in code else 60))
     assert quick(completions=[good, bad, hang], test=['assert f(1) == 2']*3) == [1., 0., 0.]
+    assert quick(completions=[good, bad], test=[['assert f(1) == 2', 'assert f(2) == 3']]*2) == [1., 0.] # As text, the list would be true
 
 
 def test_out_of_memory_cuts_rollouts_as_any_batch():
@@ -275,7 +276,7 @@ def test_rewards_may_be_async_inside_a_loop_too():
 
 def test_rows_without_an_answer_or_a_test_are_not_judged():
     assert right_answer()(**COLUMNS) == [1., 0., None]
-    assert passes_tests(lambda program: True)(completions=['x = 1']*3, test=['assert x', None, '']) == [1., None, None]
+    assert passes_tests(lambda program, tests: True)(completions=['x = 1']*3, test=['assert x', None, '']) == [1., None, None]
     assert right_answer(r'= (\d+)|is (\d+)')(completions=['is 5', '= 5', '5'], answer=[5]*3) == [1., 1., 0.]
     with pytest.raises(ValueError, match='parentheses'): right_answer(r'\d+')
     with pytest.raises(ValueError, match='cache = 0'): right_length(10, 0)

@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from .reward import RewardModel, reward_objective
 from .rewards import Reward, passes_tests, right_answer, right_format, right_length
 from .rl import rl_objective
 from .rollouts import Rollouts
-from .sandbox import run_code
+from .sandbox import find_isolation, run_code
 from .saving import load_reward_model, score_texts
 from .unpaired import UNPAIRED, UnpairedBatches, kto_objective, tokenize_unpaired
 
@@ -141,8 +142,19 @@ def prepare_pairs(
                  eval_pairs=test, causal=causal, about=about, callbacks=callbacks, keep=keep, seconds=seconds)
 
 # %% ../nbs/44_align.ipynb #c5d7fb06
+def _code_reward(
+    column: str = 'test', # Of the row, where its tests are
+    isolation: str = 'auto', # As for `run_code`; 'namespace' refuses to start where there is none
+    timeout: float = 5.0, # Seconds for a program
+) -> Reward: # Its `note` says what keeps the programs in
+    "1 where the completion passes the row's tests, in the sandbox."
+    found = find_isolation(isolation)
+    reward = passes_tests(partial(run_code, timeout=timeout, isolation=found.kind), column)
+    reward.note = found.note # type: ignore
+    return reward
+
 REWARDS: dict[str, Callable[..., Reward]] = {'right_answer': right_answer, 'right_format': right_format, 'right_length': right_length,
-                                             'passes_tests': lambda column='test': passes_tests(run_code, column)}
+                                             'passes_tests': _code_reward}
 
 def judged_by(
     folder: str | Path, # Of a reward model
@@ -166,7 +178,7 @@ def find_reward(
     try:
         args = [ast.literal_eval(a) for a in getattr(call, 'args', ())]
         return REWARDS[name](*args, **{str(k.arg): ast.literal_eval(k.value) for k in getattr(call, 'keywords', ())})
-    except (TypeError, ValueError) as error: raise ValueError(f'rl.rewards: {text!r} cannot be called: {error}') from None
+    except (TypeError, ValueError, RuntimeError) as error: raise ValueError(f'rl.rewards: {text!r} cannot be called: {error}') from None
 
 # %% ../nbs/44_align.ipynb #991c941a
 def as_prompt(
@@ -217,6 +229,7 @@ def prepare_prompts(
     about = [f"Prompts    {facts['path']}: {len(batches.rows):,} to answer, {len(prompts['eval']):,} held out; {config.rl.num_prompts} at a time, "
              f'{config.rl.num_generations} answers to each, of {config.rl.max_completion_length:,} tokens at most',
              f"Rewards    {', '.join(names)}; reference: {kind}" + f', β = {config.rl.beta:g}'*bool(config.rl.beta)]
+    about += [f'Sandbox    {note}' for note in dict.fromkeys(getattr(f, 'note', '') for f in found) if note]
     if c.eval_strategy != 'no': about.append(f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, of answers to {len(held.rows):,} held-out prompts")
     return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], asked=asked, objective=rl_objective(config.rl), # type: ignore
                  rewards=found, causal=causal, about=about, seconds=seconds)

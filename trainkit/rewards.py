@@ -11,6 +11,7 @@ __all__ = ['Reward', 'same_answer', 'right_answer', 'right_format', 'right_lengt
 import asyncio
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,16 +67,20 @@ def right_length(
 
 # %% ../nbs/31_rewards.ipynb #8b697fe0
 def passes_tests(
-    run: Callable[[str], Any], # Runs a program, tells by `.passed` or by truth whether it ended well: `sandbox.run_code`
-    column: str = 'test', # Of the row: code with assertions about what the completion defines; a row without is not judged
+    run: Callable[[str, str], Any], # Runs a program and its tests, tells by `.passed` or by truth whether it passed: `sandbox.run_code`
+    column: str = 'test', # Of the row: code with assertions about what the completion defines, or a list of them; a row without is not judged
 ) -> Reward:
-    "1 where the completion, followed by the row's tests, runs to its end."
+    "1 where the completion passes the row's tests."
     fence = re.compile(r'```(?:python3?|py)?[ \t]*\r?\n(.*?)```', re.DOTALL | re.IGNORECASE)
     def passes_tests(completions: Sequence[str], **columns: Any) -> list[float | None]:
         if column not in columns: raise ValueError(f'the rows have no column {column!r}, only {", ".join(columns)}')
         codes = ((fence.findall(text) or [text])[-1] for text in completions) # Chat models fence their code
-        outcomes = (run(f'{code}\n{test}\n') if test else None for code, test in zip(codes, columns[column], strict=True)) # Without a test all would pass
-        return [None if outcome is None else float(getattr(outcome, 'passed', outcome)) for outcome in outcomes]
+        def judged(pair: tuple[str, Any]) -> float | None: # Without a test all would pass
+            if not pair[1]: return None
+            outcome = run(pair[0], pair[1] if isinstance(pair[1], str) else '\n'.join(pair[1]))
+            return float(getattr(outcome, 'passed', outcome))
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: # The threads wait for the processes of the programs
+            return [*pool.map(judged, zip(codes, columns[column], strict=True))]
     return passes_tests
 
 # %% ../nbs/31_rewards.ipynb #102fc3a4
