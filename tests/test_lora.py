@@ -1,5 +1,7 @@
 "LoRA on our model and on transformers', against PEFT: training, folders, merging, and what must not change."
 import copy
+import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -10,10 +12,20 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from trainkit.adapters import adapters_off, load_adapter, read_adapter, resize_vocabulary, save_adapter, use_adapter
+from trainkit.adapters import (
+    adapter_tensors,
+    adapters_off,
+    load_adapter,
+    read_adapter,
+    remove_adapter,
+    resize_vocabulary,
+    save_adapter,
+    use_adapter,
+)
 from trainkit.families import to_hf
 from trainkit.generate import generate
 from trainkit.lora import LoRAConfig, LoRALayer, adapted, add_lora, merge_lora, put, trainable_report, unmerge_lora
+from trainkit.merge import merge_folder
 from trainkit.model import ModelConfig, Transformer
 from trainkit.objective import lm_loss
 from trainkit.optim import OptimConfig
@@ -358,3 +370,70 @@ print((after - before) // 1024)
     done = subprocess.run([sys.executable, '-c', code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 240, done.stdout
+
+
+# What learns as a whole, and beside what kind of update; PEFT's `modules_to_save` fits by the end of a name
+WHOLE = {
+    'nothing': [], 'every norm': ['norm'], 'the last norm': ['model.norm'], 'embedding': ['embed_tokens'], 'head': ['lm_head'],
+    'both': ['embed_tokens', 'lm_head'], 'a block': ['layers.1.mlp'], 'half a name': ['tokens', 'ead'],
+}
+BESIDE = {
+    'plain': dict(), 'dora': dict(use_dora=True), 'rslora': dict(use_rslora=True),
+    'patterns': dict(rank_pattern={'q_proj': 2}, alpha_pattern={'layers.1.self_attn.q_proj': 3}), 'bias all': dict(bias='all'),
+    'bias lora_only': dict(bias='lora_only'), 'fan_in_fan_out': dict(fan_in_fan_out=True),
+}
+
+
+def merged_by_folder(base, adapter, where):
+    base.save_pretrained(where/'base')
+    merge_folder(where/'base', adapter, where/'merged')
+    return transformers.AutoModelForCausalLM.from_pretrained(where/'merged')
+
+
+@pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
+@pytest.mark.parametrize('whole', WHOLE)
+@pytest.mark.parametrize('beside', BESIDE)
+def test_every_road_to_one_model(beside, whole, tied, tmp_path):
+    "PEFT's folder: opened, merged in memory, merged on disk and merged by PEFT itself it is the model that was trained."
+    from peft import LoraConfig, get_peft_model
+    knobs = dict(r=4, lora_alpha=8, target_modules=['q_proj', 'down_proj'], modules_to_save=WHOLE[whole] or None, **BESIDE[beside])
+    make = lambda: llama(bias='qkv', tie_embeddings=tied)
+    theirs = disturb(get_peft_model(make(), LoraConfig(task_type='CAUSAL_LM', **knobs)))
+    theirs.save_pretrained(tmp_path/'theirs')
+    want, bare = exactly(theirs), exactly(make())
+    assert gap(want, bare) > 1e-3
+    assert gap(exactly(merged_by_folder(make(), tmp_path/'theirs', tmp_path)), want) < 1e-5
+    for base in (small(bias='qkv', tie_embeddings=tied), make()):
+        before = {n: p.clone() for n, p in base.named_parameters()}
+        load_adapter(base, tmp_path/'theirs')
+        assert adapter_tensors(base).keys() == read_adapter(tmp_path/'theirs')[1].keys()
+        save_adapter(base, tmp_path/'again')
+        assert gap(exactly(load_adapter(make(), tmp_path/'again')), want) < 1e-5
+        together = merge_lora(copy.deepcopy(base))
+        assert gap(exactly(together), want) < 1e-5
+        kept = together if isinstance(together, transformers.PreTrainedModel) else to_hf(together)
+        kept.float().save_pretrained(tmp_path/'kept')
+        assert gap(exactly(transformers.AutoModelForCausalLM.from_pretrained(tmp_path/'kept')), want) < 1e-5
+        assert gap(exactly(base), want) < 1e-5
+        with adapters_off(base): assert gap(logits(base), bare) < 1e-6
+        remove_adapter(base.float(), 'default')
+        assert before.keys() == dict(base.named_parameters()).keys()
+        assert all(torch.equal(p, before[n]) for n, p in base.named_parameters())
+    assert gap(exactly(theirs.float().merge_and_unload()), want) < 1e-5
+
+
+@pytest.mark.parametrize('knobs', [dict(target_modules=['c_attn', 'c_proj']), dict(target_modules=['c_fc'], use_dora=True, modules_to_save=['wte']),
+                                   dict(target_modules=['mlp.c_proj'], bias='all', modules_to_save=['ln_1'])], ids=str)
+def test_every_road_with_transposed_matrices(knobs, tmp_path):
+    "The same for GPT-2, whose matrices lie the other way round, also the square ones, and whatever the folder says of them."
+    from peft import LoraConfig, get_peft_model
+    theirs = disturb(get_peft_model(gpt2(), LoraConfig(r=4, task_type='CAUSAL_LM', fan_in_fan_out=True, **knobs)))
+    theirs.save_pretrained(tmp_path/'theirs')
+    want = exactly(theirs)
+    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path/'theirs'))), want) < 1e-5
+    assert gap(exactly(merged_by_folder(gpt2(), tmp_path/'theirs', tmp_path)), want) < 1e-5
+    file = tmp_path/'theirs'/'adapter_config.json'
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(fan_in_fan_out=False)))
+    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path/'theirs'))), want) < 1e-5
+    shutil.rmtree(tmp_path/'merged')
+    assert gap(exactly(merged_by_folder(gpt2(), tmp_path/'theirs', tmp_path)), want) < 1e-5
