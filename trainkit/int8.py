@@ -88,8 +88,8 @@ def _multiplies_bytes(a: Tensor, b: Tensor) -> bool:
     if a.device.type == 'cpu': return torch.backends.cpu.get_cpu_capability().startswith(('AVX512', 'AVX10', 'AMX'))
     return a.is_cuda and len(a) > 16 and not (a.shape[1] % 8 or len(b) % 8)
 
-def _float_product(a: Tensor, b: Tensor) -> Tensor: # (n, k) and (m, k) int8, none of them -128 -> (n, m) int32
-    "The same whole numbers by way of float32, which holds all of them up to 2²⁴: 127² · 1024 is less."
+def _float_product(a: Tensor, b: Tensor) -> Tensor: # (n, k) and (m, k) int8 -> (n, m) int32
+    "The same whole numbers by way of float32, which holds all of them up to 2²⁴, and 128² · 1024 is no more."
     total = torch.zeros(len(a), len(b), dtype=torch.int32, device=a.device)
     rows = len(b) if a.device.type != 'cpu' else max(2**18 // min(max(a.shape[1], 1), 1024), 1) # A piece fits the cache
     with torch.autocast(a.device.type, enabled=False):
