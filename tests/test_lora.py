@@ -1,5 +1,7 @@
 "LoRA on our model and on transformers', against PEFT: training, folders, merging, and what must not change."
 import copy
+import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -10,14 +12,26 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from trainkit.adapters import adapters_off, load_adapter, read_adapter, resize_vocabulary, save_adapter, use_adapter
+from trainkit import tools
+from trainkit.adapters import (
+    adapter_tensors,
+    adapters_off,
+    combine_adapters,
+    load_adapter,
+    read_adapter,
+    remove_adapter,
+    resize_vocabulary,
+    save_adapter,
+    use_adapter,
+)
 from trainkit.families import to_hf
 from trainkit.generate import generate
 from trainkit.lora import LoRAConfig, LoRALayer, adapted, add_lora, merge_lora, put, trainable_report, unmerge_lora
+from trainkit.merge import merge_folder, merge_quantized
 from trainkit.model import ModelConfig, Transformer
 from trainkit.objective import lm_loss
 from trainkit.optim import OptimConfig
-from trainkit.ranks import GrowRank, grow_rank
+from trainkit.ranks import GrowRank, grow_rank, shrink_rank
 from trainkit.train import TrainConfig, Trainer
 from trainkit.variants import eva_init, lora_plus
 
@@ -358,3 +372,214 @@ print((after - before) // 1024)
     done = subprocess.run([sys.executable, '-c', code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 240, done.stdout
+
+
+# What learns as a whole, and beside what kind of update; PEFT's `modules_to_save` fits by the end of a name
+WHOLE = {
+    'nothing': [], 'every norm': ['norm'], 'the last norm': ['model.norm'], 'embedding': ['embed_tokens'], 'head': ['lm_head'],
+    'both': ['embed_tokens', 'lm_head'], 'a block': ['layers.1.mlp'], 'half a name': ['tokens', 'ead'],
+}
+BESIDE = {
+    'plain': dict(), 'dora': dict(use_dora=True), 'rslora': dict(use_rslora=True),
+    'patterns': dict(rank_pattern={'q_proj': 2}, alpha_pattern={'layers.1.self_attn.q_proj': 3}), 'bias all': dict(bias='all'),
+    'bias lora_only': dict(bias='lora_only'), 'fan_in_fan_out': dict(fan_in_fan_out=True),
+}
+
+
+def merged_by_folder(base, adapter, where):
+    base.save_pretrained(where/'base')
+    merge_folder(where/'base', adapter, where/'merged')
+    return transformers.AutoModelForCausalLM.from_pretrained(where/'merged')
+
+
+@pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
+@pytest.mark.parametrize('whole', WHOLE)
+@pytest.mark.parametrize('beside', BESIDE)
+def test_every_road_to_one_model(beside, whole, tied, tmp_path):
+    "PEFT's folder: opened, merged in memory, merged on disk and merged by PEFT itself it is the model that was trained."
+    from peft import LoraConfig, get_peft_model
+    knobs = dict(r=4, lora_alpha=8, target_modules=['q_proj', 'down_proj'], modules_to_save=WHOLE[whole] or None, **BESIDE[beside])
+    make = lambda: llama(bias='qkv', tie_embeddings=tied)
+    theirs = disturb(get_peft_model(make(), LoraConfig(task_type='CAUSAL_LM', **knobs)))
+    theirs.save_pretrained(tmp_path/'theirs')
+    want, bare = exactly(theirs), exactly(make())
+    assert gap(want, bare) > 1e-3
+    assert gap(exactly(merged_by_folder(make(), tmp_path/'theirs', tmp_path)), want) < 1e-5
+    for base in (small(bias='qkv', tie_embeddings=tied), make()):
+        before = {n: p.clone() for n, p in base.named_parameters()}
+        load_adapter(base, tmp_path/'theirs')
+        assert adapter_tensors(base).keys() == read_adapter(tmp_path/'theirs')[1].keys()
+        save_adapter(base, tmp_path/'again')
+        assert gap(exactly(load_adapter(make(), tmp_path/'again')), want) < 1e-5
+        together = merge_lora(copy.deepcopy(base))
+        assert gap(exactly(together), want) < 1e-5
+        kept = together if isinstance(together, transformers.PreTrainedModel) else to_hf(together)
+        kept.float().save_pretrained(tmp_path/'kept')
+        assert gap(exactly(transformers.AutoModelForCausalLM.from_pretrained(tmp_path/'kept')), want) < 1e-5
+        assert gap(exactly(base), want) < 1e-5
+        with adapters_off(base): assert gap(logits(base), bare) < 1e-6
+        remove_adapter(base.float(), 'default')
+        assert before.keys() == dict(base.named_parameters()).keys()
+        assert all(torch.equal(p, before[n]) for n, p in base.named_parameters())
+    assert gap(exactly(theirs.float().merge_and_unload()), want) < 1e-5
+
+
+@pytest.mark.parametrize('knobs', [dict(target_modules=['c_attn', 'c_proj']), dict(target_modules=['c_fc'], use_dora=True, modules_to_save=['wte']),
+                                   dict(target_modules=['mlp.c_proj'], bias='all', modules_to_save=['ln_1'])], ids=str)
+def test_every_road_with_transposed_matrices(knobs, tmp_path):
+    "The same for GPT-2, whose matrices lie the other way round, also the square ones, and whatever the folder says of them."
+    from peft import LoraConfig, get_peft_model
+    theirs = disturb(get_peft_model(gpt2(), LoraConfig(r=4, task_type='CAUSAL_LM', fan_in_fan_out=True, **knobs)))
+    theirs.save_pretrained(tmp_path/'theirs')
+    want = exactly(theirs)
+    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path/'theirs'))), want) < 1e-5
+    assert gap(exactly(merged_by_folder(gpt2(), tmp_path/'theirs', tmp_path)), want) < 1e-5
+    file = tmp_path/'theirs'/'adapter_config.json'
+    file.write_text(json.dumps(json.loads(file.read_text()) | dict(fan_in_fan_out=False)))
+    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path/'theirs'))), want) < 1e-5
+    shutil.rmtree(tmp_path/'merged')
+    assert gap(exactly(merged_by_folder(gpt2(), tmp_path/'theirs', tmp_path)), want) < 1e-5
+
+
+def state(model): return {n: t.clone() for n, t in model.state_dict().items()}, str(model), dict(vars(model.config)), {n: p.requires_grad for n, p in model.named_parameters()}
+
+
+def untouched(model, before):
+    now = state(model)
+    return now[1:] == before[1:] and now[0].keys() == before[0].keys() and all(torch.equal(t, before[0][n]) for n, t in now[0].items())
+
+
+LAST = 'base_model.model.model.layers.1.mlp.down_proj'
+LIES = { # What is wrong with the folder: what the config says, and what becomes of its tensors
+    'rank': (dict(r=10**9), {}), 'rank of a pattern': (dict(rank_pattern={'q_proj': 10**9}), {}), 'alpha': (dict(lora_alpha=float('nan')), {}),
+    'nan': ({}, {f'{LAST}.lora_B.weight': lambda t: t.index_fill(0, torch.tensor([3]), torch.nan)}),
+    'inner size': ({}, {f'{LAST}.lora_A.weight': lambda t: t[:2]}), 'outer size': ({}, {f'{LAST}.lora_B.weight': lambda t: t[:-1]}),
+    'no B': ({}, {f'{LAST}.lora_B.weight': None}), 'no magnitude': (dict(use_dora=True), {}),
+    'a magnitude': ({}, {f'{LAST}.lora_magnitude_vector': lambda t: torch.ones(32)}),
+    'one number for a bias': (dict(bias='all'), {'base_model.model.model.layers.1.self_attn.q_proj.base_layer.bias': lambda t: torch.ones(1)}),
+    'a layer of another model': ({}, {'base_model.model.model.layers.7.input_layernorm.weight': lambda t: torch.ones(32)}),
+    'a norm of another size': ({}, {'base_model.model.model.norm.weight': lambda t: torch.ones(1)}),
+    'half of a layer': (dict(modules_to_save=['mlp']), {'base_model.model.model.layers.0.mlp.up_proj.weight': lambda t: torch.ones(64, 32)}),
+    'another base': ({}, {'base_model.model.model.embed_tokens.base_layer.weight': lambda t: torch.ones(96, 32)}),
+    'a changed base': (dict(init_lora_weights='corda'), {}),
+    'two sizes of vocabulary': (dict(), {'base_model.model.lm_head.weight': lambda t: torch.ones(99, 32), 'base_model.model.model.embed_tokens.weight': lambda t: torch.ones(98, 32)}),
+    'more tokens, and a layer too many': ({}, {'base_model.model.lm_head.weight': lambda t: torch.ones(99, 32), 'base_model.model.score.weight': lambda t: torch.ones(1, 32)}),
+}
+
+
+@pytest.mark.parametrize('lie', LIES)
+def test_a_folder_that_does_not_fit_changes_nothing(lie, tmp_path):
+    "Every road refuses it, before it makes room for anything and before the model is another."
+    from safetensors.torch import load_file, save_file
+    save_adapter(disturb(add_lora(small(bias='qkv'), LoRAConfig(r=4, target_modules=['q_proj', 'down_proj']))), tmp_path/'a')
+    said, changed = LIES[lie]
+    file, tensors = tmp_path/'a'/'adapter_config.json', load_file(tmp_path/'a'/'adapter_model.safetensors')
+    (tmp_path/'a'/'trainkit.json').unlink()
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    for name, change in changed.items():
+        if change is None: del tensors[name]
+        else: tensors[name] = change(tensors.get(name)).contiguous()
+    save_file(tensors, tmp_path/'a'/'adapter_model.safetensors')
+    llama(bias='qkv').save_pretrained(tmp_path/'base')
+    for base in (small(bias='qkv'), llama(bias='qkv')):
+        before = state(base)
+        with pytest.raises(ValueError): load_adapter(base, tmp_path/'a')
+        assert untouched(base, before)
+    with pytest.raises(ValueError): merge_folder(tmp_path/'base', tmp_path/'a', tmp_path/'out')
+    assert not (tmp_path/'out').exists()
+    with pytest.raises(ValueError): tools.merge(tmp_path/'base', tmp_path/'a', tmp_path/'out')
+    assert not (tmp_path/'out').exists()
+
+
+def half_a_merge():
+    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear', modules_to_save=['embed_tokens'])))
+    adapted(model)['model.layers.1.mlp.down_proj'].lora_B['default'].weight.data[3] = torch.nan
+    return model
+
+
+def half_a_float16():
+    model = disturb(add_lora(small().half(), LoRAConfig(r=4, target_modules='all-linear')))
+    adapted(model)['model.layers.1.mlp.down_proj'].lora_B['default'].weight.data[3] = 1e6
+    return model
+
+
+def two_adapters():
+    model = disturb(add_lora(add_lora(small(), LoRAConfig(r=4, modules_to_save=['embed_tokens']), 'a'), LoRAConfig(r=4), 'b'))
+    return use_adapter(model, 'a')
+
+
+def quantized():
+    from trainkit.quant import quantize_model
+    return disturb(add_lora(quantize_model(small()), LoRAConfig(r=4, target_modules=['q_proj', 'down_proj'])))
+
+
+class Refusing: # A quantizer whose fourth layer fails
+    left = 3
+
+    def __call__(self, weight):
+        from trainkit.quant import Linear4bit
+        self.left -= 1
+        if self.left < 0: raise ValueError('no more')
+        return Linear4bit.from_weight(weight)
+
+
+def only_the_first(name): return {'model.layers.0.self_attn.q_proj.weight': torch.ones(32, 32)}[name]
+
+
+def nearly_all_finite():
+    model = small()
+    model.model.layers[1].mlp.down_proj.weight.data[3, 5] = torch.nan
+    return model
+
+
+def dora():
+    model = add_lora(small(), LoRAConfig(r=4, target_modules='q_proj'))
+    adapted(model)['model.layers.1.self_attn.q_proj'].lora_magnitude_vector['default'] = nn.Linear(1, 1)
+    return model
+
+
+HALVES = {
+    'merge': (half_a_merge, merge_lora), 'merge to keep': (half_a_merge, lambda m: merge_lora(m, keep=True)), 'merge into float16': (half_a_float16, merge_lora),
+    'merge into the original': (quantized, lambda m: merge_quantized(m, IDS, 'original', only_the_first)),
+    'one row for an original': (quantized, lambda m: merge_quantized(m, IDS, 'original', lambda name: torch.ones(1, 32))),
+    'merge and quantize': (quantized, lambda m: merge_quantized(m, IDS, 'quantized', quantize=Refusing())),
+    'add, at an odd rank': (small, lambda m: add_lora(m, LoRAConfig(r=4, rank_pattern={'layers.1.self_attn.q_proj': 3}, init_lora_weights='orthogonal'))),
+    'add, dora to an embedding': (small, lambda m: add_lora(m, LoRAConfig(r=4, target_modules=['q_proj', 'embed_tokens'], use_dora=True))),
+    'add, inside what learns whole': (small, lambda m: add_lora(m, LoRAConfig(r=4, target_modules=['q_proj'], modules_to_save=['_proj']))),
+    'combine, under a taken name': (two_adapters, lambda m: combine_adapters(m, {'b': 1.0}, 'a')),
+    'combine, under a name with a dot': (two_adapters, lambda m: combine_adapters(m, {'b': 1.0}, 'a.b')),
+    'combine nothing': (two_adapters, lambda m: combine_adapters(m, {}, 'c')),
+    'combine what is no sum': (two_adapters, lambda m: combine_adapters(m, {'a': 1.0}, 'c')),
+    'shrink': (dora, lambda m: shrink_rank(m, 2)),
+    'turn to the inputs': (lambda: add_lora(small(), LoRAConfig(r=4, rank_pattern={'layers.1.self_attn.q_proj': 40})), lambda m: eva_init(m, [dict(input_ids=IDS)])),
+}
+
+
+@pytest.mark.parametrize('what', HALVES)
+def test_all_or_nothing(what):
+    "What is refused has changed nothing, however late it was found out."
+    make, change = HALVES[what]
+    model = make()
+    before, active = state(model), {n: dict(layer.active) for n, layer in adapted(model).items()}
+    with pytest.raises(ValueError): change(model)
+    after = state(model)
+    assert after[1:] == before[1:] and after[0].keys() == before[0].keys()
+    assert all(torch.equal(t.nan_to_num(), before[0][n].nan_to_num()) for n, t in after[0].items())
+    assert active == {n: dict(layer.active) for n, layer in adapted(model).items()}
+
+
+def test_a_merged_adapter_is_not_taken_off_by_half():
+    model = merge_lora(disturb(add_lora(small(), LoRAConfig(r=4, modules_to_save=['embed_tokens']))), keep=True)
+    before = state(model)
+    with pytest.raises(RuntimeError, match='unmerge_lora first'): remove_adapter(model, 'default')
+    assert untouched(model, before)
+
+
+def test_biases_belong_to_one_adapter(tmp_path):
+    "They go with it, and no other adapter is saved with them."
+    base = state(small(bias='qkv'))[0]
+    model = disturb(add_lora(small(bias='qkv'), LoRAConfig(r=4, bias='all'), 'a'))
+    with pytest.raises(ValueError, match="those of 'a'"): add_lora(model, LoRAConfig(r=4), 'b')
+    remove_adapter(model, 'a')
+    assert all(torch.equal(t, base[n]) for n, t in model.state_dict().items())
+    assert not any('bias' in n for n in adapter_tensors(add_lora(model, LoRAConfig(r=4), 'b'), 'b'))

@@ -16,12 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from trainkit import quant
+from trainkit import calibrated, int8, quant
 from trainkit.int8 import dequantize_int8, int8_linear, quantize_int8, quantize_rows
 from trainkit.model import ModelConfig, Transformer
 from trainkit.nf4 import dequantize_4bit, quantize_4bit
 from trainkit.quant import Linear4bit, Linear8bit, QuantConfig, load_quantized, quantize_model
 
+FLOAT_PRODUCT = int8._float_product
 SHAPE = ModelConfig(vocab_size=128, d_model=128, n_heads=4, n_layers=2, d_ff=192, max_seq_len=64)
 
 
@@ -395,7 +396,66 @@ print('equal')
 
 
 def test_the_fused_product_in_tritons_interpreter():
-    pytest.importorskip('triton', reason='NO TRITON: the kernel of trainkit.fused was not run (pip install triton)')
+    pytest.importorskip('triton', reason='NO TRITON: the kernel of trainkit.fused was not run (pip install triton, a gigabyte; it ran with 3.9.0)')
     done = subprocess.run([sys.executable, '-c', FUSED], capture_output=True, text=True, cwd=ROOT, timeout=300,
                           env={**os.environ, 'TRITON_INTERPRET': '1', 'TRAINKIT_FUSED': '1'})
     assert done.returncode == 0 and 'equal' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize('rows', [1, 7, 33])
+@pytest.mark.parametrize('size', [64, 1023, 1025, 5000])
+def test_both_products_of_bytes_are_one(rows, size, monkeypatch):
+    "A machine that multiplies bytes slowly goes by way of float32, and every bit is the same, at the largest codes, too."
+    g = torch.Generator().manual_seed(0)
+    for codes in (torch.full((rows, size), 127, dtype=torch.int8), torch.randint(-127, 128, (rows, size), dtype=torch.int8, generator=g)):
+        weight = torch.cat([torch.full((1, size), 127), torch.full((1, size), -127), torch.randint(-127, 128, (300, size), generator=g)]).to(torch.int8)
+        right = (codes.long() @ weight.long().T)
+        assert torch.equal(int8._float_product(codes, weight).long(), right)
+        assert torch.equal(torch.ops.aten._int_mm(codes, weight.T).long(), right)
+    layer, x = Linear8bit.from_weight(torch.randn(96, size, generator=g)), 3*torch.randn(rows, size, generator=g)
+    answers = {}
+    for capability in ('AVX512', 'AVX2', 'DEFAULT'):
+        monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda name=capability: name)
+        taken = []
+        monkeypatch.setattr(int8, '_float_product', lambda a, b, real=FLOAT_PRODUCT, taken=taken: taken.append(1) or real(a, b))
+        with torch.autocast('cpu', enabled=rows == 7): answers[capability] = layer(x)
+        assert bool(taken) == (capability != 'AVX512')
+    assert torch.equal(answers['AVX512'], answers['AVX2']) and torch.equal(answers['AVX512'], answers['DEFAULT'])
+
+
+def real_inputs(n, tokens):
+    "What a layer reads when a few directions are loud and the rest is nearly nothing, as on real text."
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, 8, generator=g) @ torch.randn(8, n, generator=g) * torch.logspace(-5, 1, n)
+    return calibrated.Inputs(x.T @ x / tokens, x.abs().mean(0), tokens)
+
+
+def test_gptq_on_inputs_of_few_directions():
+    "The matrix of the inputs of real text can hardly be inverted in float32: that must not stop the method."
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(1))
+    inputs = real_inputs(256, 200)
+    for damp in (1e-2, 1e-6, 1e-9):
+        made = calibrated.gptq(weight, inputs, 3, 64, damp)
+        assert made.isfinite().all() and calibrated.output_error(weight, made, inputs) < calibrated.output_error(weight, calibrated.nearest(weight, bits=3), inputs)
+    silent = calibrated.Inputs(torch.zeros(256, 256), torch.zeros(256), 9)
+    assert torch.allclose(calibrated.gptq(weight, silent), calibrated.nearest(weight), atol=1e-5)
+    gram = inputs.gram.clone()
+    gram[3, 3] = torch.nan
+    with pytest.raises(ValueError, match='has no inverse'): calibrated.gptq(weight, calibrated.Inputs(gram, inputs.size, 9))
+
+
+@pytest.mark.parametrize('what', ['calibrate', 'calibrate without one', 'nf4', 'int8'])
+def test_a_model_is_rounded_as_a_whole_or_not_at_all(what):
+    "What is wrong with the last layer is found before the first one changes."
+    model = Transformer(ModelConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=2, d_ff=64))
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != 'lm_head']
+    inputs = {n: real_inputs(model.get_submodule(n).in_features, 50) for n in names}
+    broken = names[0 if what in ('nf4', 'int8') else -1] # `quantize_model` begins with the last
+    if what == 'calibrate': inputs[broken].gram.fill_(torch.nan)
+    elif what == 'calibrate without one': del inputs[broken]
+    else: model.get_submodule(broken).weight.data[1, 2] = torch.inf
+    before, shape = {n: t.clone() for n, t in model.state_dict().items()}, str(model)
+    with pytest.raises(ValueError, match=broken.replace('.', r'\.')):
+        if 'calibrate' in what: calibrated.calibrate(model, 'gptq', inputs)
+        else: quantize_model(model, QuantConfig(bits=4 if what == 'nf4' else 8))
+    assert str(model) == shape and all(torch.equal(t, before[n]) for n, t in model.state_dict().items())

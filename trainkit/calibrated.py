@@ -147,18 +147,33 @@ def awq(
     return best
 
 # %% ../nbs/23_calibrated.ipynb #6ffcff69
+def _inverse_factor(gram: Tensor, damp: float) -> Tensor: # (n, n), upper triangular
+    "Of the inverse, the Cholesky factor. Inputs of real text lie so close to few directions that float32 is too narrow to invert their matrix."
+    wide = gram.to(torch.float32 if gram.device.type == 'mps' else torch.float64, copy=True)
+    diagonal = wide.diagonal()
+    diagonal[diagonal == 0] = 1 # A column that is always silent is alone
+    mean = diagonal.mean()
+    more = damp / 10
+    while more < 1:
+        more *= 10
+        lower, wrong = torch.linalg.cholesky_ex(wide + more * mean * torch.eye(len(wide), dtype=wide.dtype, device=wide.device))
+        if wrong: continue
+        factor, wrong = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not wrong and factor.isfinite().all(): return factor
+    raise ValueError(f"the inputs' matrix has no inverse, even with {more:g} of its mean on the diagonal: does it hold numbers that are not finite?")
+
 def gptq(
     weight: Tensor, # (out_features, in_features)
     inputs: Inputs | None,
     bits: int = 3,
     group: int = 64,
-    damp: float = 0.01, # Share of the mean diagonal that is added to it, for a safe inverse
+    damp: float = 0.01, # Share of the mean diagonal that is added to it, for a safe inverse; ten times more wherever that is not enough
 ) -> Tensor: # (out_features, in_features)
     "Column by column, each error made up for by the columns that are left (Frantar et al. 2022, algorithm 1)."
     if inputs is None: raise ValueError('gptq looks at the inputs: give what collect_inputs found')
+    if damp <= 0: raise ValueError(f'damp = {damp}: must be above 0')
     left, n = weight.detach().float().clone(), weight.shape[1]
-    gram = inputs.gram + damp * inputs.gram.diagonal().mean() * torch.eye(n, device=weight.device)
-    factor = torch.linalg.cholesky(torch.linalg.inv(gram), upper=True)
+    factor = _inverse_factor(inputs.gram, damp).to(left)
     scale = zero = left
     for i in range(n):
         if i % group == 0: scale, zero = make_grid(left[:, i:i+group], bits)
@@ -173,7 +188,7 @@ METHODS: dict[str, Callable[..., Tensor]] = {'nearest': nearest, 'hqq': hqq, 'aw
 # %% ../nbs/23_calibrated.ipynb #85b9a016
 @torch.no_grad()
 def calibrate(
-    model: nn.Module, # Changed in place: the weights of all linear layers but the head
+    model: nn.Module, # Changed in place, once all is worked out: the weights of all linear layers but the head
     method: str, # One of `METHODS`
     inputs: dict[str, Inputs] | None = None, # What `collect_inputs` found; for awq and gptq
     bits: int = 3,
@@ -182,8 +197,13 @@ def calibrate(
     "Put every linear layer on a grid of few bits."
     if method not in METHODS: raise ValueError(f"method='{method}': choose {', '.join(METHODS)}")
     if inputs is None and method in ('awq', 'gptq'): raise ValueError(f'{method} looks at the inputs: give what collect_inputs found')
-    for name, layer in _layers(model).items():
-        layer.weight.copy_(METHODS[method](layer.weight, (inputs or {}).get(name), bits=bits, group=group))
+    layers, rounded = _layers(model), {}
+    for name, layer in layers.items():
+        try: made = METHODS[method](layer.weight, (inputs or {}).get(name), bits=bits, group=group).to(layer.weight.dtype)
+        except ValueError as error: raise ValueError(f'{name}: {error}') from error
+        if not made.isfinite().all(): raise ValueError(f'{name} has numbers that are not finite: nothing was rounded')
+        rounded[name] = made
+    for name, layer in layers.items(): layer.weight.copy_(rounded[name])
     return model
 
 # %% ../nbs/23_calibrated.ipynb #74fa7e31

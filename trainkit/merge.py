@@ -11,7 +11,6 @@ __all__ = ['MERGE_TARGETS', 'Agreement', 'agreement', 'merge_quantized', 'read_h
 # %% ../nbs/22_merge.ipynb #03746848
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor, nn
 
-from .adapters import lora_config, read_adapter
+from .adapters import adapter_parts, check_start, differs, lora_config, read_adapter
 from .files import atomic_folder, show_bytes
 from .lora import adapted, merge_lora, put
 from .lowrank import LoRALayer
@@ -68,25 +67,32 @@ def merge_quantized(
     layers = {n: layer for n, layer in adapted(model).items() if isinstance(layer, LoRALayer) and layer.kind == 'quantized' and layer.active}
     if not layers: raise ValueError('no quantized layer has an active adapter: use merge_lora')
     training = model.training
-    before = model.eval()(input_ids).logits
-    updates = {n: (layer.merged_weight() - layer.matrix().float()) for n, layer in layers.items()} if original else {}
-    merge_lora(model, dtype=dtype)
-    for name in layers:
-        plain = cast(nn.Linear, model.get_submodule(name))
+    around = dtype or next((p.dtype for n, p in model.named_parameters() if p.is_floating_point() and '.lora_' not in n), torch.float32)
+    weights, made = {}, {}
+    for name, layer in layers.items(): # What others give may be wrong: all of it is worked out before the model changes
         if original is not None:
-            W = original(f'{name}.weight') if callable(original) else original[f'{name}.weight']
-            plain.weight.copy_(W.to(plain.weight.device).float() + updates[name])
+            try: W = original(f'{name}.weight') if callable(original) else original[f'{name}.weight']
+            except LookupError: raise ValueError(f"original has no '{name}.weight'") from None
+            shape = (layer.out_features, layer.in_features)
+            if tuple(W.shape) != shape: raise ValueError(f"original: '{name}.weight' has shape {tuple(W.shape)}, and must have {shape}")
+            weights[name] = (W.to(layer.matrix().device).float() + (layer.merged_weight() - layer.matrix().float())).to(around)
+            if not weights[name].isfinite().all(): raise ValueError(f'{name}: the original and the update give numbers that are not finite in {around}')
         if quantize is not None:
-            layer = quantize(plain.weight.detach())
-            if plain.bias is not None: cast(Any, layer).bias = plain.bias
-            put(model, name, layer)
-    found = agreement(before, model(input_ids).logits)
-    model.train(training)
+            made[name] = quantize(layer.merged_weight().to(around))
+            if layer.bias is not None: made[name].bias = nn.Parameter(layer.bias.detach().to(around), requires_grad=False)
+    try:
+        before = model.eval()(input_ids).logits
+        merge_lora(model, dtype=dtype)
+        for name, W in weights.items(): cast(nn.Linear, model.get_submodule(name)).weight.copy_(W)
+        for name, layer in made.items(): put(model, name, layer)
+        found = agreement(before, model(input_ids).logits)
+    finally: model.train(training)
     print(f'merged into the {target} weights: {found}')
     return found
 
 # %% ../nbs/22_merge.ipynb #9ac66673
-_DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16}
+_DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16, 'I64': torch.int64,
+           'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8, 'U8': torch.uint8, 'BOOL': torch.bool}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 def read_header(
@@ -120,8 +126,6 @@ def write_tensors(
         if tensor.numel(): file.write(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy()).data)
 
 # %% ../nbs/22_merge.ipynb #1a88bbaa
-_ADDED = re.compile(r'^base_model\.model\.(.+?)(?:\.base_layer)?\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector|weight|bias)(?:\.weight)?$')
-
 def merged_tensor(
     W: Tensor, # The weight as it is stored, (out, in), or (in, out) if `flipped`
     parts: Mapping[str, Tensor], # What the adapter has for this layer
@@ -133,6 +137,16 @@ def merged_tensor(
     wide = (W.T if flipped else W).float() + scale * (parts['lora_B'].float() @ parts['lora_A'].float())
     if (m := parts.get('lora_magnitude_vector')) is not None: wide = wide * (m.float() / wide.norm(dim=1)).unsqueeze(1)
     return (wide.T if flipped else wide).to(W.dtype)
+
+_CONV1D = ('gpt2', 'openai-gpt', 'imagegpt', 'decision_transformer') # Their matrices lie the other way round
+
+def _read(path: Path, begin: int, facts: Mapping[str, Any]) -> Tensor:
+    "One tensor of a file, which is not mapped: what is mapped stays in memory."
+    (first, last), dtype = facts['data_offsets'], _DTYPES[facts['dtype']]
+    with open(path, 'rb') as file:
+        file.seek(begin + first)
+        raw = bytearray(file.read(last - first))
+    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(facts['shape'])
 
 def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]: # What the ids of its roles are
     "The base's tokenizer does not know the new tokens; that of the adapter lies in its folder, or in that of its run."
@@ -158,45 +172,64 @@ def merge_folder(
     base, output = Path(base), Path(output)
     if output.exists(): raise FileExistsError(f'{output} is there already: choose a new folder')
     config, tensors, vocab_size = read_adapter(adapter)
-    init = config.get('init_lora_weights')
-    if isinstance(init, str) and (init.startswith('pissa') or init == 'olora'):
+    if init := check_start(config, adapter):
         raise ValueError(f'{adapter} was saved with init_lora_weights={init!r} against a changed base: load_adapter it, save_adapter it, and merge that')
-    ours, flipped = lora_config(config), bool(config.get('fan_in_fan_out'))
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name, t in tensors.items():
-        if (found := _ADDED.match(name)) and not name.endswith('.base_layer.weight'): parts.setdefault(found[1], {})[found[2]] = t
+    ours, parts = lora_config(config, init_lora_weights=True), adapter_parts(config, tensors)
     files = sorted(base.glob('*.safetensors'))
     if not files: raise FileNotFoundError(f'{base} has no safetensors file: is it a model?')
-    headers = {path: read_header(path)[0] for path in files}
+    opened = {path: read_header(path) for path in files}
+    headers = {path: header for path, (header, _) in opened.items()}
     there = {name: path for path, header in headers.items() for name in header if name != '__metadata__'}
     def place(name: str) -> str | None: # Its name in the files; some leave out the first word
         return next((n for n in (name, name.partition('.')[2]) if n in there), None)
-    settings = json.loads((base/'config.json').read_text(encoding='utf-8')) if (base/'config.json').is_file() else {}
+    settings, own = (json.loads((base/file).read_text(encoding='utf-8')) if (base/file).is_file() else {} for file in ('config.json', 'trainkit.json'))
     if settings.get('quantization_config'): raise ValueError(f'{base} is quantized: open it, and merge_quantized')
-    tied = [n for n in parts if n.endswith('lm_head') and place(f'{n}.weight') is None and 'weight' in parts[n]]
-    embedding = next((n for n in parts if n.endswith(('embed_tokens', 'wte')) and 'weight' in parts[n]), None)
-    untied = [n for n in tied if embedding is None or not torch.equal(parts[n]['weight'], parts[embedding]['weight'])]
-    for n, found in parts.items():
-        if n not in tied and any(place(f'{n}.{k}') is None for k in ({'weight'} if {'lora_A', 'lora_embedding_A'} & set(found) else set(found))):
-            raise ValueError(f"{adapter} changes '{n}', and {base} has no such layer: is it the right base model?")
-        if {'lora_A', 'lora_B'} <= set(found):
-            A, B, W = found['lora_A'].shape, found['lora_B'].shape, headers[there[cast(str, place(f'{n}.weight'))]][cast(str, place(f'{n}.weight'))]['shape']
-            if (B[0], A[1]) != tuple(W[::-1] if flipped else W) or A[0] != B[1]:
-                raise ValueError(f"{adapter} changes '{n}' by {tuple(B)} @ {tuple(A)}, and in {base} it is {tuple(W)}: is it the right base model?")
-    changed = {cast(str, place(f'{n}.weight')): n for n in parts if n not in tied}
-    def shape_of(name: str) -> tuple[int, ...]:
+    embedding = next((n for n in there if n.endswith(('embed_tokens.weight', 'wte.weight'))), None)
+    tied = embedding is not None and ('lm_head.weight' not in there or settings.get('tie_word_embeddings', own.get('tie_embeddings')) is True)
+    def where(name: str) -> str | None: # The base's tensor that the adapter means; a tied head is the embedding
+        return embedding if tied and name == 'lm_head.weight' else place(name)
+    def shape_of(name: str) -> tuple[int, ...]: # Once there is room for new tokens
         shape = tuple(headers[there[name]][name]['shape'])
         grows = name.endswith(('embed_tokens.weight', 'wte.weight', 'lm_head.weight')) and 0 < shape[0] < vocab_size
         return (vocab_size, *shape[1:]) if grows else shape
-    def value(name: str, W: Tensor) -> Tensor:
-        if shape_of(name) != tuple(W.shape): # New tokens start at the mean, as in resize_vocabulary
-            W = torch.cat([W, W.float().mean(0).to(W.dtype).expand(vocab_size - len(W), *W.shape[1:])])
-        layer, _, last = name.rpartition('.')
-        found = parts.get(changed.get(name, '')) if last == 'weight' else next((parts[n] for n in parts if place(f'{n}.{last}') == name), None)
-        if found is None: return W
-        if last in found: return found[last].to(W.dtype)
-        return merged_tensor(W, found, rank_and_alpha(changed[name], ours)[2], flipped) if last == 'weight' and len(found) > ('bias' in found) else W
-    need = sum(path.stat().st_size for path in files) + sum(parts[n]['weight'].numel() * 4 for n in untied) + 2**20
+    changes = [*parts.whole, *parts.biases, *(f'{n}.weight' for n in parts.low)]
+    if missing := next((n for n in [*changes, *parts.same] if where(n) is None), None):
+        raise ValueError(f"{adapter} changes '{missing}', and {base} has no such layer: is it the right base model?")
+    for name, t in (parts.whole | parts.biases | parts.same).items():
+        if tuple(t.shape) != (shape := shape_of(cast(str, where(name)))):
+            raise ValueError(f"{adapter}: '{name}' has shape {tuple(t.shape)}, and in {base} it is {shape}: is it the right base model?")
+    given = {where(n) for n in parts.whole}
+    for layer in parts.layers:
+        starts = (f'{layer}.', f"{layer.partition('.')[2]}.")
+        if lost := next((n for n in there if n.startswith(starts) and n not in given and not (tied and n == 'lm_head.weight')), None):
+            raise ValueError(f"{adapter}: {layer} learned as a whole, and its '{lost}' is missing")
+    across = settings['model_type'] in _CONV1D if 'model_type' in settings else bool(config.get('fan_in_fan_out')) # PEFT asks the layer, too
+    flipped = {n: across and n != 'lm_head' and 'lora_A' in found for n, found in parts.low.items()}
+    for n, found in parts.low.items():
+        A, B = (found[k] for k in (('lora_A', 'lora_B') if 'lora_A' in found else ('lora_embedding_B', 'lora_embedding_A')))
+        shape = (len(B), A.shape[1]) if 'lora_A' in found else (B.shape[1], len(A))
+        if shape != (there_is := shape_of(cast(str, where(f'{n}.weight'))))[::-1 if flipped[n] else 1]:
+            raise ValueError(f"{adapter} changes '{n}', which is {shape} there, and in {base} it is {there_is}: is it the right base model?")
+    ends = [n for n in changes if tied and where(n) == embedding]
+    alone = bool(ends) and not (len(ends) == 2 and all(n in parts.whole for n in ends) and torch.equal(*(parts.whole[n] for n in ends)))
+    untied = ['lm_head.weight'] if alone else [] # Only one of them changes, or each in its own way: they are two from now on
+    changed = {cast(str, where(n)): n for n in changes if not (alone and n == 'lm_head.weight')}
+    same = {cast(str, where(n)): t for n, t in parts.same.items()}
+    def value(source: str, W: Tensor, name: str | None) -> Tensor: # `name` is the adapter's
+        old = len(W) if W.ndim else 0
+        if shape_of(source) != tuple(W.shape): # New tokens start at the mean, as in resize_vocabulary
+            more = same[source][old:].to(W.dtype) if source in same else W.float().mean(0).to(W.dtype).expand(vocab_size - old, *W.shape[1:])
+            W = torch.cat([W, more])
+        if source in same and differs(W[:old], same[source][:old]):
+            raise ValueError(f"{adapter} was trained over a base with another '{source}': is it the right base model?")
+        if name is None: return W
+        if (t := parts.whole.get(name, parts.biases.get(name))) is not None: merged = t.to(W.dtype)
+        else:
+            layer = name.removesuffix('.weight')
+            merged = merged_tensor(W, parts.low[layer], rank_and_alpha(layer, ours)[2], flipped[layer])
+        if not merged.isfinite().all(): raise ValueError(f"'{name}' is not finite in {W.dtype} once it is merged: the update is broken, or too large for it")
+        return merged
+    need = sum(path.stat().st_size for path in files) + sum(math.prod(shape_of(cast(str, embedding))) * 4 for _ in untied) + 2**20
     parent = next(p for p in (output.parent, *output.parent.parents) if p.exists())
     if (free := shutil.disk_usage(parent).free) < need:
         raise OSError(f'{output} needs {show_bytes(need)}, and the disk has {show_bytes(free)}: free some space, or choose another folder')
@@ -206,24 +239,16 @@ def merge_folder(
             if path.is_file() and path.suffix not in ('.safetensors', '.bin', '.pt', '.pth', '.pkl'): shutil.copy(path, temporary/path.name)
         for path in files:
             order = sorted((n for n in headers[path] if n != '__metadata__'), key=lambda n: headers[path][n]['data_offsets'][0])
-            header = {n: (_DTYPES[headers[path][n]['dtype']], shape_of(n)) for n in order}
-            extra = untied if path == files[-1] else []
-            kind = next(iter(header.values()))[0]
-            header |= {f'{n}.weight': (kind, tuple(parts[n]['weight'].shape)) for n in extra}
-            def pieces(path: Path = path, order: list[str] = order, extra: list[str] = extra, kind: torch.dtype = kind):
+            order += [n for n in untied if path == files[-1] and n not in there]
+            sources = {n: cast(str, embedding) if n in untied else n for n in order}
+            header = {n: (_DTYPES[headers[there[s]][s]['dtype']], shape_of(s)) for n, s in sources.items()}
+            def pieces(sources: dict[str, str] = sources):
                 nonlocal done
-                begin = read_header(path)[1]
-                with open(path, 'rb') as source: # Not mapped: what is mapped stays in memory
-                    for name in order:
-                        facts = headers[path][name]
-                        first, last = facts['data_offsets']
-                        source.seek(begin + first)
-                        raw = bytearray(source.read(last - first))
-                        W = torch.frombuffer(raw, dtype=_DTYPES[facts['dtype']]) if raw else torch.empty(0, dtype=_DTYPES[facts['dtype']])
-                        yield name, value(name, W.view(facts['shape']))
-                        done += 1
-                        if progress: progress(done, len(there))
-                for n in extra: yield f'{n}.weight', parts[n]['weight'].to(kind)
+                for name, source in sources.items():
+                    name_there = next((n for n in ends if n == name), None) if name in untied else changed.get(name)
+                    yield name, value(source, _read(there[source], opened[there[source]][1], headers[there[source]][source]), name_there)
+                    done += 1
+                    if progress: progress(done, len(there) + sum(n not in there for n in untied))
             with open(temporary/path.name, 'wb') as file: write_tensors(file, header, pieces())
         for file in ('config.json', 'trainkit.json'):
             if (temporary/file).is_file():
@@ -236,6 +261,6 @@ def merge_folder(
         index = temporary/'model.safetensors.index.json'
         if untied and index.is_file():
             data = json.loads(index.read_text(encoding='utf-8'))
-            data['weight_map'] |= {f'{n}.weight': files[-1].name for n in untied}
+            data['weight_map'] |= {n: files[-1].name for n in untied if n not in there}
             index.write_text(json.dumps(data, indent=2, sort_keys=True) + '\n', encoding='utf-8')
     return output

@@ -110,6 +110,10 @@ def quantize_model(
     config = _check(model, config)
     layers, made = quantizable(model, config), {}
     if not layers: raise ValueError('the model has no linear layer to quantize')
+    for name, module in layers.items(): # Before the first one changes: each is let go of once it is quantized
+        weight: Tensor = module.weight # type: ignore
+        if not weight.is_floating_point(): raise ValueError(f'{name} holds {weight.dtype}: quantize floating-point numbers')
+        if not weight.is_meta and not weight.float().isfinite().all(): raise ValueError(f'{name} has numbers that are not finite: a scale cannot be made of them')
     while layers:
         name, module = layers.popitem()
         if id(module) not in made: # Its own bias goes on as it is

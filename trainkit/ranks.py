@@ -113,10 +113,12 @@ def shrink_rank(
 ) -> dict[str, Shrunk]: # Layer -> what it lost at most
     "Keep the r largest directions of every update (Eckart and Young 1936)."
     if r < 1: raise ValueError(f'r = {r}: must be at least 1')
-    report = {}
-    for name, layer in _low(model, adapter).items():
-        A, B = layer.factors(adapter)
+    report, layers = {}, _low(model, adapter)
+    for name, layer in layers.items(): # All of them, before the first one changes
         if adapter in layer.lora_magnitude_vector: raise ValueError(f'{name} is a DoRA layer: its update is no product, merge it instead')
+        if not all(t.isfinite().all() for t in layer.factors(adapter)): raise ValueError(f'the update of {name} is not finite: the adapter is broken')
+    for name, layer in layers.items():
+        A, B = layer.factors(adapter)
         if len(A) <= r: continue
         U, S, Vt = thin_svd(A, B)
         root, s = S[:r].sqrt(), layer.scaling[adapter]

@@ -60,8 +60,14 @@ def remove_adapter(
 ) -> nn.Module:
     "Take one adapter off; with the last one the layers are what they were."
     if name not in adapter_names(model): use_adapter(model, name) # Says what there is
+    merged = [where for where, layer in adapted(model).items() if isinstance(layer, LoRALayer) and layer.original is not None]
+    if merged: raise RuntimeError(f'{merged[0]} is merged: unmerge_lora first')
+    if cast(Any, model).lora_configs[name].bias != 'none':
+        with torch.no_grad():
+            for where, p in model.named_parameters():
+                if where in cast(Any, model).lora_biases: p.copy_(cast(Any, model).lora_biases[where])
+        del cast(Any, model).lora_biases
     for where, layer in adapted(model).items():
-        if isinstance(layer, LoRALayer) and layer.original is not None: raise RuntimeError(f'{where} is merged: unmerge_lora first')
         layer.forget(name)
         if not layer.adapters: put(model, where, layer.original_module if isinstance(layer, Kept) else layer.base_layer)
     left = {n: c for n, c in cast(Any, model).lora_configs.items() if n != name}
@@ -99,8 +105,12 @@ def combine_adapters(
     name: str, # Of the sum
 ) -> nn.Module: # With one adapter more, which is active; its rank is the sum of the ranks
     "Make one adapter of a weighted sum of several, exactly."
-    use_adapter(model, weights)
+    if not name or '.' in name: raise ValueError(f'name = {name!r}: must be a name without dots')
     if name in adapter_names(model): raise ValueError(f"there is an adapter '{name}' already: choose another name")
+    if not weights: raise ValueError('weights names no adapter: there is nothing to combine')
+    if alone := next((n for n in weights if (c := cast(Any, model).lora_configs.get(n)) and (c.use_dora or c.modules_to_save or c.bias != 'none')), None):
+        use_adapter(model, {alone: 0.5}) # Says why
+    use_adapter(model, weights)
     total = 0
     for layer in adapted(model).values():
         if not layer.active: continue

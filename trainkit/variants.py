@@ -11,7 +11,7 @@ __all__ = ['STARTS', 'start_of', 'eva_init', 'lora_plus']
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,16 +89,19 @@ def eva_init(
         for hook in hooks: hook.remove()
         model.train(training)
     if not sums: raise ValueError('eva_init needs at least one batch')
-    shares = {}
+    shares, rows = {}, {}
     for name, (squares, total, count) in sums.items():
         spread = squares - total[:, None] * total / count
-        module: Any = layers[name]
-        A = module.lora_A[adapter].weight
+        A = cast(Any, layers[name]).lora_A[adapter].weight
         if len(A) > len(spread): raise ValueError(f'{name}: r = {len(A)}, and its inputs have only {len(spread)} directions')
+        if not spread.isfinite().all(): raise ValueError(f'{name} read numbers that are not finite')
         values, vectors = torch.linalg.eigh(spread) # Ascending
-        A.copy_(vectors.flip(1)[:, :len(A)].T)
-        module.lora_B[adapter].weight.zero_()
+        rows[name] = vectors.flip(1)[:, :len(A)].T.to(A)
         shares[name] = (values[-len(A):].sum() / values.sum()).item()
+    for name, found in rows.items():
+        module: Any = layers[name]
+        module.lora_A[adapter].weight.copy_(found)
+        module.lora_B[adapter].weight.zero_()
     return shares
 
 # %% ../nbs/21_variants.ipynb #befaded0
