@@ -186,6 +186,22 @@ def test_preferences_and_choices_are_those_of_their_rooms(models, tok):
     assert evaluate(models[1], tok, pairs).metrics['preference_accuracy'] == pytest.approx(want)
 
 
+def test_a_tie_among_choices_counts_as_a_guess(tok):
+    "A model that finds all tokens alike has a third of three choices right, wherever the right one stands."
+    even = Transformer(ModelConfig(vocab_size=tok.vocab_size, d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=64))
+    even.get_output_embeddings().weight.data.zero_()
+    one = [w for w in WORDS if len(tok.encode(f' {w}')) == 1 and len(w) == 3][:4]
+    assert len(one) == 4
+    for rest, want in ((one[1:3], 1/3), ([one[1], one[1] + one[2]], 1/2)): # The second has a choice of two tokens, which is less likely
+        rows = [dict(question='the', choices=[f' {w}' for w in [*rest[:at], one[0], *rest[at:]]], answer=at) for at in range(3)]
+        got, chosen = multiple_choice(even, tok, rows, 'none')
+        assert got.value == pytest.approx(want), chosen
+    rows = [dict(question='the', choices=[f' {w}' for w in one[:3]], answer=at) for at in range(3)]
+    assert multiple_choice(even, tok, rows[:1], 'bytes')[0].value == multiple_choice(even, tok, rows[2:], 'bytes')[0].value == pytest.approx(1/3)
+    assert [evaluate(even, tok, [row], max_length=16).metrics['choice_accuracy'] for row in rows] == pytest.approx([1/3]*3)
+    assert multiple_choice(even, tok, [dict(rows[0], answer=2), dict(rows[0], answer=1)], 'prior')[0].value == pytest.approx(1/3)
+
+
 def test_chats_are_rendered_and_long_questions_lose_their_beginning(models, tok, texts):
     tok.chat_template = TEMPLATES['chatml'] if isinstance(TEMPLATES, dict) else None
     try:
