@@ -1,5 +1,6 @@
 "A small model learns to answer from a file of questions and answers, in Python and from a shell, and opens elsewhere."
 import json
+import os
 import re
 from pathlib import Path
 
@@ -99,6 +100,19 @@ def test_stopped_and_resumed_it_ends_the_same(home):
     run(half, callbacks=[StopAt()], verbose=False)
     resumed = run(half, resume=True, verbose=False)
     assert resumed.metrics == expected.metrics and resumed.final_loss == expected.final_loss
+
+
+@pytest.mark.skipif(os.name != 'posix', reason='rights of files are a matter of POSIX')
+@pytest.mark.parametrize('mask', [0o022, 0o002, 0o077])
+def test_files_of_a_run_have_the_rights_that_the_umask_allows(home, mask):
+    "Whatever wrote them: us, safetensors (which makes its files private), transformers."
+    before = os.umask(mask)
+    try: folder = run(config(home, f'rights-{mask}', max_steps=2, save_strategy='steps', save_steps=1), verbose=False).folder
+    finally: os.umask(before)
+    rights = {str(p.relative_to(folder)): p.stat().st_mode & 0o777 for p in [folder, *folder.rglob('*')]}
+    wanted = {name: (0o777 if (folder/name).is_dir() else 0o666) & ~mask for name in rights}
+    assert 'model/model.safetensors' in rights and any('checkpoint' in name for name in rights)
+    assert rights == wanted
 
 
 @pytest.mark.parametrize('rows, hint', [
