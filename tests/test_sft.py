@@ -102,6 +102,34 @@ def test_stopped_and_resumed_it_ends_the_same(home):
     assert resumed.metrics == expected.metrics and resumed.final_loss == expected.final_loss
 
 
+def test_min_length_counts_tokens_and_min_chars_characters(home):
+    "Beside max_length it is in its unit; what is dropped is counted, for text as for examples."
+    from trainkit.config import ConfigError
+    short = config(home, 'short')
+    every = prepare(short, base=load_pretrained(short.init_from))
+    before = every.identity
+    lengths = sorted(every.examples.report.lengths.tolist())
+    short.data.min_length = least = lengths[len(lengths)//2] + 1
+    with pytest.warns(UserWarning, match='too short'): kept = prepare(short, base=load_pretrained(short.init_from))
+    assert [len(e['input_ids']) for e in kept.examples] == [len(e['input_ids']) for e in every.examples if len(e['input_ids']) >= least]
+    assert kept.examples.report.too_short == len(every.examples) - len(kept.examples) > 0
+    assert kept.identity != before
+    (home/'texts.jsonl').write_text('\n'.join(json.dumps(dict(text=f"{name} "*(n + 1))) for n, name in enumerate(NAMES*10)))
+    text = load_config(RunConfig, {**TINY, 'runs_dir': str(home/'runs'), 'tokenizer': {'vocab_size': 280}, 'data': {'path': str(home/'texts.jsonl'), 'max_length': 32, 'eval_fraction': 0.3}})
+    every = prepare(text)
+    text.data.min_length = 30
+    with pytest.warns(UserWarning, match='rows of train have fewer than data.min_length = 30 tokens'): kept = prepare(text)
+    long = lambda row: len(kept.tokenizer.encode(row['text'])) >= 30
+    assert kept.train_rows == [*filter(long, every.train_rows)] and kept.eval_rows == [*filter(long, every.eval_rows)]
+    assert len(kept.train_rows) == kept.facts['train_rows'] < len(every.train_rows)
+    assert kept.facts['eval_chars'] == sum(len(row['text']) for row in kept.eval_rows)
+    text.data.min_length, text.data.min_chars = 0, 30
+    assert min(len(row['text']) for row in prepare(text).train_rows) >= 30
+    for method in ('dpo', 'grpo'):
+        with pytest.raises(ConfigError, match='data.min_length.*counts tokens.*data.min_chars'): RunConfig(method=method, data=DataConfig(min_length=9))
+    with pytest.raises(ConfigError, match='llamafactory does not read it'): RunConfig(method='sft', engine='llamafactory', data=DataConfig(min_length=9))
+
+
 @pytest.mark.skipif(os.name != 'posix', reason='rights of files are a matter of POSIX')
 @pytest.mark.parametrize('mask', [0o022, 0o002, 0o077])
 def test_files_of_a_run_have_the_rights_that_the_umask_allows(home, mask):

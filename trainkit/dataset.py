@@ -51,7 +51,8 @@ class DataConfig:
     max_chars: int | None = knob(None, 'Read at most this many characters', low=1)
     remove_unused_columns: bool = knob(False, 'Keep only the columns that the kind needs, and those that other knobs name')
     clean: bool = knob(True, 'Normalise Unicode, line ends and spaces, drop control characters and repeated rows')
-    min_length: int = knob(1, 'Drop rows with fewer characters than this', low=0)
+    min_chars: int = knob(1, 'Drop rows with fewer characters than this', low=0)
+    min_length: int = knob(0, 'Drop rows with fewer tokens than this; for text and for method sft', low=0)
     chunk_chars: int = knob(4000, 'Cut longer texts into rows of at most this many characters before splitting', low=1)
     eval_fraction: float = knob(0.05, 'Share of the rows that is set apart for evaluation', low=0.0001, high=0.9)
     test_fraction: float = knob(0.0, 'Share of the rows that is set apart for a last test, which no run reads', low=0, high=0.9)
@@ -80,7 +81,7 @@ def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict],
                          columns=config.columns or None, dataset_config=config.dataset_config, encoding=config.encoding,
                          keep_columns=not config.remove_unused_columns or used, num_workers=config.preprocessing_num_workers)
     report, facts, out = rows.report, {}, [*rows]
-    if config.clean: out, facts = clean_examples(out, config.min_length, config.preprocessing_num_workers)
+    if config.clean: out, facts = clean_examples(out, config.min_chars, config.preprocessing_num_workers)
     return chunk_examples(out, config.chunk_chars) if report.kind == 'text' else out, facts, report
 
 def load_splits(

@@ -207,6 +207,9 @@ class RunConfig:
             if changes := defaults_of(self.method, bool(self.use_lora), self.dpo.loss_type).get(name): setattr(self, name, type(group)(**{**vars(group), **changes}))
         if self.method == 'qlora' and self.quant.bits is None: self.quant = replace(self.quant, bits=4)
         if self.method in RL_METHODS: self.rl = replace(self.rl, method=self.method)
+        if self.data.min_length and (self.method in ALIGNED or self.engine == 'llamafactory'):
+            whose = f'method {self.method}' if self.method in ALIGNED else 'engine llamafactory'
+            raise ConfigError([Problem('data.min_length', self.data.min_length, f'counts tokens, and {whose} does not read it: say data.min_chars, in characters')], 'RunConfig')
         if self.method in ('dpo', 'reward'): self._one_length()
         if self.quant.bits is not None and not self.adapts:
             raise ConfigError([Problem('quant.bits', self.quant.bits, 'a model of few bits does not learn by itself: '
