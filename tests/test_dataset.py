@@ -290,8 +290,9 @@ def test_a_value_with_nothing_to_evaluate_on_is_named_and_its_own_share_helps():
 def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
     rows = sorted((dict(prompt=f'Question {i}', completion='a') for i in range(60)), key=lambda row: side(split_key(row)))[20:40]
     path = str(write_examples(rows, tmp_path/'rows.jsonl'))
-    with pytest.raises(ValueError, match='20 rows leave none to evaluate on.*eval_file') as error: load_splits(DataConfig(path=path))
-    share = float(re.search(r'eval_fraction=([.\d]+) sets', str(error.value))[1])
+    with pytest.warns(UserWarning, match='20 rows leave none to evaluate on.*eval_file') as said: parts, _ = load_splits(DataConfig(path=path))
+    assert (len(parts['train']), parts['eval']) == (20, []) # They train all the same
+    share = float(re.search(r'eval_fraction=([.\d]+) sets', str(said[0].message))[1])
     assert load_splits(DataConfig(path=path, eval_fraction=share))[1]['eval_rows'] > 0
     with pytest.raises(ValueError, match='none to train on'): load_splits(DataConfig(path=path, eval_fraction=0.9))
 
@@ -300,7 +301,8 @@ def test_a_file_that_was_split_before_says_so(tmp_path):
     rows = [dict(prompt=f'Question {i}', completion='a') for i in range(400)]
     train, held = split_examples(rows, 0.1)
     paths = [str(write_examples(part, tmp_path/name)) for part, name in ((train, 'train.jsonl'), (held, 'eval.jsonl'))]
-    with pytest.raises(ValueError, match='an earlier split has taken them, and its other file belongs in eval_file'): load_splits(DataConfig(path=paths[0]))
+    with pytest.warns(UserWarning, match='an earlier split has taken them, and its other file belongs in eval_file'): parts, _ = load_splits(DataConfig(path=paths[0]))
+    assert (len(parts['train']), parts['eval']) == (len(train), [])
     with pytest.warns(UserWarning, match='an earlier split has taken them'): parts, _ = load_splits(DataConfig(path=paths[0], eval_fraction=0.12))
     assert 0 < len(parts['eval']) < 20
     with warnings.catch_warnings(action='error'): parts, facts = load_splits(DataConfig(path=paths[0], eval_file=paths[1]))

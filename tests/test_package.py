@@ -176,7 +176,7 @@ MAY_IMPORT = {
     'saving': 'adapters config generate hf lengths lora model reward step tokenizer',
     'vocabulary': 'knobs method templates',
     'translate': 'canvas config foreign index knobs method spelling strategy vocabulary',
-    'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing qlinear quant tokenizer',
+    'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing plan qlinear quant tokenizer',
     'story': 'charts clock',
     'view': 'canvas charts clock story',
     'form': 'config knobs',

@@ -130,6 +130,49 @@ def test_min_length_counts_tokens_and_min_chars_characters(home):
     with pytest.raises(ConfigError, match='llamafactory does not read it'): RunConfig(method='sft', engine='llamafactory', data=DataConfig(min_length=9))
 
 
+def test_a_file_that_was_split_trains_alone_and_beside_its_other_half(home):
+    "The README's commands: `data split`, then `train` on one file, which once ended in `rows leave none to evaluate on`."
+    done = shell('data', 'split', 'pairs.jsonl', '--train-output', 'train.jsonl', '--eval-output', 'eval.jsonl', '--eval-percentage', '10', cwd=home)
+    assert done.returncode == 0, done.stderr
+    words = ['train', '--method', 'sft', '--model', 'runs/base/model', '--dataset', 'train.jsonl', 'train.max_steps=2', 'data.max_length=64']
+    done = shell(*words, 'name=alone', cwd=home, TRAINKIT_PROFILE='quick')
+    assert done.returncode == 0, done.stderr
+    assert 'Nothing is held out' in done.stdout and 'nothing says how good the model is' in done.stdout
+    assert 'leave none to evaluate on' in done.stderr
+    done = shell(*words, 'name=beside', 'data.eval_file=eval.jsonl', cwd=home, TRAINKIT_PROFILE='quick')
+    assert done.returncode == 0 and 'held out' in done.stdout and 'Nothing is held out' not in done.stdout, done.stderr
+
+
+def test_a_fraction_of_0_trains_on_all_rows_and_evaluates_nothing(home):
+    all_rows = config(home, 'all', max_steps=3, eval_strategy='steps', eval_steps=1, load_best_model_at_end=True, save_strategy='steps', save_steps=1)
+    all_rows.data.eval_fraction = all_rows.data.test_fraction = 0.0
+    done = run(all_rows, verbose=False)
+    records = [json.loads(line) for line in (done.folder/'metrics.jsonl').read_text().splitlines()]
+    assert done.steps == 3 and done.metrics == {} and not any('eval_loss' in r for r in records) and any('loss' in r for r in records)
+    assert '72 examples of kind' in (done.folder/'log.txt').read_text() and 'Nothing is held out' in (done.folder/'log.txt').read_text()
+    assert done.report.is_file() and load_pretrained(done.model_path)[0]
+    all_rows.train.early_stopping_patience = 2
+    with pytest.raises(ValueError, match='early_stopping_patience = 2 needs rows to evaluate on.*data.eval_file'): run(all_rows, verbose=False)
+    one = config(home, 'one', max_steps=1)
+    (home/'one.jsonl').write_text(json.dumps(dict(prompt='a', completion='b')))
+    one.data.path, one.data.test_fraction = str(home/'one.jsonl'), 0.0
+    with pytest.warns(UserWarning, match='1 row leaves none to evaluate on'): assert run(one, verbose=False).steps == 1
+
+
+def test_text_and_shards_train_without_holding_out(home):
+    from trainkit.shards import tokenize_to_disk
+    (home/'note.txt').write_text('\n\n'.join(f'{name} and {name} make {2*n}' for n, name in enumerate(NAMES))*20)
+    text = load_config(RunConfig, {**TINY, 'name': 'text', 'runs_dir': str(home/'runs'), 'tokenizer': {'vocab_size': 270}, 'watch_memory': False,
+                                   'data': {'path': str(home/'note.txt'), 'eval_fraction': 0, 'max_length': 32}, 'train': {'max_steps': 2, 'eval_strategy': 'steps'}})
+    done = run(text, verbose=False)
+    assert done.steps == 2 and done.metrics == {} and done.samples # They begin as the text does
+    tokenize_to_disk(str(home/'note.txt'), done.tokenizer, home/'shards')
+    text.data.path, text.name = str(home/'shards'), 'shards'
+    parts = prepare(text)
+    assert parts.eval_batches is None and sum(len(row) - 1 for row in parts.train_batches.rows) == len(parts.train_batches.rows.line) - 1
+    assert run(text, verbose=False).steps == 2
+
+
 @pytest.mark.skipif(os.name != 'posix', reason='rights of files are a matter of POSIX')
 @pytest.mark.parametrize('mask', [0o022, 0o002, 0o077])
 def test_files_of_a_run_have_the_rights_that_the_umask_allows(home, mask):
@@ -145,7 +188,6 @@ def test_files_of_a_run_have_the_rights_that_the_umask_allows(home, mask):
 
 @pytest.mark.parametrize('rows, hint', [
     ([dict(prompt='Say it.', completion='x'*300)]*3 + [dict(prompt=f'Say {n}.', completion='y') for n in range(9)], 'longer than max_length'),
-    ([dict(prompt='a', completion='b')], 'none to evaluate on'),
 ])
 def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint):
     (home/'bad.jsonl').write_text('\n'.join(map(json.dumps, rows)))

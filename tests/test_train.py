@@ -569,7 +569,7 @@ SCHEDULE_KNOBS = { # schedule -> our knobs, and what they are called in transfor
     'cosine': [({}, {}), *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (0, 0.5, 1, 1.5)]],
     'cosine_with_min_lr': [(dict(min_lr_ratio=floor, num_cycles=n), dict(min_lr_rate=floor, num_cycles=n)) for floor in (0, 0.1, 1) for n in (0.5, 1)],
     'cosine_with_restarts': [({}, {}), *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (1, 2, 3)]],
-    'polynomial': [(dict(power=power, **more), dict(power=power, **{'lr_end': 0.01*more[k] for k in more}))
+    'polynomial': [(dict(power=power, **more), dict(power=power, **(dict(lr_end=0.01*more['min_lr_ratio']) if more else {})))
                    for power in (0, 0.5, 1, 2) for more in ({}, dict(min_lr_ratio=0.1))],
     'warmup_stable_decay': [(dict(decay_ratio=ratio, min_lr_ratio=floor, **more), dict(decay=ratio, min_lr_ratio=floor, **more))
                             for ratio in (0.1, 0.5, 1) for floor in (0, 0.1, 1) for more in ({}, dict(num_cycles=1), dict(num_cycles=1.5))]}

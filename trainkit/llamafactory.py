@@ -206,6 +206,7 @@ def llamafactory_arguments(
         found |= dict(quantization_bit=q, quantization_method='bnb')
         if q == 4: found |= dict(quantization_type=config.quant.quant_type, double_quantization=config.quant.double_quant)
     found |= _method(config, stage) | _loop(config, steps)
+    if len(datasets) < 2: found |= dict(eval_strategy='no', load_best_model_at_end=False) # Nothing is held out
     if not getattr(config.model, 'gradient_checkpointing', False): found['disable_gradient_checkpointing'] = True
     return found
 
