@@ -377,3 +377,25 @@ def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
     precompute_reference(add_lora(ours(), LoRAConfig(r=2)), pairs, tmp_path/'b.npz') # One that is nothing yet
     for same in (add_lora(ours(), LoRAConfig(r=4)), ours()): precompute_reference(same, pairs, tmp_path/'b.npz')
     precompute_reference(tuned(0), pairs, tmp_path/'b.npz', AdapterOff())
+
+
+def test_losses_of_policy_and_reference_are_logged_apart():
+    "Beside the loss itself: what model and reference pay for a token of the chosen answers, as log-probabilities of transformers' have it."
+    model, before = ours(), ours()
+    with torch.no_grad():
+        for p in model.parameters(): p.add_(0.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    pairs = some_pairs(5)
+    found = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(model, collate_pairs(pairs)).metrics
+    said = {k: float(v)/int(n) for k, (v, n) in found.items()}
+    for name, net in (('policy', model), ('reference', before)):
+        nats, tokens = {'chosen': 0.0, 'rejected': 0.0}, 0
+        for pair in pairs:
+            for side in nats:
+                ids = torch.tensor([pair['prompt'] + pair[side]])
+                logits = net(ids).logits[0, len(pair['prompt']) - 1:-1]
+                nats[side] += F.cross_entropy(logits, ids[0, len(pair['prompt']):], reduction='sum').item()
+            tokens += len(pair['chosen'])
+        assert said[f'loss/{name}'] == pytest.approx(nats['chosen']/tokens, rel=1e-5)
+        for side, total in nats.items(): assert said[f'logps/{"ref_"*(name == "reference")}{side}'] == pytest.approx(-total/5, rel=1e-5)
+    assert said['loss/policy'] != said['loss/reference']
+    assert 'loss/reference' not in dpo_objective(None, DPOConfig(loss_type='simpo'))(model, collate_pairs(pairs)).metrics

@@ -34,7 +34,7 @@ def exact_kl(
     reference: Tensor, # (N, V)
 ) -> Tensor: # (N,), in nats
     "KL(model || reference) of each token's distribution."
-    p, q = logits.float().log_softmax(-1), reference.float().log_softmax(-1)
+    p, q = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in (logits, reference))
     return (p.exp()*(p - q)).sum(-1)
 
 def _other_answers(batch: dict) -> dict:
@@ -94,8 +94,11 @@ def dpo_objective(
             gained = [c.beta*ratio for ratio in (pair.chosen_ratio, pair.rejected_ratio)]
             if c.weights.keys() <= {'simpo', 'orpo', 'sft'} and 'sft' not in c.loss_type: # A long answer is not worse for its length
                 gained = [gain/n.clamp(min=1) for gain, n in zip(gained, (pair.chosen_tokens, pair.rejected_tokens), strict=True)]
-            metrics: dict[str, Any] = reward_metrics(*gained) | {'logps/chosen': (found.chosen.sum(), B), 'logps/rejected': (found.rejected.sum(), B)}
+            metrics: dict[str, Any] = reward_metrics(*gained) | {'logps/chosen': (found.chosen.sum(), B), 'logps/rejected': (found.rejected.sum(), B),
+                                                                 'loss/policy': (-found.chosen.sum(), found.chosen_tokens.sum())} # per token of the chosen answers
             if told is not None:
+                metrics |= {'logps/ref_chosen': (told.chosen.sum(), B), 'logps/ref_rejected': (told.rejected.sum(), B),
+                            'loss/reference': (-told.chosen.sum(), found.chosen_tokens.sum())}
                 tokens = (found.chosen_tokens + found.rejected_tokens).sum()
                 moved = found.chosen + found.rejected - told.chosen - told.rejected
                 metrics['kl/sampled'] = (moved.sum(), tokens)
