@@ -561,3 +561,22 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
     class Text(str):
         def __reduce__(self): raise TypeError('this text stays here')
     with pytest.raises((TypeError, ValueError), match='stays here'): count_words([Text('a b')]*3, num_proc=2, lane='pure')
+
+
+def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
+    import datasets
+    rows = [dict(question=f'Is {n} even?', answer='yes' if n % 2 == 0 else 'no') for n in range(6)]
+    read = load_examples(write_examples(rows, tmp_path/'rows.jsonl'))
+    plain = lambda found: [{k: v for k, v in row.items() if k not in ('source', 'line')} for row in found]
+    table = datasets.Dataset.from_list(rows)
+    for source in (table, rows, iter(rows), datasets.DatasetDict(train=table), datasets.DatasetDict(validation=table)):
+        found = load_examples(source)
+        assert plain(found) == plain(read) and found.report.kind == read.report.kind
+        assert found[0]['source'] == f'{type(source).__name__} in memory'
+    assert len(load_examples(table, max_examples=2)) == 2
+    assert plain(load_examples(datasets.DatasetDict(train=table, test=table.select([0])), split='test')) == plain(read)[:1]
+    assert plain(load_examples(write_examples(table, tmp_path/'again.jsonl'))) == plain(read)
+    with pytest.raises(ValueError, match=r"split = 'dev': this DatasetDict has train"): load_examples(datasets.DatasetDict(train=table), split='dev')
+    with pytest.raises(ValueError, match='row 2: '): load_examples([rows[0], dict(nothing=1)])
+    with pytest.raises(ValueError, match='list in memory: there are no rows'): load_examples([])
+    with pytest.raises(TypeError, match='a int is no path.*holds no rows'): load_examples(7)

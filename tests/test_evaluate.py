@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import call
 
+from trainkit.bertscore import bert_score
 from trainkit.dataloader import Batches
 from trainkit.evaluate import perplexity
 from trainkit.harness import Backend, run_harness
@@ -301,6 +302,21 @@ def test_the_command(models, tok, tmp_path):
     assert found['measures']['bits_per_byte']['trained']['value'] == pytest.approx(want['bits_per_byte'], rel=1e-4)
     assert found['rows'] == len(WORDS) and found['comparisons']['loss']['better'] == 'trained'
     assert 'bits_per_byte' in (tmp_path/'page.html').read_text()
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+    (tmp_path/'vocab.txt').write_text('\n'.join(['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *WORDS]))
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=5 + len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)).save_pretrained(tmp_path/'encoder')
+    BertTokenizerFast(str(tmp_path/'vocab.txt')).save_pretrained(tmp_path/'encoder')
+    done = call('eval', 'trained', 'rows.jsonl', '--answers', '3', '--metric', 'bertscore', '--metric', 'f1', '--encoder', 'encoder', '--json', cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    wanted = bert_score([a['trained'] for a in found['answers']], [a['expected'] for a in found['answers']], tmp_path/'encoder')
+    for name, each in wanted.items(): assert found['measures'][name]['trained']['value'] == pytest.approx(sum(each)/3, abs=1e-5)
+    assert 'f1' in found['measures']
+    for words, hint in ((['--metric', 'bertscore'], '--encoder'), (['--metric', 'f1', '--encoder', 'encoder'], 'add --metric bertscore'),
+                        (['--encoder', 'nowhere'], 'no model folder')):
+        wrong = call('eval', 'trained', 'rows.jsonl', *words, cwd=tmp_path)
+        assert wrong.returncode == 1 and hint in wrong.stderr, wrong.stderr
     wrong = call('eval', 'trained', 'rows.jsonl', '--metric', 'exactmatch', cwd=tmp_path)
     assert wrong.returncode == 1 and 'exact_match' in wrong.stderr
 

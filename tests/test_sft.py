@@ -383,3 +383,25 @@ def test_what_a_run_cannot_take_is_said_before_it_begins(home):
 
     with pytest.raises(TypeError, match=r'callbacks\[0\].on_.*cannot be called with \(trainer, record\)'): run(config(home, 'never'), callbacks=[Logs()])
     assert not (home/'runs'/'never').exists()
+
+
+def test_what_a_callback_adds_to_a_record_is_written(home):
+    "A number of one's own, with `on_log` as with `on_eval`; and a result may be read like a dict."
+    class Mine:
+        def on_log(self, trainer, record): record['mine'] = 2*record['loss']
+        def on_eval(self, trainer, record): record['eval_mine'] = record['eval_loss'] + 1
+    done = run(config(home, 'mine', max_steps=2, logging_steps=1, eval_strategy='steps', eval_steps=1), callbacks=[Mine()], verbose=False)
+    records = [json.loads(line) for line in (done.folder/'metrics.jsonl').read_text().splitlines()]
+    logs, evals = ([r for r in records if r['event'] == event] for event in ('log', 'eval'))
+    assert len(logs) == 2 and all(r['mine'] == 2*r['loss'] for r in logs)
+    assert evals and all(r['eval_mine'] == r['eval_loss'] + 1 for r in evals)
+    assert done['final_loss'] == done.final_loss and dict(done)['best_model_path'] == done.best_model_path and 'metrics' in dict(done)
+    with pytest.raises(KeyError, match='a result has final_loss'): done['loss']
+
+
+def test_a_checkpoint_in_one_file_is_refused(home, tmp_path):
+    "As other programs write it; the sentence says what can be taken over."
+    from trainkit.checks import find_start
+    torch.save({'model_state_dict': {}}, tmp_path/'checkpoint-10000.pt')
+    for name in ('checkpoint-10000.pt', 'not-there.pt'):
+        with pytest.raises(ValueError, match='is one file, and a checkpoint here is a folder.*load_state_dict'): find_start(None, tmp_path/name)

@@ -283,8 +283,8 @@ def run(
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
         longest = parts.facts.get('longest') or parts.facts.get('max_length') or config.data.max_length
         watch = [MemoryWatch(int(longest), say)] if config.watch_memory and config.engine == 'trainkit' else []
-        trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: print(line) if verbose else None),
-                              *([Remote(folder.path)] if main else []), *callbacks]
+        trainer.callbacks += [SystemMonitor(), *watch, *callbacks, log, # which writes what those before it have added to a record
+                              HealthCheck(lambda line: print(line) if verbose else None), *([Remote(folder.path)] if main else [])]
         if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))
         if trainer.accelerator.num_processes == 1: model.to(trainer.accelerator.device) # where it answers sooner
