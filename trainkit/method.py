@@ -161,7 +161,7 @@ def _unset(cls: type, doc: str) -> Any:
 @dataclass
 class RunConfig:
     "Everything about one run."
-    name: str = knob('run', 'Name of the run; its folder is runs_dir/name', aliases=('run_name',))
+    name: str = knob('run', 'Name of the run; its folder is runs_dir/name', aliases=('run_name', 'wandb_name'))
     runs_dir: str = knob('runs', 'Where run folders are')
     method: str = knob('pretrain', 'What is learned: text from the first word on (pretrain), or answers, by the whole model (sft), some blocks '
                        '(freeze), an adapter (lora) or an adapter over 4 bits (qlora); which of two answers is better, by the model (dpo) or by a judge of it (reward); '
@@ -263,6 +263,8 @@ class RunConfig:
 def _tracker(name: str) -> Callable[[Any], dict]: return lambda on: {'report_to': [name]} if on else {}
 
 RunConfig.ELSEWHERE = {f'use_{name}': _tracker(name) for name in ('wandb', 'tensorboard', 'trackio')} # type: ignore
+RunConfig.ELSEWHERE |= {'wandb_project': lambda project: f'the environment names the project: WANDB_PROJECT={project}', # type: ignore
+                        'wandb_entity': lambda entity: f'the environment names the team: WANDB_ENTITY={entity}'}
 
 # %% ../nbs/44_method.ipynb #c5a441a5
 def _merge(under: dict, over: Mapping) -> dict:
