@@ -73,9 +73,9 @@ class Parts:
         found = {name: to_dict(getattr(c, name)) for name in names}
         for group, name in (('sft', 'questions'), ('dpo', 'converged_patience'), ('dpo', 'converged_threshold')):
             found.get(group, {}).pop(name, None) # which change no row
-        if c.data.min_length: found['min_length'] = c.data.min_length
+        short = dict(min_length=c.data.min_length) if c.data.min_length else {}
         return dict(data=self.facts['sha256'], method=c.method, max_length=c.data.max_length,
-                    group_by_length=c.data.group_by_length, **found)
+                    group_by_length=c.data.group_by_length, **short, **found)
 
 def loop_config(
     parts: Parts,
@@ -243,7 +243,7 @@ def prepare_sft(
     with timed(seconds, 'encoding'):
         train, test = (tokenize_examples(rows[part], tokenizer, length, facts['kind'], sft.train_on, sft.truncation,
                                          reasoning=sft.reasoning, min_length=max(1, c.min_length), num_workers=c.preprocessing_num_workers, cache=c.cache or None)
-                       if rows[part] else [] for part in ('train', 'eval'))
+                       if rows[part] else Examples() for part in ('train', 'eval'))
         packed = _with_lengths(train, rows['train'], c) if sft.packing == 'none' else pack(train, length, sft.packing)
     asked = [] if facts['kind'] == 'text' or not sft.questions else questions(
         rows['eval'], tokenizer, context_length(model), train_reasoning=sft.reasoning != 'drop')[:sft.questions]
