@@ -57,6 +57,24 @@ def logged(folder, name='loss'):
 ADAPTER = {'use_lora': True, 'lora': {'r': 2, 'lora_dropout': 0.1}}
 
 
+@pytest.mark.parametrize('method, more', [('dpo', {}), ('dpo', {'dpo': {'precompute_ref_log_probs': True}}), ('dpo', {'dpo': {'loss_type': ['kto']}}),
+                                          ('reward', {}), ('grpo', {}), ('ppo', {})])
+def test_every_method_trains_with_nothing_held_out(home, method, more):
+    unpaired = 'kto' in more.get('dpo', {}).get('loss_type', [])
+    if unpaired:
+        rows = [json.loads(line) for line in (home/'pairs.jsonl').read_text().splitlines()]
+        (home/'thumbs.jsonl').write_text('\n'.join(json.dumps(dict(prompt=r['prompt'], completion=r[side], label=side == 'chosen'))
+                                                   for r in rows for side in ('chosen', 'rejected')))
+    data = {'path': str(home/('thumbs.jsonl' if unpaired else 'pairs.jsonl' if method in ('dpo', 'reward') else 'asked.jsonl')), 'eval_fraction': 0, 'max_length': 32}
+    done = run(config(home, method, f'all-{method}-{len(str(more))}', {**more, 'data': data}, max_steps=2), verbose=False)
+    assert done.steps == 2 and done.metrics == {} and 'Nothing is held out' in (done.folder/'log.txt').read_text()
+
+
+def test_convergence_needs_something_held_out(home):
+    wanted = config(home, 'dpo', 'blind', {'dpo': {'converged_patience': 1}, 'data': {'path': str(home/'pairs.jsonl'), 'eval_fraction': 0}})
+    with pytest.raises(ValueError, match='dpo.converged_patience = 1 needs rows to evaluate on'): run(wanted, verbose=False)
+
+
 @pytest.mark.parametrize('more, reference', [({}, 'a frozen copy'), (ADAPTER, 'the model with its adapter off')])
 def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
     wanted = config(home, 'dpo', f'dpo-{len(more)}', {**more, 'dpo': {'beta': 0.3}})

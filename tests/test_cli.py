@@ -156,6 +156,7 @@ WRONG = {
     'no such model': (['generate', '-m', 'nowhere', '-p', 'x'], 'nowhere'),
     'force without a run': (['train', '--force-resume'], '--force-resume goes with --resume'),
     'not a run': (['train', '--resume', '.'], 'config.yaml'),
+    'a checkpoint in one file': (['train', '--resume', 'checkpoint-10000.pt'], 'is one file, and a checkpoint here is a folder'),
     'unknown method': (['train', '--method', 'stf', '--dataset', 'latin.txt'], "Did you mean 'sft'"),
     'method and data that do not fit': (['train', '--method', 'pretrain', '--dataset', 'pairs.jsonl', *SMALL[1:]], 'say method=sft'),
     'answers that are missing': (['train', '--method', 'sft', '--dataset', 'half.jsonl', *SMALL[2:]], 'half.jsonl, line 2'),

@@ -290,8 +290,9 @@ def test_a_value_with_nothing_to_evaluate_on_is_named_and_its_own_share_helps():
 def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
     rows = sorted((dict(prompt=f'Question {i}', completion='a') for i in range(60)), key=lambda row: side(split_key(row)))[20:40]
     path = str(write_examples(rows, tmp_path/'rows.jsonl'))
-    with pytest.raises(ValueError, match='20 rows leave none to evaluate on.*eval_file') as error: load_splits(DataConfig(path=path))
-    share = float(re.search(r'eval_fraction=([.\d]+) sets', str(error.value))[1])
+    with pytest.warns(UserWarning, match='20 rows leave none to evaluate on.*eval_file') as said: parts, _ = load_splits(DataConfig(path=path))
+    assert (len(parts['train']), parts['eval']) == (20, []) # They train all the same
+    share = float(re.search(r'eval_fraction=([.\d]+) sets', str(said[0].message))[1])
     assert load_splits(DataConfig(path=path, eval_fraction=share))[1]['eval_rows'] > 0
     with pytest.raises(ValueError, match='none to train on'): load_splits(DataConfig(path=path, eval_fraction=0.9))
 
@@ -300,7 +301,8 @@ def test_a_file_that_was_split_before_says_so(tmp_path):
     rows = [dict(prompt=f'Question {i}', completion='a') for i in range(400)]
     train, held = split_examples(rows, 0.1)
     paths = [str(write_examples(part, tmp_path/name)) for part, name in ((train, 'train.jsonl'), (held, 'eval.jsonl'))]
-    with pytest.raises(ValueError, match='an earlier split has taken them, and its other file belongs in eval_file'): load_splits(DataConfig(path=paths[0]))
+    with pytest.warns(UserWarning, match='an earlier split has taken them, and its other file belongs in eval_file'): parts, _ = load_splits(DataConfig(path=paths[0]))
+    assert (len(parts['train']), parts['eval']) == (len(train), [])
     with pytest.warns(UserWarning, match='an earlier split has taken them'): parts, _ = load_splits(DataConfig(path=paths[0], eval_fraction=0.12))
     assert 0 < len(parts['eval']) < 20
     with warnings.catch_warnings(action='error'): parts, facts = load_splits(DataConfig(path=paths[0], eval_file=paths[1]))
@@ -559,3 +561,22 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
     class Text(str):
         def __reduce__(self): raise TypeError('this text stays here')
     with pytest.raises((TypeError, ValueError), match='stays here'): count_words([Text('a b')]*3, num_proc=2, lane='pure')
+
+
+def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
+    import datasets
+    rows = [dict(question=f'Is {n} even?', answer='yes' if n % 2 == 0 else 'no') for n in range(6)]
+    read = load_examples(write_examples(rows, tmp_path/'rows.jsonl'))
+    plain = lambda found: [{k: v for k, v in row.items() if k not in ('source', 'line')} for row in found]
+    table = datasets.Dataset.from_list(rows)
+    for source in (table, rows, iter(rows), datasets.DatasetDict(train=table), datasets.DatasetDict(validation=table)):
+        found = load_examples(source)
+        assert plain(found) == plain(read) and found.report.kind == read.report.kind
+        assert found[0]['source'] == f'{type(source).__name__} in memory'
+    assert len(load_examples(table, max_examples=2)) == 2
+    assert plain(load_examples(datasets.DatasetDict(train=table, test=table.select([0])), split='test')) == plain(read)[:1]
+    assert plain(load_examples(write_examples(table, tmp_path/'again.jsonl'))) == plain(read)
+    with pytest.raises(ValueError, match=r"split = 'dev': this DatasetDict has train"): load_examples(datasets.DatasetDict(train=table), split='dev')
+    with pytest.raises(ValueError, match='row 2: '): load_examples([rows[0], dict(nothing=1)])
+    with pytest.raises(ValueError, match='list in memory: there are no rows'): load_examples([])
+    with pytest.raises(TypeError, match='a int is no path.*holds no rows'): load_examples(7)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from trainkit.dpo import DPOConfig, dpo_objective, preference_loss
+from trainkit.dpo import LOSSES, USED_BY, DPOConfig, dpo_objective, preference_loss
+from trainkit.knobs import ConfigError
 from trainkit.likelihood import pair_log_probs, shares_prompts
 from trainkit.lora import LoRAConfig, add_lora
 from trainkit.model import ModelConfig, Transformer
@@ -82,16 +83,61 @@ def test_every_loss_is_trls():
     pytest.importorskip('trl')
     for beta in (0.1, 0.5):
         for name in TRL_LOSSES:
-            config = DPOConfig(loss_type=[name], label_smoothing=0.1, beta=beta)
+            config = DPOConfig(loss_type=[name], label_smoothing=0.1*(name in USED_BY['label_smoothing']), beta=beta)
             assert mine(config) == pytest.approx(theirs(config), rel=1e-6, abs=1e-6), name
         assert mine(DPOConfig(beta=beta)) == pytest.approx(theirs(DPOConfig(beta=beta)), abs=1e-6)
     several = DPOConfig(loss_type=['sigmoid', 'bco_pair', 'sft'], loss_weights=[0.8, 0.2, 1.0])
     assert mine(several) == pytest.approx(theirs(several), abs=1e-6)
     for kind in ('forward_kl', 'js_divergence', 'alpha_divergence'):
-        for name in ('sigmoid', 'hinge', 'ipo', 'sigmoid_norm'):
-            config = DPOConfig(loss_type=[name], f_divergence_type=kind)
+        for name in sorted(USED_BY['f_divergence_type']):
+            config = DPOConfig(loss_type=[name], f_divergence_type=kind, label_smoothing=0.1*(name == 'exo_pair'))
             assert mine(config) == pytest.approx(theirs(config), rel=1e-6, abs=1e-6), (kind, name)
     assert mine(DPOConfig(f_divergence_type='alpha_divergence', f_alpha_divergence_coef=1.0)) == pytest.approx(mine(DPOConfig()), abs=1e-6)
+
+
+OTHER_VALUES = dict(label_smoothing=0.2, f_divergence_type='js_divergence', discopop_tau=0.5, simpo_gamma=1.5, sft_weight=0.5, desirable_weight=2.0,
+                    undesirable_weight=2.0)
+
+
+def changed(config, **knobs):
+    "A config with knobs that its check may refuse."
+    other = DPOConfig(loss_type=list(config.loss_type), label_smoothing=config.label_smoothing)
+    for name, value in knobs.items(): setattr(other, name, value)
+    return other
+
+
+@pytest.mark.parametrize('loss', LOSSES)
+def test_a_knob_changes_the_loss_or_is_refused(loss):
+    "Both ways round: what is accepted has an effect on the numbers, and what is refused has none."
+    plain = DPOConfig(loss_type=[loss], label_smoothing=0.1*(loss == 'exo_pair'))
+    value = lambda config: preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:], 0.3)
+    for name, other in OTHER_VALUES.items():
+        if name.endswith('desirable_weight') and loss in ('apo_zero', 'bco_pair'): continue # Rows with a label each have it: see the next test
+        moved = not torch.equal(value(changed(plain, **{name: other})), value(plain))
+        assert moved == (loss in USED_BY[name]), name
+        if moved: DPOConfig(**{'loss_type': [loss], 'label_smoothing': plain.label_smoothing, name: other})
+        else:
+            with pytest.raises(ConfigError, match=f'{name}.*has no effect'):
+                DPOConfig(**{'loss_type': [loss], 'label_smoothing': plain.label_smoothing, name: other})
+
+
+def test_options_without_effect_are_refused():
+    for bad, words in ((dict(f_alpha_divergence_coef=0.7), 'f_alpha_divergence_coef.*only alpha_divergence'),
+                       (dict(loss_type=['sigmoid', 'bco_pair'], f_divergence_type='js_divergence'), 'no effect on bco_pair'),
+                       (dict(loss_type=['sft'], f_divergence_type='js_divergence'), 'no effect on sft'),
+                       (dict(loss_type=['orpo', 'sft'], sft_weight=0.5), 'loss_weights'), (dict(loss_type=['sft'], ld_alpha=0.5), 'ld_alpha'),
+                       (dict(loss_type=['simpo'], exact_kl=True), 'asks no reference'), (dict(reference_free=True, reference='copy'), 'reference_free = True'),
+                       (dict(loss_type=['orpo'], precompute_ref_log_probs=True), 'asks no reference')):
+        with pytest.raises(ConfigError, match=words): DPOConfig(**bad)
+    assert DPOConfig(loss_type=['sigmoid', 'sft'], f_divergence_type='js_divergence').f_divergence_type == 'js_divergence' # As in TRL
+    assert DPOConfig(loss_type=['sigmoid', 'hinge'], label_smoothing=0.1).label_smoothing == 0.1 # One of them reads it
+    model = ours()
+    for loss in ('apo_zero', 'bco_pair'):
+        weighed = DPOConfig(loss_type=[loss], desirable_weight=2.0)
+        assert kto_objective(make_reference(model), weighed)
+        with pytest.raises(ValueError, match='desirable_weight.*label each'): dpo_objective(make_reference(model), weighed)
+    for bad in (dict(ld_alpha=0.5), dict(exact_kl=True), dict(reference_free=True)):
+        with pytest.raises(ValueError, match=f'dpo.{[*bad][0]}.*no effect'): kto_objective(make_reference(model), DPOConfig(loss_type=['kto'], **bad))
 
 
 def test_losses_without_a_reference_are_trls():
@@ -101,7 +147,8 @@ def test_losses_without_a_reference_are_trls():
     here = SimpleNamespace(accelerator=SimpleNamespace(device='cpu'), beta=0.3, alpha=0.0, simpo_gamma=0.7, label_smoothing=0.1)
     for name in ('sigmoid', 'simpo'):
         here.loss_type = name
-        config = DPOConfig(loss_type=['cpo' if name == 'sigmoid' else name], beta=0.3, simpo_gamma=0.7, label_smoothing=0.1, sft_weight=0.0)
+        more = dict(sft_weight=0.0) if name == 'sigmoid' else dict(simpo_gamma=0.7)
+        config = DPOConfig(loss_type=['cpo' if name == 'sigmoid' else name], beta=0.3, label_smoothing=0.1, **more)
         assert torch.allclose(preference_loss(chosen, rejected, config=config), cpo.cpo_loss(here, chosen, rejected)[0], atol=1e-6), name
     their = orpo.odds_ratio_loss(here, chosen.float(), rejected.float())[0] # What is subtracted from the SFT loss
     config = DPOConfig(loss_type=['orpo'], beta=0.3, sft_weight=0.0)
@@ -330,3 +377,25 @@ def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
     precompute_reference(add_lora(ours(), LoRAConfig(r=2)), pairs, tmp_path/'b.npz') # One that is nothing yet
     for same in (add_lora(ours(), LoRAConfig(r=4)), ours()): precompute_reference(same, pairs, tmp_path/'b.npz')
     precompute_reference(tuned(0), pairs, tmp_path/'b.npz', AdapterOff())
+
+
+def test_losses_of_policy_and_reference_are_logged_apart():
+    "Beside the loss itself: what model and reference pay for a token of the chosen answers, as log-probabilities of transformers' have it."
+    model, before = ours(), ours()
+    with torch.no_grad():
+        for p in model.parameters(): p.add_(0.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    pairs = some_pairs(5)
+    found = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(model, collate_pairs(pairs)).metrics
+    said = {k: float(v)/int(n) for k, (v, n) in found.items()}
+    for name, net in (('policy', model), ('reference', before)):
+        nats, tokens = {'chosen': 0.0, 'rejected': 0.0}, 0
+        for pair in pairs:
+            for side in nats:
+                ids = torch.tensor([pair['prompt'] + pair[side]])
+                logits = net(ids).logits[0, len(pair['prompt']) - 1:-1]
+                nats[side] += F.cross_entropy(logits, ids[0, len(pair['prompt']):], reduction='sum').item()
+            tokens += len(pair['chosen'])
+        assert said[f'loss/{name}'] == pytest.approx(nats['chosen']/tokens, rel=1e-5)
+        for side, total in nats.items(): assert said[f'logps/{"ref_"*(name == "reference")}{side}'] == pytest.approx(-total/5, rel=1e-5)
+    assert said['loss/policy'] != said['loss/reference']
+    assert 'loss/reference' not in dpo_objective(None, DPOConfig(loss_type='simpo'))(model, collate_pairs(pairs)).metrics

@@ -441,6 +441,36 @@ def test_thumbs_are_written_as_llamafactory_reads_them(home, tmp_path):
     assert 'stage: kto' in (tmp_path/'train.yaml').read_text()
 
 
+@pytest.mark.parametrize('knobs', [
+    dict(lr_scheduler_type='warmup_stable_decay', min_lr_ratio=0.1, decay_ratio=0.5), dict(lr_scheduler_type='cosine', num_cycles=1.5),
+    dict(lr_scheduler_type='cosine', min_lr_ratio=0.1), dict(lr_scheduler_type='cosine_with_min_lr'), dict(lr_scheduler_type='linear'),
+    dict(lr_scheduler_type='polynomial', power=2.0, min_lr_ratio=0.1), dict(lr_scheduler_type='cosine_with_restarts', num_cycles=2)])
+def test_llamafactory_gets_the_whole_schedule(home, knobs):
+    "What is written down is what transformers makes our rates of."
+    from transformers import get_scheduler
+
+    from trainkit.llamafactory import llamafactory_arguments
+    from trainkit.optim import make_schedule
+    config = config_of(home, 'x', 'llamafactory', 'sft', 'talks', optim=dict(learning_rate=0.01, warmup_steps=4, **knobs),
+                       train=dict(max_steps=20, per_device_train_batch_size=4))
+    said, rates = llamafactory_arguments(config, 100), []
+    for build in (lambda o: make_schedule(o, config.optim, 20),
+                  lambda o: get_scheduler(said['lr_scheduler_type'], o, said['warmup_steps'], 20, said.get('lr_scheduler_kwargs'))):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
+        schedule, found = build(optimizer), []
+        for _ in range(20):
+            found.append(optimizer.param_groups[0]['lr'])
+            optimizer.step(), schedule.step()
+        rates.append(found)
+    assert rates[0] == pytest.approx(rates[1], abs=1e-12)
+
+
+def test_llamafactory_refuses_a_floor_that_it_does_not_have(home):
+    from trainkit.llamafactory import llamafactory_arguments
+    config = config_of(home, 'x', 'llamafactory', 'sft', 'talks', optim=dict(lr_scheduler_type='linear', min_lr_ratio=0.1))
+    with pytest.raises(ValueError, match='min_lr_ratio = 0.1.*ends linear at 0'): llamafactory_arguments(config, 100)
+
+
 def test_llamafactory_starts_where_it_is(home, monkeypatch):
     from trainkit.recipes import run
     tool = home/'bin'/'llamafactory-cli'

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import call
 
+from trainkit.bertscore import bert_score
 from trainkit.dataloader import Batches
 from trainkit.evaluate import perplexity
 from trainkit.harness import Backend, run_harness
@@ -186,6 +187,22 @@ def test_preferences_and_choices_are_those_of_their_rooms(models, tok):
     assert evaluate(models[1], tok, pairs).metrics['preference_accuracy'] == pytest.approx(want)
 
 
+def test_a_tie_among_choices_counts_as_a_guess(tok):
+    "A model that finds all tokens alike has a third of three choices right, wherever the right one stands."
+    even = Transformer(ModelConfig(vocab_size=tok.vocab_size, d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=64))
+    even.get_output_embeddings().weight.data.zero_()
+    one = [w for w in WORDS if len(tok.encode(f' {w}')) == 1 and len(w) == 3][:4]
+    assert len(one) == 4
+    for rest, want in ((one[1:3], 1/3), ([one[1], one[1] + one[2]], 1/2)): # The second has a choice of two tokens, which is less likely
+        rows = [dict(question='the', choices=[f' {w}' for w in [*rest[:at], one[0], *rest[at:]]], answer=at) for at in range(3)]
+        got, chosen = multiple_choice(even, tok, rows, 'none')
+        assert got.value == pytest.approx(want), chosen
+    rows = [dict(question='the', choices=[f' {w}' for w in one[:3]], answer=at) for at in range(3)]
+    assert multiple_choice(even, tok, rows[:1], 'bytes')[0].value == multiple_choice(even, tok, rows[2:], 'bytes')[0].value == pytest.approx(1/3)
+    assert [evaluate(even, tok, [row], max_length=16).metrics['choice_accuracy'] for row in rows] == pytest.approx([1/3]*3)
+    assert multiple_choice(even, tok, [dict(rows[0], answer=2), dict(rows[0], answer=1)], 'prior')[0].value == pytest.approx(1/3)
+
+
 def test_chats_are_rendered_and_long_questions_lose_their_beginning(models, tok, texts):
     tok.chat_template = TEMPLATES['chatml'] if isinstance(TEMPLATES, dict) else None
     try:
@@ -285,6 +302,21 @@ def test_the_command(models, tok, tmp_path):
     assert found['measures']['bits_per_byte']['trained']['value'] == pytest.approx(want['bits_per_byte'], rel=1e-4)
     assert found['rows'] == len(WORDS) and found['comparisons']['loss']['better'] == 'trained'
     assert 'bits_per_byte' in (tmp_path/'page.html').read_text()
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+    (tmp_path/'vocab.txt').write_text('\n'.join(['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', *WORDS]))
+    torch.manual_seed(0)
+    BertModel(BertConfig(vocab_size=5 + len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)).save_pretrained(tmp_path/'encoder')
+    BertTokenizerFast(str(tmp_path/'vocab.txt')).save_pretrained(tmp_path/'encoder')
+    done = call('eval', 'trained', 'rows.jsonl', '--answers', '3', '--metric', 'bertscore', '--metric', 'f1', '--encoder', 'encoder', '--json', cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    wanted = bert_score([a['trained'] for a in found['answers']], [a['expected'] for a in found['answers']], tmp_path/'encoder')
+    for name, each in wanted.items(): assert found['measures'][name]['trained']['value'] == pytest.approx(sum(each)/3, abs=1e-5)
+    assert 'f1' in found['measures']
+    for words, hint in ((['--metric', 'bertscore'], '--encoder'), (['--metric', 'f1', '--encoder', 'encoder'], 'add --metric bertscore'),
+                        (['--encoder', 'nowhere'], 'no model folder')):
+        wrong = call('eval', 'trained', 'rows.jsonl', *words, cwd=tmp_path)
+        assert wrong.returncode == 1 and hint in wrong.stderr, wrong.stderr
     wrong = call('eval', 'trained', 'rows.jsonl', '--metric', 'exactmatch', cwd=tmp_path)
     assert wrong.returncode == 1 and 'exact_match' in wrong.stderr
 

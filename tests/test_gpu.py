@@ -76,7 +76,8 @@ def preferences():
     close(lm_loss(far, texts).total, lm_loss(near, texts).total)
     reference, twin = make_reference(near), make_reference(near) # A copy follows the model
     for names in (list(LOSSES), ['sft']):
-        config = DPOConfig(loss_type=names, label_smoothing=0.01, exact_kl=True)
+        mixed = len(names) > 1 # sft alone compares nothing, so it takes neither of them
+        config = DPOConfig(loss_type=names, label_smoothing=0.01*mixed, exact_kl=mixed)
         found = dpo_objective(reference, config)(far, batch)
         found.total.backward()
         close(found.total, dpo_objective(twin, config)(near, batch).total)

@@ -14,7 +14,7 @@ from trainkit.dataset import read_text
 from trainkit.health import CHECKS, HealthCheck, check_health
 from trainkit.model import ModelConfig, Transformer
 from trainkit.monitor import SystemMonitor, flops_of, open_gpu
-from trainkit.objective import lm_loss
+from trainkit.objective import Loss, lm_loss, objective
 from trainkit.optim import OptimConfig
 from trainkit.plan import TrainConfig
 from trainkit.runs import RunFolder, read_run
@@ -54,6 +54,7 @@ TABLE = {
     'poor convergence: the learning rate is too small': ('small_rate', [dict(step=i, loss=4., learning_rate=1e-9) for i in range(20)]),
     'poor results: the loss has stopped falling': ('plateau', [dict(step=i, loss=max(2., 4 - 0.1*i), learning_rate=1e-3) for i in range(99)]),
     'gradient explosion': ('exploding_gradient', [dict(step=i, loss=2., grad_norm=1. + 99.*(i == 30)) for i in range(31)]),
+    'vanishing gradient': ('vanishing_gradient', [dict(step=i, loss=3. - 0.01*min(i, 20), grad_norm=1. if i < 20 else 1e-5) for i in range(40)]),
     'half precision overflows': ('skipped_steps', [dict(step=10*i, loss=FALL[i], skipped_steps=3*i) for i in range(20)]),
     'slow: the loop waits for data': ('waiting_for_data', [dict(step=i, loss=FALL[i], data_share=0.6) for i in range(9)]),
     'slow: the GPU is idle': ('idle_gpu', [dict(step=i, loss=FALL[i], gpu_utilization=12.) for i in range(9)]),
@@ -74,6 +75,20 @@ def test_each_symptom_has_a_check(symptom):
 
 def test_no_check_without_a_symptom():
     assert {name for name, _ in TABLE.values()} == set(CHECKS)
+
+
+def test_a_gradient_that_cannot_come_through_is_said_and_one_that_is_not_needed_is_not():
+    "An objective that lets next to nothing through; and a model that has learned all and needs no gradient."
+    @objective(counts=lm_loss.counts)
+    def shut(model, batch):
+        total, count, weight = lm_loss(model, batch).terms['loss']
+        return Loss({'loss': (total.detach() + 1e-9*(total - total.detach()), count, weight)})
+    found = {f.name: f for f in check_health(trainer(30, objective=shut).train().history)}
+    assert 'from the beginning' in found['vanishing_gradient'].evidence, found
+    assert 'vanishing_gradient' not in said(trainer(30).train().history)
+    learned = [dict(step=i, loss=4*0.8**i, grad_norm=0.7**i) for i in range(60)]
+    by_nature = [dict(step=i, loss=1e-9*(-1)**i, grad_norm=1e-9) for i in range(40)] # As of grpo where all answers earn the same
+    for records in (learned, by_nature): assert 'vanishing_gradient' not in said(records)
 
 
 def test_healthy_records_stay_silent():

@@ -99,3 +99,19 @@ def test_environment_holds_nothing_private(monkeypatch):
 def test_nonsense_is_a_warning(facts):
     report = doctor(facts)
     assert isinstance(report, Report) and report.checks and str(report) and report._repr_html_()
+
+
+def test_rocm_is_named_where_torch_says_cuda(monkeypatch):
+    "torch calls an AMD GPU cuda; the build says what it is, and which program looks at it."
+    import torch
+
+    from trainkit.machine import check_device, check_room
+    monkeypatch.setattr(torch.version, 'cuda', None)
+    monkeypatch.setattr(torch.version, 'hip', '6.2.41133', raising=False)
+    assert look_at_device()['build'] == 'ROCm 6.2.41133'
+    device = dict(type='cuda', name='AMD Instinct MI300X', count=1, capability=(9, 4), build='ROCm 6.2.41133', vram=(2**34, 2**28), threads=1)
+    facts = dict(device=device, nvidia=None, notebook=False, flags={}, ram=None, disk=None, cores=2)
+    assert next(check_device(facts)).seen == 'cuda (AMD Instinct MI300X, ROCm 6.2.41133)'
+    assert 'rocm-smi' in next(check_room(facts)).fix
+    facts['device'] = device | dict(name='NVIDIA H200', build='12.8')
+    assert next(check_device(facts)).seen == 'cuda (NVIDIA H200)' and 'nvidia-smi' in next(check_room(facts)).fix

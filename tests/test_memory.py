@@ -90,6 +90,18 @@ def test_prediction_is_what_torchs_own_tracker_finds_on_real_tensors(kind, batch
     assert abs(found.peak - ours.peak) < 1000
 
 
+def test_an_optimizer_of_8_bits_that_goes_in_pieces_is_predicted_to_the_byte():
+    "Of a parameter larger than a piece only the first piece is gone through, which needs as much as the others."
+    from trainkit.adamw8bit import PIECE
+    eight, ids = lambda m: AdamW8bit(trained(m), lr=1e-2), torch.randint(3000, (2, 64))
+    model = make('ours')
+    assert max(p.numel() for p in model.parameters()) > 2*PIECE
+    ours, made = predict_memory(lambda: make('ours'), 2, 64, eight), eight(model)
+    found = measure_memory(lambda: two_steps(model, made, ids, True, None), model, made, ids)
+    assert abs(found.peak - ours.peak) < 1000
+    assert ours.parts['optimizer'] == found.parts['optimizer'] < ours.parts['parameters']
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='counts what a GPU has allocated')
 @pytest.mark.parametrize('chunked, autocast', [(True, None), (False, None), (True, torch.bfloat16)])
 def test_prediction_is_the_gpus_own_peak(chunked, autocast):

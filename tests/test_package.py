@@ -176,7 +176,7 @@ MAY_IMPORT = {
     'saving': 'adapters config generate hf lengths lora model reward step tokenizer',
     'vocabulary': 'knobs method templates',
     'translate': 'canvas config foreign index knobs method spelling strategy vocabulary',
-    'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing qlinear quant tokenizer',
+    'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing plan qlinear quant tokenizer',
     'story': 'charts clock',
     'view': 'canvas charts clock story',
     'form': 'config knobs',
@@ -207,10 +207,10 @@ MAY_IMPORT = {
     'distributed': '',
     'shell': 'chat containers dataset files knobs lengths mixture packing quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
-    'tools': 'config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
+    'tools': 'bertscore config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
     'demo': 'canvas chat charts config dataset hf intervals judge method quant recipes report runs sidebyside',
     'course': 'files machine',
-    'cli': 'config course demo generate hf history knobs launch machine method needs recipes rehearsal shell strategy tools',
+    'cli': 'checks config course demo generate hf history knobs launch machine method needs recipes rehearsal shell strategy tools',
 }
 
 
@@ -295,6 +295,16 @@ def fresh(code: str) -> str:
 def test_import_needs_no_torch():
     heavy = "{'torch', 'numpy', 'transformers', 'accelerate', 'pydantic', 'yaml'}"
     assert fresh(f'import sys, trainkit; print(sorted({heavy} & set(sys.modules)))') == '[]'
+
+
+def test_a_class_of_another_system_is_answered_with_ours():
+    import importlib
+
+    import trainkit
+    for name, said in trainkit._ELSEWHERE.items():
+        with pytest.raises(ImportError, match=f'{name} is a class of another system. Here trainkit'): exec(f'from trainkit import {name}')
+        for module, attribute in re.findall(r'trainkit\.(\w+)\.(\w+)', said): assert hasattr(importlib.import_module(f'trainkit.{module}'), attribute), said
+    assert not hasattr(trainkit, 'Anything')
 
 
 def test_help_needs_no_torch():

@@ -336,3 +336,31 @@ def test_what_trls_trainers_cannot_do_is_refused():
     for kind, knobs, words in (('grpo', dict(kl_in_reward=True, beta=0.1), 'rl.kl_in_reward'), ('grpo', dict(kl_estimator='k2', beta=0.1), 'rl.kl_estimator'),
                                ('rloo', dict(kl_in_reward=False, beta=0.1), 'rl.kl_in_reward'), ('rloo', dict(entropy_coef=0.1), 'rl.entropy_coef')):
         with pytest.raises(ValueError, match=words): SETTINGS[kind](RLConfig(method=kind, **knobs))
+
+
+@pytest.mark.parametrize('critic', [False, True])
+@pytest.mark.parametrize('knobs', [{}, dict(temperature=1.3), dict(learn_entropy=True)])
+def test_a_model_in_float64_is_scored_in_float64(critic, knobs):
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=50, d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=16)).double()
+    ids = torch.randint(50, (2, 8))
+    batch = dict(input_ids=ids, labels=ids.masked_fill(torch.arange(8) < 3, -100))
+    found = token_scores(ActorCritic(model).double() if critic else model, batch, **knobs)
+    every = (model(ids).logits/knobs.get('temperature', 1.0)).log_softmax(-1)[:, 2:-1]
+    torch.testing.assert_close(found.log_probs[:, 3:], every.gather(-1, ids[:, 3:, None])[..., 0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(found.entropy[:, 3:], -(every.exp()*every).sum(-1), rtol=0, atol=1e-13)
+    assert (found.values is not None) == critic and (not critic or found.values.dtype == torch.float64)
+    assert torch.autograd.grad(found.log_probs.sum(), model.get_output_embeddings().weight)[0].abs().sum() > 0
+
+
+def test_a_loss_in_float64_keeps_its_digits():
+    "Of a module that takes no labels, too."
+    head = torch.nn.Linear(8, 50).double()
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = torch.nn.Embedding(50, 8).double(), head
+        def forward(self, input_ids): return self.head(self.table(input_ids))
+    model, ids = Plain(), torch.randint(50, (2, 8))
+    wanted = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(lm_loss(model, dict(input_ids=ids, labels=ids)).total.item() - wanted.item()) < 1e-14

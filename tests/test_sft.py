@@ -1,5 +1,6 @@
 "A small model learns to answer from a file of questions and answers, in Python and from a shell, and opens elsewhere."
 import json
+import os
 import re
 from pathlib import Path
 
@@ -101,9 +102,92 @@ def test_stopped_and_resumed_it_ends_the_same(home):
     assert resumed.metrics == expected.metrics and resumed.final_loss == expected.final_loss
 
 
+def test_min_length_counts_tokens_and_min_chars_characters(home):
+    "Beside max_length it is in its unit; what is dropped is counted, for text as for examples."
+    from trainkit.config import ConfigError
+    short = config(home, 'short')
+    every = prepare(short, base=load_pretrained(short.init_from))
+    before = every.identity
+    lengths = sorted(every.examples.report.lengths.tolist())
+    short.data.min_length = least = lengths[len(lengths)//2] + 1
+    with pytest.warns(UserWarning, match='too short'): kept = prepare(short, base=load_pretrained(short.init_from))
+    assert [len(e['input_ids']) for e in kept.examples] == [len(e['input_ids']) for e in every.examples if len(e['input_ids']) >= least]
+    assert kept.examples.report.too_short == len(every.examples) - len(kept.examples) > 0
+    assert kept.identity != before
+    (home/'texts.jsonl').write_text('\n'.join(json.dumps(dict(text=f"{name} "*(n + 1))) for n, name in enumerate(NAMES*10)))
+    text = load_config(RunConfig, {**TINY, 'runs_dir': str(home/'runs'), 'tokenizer': {'vocab_size': 280}, 'data': {'path': str(home/'texts.jsonl'), 'max_length': 32, 'eval_fraction': 0.3}})
+    every = prepare(text)
+    text.data.min_length = 30
+    with pytest.warns(UserWarning, match='rows of train have fewer than data.min_length = 30 tokens'): kept = prepare(text)
+    long = lambda row: len(kept.tokenizer.encode(row['text'])) >= 30
+    assert kept.train_rows == [*filter(long, every.train_rows)] and kept.eval_rows == [*filter(long, every.eval_rows)]
+    assert len(kept.train_rows) == kept.facts['train_rows'] < len(every.train_rows)
+    assert kept.facts['eval_chars'] == sum(len(row['text']) for row in kept.eval_rows)
+    text.data.min_length, text.data.min_chars = 0, 30
+    assert min(len(row['text']) for row in prepare(text).train_rows) >= 30
+    for method in ('dpo', 'grpo'):
+        with pytest.raises(ConfigError, match='data.min_length.*counts tokens.*data.min_chars'): RunConfig(method=method, data=DataConfig(min_length=9))
+    with pytest.raises(ConfigError, match='llamafactory does not read it'): RunConfig(method='sft', engine='llamafactory', data=DataConfig(min_length=9))
+
+
+def test_a_file_that_was_split_trains_alone_and_beside_its_other_half(home):
+    "The README's commands: `data split`, then `train` on one file, which once ended in `rows leave none to evaluate on`."
+    done = shell('data', 'split', 'pairs.jsonl', '--train-output', 'train.jsonl', '--eval-output', 'eval.jsonl', '--eval-percentage', '10', cwd=home)
+    assert done.returncode == 0, done.stderr
+    words = ['train', '--method', 'sft', '--model', 'runs/base/model', '--dataset', 'train.jsonl', 'train.max_steps=2', 'data.max_length=64']
+    done = shell(*words, 'name=alone', cwd=home, TRAINKIT_PROFILE='quick')
+    assert done.returncode == 0, done.stderr
+    assert 'Nothing is held out' in done.stdout and 'nothing says how good the model is' in done.stdout
+    assert 'leave none to evaluate on' in done.stderr
+    done = shell(*words, 'name=beside', 'data.eval_file=eval.jsonl', cwd=home, TRAINKIT_PROFILE='quick')
+    assert done.returncode == 0 and 'held out' in done.stdout and 'Nothing is held out' not in done.stdout, done.stderr
+
+
+def test_a_fraction_of_0_trains_on_all_rows_and_evaluates_nothing(home):
+    all_rows = config(home, 'all', max_steps=3, eval_strategy='steps', eval_steps=1, load_best_model_at_end=True, save_strategy='steps', save_steps=1)
+    all_rows.data.eval_fraction = all_rows.data.test_fraction = 0.0
+    done = run(all_rows, verbose=False)
+    records = [json.loads(line) for line in (done.folder/'metrics.jsonl').read_text().splitlines()]
+    assert done.steps == 3 and done.metrics == {} and not any('eval_loss' in r for r in records) and any('loss' in r for r in records)
+    assert '72 examples of kind' in (done.folder/'log.txt').read_text() and 'Nothing is held out' in (done.folder/'log.txt').read_text()
+    assert done.report.is_file() and load_pretrained(done.model_path)[0]
+    all_rows.train.early_stopping_patience = 2
+    with pytest.raises(ValueError, match='early_stopping_patience = 2 needs rows to evaluate on.*data.eval_file'): run(all_rows, verbose=False)
+    one = config(home, 'one', max_steps=1)
+    (home/'one.jsonl').write_text(json.dumps(dict(prompt='a', completion='b')))
+    one.data.path, one.data.test_fraction = str(home/'one.jsonl'), 0.0
+    with pytest.warns(UserWarning, match='1 row leaves none to evaluate on'): assert run(one, verbose=False).steps == 1
+
+
+def test_text_and_shards_train_without_holding_out(home):
+    from trainkit.shards import tokenize_to_disk
+    (home/'note.txt').write_text('\n\n'.join(f'{name} and {name} make {2*n}' for n, name in enumerate(NAMES))*20)
+    text = load_config(RunConfig, {**TINY, 'name': 'text', 'runs_dir': str(home/'runs'), 'tokenizer': {'vocab_size': 270}, 'watch_memory': False,
+                                   'data': {'path': str(home/'note.txt'), 'eval_fraction': 0, 'max_length': 32}, 'train': {'max_steps': 2, 'eval_strategy': 'steps'}})
+    done = run(text, verbose=False)
+    assert done.steps == 2 and done.metrics == {} and done.samples # They begin as the text does
+    tokenize_to_disk(str(home/'note.txt'), done.tokenizer, home/'shards')
+    text.data.path, text.name = str(home/'shards'), 'shards'
+    parts = prepare(text)
+    assert parts.eval_batches is None and sum(len(row) - 1 for row in parts.train_batches.rows) == len(parts.train_batches.rows.line) - 1
+    assert run(text, verbose=False).steps == 2
+
+
+@pytest.mark.skipif(os.name != 'posix', reason='rights of files are a matter of POSIX')
+@pytest.mark.parametrize('mask', [0o022, 0o002, 0o077])
+def test_files_of_a_run_have_the_rights_that_the_umask_allows(home, mask):
+    "Whatever wrote them: us, safetensors (which makes its files private), transformers."
+    before = os.umask(mask)
+    try: folder = run(config(home, f'rights-{mask}', max_steps=2, save_strategy='steps', save_steps=1), verbose=False).folder
+    finally: os.umask(before)
+    rights = {str(p.relative_to(folder)): p.stat().st_mode & 0o777 for p in [folder, *folder.rglob('*')]}
+    wanted = {name: (0o777 if (folder/name).is_dir() else 0o666) & ~mask for name in rights}
+    assert 'model/model.safetensors' in rights and any('checkpoint' in name for name in rights)
+    assert rights == wanted
+
+
 @pytest.mark.parametrize('rows, hint', [
     ([dict(prompt='Say it.', completion='x'*300)]*3 + [dict(prompt=f'Say {n}.', completion='y') for n in range(9)], 'longer than max_length'),
-    ([dict(prompt='a', completion='b')], 'none to evaluate on'),
 ])
 def test_rows_that_cannot_be_learned_stop_before_the_first_step(home, rows, hint):
     (home/'bad.jsonl').write_text('\n'.join(map(json.dumps, rows)))
@@ -299,3 +383,25 @@ def test_what_a_run_cannot_take_is_said_before_it_begins(home):
 
     with pytest.raises(TypeError, match=r'callbacks\[0\].on_.*cannot be called with \(trainer, record\)'): run(config(home, 'never'), callbacks=[Logs()])
     assert not (home/'runs'/'never').exists()
+
+
+def test_what_a_callback_adds_to_a_record_is_written(home):
+    "A number of one's own, with `on_log` as with `on_eval`; and a result may be read like a dict."
+    class Mine:
+        def on_log(self, trainer, record): record['mine'] = 2*record['loss']
+        def on_eval(self, trainer, record): record['eval_mine'] = record['eval_loss'] + 1
+    done = run(config(home, 'mine', max_steps=2, logging_steps=1, eval_strategy='steps', eval_steps=1), callbacks=[Mine()], verbose=False)
+    records = [json.loads(line) for line in (done.folder/'metrics.jsonl').read_text().splitlines()]
+    logs, evals = ([r for r in records if r['event'] == event] for event in ('log', 'eval'))
+    assert len(logs) == 2 and all(r['mine'] == 2*r['loss'] for r in logs)
+    assert evals and all(r['eval_mine'] == r['eval_loss'] + 1 for r in evals)
+    assert done['final_loss'] == done.final_loss and dict(done)['best_model_path'] == done.best_model_path and 'metrics' in dict(done)
+    with pytest.raises(KeyError, match='a result has final_loss'): done['loss']
+
+
+def test_a_checkpoint_in_one_file_is_refused(home, tmp_path):
+    "As other programs write it; the sentence says what can be taken over."
+    from trainkit.checks import find_start
+    torch.save({'model_state_dict': {}}, tmp_path/'checkpoint-10000.pt')
+    for name in ('checkpoint-10000.pt', 'not-there.pt'):
+        with pytest.raises(ValueError, match='is one file, and a checkpoint here is a folder.*load_state_dict'): find_start(None, tmp_path/name)

@@ -142,6 +142,32 @@ def test_wrong_files_leave_nothing(corpus, tmp_path, data, hint):
     assert not (tmp_path/'s').exists()
 
 
+@pytest.mark.parametrize('at', [3, 40, 777])
+def test_a_bad_byte_is_named_with_its_line_however_far_down_it_is(corpus, tmp_path, at):
+    "The file is read in pieces, and the lines of all of them count."
+    lines = [f'line {i} of a text' for i in range(1, 1001)]
+    data = '\n'.join(lines).encode().replace(f'line {at} of'.encode(), b'line \xff of', 1)
+    (tmp_path/'x.txt').write_bytes(data)
+    with pytest.raises(ValueError, match=rf'line {at}: byte 0xff is not utf-8'):
+        tokenize_to_disk(tmp_path/'x.txt', corpus[1], tmp_path/'s', 1, shard_chars=500, progress=False)
+
+
+@pytest.mark.parametrize('source', ['rows', 'file'])
+def test_the_bar_counts_in_the_unit_that_it_names(corpus, tmp_path, monkeypatch, source):
+    from trainkit import shards
+    heard = []
+    class Bar(shards.Progress):
+        def __init__(self, total, what, unit, **more):
+            heard.append([total, unit])
+            super().__init__(total, what, unit, enabled=False)
+        def update(self, done, **more): heard.append(done)
+    monkeypatch.setattr(shards, 'Progress', Bar)
+    text = 'a line of words\n'*(150_000 if source == 'rows' else 4_000) # 2.4 MB, 64 kB
+    (tmp_path/'x.txt').write_text(text)
+    tokenize_to_disk([text] if source == 'rows' else tmp_path/'x.txt', corpus[1], tmp_path/'s', 1)
+    assert (heard[0], heard[-1]) == (([None, 'MB'], 3) if source == 'rows' else ([64, 'kB'], 64))
+
+
 def test_a_file_of_windows_in_two_bytes_a_character_is_named_as_such(tmp_path):
     "As PowerShell writes it; read as Latin-1 it would be refused again, for its zero bytes."
     (tmp_path/'a.txt').write_bytes('héllo\nworld'.encode('utf-16'))

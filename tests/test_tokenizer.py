@@ -477,6 +477,16 @@ def test_auto_goes_over_when_there_is_enough_to_do():
     assert BPETokenizer.train(code(100_000), 500).trained.lane == 'pure'
 
 
+@pytest.mark.parametrize('lane', LANES)
+def test_a_word_whose_id_is_0_is_found_like_any_other(lane):
+    "As tiktoken has it: a word that is a token needs no merges, whatever its number."
+    table = {b'hello': 0, b'world': 1, **{bytes([i]): i + 2 for i in range(256)}}
+    tok = BPETokenizer.from_tiktoken(table, 'gpt2', lane=lane)
+    wanted = tiktoken.Encoding('zero', pat_str=PATTERNS['gpt2'], mergeable_ranks=table, special_tokens={})
+    for text in ('hello', 'world', 'hello, world', 'hello\nhello'): assert tok.encode(text) == wanted.encode(text), text
+    assert tok.encode_batch(['hello', 'say hello', 'hello'])[0] == [0]
+
+
 def test_without_numba_everything_works():
     work = '''
 import sys

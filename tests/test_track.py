@@ -153,6 +153,19 @@ def test_wandb_offline(tmp_path):
         if path.is_file(): assert SECRET.encode() not in path.read_bytes(), path
 
 
+def test_wandb_files_a_run_under_the_project_of_the_environment(tmp_path, monkeypatch):
+    import types
+    heard = []
+    fake = types.SimpleNamespace(Settings=lambda **more: more, init=lambda **more: heard.append(more) or types.SimpleNamespace(define_metric=lambda *a, **k: None, finish=lambda *a, **k: None))
+    monkeypatch.setitem(sys.modules, 'wandb', fake)
+    from trainkit.track import open_wandb
+    folder = types.SimpleNamespace(path=tmp_path)
+    open_wandb(folder, 'trainkit', {}, 0)
+    monkeypatch.setenv('WANDB_PROJECT', 'mine')
+    open_wandb(folder, 'trainkit', {}, 0)
+    assert [h['project'] for h in heard] == ['trainkit', 'mine']
+
+
 def wandb_steps(path):
     "The steps of the training loss in a file of wandb: LevelDB's log format, blocks of 32 KiB with pieces of protobuf records."
     from wandb.proto import wandb_internal_pb2

@@ -17,7 +17,7 @@ from torch import nn
 
 from trainkit.dataloader import Batches, collate
 from trainkit.model import ModelConfig, Transformer
-from trainkit.optim import SCHEDULES, OptimConfig
+from trainkit.optim import SCHEDULES, OptimConfig, make_schedule
 from trainkit.plan import Control, TrainConfig, TrainingError
 from trainkit.objective import PLAIN_HEADS, Loss, body_and_head, lm_loss, objective
 from trainkit.step import accumulate, make_accelerator
@@ -560,6 +560,39 @@ def test_option(name, tmp_path):
             rates.append(theirs.param_groups[0]['lr'])
             theirs.step(), schedule.step()
         assert [r['learning_rate'] for r in result.history] == pytest.approx(rates, abs=2e-7) # polynomial ends at 1e-7 there
+
+
+SCHEDULE_KNOBS = { # schedule -> our knobs, and what they are called in transformers for so many steps after the warm-up
+    'constant': [({}, {})],
+    'constant_with_warmup': [({}, {})],
+    'linear': [({}, {})],
+    'cosine': [({}, {}), *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (0, 0.5, 1, 1.5)]],
+    'cosine_with_min_lr': [(dict(min_lr_ratio=floor, num_cycles=n), dict(min_lr_rate=floor, num_cycles=n)) for floor in (0, 0.1, 1) for n in (0.5, 1)],
+    'cosine_with_restarts': [({}, {}), *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (1, 2, 3)]],
+    'polynomial': [(dict(power=power, **more), dict(power=power, **(dict(lr_end=0.01*more['min_lr_ratio']) if more else {})))
+                   for power in (0, 0.5, 1, 2) for more in ({}, dict(min_lr_ratio=0.1))],
+    'warmup_stable_decay': [(dict(decay_ratio=ratio, min_lr_ratio=floor, **more), dict(decay=ratio, min_lr_ratio=floor, **more))
+                            for ratio in (0.1, 0.5, 1) for floor in (0, 0.1, 1) for more in ({}, dict(num_cycles=1), dict(num_cycles=1.5))]}
+
+
+@pytest.mark.parametrize('kind', SCHEDULES)
+def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
+    "At every step of a run and at its end, with and without warm-up, for every knob that a schedule reads."
+    from transformers import get_scheduler
+    for mine, theirs in SCHEDULE_KNOBS[kind]:
+        for total, warmup in ((20, 4), (20, 0), (37, 36), (5, 1), (1, 0)):
+            named = dict(theirs)
+            if 'decay' in named: named['num_decay_steps'] = named.pop('decay')*(total - warmup)
+            rates = []
+            for build in (lambda o: make_schedule(o, OptimConfig(learning_rate=0.01, lr_scheduler_type=kind, warmup_steps=warmup, **mine), total), # noqa: B023
+                          lambda o: get_scheduler(kind, o, warmup, total, named)): # noqa: B023
+                optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
+                schedule, found = build(optimizer), []
+                for _ in range(total + 1):
+                    found.append(optimizer.param_groups[0]['lr'])
+                    optimizer.step(), schedule.step()
+                rates.append(found)
+            assert rates[0] == pytest.approx(rates[1], abs=1e-15), (mine, total, warmup)
 
 
 def test_every_knob_of_the_loop_has_a_test():

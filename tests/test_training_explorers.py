@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trainkit.dpo import LOSSES, DPOConfig, preference_loss
+from trainkit.dpo import LOSSES, USED_BY, DPOConfig, preference_loss
 from trainkit.explore import View, static
 from trainkit.lora import LoRAConfig, add_lora
 from trainkit.lora_explorer import LoRAExplorer, made_up_update, matrices, merge_errors, updates
@@ -61,7 +61,7 @@ def test_a_schedule_of_one_step_and_of_no_rate():
 @pytest.mark.parametrize('loss', LOSSES)
 def test_pull_is_the_gradient(loss):
     "Each pair alone, by plain autograd."
-    config = DPOConfig(loss_type=[loss], beta=0.3, label_smoothing=0.1)
+    config = DPOConfig(loss_type=[loss], beta=0.3, label_smoothing=0.1*(loss in USED_BY['label_smoothing']))
     draw = torch.Generator().manual_seed(0)
     pairs = -torch.rand(7, 2, generator=draw, dtype=torch.double)*30 - 1
     value, up, down = pull(config, pairs[:, 0], pairs[:, 1], -12., -9., (5, 9))
@@ -294,3 +294,10 @@ def test_numbers_are_finite():
         text = explorer.picture()
         assert 'nan' not in text and 'inf' not in text.replace('info', '')
     assert all(math.isfinite(x) for x in merge_errors(made_up_update()).values())
+
+
+def test_smoothing_that_a_loss_ignores_is_said():
+    "One knob for two losses: it reaches the one that reads it, and a note names the other."
+    shown = static(DPOExplorer(loss_type='ipo', beside='robust', label_smoothing=0.2))
+    assert 'label_smoothing has no effect on ipo,' in shown
+    assert 'no effect' not in static(DPOExplorer(loss_type='sigmoid', beside='robust', label_smoothing=0.2))

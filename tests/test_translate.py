@@ -87,13 +87,20 @@ def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
     ({'method': 'lora', 'load_in_8bit': True}, 'quant.bits', 8), ({'method': 'lora', 'quantization_bit': 4}, 'quant.bits', 4), ({'finetuning_type': 'qlora'}, 'quant.bits', 4), ({'bf16': True}, 'train.mixed_precision', 'bf16'),
     ({'use_amp': True, 'amp_dtype': 'float16'}, 'train.mixed_precision', 'fp16'), ({'torch_dtype': 'bfloat16'}, 'train.mixed_precision', 'bf16'), ({'dtype': 'torch.float32'}, 'train.mixed_precision', 'no'),
     ({'use_bf16': True}, 'train.mixed_precision', 'bf16'), ({'early_stopping': True, 'eval_strategy': 'epoch'}, 'train.early_stopping_patience', 3), ({'use_wandb': True}, 'report_to', ['wandb']),
-    ({'use_wandb': False}, 'report_to', []), ({'torch_dtype': 'auto'}, 'train.mixed_precision', 'auto'), ({'load_in_4bit': True, 'method': 'lora'}, 'quant.bits', 4), ({'base_model_name': 'z'}, 'init_from', 'z'), ({'model_name': 'z'}, 'init_from', 'z'), ({'use_lora': True}, 'method', 'lora'),
+    ({'use_wandb': False}, 'report_to', []), ({'wandb_name': 'mine'}, 'name', 'mine'), ({'use_wandb': True, 'wandb_name': 'mine'}, 'report_to', ['wandb']), ({'torch_dtype': 'auto'}, 'train.mixed_precision', 'auto'), ({'load_in_4bit': True, 'method': 'lora'}, 'quant.bits', 4), ({'base_model_name': 'z'}, 'init_from', 'z'), ({'model_name': 'z'}, 'init_from', 'z'), ({'use_lora': True}, 'method', 'lora'),
     ({'training_type': 'lora'}, 'method', 'lora'), ({'stage': 'sft', 'finetuning_type': 'freeze'}, 'method', 'freeze'), ({'dataloader_num_workers': 2}, 'data.num_workers', 2), ({'group_by_length': True}, 'data.group_by_length', True)])
 def test_common_aliases_load_without_a_translation(words, knob, value):
     given = {'method': 'lora' if 'lora' in str(words) and not {'method', 'stage', 'training_type', 'finetuning_type', 'use_lora'} & {*words} else 'sft', 'init_from': 'x', **words}
     if {'stage', 'training_type', 'finetuning_type', 'use_lora'} & {*words}: given.pop('method')
     if 'base_model_name' in words or 'model_name' in words: given.pop('init_from')
     for load in (lambda g: load_config(RunConfig, g), method_config): assert value_of(load(given), knob) == value
+    if not any(isinstance(v, dict) for v in given.values()): # As a flag, too, over whatever the method has by itself
+        assert value_of(method_config(None, [f'{k}={v}' for k, v in given.items()]), knob) == value
+
+
+def test_the_project_of_a_tracker_is_named_in_the_environment():
+    for load in (method_config, lambda g: method_config(None, [f'{k}={v}' for k, v in g.items()])):
+        with pytest.raises(ConfigError, match='wandb_project.*WANDB_PROJECT=p'): load({'wandb_project': 'p'})
 
 
 @pytest.mark.parametrize(('words', 'overrides', 'knob', 'value'), [ # what somebody says beats what a method has by itself, and a change what a file says

@@ -59,7 +59,7 @@ def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
 
 def clean_examples(
     rows: Iterable[dict], # Examples of any kind
-    min_length: int = 1, # Drop examples with fewer characters than this, all their texts together
+    min_chars: int = 1, # Drop examples with fewer characters than this, all their texts together
     num_workers: int = 1, # Processes; the result is the same with any number
 ) -> tuple[list[dict], dict[str, int]]: # The clean rows, and how many were changed and dropped, and why
     "Clean every text of every row, and drop empty, short and repeated rows; the counts say what happened."
@@ -67,7 +67,7 @@ def clean_examples(
     for row, changed, length, key in in_order(_mend, rows, num_workers):
         counts['rows'] += 1
         counts['changed'] += changed
-        if length < max(1, min_length): counts['too_short'] += 1
+        if length < max(1, min_chars): counts['too_short'] += 1
         elif key in seen: counts['repeated'] += 1
         else:
             seen.add(key)

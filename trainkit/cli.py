@@ -160,6 +160,9 @@ def train(
         return
     if file: raise ValueError(f'{resume} has its own config.yaml: give either a config file or --resume')
     if not (Path(resume)/'config.yaml').is_file():
+        if Path(resume).suffix in ('.pt', '.pth', '.bin', '.ckpt') or Path(resume).is_file():
+            from trainkit.checks import refuse_file
+            refuse_file(resume)
         raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
     _run(read_run_config(None, Path(resume)/'config.yaml', [*changes, f'train.output_dir={resume}']), True, force_resume, as_json)
 

@@ -131,7 +131,7 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
                 warnings.warn(f'{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}', stacklevel=_outside())
                 for k, v in meant.items():
                     origin.setdefault(k, key)
-                    if v and isinstance(v, list) and isinstance(kwargs.get(k), list) and kwargs[k]: kwargs[k] = [*dict.fromkeys(kwargs[k] + v)] # such as trackers
+                    if v and isinstance(v, list) and isinstance(kwargs.get(k), list): kwargs[k] = [*dict.fromkeys(kwargs[k] + v)] # such as trackers
                     elif kwargs.setdefault(k, v) != v:
                         problems.append(Problem(where, value, f"contradicts '{origin[k]}': {kwargs[k]!r}", line))
         elif name is None:

@@ -24,7 +24,7 @@ from .loading import LoadedRows, count_characters, load_examples, stream_example
 from .sources import LoadReport
 from .splits import chunk_examples, side, split_examples, split_key
 from .cleaning import clean_examples, clean_text
-from .knobs import check_config, knob
+from .knobs import ConfigError, Problem, check_config, knob
 
 _all_ = ['ALIASES', 'CORPORA', 'KINDS', 'LoadReport', 'LoadedRows', 'TEXT_SUFFIXES', 'as_example', 'best_corpus',
          'chunk_examples', 'clean_examples', 'clean_text', 'count_characters', 'example_kind', 'load_examples', 'map_texts',
@@ -51,9 +51,10 @@ class DataConfig:
     max_chars: int | None = knob(None, 'Read at most this many characters', low=1)
     remove_unused_columns: bool = knob(False, 'Keep only the columns that the kind needs, and those that other knobs name')
     clean: bool = knob(True, 'Normalise Unicode, line ends and spaces, drop control characters and repeated rows')
-    min_length: int = knob(1, 'Drop rows with fewer characters than this', low=0)
+    min_chars: int = knob(1, 'Drop rows with fewer characters than this', low=0)
+    min_length: int = knob(0, 'Drop rows with fewer tokens than this; for text and for method sft', low=0)
     chunk_chars: int = knob(4000, 'Cut longer texts into rows of at most this many characters before splitting', low=1)
-    eval_fraction: float = knob(0.05, 'Share of the rows that is set apart for evaluation', low=0.0001, high=0.9)
+    eval_fraction: float = knob(0.05, 'Share of the rows that is set apart for evaluation; 0: all rows train, and nothing is held out', low=0, high=0.9)
     test_fraction: float = knob(0.0, 'Share of the rows that is set apart for a last test, which no run reads', low=0, high=0.9)
     split_by: str | None = knob(None, 'A column, such as task: those of its values that have nothing to evaluate on are named')
     eval_fractions: dict[str, float] = knob({}, 'Shares of their own for values of split_by, as in {sums: 0.3}')
@@ -71,6 +72,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_config(self)
+        if 0 < self.eval_fraction < 1e-4: raise ConfigError([Problem('eval_fraction', self.eval_fraction, 'must be 0, or from 0.0001 to 0.9')], 'DataConfig')
         self.path, self.eval_file = (expanduser(p) if p[:1] == '~' else p for p in (self.path, self.eval_file)) # no shell does it after data.path=
 
 def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict], dict, LoadReport]:
@@ -80,7 +82,7 @@ def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict],
                          columns=config.columns or None, dataset_config=config.dataset_config, encoding=config.encoding,
                          keep_columns=not config.remove_unused_columns or used, num_workers=config.preprocessing_num_workers)
     report, facts, out = rows.report, {}, [*rows]
-    if config.clean: out, facts = clean_examples(out, config.min_length, config.preprocessing_num_workers)
+    if config.clean: out, facts = clean_examples(out, config.min_chars, config.preprocessing_num_workers)
     return chunk_examples(out, config.chunk_chars) if report.kind == 'text' else out, facts, report
 
 def load_splits(
@@ -92,16 +94,18 @@ def load_splits(
     rows, facts, report = _read(config, path, config.split)
     if config.eval_file and config.validation_split:
         raise ValueError(f'eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: give one of them')
+    held: list[dict] = []
     if config.eval_file or config.validation_split:
         held, _, other = _read(config, config.eval_file or path, config.validation_split)
         if other.kind != report.kind:
             raise ValueError(f'{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they must be the same')
+    if config.eval_file or config.validation_split or not (config.eval_fraction or config.eval_fractions):
         parts = dict(train=rows, eval=held, test=[])
         if config.test_fraction:
             parts['train'], parts['test'] = split_examples(rows, config.test_fraction, seed, by=config.split_by, group=config.group, on_empty='raise')
-    else:
+    else: # A small file may leave none to evaluate on: it trains, and that is said
         split = split_examples(rows, config.eval_fraction, seed, config.test_fraction, config.split_by, config.group,
-                               config.eval_fractions, on_empty='raise')
+                               config.eval_fractions, on_empty='train')
         parts = dict(train=split[0], eval=split[1], test=split[2] if config.test_fraction else [])
     asked = {split_key(row, config.group) for row in parts['train']}
     shared = sum(split_key(row, config.group) in asked for part in ('eval', 'test') for row in parts[part])

@@ -127,7 +127,7 @@ def look_at_device() -> dict[str, Any]: # type, name, count, capability, vram, t
     try: import torch
     except Exception as error: return dict(error=f'{type(error).__name__}: {error}'.splitlines()[0])
     found: dict[str, Any] = dict(type='cpu', name=cpu_name(), count=1, threads=torch.get_num_threads(),
-                                 build=torch.version.cuda or 'cpu')
+                                 build=torch.version.cuda or (f'ROCm {hip}' if (hip := getattr(torch.version, 'hip', None)) else 'cpu'))
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         found |= dict(type='cuda', name=torch.cuda.get_device_name(), count=torch.cuda.device_count(),

@@ -10,8 +10,8 @@ __all__ = ['write_atomic', 'atomic_folder', 'show_bytes']
 # %% ../nbs/00_files.ipynb #03db06c9
 import errno
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -30,6 +30,10 @@ def _say_why(error: OSError, path: Path) -> OSError:
     hint = hints.get(error.errno or 0, error.strerror or str(error))
     return type(error)(error.errno, f'Nothing was written to {path}: {hint}')
 
+def _rough_name(path: Path) -> Path:
+    "A name beside a path that nobody else has; what is made under it by plain means gets the rights that the umask allows."
+    return path.parent/f'.{path.name}.{secrets.token_hex(4)}'
+
 def write_atomic(
     path: str | Path, # Where the file will be; its folder is made
     data: str | bytes, # Text (as UTF-8) or bytes
@@ -38,12 +42,12 @@ def write_atomic(
     path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}.')
-        with os.fdopen(handle, 'wb') as file:
+        temporary = _rough_name(path)
+        with open(temporary, 'xb') as file:
             file.write(data.encode('utf-8') if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o644)
+        if path.exists(): os.chmod(temporary, path.stat().st_mode)
         os.replace(temporary, path)
     except BaseException as error:
         if temporary:
@@ -60,11 +64,13 @@ def atomic_folder(
     path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f'.{path.name}.'))
+        temporary = _rough_name(path)
+        temporary.mkdir()
         yield temporary
-        os.chmod(temporary, 0o755)
+        allowed = temporary.stat().st_mode & 0o666 # by the umask; safetensors gives its files 0o600
         for file in temporary.rglob('*'):
             if file.is_file():
+                os.chmod(file, file.stat().st_mode | allowed)
                 with open(file, 'rb+') as handle: os.fsync(handle.fileno())
         old = Path(f'{temporary}.old')
         if path.exists(): os.replace(path, old)

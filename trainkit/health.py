@@ -20,7 +20,7 @@ from typing import Any
 from .canvas import Picture, table
 from .files import show_bytes
 from .symptoms import (
-    Finding, exploding_gradient, overfitting, plateau, rising_loss, series, small_rate)
+    Finding, exploding_gradient, overfitting, plateau, rising_loss, series, small_rate, vanishing_gradient)
 
 _all_ = ['Finding'] # from trainkit.symptoms
 
@@ -95,7 +95,7 @@ class Findings(list):
         return str(table([vars(finding) for finding in self], 'Health') if self else Picture('<p>healthy</p>'))
 
 CHECKS: dict[str, Callable[[Sequence[dict]], Finding | None]] = {check.__name__: check for check in (
-    not_a_number, rising_loss, overfitting, small_rate, plateau, exploding_gradient, skipped_steps, waiting_for_data,
+    not_a_number, rising_loss, overfitting, small_rate, plateau, exploding_gradient, vanishing_gradient, skipped_steps, waiting_for_data,
     idle_gpu, creeping_memory)}
 
 def check_health(

@@ -140,22 +140,35 @@ def _method(config: Any, stage: str) -> dict[str, Any]:
                     temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
     return {}
 
+def _schedule(o: Any, steps: int) -> dict[str, Any]:
+    "The schedule and what it reads, in transformers' words."
+    kind = 'cosine_with_min_lr' if o.min_lr_ratio and o.lr_scheduler_type == 'cosine' else o.lr_scheduler_type
+    if o.min_lr_ratio and kind in ('linear', 'cosine_with_restarts'):
+        raise ValueError(f'optim.min_lr_ratio = {o.min_lr_ratio:g}: LLaMA-Factory ends {kind} at 0; take a cosine, or engine: trainkit')
+    warmup, more = warmup_steps(o, steps), {}
+    if kind.startswith('cosine') or kind == 'warmup_stable_decay':
+        if o.num_cycles is not None: more['num_cycles'] = o.num_cycles
+    if kind == 'cosine_with_min_lr': more['min_lr_rate'] = o.min_lr_ratio
+    if kind == 'polynomial':
+        more['power'] = o.power
+        if o.min_lr_ratio: more['lr_end'] = o.min_lr_ratio*o.learning_rate
+    if kind == 'warmup_stable_decay': more |= dict(num_decay_steps=o.decay_ratio*max(0, steps - warmup), min_lr_ratio=o.min_lr_ratio)
+    return dict(lr_scheduler_type=kind, warmup_steps=warmup, **(dict(lr_scheduler_kwargs=more) if more else {}))
+
 def _loop(config: Any, steps: int) -> dict[str, Any]:
     c, o = config.train, config.optim
     for name, off in (('optimizer_in_backward', False), ('offload_optimizer', False), ('z_loss', 0), ('on_nan', 'raise')):
         if (value := getattr(c, name)) != off: raise ValueError(f'train.{name} = {value!r}: LLaMA-Factory has no such thing; take engine: trainkit')
     dtype = c.mixed_precision if c.mixed_precision != 'auto' else {'bfloat16': 'bf16', 'float16': 'fp16'}.get(str(pick_dtype(pick_device())).removeprefix('torch.'), 'no')
     optim = {'adamw_8bit': 'adamw_bnb_8bit', 'muon': 'adamw_torch', 'adamw_torch_fused': 'adamw_torch'}.get(o.optim, o.optim)
-    kind = 'cosine_with_min_lr' if o.min_lr_ratio and o.lr_scheduler_type == 'cosine' else o.lr_scheduler_type
     found: dict[str, Any] = dict(
-        learning_rate=o.learning_rate, lr_scheduler_type=kind, warmup_steps=warmup_steps(o, steps), optim=optim, weight_decay=o.weight_decay,
+        learning_rate=o.learning_rate, **_schedule(o, steps), optim=optim, weight_decay=o.weight_decay,
         adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_epsilon=o.adam_epsilon, max_grad_norm=c.max_grad_norm,
         per_device_train_batch_size=c.per_device_train_batch_size, per_device_eval_batch_size=c.per_device_eval_batch_size,
         gradient_accumulation_steps=c.gradient_accumulation_steps, num_train_epochs=c.num_train_epochs, max_steps=c.max_steps,
         bf16=dtype == 'bf16', fp16=dtype == 'fp16', seed=c.seed, logging_steps=c.logging_steps, save_strategy=c.save_strategy, save_steps=c.save_steps,
         save_total_limit=c.save_total_limit or None, eval_strategy=c.eval_strategy, eval_steps=c.eval_steps,
         load_best_model_at_end=c.load_best_model_at_end, report_to=list(config.report_to) or 'none')
-    if kind == 'cosine_with_min_lr': found['lr_scheduler_kwargs'] = dict(min_lr_rate=o.min_lr_ratio)
     if o.optim == 'muon': found['use_muon'] = True
     if c.early_stopping_patience: found['early_stopping_steps'] = c.early_stopping_patience
     return {k: v for k, v in found.items() if v is not None}
@@ -193,6 +206,7 @@ def llamafactory_arguments(
         found |= dict(quantization_bit=q, quantization_method='bnb')
         if q == 4: found |= dict(quantization_type=config.quant.quant_type, double_quantization=config.quant.double_quant)
     found |= _method(config, stage) | _loop(config, steps)
+    if len(datasets) < 2: found |= dict(eval_strategy='no', load_best_model_at_end=False) # Nothing is held out
     if not getattr(config.model, 'gradient_checkpointing', False): found['disable_gradient_checkpointing'] = True
     return found
 

@@ -10,7 +10,7 @@ __all__ = ['LoadedRows', 'stream_examples', 'load_examples', 'count_characters']
 # %% ../nbs/11_loading.ipynb #351af035
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
@@ -117,8 +117,25 @@ def _usual_spelling(raw: Iterator[Raw], columns: Mapping[str, str] | None, repor
         yield where, source, line, row
 
 # %% ../nbs/11_loading.ipynb #5ffc0ccc
+def _called(source: Any) -> str:
+    "What a report and its errors call a path, a name, or rows in memory."
+    return str(source) if isinstance(source, (str, PathLike)) else f'{type(source).__name__} in memory'
+
+def _rows_in_hand(rows: Any, split: str | None) -> Iterator[Raw]:
+    "Rows that are in memory, such as a `datasets.Dataset`, as if they had been read."
+    name = type(rows).__name__
+    if isinstance(rows, Mapping): # A `DatasetDict`
+        if not rows: raise ValueError(f'a {name} without splits: there are no rows')
+        split = split or ('train' if 'train' in rows else next(iter(rows)) if len(rows) == 1 else None)
+        if split not in rows: raise ValueError(f"split = {split!r}: this {name} has {', '.join(map(str, rows))}")
+        rows = rows[split]
+    elif split is not None: raise ValueError(f'split = {split!r}: a {name} has no splits')
+    if isinstance(rows, (bytes, str)) or not isinstance(rows, Iterable):
+        raise TypeError(f'a {name} is no path, no name of a corpus or data set, and holds no rows: give one of these, or a list of dicts, or a datasets.Dataset')
+    return ((f'row {number}', f'{name} in memory', None, row) for number, row in enumerate(rows, 1))
+
 def stream_examples(
-    path_or_name: str | Path, # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
+    path_or_name: str | Path | Iterable[Mapping], # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
     kind: str | None = None, # A key of `KINDS`; told by the first row when None
     text_column: str | None = None, # The column that holds the text; says that the kind is text
     split: str | None = None, # Of a folder or dataset; `train` where there are several
@@ -134,9 +151,7 @@ def stream_examples(
     report: LoadReport | None = None, # Filled in as rows are read
 ) -> Iterator[dict]: # Examples with the usual columns, and `source` and `line`; raises `ValueError`
     "Examples one at a time, without holding them all."
-    if not isinstance(path_or_name, (str, PathLike)):
-        raise TypeError(f"a {type(path_or_name).__name__} is no path, and no name of a corpus or data set: rows in hand need no loading (as_example checks one), "
-                        "or become a file with write_examples(rows, 'mine.jsonl')")
+    in_hand = None if isinstance(path_or_name, (str, PathLike)) else _rows_in_hand(path_or_name, split)
     if on_bad not in ('raise', 'skip'): raise ValueError(f"on_bad = {on_bad!r}: must be 'raise' or 'skip'")
     if max_examples is not None and max_examples < 0: raise ValueError(f'max_examples = {max_examples}: must be 0 or more')
     if kind is not None and kind not in KINDS:
@@ -144,11 +159,13 @@ def stream_examples(
     if text_column is not None:
         if kind not in (None, 'text'): raise ValueError(f'text_column = {text_column!r} says kind text, but kind = {kind!r}')
         kind, columns = 'text', {**(columns or {}), 'text': text_column}
-    report = report if report is not None else LoadReport(str(path_or_name))
-    raw, others = raw_rows(path_or_name, split, dataset_config, encoding, field, streaming, report), Counter()
+    named = _called(path_or_name)
+    report = report if report is not None else LoadReport(named)
+    raw = raw_rows(path_or_name, split, dataset_config, encoding, field, streaming, report) if in_hand is None else in_hand # type: ignore
+    others = Counter()
     raw = _usual_spelling(raw, columns, report)
     report.kind, seen = (kind, list(islice(raw, 1))) if kind else _find_kind(raw, columns)
-    if not seen: raise ValueError(f'{path_or_name}: there are no rows')
+    if not seen: raise ValueError(f'{named}: there are no rows')
     if isinstance(seen[-1][-1], Mapping): report.renamed = _renamed(seen[-1][-1], report.kind, columns)
     checker = _Checker(report.kind, columns, kind is not None, keep_columns)
     try:
@@ -167,7 +184,7 @@ def stream_examples(
         raise ValueError(f'{path_or_name}: none of {len(report.bad):,} row{"s"*(len(report.bad) != 1)} is an example. ' + ''.join(report.bad[:1]))
 
 def load_examples(
-    path_or_name: str | Path, # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
+    path_or_name: str | Path | Iterable[Mapping], # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
     kind: str | None = None, # A key of `KINDS`; told by the first row when None
     text_column: str | None = None, # The column that holds the text; says that the kind is text
     split: str | None = None, # Of a folder or dataset; `train` where there are several
@@ -177,7 +194,7 @@ def load_examples(
     **options, # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
 ) -> LoadedRows: # A list of rows, with a `report`
     "All examples of a file, a folder, a corpus or a dataset; what was left out is counted, and said."
-    report = LoadReport(str(path_or_name))
+    report = LoadReport(_called(path_or_name))
     rows, left = LoadedRows(), max_chars if max_chars is not None else float('inf')
     rows.report = report
     options.setdefault('streaming', max_examples is not None)

@@ -91,7 +91,8 @@ def check_device(facts: dict[str, Any]) -> Iterator[Check]:
         yield Check('device', 'fail', f'torch does not import: {device["error"]}',
                     'pip install --force-reinstall torch')
         return
-    name = f'{device["type"]} ({device["name"]})'
+    rocm = str(device.get('build', '')).startswith('ROCm')
+    name = f'{device["type"]} ({device["name"]}{", " + device["build"] if rocm else ""})' # torch calls an AMD GPU cuda, too
     if facts['nvidia'] and device['type'] == 'cpu':
         yield Check('device', 'warn', f'{name}, beside an NVIDIA driver; torch is built for {device["build"]}',
                     'install the CUDA build of torch, or look at nvidia-smi')
@@ -105,7 +106,8 @@ def check_device(facts: dict[str, Any]) -> Iterator[Check]:
 def check_room(facts: dict[str, Any]) -> Iterator[Check]:
     "Memory, disk, and as many threads as there are cores to run them."
     rooms = dict(ram=facts['ram'], vram=facts['device'].get('vram'), disk=facts['disk'])
-    remedies = dict(ram='close other programs', vram='close other programs on the GPU (nvidia-smi)',
+    tool = 'rocm-smi' if str(facts['device'].get('build', '')).startswith('ROCm') else 'nvidia-smi'
+    remedies = dict(ram='close other programs', vram=f'close other programs on the GPU ({tool})',
                     disk='delete old runs')
     for name, room in rooms.items():
         if room is None: continue

@@ -161,7 +161,7 @@ def _unset(cls: type, doc: str) -> Any:
 @dataclass
 class RunConfig:
     "Everything about one run."
-    name: str = knob('run', 'Name of the run; its folder is runs_dir/name', aliases=('run_name',))
+    name: str = knob('run', 'Name of the run; its folder is runs_dir/name', aliases=('run_name', 'wandb_name'))
     runs_dir: str = knob('runs', 'Where run folders are')
     method: str = knob('pretrain', 'What is learned: text from the first word on (pretrain), or answers, by the whole model (sft), some blocks '
                        '(freeze), an adapter (lora) or an adapter over 4 bits (qlora); which of two answers is better, by the model (dpo) or by a judge of it (reward); '
@@ -207,6 +207,9 @@ class RunConfig:
             if changes := defaults_of(self.method, bool(self.use_lora), self.dpo.loss_type).get(name): setattr(self, name, type(group)(**{**vars(group), **changes}))
         if self.method == 'qlora' and self.quant.bits is None: self.quant = replace(self.quant, bits=4)
         if self.method in RL_METHODS: self.rl = replace(self.rl, method=self.method)
+        if self.data.min_length and (self.method in ALIGNED or self.engine == 'llamafactory'):
+            whose = f'method {self.method}' if self.method in ALIGNED else 'engine llamafactory'
+            raise ConfigError([Problem('data.min_length', self.data.min_length, f'counts tokens, and {whose} does not read it: say data.min_chars, in characters')], 'RunConfig')
         if self.method in ('dpo', 'reward'): self._one_length()
         if self.quant.bits is not None and not self.adapts:
             raise ConfigError([Problem('quant.bits', self.quant.bits, 'a model of few bits does not learn by itself: '
@@ -260,6 +263,8 @@ class RunConfig:
 def _tracker(name: str) -> Callable[[Any], dict]: return lambda on: {'report_to': [name]} if on else {}
 
 RunConfig.ELSEWHERE = {f'use_{name}': _tracker(name) for name in ('wandb', 'tensorboard', 'trackio')} # type: ignore
+RunConfig.ELSEWHERE |= {'wandb_project': lambda project: f'the environment names the project: WANDB_PROJECT={project}', # type: ignore
+                        'wandb_entity': lambda entity: f'the environment names the team: WANDB_ENTITY={entity}'}
 
 # %% ../nbs/44_method.ipynb #c5a441a5
 def _merge(under: dict, over: Mapping) -> dict:

@@ -127,7 +127,8 @@ def sum_losses(
     # shifting labels copies less than shifting logits
     labels = F.pad(batch['labels'], (0, 1), value=-100)[:, 1:].flatten()
     out = model(batch['input_ids'], **known)
-    logits = (out if isinstance(out, Tensor) else out.logits).flatten(0, 1).float() # (B*T, V)
+    logits = (out if isinstance(out, Tensor) else out.logits).flatten(0, 1) # (B*T, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) # float64 stays as it is
     total = F.cross_entropy(logits, labels, reduction='sum')
     if not z_loss: return total, None
     squares = (logits.logsumexp(-1).square()*(labels != -100)).sum()

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .canvas import table
@@ -318,6 +318,15 @@ class Result:
     stop_reason: str # 'finished', 'early stopping', 'interrupted', 'terminated', or what `Control.stop` was told
     history: list[dict] = field(default_factory=list, repr=False) # Records of on_log and on_eval, since this start
     notes: list[str] = field(default_factory=list, repr=False) # What was done otherwise than asked, and why
+
+    def keys(self) -> list[str]:
+        "The names that `result['final_loss']` and `dict(result)` know."
+        return [f.name for f in fields(self)]
+
+    def __getitem__(self, name: str) -> Any:
+        "The same by name, for those who expect a dict."
+        if name in self.keys(): return getattr(self, name)
+        raise KeyError(f'{name!r}: a result has {", ".join(self.keys())}')
 
     @property
     def exit_code(self) -> int:

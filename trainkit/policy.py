@@ -115,7 +115,8 @@ def token_scores(
         if hook is not None: hook.remove()
     logits, ids = out if isinstance(out, Tensor) else out.logits, labels[mask]
     if not seen: logits = logits[before]
-    logits = logits.float() if temperature == 1 else logits.float()/temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) # float64 stays as it is
+    if temperature != 1: logits = logits/temperature
     if plain: found, entropy = _SaidByHead.apply(seen[0], head.weight, ids, temperature, learn) # type: ignore
     elif learn_entropy and learn:
         every = logits.log_softmax(-1) # (N, V)
@@ -124,8 +125,9 @@ def token_scores(
     values = None
     if seen and hasattr(bare, 'value_head'):
         with torch.autocast(labels.device.type, enabled=False): # Guesses need all their digits
-            values = bare.value_head(seen[0].to(bare.value_head.weight.dtype)).squeeze(-1).float()
-    place = lambda x: None if x is None else torch.zeros(labels.shape, device=x.device).masked_scatter(mask, x)
+            values = bare.value_head(seen[0].to(bare.value_head.weight.dtype)).squeeze(-1)
+            values = values.to(torch.promote_types(values.dtype, torch.float32))
+    place = lambda x: None if x is None else torch.zeros(labels.shape, dtype=x.dtype, device=x.device).masked_scatter(mask, x)
     return TokenScores(place(found), place(entropy), place(values)) # type: ignore
 
 # %% ../nbs/31_policy.ipynb #4228d5b8

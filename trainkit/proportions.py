@@ -57,7 +57,7 @@ def lengths(case: Case) -> Iterator[Finding]:
             for i in np.flatnonzero(odd)[np.argsort(-np.abs(far[odd]), kind='stable')].tolist():
                 tally.add(f'{rows.where(i)}, {size[i]:,.0f} characters', rows.whole(i))
             yield from tally.finding(name, severity, f'Rows far from the median length of {math.exp(middle):,.0f} characters.', effect,
-                                     'Look at them; cut (`chunk_examples`) or drop (`clean_examples`, `min_length`).')
+                                     'Look at them; cut (`chunk_examples`) or drop (`clean_examples`, `min_chars`).')
         top = max(1, len(size)//20)
         share = float(np.sort(size)[-top:].sum()/max(1., size.sum()))
         if share > 0.5:

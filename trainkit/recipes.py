@@ -43,7 +43,7 @@ from .objective import lm_objective
 from .lora import trainable_report
 from .offload import OffloadedOptimizer
 from .optim import OPTIMIZERS, OptimConfig, make_optimizer
-from .parts import EOS, Parts, adapt, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
+from .parts import EOS, Parts, adapt, loop_config, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
 from .plan import EXIT_CODES, Control, Result, check_callbacks
 from .progress import find_place
 from .remote import Remote
@@ -182,6 +182,8 @@ def plan_lines(
             f'{model.n_layers} layer{s(model.n_layers)}, {model.d_model} wide, {model.n_heads} head{s(model.n_heads)}; format {kind}',
             *([f'Learns     {trainable_report(parts.model)}'] if parts.config.method == 'freeze' or parts.config.adapts else []),
             *rounding_note(parts.config), *_new_tokens_note(parts),
+            *(['Note       Nothing is held out, so this run is not evaluated: data.eval_file names rows for that, data.eval_fraction sets some apart']
+              if parts.eval_batches is None else []),
             f'Training   {trainer.total_steps:,} step{s(trainer.total_steps)} of {c.per_device_train_batch_size} x '
             f'{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} row{s(rows)} '
             f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * ('max_length' in f)}, "
@@ -205,7 +207,7 @@ def make_trainer(
     "The loop for what was prepared."
     config, judge = parts.config, judge or make_judge(parts)
     return make_loop(parts, parts.model, parts.objective or lm_objective(config.train.z_loss), parts.train_batches, parts.eval_batches,
-                   replace(config.train, output_dir=str(config.folder)), [*judge.callbacks, *parts.callbacks], config.optim, judge.sample,
+                   replace(loop_config(parts), output_dir=str(config.folder)), [*judge.callbacks, *parts.callbacks], config.optim, judge.sample,
                    save or (lambda model, where: save_trained(parts, where, model=model)), control, facts=parts.identity,
                           build_optimizer=offloaded_optimizer if config.train.offload_optimizer else None)
 
@@ -281,8 +283,8 @@ def run(
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
         longest = parts.facts.get('longest') or parts.facts.get('max_length') or config.data.max_length
         watch = [MemoryWatch(int(longest), say)] if config.watch_memory and config.engine == 'trainkit' else []
-        trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: print(line) if verbose else None),
-                              *([Remote(folder.path)] if main else []), *callbacks]
+        trainer.callbacks += [SystemMonitor(), *watch, *callbacks, log, # which writes what those before it have added to a record
+                              HealthCheck(lambda line: print(line) if verbose else None), *([Remote(folder.path)] if main else [])]
         if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))
         if trainer.accelerator.num_processes == 1: model.to(trainer.accelerator.device) # where it answers sooner
@@ -302,9 +304,9 @@ def run(
         if result.stop_reason in EXIT_CODES: say(f'Go on with: trainkit train --resume {folder.path}')
         else:
             with timed(seconds, 'evaluation'):
-                evaluation = trainer.evaluate()
-                trainer.notify('on_eval', **evaluation, best=False)
-                if main: metrics, words = judge.end({**evaluation, **trainer.history[-1]})
+                evaluation = trainer.evaluate() if trainer.eval_batches is not None else {}
+                if evaluation: trainer.notify('on_eval', **evaluation, best=False)
+                if main: metrics, words = judge.end({**evaluation, **(trainer.history or [{}])[-1]})
                 if compute_metrics: metrics |= {k[5:]: v for k, v in trainer.history[-1].items() if k.startswith('eval_') and k not in evaluation and k[5:] not in metrics}
             samples = show('After training:')
             say(*words)

@@ -27,7 +27,7 @@ from .generate import context_length, generate
 from .intervals import Comparison, Interval, bootstrap, compare, proportion
 from .metrics import METRICS
 from .progress import Progress
-from .scores import score_choices, score_pieces, score_texts
+from .scores import best_share, score_choices, score_pieces, score_texts
 
 # %% ../nbs/33_report.ipynb #03fc1f27
 class Tally:
@@ -139,8 +139,8 @@ def score_rows(
     if asked := of('choices'):
         found = score_choices(model, tokenizer, [(rows[i]['question'], rows[i]['choices']) for i in asked], max_length) # type: ignore
         for i, choices in zip(asked, found, strict=True):
-            best = max(range(len(choices)), key=lambda k: choices[k].log_prob/max(1, choices[k].n_bytes)) # noqa: B023
-            out[i] = dict(choice_accuracy=(float(best == rows[i]['answer']), 1)) # type: ignore
+            share, _ = best_share([choice.log_prob/max(1, choice.n_bytes) for choice in choices], rows[i]['answer']) # type: ignore
+            out[i] = dict(choice_accuracy=(share, 1))
     pairs = []
     for i in of('preference'):
         for side in ('chosen', 'rejected'):

@@ -6,9 +6,10 @@
 
 # %% auto #0
 __all__ = ['TOKENS', 'LOGITS', 'CLOSE', 'NORMS', 'windows', 'TextScore', 'split_head', 'score_pieces', 'score_texts', 'Choice',
-           'score_choices', 'begin_token', 'multiple_choice']
+           'score_choices', 'begin_token', 'best_share', 'multiple_choice']
 
 # %% ../nbs/33_scores.ipynb #c0ddd4d2
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,15 @@ def begin_token(
         if (i := getattr(tokenizer, role, None)) is not None: return i
     raise ValueError('the tokenizer has no token that begins or ends a text, and an answer needs something before it')
 
+def best_share(
+    values: Sequence[float], # One for each choice; more is better
+    answer: int, # The right one
+) -> tuple[float, int]: # 1, or 1/k where it ties with k - 1 others, or 0; the first of the best
+    "What a model gets for a question: a tie is a guess among those that tie."
+    best = max(values)
+    tied = [i for i, value in enumerate(values) if math.isclose(value, best, rel_tol=1e-6)] # as far as float32 goes
+    return (1/len(tied) if answer in tied else 0.0), tied[0]
+
 NORMS = ('none', 'bytes', 'prior')
 
 def multiple_choice(
@@ -211,14 +221,13 @@ def multiple_choice(
     rows: Sequence[Mapping], # With `question`, `choices` and `answer`, the number of the right one
     norm: str = 'bytes', # 'none', 'bytes' (a long answer is not punished), or 'prior' (nor a rare one)
     level: float = 0.95,
-) -> tuple[Interval, list[int]]: # Share of right answers with its interval; what the model chose
-    "How often the likeliest answer is the right one."
+) -> tuple[Interval, list[int]]: # Share of right answers with its interval; what the model chose, the first of equals
+    "How often the likeliest answer is the right one; where `k` of them tie, it counts 1/k."
     if norm not in NORMS: raise ValueError(f'norm = {norm!r} is none of {", ".join(NORMS)}')
     asked = [(row['question'], row['choices']) for row in rows]
     scored = score_choices(model, tokenizer, asked)
     priors = score_choices(model, tokenizer, [('', answers) for _, answers in asked]) if norm == 'prior' else scored
     def value(c: Choice, prior: Choice) -> float:
         return c.log_prob / max(1, c.n_bytes) if norm == 'bytes' else c.log_prob - (prior.log_prob if norm == 'prior' else 0)
-    chosen = [max(range(len(cs)), key=lambda i: value(cs[i], ps[i])) for cs, ps in zip(scored, priors, strict=True)] # noqa: B023
-    right = sum(c == row['answer'] for c, row in zip(chosen, rows, strict=True))
-    return proportion(right, len(rows), level), chosen
+    found = [best_share(list(map(value, choices, before)), row['answer']) for choices, before, row in zip(scored, priors, rows, strict=True)]
+    return proportion(math.fsum(share for share, _ in found), len(rows), level), [first for _, first in found]

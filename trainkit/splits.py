@@ -66,7 +66,7 @@ def _split_before(places: list[float]) -> str:
 def _check(rows: list[dict], eval_fraction: float, test_fraction: float, by: str | None, own: dict[str, float], on_empty: str) -> None:
     "Raise `ValueError` for what can't be meant."
     if not rows: raise ValueError('no rows to split')
-    if on_empty not in ('warn', 'raise'): raise ValueError(f"on_empty = {on_empty!r}: must be 'warn' or 'raise'")
+    if on_empty not in ('warn', 'raise', 'train'): raise ValueError(f"on_empty = {on_empty!r}: must be 'warn', 'raise' or 'train'")
     for name, share in (('eval_fraction', eval_fraction), *((f'fractions[{k!r}]', v) for k, v in own.items())):
         if not 0 < share < 1: raise ValueError(f'{name} = {share}: must be between 0 and 1')
         if not 0 <= test_fraction < 1 - share:
@@ -85,7 +85,7 @@ def split_examples(
     by: str | None = None, # A column such as `task` or `source`: those of its values that nothing is set apart of are named in a warning
     group: str | None = None, # A column whose equal values must stay together, instead of equal questions
     fractions: Mapping[str, float] | None = None, # Value of `by` -> a share of its own, instead of `eval_fraction`
-    on_empty: str = 'warn', # 'warn' of a part without rows, or 'raise' `ValueError` if there are none to train or to evaluate on
+    on_empty: str = 'warn', # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate on, or only if there are none to 'train' on
 ) -> tuple[list[dict], ...]: # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
     "Set rows apart by a hash of what they ask, and by nothing else: added rows move no other; no question on both sides."
     rows, own = list(rows), dict(fractions or {})
@@ -104,7 +104,7 @@ def split_examples(
                'Evaluation takes them all: make eval_fraction smaller, or take more rows')[part == 0]
         if part == 2: why = _remedy([1 - p for p in places], test_fraction, 'test_fraction')
         said.append(f'{len(rows):,} row{"s leave" if len(rows) != 1 else " leaves"} none {wanted[part]}, since the text of each alone decides its side. {why}')
-    if on_empty == 'raise' and not {0, 1} <= {*where}: raise ValueError('. '.join(said))
+    if not {'raise': {0, 1}, 'train': {0}, 'warn': set()}[on_empty] <= {*where}: raise ValueError('. '.join(said))
     if 1 in where and (taken := _split_before(places)): said.append(f'{where.count(1):,} of {len(rows):,} rows are set apart to evaluate on. {taken}')
     if by is not None and 1 in where:
         for value in sorted({*values} - {v for v, at in zip(values, where, strict=True) if at == 1}):

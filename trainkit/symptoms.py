@@ -1,6 +1,6 @@
 """One number of a run says little, its history says what is wrong: a loss that rises, a model that learns by heart, steps that lead nowhere
 
-Each check is a small function from the log records of a run to a `Finding`, which names the symptom, the evidence and a remedy, or to nothing. Here are those that read the learning itself: `rising_loss`, `overfitting`, `small_rate`, `plateau` and `exploding_gradient`.
+Each check is a small function from the log records of a run to a `Finding`, which names the symptom, the evidence and a remedy, or to nothing. Here are those that read the learning itself: `rising_loss`, `overfitting`, `small_rate`, `plateau`, `exploding_gradient` and `vanishing_gradient`.
 
 `trainkit.health` adds those that read the machine, asks all of them, and does so while a run goes on."""
 
@@ -8,7 +8,7 @@ Each check is a small function from the log records of a run to a `Finding`, whi
 
 # %% auto #0
 __all__ = ['Finding', 'noise', 'series', 'rising_loss', 'overfitting', 'trend', 'most_change', 'small_rate', 'plateau',
-           'exploding_gradient']
+           'vanishing_gradient', 'exploding_gradient']
 
 # %% ../nbs/19_symptoms.ipynb #da24f654
 import math
@@ -127,6 +127,21 @@ def plateau(records: Sequence[dict]) -> Finding | None:
                    'cleaner labels. If not, let the schedule decay and stop.')
 
 # %% ../nbs/19_symptoms.ipynb #22b75890
+def vanishing_gradient(records: Sequence[dict]) -> Finding | None:
+    "The norm of the gradient is next to nothing, though much is left to learn."
+    steps, norms = series(records, 'grad_norm')
+    losses = series(records, 'loss')[1]
+    late = norms[-max(5, len(norms)//8):]
+    if len(norms) < 10 or len(losses) < 10: return None
+    before = norms[:-len(late)]
+    usual, now = median(before), max(late)
+    if now > 1e-6 and now > 1e-3*usual: return None
+    if mean(losses[-3:]) < max(0.1*abs(losses[0]), 1e-3): return None # learned, or a loss that is about 0 by its nature
+    was = f', where {number(usual)} was usual' if usual > 1e-6 else ' from the beginning'
+    return Finding('vanishing_gradient', steps[-1], 'The gradient vanishes', f'norm {number(now)}{was}, at a loss of {mean(losses[-3:]):.3f}',
+                   'No step changes the weights. Are the parameters that matter trainable, and between input and loss? Normalisation and residuals '
+                   'keep a deep network open; a saturated softcap or sigmoid and fp16 close it (mixed_precision=bf16); a lower learning rate before it happened.')
+
 def exploding_gradient(records: Sequence[dict]) -> Finding | None:
     "The norm of the gradient is far outside of what it has been."
     steps, norms = series(records, 'grad_norm')

@@ -175,7 +175,8 @@ def evaluate(
     data: Annotated[str, typer.Argument(help='Texts, questions with answers, or preference pairs: a file, a folder, or the name of a corpus.', show_default=False)],
     base: Annotated[Optional[Path], typer.Option(help='A model to compare with, on the same rows.', show_default=False)] = None,
     metric: Annotated[Optional[list[str]], typer.Option(show_default=False,
-        help='Of answers: exact_match, f1, bleu, chrf, rouge, …; may be given several times [default: exact_match and f1]')] = None,
+        help='Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …; may be given several times [default: exact_match and f1]')] = None,
+    encoder: Annotated[Optional[Path], typer.Option(help='The folder of the encoder that bertscore compares with.', show_default=False)] = None,
     rows: Annotated[Optional[int], typer.Option(help='How many rows to read.', min=1, show_default=False)] = None,
     answers: Annotated[int, typer.Option(help='How many questions are answered in words.', min=0)] = 100,
     max_new_tokens: Annotated[Optional[int], typer.Option(help='Tokens of an answer at most [default: by the expected one]', min=1, show_default=False)] = None,
@@ -183,9 +184,14 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     "Judge a model on your data: loss, perplexity, bits per byte, its answers; with --base, a paired test of the two."
+    from trainkit.bertscore import bert_score, load_encoder
     from trainkit.dataset import load_examples
     from trainkit.hf import load_pretrained
     from trainkit.report import evaluate as judge
+    asked = bool(metric) and 'bertscore' in metric
+    if asked and encoder is None: raise ValueError('--metric bertscore compares by an encoder: say its folder with --encoder (any model that transformers opens)')
+    if encoder is not None and metric and not asked: raise ValueError('--encoder is for bertscore: add --metric bertscore')
+    if encoder: load_encoder(encoder) # It fails now if it does
     for folder in (model, *([base] if base else [])):
         if not folder.exists(): raise FileNotFoundError(f'{folder} is not there: give the folder of a model')
     examples = load_examples(data, max_examples=rows)
@@ -194,7 +200,9 @@ def evaluate(
     if other and tok.encode('The same 123 words?') != other[1].encode('The same 123 words?'):
         raise ValueError(f'{base} has another tokenizer than {model}: judge each alone, and compare bits per byte')
     names = (model.name, base.name if base and base.name != model.name else f'{base}')
-    report = judge(network, tok, examples, other[0] if other else None, metric or ('exact_match', 'f1'), answers, names,
+    wanted: list[Any] = [m for m in metric or ('exact_match', 'f1') if m != 'bertscore']
+    if encoder: wanted.append(lambda said, expected: bert_score(said, expected, encoder))
+    report = judge(network, tok, examples, other[0] if other else None, wanted, answers, names,
                    max_new_tokens, progress=sys.stderr.isatty())
     if html: report.save(html)
     typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))

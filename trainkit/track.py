@@ -76,7 +76,7 @@ def open_wandb(folder: RunFolder, project: str, config: dict, start: int) -> Tra
     mode: Any = os.environ.get('WANDB_MODE') or ('online' if known else 'offline') # never a prompt that blocks a cell
     settings: dict[str, Any] = dict(console='off', silent=True, disable_git=True, save_code=False, disable_job_creation=True,
                     x_disable_meta=True, x_disable_stats=True, x_save_requirements=False)
-    run = wandb.init(project=project, name=folder.path.name, dir=str(folder.path), config=config, mode=mode,
+    run = wandb.init(project=os.environ.get('WANDB_PROJECT') or project, name=folder.path.name, dir=str(folder.path), config=config, mode=mode,
                      id=hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:16], resume='allow',
                      settings=wandb.Settings(**settings))
     return Tracker(lambda values, step: run.log(values, step=step),

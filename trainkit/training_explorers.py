@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .canvas import PALETTE, Picture, clean, grid, number, svg, table, text
 from .charts import curves
-from .dpo import COUPLED, LOSSES, DPOConfig, preference_loss
+from .dpo import COUPLED, LOSSES, USED_BY, DPOConfig, preference_loss
 from .explore import CHART, Explorer
 from .knobs import knob
 from .optim import SCHEDULES, OptimConfig, make_schedule
@@ -155,7 +155,8 @@ class DPOExplorer(Explorer):
 
     def pull(self, loss: str, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "The loss and its two pulls where the chosen answer gains half of `shift` and the rejected one loses it."
-        config = DPOConfig(loss_type=[loss], beta=self.beta, label_smoothing=self.label_smoothing)
+        smoothing = self.label_smoothing if loss in USED_BY['label_smoothing'] else 0.0 # One knob for two losses
+        config = DPOConfig(loss_type=[loss], beta=self.beta, label_smoothing=smoothing)
         return pull(config, self.chosen + shift/2, self.rejected - shift/2, self.ref_chosen, self.ref_rejected, (self.chosen_tokens, self.rejected_tokens))
 
     def compute(self) -> dict[str, Any]: # {'delta': (161,), loss: {'curve': three of (161,), 'pair': three numbers}}
@@ -182,4 +183,6 @@ class DPOExplorer(Explorer):
                  f'Δ = {self.delta:.4g}, margin βΔ = {self.beta*self.delta:.4g}; as a reward model it prefers the chosen one with {share:.1%}.')
         alone = ', '.join(name for name in values['losses'] if name in COUPLED)
         note = notice(f'{alone}: compares the pairs of a batch; here each pair is a batch of its own, and the KL estimate is 0.', '#6e7781', 'note') if alone else ''
+        if self.label_smoothing and (deaf := [name for name in values['losses'] if name not in USED_BY['label_smoothing']]):
+            note += notice(f'label_smoothing has no effect on {", ".join(deaf)}, and a run refuses it there.', '#6e7781', 'note')
         return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{note}<div style="display:grid;gap:14px">{"".join(charts)}</div>{table(rows)}')

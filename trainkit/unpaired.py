@@ -110,6 +110,9 @@ def kto_objective(
     c = config or DPOConfig(loss_type=['kto'])
     if unknown := [name for name in c.loss_type if name not in UNPAIRED]:
         raise ValueError(f'loss_type = {unknown[0]!r} needs pairs; rows with a label are learned by {", ".join(UNPAIRED)}')
+    for name, off in (('ld_alpha', None), ('exact_kl', False), ('reference_free', False)):
+        if (value := getattr(c, name)) != off:
+            raise ValueError(f'dpo.{name} = {value} is for pairs: it has no effect on rows with a label each')
     if reference.kind.startswith('numbers'): raise ValueError('kto asks the reference about more than the rows: leave out precompute_ref_log_probs')
 
     @objective(counts=lambda batch: dict.fromkeys(c.weights, len(batch['liked'])), additive='kto' not in c.weights)

@@ -297,7 +297,8 @@ def run_trl(
     **kwargs: Any, # Further arguments of `Trainer`
 ) -> Result: # The model in `parts` is trained in place
     "Train what was prepared with TRL."
-    c = parts.config
+    c, knobs = parts.config, parts.config.train
+    if parts.eval_batches is None: knobs = replace(knobs, eval_strategy='no', load_best_model_at_end=False) # Nothing is held out
     return make_loop(parts, parts.model, getattr(parts, 'objective', None) or lm_objective(c.train.z_loss), parts.train_batches, parts.eval_batches,
-                     replace(c.train, output_dir=str(getattr(c, 'folder', c.train.output_dir))), getattr(parts, 'callbacks', ()), c.optim,
+                     replace(knobs, output_dir=str(getattr(c, 'folder', knobs.output_dir))), getattr(parts, 'callbacks', ()), c.optim,
                      engine='trl', **kwargs).train()
