@@ -49,9 +49,11 @@ class TextJudge:
         "Judge the trained model."
         p, loss = self.parts, evaluation['eval_loss']
         if p.examples is not None: return {'eval_loss': loss, 'perplexity': perplexity(loss)}, [f'Loss of held-out examples: {loss:.3f}']
+        if 'eval_bits_per_byte' not in evaluation: # somebody's own objective need not be in nats a token
+            return {'eval_loss': loss}, [f"Loss of {p.facts['eval_chars']:,} held-out characters: {loss:.3f}"]
         texts = [[row['text'] for row in rows] for rows in (p.train_rows, p.eval_rows)]
         metrics = judge_text(evaluation, texts[0], texts[1], p.train_ids, p.eval_ids[1:], p.tokenizer.vocab_size)
-        return metrics, ['Bits per byte of held-out text (fewer is better):',
+        return metrics, [f"Bits per byte of the {p.facts['eval_chars']:,} held-out characters (fewer is better):",
                          *(f'  {bits:.3f}  {name.replace("bits_per_byte", "this model")}' for name, bits in metrics.items()
                            if name not in ('eval_loss', 'perplexity'))]
 
