@@ -208,7 +208,7 @@ MAY_IMPORT = {
     'shell': 'chat containers dataset files knobs lengths mixture packing quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
     'tools': 'config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
-    'demo': 'canvas chat charts config dataloader dataset evaluate hf intervals judge method objective quant recipes report runs sidebyside step',
+    'demo': 'canvas chat charts config dataloader dataset evaluate hf intervals judge method quant recipes report runs sidebyside step',
     'course': 'files machine',
     'cli': 'config course demo generate hf history knobs launch machine method needs recipes rehearsal shell strategy tools',
 }

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.nn import functional as F
 
 from .canvas import clean, table
 from .chat import render, set_template
@@ -34,7 +35,6 @@ from .hf import load_pretrained
 from .intervals import compare
 from .judge import name_text, write_run_report
 from .method import RunConfig, method_config
-from .objective import lm_loss
 from .quant import QuantConfig, quantize_model
 from .recipes import run
 from .report import EvalReport, evaluate
@@ -172,13 +172,14 @@ def text_bits(
     texts: Sequence[Mapping], # Rows of text
     length: int, # Tokens in a row
 ) -> float:
-    "Bits per byte of texts, read as pre-training reads them to evaluate: end to end, in rows of `length` tokens."
+    "Bits per byte of texts, read as pre-training reads them to evaluate: end to end, in rows of `length` tokens, each one of this tokenizer's."
     ids = np.concatenate([np.array([tokenizer.eos_token_id], dtype=np.uint32), encode_rows(texts, tokenizer)])
     rows, nats = token_blocks(ids, length), 0.0
     with evaluating(model):
-        for start in range(0, len(rows), 16):
-            loss = lm_loss(model, collate(rows[start:start + 16]))
-            nats += sum(float(total) for total, _, _ in loss.terms.values())
+        for row in rows:
+            batch = collate([row])['input_ids'].to(next(model.parameters()).device)
+            logits = model(batch).logits[0, :-1, :tokenizer.vocab_size] # the tokens of a chat format, which came later, are no text
+            nats += float(F.cross_entropy(logits.float(), batch[0, 1:], reduction='sum'))
     return bits_per_byte(nats/(len(ids) - 1), len(ids) - 1, sum(len(row['text'].encode('utf-8', 'surrogatepass')) for row in texts))
 
 @dataclass
