@@ -169,7 +169,7 @@ def model_bytes(
 def text_bits(
     model: nn.Module,
     tokenizer: Any, # Without a chat format
-    texts: Sequence[Mapping], # Rows of text
+    texts: Sequence[dict], # Rows of text
     length: int, # Tokens in a row
 ) -> float:
     "Bits per byte of texts, read as pre-training reads them to evaluate: end to end, in rows of `length` tokens, each one of this tokenizer's."
@@ -199,7 +199,7 @@ def compare_models(
     models: Mapping[str, Any], # By name, from the first to the last
     tokenizer: Any, # Of all of them, with a chat format
     rows: Mapping[str, Sequence[Mapping]], # From `demo_rows`
-    texts: Sequence[Mapping], # Held-out rows of text
+    texts: Sequence[dict], # Held-out rows of text
     plain: Any = None, # Their tokenizer without a chat format, for the texts
     shown: int = 3, # Questions that are shown token by token
     length: int = 256, # Tokens in a row of text, as in pre-training
