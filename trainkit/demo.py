@@ -51,7 +51,7 @@ class DemoConfig:
     tuning_steps: int = knob(480, 'Steps of LoRA on questions with answers', low=1)
     tuning_rate: float = knob(0.006, 'Learning rate of these, which Muon takes', low=0)
     preference_steps: int = knob(40, 'Steps of DPO on pairs of answers', low=1)
-    preference_rate: float = knob(3e-4, 'Learning rate of these, which AdamW takes', low=0)
+    preference_rate: float = knob(1e-3, 'Learning rate of these, which AdamW takes', low=0)
     bits: int = knob(4, 'Bits of a weight in the last model: 4 is NF4', choices=(4, 8))
     shown: int = knob(3, 'Held-out questions that are shown token by token', low=1)
 
