@@ -32,7 +32,7 @@ import types
 SHAPES = { # layers, width, heads, mlp, vocabulary, batch, tokens
     'tiny': (2, 64, 2, 192, 512, 2, 64), # to see that the script runs
     'bench': (6, 256, 4, 1024, 8192, 8, 256),
-    'demo': (4, 192, 6, 512, 4096, 16, 256), # what `trainkit demo` trains
+    'demo': (4, 192, 6, 512, 4096, 16, 256), # as `trainkit demo` but for its vocabulary of 8,192 and batches of 8
     '125m': (12, 768, 12, 2048, 50304, 32, 1024),
     '1b': (16, 2048, 32, 8192, 32000, 8, 2048),
 }

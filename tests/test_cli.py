@@ -1,6 +1,7 @@
 "The commands as a newcomer types them, on right and on wrong input, with a model that is small but real."
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -50,6 +51,20 @@ def test_demo_leaves_a_whole_run_folder(demo):
     assert 'http://' not in report.replace('http://www.w3.org', '') and 'https://' not in report, 'a report needs nothing else'
     assert '<svg' in report and 'bits' in report.lower()
     assert str(demo[0]) not in report
+
+
+def test_every_figure_of_the_demo_says_what_it_was_measured_on(demo):
+    folder, said = demo
+    [held_out] = re.findall(r'stdlib: .* characters to train on, ([\d,]+) held out', said)
+    report, notes = (folder/'runs'/'demo'/'report.html').read_text(), json.loads((folder/'runs'/'demo'/'demo.json').read_text())
+    text = f'the {held_out} held-out characters of stdlib, read in rows of 64 tokens'
+    assert f'Bits per byte of {text}' in said and f'one byte of {text}' in report
+    measured_on = (f'Right answers, and answers in a sentence: of the same 3 held-out questions. Finds the sentence likelier: in 3 held-out pairs. '
+                   f'Bits per byte: of the same {held_out} held-out characters that pre-training was evaluated on, in rows of 64 tokens as there.')
+    assert measured_on in said and measured_on in report
+    assert notes['models'][0]['bits per byte of text'] == pytest.approx(notes['metrics']['bits_per_byte'], abs=1e-4) # one model, one text, one figure
+    answers = (folder/'runs'/'demo'/'sft'/'report.html').read_text()
+    assert '3 questions that were set apart' in answers
 
 
 def test_transformers_and_the_command_go_on_alike(demo):

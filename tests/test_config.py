@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,11 @@ import trainkit
 from trainkit.config import ConfigError, from_profile, load_config
 from trainkit.dataset import DataConfig
 from trainkit.knobs import knob, knobs
-from trainkit.method import RunConfig, method_config
+from trainkit.method import METHODS, RunConfig, method_config
+from trainkit.objective import lm_loss
+from trainkit.recipes import run
+from trainkit.runs import read_run
+from trainkit.spelling import ALIGNED
 
 ODD = { # what stands in the file -> what the message says
     'an alias of itself': ('train: &t\n  max_steps: 3\n  x: *t\n', 'an alias stands inside what it names'),
@@ -146,3 +151,39 @@ def test_a_profile_lays_its_values_over_the_defaults_of_the_field(tmp_path, monk
     monkeypatch.setenv('TRAINKIT_SETTINGS', str(settings))
     assert from_profile(OuterConfig, 'quick').inner == InnerConfig(7, 20)
     assert from_profile(OuterConfig, 'quick', inner=InnerConfig(3)).inner == InnerConfig(3, 2)
+
+
+@pytest.mark.parametrize('profile', ['quick', 'full'])
+def test_a_run_trains_on_as_many_tokens_as_it_announces(profile, tmp_path):
+    "Counted at the loss: a curriculum that nobody named once left less than half of them."
+    small = [f'runs_dir={tmp_path}', 'data.path=stdlib', 'data.max_chars=60000', 'data.max_length=160', 'tokenizer.vocab_size=400', 'model.d_model=16',
+             'model.n_heads=2', 'model.n_layers=1', 'model.d_ff=32', 'train.max_steps=12', 'train.per_device_train_batch_size=2',
+             'train.eval_steps=12', 'train.sample_steps=0', 'sampling.max_new_tokens=2', 'watch_memory=false', 'train.progress=false']
+    seen = []
+    def counted(model, batch):
+        if model.training: seen.append(batch['input_ids'].numel())
+        return lm_loss(model, batch)
+    result = run(method_config(None, small, profile), objective=counted, verbose=False)
+    plan = (result.folder/'log.txt').read_text()
+    steps, rows, tokens = map(int, re.search(r'(\d+) steps? of .* = (\d+) rows? of (\d+) tokens,', plan).groups())
+    assert (steps, rows, tokens) == (12, 2, 160)
+    assert (len(seen), sum(seen)) == (steps, steps*rows*tokens)
+    assert read_run(result.folder).final()['tokens'] == steps*rows*tokens # and what the run says of itself
+
+
+@pytest.mark.parametrize('profile', ['quick', 'full'])
+def test_the_optimizer_of_a_profile_is_for_pretraining_only(profile, tmp_path, monkeypatch):
+    "What is tuned takes AdamW with the rates of its method, whatever suits a model that knows nothing."
+    settings = tmp_path/'settings.ini'
+    settings.write_text(f'[{profile}.OptimConfig]\noptim = muon\nmuon_learning_rate = 0.5\nmuon_ns_steps = 3\n')
+    monkeypatch.setenv('TRAINKIT_SETTINGS', str(settings))
+    assert method_config(profile=profile).optim.optim == 'muon'
+    for method in [m for m in METHODS if m != 'pretrain']:
+        words = {'method': method, 'init_from': 'x', **({'use_lora': False} if method in ALIGNED else {})}
+        changes = [f'{name}={value}' for name, value in words.items()]
+        plain = method_config(words).optim
+        assert plain.optim == 'adamw_torch_fused'
+        assert method_config(None, changes, profile).optim == plain, method
+        assert from_profile(RunConfig, profile, **words).optim == plain, method
+        asked = method_config(None, [*changes, 'optim.optim=muon'], profile).optim
+        assert asked == dataclasses.replace(plain, optim='muon'), method

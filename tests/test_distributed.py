@@ -246,7 +246,9 @@ def test_launch_from_a_shell(tmp_path, strategy):
     "A whole run by two processes: one folder, written by the first, with the model and losses of one process that takes both batches."
     done = shell('launch', '--processes', '2', '--strategy', strategy, '--profile', 'quick', 'name=two', *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    one = shell('train', '--profile', 'quick', 'name=one', *SMALL, 'train.gradient_accumulation_steps=2', cwd=tmp_path)
+    assert ('AdamW takes its place' in done.stdout) == (strategy == 'fsdp') # of Muon, which the profile names
+    adamw = ['optim.optim=adamw_torch_fused', 'optim.learning_rate=0.00333']*(strategy == 'fsdp')
+    one = shell('train', '--profile', 'quick', 'name=one', *SMALL, *adamw, 'train.gradient_accumulation_steps=2', cwd=tmp_path)
     assert one.returncode == 0, one.stdout + one.stderr
     runs = tmp_path/'runs'
     assert sorted(p.name for p in runs.iterdir() if p.is_dir()) == ['one', 'two']

@@ -208,7 +208,7 @@ MAY_IMPORT = {
     'shell': 'chat containers dataset files knobs lengths mixture packing quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
     'tools': 'bertscore config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
-    'demo': 'canvas chat charts config dataset hf intervals judge method quant recipes report runs sidebyside',
+    'demo': 'canvas charts chat config dataloader dataset evaluate hf intervals judge method quant recipes report runs sidebyside step',
     'course': 'files machine',
     'cli': 'checks config course demo generate hf history knobs launch machine method needs recipes rehearsal shell strategy tools',
 }

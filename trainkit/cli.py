@@ -195,7 +195,13 @@ def launch(
     except UnicodeDecodeError: raise ValueError(f'{file} is not UTF-8 text') from None
     plan, rest = translate(given, num_processes=processes, strategy=strategy, num_nodes=nodes, node_rank=node_rank,
                            main_address=main_address, port=port, max_restarts=max_restarts)
-    whole = read_run_config(profile.value if profile else None, rest or None, changes) # type: ignore
+    size = profile.value if profile else None
+    whole = read_run_config(size, rest or None, changes) # type: ignore
+    named = any(change.partition('=')[0].strip() in ('optim', 'optimizer', 'optim.optim', 'optim.optimizer') for change in changes)
+    if whole.optim.optim == 'muon' and plan.strategy != 'ddp' and not rest and not named: # the profile's choice, not the user's
+        typer.echo(f'Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate')
+        changes = ['optim.optim=adamw_torch_fused', f'optim.learning_rate={whole.optim.learning_rate/3:.3g}', *changes]
+        whole = read_run_config(size, None, changes)
     start(whole, dry_run=dry_run, say=typer.echo, **vars(plan))
 
 # %% ../nbs/45_cli.ipynb #77e55084

@@ -6,7 +6,8 @@
 
 # %% auto #0
 __all__ = ['SENTENCE', 'CAPITALS', 'SUMS', 'PHASES', 'DemoConfig', 'demo_rows', 'right_fact', 'phase_configs', 'is_done',
-           'find_demo', 'minutes_left', 'model_bytes', 'Contest', 'compare_models', 'finish', 'DemoResult', 'run_demo']
+           'find_demo', 'minutes_left', 'model_bytes', 'text_bits', 'Contest', 'compare_models', 'finish', 'DemoResult',
+           'run_demo']
 
 # %% ../nbs/44_demo.ipynb #cd538c7e
 import json
@@ -19,22 +20,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
+from torch.nn import functional as F
 
 from .canvas import clean, table
 from .chat import render, set_template
 from .charts import curves
 from .config import check_config, dump_config, knob, to_dict, write_atomic
+from .dataloader import collate, encode_rows, token_blocks
 from .dataset import load_examples, load_splits, write_examples
+from .evaluate import bits_per_byte
 from .hf import load_pretrained
 from .intervals import compare
-from .judge import write_run_report
+from .judge import name_text, write_run_report
 from .method import RunConfig, method_config
 from .quant import QuantConfig, quantize_model
 from .recipes import run
 from .report import EvalReport, evaluate
 from .runs import RunFolder, mask, read_run
 from .sidebyside import side_by_side
+from .step import evaluating
 
 # %% ../nbs/44_demo.ipynb #525395d7
 @dataclass
@@ -45,7 +51,7 @@ class DemoConfig:
     tuning_steps: int = knob(480, 'Steps of LoRA on questions with answers', low=1)
     tuning_rate: float = knob(0.006, 'Learning rate of these, which Muon takes', low=0)
     preference_steps: int = knob(40, 'Steps of DPO on pairs of answers', low=1)
-    preference_rate: float = knob(3e-4, 'Learning rate of these, which AdamW takes', low=0)
+    preference_rate: float = knob(1e-3, 'Learning rate of these, which AdamW takes', low=0)
     bits: int = knob(4, 'Bits of a weight in the last model: 4 is NF4', choices=(4, 8))
     shown: int = knob(3, 'Held-out questions that are shown token by token', low=1)
 
@@ -160,6 +166,22 @@ def model_bytes(
     "Bytes of the weights, each counted once."
     return sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
 
+def text_bits(
+    model: nn.Module,
+    tokenizer: Any, # Without a chat format
+    texts: Sequence[dict], # Rows of text
+    length: int, # Tokens in a row
+) -> float:
+    "Bits per byte of texts, read as pre-training reads them to evaluate: end to end, in rows of `length` tokens, each one of this tokenizer's."
+    ids = np.concatenate([np.array([tokenizer.eos_token_id], dtype=np.uint32), encode_rows(texts, tokenizer)])
+    rows, nats = token_blocks(ids, length), 0.0
+    with evaluating(model):
+        for row in rows:
+            batch = collate([row])['input_ids'].to(next(model.parameters()).device)
+            logits = model(batch).logits[0, :-1, :tokenizer.vocab_size] # the tokens of a chat format, which came later, are no text
+            nats += float(F.cross_entropy(logits.float(), batch[0, 1:], reduction='sum'))
+    return bits_per_byte(nats/(len(ids) - 1), len(ids) - 1, sum(len(row['text'].encode('utf-8', 'surrogatepass')) for row in texts))
+
 @dataclass
 class Contest:
     "Several models on the same questions, pairs and texts."
@@ -167,18 +189,20 @@ class Contest:
     words: list[str] # What the paired tests say
     answers: list[dict] # Question, expected answer, and that of each model
     pictures: str # The samples side by side, HTML
+    measured_on: str # What the columns were measured on
 
     def sections(self) -> list[tuple[str, str]]: # (heading, HTML)
         told = ''.join(f'<li>{clean(w)}</li>' for w in self.words)
-        return [('Four models', f'{table(self.rows)}<ul>{told}</ul>'), ('Answers to held-out questions', str(table(self.answers))), ('Side by side, token by token', self.pictures)]
+        return [('Four models', f'<p>{clean(self.measured_on)}</p>{table(self.rows)}<ul>{told}</ul>'), ('Answers to held-out questions', str(table(self.answers))), ('Side by side, token by token', self.pictures)]
 
 def compare_models(
     models: Mapping[str, Any], # By name, from the first to the last
     tokenizer: Any, # Of all of them, with a chat format
     rows: Mapping[str, Sequence[Mapping]], # From `demo_rows`
-    texts: Sequence[Mapping], # Held-out rows of text
+    texts: Sequence[dict], # Held-out rows of text
     plain: Any = None, # Their tokenizer without a chat format, for the texts
     shown: int = 3, # Questions that are shown token by token
+    length: int = 256, # Tokens in a row of text, as in pre-training
 ) -> Contest:
     "Ask all models the same things."
     asked, table_rows, right = list(rows['held-out questions']), [], {}
@@ -186,17 +210,20 @@ def compare_models(
     for name, model in models.items():
         report = reports[name] = evaluate(model, tokenizer, asked, metrics=(right_fact,), answers=None, names=(name, ''))
         preferred = evaluate(model, tokenizer, rows['held-out pairs'], metrics=(), names=(name, '')).measures['preference_accuracy'][0]
-        bits: Any = evaluate(model, plain or tokenizer, texts, metrics=(), names=(name, '')).measures['bits_per_byte'][0]
+        bits = text_bits(model, plain or tokenizer, texts, length)
         right[name] = right_fact([a[name] for a in report.answers], [a['expected'] for a in report.answers])['right']
         table_rows.append({'model': name, 'right answers': _share(report.measures['right'][0]), 'in a sentence': _share(report.measures['sentence'][0]), 'finds the sentence likelier': _share(preferred),
-                           'bits per byte of text': bits.value, 'MB of weights': model_bytes(model)/1e6})
+                           'bits per byte of text': bits, 'MB of weights': model_bytes(model)/1e6})
     names = list(models)
     words = [f'Right answers: {compare(right[a], right[b], names=(a, b))}' for a, b in zip(names, names[1:], strict=False)]
     answers = [dict(asked=first['prompt'], expected=first['expected'], **{n: '✓ '*bool(right[n][i]) + reports[n].answers[i][n] for n in names})
                for i, first in enumerate(reports[names[0]].answers)]
     heads = [render([dict(role='user', content=q['prompt'])], tokenizer, add_generation_prompt=True)[0] for q in asked[:shown]]
     pictures = side_by_side(dict(models), tokenizer, heads, 16, temperature=0)._repr_html_()
-    return Contest(table_rows, words, answers, pictures)
+    pairs, size = len(rows['held-out pairs']), sum(len(row['text']) for row in texts)
+    measured_on = (f'Right answers, and answers in a sentence: of the same {len(asked)} held-out questions. Finds the sentence likelier: in {pairs} held-out pairs. '
+                   f'Bits per byte: of the same {size:,} held-out characters that pre-training was evaluated on, in rows of {length} tokens as there.')
+    return Contest(table_rows, words, answers, pictures, measured_on)
 
 def _share(interval: Any) -> str:
     "A share with its interval, in percent."
@@ -221,13 +248,9 @@ def finish(
 ) -> tuple[Contest, Path]: # And the page
     "Quantize, compare, and write `report.html`."
     began = time.monotonic()
-    texts, size = [], 0
-    for row in load_splits(config.data)[0]['eval']:
-        texts.append(row)
-        size += len(row['text'])
-        if size > 30_000: break
+    splits, facts = load_splits(config.data)
     models, tokenizer, plain = _models(folder, demo.bits)
-    contest = compare_models(models, tokenizer, demo_rows(demo.topics), texts, plain, demo.shown)
+    contest = compare_models(models, tokenizer, demo_rows(demo.topics), splits['eval'], plain, demo.shown, config.data.max_length)
     drawn = []
     for name in ('sft', 'dpo'):
         past = read_run(folder/name)
@@ -235,7 +258,8 @@ def finish(
         drawn.append(f'<div>{curves(lines, PHASES[name], "step", "")}</div>')
     seconds = {PHASES[k]: v for k, v in {**notes['seconds'], 'compare': time.monotonic() - began}.items()}
     with RunFolder(folder, resume=True) as run_folder:
-        page = write_run_report(run_folder, config.name, notes['metrics'], seconds, [*contest.sections(), ('Tuning', ''.join(drawn))])
+        page = write_run_report(run_folder, config.name, notes['metrics'], seconds, [*contest.sections(), ('Tuning', ''.join(drawn))],
+                                name_text(facts, config.data.max_length))
     return contest, page
 
 @dataclass
@@ -287,6 +311,7 @@ def run_demo(
     contest, report = finish(folder, config, demo, notes)
     notes['seconds']['compare'] = time.monotonic() - began
     write_atomic(folder/'demo.json', json.dumps(notes | dict(finished=True, models=contest.rows), indent=1))
+    say(contest.measured_on)
     say(f"{'model':<7}{'right answers':<24}{'in a sentence':<24}{'finds that likelier':<24}bits a byte  MB")
     for row in contest.rows: say('  '.join(f'{v:.3f}' if isinstance(v, float) else f'{v:<{w}}' for v, w in zip(row.values(), (5, 22, 22, 22, 6, 6), strict=True)))
     for line in contest.words: say(line)

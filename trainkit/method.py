@@ -68,6 +68,7 @@ def defaults_of(
 ) -> dict[str, dict[str, Any]]: # Group -> what is changed of the group's defaults
     "The defaults of a method."
     found = METHODS[method]
+    if 'optim' in found: found = {**found, 'optim': {**vars(OptimConfig()), **found['optim']}} # nothing is left of a profile's, which is for pre-training
     if method == 'dpo' and COUPLED & {*losses}: found = {**found, 'train': {**found['train'], 'per_device_train_batch_size': 16, 'gradient_accumulation_steps': 1}}
     return {**found, 'optim': {**found['optim'], 'learning_rate': ADAPTER_RATES[method]}} if adapter and method in ADAPTER_RATES else found
 

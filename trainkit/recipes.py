@@ -312,7 +312,7 @@ def run(
             say(*words)
         if not main: return RunResult(**vars(result), folder=config.folder, model=model, tokenizer=tokenizer, metrics=metrics)
         write_curves(folder)
-        report = write_run_report(folder, config.name, metrics, seconds, judge.sections(read_run(folder.path)))
+        report = write_run_report(folder, config.name, metrics, seconds, judge.sections(read_run(folder.path)), judge.measured_on)
         say('', f"Model   {folder.path/'model'}", f'Report  {report}')
     return RunResult(**vars(result), folder=folder.path, model=model, tokenizer=tokenizer, metrics=metrics,
                      samples=samples, report=report)

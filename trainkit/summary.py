@@ -112,8 +112,8 @@ def run_sections(
 ) -> list[tuple[str, str]]: # (heading, HTML)
     "What every report shows: the result, curves, samples, timings, config, machine."
     final, seconds = run.final(), (run.series('seconds')[1] or [math.nan])[-1]
-    tiles = [('loss', final.get('loss')), ('best evaluation', final.get('best_eval_loss')),
-             ('steps', final.get('step')), ('tokens', final.get('tokens')),
+    tiles = [('training loss', final.get('loss')), ('best held-out loss', final.get('best_eval_loss')),
+             ('steps', final.get('step')), ('tokens trained on', final.get('tokens')),
              ('tokens/s', final.get('tokens_per_second')), ('minutes', seconds/60),
              ('ended by', final['status'].replace('_', ' '))]
     shown = [(k, number(v) if isinstance(v, (int, float)) else v) for k, v in tiles if v is not None and v == v]

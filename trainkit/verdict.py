@@ -17,7 +17,7 @@ from .charts import bars, curves
 from .chat import render
 from .dataset import to_messages
 from .evaluate import perplexity
-from .judge import Bits, answer_table, ask, count_exact, judge_text, make_sampler, mask_picture, opening
+from .judge import Bits, answer_table, ask, count_exact, judge_text, make_sampler, mask_picture, name_text, opening
 from .likelihood import pair_log_probs, sequence_log_probs
 from .pairs import collate_pairs
 from .parts import Parts
@@ -41,6 +41,13 @@ class TextJudge:
         self.sample: Callable = lambda model, step, *own: make_sampler(tokenizer, own or prompts, config.sampling)(model, step)
         if parts.examples is None and parts.objective is None: self.callbacks = [Bits(sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts))]
 
+    @property
+    def measured_on(self) -> str: # Of the figures in the report; empty where they say it themselves
+        "Which text, or which questions."
+        p = self.parts
+        if p.asked and p.examples is not None: return f'{len(p.asked)} questions that were set apart'
+        return name_text(p.facts, p.config.data.max_length) if p.facts.get('kind') == 'text' else ''
+
     def begin(self) -> list[str]: return [] # what there is to say of the model as it was
 
     def end(
@@ -50,9 +57,11 @@ class TextJudge:
         "Judge the trained model."
         p, loss = self.parts, evaluation['eval_loss']
         if p.examples is not None: return {'eval_loss': loss, 'perplexity': perplexity(loss)}, [f'Loss of held-out examples: {loss:.3f}']
+        if 'eval_bits_per_byte' not in evaluation: # somebody's own objective need not be in nats a token
+            return {'eval_loss': loss}, [f'Loss of {self.measured_on}: {loss:.3f}']
         texts = [[row['text'] for row in rows] for rows in (p.train_rows, p.eval_rows)]
         metrics = judge_text(evaluation, texts[0], texts[1], p.train_ids, p.eval_ids[1:], p.tokenizer.vocab_size)
-        return metrics, ['Bits per byte of held-out text (fewer is better):',
+        return metrics, [f'Bits per byte of {self.measured_on} (fewer is better):',
                          *(f'  {bits:.3f}  {name.replace("bits_per_byte", "this model")}' for name, bits in metrics.items()
                            if name not in ('eval_loss', 'perplexity'))]
 
