@@ -11,7 +11,7 @@ import yaml
 from conftest import call
 
 import trainkit
-from trainkit.config import ConfigError, from_profile, load_config
+from trainkit.config import ConfigError, from_profile, load_config, parse_config
 from trainkit.dataset import DataConfig
 from trainkit.knobs import knob, knobs
 from trainkit.method import RunConfig, method_config
@@ -146,3 +146,36 @@ def test_a_profile_lays_its_values_over_the_defaults_of_the_field(tmp_path, monk
     monkeypatch.setenv('TRAINKIT_SETTINGS', str(settings))
     assert from_profile(OuterConfig, 'quick').inner == InnerConfig(7, 20)
     assert from_profile(OuterConfig, 'quick', inner=InnerConfig(3)).inner == InnerConfig(3, 2)
+
+
+NESTED = { # a list as somebody types it -> its parts
+    '[right_length(20, 5)]': ['right_length(20, 5)'],
+    '[right_answer, right_length(20, 5), right_format]': ['right_answer', 'right_length(20, 5)', 'right_format'],
+    '[right_length(target=20, spread=5)]': ['right_length(target=20, spread=5)'],
+    "[right_format('a, (b', [1, 2]), x]": ["right_format('a, (b', [1, 2])", 'x'],
+    '[right_format({"a": [1, (2, 3)]}) , x ]': ['right_format({"a": [1, (2, 3)]})', 'x'],
+    '["right_length(20, 5)", x]': ['right_length(20, 5)', 'x'],
+    'right_answer, right_length(20, (5, 6))': ['right_answer', 'right_length(20, (5, 6))'],
+    'right_length(20, 5)': ['right_length(20, 5)'],
+    '[]': [],
+}
+
+
+@pytest.mark.parametrize('text', NESTED)
+def test_a_list_is_not_cut_inside_of_brackets(text, tmp_path):
+    "In a change, in a file, and in a field of the panel."
+    from trainkit.form import read_text
+    assert method_config({'method': 'grpo', 'init_from': 'x'}, [f'rl.rewards={text}']).rl.rewards == NESTED[text]
+    (tmp_path/'c.yaml').write_text(f"method: grpo\ninit_from: x\nrl:\n  rewards: {text}\n")
+    if not text.startswith('["'): assert method_config(tmp_path/'c.yaml').rl.rewards == NESTED[text]
+    assert read_text(text, list[str]) == NESTED[text]
+
+
+def test_other_lists_are_read_as_yaml_reads_them():
+    for text in ('[a, b c, 1, 2.5, true, null]', '[a(b), c]', '{a: [1, 2], b: {c: d}}', '["a (b, c)", d]', "[it's, so (it) is]", '[[1, 2], [3]]', '[a (b, c]', '[a) , b]', '[:(, x]', '[a: (b), c]',
+                 '[a # (x, y)\n, b]', '- a (b, c)\n- d', 'a (b, c)'):
+        try: wanted = yaml.safe_load(f'it:\n  {text}' if not text.startswith('-') else f'it:\n{text}')
+        except yaml.YAMLError:
+            with pytest.raises(ConfigError): parse_config(f'it: {text}')
+        else: assert parse_config(f'it:\n  {text}' if not text.startswith('-') else f'it:\n{text}')[0] == wanted, text
+    assert parse_config('dpo: {loss_type: [sigmoid, sft]}')[0] == {'dpo': {'loss_type': ['sigmoid', 'sft']}}

@@ -13,6 +13,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, cast
 
+from .config import split_list
 from .knobs import declared, nearest
 from .method import RunConfig
 from .templates import TEMPLATES
@@ -58,7 +59,7 @@ def _packs(value: Any, beside: Mapping) -> Meaning:
 def _targets(value: Any, beside: Mapping) -> Meaning:
     if value in ('all', 'all_linear', 'all-linear', ['all-linear'], ['all']): return {'lora.target_modules': 'all-linear'}
     names = {'output_proj': 'o_proj', 'attn_output': 'o_proj'} # torchtune's
-    words = value.split(',') if isinstance(value, str) and ',' in value else value
+    words = split_list(value) if isinstance(value, str) and len(split_list(value)) > 1 else value
     if not isinstance(words, list): return {'lora.target_modules': words}
     more = ['gate_proj', 'up_proj', 'down_proj'] * bool(beside.get('apply_lora_to_mlp'))
     return {'lora.target_modules': [names.get(w.strip(), w.strip()) for w in words] + more}
