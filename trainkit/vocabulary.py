@@ -49,6 +49,24 @@ def _packing(value: Any, beside: Mapping) -> Meaning:
     if any(beside.get(k) is False for k in _SWITCHES): return Always('packing is off')
     return {'sft.packing': names.get(value, value)}
 
+def _rope(value: Any, _: Mapping) -> Meaning:
+    if isinstance(value, Mapping): return {'model.rope_scaling': {'rope_type' if k == 'type' else k: v for k, v in value.items()}}
+    if value in (None, False, 'none'): return Always('the model keeps its own')
+    return No(f'says no factor: model.rope_scaling="{{rope_type: {value}, factor: 2.0, original_max_position_embeddings: 4096}}" for a new model; one that was trained keeps its own')
+
+_FLASH = {'fa2': 'flash_attention_2', 'flash_attention_2': 'flash_attention_2', 'True': 'flash_attention_2', 'disabled': 'eager', 'eager': 'eager', 'auto': 'sdpa', 'sdpa': 'sdpa', 'False': 'sdpa', 'None': 'sdpa'}
+
+def _flash(value: Any, _: Mapping) -> Meaning:
+    return {'model.attention': _FLASH[str(value)]} if str(value) in _FLASH else No(f'must be one of {", ".join(_FLASH)}')
+
+def _half(form: str) -> Callable[[Any, Mapping], Meaning]:
+    "`bf16: true`, `bf16: auto`, and nothing else."
+    def meaning(value: Any, _: Mapping) -> Meaning:
+        if value in (None, False, 'false', 'no'): return Always('off is the default')
+        if value == 'auto': return {'train.mixed_precision': 'auto'}
+        return {'train.mixed_precision': form} if value in (True, 'true', 'yes', 'full') else No('must be true, false or auto')
+    return meaning
+
 _SWITCHES = ('packing', 'pack_sequences', 'sample_packing', 'neat_packing', 'packed')
 
 def _packs(value: Any, beside: Mapping) -> Meaning:
@@ -124,7 +142,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'token': _if(Always('the hub reads the token from the environment: HF_TOKEN=… trainkit train …'), 'no token is the default'),
     'trust_remote_code': _if(No('code that comes with a model is never run')),
     'use_flash_attention': lambda v, _: {'model.attention': 'flash_attention_2' if v else 'sdpa'}, 'flash_attention': lambda v, _: {'model.attention': 'flash_attention_2' if v else 'sdpa'},
-    'flash_attn': lambda v, _: {'model.attention': {'fa2': 'flash_attention_2', 'disabled': 'eager'}.get(str(v), 'sdpa')}, 'sdp_attention': _if({'model.attention': 'sdpa'}),
+    'flash_attn': _flash, 'rope_scaling': _rope, 'sdp_attention': _if({'model.attention': 'sdpa'}),
     'use_flash_attention_2': lambda v, _: {'model.attention': 'flash_attention_2' if v else 'sdpa'}, 'xformers_attention': _if(No('is gone: the torch of today has its own, model.attention=sdpa')),
     'use_unsloth': _if(No('is a library of its own: this run does what it says in plain torch')), 'use_ipex': _if(No('is gone from transformers: its gains are in torch itself')),
     'no_cuda': _if(No('is gone: CUDA_VISIBLE_DEVICES= before the command')), 'use_mps_device': Always('found by itself'), 'upcast_layernorm': Always('weights and norms are float32'),
@@ -160,7 +178,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'scheduler': 'optim.lr_scheduler_type', 'scheduler_type': 'optim.lr_scheduler_type', 'lr_schedule': 'optim.lr_scheduler_type', 'num_warmup_steps': 'optim.warmup_steps', 'optimizer_type': 'optim.optim',
     'betas': lambda v, _: {'optim.adam_beta1': v[0], 'optim.adam_beta2': v[1]}, 'optim.eps': 'optim.adam_epsilon', 'beta1': 'optim.adam_beta1', 'beta2': 'optim.adam_beta2', 'epsilon': 'optim.adam_epsilon', 'fused': lambda v, beside: {'optim.optim': 'adamw_torch_fused'} if v and '_component_' not in beside else Always('chosen by the device'),
     'cosine_min_lr_ratio': 'optim.min_lr_ratio', 'clip_grad_norm': lambda v, _: {'train.max_grad_norm': v or 0.0}, # torchtune clips only where it is told to
-    'bf16': lambda v, _: {'train.mixed_precision': 'auto'} if v == 'auto' else {'train.mixed_precision': 'bf16'} if v else Always('off is the default'),
+    'bf16': _half('bf16'), 'fp16': _half('fp16'),
      'gradient_clipping': 'train.max_grad_norm', 'grad_clip': 'train.max_grad_norm', 'gradient_clip': 'train.max_grad_norm', 'gradient_clip_val': 'train.max_grad_norm',
     'accumulate_grad_batches': 'train.gradient_accumulation_steps', 'accumulation_steps': 'train.gradient_accumulation_steps', 'log_every_n_steps': 'train.logging_steps', 'log_steps': 'train.logging_steps', 'compile': 'train.torch_compile', 'use_compile': 'train.torch_compile', 'compile_model': 'train.torch_compile',
     'max_steps_per_epoch': _if(No('train.max_steps counts the steps of the whole run')), 'evals_per_epoch': _every('eval'), 'saves_per_epoch': _every('save'), 'strict': Always('unknown keys are always refused'),
