@@ -175,7 +175,7 @@ MAY_IMPORT = {
     'align': 'chat config dataset dpo generate judge knobs method pairs parts policy preferences reference reward rewards rl rollouts sandbox saving unpaired',
     'saving': 'adapters config generate hf lengths lora model reward step tokenizer',
     'vocabulary': 'config knobs method templates',
-    'translate': 'canvas config foreign index knobs method spelling strategy vocabulary',
+    'translate': 'canvas config foreign index knobs method rl spelling strategy vocabulary',
     'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing qlinear quant tokenizer',
     'story': 'charts clock',
     'view': 'canvas charts clock story',

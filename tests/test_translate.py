@@ -464,3 +464,53 @@ def test_a_file_of_accelerate_is_a_launch():
     assert account.command == 'trainkit launch FILE --processes 4 --strategy zero3' and config.train.mixed_precision == 'bf16'
     assert convert_config({**given, 'distributed_type': 'FSDP', 'deepspeed_config': None})[1].command == 'trainkit launch FILE --processes 4 --strategy fsdp'
     assert convert_config({**given, 'distributed_type': 'MULTI_GPU', 'deepspeed_config': None})[1].command == 'trainkit launch FILE --processes 4 --strategy ddp'
+
+
+# There and back: our run in LLaMA-Factory's words, and its words as our run
+
+TRIPS = [('pretrain', {}), ('sft', {'sft': {'packing': 'best_fit', 'train_on': 'last', 'template': 'chatml'}}), ('sft', {'sft': {'train_on': 'all', 'template': 'llama3'}}), ('sft', {'sft': {'template': 'plain'}}), ('freeze', {'sft': {'trainable_layers': 3}}),
+         ('lora', {'lora': {'r': 4, 'use_dora': True, 'modules_to_save': ['norm', 'head'], 'init_lora_weights': 'pissa', 'target_modules': ['q_proj', 'v_proj']}, 'optim': {'lr_factors': {'lora_B': 16.0}}}), ('lora', {'lora': {'use_rslora': True, 'lora_dropout': 0.2}}),
+         ('lora', {'optim': {'optim': 'muon', 'min_lr_ratio': 0.1, 'weight_decay': 0.3, 'adam_beta1': 0.8}}), ('qlora', {'quant': {'quant_type': 'fp4', 'double_quant': False}}), ('lora', {'quant': {'bits': 8}, 'model': {'gradient_checkpointing': True}}),
+         ('dpo', {'dpo': {'loss_type': ['sigmoid', 'sft'], 'loss_weights': [1.0, 0.3], 'ld_alpha': 0.5, 'label_smoothing': 0.1, 'beta': 0.4}}), ('dpo', {'dpo': {'loss_type': ['simpo'], 'simpo_gamma': 1.5}, 'use_lora': True}), ('dpo', {'dpo': {'loss_type': ['hinge']}}),
+         ('dpo', {'dpo': {'loss_type': ['kto'], 'desirable_weight': 1.5, 'undesirable_weight': 0.5}, 'use_lora': True}), ('dpo', {'dpo': {'loss_type': ['orpo']}, 'use_lora': True, 'quant': {'bits': 4}}), ('reward', {}), ('reward', {'use_lora': True}),
+         ('ppo', {'rl': {'rewards': ['judge'], 'whiten_rewards': True, 'temperature': 0.7, 'top_p': 0.9, 'top_k': 5, 'max_completion_length': 33}})]
+
+
+@pytest.mark.parametrize('loop', [{'mixed_precision': 'no', 'max_steps': 9, 'early_stopping_patience': 2, 'eval_strategy': 'steps', 'eval_steps': 3, 'save_total_limit': 4}, {'mixed_precision': 'bf16', 'num_train_epochs': 2.0, 'max_steps': -1, 'per_device_train_batch_size': 3, 'seed': 9}], ids=['steps', 'epochs'])
+@pytest.mark.parametrize(('method', 'groups'), TRIPS, ids=str)
+def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop):
+    from trainkit.config import to_dict
+    from trainkit.llamafactory import llamafactory_arguments
+    from trainkit.optim import warmup_steps
+    config = method_config({'method': method, 'init_from': 'base', 'data': {'max_length': 333} if method != 'pretrain' else {'max_length': 100}, **groups, 'train': loop, 'report_to': ['wandb']})
+    said = llamafactory_arguments(config, 100, ('train', 'eval'))
+    back, account = convert_config(said, device='cpu')
+    assert not account.named('refused'), account.named('refused')
+    ours, theirs = to_dict(config), to_dict(back)
+    differ = {f'{k}.{name}' for k in ours if isinstance(ours[k], dict) for name in ours[k] if ours[k][name] != theirs[k][name]} | {k for k in ours if not isinstance(ours[k], dict) and ours[k] != theirs[k]}
+    names = {'data.path', 'data.eval_file'} # of the data sets, in dataset_info.json
+    same = {'optim.optim': {config.optim.optim, back.optim.optim} == {'adamw_torch_fused', 'adamw_torch'}, 'lora.target_modules': config.lora.target_modules is None and back.lora.target_modules == 'all-linear',
+            'optim.warmup_steps': warmup_steps(config.optim, 9 if loop['max_steps'] > 0 else 26) == back.optim.warmup_steps or method in ('reward', 'dpo', 'ppo', 'pretrain') or loop['max_steps'] < 0, 'method': (method, back.method) == ('qlora', 'lora') and back.quant.bits == 4}
+    assert {k for k in differ - names if not same.get(k)} == set(), {k: (value_of(config, k), value_of(back, k)) for k in differ - names}
+    assert llamafactory_arguments(back, 100, (said['dataset'], said.get('eval_dataset', 'eval'))) == {**said, 'optim': said['optim']}, 'and a second time'
+
+
+@pytest.mark.parametrize('own', [False, True])
+def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_gets_here(own, tmp_path):
+    "LLaMA-Factory would tune it without any, and our run in chatml."
+    from transformers import PreTrainedTokenizerFast
+
+    from trainkit.chat import set_template
+    from trainkit.hf import save_pretrained
+    from trainkit.llamafactory import llamafactory_arguments
+    from trainkit.model import ModelConfig, Transformer
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['one two three four five six seven']*9, 270, special_tokens=['<|endoftext|>', '<|im_start|>', '<|im_end|>'])
+    if own: set_template(tokenizer, 'chatml')
+    save_pretrained(Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_heads=2, n_layers=1, d_ff=32, max_seq_len=64)), tokenizer, tmp_path/'base')
+    assert bool(PreTrainedTokenizerFast.from_pretrained(tmp_path/'base').chat_template) is own
+    for method, given in (('sft', True), ('lora', True), ('freeze', True), ('dpo', False), ('reward', False), ('ppo', False), ('pretrain', False)):
+        config = method_config({'method': method, 'init_from': str(tmp_path/'base'), **({'rl': {'rewards': ['judge']}} if method == 'ppo' else {})})
+        assert llamafactory_arguments(config, 100).get('template') == ('chatml' if given and not own else None), method
+    config = method_config({'method': 'sft', 'init_from': str(tmp_path/'base'), 'sft': {'template': 'llama3'}})
+    assert llamafactory_arguments(config, 100)['template'] == 'llama3'

@@ -21,6 +21,7 @@ from .foreign import Computed, Made, Setting, read_settings
 from .index import text_table
 from .knobs import Problem
 from .method import METHOD_NAMES, METHODS, NAMING, RunConfig, lora_words, method_config, method_words
+from .rl import METHODS as RL_METHODS
 from .spelling import ALIGNED
 from .strategy import LaunchConfig
 from .strategy import translate as about_processes
@@ -216,6 +217,8 @@ def convert_config(
         for key, value in meaning.items():
             if key.startswith('@') and value is not None and words.setdefault(key[1:], value) != value:
                 raise ConfigError([Problem(s.name, value, f'contradicts what the file says before: {words[key[1:]]!r}', s.line)], file)
+    if METHOD_NAMES.get(str(words.get('stage')), words.get('stage')) in RL_METHODS: # There the words about writing are about answers that are scored
+        meant = [(s, {_SCORED.get(k, k): v for k, v in m.items()} if isinstance(m, dict) and not {'sampling', 'generation'} & {*s.path[:-1]} else m) for s, m in meant]
     named = {k for _, m in meant if isinstance(m, dict) for k in m}
     chosen, how = _find_method(words, settings, named, method)
     silent = not settings and report.launch is not None and not method # A DeepSpeed file alone
@@ -235,7 +238,7 @@ def convert_config(
                 raise ConfigError([Problem(s.name, s.value, f"contradicts {where}, which says {old.value!r}: both are {key}", s.line)], file)
             if level < height(s.path): best[key] = height(s.path), s, value
     soft = {k[1:]: v for _, m in meant if isinstance(m, dict) for k, v in m.items() if k[0] == '?'}
-    final = {**soft, **{k: v for k, (_, _, v) in best.items()}}
+    final = {**_implied(words), **soft, **{k: v for k, (_, _, v) in best.items()}}
     if final.get('train.eval_steps') and 'train.eval_strategy' not in final: final['train.eval_strategy'] = 'steps'
     report.given = {**({} if silent else {'method': chosen}), **_adapter(words, chosen)}
     for key, value in final.items():
@@ -266,6 +269,13 @@ def convert_config(
     if how: report.rows.append(Verdict('method', '', 'replaced', '' if silent else f'method = {chosen}', how))
     report.rows.sort(key=lambda row: row.line or 10**9)
     return config, report
+
+_SCORED = {'sampling.max_new_tokens': 'rl.max_completion_length', **{f'sampling.{name}': f'rl.{name}' for name in ('temperature', 'top_p', 'top_k')}}
+
+def _implied(words: Mapping[str, Any]) -> dict[str, Any]: # {knob: value}
+    "What the name of a method says besides: `stage: kto` is a loss, and `qlora` four bits."
+    said = method_words({k: v for k, v in words.items() if k in NAMING})
+    return {f'{group}.{k}': v for group in ('dpo', 'quant') for k, v in (said.get(group) or {}).items()}
 
 def _adapter(words: Mapping[str, Any], method: str) -> dict[str, Any]:
     "Whether an adapter learns, for a method that goes either way."

@@ -62,12 +62,36 @@ def _flash(value: Any, _: Mapping) -> Meaning:
     return {'model.attention': _FLASH[str(value)]} if str(value) in _FLASH else No(f'must be one of {", ".join(_FLASH)}')
 
 def _half(form: str) -> Callable[[Any, Mapping], Meaning]:
-    "`bf16: true`, `bf16: auto`, and nothing else."
-    def meaning(value: Any, _: Mapping) -> Meaning:
+    "`bf16: true`, `bf16: auto`, and nothing else; both of them off is full precision."
+    def meaning(value: Any, beside: Mapping) -> Meaning:
+        other = beside.get('fp16' if form == 'bf16' else 'bf16')
+        if value in (False, 'false', 'no') and other in (None, False, 'false', 'no'): return {'?train.mixed_precision': 'no'}
         if value in (None, False, 'false', 'no'): return Always('off is the default')
         if value == 'auto': return {'train.mixed_precision': 'auto'}
         return {'train.mixed_precision': form} if value in (True, 'true', 'yes', 'full') else No('must be true, false or auto')
     return meaning
+
+def _schedule(value: Any, beside: Mapping) -> Meaning:
+    lowest = beside.get('lr_scheduler_kwargs')
+    known = value == 'cosine_with_min_lr' and isinstance(lowest, Mapping) and _floor(lowest, beside) is not None
+    return {'optim.lr_scheduler_type': 'cosine' if known else value}
+
+def _floor(given: Mapping, beside: Mapping) -> float | None: # as a share of the learning rate
+    if set(given) == {'min_lr_rate'}: return given['min_lr_rate']
+    return given['min_lr']/float(beside['learning_rate']) if set(given) == {'min_lr'} and beside.get('learning_rate') else None
+
+def _schedule_knobs(value: Any, beside: Mapping) -> Meaning:
+    if not value: return Always('empty is the default')
+    if isinstance(value, Mapping) and (lowest := _floor(value, beside)) is not None: return {'optim.min_lr_ratio': lowest}
+    return No('only min_lr_rate has a like here, optim.min_lr_ratio')
+
+def _preference(value: Any, beside: Mapping) -> Meaning:
+    weight = beside.get('pref_ftx') or 0
+    return {'dpo.loss_type': [value, 'sft'], 'dpo.loss_weights': [1.0, float(weight)]} if weight else {'dpo.loss_type': value}
+
+def _trained(value: Any, beside: Mapping) -> Meaning:
+    if not value and beside.get('mask_history'): return Always('said by mask_history')
+    return {'sft.train_on': 'all' if value else 'assistant'}
 
 def _rewards(value: Any, _: Mapping) -> Meaning:
     names = [value] if isinstance(value, str) else list(value)
@@ -93,8 +117,8 @@ def _held_out(value: Any, _: Mapping) -> Meaning:
     return {'data.eval_fraction': value} if value < 1 else No(f'is a share here, below 1, and not a number of rows such as {value}')
 
 def _template(value: Any, _: Mapping) -> Meaning:
-    if value in (None, 'default', 'auto', 'tokenizer_default', 'empty'): return Always("the tokenizer's own chat format is taken")
-    near = {'qwen2': 'qwen', 'qwen2_5': 'qwen', 'qwen25': 'qwen', 'llama-3': 'llama3', 'llama3.1': 'llama3', 'llama-2': 'llama2', 'gemma2': 'gemma'}.get(value, value)
+    if value in (None, 'default', 'auto', 'tokenizer_default'): return Always("the tokenizer's own chat format is taken")
+    near = {'empty': 'plain', 'qwen2': 'qwen', 'qwen2_5': 'qwen', 'qwen25': 'qwen', 'llama-3': 'llama3', 'llama3.1': 'llama3', 'llama-2': 'llama2', 'gemma2': 'gemma'}.get(value, value)
     if near in TEMPLATES or '{' in str(value): return {'sft.template': near}
     return No(f'is no chat format that is known here ({", ".join(TEMPLATES)}); without one the tokenizer\'s own is taken')
 
@@ -172,7 +196,7 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'eval_percentage': lambda v, _: _held_out(v/100, {}), 'data.source': 'data.path', 'data.name': 'data.path', 'data.type': Always('told by the columns'), 'data_files': 'data.path',
     'dataset_train_split': 'data.split', 'dataset_test_split': 'data.validation_split', 'data.max_seq_len': 'data.max_length', 'test_file': No('a run reads no test data: data.test_fraction sets some apart'),
     'packing_strategy': _packing, **dict.fromkeys(_SWITCHES, _packs), 'eval_sample_packing': Always('held-out rows are not packed'), 'pad_to_sequence_len': Always('rows are padded to the longest of their batch'),
-    'template': _template, 'chat_template': _template, 'train_on_inputs': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'}, 'train_on_prompt': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'},
+    'template': _template, 'chat_template': _template, 'train_on_inputs': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'}, 'train_on_prompt': _trained,
     'train_on_input': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'}, 'assistant_only_loss': lambda v, _: {'sft.train_on': 'assistant' if v else 'all'},
     'completion_only_loss': lambda v, _: {'sft.train_on': 'assistant' if v else 'all'}, 'mask_history': _if({'sft.train_on': 'last'}), 'overwrite_cache': Always('there is no stale cache'),
     'train_sampling_strategy': lambda v, _: {'data.group_by_length': True} if v == 'group_by_length' else Always('rows are shuffled'), 'shuffle': lambda v, _: Always('rows are shuffled') if v else No('rows are shuffled, unless a curriculum orders them'),
@@ -201,7 +225,11 @@ WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     'checkpointer.output_dir': 'train.output_dir', 'checkpointer.checkpoint_dir': _MODEL, 'checkpointer.checkpoint_files': Always('told by the index of the folder'), 'checkpointer.recipe_checkpoint': Always('trainkit train --resume FOLDER'), 'checkpointer.model_type': Always('told by the model itself'),
     'optim._component_': _component('optim'), 'schedule._component_': _component('schedule'), 'model._component_': _component('model'), 'data._component_': _component('data'), '_component_': _component(''), 'profiler': Always('off'), 'loss': Always('the loss is that of the method'),
     # preferences
-    'pref_beta': 'dpo.beta', 'pref_loss': 'dpo.loss_type', 'dpo_beta': 'dpo.beta', 'rl_beta': 'dpo.beta', 'max_prompt_length': 'dpo.max_prompt_length', 'max_completion_length': 'rl.max_completion_length',
+    'pref_beta': 'dpo.beta', 'pref_loss': _preference, 'pref_ftx': lambda v, beside: Always('is a weight in dpo.loss_weights') if 'pref_loss' in beside or not v else _preference('sigmoid', dict(pref_ftx=v)),
+    'dpo_label_smoothing': 'dpo.label_smoothing', 'kto_chosen_weight': 'dpo.desirable_weight', 'kto_rejected_weight': 'dpo.undesirable_weight', 'ppo_whiten_rewards': 'rl.whiten_rewards',
+    'early_stopping_steps': 'train.early_stopping_patience', 'disable_gradient_checkpointing': lambda v, _: {'model.gradient_checkpointing': not v}, 'quantization_type': 'quant.quant_type',
+    'additional_target': lambda v, _: {'lora.modules_to_save': split_list(v) if isinstance(v, str) else v}, 'pissa_init': _if({'lora.init_lora_weights': 'pissa'}), 'lr_scheduler_kwargs': _schedule_knobs, 'lr_scheduler_type': _schedule,
+    'use_muon': _if({'optim.optim': 'muon'}), 'optim': lambda v, beside: Always('said by use_muon') if beside.get('use_muon') else {'optim.optim': v}, 'dpo_beta': 'dpo.beta', 'rl_beta': 'dpo.beta', 'max_prompt_length': 'dpo.max_prompt_length', 'max_completion_length': 'rl.max_completion_length',
     'use_auxiliary_loss': _if(No('an objective of your own is a function: Trainer(model, objective, …)')), 'auxiliary_loss_weight': Always('see use_auxiliary_loss'),
     'ref_model': Always('the reference is the model as it began'), 'precompute_ref_log_probs': 'dpo.precompute_ref_log_probs',
 }
@@ -235,7 +263,7 @@ CONTEXTS = {'lora': 'lora', 'lora_config': 'lora', 'loraconfig': 'lora', 'peft':
 
 # %% ../nbs/44_vocabulary.ipynb #33505646
 _FIRST = {'seed': 'train', 'dropout': 'model', 'bias': 'model', 'r': 'lora', 'path': 'data', 'beta': 'dpo', 'loss_type': 'dpo', 'lora_dropout': 'lora', 'alpha': 'lora', 'max_length': 'data', 'num_workers': 'data',
-          'max_new_tokens': 'sampling', 'temperature': 'sampling', 'eval_batch_size': 'train', 'batch_size': 'train', 'learning_rate': 'optim', 'gradient_checkpointing': 'model', 'train_on': 'sft', 'reasoning': 'sft'}
+          'max_new_tokens': 'sampling', 'temperature': 'sampling', 'top_p': 'sampling', 'top_k': 'sampling', 'eval_batch_size': 'train', 'batch_size': 'train', 'learning_rate': 'optim', 'gradient_checkpointing': 'model', 'train_on': 'sft', 'reasoning': 'sft'}
 
 @cache
 def _homes() -> dict[str, dict[str, str]]: # name -> group -> knob
