@@ -247,7 +247,7 @@ def test_no_tool_call_is_left_out_in_silence(name):
     own = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" if name == 'smollm2' else TEMPLATES[name].jinja
     names = dict(bos_token='<s>', eos_token='<|im_end|>')
     with pytest.raises(ValueError, match="message 1 calls a tool.*such as sft.template=chatml"): render_text(chat, own, names)
-    with pytest.raises(ValueError, match='tools'): render_text(chat[:1], own, names, tools=[dict(type='function', function=dict(name='weather', parameters={}))])
+    with pytest.raises(ValueError, match='tool'): render_text(chat[:1], own, names, tools=[dict(type='function', function=dict(name='weather', parameters={}))])
     text, spans = render_text(chat, TEMPLATES['chatml'].jinja, names)
     assert 'weather' in text[slice(*spans[0])]
 
