@@ -319,3 +319,9 @@ def test_a_format_without_tools_says_so():
     busy = [chat[0], dict(role='assistant', content='Let me see.', tool_calls=[dict(id='call00000', function=dict(name='f', arguments={}))]), chat[1]]
     for name in ('llama3', 'mistral'): # Their formats would drop the words
         with pytest.raises(ValueError, match='says.* nothing next to it'): render_text(busy[:2], TEMPLATES[name].jinja, names)
+
+
+def test_a_tokenizer_without_a_format_is_told_the_word_of_the_config():
+    from trainkit.chat import find_template
+    bare = BPETokenizer.train(['one two three']*9, 262)
+    with pytest.raises(ValueError, match='sft.template=chatml gives it one.*in Python: set_template'): find_template(bare)

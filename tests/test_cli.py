@@ -372,3 +372,26 @@ def test_every_word_of_transformers_trl_and_peft_leads_somewhere():
             assert isinstance(meaning, (dict, No, Always)), field.name
             if isinstance(meaning, No) and 'is not known' in meaning: unknown.setdefault(kind.__name__, []).append(field.name)
     assert not unknown, unknown
+
+
+@pytest.mark.parametrize('words', [['--strategy', 'zero2', 'method=sft', 'init_from=x', 'optim.learning_rate=0.5'], ['--strategy', 'fsdp', '--profile', 'quick', 'data.path=stdlib'], ['method=dpo', 'init_from=x', 'use_lora=true', 'dpo.loss_type=[ipo]', "name=it's"],
+                                   ['--strategy', 'zero3', '--nodes', '2', '--node-rank', '1', '--main-address', 'a', 'method=grpo', 'init_from=x', 'rl.rewards=[right_length(20, 5)]'], ['c.yaml', 'train.max_steps=3']], ids=str)
+def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
+    "It writes nothing, and each file that the command reads is written by the lines above it."
+    import subprocess
+
+    from trainkit.cli import read_run_config
+    (tmp_path/'c.yaml').write_text('method: lora\ninit_from: x\nnum_gpus: 2\nlora: {r: 3}\n')
+    shown = call('launch', *([] if words[0] == 'c.yaml' else ['--processes', '2']), '--dry-run', *words, cwd=tmp_path)
+    assert shown.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ['c.yaml'], shown.stderr
+    script, _, line = shown.stdout.rstrip().rpartition('\n')
+    assert subprocess.run(['bash', '-eu', '-c', script], cwd=tmp_path).returncode == 0
+    read = [w.strip("'").replace("'\"'\"'", "'").partition('=')[2] if w.startswith('TRAINKIT_DEEP') else w for w in line.split() if w.endswith(('.yaml', '.json', ".yaml'"))]
+    changes = [w for w in words if '=' in w]
+    whole = read_run_config('quick' if 'quick' in words else None, None, changes) if words[0] != 'c.yaml' else read_run_config(None, tmp_path/'x.yaml' if (tmp_path/'x.yaml').write_text('method: lora\ninit_from: x\nlora: {r: 3}\n') else None, changes)
+    written = next(p for p in tmp_path.rglob('config.yaml'))
+    assert read_run_config(None, written, []) == whole, 'the same run'
+    assert len(read) == 1 + any('zero' in w for w in words) and str(written.relative_to(tmp_path)).split("'")[0] in line
+    if len(read) > 1: assert (tmp_path/read[0]).is_file() and json.loads((tmp_path/read[0]).read_text())['zero_optimization']['stage'] in (2, 3)
+    again = call('launch', *([] if words[0] == 'c.yaml' else ['--processes', '2']), '--dry-run', *words, cwd=tmp_path)
+    assert '--nodes' in words or '-2/launch' in again.stdout, 'a folder that is taken is not written into'

@@ -221,7 +221,7 @@ def launch(
     max_restarts: Annotated[Optional[int], typer.Option(show_default=False, min=0,
         help='How often all go on from the last checkpoint when one dies.')] = None,
     profile: Annotated[Optional[Profile], typer.Option(help='Sizes to start from.', show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Only show the command.')] = False,
+    dry_run: Annotated[bool, typer.Option('--dry-run', help='Only show the command, and the lines that write the files it reads.')] = False,
 ) -> None:
     "Run a config in several processes, on one machine or several: the model whole in each, or shared out."
     from trainkit.config import parse_config
