@@ -395,3 +395,17 @@ def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
     if len(read) > 1: assert (tmp_path/read[0]).is_file() and json.loads((tmp_path/read[0]).read_text())['zero_optimization']['stage'] in (2, 3)
     again = call('launch', *([] if words[0] == 'c.yaml' else ['--processes', '2']), '--dry-run', *words, cwd=tmp_path)
     assert '--nodes' in words or '-2/launch' in again.stdout, 'a folder that is taken is not written into'
+
+
+def test_a_strategy_of_ones_own(tmp_path):
+    "In settings.ini or in a file of its own; a run's own words win over both."
+    (tmp_path/'settings.ini').write_text('[strategy.mine]\ndoc = Slow and careful\noptim.learning_rate = 1e-5\ntrain.per_device_train_batch_size = 3\nmethod = lora\nlora.target_modules = [q_proj, v_proj]\n')
+    (tmp_path/'thin.yaml').write_text('lora: {r: 2}\noptim.warmup_ratio: 0.5\n')
+    made = shown_with('preset=mine,thin.yaml', 'init_from=x', 'train.per_device_train_batch_size=5', cwd=tmp_path)
+    assert (made['method'], made['optim']['learning_rate'], made['optim']['warmup_ratio'], made['lora']['r'], made['lora']['target_modules'], made['train']['per_device_train_batch_size']) == ('lora', 1e-5, 0.5, 2, ['q_proj', 'v_proj'], 5)
+    assert json.loads(call('config', 'presets', '--json', cwd=tmp_path).stdout)['mine']['doc'] == 'Slow and careful'
+    (tmp_path/'settings.ini').write_text('[strategy.mine]\noptim.learning_rte = 1e-5\n')
+    for words, says in ((['--strategy', 'mine'], "Did you mean 'learning_rate'"), (['--strategy', 'mien'], "Did you mean 'mine'"), (['--strategy', 'none.yaml'], 'there is no such file')):
+        done = call('train', *words, '--method', 'sft', cwd=tmp_path)
+        assert done.returncode == 1 and says in done.stderr, done.stderr
+    assert call('config', 'show', cwd=tmp_path).returncode == 0

@@ -172,7 +172,7 @@ def train(
     dataset: Annotated[Optional[str], typer.Option('--dataset', show_default=False,
         help='A file, a folder, a folder of shards, or the name of a corpus.')] = None,
     strategy: Annotated[Optional[str], typer.Option('--strategy', '--preset', metavar='PRESET', show_default=False,
-        help='Sets of knobs by name, such as minimal-memory or cpu,small: trainkit config presets lists them.')] = None,
+        help='Sets of knobs by name, such as minimal-memory or cpu,small (trainkit config presets lists them); your own from settings.ini, or a file such as mine.yaml.')] = None,
     epochs: Annotated[Optional[float], typer.Option(show_default=False, min=0, help='Passes over the data.')] = None,
     dry_run: Annotated[bool, typer.Option('--dry-run', help='Show the plan, the memory and the time, from three steps; write nothing.')] = False,
     as_json: Annotated[bool, typer.Option('--json', help='For programs: only the result.')] = False,

@@ -343,7 +343,7 @@ def from_profile(
     except (IniError, UnicodeDecodeError) as error:
         remedy = f'cannot be read ({" ".join(str(error).split())}): mend it, or name another with TRAINKIT_SETTINGS'
         raise ConfigError([Problem('file', ..., remedy)], str(paths[-1])) from None
-    names = sorted({section.partition('.')[0] for section in ini.sections() if '.' in section}) # other programs have a settings.ini, too
+    names = sorted({section.partition('.')[0] for section in ini.sections() if '.' in section} - {'strategy', 'preset'}) # other programs have a settings.ini, too
     if profile not in names:
         remedy = f'must be one of {names}.{nearest(profile, names)}'
         raise ConfigError([Problem('profile', profile, remedy)], str(paths[-1]))

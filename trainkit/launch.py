@@ -179,7 +179,8 @@ def start(
     line = show_command(command, more)
     needed = {**(files or {}), **{folder/name: text for name, text in launch_files(launch, gpu).items()}}
     if dry_run:
-        say(shown := as_script({path: mask(text) for path, text in needed.items() if str(path) in line}, line))
+        read = [*command, *more.values()] # accelerate's file is for people
+        say(shown := as_script({path: mask(text) for path, text in needed.items() if str(path) in read}, line))
         return shown
     for path, text in needed.items(): write_atomic(path, text)
     write_atomic(folder/'command.sh', line + '\n')

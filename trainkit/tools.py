@@ -163,10 +163,11 @@ def presets_command(as_json: AsJson = False) -> None:
     "Sets of knobs by name, for `preset: NAME` in a file or `train --strategy NAME`."
     import textwrap
 
-    from trainkit.presets import PRESETS
-    if as_json: typer.echo(json.dumps({name: p._asdict() for name, p in PRESETS.items()}, indent=1))
+    from trainkit.presets import PRESETS, own_presets
+    known = {**PRESETS, **own_presets()}
+    if as_json: typer.echo(json.dumps({name: p._asdict() for name, p in known.items()}, indent=1))
     else:
-        for name, p in PRESETS.items(): typer.echo('\n'.join(textwrap.wrap(f'{name:20} {p.doc}', 110, subsequent_indent=' '*21)))
+        for name, p in known.items(): typer.echo('\n'.join(textwrap.wrap(f'{name:20} {p.doc}', 110, subsequent_indent=' '*21)))
 
 # %% ../nbs/44_tools.ipynb #35103807
 Folder = Annotated[Path, typer.Argument(metavar='TOKENIZER', help='A folder with a tokenizer.json, such as that of a model.', show_default=False)]
