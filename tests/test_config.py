@@ -179,3 +179,15 @@ def test_other_lists_are_read_as_yaml_reads_them():
             with pytest.raises(ConfigError): parse_config(f'it: {text}')
         else: assert parse_config(f'it:\n  {text}' if not text.startswith('-') else f'it:\n{text}')[0] == wanted, text
     assert parse_config('dpo: {loss_type: [sigmoid, sft]}')[0] == {'dpo': {'loss_type': ['sigmoid', 'sft']}}
+
+
+@pytest.mark.parametrize(('typo', 'hint'), [('learning_rte=1', "'optim.learning_rate'"), ('optim.learnig_rate=1', "'learning_rate'"), ('lora_rnk=3', "'lora.r'"), ('per_device_train_batchsize=2', "'train.per_device_train_batch_size'"),
+                                            ('max_step=3', "'train.max_steps'"), ('optm.learning_rate=1', "'optim'"), ('modl_name=3', "'model_name'"), ('templte=chatml', "'sft.template'")])
+def test_a_typo_is_said_with_the_knob_that_is_near(typo, hint):
+    with pytest.raises(ConfigError, match=f'Did you mean {hint}'): method_config({'method': 'sft', 'init_from': 'x'}, [typo])
+
+
+def test_an_error_names_both_spellings(tmp_path):
+    (tmp_path/'pairs.jsonl').write_text('\n'.join(json.dumps(dict(prompt=f'a {i}', chosen='b', rejected='c')) for i in range(30)))
+    done = call('train', '--method', 'dpo', '--dataset', 'pairs.jsonl', cwd=tmp_path)
+    assert done.returncode == 1 and 'init_from' in done.stderr and '--model' in done.stderr, done.stderr

@@ -187,7 +187,11 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
                     elif kwargs.setdefault(k, v) != v:
                         problems.append(Problem(where, value, f"contradicts '{origin[k]}': {kwargs[k]!r}", line))
         elif name is None:
-            problems.append(Problem(where, ..., f'unknown key.{nearest(key, list(names))}', line))
+            inside = {} if path else {w: f'{k.name}.{inner.name}' for k in known.values() if dataclasses.is_dataclass(k.type)
+                                      for inner in declared(k.type) for w in (inner.name, *inner.aliases)} # type: ignore
+            hint = nearest(key, [*names, *inside])
+            near = hint.partition("'")[2].rpartition("'")[0]
+            problems.append(Problem(where, ..., f"unknown key.{hint if near in names or not near else hint.replace(near, inside[near])}", line))
         elif name in kwargs and kwargs[name] != value:
             remedy = f"means the same as '{origin[name]}', which says {kwargs[name]!r}"
             problems.append(Problem(where, value, remedy, line))

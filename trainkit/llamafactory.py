@@ -181,7 +181,7 @@ def llamafactory_arguments(
 ) -> dict[str, Any]: # Raises `ValueError` for what it cannot do
     "A run as LLaMA-Factory's arguments."
     stage, tuning = stage_of(config)
-    if not config.init_from: raise ValueError('LLaMA-Factory tunes a trained model: say which with init_from')
+    if not config.init_from: raise ValueError('LLaMA-Factory tunes a trained model: say which with init_from (--model in a shell)')
     if config.optim.weight_decays: raise ValueError('optim.weight_decays: LLaMA-Factory has one for all; take engine: trainkit or trl')
     sft, c = config.sft, config.train
     steps = _steps(c, rows)
