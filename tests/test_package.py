@@ -207,10 +207,10 @@ MAY_IMPORT = {
     'distributed': '',
     'shell': 'chat containers dataset files knobs lengths mixture packing quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
-    'tools': 'config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
+    'tools': 'config dataset files gguf hf knobs merge method modelfile presets report shell talk tokenizer translate vocabulary',
     'demo': 'canvas chat charts config dataset hf intervals judge method quant recipes report runs sidebyside',
     'course': 'files machine',
-    'cli': 'config course demo generate hf history knobs launch machine method needs recipes rehearsal shell strategy tools',
+    'cli': 'config course demo generate hf history knobs launch machine method needs recipes rehearsal shell spelling strategy tools',
 }
 
 
@@ -424,7 +424,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
     log = tmp_path/'stderr.log'
     log.write_text('CUDA is gone')
     words = {'ConfigError': ([Problem('cups', 0, 'must be ≥ 1')], 'Shop'), 'TrainingError': ('loss is nan', 7, 'checkpoint-6'),
-             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',)}
+             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',), '_Unknown': ()}
     raised = lambda name: isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
     classes = [getattr(importlib.import_module(f'trainkit.{path.stem}'), node.name) for path in PACKAGE.glob('*.py')
                for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(node, ast.ClassDef)

@@ -190,7 +190,9 @@ class _Script:
         return -value if isinstance(node.op, ast.USub) else +value
 
     def _BinOp(self, node: ast.BinOp) -> Any:
-        left, right, kind = self.known(node.left), self.known(node.right), type(node.op)
+        left: Any = self.known(node.left)
+        right: Any = self.known(node.right)
+        kind = type(node.op)
         if kind is ast.Div and isinstance(left, str) and isinstance(right, str): return f'{left.rstrip("/")}/{right}'
         if kind is ast.Pow and (abs(left) > 1e6 or abs(right) > 64): raise _Unknown
         if kind is ast.Mult and not all(isinstance(v, (int, float)) for v in (left, right)): raise _Unknown
