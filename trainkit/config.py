@@ -11,6 +11,7 @@ __all__ = ['T', 'split_list', 'parse_config', 'interpolate', 'load_config', 'rec
 
 # %% ../nbs/01_config.ipynb #cc857d99
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -160,6 +161,13 @@ def _outside() -> int: # A `stacklevel`, as the caller of this counts
     frames = walk_stack(sys._getframe(1))
     return next((n for n, (frame, _) in enumerate(frames, 1) if not frame.f_globals.get('__name__', '').startswith('trainkit.')), 1)
 
+def _near(key: str, own: list[str], inside: Mapping[str, str]) -> str:
+    "A hint at the word that is meant: of a class's own, unless one of its groups has one that is much nearer."
+    word = lambda hint: hint.partition("'")[2].rpartition("'")[0]
+    like = lambda hint: difflib.SequenceMatcher(None, key, word(hint)).ratio() if hint else 0.0
+    here, there = nearest(key, own), nearest(key, list(inside))
+    return there.replace(word(there), inside[word(there)]) if like(there) > like(here) + 0.15 else here
+
 def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tuple[Any, list[Problem]]: # noqa: B006
     "An instance of `cls` from nested dicts, and all problems met on the way."
     known = {k.name: k for k in declared(cls)}
@@ -189,9 +197,8 @@ def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tup
         elif name is None:
             inside = {} if path else {w: f'{k.name}.{inner.name}' for k in known.values() if dataclasses.is_dataclass(k.type)
                                       for inner in declared(k.type) for w in (inner.name, *inner.aliases)} # type: ignore
-            hint = nearest(key, [*names, *inside])
-            near = hint.partition("'")[2].rpartition("'")[0]
-            problems.append(Problem(where, ..., f"unknown key.{hint if near in names or not near else hint.replace(near, inside[near])}", line))
+            own = _near(key, list(names), inside)
+            problems.append(Problem(where, ..., f'unknown key.{own}', line))
         elif name in kwargs and kwargs[name] != value:
             remedy = f"means the same as '{origin[name]}', which says {kwargs[name]!r}"
             problems.append(Problem(where, value, remedy, line))
