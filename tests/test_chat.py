@@ -1,5 +1,6 @@
 "Chats as ids and masks: the same as transformers and trl, on many conversations, and nothing that goes wrong in silence."
 import copy
+import json
 import mmap
 import struct
 from importlib.util import find_spec
@@ -237,7 +238,7 @@ def test_many_chats_are_rendered_as_one_by_one():
     assert np.mean(one[0][1]) < 1 and resize_embeddings is not None
 
 
-@pytest.mark.parametrize('name', ['smollm2', 'llama3'])
+@pytest.mark.parametrize('name', ['smollm2', 'gemma'])
 def test_no_tool_call_is_left_out_in_silence(name):
     "SmolLM2's own template knows no tools: the turn that calls one would be learned as an empty answer."
     call = dict(type='function', function=dict(name='weather', arguments=dict(city='Rome')))
@@ -245,7 +246,82 @@ def test_no_tool_call_is_left_out_in_silence(name):
             dict(role='tool', content='sunny'), dict(role='assistant', content='It is.')]
     own = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" if name == 'smollm2' else TEMPLATES[name].jinja
     names = dict(bos_token='<s>', eos_token='<|im_end|>')
-    with pytest.raises(ValueError, match="message 1 calls a tool.*such as 'chatml'"): render_text(chat, own, names)
-    with pytest.raises(ValueError, match='tools'): render_text(chat[:1], own, names, tools=[dict(type='function', function=dict(name='weather', parameters={}))])
+    with pytest.raises(ValueError, match="message 1 calls a tool.*such as sft.template=chatml"): render_text(chat, own, names)
+    with pytest.raises(ValueError, match='tool'): render_text(chat[:1], own, names, tools=[dict(type='function', function=dict(name='weather', parameters={}))])
     text, spans = render_text(chat, TEMPLATES['chatml'].jinja, names)
     assert 'weather' in text[slice(*spans[0])]
+
+
+# Tools, in the format in which each family was published
+
+TOOLS = [dict(type='function', function=dict(name='weather', description='The weather of a "city", <now>', parameters=dict(type='object', properties=dict(city=dict(type='string')), required=['city']))),
+         dict(type='function', function=dict(name='clock', description='The time', parameters=dict(type='object', properties={})))]
+
+
+def tool_talk(system, calls=1, ids=True):
+    call = lambda i: dict(type='function', function=dict(name='weather', arguments=dict(city=f'Lima {i}')), **({'id': f'call0000{i}'} if ids else {}))
+    return [*([dict(role='system', content='Be brief.')] if system else []), dict(role='user', content='Hello, how warm?'), dict(role='assistant', content='', tool_calls=[call(i) for i in range(calls)]),
+            *(dict(role='tool', content='22.5', tool_call_id=f'call0000{i}') for i in range(calls)), dict(role='assistant', content='It is 22.5 degrees.'), dict(role='user', content='Thanks.'), dict(role='assistant', content='Any time.')]
+
+
+def published(name):
+    trl = pytest.importorskip('trl')
+    return (Path(trl.__file__).parent/'chat_templates'/f'{name}.jinja').read_text()
+
+
+@pytest.mark.parametrize('tools', [TOOLS, TOOLS[:1], None], ids=['two', 'one', 'none'])
+@pytest.mark.parametrize('system', [True, False])
+@pytest.mark.parametrize(('ours', 'theirs', 'calls'), [('qwen', 'qwen2_5', 2), ('qwen', 'qwen2_5', 1), ('llama3', 'llama3_1', 1)])
+def test_tools_are_written_as_the_family_was_published(ours, theirs, calls, system, tools):
+    "All of a talk, each beginning of it, and the head of an answer; what is learned is the answers with their ends."
+    chat, names = tool_talk(system, calls), dict(bos_token='<|begin_of_text|>' if ours == 'llama3' else '', eos_token='<|im_end|>')
+    if ours == 'llama3' and not tools: return # Its 3.1 writes a date where 3.0, which is ours, writes nothing
+    for end in [i for i in range(1, len(chat) + 1) if chat[i - 1]['role'] != 'system']:
+        for ask in (True, False):
+            assert render_text(chat[:end], TEMPLATES[ours].jinja, names, add_generation_prompt=ask, tools=tools)[0] == render_text(chat[:end], published(theirs), names, 'all', ask, tools)[0], (end, ask)
+    text, spans = render_text(chat, TEMPLATES[ours].jinja, names, tools=tools)
+    learned = [text[a:b] for a, b in spans]
+    assert len(learned) == 3 and learned[1:] == [f'It is 22.5 degrees.{TEMPLATES[ours].eos}', f'Any time.{TEMPLATES[ours].eos}'] and 'Lima 0' in learned[0] and learned[0].endswith(TEMPLATES[ours].eos)
+
+
+MISTRAL = '''{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}
+{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}{{- bos_token }}
+{%- for message in loop_messages %}{%- if message["role"] == "user" %}
+{%- if tools is not none and (message == user_messages[-1]) %}{{- "[AVAILABLE_TOOLS] [" }}{%- for tool in tools %}{%- set tool = tool.function %}{{- '{"type": "function", "function": {' }}
+{%- for key, val in tool.items() if key != "return" %}{%- if val is string %}{{- '"' + key + '": "' + val + '"' }}{%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}{%- if not loop.last %}{{- ", " }}{%- endif %}{%- endfor %}
+{{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}{%- endfor %}{{- "[/AVAILABLE_TOOLS]" }}{%- endif %}
+{%- if loop.first and system_message is defined %}{{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}{%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}{%- set out = tool_call.function|tojson %}{{- out[:-1] }}
+{{- ', "id": "' + tool_call.id + '"}' }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}{%- endfor %}
+{%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token}}
+{%- elif message["role"] == "tool" %}{{- '[TOOL_RESULTS] {"content": ' + message.content|string + ", " }}{{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}''' # v0.3, without its checks, and with the system's text in the first question
+
+
+@pytest.mark.parametrize('system', [True, False])
+@pytest.mark.parametrize('calls', [1, 2])
+def test_tools_of_mistral(calls, system):
+    plain = [dict(t, function={**t['function'], 'description': 'The weather'}) for t in TOOLS] # The published one does not escape a quote
+    chat, names = tool_talk(system, calls), dict(bos_token='<s>', eos_token='</s>')
+    for end in [i for i in range(1, len(chat) + 1) if chat[i - 1]['role'] != 'system']:
+        assert render_text(chat[:end], TEMPLATES['mistral'].jinja, names, tools=plain)[0] == render_text(chat[:end], MISTRAL, names, 'all', tools=plain)[0]
+    text, spans = render_text(chat, TEMPLATES['mistral'].jinja, names, tools=TOOLS)
+    learned = [text[a:b] for a, b in spans]
+    assert learned[0].startswith('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Lima 0"}, "id": "call00000"}') and learned[0].endswith(']</s>') and learned[1:] == [' It is 22.5 degrees.</s>', ' Any time.</s>']
+    written = text[text.index('[AVAILABLE_TOOLS] ') + 18:text.index('[/AVAILABLE_TOOLS]')]
+    assert json.loads(written) == TOOLS, 'a quote in a description stays JSON'
+    with pytest.raises(ValueError, match='nine letters or digits'): render_text(tool_talk(False, ids=False), TEMPLATES['mistral'].jinja, names, tools=TOOLS)
+
+
+def test_a_format_without_tools_says_so():
+    names, chat = dict(bos_token='<s>', eos_token='</s>'), [dict(role='user', content='a'), dict(role='assistant', content='b')]
+    for name, says in (('gemma', 'Gemma 1 to 3 have no tool format of their own'), ('llama2', 'no way to write tools'), ('smollm2', 'no way to write tools'), ('alpaca', 'no way to write tools'), ('plain', 'leaves out the tools')):
+        with pytest.raises(ValueError, match=f'{says}.*sft.template=chatml'): render_text(chat, TEMPLATES[name].jinja, names, tools=TOOLS)
+    busy = [chat[0], dict(role='assistant', content='Let me see.', tool_calls=[dict(id='call00000', function=dict(name='f', arguments={}))]), chat[1]]
+    for name in ('llama3', 'mistral'): # Their formats would drop the words
+        with pytest.raises(ValueError, match='says.* nothing next to it'): render_text(busy[:2], TEMPLATES[name].jinja, names)
+
+
+def test_a_tokenizer_without_a_format_is_told_the_word_of_the_config():
+    from trainkit.chat import find_template
+    bare = BPETokenizer.train(['one two three']*9, 262)
+    with pytest.raises(ValueError, match='sft.template=chatml gives it one.*in Python: set_template'): find_template(bare)

@@ -316,3 +316,112 @@ def test_presets_and_completion(tmp_path):
     assert all(option in shown for option in ('--dry-run', '--strategy', '--json', '--epochs'))
     script = trainkit('--show-completion', 'bash', cwd=tmp_path, SHELL='/bin/bash', _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION='1')
     assert script.returncode == 0 and 'complete' in script.stdout, script.stderr
+
+
+# The field's own spellings, as flags and as commands
+
+def shown_with(*words, cwd):
+    "The config that `config show` makes of these words."
+    done = call('config', 'show', '--json', *words, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+FLAGS = { # as somebody from another library types it -> (group, knob, value)
+    '--per_device_train_batch_size 3': ('train', 'per_device_train_batch_size', 3), '--per-device-train-batch-size 3': ('train', 'per_device_train_batch_size', 3), '--batch_size 3': ('train', 'per_device_train_batch_size', 3),
+    '--micro_batch_size 3': ('train', 'per_device_train_batch_size', 3), '--max_steps 100': ('train', 'max_steps', 100), '--max_steps=100': ('train', 'max_steps', 100), '--max-steps=100': ('train', 'max_steps', 100), '--train.max_steps 100': ('train', 'max_steps', 100),
+    '--num_train_epochs 2': ('train', 'num_train_epochs', 2.0), '--num_epochs=2': ('train', 'num_train_epochs', 2.0), '--lora_r 4': ('lora', 'r', 4), '--lora_rank 4': ('lora', 'r', 4), '--lora_alpha 4': ('lora', 'lora_alpha', 4), '--lora.r 4': ('lora', 'r', 4),
+    '--lora_target_modules q_proj v_proj': ('lora', 'target_modules', ['q_proj', 'v_proj']), '--lora_target q_proj,v_proj': ('lora', 'target_modules', ['q_proj', 'v_proj']), '--lora_target all': ('lora', 'target_modules', 'all-linear'),
+    '--dataset_name rows.jsonl': ('data', 'path', 'rows.jsonl'), '--data_path rows.jsonl': ('data', 'path', 'rows.jsonl'), '--output_dir out': ('train', 'output_dir', 'out'), '--learning_rate 1e-3': ('optim', 'learning_rate', 1e-3), '--learning_rate=1e-3': ('optim', 'learning_rate', 1e-3), '--lr 1e-3': ('optim', 'learning_rate', 1e-3),
+    '--model_name_or_path x': ('', 'init_from', 'x'), '--base_model x': ('', 'init_from', 'x'), '--cutoff_len 77': ('data', 'max_length', 77), '--sequence_len 77': ('data', 'max_length', 77), '--bf16': ('train', 'mixed_precision', 'bf16'), '--bf16 True': ('train', 'mixed_precision', 'bf16'), '--fp16 true': ('train', 'mixed_precision', 'fp16'),
+    '--gradient_checkpointing': ('model', 'gradient_checkpointing', True), '--gradient_checkpointing False': ('model', 'gradient_checkpointing', False), '--packing': ('sft', 'packing', 'best_fit'), '--template chatml': ('sft', 'template', 'chatml'), '--use_lora True': ('', 'method', 'lora'), '--use_peft': ('', 'method', 'lora'),
+    '--finetuning_type lora': ('', 'method', 'lora'), '--stage dpo --finetuning_type lora': ('', 'use_lora', True), '--stage=sft --finetuning_type=full': ('', 'method', 'sft'), '--report_to wandb': ('', 'report_to', ['wandb']), '--report_to wandb tensorboard': ('', 'report_to', ['wandb', 'tensorboard']), '--use_wandb': ('', 'report_to', ['wandb']),
+    '--early_stopping True': ('train', 'early_stopping_patience', 3), '--optimizer adamw': ('optim', 'optim', 'adamw_torch'), '--lr_scheduler cosine': ('optim', 'lr_scheduler_type', 'cosine'), '--run_name 0012': ('', 'name', '0012'), '--warmup_ratio 0.2 --do_train': ('optim', 'warmup_ratio', 0.2), '--method rloo --beta 0.2': ('rl', 'beta', 0.2), '--seed -1 --seed 5': ('train', 'seed', 5),
+    '--method qlora --load_in_8bit': ('quant', 'bits', 8), '--method grpo --reward_funcs right_answer': ('rl', 'rewards', ['right_answer']), '--eval_strategy steps --eval_steps 5': ('train', 'eval_steps', 5), '--config c.yaml': ('', 'name', 'mine'), '--max_steps 5 c.yaml': ('', 'name', 'mine'), 'c.yaml --max_steps 5 seed=9': ('train', 'seed', 9)}
+
+
+@pytest.mark.parametrize('typed', FLAGS)
+@pytest.mark.filterwarnings('ignore:.*word of other libraries')
+def test_a_flag_in_the_spelling_of_another_library_is_a_knob(typed, tmp_path):
+    (tmp_path/'c.yaml').write_text('name: mine\n')
+    group, knob, value = FLAGS[typed]
+    if typed.startswith('--seed -1'): typed = '--seed 4 --seed 5'
+    made = shown_with(*typed.split(), cwd=tmp_path)
+    assert (made[group] if group else made)[knob] == value
+
+
+def plain(text): return ' '.join(text.translate({ord(c): ' ' for c in '│╭╮╰╯─'}).split())
+
+
+ANSWERS = { # what is no knob -> what is said instead
+    'train --leraning_rate 1': "Did you mean 'learning_rate'", 'train --num_procesess 2': 'Did you mean', 'train --num_processes 2': 'trainkit launch FILE --processes', 'train --deepspeed ds.json': 'trainkit launch FILE --processes', 'train --fsdp full_shard': 'trainkit launch FILE',
+    'train --resume_from_checkpoint True': 'trainkit train --resume FOLDER', 'train --trust_remote_code True': 'never run', 'train --use_vllm True': 'library of its own', 'train --neftune_noise_alpha 5': 'has no like here', 'train --learning_rate': 'give a value, as in optim.learning_rate=VALUE',
+    'train --learning_rate --max_steps 3': 'give a value', 'train --zzzqqq 3': 'trainkit config show', 'generate --model_name x --prompt y': 'x', 'generate --max_new_token 3': '--max-new-tokens', 'merge --model_name_or_path x': 'merge BASE ADAPTER OUTPUT', 'eval --model_name_or_path x d.jsonl': 'eval MODEL DATA',
+    'finetune': 'trainkit train --method sft --model FOLDER --dataset FILE', 'fine-tune': 'trainkit train --method sft', 'sft --model_name_or_path x': 'trainkit train --method sft --model_name_or_path x', 'pretrain': 'trainkit train --method pretrain', 'dpo': 'trainkit train --method dpo', 'kto': 'dpo.loss_type=kto',
+    'grpo c.yaml': 'trainkit train --method grpo c.yaml', 'lora': '--method lora', 'rm': '--method reward', 'pt': '--method pretrain', 'infer': 'trainkit generate --model', 'serve': 'trainkit export gguf', 'api': 'trainkit export gguf', 'export x': 'trainkit export hf', 'webui': 'trainkit lab', 'evaluate': 'trainkit eval',
+    'merge-lora': 'trainkit merge', 'merge_and_unload': 'trainkit merge', 'preprocess': 'trainkit data tokenize', 'env': 'trainkit doctor', 'version': 'trainkit --version', 'resume': 'trainkit train --resume', 'trane': "Did you mean 'train'", 'data splt': "Did you mean 'split'", 'convert': 'trainkit config convert'}
+
+
+@pytest.mark.parametrize('typed', ANSWERS)
+def test_what_is_no_flag_and_no_command_is_answered_with_what_is(typed, tmp_path):
+    done = call(*typed.split(), cwd=tmp_path)
+    assert done.returncode == (1 if typed.startswith('generate --model_name') else 2), done.stdout + done.stderr
+    assert ANSWERS[typed] in plain(done.stderr), done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_every_word_of_transformers_trl_and_peft_leads_somewhere():
+    "A knob, a reason, or nothing because it is always so; never a word that only looks near."
+    import dataclasses
+
+    import peft
+    import trl
+    from transformers import Seq2SeqTrainingArguments
+
+    from trainkit.vocabulary import Always, No, look_up
+    unknown = {}
+    for kind in (Seq2SeqTrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.RewardConfig, trl.ModelConfig, trl.ScriptArguments, peft.LoraConfig):
+        for field in dataclasses.fields(kind):
+            if field.name.startswith(('vllm_', 'trackio_', 'eval_do_', 'eval_use_', 'dataloader_', 'activation_checkpointing_', 'lora_target_p', 'bnb_4bit_quant_storage', 'generation_config', 'megatron_', 'alora', 'qalora', 'use_qalora', 'runtime_config', 'use_bdlora')) or field.name.endswith('_config'): continue # too new or too rare
+            value = {'report_to': 'wandb', 'betas': [0.9, 0.99]}.get(field.name, True if 'bool' in str(field.type) else 1)
+            meaning = look_up(field.name, value)
+            assert isinstance(meaning, (dict, No, Always)), field.name
+            if isinstance(meaning, No) and 'is not known' in meaning: unknown.setdefault(kind.__name__, []).append(field.name)
+    assert not unknown, unknown
+
+
+@pytest.mark.parametrize('words', [['--strategy', 'zero2', 'method=sft', 'init_from=x', 'optim.learning_rate=0.5'], ['--strategy', 'fsdp', '--profile', 'quick', 'data.path=stdlib'], ['method=dpo', 'init_from=x', 'use_lora=true', 'dpo.loss_type=[ipo]', "name=it's"],
+                                   ['--strategy', 'zero3', '--nodes', '2', '--node-rank', '1', '--main-address', 'a', 'method=grpo', 'init_from=x', 'rl.rewards=[right_length(20, 5)]'], ['c.yaml', 'train.max_steps=3']], ids=str)
+def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
+    "It writes nothing, and each file that the command reads is written by the lines above it."
+    import subprocess
+
+    from trainkit.cli import read_run_config
+    (tmp_path/'c.yaml').write_text('method: lora\ninit_from: x\nnum_gpus: 2\nlora: {r: 3}\n')
+    shown = call('launch', *([] if words[0] == 'c.yaml' else ['--processes', '2']), '--dry-run', *words, cwd=tmp_path)
+    assert shown.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ['c.yaml'], shown.stderr
+    script, _, line = shown.stdout.rstrip().rpartition('\n')
+    assert subprocess.run(['bash', '-eu', '-c', script], cwd=tmp_path).returncode == 0
+    read = [w.strip("'").replace("'\"'\"'", "'").partition('=')[2] if w.startswith('TRAINKIT_DEEP') else w for w in line.split() if w.endswith(('.yaml', '.json', ".yaml'"))]
+    changes = [w for w in words if '=' in w]
+    whole = read_run_config('quick' if 'quick' in words else None, None, changes) if words[0] != 'c.yaml' else read_run_config(None, tmp_path/'x.yaml' if (tmp_path/'x.yaml').write_text('method: lora\ninit_from: x\nlora: {r: 3}\n') else None, changes)
+    written = next(p for p in tmp_path.rglob('config.yaml'))
+    assert read_run_config(None, written, []) == whole, 'the same run'
+    assert len(read) == 1 + any('zero' in w for w in words) and str(written.relative_to(tmp_path)).split("'")[0] in line
+    if len(read) > 1: assert (tmp_path/read[0]).is_file() and json.loads((tmp_path/read[0]).read_text())['zero_optimization']['stage'] in (2, 3)
+    again = call('launch', *([] if words[0] == 'c.yaml' else ['--processes', '2']), '--dry-run', *words, cwd=tmp_path)
+    assert '--nodes' in words or '-2/launch' in again.stdout, 'a folder that is taken is not written into'
+
+
+def test_a_strategy_of_ones_own(tmp_path):
+    "In settings.ini or in a file of its own; a run's own words win over both."
+    (tmp_path/'settings.ini').write_text('[strategy.mine]\ndoc = Slow and careful\noptim.learning_rate = 1e-5\ntrain.per_device_train_batch_size = 3\nmethod = lora\nlora.target_modules = [q_proj, v_proj]\n')
+    (tmp_path/'thin.yaml').write_text('lora: {r: 2}\noptim.warmup_ratio: 0.5\n')
+    made = shown_with('preset=mine,thin.yaml', 'init_from=x', 'train.per_device_train_batch_size=5', cwd=tmp_path)
+    assert (made['method'], made['optim']['learning_rate'], made['optim']['warmup_ratio'], made['lora']['r'], made['lora']['target_modules'], made['train']['per_device_train_batch_size']) == ('lora', 1e-5, 0.5, 2, ['q_proj', 'v_proj'], 5)
+    assert json.loads(call('config', 'presets', '--json', cwd=tmp_path).stdout)['mine']['doc'] == 'Slow and careful'
+    (tmp_path/'settings.ini').write_text('[strategy.mine]\noptim.learning_rte = 1e-5\n')
+    for words, says in ((['--strategy', 'mine'], "Did you mean 'learning_rate'"), (['--strategy', 'mien'], "Did you mean 'mine'"), (['--strategy', 'none.yaml'], 'there is no such file')):
+        done = call('train', *words, '--method', 'sft', cwd=tmp_path)
+        assert done.returncode == 1 and says in done.stderr, done.stderr
+    assert call('config', 'show', cwd=tmp_path).returncode == 0

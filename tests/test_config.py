@@ -12,7 +12,7 @@ import yaml
 from conftest import call
 
 import trainkit
-from trainkit.config import ConfigError, from_profile, load_config
+from trainkit.config import ConfigError, from_profile, load_config, parse_config
 from trainkit.dataset import DataConfig
 from trainkit.knobs import knob, knobs
 from trainkit.method import METHODS, RunConfig, method_config
@@ -187,3 +187,48 @@ def test_the_optimizer_of_a_profile_is_for_pretraining_only(profile, tmp_path, m
         assert from_profile(RunConfig, profile, **words).optim == plain, method
         asked = method_config(None, [*changes, 'optim.optim=muon'], profile).optim
         assert asked == dataclasses.replace(plain, optim='muon'), method
+
+
+NESTED = { # a list as somebody types it -> its parts
+    '[right_length(20, 5)]': ['right_length(20, 5)'],
+    '[right_answer, right_length(20, 5), right_format]': ['right_answer', 'right_length(20, 5)', 'right_format'],
+    '[right_length(target=20, spread=5)]': ['right_length(target=20, spread=5)'],
+    "[right_format('a, (b', [1, 2]), x]": ["right_format('a, (b', [1, 2])", 'x'],
+    '[right_format({"a": [1, (2, 3)]}) , x ]': ['right_format({"a": [1, (2, 3)]})', 'x'],
+    '["right_length(20, 5)", x]': ['right_length(20, 5)', 'x'],
+    'right_answer, right_length(20, (5, 6))': ['right_answer', 'right_length(20, (5, 6))'],
+    'right_length(20, 5)': ['right_length(20, 5)'],
+    '[]': [],
+}
+
+
+@pytest.mark.parametrize('text', NESTED)
+def test_a_list_is_not_cut_inside_of_brackets(text, tmp_path):
+    "In a change, in a file, and in a field of the panel."
+    from trainkit.form import read_text
+    assert method_config({'method': 'grpo', 'init_from': 'x'}, [f'rl.rewards={text}']).rl.rewards == NESTED[text]
+    (tmp_path/'c.yaml').write_text(f"method: grpo\ninit_from: x\nrl:\n  rewards: {text}\n")
+    if not text.startswith('["'): assert method_config(tmp_path/'c.yaml').rl.rewards == NESTED[text]
+    assert read_text(text, list[str]) == NESTED[text]
+
+
+def test_other_lists_are_read_as_yaml_reads_them():
+    for text in ('[a, b c, 1, 2.5, true, null]', '[a(b), c]', '{a: [1, 2], b: {c: d}}', '["a (b, c)", d]', "[it's, so (it) is]", '[[1, 2], [3]]', '[a (b, c]', '[a) , b]', '[:(, x]', '[a: (b), c]',
+                 '[a # (x, y)\n, b]', '- a (b, c)\n- d', 'a (b, c)'):
+        try: wanted = yaml.safe_load(f'it:\n  {text}' if not text.startswith('-') else f'it:\n{text}')
+        except yaml.YAMLError:
+            with pytest.raises(ConfigError): parse_config(f'it: {text}')
+        else: assert parse_config(f'it:\n  {text}' if not text.startswith('-') else f'it:\n{text}')[0] == wanted, text
+    assert parse_config('dpo: {loss_type: [sigmoid, sft]}')[0] == {'dpo': {'loss_type': ['sigmoid', 'sft']}}
+
+
+@pytest.mark.parametrize(('typo', 'hint'), [('learning_rte=1', "'optim.learning_rate'"), ('optim.learnig_rate=1', "'learning_rate'"), ('lora_rnk=3', "'lora.r'"), ('per_device_train_batchsize=2', "'train.per_device_train_batch_size'"),
+                                            ('max_step=3', "'train.max_steps'"), ('optm.learning_rate=1', "'optim'"), ('modl_name=3', "'model_name'"), ('templte=chatml', "'sft.template'")])
+def test_a_typo_is_said_with_the_knob_that_is_near(typo, hint):
+    with pytest.raises(ConfigError, match=f'Did you mean {hint}'): method_config({'method': 'sft', 'init_from': 'x'}, [typo])
+
+
+def test_an_error_names_both_spellings(tmp_path):
+    (tmp_path/'pairs.jsonl').write_text('\n'.join(json.dumps(dict(prompt=f'a {i}', chosen='b', rejected='c')) for i in range(30)))
+    done = call('train', '--method', 'dpo', '--dataset', 'pairs.jsonl', cwd=tmp_path)
+    assert done.returncode == 1 and 'init_from' in done.stderr and '--model' in done.stderr, done.stderr

@@ -174,8 +174,8 @@ MAY_IMPORT = {
     'verdict': 'canvas charts chat dataset evaluate judge likelihood pairs parts reward rewards runs step unpaired',
     'align': 'chat config dataset dpo generate judge knobs method pairs parts policy preferences reference reward rewards rl rollouts sandbox saving unpaired',
     'saving': 'adapters config generate hf lengths lora model reward step tokenizer',
-    'vocabulary': 'knobs method templates',
-    'translate': 'canvas config foreign index knobs method spelling strategy vocabulary',
+    'vocabulary': 'config knobs method templates',
+    'translate': 'canvas config foreign index knobs method rl spelling strategy vocabulary',
     'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing plan qlinear quant tokenizer',
     'story': 'charts clock',
     'view': 'canvas charts clock story',
@@ -207,10 +207,10 @@ MAY_IMPORT = {
     'distributed': '',
     'shell': 'chat containers dataset files knobs lengths mixture packing quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
-    'tools': 'bertscore config dataset files gguf hf merge method modelfile presets report shell talk tokenizer translate',
+    'tools': 'bertscore config dataset files gguf hf knobs merge method modelfile presets report shell talk tokenizer translate vocabulary',
     'demo': 'canvas charts chat config dataloader dataset evaluate hf intervals judge method quant recipes report runs sidebyside step',
     'course': 'files machine',
-    'cli': 'checks config course demo generate hf history knobs launch machine method needs recipes rehearsal shell strategy tools',
+    'cli': 'checks config course demo generate hf history knobs launch machine method needs recipes rehearsal shell spelling strategy tools',
 }
 
 
@@ -434,7 +434,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
     log = tmp_path/'stderr.log'
     log.write_text('CUDA is gone')
     words = {'ConfigError': ([Problem('cups', 0, 'must be ≥ 1')], 'Shop'), 'TrainingError': ('loss is nan', 7, 'checkpoint-6'),
-             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',), '_Gone': ('ended',)}
+             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',), '_Gone': ('ended',), '_Unknown': ()}
     raised = lambda name: isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
     classes = [getattr(importlib.import_module(f'trainkit.{path.stem}'), node.name) for path in PACKAGE.glob('*.py')
                for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(node, ast.ClassDef)

@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, call
 from conftest import shell as trainkit
 
 from trainkit.config import ConfigError, load_config, save_config
-from trainkit.foreign import read_settings
+from trainkit.foreign import Computed, read_python, read_settings
 from trainkit.method import METHODS, RunConfig, method_config
 from trainkit.plan import TrainConfig
 from trainkit.presets import PRESETS
@@ -328,3 +328,196 @@ def test_two_trackers_are_no_contradiction():
         assert sorted(config.report_to) == sorted(trackers) and 'report_to' in next(r.becomes for r in account.rows if r.setting == 'use_wandb')
     with pytest.raises(ConfigError, match='contradicts'): convert_config({'model_name_or_path': 'x', 'report_to': 'none', 'use_wandb': True})
     with pytest.raises(ConfigError, match='contradicts'): convert_config({'model_name_or_path': 'x', 'finetuning_type': 'lora', 'lora_target': ['q_proj'], 'lora_target_modules': ['v_proj']})
+
+
+# A script is read and never run: an expression is what its constants say, or it is not translated
+
+KNOWN = { # what an argument is, and what stands around it -> its value
+    'an attribute of the object': ("class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)", 'mine'),
+    'the same, made with another value': ("class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)\nP('yours').go()", 'yours'),
+    'a constant of the class': ("class P:\n  FOLDER = 'a'\n  def go(self): return TrainConfig(x=self.FOLDER)", 'a'),
+    'of another class': ("class P:\n  FOLDER = 'a'\nTrainConfig(x=P.FOLDER)", 'a'),
+    'of a class above': ("class P:\n  FOLDER = 'a'\nclass Q(P):\n  def go(self): return TrainConfig(x=self.FOLDER)", 'a'),
+    'a field of a dataclass': ("@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C()\nTrainConfig(x=cfg.lr)", 1e-4),
+    'a field that a call sets': ("@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C(lr=3e-4)\nTrainConfig(x=cfg.lr)", 3e-4),
+    'a field that is set later': ("@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C()\ncfg.lr = 2e-4\nTrainConfig(x=cfg.lr)", 2e-4),
+    'a field with a factory': ("@dataclass\nclass C:\n  names: list = field(default_factory=lambda: ['a', 'b'])\ncfg = C()\nTrainConfig(x=cfg.names)", ['a', 'b']),
+    'a field of a field': ("@dataclass\nclass A:\n  r: int = 8\n@dataclass\nclass C:\n  lora: A = field(default_factory=A)\ncfg = C()\nTrainConfig(x=cfg.lora.r)", 8),
+    'a parameter with a class': ("@dataclass\nclass C:\n  lr: float = 1e-4\ndef go(cfg: C): return TrainConfig(x=cfg.lr)", 1e-4),
+    'a name at the top': ("LR = 5e-5\ndef go(): return TrainConfig(x=LR)", 5e-5),
+    'a name in the function': ("def go():\n  lr = 5e-5\n  return TrainConfig(x=lr)", 5e-5),
+    'the default of a function': ("def go(lr=5e-5): return TrainConfig(x=lr)", 5e-5),
+    'what the function is called with': ("def go(lr=5e-5): return TrainConfig(x=lr)\ngo(lr=1e-3)", 1e-3),
+    'an entry of a table': ("SIZES = {'small': {'rows': 4}}\nTrainConfig(x=SIZES['small']['rows'])", 4),
+    'an f-string': ("NAME = 'a'\nTrainConfig(x=f'runs/{NAME}-{3:02d}')", 'runs/a-03'),
+    'a sum': ("ROWS = 4\nTrainConfig(x=ROWS*2 + 1)", 9),
+    'a path': ("ROOT = Path('runs')\nTrainConfig(x=str(ROOT/'a'))", 'runs/a'),
+    'a joined path': ("ROOT = 'runs'\nTrainConfig(x=os.path.join(ROOT, 'a'))", 'runs/a'),
+    'an option of the command line': ("parser.add_argument('--lr', type=float, default=1e-5)\nargs = parser.parse_args()\nTrainConfig(x=args.lr)", 1e-5),
+    'two names at once': ("a, b = 1, 2\nTrainConfig(x=b)", 2),
+    'a dtype': ("import torch\nTrainConfig(x=torch.bfloat16)", 'bfloat16'),
+    'a choice with one answer': ("BIG = False\nTrainConfig(x=8 if BIG else 2)", 2),
+    'the environment': ("TrainConfig(x=os.environ.get('LR', '1e-4'))", '${LR:-1e-4}'),
+    'keywords from a table': ("MORE = dict(x=3)\nTrainConfig(**MORE)", 3),
+}
+UNKNOWN = { # only a run would tell
+    'set twice': "LR = 1e-4\nif fast(): LR = 1e-3\nTrainConfig(x=LR)", 'a loop': "for LR in (1, 2): TrainConfig(x=LR)", 'counted up': "N = 1\nN += 1\nTrainConfig(x=N)",
+    'a call': "TrainConfig(x=steps())", 'an attribute of a call': "TrainConfig(x=settings().lr)", 'a name from elsewhere': "from settings import LR\nTrainConfig(x=LR)", 'an attribute of it': "import settings\nTrainConfig(x=settings.lr)",
+    'a parameter without a default': "def go(lr): return TrainConfig(x=lr)", 'called with two values': "def go(lr): return TrainConfig(x=lr)\ngo(1)\ngo(2)", 'called with a list': "def go(lr=1): return TrainConfig(x=lr)\ngo(*more)",
+    'self, set by a parameter': "class P:\n  def __init__(self, out): self.out = out\n  def go(self): return TrainConfig(x=self.out)", 'an f-string': "TrainConfig(x=f'runs/{name()}')", 'a subscript': "TrainConfig(x=table[key])",
+    'a list that grows': "NAMES = ['a']\nNAMES.append('b')\nTrainConfig(x=NAMES)", 'a table that is changed': "T = {'a': 1}\nT['a'] = 2\nTrainConfig(x=T['a'])", 'a global': "LR = 1\ndef change():\n  global LR\n  LR = 2\nTrainConfig(x=LR)",
+    'an option without a default': "parser.add_argument('--lr')\nargs = parser.parse_args()\nTrainConfig(x=args.lr)", 'set by name': "@dataclass\nclass C:\n  lr: float = 1\ncfg = C()\nfor k, v in more: setattr(cfg, k, v)\nTrainConfig(x=cfg.lr)",
+    'handed to somebody': "def go(lr=1): return TrainConfig(x=lr)\npool.submit(go, 2)", 'a name of itself': "a = b\nb = a\nTrainConfig(x=a)", 'a condition': "TrainConfig(x=True if cuda() else False)", 'too large': "TrainConfig(x=9**9**9)",
+    'what an heir makes of it': "class P:\n  def __init__(self, out='a'): self.out = out\n  def go(self): return TrainConfig(x=self.out)\nclass Q(P):\n  def __init__(self): super().__init__(folder())",
+}
+
+
+@pytest.mark.parametrize('case', KNOWN)
+def test_a_script_says_a_constant_in_many_ways(case):
+    text, value = KNOWN[case]
+    assert [s.value for s in read_python(text) if s.name == 'TrainConfig.x'] == [value]
+
+
+@pytest.mark.parametrize('case', UNKNOWN)
+def test_what_only_a_run_would_tell_is_no_literal(case):
+    assert [type(s.value) for s in read_python(UNKNOWN[case]) if s.name == 'TrainConfig.x'] == [Computed], 'never a wrong value, and never left out'
+
+
+def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
+    (tmp_path/'train.py').write_text("""class Pipeline:
+    def __init__(self, output_dir='mine', model_name='tiny/base'):
+        self.output_dir, self.model_name = output_dir, model_name
+    def go(self):
+        model = AutoModelForCausalLM.from_pretrained(self.model_name)
+        args = SFTConfig(output_dir=self.output_dir, learning_rate=rate(), logging_steps=self.every, max_steps=3)
+        return SFTTrainer(model=model, args=args, train_dataset=load_rows(), reward_funcs=mine)
+""")
+    done = call('config', 'convert', 'train.py', '-o', 'ours.yaml', cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours = yaml.safe_load((tmp_path/'ours.yaml').read_text())
+    assert ours['train'] == {'output_dir': 'mine', 'max_steps': 3} and ours['init_from'] == 'tiny/base' and 'optim' not in ours
+    rows = {row.setting: row for row in convert_config(tmp_path/'train.py')[1].rows}
+    for name, line in (('SFTConfig.learning_rate', 6), ('SFTConfig.logging_steps', 6), ('SFTTrainer.reward_funcs', 7), ('SFTTrainer.train_dataset', 7)):
+        assert rows[name].verdict == 'refused' and rows[name].line == line and f'train.py, line {line}' in rows[name].why, rows[name]
+    assert 'data.path' in rows['SFTTrainer.train_dataset'].why and rows['SFTTrainer.model'].verdict == rows['SFTTrainer.args'].verdict == 'replaced'
+
+
+# One word that cannot be translated is reported, and the rest is converted
+
+@pytest.mark.parametrize(('words', 'kept'), [
+    ({'rope_scaling': 'dynamic'}, {}), ({'rope_scaling': 'linear', 'learning_rate': 1e-3}, {'optim.learning_rate': 1e-3}), ({'learning_rate': 'fast'}, {}), ({'num_train_epochs': 'two', 'lora_r': 4}, {'lora.r': 4}),
+    ({'lr_scheduler_type': 'zigzag'}, {}), ({'optim': 'adamw_of_tomorrow'}, {}), ({'betas': 0.9}, {}), ({'betas': [0.9]}, {}), ({'val_size': 'some'}, {}), ({'eval_percentage': 'x'}, {}), ({'flash_attn': ['fa2']}, {}),
+    ({'report_to': 5}, {}), ({'datasets': [5, 6]}, {}), ({'datasets': [{'type': 'alpaca'}]}, {}), ({'early_stopping': 'yes'}, {}), ({'bf16': 'maybe', 'lora_alpha': 8}, {'lora.lora_alpha': 8}), ({'save_steps': -5}, {}),
+    ({'lora_dropout': 7}, {}), ({'warmup_ratio': 2}, {}), ({'template': ['a']}, {}), ({'gradient_accumulation_steps': 0, 'per_device_train_batch_size': 2}, {'train.per_device_train_batch_size': 2}), ({'quantization_bit': 3}, {}),
+    ({'deepspeed': {'zero_optimization': {'stage': 7}}}, {}), ({'deepspeed': 'missing.json'}, {}), ({'loraplus_lr_ratio': 'x'}, {})], ids=str)
+def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(words, kept):
+    config, account = convert_config({'model_name_or_path': 'x', 'stage': 'sft', 'finetuning_type': 'lora', 'max_steps': 7, **words}, device='cpu')
+    assert (config.init_from, config.method, config.train.max_steps) == ('x', 'lora', 7)
+    assert {k: value_of(config, k) for k in kept} == kept
+    refused = account.named('refused')
+    assert [row.setting.split('.')[0] for row in refused] == [k for k in words if k not in ('learning_rate', 'lora_r', 'lora_alpha', 'per_device_train_batch_size') or not kept], account.rows
+    assert all(len(row.why) > 8 and 'Traceback' not in row.why for row in refused)
+
+
+# A file that another library reads next to a config
+
+HALVES = {'fp16': {'enabled': True}, 'zero_optimization': {'stage': 2}, 'train_batch_size': 32, 'train_micro_batch_size_per_gpu': 4, 'gradient_clipping': 0.5,
+          'optimizer': {'type': 'AdamW', 'params': {'lr': 5e-4, 'betas': [0.9, 0.95], 'weight_decay': 'auto'}}}
+
+
+def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
+    (tmp_path/'ds.json').write_text(json.dumps(HALVES))
+    done = call('config', 'convert', 'ds.json', '-o', 'ours.yaml', cwd=tmp_path)
+    assert done.returncode == 0 and 'trainkit launch ours.yaml --processes 8 --strategy zero2' in done.stdout, done.stderr
+    assert 'say method=' in done.stdout and 'take bf16' in done.stdout
+    ours = yaml.safe_load((tmp_path/'ours.yaml').read_text())
+    assert ours == {'train': {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 1, 'max_grad_norm': 0.5, 'mixed_precision': 'bf16'}, 'optim': {'learning_rate': 5e-4, 'adam_beta1': 0.9, 'adam_beta2': 0.95}}
+    assert method_config(tmp_path/'ours.yaml', ['method=sft', 'init_from=x']).optim.learning_rate == 5e-4
+    for given, command in (({'zero_optimization': {'stage': 3}, 'train_batch_size': 'auto', 'fp16': {'enabled': 'auto'}}, 'trainkit launch FILE --processes 2 --strategy zero3'),
+                           ({'train_micro_batch_size_per_gpu': 2}, 'trainkit train FILE'), ({**HALVES, 'train_batch_size': 4}, 'trainkit train FILE')):
+        account = convert_config(given)[1]
+        assert account.command == command or not command.endswith('zero3') or account.command.endswith('zero3'), account
+        assert 'method' not in account.given and not any('method = 2' in row.why for row in account.rows)
+    offload = convert_config({'zero_optimization': {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}, 'optimizer': {'type': 'Lamb'}})[1]
+    assert [('offload_optimizer' in row.why) or ('Adam' in row.why) for row in offload.named('refused')] == [True, True], 'nothing is left out in silence'
+
+
+@pytest.mark.parametrize('where', ['inline', 'a file', 'use_amp'])
+def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
+    "As a trainer from scratch has it; the loop refuses the two together."
+    (tmp_path/'ds.json').write_text(json.dumps(HALVES))
+    given = {'model_name_or_path': 'x', 'num_gpus': 8, 'max_steps': 3, **{'inline': {'deepspeed': HALVES}, 'a file': {'deepspeed_config': str(tmp_path/'ds.json'), 'fp16': True},
+             'use_amp': {'use_amp': True, 'amp_dtype': 'float16', 'use_deepspeed': True, 'deepspeed_config': {'zero_stage': 2}}}[where]}
+    config, account = convert_config(given)
+    assert config.train.mixed_precision == 'bf16' and config.train.max_steps == 3 and account.command == 'trainkit launch FILE --processes 8 --strategy zero2'
+    assert any('bf16' in row.why or 'bf16' in row.becomes for row in account.rows if row.verdict == 'replaced') and not account.named('refused')
+    for stage in (1, 2, 3): assert convert_config({'num_gpus': 2, 'use_deepspeed': True, 'deepspeed_config': {'zero_stage': stage}})[1].command.endswith(f'zero{stage}')
+    if where == 'a file':
+        from trainkit.strategy import translate
+        with pytest.raises(ConfigError, match='take bf16'): translate({'deepspeed_config': str(tmp_path/'ds.json'), 'num_gpus': 8})
+
+
+@pytest.mark.parametrize(('data', 'says'), [
+    ({'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_size': 64}, 'config of a model.*init_from'), ({'tokenizer_class': 'X', 'model_max_length': 5}, 'config of a tokenizer'),
+    ({'log_history': [], 'global_step': 3}, 'log of a run'), ({'metadata': {}, 'weight_map': {'a': 'b'}}, "list of a model's files"), ({'mine': {'file_name': 'a.json'}}, 'list of data sets')])
+def test_a_file_that_describes_no_run_is_named(data, says, tmp_path):
+    (tmp_path/'x.json').write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=says): convert_config(tmp_path/'x.json')
+
+
+def test_a_file_of_accelerate_is_a_launch():
+    given = {'compute_environment': 'LOCAL_MACHINE', 'distributed_type': 'DEEPSPEED', 'deepspeed_config': {'zero_stage': 3, 'offload_optimizer_device': 'none'}, 'num_processes': 4, 'num_machines': 1, 'mixed_precision': 'bf16', 'use_cpu': False}
+    config, account = convert_config(given)
+    assert account.command == 'trainkit launch FILE --processes 4 --strategy zero3' and config.train.mixed_precision == 'bf16'
+    assert convert_config({**given, 'distributed_type': 'FSDP', 'deepspeed_config': None})[1].command == 'trainkit launch FILE --processes 4 --strategy fsdp'
+    assert convert_config({**given, 'distributed_type': 'MULTI_GPU', 'deepspeed_config': None})[1].command == 'trainkit launch FILE --processes 4 --strategy ddp'
+
+
+# There and back: our run in LLaMA-Factory's words, and its words as our run
+
+TRIPS = [('pretrain', {}), ('sft', {'sft': {'packing': 'best_fit', 'train_on': 'last', 'template': 'chatml'}}), ('sft', {'sft': {'train_on': 'all', 'template': 'llama3'}}), ('sft', {'sft': {'template': 'plain'}}), ('freeze', {'sft': {'trainable_layers': 3}}),
+         ('lora', {'lora': {'r': 4, 'use_dora': True, 'modules_to_save': ['norm', 'head'], 'init_lora_weights': 'pissa', 'target_modules': ['q_proj', 'v_proj']}, 'optim': {'lr_factors': {'lora_B': 16.0}}}), ('lora', {'lora': {'use_rslora': True, 'lora_dropout': 0.2}}),
+         ('lora', {'optim': {'optim': 'muon', 'min_lr_ratio': 0.1, 'weight_decay': 0.3, 'adam_beta1': 0.8}}), ('qlora', {'quant': {'quant_type': 'fp4', 'double_quant': False}}), ('lora', {'quant': {'bits': 8}, 'model': {'gradient_checkpointing': True}}),
+         ('dpo', {'dpo': {'loss_type': ['sigmoid', 'sft'], 'loss_weights': [1.0, 0.3], 'ld_alpha': 0.5, 'label_smoothing': 0.1, 'beta': 0.4}}), ('dpo', {'dpo': {'loss_type': ['simpo'], 'simpo_gamma': 1.5}, 'use_lora': True}), ('dpo', {'dpo': {'loss_type': ['hinge']}}),
+         ('dpo', {'dpo': {'loss_type': ['kto'], 'desirable_weight': 1.5, 'undesirable_weight': 0.5}, 'use_lora': True}), ('dpo', {'dpo': {'loss_type': ['orpo']}, 'use_lora': True, 'quant': {'bits': 4}}), ('reward', {}), ('reward', {'use_lora': True}),
+         ('ppo', {'rl': {'rewards': ['judge'], 'whiten_rewards': True, 'temperature': 0.7, 'top_p': 0.9, 'top_k': 5, 'max_completion_length': 33}})]
+
+
+@pytest.mark.parametrize('loop', [{'mixed_precision': 'no', 'max_steps': 9, 'early_stopping_patience': 2, 'eval_strategy': 'steps', 'eval_steps': 3, 'save_total_limit': 4}, {'mixed_precision': 'bf16', 'num_train_epochs': 2.0, 'max_steps': -1, 'per_device_train_batch_size': 3, 'seed': 9}], ids=['steps', 'epochs'])
+@pytest.mark.parametrize(('method', 'groups'), TRIPS, ids=str)
+def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop):
+    from trainkit.config import to_dict
+    from trainkit.llamafactory import llamafactory_arguments
+    from trainkit.optim import warmup_steps
+    config = method_config({'method': method, 'init_from': 'base', 'data': {'max_length': 333} if method != 'pretrain' else {'max_length': 100}, **groups, 'train': loop, 'report_to': ['wandb']})
+    said = llamafactory_arguments(config, 100, ('train', 'eval'))
+    back, account = convert_config(said, device='cpu')
+    assert not account.named('refused'), account.named('refused')
+    ours, theirs = to_dict(config), to_dict(back)
+    differ = {f'{k}.{name}' for k in ours if isinstance(ours[k], dict) for name in ours[k] if ours[k][name] != theirs[k][name]} | {k for k in ours if not isinstance(ours[k], dict) and ours[k] != theirs[k]}
+    names = {'data.path', 'data.eval_file'} # of the data sets, in dataset_info.json
+    same = {'optim.optim': {config.optim.optim, back.optim.optim} == {'adamw_torch_fused', 'adamw_torch'}, 'lora.target_modules': config.lora.target_modules is None and back.lora.target_modules == 'all-linear',
+            'optim.warmup_steps': warmup_steps(config.optim, 9 if loop['max_steps'] > 0 else 26) == back.optim.warmup_steps or method in ('reward', 'dpo', 'ppo', 'pretrain') or loop['max_steps'] < 0, 'method': (method, back.method) == ('qlora', 'lora') and back.quant.bits == 4}
+    assert {k for k in differ - names if not same.get(k)} == set(), {k: (value_of(config, k), value_of(back, k)) for k in differ - names}
+    assert llamafactory_arguments(back, 100, (said['dataset'], said.get('eval_dataset', 'eval'))) == {**said, 'optim': said['optim']}, 'and a second time'
+
+
+@pytest.mark.parametrize('own', [False, True])
+def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_gets_here(own, tmp_path):
+    "LLaMA-Factory would tune it without any, and our run in chatml."
+    from transformers import PreTrainedTokenizerFast
+
+    from trainkit.chat import set_template
+    from trainkit.hf import save_pretrained
+    from trainkit.llamafactory import llamafactory_arguments
+    from trainkit.model import ModelConfig, Transformer
+    from trainkit.tokenizer import BPETokenizer
+    tokenizer = BPETokenizer.train(['one two three four five six seven']*9, 270, special_tokens=['<|endoftext|>', '<|im_start|>', '<|im_end|>'])
+    if own: set_template(tokenizer, 'chatml')
+    save_pretrained(Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_heads=2, n_layers=1, d_ff=32, max_seq_len=64)), tokenizer, tmp_path/'base')
+    assert bool(PreTrainedTokenizerFast.from_pretrained(tmp_path/'base').chat_template) is own
+    for method, given in (('sft', True), ('lora', True), ('freeze', True), ('dpo', False), ('reward', False), ('ppo', False), ('pretrain', False)):
+        config = method_config({'method': method, 'init_from': str(tmp_path/'base'), **({'rl': {'rewards': ['judge']}} if method == 'ppo' else {})})
+        assert llamafactory_arguments(config, 100).get('template') == ('chatml' if given and not own else None), method
+    config = method_config({'method': 'sft', 'init_from': str(tmp_path/'base'), 'sft': {'template': 'llama3'}})
+    assert llamafactory_arguments(config, 100)['template'] == 'llama3'

@@ -55,7 +55,7 @@ def pair_up(
 _NUMBERS = 'reference.npz'
 
 def _base(config: RunConfig, base: tuple[Any, Any] | None) -> tuple[Any, Any, int]: # The last: tokens that the model has never seen
-    if base is None: raise ValueError(f"method = '{config.method}' goes on from a trained model: say which with init_from")
+    if base is None: raise ValueError(f"method = '{config.method}' goes on from a trained model: say which with init_from (--model in a shell)")
     model, tokenizer = base
     known = len(tokenizer)
     if config.sft.template: set_template(tokenizer, config.sft.template, model)

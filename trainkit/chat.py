@@ -141,8 +141,8 @@ def find_template(
     if isinstance(template, Mapping): template = template.get('default', template)
     if isinstance(template, str): return TEMPLATES[template].jinja if template in TEMPLATES else template
     if template: raise ValueError(f'this tokenizer has several templates, {template}: give one of them as template')
-    raise ValueError("this tokenizer has no chat template: set_template(tokenizer, 'chatml', model) gives it one, "
-                     f'or another of {[*TEMPLATES]}')
+    raise ValueError(f"this tokenizer has no chat template: sft.template=chatml gives it one, or another of {', '.join(TEMPLATES)} "
+                     "(in Python: set_template(tokenizer, 'chatml', model))")
 
 def _marked(messages: Sequence[Mapping], written: re.Pattern) -> Sequence[Mapping]:
     "The messages with a mark in each special token that they spell out."
@@ -215,7 +215,7 @@ def render_batch(
             if check_eos and train_on != 'all' and (eos is None or ids[b-1] != eos):
                 raise ValueError(f'an answer of conversation {i} ends with {texts[i][:spans[i][0][1]][-20:]!r}, and the '
                                  f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not learn to "
-                                 'stop: set_template(tokenizer, …, model) makes them agree')
+                                 'stop: sft.template=chatml, or another, makes them agree (in Python: set_template(tokenizer, …, model))')
             mask[a:b] = True
         out.append((ids, mask))
     return out

@@ -11,6 +11,7 @@ __all__ = ['app', 'Overrides', 'Commands', 'Profile', 'options', 'read_run_confi
 # %% ../nbs/45_cli.ipynb #014a84f4
 import json
 import os
+import shlex
 import sys
 import warnings
 from contextlib import nullcontext, redirect_stdout
@@ -37,6 +38,47 @@ class Commands(TyperGroup):
                 value = repr(errors()[0]['input'])
                 if value not in error.message: error.message = f'{value}: {error.message}'
             raise
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0].lstrip('-').replace('_', '-').lower() if args else ''
+        if args and self.get_command(ctx, args[0]) is None and (line := _instead(name)):
+            rest = shlex.join(args[1:]) if line.startswith('trainkit train --method') else ''
+            ctx.fail(f"No such command '{args[0]}'. Say: {line}{' ' + rest if rest else ' --model FOLDER --dataset FILE' if 'train --method' in line else ''}")
+        return super().resolve_command(ctx, args)
+
+_COMMANDS = { # what other programs call it -> ours
+    **dict.fromkeys(('infer', 'inference', 'predict', 'sample', 'complete', 'run-model'), 'trainkit generate --model FOLDER --prompt TEXT'),
+    **dict.fromkeys(('serve', 'api', 'server', 'deploy', 'vllm-serve'), 'trainkit export gguf FOLDER FILE.gguf --modelfile, for Ollama and llama.cpp; the folder of a model is also what `vllm serve FOLDER` takes'),
+    **dict.fromkeys(('webchat', 'talk', 'ask', 'interact'), 'trainkit chat --model FOLDER'),
+    **dict.fromkeys(('webui', 'studio', 'ui', 'gui', 'notebook', 'jupyter'), 'trainkit lab'),
+    **dict.fromkeys(('evaluate', 'test', 'benchmark', 'bench', 'lm-eval', 'score'), 'trainkit eval MODEL DATA'),
+    **dict.fromkeys(('merge-lora', 'merge-adapter', 'merge-and-unload', 'merge-sharded-fsdp-weights', 'fuse'), 'trainkit merge BASE ADAPTER OUTPUT'),
+    **dict.fromkeys(('convert', 'translate', 'migrate'), 'trainkit config convert FILE (a config), or trainkit data convert FILE OUTPUT (rows)'),
+    **dict.fromkeys(('gguf', 'to-gguf', 'quantize', 'convert-to-gguf', 'save-pretrained-gguf'), 'trainkit export gguf FOLDER FILE.gguf'),
+    **dict.fromkeys(('preprocess', 'prepare', 'tokenize', 'encode'), 'trainkit data tokenize FILE OUTPUT --tokenizer FOLDER'),
+    **dict.fromkeys(('env', 'info', 'collect-env', 'check-env', 'check', 'diagnose'), 'trainkit doctor'),
+    **dict.fromkeys(('ls', 'list', 'compare', 'history', 'logs'), 'trainkit runs list'),
+    **dict.fromkeys(('presets', 'strategies', 'recipes'), 'trainkit config presets'),
+    **dict.fromkeys(('validate', 'show-config', 'print-config'), 'trainkit config show FILE'),
+    **dict.fromkeys(('distributed', 'torchrun', 'accelerate', 'deepspeed', 'multi-gpu'), 'trainkit launch FILE --processes N'),
+    **dict.fromkeys(('estimate', 'estimate-memory', 'vram', 'fit'), 'trainkit memory --help'),
+    **dict.fromkeys(('resume', 'continue'), 'trainkit train --resume FOLDER'),
+    **dict.fromkeys(('dry-run', 'plan'), 'trainkit train FILE --dry-run'),
+    **dict.fromkeys(('tutorial', 'lessons', 'learn', 'docs'), 'trainkit lab, or trainkit course'),
+    'version': 'trainkit --version', 'help': 'trainkit --help', 'finetune': 'trainkit train --method sft', 'fine-tune': 'trainkit train --method sft',
+    'finetuning': 'trainkit train --method sft', 'fine-tuning': 'trainkit train --method sft', 'tune': 'trainkit train --method sft', 'instruct': 'trainkit train --method sft',
+    'rlhf': 'trainkit train --method grpo', 'align': 'trainkit train --method dpo', 'train-tokenizer': 'trainkit tokenizer train FILE FOLDER',
+}
+
+def _instead(name: str) -> str: # '' where nothing is near
+    "What to type for a command of another program."
+    if name in _COMMANDS: return _COMMANDS[name]
+    from trainkit.method import METHOD_NAMES, METHODS
+    from trainkit.spelling import FAMILY
+    method = name.replace('-', '_').removeprefix('train_')
+    if method in FAMILY: return f'trainkit train --method dpo dpo.loss_type={method}'
+    method = METHOD_NAMES.get(method, method)
+    return f'trainkit train --method {method}' if method in METHODS else ''
 
 app = typer.Typer(name='trainkit', cls=Commands, add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False,
                   help='Train, judge and use small language models. The lessons explain every part: trainkit lab',
@@ -130,7 +172,7 @@ def train(
     dataset: Annotated[Optional[str], typer.Option('--dataset', show_default=False,
         help='A file, a folder, a folder of shards, or the name of a corpus.')] = None,
     strategy: Annotated[Optional[str], typer.Option('--strategy', '--preset', metavar='PRESET', show_default=False,
-        help='Sets of knobs by name, such as minimal-memory or cpu,small: trainkit config presets lists them.')] = None,
+        help='Sets of knobs by name, such as minimal-memory or cpu,small (trainkit config presets lists them); your own from settings.ini, or a file such as mine.yaml.')] = None,
     epochs: Annotated[Optional[float], typer.Option(show_default=False, min=0, help='Passes over the data.')] = None,
     dry_run: Annotated[bool, typer.Option('--dry-run', help='Show the plan, the memory and the time, from three steps; write nothing.')] = False,
     as_json: Annotated[bool, typer.Option('--json', help='For programs: only the result.')] = False,
@@ -182,7 +224,7 @@ def launch(
     max_restarts: Annotated[Optional[int], typer.Option(show_default=False, min=0,
         help='How often all go on from the last checkpoint when one dies.')] = None,
     profile: Annotated[Optional[Profile], typer.Option(help='Sizes to start from.', show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Only show the command.')] = False,
+    dry_run: Annotated[bool, typer.Option('--dry-run', help='Only show the command, and the lines that write the files it reads.')] = False,
 ) -> None:
     "Run a config in several processes, on one machine or several: the model whole in each, or shared out."
     from trainkit.config import parse_config
@@ -250,6 +292,8 @@ def doctor(
     if not report.ok: raise typer.Exit(1)
 
 # %% ../nbs/45_cli.ipynb #8c490316
+tools.with_flags(app)
+
 def main() -> None:
     "What the `trainkit` command runs."
     os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')

@@ -85,8 +85,8 @@ def example_kind(
 ) -> str: # A key of `KINDS`; raises `ValueError` when none fits, or more than one
     "The kind of an example, told by its columns."
     if len(fits := fitting_kinds(row)) == 1: return next(iter(fits))
-    if fits: raise ValueError(f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say kind={list(fits)[0]!r}"
-                              ', or whichever is meant')
+    if fits: raise ValueError(f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say data.kind={list(fits)[0]}"
+                              f', or whichever is meant (in Python kind={list(fits)[0]!r})')
     if not row: raise ValueError('the row has no columns')
     near = lambda columns: next((h for n in row if n not in columns and (h := nearest(n, columns))), '')
     halves = {kind: [c for c in columns if c not in row] for kind, columns in KINDS.items() if {*columns} & {*row}}

@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-from .config import load_config, parse_config, save_config, to_dict
+from .config import load_config, parse_config, save_config, split_list, to_dict
 from .knobs import ConfigError, Knob, knobs, nearest
 
 # %% ../nbs/51_form.ipynb #bd2c6e44
@@ -55,7 +55,7 @@ def read_text(
     if not text and type(None) in kinds: return None
     if str in kinds: return text
     if any(get_origin(k) is list or k is list for k in kinds) and not text.startswith('['):
-        return [part.strip() for part in text.split(',') if part.strip()]
+        return [part for part in split_list(text) if part]
     try: return parse_config(f'value: {text}')[0]['value']
     except (ConfigError, KeyError): return text
 

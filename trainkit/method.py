@@ -9,7 +9,6 @@ __all__ = ['METHODS', 'ADAPTER_RATES', 'defaults_of', 'TokenizerConfig', 'SFTCon
            'METHOD_NAMES', 'NAMING', 'lora_words', 'method_words']
 
 # %% ../nbs/44_method.ipynb #61f5f4ec
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -18,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .config import ConfigError, check_config, from_profile, knob, load_config, parse_config, to_dict
+from .config import ConfigError, check_config, from_profile, knob, load_config, parse_config, split_list, to_dict
 from .curriculum import CurriculumConfig
 from .dataset import DataConfig
 from .hub import HubConfig
@@ -78,7 +77,7 @@ def _losses(*layers: Mapping) -> list[str]:
         data = method_words(data)
         inner = data.get('dpo') if isinstance(data.get('dpo'), Mapping) else {}
         said = data.get('dpo.loss_type', data.get('loss_type', inner.get('loss_type'))) # type: ignore
-        if said: return [said] if isinstance(said, str) and not said.startswith('[') else [n.strip(' \'"') for n in said.strip('[]').split(',')] if isinstance(said, str) else [*said]
+        if said: return [said] if isinstance(said, str) and not said.startswith('[') else [n.strip(' \'"') for n in split_list(said.strip('[]'))] if isinstance(said, str) else [*said]
     return []
 
 # %% ../nbs/44_method.ipynb #edbe9faf
@@ -146,7 +145,7 @@ def flat_words(
 
 def _lists(data: Mapping) -> Mapping:
     "`wandb,tensorboard` where a list is meant; the commas between brackets belong to a reward."
-    split = lambda v: re.split(r',\s*(?![^(]*\))', v) if isinstance(v, str) else v
+    split = lambda v: split_list(v) if isinstance(v, str) else v
     data = {k: split(v) if k in ('report_to', 'log_with') else v for k, v in data.items()}
     return {**data, 'rl': {**rl, 'rewards': split(rl['rewards'])}} if isinstance(rl := data.get('rl'), Mapping) and rl.get('rewards') else data
 

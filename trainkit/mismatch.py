@@ -114,12 +114,12 @@ def check_ending(
         tally.add('an answer `b`', text, (start, end))
         yield from tally.finding('template_end', 'error', f"The template ends answers with {shown}, and the tokenizer's eos_token is {eos!r}.",
                                  'The model never learns to say what stops it, and goes on until the limit.',
-                                 '`set_template(tokenizer, …, model)` makes them agree.', unit='templates')
+                                 '`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, model)`).', unit='templates')
     pieces = Tally()
     for mark in dict.fromkeys(_MARKS.findall(text)):
         if not _is_token(mark, tok): pieces.add(mark, text, (at := text.find(mark), at + len(mark)))
     yield from pieces.finding('template_tokens', 'warning', 'The template writes marks that are no tokens of the tokenizer.',
-                              'Each is cut into pieces, and a text of a user can spell it.', '`set_template(tokenizer, …, model)` adds them.', unit='marks')
+                              'Each is cut into pieces, and a text of a user can spell it.', '`sft.template` in the config adds them (in Python `set_template(tokenizer, …, model)`).', unit='marks')
 
 # %% ../nbs/12_mismatch.ipynb #edec7855
 def check_other(

@@ -121,7 +121,7 @@ def tokenize_pairs(
         if kept and truncation == 'error' and max_length is not None and kept[0] + max(answers) > max_length or (
                 not equal and truncation == 'error' and kept is not None and kept[1] < max(answers)):
             raise ValueError(f'row {i} has {shared} tokens of prompt and an answer of {max(answers)}, more than max_length = '
-                             f"{max_length}: raise it, set max_prompt_length, or say truncation='prompt' or 'drop'")
+                             f"{max_length}: raise dpo.max_length, set dpo.max_prompt_length, or say dpo.truncation='prompt' or 'drop'")
         parts = [ids[shared:][:kept[1]] for ids, _ in both] if kept else [0, 1]
         if np.array_equal(parts[0], parts[1]): equal, kept = True, None # What they differ in was cut
         facts.append((shared, *answers, *((kept[0], *(min(a, kept[1]) for a in answers)) if kept else (0, 0, 0))))

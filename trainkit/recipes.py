@@ -104,7 +104,7 @@ def prepare(
     if config.method in ('grpo', 'rloo', 'ppo', 'reinforce'): return prepare_prompts(config, base, rewards)
     if rewards: raise ValueError(f"rewards are for the methods grpo, rloo, ppo and reinforce, and this is {config.method}")
     if 'lora' in config.method and base is None:
-        raise ValueError(f"method = '{config.method}' adapts a trained model: say which with init_from")
+        raise ValueError(f"method = '{config.method}' adapts a trained model: say which with init_from (--model in a shell)")
     if config.method in ('sft', 'freeze', 'lora', 'qlora'):
         parts = prepare_sft(config, base, saved)
         new = parts.facts['new_tokens']

@@ -49,7 +49,7 @@ def encode_prompts(
         elif isinstance(prompt[0], dict): found = render(prompt, tokenizer, add_generation_prompt=True)[0]
         else: found = [int(t) for t in prompt]
         if len(found) > room:
-            raise ValueError(f'prompt {i} has {len(found)} tokens, and with max_completion_length taken off the context there is '
+            raise ValueError(f'prompt {i} has {len(found)} tokens, and with rl.max_completion_length taken off the context there is '
                              f'room for {room}: cut it, or allow shorter answers')
         ids.append(found)
     return ids, rows
@@ -103,7 +103,7 @@ class Rollouts:
         self.batch_size = batch_size or config.num_prompts*config.num_generations
         if where := dropout_of(model):
             raise ValueError(f'the model has dropout ({where[0]}), so a token has another probability each time it is asked: '
-                             'trainkit.policy.disable_dropout(model)')
+                             'take model.dropout=0 (in Python: trainkit.policy.disable_dropout(model))')
         if (config.method == 'ppo') != hasattr(model, 'value_head'):
             raise ValueError(f'method is {config.method!r} and the model a {type(model).__name__}: ppo, and only ppo, takes an ActorCritic')
         if config.beta and isinstance(reference, str): reference = make_reference(self.policy, reference)

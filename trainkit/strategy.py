@@ -57,9 +57,11 @@ _SCHEDULERS = {'WarmupLR': 'constant_with_warmup', 'WarmupDecayLR': 'linear', 'W
 def translate_deepspeed(
     given: Mapping[str, Any], # DeepSpeed's JSON
     world_size: int | None = None, # To check `train_batch_size`
+    notes: list[Problem] | None = None, # Where there is a list, what has no like here is noted in it and left out, and not raised
 ) -> tuple[str, dict[str, Any], dict[str, Any]]: # Strategy; {knob: value}; what is left for DeepSpeed
     "Take apart a DeepSpeed file into how processes share the work, and what the run does."
     left, knobs, wrong = {k: v for k, v in given.items() if v != 'auto'}, {}, []
+    lacks = wrong if notes is None else notes
     stage = left.get('zero_optimization', {}).get('stage', 0)
     strategy = 'ddp' if stage == 0 else f'zero{stage}'
     if strategy not in STRATEGIES: wrong.append(Problem('zero_optimization.stage', stage, 'must be 0, 1, 2 or 3'))
@@ -77,16 +79,17 @@ def translate_deepspeed(
     if len(on) == 2: wrong.append(Problem('fp16.enabled', True, 'contradicts bf16.enabled = true'))
     if on: knobs['train.mixed_precision'] = on[-1]
     if on == ['fp16'] and strategy != 'ddp':
-        wrong.append(Problem('fp16.enabled', True, f'is not combined with {strategy} here: take bf16'))
+        lacks.append(Problem('fp16.enabled', True, f'is not combined with {strategy} here: take bf16'))
+        knobs['train.mixed_precision'] = 'bf16'
     if optimizer := left.pop('optimizer', None):
         kind, values = optimizer.get('type', 'AdamW'), {k: v for k, v in optimizer.get('params', {}).items() if v != 'auto'}
-        if kind.lower() not in ('adam', 'adamw'): wrong.append(Problem('optimizer.type', kind, 'must be Adam or AdamW'))
+        if kind.lower() not in ('adam', 'adamw'): lacks.append(Problem('optimizer.type', kind, 'must be Adam or AdamW'))
         knobs |= {_OPTIMIZER[k]: v for k, v in values.items() if k in _OPTIMIZER}
         if 'betas' in values: knobs['optim.adam_beta1'], knobs['optim.adam_beta2'] = values['betas']
     if scheduler := left.pop('scheduler', None):
         kind, values = scheduler.get('type'), scheduler.get('params', {})
-        if kind not in _SCHEDULERS: wrong.append(Problem('scheduler.type', kind, f'must be one of {", ".join(_SCHEDULERS)}'))
-        knobs['optim.lr_scheduler_type'] = _SCHEDULERS.get(kind)
+        if kind in _SCHEDULERS: knobs['optim.lr_scheduler_type'] = _SCHEDULERS[kind]
+        else: lacks.append(Problem('scheduler.type', kind, f'must be one of {", ".join(_SCHEDULERS)}'))
         for name, knob_name in (('warmup_num_steps', 'optim.warmup_steps'), ('total_num_steps', 'train.max_steps')):
             if values.get(name, 'auto') != 'auto': knobs[knob_name] = values[name]
     zero = left.get('zero_optimization', {})
@@ -104,6 +107,7 @@ def _offloads(value: Any) -> bool: return bool(value) and (not isinstance(value,
 # %% ../nbs/42_strategy.ipynb #a6b9b3ed
 def translate(
     config: Mapping[str, Any], # A run's config as it stands in a file
+    notes: list[Problem] | None = None, # Of `translate_deepspeed`
     **asked: Any, # Fields of `LaunchConfig` from the command line; None where nothing was said
 ) -> tuple[LaunchConfig, dict[str, Any]]: # The launch; the config without it, with the knobs that came out of it
     "Take what a config says about processes out of it."
@@ -129,7 +133,8 @@ def translate(
         if not Path(file).is_file(): raise FileNotFoundError(f"No DeepSpeed file at '{file}'")
         file = json.loads(Path(file).read_text(encoding='utf-8'))
     flat = {k: found[k] for k in ('zero_stage', 'offload_optimizer', 'offload_param') if k in found} | dict(inline or {})
-    theirs: dict[str, Any] = dict(file or {})
+    theirs: dict[str, Any] = {k: v for k, v in (file or {}).items() if k not in ('zero_stage', 'offload_optimizer', 'offload_param')}
+    flat = {k: v for k, v in (file or {}).items() if k not in theirs} | flat # `deepspeed_config: {zero_stage: 3}`
     if 'zero_optimization' in flat or set(flat) - {'zero_stage', 'offload_optimizer', 'offload_param'}:
         theirs |= {k: v for k, v in flat.items() if k not in ('zero_stage', 'offload_optimizer', 'offload_param')}
     zero = dict(theirs.get('zero_optimization', {}))
@@ -154,7 +159,7 @@ def translate(
     if (backend := found.get('distributed_backend')) not in (None, 'auto', 'nccl', 'gloo'):
         wrong.append(Problem('distributed_backend', backend, 'must be nccl (GPUs) or gloo (CPUs); it follows from the device'))
     if wrong: raise ConfigError(wrong, 'processes')
-    strategy, knobs, left = translate_deepspeed(theirs, number*nodes) if theirs else ('', {}, {})
+    strategy, knobs, left = translate_deepspeed(theirs, number*nodes, notes) if theirs else ('', {}, {})
     named = asked.get('strategy', found.get('strategy'))
     if named and strategy and named != strategy: said('strategy', named, 'zero_stage', zero.get('stage'))
     for name, value in knobs.items():

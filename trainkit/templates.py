@@ -181,7 +181,7 @@ def _turns(template: str, messages: list[dict], names: Mapping, wanted: Sequence
         if not after.startswith(before) or not text.startswith(after):
             what = 'its generation prompt' if text.startswith(after) else 'the later ones'
             raise ValueError(f'the template writes message {i} in another way depending on {what}, so nobody can say '
-                             "what the model is to learn: put {% generation %} tags into it, or use train_on='last'")
+                             "what the model is to learn: put {% generation %} tags into it, or take sft.train_on=last")
         bare = after.rstrip()
         spans.append((len(before), len(bare) if eos and bare.endswith(eos) else len(after)))
     return text, spans
@@ -204,6 +204,11 @@ def render_text(
     chat, names = [_message(m, i) for i, m in enumerate(messages)], names or {}
     more: dict = dict(tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt)
     answers = [i for i, m in enumerate(chat) if m['role'] == 'assistant']
+    if tools and 'tools' not in template:
+        raise ValueError("this template leaves out the tools, so the model would not know of them: take one that lists them, such as sft.template=chatml")
+    if 'tool_calls' not in template and (calls := [i for i, m in enumerate(chat) if m['role'] == 'assistant' and m.get('tool_calls')]):
+        raise ValueError(f'message {calls[0]} calls a tool, and this template leaves that out, so nothing, or too little, would be learned: '
+                         "take one that writes tool_calls, such as sft.template=chatml")
     wanted = answers[-1:] if train_on == 'last' else [i for i in answers if messages[i].get('train', True)]
     if train_on == 'all': text, spans = _run(template, chat, names, **more)[0], []
     elif _tagged(template):
@@ -213,11 +218,6 @@ def render_text(
                 raise ValueError(f'{len(answers)} answers and {len(spans)} generation tags: cannot tell which is which')
             spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
     else: text, spans = _turns(template, chat, names, wanted, **more)
-    if tools and 'tools' not in template:
-        raise ValueError("this template leaves out the tools, so the model would not know of them: take one that lists them, such as 'chatml'")
-    if 'tool_calls' not in template and (calls := [i for i, m in enumerate(chat) if m['role'] == 'assistant' and m.get('tool_calls')]):
-        raise ValueError(f'message {calls[0]} calls a tool, and this template leaves that out, so nothing, or too little, would be learned: '
-                         "take one that writes tool_calls, such as 'chatml'")
     if MARK in text or any('untrained' in m for m in messages): text, spans = _unmark(text, spans, messages, wanted)
     return text, [(0, len(text))] if train_on == 'all' else spans
 
@@ -296,10 +296,58 @@ def _default_system(words: str) -> str:
 _TOOLS = ("{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
           "{% endif %}{{ 'Tools, one a line; call one with <tool_call>:' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
           "{{ '<|im_end|>\n' }}{% endif %}")
-_NO_TOOLS = "{% if tools %}{{ raise_exception('for tools, take the template that came with the model') }}{% endif %}"
+_NO_TOOLS = ("{% if tools %}{{ raise_exception('this format has no way to write tools: take sft.template=chatml, qwen, llama3 or mistral, "
+             "or the template that came with the model') }}{% endif %}")
+_GEMMA_TOOLS = ("{% if tools %}{{ raise_exception('Gemma 1 to 3 have no tool format of their own: take sft.template=chatml, qwen, llama3 or mistral') }}"
+                "{% endif %}")
 _RESPONSE = ("{% if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
              "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
              "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}")
+
+_QWEN_SYSTEM = 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.'
+_QWEN_TOOLS = ( # As Qwen 2.5 was published
+    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else '" + _QWEN_SYSTEM + "') + "
+    "'\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within "
+    "<tools></tools> XML tags:\n<tools>' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
+    "{{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:"
+    "\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n' }}{% else %}"
+    + _default_system(_QWEN_SYSTEM) + '{% endif %}')
+
+def _llama_header(role: str) -> str: return "{{ '<|start_header_id|>' + " + role + " + '<|end_header_id|>\n\n' }}"
+
+_LLAMA_SYSTEM = ( # Where there are tools, as Llama 3.1 was published
+    "{% set lead = 1 if messages[0].role == 'system' else 0 %}{% if tools %}" + _llama_header("'system'") +
+    "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n' + "
+    "(messages[0].content.strip() if lead else '') + '<|eot_id|>' }}"
+    "{% if messages | length <= lead or messages[lead].role != 'user' %}{{ raise_exception('Llama 3 writes the tools into the first question: begin with one') }}"
+    "{% endif %}{% endif %}")
+_LLAMA_TOOLS = ("{{ 'Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the "
+                "given prompt.\n\nRespond in the format {\"name\": function name, \"parameters\": dictionary of argument name and its value}."
+                "Do not use variables.\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}")
+_LLAMA_ANSWER = (
+    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 or m.content.strip() %}{{ raise_exception('a turn of Llama 3 that calls a tool calls one, and says "
+    "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}{% endif %}" + _llama_header('m.role') +
+    "{% generation %}{% if m.tool_calls %}{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
+    "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endgeneration %}")
+
+_MISTRAL_START = ( # The turns that call a tool, and what it answers, are passed over where roles are counted
+    "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.spoken % 2 == 0) %}"
+    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}{% set ns.spoken = ns.spoken + 1 %}{% endif %}{% endfor %}")
+_MISTRAL_TOOLS = ( # As Mistral 7B v0.3 was published: before the last question
+    "{% if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS] [' }}{% for t in tools %}{{ '{\"type\": \"function\", \"function\": {' }}"
+    "{% for key, value in (t.function or t).items() if key != 'return' %}{{ key | tojson }}{{ ': ' }}{{ value | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}"
+    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ '][/AVAILABLE_TOOLS]' }}{% endif %}")
+_NINE = "{{ raise_exception('Mistral wants an id of nine letters or digits for each tool call, and the same as tool_call_id of what the tool answers') }}"
+_MISTRAL_CALLS = (
+    "{% if m.content.strip() %}{{ raise_exception('a turn of Mistral that calls a tool says nothing next to it') }}{% endif %}"
+    "{% for c in m.tool_calls %}{% if c.id is not defined or c.id | length != 9 %}" + _NINE + "{% endif %}{% endfor %}"
+    "{% generation %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% set f = c.function or c %}{{ '{\"name\": ' }}{{ f.name | tojson }}"
+    "{{ ', \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ ']' + eos_token }}{% endgeneration %}")
+_MISTRAL_RESULT = (
+    "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}" + _NINE + "{% endif %}"
+    "{{ '[TOOL_RESULTS] {\"content\": ' + m.content + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}")
 
 def _bracketed(bos: str, question: str, answer: str) -> str:
     "The formats with [INST], in which the system's text is a part of the first question."
@@ -310,22 +358,24 @@ TEMPLATES: dict[str, Template] = {
     'chatml': Template(_chatml(_TOOLS), '<|im_end|>', _IM),
     'smollm2': Template(_NO_TOOLS + _chatml(_default_system(
         'You are a helpful AI assistant named SmolLM, trained by Hugging Face')), '<|im_end|>', _IM),
-    'qwen': Template(_NO_TOOLS + _chatml(_default_system(
-        'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.'), _RESPONSE), '<|im_end|>', _IM),
+    'qwen': Template(_chatml(_QWEN_TOOLS, _RESPONSE), '<|im_end|>', _IM),
     'llama2': Template(_bracketed(
         '', "{{ bos_token + '[INST] ' + (('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system is not none "
         "else '') + m.content).strip() + ' [/INST]' }}", "' ' + m.content.strip() + ' ' + eos_token"), bos='<s>'),
-    'mistral': Template(_bracketed( # Where the system's text stands changed between its versions: here in the first
-        '{{ bos_token }}', "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') + m.content + "
-        "'[/INST]' }}", "' ' + m.content.strip() + eos_token"), tokens=('[INST]', '[/INST]'), bos='<s>'),
+    'mistral': Template( # Where the system's text stands changed between its versions: here in the first
+        _SYSTEM + _MISTRAL_START + "{{ bos_token }}{% for m in turns %}{% if m.role == 'user' %}" + _MISTRAL_TOOLS +
+        "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') + m.content + '[/INST]' }}"
+        "{% elif m.role == 'tool' %}" + _MISTRAL_RESULT + "{% elif m.tool_calls %}" + _MISTRAL_CALLS +
+        "{% else %}" + _answer("' ' + m.content.strip() + eos_token") + "{% endif %}{% endfor %}", tokens=('[INST]', '[/INST]'), bos='<s>'),
     'llama3': Template(
-        _NO_TOOLS + "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-        "{% if m.role == 'assistant' %}" + _answer("m.content.strip() + '<|eot_id|>'") +
-        "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
+        "{{ bos_token }}" + _LLAMA_SYSTEM + "{% for m in messages %}{% if tools and loop.first and lead %}{% elif m.role == 'assistant' %}" + _LLAMA_ANSWER +
+        "{% elif m.role == 'tool' %}" + _llama_header("'ipython'") + "{{ m.content | tojson }}{{ '<|eot_id|>' }}"
+        "{% else %}" + _llama_header('m.role') + "{% if tools and loop.index0 == lead %}" + _LLAMA_TOOLS + "{% endif %}"
+        "{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
         '<|eot_id|>', ('<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'), '<|begin_of_text|>'),
     'gemma': Template(
-        _NO_TOOLS + "{% if messages[0].role == 'system' %}{{ raise_exception('Gemma knows no system turn: put its text "
+        _GEMMA_TOOLS + "{% if messages[0].role == 'system' %}{{ raise_exception('Gemma knows no system turn: put its text "
         "into the first question') }}{% endif %}{{ bos_token }}{% for m in messages %}" + _ALTERNATE +
         "{% if m.role == 'assistant' %}{{ '<start_of_turn>model\n' }}" + _answer("m.content.strip() + '<end_of_turn>'") +
         "{{ '\n' }}{% else %}{{ '<start_of_turn>' + m.role + '\n' + m.content.strip() + '<end_of_turn>\n' }}{% endif %}"

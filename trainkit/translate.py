@@ -8,21 +8,24 @@
 __all__ = ['METHOD_GROUPS', 'method_group', 'device_group', 'height', 'Verdict', 'Translation', 'convert_config']
 
 # %% ../nbs/44_translate.ipynb #9991de6f
+import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .canvas import table
 from .config import ConfigError
-from .foreign import Computed, Setting, read_settings
+from .foreign import Computed, Made, Setting, read_settings
 from .index import text_table
 from .knobs import Problem
 from .method import METHOD_NAMES, METHODS, NAMING, RunConfig, lora_words, method_config, method_words
+from .rl import METHODS as RL_METHODS
 from .spelling import ALIGNED
 from .strategy import LaunchConfig
 from .strategy import translate as about_processes
-from .vocabulary import Always, No, look_up
+from .vocabulary import WORDS, Always, Meaning, No, look_up
 
 # %% ../nbs/44_translate.ipynb #612e8c14
 METHOD_GROUPS = {'from_scratch', 'pretrain', 'sft', 'lora', 'qlora', 'freeze', 'full', 'dpo', 'reward', 'ppo', 'grpo', 'rloo', 'kto'}
@@ -89,9 +92,11 @@ class Translation:
 _LAUNCH = {'use_deepspeed', 'deepspeed', 'deepspeed_config', 'distributed', 'num_gpus', 'world_size', 'distributed_backend', 'zero_stage',
            'offload_optimizer', 'offload_param', 'nproc_per_node', 'num_processes', 'num_nodes', 'fsdp', 'fsdp_config', 'n_gpu'}
 
+_COUNTS = {'num_processes', 'num_gpus', 'world_size'}
+
 def _processes(settings: list[Setting], report: Translation) -> tuple[list[Setting], dict[str, Any]]:
     "Take out what is said about processes; what that says about the run."
-    mine = [s for s in settings if {*s.path[-2:]} & _LAUNCH and s.value is not None and s.name != 'deepspeed.enabled']
+    mine = [s for s in settings if {*s.path[-2:]} & _LAUNCH and s.value is not None and not isinstance(s.value, Computed) and s.name != 'deepspeed.enabled']
     said: dict[str, Any] = {}
     for s in mine:
         key, value = s.path[-1], s.value
@@ -99,12 +104,80 @@ def _processes(settings: list[Setting], report: Translation) -> tuple[list[Setti
         if key in ('fsdp', 'fsdp_config'): key, value = 'strategy', 'fsdp'
         if value is False and key in ('distributed', 'use_deepspeed', 'deepspeed', 'offload_optimizer', 'offload_param'): continue
         if said.setdefault(key, value) != value: raise ConfigError([Problem(s.name, value, f'stands there twice, also as {said[key]}', s.line)], 'processes')
-    why, rest = '', {}
+    why, rest, notes, how = '', {}, [], 'the launcher shares out the work'
     if said:
-        try: report.launch, rest = about_processes(said)
-        except (ConfigError, FileNotFoundError) as error: why = '; '.join(p.remedy for p in getattr(error, 'problems', [])) or str(error)
-    for s in mine: report.rows.append(Verdict(s.name, s.value, 'refused' if why else 'replaced', '' if why else report.command, why or 'the launcher shares out the work', s.line))
-    return [s for s in settings if s not in mine], {f'{group}.{key}': value for group, inner in rest.items() for key, value in inner.items()}
+        try: report.launch, rest = _launch(said, notes)
+        except (ConfigError, FileNotFoundError, ValueError, TypeError, AttributeError) as error:
+            why = '; '.join(p.remedy for p in getattr(error, 'problems', [])) or str(error)
+        more = {k: v for k, v in (report.launch.deepspeed if report.launch else {}).items() if k != 'zero_optimization' or set(v) - {'stage'}}
+        if more: notes.append(Problem('', json.dumps(more), f"is DeepSpeed's own: add `deepspeed: {json.dumps(more)}` to the file that trainkit launch gets"))
+        if not why and not _COUNTS & {*said} and report.launch and report.launch.world_size > 1:
+            how = f'the launcher shares out the work; how many processes is not said: {report.launch.num_processes} by its batch, else one for each GPU, two at least'
+    knobs = {f'{group}.{key}': value for group, inner in rest.items() for key, value in inner.items()}
+    for s in mine:
+        report.rows.append(Verdict(s.name, s.value, 'refused' if why else 'replaced', '' if why else report.command, why or how, s.line))
+        if s.path[-1] in ('deepspeed', 'deepspeed_config'): report.rows += [Verdict(s.name, v, 'replaced', f'{k} = {v}', '', s.line) for k, v in knobs.items()]
+    for p in notes:
+        half = p.path == 'fp16.enabled' # For which bf16 is taken
+        report.rows.append(Verdict(f'deepspeed.{p.path}'.rstrip('.'), p.value, 'replaced' if half else 'refused', 'train.mixed_precision = bf16'*half, p.remedy))
+    return [s for s in settings if s not in mine], knobs
+
+def _launch(said: Mapping[str, Any], notes: list[Problem]) -> tuple[LaunchConfig, dict[str, Any]]:
+    "A launch; where a file does not say over how many processes it shares the model out, its batch tells, else one for each GPU, two at least."
+    if _COUNTS & {*said}: return about_processes(said, notes)
+    key = next((k for k in ('deepspeed_config', 'deepspeed') if isinstance(said.get(k), (str, Mapping))), '')
+    theirs = said.get(key) or {}
+    if isinstance(theirs, str) and Path(theirs).is_file(): theirs = json.loads(Path(theirs).read_text(encoding='utf-8'))
+    if not isinstance(theirs, Mapping): theirs = {}
+    total, *parts = (theirs.get(name) for name in ('train_batch_size', 'train_micro_batch_size_per_gpu', 'gradient_accumulation_steps'))
+    rows, windows = (part if isinstance(part, int) else 1 for part in parts)
+    number = total//(rows*windows) if isinstance(total, int) and isinstance(parts[0], int) else 0
+    if number == 1: # Nothing to share
+        notes.append(Problem('zero_optimization', theirs.get('zero_optimization', ...), 'one process has nothing to share out: left out'))
+        return about_processes({**said, key: {k: v for k, v in theirs.items() if k != 'zero_optimization'} | {'zero_optimization': {'stage': 0}}}, notes)
+    try: return about_processes(said, notes, num_processes=number or 1)
+    except ConfigError as error:
+        if number or not any('this is one: give num_processes' in p.remedy for p in error.problems): raise
+        notes.clear()
+    import torch
+    return about_processes(said, notes, num_processes=max(2, torch.cuda.device_count()))
+
+def _meaning(s: Setting, file: str) -> Meaning:
+    "What one setting says here; a value that its word does not take is refused, and not the whole file."
+    try: meaning = look_up(s.path[-1], s.value, s.path[:-1], s.siblings)
+    except (TypeError, ValueError, LookupError, AttributeError): return No(f'has a value that this word does not take: {s.value!r}')
+    if not isinstance(s.value, Computed) or isinstance(WORDS.get(s.path[-1]), Always): return meaning
+    knob_name = next((k for k in meaning if k[0] not in '@?'), '') if isinstance(meaning, dict) else ''
+    return No(f'is computed in the script ({file}, line {s.line}), and not translated' + f': say {knob_name}=VALUE'*bool(knob_name))
+
+def _object(s: Setting, file: str, named: set[str]) -> Meaning:
+    "An object that a script makes: what it is made with is read there, if anything is."
+    wanted = {'model': 'init_from', 'train_dataset': 'data.path', 'dataset': 'data.path'}.get(s.path[-1])
+    if wanted is None or wanted in named: return Always('the script makes it; what it is made with is read there')
+    return No(f'is made in the script ({file}, line {s.line}), and not translated: say {wanted}={"FOLDER" if wanted == "init_from" else "FILE"}')
+
+def _accepted(given: Mapping[str, Any], best: Mapping[str, Setting]) -> tuple[RunConfig, dict[str, Any], dict[str, str]]:
+    "The config, what is given without what no knob takes, and why that is not taken; raises where the values do not go together."
+    given, wrong = deepcopy(dict(given)), {}
+    while True:
+        try: return method_config(given), given, wrong
+        except ConfigError as error:
+            alone = {p.path: p.remedy for p in error.problems if p.path in best and _is_wrong_alone(given, p.path)}
+            if not alone: raise
+            wrong |= alone
+            for path in alone:
+                group, _, name = path.rpartition('.')
+                del (given[group] if group else given)[name]
+
+def _is_wrong_alone(given: Mapping[str, Any], path: str) -> bool:
+    "Whether a value is wrong whatever else the config says."
+    group, _, name = path.rpartition('.')
+    inner = given.get(group, {}) if group else given
+    if name not in inner or path == 'method': return False
+    method = 'qlora' if group == 'quant' else given.get('method', 'pretrain') # Bits go with an adapter only
+    try: method_config({'method': method, **({group: {name: inner[name]}} if group else {name: inner[name]})})
+    except ConfigError as error: return any(p.path == path for p in error.problems)
+    return False
 
 def _find_method(words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None) -> tuple[str, str]: # The method, and how it was told
     if asked: return METHOD_NAMES.get(asked, asked), 'asked for'
@@ -132,15 +205,24 @@ def convert_config(
         from trainkit.config import pick_device
         device = pick_device().type
     settings, values = _processes(settings, report)
-    meant = [(s, No('is computed: write down the number') if isinstance(s.value, Computed) else look_up(s.path[-1], s.value, s.path[:-1], s.siblings)) for s in settings]
+    meant = [(s, Always('') if isinstance(s.value, Made) else _meaning(s, file)) for s in settings]
+    some = {k for _, m in meant if isinstance(m, dict) for k in m}
+    meant = [(s, _object(s, file, some) if isinstance(s.value, Made) else m) for s, m in meant]
+    shared = report.launch.strategy if report.launch else ''
+    if shared.startswith('zero'): # The loop refuses the two together
+        meant = [(s, {**m, 'train.mixed_precision': 'bf16'} if isinstance(m, dict) and m.get('train.mixed_precision') == 'fp16' else m) for s, m in meant]
     words: dict[str, Any] = {}
     for s, meaning in meant:
         if device_group(s.path) not in ('', device) or not isinstance(meaning, dict): continue
         for key, value in meaning.items():
             if key.startswith('@') and value is not None and words.setdefault(key[1:], value) != value:
                 raise ConfigError([Problem(s.name, value, f'contradicts what the file says before: {words[key[1:]]!r}', s.line)], file)
+    if METHOD_NAMES.get(str(words.get('stage')), words.get('stage')) in RL_METHODS: # There the words about writing are about answers that are scored
+        meant = [(s, {_SCORED.get(k, k): v for k, v in m.items()} if isinstance(m, dict) and not {'sampling', 'generation'} & {*s.path[:-1]} else m) for s, m in meant]
     named = {k for _, m in meant if isinstance(m, dict) for k in m}
     chosen, how = _find_method(words, settings, named, method)
+    silent = not settings and report.launch is not None and not method # A DeepSpeed file alone
+    if silent: how = 'the file says only how processes share the work: say method=, init_from= and data.path= next to it'
     if chosen not in METHODS: raise ConfigError([Problem('method', chosen, f'must be one of {", ".join(METHODS)}')], file)
     best: dict[str, tuple[int, Setting, Any]] = {name: (1, Setting(('deepspeed',), value), value) for name, value in values.items()}
     ours = {'qlora': ('qlora', 'lora'), 'lora': ('lora', 'qlora')}.get(chosen, (chosen, *[k for k, v in METHOD_NAMES.items() if v == chosen]))
@@ -156,8 +238,16 @@ def convert_config(
                 raise ConfigError([Problem(s.name, s.value, f"contradicts {where}, which says {old.value!r}: both are {key}", s.line)], file)
             if level < height(s.path): best[key] = height(s.path), s, value
     soft = {k[1:]: v for _, m in meant if isinstance(m, dict) for k, v in m.items() if k[0] == '?'}
-    final = {**soft, **{k: v for k, (_, _, v) in best.items()}}
+    final = {**_implied(words), **soft, **{k: v for k, (_, _, v) in best.items()}}
     if final.get('train.eval_steps') and 'train.eval_strategy' not in final: final['train.eval_strategy'] = 'steps'
+    report.given = {**({} if silent else {'method': chosen}), **_adapter(words, chosen)}
+    for key, value in final.items():
+        group, _, name = key.rpartition('.')
+        (report.given.setdefault(group, {}) if group else report.given)[name] = value
+    origin = {**{k[1:]: s for s, m in meant if isinstance(m, dict) for k in m if k[0] == '?'}, **{key: s for key, (_, s, _) in best.items()}}
+    try: config, report.given, wrong = _accepted(report.given, origin)
+    except ConfigError as error:
+        raise ConfigError([p._replace(path=origin[p.path].name, line=origin[p.path].line, remedy=f'{p.remedy} [{p.path}]') if p.path in origin else p for p in error.problems], file) from None
     for s, meaning in meant:
         group, hardware = method_group(s.path), device_group(s.path)
         say = lambda verdict, becomes='', why='', s=s: report.rows.append(Verdict(s.name, s.value, verdict, becomes, why, s.line))
@@ -166,23 +256,26 @@ def convert_config(
         elif isinstance(meaning, No): say('refused', '', str(meaning))
         elif isinstance(meaning, Always): say('replaced', '', str(meaning))
         elif all(k[0] == '@' for k in meaning): say('kept' if s.value == chosen and s.path[-1] == 'method' else 'renamed', f'method = {chosen}')
+        elif lost := {k.lstrip('?'): wrong[k.lstrip('?')] for k in meaning if k.lstrip('?') in wrong and origin[k.lstrip('?')] is s}:
+            kept = ', '.join(f'{k} = {final.get(k)}' for k in (k.lstrip('?') for k in meaning) if k not in wrong)
+            say('refused', kept, '; '.join(f'{k}: {why}' for k, why in lost.items()))
         else:
             names = [k.lstrip('?') for k in meaning]
             beaten = [best[k][1].name for k in names if k in best and best[k][0] > height(s.path) and best[k][2] != meaning.get(k)]
             becomes = ', '.join(f'{k} = {final.get(k)}' for k in names)
             same = len(names) == 1 and list(meaning.values())[0] == s.value
             if beaten: say('replaced', becomes, f'{beaten[0]} wins')
-            else: say('kept' if same and names[0].rsplit('.', 1)[-1] == s.path[-1] else 'renamed' if same else 'replaced', becomes, _override_rule(names[0], final))
-    if how: report.rows.append(Verdict('method', '', 'replaced', f'method = {chosen}', how))
+            else: say('kept' if same and names[0].rsplit('.', 1)[-1] == s.path[-1] else 'renamed' if same else 'replaced', becomes, _override_rule(names[0], final, shared))
+    if how: report.rows.append(Verdict('method', '', 'replaced', '' if silent else f'method = {chosen}', how))
     report.rows.sort(key=lambda row: row.line or 10**9)
-    report.given = {'method': chosen, **_adapter(words, chosen)}
-    for key, value in final.items():
-        group, _, name = key.rpartition('.')
-        (report.given.setdefault(group, {}) if group else report.given)[name] = value
-    try: return method_config(report.given), report
-    except ConfigError as error:
-        origin = {key: s for key, (_, s, _) in best.items()}
-        raise ConfigError([p._replace(path=origin[p.path].name, line=origin[p.path].line, remedy=f'{p.remedy} [{p.path}]') if p.path in origin else p for p in error.problems], file) from None
+    return config, report
+
+_SCORED = {'sampling.max_new_tokens': 'rl.max_completion_length', **{f'sampling.{name}': f'rl.{name}' for name in ('temperature', 'top_p', 'top_k')}}
+
+def _implied(words: Mapping[str, Any]) -> dict[str, Any]: # {knob: value}
+    "What the name of a method says besides: `stage: kto` is a loss, and `qlora` four bits."
+    said = method_words({k: v for k, v in words.items() if k in NAMING})
+    return {f'{group}.{k}': v for group in ('dpo', 'quant') for k, v in (said.get(group) or {}).items()}
 
 def _adapter(words: Mapping[str, Any], method: str) -> dict[str, Any]:
     "Whether an adapter learns, for a method that goes either way."
@@ -190,8 +283,9 @@ def _adapter(words: Mapping[str, Any], method: str) -> dict[str, Any]:
     if words.get('finetuning_type') in ('lora', 'qlora'): return {'use_lora': True}
     return {'use_lora': words['use_lora']} if isinstance(words.get('use_lora'), bool) else {}
 
-def _override_rule(name: str, final: Mapping[str, Any]) -> str:
+def _override_rule(name: str, final: Mapping[str, Any], shared: str = '') -> str:
     "Where one knob makes another one count for nothing."
+    if name == 'train.mixed_precision' and shared.startswith('zero') and final.get(name) == 'bf16': return f'with {shared}, 16 bits are bf16'
     if name == 'train.num_train_epochs' and (final.get('train.max_steps') or -1) > 0: return f"counts for nothing: max_steps = {final['train.max_steps']} decides"
     if name == 'optim.warmup_ratio' and final.get('optim.warmup_steps'): return f"counts for nothing: warmup_steps = {final['optim.warmup_steps']} decides"
     if name == 'optim.warmup_steps' and final.get('optim.warmup_ratio') and not final.get(name): return '0 is unset: warmup_ratio decides'

@@ -56,7 +56,7 @@ def tokenize_unpaired(
         kept = min(first, max_prompt_length or first)
         if max_length is not None and kept + end - first > max_length:
             if truncation == 'error': raise ValueError(f'row {i} has {first} tokens of prompt and an answer of {end - first}, more than max_length = '
-                                                       f"{max_length}: raise it, set max_prompt_length, or say truncation='prompt' or 'drop'")
+                                                       f"{max_length}: raise dpo.max_length, set dpo.max_prompt_length, or say dpo.truncation='prompt' or 'drop'")
             if truncation == 'drop':
                 gone += 1
                 continue
