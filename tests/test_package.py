@@ -121,7 +121,7 @@ MAY_IMPORT = {
     'calibrated': '',
     'intervals': '',
     'overlap': '',
-    'bertscore': 'overlap',
+    'bertscore': 'files overlap',
     'metrics': 'overlap',
     'scores': 'evaluate generate intervals layers model objective progress step',
     'modelfile': 'files gguf templates',
@@ -158,10 +158,10 @@ MAY_IMPORT = {
     'dpo': 'likelihood margins objective reference',
     'unpaired': 'columns dataloader lengths likelihood margins objective reference',
     'reward': 'likelihood objective pairs step',
-    'families': 'architecture config model',
+    'families': 'architecture config files model',
     'hub': 'knobs',
-    'hf': 'config families ggml hub model quant tokenizer',
-    'twin': 'adapters families lora model reward tokenizer',
+    'hf': 'config families files ggml hub model quant tokenizer',
+    'twin': 'adapters families files lora model reward tokenizer',
     'llamafactory': 'columns config dataset files optim templates',
     'engines': 'llamafactory trl_words',
     'trl_words': 'dataloader plan rewards',
@@ -173,7 +173,7 @@ MAY_IMPORT = {
     'spelling': 'config knobs targets',
     'verdict': 'canvas charts chat dataset evaluate judge likelihood pairs parts reward rewards runs step unpaired',
     'align': 'chat config dataset dpo generate judge knobs method pairs parts policy preferences reference reward rewards rl rollouts sandbox saving unpaired',
-    'saving': 'adapters config generate hf lengths lora model reward step tokenizer',
+    'saving': 'adapters config files generate hf lengths lora model reward step tokenizer',
     'vocabulary': 'knobs method templates',
     'translate': 'canvas config foreign index knobs method spelling strategy vocabulary',
     'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing qlinear quant tokenizer',
@@ -199,7 +199,7 @@ MAY_IMPORT = {
     'quant_explorer': 'canvas explore int8 knobs ledger lora_explorer nf4',
     'text_explorers': 'canvas chat explore knobs lengths masks patterns templates tokenizer',
     'recipes': 'align config dataset engines families forecast health hf hub judge lock lora machine method monitor objective offload optim parts plan progress remote report rl runs saving tokenizer track train verdict with_trl',
-    'needs': 'architecture facts hf knobs ledger method model offload planner templates',
+    'needs': 'architecture facts files hf knobs ledger method model offload planner templates',
     'rehearsal': 'engines files forecast method plan recipes',
     'talk': 'chat generate knobs',
     'strategy': 'config sharded',
@@ -249,6 +249,15 @@ def test_modules_are_what_the_notebooks_say(tmp_path):
         assert here.sub('nbs/', new) == here.sub('nbs/', old), f'trainkit/{module}.py is stale: run `make export`'
     by_hand = {p.stem for p in PACKAGE.glob('*.py')} - set(rooms())
     assert by_hand <= CHECKED_BY_HAND, f'{by_hand - CHECKED_BY_HAND} come from no notebook'
+
+
+def test_models_of_transformers_are_opened_one_at_a_time():
+    "`from_pretrained` exchanges parts of transformers and of torch while it runs, so two threads in it break every later call."
+    for module in rooms():
+        text = (PACKAGE/f'{module}.py').read_text(encoding='utf-8')
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute) and node.attr in ('from_pretrained', 'from_config')]
+        alone = 0 if module == 'files' else sum('with alone' in line for line in text.splitlines() if '.from_config(' in line)
+        assert len(calls) - alone == (module == 'files'), f'{module}: open_with and alone of trainkit.files are for this'
 
 
 def test_imports_point_down():

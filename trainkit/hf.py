@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from .config import atomic_folder, load_config, pick_device, save_config, write_atomic
 from .families import CONSTANTS, check_weights, from_hf, from_hf_config, from_hf_weights, hf_architecture, obstacles
 from .families import stored_as, take_weights, to_hf, to_hf_config, to_hf_weights
+from .files import alone, open_with
 from .ggml import gguf_version
 from .hub import fetch_model
 from .model import ModelConfig, Transformer
@@ -60,15 +61,16 @@ def read_weights(
 # %% ../nbs/40_hf.ipynb #5b82aec5
 @contextmanager
 def _quiet() -> Iterator[None]:
-    "No progress bars and no chatter from transformers."
+    "No progress bars and no chatter from transformers; one thread at a time, since both belong to the process."
     log = transformers.logging
-    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try: yield
-    finally:
-        log.set_verbosity(level)
-        if bars: log.enable_progress_bar()
+    with alone:
+        level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+        log.set_verbosity_error()
+        log.disable_progress_bar()
+        try: yield
+        finally:
+            log.set_verbosity(level)
+            if bars: log.enable_progress_bar()
 
 def _refuse_adapter(folder: Path) -> None:
     "An adapter by itself is no model."
@@ -124,9 +126,9 @@ def _open_theirs(path: Path, dtype: torch.dtype | None, trust: bool = False, dev
         raise FileNotFoundError(f'{path} has no config.json, so transformers cannot open it'
                                 + '; load_pretrained(…, native=True) can' * (path/'trainkit.json').is_file())
     bar = patch('transformers.modeling_gguf_pytorch_utils.tqdm', lambda items, **_: items) # One of its own, which nothing turns off
-    with _quiet(), bar if gguf else nullcontext():
-        try: model, info = cast(Any, transformers.AutoModelForCausalLM).from_pretrained(
-            folder, trust_remote_code=trust, use_safetensors=True, dtype=dtype or 'auto', output_loading_info=True,
+    with _quiet(), bar if gguf else nullcontext(): # The lock of `_quiet` is for what is patched, too
+        try: model, info = open_with(
+            transformers.AutoModelForCausalLM, folder, trust_remote_code=trust, use_safetensors=True, dtype=dtype or 'auto', output_loading_info=True,
             ignore_mismatched_sizes=True, device_map=device_map, **gguf)
         except SafetensorError as error:
             raise ValueError(f'the weights in {path} are damaged or cut short: copy or download them again '
@@ -137,7 +139,7 @@ def _open_theirs(path: Path, dtype: torch.dtype | None, trust: bool = False, dev
     if not gguf: return model
     weights, config, ending = model.state_dict(), copy(model.config), model.generation_config
     if hasattr(config, 'quantization_config'): del config.quantization_config # Newer versions set it, and refuse to save what by now are plain numbers
-    model = type(model)(config).to(model.dtype)
+    with alone: model = type(model)(config).to(model.dtype)
     model.load_state_dict(weights)
     model.generation_config = ending
     return model
@@ -153,7 +155,7 @@ def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
     ours = (folder/'trainkit.json').is_file()
     opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
     try:
-        with _quiet(): tokenizer = opener.from_pretrained(folder, trust_remote_code=trust, **gguf)
+        with _quiet(): tokenizer = open_with(opener, folder, trust_remote_code=trust, **gguf)
     except (ValueError, LookupError, TypeError, AttributeError) as error: # which do not say of what
         why = str(error).strip().partition('\n')[0].rstrip(': ')
         raise ValueError(f'{path} holds no tokenizer that can be opened ({type(error).__name__}: {why}): copy or save its tokenizer.json again') from None
@@ -204,7 +206,7 @@ def load_pretrained(
         weights = from_hf_weights(config, read_weights(path))
         model = take_weights(config, {k: v.to(dtype or v.dtype) for k, v in weights.items()}, str(path))
     if native and (path/'generation_config.json').is_file(): # What ends a text, for `generate`
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path) # type: ignore
+        model.generation_config = open_with(transformers.GenerationConfig, path) # type: ignore
     net: Any = quantize_model(model, quant) if quant and (path.is_file() or not native) else model
     if native and device_map: net = net.to(pick_device() if device_map == 'auto' else device_map)
     if not native and use_cache is not None: net.config.use_cache = use_cache
@@ -273,7 +275,7 @@ def _verify(model: nn.Module, tokenizer: Any, folder: Path) -> None:
         return list(t.encode(text) if isinstance(t, BPETokenizer) else t.encode(text, add_special_tokens=False))
     if encode(tokenizer) != encode(words):
         raise RuntimeError('nothing was saved: opened again, the tokenizer gives other ids')
-    with _quiet(): auto = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    with _quiet(): auto = open_with(transformers.AutoTokenizer, folder, trust_remote_code=False)
     fast = [t.backend_tokenizer for t in (words, auto) if hasattr(t, 'backend_tokenizer')]
     splits = [json.loads(t.to_str())['pre_tokenizer'] for t in fast]
     if splits[1:] and splits[0] != splits[1]:

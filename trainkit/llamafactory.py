@@ -28,7 +28,7 @@ import yaml
 from .columns import as_example
 from .config import pick_device, pick_dtype
 from .dataset import load_splits, to_messages
-from .files import write_atomic
+from .files import open_with, write_atomic
 from .optim import warmup_steps
 from .templates import missing_tokens
 
@@ -117,7 +117,7 @@ def _adapter(config: Any) -> dict[str, Any]:
 def _new_tokens(folder: str, tuning: str, target: str | None) -> dict[str, Any]:
     "What makes room for the tokens of a chat format, and lets embedding and head learn where all else is frozen."
     from transformers import AutoConfig
-    shape = AutoConfig.from_pretrained(folder)
+    shape = open_with(AutoConfig, folder)
     ends = ','.join(['wte' if shape.model_type == 'gpt2' else 'embed_tokens', *['lm_head']*(not shape.tie_word_embeddings)])
     learns = {'full': {}, 'freeze': dict(freeze_extra_modules=ends), 'lora': dict(additional_target=f'{target},{ends}' if target else ends)}
     return dict(resize_vocab=True, **learns[tuning])

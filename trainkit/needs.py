@@ -17,6 +17,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from .files import alone, open_with
 from .knobs import nearest
 
 # %% ../nbs/44_needs.ipynb #df0748e7
@@ -44,9 +45,11 @@ def find_model(
     try: return read_config(name)
     except ValueError as error:
         from transformers import AutoConfig, AutoModelForCausalLM
-        try: theirs = AutoConfig.from_pretrained(name)
+        try: theirs = open_with(AutoConfig, name)
         except Exception: raise error from None
-        return lambda: AutoModelForCausalLM.from_config(theirs)
+        def make() -> Any:
+            with alone: return AutoModelForCausalLM.from_config(theirs)
+        return make
 
 def read_setup(
     config: Any, # A `RunConfig`

@@ -91,7 +91,9 @@ def _tokenizer(folder: Path) -> Any:
     try: return BPETokenizer.load(folder)
     except ValueError as error: # Not a byte-level BPE, or damaged
         from transformers import AutoTokenizer
-        try: return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+        from trainkit.files import open_with
+        try: return open_with(AutoTokenizer, folder, trust_remote_code=False)
         except (ValueError, LookupError, TypeError, AttributeError): raise ValueError(f'{folder}/tokenizer.json: {error}') from None
 
 @data.command()
