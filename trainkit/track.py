@@ -29,6 +29,7 @@ import yaml
 
 from .canvas import clean, number
 from .compare import compare
+from .files import alone
 from .index import list_runs
 from .runs import Run, RunFolder, data_hash, mask, read_run
 from .summary import parse_yaml, run_curves, run_sections, write_curves, write_report
@@ -90,7 +91,7 @@ TRACKERS = {'tensorboard': open_tensorboard, 'trackio': open_trackio, 'wandb': o
 def quiet(folder: RunFolder) -> Iterator[None]:
     "What a library prints goes into the log of the run."
     said = io.StringIO()
-    with contextlib.redirect_stdout(said): yield
+    with alone, contextlib.redirect_stdout(said): yield # Two that put standard output back would do so in the wrong order
     if said.getvalue().strip(): folder.log(said.getvalue().strip())
 
 def check_report_to(
