@@ -182,6 +182,72 @@ def closed(words, cwd, env):
     return command(words, cwd, env)
 
 
+class Bare:
+    "A stream that has nothing but `write`."
+    def write(self, text): pass
+
+
+def spoil(how):
+    "Streams that do not take what a run prints."
+    def broken():
+        ours, theirs = os.pipe()
+        os.close(ours)
+        return open(theirs, 'w', encoding='utf-8')
+    if how == 'closed': os.close(1), os.close(2)
+    make = {'cp1252': lambda: open(os.devnull, 'w', encoding='cp1252'), 'ascii': lambda: open(os.devnull, 'w', encoding='ascii'), 'a full disk': lambda: open('/dev/full', 'w'),
+            'a pipe that nobody reads': broken, 'closed': lambda: None, 'nothing but write': Bare}[how]
+    sys.stdout, sys.stderr = make(), make()
+
+
+def unheard(how, words, cwd, by_command):
+    "The run, by the command or by the function that it calls; exit code 7 where it does not end well."
+    here = sys.stdout, sys.stderr
+    os.chdir(cwd)
+    try:
+        spoil(how)
+        if by_command: return command(['train', *words], cwd, {})
+        from trainkit.method import method_config
+        from trainkit.recipes import run
+        return 0 if run(method_config(None, words)).steps == 2 else 7
+    finally: sys.stdout, sys.stderr = [open(os.devnull, 'w') if how == 'closed' else stream for stream in here]
+
+
+@POSIX
+@pytest.mark.parametrize('how', ['cp1252', 'ascii', 'a full disk', 'a pipe that nobody reads', 'closed', 'nothing but write'])
+@pytest.mark.parametrize('by_command', [True, False])
+def test_output_never_ends_a_run(how, by_command, tmp_path):
+    if how == 'a full disk' and not os.path.exists('/dev/full'): pytest.skip('needs /dev/full')
+    (tmp_path/'words.txt').write_text('\n'.join(f'The {i} words → that say {i*7} ☃ more.' for i in range(300)), encoding='utf-8')
+    (tmp_path/'others.txt').write_text('\n'.join(f'Other {i} words say less.' for i in range(300)))
+    words = ('data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 '
+             'train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 sampling.max_new_tokens=3 name=quiet').split()
+    done = in_child(unheard, how, words, tmp_path, by_command, folder=tmp_path)
+    assert done.returncode == 0 and (tmp_path/'runs'/'quiet'/'report.html').exists(), done
+
+
+def looked(how, words, cwd):
+    here = sys.stdout, sys.stderr
+    try:
+        spoil(how)
+        if how == 'a full disk': sys.stderr = here[1]
+        return command(words, cwd, {})
+    finally: sys.stdout, sys.stderr = here
+
+
+@POSIX
+@pytest.mark.parametrize('how', ['cp1252', 'ascii', 'a full disk'])
+@pytest.mark.parametrize('words', ['doctor', 'data show rows.jsonl', 'chat -m MODEL --max-new-tokens 3', 'demo --only PHASE'])
+def test_a_console_that_cannot_show_it(how, words, home, tmp_path):
+    "An escape is shown; a full disk behind standard output is named, since what was asked for is lost."
+    if how == 'a full disk' and not os.path.exists('/dev/full'): pytest.skip('needs /dev/full')
+    (tmp_path/'rows.jsonl').write_text(json.dumps(dict(prompt='→ ☃', completion='ü 你好')) + '\n')
+    done = in_child(looked, how, words.replace('MODEL', str(home/'model')).split(), tmp_path, folder=tmp_path)
+    assert 'Traceback' not in done.stderr and 'codec' not in done.stderr, done.stderr
+    if words.startswith('demo'): assert done.returncode == 1 and ('PHASE' in done.stderr or how != 'a full disk')
+    elif how == 'a full disk': assert (done.returncode, 'standard output' in done.stderr) == ((0, False) if words.startswith('chat') else (1, True)), done.stderr
+    else: assert done.returncode == 0, done
+
+
 def test_no_standard_input_is_an_empty_one(home, tmp_path):
     done = in_child(closed, ['generate', '-m', str(home/'model')], tmp_path, {}, folder=tmp_path)
     assert done.returncode == 2 and 'nothing to go on from' in done.stderr, done.stderr

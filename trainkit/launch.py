@@ -24,6 +24,7 @@ import yaml
 
 from .config import dump_config, pick_device
 from .files import write_atomic
+from .progress import say
 from .runs import mask, new_folder
 from .strategy import LaunchConfig
 
@@ -132,8 +133,7 @@ def run_command(
         while part := os.read(process.stderr.fileno(), 65536):
             said = (said + part)[-200_000:]
             if b'torch/distributed' not in part and b'ChildFailedError' not in part and b'Root Cause' not in part:
-                sys.stderr.write(part.decode(errors='replace'))
-                sys.stderr.flush()
+                say(part.decode(errors='replace'), end='', file=sys.stderr)
     except KeyboardInterrupt: # torchrun has heard it too, and lets the processes save
         process.wait(timeout=120)
         raise
@@ -146,7 +146,7 @@ def start(
     launch: LaunchConfig,
     folder: str | Path, # Where files and logs of the launch go
     dry_run: bool = False, # Only show the command
-    say: Callable[[str], Any] = print,
+    say: Callable[[str], Any] = say,
     env: Mapping[str, str] | None = None, # More for the environment of the processes
 ) -> str: # The command that was shown
     "Write the files, show the command, run it."
@@ -177,7 +177,7 @@ def launch(
     num_processes: int = 1,
     strategy: str = 'ddp', # One of `STRATEGIES`
     dry_run: bool = False, # Only show the command
-    say: Callable[[str], Any] = print,
+    say: Callable[[str], Any] = say,
     **more: Any, # Other fields of `LaunchConfig`
 ) -> Path: # The run folder; raises `WorkerDied`
     "Run a config in several processes."

@@ -30,6 +30,7 @@ from .config import pick_device, pick_dtype
 from .dataset import load_splits, to_messages
 from .files import open_with, write_atomic
 from .optim import warmup_steps
+from .progress import say
 from .templates import missing_tokens
 
 # %% ../nbs/43_llamafactory.ipynb #4c89e317
@@ -238,8 +239,8 @@ def run_llamafactory(
     file = to_llamafactory(config, Path(folder)/'llamafactory')
     found = shutil.which(command)
     if found is None:
-        print(f'{command} is not here (it needs an environment of its own: pip install llamafactory). Where it is, run\n'
-              f'  {command} train {shlex.quote(str(file))}')
+        say(f'{command} is not here (it needs an environment of its own: pip install llamafactory). Where it is, run\n'
+            f'  {command} train {shlex.quote(str(file))}')
         return None
     done = subprocess.run([found, 'train', str(file)], env={**os.environ, 'HF_HUB_DISABLE_TELEMETRY': '1', 'WANDB_DISABLED': 'true'})
     if done.returncode: raise RuntimeError(f'{shlex.join([found, "train", str(file)])} ended with code {done.returncode}')

@@ -25,6 +25,7 @@ from .adapters import lora_config, read_adapter
 from .files import atomic_folder, show_bytes
 from .lora import adapted, merge_lora, put
 from .lowrank import LoRALayer
+from .progress import say
 from .targets import rank_and_alpha
 
 # %% ../nbs/22_merge.ipynb #e89ea3f4
@@ -82,7 +83,7 @@ def merge_quantized(
             put(model, name, layer)
     found = agreement(before, model(input_ids).logits)
     model.train(training)
-    print(f'merged into the {target} weights: {found}')
+    say(f'merged into the {target} weights: {found}')
     return found
 
 # %% ../nbs/22_merge.ipynb #9ac66673

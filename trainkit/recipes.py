@@ -46,6 +46,7 @@ from .optim import OPTIMIZERS, OptimConfig, make_optimizer
 from .parts import EOS, Parts, adapt, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
 from .plan import EXIT_CODES, Control, Result, check_callbacks
 from .progress import find_place
+from .progress import say as note
 from .remote import Remote
 from .report import AnswerMetrics
 from .rl import telling_rewards
@@ -272,7 +273,7 @@ def run(
         def say(*lines: str) -> None:
             for line in lines:
                 folder.log(line)
-                if verbose: print(line, flush=True)
+                if verbose: note(line)
         (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(folder.path/'tokenizer')
         for name, file in parts.keep.items():
             if file != folder.path/name: shutil.copyfile(file, folder.path/name)
@@ -281,7 +282,7 @@ def run(
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
         longest = parts.facts.get('longest') or parts.facts.get('max_length') or config.data.max_length
         watch = [MemoryWatch(int(longest), say)] if config.watch_memory and config.engine == 'trainkit' else []
-        trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: print(line) if verbose else None),
+        trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: note(line) if verbose else None),
                               *([Remote(folder.path)] if main else []), *callbacks]
         if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))
