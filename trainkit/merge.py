@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import lora_config, read_adapter
-from .files import atomic_folder, show_bytes
+from .files import atomic_folder, read_json, reading, show_bytes
 from .lora import adapted, merge_lora, put
 from .lowrank import LoRALayer
 from .progress import say
@@ -99,7 +99,7 @@ def read_header(
         try:
             header = json.loads(file.read(size)) if size < whole else {}
             end = max(facts['data_offsets'][1] for name, facts in header.items() if name != '__metadata__')
-        except (ValueError, LookupError, TypeError, AttributeError): end = -1
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError): end = -1
         if 8 + size + end != whole: raise ValueError(f'{path} is damaged or cut short: copy it again')
         return header, 8 + size
 
@@ -141,8 +141,8 @@ def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]: # What the i
     if source is None: return {}
     for name in ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json', 'added_tokens.json'):
         if (source/name).is_file(): shutil.copy(source/name, output/name)
-    ids = {t['content']: t['id'] for t in json.loads((source/'tokenizer.json').read_text(encoding='utf-8')).get('added_tokens', ())}
-    said = json.loads((source/'tokenizer_config.json').read_text(encoding='utf-8')) if (source/'tokenizer_config.json').is_file() else {}
+    with reading(source/'tokenizer.json'): ids = {t['content']: t['id'] for t in read_json(source/'tokenizer.json').get('added_tokens', ())}
+    said = read_json(source/'tokenizer_config.json') if (source/'tokenizer_config.json').is_file() else {}
     words = {role: said.get(f'{role}_token') for role in ('bos', 'eos', 'pad')}
     found = {f'{role}_token_id': ids[word] for role, word in words.items() if isinstance(word, str) and word in ids}
     if (file := output/'generation_config.json').is_file():
@@ -172,7 +172,7 @@ def merge_folder(
     there = {name: path for path, header in headers.items() for name in header if name != '__metadata__'}
     def place(name: str) -> str | None: # Its name in the files; some leave out the first word
         return next((n for n in (name, name.partition('.')[2]) if n in there), None)
-    settings = json.loads((base/'config.json').read_text(encoding='utf-8')) if (base/'config.json').is_file() else {}
+    settings = read_json(base/'config.json') if (base/'config.json').is_file() else {}
     if settings.get('quantization_config'): raise ValueError(f'{base} is quantized: open it, and merge_quantized')
     tied = [n for n in parts if n.endswith('lm_head') and place(f'{n}.weight') is None and 'weight' in parts[n]]
     embedding = next((n for n in parts if n.endswith(('embed_tokens', 'wte')) and 'weight' in parts[n]), None)

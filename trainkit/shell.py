@@ -94,7 +94,8 @@ def _tokenizer(folder: Path) -> Any:
 
         from trainkit.files import open_with
         try: return open_with(AutoTokenizer, folder, trust_remote_code=False)
-        except (ValueError, LookupError, TypeError, AttributeError): raise ValueError(f'{folder}/tokenizer.json: {error}') from None
+        except (MemoryError, ImportError): raise
+        except Exception: raise ValueError(f'{folder}/tokenizer.json: {error}') from None # Those of tokenizers have no class of their own
 
 @data.command()
 def check(
