@@ -559,3 +559,22 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
     class Text(str):
         def __reduce__(self): raise TypeError('this text stays here')
     with pytest.raises((TypeError, ValueError), match='stays here'): count_words([Text('a b')]*3, num_proc=2, lane='pure')
+
+
+@pytest.mark.parametrize('suffix', ['txt.gz', 'jsonl.bz2', 'csv.xz'])
+def test_a_file_that_is_made_to_fill_the_memory_is_named(tmp_path, monkeypatch, suffix):
+    "The file, the size that it reached, and how to read it all the same."
+    import bz2
+    import gzip
+    import lzma
+
+    from trainkit.containers import read_rows
+    line = b'{"text": "a"}\n' if 'jsonl' in suffix else b'text\n'
+    pack = {'gz': gzip, 'bz2': bz2, 'xz': lzma}[suffix.rpartition('.')[2]].compress
+    (path := tmp_path/f'bomb.{suffix}').write_bytes(pack(line*200_000))
+    assert sum(1 for _ in read_rows(path)) >= 1
+    monkeypatch.setattr('trainkit.archives.RATIO', 10)
+    monkeypatch.setattr('trainkit.archives.UNPACKED', 100_000)
+    with pytest.raises(ValueError, match=r'bomb\..* have become more than 100 kB of data.*TRAINKIT_MAX_UNPACKED'): list(read_rows(path))
+    monkeypatch.setenv('TRAINKIT_MAX_UNPACKED', '10000000')
+    assert sum(1 for _ in read_rows(path)) >= 1
