@@ -136,6 +136,93 @@ def test_a_damaged_model_is_one_sentence_that_names_the_file(case, home, tmp_pat
     assert done.stderr.count('\n') == 2 and {*os.listdir(tmp_path)} == before, done.stderr
 
 
+def change(**values):
+    "Other values in a JSON file."
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def cut(share): return lambda path: os.truncate(path, int(path.stat().st_size*share))
+
+
+NOT_JSON = {'cut short': cut(0.5), 'zero bytes': lambda path: path.write_bytes(b'\0'*99), 'nested too deep': lambda path: path.write_text('['*100_000),
+            'a list': lambda path: path.write_text('[]'), 'null': lambda path: path.write_text('null'), 'not UTF-8': lambda path: path.write_bytes(b'\xff\xfe{}')}
+NOT_BYTES = {'cut short': cut(0.5), 'empty': cut(0), 'zero bytes': lambda path: path.write_bytes(b'\0'*999), 'a wrong length': lambda path: path.write_bytes((2**63).to_bytes(8, 'little') + b'{}')}
+GENERATE = ['generate', '-m', 'M', '-p', 'x', '--max-new-tokens', '2']
+SHARDS = ['train', 'data.path=S', 'tokenizer.path=M', 'train.max_steps=1', 'data.max_length=16', 'model.d_model=32', 'model.n_heads=2', 'model.n_layers=1']
+HARMS = { # file -> the command that reads it, and what is done to the file
+    'M/config.json': (GENERATE, NOT_JSON | {f'{name} = {value!r}'[:40]: change(**{name: value}) for name, values in dict(
+        num_hidden_layers=('x', 1.5, None, 10**7, 10**30, True), hidden_size=(-1, [], 10**30), num_attention_heads=(0, {}), vocab_size=(-1, 'x'), num_key_value_heads=(0,), dtype=('x', []),
+        hidden_act=('x', 3), rope_parameters=(3,), model_type=(None, 'x')).items() for value in values}),
+    'M/trainkit.json': (GENERATE, {name: NOT_JSON[name] for name in ('cut short', 'a list', 'nested too deep')}),
+    'M/generation_config.json': (GENERATE, {name: NOT_JSON[name] for name in ('a list', 'nested too deep', 'null')} | {'a word ends a text': change(eos_token_id='x'), 'so does a huge number': change(eos_token_id=[10**30])}),
+    'M/model.safetensors': (GENERATE, NOT_BYTES),
+    'M/tokenizer.json': (GENERATE, NOT_JSON | {'a vocabulary that is none': change(model=dict(type='BPE', vocab=3, merges=[])), 'a merge of what is not there': change(model=dict(type='BPE', vocab=dict(a=0), merges=[['a', 'b']])),
+        'a huge id': change(model=dict(type='BPE', vocab=dict(a=10**30), merges=[])), 'no normalizer': change(normalizer='x')}),
+    'M/tokenizer_config.json': (['tokenizer', 'show', 'M'], {name: NOT_JSON[name] for name in ('a list', 'nested too deep', 'null')} | {'a special token that is none': change(eos_token='nowhere')}),
+    'A/adapter_config.json': (['merge', 'M', 'A', 'out'], NOT_JSON | {f'{name} = {value!r}': change(**{name: value}) for name, value in (('r', 'x'), ('r', -1), ('lora_alpha', []), ('rank_pattern', 3), ('use_dora', {}))}),
+    'A/adapter_model.safetensors': (['merge', 'M', 'A', 'out'], NOT_BYTES),
+    'M.gguf': (['generate', '-m', 'M.gguf', '-p', 'x'], NOT_BYTES | {f'{size} bytes of it': (lambda path, size=size: os.truncate(path, size)) for size in (10, 24, 100)}),
+    'S/index.json': (SHARDS, NOT_JSON | {f'{name} = {value!r}': change(**{name: value}) for name, value in (('dtype', 'x'), ('dtype', 3), ('shards', 3), ('shards', [{}]))}),
+}
+
+
+@pytest.fixture(scope='module')
+def whole(home):
+    "A model, an adapter of it, a GGUF file and shards, none of them damaged."
+    import torch
+
+    from trainkit.adapters import save_adapter
+    from trainkit.gguf import export_gguf
+    from trainkit.hf import load_pretrained
+    from trainkit.lora import LoRAConfig, add_lora
+    from trainkit.shards import tokenize_to_disk
+    folder = home/'whole'
+    shutil.copytree(home/'model', folder/'M')
+    export_gguf(folder/'M', folder/'M.gguf', 'q8_0', progress=False)
+    model, tokenizer = load_pretrained(folder/'M')
+    torch.manual_seed(0)
+    save_adapter(add_lora(model, LoRAConfig(r=2)), folder/'A', base='M')
+    (folder/'words.txt').write_text('\n'.join(f'The {i} words' for i in range(500)))
+    tokenize_to_disk(folder/'words.txt', tokenizer, folder/'S', num_proc=1)
+    return folder
+
+
+@pytest.mark.parametrize('file', HARMS)
+def test_whatever_is_damaged_is_named(file, whole, tmp_path):
+    "Each kind of file, damaged in many ways: exit code 1 and a sentence with the name of the file or its folder."
+    words, harms = HARMS[file]
+    wrong = []
+    for name, harm in harms.items():
+        folder = tmp_path/f'{len(wrong)}-{list(harms).index(name)}'
+        shutil.copytree(whole, folder)
+        harm(folder/file)
+        try: done = call(*words, cwd=folder)
+        except Exception as error: wrong.append(f'{name}: {type(error).__name__}: {error}'[:300])
+        else:
+            names = (file, file.rpartition('/')[0] + '/', f'{file.rpartition("/")[0]} ') if '/' in file else (file,)
+            if done.returncode != 1 or not done.stderr.startswith('Error: ') or not any(part in done.stderr for part in names): wrong.append(f'{name}: {done.returncode} {done.stderr}'[:300])
+        shutil.rmtree(folder)
+    assert not wrong, '\n'.join(wrong)
+
+
+def test_a_run_stays_in_its_folder(tmp_path):
+    "A name may have folders in it, and leads nowhere else."
+    from trainkit.knobs import ConfigError
+    from trainkit.method import RunConfig
+    assert RunConfig(name='a/b').folder.parts == ('runs', 'a', 'b')
+    for name in (str(tmp_path/'x'), '../x', 'a/../../x', '~/x', 'C:\\x', '', '.'):
+        with pytest.raises(ConfigError, match='names the folder of the run'): RunConfig(name=name)
+
+
+def test_a_piped_chat_that_cannot_answer_says_so_by_its_exit_code(home, tmp_path):
+    for text, code in (('Spell 1.\n', 0), ('x '*3000 + '\n', 1), ('/retry\n', 1)):
+        here = sys.stdin
+        sys.stdin = io.StringIO(text)
+        try: done = call('chat', '-m', home/'model', '--max-new-tokens', '3', cwd=tmp_path)
+        finally: sys.stdin = here
+        assert done.returncode == code, (text[:20], done.stderr)
+
+
 def test_an_encoding_that_nobody_knows_and_a_link_to_nowhere(home):
     for name in ('gone.jsonl',):
         if not (home/name).is_symlink(): (home/name).symlink_to('nowhere')

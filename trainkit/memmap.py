@@ -164,9 +164,8 @@ def open_shards(
     "Open a folder of shards; nothing is read until it is asked for."
     folder, index = Path(folder), read_index(folder)
     with reading(folder/'index.json', 'make the shards again'):
-        size, vocab_size, complete = np.dtype(index['dtype']).itemsize, index['vocab_size'], index['complete']
-        if np.dtype(index['dtype']).kind not in 'iu' or not index['shards'] or not 0 < vocab_size < 2**32:
-            raise ValueError('has ids of no whole number, no shards or no vocabulary')
+        size, complete = np.dtype(index['dtype']).itemsize, index['complete']
+        if np.dtype(index['dtype']).kind not in 'iu' or not isinstance(index['shards'], list): raise ValueError('its ids are no whole numbers, or its shards no list')
         wrong = [*filter(None, (shard_damage(folder, record, size, verify) for record in index['shards']))]
     if wrong or not complete:
         why = wrong[0] if wrong else 'it is not complete'
