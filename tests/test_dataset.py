@@ -575,6 +575,6 @@ def test_a_file_that_is_made_to_fill_the_memory_is_named(tmp_path, monkeypatch, 
     assert sum(1 for _ in read_rows(path)) >= 1
     monkeypatch.setattr('trainkit.archives.RATIO', 10)
     monkeypatch.setattr('trainkit.archives.UNPACKED', 100_000)
-    with pytest.raises(ValueError, match=r'bomb\..* have become more than 100 kB of data.*TRAINKIT_MAX_UNPACKED'): list(read_rows(path))
+    with pytest.raises(ValueError, match=r'bomb\..* bytes have become more than 100,000 of data.*TRAINKIT_MAX_UNPACKED'): list(read_rows(path))
     monkeypatch.setenv('TRAINKIT_MAX_UNPACKED', '10000000')
     assert sum(1 for _ in read_rows(path)) >= 1

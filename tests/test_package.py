@@ -38,7 +38,7 @@ MAY_IMPORT = {
     'encoder': 'kernels patterns',
     'formats': 'files patterns',
     'tokenizer': 'bpe config encoder files formats patterns words',
-    'archives': 'files',
+    'archives': '',
     'columns': 'knobs',
     'containers': 'archives files',
     'corpora': '',

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .files import show_bytes
-
 # %% ../nbs/11_archives.ipynb #aedd26cf
 class _Zstd(io.RawIOBase):
     "A zstd file; unlike the library's own reader it notices when the end is missing."
@@ -86,7 +84,7 @@ class _Bounded(io.RawIOBase):
         data = self.file.read(len(buffer))
         self.size += len(data)
         if self.size > self.most:
-            raise ValueError(f'{self.path}: {show_bytes(self.packed)} have become more than {show_bytes(self.most)} of data, so this may be a file that is made to fill the memory: '
+            raise ValueError(f'{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, so this may be a file that is made to fill the memory: '
                              f'unpack it yourself, or set {MOST} to the bytes that it may have')
         buffer[:len(data)] = data
         return len(data)

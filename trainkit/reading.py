@@ -193,8 +193,8 @@ class Run:
     @property
     def samples(self) -> list[tuple[int, list[tuple[str, str]]]]: # (step, [(prompt, text), …]), in order
         return list({r['step']: (r['step'], [tuple(s) for s in r['samples']])
-                     for r in self.records if r['event'] == 'sample' and 'step' in r and isinstance(r.get('samples'), list)
-                     and all(isinstance(s, list) and len(s) == 2 for s in r['samples'])}.values())
+                     for r in self.records if r['event'] == 'sample' and 'step' in r and isinstance(r.get('samples'), (list, tuple))
+                     and all(isinstance(s, (list, tuple)) and len(s) == 2 for s in r['samples'])}.values())
 
     def series(
         self,
