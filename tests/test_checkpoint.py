@@ -276,3 +276,19 @@ def test_warnings_only_where_something_is_wrong(tmp_path):
         warnings.simplefilter('error')
         save_checkpoint(tmp_path, model, optimizer, state=dict(step=1))
         load_checkpoint(latest_checkpoint(tmp_path), model, optimizer)
+
+
+def test_what_a_killed_save_left_goes_with_the_next_run(tmp_path):
+    "Only under the lock, and only what a run itself writes; between the two renames the new model is whole."
+    from trainkit.lock import run_lock
+    for name in ('.model.ab12cd3_', '..model.ab12cd3_.x8cav3ky', '.best_model.abcdefgh', '.adapter.abcdefgh.old', '.control', '.mine.abcdefgh', '.env.template'):
+        (tmp_path/name).mkdir()
+        (tmp_path/name/'w').write_text(name)
+    (tmp_path/'.metrics.jsonl.abcdefgh').write_text('torn')
+    (tmp_path/'best_model').mkdir()
+    (tmp_path/'.model.zzzzzzzz').mkdir()
+    (tmp_path/'.model.zzzzzzzz'/'w').write_text('new')
+    (tmp_path/'.model.zzzzzzzz.old').mkdir()
+    with run_lock(tmp_path): pass
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['.control', '.env.template', '.lock', '.mine.abcdefgh', 'adapter', 'best_model', 'model']
+    assert (tmp_path/'model'/'w').read_text() == 'new'

@@ -580,3 +580,22 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
     with pytest.raises(ValueError, match='row 2: '): load_examples([rows[0], dict(nothing=1)])
     with pytest.raises(ValueError, match='list in memory: there are no rows'): load_examples([])
     with pytest.raises(TypeError, match='a int is no path.*holds no rows'): load_examples(7)
+
+
+@pytest.mark.parametrize('suffix', ['txt.gz', 'jsonl.bz2', 'csv.xz'])
+def test_a_file_that_is_made_to_fill_the_memory_is_named(tmp_path, monkeypatch, suffix):
+    "The file, the size that it reached, and how to read it all the same."
+    import bz2
+    import gzip
+    import lzma
+
+    from trainkit.containers import read_rows
+    line = b'{"text": "a"}\n' if 'jsonl' in suffix else b'text\n'
+    pack = {'gz': gzip, 'bz2': bz2, 'xz': lzma}[suffix.rpartition('.')[2]].compress
+    (path := tmp_path/f'bomb.{suffix}').write_bytes(pack(line*200_000))
+    assert sum(1 for _ in read_rows(path)) >= 1
+    monkeypatch.setattr('trainkit.archives.RATIO', 10)
+    monkeypatch.setattr('trainkit.archives.UNPACKED', 100_000)
+    with pytest.raises(ValueError, match=r'bomb\..* bytes have become more than 100,000 of data.*TRAINKIT_MAX_UNPACKED'): list(read_rows(path))
+    monkeypatch.setenv('TRAINKIT_MAX_UNPACKED', '10000000')
+    assert sum(1 for _ in read_rows(path)) >= 1

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     'bpe': 'kernels progress',
     'encoder': 'kernels patterns',
     'formats': 'files patterns',
-    'tokenizer': 'bpe config encoder formats patterns words',
+    'tokenizer': 'bpe config encoder files formats patterns words',
     'archives': '',
     'columns': 'knobs',
     'containers': 'archives files',
@@ -100,9 +100,9 @@ MAY_IMPORT = {
     'checks': 'optim plan retention',
     'resume': 'checkpoint checks config identity optim plan retention',
     'rescue': 'checks faults plan step',
-    'keeper': 'checkpoint config plan sharded step writer',
+    'keeper': 'checkpoint config plan progress sharded step writer',
     'train': 'checkpoint checks compiled config faults heap keeper lock objective optim plan precision progress rescue resume sharded step writer zero',
-    'remote': 'config knobs',
+    'remote': 'config knobs progress',
     'monitor': 'architecture',
     'symptoms': 'canvas',
     'health': 'canvas files symptoms',
@@ -111,21 +111,21 @@ MAY_IMPORT = {
     'index': 'canvas config runs',
     'summary': 'canvas charts config runs',
     'compare': 'canvas charts index runs summary',
-    'track': 'canvas compare index runs summary',
-    'ggml': '',
+    'track': 'canvas compare files index progress runs summary',
+    'ggml': 'files',
     'nf4': '',
     'int8': '',
     'fused': 'nf4',
     'qlinear': 'fused int8 layers nf4',
-    'quant': 'knobs nf4 qlinear',
+    'quant': 'files knobs nf4 qlinear',
     'calibrated': '',
     'intervals': '',
     'overlap': '',
-    'bertscore': 'overlap',
+    'bertscore': 'files overlap',
     'metrics': 'overlap',
     'scores': 'evaluate generate intervals layers model objective progress step',
     'modelfile': 'files gguf templates',
-    'gguf': 'families formats hf model patterns progress rope',
+    'gguf': 'families files formats hf model patterns progress rope',
     'report': 'canvas chat columns files generate intervals metrics progress scores',
     'sidebyside': 'canvas files generate objective',
     'harness': 'generate scores',
@@ -148,8 +148,8 @@ MAY_IMPORT = {
     'lora': 'lowrank targets',
     'ranks': 'lora lowrank variants',
     'switch': 'knobs lora lowrank targets',
-    'adapters': 'config knobs lora lowrank switch targets variants',
-    'merge': 'adapters files lora lowrank targets',
+    'adapters': 'config files knobs lora lowrank switch targets variants',
+    'merge': 'adapters files lora lowrank progress targets',
     'preferences': 'canvas columns lengths pairs',
     'pairs': 'dataloader',
     'margins': 'knobs',
@@ -158,11 +158,11 @@ MAY_IMPORT = {
     'dpo': 'likelihood margins objective reference',
     'unpaired': 'columns dataloader lengths likelihood margins objective reference',
     'reward': 'likelihood objective pairs step',
-    'families': 'architecture config model',
+    'families': 'architecture config files model',
     'hub': 'knobs',
-    'hf': 'config families ggml hub model quant tokenizer',
-    'twin': 'adapters families lora model reward tokenizer',
-    'llamafactory': 'columns config dataset files optim templates',
+    'hf': 'architecture config families files ggml hub model quant tokenizer',
+    'twin': 'adapters families files lora model reward tokenizer',
+    'llamafactory': 'columns config dataset files optim progress templates',
     'engines': 'llamafactory trl_words',
     'trl_words': 'dataloader plan rewards',
     'with_trl': 'config engines files objective optim plan precision progress step train trl_words twin',
@@ -172,8 +172,8 @@ MAY_IMPORT = {
     'method': 'config curriculum dataset hub knobs margins model optim plan presets quant rl sampling spelling targets',
     'spelling': 'config knobs targets',
     'verdict': 'canvas charts chat dataset evaluate judge likelihood pairs parts reward rewards runs step unpaired',
-    'align': 'chat config dataset dpo generate judge knobs method pairs parts policy preferences reference reward rewards rl rollouts sandbox saving unpaired',
-    'saving': 'adapters config generate hf lengths lora model reward step tokenizer',
+    'align': 'chat config dataset dpo files generate judge knobs method pairs parts policy preferences reference reward rewards rl rollouts sandbox saving unpaired',
+    'saving': 'adapters config files generate hf lengths lora model reward step tokenizer',
     'vocabulary': 'config knobs method templates',
     'translate': 'canvas config foreign index knobs method rl spelling strategy vocabulary',
     'parts': 'chat config dataloader dataset generate judge lengths lora memmap method model packing plan qlinear quant tokenizer',
@@ -199,18 +199,18 @@ MAY_IMPORT = {
     'quant_explorer': 'canvas explore int8 knobs ledger lora_explorer nf4',
     'text_explorers': 'canvas chat explore knobs lengths masks patterns templates tokenizer',
     'recipes': 'align config dataset engines families forecast health hf hub judge lock lora machine method monitor objective offload optim parts plan progress remote report rl runs saving tokenizer track train verdict with_trl',
-    'needs': 'architecture facts hf knobs ledger method model offload planner templates',
+    'needs': 'architecture facts files hf knobs ledger method model offload planner templates',
     'rehearsal': 'engines files forecast method plan recipes',
     'talk': 'chat generate knobs',
     'strategy': 'config sharded',
-    'launch': 'config files runs sharded strategy',
+    'launch': 'config files progress runs sharded strategy',
     'distributed': '',
     'shell': 'chat containers dataset files knobs lengths mixture packing quality shards templates tokenizer',
     'history': 'compare health index knobs runs summary',
     'tools': 'bertscore config dataset files gguf hf knobs merge method modelfile presets report shell talk tokenizer translate vocabulary',
-    'demo': 'canvas charts chat config dataloader dataset evaluate hf intervals judge method quant recipes report runs sidebyside step',
+    'demo': 'canvas charts chat config dataloader dataset evaluate hf intervals judge method progress quant recipes report runs sidebyside step',
     'course': 'files machine',
-    'cli': 'checks config course demo generate hf history knobs launch machine method needs recipes rehearsal shell spelling strategy tools',
+    'cli': 'checks config course demo generate hf history knobs launch machine method needs progress recipes rehearsal shell spelling strategy tools',
 }
 
 
@@ -249,6 +249,15 @@ def test_modules_are_what_the_notebooks_say(tmp_path):
         assert here.sub('nbs/', new) == here.sub('nbs/', old), f'trainkit/{module}.py is stale: run `make export`'
     by_hand = {p.stem for p in PACKAGE.glob('*.py')} - set(rooms())
     assert by_hand <= CHECKED_BY_HAND, f'{by_hand - CHECKED_BY_HAND} come from no notebook'
+
+
+def test_models_of_transformers_are_opened_one_at_a_time():
+    "`from_pretrained` exchanges parts of transformers and of torch while it runs, so two threads in it break every later call."
+    for module in rooms():
+        text = (PACKAGE/f'{module}.py').read_text(encoding='utf-8')
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute) and node.attr in ('from_pretrained', 'from_config')]
+        alone = 0 if module == 'files' else sum('with alone' in line for line in text.splitlines() if '.from_config(' in line)
+        assert len(calls) - alone == (module == 'files'), f'{module}: open_with and alone of trainkit.files are for this'
 
 
 def test_imports_point_down():

@@ -205,3 +205,40 @@ def test_a_process_that_fails_says_why(tmp_path):
     now = session.snapshot()
     assert now.state == 'failed' and 'missing.txt' in now.error and any('missing.txt' in line for line in now.log)
     assert Path(now.folder).name == 'small'
+
+
+def twenty(folder):
+    "As many sessions of one process, all at once; what became of each, and of a model that is saved later."
+    import torch
+
+    from trainkit import hf
+    from trainkit.hf import load_pretrained, save_pretrained
+    meeting, verify = threading.Barrier(20, timeout=120), hf._verify
+    def together(*args):
+        if not over: meeting.wait() # All of them open what they wrote at the same moment
+        verify(*args)
+    hf._verify, over = together, []
+    write = lambda name, line: (folder/name).write_text('\n'.join(map(line, range(300))))
+    write('words.txt', lambda i: f'The {i} little words that {i*7} say more than {i*i} others.')
+    write('others.txt', lambda i: f'Other {i} words say less.')
+    words = (f'data.path={folder}/words.txt data.eval_file={folder}/others.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 '
+             'model.n_layers=1 model.d_ff=64 model.tie_embeddings=true train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2')
+    sessions = [TrainSession(load_config(RunConfig, dict(runs_dir=str(folder), name=f'run-{i}'), words.split())) for i in range(20)]
+    streams, kinds = (sys.stdout, sys.stderr), torch.get_default_dtype()
+    for session in sessions: session.start('thread')
+    for i, session in enumerate(sessions):
+        result = session.result()
+        model, tokenizer = load_pretrained(folder/f'run-{i}'/'model')
+        wanted, found = result.model.state_dict(), model.state_dict()
+        assert wanted.keys() == found.keys() and all(torch.equal(wanted[n], found[n]) for n in wanted)
+        assert (folder/f'run-{i}'/'report.html').exists() and not [*(folder/f'run-{i}').glob('.model*')]
+    over.append(True)
+    save_pretrained(model, tokenizer, folder/'later')
+    assert (sys.stdout, sys.stderr, torch.get_default_dtype()) == (*streams, kinds)
+    print('all is well')
+
+
+def test_twenty_runs_of_one_process_save_at_once(tmp_path):
+    "In a child, since what broke here broke every later save of the process."
+    done = in_child(twenty, tmp_path, folder=tmp_path)
+    assert done.stdout.endswith('all is well\n'), done

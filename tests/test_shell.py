@@ -136,6 +136,93 @@ def test_a_damaged_model_is_one_sentence_that_names_the_file(case, home, tmp_pat
     assert done.stderr.count('\n') == 2 and {*os.listdir(tmp_path)} == before, done.stderr
 
 
+def change(**values):
+    "Other values in a JSON file."
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def cut(share): return lambda path: os.truncate(path, int(path.stat().st_size*share))
+
+
+NOT_JSON = {'cut short': cut(0.5), 'zero bytes': lambda path: path.write_bytes(b'\0'*99), 'nested too deep': lambda path: path.write_text('['*100_000),
+            'a list': lambda path: path.write_text('[]'), 'null': lambda path: path.write_text('null'), 'not UTF-8': lambda path: path.write_bytes(b'\xff\xfe{}')}
+NOT_BYTES = {'cut short': cut(0.5), 'empty': cut(0), 'zero bytes': lambda path: path.write_bytes(b'\0'*999), 'a wrong length': lambda path: path.write_bytes((2**63).to_bytes(8, 'little') + b'{}')}
+GENERATE = ['generate', '-m', 'M', '-p', 'x', '--max-new-tokens', '2']
+SHARDS = ['train', 'data.path=S', 'tokenizer.path=M', 'train.max_steps=1', 'data.max_length=16', 'model.d_model=32', 'model.n_heads=2', 'model.n_layers=1']
+HARMS = { # file -> the command that reads it, and what is done to the file
+    'M/config.json': (GENERATE, NOT_JSON | {f'{name} = {value!r}'[:40]: change(**{name: value}) for name, values in dict(
+        num_hidden_layers=('x', 1.5, None, 10**7, 10**30, True), hidden_size=(-1, [], 10**30), num_attention_heads=(0, {}), vocab_size=(-1, 'x'), num_key_value_heads=(0,), dtype=('x', []),
+        hidden_act=('x', 3), rope_parameters=(3,), model_type=(None, 'x')).items() for value in values}),
+    'M/trainkit.json': (GENERATE, {name: NOT_JSON[name] for name in ('cut short', 'a list', 'nested too deep')}),
+    'M/generation_config.json': (GENERATE, {name: NOT_JSON[name] for name in ('a list', 'nested too deep', 'null')} | {'a word ends a text': change(eos_token_id='x'), 'so does a huge number': change(eos_token_id=[10**30])}),
+    'M/model.safetensors': (GENERATE, NOT_BYTES),
+    'M/tokenizer.json': (GENERATE, NOT_JSON | {'a vocabulary that is none': change(model=dict(type='BPE', vocab=3, merges=[])), 'a merge of what is not there': change(model=dict(type='BPE', vocab=dict(a=0), merges=[['a', 'b']])),
+        'a huge id': change(model=dict(type='BPE', vocab=dict(a=10**30), merges=[])), 'no normalizer': change(normalizer='x')}),
+    'M/tokenizer_config.json': (['tokenizer', 'show', 'M'], {name: NOT_JSON[name] for name in ('a list', 'nested too deep', 'null')} | {'a special token that is none': change(eos_token='nowhere')}),
+    'A/adapter_config.json': (['merge', 'M', 'A', 'out'], NOT_JSON | {f'{name} = {value!r}': change(**{name: value}) for name, value in (('r', 'x'), ('r', -1), ('lora_alpha', []), ('rank_pattern', 3), ('use_dora', {}))}),
+    'A/adapter_model.safetensors': (['merge', 'M', 'A', 'out'], NOT_BYTES),
+    'M.gguf': (['generate', '-m', 'M.gguf', '-p', 'x'], NOT_BYTES | {f'{size} bytes of it': (lambda path, size=size: os.truncate(path, size)) for size in (10, 24, 100)}),
+    'S/index.json': (SHARDS, NOT_JSON | {f'{name} = {value!r}': change(**{name: value}) for name, value in (('dtype', 'x'), ('dtype', 3), ('shards', 3), ('shards', [{}]))}),
+}
+
+
+@pytest.fixture(scope='module')
+def whole(home):
+    "A model, an adapter of it, a GGUF file and shards, none of them damaged."
+    import torch
+
+    from trainkit.adapters import save_adapter
+    from trainkit.gguf import export_gguf
+    from trainkit.hf import load_pretrained
+    from trainkit.lora import LoRAConfig, add_lora
+    from trainkit.shards import tokenize_to_disk
+    folder = home/'whole'
+    shutil.copytree(home/'model', folder/'M')
+    export_gguf(folder/'M', folder/'M.gguf', 'q8_0', progress=False)
+    model, tokenizer = load_pretrained(folder/'M')
+    torch.manual_seed(0)
+    save_adapter(add_lora(model, LoRAConfig(r=2)), folder/'A', base='M')
+    (folder/'words.txt').write_text('\n'.join(f'The {i} words' for i in range(500)))
+    tokenize_to_disk(folder/'words.txt', tokenizer, folder/'S', num_proc=1)
+    return folder
+
+
+@pytest.mark.parametrize('file', HARMS)
+def test_whatever_is_damaged_is_named(file, whole, tmp_path):
+    "Each kind of file, damaged in many ways: exit code 1 and a sentence with the name of the file or its folder."
+    words, harms = HARMS[file]
+    wrong = []
+    for name, harm in harms.items():
+        folder = tmp_path/f'{len(wrong)}-{list(harms).index(name)}'
+        shutil.copytree(whole, folder)
+        harm(folder/file)
+        try: done = call(*words, cwd=folder)
+        except Exception as error: wrong.append(f'{name}: {type(error).__name__}: {error}'[:300])
+        else:
+            names = (file, file.rpartition('/')[0] + '/', f'{file.rpartition("/")[0]} ') if '/' in file else (file,)
+            if done.returncode != 1 or not done.stderr.startswith('Error: ') or not any(part in done.stderr for part in names): wrong.append(f'{name}: {done.returncode} {done.stderr}'[:300])
+        shutil.rmtree(folder)
+    assert not wrong, '\n'.join(wrong)
+
+
+def test_a_run_stays_in_its_folder(tmp_path):
+    "A name may have folders in it, and leads nowhere else."
+    from trainkit.knobs import ConfigError
+    from trainkit.method import RunConfig
+    assert RunConfig(name='a/b').folder.parts == ('runs', 'a', 'b')
+    for name in (str(tmp_path/'x'), '../x', 'a/../../x', '~/x', 'C:\\x', '', '.'):
+        with pytest.raises(ConfigError, match='names the folder of the run'): RunConfig(name=name)
+
+
+def test_a_piped_chat_that_cannot_answer_says_so_by_its_exit_code(home, tmp_path):
+    for text, code in (('Spell 1.\n', 0), ('x '*3000 + '\n', 1), ('/retry\n', 1)):
+        here = sys.stdin
+        sys.stdin = io.StringIO(text)
+        try: done = call('chat', '-m', home/'model', '--max-new-tokens', '3', cwd=tmp_path)
+        finally: sys.stdin = here
+        assert done.returncode == code, (text[:20], done.stderr)
+
+
 def test_an_encoding_that_nobody_knows_and_a_link_to_nowhere(home):
     for name in ('gone.jsonl',):
         if not (home/name).is_symlink(): (home/name).symlink_to('nowhere')
@@ -180,6 +267,72 @@ def test_no_color_is_heard(colour, tmp_path, monkeypatch):
 def closed(words, cwd, env):
     sys.stdin = None # as Python has it where the shell closed it
     return command(words, cwd, env)
+
+
+class Bare:
+    "A stream that has nothing but `write`."
+    def write(self, text): pass
+
+
+def spoil(how):
+    "Streams that do not take what a run prints."
+    def broken():
+        ours, theirs = os.pipe()
+        os.close(ours)
+        return open(theirs, 'w', encoding='utf-8')
+    if how == 'closed': os.close(1), os.close(2)
+    make = {'cp1252': lambda: open(os.devnull, 'w', encoding='cp1252'), 'ascii': lambda: open(os.devnull, 'w', encoding='ascii'), 'a full disk': lambda: open('/dev/full', 'w'),
+            'a pipe that nobody reads': broken, 'closed': lambda: None, 'nothing but write': Bare}[how]
+    sys.stdout, sys.stderr = make(), make()
+
+
+def unheard(how, words, cwd, by_command):
+    "The run, by the command or by the function that it calls; exit code 7 where it does not end well."
+    here = sys.stdout, sys.stderr
+    os.chdir(cwd)
+    try:
+        spoil(how)
+        if by_command: return command(['train', *words], cwd, {})
+        from trainkit.method import method_config
+        from trainkit.recipes import run
+        return 0 if run(method_config(None, words)).steps == 2 else 7
+    finally: sys.stdout, sys.stderr = [open(os.devnull, 'w') if how == 'closed' else stream for stream in here]
+
+
+@POSIX
+@pytest.mark.parametrize('how', ['cp1252', 'ascii', 'a full disk', 'a pipe that nobody reads', 'closed', 'nothing but write'])
+@pytest.mark.parametrize('by_command', [True, False])
+def test_output_never_ends_a_run(how, by_command, tmp_path):
+    if how == 'a full disk' and not os.path.exists('/dev/full'): pytest.skip('needs /dev/full')
+    (tmp_path/'words.txt').write_text('\n'.join(f'The {i} words → that say {i*7} ☃ more.' for i in range(300)), encoding='utf-8')
+    (tmp_path/'others.txt').write_text('\n'.join(f'Other {i} words say less.' for i in range(300)))
+    words = ('data.path=words.txt data.eval_file=others.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 '
+             'train.max_steps=2 train.per_device_train_batch_size=2 train.logging_steps=1 sampling.max_new_tokens=3 name=quiet').split()
+    done = in_child(unheard, how, words, tmp_path, by_command, folder=tmp_path)
+    assert done.returncode == 0 and (tmp_path/'runs'/'quiet'/'report.html').exists(), done
+
+
+def looked(how, words, cwd):
+    here = sys.stdout, sys.stderr
+    try:
+        spoil(how)
+        if how == 'a full disk': sys.stderr = here[1]
+        return command(words, cwd, {})
+    finally: sys.stdout, sys.stderr = here
+
+
+@POSIX
+@pytest.mark.parametrize('how', ['cp1252', 'ascii', 'a full disk'])
+@pytest.mark.parametrize('words', ['doctor', 'data show rows.jsonl', 'chat -m MODEL --max-new-tokens 3', 'demo --only PHASE'])
+def test_a_console_that_cannot_show_it(how, words, home, tmp_path):
+    "An escape is shown; a full disk behind standard output is named, since what was asked for is lost."
+    if how == 'a full disk' and not os.path.exists('/dev/full'): pytest.skip('needs /dev/full')
+    (tmp_path/'rows.jsonl').write_text(json.dumps(dict(prompt='→ ☃', completion='ü 你好')) + '\n')
+    done = in_child(looked, how, words.replace('MODEL', str(home/'model')).split(), tmp_path, folder=tmp_path)
+    assert 'Traceback' not in done.stderr and 'codec' not in done.stderr, done.stderr
+    if words.startswith('demo'): assert done.returncode == 1 and ('PHASE' in done.stderr or how != 'a full disk')
+    elif how == 'a full disk': assert (done.returncode, 'standard output' in done.stderr) == ((0, False) if words.startswith('chat') else (1, True)), done.stderr
+    else: assert done.returncode == 0, done
 
 
 def test_no_standard_input_is_an_empty_one(home, tmp_path):

@@ -317,3 +317,70 @@ def test_a_fingerprint_is_of_the_numbers_wherever_they_are():
     here = torch.arange(3.0)
     others = [here.clone().requires_grad_(), *([here.cuda()] if torch.cuda.is_available() else [])]
     assert {data_hash([t]) for t in others} == {data_hash([here])} != {data_hash([here + 1])}
+
+
+def long_log(path, steps, starts=((0, 0),)):
+    "A log with spikes, a NaN, evaluations and resumes: (line at which it goes on, after which step)."
+    import random
+    draw, step, after = random.Random(0), 0, dict(starts)
+    with open(path, 'w', encoding='utf-8') as file:
+        for line in range(steps):
+            if line in after:
+                step = after[line]
+                file.write(json.dumps(dict(event='start', time='2026-01-01T00:00:00', start_step=step, total_steps=steps)) + '\n')
+            step += 1
+            loss = None if line == steps//3 else 1000.0 if line in (steps//2, steps//4) else -1000.0 if line == steps//5 else 2 + draw.random()
+            file.write(json.dumps(dict(event='log', time='2026-01-01T00:00:01', step=step, loss=loss, grad_norm=draw.random(), learning_rate=1/step, tokens_per_second=100.0)) + '\n')
+            if line % 500 == 499: file.write(json.dumps(dict(event='eval', time='t', step=step, eval_loss=1 + draw.random())) + '\n')
+        file.write(json.dumps(dict(event='end', time='t', step=step, reason='finished')) + '\n')
+
+
+@pytest.mark.parametrize('starts', [((0, 0),), ((0, 0), (60_000, 41_000), (150_000, 90_000))])
+def test_of_a_long_log_a_bounded_part_is_kept_and_it_agrees_with_the_whole(tmp_path, starts):
+    from trainkit.reading import Run, read_metrics
+    path = tmp_path/'metrics.jsonl'
+    long_log(path, 200_000, starts)
+    part, whole = (Run(tmp_path, records=read_metrics(path, bytes_)) for bytes_ in (12*2**20, 2**40))
+    assert len(part.records) < 20_000 < 100_000 < len(whole.records)
+    assert part.final() == whole.final() and part.keys() == whole.keys() and part.status == whole.status == 'finished' and part.started == whole.started
+    assert part.series('eval_loss') == whole.series('eval_loss')
+    for key in ('loss', 'grad_norm'):
+        (steps, values), (every, full) = part.series(key), whole.series(key)
+        real, all_real = ([v for v in some if v == v] for some in (values, full))
+        assert (steps[0], steps[-1], min(real), max(real)) == (every[0], every[-1], min(all_real), max(all_real)), key
+        assert (len(real) < len(values)) == (len(all_real) < len(full))
+        known = dict(zip(every, full, strict=True))
+        assert all(v != v or known[step] == v for step, v in zip(steps, values, strict=True))
+        assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) < 1000 # No hole in the picture
+
+
+def test_a_log_of_somebody_else_breaks_no_command(tmp_path):
+    "Wrong types and absurd numbers in a log, an environment and an index."
+    from conftest import call
+    lines = ['3', '{}', '[]', '{"event": 3}', '{"event": "log", "step": "x", "loss": 1}', '{"event": "log", "step": [1], "loss": 1}', '{"event": "log", "step": 1e999, "loss": 1}',
+             '{"event": "start", "start_step": "x"}', '{"event": "sample"}', '{"event": "sample", "samples": 3, "step": 1}', '{"event": "log", "step": null, "loss": 1, "time": []}',
+             '{"event": "log", "step": 1, "loss": ' + '9'*400 + '}', '{"event": "log", "step": 1, "loss": ' + '9'*5000 + '}', '['*100_000, '{"event": "end", "reason": 3, "time": 4}']
+    for name in ('a', 'b'):
+        (tmp_path/'runs'/name).mkdir(parents=True)
+        (tmp_path/'runs'/name/'metrics.jsonl').write_text('\n'.join([*lines, '{"event": "log", "step": 2, "loss": 3.5}']))
+        (tmp_path/'runs'/name/'config.yaml').write_text('['*100_000)
+        (tmp_path/'runs'/name/'environment.json').write_text('[]')
+    for words in (['show', 'a', '--report'], ['list'], ['compare', 'a', 'b']):
+        done = call('runs', *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def test_an_evaluation_that_a_kill_cut_off_from_its_run_stands_there_once(tmp_path):
+    "The last evaluation comes after the end; killed before the report, a run that goes on is judged once more."
+    def begin(start): return dict(start_step=start, total_steps=4)
+    with RunFolder(tmp_path/'a') as folder:
+        folder.record('start', begin(0))
+        for event, step in (('log', 2), ('eval', 2), ('log', 4), ('eval', 4), ('end', 4), ('eval', 4)): folder.record(event, dict(step=step, eval_loss=1.0) if event == 'eval' else dict(step=step))
+    with RunFolder(tmp_path/'a', resume=True) as folder:
+        folder.rewind(4, again=True)
+        folder.record('start', begin(4))
+        for event in ('end', 'eval'): folder.record(event, dict(step=4, eval_loss=1.0))
+    found = [(r['event'], r['step']) for r in read_run(tmp_path/'a').records if r['event'] != 'start']
+    assert found == [('log', 2), ('eval', 2), ('log', 4), ('eval', 4), ('end', 4), ('eval', 4)]
+    unchanged = folder.path/'metrics.jsonl'
+    assert unchanged.read_text().count('"eval"') == 3

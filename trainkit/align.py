@@ -21,6 +21,7 @@ from .chat import set_template
 from .config import seed_everything
 from .dataset import load_splits, to_messages
 from .dpo import Converged, dpo_objective
+from .files import alone
 from .generate import context_length
 from .judge import questions
 from .knobs import nearest
@@ -79,7 +80,7 @@ def _prepare_labels(config: RunConfig, model: Any, tokenizer: Any, rows: dict[st
     "Thumbs: encode, adapt, copy the reference."
     c, d, length = config.data, config.dpo, int(min(config.dpo.max_length, context_length(model)))
     if d.precompute_ref_log_probs: raise ValueError('dpo.precompute_ref_log_probs: kto asks the reference about mismatched answers too, at each step: leave it out')
-    with warnings.catch_warnings(record=True) as heard, timed(seconds, 'encoding'):
+    with alone, warnings.catch_warnings(record=True) as heard, timed(seconds, 'encoding'): # Filters belong to the process: two that put them back would do so in the wrong order
         warnings.simplefilter('always')
         train, test = (tokenize_unpaired(some, tokenizer, length, d.max_prompt_length, d.truncation, num_workers=c.preprocessing_num_workers) if some else []
                        for some in (rows['train'], rows['eval']))

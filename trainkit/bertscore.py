@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .files import open_with
 from .overlap import with_references
 
 # %% ../nbs/32_bertscore.ipynb #e79f3003
@@ -32,7 +33,7 @@ def load_encoder(
     from transformers.utils import logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    try: return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    try: return open_with(AutoModel, folder).eval(), open_with(AutoTokenizer, folder)
     finally:
         if shown: logging.enable_progress_bar()
 

@@ -32,6 +32,7 @@ def _json(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         return ValueError(f'{where}, column {error.colno}: not JSON ({error.msg})')
     except RecursionError: return ValueError(f'{where}: not JSON (brackets nested too deep)')
+    except ValueError as error: return ValueError(f'{where}: not JSON ({str(error).partition(";")[0]})') # A number of thousands of digits
 
 def _as_row(value: Any, where: str) -> Any:
     return value if isinstance(value, (dict, ValueError)) else ValueError(
@@ -75,6 +76,7 @@ def _elements(path: Path, text: str, field: str | None) -> Iterator[Row]:
         try: return read.raw_decode(text, at)
         except json.JSONDecodeError as error: raise fail(error.pos, error.msg) from None
         except RecursionError: raise fail(at, 'brackets nested too deep') from None
+        except ValueError as error: raise fail(at, str(error).partition(';')[0]) from None
     def members(start: int, close: str) -> Iterator[tuple[Any, int, Any]]:
         "Key, place and value of each member of a list or object."
         at, key = skip(start + 1), None
@@ -128,7 +130,7 @@ def _cell(text: str) -> Any:
     "Messages, which `write_examples` puts into a table as JSON; any other text as it is."
     if text[:2] != '[{': return text
     try: turns = json.loads(text)
-    except (json.JSONDecodeError, RecursionError): return text
+    except (ValueError, RecursionError): return text
     return turns if all(isinstance(t, dict) and ('role' in t or 'from' in t) for t in turns) else text
 
 def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:

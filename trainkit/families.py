@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .config import ConfigError
 from .architecture import GATED
+from .files import alone
 from .model import ModelConfig, Transformer
 
 if TYPE_CHECKING: import transformers
@@ -280,7 +281,7 @@ def to_hf(
     import transformers
     config, weights = to_hf_config(model.config, **token_ids), to_hf_weights(model.config, model.state_dict())
     kind = getattr(transformers, str(hf_architecture(model.config)))
-    hf = kind(config).to(model.device, model.lm_head.weight.dtype)
+    with alone: hf = kind(config).to(model.device, model.lm_head.weight.dtype)
     hf.load_state_dict(weights)
     if model.config.attn_softcap: hf.set_attn_implementation('eager') # the others of older versions leave the cap out
     return hf.train(model.training)

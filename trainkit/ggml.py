@@ -8,6 +8,7 @@
 __all__ = ['Unpack', 'BLOCKS', 'unpack_blocks', 'Stored', 'gguf_version', 'open_gguf']
 
 # %% ../nbs/23_ggml.ipynb #6af44905
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from .files import reading
 
 # %% ../nbs/23_ggml.ipynb #af6869bf
 def _floats(blocks: np.ndarray, at: int) -> np.ndarray: # (blocks, bytes) uint8 -> (blocks, 1): a 16-bit float in each
@@ -66,6 +69,7 @@ class Stored:
 
 def _read(file: BinaryIO, letter: str) -> Any:
     size = struct.calcsize('<' + letter)
+    if size > os.fstat(file.fileno()).st_size: raise ValueError(f'{file.name} names a text of {size:,} bytes, which is more than it has: copy it again')
     data = file.read(size)
     if len(data) < size: raise ValueError(f'{file.name} is cut short at {file.tell():,} bytes: copy it again')
     return struct.unpack('<' + letter, data)[0]
@@ -95,6 +99,9 @@ def open_gguf(
     path: str | Path,
 ) -> tuple[dict, dict[str, Stored]]: # The facts, and the tensors by name; raises `ValueError` where it is no GGUF file
     "The table of contents of a GGUF file (version 2 or 3, little-endian)."
+    with reading(path): return _open_gguf(Path(path))
+
+def _open_gguf(path: Path) -> tuple[dict, dict[str, Stored]]:
     with open(path, 'rb') as file:
         gguf_version(file)
         tensors, count = _read(file, 'Q'), _read(file, 'Q')

@@ -9,7 +9,6 @@ __all__ = ['ARCHITECTURES', 'PRE_TOKENIZERS', 'QUANT_TYPES', 'to_neighbours', 'g
            'read_template', 'describe_tokenizer', 'read_tensors', 'export_gguf']
 
 # %% ../nbs/41_gguf.ipynb #d62522b8
-import json
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from .families import hf_architecture
+from .files import read_json
 from .formats import read_pattern, usual_template
 from .hf import read_config
 from .model import ModelConfig
@@ -115,7 +115,7 @@ def _pre_tokenizer(data: dict) -> str:
                          'Give pre= with its name if you know that it cuts alike')
     return PRE_TOKENIZERS[pattern]
 
-def _read(file: Path) -> Any: return json.loads(file.read_text(encoding='utf-8')) if file.is_file() else {}
+def _read(file: Path) -> Any: return read_json(file) if file.is_file() else {}
 
 def read_template(
     folder: str | Path,

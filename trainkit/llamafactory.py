@@ -28,8 +28,9 @@ import yaml
 from .columns import as_example
 from .config import pick_device, pick_dtype
 from .dataset import load_splits, to_messages
-from .files import write_atomic
+from .files import open_with, write_atomic
 from .optim import warmup_steps
+from .progress import say
 from .templates import missing_tokens
 
 # %% ../nbs/43_llamafactory.ipynb #4c89e317
@@ -117,7 +118,7 @@ def _adapter(config: Any) -> dict[str, Any]:
 def _new_tokens(folder: str, tuning: str, target: str | None) -> dict[str, Any]:
     "What makes room for the tokens of a chat format, and lets embedding and head learn where all else is frozen."
     from transformers import AutoConfig
-    shape = AutoConfig.from_pretrained(folder)
+    shape = open_with(AutoConfig, folder)
     ends = ','.join(['wte' if shape.model_type == 'gpt2' else 'embed_tokens', *['lm_head']*(not shape.tie_word_embeddings)])
     learns = {'full': {}, 'freeze': dict(freeze_extra_modules=ends), 'lora': dict(additional_target=f'{target},{ends}' if target else ends)}
     return dict(resize_vocab=True, **learns[tuning])
@@ -252,8 +253,8 @@ def run_llamafactory(
     file = to_llamafactory(config, Path(folder)/'llamafactory')
     found = shutil.which(command)
     if found is None:
-        print(f'{command} is not here (it needs an environment of its own: pip install llamafactory). Where it is, run\n'
-              f'  {command} train {shlex.quote(str(file))}')
+        say(f'{command} is not here (it needs an environment of its own: pip install llamafactory). Where it is, run\n'
+            f'  {command} train {shlex.quote(str(file))}')
         return None
     done = subprocess.run([found, 'train', str(file)], env={**os.environ, 'HF_HUB_DISABLE_TELEMETRY': '1', 'WANDB_DISABLED': 'true'})
     if done.returncode: raise RuntimeError(f'{shlex.join([found, "train", str(file)])} ended with code {done.returncode}')

@@ -82,6 +82,7 @@ def _find_kind(raw: Iterator[Raw], columns: Mapping[str, str] | None) -> tuple[s
                 if [*fitting_kinds(full)] == [*fitting_kinds(row)]: return kind, seen
                 unsure = unsure or kind
         if unsure and len(seen) >= 1000: break
+        if len(seen) >= 100_000: break # Nothing that is read so far says what it is, and all of it is kept
     if unsure: return unsure, seen
     if first: raise ValueError(f'none of {len(seen):,} row{"s"*(len(seen) != 1)} is an example. {first}')
     return '', seen

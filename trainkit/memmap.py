@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from .files import write_atomic
+from .files import read_json, reading, write_atomic
 
 # %% ../nbs/13_memmap.ipynb #4bdd8a81
 class TokenRows(Sequence):
@@ -82,10 +82,9 @@ def read_index(
 ) -> dict: # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
     "What `index.json` says."
     folder = Path(folder)
-    try: return json.loads((folder/'index.json').read_text(encoding='utf-8'))
+    try: return read_json(folder/'index.json', remedy='make the shards again')
     except FileNotFoundError:
         raise FileNotFoundError(f"'{folder}' holds no shards: it has no index.json. tokenize_to_disk makes them.") from None
-    except ValueError as error: raise ValueError(f'{folder/"index.json"} is not JSON ({error}): make the shards again') from None
 
 def shard_damage(
     folder: str | Path,
@@ -164,9 +163,11 @@ def open_shards(
 ) -> Shards: # Raises `ValueError` if they are not whole, `FileNotFoundError` if there are none
     "Open a folder of shards; nothing is read until it is asked for."
     folder, index = Path(folder), read_index(folder)
-    size = np.dtype(index['dtype']).itemsize
-    wrong = [*filter(None, (shard_damage(folder, record, size, verify) for record in index['shards']))]
-    if wrong or not index['complete']:
+    with reading(folder/'index.json', 'make the shards again'):
+        size, complete = np.dtype(index['dtype']).itemsize, index['complete']
+        if np.dtype(index['dtype']).kind not in 'iu' or not isinstance(index['shards'], list): raise ValueError('its ids are no whole numbers, or its shards no list')
+        wrong = [*filter(None, (shard_damage(folder, record, size, verify) for record in index['shards']))]
+    if wrong or not complete:
         why = wrong[0] if wrong else 'it is not complete'
         raise ValueError(f'{folder}: {why}. The same call of tokenize_to_disk as before makes what is missing.')
     return Shards(folder, index)

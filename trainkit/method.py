@@ -14,7 +14,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from .config import ConfigError, check_config, from_profile, knob, load_config, parse_config, split_list, to_dict
@@ -195,8 +195,9 @@ class RunConfig:
 
     def __post_init__(self):
         check_config(self)
-        if not self.train.output_dir and (self.name in ('', '.') or '..' in Path(self.name).parts or '\0' in self.name):
-            raise ConfigError([Problem('name', self.name, 'names the folder of the run in runs_dir: give a word')], 'RunConfig')
+        outside = Path(self.name).is_absolute() or PureWindowsPath(self.name).anchor or self.name.startswith('~') or '..' in Path(self.name).parts
+        if not self.train.output_dir and (self.name in ('', '.') or outside or '\0' in self.name):
+            raise ConfigError([Problem('name', self.name, 'names the folder of the run in runs_dir: give a word, or folders inside it as in a/b; runs_dir says where')], 'RunConfig')
         if self.use_cache: raise ConfigError([Problem('use_cache', True, 'no loss reads a cache while it learns: leave it out; generation keeps one by itself (sampling.use_cache)')], 'RunConfig')
         if self.method in ALIGNED: self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
         elif self.use_lora and self.method not in ('sft', 'lora', 'qlora'):

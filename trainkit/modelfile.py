@@ -8,12 +8,11 @@
 __all__ = ['ChatParts', 'chat_parts', 'go_template', 'write_modelfile']
 
 # %% ../nbs/41_modelfile.ipynb #9a10e987
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import write_atomic
+from .files import read_json, write_atomic
 from .gguf import read_template
 from .templates import render_text
 
@@ -97,7 +96,7 @@ def go_template(
     return f'{_quoted(start)}{first}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{_quoted(parts.prompt)}'
 
 def _special(folder: Path) -> tuple[str, str, list[str]]: # bos, eos, and all tokens that end a text
-    read = lambda name: json.loads((folder/name).read_text(encoding='utf-8')) if (folder/name).is_file() else {}
+    read = lambda name: read_json(folder/name) if (folder/name).is_file() else {}
     config, data = read('tokenizer_config.json'), read('tokenizer.json')
     text = lambda token: (token.get('content') if isinstance(token, dict) else token) or ''
     names = {t['id']: t['content'] for t in data.get('added_tokens', [])}

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from .files import alone, open_with, reading
 from .knobs import nearest
 
 # %% ../nbs/44_needs.ipynb #df0748e7
@@ -40,13 +41,16 @@ def find_model(
     if not Path(name).is_dir():
         raise FileNotFoundError(f"'{name}' is no model here: give a folder with a config.json, or one of {', '.join(PRESETS)}."
                                 f'{nearest(name, list(PRESETS))}')
-    from trainkit.hf import read_config
+    from trainkit.hf import read_config, read_settings
     try: return read_config(name)
     except ValueError as error:
         from transformers import AutoConfig, AutoModelForCausalLM
-        try: theirs = AutoConfig.from_pretrained(name)
+        try: theirs = open_with(AutoConfig, name)
         except Exception: raise error from None
-        return lambda: AutoModelForCausalLM.from_config(theirs)
+        read_settings(name)
+        def make() -> Any:
+            with alone, reading(Path(name)/'config.json'): return AutoModelForCausalLM.from_config(theirs)
+        return make
 
 def read_setup(
     config: Any, # A `RunConfig`

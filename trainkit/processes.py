@@ -17,6 +17,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -54,7 +55,7 @@ def _child(function: Callable, args: tuple, env: dict[str, str], pipe: Any) -> N
         torch.distributed.destroy_process_group()
     pipe.send_bytes(packed)
     pipe.close()
-    sys.stdout.flush()
+    with suppress(OSError, ValueError, AttributeError): sys.stdout.flush() # It may be closed, or full
     os._exit(0)
 
 class ProcessFailed(RuntimeError):

@@ -9,7 +9,6 @@ __all__ = ['QuantConfig', 'quantizable', 'quantize_layer', 'quantize_model', 'la
            'Linear4bit', 'Linear8bit', 'QuantizedTensor', 'quantize_4bit', 'dequantize_4bit']
 
 # %% ../nbs/23_quant.ipynb #51f4b150
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from .files import read_json, reading
 from .knobs import ConfigError, Problem, check_config, knob, nearest
 from .nf4 import QuantizedTensor, dequantize_4bit, quantize_4bit
 from .qlinear import Linear4bit, Linear8bit
@@ -154,9 +154,10 @@ def tensor_files(
     "Where each tensor of a model folder lies."
     folder = Path(folder)
     index, single = folder/'model.safetensors.index.json', folder/'model.safetensors'
-    if index.is_file(): return {k: folder/Path(v).name for k, v in json.loads(index.read_text(encoding='utf-8'))['weight_map'].items()}
+    if index.is_file():
+        with reading(index): return {k: folder/Path(v).name for k, v in read_json(index)['weight_map'].items()}
     if not single.is_file(): raise FileNotFoundError(f'{folder} has no model.safetensors: give the folder of a model')
-    with safe_open(single, 'pt') as file: return dict.fromkeys(file.keys(), single)
+    with reading(single), safe_open(single, 'pt') as file: return dict.fromkeys(file.keys(), single)
 
 def load_quantized(
     make_model: Callable[[], nn.Module], # Builds the model, such as `lambda: Transformer(read_config(folder))`

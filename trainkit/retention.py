@@ -77,13 +77,23 @@ def set_aside(
     return aside
 
 # %% ../nbs/17_retention.ipynb #282a7671
+_OURS = re.compile(r'\.+(model|best_model|adapter|tokenizer|config(?:\.\d+)?\.yaml|environment\.json|metrics\.jsonl|test\.jsonl)(?:\.[a-z0-9_]{8})+(?:\.old)?') # What only the run itself writes
+
 def sweep(
     folder: str | Path, # A run's folder that nobody else writes to
 ) -> None:
-    "Finish or remove what a killed process left: a whole checkpoint gets its name, a torn one goes."
+    "Finish or remove what a killed process left: a whole checkpoint gets its name, a torn one goes; so do a model and a log."
     for left in [*Path(folder).glob('.checkpoint-*'), *Path(folder).glob('*/.checkpoint-*')]:
         from trainkit.checkpoint import problem_with
         match = re.match(r'\.(checkpoint-\d+)\.', left.name)
         named = left.with_name(match[1]) if match else left
         if not named.exists() and not problem_with(left): os.replace(left, named)
         else: shutil.rmtree(left, ignore_errors=True)
+    lefts = [path for path in Path(folder).glob('.*') if _OURS.fullmatch(path.name)]
+    for left in lefts: # The kill came between the two renames of `atomic_folder`: the new one is whole
+        if left.suffix != '.old': continue
+        named, new = left.with_name(_OURS.fullmatch(left.name)[1]), left.with_suffix('') # type: ignore
+        if not named.exists(): os.replace(new if new.exists() else left, named)
+    for left in lefts:
+        if left.is_dir(): shutil.rmtree(left, ignore_errors=True)
+        else: left.unlink(missing_ok=True)

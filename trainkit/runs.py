@@ -134,8 +134,10 @@ class RunFolder:
         self.files = {name: open(self.path/name, 'a', encoding='utf-8', errors='replace', buffering=1)
                       for name in ('metrics.jsonl', 'log.txt')}
         metrics = self.path/'metrics.jsonl'
-        if metrics.stat().st_size and not metrics.read_bytes().endswith(b'\n'):
-            self.append('metrics.jsonl', '') # end a torn line
+        if size := metrics.stat().st_size:
+            with open(metrics, 'rb') as file:
+                file.seek(size - 1)
+                if file.read() != b'\n': self.append('metrics.jsonl', '') # end a torn line
 
     def write(
         self,
@@ -162,12 +164,16 @@ class RunFolder:
     def rewind(
         self,
         step: int, # The last one that counts
+        again: bool = False, # Whether the run has taken its last step, and is only judged once more
     ):
         "Take out of `metrics.jsonl` what a resume has undone, so that no step is there twice; `log.txt` keeps it."
         path = self.path/'metrics.jsonl'
         with self.lock:
-            lines = path.read_bytes().splitlines()
-            kept = [line for line in lines if (r := parse_line(line)) is not None and not undone(r, step)]
+            lines, ended, kept = path.read_bytes().splitlines(), False, []
+            for line in lines:
+                if (r := parse_line(line)) is None: continue
+                if not undone(r, step, ended and again): kept.append(line)
+                ended = r['event'] == 'end' or (ended and r['event'] != 'start')
             if len(kept) == len(lines): return
             try: write_atomic(path, b''.join(line + b'\n' for line in kept))
             except OSError: return # readers leave such records out in any case

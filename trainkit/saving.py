@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from .adapters import adapter_tensors, peft_config, save_adapter
 from .config import atomic_folder, write_atomic
+from .files import alone, open_with
 from .generate import context_length
 from .lengths import tokenize_examples
 from .lora import merge_lora, put
@@ -71,7 +72,8 @@ def save_reward_model(
     else: theirs = causal
     config = deepcopy(theirs.config)
     config.num_labels, config.pad_token_id = 1, _padding(tokenizer)
-    try: judge: Any = transformers.AutoModelForSequenceClassification.from_config(config)
+    try:
+        with alone: judge: Any = transformers.AutoModelForSequenceClassification.from_config(config)
     except ValueError as error: raise ValueError(f'transformers has no class for a reward model of this kind, so it cannot be saved: {error}') from None
     body = theirs.base_model.state_dict() if isinstance(causal, Transformer) else net.body.state_dict()
     getattr(judge, judge.base_model_prefix).load_state_dict(body)
@@ -109,11 +111,11 @@ def load_reward_model(
     from trainkit.tokenizer import BPETokenizer
     folder = next((f for f in (Path(folder), Path(folder)/'model') if (f/'config.json').is_file()), None) or Path(folder)
     if not (folder/'config.json').is_file(): raise FileNotFoundError(f'{folder} has no config.json, and no model/ that has one: is it a reward model?')
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)
+    model = open_with(transformers.AutoModelForSequenceClassification, folder, trust_remote_code=False)
     if model.config.num_labels != 1 or not hasattr(model, 'score'):
         raise ValueError(f'{folder} says {model.config.num_labels} numbers of a text, and a reward is one: is it a reward model?')
     try: tokenizer: Any = BPETokenizer.load(folder)
-    except ValueError: tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    except ValueError: tokenizer = open_with(transformers.AutoTokenizer, folder)
     return model.eval(), tokenizer
 
 # %% ../nbs/44_saving.ipynb #7b17303b

@@ -91,8 +91,11 @@ def _tokenizer(folder: Path) -> Any:
     try: return BPETokenizer.load(folder)
     except ValueError as error: # Not a byte-level BPE, or damaged
         from transformers import AutoTokenizer
-        try: return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (ValueError, LookupError, TypeError, AttributeError): raise ValueError(f'{folder}/tokenizer.json: {error}') from None
+
+        from trainkit.files import open_with
+        try: return open_with(AutoTokenizer, folder, trust_remote_code=False)
+        except (MemoryError, ImportError): raise
+        except Exception: raise ValueError(f'{folder}/tokenizer.json: {error}') from None # Those of tokenizers have no class of their own
 
 @data.command()
 def check(

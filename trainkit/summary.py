@@ -75,8 +75,14 @@ def parse_yaml(
     text: str, # Content of a config.yaml
 ) -> dict[str, Any]: # Empty when it is no mapping
     "A config as nested dictionaries, whoever wrote it."
-    try: found = yaml.load(text, Loader=getattr(yaml, 'CSafeLoader', yaml.SafeLoader)) # noqa: S506 - libyaml, where it is
-    except yaml.YAMLError: return {}
+    loader: Any = getattr(yaml, 'CSafeLoader', yaml.SafeLoader) # libyaml, where it is
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=loader): # Not nested itself; loading what is nested too deep would end the process
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > 200: return {}
+        found = yaml.load(text, Loader=loader) # noqa: S506
+    except (yaml.YAMLError, RecursionError, ValueError): return {}
     return found if isinstance(found, dict) else {}
 
 def flatten(

@@ -21,6 +21,7 @@ import numpy as np
 from .bpe import Merges, learn_merges
 from .config import write_atomic
 from .encoder import Encoder
+from .files import read_json, reading
 from .formats import TIKTOKEN_PATTERNS, all_pairs, from_json, read_ranks, to_json, usual_template, write_ranks
 from .patterns import PATTERNS, cut_specials, to_utf8
 from .words import count_words
@@ -242,16 +243,18 @@ class BPETokenizer:
         try:
             data = json.loads((folder/'tokenizer.json').read_text('utf-8'))
             for name in ('special_tokens_map.json', 'tokenizer_config.json'):
-                if (folder/name).is_file(): config |= json.loads((folder/name).read_text('utf-8'))
+                if (folder/name).is_file(): config |= read_json(folder/name)
             names: dict[str, Any] = {
                 role: (token := config.get(role)) and (token if isinstance(token, str) else token['content'])
                 for role in ('bos_token', 'eos_token', 'pad_token', 'unk_token')}
             tok = cls(**from_json(data), **names, lane=lane)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f'{folder} holds no whole tokenizer.json ({type(error).__name__}: {error}): '
                              'copy or save it again') from None
+        except ValueError as error:
+            with reading(folder/'tokenizer.json'): raise error
         template = folder/'chat_template.jinja'
-        tok.chat_template = template.read_text('utf-8') if template.is_file() else usual_template(config.get('chat_template'))
+        with reading(template): tok.chat_template = template.read_text('utf-8') if template.is_file() else usual_template(config.get('chat_template'))
         return tok
 
     @classmethod

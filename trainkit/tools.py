@@ -310,7 +310,7 @@ def chat(
     from trainkit.hf import load_pretrained
     from trainkit.talk import Conversation
     talk = Conversation(*load_pretrained(model), load_pretrained(base) if base else None, system, max_new_tokens, temperature=temperature, seed=seed)
-    person = sys.stdin.isatty()
+    person, failed = sys.stdin.isatty(), False
     if person: typer.echo('/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.', err=True)
     while True:
         if person: typer.echo('> ', nl=False, err=True)
@@ -327,7 +327,10 @@ def chat(
                 speaker = who
                 typer.echo(piece, nl=False)
                 sys.stdout.flush()
-        except ValueError as error: typer.echo(str(error), err=True) # Too long, or nothing to repeat; the chat goes on
+        except ValueError as error: # Too long, or nothing to repeat; the chat goes on
+            typer.echo(str(error), err=True)
+            failed = True
         except KeyboardInterrupt: # Enough of this answer
             if not person: raise
         typer.echo()
+    if failed and not person: raise typer.Exit(1) # A program that asks hears of it

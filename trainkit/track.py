@@ -29,7 +29,9 @@ import yaml
 
 from .canvas import clean, number
 from .compare import compare
+from .files import alone
 from .index import list_runs
+from .progress import say
 from .runs import Run, RunFolder, data_hash, mask, read_run
 from .summary import parse_yaml, run_curves, run_sections, write_curves, write_report
 
@@ -90,7 +92,7 @@ TRACKERS = {'tensorboard': open_tensorboard, 'trackio': open_trackio, 'wandb': o
 def quiet(folder: RunFolder) -> Iterator[None]:
     "What a library prints goes into the log of the run."
     said = io.StringIO()
-    with contextlib.redirect_stdout(said): yield
+    with alone, contextlib.redirect_stdout(said): yield # Two that put standard output back would do so in the wrong order
     if said.getvalue().strip(): folder.log(said.getvalue().strip())
 
 def check_report_to(
@@ -123,7 +125,7 @@ class MetricsLog:
     ):
         self.folder, self.project, self.console, self.draw_every = folder, project, console, draw_every
         self.names, self.trackers, self.opened = check_report_to(report_to), [], False
-        self.current_step, self.sent, self.drawn = 0, -1, time.monotonic()
+        self.current_step, self.sent, self.drawn, self.drawing = 0, -1, time.monotonic(), 0.
 
     def open(self, start: int):
         "Open the trackers, once; `start` is the step that the run begins after."
@@ -155,17 +157,19 @@ class MetricsLog:
                   if is_number(v) and k != 'step'}
         for tracker in self.trackers:
             if tracker.rewinds or self.current_step > self.sent: tracker.log(values, self.current_step)
-        if time.monotonic() - self.drawn > self.draw_every: self.draw()
+        if time.monotonic() - self.drawn > max(self.draw_every, 50*self.drawing): self.draw()
 
     def draw(self):
         "`curves.svg`; a disk that is full is no reason to end a run."
+        began = time.monotonic()
         with contextlib.suppress(OSError): write_curves(self.folder)
         self.drawn = time.monotonic()
+        self.drawing = self.drawn - began # A log of a million lines takes seconds to read
 
     def say(self, line: str):
         "A line for the log, and for the console."
         self.folder.log(line)
-        if self.console: print(f'{time.strftime("%H:%M:%S")}  {mask(line)}', flush=True)
+        if self.console: say(f'{time.strftime("%H:%M:%S")}  {mask(line)}')
 
     def relative(self, record: Mapping[str, Any]) -> dict[str, Any]:
         "Paths inside the run folder without what leads to it: the folder may move, and a home has a name."
@@ -181,7 +185,7 @@ class MetricsLog:
         start = self.current_step = record.get('start_step') or 0
         before = [r.get('step') or 0 for r in read_run(self.folder.path).records]
         self.sent = max(before, default=-1) if start else -1
-        self.folder.rewind(start)
+        self.folder.rewind(start, start == record.get('total_steps'))
         self.open(start)
         # config.yaml has the config, without secrets
         self.folder.record('start', {k: v for k, v in record.items() if k != 'config'})

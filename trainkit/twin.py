@@ -22,6 +22,7 @@ from torch import nn
 
 from .adapters import peft_config
 from .families import from_hf_weights, hf_architecture, to_hf, to_hf_config
+from .files import alone
 from .lora import adapted, put
 from .model import Transformer
 from .reward import RewardModel
@@ -130,7 +131,7 @@ def _their_base(model: Any, **token_ids: Any) -> Any:
         else: name, config = str(hf_architecture(config)).replace('ForCausalLM', 'Model'), to_hf_config(config, **token_ids)
         if not name.endswith('Model') or name == 'GPT2LMHeadModel': raise ValueError(f'no class of transformers has the head for scores on {name}')
         config.num_labels, config.pad_token_id = 1, token_ids.get('pad_token_id')
-        made = getattr(transformers, name.replace('Model', 'ForSequenceClassification'))(config)
+        with alone: made = getattr(transformers, name.replace('Model', 'ForSequenceClassification'))(config)
         getattr(made, made.base_model_prefix).load_state_dict(model.body.state_dict())
         made.score.load_state_dict(model.score.state_dict())
         return made.to(model.score.weight.device)

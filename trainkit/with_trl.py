@@ -25,7 +25,7 @@ import torch
 
 from .config import seed_everything, to_dict
 from .engines import check_trl, trl_kind
-from .files import write_atomic
+from .files import alone, write_atomic
 from .objective import lm_objective
 from .optim import make_optimizer, make_schedule, show_groups
 from .plan import Result, TrainingError, TrainState, due
@@ -177,7 +177,7 @@ class TRLTrainer(Trainer):
                 twin.config._name_or_path = twin.name_or_path = str(self.scratch/'reference')
         if self.optim.optim not in OPTIMIZERS or self.optim.lr_factors or self.optim.weight_decays:
             more['optimizers'] = (make_optimizer(twin, self.optim), None)
-        with warnings.catch_warnings():
+        with alone, warnings.catch_warnings(): # The filters of the process
             warnings.simplefilter('ignore', FutureWarning)
             made = steps(model=twin, args=trl_arguments(self.kind, self, self.settings), train_dataset=Dataset.from_list(rows),
                          processing_class=words, callbacks=[ear()], **more)
@@ -250,7 +250,7 @@ class TRLTrainer(Trainer):
         "Let TRL write its checkpoint, and what we know beside it, last."
         if self.folder is None or self.theirs is None: return
         self.state.seconds, path = self.seconds, self.folder/'trl'/f'checkpoint-{self.state.step}'
-        with warnings.catch_warnings():
+        with alone, warnings.catch_warnings():
             warnings.simplefilter('ignore', FutureWarning)
             self.theirs._save_checkpoint(self.theirs.model, None)
         self.theirs.state.save_to_json(str(path/'trainer_state.json'))
