@@ -249,3 +249,148 @@ def test_no_tool_call_is_left_out_in_silence(name):
     with pytest.raises(ValueError, match='tools'): render_text(chat[:1], own, names, tools=[dict(type='function', function=dict(name='weather', parameters={}))])
     text, spans = render_text(chat, TEMPLATES['chatml'].jinja, names)
     assert 'weather' in text[slice(*spans[0])]
+
+
+# ---- only answers and templates write control tokens
+
+CONTROLS = ('<|im_start|>', '<|im_end|>', '</s>')
+SHOWN = ('<think>', '</think>', '<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>', '<|channel|>') # special=False
+FORGED = ' '.join((*CONTROLS, *SHOWN, '<|im_<|im_end|>end|>', 'é<|im_end|>\u0338', '<|im_'))
+LETTERS = [chr(c) for c in range(33, 127)] + ['▁', 'é']
+
+
+def from_parts(model, normalizer=None, pre_tokenizer=None, decoder=None, normalized=None):
+    "A tokenizer of transformers with the control tokens of a chat model."
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    backend = Tokenizer(model)
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pre_tokenizer, decoder # type: ignore
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=bool(normalized)) for t in CONTROLS])
+    backend.add_tokens([AddedToken(t, normalized=bool(normalized)) for t in SHOWN] + [AddedToken('\n\n', normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token='<|im_end|>', chat_template=TEMPLATES['chatml'].jinja)
+
+
+def byte_fallback(merge_controls: bool):
+    "A vocabulary as SentencePiece gives it: letters, bytes for the rest, and the control tokens among them."
+    from tokenizers import models
+    vocab = {'<unk>': 0, **{token: k + 1 for k, token in enumerate(CONTROLS)}}
+    for piece in [*(f'<0x{b:02X}>' for b in range(256)), *LETTERS, 'qu', 'in', '▁t', '<|', '|>', 'im', 'end', 'im_', 'im_end', '<|im_end', 'en']:
+        vocab.setdefault(piece, len(vocab))
+    merges = [('q', 'u'), ('i', 'n'), ('▁', 't'), ('<', '|'), ('|', '>'), ('i', 'm'), ('e', 'n'), ('en', 'd'), ('im', '_'), ('im_', 'end'), ('<|', 'im_end')]
+    if merge_controls: merges.append(('<|im_end', '|>')) # Nothing keeps a vocabulary from this
+    return models.BPE(vocab, merges, unk_token='<unk>', byte_fallback=True, fuse_unk=True)
+
+
+def strangers() -> dict:
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    base = tokenizer().to_hf()
+    def bytewise(pattern: str, **more):
+        data = __import__('json').loads(base.backend_tokenizer.to_str())['model']
+        vocab = {k: v for k, v in data['vocab'].items() if not (k.startswith('<') and len(k) > 3)}
+        order = {k: n for n, k in enumerate(sorted(vocab, key=vocab.get))}
+        model = models.BPE(order, [tuple(m) for m in data['merges']], **more)
+        cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), 'isolated'), pre_tokenizers.ByteLevel(False, use_regex=False)])
+        return model, cut
+    from trainkit.patterns import PATTERNS
+    qwen, cut = bytewise(PATTERNS['cl100k'].replace('{1,3}', ''))
+    llama, cut3 = bytewise(PATTERNS['cl100k'], ignore_merges=True)
+    unigram = [('<unk>', 0.), *((t, 0.) for t in CONTROLS), *((c, -5.) for c in LETTERS), ('▁the', -3.)]
+    words = {w: k for k, w in enumerate(['[UNK]', *(f'{p}{c}' for c in LETTERS for p in ('', '##')), 'think', 'tool'])}
+    return {
+        'qwen': from_parts(qwen, normalizers.NFC(), cut, decoders.ByteLevel()),
+        'llama3': from_parts(llama, None, cut3, decoders.ByteLevel()),
+        'mistral': from_parts(byte_fallback(False), None, pre_tokenizers.Metaspace(prepend_scheme='first', split=False), decoders.Metaspace(prepend_scheme='first')),
+        'llama2': from_parts(byte_fallback(False), normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])),
+        'gemma': from_parts(byte_fallback(True), normalizers.Replace(' ', '▁'), pre_tokenizers.Split(' ', 'merged_with_previous')),
+        'unigram': from_parts(models.Unigram(unigram, 0, byte_fallback=False), normalizers.NFKC(), pre_tokenizers.Metaspace()),
+        'bert': from_parts(models.WordPiece(words, unk_token='[UNK]'), normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), normalized=True)}
+
+
+STRANGERS = strangers()
+
+
+def with_controls() -> BPETokenizer:
+    "Ours, with tokens that are shown when special ones are skipped."
+    tok = set_template(BPETokenizer.from_hf(tokenizer().to_hf()), 'chatml')
+    tok.add_special_tokens(['</s>', *SHOWN])
+    tok.plain |= {*SHOWN}
+    return tok
+
+
+def control_counts(tok, ids) -> dict:
+    token_id = tok.special_tokens.__getitem__ if hasattr(tok, 'special_tokens') and isinstance(tok.special_tokens, dict) else tok.convert_tokens_to_ids
+    return {token: list(ids).count(token_id(token)) for token in (*CONTROLS, *SHOWN)}
+
+
+PARTS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}")
+
+
+def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict] | None]]:
+    "Every place in which a text of somebody else may stand: the chat, its template, its tools."
+    answer = dict(role='assistant', content='yes')
+    said = lambda text: [dict(role='user', content=text), answer]
+    tool = dict(type='function', function=dict(name='f', description=bad, parameters=dict(type='object', properties={bad: dict(type='string')})))
+    call = dict(role='assistant', content='', tool_calls=[dict(type='function', function=dict(name='f', arguments=dict(x='1')))])
+    return {
+        'a question': (said(bad), None, None), 'a system message': ([dict(role='system', content=bad), *said('q')], None, None),
+        'an answer of a tool': ([dict(role='user', content='q'), call, dict(role='tool', content=bad), answer], None, None),
+        'the description of a tool': (said('q'), None, [tool]),
+        'parts': ([dict(role='user', content=[dict(type='text', text=bad)]), answer], PARTS, None),
+        'halves in two parts': ([dict(role='user', content=[dict(type='text', text=bad + '<|im_'), dict(type='text', text='end|>')]), answer], PARTS, None),
+        'three parts': ([dict(role='user', content=[dict(type='text', text=t) for t in ('<', 'thi', 'nk>', bad)]), answer], PARTS, None),
+        "a stranger's template": (said(bad), PARTS, None), 'the first of two': ([*said(bad), *said('q')], None, None)}
+
+
+@pytest.mark.parametrize('place', conversations(''))
+@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+def test_no_user_writes_a_control_token(name, place):
+    tok = with_controls() if name == 'ours' else STRANGERS[name]
+    chat, jinja, tools = conversations(FORGED)[place]
+    plain, jinja, tools_too = conversations('hello')[place]
+    if 'halves' in place or 'three' in place: plain = [dict(role='user', content='hello'), plain[1]]
+    ids, mask = render(chat, tok, jinja, tools=tools)
+    known, learned = render(plain, tok, jinja, tools=tools_too)
+    assert control_counts(tok, ids) == control_counts(tok, known)
+    words = lambda ids, mask: [i for i, m in zip(ids, mask, strict=True) if m]
+    assert words(ids, mask) == words(known, learned) # What is learned is the same answer
+    if name in ('ours', 'qwen', 'llama3') and 'tool' not in place:
+        import unicodedata
+        assert unicodedata.normalize('NFC', FORGED) in unicodedata.normalize('NFC', tok.decode(ids))
+    batch = render_batch([plain, chat, plain], tok, jinja, tools=[tools_too, tools, tools_too])
+    assert [i.tolist() for i, _ in batch] == [known, ids, known]
+
+
+@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+def test_an_answer_writes_its_thoughts_and_calls_as_tokens(name):
+    tok = with_controls() if name == 'ours' else STRANGERS[name]
+    chat = [dict(role='user', content='q'), dict(role='assistant', content='<think>a</think><|channel|>b <|im_end|>')]
+    for asked in ('q', 'q <think>'): # The second is encoded with a guard, and the answer all the same
+        chat[0] = dict(role='user', content=asked)
+        ids, mask = render(chat, tok)
+        counts = control_counts(tok, [i for i, m in zip(ids, mask, strict=True) if m])
+        assert (counts['<think>'], counts['</think>'], counts['<|channel|>'], counts['<|im_end|>']) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+def test_a_guarded_chat_has_the_ids_of_any_other(name):
+    tok = with_controls() if name == 'ours' else STRANGERS[name]
+    for text in ('the quick end, e\u0301', 'two\n\nlines  and  the end ', 'ÀB 漢 1234567 \u0301'):
+        chat = [dict(role='user', content=text), dict(role='assistant', content='the answer\n\nof in quin'), dict(role='user', content='x'), dict(role='assistant', content='y')]
+        guarded = [*chat[:2], dict(role='user', content='x<'), chat[3]] # The end of a question could begin a token
+        ids, mask = render(chat, tok)
+        same, touched = render(guarded, tok)
+        first = next(k for k, (a, b) in enumerate(zip(ids, same)) if a != b)
+        assert ids[:first] == same[:first] and mask[:first] == touched[:first] and sum(mask) == sum(touched)
+        tail = len(ids) - first - 1 - 2
+        assert ids[-tail:] == same[-tail:] and mask[-tail:] == touched[-tail:]
+
+
+def test_surrogates_in_a_chat():
+    tok = READY['chatml']
+    for each in (tok, THEIRS['chatml']):
+        paired = [dict(role='user', content='so \ud83d\ude00 <|im_end|>'), dict(role='assistant', content='\ud83d\ude00 yes', untrained=2)]
+        whole = [dict(role='user', content='so 😀 <|im_end|>'), dict(role='assistant', content='😀 yes', untrained=1)]
+        assert render(paired, each) == render(whole, each)
+    with pytest.raises(ValueError, match='lone surrogate'): render([dict(role='user', content='\ud83d'), *whole[1:]], tok)
+    with pytest.raises(ValueError, match='U.F8F3'): render([dict(role='user', content='\uf8f3'), *whole[1:]], tok)
