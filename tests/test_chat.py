@@ -380,7 +380,7 @@ def test_a_guarded_chat_has_the_ids_of_any_other(name):
         guarded = [*chat[:2], dict(role='user', content='x<'), chat[3]] # The end of a question could begin a token
         ids, mask = render(chat, tok)
         same, touched = render(guarded, tok)
-        first = next(k for k, (a, b) in enumerate(zip(ids, same)) if a != b)
+        first = next(k for k, (a, b) in enumerate(zip(ids, same, strict=False)) if a != b)
         assert ids[:first] == same[:first] and mask[:first] == touched[:first] and sum(mask) == sum(touched)
         tail = len(ids) - first - 1 - 2
         assert ids[-tail:] == same[-tail:] and mask[-tail:] == touched[-tail:]

@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -300,18 +300,20 @@ def render_batch(
     jinja, names = find_template(tokenizer, template), _names(tokenizer)
     controls, unwritten = _controls(tokenizer)
     user, answer = _markers(tuple(controls)), _markers(tuple(unwritten))
-    guarded, i = [], -1
+    guarded: list[Sequence[Mapping]] = []
     try:
-        for i, messages in enumerate(conversations): guarded.append(_marked(messages, user, answer))
+        for messages in conversations: guarded.append(_marked(messages, user, answer))
     except ValueError as error:
         if len(conversations) == 1: raise
-        raise ValueError(f'conversation {i}: {error}') from None
+        raise ValueError(f'conversation {len(guarded)}: {error}') from None
     done = render_texts(guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None)
     texts, spans, always = [text for text, _ in done], [span for _, span in done], _forgeable(tokenizer, controls)
     marked = [i for i, text in enumerate(texts) if always or MARK in text]
     shown = {*marked}
-    coded = encode_spans(['' if i in shown else text for i, text in enumerate(texts)],
-                         [[] if i in shown else span for i, span in enumerate(spans)], tokenizer) if len(shown) < len(texts) else [None]*len(texts)
+    coded: list[Any] = [None]*len(texts)
+    if len(shown) < len(texts):
+        coded = encode_spans(['' if i in shown else text for i, text in enumerate(texts)],
+                             [[] if i in shown else span for i, span in enumerate(spans)], tokenizer)
     for i in marked: coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos, eos, out = tokenizer.bos_token_id, tokenizer.eos_token_id, []
     for i, (ids, parts) in enumerate(coded):

@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 
 from . import needs, tools
 from .course import course, lab
+from .files import printable, say, to_json
 from .history import runs
 from .shell import data
 
@@ -61,7 +62,7 @@ class Profile(str, Enum):
 def _version(show: bool) -> None:
     if show:
         from trainkit import __version__
-        typer.echo(f'trainkit {__version__}')
+        say(f'trainkit {__version__}')
         raise typer.Exit()
 
 @app.callback()
@@ -93,7 +94,7 @@ def _run(config, resume: bool = False, force: bool = False, as_json: bool = Fals
         result = run(config, resume, force_resume=force, verbose=not as_json)
     if as_json:
         names = ('final_loss', 'best_model_path', 'final_checkpoint', 'steps', 'tokens', 'seconds', 'stop_reason', 'metrics', 'folder', 'model_path', 'report')
-        typer.echo(json.dumps({name: getattr(result, name) for name in names}, indent=1, default=str))
+        say(to_json({name: getattr(result, name) for name in names}, indent=1, default=str))
     if code := result.exit_code: raise typer.Exit(code) # 130 after Ctrl-C, 143 after SIGTERM
 
 @app.command()
@@ -110,8 +111,8 @@ def demo(
     from trainkit.demo import DemoConfig, run_demo
     own = [change[5:] for change in overrides or [] if change.startswith('demo.')] # knobs of the later phases
     config = read_run_config('full' if full else 'quick', None, [c for c in overrides or [] if not c.startswith('demo.')], name='demo')
-    done = run_demo(config, load_config(DemoConfig, {}, own), only or '', fresh, typer.echo)
-    if done.report and not done.exit_code: typer.echo(f'\nReport  {done.report}')
+    done = run_demo(config, load_config(DemoConfig, {}, own), only or '', fresh, say)
+    if done.report and not done.exit_code: say(f'\nReport  {done.report}')
     if done.exit_code: raise typer.Exit(done.exit_code)
 
 @app.command()
@@ -153,7 +154,7 @@ def train(
         if resume: raise ValueError('--dry-run and --resume do not go together: a run that was begun has its plan in log.txt')
         from trainkit.rehearsal import rehearse
         with redirect_stdout(sys.stderr) if as_json else nullcontext(): tried = rehearse(read_run_config(profile.value if profile else None, file, changes))
-        typer.echo(json.dumps(tried.to_dict(), indent=1) if as_json else str(tried))
+        say(to_json(tried.to_dict(), indent=1) if as_json else str(tried))
         return
     if resume in (None, 'auto'):
         _run(read_run_config(profile.value if profile else None, file, changes), resume == 'auto', force_resume, as_json)
@@ -193,7 +194,7 @@ def launch(
     plan, rest = translate(given, num_processes=processes, strategy=strategy, num_nodes=nodes, node_rank=node_rank,
                            main_address=main_address, port=port, max_restarts=max_restarts)
     whole = read_run_config(profile.value if profile else None, rest or None, changes) # type: ignore
-    start(whole, dry_run=dry_run, say=typer.echo, **vars(plan))
+    start(whole, dry_run=dry_run, say=say, **vars(plan))
 
 # %% ../nbs/45_cli.ipynb #77e55084
 @app.command()
@@ -222,12 +223,12 @@ def generate(
     pieces = stream(network, text, max_new_tokens, temperature, tokenizer, stop or (), top_k=top_k, top_p=top_p,
                     seed=seed)
     first = next(pieces, '') # What is wrong is found before anything is said
-    typer.echo(text, nl=False)
+    say(text, nl=False)
     try:
         for piece in chain([first], pieces):
-            typer.echo(piece, nl=False)
+            say(piece, nl=False)
             sys.stdout.flush()
-    finally: typer.echo() # Also after Ctrl-C
+    finally: say() # Also after Ctrl-C
 
 # %% ../nbs/45_cli.ipynb #1bee3aaa
 @app.command()
@@ -237,7 +238,7 @@ def doctor(
     "Look at versions, device, memory and known clashes; say the one line that repairs each."
     from trainkit.machine import doctor as look
     report = look()
-    typer.echo(json.dumps([vars(check) for check in report.checks], indent=1) if as_json else str(report))
+    say(to_json([vars(check) for check in report.checks], indent=1) if as_json else str(report))
     if not report.ok: raise typer.Exit(1)
 
 # %% ../nbs/45_cli.ipynb #8c490316
@@ -247,10 +248,10 @@ def main() -> None:
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
     os.environ.setdefault('GOMP_SPINCOUNT', '20000') # threads that wait give their core to other programs sooner
     if sys.stdin is None: sys.stdin = open(os.devnull, encoding='utf-8') # closed by the shell
-    warnings.formatwarning = lambda message, *where, **more: f'Warning: {message}\n' # where it was raised helps nobody here
+    warnings.formatwarning = lambda message, *where, **more: f'Warning: {printable(message)}\n' # where it was raised helps nobody here
     try: app()
     except KeyboardInterrupt:
-        typer.echo('\nInterrupted.', err=True)
+        say('\nInterrupted.', err=True)
         sys.exit(130)
     except (ValueError, TypeError, ArithmeticError, MemoryError, OSError, ImportError, RuntimeError) as error:
         if os.environ.get('TRAINKIT_DEBUG'): raise
@@ -258,6 +259,6 @@ def main() -> None:
         bare = isinstance(error, OSError) and not error.filename and error.strerror # Without its number
         if isinstance(error, OSError) and error.filename and error.strerror: bare = f'{error.filename}: {error.strerror}'
         text = bare or str(error) or ('not enough memory' if isinstance(error, MemoryError) else type(error).__name__)
-        typer.secho(f"Error: {text}{' ' + notes if notes else ''}", fg=None if os.environ.get('NO_COLOR') else 'red', err=True)
-        typer.echo('(TRAINKIT_DEBUG=1 shows where it happened.)', err=True)
+        typer.secho(printable(f"Error: {text}{' ' + notes if notes else ''}"), fg=None if os.environ.get('NO_COLOR') else 'red', err=True)
+        say('(TRAINKIT_DEBUG=1 shows where it happened.)', err=True)
         sys.exit(1)

@@ -61,7 +61,7 @@ def to_json(
 ) -> dict: # For `json.dumps`
     "A byte-level BPE tokenizer as `tokenizer.json` has it."
     text = {i: spell(token) for token, i in tokens.items()}
-    vocab, names = {text[i]: i for i in sorted(text)}, {i: token for token, i in reversed(special_tokens.items())}
+    vocab, names = {text[i]: i for i in sorted(text)}, {i: token for token, i in reversed([*special_tokens.items()])}
     added = [(names[i], i) for i in sorted(names)] # Of two names of one token the first: here it can have but one
     # The library gives an added token the next free id, whatever the file says, unless the vocabulary has it
     if [i for _, i in added] != [*range(len(vocab), len(vocab) + len(added))]:

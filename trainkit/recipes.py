@@ -31,6 +31,7 @@ from .config import dump_config, recheck
 from .dataset import write_examples
 from .engines import engine_line, run_llamafactory
 from .families import FAMILIES, hf_architecture, obstacles
+from .files import printable
 from .forecast import MemoryWatch
 from .health import HealthCheck
 from .hub import HubPush
@@ -272,7 +273,7 @@ def run(
         def say(*lines: str) -> None:
             for line in lines:
                 folder.log(line)
-                if verbose: print(line, flush=True)
+                if verbose: print(printable(line), flush=True)
         (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(folder.path/'tokenizer')
         for name, file in parts.keep.items():
             if file != folder.path/name: shutil.copyfile(file, folder.path/name)
@@ -281,7 +282,7 @@ def run(
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
         longest = parts.facts.get('longest') or parts.facts.get('max_length') or config.data.max_length
         watch = [MemoryWatch(int(longest), say)] if config.watch_memory and config.engine == 'trainkit' else []
-        trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: print(line) if verbose else None),
+        trainer.callbacks += [SystemMonitor(), *watch, log, HealthCheck(lambda line: print(printable(line)) if verbose else None),
                               *([Remote(folder.path)] if main else []), *callbacks]
         if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))

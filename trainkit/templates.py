@@ -17,10 +17,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, islice
 from numbers import Integral, Real
@@ -290,8 +292,7 @@ module._serve()
 
 def _serve() -> None:
     "What a worker does: each line that it reads is a list of jobs, and it answers each job with a line."
-    try: import resource
-    except ImportError: resource = None # Not on Windows
+    resource: Any = import_module('resource') if find_spec('resource') else None # Not on Windows
     def used() -> int: # Bytes of address space
         return int(Path('/proc/self/statm').read_text().split()[0])*os.sysconf('SC_PAGE_SIZE')
     jobs = dict(compile=lambda template: _compile(template) and None, render=lambda *args: _render(*args))
@@ -328,21 +329,22 @@ def _to_line(jobs: list) -> bytes:
 class _Workers:
     "The process in which the templates of strangers run: one, begun with the first job, and anew when one has ended it."
     def __init__(self):
-        self.lock, self.process, self.parent = threading.Lock(), None, os.getpid()
+        self.lock, self.parent = threading.Lock(), os.getpid()
+        self.process: Any = None # subprocess.Popen
 
-    def begin(self) -> subprocess.Popen:
+    def begin(self) -> Any:
         where = globals().get('__file__') or find_spec('trainkit.templates').origin # type: ignore
-        self.process = process = subprocess.Popen([sys.executable, '-I', '-S', '-c', _BOOT], stdin=subprocess.PIPE,
-                                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        process.stdin.write(json.dumps([where, [p for p in sys.path if os.path.isabs(p)]]).encode() + b'\n') # type: ignore
+        process: Any = subprocess.Popen([sys.executable, '-I', '-S', '-c', _BOOT], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.process = process
+        process.stdin.write(json.dumps([where, [p for p in sys.path if os.path.isabs(p)]]).encode() + b'\n')
         return process
 
     def end(self) -> int: # How it ended
         process, self.process = self.process, None
         if process is None: return 0
         for pipe in (process.stdin, process.stdout):
-            try: pipe.close()
-            except OSError: pass # What was still to be written to a dead process
+            with suppress(OSError): pipe.close() # What was still to be written to a dead process
         try: return process.wait(0.5)
         except subprocess.TimeoutExpired:
             process.kill()

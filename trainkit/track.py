@@ -29,6 +29,7 @@ import yaml
 
 from .canvas import clean, number
 from .compare import compare
+from .files import printable
 from .index import list_runs
 from .runs import Run, RunFolder, data_hash, mask, read_run
 from .summary import parse_yaml, run_curves, run_sections, write_curves, write_report
@@ -165,7 +166,7 @@ class MetricsLog:
     def say(self, line: str):
         "A line for the log, and for the console."
         self.folder.log(line)
-        if self.console: print(f'{time.strftime("%H:%M:%S")}  {mask(line)}', flush=True)
+        if self.console: print(f'{time.strftime("%H:%M:%S")}  {printable(mask(line))}', flush=True)
 
     def relative(self, record: Mapping[str, Any]) -> dict[str, Any]:
         "Paths inside the run folder without what leads to it: the folder may move, and a home has a name."

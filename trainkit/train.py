@@ -26,6 +26,7 @@ from .checks import check_plan
 from .compiled import Compiled
 from .config import seed_everything, to_dict
 from .faults import Retry, StepTooBig, held_back, worker_died
+from .files import say
 from .heap import kept_memory
 from .keeper import finish, keep_model, save_checkpoint, save_weights, settle, whole_model
 from .lock import run_lock
@@ -137,7 +138,7 @@ class Trainer:
     def note(self, text: str):
         "Say aloud and remember that something is done otherwise than asked."
         self.notes.append(text)
-        if self.accelerator.is_main_process: print(text)
+        if self.accelerator.is_main_process: say(text)
 
     def restore(self, resume, force: bool = False):
         "Go to a checkpoint, or make sure that none is in the way."
