@@ -14,7 +14,7 @@ from tokenizers.processors import ByteLevel
 from trainkit.chat import encode_spans, render, render_batch, resize_embeddings, set_template
 from trainkit.lengths import length_report, tokenize_examples
 from trainkit.packing import pack, packing_efficiency
-from trainkit.templates import TEMPLATES, render_text
+from trainkit.templates import _WORKERS, TEMPLATES, render_text, render_texts
 from trainkit.tokenizer import BPETokenizer
 
 TEXT = ('The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n\n1969, 42 + 7 = 49! '
@@ -394,3 +394,122 @@ def test_surrogates_in_a_chat():
         assert render(paired, each) == render(whole, each)
     with pytest.raises(ValueError, match='lone surrogate'): render([dict(role='user', content='\ud83d'), *whole[1:]], tok)
     with pytest.raises(ValueError, match='U.F8F3'): render([dict(role='user', content='\uf8f3'), *whole[1:]], tok)
+
+
+# ---- templates of strangers: 2 seconds and 64 MB
+
+HOSTILE = {
+    'percent': "{{ '%1000000000s' % 'a' }}", 'percent in a set': "{% set x = '%-900000000d' % 7 %}{{ x | length }}",
+    'format filter': "{{ '%1000000000s' | format('a') }}", 'format method': "{{ '{:1000000000}'.format('a') }}",
+    'center': "{{ 'a' | center(1000000000) }}", 'center method': "{{ 'a'.center(1000000000) }}",
+    'ljust': "{{ 'a'.ljust(1000000000) }}", 'zfill': "{{ 'a'.zfill(1000000000) }}", 'expandtabs': "{{ '\t'.expandtabs(1000000000) }}",
+    'indent': "{{ ('a\n' * 1000) | indent(1000000) }}", 'wordwrap': "{{ ('a ' * 900000) | wordwrap(1, wrapstring='b' * 1000) }}",
+    'replace filter': "{{ ('a' * 9000000) | replace('a', 'b' * 9000) }}", 'replace method': "{{ ('a' * 9000000).replace('a', 'b' * 9000) }}",
+    'join filter': "{{ range(90000) | join('b' * 100000) }}", 'join method': "{{ ('b' * 100000).join('a' * 90000) }}",
+    'batch': "{{ [1] | batch(1000000000, 0) | list | length }}", 'slice': "{{ [1] | slice(1000000000, 0) | list | length }}",
+    'tojson': "{{ range(90000) | list | tojson(indent=100000) }}", 'tilde': "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    'times': "{{ ('a' * 9000000) * 1000 }}", 'list times': "{{ ([0] * 9000000) * 100 }}", 'power': '{{ 10 ** 10 ** 8 }}',
+    'nested powers': '{{ ((1000000 ** 64) ** 64) ** 64 }}', 'products': "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}",
+    'nested loops': '{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}',
+    'macros': "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% endmacro %}{{ f(20) }}",
+    'recursion': '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'recursive loop': '{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}',
+    'set blocks': "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}",
+    'filter blocks': "{% filter center(1000000000) %}a{% endfilter %}", 'autoescape': "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
+    'a growing list': "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}",
+    'a growing namespace': "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}",
+    'slow search': "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}",
+    'sums': "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}",
+    'lorem': "{{ lipsum(n=100000, max=1000) }}", 'a long text': "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}", 'sort': "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",
+    'urlize': "{{ ('www.a.b ' * 1000000) | urlize }}", 'xmlattr': "{{ {'a': 'b' * 9000000, 'c': '&' * 9000000} | xmlattr }}", 'escape': "{{ ('&' * 9000000) | escape | length }}{{ ('&' * 9000000) | forceescape }}",
+    'pprint': "{{ (range(99999) | list) | pprint }}{{ ([[0] * 9999] * 900) | pprint }}", 'deep': '{{ ' + '(' * 5000 + '1' + ')' * 5000 + ' }}',
+}
+
+
+MEASURED = """
+import json, resource, sys, time
+from trainkit.templates import MEMORY, SECONDS, _WORKERS, compile_template, render_text, render_texts
+chat, slack = [dict(role='user', content='hello')], 64_000_000
+used = lambda who=resource.RUSAGE_SELF: resource.getrusage(who).ru_maxrss*1024
+first, child, words = used(), 0, {}
+for name, hostile in json.load(sys.stdin).items():
+    begin = time.monotonic()
+    try: words[name] = f'wrote {len(render_text(chat, hostile)[0])}'
+    except ValueError as error: words[name] = str(error)
+    assert time.monotonic() - begin < 60, name
+    try: compile_template(hostile)
+    except ValueError: pass
+good = render_texts([chat]*3, '{{ messages[0].content }}')
+_WORKERS.end()
+print(json.dumps(dict(words=words, good=good, mine=used() - first, theirs=used(resource.RUSAGE_CHILDREN) - first, room=MEMORY + slack)))
+"""
+
+
+def test_hostile_templates_get_two_seconds_and_64_mb():
+    import json
+    import subprocess
+    import sys
+    pytest.importorskip('resource')
+    done = subprocess.run([sys.executable, '-c', MEASURED], input=json.dumps(HOSTILE), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name, why in found['words'].items(): assert 'template' in why and ('not safe' in why or 'no chat template' in why), (name, why)
+    assert found['good'] == [['hello', []]]*3
+    assert found['mine'] < found['room'] and found['theirs'] < found['room'], found
+
+
+FOUR = [HOSTILE[name] for name in ('percent', 'products', 'set blocks', 'center')]
+
+
+@pytest.mark.parametrize('jinja', FOUR)
+def test_every_path_that_renders_is_guarded(jinja, tmp_path):
+    "Ours and transformers' tokenizers, batches, prompts of a chat, rows, the template of a GGUF file or a folder, the Modelfile."
+    from trainkit.modelfile import chat_parts
+    chat = [dict(role='user', content='q'), dict(role='assistant', content='a')]
+    why = 'not safe to run'
+    for tok in (READY['chatml'], THEIRS['chatml']):
+        own = copy.copy(tok) if tok is READY['chatml'] else TOK.to_hf()
+        own.chat_template = jinja # As it stands in a model folder or in a GGUF file
+        with pytest.raises(ValueError, match=why): render(chat, own, check_eos=False)
+        with pytest.raises(ValueError, match=f'conversation 0.*{why}'): render_batch([chat]*2, own)
+        with pytest.raises(ValueError, match=why): tokenize_examples([dict(messages=chat)], own)
+        with pytest.raises(ValueError, match=why): set_template(own, jinja)
+    with pytest.raises(ValueError, match=why): chat_parts(jinja)
+
+
+def test_a_template_that_was_ended_harms_no_other():
+    good = '{% for m in messages %}{{ m.role ~ ": " ~ m.content }}{{ eos_token }}{% endfor %}'
+    chats = [[dict(role='user', content=f'{n}'), dict(role='assistant', content='é'*n)] for n in range(200)]
+    names = dict(eos_token='</s>')
+    one_by_one = [render_text(chat, good, names) for chat in chats[:20]]
+    assert render_texts(chats, good, names)[:20] == one_by_one
+    for hostile in FOUR:
+        with pytest.raises(ValueError, match='not safe'): render_text(chats[0], hostile)
+        assert render_texts(chats, good, names)[:20] == one_by_one
+    with pytest.raises(ValueError, match='conversation 130: message 0 has the content'):
+        render_texts([*chats[:130], [dict(role='user', content=7)], *chats[130:]], good, names)
+    assert render_texts(chats, good, names)[:20] == one_by_one
+    _WORKERS.process.kill() # As if the machine had been out of memory
+    assert render_text(chats[3], good, names) == one_by_one[3]
+    long = [dict(role='user', content='x'*20_000_000), dict(role='assistant', content='y')] # More than the limits, and its own
+    assert len(render_text(long, good, names)[0]) > 20_000_000
+
+
+def in_a_copy(queue):
+    queue.put(render_text([dict(role='user', content='q')], '{{ messages[0].content * 3 }}')[0])
+
+
+def test_processes_and_threads_do_not_share_an_answer():
+    import multiprocessing
+    from concurrent.futures import ThreadPoolExecutor
+    echo = '{{ messages[0].content }}'
+    render_text([dict(role='user', content='q')], echo)
+    if 'fork' in multiprocessing.get_all_start_methods():
+        way = multiprocessing.get_context('fork')
+        queue = way.Queue()
+        children = [way.Process(target=in_a_copy, args=(queue,)) for _ in range(2)]
+        for child in children: child.start()
+        assert [queue.get(timeout=120) for _ in children] == ['qqq']*2
+        for child in children: child.join()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [f'{n}' for n in range(100)]
+        assert [*pool.map(lambda n: render_text([dict(role='user', content=n)], echo)[0], asked)] == asked

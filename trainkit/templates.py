@@ -41,12 +41,18 @@ STEPS = 1_000_000 # Steps of loops and calls that one rendering may take
 CHARS = 10_000_000 # The longest text that it may make, unless the messages are longer than that
 SECONDS = 2 # Of a processor that one rendering may take
 MEMORY = 64_000_000 # Bytes that it may take
+_ROOM = threading.local() # `most`: the characters of the rendering in progress
 
 class _Code(CodeGenerator):
     "Every loop counts its steps, and every `~` the length of what it makes; nothing is worked out ahead of the run."
     def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
         if not isinstance(node, (nodes.Const, nodes.TemplateData)): raise nodes.Impossible()
         return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Any) -> None:
+        if not all(isinstance(option.value, nodes.Const) for option in node.options): # It is worked out by the compiler
+            self.fail('autoescape must be true or false', node.lineno)
+        super().visit_EvalContextModifier(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
         node = copy(node)
@@ -78,8 +84,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if context.parent['_left'][0] < 0: raise SecurityError(f'the template takes more than {STEPS:,} steps')
 
     def sized(self, value: Any) -> Any:
-        if isinstance(value, (str, list, tuple)) and len(value) > CHARS:
-            raise SecurityError(f'the template makes a text of more than {CHARS:,} characters')
+        most = getattr(_ROOM, 'most', CHARS)
+        if isinstance(value, (str, list, tuple)) and len(value) > most:
+            raise SecurityError(f'the template makes a text of more than {most:,} characters')
         return value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -87,7 +94,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f'the template asks for {left} ** {right}')
         if operator == '*':
             for a, b in ((left, right), (right, left)):
-                if isinstance(a, (str, list, tuple)) and len(a) * b > CHARS: self.sized('.' * (CHARS + 1))
+                if isinstance(a, (str, list, tuple)) and len(a) * b > getattr(_ROOM, 'most', CHARS): raise SecurityError(f'the template makes a text of {len(a) * b:,} characters')
         return self.sized(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any: # type: ignore
@@ -138,14 +145,6 @@ def _compile(template: str) -> Any:
         raise ValueError(f'this is no chat template{where}: {error}') from None
     except RecursionError: raise ValueError('this is no chat template: its parts stand too deep inside each other') from None
 
-@lru_cache(maxsize=64)
-def compile_template(
-    template: str, # Jinja
-) -> Any: # A template of jinja2; raises `ValueError` with the line where it is not Jinja
-    "A chat template, with the options and functions that transformers gives it, in a sandbox."
-    if not _is_ours(template): _WORKERS.ask([['compile', template]]) # Even that may take for ever
-    return _compile(template)
-
 # %% ../nbs/12_templates.ipynb #9ba90d0e
 MARK = '\uf8f2' # From Unicode's private area: no text holds it
 
@@ -178,7 +177,8 @@ _TOO_LONG = f'this chat template is not safe to run: it takes more than {SECONDS
 def _run(template: str, messages: list[dict], names: Mapping, **more: Any) -> tuple[str, list[tuple[int, int]]]:
     "The text and the characters of its generation tags."
     program, state = _compile(template), dict[str, list](_left=[STEPS], _written=[0], _spans=[])
-    pieces, written, most = [], state['_written'], max(CHARS, 4*sum(len(str(m.get('content'))) for m in messages))
+    pieces, written = [], state['_written']
+    _ROOM.most = most = max(CHARS, 4*sum(len(str(m.get('content'))) for m in messages))
     try:
         for piece in program.generate(**names, **more, messages=messages, **state):
             pieces.append(piece)
@@ -391,12 +391,13 @@ class _Workers:
                     values.append((value[0], [tuple(span) for span in value[1]]) if value else value)
                 break
             except OSError:
-                if (code := self.end()) or again or values: self.fail(first + len(values), self.why(code))
+                code, late = self.end(), not clock.is_alive() # Its own timer, or ours, or somebody else, ended it
+                if late or again or values or code == -getattr(signal, 'SIGPROF', 0): self.fail(first + len(values), self.why(code, late))
             finally: clock.cancel()
         return values
 
-    def why(self, code: int) -> str: # From how it ended
-        if code in (-getattr(signal, 'SIGPROF', 0), -getattr(signal, 'SIGKILL', 0)): return _TOO_LONG
+    def why(self, code: int, late: bool) -> str: # From how it ended
+        if late or code == -getattr(signal, 'SIGPROF', 0): return _TOO_LONG
         return f'this chat template is not safe to run: it ended the process that ran it (code {code})'
 
     def fail(self, number: int, why: str):
@@ -408,6 +409,14 @@ _WORKERS = _Workers()
 atexit.register(lambda: _WORKERS.end() if _WORKERS.parent == os.getpid() else None)
 
 def _is_ours(template: str) -> bool: return any(template == form.jinja for form in TEMPLATES.values())
+
+@lru_cache(maxsize=64)
+def compile_template(
+    template: str, # Jinja
+) -> Any: # A template of jinja2; raises `ValueError` with the line where it is not Jinja
+    "A chat template, with the options and functions that transformers gives it, in a sandbox."
+    if not _is_ours(template): _WORKERS.ask([['compile', template]]) # Even that may take for ever
+    return _compile(template)
 
 def render_texts(
     conversations: Sequence[Sequence[Mapping]], # Lists of messages
