@@ -211,7 +211,7 @@ def no_controls(text: str) -> bool:
 
 
 def test_data_and_prompts_do_nothing_in_a_terminal(home, tmp_path):
-    file = tmp_path/f'ro\x1b[31mws.jsonl'
+    file = tmp_path/'ro\x1b[31mws.jsonl'
     file.write_text('\n'.join(json.dumps(row) for row in [dict(prompt=RUDE, completion=f'{RUDE} {n}') for n in range(4)] + [dict(prompt=RUDE, answer=RUDE)]))
     model = str(home/'model')
     for words, seen in ((['data', 'show', file], KIND[:20]), (['data', 'check', file], '1B'), (['data', 'check', file, '--json'], ''),

@@ -408,14 +408,14 @@ class _Workers:
 _WORKERS = _Workers()
 atexit.register(lambda: _WORKERS.end() if _WORKERS.parent == os.getpid() else None)
 
-def _is_ours(template: str) -> bool: return any(template == form.jinja for form in TEMPLATES.values())
+_OURS: set[str] = set() # Templates that nobody else wrote, for which this process is good enough
 
 @lru_cache(maxsize=64)
 def compile_template(
     template: str, # Jinja
 ) -> Any: # A template of jinja2; raises `ValueError` with the line where it is not Jinja
     "A chat template, with the options and functions that transformers gives it, in a sandbox."
-    if not _is_ours(template): _WORKERS.ask([['compile', template]]) # Even that may take for ever
+    if template not in _OURS: _WORKERS.ask([['compile', template]]) # Even that may take for ever
     return _compile(template)
 
 def render_texts(
@@ -431,7 +431,7 @@ def render_texts(
             for i, messages in enumerate(conversations)]
     done: list[tuple[str, list[tuple[int, int]]]] = []
     try:
-        if not _is_ours(template): return _WORKERS.ask([['render', *row] for row in rows])
+        if template not in _OURS: return _WORKERS.ask([['render', *row] for row in rows])
         for row in rows: done.append(_render(*row))
     except ValueError as error:
         if len(rows) == 1: raise
@@ -530,6 +530,7 @@ TEMPLATES: dict[str, Template] = {
     'plain': Template("{% for m in messages %}{% if m.role == 'assistant' %}" + _answer('m.content + eos_token') +
                       '{% else %}{{ m.content }}{% endif %}{% endfor %}'),
 }
+_OURS |= {form.jinja for form in TEMPLATES.values()}
 _FILLED |= {TEMPLATES[name].jinja: name in ('llama3', 'gemma', 'alpaca')
             for name in ('chatml', 'smollm2', 'qwen', 'llama3', 'gemma', 'alpaca', 'plain')}
 
