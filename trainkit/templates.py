@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from itertools import accumulate, islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator
@@ -292,12 +292,12 @@ module._serve()
 
 def _serve() -> None:
     "What a worker does: each line that it reads is a list of jobs, and it answers each job with a line."
-    resource: Any = import_module('resource') if find_spec('resource') else None # Not on Windows
+    resource = cast(Any, import_module('resource') if find_spec('resource') else None) # Not on Windows
     def used() -> int: # Bytes of address space
         return int(Path('/proc/self/statm').read_text().split()[0])*os.sysconf('SC_PAGE_SIZE')
     jobs = dict(compile=lambda template: _compile(template) and None, render=lambda *args: _render(*args))
     signal.signal(signal.SIGINT, signal.SIG_IGN) # Its parent decides
-    limited = resource is not None and Path('/proc/self/statm').is_file()
+    limited = bool(resource) and Path('/proc/self/statm').is_file()
     first = used() if limited else 0
     for line in sys.stdin.buffer:
         if limited:
