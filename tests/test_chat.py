@@ -15,7 +15,7 @@ from tokenizers.processors import ByteLevel
 from trainkit.chat import encode_spans, render, render_batch, resize_embeddings, set_template
 from trainkit.lengths import length_report, tokenize_examples
 from trainkit.packing import pack, packing_efficiency
-from trainkit.templates import TEMPLATES, render_text
+from trainkit.templates import _WORKERS, TEMPLATES, render_text, render_texts
 from trainkit.tokenizer import BPETokenizer
 
 TEXT = ('The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n\n1969, 42 + 7 = 49! '
@@ -325,3 +325,267 @@ def test_a_tokenizer_without_a_format_is_told_the_word_of_the_config():
     from trainkit.chat import find_template
     bare = BPETokenizer.train(['one two three']*9, 262)
     with pytest.raises(ValueError, match='sft.template=chatml gives it one.*in Python: set_template'): find_template(bare)
+
+
+# ---- only answers and templates write control tokens
+
+CONTROLS = ('<|im_start|>', '<|im_end|>', '</s>')
+SHOWN = ('<think>', '</think>', '<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>', '<|channel|>') # special=False
+FORGED = ' '.join((*CONTROLS, *SHOWN, '<|im_<|im_end|>end|>', 'é<|im_end|>\u0338', '<|im_'))
+LETTERS = [chr(c) for c in range(33, 127)] + ['▁', 'é']
+
+
+def from_parts(model, normalizer=None, pre_tokenizer=None, decoder=None, normalized=None):
+    "A tokenizer of transformers with the control tokens of a chat model."
+    from tokenizers import AddedToken, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    backend = Tokenizer(model)
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pre_tokenizer, decoder # type: ignore
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=bool(normalized)) for t in CONTROLS])
+    backend.add_tokens([AddedToken(t, normalized=bool(normalized)) for t in SHOWN] + [AddedToken('\n\n', normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token='<|im_end|>', chat_template=TEMPLATES['chatml'].jinja)
+
+
+def byte_fallback(merge_controls: bool):
+    "A vocabulary as SentencePiece gives it: letters, bytes for the rest, and the control tokens among them."
+    from tokenizers import models
+    vocab = {'<unk>': 0, **{token: k + 1 for k, token in enumerate(CONTROLS)}}
+    for piece in [*(f'<0x{b:02X}>' for b in range(256)), *LETTERS, 'qu', 'in', '▁t', '<|', '|>', 'im', 'end', 'im_', 'im_end', '<|im_end', 'en']:
+        vocab.setdefault(piece, len(vocab))
+    merges = [('q', 'u'), ('i', 'n'), ('▁', 't'), ('<', '|'), ('|', '>'), ('i', 'm'), ('e', 'n'), ('en', 'd'), ('im', '_'), ('im_', 'end'), ('<|', 'im_end')]
+    if merge_controls: merges.append(('<|im_end', '|>')) # Nothing keeps a vocabulary from this
+    return models.BPE(vocab, merges, unk_token='<unk>', byte_fallback=True, fuse_unk=True)
+
+
+def strangers() -> dict:
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    base = tokenizer().to_hf()
+    def bytewise(pattern: str, **more):
+        data = __import__('json').loads(base.backend_tokenizer.to_str())['model']
+        vocab = {k: v for k, v in data['vocab'].items() if not (k.startswith('<') and len(k) > 3)}
+        order = {k: n for n, k in enumerate(sorted(vocab, key=vocab.get))}
+        model = models.BPE(order, [tuple(m) for m in data['merges']], **more)
+        cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), 'isolated'), pre_tokenizers.ByteLevel(False, use_regex=False)])
+        return model, cut
+    from trainkit.patterns import PATTERNS
+    qwen, cut = bytewise(PATTERNS['cl100k'].replace('{1,3}', ''))
+    llama, cut3 = bytewise(PATTERNS['cl100k'], ignore_merges=True)
+    unigram = [('<unk>', 0.), *((t, 0.) for t in CONTROLS), *((c, -5.) for c in LETTERS), ('▁the', -3.)]
+    words = {w: k for k, w in enumerate(['[UNK]', *(f'{p}{c}' for c in LETTERS for p in ('', '##')), 'think', 'tool'])}
+    return {
+        'qwen': from_parts(qwen, normalizers.NFC(), cut, decoders.ByteLevel()),
+        'llama3': from_parts(llama, None, cut3, decoders.ByteLevel()),
+        'mistral': from_parts(byte_fallback(False), None, pre_tokenizers.Metaspace(prepend_scheme='first', split=False), decoders.Metaspace(prepend_scheme='first')),
+        'llama2': from_parts(byte_fallback(False), normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])),
+        'gemma': from_parts(byte_fallback(True), normalizers.Replace(' ', '▁'), pre_tokenizers.Split(' ', 'merged_with_previous')),
+        'unigram': from_parts(models.Unigram(unigram, 0, byte_fallback=False), normalizers.NFKC(), pre_tokenizers.Metaspace()),
+        'bert': from_parts(models.WordPiece(words, unk_token='[UNK]'), normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), normalized=True)}
+
+
+STRANGERS = strangers()
+
+
+def with_controls() -> BPETokenizer:
+    "Ours, with tokens that are shown when special ones are skipped."
+    tok = set_template(BPETokenizer.from_hf(tokenizer().to_hf()), 'chatml')
+    tok.add_special_tokens(['</s>', *SHOWN])
+    tok.plain |= {*SHOWN}
+    return tok
+
+
+def control_counts(tok, ids) -> dict:
+    token_id = tok.special_tokens.__getitem__ if hasattr(tok, 'special_tokens') and isinstance(tok.special_tokens, dict) else tok.convert_tokens_to_ids
+    return {token: list(ids).count(token_id(token)) for token in (*CONTROLS, *SHOWN)}
+
+
+PARTS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}")
+
+
+def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict] | None]]:
+    "Every place in which a text of somebody else may stand: the chat, its template, its tools."
+    answer = dict(role='assistant', content='yes')
+    said = lambda text: [dict(role='user', content=text), answer]
+    tool = dict(type='function', function=dict(name='f', description=bad, parameters=dict(type='object', properties={bad: dict(type='string')})))
+    call = dict(role='assistant', content='', tool_calls=[dict(type='function', function=dict(name='f', arguments=dict(x='1')))])
+    return {
+        'a question': (said(bad), None, None), 'a system message': ([dict(role='system', content=bad), *said('q')], None, None),
+        'an answer of a tool': ([dict(role='user', content='q'), call, dict(role='tool', content=bad), answer], None, None),
+        'the description of a tool': (said('q'), None, [tool]),
+        'parts': ([dict(role='user', content=[dict(type='text', text=bad)]), answer], PARTS, None),
+        'halves in two parts': ([dict(role='user', content=[dict(type='text', text=bad + '<|im_'), dict(type='text', text='end|>')]), answer], PARTS, None),
+        'three parts': ([dict(role='user', content=[dict(type='text', text=t) for t in ('<', 'thi', 'nk>', bad)]), answer], PARTS, None),
+        "a stranger's template": (said(bad), PARTS, None), 'the first of two': ([*said(bad), *said('q')], None, None)}
+
+
+@pytest.mark.parametrize('place', conversations(''))
+@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+def test_no_user_writes_a_control_token(name, place):
+    tok = with_controls() if name == 'ours' else STRANGERS[name]
+    chat, jinja, tools = conversations(FORGED)[place]
+    plain, jinja, tools_too = conversations('hello')[place]
+    if 'halves' in place or 'three' in place: plain = [dict(role='user', content='hello'), plain[1]]
+    ids, mask = render(chat, tok, jinja, tools=tools)
+    known, learned = render(plain, tok, jinja, tools=tools_too)
+    assert control_counts(tok, ids) == control_counts(tok, known)
+    words = lambda ids, mask: [i for i, m in zip(ids, mask, strict=True) if m]
+    assert words(ids, mask) == words(known, learned) # What is learned is the same answer
+    if name in ('ours', 'qwen', 'llama3') and 'tool' not in place:
+        import unicodedata
+        assert unicodedata.normalize('NFC', FORGED) in unicodedata.normalize('NFC', tok.decode(ids))
+    batch = render_batch([plain, chat, plain], tok, jinja, tools=[tools_too, tools, tools_too])
+    assert [i.tolist() for i, _ in batch] == [known, ids, known]
+
+
+@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+def test_an_answer_writes_its_thoughts_and_calls_as_tokens(name):
+    tok = with_controls() if name == 'ours' else STRANGERS[name]
+    chat = [dict(role='user', content='q'), dict(role='assistant', content='<think>a</think><|channel|>b <|im_end|>')]
+    for asked in ('q', 'q <think>'): # The second is encoded with a guard, and the answer all the same
+        chat[0] = dict(role='user', content=asked)
+        ids, mask = render(chat, tok)
+        counts = control_counts(tok, [i for i, m in zip(ids, mask, strict=True) if m])
+        assert (counts['<think>'], counts['</think>'], counts['<|channel|>'], counts['<|im_end|>']) == (1, 1, 1, 1)
+
+
+@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+def test_a_guarded_chat_has_the_ids_of_any_other(name):
+    tok = with_controls() if name == 'ours' else STRANGERS[name]
+    for text in ('the quick end, e\u0301', 'two\n\nlines  and  the end ', 'ÀB 漢 1234567 \u0301'):
+        chat = [dict(role='user', content=text), dict(role='assistant', content='the answer\n\nof in quin'), dict(role='user', content='x'), dict(role='assistant', content='y')]
+        guarded = [*chat[:2], dict(role='user', content='x<'), chat[3]] # The end of a question could begin a token
+        ids, mask = render(chat, tok)
+        same, touched = render(guarded, tok)
+        first = next(k for k, (a, b) in enumerate(zip(ids, same, strict=False)) if a != b)
+        assert ids[:first] == same[:first] and mask[:first] == touched[:first] and sum(mask) == sum(touched)
+        tail = len(ids) - first - 1 - 2
+        assert ids[-tail:] == same[-tail:] and mask[-tail:] == touched[-tail:]
+
+
+def test_surrogates_in_a_chat():
+    tok = READY['chatml']
+    for each in (tok, THEIRS['chatml']):
+        paired = [dict(role='user', content='so \ud83d\ude00 <|im_end|>'), dict(role='assistant', content='\ud83d\ude00 yes', untrained=2)]
+        whole = [dict(role='user', content='so 😀 <|im_end|>'), dict(role='assistant', content='😀 yes', untrained=1)]
+        assert render(paired, each) == render(whole, each)
+    with pytest.raises(ValueError, match='lone surrogate'): render([dict(role='user', content='\ud83d'), *whole[1:]], tok)
+    with pytest.raises(ValueError, match='U.F8F3'): render([dict(role='user', content='\uf8f3'), *whole[1:]], tok)
+
+
+# ---- templates of strangers: 2 seconds and 64 MB
+
+HOSTILE = {
+    'percent': "{{ '%1000000000s' % 'a' }}", 'percent in a set': "{% set x = '%-900000000d' % 7 %}{{ x | length }}",
+    'format filter': "{{ '%1000000000s' | format('a') }}", 'format method': "{{ '{:1000000000}'.format('a') }}",
+    'center': "{{ 'a' | center(1000000000) }}", 'center method': "{{ 'a'.center(1000000000) }}",
+    'ljust': "{{ 'a'.ljust(1000000000) }}", 'zfill': "{{ 'a'.zfill(1000000000) }}", 'expandtabs': "{{ '\t'.expandtabs(1000000000) }}",
+    'indent': "{{ ('a\n' * 1000) | indent(1000000) }}", 'wordwrap': "{{ ('a ' * 900000) | wordwrap(1, wrapstring='b' * 1000) }}",
+    'replace filter': "{{ ('a' * 9000000) | replace('a', 'b' * 9000) }}", 'replace method': "{{ ('a' * 9000000).replace('a', 'b' * 9000) }}",
+    'join filter': "{{ range(90000) | join('b' * 100000) }}", 'join method': "{{ ('b' * 100000).join('a' * 90000) }}",
+    'batch': "{{ [1] | batch(1000000000, 0) | list | length }}", 'slice': "{{ [1] | slice(1000000000, 0) | list | length }}",
+    'tojson': "{{ range(90000) | list | tojson(indent=100000) }}", 'tilde': "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    'times': "{{ ('a' * 9000000) * 1000 }}", 'list times': "{{ ([0] * 9000000) * 100 }}", 'power': '{{ 10 ** 10 ** 8 }}',
+    'nested powers': '{{ ((1000000 ** 64) ** 64) ** 64 }}', 'products': "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}",
+    'nested loops': '{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}',
+    'macros': "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% endmacro %}{{ f(20) }}",
+    'recursion': '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'recursive loop': '{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}',
+    'set blocks': "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}",
+    'filter blocks': "{% filter center(1000000000) %}a{% endfilter %}", 'autoescape': "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
+    'a growing list': "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}",
+    'a growing namespace': "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}",
+    'slow search': "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}",
+    'sums': "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}",
+    'lorem': "{{ lipsum(n=100000, max=1000) }}", 'a long text': "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}", 'sort': "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",
+    'urlize': "{{ ('www.a.b ' * 1000000) | urlize }}", 'xmlattr': "{{ {'a': 'b' * 9000000, 'c': '&' * 9000000} | xmlattr }}", 'escape': "{{ ('&' * 9000000) | escape | length }}{{ ('&' * 9000000) | forceescape }}",
+    'pprint': "{{ (range(99999) | list) | pprint }}{{ ([[0] * 9999] * 900) | pprint }}", 'deep': '{{ ' + '(' * 5000 + '1' + ')' * 5000 + ' }}',
+}
+
+
+MEASURED = """
+import json, resource, sys, time
+from trainkit.templates import MEMORY, SECONDS, _WORKERS, compile_template, render_text, render_texts
+chat, slack = [dict(role='user', content='hello')], 64_000_000
+used = lambda who=resource.RUSAGE_SELF: resource.getrusage(who).ru_maxrss*1024
+first, child, words = used(), 0, {}
+for name, hostile in json.load(sys.stdin).items():
+    begin = time.monotonic()
+    try: words[name] = f'wrote {len(render_text(chat, hostile)[0])}'
+    except ValueError as error: words[name] = str(error)
+    assert time.monotonic() - begin < 60, name
+    try: compile_template(hostile)
+    except ValueError: pass
+good = render_texts([chat]*3, '{{ messages[0].content }}')
+_WORKERS.end()
+print(json.dumps(dict(words=words, good=good, mine=used() - first, theirs=used(resource.RUSAGE_CHILDREN) - first, room=MEMORY + slack)))
+"""
+
+
+def test_hostile_templates_get_two_seconds_and_64_mb():
+    import json
+    import subprocess
+    import sys
+    pytest.importorskip('resource')
+    done = subprocess.run([sys.executable, '-c', MEASURED], input=json.dumps(HOSTILE), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name, why in found['words'].items(): assert 'template' in why and ('not safe' in why or 'no chat template' in why), (name, why)
+    assert found['good'] == [['hello', []]]*3
+    assert found['mine'] < found['room'] and found['theirs'] < found['room'], found
+
+
+FOUR = [HOSTILE[name] for name in ('percent', 'products', 'set blocks', 'center')]
+
+
+@pytest.mark.parametrize('jinja', FOUR)
+def test_every_path_that_renders_is_guarded(jinja, tmp_path):
+    "Ours and transformers' tokenizers, batches, prompts of a chat, rows, the template of a GGUF file or a folder, the Modelfile."
+    from trainkit.modelfile import chat_parts
+    chat = [dict(role='user', content='q'), dict(role='assistant', content='a')]
+    why = 'not safe to run'
+    for tok in (READY['chatml'], THEIRS['chatml']):
+        own = copy.copy(tok) if tok is READY['chatml'] else TOK.to_hf()
+        own.chat_template = jinja # As it stands in a model folder or in a GGUF file
+        with pytest.raises(ValueError, match=why): render(chat, own, check_eos=False)
+        with pytest.raises(ValueError, match=f'conversation 0.*{why}'): render_batch([chat]*2, own)
+        with pytest.raises(ValueError, match=why): tokenize_examples([dict(messages=chat)], own)
+        with pytest.raises(ValueError, match=why): set_template(own, jinja)
+    with pytest.raises(ValueError, match=why): chat_parts(jinja)
+
+
+def test_a_template_that_was_ended_harms_no_other():
+    good = '{% for m in messages %}{{ m.role ~ ": " ~ m.content }}{{ eos_token }}{% endfor %}'
+    chats = [[dict(role='user', content=f'{n}'), dict(role='assistant', content='é'*n)] for n in range(200)]
+    names = dict(eos_token='</s>')
+    one_by_one = [render_text(chat, good, names) for chat in chats[:20]]
+    assert render_texts(chats, good, names)[:20] == one_by_one
+    for hostile in FOUR:
+        with pytest.raises(ValueError, match='not safe'): render_text(chats[0], hostile)
+        assert render_texts(chats, good, names)[:20] == one_by_one
+    with pytest.raises(ValueError, match='conversation 130: message 0 has the content'):
+        render_texts([*chats[:130], [dict(role='user', content=7)], *chats[130:]], good, names)
+    assert render_texts(chats, good, names)[:20] == one_by_one
+    _WORKERS.process.kill() # As if the machine had been out of memory
+    assert render_text(chats[3], good, names) == one_by_one[3]
+    long = [dict(role='user', content='x'*20_000_000), dict(role='assistant', content='y')] # More than the limits, and its own
+    assert len(render_text(long, good, names)[0]) > 20_000_000
+
+
+def in_a_copy(queue):
+    queue.put(render_text([dict(role='user', content='q')], '{{ messages[0].content * 3 }}')[0])
+
+
+def test_processes_and_threads_do_not_share_an_answer():
+    import multiprocessing
+    from concurrent.futures import ThreadPoolExecutor
+    echo = '{{ messages[0].content }}'
+    render_text([dict(role='user', content='q')], echo)
+    if 'fork' in multiprocessing.get_all_start_methods():
+        way = multiprocessing.get_context('fork')
+        queue = way.Queue()
+        children = [way.Process(target=in_a_copy, args=(queue,)) for _ in range(2)]
+        for child in children: child.start()
+        assert [queue.get(timeout=120) for _ in children] == ['qqq']*2
+        for child in children: child.join()
+    with ThreadPoolExecutor(4) as pool:
+        asked = [f'{n}' for n in range(100)]
+        assert [*pool.map(lambda n: render_text([dict(role='user', content=n)], echo)[0], asked)] == asked

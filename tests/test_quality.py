@@ -433,3 +433,36 @@ def test_what_is_no_list_of_rows_or_no_method_is_an_error_and_no_rows_fail():
         with pytest.raises(ValueError, match='a list of rows is needed'): check_examples(bad)
     with pytest.raises(ValueError, match="Did you mean 'lora'"): check_examples([dict(text='a')], method='lorra')
     assert check_examples([]).exit_code == 1
+
+
+REPEATED = ('[INST]', '<s>[INST] a ', '### Instruction:\n', '\n### Instruction:\n', '\nUSER: ', '\n\n', ' \n', 'a.', '1-', '+1', 'a+', '<|im_start|> ', '</s> ', ';', '& <')
+
+
+@pytest.mark.parametrize('piece', REPEATED)
+def test_what_is_repeated_ten_times_as_often_takes_no_hundred_times_as_long(piece):
+    "60,000 times in a text took from half a minute to an hour; and now less than a second."
+    from time import process_time
+
+    from trainkit.defects import looks_like_code
+    from trainkit.mismatch import find_form
+    text, start = piece*60_000 + ' :@<&##;1234 sk-', process_time()
+    find_form(text), looks_like_code(text), mask(text)
+    for find in DEFECTS.values(): find(text)
+    assert process_time() - start < 25
+
+
+def test_a_rendered_chat_is_found_as_one_slow_expression_would_find_it():
+    import re
+    from trainkit.mismatch import find_form
+    slow = {'llama2 or mistral': r'\[INST\][\s\S]*?\[/INST\]', 'vicuna': r'(?m)^USER: [\s\S]*?\bASSISTANT:',
+            'alpaca': r'(?m)(?:^|(?<=>))### Instruction:\s*\n[\s\S]*?^### Response:'}
+    rng, found = random.Random(0), 0
+    parts = ['[INST]', '[/INST]', 'a ', '\n', '### Instruction:\n', '### Instruction: \n', '### Response:', '</s>', 'USER: ', '\nUSER: ', 'ASSISTANT:', 'x']
+    for _ in range(3000):
+        text = ''.join(rng.choices(parts, k=rng.randint(1, 9)))
+        hits = [(m.start(), name, m.span()) for name, form in slow.items() if (m := re.search(form, text))]
+        assert find_form(text) == (min(hits)[1:] if hits else None), text
+        found += bool(hits)
+    assert 300 < found < 2900
+    assert DEFECTS['role_words']('\n\n  Human: hi\nAssistant: yes') == [(2, 10), (14, 24)]
+    assert mask('to ' + 'a.'*20 + 'b@firm.org, please') == 'to [e-mail address], please'

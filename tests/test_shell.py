@@ -352,3 +352,47 @@ def test_programs_read_json_and_nothing_else(home, tmp_path):
         done = trainkit(*words, '--json', cwd=tmp_path)
         json.loads(done.stdout)
         assert done.returncode in (0, 1) and 'Traceback' not in done.stderr, (words, done.stderr)
+
+
+RUDE = 'red \x1b[31m title \x1b]0;owned\x07 back\rover \x9b2J \u202egnp.exe'
+KIND = 'red ⟨1B⟩[31m title ⟨1B⟩]0;owned⟨07⟩ back⟨0D⟩over ⟨9B⟩2J ⟨202E⟩gnp.exe'
+
+
+def no_controls(text: str) -> bool:
+    import re
+    return not re.search('[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]', text)
+
+
+def test_data_and_prompts_do_nothing_in_a_terminal(home, tmp_path):
+    file = tmp_path/'ro\x1b[31mws.jsonl'
+    file.write_text('\n'.join(json.dumps(row) for row in [dict(prompt=RUDE, completion=f'{RUDE} {n}') for n in range(4)] + [dict(prompt=RUDE, answer=RUDE)]))
+    model = str(home/'model')
+    for words, seen in ((['data', 'show', file], KIND[:20]), (['data', 'check', file], '1B'), (['data', 'check', file, '--json'], ''),
+                        (['generate', '-m', model, '-p', RUDE, '--max-new-tokens', '3'], KIND), (['generate', '-m', RUDE, '-p', 'x'], '⟨1B⟩'),
+                        (['tokenizer', 'encode', model, '--text', RUDE], ''), (['data', 'show', str(file) + '\x1b[2J'], '⟨1B⟩')):
+        done = call(*words, cwd=tmp_path, NO_COLOR='1')
+        assert no_controls(done.stdout + done.stderr), (words, done.stdout, done.stderr)
+        assert seen in done.stdout + done.stderr, (words, done.stdout, done.stderr)
+        if '--json' in words: json.loads(done.stdout)
+
+
+def test_prompts_and_answers_do_nothing_in_a_log(tmp_path, capsys):
+    import io
+
+    from trainkit.progress import Progress
+    from trainkit.runs import RunFolder
+    from trainkit.track import MetricsLog
+    folder = RunFolder(tmp_path/'run')
+    log = MetricsLog(folder, console=True)
+    log.say(f'a sample: {RUDE}')
+    folder.log(RUDE)
+    shown = capsys.readouterr().out + (folder.path/'log.txt').read_text(encoding='utf-8')
+    assert no_controls(shown) and shown.count(KIND) == 3
+    for where in ('lines', 'terminal'):
+        file = io.StringIO()
+        with Progress(10, RUDE, where=where, file=file) as bar:
+            bar.update(1, said=RUDE)
+            said = bar.status() + ''.join(part for part, _ in bar.parts(400))
+            if where == 'lines': bar.screen.refresh(bar)
+        assert no_controls(said) and KIND in said
+        if where == 'lines': assert no_controls(file.getvalue()) and KIND in file.getvalue()

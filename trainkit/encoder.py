@@ -17,7 +17,7 @@ from operator import itemgetter
 import numpy as np
 
 from .kernels import compile_kernels, find_key, hash_bytes, heap_pop, heap_push, pick_lane, same_bytes
-from .patterns import PATTERN_KERNELS, PATTERNS, char_classes, find_pattern, split_words, to_utf8, word_end
+from .patterns import PATTERN_KERNELS, PATTERN_KINDS, char_classes, find_pattern, join_pairs, split_words, to_utf8, word_end
 
 # %% ../nbs/09_encoder.ipynb #87bd491b
 _NONE = 0x7FFFFFFF # the rank of a pair that is not known
@@ -271,15 +271,16 @@ class Encoder:
 
     def _pure(self, text: str) -> list[int]:
         try: return [*chain.from_iterable(map(self.words.__getitem__, split_words(text, self.pattern)))]
-        except (UnicodeEncodeError, AttributeError, TypeError): to_utf8(text); raise
+        except (UnicodeEncodeError, AttributeError, TypeError):
+            if (joined := join_pairs(text)) == text: raise
+            return self._pure(joined)
 
     def _compiled(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        if self.pattern in PATTERNS:
-            parts, kind = [to_utf8(text) for text in texts], [*PATTERNS].index(self.pattern)
+        if self.pattern in PATTERN_KINDS:
+            parts, kind = [to_utf8(text) for text in texts], PATTERN_KINDS[self.pattern]
             words_of = None
         else:
-            for text in texts: to_utf8(text)
-            cut, kind = [split_words(text, self.pattern) for text in texts], -1
+            cut, kind = [split_words(join_pairs(text), self.pattern) for text in texts], -1
             words_of = np.cumsum([0] + [len(words) for words in cut])
             parts = [word.encode() for words in cut for word in words]
         data, ends = np.frombuffer(b''.join(parts), np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import write_atomic
-from .patterns import PATTERNS, find_pattern
+from .patterns import GPT4_PATTERN, PATTERNS, find_pattern
 
 # %% ../nbs/09_formats.ipynb #060cf061
 @functools.cache
@@ -57,21 +57,24 @@ def to_json(
     nfc: bool = False, # Text is brought into Unicode's normal form C first
     plain: Collection[str] = (), # Added tokens that are not special: they are shown when special ones are skipped
     post_processor: dict | None = None, # What else Hugging Face shall do
+    normalized: Collection[str] = (), # Added tokens that are looked for when the text has its normal form
 ) -> dict: # For `json.dumps`
     "A byte-level BPE tokenizer as `tokenizer.json` has it."
     text = {i: spell(token) for token, i in tokens.items()}
-    vocab, added = {text[i]: i for i in sorted(text)}, sorted(special_tokens.items(), key=itemgetter(1))
+    vocab, names = {text[i]: i for i in sorted(text)}, {i: token for token, i in reversed([*special_tokens.items()])}
+    added = [(names[i], i) for i in sorted(names)] # Of two names of one token the first: here it can have but one
     # The library gives an added token the next free id, whatever the file says, unless the vocabulary has it
     if [i for _, i in added] != [*range(len(vocab), len(vocab) + len(added))]:
         if clash := next((token for token, i in added if vocab.get(token, i) != i), None):
             raise ValueError(f'{clash!r} has the ids {vocab[clash]} and {special_tokens[clash]}: Hugging Face gives it one')
         vocab |= added
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+    flags = dict(single_word=False, lstrip=False, rstrip=False)
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
     split = dict(type='Split', pattern={'Regex': find_pattern(pattern)}, behavior='Isolated', invert=False)
     return dict(
         version='1.0', truncation=None, padding=None,
-        added_tokens=[dict(id=i, content=token, **flags, special=token not in plain) for token, i in added],
+        added_tokens=[dict(id=i, content=token, **flags, normalized=token in normalized, special=token not in plain)
+                      for token, i in added],
         normalizer=dict(type='NFC') if nfc else None,
         pre_tokenizer=dict(type='Sequence', pretokenizers=[split, byte_level]),
         post_processor=post_processor, decoder=byte_level | dict(use_regex=True),
@@ -124,7 +127,8 @@ def from_json(
                 pattern=read_pattern(data.get('pre_tokenizer')), special_tokens=special,
                 whole=bool(model.get('ignore_merges')), nfc=bool(normalizer),
                 plain={token['content'] for token in added if not token['special']},
-                post_processor=data.get('post_processor'))
+                post_processor=data.get('post_processor'),
+                normalized={token['content'] for token in added if normalizer and token.get('normalized')})
 
 # %% ../nbs/09_formats.ipynb #7a8390dc
 def usual_template(
@@ -146,7 +150,7 @@ def all_pairs(
 # %% ../nbs/09_formats.ipynb #031dd179
 TIKTOKEN_PATTERNS = {
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""": 'gpt2',
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""": 'cl100k',
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""": GPT4_PATTERN,
     **{regex: name for name, regex in PATTERNS.items()}}
 
 def read_ranks(

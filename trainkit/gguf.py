@@ -23,7 +23,7 @@ from .files import read_json
 from .formats import read_pattern, usual_template
 from .hf import read_config
 from .model import ModelConfig
-from .patterns import PATTERNS
+from .patterns import GPT4_PATTERN, PATTERNS
 from .progress import Progress
 from .rope import rope_frequencies
 
@@ -103,7 +103,7 @@ _QWEN2 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\
 _LLAMA3 = _QWEN2.replace(r'|\p{N}|', r'|\p{N}{1,3}|')
 PRE_TOKENIZERS = { # Our name of a pattern, or its text -> llama.cpp's name
     'gpt2': 'gpt-2', 'cl100k': 'llama-bpe', 'o200k': 'gpt-4o', _LLAMA3: 'llama-bpe', _QWEN2: 'qwen2',
-    **{text: name for text, name in ((PATTERNS['gpt2'], 'gpt-2'), (PATTERNS['cl100k'], 'llama-bpe'), (PATTERNS['o200k'], 'gpt-4o'))}}
+    **{text: name for text, name in ((PATTERNS['gpt2'], 'gpt-2'), (GPT4_PATTERN, 'llama-bpe'), (PATTERNS['o200k'], 'gpt-4o'))}}
 
 def _pre_tokenizer(data: dict) -> str:
     part = data.get('pre_tokenizer')

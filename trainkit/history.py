@@ -8,13 +8,13 @@
 __all__ = ['runs', 'Root', 'AsJson', 'find_run', 'list_command', 'compare_command', 'show_command', 'health_command']
 
 # %% ../nbs/44_history.ipynb #99a5a969
-import json
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 from .compare import compare
+from .files import say, to_json
 from .health import check_health
 from .index import list_runs, text_table
 from .knobs import nearest
@@ -40,7 +40,7 @@ runs = typer.Typer(name='runs', no_args_is_help=True, help='List, compare and ex
 Root = Annotated[Path, typer.Option('--root', help='The folder that holds the runs.')]
 AsJson = Annotated[bool, typer.Option('--json', help='For programs.')]
 
-def _json(value) -> None: typer.echo(json.dumps(plain(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', '1e999'))
+def _json(value) -> None: say(to_json(plain(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', '1e999'))
 
 @runs.command(name='list')
 def list_command(
@@ -52,14 +52,14 @@ def list_command(
     if not root.is_dir() and root != Path('runs'): raise FileNotFoundError(f'{root} is no folder: give the one that holds the runs, such as runs')
     found = list_runs(root)
     if not found and not as_json:
-        typer.echo(f'no runs in {root}')
+        say(f'no runs in {root}')
         return
     rows = found.rows()
     if sort:
         if rows and sort not in rows[0]: raise ValueError(f'there is no column {sort!r}.{nearest(sort, list(rows[0]))}')
         rows.sort(key=lambda row: (row[sort] is None, row[sort]))
     if as_json: _json(rows)
-    else: typer.echo(text_table(rows))
+    else: say(text_table(rows))
 
 @runs.command(name='compare')
 def compare_command(
@@ -72,11 +72,11 @@ def compare_command(
     if len(names) < 2: raise ValueError('compare needs two runs or more')
     found = compare(*(find_run(name, root) for name in names))
     if as_json: _json(found.differences)
-    else: typer.echo(str(found))
+    else: say(str(found))
     if html is not None:
         html.write_text('<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
                         f'{" and ".join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n', encoding='utf-8')
-        typer.echo(f'Curves  {html}', err=True)
+        say(f'Curves  {html}', err=True)
 
 @runs.command(name='show')
 def show_command(
@@ -88,8 +88,8 @@ def show_command(
     "The numbers of one run."
     run = find_run(name, root)
     if as_json: _json(run.final())
-    else: typer.echo(text_table([{'name': k, 'value': v} for k, v in run.final().items() if not isinstance(v, dict)]))
-    if report: typer.echo(f'Report  {write_report(run.path)}', err=True)
+    else: say(text_table([{'name': k, 'value': v} for k, v in run.final().items() if not isinstance(v, dict)]))
+    if report: say(f'Report  {write_report(run.path)}', err=True)
 
 @runs.command(name='health')
 def health_command(
@@ -102,5 +102,5 @@ def health_command(
     if not any('step' in r for r in records): raise ValueError(f'{name} has logged no step: nothing can be said of its health')
     found = check_health(records)
     if as_json: _json([vars(finding) for finding in found])
-    else: typer.echo(str(found))
+    else: say(str(found))
     if found: raise typer.Exit(1)

@@ -19,6 +19,7 @@ from typing import Any, Callable, TextIO
 
 from .canvas import number
 from .clock import Clock, duration
+from .files import printable
 
 # %% ../nbs/04_progress.ipynb #f35ff41a
 def is_terminal(
@@ -272,7 +273,7 @@ class Progress:
 
     def status(self) -> str:
         "Everything there is to know, as a line of text."
-        return f'{self.title}  ' + '  '.join(p for p in (self.count(), *self.shown(), self.speed(), self.times()) if p)
+        return printable(f'{self.title}  ' + '  '.join(p for p in (self.count(), *self.shown(), self.speed(), self.times()) if p))
 
     def parts(
         self,
@@ -288,7 +289,7 @@ class Progress:
         if self.total is not None and room >= 5:
             full = room if not self.total else min(room, max(0, room*self.clock.done//self.total))
             line += [('  ', ''), (marks[0]*full, 'green'), (marks[1]*(room - full), 'dim')]
-        return line + [p for t in texts for p in (('  ', ''), t)]
+        return [(printable(part), style) for part, style in line + [p for t in texts for p in (('  ', ''), t)]]
 
     def _repr_html_(self) -> str:
         value = '' if self.total is None else f' max="{self.total or 1}" value="{min(self.clock.done, self.total)}"'

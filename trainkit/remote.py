@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import write_atomic
+from .files import say
 from .knobs import nearest
 from .progress import say
 

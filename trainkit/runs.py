@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import write_atomic
+from .files import printable
 from .reading import Run, parse_line, read_metrics, read_run, undone
 
 _all_ = ['Run', 'parse_line', 'read_metrics', 'read_run', 'undone'] # from trainkit.reading
@@ -195,7 +196,7 @@ class RunFolder:
     ):
         "Add lines with the time of day to `log.txt`."
         stamp = time.strftime('%Y-%m-%d %H:%M:%S')
-        self.append('log.txt', '\n'.join(f'{stamp}  {line}' for line in mask(text).splitlines() or ['']))
+        self.append('log.txt', '\n'.join(f'{stamp}  {line}' for line in printable(mask(text)).splitlines() or ['']))
 
     def close(self):
         "Close the logs."

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from .files import say, to_json
+
 # %% ../nbs/44_shell.ipynb #9fa152e0
 data = typer.Typer(name='data', no_args_is_help=True, pretty_exceptions_enable=False,
                    help='Look at data, check it, split it, mix it, convert it, encode it.')
@@ -73,18 +75,18 @@ def show(
 
     from trainkit.dataset import count_characters
     rows = read_file(file, kind, column, encoding, 'skip')
-    typer.echo(str(rows.report))
+    say(str(rows.report))
     columns: dict[str, int] = {}
     for row in rows:
         for name, value in row.items(): columns[name] = columns.get(name, 0) + (value not in (None, ''))
-    typer.echo('columns: ' + ', '.join(f'{name} ({n:,})' for name, n in columns.items()))
+    say('columns: ' + ', '.join(f'{name} ({n:,})' for name, n in columns.items()))
     sizes = sorted(count_characters(row, rows.report.kind) for row in rows)
-    typer.echo(f'characters a row: {sizes[0]:,} to {sizes[-1]:,}, median {median(sizes):,.0f}, {sum(sizes):,} in all')
+    say(f'characters a row: {sizes[0]:,} to {sizes[-1]:,}, median {median(sizes):,.0f}, {sum(sizes):,} in all')
     for row in rows[:count]:
-        typer.echo(f"\n{row.get('source', '')}{', line ' + str(row['line']) if 'line' in row else ''}")
+        say(f"\n{row.get('source', '')}{', line ' + str(row['line']) if 'line' in row else ''}")
         for name, value in row.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            if name not in ('source', 'line'): typer.echo(f'  {name}: {text[:300]}{"…" if len(text) > 300 else ""}')
+            if name not in ('source', 'line'): say(f'  {name}: {text[:300]}{"…" if len(text) > 300 else ""}')
 
 def _tokenizer(folder: Path) -> Any:
     from trainkit.tokenizer import BPETokenizer
@@ -139,11 +141,11 @@ def check(
     if html:
         from trainkit.files import write_atomic
         write_atomic(html, f'<!doctype html><meta charset="utf-8"><title>{len(bad)} bad rows</title>{report._repr_html_()}')
-    if as_json: typer.echo(json.dumps(report.to_dict() | dict(bad=bad, exit_code=code), indent=1, ensure_ascii=False))
+    if as_json: say(to_json(report.to_dict() | dict(bad=bad, exit_code=code), indent=1, ensure_ascii=False))
     else:
-        for line in bad[:5]: typer.echo(line)
-        if bad: typer.echo(f'{_rows(len(bad))} {"are no examples" if len(bad) > 1 else "is no example"}' + ', the first of them above\n' * (len(bad) > 5))
-        typer.echo(str(report))
+        for line in bad[:5]: say(line)
+        if bad: say(f'{_rows(len(bad))} {"are no examples" if len(bad) > 1 else "is no example"}' + ', the first of them above\n' * (len(bad) > 5))
+        say(str(report))
     if code: raise typer.Exit(code)
 
 # %% ../nbs/44_shell.ipynb #bc7beb98
@@ -180,8 +182,8 @@ def split(
     total = sum(map(len, parts))
     for path, rows in zip(outputs, parts, strict=False):
         write_examples(rows, path)
-        typer.echo(f'{path}: {_rows(len(rows))} ({len(rows)/total:.1%})')
-    typer.echo(f'A run reads both: --dataset {train_output} data.eval_file={eval_output}')
+        say(f'{path}: {_rows(len(rows))} ({len(rows)/total:.1%})')
+    say(f'A run reads both: --dataset {train_output} data.eval_file={eval_output}')
 
 @data.command()
 def mix(
@@ -214,7 +216,7 @@ def mix(
         warnings.simplefilter('ignore') # the report says it
         rows = mixture({name: read_file(file, kind, None, encoding) for name, file in files.items()}, weights or None, temperature, prefix, total, seed)
     write_examples(rows, output)
-    typer.echo(f'{rows.report}\n{output}: {_rows(len(rows))}')
+    say(f'{rows.report}\n{output}: {_rows(len(rows))}')
 
 @data.command()
 def convert(
@@ -234,7 +236,7 @@ def convert(
     rows = read_file(file, kind, column, encoding)
     if to == 'messages': rows = [{'messages': to_messages(row), **{k: row[k] for k in ('source', 'line') if k in row}} for row in rows]
     write_examples(rows, output)
-    typer.echo(f'{output}: {_rows(len(rows))}')
+    say(f'{output}: {_rows(len(rows))}')
 
 # %% ../nbs/44_shell.ipynb #77f3dc2e
 @data.command()
@@ -274,13 +276,13 @@ def pack(
             if not drop and 'longer than' in str(error): error.add_note('(in a shell: --max-length, --drop)')
             raise
     left_out = len(rows) - len(examples)
-    typer.echo(f"{_rows(len(examples), 'example')} of {sum(len(e['input_ids']) for e in examples):,} tokens" + f', {left_out:,} too long and left out'*bool(left_out))
+    say(f"{_rows(len(examples), 'example')} of {sum(len(e['input_ids']) for e in examples):,} tokens" + f', {left_out:,} too long and left out'*bool(left_out))
     made = {name: make_rows(examples, max_length, name) for name in STRATEGIES}
     for name, packed in {'a row each': examples, **made}.items():
-        typer.echo(f'{name:12} {_rows(len(packed)):>13}, {packing_efficiency(packed, max_length):6.1%} full')
+        say(f'{name:12} {_rows(len(packed)):>13}, {packing_efficiency(packed, max_length):6.1%} full')
     if output:
         write_examples(made[strategy], output)
-        typer.echo(f'{output}: {_rows(len(made[strategy]))} by {strategy}')
+        say(f'{output}: {_rows(len(made[strategy]))} by {strategy}')
 
 # %% ../nbs/44_shell.ipynb #d48a8249
 @data.command()
@@ -298,8 +300,8 @@ def tokenize(
     from trainkit.shards import tokenize_to_disk, verify_shards
     shards = tokenize_to_disk(file, _tokenizer(tokenizer), folder, num_proc, encoding=encoding, text_column=text_column, overwrite=overwrite)
     text = sum(record['text_bytes'] for record in shards.index['shards'])
-    typer.echo(f'{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {_rows(len(shards.maps), "file")}, '
+    say(f'{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {_rows(len(shards.maps), "file")}, '
                f'{text/len(shards):.2f} bytes of text a token')
     if verify:
         if wrong := verify_shards(folder): raise ValueError('; '.join(wrong))
-        typer.echo('All checksums are right.')
+        say('All checksums are right.')

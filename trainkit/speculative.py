@@ -110,6 +110,9 @@ def speculate(
         if not isinstance(each, Transformer):
             raise TypeError(f'{name} is a {type(each).__name__}, and must be our Transformer (load_pretrained '
                             'makes one of a folder); transformers has generate(assistant_model=…) for its own')
+        if (each.config.rope_scaling or {}).get('rope_type') == 'dynamic':
+            raise ValueError(f'{name} has dynamic rotary scaling, which turns by the length of the text: read several tokens '
+                             'at a time, the text would be another one. Use generate')
     sizes = [each.config.vocab_size for each in (model, draft_model)]
     if sizes[0] != sizes[1]:
         raise ValueError(f'the models have vocabularies of {sizes[0]} and {sizes[1]} tokens, and must share one')

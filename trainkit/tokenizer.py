@@ -23,7 +23,7 @@ from .config import write_atomic
 from .encoder import Encoder
 from .files import read_json, reading
 from .formats import TIKTOKEN_PATTERNS, all_pairs, from_json, read_ranks, to_json, usual_template, write_ranks
-from .patterns import PATTERNS, cut_specials, to_utf8
+from .patterns import GPT4_PATTERN, PATTERNS, cut_specials, join_pairs, to_utf8
 from .words import count_words
 
 if TYPE_CHECKING: import tiktoken
@@ -45,6 +45,7 @@ class BPETokenizer:
         nfc: bool = False, # Bring text into Unicode's normal form C first
         plain: Collection[str] = (), # Special tokens that are shown when special ones are skipped
         post_processor: dict | None = None, # Passed on to Hugging Face; `encode` adds nothing to a text
+        normalized: Collection[str] = (), # Special tokens that are looked for after `nfc`, the others before it
         bos_token: str | None = None, # These four are special tokens with a role
         eos_token: str | None = None,
         pad_token: str | None = None,
@@ -58,14 +59,15 @@ class BPETokenizer:
             raise ValueError(f'a pair asks for {error.args[0]!r}, which the vocabulary has not') from None
         self.encoder = Encoder(self.tokens, pairs, made, ranks, pattern, whole, lane)
         self.pattern, self.whole, self.nfc = pattern, whole, nfc
-        self.plain, self.post_processor = {*plain}, post_processor
+        self.plain, self.post_processor, self.normalized = {*plain}, post_processor, {*normalized}
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = bos_token, eos_token, pad_token, unk_token
         self.chat_template: str | None = None
         self.trained: Merges | None = None # what `train` found, with its lane and time
         self._bytes, self._sizes = text, (0, np.zeros(0, np.int64)) # how many tokens were measured, their sizes
         for token, i in self.special_tokens.items():
             if not token: raise ValueError('a special token must not be empty')
-            if self._bytes.setdefault(i, to_utf8(token)) != token.encode():
+            other = self._bytes.setdefault(i, to_utf8(token)) != token.encode() # Two names of one token, as in o200k_harmony, are fine
+            if other and self.tokens.get(self._bytes[i]) == i:
                 raise ValueError(f'special token {token!r}: the vocabulary has its id {i} for {self._bytes[i]!r} already')
         for token in (bos_token, eos_token, pad_token, unk_token): self._id(token)
 
@@ -171,15 +173,31 @@ class BPETokenizer:
         if isinstance(texts, str): raise TypeError('encode_batch takes a list of texts; for one text use encode')
         for text in texts:
             if not isinstance(text, str): to_utf8(text) # a clear TypeError
-        if self.nfc: texts = [normalize('NFC', text) for text in texts]
-        cut = [cut_specials(text, self.special_tokens, allowed_special, disallowed_special) for text in texts]
-        if all(len(pieces) == 1 for pieces in cut): return self.encoder.encode(texts)
+        cut = [self.cut(text, allowed_special, disallowed_special) for text in texts]
+        if all(len(pieces) == 1 for pieces in cut): return self.encoder.encode([text for [text] in cut])
         ids = iter(self.encoder.encode([piece for pieces in cut for piece in pieces[::2]]))
         out = []
         for pieces in cut:
             out.append(next(ids))
             for token in pieces[1::2]: out[-1] = [*out[-1], self.special_tokens[token], *next(ids)]
         return out
+
+    def cut(
+        self,
+        text: str,
+        allowed_special: str | Collection[str] = (), # As for `encode`
+        disallowed_special: str | Collection[str] = 'all',
+    ) -> list[str]: # Ordinary text and special tokens by turns, beginning and ending with text
+        "Cut a text at its special tokens, and bring what lies between them into the normal form."
+        if not self.nfc: return cut_specials(text, self.special_tokens, allowed_special, disallowed_special)
+        out = cut_specials(text, self.special_tokens, allowed_special, disallowed_special, {*self.special_tokens} - self.normalized)
+        out[::2] = [normalize('NFC', join_pairs(piece)) for piece in out[::2]]
+        if not self.normalized: return out
+        late: list[str] = []
+        for i, piece in enumerate(out): # Those that are looked for in the normal form
+            parts = [piece] if i % 2 else cut_specials(piece, self.special_tokens, allowed_special, disallowed_special, self.normalized)
+            late += parts
+        return late
 
     def decode_bytes(
         self,
@@ -221,7 +239,7 @@ class BPETokenizer:
         "What stands in tokenizer.json."
         pairs = [pair for _, pair in sorted(zip(self.encoder.ranks, self.encoder.pairs, strict=True))]
         return to_json(self.tokens, pairs, self.pattern, self.special_tokens, self.whole, self.nfc, self.plain,
-                       self.post_processor)
+                       self.post_processor, self.normalized)
 
     def _names(self) -> dict[str, str]:
         "Role -> token, for those that have one."
@@ -287,7 +305,7 @@ class BPETokenizer:
     def from_tiktoken(
         cls,
         source: Any, # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
-        pattern: str | None = None, # Name or regular expression; an Encoding brings its own
+        pattern: str | None = None, # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
         special_tokens: Mapping[str, int] | None = None, # Special token -> id; an Encoding brings its own
         lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal ids
     ) -> 'BPETokenizer':
@@ -300,7 +318,7 @@ class BPETokenizer:
             raise FileNotFoundError(f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')")
         else: tokens, special = source if isinstance(source, Mapping) else read_ranks(source), special_tokens or {}
         pairs = all_pairs(tokens)
-        return cls(tokens, [(left, right) for left, right, _ in pairs], pattern or 'cl100k', special,
+        return cls(tokens, [(left, right) for left, right, _ in pairs], pattern or GPT4_PATTERN, special,
                    [i for _, _, i in pairs], lane=lane,
                    eos_token='<|endoftext|>' if '<|endoftext|>' in special else None)
 

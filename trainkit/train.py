@@ -26,6 +26,7 @@ from .checks import check_plan
 from .compiled import Compiled
 from .config import seed_everything, to_dict
 from .faults import Retry, StepTooBig, held_back, worker_died
+from .files import say
 from .heap import kept_memory
 from .keeper import finish, keep_model, save_checkpoint, save_weights, settle, whole_model
 from .lock import run_lock

@@ -18,7 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 import numpy as np
 
 from .kernels import compile_kernels, hash_bytes, pick_lane, same_bytes
-from .patterns import PATTERN_KERNELS, PATTERNS, char_classes, find_pattern, safe_pieces, split_words, to_utf8, word_end
+from .patterns import PATTERN_KERNELS, PATTERN_KINDS, char_classes, find_pattern, join_pairs, safe_pieces
+from .patterns import split_words, to_utf8, word_end
 from .progress import Progress
 
 # %% ../nbs/07_words.ipynb #fed0834d
@@ -77,15 +78,15 @@ def _blocks(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
 def _count_block(block: list[str], pattern: str, lane: str) -> Counter:
     "The words of a few texts."
     counts = Counter()
-    if pattern in PATTERNS and lane == 'compiled':
+    if pattern in PATTERN_KINDS and lane == 'compiled':
         parts = [to_utf8(text) for text in block]
         joined, ends = b''.join(parts), np.cumsum([len(part) for part in parts])
-        found = _kernels().count_kernel(np.frombuffer(joined, np.uint8), ends, char_classes(), [*PATTERNS].index(pattern))
+        found = _kernels().count_kernel(np.frombuffer(joined, np.uint8), ends, char_classes(), PATTERN_KINDS[pattern])
         for start, size, count in zip(*(a.tolist() for a in found), strict=True):
             counts[joined[start:start + size].decode()] = count
         return counts
     for text in block:
-        if not text.isascii(): to_utf8(text)
+        if not text.isascii(): text = join_pairs(text)
         counts.update(split_words(text, pattern))
     return counts
 
