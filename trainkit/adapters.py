@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .config import atomic_folder, write_atomic
+from .files import read_json, reading
 from .knobs import nearest
 from .lora import activate, adapted, add_lora, all_or_nothing
 from .lowrank import Factor, Kept, LoRALayer, LoRALinear
@@ -235,16 +236,13 @@ def read_adapter(
         if not path.is_file():
             pickle = '; adapter_model.bin is a pickle, which can run any code: ask for safetensors' * (folder/'adapter_model.bin').is_file()
             raise FileNotFoundError(f'{folder} has no {path.name}: is it an adapter?{pickle}')
-    try: config = json.loads((folder/'adapter_config.json').read_text(encoding='utf-8'))
-    except ValueError as error: raise ValueError(f'{folder}/adapter_config.json is not JSON ({error})') from None
-    if not isinstance(config, dict): raise ValueError(f'{folder}/adapter_config.json holds {type(config).__name__}, and must hold names and values')
+    config = read_json(folder/'adapter_config.json')
     if config.get('peft_type') != 'LORA': raise ValueError(f"{folder} holds a {config.get('peft_type')} adapter, and this is for LORA")
     if odd := [k for k in _STRANGE if config.get(k)]: raise ValueError(f'{folder} uses {odd[0]}, which we do not compute: open it with peft')
-    try: tensors = load_file(file)
-    except SafetensorError as error: raise ValueError(f'{file} is damaged or cut short: copy it again ({error})') from None
+    with reading(folder/'adapter_config.json'): lora_config(config) # Whether its numbers can be
+    with reading(file): tensors = load_file(file)
     facts = folder/'trainkit.json'
-    try: size = json.loads(facts.read_text(encoding='utf-8')).get('vocab_size', 0) if facts.is_file() else 0
-    except (ValueError, AttributeError) as error: raise ValueError(f'{facts} is not what save_adapter writes ({error})') from None
+    size = read_json(facts).get('vocab_size', 0) if facts.is_file() else 0
     try: parts = adapter_parts(config, tensors)
     except ValueError as error: raise ValueError(f'{folder}: {error}') from None
     sizes = {name: len(t) for name, t in (parts.whole | parts.same).items() if name.endswith(_VOCABULARY)}

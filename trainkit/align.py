@@ -119,7 +119,7 @@ def prepare_pairs(
         for pair, i in zip(pairs, pairs.numbers, strict=True):
             if all(row.get('margin') is not None for row in some): pair['margin'] = float(some[i]['margin'])
         return pairs
-    with timed(seconds, 'encoding'): train, test = encode(rows['train']), encode(rows['eval'])
+    with timed(seconds, 'encoding'): train, test = encode(rows['train']), encode(rows['eval']) if rows['eval'] else Pairs()
     asked = _asked(rows['eval'], tokenizer, model, config.sft.questions) if config.method == 'dpo' else []
     causal = model = adapt(model, config, new)
     keep, callbacks, reference, kind = {}, [], None, 'none is needed'
@@ -220,9 +220,11 @@ def prepare_prompts(
     causal, model = model, ActorCritic(model) if config.method == 'ppo' else model
     batches = Rollouts(model, tokenizer, prompts['train'], found, config.rl, c.per_device_train_batch_size)
     few = replace(config.rl, num_generations=min(2, config.rl.num_generations), num_iterations=1)
-    held = Rollouts(model, tokenizer, prompts['eval'][:max(1, config.sft.questions)], found, few, c.per_device_eval_batch_size, batches.reference)
-    held.judged = True # It is the training prompts that have to be judged
-    asked = [dict(row=row, prompt=row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content'], ids=ids, expected=str(row.get('answer', '')),
+    held, few_rows = None, prompts['eval'][:max(1, config.sft.questions)]
+    if few_rows:
+        held = Rollouts(model, tokenizer, few_rows, found, few, c.per_device_eval_batch_size, batches.reference)
+        held.judged = True # It is the training prompts that have to be judged
+    asked = [] if held is None else [dict(row=row, prompt=row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content'], ids=ids, expected=str(row.get('answer', '')),
                   tokens=config.rl.max_completion_length) for row, ids in zip(held.rows, held.prompt_ids, strict=True)][:config.sft.questions]
     names = [getattr(f, '__name__', type(f).__name__) for f in found]
     kind = batches.reference.kind if config.rl.beta else 'none, since rl.beta is 0'
@@ -231,6 +233,6 @@ def prepare_prompts(
              f'{config.rl.num_generations} answers to each, of {config.rl.max_completion_length:,} tokens at most',
              f"Rewards    {', '.join(names)}; reference: {kind}" + f', β = {config.rl.beta:g}'*bool(config.rl.beta)]
     about += [f'Sandbox    {note}' for note in dict.fromkeys(getattr(f, 'note', '') for f in found) if note]
-    if c.eval_strategy != 'no': about.append(f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, of answers to {len(held.rows):,} held-out prompts")
+    if c.eval_strategy != 'no' and held is not None: about.append(f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, of answers to {len(held.rows):,} held-out prompts")
     return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], asked=asked, objective=rl_objective(config.rl), # type: ignore
                  rewards=found, causal=causal, about=about, seconds=seconds)

@@ -35,7 +35,7 @@ from .hf import load_pretrained
 from .intervals import compare
 from .judge import name_text, write_run_report
 from .method import RunConfig, method_config
-from .progress import say
+from .progress import note
 from .quant import QuantConfig, quantize_model
 from .recipes import run
 from .report import EvalReport, evaluate
@@ -277,7 +277,7 @@ def run_demo(
     demo: DemoConfig | None = None,
     only: str = '', # A key of `PHASES`: the last phase to run
     fresh: bool = False, # Begin anew, even where one was interrupted
-    say: Callable[[str], Any] = say,
+    say: Callable[[str], Any] = note,
 ) -> DemoResult:
     "Pre-train, tune, prefer, quantize, compare; called again after an interruption, it goes on."
     demo = demo or DemoConfig()

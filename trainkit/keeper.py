@@ -18,7 +18,7 @@ from torch import nn
 from .checkpoint import load_checkpoint, rng_state
 from .config import atomic_folder
 from .plan import EXIT_CODES, Result
-from .progress import say
+from .progress import note
 from .sharded import WholeModel, all_rng_states, gather
 from .step import add_over_processes
 from .writer import CheckpointWriter
@@ -128,5 +128,5 @@ def finish(
     trainer.notify('on_end', **record, step=s.step, reason=reason)
     if reason in EXIT_CODES:
         where = f'{trainer.checkpoint} has everything: train(resume=True) goes on.'
-        say(f'Stopped after step {s.step} of {trainer.total_steps}.', where if folder else 'Nothing was saved.')
+        note(f'Stopped after step {s.step} of {trainer.total_steps}.', where if folder else 'Nothing was saved.')
     return result

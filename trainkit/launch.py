@@ -24,6 +24,7 @@ import yaml
 
 from .config import dump_config, pick_device, to_dict
 from .files import write_atomic
+from .progress import Lasting, note
 from .runs import free_folders, mask, new_folder
 from .strategy import LaunchConfig
 
@@ -132,8 +133,7 @@ def run_command(
         while part := os.read(process.stderr.fileno(), 65536):
             said = (said + part)[-200_000:]
             if b'torch/distributed' not in part and b'ChildFailedError' not in part and b'Root Cause' not in part:
-                sys.stderr.write(part.decode(errors='replace'))
-                sys.stderr.flush()
+                print(part.decode(errors='replace'), end='', file=Lasting(sys.stderr), flush=True) # with the colours and bars of the child
     except KeyboardInterrupt: # torchrun has heard it too, and lets the processes save
         process.wait(timeout=120)
         raise
@@ -157,7 +157,7 @@ def start(
     launch: LaunchConfig,
     folder: str | Path, # Where files and logs of the launch go
     dry_run: bool = False, # Only show the command, and before it what writes the files that it reads
-    say: Callable[[str], Any] = print,
+    say: Callable[[str], Any] = note,
     env: Mapping[str, str] | None = None, # More for the environment of the processes
     files: Mapping[str | Path, str] | None = None, # Path -> text: what else the program reads
 ) -> str: # What was shown
@@ -201,7 +201,7 @@ def launch(
     num_processes: int = 1,
     strategy: str = 'ddp', # One of `STRATEGIES`
     dry_run: bool = False, # Only show the command, and before it what writes the files that it reads
-    say: Callable[[str], Any] = print,
+    say: Callable[[str], Any] = note,
     **more: Any, # Other fields of `LaunchConfig`
 ) -> Path: # The run folder; raises `WorkerDied`
     "Run a config in several processes."

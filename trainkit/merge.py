@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from .adapters import adapter_parts, check_start, differs, lora_config, read_adapter
-from .files import atomic_folder, show_bytes
+from .files import atomic_folder, read_json, reading, show_bytes
 from .lora import adapted, merge_lora, put
 from .lowrank import LoRALayer
+from .progress import note
 from .targets import rank_and_alpha
 
 # %% ../nbs/22_merge.ipynb #e89ea3f4
@@ -87,7 +88,7 @@ def merge_quantized(
         for name, layer in made.items(): put(model, name, layer)
         found = agreement(before, model(input_ids).logits)
     finally: model.train(training)
-    print(f'merged into the {target} weights: {found}')
+    note(f'merged into the {target} weights: {found}')
     return found
 
 # %% ../nbs/22_merge.ipynb #9ac66673
@@ -104,7 +105,7 @@ def read_header(
         try:
             header = json.loads(file.read(size)) if size < whole else {}
             end = max(facts['data_offsets'][1] for name, facts in header.items() if name != '__metadata__')
-        except (ValueError, LookupError, TypeError, AttributeError): end = -1
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError): end = -1
         if 8 + size + end != whole: raise ValueError(f'{path} is damaged or cut short: copy it again')
         return header, 8 + size
 
@@ -154,8 +155,8 @@ def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]: # What the i
     if source is None: return {}
     for name in ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json', 'added_tokens.json'):
         if (source/name).is_file(): shutil.copy(source/name, output/name)
-    ids = {t['content']: t['id'] for t in json.loads((source/'tokenizer.json').read_text(encoding='utf-8')).get('added_tokens', ())}
-    said = json.loads((source/'tokenizer_config.json').read_text(encoding='utf-8')) if (source/'tokenizer_config.json').is_file() else {}
+    with reading(source/'tokenizer.json'): ids = {t['content']: t['id'] for t in read_json(source/'tokenizer.json').get('added_tokens', ())}
+    said = read_json(source/'tokenizer_config.json') if (source/'tokenizer_config.json').is_file() else {}
     words = {role: said.get(f'{role}_token') for role in ('bos', 'eos', 'pad')}
     found = {f'{role}_token_id': ids[word] for role, word in words.items() if isinstance(word, str) and word in ids}
     if (file := output/'generation_config.json').is_file():
@@ -182,7 +183,7 @@ def merge_folder(
     there = {name: path for path, header in headers.items() for name in header if name != '__metadata__'}
     def place(name: str) -> str | None: # Its name in the files; some leave out the first word
         return next((n for n in (name, name.partition('.')[2]) if n in there), None)
-    settings, own = (json.loads((base/file).read_text(encoding='utf-8')) if (base/file).is_file() else {} for file in ('config.json', 'trainkit.json'))
+    settings, own = (read_json(base/file) if (base/file).is_file() else {} for file in ('config.json', 'trainkit.json'))
     if settings.get('quantization_config'): raise ValueError(f'{base} is quantized: open it, and merge_quantized')
     embedding = next((n for n in there if n.endswith(('embed_tokens.weight', 'wte.weight'))), None)
     tied = embedding is not None and ('lm_head.weight' not in there or settings.get('tie_word_embeddings', own.get('tie_embeddings')) is True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from .files import alone, open_with, reading
+from .files import alone, open_with, reading, say, to_json
 from .knobs import nearest
 
 # %% ../nbs/44_needs.ipynb #df0748e7
@@ -172,15 +172,15 @@ def predict(config: Config = None, changes: Changes = None, model: Model = None,
     needs, found = read_setup(whole), predict_needs(whole)
     fits = {name: found.peak <= machine.usable for name, machine in MACHINES.items()}
     if as_json:
-        typer.echo(json.dumps(dict(peak=found.peak, parts=found.parts, setup={k: v for k, v in vars(needs.setup).items() if k != 'lora'},
+        say(to_json(dict(peak=found.peak, parts=found.parts, setup={k: v for k, v in vars(needs.setup).items() if k != 'lora'},
                                    fits=fits, note=needs.note), indent=1))
         return
-    typer.echo(f'A step of {needs.setup.batch_size} x {needs.setup.seq_len} tokens, method {whole.method}, {needs.setup.optim}')
+    say(f'A step of {needs.setup.batch_size} x {needs.setup.seq_len} tokens, method {whole.method}, {needs.setup.optim}')
     for name, size in [*found.parts.items(), ('at the peak', found.peak)]:
-        if size: typer.echo(f'  {name:<14}{show_bytes(size):>9}  {size/found.peak:6.1%}')
-    if needs.note: typer.echo(f'Note: {needs.note}')
-    typer.echo(f"Has room: {', '.join(name for name, yes in fits.items() if yes) or 'none of the machines known here'}")
-    if small := [name for name, yes in fits.items() if not yes]: typer.echo(f"Too small: {', '.join(small)} (trainkit memory plan … --machine '{small[0]}')")
+        if size: say(f'  {name:<14}{show_bytes(size):>9}  {size/found.peak:6.1%}')
+    if needs.note: say(f'Note: {needs.note}')
+    say(f"Has room: {', '.join(name for name, yes in fits.items() if yes) or 'none of the machines known here'}")
+    if small := [name for name, yes in fits.items() if not yes]: say(f"Too small: {', '.join(small)} (trainkit memory plan … --machine '{small[0]}')")
 
 @memory.command()
 def plan(config: Config = None, changes: Changes = None, model: Model = None, method: Method = None, batch_size: BatchSize = None,
@@ -199,11 +199,11 @@ def plan(config: Config = None, changes: Changes = None, model: Model = None, me
     found = plan_needs(whole, budget or machine or room, host=not (budget or machine or on_gpu))
     words = knobs_of(found, whole)
     if as_json:
-        typer.echo(json.dumps(dict(fits=found.fits, budget=found.budget, peak=found.peak, waterfall=found.waterfall, skipped=found.skipped,
+        say(to_json(dict(fits=found.fits, budget=found.budget, peak=found.peak, waterfall=found.waterfall, skipped=found.skipped,
                                    setup={k: v for k, v in vars(found.setup).items() if k != 'lora'}, cards=found.cards, knobs=words), indent=1))
     else:
-        typer.echo(str(found))
-        if words and found.fits: typer.echo('Say     ' + ' '.join(f'{k}={v if isinstance(v, str) else json.dumps(v)}' for k, v in words.items()))
+        say(str(found))
+        if words and found.fits: say('Say     ' + ' '.join(f'{k}={v if isinstance(v, str) else to_json(v)}' for k, v in words.items()))
     if not found.fits: raise typer.Exit(1)
 
 def free_here() -> tuple[int, bool]: # Bytes of the GPU, or of main memory where there is none; whether it is a GPU's

@@ -46,6 +46,7 @@ from .optim import OPTIMIZERS, OptimConfig, make_optimizer
 from .parts import EOS, Parts, adapt, loop_config, prepare_model, prepare_sft, prepare_shards, prepare_text, prepare_tokenizer, timed
 from .plan import EXIT_CODES, Control, Result, check_callbacks
 from .progress import find_place
+from .progress import note
 from .remote import Remote
 from .report import AnswerMetrics
 from .rl import telling_rewards
@@ -274,7 +275,7 @@ def run(
         def say(*lines: str) -> None:
             for line in lines:
                 folder.log(line)
-                if verbose: print(line, flush=True)
+                if verbose: note(line)
         (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(folder.path/'tokenizer')
         for name, file in parts.keep.items():
             if file != folder.path/name: shutil.copyfile(file, folder.path/name)
@@ -284,7 +285,7 @@ def run(
         longest = parts.facts.get('longest') or parts.facts.get('max_length') or config.data.max_length
         watch = [MemoryWatch(int(longest), say)] if config.watch_memory and config.engine == 'trainkit' else []
         trainer.callbacks += [SystemMonitor(), *watch, *callbacks, log, # which writes what those before it have added to a record
-                              HealthCheck(lambda line: print(line) if verbose else None), *([Remote(folder.path)] if main else [])]
+                              HealthCheck(lambda line: note(line) if verbose else None), *([Remote(folder.path)] if main else [])]
         if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))
         if trainer.accelerator.num_processes == 1: model.to(trainer.accelerator.device) # where it answers sooner

@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from .config import write_atomic
-from .files import say
 from .knobs import nearest
-from .progress import say
+from .progress import note
 
 # %% ../nbs/18_remote.ipynb #3d72adcd
 ORDERS = ('pause', 'resume', 'stop', 'save', 'sample')
@@ -103,7 +102,7 @@ class Remote:
         def kindly(do):
             def attempt(trainer):
                 try: do(trainer)
-                except Exception as error: say(f'{order}: {type(error).__name__}: {error}')
+                except Exception as error: note(f'{order}: {type(error).__name__}: {error}')
             trainer.control.ask(attempt)
         if order == 'save': kindly(lambda t: (t.save(strict=False), t.settle(strict=False))) # Written, and told of
         elif order == 'sample': kindly(lambda t: t.draw(*([text] if text else [])))

@@ -19,6 +19,8 @@ from typing import Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .files import say, to_json
+
 # %% ../nbs/44_tools.ipynb #057d37c0
 _HELP: dict[str, Any] = dict(context_settings=dict(help_option_names=['-h', '--help']), no_args_is_help=True, pretty_exceptions_enable=False)
 config = typer.Typer(name='config', help='Show a config, translate one of another library, list presets.', **_HELP)
@@ -131,7 +133,7 @@ def show_config(
     from trainkit.config import dump_config
     from trainkit.method import method_config
     changes = [*([file] if file and '=' in file else []), *(overrides or [])]
-    typer.echo(dump_config(method_config(Path(file) if file and '=' not in file else None, changes), 'json' if as_json else 'yaml'), nl=False)
+    say(dump_config(method_config(Path(file) if file and '=' not in file else None, changes), 'json' if as_json else 'yaml'), nl=False)
 
 @config.command(name='convert')
 def convert_command(
@@ -150,12 +152,12 @@ def convert_command(
     from trainkit.translate import convert_config
     if output: _new(output, force, file)
     _, account = convert_config(file, method, device)
-    if as_json: typer.echo(json.dumps(dict(rows=account.table(), config=account.given, command=account.command), indent=1, ensure_ascii=False, default=str))
-    else: typer.echo(str(account).replace('FILE', str(output or 'FILE')))
+    if as_json: say(to_json(dict(rows=account.table(), config=account.given, command=account.command), indent=1, ensure_ascii=False, default=str))
+    else: say(str(account).replace('FILE', str(output or 'FILE')))
     if output:
         text = json.dumps(account.given, indent=1) if output.suffix == '.json' else yaml.safe_dump(account.given, sort_keys=False, allow_unicode=True)
         write_atomic(output, text)
-        typer.echo(f'Config  {output}', err=True)
+        say(f'Config  {output}', err=True)
     if strict and account.named('refused'): raise typer.Exit(1)
 
 @config.command(name='presets')
@@ -165,9 +167,9 @@ def presets_command(as_json: AsJson = False) -> None:
 
     from trainkit.presets import PRESETS, own_presets
     known = {**PRESETS, **own_presets()}
-    if as_json: typer.echo(json.dumps({name: p._asdict() for name, p in known.items()}, indent=1))
+    if as_json: say(to_json({name: p._asdict() for name, p in known.items()}, indent=1))
     else:
-        for name, p in known.items(): typer.echo('\n'.join(textwrap.wrap(f'{name:20} {p.doc}', 110, subsequent_indent=' '*21)))
+        for name, p in known.items(): say('\n'.join(textwrap.wrap(f'{name:20} {p.doc}', 110, subsequent_indent=' '*21)))
 
 # %% ../nbs/44_tools.ipynb #35103807
 Folder = Annotated[Path, typer.Argument(metavar='TOKENIZER', help='A folder with a tokenizer.json, such as that of a model.', show_default=False)]
@@ -189,7 +191,7 @@ def train_tokenizer(
     texts = (t for row in read_file(file) for t in ([row['text']] if 'text' in row else [m['content'] for m in to_messages(row)]))
     made = BPETokenizer.train(texts, vocab_size, pattern, special or ['<|endoftext|>'], progress=sys.stderr.isatty())
     made.save(folder)
-    typer.echo(f'{folder}: {made.vocab_size:,} tokens')
+    say(f'{folder}: {made.vocab_size:,} tokens')
 
 @tokenizer.command(name='encode')
 def encode_command(
@@ -202,10 +204,10 @@ def encode_command(
     tok = BPETokenizer.load(folder)
     said: str = sys.stdin.read() if text is None else text
     ids = tok.encode(said, allowed_special='all')
-    if as_json: typer.echo(json.dumps(ids))
+    if as_json: say(to_json(ids))
     else:
-        for i in ids: typer.echo(f'{i:8}  {tok.decode_bytes([i]).decode("utf-8", "backslashreplace")!r}')
-        typer.echo(f'{len(ids):,} token{"s"*(len(ids) != 1)}, {len(said.encode())/max(1, len(ids)):.2f} bytes each', err=True)
+        for i in ids: say(f'{i:8}  {tok.decode_bytes([i]).decode("utf-8", "backslashreplace")!r}')
+        say(f'{len(ids):,} token{"s"*(len(ids) != 1)}, {len(said.encode())/max(1, len(ids)):.2f} bytes each', err=True)
 
 @tokenizer.command(name='show')
 def show_tokenizer(folder: Folder, as_json: AsJson = False) -> None:
@@ -215,7 +217,7 @@ def show_tokenizer(folder: Folder, as_json: AsJson = False) -> None:
     sizes = [len(tok.decode_bytes([i])) for i in range(tok.vocab_size)]
     facts: dict[str, Any] = dict(vocab_size=tok.vocab_size, special_tokens=tok.special_tokens, eos_token=tok.eos_token, chat_format=bool(tok.chat_template),
                                  longest=tok.decode_bytes([sizes.index(max(sizes))]).decode('utf-8', 'backslashreplace'))
-    typer.echo(json.dumps(facts, indent=1, ensure_ascii=False) if as_json else '\n'.join(f'{name:15} {value}' for name, value in facts.items()))
+    say(to_json(facts, indent=1, ensure_ascii=False) if as_json else '\n'.join(f'{name:15} {value}' for name, value in facts.items()))
 
 # %% ../nbs/44_tools.ipynb #8aad5951
 def merge(
@@ -228,7 +230,7 @@ def merge(
     for folder, what in ((base, 'a saved model'), (adapter, 'an adapter, such as runs/NAME/adapter')):
         if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder: give that of {what}')
     if not (adapter/'adapter_config.json').is_file(): raise FileNotFoundError(f'{adapter} is no adapter: it has no adapter_config.json')
-    typer.echo(f'Model   {merge_folder(base, adapter, output)}')
+    say(f'Model   {merge_folder(base, adapter, output)}')
 
 @export.command(name='gguf')
 def export_gguf_command(
@@ -244,10 +246,10 @@ def export_gguf_command(
     _new(path, force)
     made = export_gguf(folder, path, quant_type, progress=sys.stderr.isatty())
     from trainkit.files import show_bytes
-    typer.echo(f"{path}: {show_bytes(made['bytes'])}, {len(made['tensors']) if hasattr(made['tensors'], '__len__') else made['tensors']:,} tensors")
+    say(f"{path}: {show_bytes(made['bytes'])}, {len(made['tensors']) if hasattr(made['tensors'], '__len__') else made['tensors']:,} tensors")
     if modelfile:
         from trainkit.modelfile import write_modelfile
-        typer.echo(f'Modelfile  {write_modelfile(path, folder)}')
+        say(f'Modelfile  {write_modelfile(path, folder)}')
 
 @export.command(name='hf')
 def export_hf_command(
@@ -259,7 +261,7 @@ def export_hf_command(
     _new(output, None)
     model, tok = load_pretrained(source)
     save_pretrained(model, tok, output)
-    typer.echo(f'Model   {output}')
+    say(f'Model   {output}')
 
 def evaluate(
     model: Annotated[Path, typer.Argument(help='A model folder, such as runs/demo/model.', show_default=False)],
@@ -296,7 +298,7 @@ def evaluate(
     report = judge(network, tok, examples, other[0] if other else None, wanted, answers, names,
                    max_new_tokens, progress=sys.stderr.isatty())
     if html: report.save(html)
-    typer.echo(json.dumps(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))
+    say(to_json(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))
 
 def chat(
     model: Annotated[Path, typer.Option('--model', '-m', help='A model that was taught to answer, such as runs/NAME/model.')],
@@ -311,26 +313,26 @@ def chat(
     from trainkit.talk import Conversation
     talk = Conversation(*load_pretrained(model), load_pretrained(base) if base else None, system, max_new_tokens, temperature=temperature, seed=seed)
     person, failed = sys.stdin.isatty(), False
-    if person: typer.echo('/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.', err=True)
+    if person: say('/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.', err=True)
     while True:
-        if person: typer.echo('> ', nl=False, err=True)
+        if person: say('> ', nl=False, err=True)
         if not (line := sys.stdin.readline()): break
         if not line.strip(): continue
         if line.startswith('/') and line.strip() != '/retry':
             if (said := talk.command(line)) is None: break
-            typer.echo(said, err=True)
+            say(said, err=True)
             continue
         speaker = ''
         try:
             for who, piece in talk.again() if line.strip() == '/retry' else talk.say(line.strip()):
-                if who != speaker: typer.echo('\n'*bool(speaker) + f'[{who}] '*talk.comparing, nl=False)
+                if who != speaker: say('\n'*bool(speaker) + f'[{who}] '*talk.comparing, nl=False)
                 speaker = who
-                typer.echo(piece, nl=False)
+                say(piece, nl=False)
                 sys.stdout.flush()
         except ValueError as error: # Too long, or nothing to repeat; the chat goes on
-            typer.echo(str(error), err=True)
+            say(str(error), err=True)
             failed = True
         except KeyboardInterrupt: # Enough of this answer
             if not person: raise
-        typer.echo()
+        say()
     if failed and not person: raise typer.Exit(1) # A program that asks hears of it

@@ -31,7 +31,7 @@ from .canvas import clean, number
 from .compare import compare
 from .files import alone
 from .index import list_runs
-from .progress import say
+from .progress import note
 from .runs import Run, RunFolder, data_hash, mask, read_run
 from .summary import parse_yaml, run_curves, run_sections, write_curves, write_report
 
@@ -169,7 +169,7 @@ class MetricsLog:
     def say(self, line: str):
         "A line for the log, and for the console."
         self.folder.log(line)
-        if self.console: say(f'{time.strftime("%H:%M:%S")}  {mask(line)}')
+        if self.console: note(f'{time.strftime("%H:%M:%S")}  {mask(line)}')
 
     def relative(self, record: Mapping[str, Any]) -> dict[str, Any]:
         "Paths inside the run folder without what leads to it: the folder may move, and a home has a name."

@@ -26,7 +26,6 @@ from .checks import check_plan
 from .compiled import Compiled
 from .config import seed_everything, to_dict
 from .faults import Retry, StepTooBig, held_back, worker_died
-from .files import say
 from .heap import kept_memory
 from .keeper import finish, keep_model, save_checkpoint, save_weights, settle, whole_model
 from .lock import run_lock
@@ -34,7 +33,7 @@ from .objective import Loss, lm_loss, lm_objective, objective
 from .optim import OptimConfig, make_optimizer, make_schedule, show_groups
 from .plan import Control, Result, TrainConfig, TrainingError, TrainState, count_steps, due, judge
 from .precision import make_accelerator, master_weights, tf32
-from .progress import Progress, say
+from .progress import Progress, note
 from .rescue import check_numbers, rescued, stop_at
 from .resume import check_start, go_on, snapshot_of
 from .sharded import WholeModel, WholeOptimizer
@@ -138,7 +137,7 @@ class Trainer:
     def note(self, text: str):
         "Say aloud and remember that something is done otherwise than asked."
         self.notes.append(text)
-        if self.accelerator.is_main_process: say(text)
+        if self.accelerator.is_main_process: note(text)
 
     def restore(self, resume, force: bool = False):
         "Go to a checkpoint, or make sure that none is in the way."
