@@ -13,7 +13,7 @@ __all__ = ['predict_memory', 'memory_used', 'most_used', 'measure_memory', 'memo
 import gc
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from . import adamw8bit
 from .adamw8bit import BLOCK, PIECE, quantize_blocks
 from .backward import step_in_backward
 from .facts import memory
-from .heap import give_back
+from .heap import give_back, heap_peak
 from .layers import onednn_is_exact
 from .ledger import Ledger, MemoryReport, report
 from .nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
@@ -80,6 +80,36 @@ def _on_host(optimizer: Any) -> list: # Tensors
     if hasattr(optimizer, 'copies'): return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
     return tree_leaves(list(optimizer.state.values())) if getattr(optimizer, 'paged', False) else []
 
+def _several_steps(
+    events: list[tuple[int, int]], # Of a ledger
+    marks: list[int], # Where in them something began: the gradients of a first step, its update, the next step, its update
+    in_backward: bool, # Then there are two whole steps instead
+    copies: list[int], # Bytes of what is copied for a checkpoint after the second step
+) -> list[tuple[int, int]]: # Of a run: the states of the optimizer are born in its first step, after the gradients were
+    "Put the steps of a run together from what happened in one."
+    if in_backward: first, again = events[marks[0]:marks[3]], events[marks[3]:]
+    else:
+        _, made, start, update = marks
+        last, given = [number for number, size in events[start:update] if size], events[marks[0]:made]
+        outside, mine = {number for number, size in given if size}, set(last)
+        first = [*events[start:update], *((n, size) for n, size in events[made:start] if n not in outside),
+                 *((n, size) for n, size in events[update:] if not size and n in mine)]
+        again = events[start:]
+    born = {number for number, size in again if size}
+    out = [(('first', n) if n in born else n, size) for n, size in first]
+    for step in range(2, 6):
+        out += [((step, n) if n in born else n, size) for n, size in again]
+        if step == 2: out += [(('copy', i), size) for i, size in enumerate(copies)]
+    numbers: dict[Any, int] = {}
+    return [(numbers.setdefault(name, len(numbers)), size) for name, size in out]
+
+def _beside(peak: int, held: int, steps: list[tuple[int, int]], copied: int) -> dict[str, int]:
+    "What the process takes besides the tensors of a step, where malloc can be asked."
+    main = threading.current_thread() is threading.main_thread()
+    most = heap_peak(steps, kept=True, thread=not main)
+    more = max(0, held + most - peak) if most is not None else copied
+    return {'checkpoint': min(copied, more), 'allocator': max(0, more - copied)}
+
 def predict_memory(
     make_model: Callable[[], nn.Module], # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
     batch_size: int, # Rows of one forward pass
@@ -94,6 +124,10 @@ def predict_memory(
     host: bool = False, # Leave out what an offloaded or paged optimizer keeps in main memory
     device: str = 'cpu', # Whose sizes and kernels; 'cuda' needs a torch that was built for it
     block: int | None = None, # Sizes are rounded up to it; None: 512 on a GPU
+    batch: Mapping[str, Any] | None = None, # A real one for the objective, instead of rows of ids; on the device its tensors have no data
+    before: Callable[[nn.Module], Any] | None = None, # What happens before each step, such as the answers that it learns from
+    resident: bool = False, # On a CPU: also what malloc keeps beside the tensors (`beside` of the report)
+    copies: bool = False, # With `resident`: a checkpoint is written while the run goes on
 ) -> MemoryReport:
     "The peak of a training step, found by taking it with no data and no weights."
     if min(batch_size, seq_len, accumulation) < 1:
@@ -115,8 +149,10 @@ def predict_memory(
             stack.enter_context(patch.object(theirs, 'is_fake_tensor', lambda _: False)) # Or masks would be made for nothing
         if optimizer is None or isinstance(optimizer, OptimConfig): made = make_optimizer(model, optimizer or OptimConfig())
         else: made = optimizer(model)
-        ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
-        ledger.follow(model, made, ids)
+        ids = torch.zeros(batch_size, seq_len, dtype=torch.long) if batch is None else None
+        given = dict(input_ids=ids, labels=ids) if batch is None else ledger.tell(batch)
+        ledger.follow(model, made, list(given.values()))
+        held, marks = ledger.total, [len(ledger.events)]
         if host: ledger.know('host', _on_host(made))
         ledger.mark(restart=True)
         def finish() -> None:
@@ -127,18 +163,28 @@ def predict_memory(
             if not in_backward: # The states are born in a first step, whatever its gradients are
                 for p in (p for group in made.param_groups for p in group['params'] if p.requires_grad): p.grad = torch.zeros_like(p)
                 ledger.know('gradients', (p.grad for p in model.parameters()))
+                marks.append(len(ledger.events))
                 finish()
                 if host and _on_host(made): ledger.mark(restart=True)
             for number in range(2 if in_backward else 1):
+                marks.append(len(ledger.events))
+                if before: before(model)
                 for _ in range(min(accumulation, 2)):
                     with torch.autocast(device, halves[mixed_precision]) if halves[mixed_precision] else nullcontext():
-                        loss = compute(model, dict(input_ids=ids, labels=ids))
+                        loss = compute(model, given)
                     with step_in_backward(made) if in_backward else nullcontext():
                         getattr(loss, 'total', loss).backward() # type: ignore
                     del loss
+                marks.append(len(ledger.events))
                 finish()
                 if host and not number and in_backward and _on_host(made): ledger.mark(restart=True)
-    return report(ledger)
+        if resident and device == 'cpu':
+            states = tree_leaves(list(made.state.values()))
+            kept = [x.untyped_storage().nbytes() for x in [*dict.fromkeys(model.state_dict().values()), *states] if isinstance(x, Tensor)] if copies else []
+            steps = _several_steps([*ledger.events], marks, in_backward, kept)
+    found = report(ledger)
+    if resident and device == 'cpu': found.beside = _beside(found.peak, held, steps, sum(kept))
+    return found
 
 # %% ../nbs/25_memory.ipynb #e5d03f17
 def memory_used() -> int: # Bytes; 0 where the system does not tell
