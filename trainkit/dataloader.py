@@ -210,6 +210,11 @@ class Batches:
             yield batch
         self.epoch, self.index = self.epoch + 1, 0
 
+    def largest(self) -> dict[str, Tensor] | None: # None where the rows are not in memory, or their number changes
+        "A batch of the longest rows: none that comes takes more memory."
+        if not isinstance(self.rows, list) or not isinstance(self.rows[0], dict) or self.max_tokens is not None or self.padding_free or self.cut: return None
+        return self.join(sorted(self.rows, key=_length)[-self.batch_size:])
+
     def peek(self) -> dict[str, Tensor]:
         "The batch that comes next, without taking it."
         kept = self._plan

@@ -57,7 +57,7 @@ def kept_memory(
             if not _loops[0]: give_back()
 
 # %% ../nbs/05_heap.ipynb #cf96d832
-BESIDE = (176, 96, 32, 24, 16, 56, 480) # Bytes of what torch makes beside a tensor: its description, its storage, its node in the graph
+BESIDE = (184, 96, 32), (176, 96, 48), (16, 24, 32, 176, 104, 312, 464) # Bytes of what torch makes beside a tensor: its description, its storage, a node of the graph
 
 def _play() -> None:
     "In a process of its own: ask malloc for blocks, write into none, and print on how many bytes of pages they lie at most."
@@ -122,16 +122,19 @@ def heap_peak(
     events: Iterable[tuple[int, int]], # (number, bytes) for a block that is asked for, (number, 0) for one that is freed
     kept: bool = True, # Within `kept_memory`
     thread: bool = False, # In a thread other than the main one
-    beside: tuple[int, ...] = BESIDE, # Small blocks that are asked for with each
+    beside: Iterable[tuple[int, ...]] = BESIDE, # Small blocks that are asked for with each; the mean over several ways is taken
     seconds: float = 60, # After which nobody waits any longer
 ) -> int | None: # Bytes; None where there is no glibc, or no process can be started
     "The most main memory that these blocks will take, as malloc lays them out here."
     if _glibc() is None or not sys.executable: return None
     set_up = any(name.startswith(('MALLOC_', 'GLIBC_TUNABLES')) for name in os.environ)
-    said = dict(options=[*KEEP.items()] if kept and not set_up else [], beside=beside, thread=thread)
-    flat = array.array('q', (x for event in events for x in event))
+    flat = array.array('q', (x for event in events for x in event)).tobytes()
+    found = []
     try:
         code = f'{inspect.getsource(_play)}\n_play()'
-        done = subprocess.run([sys.executable, '-I', '-S', '-c', code, json.dumps(said)], input=flat.tobytes(), capture_output=True, timeout=seconds)
-        return int(done.stdout)
+        for small in beside:
+            said = dict(options=[*KEEP.items()] if kept and not set_up else [], beside=small, thread=thread)
+            call = [sys.executable, '-I', '-S', '-c', code, json.dumps(said)]
+            found.append(int(subprocess.run(call, input=flat, capture_output=True, timeout=seconds).stdout))
     except (OSError, ValueError, subprocess.SubprocessError): return None
+    return sum(found)//len(found)
