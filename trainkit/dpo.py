@@ -102,7 +102,9 @@ def dpo_objective(
     def ready(model: nn.Module) -> None:
         "Find out, with numbers, what a step without them could not."
         if 'share' not in share: share['share'] = c.share_prompts and shares_prompts(model)
-        if reference is not None and reference.model is not None and reference.share is None: reference.share = shares_prompts(reference.model)
+        if reference is None or reference.share is not None or reference.kind.startswith('numbers'): return
+        asked, state = reference.place(model, next(model.parameters()).device)
+        with state: reference.share = shares_prompts(asked)
     dpo_loss.__dict__.update(ready=ready, reference=reference)
     return dpo_loss
 

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .canvas import Picture
@@ -141,7 +141,8 @@ class Ledger(TorchDispatchMode):
         self.telling, told = True, {}
         for name, x in batch.items():
             told[name] = torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
-            if isinstance(x, Tensor) and not x.is_floating_point(): told[name].known = x.detach().cpu().clone()
+            if not isinstance(x, Tensor) or x.is_floating_point(): continue
+            with _disable_current_modes(): told[name].known = x.detach().cpu().clone()
         return told
 
     def work_out(self, function: Any, args: tuple, kwargs: dict) -> Any:
@@ -170,7 +171,8 @@ class Ledger(TorchDispatchMode):
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor): return args[0].fake_device # Makes nothing
         scalar = function is torch.ops.aten._local_scalar_dense.default
         if scalar and isinstance(args[0], FakeTensor): # A question about data that do not exist, unless they were told
-            if self.telling and (value := _value(args[0])) is not None: return value.item()
+            if self.telling and (value := _value(args[0])) is not None:
+                with unset_fake_temporarily(): return value.item()
             return args[0].dtype != torch.bool or hasattr(args[0], 'every')
         if time.thread_time() > _until.get(): raise TimeoutError('too large to be worked out here')
         result = self.work_out(function, args, kwargs or {}) if self.telling else function(*args, **kwargs or {})
