@@ -215,6 +215,20 @@ class Batches:
         if not isinstance(self.rows, list) or not isinstance(self.rows[0], dict) or self.max_tokens is not None or self.padding_free or self.cut: return None
         return self.join(sorted(self.rows, key=_length)[-self.batch_size:])
 
+    def widths(
+        self,
+        count: int, # Batches
+    ) -> set[tuple[int, int]]: # Rows, and tokens of the longest of them
+        "The different sizes of the batches that come, for rows in memory of which each is one text."
+        lengths, kept = np.array([_length(row) for row in self.rows]), self._plan
+        found, epoch = set(), 0
+        while count > 0:
+            plan = self.plan(epoch)[:count]
+            found |= {(len(rows), int(lengths[rows].max())) for rows in plan}
+            count, epoch = count - len(plan), epoch + 1
+        self._plan = kept
+        return found
+
     def peek(self) -> dict[str, Tensor]:
         "The batch that comes next, without taking it."
         kept = self._plan
