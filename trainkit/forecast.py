@@ -60,8 +60,8 @@ def kernels_kept(
 ) -> int: # At most `KEPT`
     "How many different matrix products a run comes to: batches of another size ask for others."
     passes = trainer.total_steps*trainer.config.gradient_accumulation_steps
-    if not batch.keys() <= {'input_ids', 'labels', 'attention_mask', 'position_ids', 'length'} or not hasattr(trainer.train_batches, 'widths'):
-        return min(KEPT, len(products)*passes) # Answers have another number of tokens each time
+    if 'input_ids' not in batch or 'liked' in batch or not hasattr(trainer.train_batches, 'widths'):
+        return min(KEPT, len(products)*passes) # Pairs have another number of tokens each time
     vocabulary = getattr(getattr(trainer.model, 'config', None), 'vocab_size', None)
     head = sum(any(vocabulary in shape for shape, _ in product[1:]) for product in products) # Of the tokens that are learned
     return min(KEPT, head*passes + (len(products) - head)*len(trainer.train_batches.widths(passes)))

@@ -158,6 +158,13 @@ class Rollouts:
         if c.beta: batch['ref_log_probs'] = each.clone()
         return take_rows(batch, range(rows))
 
+    def widths(
+        self,
+        count: int, # Batches
+    ) -> set[tuple[int, int]]: # Rows, and tokens of the longest of them
+        "The different sizes of the batches that come, as far as prompts make them."
+        return {(self.batch_size, len(p) + self.config.max_completion_length) for p in self.prompt_ids[:count*self.batch_size]}
+
     def begin(
         self,
         model: Any, # As the one that is trained, perhaps without numbers
