@@ -213,7 +213,8 @@ class Batches:
     def largest(self) -> dict[str, Tensor] | None: # None where the rows are not in memory, or their number changes
         "A batch of the longest rows: none that comes takes more memory."
         if not isinstance(self.rows, list) or not isinstance(self.rows[0], dict) or self.max_tokens is not None or self.padding_free or self.cut: return None
-        return self.join(sorted(self.rows, key=_length)[-self.batch_size:])
+        whole = lambda row: _length(row) if 'length' in row or 'input_ids' in row else sum(len(x) for x in row.values() if hasattr(x, '__len__'))
+        return self.join(sorted(self.rows, key=whole)[-self.batch_size:])
 
     def widths(
         self,

@@ -127,7 +127,8 @@ class MemoryWatch:
     def foresee(self, trainer: Any) -> None:
         "Predict for the largest batch that can come, as far as anybody knows it."
         largest = getattr(trainer.train_batches, 'largest', None)
-        batch = largest() if largest is not None else None
+        try: batch = largest() if largest is not None else None
+        except Exception: batch = None # Rows of another kind
         if batch is not None: self.predict(trainer, *batch_size(batch), batch)
         elif self.tokens: self.predict(trainer, trainer.config.per_device_train_batch_size, self.tokens)
 
