@@ -81,7 +81,7 @@ def _play() -> None:
         touched = mapped = most = 0
         first = top = libc.sbrk(0) >> 12
         half = len(said['beside'])//2
-        for number, size in zip(events[::2], events[1::2]):
+        for number, size in zip(events[::2], events[1::2], strict=True):
             if size:
                 small = [libc.malloc(n) for n in said['beside'][:half]]
                 libc.posix_memalign(found, 64, size)
