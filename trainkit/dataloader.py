@@ -210,6 +210,26 @@ class Batches:
             yield batch
         self.epoch, self.index = self.epoch + 1, 0
 
+    def largest(self) -> dict[str, Tensor] | None: # None where the rows are not in memory, or their number changes
+        "A batch of the longest rows: none that comes takes more memory."
+        if not isinstance(self.rows, list) or not isinstance(self.rows[0], dict) or self.max_tokens is not None or self.padding_free or self.cut: return None
+        whole = lambda row: _length(row) if 'length' in row or 'input_ids' in row else sum(len(x) for x in row.values() if hasattr(x, '__len__'))
+        return self.join(sorted(self.rows, key=whole)[-self.batch_size:])
+
+    def widths(
+        self,
+        count: int, # Batches
+    ) -> set[tuple[int, int]]: # Rows, and tokens of the longest of them
+        "The different sizes of the batches that come, for rows in memory of which each is one text."
+        lengths, kept = np.array([_length(row) for row in self.rows]), self._plan
+        found, epoch = set(), 0
+        while count > 0:
+            plan = self.plan(epoch)[:count]
+            found |= {(len(rows), int(lengths[rows].max())) for rows in plan}
+            count, epoch = count - len(plan), epoch + 1
+        self._plan = kept
+        return found
+
     def peek(self) -> dict[str, Tensor]:
         "The batch that comes next, without taking it."
         kept = self._plan

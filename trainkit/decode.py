@@ -210,7 +210,7 @@ def refusal(
         if module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
             return f'{name or "the model"} has a hook or a forward of its own'
         if module.training: return f'{name or "the model"} is in training mode'
-    if odd := next((p for p in weights if type(p) is not nn.Parameter), None): return f'a weight is a {type(odd).__name__}'
+    if odd := next((p for p in weights if type(p).__name__ not in ('Parameter', 'FakeTensor')), None): return f'a weight is a {type(odd).__name__}'
     if len({(p.dtype, p.device) for p in weights}) > 1: return 'its weights differ in number format or device'
     if torch.is_autocast_enabled(weights[0].device.type): return 'autocast is on'
     return ''

@@ -105,6 +105,13 @@ def dpo_objective(
                 if c.exact_kl and found.logits is not None and told.logits is not None:
                     metrics['kl/exact'] = (exact_kl(found.logits, told.logits).sum(), tokens)
         return Loss(terms, metrics)
+    def ready(model: nn.Module) -> None:
+        "Find out, with numbers, what a step without them could not."
+        if 'share' not in share: share['share'] = c.share_prompts and shares_prompts(model)
+        if reference is None or reference.share is not None or reference.kind.startswith('numbers'): return
+        asked, state = reference.place(model, next(model.parameters()).device)
+        with state: reference.share = shares_prompts(asked)
+    dpo_loss.__dict__.update(ready=ready, reference=reference)
     return dpo_loss
 
 # %% ../nbs/30_dpo.ipynb #8c963b37

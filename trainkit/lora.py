@@ -283,7 +283,7 @@ def merged_lora(
         for name, layer in layers.items():
             if isinstance(layer, Kept): put(model, name, layer.current)
             elif not layer.active or layer.original is not None: put(model, name, cast(nn.Module, layer.base_layer))
-            elif layer.kind != 'quantized' and type(layer.weight) is nn.Parameter:
+            elif layer.kind != 'quantized' and type(layer.weight).__name__ in ('Parameter', 'FakeTensor'): # The other kind has no data
                 W, plain = layer.merged_weight().to(layer.weight.dtype), copy.copy(cast(nn.Module, layer.base_layer))
                 whole = nn.Parameter(W if layer.kind == 'linear' else W.T.contiguous(), requires_grad=False)
                 plain._parameters = {**plain._parameters, 'weight': whole}

@@ -88,7 +88,7 @@ def _is_plain(model: Any, head: Any) -> bool:
     inner = getattr(model, 'policy', model)
     if type(inner) is not Transformer or inner.config.logit_softcap is not None or type(head) is not nn.Linear: return False
     weight = head.weight
-    return type(weight) is nn.Parameter and head.bias is None and by_hand(weight) and autocast_dtype(weight) == weight.dtype
+    return type(weight).__name__ in ('Parameter', 'FakeTensor') and head.bias is None and by_hand(weight) and autocast_dtype(weight) == weight.dtype
 
 def token_scores(
     model: nn.Module, # Ours, one of transformers', an `ActorCritic`, or any that maps ids (B, T) to logits (B, T, V)

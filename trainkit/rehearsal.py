@@ -65,8 +65,8 @@ def rehearse(
     plan, total, rows = plan_lines(parts, trainer), trainer.total_steps, config.train.per_device_train_batch_size * trainer.window_size
     length, notes = int(parts.facts.get('max_length', config.data.max_length)), []
     memory = None
-    try: memory = predict_run(trainer, config.train.per_device_train_batch_size, length).peak
-    except KeyError: notes.append('memory: a step of this method reads more than rows of text, and is not predicted; the run measures it')
+    largest = getattr(trainer.train_batches, 'largest', lambda: None)
+    try: memory = predict_run(trainer, config.train.per_device_train_batch_size, length, largest()).resident
     except Exception as error: # Such as a loss whose shapes depend on what the model has written
         notes.append(f'memory: a step of method {config.method} cannot be predicted ({type(error).__name__}); the run measures it')
     short = replace(config.train, max_steps=steps, output_dir='', eval_strategy='no', save_strategy='no', logging_steps=1, sample_steps=0, progress=False,

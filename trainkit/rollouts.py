@@ -23,13 +23,14 @@ from torch import Tensor
 from .advantages import gae, group_relative, leave_one_out, no_spread, whiten
 from .chat import render
 from .decode import refusal
-from .generate import context_length, generate, speaking
+from .generate import context_length, decode_rows, generate, speaking
 from .lora import merged_lora
 from .policy import dropout_of, token_scores
 from .precision import precision
 from .reference import make_reference
 from .rewards import Reward, score
 from .rl import RLConfig
+from .sampling import SamplingConfig
 from .step import to_device
 
 # %% ../nbs/31_rollouts.ipynb #d47e5519
@@ -138,11 +139,49 @@ class Rollouts:
         wide = batch['labels'].shape[1]
         return torch.cat([torch.nn.functional.pad(p.float().cpu(), (0, wide - p.shape[1])) for p in parts])
 
-    def _copy(self, rows: int) -> str | None:
+    def _copy(self, rows: int, policy: Any = None) -> str | None:
         "Which copy of the weights to answer with: rearranging them pays where many rows write many tokens."
-        weight = next(self.policy.parameters())
+        policy = policy or self.policy
+        weight = next(policy.parameters())
         if rows <= 8 or self.config.max_completion_length < 32 or weight.device.type != 'cpu' or weight.dtype != torch.float32: return None
-        with speaking(self.policy): return None if refusal(self.policy) or not torch.backends.mkldnn.is_available() else 'packed'
+        with speaking(policy): return None if refusal(policy) or not torch.backends.mkldnn.is_available() else 'packed'
+
+    def largest(self) -> dict[str, Tensor]:
+        "A batch of the longest prompts with answers of full length: none that comes takes more memory."
+        c, rows = self.config, min(self.batch_size, len(self.prompt_ids)*self.config.num_generations)
+        prompts = sorted(self.prompt_ids, key=len)[-c.num_prompts:]
+        batch = pack_answers([prompts[-1 - i//c.num_generations % len(prompts)] for i in range(rows)], [[0]*c.max_completion_length]*rows)
+        each, fresh = torch.zeros(batch['labels'].shape), c.num_iterations == 1 and c.num_prompts*c.num_generations <= self.batch_size
+        batch |= dict(reward=each[:, 0].clone(), advantages=(each if c.method == 'ppo' else each[:, 0]).clone())
+        if c.method == 'ppo' or not fresh or (c.beta and c.pays_in_reward): batch['old_log_probs'] = each.clone()
+        if c.method == 'ppo': batch |= dict(values=each.clone(), returns=each.clone())
+        if c.beta: batch['ref_log_probs'] = each.clone()
+        return take_rows(batch, range(rows))
+
+    def widths(
+        self,
+        count: int, # Batches
+    ) -> set[tuple[int, int]]: # Rows, and tokens of the longest of them
+        "The different sizes of the batches that come, as far as prompts make them."
+        return {(self.batch_size, len(p) + self.config.max_completion_length) for p in self.prompt_ids[:count*self.batch_size]}
+
+    def begin(
+        self,
+        model: Any, # As the one that is trained, perhaps without numbers
+        batch: dict[str, Tensor], # Of a round, for its size
+    ) -> None:
+        "Take the memory that answering such a round takes: weights merged and rearranged, the cache, two tokens of each answer."
+        c, policy, width = self.config, getattr(model, 'policy', model), batch['input_ids'].shape[1]
+        count = min(c.num_prompts, len(self.prompt_ids))*c.num_generations
+        answer = min(c.max_completion_length, int((batch['labels'] != -100).sum(1).max()))
+        cpu = next(policy.parameters()).device.type == 'cpu'
+        with merged_lora(policy) if cpu else nullcontext(), speaking(policy):
+            order = [torch.empty_like(p) for p in dict.fromkeys(policy.parameters())] if self._copy(count, policy) else []
+            knobs = SamplingConfig(max_new_tokens=answer, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, seed=0)
+            tokens = decode_rows(policy, [[0]*max(1, width - answer)]*count, knobs, fast=False)
+            for _ in range(2): next(tokens, None)
+            tokens.close()
+            del order
 
     def refer(self, batch: dict) -> Tensor: # (B, T), 0 outside the answers
         "Log-probabilities of the reference."

@@ -209,7 +209,7 @@ class Trainer:
 
     def step(self, group: list[dict]):
         "One optimizer step, and all that is due after it."
-        c, s = self.config, self.state
+        c, s, self.group = self.config, self.state, group
         before, skip = (s.step, s.epoch, s.batch, s.tokens), c.on_nan == 'skip'
         s.step, s.batch, s.tokens = s.step + 1, s.batch + len(group), s.tokens + sum(map(count_tokens, group))
         epoch_ends = s.batch == self.epoch_length

@@ -134,4 +134,5 @@ def kto_objective(
             for name, which in (('chosen', liked), ('rejected', ~liked)):
                 if which.any(): metrics |= {f'rewards/{name}': (c.beta*ratio[which].sum(), which.sum()), f'logps/{name}': (log_probs[which].sum(), which.sum())}
         return Loss(terms, metrics)
+    kto_loss.__dict__.update(reference=reference)
     return kto_loss
