@@ -163,7 +163,7 @@ def has_template(
     "Whether a model brings a chat format of its own."
     from transformers import AutoTokenizer
     if Path(model).is_dir() and not (Path(model)/'tokenizer.json').is_file() and not (Path(model)/'tokenizer_config.json').is_file(): return True
-    try: return bool(AutoTokenizer.from_pretrained(model, trust_remote_code=False).chat_template)
+    try: return bool(open_with(AutoTokenizer, model, trust_remote_code=False).chat_template)
     except (OSError, ValueError, LookupError, TypeError, AttributeError): return True # Not here
 
 def _loop(config: Any, steps: int) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from .architecture import ModelConfig, count_flops
-
 # %% ../nbs/19_monitor.ipynb #cab44f22
 @cache
 def _process() -> Any: # psutil's view of this process, or None
@@ -79,6 +77,7 @@ def flops_of(
 ) -> Callable[[int, int], float] | None: # (rows, tokens in a row) -> operations of a forward pass; None: nobody knows
     "Count the operations of a model without running it."
     config = getattr(model, 'config', None)
+    from trainkit.architecture import ModelConfig, count_flops
     if isinstance(config, ModelConfig): return lambda rows, length: count_flops(config, rows, length)
     import torch
     from torch.utils.flop_counter import FlopCounterMode
