@@ -10,18 +10,19 @@ LAB_ARGS ?=
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n auto --dist worksteal
 
-# nbdev-export without its rewriting of __init__.py and without llms.txt
+# nbdev-export without its rewriting of __init__.py and without llms.txt; the pages of a module in the order of their names
 define EXPORT
 from pathlib import Path
 from nbdev.doclinks import _build_modidx
 from nbdev.export import nb_export
-for path in sorted(Path('nbs').glob('*.ipynb')): nb_export(path, 'trainkit')
+for path in sorted(Path('nbs').rglob('*.ipynb')):
+    if '.ipynb_checkpoints' not in path.parts: nb_export(path, 'trainkit')
 _build_modidx()
 endef
 export EXPORT
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow deepspeed lab site map bench lint export badges clean
+.PHONY: help demo test test-slow deepspeed lab site index bench lint export badges clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,13 +56,13 @@ deepspeed: $(VENV)/.dev ## Install DeepSpeed as well, without compiling anything
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e ".[deepspeed]"
 	TRAINKIT_SLOW=1 $(TEST_ENV) $(BIN)/python -m pytest -q -m deepspeed
 
-lab: $(VENV)/.dev ## JupyterLab on the course, at its tour; LAB_ARGS="--allow-root" where you are root
-	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS) nbs/00_tour.ipynb
+lab: $(VENV)/.dev ## JupyterLab on the course, at its index; LAB_ARGS="--allow-root" where you are root
+	$(BIN)/jupyter lab --notebook-dir nbs $(LAB_ARGS) nbs/README.md
 
 site: $(VENV)/.dev ## The lessons as web pages with a search, for reading without Jupyter: site/index.html
 	$(BIN)/python tools/pages.py site
 
-map: $(VENV)/.dev ## Write the map of the tour, its pictures, and the links at the end of each lesson
+index: $(VENV)/.dev ## Write the index of the course, the first page of each chapter, pictures, and links between lessons
 	$(BIN)/python tools/course.py
 
 bench: $(VENV)/.dev ## The comparisons with peers that benchmarks/README.md reports

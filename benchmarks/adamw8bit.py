@@ -30,7 +30,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()): import bitsandbytes
-    from trainkit.adamw8bit import AdamW8bit
+    from trainkit.train.optim import AdamW8bit
     makers = {'trainkit AdamW8bit, compiled': lambda p: AdamW8bit(p, lane='compiled'), 'trainkit AdamW8bit, pure': lambda p: AdamW8bit(p, lane='pure'),
               'bitsandbytes AdamW8bit': bitsandbytes.optim.AdamW8bit,
               'torch AdamW, fused, float32': lambda p: torch.optim.AdamW(p, fused=True)}

@@ -19,7 +19,7 @@ os.environ['TOKENIZERS_PARALLELISM'] = 'false'
 
 from bpe_train import machine, python_source
 
-from trainkit.tokenizer import BPETokenizer
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 SYSTEMS = 'trainkit pure', 'trainkit compiled', 'tiktoken', 'tokenizers'
 

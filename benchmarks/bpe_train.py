@@ -34,10 +34,10 @@ def python_source(size: int) -> Iterator[str]:
 
 def train(system: str, texts, vocab: int):
     "Learn `vocab` tokens from texts by GPT-4's pattern; returns their bytes."
-    from trainkit.patterns import PATTERNS
+    from trainkit.tokenizer.pretokenize import PATTERNS
     pattern = PATTERNS['cl100k']
     if system.startswith('trainkit'):
-        from trainkit.tokenizer import BPETokenizer
+        from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
         tok = BPETokenizer.train(texts, vocab, lane=system.split()[1], num_proc=1, progress=False)
         return [*tok.tokens]
     if system == 'rustbpe':

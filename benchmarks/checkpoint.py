@@ -21,10 +21,11 @@ from pathlib import Path
 
 import torch
 
-from trainkit.checkpoint import load_checkpoint, save_checkpoint, take_snapshot
-from trainkit.model import ModelConfig, Transformer
-from trainkit.tensors import raw_bytes
-from trainkit.writer import CheckpointWriter
+from trainkit.train.checkpoint import load_checkpoint, save_checkpoint, take_snapshot
+from trainkit.model.config import ModelConfig
+from trainkit.model.transformer import Transformer
+from trainkit.train.checkpoint import raw_bytes
+from trainkit.train.checkpoint import CheckpointWriter
 
 
 def state(layers: int):

@@ -25,13 +25,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from trainkit.chat import set_template
-from trainkit.corpora import CORPORA
-from trainkit.dataloader import Batches
-from trainkit.lengths import tokenize_examples
-from trainkit.model import ModelConfig, Transformer
-from trainkit.packing import pack, packing_efficiency
-from trainkit.tokenizer import BPETokenizer
+from trainkit.tokenizer.chat import set_template
+from trainkit.data.sources import CORPORA
+from trainkit.data.dataloader import Batches
+from trainkit.data.tokenization import tokenize_examples
+from trainkit.model.config import ModelConfig
+from trainkit.model.transformer import Transformer
+from trainkit.data.dataloader import pack, packing_efficiency
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from trainkit.judge import Bits
-from trainkit.method import method_config
-from trainkit.objective import lm_objective
-from trainkit.parts import prepare_text
-from trainkit.train import Trainer
+from trainkit.recipes.evaluation import Bits
+from trainkit.recipes.config import method_config
+from trainkit.train.objectives import lm_objective
+from trainkit.recipes.preparation import prepare_text
+from trainkit.train.trainer import Trainer
 
 BEFORE = ('optim.optim=adamw_torch_fused optim.learning_rate=3e-3 optim.min_lr_ratio=0.1 '
           'train.per_device_train_batch_size=16 tokenizer.vocab_size=4096')  # of 400 steps

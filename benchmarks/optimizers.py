@@ -30,10 +30,11 @@ def main() -> None:
     import torch
     torch.set_num_threads(args.threads)
     from trainkit.charts import curves
-    from trainkit.dataset import DataConfig, load_texts
-    from trainkit.model import ModelConfig, Transformer
-    from trainkit.optim import OptimConfig, make_optimizer, make_schedule
-    from trainkit.tokenizer import BPETokenizer
+    from trainkit.data.dataset import DataConfig, load_texts
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
+    from trainkit.train.optim import OptimConfig, make_optimizer, make_schedule
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
     train_rows, eval_rows, facts = load_texts(DataConfig(max_chars=args.chars))
     tokenizer = BPETokenizer.train((row['text'] for row in train_rows), args.vocab)
     ids, held_out = (torch.tensor([i for row in rows for i in tokenizer.encode(row['text'])]) for rows in (train_rows, eval_rows))

@@ -36,9 +36,9 @@ def main():
     import torch
 
     from trainkit.config import load_config
-    from trainkit.recipes import RunConfig
-    from trainkit.session import TrainSession
-    from trainkit.studio import TrainerPanel
+    from trainkit.recipes.config import RunConfig
+    from trainkit.widgets.session import TrainSession
+    from trainkit.widgets.panel import TrainerPanel
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(RunConfig, dict(runs_dir=str(Path(folder)/'runs'), name='seen'), [*WORDS, f'train.max_steps={args.steps}'])
         ratios, clicks, told = [], [], []

@@ -2,7 +2,7 @@
 
 Quantizing: the linear layers of SmolLM2-135M's shape and its embeddings, 135 M numbers, to NF4 with quantized scales, the same bytes
 on both sides. The step: forward and backward through the seven linear layers of one block, LoRA's two matrices beside each, on a
-processor where bitsandbytes is correct as long as nobody evaluates (see the trap in tests/test_quant.py), which is checked.
+processor where bitsandbytes is correct as long as nobody evaluates (see the trap in tests/quant/test_quant.py), which is checked.
 
     python benchmarks/quant_speed.py [--rounds 5] [--threads 1] [--tokens 1024] [--device cuda]
 
@@ -36,8 +36,8 @@ def main() -> None:
     import torch
     from torch import nn
 
-    from trainkit.nf4 import quantize_4bit
-    from trainkit.quant import Linear4bit
+    from trainkit.quant.nf4 import quantize_4bit
+    from trainkit.quant.linear import Linear4bit
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     device, on_gpu = torch.device(args.device), args.device.startswith('cuda')

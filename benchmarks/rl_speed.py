@@ -20,7 +20,8 @@ def make_model():
     "Of the size that the tour trains."
     import torch
 
-    from trainkit.model import ModelConfig, Transformer
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
     torch.manual_seed(0)
     return Transformer(ModelConfig(vocab_size=4096, d_model=192, n_heads=6, n_layers=4, d_ff=512, max_seq_len=256))
 
@@ -29,10 +30,11 @@ def reward(completion_ids, **columns): return [sum(i % 7 == 0 for i in ids)/len(
 
 
 def ours(prompts, args) -> list[float]: # CPU seconds of each step
-    from trainkit.optim import OptimConfig
-    from trainkit.rl import RLConfig, rl_objective
-    from trainkit.rollouts import Rollouts
-    from trainkit.train import TrainConfig, Trainer
+    from trainkit.train.optim import OptimConfig
+    from trainkit.align.rl import RLConfig, rl_objective
+    from trainkit.align.rollouts import Rollouts
+    from trainkit.train.config import TrainConfig
+    from trainkit.train.trainer import Trainer
     model, times = make_model(), [time.process_time()]
     config = RLConfig(num_prompts=args.prompts, num_generations=args.generations, max_completion_length=args.length)
     class Watch:
@@ -49,7 +51,7 @@ def theirs(prompts, args) -> list[float]:
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from trainkit.families import to_hf
+    from trainkit.interop.families import to_hf
     words = Tokenizer(models.WordLevel({f'w{i}': i for i in range(4096)}, unk_token='w1'))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer, times = PreTrainedTokenizerFast(tokenizer_object=words, pad_token='w0', eos_token='w2'), []
@@ -76,7 +78,7 @@ def main():
     import transformers
     import trl
 
-    from trainkit.machine import environment
+    from trainkit.system import environment
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(1)

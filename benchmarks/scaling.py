@@ -1,7 +1,7 @@
 """How the time of a token grows with the length of a row and with the size of the model, beside the closed form of FLOPs.
 
 Forward and backward of `Transformer` (fp32, eager, one thread), and decoding of one token at a time behind a context of some
-length. The closed form is `trainkit.architecture.count_flops`, with the half of attention that a causal kernel skips taken
+length. The closed form is `trainkit.model.config.count_flops`, with the half of attention that a causal kernel skips taken
 off; its line is drawn through the point in the middle, so only its shape is predicted. Points are measured in turns.
 
     python benchmarks/scaling.py [--rounds 3] [--lengths 256 512 1024 2048 4096 8192] [--svg FILE.html] [--device cuda]
@@ -18,14 +18,15 @@ VOCAB = 2048
 def make(layers: int, width: int, length: int, device):
     import torch
 
-    from trainkit.model import ModelConfig, Transformer
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
     torch.manual_seed(0)
     config = ModelConfig(vocab_size=VOCAB, d_model=width, n_heads=max(1, width // 64), n_layers=layers, d_ff=3*width, max_seq_len=length)
     return Transformer(config).to(device)
 
 
 def flops(config, rows: int, length: int, cached: int = 0, training: bool = True) -> float:
-    from trainkit.architecture import flops_by_part
+    from trainkit.model.config import flops_by_part
     parts = flops_by_part(config, rows, length, cached)
     if not cached: parts['attention'] /= 2
     return sum(parts.values()) * (3 if training else 1)
@@ -52,8 +53,8 @@ class Decode:
     def __init__(self, layers: int, width: int, length: int, device, steps: int = 32):
         import torch
 
-        from trainkit.cache import KVCache
-        from trainkit.decode import DecodePlan
+        from trainkit.model.attention import KVCache
+        from trainkit.model.decoding import DecodePlan
         self.model = make(layers, width, length + steps, device).eval()
         self.cache, self.length, self.tokens, self.seconds = KVCache(layers, length + steps), length, steps, []
         with torch.inference_mode():

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from bpe_train import machine
 
-from trainkit.dataset import CORPORA
-from trainkit.tokenizer import BPETokenizer
+from trainkit.data.sources import CORPORA
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 CODE = """
 import hashlib, json, resource, sys, time
 from pathlib import Path
-from trainkit.shards import encode_texts, read_pieces, tokenize_to_disk
-from trainkit.tokenizer import BPETokenizer
+from trainkit.data.shards import encode_texts, read_pieces, tokenize_to_disk
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 if __name__ == '__main__':
     way, source, tokenizer, folder = sys.argv[1:]
     tok, size = BPETokenizer.load(tokenizer), 0

@@ -8,7 +8,7 @@ three, so its matrices are made wider until the parameters are as many.
 
 `plain` is eager fp32. `best` is bf16 autocast for all, and for trainkit also torch.compile; `best32` is the same in fp32, for a
 CPU without bf16. Peers run without compile, as the question is what our best gives over their best eager loop. trainkit's
-steps keep freed memory (`trainkit.heap`), as its `Trainer` does on a CPU.
+steps keep freed memory (`trainkit.system`), as its `Trainer` does on a CPU.
 
     python benchmarks/train_speed.py [--nanogpt FOLDER_WITH_MODEL_PY] [--setting plain best] [--rounds 9] [--threads 1]
     python benchmarks/train_speed.py --losses            # 200 steps on real text: are the losses the same?
@@ -51,7 +51,8 @@ SETTINGS = { # autocast, and what each does besides
 def trainkit_model(shape: tuple, args):
     "Our model, and its loss of a batch of ids. The others take its weights, so they are the same each time."
     import torch
-    from trainkit.model import ModelConfig, Transformer
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Transformer
     torch.manual_seed(0)
     layers, width, heads, mlp, vocab, _, length = shape
     model = Transformer(ModelConfig(vocab_size=vocab, d_model=width, n_heads=heads, n_layers=layers, d_ff=mlp, max_seq_len=length))
@@ -149,8 +150,8 @@ MODELS = dict(trainkit=trainkit_model, transformers=transformers_model, litgpt=l
 def text_batches(shape: tuple):
     "Rows of a public-domain text in tokens of our own, the same for every system."
     import torch
-    from trainkit.dataset import load_examples
-    from trainkit.tokenizer import BPETokenizer
+    from trainkit.data.dataset import load_examples
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
     vocab, batch, length = shape[4:]
     text = '\n'.join(row['text'] for row in load_examples('bible'))[:3_000_000]
     ids = torch.tensor(BPETokenizer.train([text], vocab).encode(text))
@@ -193,7 +194,7 @@ class Worker:
     def peak_flops(self) -> float:
         "Operations a second of the fastest large matrix product in the dtype of this setting, by either library of a CPU."
         import torch
-        from trainkit.layers import fast_products
+        from trainkit.model.layers import fast_products
         dtype, best, size = torch.bfloat16 if self.autocast else torch.float32, 0.0, 1024 if self.device.type == 'cpu' else 8192
         a, b = (torch.randn(size, size, dtype=dtype, device=self.device) for _ in range(2))
         for i in range(24):
@@ -254,7 +255,7 @@ class Lane:
 
 def train_flops(shape: tuple) -> float:
     "Operations of one step: forward once, backward twice as much; of attention the half that causal kernels compute."
-    from trainkit.architecture import ModelConfig, flops_by_part
+    from trainkit.model.config import ModelConfig, flops_by_part
     layers, width, heads, mlp, vocab, batch, length = shape
     parts = flops_by_part(ModelConfig(vocab_size=vocab, d_model=width, n_heads=heads, n_layers=layers, d_ff=mlp, max_seq_len=length), batch, length)
     return 3 * (sum(parts.values()) - parts['attention'] / 2)
@@ -311,7 +312,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rows: SHAPES[args.shape] = (*SHAPES[args.shape][:5], args.rows, SHAPES[args.shape][6])
     if args.worker:
-        from trainkit.heap import kept_memory
+        from trainkit.system import kept_memory
         with kept_memory(args.worker == 'trainkit'): return Worker(args.worker, args.setting[0], args).serve()
     import torch
     import transformers

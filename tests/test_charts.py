@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainkit.charts import bars, curves, grid, heatmap, table, thin, tick_labels, ticks, token_boxes
+from trainkit.charts import bars, curves, heatmap, thin, tick_labels, ticks
+from trainkit.display import grid, table, token_boxes
 
 anything = st.floats(allow_nan=True, allow_infinity=True)
 texts = st.text(st.characters(codec=None), max_size=20)

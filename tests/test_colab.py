@@ -14,23 +14,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from support.processes import ROOT
 
 sys.path.insert(0, str(ROOT/'tools'))
 import badges  # noqa: E402
 
-LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
+LESSONS = sorted((ROOT/'nbs').rglob('*.ipynb'))
 NEWER = ('3.12', '3.13')
 
 
-@pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', LESSONS, ids=badges.name_of)
 def test_badges_are_those_of_the_repository(path):
     repo, cells = badges.repository(), json.loads(path.read_text(encoding='utf-8'))['cells']
     ours = [''.join(cell['source']) for cell in cells if badges.is_ours(cell)]
-    assert ours == ([badges.badges(path.stem, repo), *ours[1:]] if repo else []), 'run `python tools/badges.py`'
+    assert ours == ([badges.badges(badges.name_of(path), repo), *ours[1:]] if repo else []), 'run `python tools/badges.py`'
     if not repo: return
     assert [badges.is_ours(cell) for cell in cells[1:3]] == [True, True] and len(ours) == 2, 'run `python tools/badges.py`'
-    place = f'/{repo.removeprefix("https://github.com/")}/blob/main/nbs/{path.name})'
+    place = f'/{repo.removeprefix("https://github.com/")}/blob/main/nbs/{badges.name_of(path)}.ipynb)'
     assert ours[0].count(place) == 2 and f'git+{repo}' in ours[1]
     assert path.read_text(encoding='utf-8') == badges.with_badges(path, repo), 'run `python tools/badges.py`'
 
@@ -53,7 +53,7 @@ def test_without_a_repository_there_are_no_badges(tmp_path):
     assert badges.BADGE not in text and '#@title' not in text
     (tmp_path/LESSONS[0].name).write_text(text)
     again = badges.with_badges(tmp_path/LESSONS[0].name, 'https://github.com/a/b')
-    assert '/github/a/b/blob/main/nbs/' in again and badges.with_badges(tmp_path/LESSONS[0].name, 'https://example.org/a/b') == text
+    assert '/github/a/b/blob/main/nbs/' in again.replace(tmp_path.name, 'nbs') and badges.with_badges(tmp_path/LESSONS[0].name, 'https://example.org/a/b') == text
     (tmp_path/LESSONS[0].name).write_text(again)
     assert badges.with_badges(tmp_path/LESSONS[0].name, 'https://github.com/a/b') == again, 'twice is once'
 
@@ -66,7 +66,7 @@ def installed(monkeypatch, missing, wheels=(), replaced=False):
     monkeypatch.setattr(subprocess, 'run', lambda command, **k: runs.append(command) or SimpleNamespace(returncode=0))
     monkeypatch.setattr('glob.glob', lambda *a, **k: list(wheels))
     said = io.StringIO()
-    with contextlib.redirect_stdout(said): exec(badges.install((ROOT/'nbs'/'61_colab.ipynb').read_text(encoding='utf-8'), badges.repository() or ''), {})
+    with contextlib.redirect_stdout(said): exec(badges.install((ROOT/'nbs'/'13_projects/02_free_gpu.ipynb').read_text(encoding='utf-8'), badges.repository() or ''), {})
     return runs, said.getvalue()
 
 
@@ -100,7 +100,7 @@ GONE = {'distutils', 'imp', 'asyncore', 'asynchat', 'smtpd', 'aifc', 'audioop', 
 
 def test_newer_pythons_read_the_package(tmp_path):
     "Compiled by each Python that is here, judged by ruff for those that are not; nothing that they have dropped."
-    files = sorted((ROOT/'trainkit').glob('*.py'))
+    files = sorted((ROOT/'trainkit').rglob('*.py'))
     for version in NEWER:
         done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--isolated', '--select', 'E9,F', '--target-version', f'py{version.replace(".", "")}', 'trainkit'],
                               cwd=ROOT, capture_output=True, text=True)
@@ -117,7 +117,7 @@ def test_newer_pythons_read_the_package(tmp_path):
 PINS = ('ipywidgets==7.7.1', 'ipython==7.34.0', 'ipykernel==6.17.1', 'datasets==4.0.0', 'transformers==5.15.0', 'peft==0.20.0', 'accelerate==1.14.0', 'tokenizers==0.22.2',
         'huggingface-hub==1.27.0', 'numpy==2.1.3', 'fsspec==2025.3.0', 'dill<0.3.9', 'multiprocess<0.70.17', 'widgetsnbextension<4', 'ipython_genutils', 'backcall', 'pickleshare',
         'decorator', 'jedi<0.20', 'prompt_toolkit<3.1') # Colab's GPU image of August 2026; its torch is that of the tests, for a CPU
-HANDFUL = ('02_charts', '11_sources', '14_transformer', '21_lora', '22_adapters', '40_hf', '51_form', '52_explore', '53_page')
+HANDFUL = ('05_charts', '03_sources', '08_anatomy', '01_lora', '06_adapters', '01_hugging_face', '05_form', '06_explorer', '05_form')
 RUNNER = '''
 import importlib.metadata as metadata, os, re, sys, warnings
 root, name, pins = sys.argv[1], sys.argv[2], sys.argv[3].split()
@@ -156,7 +156,7 @@ def colab(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [p.stem if p.stem in HANDFUL else pytest.param(p.stem, marks=pytest.mark.long) for p in LESSONS])
+@pytest.mark.parametrize('name', [n if n.rpartition('/')[2] in HANDFUL else pytest.param(n, marks=pytest.mark.long) for n in map(badges.name_of, LESSONS)])
 def test_lessons_run_beside_what_colab_has(name, colab, tmp_path):
     "A handful in every slice of the slow tests, all of them with `-m long` (an hour on two cores; `--lf` goes on with those that failed)."
     env = {**os.environ, 'TRAINKIT_PROFILE': 'quick', 'COLUMNS': '100', 'PYTHONPATH': str(ROOT)}

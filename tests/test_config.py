@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import call
+from support.processes import call
 
 import trainkit
 from trainkit.config import ConfigError, from_profile, load_config, parse_config
-from trainkit.dataset import DataConfig
-from trainkit.knobs import knob, knobs
-from trainkit.method import METHODS, RunConfig, method_config
-from trainkit.objective import lm_loss
-from trainkit.recipes import run
-from trainkit.runs import read_run
-from trainkit.spelling import ALIGNED
+from trainkit.data.dataset import DataConfig
+from trainkit.config import knob, knobs
+from trainkit.recipes.config import METHODS, RunConfig, method_config
+from trainkit.train.objectives import lm_loss
+from trainkit.recipes.runner import run
+from trainkit.train.runs import read_run
+from trainkit.recipes.config import ALIGNED
 
 ODD = { # what stands in the file -> what the message says
     'an alias of itself': ('train: &t\n  max_steps: 3\n  x: *t\n', 'an alias stands inside what it names'),
@@ -205,11 +205,11 @@ NESTED = { # a list as somebody types it -> its parts
 @pytest.mark.parametrize('text', NESTED)
 def test_a_list_is_not_cut_inside_of_brackets(text, tmp_path):
     "In a change, in a file, and in a field of the panel."
-    from trainkit.form import read_text
+    from trainkit.widgets.form import read_value
     assert method_config({'method': 'grpo', 'init_from': 'x'}, [f'rl.rewards={text}']).rl.rewards == NESTED[text]
     (tmp_path/'c.yaml').write_text(f"method: grpo\ninit_from: x\nrl:\n  rewards: {text}\n")
     if not text.startswith('["'): assert method_config(tmp_path/'c.yaml').rl.rewards == NESTED[text]
-    assert read_text(text, list[str]) == NESTED[text]
+    assert read_value(text, list[str]) == NESTED[text]
 
 
 def test_other_lists_are_read_as_yaml_reads_them():

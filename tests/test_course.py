@@ -1,62 +1,73 @@
-"The map of the course, its links, and the web site that is made of it."
+"The index of the course, its links, and the web site that is made of it."
 import json
 import re
 import sys
 
 import pytest
-from conftest import ROOT
+from support.processes import ROOT
 
 sys.path.insert(0, str(ROOT/'tools'))
 import course  # noqa: E402
 
 
-def test_the_map_and_the_links_are_up_to_date():
-    assert not [path.relative_to(ROOT).as_posix() for path in course.stale()], 'run `make map`'
+def test_the_index_and_the_links_are_up_to_date():
+    assert not [path.relative_to(ROOT).as_posix() for path in course.stale()], 'run `make index`'
 
 
 def test_pictures_are_small_and_say_what_they_show():
     "One for each lesson of the main road, and none for others."
-    assert {*course.ABLE} == {*course.road()}
     found = sorted((course.LESSONS/'images').glob('*.svg'))
-    assert {p.stem for p in found} == {*course.ABLE}
+    assert {p.stem for p in found} == {course.picture_name(name) for name in course.road()}
     for path in found:
         text = path.read_text(encoding='utf-8')
         assert len(text.encode()) < 2000 and re.search(r'<title>\w[^<]{10,}</title>', text), path.name
 
 
 def test_every_lesson_is_reached():
-    "Along the links, from the tour, all of the main road; by number, everything else; and each link leads to a lesson."
-    near, names = course.neighbours(), {p.stem for p in course.LESSONS.glob('*.ipynb')}
+    "Along the links, from the tour, all of the main road; by chapter, everything else; and each link leads to a page."
+    near, names = course.neighbours(), {course.name_of(p) for p in course.lessons()}
     walk, here = [], '00_tour'
     while here: walk, here = [*walk, here], near[here][1]
-    assert walk == course.road()
-    reached = {n for chapter in course.chapters().values() for n in chapter}
-    assert reached == names
-    for path in course.LESSONS.glob('*.ipynb'):
-        for link in re.findall(r'\]\((\w+)\.ipynb', ''.join(''.join(c['source']) for c in course.read(path)['cells'] if c['cell_type'] == 'markdown')):
-            assert link in names, f'{path.name} leads to {link}, which is not there'
+    assert walk == course.road() and len(walk) == len(course.ROAD)
+    assert {n for chapter in course.chapters().values() for n in chapter} == names - {'00_tour'}
+    assert set(course.chapters()) == set(course.CHAPTERS)
+    pages = {path: '\n'.join(course.source(c) for c in course.read(path)['cells'] if c['cell_type'] == 'markdown') for path in course.lessons()}
+    pages |= {path: path.read_text(encoding='utf-8') for path in (*course.LESSONS.rglob('README.md'), *ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('benchmarks/*.md'))}
+    for path, text in pages.items():
+        for link in re.findall(r'\]\((?!https?:|#|mailto:)([^)#\s]+)', re.sub(r'(?s)```.*?```|`[^`]*`', '', text)):
+            assert (path.parent/link).exists(), f'{path.relative_to(ROOT)} leads to {link}, which is not there'
+
+
+def test_the_index_says_of_every_lesson_what_it_enables():
+    "Each lesson once in its chapter and in the index, with the sentence under its title, reading time and CPU time."
+    index = (course.LESSONS/'README.md').read_text(encoding='utf-8')
+    for path in course.lessons():
+        name, book = course.name_of(path), course.read(path)
+        assert f'| {course.sentence(book)} | {course.minutes(book)} min |' in index, name
+        if path.parent != course.LESSONS: assert f']({path.name})' in (path.parent/'README.md').read_text(encoding='utf-8'), name
+    measured = course.read(course.SECONDS)
+    assert {course.plain_name(course.name_of(p)) for p in course.lessons()} == set(measured), 'python tools/course.py --measure'
 
 
 def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
     "A new title makes the links to it stale, and writing them again is enough."
-    for name in ('00_tour', '00_files', '00_knobs'):
+    for name in ('00_tour', '90_toolbox/01_files', '90_toolbox/02_knobs'):
+        (tmp_path/name).parent.mkdir(exist_ok=True)
         (tmp_path/f'{name}.ipynb').write_bytes((course.LESSONS/f'{name}.ipynb').read_bytes())
     monkeypatch.setattr(course, 'LESSONS', tmp_path)
-    monkeypatch.setattr(course, 'ROOT', tmp_path.parent)
-    (tmp_path.parent/'README.md').write_text('**The main road**\n| [`00_tour`](x) | y |\nEvery lesson\n<details><summary><b>All</b></summary>\n'
-                                             '| [`00_tour`](x) | y |\n| [`00_files`](x) | y |\n</details>\n')
     def write():
         for path, text in course.stale().items():
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding='utf-8')
     write()
     assert not course.stale()
-    book = json.loads((tmp_path/'00_knobs.ipynb').read_text(encoding='utf-8'))
+    book = json.loads((tmp_path/'90_toolbox/02_knobs.ipynb').read_text(encoding='utf-8'))
     book['cells'][0]['source'] = ['# Buttons\n', '\n', '> One sentence']
-    (tmp_path/'00_knobs.ipynb').write_text(json.dumps(book, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
-    assert {p.name for p in course.stale()} == {'00_files.ipynb', '00_tour.ipynb'} # the neighbour, and the map
+    (tmp_path/'90_toolbox/02_knobs.ipynb').write_text(json.dumps(book, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    stale = {p.relative_to(tmp_path).as_posix() for p in course.stale()}
+    assert stale == {'90_toolbox/01_files.ipynb', 'README.md', '90_toolbox/README.md'} # the neighbour, and the indexes
     write()
-    assert '[Buttons](00_knobs.ipynb) →' in (tmp_path/'00_files.ipynb').read_text(encoding='utf-8') and not course.stale()
+    assert '[Buttons](02_knobs.ipynb) →' in (tmp_path/'90_toolbox/01_files.ipynb').read_text(encoding='utf-8') and not course.stale()
 
 
 @pytest.mark.slow
@@ -65,18 +76,18 @@ def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
     "Every page is there; two of them, and the search, in both schemes and at two widths; nothing is asked of a server."
     import pages
     count = pages.build(tmp_path/'site')
-    assert count == len([*course.LESSONS.glob('*.ipynb')]) and len([*(tmp_path/'site').glob('*.html')]) == count + 2
-    for page in (tmp_path/'site').glob('*.html'):
+    assert count == len(course.lessons()) and len([*(tmp_path/'site').rglob('*.html')]) == count + 7 + len(course.chapters())
+    for page in (tmp_path/'site').rglob('*.html'):
         text = page.read_text(encoding='utf-8')
         assert not re.search(r'<(img|script|link)[^>]*="https?:', text), f'{page.name} loads something from elsewhere'
         assert '$$' not in re.sub(r'(?s)<(pre|code)\b.*?</\1>|<div class="text">.*?</div>', '', text), f'a formula is left in {page.name}'
-        for link in re.findall(r'href="(\w+\.html)', text): assert (tmp_path/'site'/link).exists(), f'{page.name} leads to {link}'
+        for link in re.findall(r'href="([\w./]+\.html)', text): assert (page.parent/link).exists(), f'{page.name} leads to {link}'
     for scheme, width in (('light', 1200), ('dark', 420)):
         page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
         errors, asked = [], []
         page.on('pageerror', lambda e, errors=errors: errors.append(str(e)))
         page.on('request', lambda r, asked=asked: asked.append(r.url))
-        for name in ('21_lora', '00_tour'):
+        for name in ('05_lora/01_lora', '00_tour'):
             page.goto((tmp_path/'site'/f'{name}.html').as_uri())
             assert page.locator('h1').inner_text() and page.evaluate('document.documentElement.scrollWidth <= innerWidth')
             assert page.locator('main pre').count() > 10
@@ -100,8 +111,7 @@ def test_what_the_readme_says_of_others_is_so():
     import importlib.metadata
     import importlib.util
     from pathlib import Path
-    readme = (ROOT/'README.md').read_text(encoding='utf-8')
-    table = readme.partition('## What is measured')[2].partition('## Contribute')[0]
+    table = (ROOT/'docs'/'comparison.md').read_text(encoding='utf-8').partition('## What is measured')[2]
     there = (ROOT/'benchmarks'/'README.md').read_text(encoding='utf-8')
     figures = re.findall(r'(?<![\w.])\d[\d,]*\.\d+|\d,\d{3}', table)
     assert len(figures) > 12 and not [f for f in figures if f not in there]

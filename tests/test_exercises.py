@@ -5,15 +5,15 @@ import re
 
 import pytest
 import yaml
-from conftest import ROOT
-from graded import run_lesson, wrong
+from support.processes import ROOT
+from support.exercise_grading import run_lesson, wrong
 
-from trainkit.exercises import Exercise, grade, read_exercises, solved
+from trainkit.course import Exercise, grade, read_exercises, solved
 
-LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
+LESSONS = sorted((ROOT/'nbs').rglob('*.ipynb'))
 
 
-@pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', LESSONS, ids=lambda p: f'{p.parent.name}/{p.stem}')
 def test_lesson_has_three_exercises(path):
     "Three cells with a check that has a hint, each followed by a folded solution that is code."
     found = read_exercises(path)
@@ -39,7 +39,7 @@ def write(folder, *cells):
 
 
 def lesson(folder, stub, solution):
-    return write(folder, ('markdown', '# A\n\n> b'), ('code', 'from trainkit.exercises import check\nknown = 3\nseen = []'), ('markdown', '## Try it\n**1.** Count.'),
+    return write(folder, ('markdown', '# A\n\n> b'), ('code', 'from trainkit.course import check\nknown = 3\nseen = []'), ('markdown', '## Try it\n**1.** Count.'),
                  ('code', f"{stub}\ncheck(n == known, 'count again')"),
                  ('markdown', f'<details><summary>Solution</summary>\n\n```python\n{solution}\n```\n</details>'), ('code', '#| hide\nassert n != 3 and seen == [1]'))
 
@@ -59,7 +59,7 @@ def test_a_broken_exercise_is_found(tmp_path, stub, solution, said):
     assert said in ' '.join(wrong(run_lesson(lesson(tmp_path, stub, solution), [])[1]))
 
 
-@pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', LESSONS, ids=lambda p: f'{p.parent.name}/{p.stem}')
 def test_a_lesson_that_was_solved_still_runs(path):
     "Under the exercises there is no cell that would fail once they are right."
     stubs, cells = [e.stub for e in read_exercises(path)], json.loads(path.read_text(encoding='utf-8'))['cells']
@@ -71,7 +71,7 @@ def test_a_solution_takes_the_place_of_its_stub():
     one = Exercise(1, "def f(x): return 0\n\nx = 2\ncheck(f(x) == 4, 'twice')", 'def f(x):\n    return 2*x')
     assert solved(one) == "def f(x):\n    return 2*x\n\nx = 2\ncheck(f(x) == 4, 'twice')"
     assert [bool(v) for v in grade(one, {})] == [False, True]
-    assert read_exercises(ROOT/'nbs/00_exercises.ipynb')[0].solution.startswith('hint =')
+    assert read_exercises(ROOT/'nbs/90_toolbox/11_exercises.ipynb')[0].solution.startswith('hint =')
 
 
 ADVICE = yaml.safe_load((ROOT/'tests/fixtures/guidance.yaml').read_text(encoding='utf-8'))

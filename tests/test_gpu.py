@@ -1,4 +1,4 @@
-"What a caller does with a model on a GPU, and data that is not there: every function brings it along. The GPU is pretended, see `pretended.py`."
+"What a caller does with a model on a GPU, and data that is not there: every function brings it along. The GPU is pretended, see `fake_cuda.py`."
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -7,33 +7,35 @@ import os
 import numpy as np
 import pytest
 import torch
-from conftest import in_child
-from pretended import pretend_gpu
+from support.processes import in_child
+from support.fake_cuda import pretend_gpu
 from test_rl import Signs
 
-from trainkit.bertscore import bert_score
-from trainkit.dpo import LOSSES, DPOConfig, dpo_objective
-from trainkit.game import TokenGame
-from trainkit.harness import Backend
-from trainkit.intervals import compare
-from trainkit.likelihood import pair_log_probs, sequence_log_probs, shares_prompts
-from trainkit.lora import add_lora
-from trainkit.metrics import Running, calibration_error, stop_rate
-from trainkit.model import ModelConfig, Transformer
-from trainkit.objective import beside, lm_loss
-from trainkit.optim import OptimConfig
-from trainkit.policy import ActorCritic, token_scores
-from trainkit.preferences import PairBatches, collate_pairs
-from trainkit.reference import AdapterOff, make_reference, precompute_reference
-from trainkit.reward import RewardModel, pair_rewards, reward_objective, score_pairs
-from trainkit.rl import RLConfig, rl_objective
-from trainkit.rollouts import Rollouts
-from trainkit.scores import NORMS, multiple_choice, score_texts
-from trainkit.sidebyside import next_log_probs
-from trainkit.targets import LoRAConfig
-from trainkit.tokenizer import BPETokenizer
-from trainkit.train import TrainConfig, Trainer
-from trainkit.unpaired import UnpairedBatches, collate_unpaired, kto_objective
+from trainkit.eval.metrics import bert_score
+from trainkit.align.dpo import LOSSES, DPOConfig, dpo_objective
+from trainkit.align.game import TokenGame
+from trainkit.eval.lm_eval import Backend
+from trainkit.eval.stats import compare
+from trainkit.align.logprobs import pair_log_probs, sequence_log_probs, shares_prompts
+from trainkit.lora.inject import add_lora
+from trainkit.eval.metrics import Running, calibration_error, stop_rate
+from trainkit.model.config import ModelConfig
+from trainkit.model.transformer import Transformer
+from trainkit.train.objectives import beside, lm_loss
+from trainkit.train.optim import OptimConfig
+from trainkit.align.policy import ActorCritic, token_scores
+from trainkit.align.preference_data import PairBatches, collate_pairs
+from trainkit.align.reference import AdapterOff, make_reference, precompute_reference
+from trainkit.align.reward_model import RewardModel, pair_rewards, reward_objective, score_pairs
+from trainkit.align.rl import RLConfig, rl_objective
+from trainkit.align.rollouts import Rollouts
+from trainkit.eval.scoring import NORMS, multiple_choice, score_texts
+from trainkit.eval.evaluator import next_log_probs
+from trainkit.lora.targets import LoRAConfig
+from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+from trainkit.train.config import TrainConfig
+from trainkit.train.trainer import Trainer
+from trainkit.align.kto import UnpairedBatches, collate_unpaired, kto_objective
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 import torch
-from conftest import in_child
+from support.processes import in_child
 from torch import nn
 
 
@@ -22,16 +22,16 @@ def faults_of_a_run(kept):
     import resource
     from contextlib import nullcontext
 
-    import trainkit.train
-    from trainkit.objective import Loss, objective
-    from trainkit.plan import TrainConfig
-    if not kept: trainkit.train.kept_memory = lambda wanted: nullcontext()
+    import trainkit.train.trainer
+    from trainkit.train.objectives import Loss, objective
+    from trainkit.train.config import TrainConfig
+    if not kept: trainkit.train.trainer.kept_memory = lambda wanted: nullcontext()
     found = []
     class Count:
         def on_step(self, trainer, record): found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     @objective(counts=lambda batch: dict(mean=1))
     def loss(model, batch): return Loss(dict(mean=(model(batch['x']).mean(), 1, 1.)))
-    trainkit.train.Trainer(Wide(), loss, [dict(x=torch.ones(1))]*16, config=TrainConfig(max_steps=16, progress=False), callbacks=[Count()]).train()
+    trainkit.train.trainer.Trainer(Wide(), loss, [dict(x=torch.ones(1))]*16, config=TrainConfig(max_steps=16, progress=False), callbacks=[Count()]).train()
     print(median(after - before for before, after in pairwise(found[3:])))
 
 

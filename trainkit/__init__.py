@@ -1,37 +1,37 @@
 """Read how a language model is trained, tuned, aligned and shrunk, and use the very same code for real.
 
-Every module comes from one notebook of the same subject: `from trainkit.tokenizer import BPETokenizer`,
-`from trainkit.model import Transformer`, `from trainkit.train import Trainer`, `from trainkit.recipes import run`.
-Importing the package itself loads nothing else."""
+What a practitioner types stands here: `from trainkit import BPETokenizer, Transformer, Trainer, add_lora, run`.
+Each package has more: `from trainkit.lora import grow_rank`. Nothing is loaded before it is asked for."""
 
-__version__ = "0.1.0"
+import lazy_loader
+
+__version__ = "0.2.0"
+
+_find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 # A class of another system, and what does its work here
 _ELSEWHERE = {
-    'ModelTrainer': 'trainkit.recipes.run is a whole run, trainkit.train.Trainer the loop alone',
-    'TrainingOrchestrator': 'trainkit.recipes.run runs every method, by the method of a trainkit.method.RunConfig',
-    'SmoLoRA': 'trainkit.recipes.run with method=lora trains and saves an adapter, trainkit.merge.merge_folder merges it',
-    'FineTuner': 'trainkit.recipes.run tunes a model, by the method and engine of a trainkit.method.RunConfig',
-    'SFTTrainer': 'trainkit.recipes.run with method=sft; trainkit.lengths.tokenize_examples prepares the rows',
-    'DPOTrainer': 'trainkit.recipes.run with method=dpo, whose result has a reward_margin; trainkit.preferences.tokenize_pairs '
-                  'prepares the pairs, and trainkit.dpo.dpo_objective is the loss for trainkit.train.Trainer',
-    'RewardTrainer': 'trainkit.recipes.run with method=reward; trainkit.reward.reward_objective is the loss',
-    'PPOTrainer': 'trainkit.recipes.run with method=ppo; trainkit.rl.ppo_objective is the loss',
-    'GRPOTrainer': 'trainkit.recipes.run with method=grpo; trainkit.rl.grpo_objective is the loss',
-    'MetricsCalculator': 'trainkit.metrics.compute_metrics compares answers with references, trainkit.report.evaluate judges a '
-                         'model on rows, and trainkit.track.MetricsLog writes numbers down',
-    'MetricsTracker': 'trainkit.track.MetricsLog writes the numbers of a run down, trainkit.runs.read_run reads them',
-    'ModelManager': 'trainkit.hf.load_pretrained opens a model and its tokenizer',
-    'ConfigManager': 'trainkit.config.load_config reads a config, trainkit.method.method_config one of a run',
-    'ReasoningDataset': 'trainkit.loading.load_examples reads rows, trainkit.lengths.tokenize_examples encodes them',
-    'TrainingConfig': 'trainkit.plan.TrainConfig holds the knobs of the loop, trainkit.method.RunConfig those of a run',
+    'ModelTrainer': 'trainkit.run is a whole run, trainkit.Trainer the loop alone',
+    'TrainingOrchestrator': 'trainkit.run runs every method, by the method of a trainkit.RunConfig',
+    'SmoLoRA': 'trainkit.run with method=lora trains and saves an adapter, trainkit.lora.merge_folder merges it',
+    'FineTuner': 'trainkit.run tunes a model, by the method and engine of a trainkit.RunConfig',
+    'SFTTrainer': 'trainkit.run with method=sft; trainkit.tokenize_examples prepares the rows',
+    'DPOTrainer': 'trainkit.run with method=dpo, whose result has a reward_margin; trainkit.align.tokenize_pairs '
+                  'prepares the pairs, and trainkit.dpo_objective is the loss for trainkit.Trainer',
+    'RewardTrainer': 'trainkit.run with method=reward; trainkit.align.reward_objective is the loss',
+    'PPOTrainer': 'trainkit.run with method=ppo; trainkit.align.ppo_objective is the loss',
+    'GRPOTrainer': 'trainkit.run with method=grpo; trainkit.align.grpo_objective is the loss',
+    'MetricsCalculator': 'trainkit.eval.compute_metrics compares answers with references, trainkit.evaluate judges a '
+                         'model on rows, and trainkit.train.MetricsLog writes numbers down',
+    'MetricsTracker': 'trainkit.train.MetricsLog writes the numbers of a run down, trainkit.train.read_run reads them',
+    'ModelManager': 'trainkit.load_pretrained opens a model and its tokenizer',
+    'ConfigManager': 'trainkit.config.load_config reads a config, trainkit.recipes.method_config one of a run',
+    'ReasoningDataset': 'trainkit.load_examples reads rows, trainkit.tokenize_examples encodes them',
+    'TrainingConfig': 'trainkit.TrainConfig holds the knobs of the loop, trainkit.RunConfig those of a run',
 }
 
 
 def __getattr__(name: str):
     if name in _ELSEWHERE:  # an ImportError, since `from trainkit import X` swallows the words of an AttributeError
         raise ImportError(f'{name} is a class of another system. Here {_ELSEWHERE[name]}')
-    if name == 'doctor':  # the first cell of every hosted notebook: trainkit.doctor()
-        from .machine import doctor
-        return doctor
-    raise AttributeError(f"module 'trainkit' has no attribute '{name}'; its parts are modules: import trainkit.{name}")
+    return _find(name)

@@ -1,0 +1,59 @@
+from . import (
+    dpo as dpo,
+    game as game,
+    kto as kto,
+    logprobs as logprobs,
+    policy as policy,
+    preference_data as preference_data,
+    reference as reference,
+    reward_model as reward_model,
+    rewards as rewards,
+    rl as rl,
+    rollouts as rollouts,
+)
+from .dpo import (
+    DPOConfig as DPOConfig,
+    dpo_objective as dpo_objective,
+    preference_loss as preference_loss,
+)
+from .game import TokenGame as TokenGame
+from .kto import (
+    UnpairedBatches as UnpairedBatches,
+    kto_objective as kto_objective,
+    tokenize_unpaired as tokenize_unpaired,
+)
+from .logprobs import (
+    pair_log_probs as pair_log_probs,
+    sequence_log_probs as sequence_log_probs,
+    token_log_probs as token_log_probs,
+)
+from .policy import ActorCritic as ActorCritic, token_scores as token_scores
+from .preference_data import PairBatches as PairBatches, tokenize_pairs as tokenize_pairs
+from .reference import (
+    make_reference as make_reference,
+    precompute_reference as precompute_reference,
+)
+from .reward_model import (
+    RewardModel as RewardModel,
+    reward_loss as reward_loss,
+    reward_objective as reward_objective,
+    score_pairs as score_pairs,
+)
+from .rewards import (
+    passes_tests as passes_tests,
+    right_answer as right_answer,
+    right_format as right_format,
+    right_length as right_length,
+)
+from .rl import (
+    RLConfig as RLConfig,
+    gae as gae,
+    group_relative as group_relative,
+    grpo_objective as grpo_objective,
+    leave_one_out as leave_one_out,
+    ppo_objective as ppo_objective,
+    reinforce_objective as reinforce_objective,
+    rl_objective as rl_objective,
+    rloo_objective as rloo_objective,
+)
+from .rollouts import Rollouts as Rollouts

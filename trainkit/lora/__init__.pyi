@@ -1,0 +1,43 @@
+from . import (
+    adapters as adapters,
+    inject as inject,
+    layers as layers,
+    merge as merge,
+    rank as rank,
+    targets as targets,
+)
+from .adapters import (
+    adapter_names as adapter_names,
+    adapters_off as adapters_off,
+    combine_adapters as combine_adapters,
+    load_adapter as load_adapter,
+    remove_adapter as remove_adapter,
+    save_adapter as save_adapter,
+    use_adapter as use_adapter,
+)
+from .inject import (
+    add_lora as add_lora,
+    merge_lora as merge_lora,
+    merged_lora as merged_lora,
+    trainable_report as trainable_report,
+    unmerge_lora as unmerge_lora,
+)
+from .layers import (
+    LoRAEmbedding as LoRAEmbedding,
+    LoRALayer as LoRALayer,
+    LoRALinear as LoRALinear,
+    lora_plus as lora_plus,
+)
+from .merge import (
+    agreement as agreement,
+    merge_folder as merge_folder,
+    merge_quantized as merge_quantized,
+)
+from .rank import (
+    GrowRank as GrowRank,
+    effective_rank as effective_rank,
+    grow_rank as grow_rank,
+    shrink_rank as shrink_rank,
+    spectrum as spectrum,
+)
+from .targets import LoRAConfig as LoRAConfig, target_layers as target_layers

@@ -1,0 +1,5 @@
+"""Fewer bytes, known in advance: estimates, a tracker, offloading and a planner."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,32 @@
+from . import (
+    attention as attention,
+    config as config,
+    decoding as decoding,
+    generation as generation,
+    layers as layers,
+    speculative as speculative,
+    transformer as transformer,
+)
+from .attention import (
+    KVCache as KVCache,
+    attend as attend,
+    make_mask as make_mask,
+    rope_frequencies as rope_frequencies,
+)
+from .config import (
+    ModelConfig as ModelConfig,
+    PRESETS as PRESETS,
+    count_flops as count_flops,
+    count_parameters as count_parameters,
+)
+from .decoding import DecodePlan as DecodePlan
+from .generation import SamplingConfig as SamplingConfig, generate as generate, stream as stream
+from .layers import RMSNorm as RMSNorm, chunked_cross_entropy as chunked_cross_entropy
+from .speculative import speculate as speculate
+from .transformer import (
+    Attention as Attention,
+    Block as Block,
+    MLP as MLP,
+    ModelOutput as ModelOutput,
+    Transformer as Transformer,
+)

@@ -1,0 +1,39 @@
+from . import (
+    commands as commands,
+    config as config,
+    control as control,
+    conversation as conversation,
+    converter as converter,
+    data_commands as data_commands,
+    demo as demo,
+    evaluation as evaluation,
+    launcher as launcher,
+    memory_commands as memory_commands,
+    preparation as preparation,
+    runner as runner,
+    saving as saving,
+)
+from .config import (
+    PRESETS as PRESETS,
+    RunConfig as RunConfig,
+    SFTConfig as SFTConfig,
+    TokenizerConfig as TokenizerConfig,
+    method_config as method_config,
+)
+from .control import Remote as Remote
+from .conversation import Conversation as Conversation
+from .converter import convert_config as convert_config
+from .demo import DemoConfig as DemoConfig, run_demo as run_demo
+from .evaluation import ask as ask
+from .launcher import (
+    LaunchConfig as LaunchConfig,
+    launch as launch,
+    notebook_launch as notebook_launch,
+)
+from .memory_commands import plan_needs as plan_needs, predict_needs as predict_needs
+from .runner import RunResult as RunResult, prepare as prepare, rehearse as rehearse, run as run
+from .saving import (
+    load_reward_model as load_reward_model,
+    save_trained as save_trained,
+    score_answers as score_answers,
+)
