@@ -148,7 +148,7 @@ def encode(tree: Path, folder: Path) -> dict[str, object]:
     "The ids of a text, with a tokenizer learned by each pattern."
     code = (
         "import argparse, json, sys\n"
-        "from trainkit.tokenizer.bpe_tokenizer import BPETokenizer\n"
+        "from trainkit.tokenizer import BPETokenizer\n"
         "text = open(argparse.__file__, encoding='utf-8').read() + 'Ünïcödé 你好 １２３ \\u0301x\\r\\n\\t 12345 it\\'s' * 20\n"
         "for pattern in sys.argv[1:]:\n"
         "    tokenizer = BPETokenizer.train([text], 600, pattern=pattern)\n"

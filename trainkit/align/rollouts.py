@@ -176,7 +176,7 @@ class Rollouts:
         with merged_lora(policy) if cpu else nullcontext(), speaking(policy):
             order = [torch.empty_like(p) for p in dict.fromkeys(policy.parameters())] if self._copy(count, policy) else []
             knobs = SamplingConfig(max_new_tokens=answer, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, seed=0)
-            tokens = decode_rows(policy, [[0]*max(1, width - answer)]*count, knobs, fast=False)
+            tokens: Any = decode_rows(policy, [[0]*max(1, width - answer)]*count, knobs, fast=False)
             for _ in range(2): next(tokens, None)
             tokens.close()
             del order

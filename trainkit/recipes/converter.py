@@ -211,7 +211,9 @@ class _Script:
         right: Any = self.known(node.right)
         kind = type(node.op)
         if kind is ast.Div and isinstance(left, str) and isinstance(right, str): return f'{left.rstrip("/")}/{right}'
-        if kind is ast.Pow and (abs(left) > 1e6 or abs(right) > 64): raise _Unknown
+        if kind is ast.Pow:
+            if not isinstance(left, (int, float)) or not isinstance(right, (int, float)): raise _Unknown
+            if abs(left) > 1e6 or abs(right) > 64: raise _Unknown
         if kind is ast.Mult and not all(isinstance(v, (int, float)) for v in (left, right)): raise _Unknown
         if kind is ast.Mod and isinstance(left, str) and re.search(r'%[^sdr]', left): raise _Unknown
         return _OPERATORS[kind](left, right)
