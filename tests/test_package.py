@@ -320,7 +320,7 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
     log = tmp_path/'stderr.log'
     log.write_text('CUDA is gone')
     words = {'ConfigError': ([Problem('cups', 0, 'must be ≥ 1')], 'Shop'), 'TrainingError': ('loss is nan', 7, 'checkpoint-6'),
-             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',), '_Gone': ('ended',), '_Unknown': ()}
+             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',), '_Gone': ('ended',), '_Unknown': (), '_Complete': ()}
     raised = lambda name: isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
     classes = [getattr(importlib.import_module(f'trainkit.{module_name(path)}'), node.name) for path in PACKAGE.rglob('*.py')
                for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(node, ast.ClassDef)

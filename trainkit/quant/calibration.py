@@ -89,6 +89,35 @@ def collect_inputs(
     if not found: raise ValueError('no batch went through a linear layer: give some token ids')
     return found
 
+class _Complete(Exception): "All layers are rounded; nobody needs the rest of the pass."
+
+def _round_in_turn(
+    model: nn.Module, # As it was, when this returns or raises
+    input_ids: Tensor, # (B, T)
+    round_layer: Callable[[str, Inputs], Tensor],
+) -> dict[str, Tensor]: # For each linear layer but the head
+    "One pass over all rows at once. Each layer is rounded when its input arrives, and hands on what its rounded weight makes of it."
+    layers, rounded = _layers(model), {}
+    full = {name: layer.weight.data for name, layer in layers.items()}
+    def watch(name: str) -> Any:
+        def hook(layer: Any, args: tuple) -> None:
+            x = args[0].detach().reshape(-1, layer.in_features).float()
+            if name in rounded or not len(x): return
+            known = [other for other in rounded if layers[other].weight is layer.weight]
+            if known: rounded[name] = rounded[known[0]]
+            else: rounded[name] = layer.weight.data = round_layer(name, Inputs(x.T @ x / len(x), x.abs().mean(0), len(x)))
+            if len(rounded) == len(layers): raise _Complete
+        return hook
+    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    try: model(input_ids)
+    except _Complete: pass
+    finally:
+        for handle in handles: handle.remove()
+        for name, layer in layers.items(): layer.weight.data = full[name]
+    for name in layers:
+        if name not in rounded: raise ValueError(f'{name}: none of the text went through it, so nothing was rounded: give more text')
+    return rounded
+
 def output_error(
     weight: Tensor, # (out, in)
     rounded: Tensor, # (out, in)
@@ -126,6 +155,18 @@ def hqq(
     return torch.cat(done, 1)
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #133ea5dd
+def _cut_off(weight: Tensor, gram: Tensor, bits: int, group: int) -> Tensor: # Rounded
+    "Each group of each row may lose its largest weights, up to half of its range, where a finer grid for the others is worth it."
+    done = []
+    for part, columns in zip(weight.split(group, 1), torch.arange(len(gram)).split(group), strict=True):
+        block, best, least = gram[columns][:, columns], part, part.new_full((len(part), 1), math.inf)
+        for step in range(10):
+            made = to_grid(part, *make_grid((1 - step / 20) * part, bits), bits)
+            error = (((made - part) @ block) * (made - part)).sum(1, keepdim=True)
+            best, least = torch.where(error < least, made, best), torch.minimum(error, least)
+        done.append(best)
+    return torch.cat(done, 1)
+
 def awq(
     weight: Tensor, # (out_features, in_features)
     inputs: Inputs | None,
@@ -135,16 +176,15 @@ def awq(
 ) -> Tensor: # (out_features, in_features)
     "Columns with loud inputs are made larger before rounding, and smaller after it (Lin et al. 2023, eq. 5)."
     if inputs is None: raise ValueError('awq looks at the inputs: give what collect_inputs found')
-    weight, best, least = weight.detach().float(), None, math.inf
+    weight, best, chosen, least = weight.detach().float(), None, inputs.size, math.inf
     for i in range(tries):
         scale = inputs.size.clamp(min=1e-6).pow(i / tries)
         scale = scale / (scale.max() * scale.min()).sqrt()
-        for clip in (1.0, 0.9, 0.8): # The largest weights of a group may be cut off for the sake of the rest
-            parts = (weight * scale).split(group, 1)
-            made = torch.cat([to_grid(part, *make_grid(clip * part, bits), bits) for part in parts], 1) / scale
-            if (error := output_error(weight, made, inputs)) < least: best, least = made, error
+        made = round_to_nearest(weight * scale, None, bits, group) / scale
+        if (error := output_error(weight, made, inputs)) < least: best, chosen, least = made, scale, error
     if best is None: raise ValueError('the inputs hold numbers that are not finite')
-    return best
+    cut = _cut_off(weight * chosen, inputs.gram / chosen / chosen[:, None], bits, group) / chosen
+    return cut if output_error(weight, cut, inputs) < least else best # What suits each group need not suit their sum
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #6ffcff69
 def _inverse_factor(gram: Tensor, damp: float) -> Tensor: # (n, n), upper triangular
@@ -174,13 +214,18 @@ def gptq(
     if damp <= 0: raise ValueError(f'damp = {damp}: must be above 0')
     left, n = weight.detach().float().clone(), weight.shape[1]
     factor = _inverse_factor(inputs.gram, damp).to(left)
-    scale = zero = left
-    for i in range(n):
-        if i % group == 0: scale, zero = make_grid(left[:, i:i+group], bits)
-        rounded = to_grid(left[:, i:i+1], scale, zero, bits)
-        error = (left[:, i:i+1] - rounded) / factor[i, i]
-        left[:, i+1:] -= error * factor[i, i+1:]
-        left[:, i:i+1] = rounded
+    for start in range(0, n, group):
+        end = min(start + group, n)
+        part = left[:, start:end] # Its grid is that of the columns as they are by now
+        scale, zero = make_grid(part, bits)
+        errors = torch.zeros_like(part)
+        for i in range(end - start):
+            row = factor[start + i, start:end]
+            rounded = to_grid(part[:, i:i+1], scale, zero, bits)
+            errors[:, i:i+1] = (part[:, i:i+1] - rounded) / row[i]
+            part[:, i+1:] -= errors[:, i:i+1] * row[i+1:]
+            part[:, i:i+1] = rounded
+        left[:, end:] -= errors @ factor[start:end, end:] # All later groups at once: the same sum, and far less to move
     return left
 
 METHODS: dict[str, Callable[..., Tensor]] = {'nearest': round_to_nearest, 'hqq': hqq, 'awq': awq, 'gptq': gptq}
@@ -190,19 +235,24 @@ METHODS: dict[str, Callable[..., Tensor]] = {'nearest': round_to_nearest, 'hqq':
 def calibrate(
     model: nn.Module, # Changed in place, once all is worked out: the weights of all linear layers but the head
     method: str, # One of `METHODS`
-    inputs: dict[str, Inputs] | None = None, # What `collect_inputs` found; for awq and gptq
+    inputs: dict[str, Inputs] | None = None, # What `collect_inputs` found in the unrounded model; for awq and gptq, in place of `input_ids`
     bits: int = 3,
     group: int = 64, # Weights of a row that share a grid
+    input_ids: Tensor | None = None, # (B, T), text like that which the model will read: each layer is rounded for what the rounded ones before it make of it
 ) -> nn.Module:
     "Put every linear layer on a grid of few bits."
     if method not in METHODS: raise ValueError(f"method='{method}': choose {', '.join(METHODS)}")
-    if inputs is None and method in ('awq', 'gptq'): raise ValueError(f'{method} looks at the inputs: give what collect_inputs found')
-    layers, rounded = _layers(model), {}
-    for name, layer in layers.items():
-        try: made = METHODS[method](layer.weight, (inputs or {}).get(name), bits=bits, group=group).to(layer.weight.dtype)
+    if inputs is not None and input_ids is not None: raise ValueError('inputs and input_ids: give one of them')
+    looks, layers = method in ('awq', 'gptq'), _layers(model)
+    if looks and inputs is None and input_ids is None: raise ValueError(f'{method} looks at the inputs: give input_ids, or what collect_inputs found')
+    def round_layer(name: str, read: Inputs | None) -> Tensor:
+        weight = layers[name].weight
+        try: made = METHODS[method](weight, read, bits=bits, group=group).to(weight.dtype)
         except ValueError as error: raise ValueError(f'{name}: {error}') from error
         if not made.isfinite().all(): raise ValueError(f'{name} has numbers that are not finite: nothing was rounded')
-        rounded[name] = made
+        return made
+    if looks and input_ids is not None: rounded = _round_in_turn(model, input_ids, round_layer)
+    else: rounded = {name: round_layer(name, (inputs or {}).get(name)) for name in layers}
     for name, layer in layers.items(): layer.weight.copy_(rounded[name])
     return model
 
