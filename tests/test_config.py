@@ -100,9 +100,9 @@ def test_two_trackers_may_be_switched_on():
 def config_classes() -> list[type]:
     "Every config class of the package: RunConfig, its groups, and the small ones beside it."
     found = {}
-    for info in pkgutil.iter_modules(trainkit.__path__):
-        if info.name.startswith('_'): continue
-        for kind in vars(importlib.import_module(f'trainkit.{info.name}')).values():
+    for info in pkgutil.walk_packages(trainkit.__path__, 'trainkit.'):
+        if info.name.rpartition('.')[2].startswith('_') or 'lessons' in info.name: continue
+        for kind in vars(importlib.import_module(info.name)).values():
             if isinstance(kind, type) and kind.__name__.endswith('Config') and kind.__module__.startswith('trainkit') and dataclasses.is_dataclass(kind):
                 found[kind.__name__] = kind
     return list(found.values())

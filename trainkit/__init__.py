@@ -3,11 +3,11 @@
 What a practitioner types stands here: `from trainkit import BPETokenizer, Transformer, Trainer, add_lora, run`.
 Each package has more: `from trainkit.lora import grow_rank`. Nothing is loaded before it is asked for."""
 
-import lazy_loader
+from trainkit._lazy import attach_stub
 
 __version__ = "0.2.0"
 
-_find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_find, __dir__, __all__ = attach_stub(__name__, __file__)
 
 # A class of another system, and what does its work here
 _ELSEWHERE = {

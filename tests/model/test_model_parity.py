@@ -576,7 +576,7 @@ def test_long_rows_under_a_window(window: int, how: str) -> None:
     config.attention = how
     ours = Transformer(config)
     ours.load_state_dict(theirs.state_dict())
-    assert 700 > 2 * attention.BLOCK
+    assert 700 > 2 * attention.QUERY_BLOCK
     ids = torch.randint(61, (1, 700))
     a, b = ours(ids, labels=ids), theirs(input_ids=ids, labels=ids)
     close(a.logits, b.logits)

@@ -446,9 +446,9 @@ def test_gptq_on_inputs_of_few_directions():
     inputs = real_inputs(256, 200)
     for damp in (1e-2, 1e-6, 1e-9):
         made = calibrated.gptq(weight, inputs, 3, 64, damp)
-        assert made.isfinite().all() and calibrated.output_error(weight, made, inputs) < calibrated.output_error(weight, calibrated.nearest(weight, bits=3), inputs)
+        assert made.isfinite().all() and calibrated.output_error(weight, made, inputs) < calibrated.output_error(weight, calibrated.round_to_nearest(weight, bits=3), inputs)
     silent = calibrated.Inputs(torch.zeros(256, 256), torch.zeros(256), 9)
-    assert torch.allclose(calibrated.gptq(weight, silent), calibrated.nearest(weight), atol=1e-5)
+    assert torch.allclose(calibrated.gptq(weight, silent), calibrated.round_to_nearest(weight), atol=1e-5)
     gram = inputs.gram.clone()
     gram[3, 3] = torch.nan
     with pytest.raises(ValueError, match='has no inverse'): calibrated.gptq(weight, calibrated.Inputs(gram, inputs.size, 9))

@@ -308,8 +308,12 @@ def test_old_names_lead_somewhere():
                     assert word in group, (number, name)
                     group = getattr(group[word], 'commands', None)
             else:
-                module, _, attribute = name.partition('.')
-                found = importlib.import_module(f'trainkit.{module}')
+                words = name.split('.')
+                for n in range(len(words), 0, -1): # the longest part of the name that is a module
+                    try: found = importlib.import_module('.'.join(['trainkit', *words[:n]]))
+                    except ModuleNotFoundError: continue
+                    break
+                attribute = '.'.join(words[n:])
                 for part in attribute.split('.') if attribute else []: found = getattr(found, part) if hasattr(found, part) else found.__dataclass_fields__[part]
 
 

@@ -253,4 +253,4 @@ def test_an_optimizer_that_lives_elsewhere(tmp_path):
 def test_a_single_file_checkpoint_is_refused_with_a_sentence(tmp_path):
     path = tmp_path/'checkpoint-10000.pt'
     torch.save(nn.Linear(2, 2).state_dict(), path)
-    with pytest.raises(ValueError, match=r'checkpoint-10000.pt is a pickle.*torch.load\(path, weights_only=True\)'): trainer(folder=tmp_path/'run').train(resume=path)
+    with pytest.raises(ValueError, match=r'checkpoint-10000.pt is one file, and a checkpoint here is a folder'): trainer(folder=tmp_path/'run').train(resume=path)

@@ -112,7 +112,7 @@ def test_tensorboard_reads_it_back(tmp_path):
     assert b'upon a time' in board.Tensors('samples/text_summary')[-1].tensor_proto.string_val[0]
 
 
-TRACK = ('import sys; sys.path.insert(0, "tests"); from test_track import a_run; from trainkit.train.runs import read_run\n'
+TRACK = ('import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run; from trainkit.train.runs import read_run\n'
          'print(a_run(sys.argv[1], sys.argv[2]).path.name)')
 
 
@@ -135,7 +135,7 @@ def test_wandb_offline(tmp_path):
     pytest.importorskip('wandb')
     home = tmp_path/'home'
     home.mkdir()
-    code = ('import sys; sys.path.insert(0, "tests"); from test_track import a_run\n'
+    code = ('import sys; sys.path[:0] = ["tests", "tests/train"]; from test_track import a_run\n'
             'path = a_run(sys.argv[1], "wandb").path; a_run(path, "wandb", steps=24, start=10, resume=True); print(path.name)')
     quiet = {k: v for k, v in os.environ.items() if not k.startswith(('WANDB', 'XDG'))}
     environment = quiet | {'HOME': str(home), 'https_proxy': 'http://127.0.0.1:9', 'http_proxy': 'http://127.0.0.1:9', 'MY_API_KEY': SECRET, 'WANDB_SILENT': 'true'}
@@ -358,7 +358,7 @@ def test_of_a_long_log_a_bounded_part_is_kept_and_it_agrees_with_the_whole(tmp_p
 
 def test_a_log_of_somebody_else_breaks_no_command(tmp_path):
     "Wrong types and absurd numbers in a log, an environment and an index."
-    from conftest import call
+    from support.processes import call
     lines = ['3', '{}', '[]', '{"event": 3}', '{"event": "log", "step": "x", "loss": 1}', '{"event": "log", "step": [1], "loss": 1}', '{"event": "log", "step": 1e999, "loss": 1}',
              '{"event": "start", "start_step": "x"}', '{"event": "sample"}', '{"event": "sample", "samples": 3, "step": 1}', '{"event": "log", "step": null, "loss": 1, "time": []}',
              '{"event": "log", "step": 1, "loss": ' + '9'*400 + '}', '{"event": "log", "step": 1, "loss": ' + '9'*5000 + '}', '['*100_000, '{"event": "end", "reason": 3, "time": 4}']

@@ -9,7 +9,7 @@ import pytest
 from support.processes import await_here, rests
 
 from trainkit.config import load_config, to_dict
-from trainkit.widgets.form import Form
+from trainkit.widgets.form import Form, read_value
 from trainkit.recipes.config import METHODS, RunConfig
 from trainkit.widgets.panel import as_code
 from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel, in_sight
@@ -158,7 +158,7 @@ def test_the_form_of_every_knob_gives_the_config_back():
     form = Form(config)
     for path in form.knobs:
         field = form.field(path)
-        if field.text: field.changed(path, __import__('trainkit.widgets.form').form.read_text(field.widget.value, field.knob.type))
+        if field.text: field.changed(path, read_value(field.widget.value, field.knob.type))
     assert not form.problems and to_dict(form.read()) == to_dict(config)
     form.close()
 

@@ -1,5 +1,5 @@
 """Other formats and other loops: Hugging Face, PEFT, GGUF, the hub, TRL, LLaMA-Factory."""
 
-import lazy_loader
+from trainkit._lazy import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,5 +1,5 @@
 """Fewer bytes, known in advance: estimates, a tracker, offloading and a planner."""
 
-import lazy_loader
+from trainkit._lazy import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

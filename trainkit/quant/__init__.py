@@ -1,5 +1,5 @@
 """Fewer bits: NF4, int8, GGML blocks, quantized layers, calibration."""
 
-import lazy_loader
+from trainkit._lazy import attach_stub
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

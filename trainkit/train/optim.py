@@ -410,7 +410,7 @@ def quantize_blocks(
     lookup, _ = _nearest(signed, x.device)
     if fast:
         bits = (t.view(torch.int32).numpy() for t in (x, absmax))
-        return _compiled().pack(x.numpy(), absmax.numpy(), *bits, lookup.numpy(), codes.numpy())
+        return _compiled().pack_state(x.numpy(), absmax.numpy(), *bits, lookup.numpy(), codes.numpy())
     whole = len(x) // STATE_BLOCK * STATE_BLOCK
     for part, scale, found in ((x[:whole].view(-1, STATE_BLOCK), absmax[:whole//STATE_BLOCK], codes[:whole]),
                                (x[whole:].view(1, -1), absmax[whole//STATE_BLOCK:], codes[whole:])):
@@ -432,7 +432,7 @@ def dequantize_blocks(
 ) -> Tensor: # `out`
     "The numbers that the bytes name, times the scale of their block."
     if fast:
-        _compiled().unpack(codes.numpy(), absmax.numpy(), _nearest(signed, codes.device)[1].numpy(), out.numpy())
+        _compiled().unpack_state(codes.numpy(), absmax.numpy(), _nearest(signed, codes.device)[1].numpy(), out.numpy())
         return out
     torch.index_select(_nearest(signed, codes.device)[1], 0, codes.to(torch.int32), out=out)
     whole = len(codes) // STATE_BLOCK * STATE_BLOCK
