@@ -107,12 +107,32 @@ def _several_steps(
     numbers: dict[Any, int] = {}
     return [(numbers.setdefault(name, len(numbers)), size) for name, size in out]
 
-def _beside(peak: int, held: int, steps: list[tuple[int, int]], copied: int) -> dict[str, int]:
+def _with_code(
+    steps: list[tuple[int, int]], # Of a run
+    count: int, # Products that code is written for
+    size: int, # Bytes for each
+) -> list[tuple[int, int]]:
+    "Put the code that oneDNN keeps between the tensors, evenly: it stays where they go, so the holes that they leave are cut up."
+    if not count or not steps: return steps
+    out: list[tuple[int, int]] = []
+    placed = 0
+    number = 1 + max(number for number, _ in steps)
+    for i, event in enumerate(steps, 1):
+        out.append(event)
+        while placed < count*i//len(steps):
+            out += [(number, size//2), (number + 1, size//2)] # The two buffers of a product
+            number += 2
+            placed += 1
+    return out
+
+def _beside(peak: int, held: int, steps: list[tuple[int, int]], copied: int, count: int) -> dict[str, int]:
     "What the process takes besides the tensors of a step, where malloc can be asked."
     main = threading.current_thread() is threading.main_thread()
-    most = heap_peak(steps, kept=True, thread=not main)
-    more = max(0, held + most - peak) if most is not None else copied
-    return {'checkpoint': min(copied, more), 'allocator': max(0, more - copied)}
+    size = product_memory() if count else 0
+    known = copied + count*size
+    most = heap_peak(_with_code(steps, count, size), kept=True, thread=not main)
+    more = max(known, held + most - peak) if most is not None else known
+    return {'checkpoint': copied, 'kernels': count*size, 'allocator': more - known}
 
 def predict_memory(
     make_model: Callable[[], nn.Module], # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
@@ -132,6 +152,7 @@ def predict_memory(
     before: Callable[[nn.Module], Any] | None = None, # What happens before each step, such as the answers that it learns from
     resident: bool = False, # On a CPU: also what malloc keeps beside the tensors (`beside` of the report)
     copies: bool = False, # With `resident`: a checkpoint is written while the run goes on
+    kernels: Callable[[set[tuple]], int] = len, # With `resident`: how many different products a run comes to, from those of this step
 ) -> MemoryReport:
     "The peak of a training step, found by taking it with no data and no weights."
     if min(batch_size, seq_len, accumulation) < 1:
@@ -187,7 +208,7 @@ def predict_memory(
             kept = [*{x._cdata: x.nbytes() for x in saved}.values()] if copies else []
             steps = _several_steps([*ledger.events], marks, in_backward, kept)
     found = report(ledger)
-    if resident and device == 'cpu': found.beside = _beside(found.peak, held, steps, sum(kept))
+    if resident and device == 'cpu': found.beside = _beside(found.peak, held, steps, sum(kept), kernels(found.products))
     return found
 
 # %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17
@@ -359,9 +380,8 @@ def predict_run(
     found = predict_memory(twin(trainer.model), rows, tokens, lambda model: trainer.build_optimizer(model, trainer.optim),
                            mixed_precision=half if half in ('bf16', 'fp16') else 'no', in_backward=config.optimizer_in_backward,
                            accumulation=config.gradient_accumulation_steps, objective=trainer.objective, host=device == 'cuda', device=device,
-                           batch=batch, before=before, resident=True, copies=_saves(trainer))
-    if device == 'cpu' and batch is not None and found.products:
-        found.beside['kernels'] = kernels_kept(trainer, batch, found.products)*product_memory()
+                           batch=batch, before=before, resident=True, copies=_saves(trainer),
+                           kernels=len if batch is None else lambda products: kernels_kept(trainer, batch, products))
     if (reference := _reference(trainer)) is not None:
         size = sum(x.nbytes for x in dict.fromkeys(_tensors(reference)))
         found.parts['other'] += size
