@@ -1,4 +1,5 @@
 "A run on a CPU keeps what its steps free: the kernel's own count of page faults says so."
+import json
 import sys
 from itertools import pairwise
 from statistics import median
@@ -44,3 +45,36 @@ def test_steps_find_the_memory_of_the_step_before(tmp_path):
         assert done.returncode == 0, done.stderr
         faults[kept] = float(done.stdout.split()[-1])
     assert faults[False] > 5*faults[True] + 15, faults # Some 24 where the kernel gives large pages by itself
+
+
+def growth_of_products(told):
+    import json
+    import os
+
+    import torch
+
+    from trainkit.model.layers import fast_products, onednn_pays
+    from trainkit.system import SHAPES_KEPT, bound_kernels, malloc_used
+    for name in ('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'DNNL_PRIMITIVE_CACHE_CAPACITY', 'LRU_CACHE_CAPACITY'): os.environ.pop(name, None)
+    os.environ.update(told)
+    pays, levels, x, weight = onednn_pays(), [], torch.randn(700, 64), torch.randn(64, 64)
+    with torch.no_grad(), fast_products():
+        for rows in range(100, 700):
+            y = x[:rows] @ weight
+            assert torch.allclose(y[-1], x[rows - 1] @ weight, atol=1e-4)
+            levels.append(malloc_used() or 0)
+    print(json.dumps(dict(pays=pays, grown=levels[-1] - levels[2*SHAPES_KEPT], most=bound_kernels(), told={k: os.environ[k] for k in told})))
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='glibc is the C library of Linux')
+def test_code_for_products_does_not_grow_for_ever(tmp_path):
+    "Six hundred shapes: after the store is full, nothing more is kept; a user's own bound stays."
+    found = {}
+    mine = {'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '1024', 'LRU_CACHE_CAPACITY': '1024'}
+    for name, told in dict(ours={}, theirs=mine).items():
+        done = in_child(growth_of_products, told, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    assert (found['ours']['most'], found['theirs']['most'], found['theirs']['told']) == (128, 1024, mine)
+    if found['ours']['pays'] and found['theirs']['grown']: # Zero where this glibc does not tell
+        assert found['ours']['grown'] < 10_000_000 < found['theirs']['grown'], found

@@ -88,7 +88,7 @@ def test_the_record_of_a_run_holds_both(tmp_path):
 
 def test_memory_in_a_shell(tmp_path):
     shape = ['model.vocab_size=300', 'model.d_model=64', 'model.n_heads=2', 'model.n_layers=1', 'model.d_ff=128', 'model.max_seq_len=128',
-             '--max-length', '64', '--batch-size', '4']
+             'optim.optim=adamw_torch_fused', '--max-length', '64', '--batch-size', '4']
     done = call('memory', 'predict', *shape, '--json', cwd=tmp_path)
     found = json.loads(done.stdout)
     assert found['peak'] == predict_setup(TINY, Setup(4, 64, chunked_loss=True, optim='muon')).peak and found['fits']['T4'], done.stderr

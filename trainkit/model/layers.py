@@ -22,6 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..system import bound_kernels
+
 # %% ../../nbs/03_model/05_layers.ipynb #fb40e22b
 def by_hand(
     x: Tensor,
@@ -109,6 +111,7 @@ def _onednn():
 @cache
 def onednn_is_exact() -> bool:
     "Whether oneDNN multiplies in full float32 here even where it may round."
+    bound_kernels() # The first product says for all how many shapes are kept
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.backends.mkldnn, 'matmul'): return False
     x = torch.full((256, 256), 1 + 2**-12, device='cpu')
     with torch.no_grad(), torch.autocast('cpu', enabled=False), _onednn(): found = x @ x

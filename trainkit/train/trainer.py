@@ -31,7 +31,7 @@ from torch import nn
 from ..config import seed_everything, to_dict
 from ..files import atomic_folder
 from ..progress import Progress, note
-from ..system import kept_memory
+from ..system import bound_kernels, kept_memory
 from .checkpoint import CheckpointWriter, Snapshot, find_checkpoints, hash_part
 from .checkpoint import load_checkpoint, problem_with, read_manifest, rng_state
 from .checkpoint import rotate_checkpoints, run_lock, set_aside, set_rng_state
@@ -133,6 +133,7 @@ class Trainer:
             raise ValueError(f"on_nan='skip' is not combined with {self.shards.strategy}, which moves before anybody looks: take fsdp")
         elif c.torch_compile: raise ValueError(f'torch_compile=True is not combined with {self.shards.strategy} here')
         stack.enter_context(tf32(c.tf32))
+        if self.accelerator.device.type == 'cpu': bound_kernels()
         stack.enter_context(kept_memory(self.accelerator.device.type == 'cpu'))
         self.bare = self.build_optimizer(self.model if self.shards is None else self.shards.twin, self.optim)
         self.schedule = make_schedule(self.bare, self.optim, self.total_steps)
