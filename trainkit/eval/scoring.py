@@ -260,7 +260,7 @@ def best_share(
 ) -> tuple[float, int]: # 1, or 1/k where it ties with k - 1 others, or 0; the first of the best
     "What a model gets for a question: a tie is a guess among those that tie."
     best = max(values)
-    tied = [i for i, value in enumerate(values) if math.isclose(value, best, rel_tol=1e-6)] # as far as float32 goes
+    tied = [i for i, value in enumerate(values) if math.isclose(value, best, rel_tol=1e-6, abs_tol=1e-5)] # as far as float32 goes, also where a prior is taken off
     return (1/len(tied) if answer in tied else 0.0), tied[0]
 
 NORMS = ('none', 'bytes', 'prior')
