@@ -31,7 +31,7 @@ from typer.core import TyperGroup
 
 from .config import nearest
 from .course import course, lab
-from .files import printable, say, to_json
+from .files import printable, say, to_json, write_atomic
 from .progress import Lasting, is_terminal, note
 from .recipes.data_commands import data
 from .recipes import commands as tools
@@ -93,8 +93,8 @@ def compare_command(
     if as_json: _json(found.differences)
     else: say(str(found))
     if html is not None:
-        html.write_text('<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-                        f'{" and ".join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n', encoding='utf-8')
+        write_atomic(html, '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
+                           f'{" and ".join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n')
         say(f'Curves  {html}', err=True)
 
 @runs.command(name='show')
@@ -307,6 +307,8 @@ def train(
             from trainkit.train.recovery import refuse_file
             refuse_file(resume)
         raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
+    if (Path(resume)/'config.yaml').read_bytes().strip() in (b'', b'null', b'{}'):
+        raise ValueError(f'{resume}/config.yaml is empty: copy it from a backup, or write the config of the run again')
     _run(read_run_config(None, Path(resume)/'config.yaml', [*changes, f'train.output_dir={resume}']), True, force_resume, as_json)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #10020094
@@ -349,6 +351,7 @@ def launch(
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #77e55084
 @app.command()
+@tools.names_model
 def generate(
     model: Annotated[Path, typer.Option('--model', '-m', help='A model folder, such as runs/demo/model.')],
     prompt: Annotated[Optional[str], typer.Option('--prompt', '-p',

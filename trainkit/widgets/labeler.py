@@ -27,7 +27,7 @@ from ..align.reference import model_fingerprint
 from ..config import nearest
 from ..display import PLAIN, Picture, clean, notice
 from ..eval.stats import Interval, proportion
-from ..files import write_atomic
+from ..files import write_atomic, writing
 from ..model.generation import generate
 from ..tokenizer.chat import render
 from .form import Page, widgets
@@ -127,8 +127,9 @@ class PreferenceLabels:
             if self.size: os.lseek(file, -1, os.SEEK_END)
             torn = self.size and os.read(file, 1) != b'\n'
             data = (b'\n' if torn else b'') + json.dumps(record, ensure_ascii=False).encode('utf-8', 'replace') + b'\n'
-            self.size += os.write(file, data)
-            os.fsync(file)
+            with writing(self.journal):
+                self.size += os.write(file, data)
+                os.fsync(file)
         finally: os.close(file)
 
     def _take(self, record: Mapping[str, Any]):
