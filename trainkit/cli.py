@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -331,8 +332,8 @@ def launch(
 ) -> None:
     "Run a config in several processes, on one machine or several: the model whole in each, or shared out."
     from trainkit.config import parse_config
+    from trainkit.recipes.launcher import NO_FP16, translate
     from trainkit.recipes.launcher import launch as start
-    from trainkit.recipes.launcher import translate
     changes = [*([config] if config and '=' in config else []), *(overrides or [])]
     file = Path(config) if config and '=' not in config else None
     if file and not file.is_file(): raise FileNotFoundError(f"No config file at '{file}'. Give the path of a YAML or JSON file.")
@@ -347,6 +348,9 @@ def launch(
         say(f'Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate')
         changes = ['optim.optim=adamw_torch_fused', f'optim.learning_rate={whole.optim.learning_rate/3:.3g}', *changes]
         whole = read_run_config(size, None, changes)
+    if whole.train.mixed_precision == 'fp16' and plan.strategy.startswith('zero'):
+        say(f'Note: mixed_precision = fp16: {NO_FP16.format(plan.strategy)}', err=True)
+        whole = replace(whole, train=replace(whole.train, mixed_precision='bf16'))
     start(whole, dry_run=dry_run, **vars(plan))
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #77e55084
