@@ -27,7 +27,7 @@ from .rl import RLConfig, gae, group_relative, leave_one_out, no_spread, whiten
 from ..lora.inject import merged_lora
 from ..model.decoding import refusal
 from ..model.generation import SamplingConfig, context_length, decode_rows, generate
-from ..model.generation import speaking
+from ..model.generation import speaking, text_to_ids
 from ..tokenizer.chat import render
 from ..train.step import precision, to_device
 
@@ -44,7 +44,7 @@ def encode_prompts(
     for i, row in enumerate(rows):
         prompt = row.get('prompt')
         if not prompt: raise ValueError(f'row {i} has no prompt, only {", ".join(row) or "nothing"}')
-        if isinstance(prompt, str): found = list(tokenizer.encode(prompt))
+        if isinstance(prompt, str): found = text_to_ids(prompt, tokenizer)
         elif isinstance(prompt[0], dict): found = render(prompt, tokenizer, add_generation_prompt=True)[0]
         else: found = [int(t) for t in prompt]
         if len(found) > room:

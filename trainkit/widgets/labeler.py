@@ -28,7 +28,7 @@ from ..config import nearest
 from ..display import PLAIN, Picture, clean, notice
 from ..eval.stats import Interval, proportion
 from ..files import write_atomic, writing
-from ..model.generation import generate
+from ..model.generation import generate, text_to_ids
 from ..tokenizer.chat import render
 from .form import Page, widgets
 
@@ -47,7 +47,7 @@ def sample_pairs(
         chat = [dict(role='user', content=prompt)] if isinstance(prompt, str) else list(prompt)
         if getattr(tokenizer, 'chat_template', None): return render(chat, tokenizer, add_generation_prompt=True)[0]
         if not isinstance(prompt, str): raise ValueError("messages need a chat format: set_template(tokenizer, 'chatml', model) gives one")
-        return list(tokenizer.encode(prompt))
+        return text_to_ids(prompt, tokenizer)
     read, found = [ids(p) for p in prompts], [[] for _ in prompts]
     for attempt in range(tries + 2):
         open_ones = [i for i, answers in enumerate(found) if len(answers) < 2]
