@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -31,7 +32,7 @@ from typer.core import TyperGroup
 
 from .config import nearest
 from .course import course, lab
-from .files import printable, say, to_json
+from .files import printable, say, to_json, write_atomic
 from .progress import Lasting, is_terminal, note
 from .recipes.data_commands import data
 from .recipes import commands as tools
@@ -93,8 +94,8 @@ def compare_command(
     if as_json: _json(found.differences)
     else: say(str(found))
     if html is not None:
-        html.write_text('<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-                        f'{" and ".join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n', encoding='utf-8')
+        write_atomic(html, '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
+                           f'{" and ".join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n')
         say(f'Curves  {html}', err=True)
 
 @runs.command(name='show')
@@ -307,6 +308,8 @@ def train(
             from trainkit.train.recovery import refuse_file
             refuse_file(resume)
         raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
+    if (Path(resume)/'config.yaml').read_bytes().strip() in (b'', b'null', b'{}'):
+        raise ValueError(f'{resume}/config.yaml is empty: copy it from a backup, or write the config of the run again')
     _run(read_run_config(None, Path(resume)/'config.yaml', [*changes, f'train.output_dir={resume}']), True, force_resume, as_json)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #10020094
@@ -329,8 +332,8 @@ def launch(
 ) -> None:
     "Run a config in several processes, on one machine or several: the model whole in each, or shared out."
     from trainkit.config import parse_config
+    from trainkit.recipes.launcher import NO_FP16, translate
     from trainkit.recipes.launcher import launch as start
-    from trainkit.recipes.launcher import translate
     changes = [*([config] if config and '=' in config else []), *(overrides or [])]
     file = Path(config) if config and '=' not in config else None
     if file and not file.is_file(): raise FileNotFoundError(f"No config file at '{file}'. Give the path of a YAML or JSON file.")
@@ -345,10 +348,14 @@ def launch(
         say(f'Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate')
         changes = ['optim.optim=adamw_torch_fused', f'optim.learning_rate={whole.optim.learning_rate/3:.3g}', *changes]
         whole = read_run_config(size, None, changes)
+    if whole.train.mixed_precision == 'fp16' and plan.strategy.startswith('zero'):
+        say(f'Note: mixed_precision = fp16: {NO_FP16.format(plan.strategy)}', err=True)
+        whole = replace(whole, train=replace(whole.train, mixed_precision='bf16'))
     start(whole, dry_run=dry_run, **vars(plan))
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #77e55084
 @app.command()
+@tools.names_model
 def generate(
     model: Annotated[Path, typer.Option('--model', '-m', help='A model folder, such as runs/demo/model.')],
     prompt: Annotated[Optional[str], typer.Option('--prompt', '-p',

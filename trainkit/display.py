@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from html import escape, unescape
 from pathlib import Path
 
+from .files import writing
+
 # %% ../nbs/90_toolbox/04_display.ipynb #home-notice
 def notice(
     text: str,
@@ -59,7 +61,7 @@ class Picture(str):
         path: str | Path, # Written as UTF-8
     ):
         "Write an `.svg` file."
-        Path(path).write_text(self.standalone(), encoding='utf-8')
+        with writing(path): Path(path).write_text(self.standalone(), encoding='utf-8')
 
 # %% ../nbs/90_toolbox/04_display.ipynb #3c89e625
 def clean(

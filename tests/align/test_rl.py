@@ -206,7 +206,7 @@ def test_out_of_memory_cuts_rollouts_as_any_batch():
     model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=4, n_layers=1, d_ff=64, max_seq_len=16))
     for method in ('grpo', 'ppo'):
         actor = ActorCritic(model) if method == 'ppo' else model
-        config = RLConfig(method, num_prompts=2, num_generations=3, max_completion_length=4, loss_type='dapo', num_iterations=2)
+        config = RLConfig(method, num_prompts=2, num_generations=3, max_completion_length=4, num_iterations=2, **(dict(loss_type='dapo') if method == 'grpo' else {}))
         batch = next(iter(Rollouts(actor, Signs(), ['1+1', '2+10'], lambda completion_ids, **_: [float(sum(i)) for i in completion_ids], config)))
         goal, parts = rl_objective(config), split_rows(batch, 2)
         assert len(parts) == 2
@@ -366,3 +366,38 @@ def test_a_loss_in_float64_keeps_its_digits():
     model, ids = Plain(), torch.randint(50, (2, 8))
     wanted = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert abs(lm_loss(model, dict(input_ids=ids, labels=ids)).total.item() - wanted.item()) < 1e-14
+
+
+READ = dict(epsilon=0.01, epsilon_high=0.01, loss_type='dapo', importance_sampling_level='sequence', scale_rewards='none', gamma=0.5, lam=0.5, vf_coef=0.7,
+            cliprange_value=1e-4, whiten_rewards=True, whiten_advantages=True, baseline_decay=0.5, kl_estimator='k2', use_bias_correction_kl=False)
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_a_knob_without_effect_is_refused(method):
+    "And one that is not refused changes the loss of a batch."
+    from trainkit.config import ConfigError
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32))
+    actor = ActorCritic(model) if method == 'ppo' else model
+    def first(completion_ids, **columns): return [float(sum(ids[:2])) for ids in completion_ids]
+    def loss(config):
+        rounds = Rollouts(actor, Signs(), ['1+1', '2+2', '3+3', '4+4'], first, config, batch_size=64)
+        for seed in range(3): batch = rounds.collect([0, 1, 2, 3], seed) # The first has no average yet
+        noise = torch.randn(batch['labels'].shape, generator=torch.Generator().manual_seed(0))
+        batch['old_log_probs'] = batch['old_log_probs'] + noise
+        batch['ref_log_probs'] = batch['ref_log_probs'] - noise
+        if method == 'ppo': batch['values'] = batch['values'] + noise
+        total = rl_objective(config)(actor, batch).total
+        return [total, *torch.autograd.grad(total, [p for p in actor.parameters() if p.requires_grad], allow_unused=True)]
+    def make(**more):
+        return RLConfig(method, num_prompts=4, num_generations=4, max_completion_length=5, num_iterations=2, beta=0.1, **more)
+    usual = loss(make())
+    for name, value in READ.items():
+        config = make()
+        setattr(config, name, value) # Nothing is checked here
+        found = loss(config)
+        same = all((a is None and b is None) or torch.equal(a, b) for a, b in zip(usual, found, strict=True))
+        if same:
+            with pytest.raises(ConfigError, match=f'{name} = .*has no effect'): make(**{name: value})
+        else: make(**{name: value})
+    assert make(kl_in_reward=False, kl_estimator='k2').method == method

@@ -186,3 +186,33 @@ def test_a_step_of_every_objective_is_predicted(kind):
     assert watch.predicted and not watch.why, watch.why
     assert predict_run(trainer, batch=batches.largest()).peak >= 16*sum(p.numel() for p in model.parameters())
     assert 'predicted for a step of ' in str(watch) and 'not predicted' not in str(watch)
+
+
+@pytest.mark.parametrize('rows', [9, 100_000, 10**6])
+def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypatch):
+    "With the knob, and without predicting, or making, all of its rows; `free` memory alone is a note."
+    from trainkit.data.dataloader import Batches
+    from trainkit.memory import estimate
+    total = {9: 2**23, 100_000: 2**33, 10**6: 2**33}[rows]
+    said, asked = [], []
+    texts = [dict(input_ids=[5]*64, labels=[5]*64)]
+    batches = Batches(texts*9, 9) if rows == 9 else Batches(Many(rows), rows, shuffle=False)
+    trainer = Trainer(Transformer(TINY), lm_loss, batches, config=TrainConfig(max_steps=2, progress=False, per_device_train_batch_size=rows))
+    predict = estimate.predict_run
+    monkeypatch.setattr(estimate, 'predict_run', lambda trainer, rows=1, tokens=2, *args, **more: (asked.append(rows), predict(trainer, rows, tokens, *args, **more))[1])
+    monkeypatch.setattr(estimate, 'available_memory', lambda: (total, total))
+    trainer.callbacks.append(MemoryWatch(64, said.append))
+    with pytest.raises(MemoryError, match='needs .*, as predicted, and this machine has .*per_device_train_batch_size = .*watch_memory'):
+        trainer.train()
+    assert trainer.state.step == 0 and max(asked) <= 2048
+    monkeypatch.setattr(estimate, 'available_memory', lambda: (2**60, 0))
+    if rows == 9:
+        trainer.train()
+        assert 'are free on this machine' in said[0] and trainer.state.step == 2
+
+
+class Many:
+    "Rows of a file: none of them is in memory."
+    def __init__(self, rows): self.rows = rows
+    def __len__(self): return self.rows
+    def __getitem__(self, i): return dict(input_ids=[5]*64, labels=[5]*64)

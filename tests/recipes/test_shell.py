@@ -107,7 +107,8 @@ DAMAGED = { # what is done to a model's folder -> the command, and what it says
     'no tokenizer.json': (lambda m: (m/'tokenizer.json').unlink(), ['generate', '-m', 'M', '-p', 'x'], 'copy or save its tokenizer.json again'),
     'a tokenizer cut short': (lambda m: (m/'tokenizer.json').write_text('{"model": {'), ['data', 'tokenize', 'rows.jsonl', 'out', '--tokenizer', 'M'], 'tokenizer.json'),
     'a tokenizer that is empty': (lambda m: (m/'tokenizer.json').write_text('{}'), ['data', 'pack', 'rows.jsonl', '--tokenizer', 'M'], 'tokenizer.json'),
-    'NaN among the weights': ('nan', ['generate', '-m', 'M', '-p', 'x'], 'the weights hold NaN'),
+    'NaN among the weights': ('nan', ['generate', '-m', 'M', '-p', 'x'], 'M: the best logit is nan: the weights hold NaN'),
+    'a template that divides by zero': (lambda m: (m/'chat_template.jinja').write_text('{{ 1 // 0 }}'), ['eval', 'M', 'rows.jsonl', '--rows', '2', '--answers', '1'], 'M: the chat template fails on these messages (ZeroDivisionError'),
     'NaN, when it is judged': ('nan', ['eval', 'M', 'rows.jsonl', '--rows', '2', '--answers', '1'], 'NaN'),
     'an empty GGUF file': (lambda m: (m/'m.gguf').write_bytes(b''), ['generate', '-m', 'M/m.gguf', '-p', 'x'], 'm.gguf is empty'),
     'GGUF of what is cut short': (lambda m: os.truncate(m/'model.safetensors', 9000), ['export', 'gguf', 'M', 'out.gguf'], 'model.safetensors is damaged or cut short'),
@@ -152,6 +153,7 @@ NOT_JSON = {'cut short': cut(0.5), 'zero bytes': lambda path: path.write_bytes(b
 NOT_BYTES = {'cut short': cut(0.5), 'empty': cut(0), 'zero bytes': lambda path: path.write_bytes(b'\0'*999), 'a wrong length': lambda path: path.write_bytes((2**63).to_bytes(8, 'little') + b'{}')}
 GENERATE = ['generate', '-m', 'M', '-p', 'x', '--max-new-tokens', '2']
 SHARDS = ['train', 'data.path=S', 'tokenizer.path=M', 'train.max_steps=1', 'data.max_length=16', 'model.d_model=32', 'model.n_heads=2', 'model.n_layers=1']
+RESUME = ['train', '--resume', 'R', 'train.max_steps=3', '--force-resume']
 HARMS = { # file -> the command that reads it, and what is done to the file
     'M/config.json': (GENERATE, NOT_JSON | {f'{name} = {value!r}'[:40]: change(**{name: value}) for name, values in dict(
         num_hidden_layers=('x', 1.5, None, 10**7, 10**30, True), hidden_size=(-1, [], 10**30), num_attention_heads=(0, {}), vocab_size=(-1, 'x'), num_key_value_heads=(0,), dtype=('x', []),
@@ -165,7 +167,12 @@ HARMS = { # file -> the command that reads it, and what is done to the file
     'A/adapter_config.json': (['merge', 'M', 'A', 'out'], NOT_JSON | {f'{name} = {value!r}': change(**{name: value}) for name, value in (('r', 'x'), ('r', -1), ('lora_alpha', []), ('rank_pattern', 3), ('use_dora', {}))}),
     'A/adapter_model.safetensors': (['merge', 'M', 'A', 'out'], NOT_BYTES),
     'M.gguf': (['generate', '-m', 'M.gguf', '-p', 'x'], NOT_BYTES | {f'{size} bytes of it': (lambda path, size=size: os.truncate(path, size)) for size in (10, 24, 100)}),
-    'S/index.json': (SHARDS, NOT_JSON | {f'{name} = {value!r}': change(**{name: value}) for name, value in (('dtype', 'x'), ('dtype', 3), ('shards', 3), ('shards', [{}]))}),
+    'S/index.json': (SHARDS, NOT_JSON | {f'{name} = {value!r}': change(**{name: value}) for name, value in (('dtype', 'x'), ('dtype', 3), ('shards', 3), ('shards', [{}]), ('shards', []))}),
+    'R/config.yaml': (RESUME, {name: NOT_JSON[name] for name in ('zero bytes', 'nested too deep', 'a list', 'null', 'not UTF-8')} | {'empty': cut(0)}),
+    'R/checkpoints/checkpoint-2/manifest.json': (RESUME, NOT_JSON | {'no files': change(files=3), 'no format': change(format=None)}),
+    'R/checkpoints/checkpoint-2/state.json': (RESUME, NOT_JSON),
+    'R/checkpoints/checkpoint-2/model.safetensors': (RESUME, NOT_BYTES),
+    'R/checkpoints/checkpoint-2/optimizer.safetensors': (RESUME, NOT_BYTES),
 }
 
 
@@ -188,6 +195,9 @@ def whole(home):
     save_adapter(add_lora(model, LoRAConfig(r=2)), folder/'A', base='M')
     (folder/'words.txt').write_text('\n'.join(f'The {i} words' for i in range(500)))
     tokenize_to_disk(folder/'words.txt', tokenizer, folder/'S', num_proc=1)
+    done = call(*SHARDS, 'train.max_steps=2', 'name=R', 'runs_dir=.', 'watch_memory=false', 'train.sample_steps=0', 'train.eval_strategy=no',
+                'train.save_strategy=steps', 'train.save_steps=2', cwd=folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -204,9 +214,34 @@ def test_whatever_is_damaged_is_named(file, whole, tmp_path):
         except Exception as error: wrong.append(f'{name}: {type(error).__name__}: {error}'[:300])
         else:
             names = (file, file.rpartition('/')[0] + '/', f'{file.rpartition("/")[0]} ') if '/' in file else (file,)
+            if file.startswith('R/checkpoints'): names = ('R/checkpoints holds no checkpoint to go on from: checkpoint-2 is damaged',)
             if done.returncode != 1 or not done.stderr.startswith('Error: ') or not any(part in done.stderr for part in names): wrong.append(f'{name}: {done.returncode} {done.stderr}'[:300])
         shutil.rmtree(folder)
     assert not wrong, '\n'.join(wrong)
+
+
+def test_a_damaged_index_of_runs_is_made_again(whole, tmp_path):
+    "It is a memory of what the runs' own files hold: lines of other types, and none at all, cost time and nothing else."
+    shutil.copytree(whole/'R', tmp_path/'runs'/'R')
+    index = tmp_path/'runs'/'index.jsonl'
+    right = call('runs', 'list', cwd=tmp_path).stdout
+    line = json.loads(index.read_text())
+    assert 'finished' in right
+    for text in ('', '\0'*99, '['*100_000, '[]', 'null', '{"run": ', *(json.dumps(line | {name: value}) for name in line for value in (None, 3, [], {}) if type(value) is not type(line[name]))):
+        index.write_text(text + '\n')
+        done = call('runs', 'list', cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (0, right), (text[:80], done.stderr)
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    "An error of an open file has no name; what a user sees has one."
+    import errno
+
+    from trainkit.files import writing
+    with pytest.raises(OSError) as caught, writing(tmp_path/'x.bin'): raise OSError(errno.ENOSPC, 'No space left on device')
+    assert str(caught.value) == f"[Errno {errno.ENOSPC}] No space left on device: '{tmp_path/'x.bin'}'"
+    with pytest.raises(OSError) as caught, writing(tmp_path/'x.bin'): raise OSError(errno.ENOSPC, 'No space left on device', 'other')
+    assert caught.value.filename == 'other'
 
 
 def test_a_run_stays_in_its_folder(tmp_path):

@@ -459,7 +459,26 @@ def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
     for stage in (1, 2, 3): assert convert_config({'num_gpus': 2, 'use_deepspeed': True, 'deepspeed_config': {'zero_stage': stage}})[1].command.endswith(f'zero{stage}')
     if where == 'a file':
         from trainkit.recipes.launcher import translate
-        with pytest.raises(ConfigError, match='take bf16'): translate({'deepspeed_config': str(tmp_path/'ds.json'), 'num_gpus': 8})
+        for own in ({}, {'fp16': True}, {'train': {'mixed_precision': 'fp16'}}):
+            with pytest.warns(UserWarning, match='fp16 in the DeepSpeed file: zero2 is not combined with it here, and bf16 takes its place'):
+                plan, rest = translate({'deepspeed_config': str(tmp_path/'ds.json'), 'num_gpus': 8, **own})
+            assert plan.strategy == 'zero2' and 'fp16' not in rest and rest['train']['mixed_precision'] == 'bf16'
+        (tmp_path/'bf16.json').write_text(json.dumps({**HALVES, 'fp16': {}, 'bf16': {'enabled': True}}))
+        with pytest.raises(ConfigError, match='contradicts'): translate({'deepspeed_config': str(tmp_path/'bf16.json'), 'num_gpus': 8, 'train': {'mixed_precision': 'fp16'}})
+
+
+@pytest.mark.parametrize('words', [['l.yaml'], ['l.yaml', 'deepspeed_config=0'], ['own.yaml', '--strategy', 'zero2']])
+def test_launch_takes_bf16_for_fp16_with_zero(words, tmp_path, recwarn):
+    "As `config convert` does, and says so."
+    (tmp_path/'ds.json').write_text(json.dumps(HALVES))
+    run = {'method': 'sft', 'init_from': 'x', 'data': {'path': 'rows.jsonl'}}
+    (tmp_path/'l.yaml').write_text(yaml.safe_dump({**run, 'deepspeed_config': 'ds.json'}))
+    (tmp_path/'own.yaml').write_text(yaml.safe_dump({**run, 'train': {'mixed_precision': 'fp16'}}))
+    if len(words) == 2: words = ['l.yaml', 'train.mixed_precision=fp16']
+    done = call('launch', *words, '--processes', '8', '--dry-run', cwd=tmp_path)
+    said = done.stderr + ''.join(str(warning.message) for warning in recwarn)
+    assert done.returncode == 0 and 'bf16 takes its place' in said, said
+    assert 'mixed_precision: bf16' in done.stdout and 'mixed_precision: fp16' not in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize(('data', 'says'), [

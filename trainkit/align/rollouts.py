@@ -27,7 +27,7 @@ from .rl import RLConfig, gae, group_relative, leave_one_out, no_spread, whiten
 from ..lora.inject import merged_lora
 from ..model.decoding import refusal
 from ..model.generation import SamplingConfig, context_length, decode_rows, generate
-from ..model.generation import speaking
+from ..model.generation import speaking, text_to_ids
 from ..tokenizer.chat import render
 from ..train.step import precision, to_device
 
@@ -44,7 +44,7 @@ def encode_prompts(
     for i, row in enumerate(rows):
         prompt = row.get('prompt')
         if not prompt: raise ValueError(f'row {i} has no prompt, only {", ".join(row) or "nothing"}')
-        if isinstance(prompt, str): found = list(tokenizer.encode(prompt))
+        if isinstance(prompt, str): found = text_to_ids(prompt, tokenizer)
         elif isinstance(prompt[0], dict): found = render(prompt, tokenizer, add_generation_prompt=True)[0]
         else: found = [int(t) for t in prompt]
         if len(found) > room:
@@ -144,9 +144,13 @@ class Rollouts:
         if rows <= 8 or self.config.max_completion_length < 32 or weight.device.type != 'cpu' or weight.dtype != torch.float32: return None
         with speaking(policy): return None if refusal(policy) or not torch.backends.mkldnn.is_available() else 'packed'
 
-    def largest(self) -> dict[str, Tensor]:
+    def largest(
+        self,
+        rows: int | None = None, # At most; None: as many as a batch has
+    ) -> dict[str, Tensor]:
         "A batch of the longest prompts with answers of full length: none that comes takes more memory."
-        c, rows = self.config, min(self.batch_size, len(self.prompt_ids)*self.config.num_generations)
+        c = self.config
+        rows = min(self.batch_size, len(self.prompt_ids)*c.num_generations, rows or self.batch_size)
         prompts = sorted(self.prompt_ids, key=len)[-c.num_prompts:]
         batch = pack_answers([prompts[-1 - i//c.num_generations % len(prompts)] for i in range(rows)], [[0]*c.max_completion_length]*rows)
         each, fresh = torch.zeros(batch['labels'].shape), c.num_iterations == 1 and c.num_prompts*c.num_generations <= self.batch_size

@@ -426,11 +426,14 @@ class Batches:
             yield batch
         self.epoch, self.index = self.epoch + 1, 0
 
-    def largest(self) -> dict[str, Tensor] | None: # None where the rows are not in memory, or their number changes
+    def largest(
+        self,
+        rows: int | None = None, # At most; None: as many as a batch has
+    ) -> dict[str, Tensor] | None: # None where the rows are not in memory, or their number changes
         "A batch of the longest rows: none that comes takes more memory."
         if not isinstance(self.rows, list) or not isinstance(self.rows[0], dict) or self.max_tokens is not None or self.padding_free or self.cut: return None
         whole = lambda row: _length(row) if 'length' in row or 'input_ids' in row else sum(len(x) for x in row.values() if hasattr(x, '__len__'))
-        return self.join(sorted(self.rows, key=whole)[-self.batch_size:])
+        return self.join(sorted(self.rows, key=whole)[-min(self.batch_size, rows or self.batch_size):])
 
     def widths(
         self,

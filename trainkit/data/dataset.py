@@ -183,7 +183,7 @@ def stream_examples(
             if report.rows == max_examples: break
             if isinstance(out, ValueError):
                 if on_bad == 'raise': raise out
-                report.bad.append(str(out))
+                report.skip(str(out))
                 continue
             report.rows += 1
             others[other] += 1
@@ -191,7 +191,7 @@ def stream_examples(
     finally:
         report.notes += [f'{n:,} of the rows would also fit the kind {other}' for other, n in others.items() if other]
     if not report.rows and max_examples != 0:
-        raise ValueError(f'{path_or_name}: none of {len(report.bad):,} row{"s"*(len(report.bad) != 1)} is an example. ' + ''.join(report.bad[:1]))
+        raise ValueError(f'{path_or_name}: none of {report.skipped:,} row{"s"*(report.skipped != 1)} is an example. ' + ''.join(report.bad[:1]))
 
 def load_examples(
     path_or_name: str | Path | Iterable[Mapping], # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
@@ -485,7 +485,7 @@ def load_splits(
     digest = hashlib.sha256()
     for part in parts.values():
         for row in part: map_texts(row, lambda t: digest.update(t.encode('utf-8', 'surrogatepass') + b'\0') or t, report.kind)
-    facts = dict(path=str(path), kind=report.kind, skipped=len(report.bad), **facts, shared=shared, sha256=digest.hexdigest(),
+    facts = dict(path=str(path), kind=report.kind, skipped=report.skipped, **facts, shared=shared, sha256=digest.hexdigest(),
                  **{f'{name}_rows': len(part) for name, part in parts.items()},
                  **{f'{name}_chars': sum(count_characters(row, report.kind) for row in part) for name, part in parts.items()})
     return parts, facts

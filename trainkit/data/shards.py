@@ -187,6 +187,7 @@ def open_shards(
     with reading(folder/'index.json', 'make the shards again'):
         size, complete = np.dtype(index['dtype']).itemsize, index['complete']
         if np.dtype(index['dtype']).kind not in 'iu' or not isinstance(index['shards'], list): raise ValueError('its ids are no whole numbers, or its shards no list')
+        if not index['shards']: raise ValueError('its list of shards is empty: make the shards again')
         wrong = [*filter(None, (shard_damage(folder, record, size, verify) for record in index['shards']))]
     if wrong or not complete:
         why = wrong[0] if wrong else 'it is not complete'

@@ -30,7 +30,7 @@ from .metrics import METRICS
 from .scoring import best_share, score_choices, score_pieces, score_texts
 from .stats import Comparison, Interval, bootstrap, compare, proportion
 from ..files import write_atomic
-from ..model.generation import context_length, generate
+from ..model.generation import context_length, generate, text_to_ids
 from ..progress import Progress
 from ..tokenizer.chat import render
 from ..train.objectives import names_argument
@@ -116,7 +116,7 @@ def ask_row(
     if template or getattr(tokenizer, 'chat_template', None):
         head = render(turns[:last], tokenizer, template, add_generation_prompt=True)[0]
         return asked, head, render(turns[:last + 1], tokenizer, template)[0], said
-    head, tail = list(tokenizer.encode(asked)), list(tokenizer.encode(said))
+    head, tail = text_to_ids(asked, tokenizer), text_to_ids(said, tokenizer)
     return asked, head, head + tail, said
 
 def score_rows(
@@ -402,7 +402,7 @@ def side_by_side(
     "Let models continue the same prompts with the same random numbers, and compare them token by token."
     if not models: raise ValueError('there are no models')
     if not len(prompts): raise ValueError('there are no prompts')
-    asked = [list(tokenizer.encode(p)) if isinstance(p, str) else list(p) for p in prompts]
+    asked = [text_to_ids(p, tokenizer) if isinstance(p, str) else list(p) for p in prompts]
     shown = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
     if empty := [i for i, ids in enumerate(asked) if not ids]: raise ValueError(f'prompt {empty[0]} is empty')
     pairs = {name: m if isinstance(m, tuple) else (m, nullcontext) for name, m in models.items()}

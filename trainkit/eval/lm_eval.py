@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .scoring import begin_token, score_pieces, windows
-from ..model.generation import context_length, generate
+from ..model.generation import context_length, generate, text_to_ids
 
 # %% ../../nbs/09_eval/05_lm_eval.ipynb #aaa0c252
 class Backend:
@@ -31,7 +31,7 @@ class Backend:
         self.model, self.tokenizer, self.batch = model, tokenizer, batch_size
         self.max_length = int(max_length or min(2048, context_length(model) - 1))
 
-    def _ids(self, text: str) -> list[int]: return list(self.tokenizer.encode(text))
+    def _ids(self, text: str) -> list[int]: return text_to_ids(text, self.tokenizer)
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], int]: # Ids, and where the continuation begins
         if not continuation: raise ValueError(f'the continuation of {context[-40:]!r} is empty')

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .stats import Interval, proportion
-from ..model.generation import context_length
+from ..model.generation import context_length, text_to_ids
 from ..model.layers import fast_products
 from ..model.transformer import Decoder
 from ..progress import Progress
@@ -205,7 +205,7 @@ def score_texts(
     step, texts, done = stride or max(1, size // 2), iter(texts), 0
     with Progress(None, 'Scoring', 'text', enabled=progress) as bar:
         while chunk := list(islice(texts, 256)):
-            coded = [list(tokenizer.encode(text)) for text in chunk]
+            coded = [text_to_ids(text, tokenizer) for text in chunk]
             pieces = [(i, ids[a:b], first - a) for i, ids in enumerate(coded) for a, b, first in windows(len(ids), size, step)]
             sums = [TextScore(0.0, max(0, len(ids) - 1), len(text.encode('utf-8', 'surrogatepass'))) for text, ids in zip(chunk, coded, strict=True)]
             for (i, _, _), (log_prob, hits) in zip(pieces, score_pieces(model, [piece[1:] for piece in pieces]), strict=True):
@@ -233,7 +233,7 @@ def score_choices(
     for q, (context, answers) in enumerate(questions):
         for a, answer in enumerate(answers):
             if not answer: raise ValueError(f'answer {a} to question {q} is empty')
-            whole, head = list(tokenizer.encode(context + answer)), list(tokenizer.encode(context)) if context else []
+            whole, head = text_to_ids(context + answer, tokenizer), text_to_ids(context, tokenizer) if context else []
             if not context: whole = [begin_token(tokenizer), *whole]
             first = len(head) if whole[:len(head)] == head and len(head) else next(
                 (i for i, (x, y) in enumerate(zip(whole, head, strict=False)) if x != y), min(len(head), len(whole) - 1))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..files import read_json, write_atomic
+from ..files import read_json, write_atomic, writing
 from .families import hf_architecture
 from .hf import read_config
 from ..model.attention import rope_frequencies
@@ -340,7 +340,7 @@ def export_gguf(
         writer.add_tensor_info(title, form, dtype, int(np.prod(form)) * dtype.itemsize, raw_dtype=types[title])
     path.parent.mkdir(parents=True, exist_ok=True)
     check = lambda data: zlib.crc32(np.ascontiguousarray(data).view(np.uint8).reshape(-1).data)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f'.{path.stem}.') as home:
+    with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f'.{path.stem}.') as home:
         rough = Path(home)/path.name
         try:
             writer.write_header_to_file(rough)

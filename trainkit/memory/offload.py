@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from ..files import writing
+
 # %% ../../nbs/07_memory/04_offload.ipynb #bdaeab2d
 COSTLY = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -76,7 +78,7 @@ def offload_activations(
         if folder is not None:
             path = Path(folder.name)/str(moved['tensors'])
             host = torch.empty(0, dtype=torch.uint8, device=device).set_(storage).cpu() # type: ignore
-            path.write_bytes(host.numpy().data)
+            with writing(path): path.write_bytes(host.numpy().data)
             return path
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == 'cuda')
         host.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage)) # type: ignore

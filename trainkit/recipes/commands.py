@@ -11,12 +11,14 @@ Nothing heavy is imported before a command needs it, so that `--help` answers at
 # %% auto #0
 __all__ = ['config', 'tokenizer', 'export', 'Folder', 'FlagCommand', 'Group', 'with_flags', 'show_config', 'convert_command',
            'presets_command', 'train_tokenizer', 'encode_command', 'show_tokenizer', 'merge', 'export_gguf_command',
-           'export_hf_command', 'evaluate', 'chat']
+           'export_hf_command', 'names_model', 'evaluate', 'chat']
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #imports-commands
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -267,6 +269,21 @@ def export_hf_command(
     save_pretrained(model, tok, output)
     say(f'Model   {output}')
 
+def names_model(
+    command: Callable, # With a parameter `model`
+) -> Callable: # The same command
+    "What a model's numbers or its chat template make fail is said with the name of its folder."
+    @wraps(command)
+    def named(*args: Any, **words: Any) -> Any:
+        try: return command(*args, **words)
+        except (FloatingPointError, ValueError) as error:
+            text, model = str(error), str(words.get('model'))
+            theirs = type(error) is FloatingPointError or (type(error) is ValueError and 'chat template' in text)
+            if not theirs or model in text: raise
+            raise type(error)(f'{model}: {text}') from error
+    return named
+
+@names_model
 def evaluate(
     model: Annotated[Path, typer.Argument(help='A model folder, such as runs/demo/model.', show_default=False)],
     data: Annotated[str, typer.Argument(help='Texts, questions with answers, or preference pairs: a file, a folder, or the name of a corpus.', show_default=False)],
@@ -304,6 +321,7 @@ def evaluate(
     if html: report.save(html)
     say(to_json(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))
 
+@names_model
 def chat(
     model: Annotated[Path, typer.Option('--model', '-m', help='A model that was taught to answer, such as runs/NAME/model.')],
     base: Annotated[Optional[Path], typer.Option(help='The model that it was made from, to /compare with.', show_default=False)] = None,

@@ -31,7 +31,7 @@ from ..charts import bars, curves
 from ..data.schema import to_messages
 from ..display import clean, table, token_boxes
 from ..eval.scoring import baselines, bits_per_byte, perplexity
-from ..model.generation import SamplingConfig, context_length, generate
+from ..model.generation import SamplingConfig, context_length, generate, text_to_ids
 from .preparation import Parts
 from ..tokenizer.chat import render
 from ..train.reports import run_sections, write_report
@@ -90,7 +90,7 @@ class TextJudge:
 def answering(parts: Parts, most: int = 2) -> Callable: # What `Trainer` calls to let the model speak
     "Lets a model answer prompts of the config, or held-out questions."
     tokenizer, chat = parts.tokenizer, bool(getattr(parts.tokenizer, 'chat_template', None))
-    head = lambda text: render([dict(role='user', content=text)], tokenizer, add_generation_prompt=True)[0] if chat else list(tokenizer.encode(text))
+    head = lambda text: render([dict(role='user', content=text)], tokenizer, add_generation_prompt=True)[0] if chat else text_to_ids(text, tokenizer)
     asked = lambda prompts: [dict(prompt=p, ids=head(p), expected='', tokens=60) for p in prompts] or parts.asked[:most]
     answers = lambda model, own: zip((q['prompt'] for q in own), ask(getattr(model, 'policy', model), tokenizer, own), strict=True)
     return lambda model, step, *own: list(answers(model, asked(own or parts.config.prompts)))
@@ -225,7 +225,7 @@ class PromptJudge(TextJudge):
         answers = ask(p.causal, p.tokenizer, asked)
         rows = [q['row'] for q in asked]
         columns = {k: [row.get(k) for row in rows] for k in dict.fromkeys(k for row in rows for k in row)}
-        columns |= dict(prompts=columns.pop('prompt'), completions=answers, completion_ids=[p.tokenizer.encode(a) for a in answers])
+        columns |= dict(prompts=columns.pop('prompt'), completions=answers, completion_ids=[text_to_ids(a, p.tokenizer, plain=True) for a in answers])
         total, each = score(p.rewards, p.config.rl.reward_weights, columns)
         right = [float(x.nanmean()) for name, x in each.items() if name in ('right_answer', 'passes_tests')][:1]
         marks = {'reward': float(total.nanmean()), **dict(zip(['accuracy'], right, strict=False))}

@@ -44,7 +44,7 @@ from ..eval.code_eval import find_isolation, run_code
 from ..files import alone
 from ..lora.inject import add_lora, with_vocabulary
 from ..model.config import ModelConfig
-from ..model.generation import context_length
+from ..model.generation import context_length, text_to_ids
 from ..model.transformer import Transformer
 from ..quant.linear import Linear4bit, Linear8bit
 from ..quant.quantize import quantize_model
@@ -73,7 +73,7 @@ def questions(
         if not last: continue # nothing is asked, or nothing answered
         ids = render(messages[:last], tokenizer, template, add_generation_prompt=True)[0]
         expected = messages[last]['content']
-        size = len(tokenizer.encode(expected)) + 4
+        size = len(text_to_ids(expected, tokenizer, plain=True)) + 4
         if len(ids) + size <= limit:
             out.append(dict(prompt=messages[last - 1]['content'], ids=ids, expected=expected, tokens=size))
     return out

@@ -38,7 +38,8 @@ from ..interop.hub import HubPush
 from ..interop.llamafactory import llamafactory_plan, run_llamafactory
 from ..interop.trl import engine_line, make_loop
 from ..lora.inject import trainable_report
-from ..memory.estimate import MemoryWatch, predict_run
+from ..memory.estimate import MemoryWatch, check_size, extrapolate, predict_run, room
+from ..memory.estimate import rows_at_once
 from ..memory.offload import OffloadedOptimizer
 from ..progress import find_place, note
 from .config import RunConfig
@@ -362,9 +363,14 @@ def rehearse(
     length, notes = int(parts.facts.get('max_length', config.data.max_length)), []
     memory = None
     largest = getattr(trainer.train_batches, 'largest', lambda: None)
-    try: memory = predict_run(trainer, config.train.per_device_train_batch_size, length, largest()).resident
+    try:
+        memory = extrapolate(trainer, rows_at_once(trainer), length)
+        if memory is None or memory <= room(trainer)[0]:
+            memory = predict_run(trainer, rows_at_once(trainer), length, largest()).resident
     except Exception as error: # Such as a loss whose shapes depend on what the model has written
         notes.append(f'memory: a step of method {config.method} cannot be predicted ({type(error).__name__}); the run measures it')
+    if memory is not None and config.watch_memory:
+        check_size(trainer, rows_at_once(trainer), 0, memory, notes.append)
     short = replace(config.train, max_steps=steps, output_dir='', eval_strategy='no', save_strategy='no', logging_steps=1, sample_steps=0, progress=False,
                     early_stopping_patience=0, load_best_model_at_end=False)
     clock = _Clock()

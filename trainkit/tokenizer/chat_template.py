@@ -189,7 +189,9 @@ def _run(template: str, messages: list[dict], names: Mapping, **more: Any) -> tu
         raise ValueError(f'this chat template is not safe to run: {error}') from None
     except RecursionError: raise ValueError('this chat template is not safe to run: it calls itself') from None
     except TemplateError as error: raise ValueError(f'the chat template refuses these messages: {error}') from None
-    except Exception as error: raise ValueError(f'the chat template fails on these messages: {error}') from None
+    except Exception as error:
+        raise ValueError(f'the chat template fails on these messages ({type(error).__name__}: {error}): '
+                         'mend chat_template in the folder of the tokenizer') from None
     text = ''.join(pieces)
     for start, inside in state['_spans']:
         if not text.startswith(inside, start):

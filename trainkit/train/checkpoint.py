@@ -203,7 +203,7 @@ def problem_with(
             if contents and file_hash(file) != facts['hash']:
                 return f'is damaged: {name} has changed since it was written'
     except FileNotFoundError: return 'was not written by trainkit: it has no manifest.json'
-    except (ValueError, KeyError, TypeError): return 'is damaged: its manifest.json cannot be read'
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError): return 'is damaged: its manifest.json cannot be read'
     except OSError as error: return f'cannot be read: {error}'
     return ''
 

@@ -27,8 +27,8 @@ from ..align.reference import model_fingerprint
 from ..config import nearest
 from ..display import PLAIN, Picture, clean, notice
 from ..eval.stats import Interval, proportion
-from ..files import write_atomic
-from ..model.generation import generate
+from ..files import write_atomic, writing
+from ..model.generation import generate, text_to_ids
 from ..tokenizer.chat import render
 from .form import Page, widgets
 
@@ -47,7 +47,7 @@ def sample_pairs(
         chat = [dict(role='user', content=prompt)] if isinstance(prompt, str) else list(prompt)
         if getattr(tokenizer, 'chat_template', None): return render(chat, tokenizer, add_generation_prompt=True)[0]
         if not isinstance(prompt, str): raise ValueError("messages need a chat format: set_template(tokenizer, 'chatml', model) gives one")
-        return list(tokenizer.encode(prompt))
+        return text_to_ids(prompt, tokenizer)
     read, found = [ids(p) for p in prompts], [[] for _ in prompts]
     for attempt in range(tries + 2):
         open_ones = [i for i, answers in enumerate(found) if len(answers) < 2]
@@ -127,8 +127,9 @@ class PreferenceLabels:
             if self.size: os.lseek(file, -1, os.SEEK_END)
             torn = self.size and os.read(file, 1) != b'\n'
             data = (b'\n' if torn else b'') + json.dumps(record, ensure_ascii=False).encode('utf-8', 'replace') + b'\n'
-            self.size += os.write(file, data)
-            os.fsync(file)
+            with writing(self.journal):
+                self.size += os.write(file, data)
+                os.fsync(file)
         finally: os.close(file)
 
     def _take(self, record: Mapping[str, Any]):
