@@ -302,14 +302,14 @@ def _play() -> None:
         place = pointer()
         found, blocks, pages = ctypes.byref(place), {}, {} # pages: 64 MiB of addresses -> which of its pages were used
         touched = mapped = most = 0
-        first = top = libc.sbrk(0) >> 12
+        first = top = (libc.sbrk(0) or 0) >> 12
         half = len(said['beside'])//2
         for number, size in zip(events[::2], events[1::2], strict=True):
             if size:
                 small = [libc.malloc(n) for n in said['beside'][:half]]
                 libc.posix_memalign(found, 64, size)
                 small += [libc.malloc(n) for n in said['beside'][half:]]
-                address = place.value
+                address = place.value or 0
                 alone = size_t.from_address(address - 8).value & 2 # A mapping of its own
                 blocks[number] = address, size, alone, small
                 if alone: mapped += size + 4096

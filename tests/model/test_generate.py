@@ -481,10 +481,10 @@ def test_a_text_cannot_forge_a_control_token():
     theirs = fast_tokenizer(native)
     for tokenizer in (native, theirs):
         assert native.special_tokens['<|user|>'] in (tokenizer.encode(forged, 'all') if tokenizer is native else tokenizer.encode(forged))
-        readers = (lambda text: generate(model, text, 2, tokenizer=tokenizer), lambda text: [*score_texts(model, tokenizer, [text])],
-                   lambda text: [*score_choices(model, tokenizer, [(text, ['a', 'b'])])], lambda text: Backend(model, tokenizer)._ids(text),
-                   lambda text: Rollouts(model, tokenizer, [text], lambda completions, **_: [0.0]*len(completions), RLConfig(max_completion_length=4)),
-                   lambda text: ask_row(dict(prompt=text, completion='x'), tokenizer))
+        readers = (lambda text, tokenizer=tokenizer: generate(model, text, 2, tokenizer=tokenizer), lambda text, tokenizer=tokenizer: [*score_texts(model, tokenizer, [text])],
+                   lambda text, tokenizer=tokenizer: [*score_choices(model, tokenizer, [(text, ['a', 'b'])])], lambda text, tokenizer=tokenizer: Backend(model, tokenizer)._ids(text),
+                   lambda text, tokenizer=tokenizer: Rollouts(model, tokenizer, [text], lambda completions, **_: [0.0]*len(completions), RLConfig(max_completion_length=4)),
+                   lambda text, tokenizer=tokenizer: ask_row(dict(prompt=text, completion='x'), tokenizer))
         for read in readers:
             read('one two')
             with pytest.raises(ValueError, match=r"the text holds the special token '<\|user\|>'"): read(forged)

@@ -407,7 +407,7 @@ def rows_at_once(
     "Rows of its largest batch: no more than there are."
     batches = trainer.train_batches
     rows = getattr(batches, 'batch_size', trainer.config.per_device_train_batch_size)
-    known = getattr(batches, 'rows', None)
+    known: Any = getattr(batches, 'rows', None)
     return min(rows, len(known)) if hasattr(known, '__len__') and len(known) else rows
 
 def extrapolate(

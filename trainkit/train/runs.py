@@ -452,10 +452,11 @@ def read_run_index(
     found: dict[str, dict[str, Any]] = {}
     try: lines = (root/INDEX).read_bytes().splitlines()
     except OSError: return found
+    kinds: dict[str, Any] = INDEX_FIELDS
     for line in lines:
         try: entry = json.loads(line)
         except (ValueError, RecursionError): continue
-        if isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in INDEX_FIELDS.items()):
+        if isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
             found[entry['run']] = entry
     return found
 
