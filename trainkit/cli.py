@@ -345,7 +345,7 @@ def launch(
     whole = read_run_config(size, rest or None, changes) # type: ignore
     named = any(change.partition('=')[0].strip() in ('optim', 'optimizer', 'optim.optim', 'optim.optimizer') for change in changes)
     if whole.optim.optim == 'muon' and plan.strategy != 'ddp' and not rest and not named: # the profile's choice, not the user's
-        say(f'Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate')
+        say(f'Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate', err=True)
         changes = ['optim.optim=adamw_torch_fused', f'optim.learning_rate={whole.optim.learning_rate/3:.3g}', *changes]
         whole = read_run_config(size, None, changes)
     if whole.train.mixed_precision == 'fp16' and plan.strategy.startswith('zero'):

@@ -390,7 +390,7 @@ def test_every_word_of_transformers_trl_and_peft_leads_somewhere():
     assert not unknown, unknown
 
 
-@pytest.mark.parametrize('words', [['--strategy', 'zero2', 'method=sft', 'init_from=x', 'optim.learning_rate=0.5'], ['--strategy', 'fsdp', '--profile', 'quick', 'data.path=stdlib'], ['method=dpo', 'init_from=x', 'use_lora=true', 'dpo.loss_type=[ipo]', "name=it's"],
+@pytest.mark.parametrize('words', [['--strategy', 'zero2', 'method=sft', 'init_from=x', 'optim.learning_rate=0.5'], ['--strategy', 'fsdp', '--profile', 'quick', 'data.path=stdlib', 'optim.optim=adamw_torch_fused'], ['method=dpo', 'init_from=x', 'use_lora=true', 'dpo.loss_type=[ipo]', "name=it's"],
                                    ['--strategy', 'zero3', '--nodes', '2', '--node-rank', '1', '--main-address', 'a', 'method=grpo', 'init_from=x', 'rl.rewards=[right_length(20, 5)]'], ['c.yaml', 'train.max_steps=3']], ids=str)
 def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
     "It writes nothing, and each file that the command reads is written by the lines above it."
@@ -400,6 +400,9 @@ def test_what_a_dry_launch_prints_can_be_pasted(words, tmp_path):
     (tmp_path/'c.yaml').write_text('method: lora\ninit_from: x\nnum_gpus: 2\nlora: {r: 3}\n')
     shown = call('launch', *([] if words[0] == 'c.yaml' else ['--processes', '2']), '--dry-run', *words, cwd=tmp_path)
     assert shown.returncode == 0 and [p.name for p in tmp_path.iterdir()] == ['c.yaml'], shown.stderr
+    if '--profile' in words: # what is said beside a script is no line of it
+        swapped = call('launch', '--processes', '2', '--dry-run', *[w for w in words if 'optim' not in w], cwd=tmp_path)
+        assert 'Muon' in swapped.stderr and 'Muon' not in swapped.stdout
     script, _, line = shown.stdout.rstrip().rpartition('\n')
     assert subprocess.run(['bash', '-eu', '-c', script], cwd=tmp_path).returncode == 0
     read = [w.strip("'").replace("'\"'\"'", "'").partition('=')[2] if w.startswith('TRAINKIT_DEEP') else w for w in line.split() if w.endswith(('.yaml', '.json', ".yaml'"))]
