@@ -22,7 +22,7 @@ endef
 export EXPORT
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow deepspeed lab site index bench lint export badges clean
+.PHONY: help demo test test-slow deepspeed lab site index bench format lint export badges clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,7 +68,11 @@ index: $(VENV)/.dev ## Write the index of the course, the first page of each cha
 bench: $(VENV)/.dev ## The comparisons with peers that benchmarks/README.md reports
 	for script in benchmarks/*.py; do echo "== $$script"; $(TEST_ENV) $(BIN)/python $$script || exit 1; done
 
+format: $(VENV)/.dev ## Format notebooks, tests, tools and benchmarks
+	$(BIN)/ruff format nbs tests tools benchmarks
+
 lint: $(VENV)/.dev ## ruff and pyright
+	$(BIN)/ruff format --check nbs tests tools benchmarks
 	$(BIN)/ruff check trainkit tests benchmarks tools
 	$(BIN)/pyright --pythonpath $(BIN)/python trainkit
 

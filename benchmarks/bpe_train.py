@@ -6,6 +6,7 @@ learns from 100 MB of Python source that it reads file by file, and reports its 
 
     python benchmarks/bpe_train.py [--megabytes 5] [--vocab 8192] [--rounds 7] [--big]
 """
+
 import argparse
 import datetime
 import os
@@ -23,68 +24,129 @@ from pathlib import Path
 
 def python_source(size: int) -> Iterator[str]:
     "The standard library's files, then those of installed packages, again and again: `size` bytes in all."
-    skip = {'test', 'tests', 'idlelib', 'encodings', 'site-packages', '__pycache__'}
-    stdlib = [path for path in sorted(Path(sysconfig.get_paths()['stdlib']).rglob('*.py')) if not skip & {*path.parts}]
-    for path in (*stdlib, *sorted(Path(sysconfig.get_paths()['purelib']).rglob('*.py')), *stdlib*100):
-        text = path.read_bytes().decode('utf-8', 'ignore')
+    skip = {"test", "tests", "idlelib", "encodings", "site-packages", "__pycache__"}
+    stdlib = [
+        path
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+        if not skip & {*path.parts}
+    ]
+    for path in (
+        *stdlib,
+        *sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")),
+        *stdlib * 100,
+    ):
+        text = path.read_bytes().decode("utf-8", "ignore")
         yield text
         size -= len(text.encode())
-        if size <= 0: return
+        if size <= 0:
+            return
 
 
 def train(system: str, texts, vocab: int):
     "Learn `vocab` tokens from texts by GPT-4's pattern; returns their bytes."
     from trainkit.tokenizer.pretokenize import PATTERNS
-    pattern = PATTERNS['cl100k']
-    if system.startswith('trainkit'):
+
+    pattern = PATTERNS["cl100k"]
+    if system.startswith("trainkit"):
         from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
         tok = BPETokenizer.train(texts, vocab, lane=system.split()[1], num_proc=1, progress=False)
         return [*tok.tokens]
-    if system == 'rustbpe':
+    if system == "rustbpe":
         import rustbpe
+
         tok = rustbpe.Tokenizer()
         tok.train_from_iterator(iter(texts), vocab, pattern=pattern)
-        return [bytes(token) for token, _ in sorted(tok.get_mergeable_ranks(), key=lambda item: item[1])]
-    os.environ['TOKENIZERS_PARALLELISM'] = 'true' if system.endswith('2 threads') else 'false' # read at each call
+        return [
+            bytes(token) for token, _ in sorted(tok.get_mergeable_ranks(), key=lambda item: item[1])
+        ]
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "true" if system.endswith("2 threads") else "false"
+    )  # read at each call
     from tokenizers import Regex, Tokenizer, models, trainers
     from tokenizers import pre_tokenizers as pre
+
     tok = Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre.Sequence([pre.Split(Regex(pattern), 'isolated'), pre.ByteLevel(False, use_regex=False)])
-    tok.train_from_iterator(iter(texts), trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False))
+    tok.pre_tokenizer = pre.Sequence(
+        [pre.Split(Regex(pattern), "isolated"), pre.ByteLevel(False, use_regex=False)]
+    )
+    tok.train_from_iterator(
+        iter(texts),
+        trainers.BpeTrainer(
+            vocab_size=vocab, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
     return tok.get_vocab_size()
 
 
 def machine() -> str:
     "One line about where and with what this was measured."
-    names = [line.split(':')[1].strip() for line in open('/proc/cpuinfo') if line.startswith('model name')] if os.path.exists('/proc/cpuinfo') else []
-    packages = ', '.join(f'{name} {version(name)}' for name in ('numba', 'tokenizers', 'tiktoken', 'rustbpe', 'regex'))
-    return (f'{datetime.date.today()}, {names[0] if names else platform.processor()}, {os.cpu_count()} cores, '
-            f'{platform.system()}, Python {platform.python_version()}, {packages}')
+    names = (
+        [
+            line.split(":")[1].strip()
+            for line in open("/proc/cpuinfo")
+            if line.startswith("model name")
+        ]
+        if os.path.exists("/proc/cpuinfo")
+        else []
+    )
+    packages = ", ".join(
+        f"{name} {version(name)}"
+        for name in ("numba", "tokenizers", "tiktoken", "rustbpe", "regex")
+    )
+    return (
+        f"{datetime.date.today()}, {names[0] if names else platform.processor()}, {os.cpu_count()} cores, "
+        f"{platform.system()}, Python {platform.python_version()}, {packages}"
+    )
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--megabytes', type=int, default=5)
-    args.add_argument('--vocab', type=int, default=8192)
-    args.add_argument('--rounds', type=int, default=7)
-    args.add_argument('--big', action='store_true', help='100 MB, with the largest memory of each system')
-    args.add_argument('--one', help=argparse.SUPPRESS)
+    args = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    args.add_argument("--megabytes", type=int, default=5)
+    args.add_argument("--vocab", type=int, default=8192)
+    args.add_argument("--rounds", type=int, default=7)
+    args.add_argument(
+        "--big", action="store_true", help="100 MB, with the largest memory of each system"
+    )
+    args.add_argument("--one", help=argparse.SUPPRESS)
     args = args.parse_args()
-    if args.one: # a process of its own, for --big
+    if args.one:  # a process of its own, for --big
         start = time.perf_counter()
-        train(args.one, python_source(args.megabytes*10**6), args.vocab)
-        print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024)
+        train(args.one, python_source(args.megabytes * 10**6), args.vocab)
+        print(
+            time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        )
         return
-    print(machine(), end='\n\n')
-    systems = ['trainkit pure', 'trainkit compiled', 'rustbpe', 'tokenizers, 1 thread', 'tokenizers, 2 threads']
+    print(machine(), end="\n\n")
+    systems = [
+        "trainkit pure",
+        "trainkit compiled",
+        "rustbpe",
+        "tokenizers, 1 thread",
+        "tokenizers, 2 threads",
+    ]
     if args.big:
-        print('| 100 MB to 8,192 tokens | seconds | largest memory, MB |\n|---|---|---|')
+        print("| 100 MB to 8,192 tokens | seconds | largest memory, MB |\n|---|---|---|")
         for system in systems:
-            command = [sys.executable, __file__, '--one', system, '--megabytes', '100', '--vocab', str(args.vocab)]
-            seconds, memory = map(float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
-            print(f'| {system} | {seconds:.1f} | {memory:.0f} |', flush=True)
+            command = [
+                sys.executable,
+                __file__,
+                "--one",
+                system,
+                "--megabytes",
+                "100",
+                "--vocab",
+                str(args.vocab),
+            ]
+            seconds, memory = map(
+                float,
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(),
+            )
+            print(f"| {system} | {seconds:.1f} | {memory:.0f} |", flush=True)
         return
-    texts = [*python_source(args.megabytes*10**6)]
+    texts = [*python_source(args.megabytes * 10**6)]
     times: dict[str, list[float]] = {system: [] for system in systems}
     learned = {}
     for _ in range(args.rounds + 1):
@@ -92,14 +154,27 @@ def main():
             start = time.perf_counter()
             learned[system] = train(system, texts, args.vocab)
             times[system].append(time.perf_counter() - start)
-    assert learned['trainkit pure'] == learned['trainkit compiled'] == learned['rustbpe']
-    print(f'{sum(len(text.encode()) for text in texts)/1e6:.1f} MB in {len(texts)} texts to {args.vocab:,} tokens, {args.rounds} rounds; '
-          'the merges of the first three are equal\n')
-    print('| system | seconds | × tokenizers, 1 thread | × tokenizers, 2 threads | × rustbpe |\n|---|---|---|---|---|')
+    assert learned["trainkit pure"] == learned["trainkit compiled"] == learned["rustbpe"]
+    print(
+        f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB in {len(texts)} texts to {args.vocab:,} tokens, {args.rounds} rounds; "
+        "the merges of the first three are equal\n"
+    )
+    print(
+        "| system | seconds | × tokenizers, 1 thread | × tokenizers, 2 threads | × rustbpe |\n|---|---|---|---|---|"
+    )
     for system in systems:
-        ratios = [statistics.median(a/b for a, b in zip(times[system][1:], times[other][1:], strict=True))
-                  for other in ('tokenizers, 1 thread', 'tokenizers, 2 threads', 'rustbpe')]
-        print(f'| {system} | {statistics.median(times[system][1:]):.2f} | ' + ' | '.join(f'{r:.2f}' for r in ratios) + ' |')
+        ratios = [
+            statistics.median(
+                a / b for a, b in zip(times[system][1:], times[other][1:], strict=True)
+            )
+            for other in ("tokenizers, 1 thread", "tokenizers, 2 threads", "rustbpe")
+        ]
+        print(
+            f"| {system} | {statistics.median(times[system][1:]):.2f} | "
+            + " | ".join(f"{r:.2f}" for r in ratios)
+            + " |"
+        )
 
 
-if __name__ == '__main__': main()
+if __name__ == "__main__":
+    main()

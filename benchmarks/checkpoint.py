@@ -9,6 +9,7 @@ Then the asynchronous writer: how long the run stands still for it, how long it 
 
     python benchmarks/checkpoint.py [--rounds 3] [--layers 30] [--folder .]
 """
+
 import argparse
 import os
 import platform
@@ -30,8 +31,19 @@ from trainkit.train.checkpoint import CheckpointWriter
 
 def state(layers: int):
     "A model and an optimizer that has taken a step."
-    model = Transformer(ModelConfig(vocab_size=49152, d_model=576, n_heads=9, n_kv_heads=3, n_layers=layers, d_ff=1536, max_seq_len=2048))
-    for p in model.parameters(): p.grad = torch.full_like(p, 1e-3)
+    model = Transformer(
+        ModelConfig(
+            vocab_size=49152,
+            d_model=576,
+            n_heads=9,
+            n_kv_heads=3,
+            n_layers=layers,
+            d_ff=1536,
+            max_seq_len=2048,
+        )
+    )
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e-3)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.step()
     optimizer.zero_grad()
@@ -42,21 +54,23 @@ def bytes_alone(folder: Path, model, optimizer) -> None:
     snapshot = take_snapshot(model, optimizer, state=dict(step=1))
     folder.mkdir()
     for name, group in snapshot.tensors.items():
-        with open(folder/name, 'wb') as file:
-            for tensor in group.values(): file.write(raw_bytes(tensor))
+        with open(folder / name, "wb") as file:
+            for tensor in group.values():
+                file.write(raw_bytes(tensor))
             file.flush()
             os.fsync(file.fileno())
 
 
 def pickled(folder: Path, model, optimizer) -> None:
     folder.mkdir()
-    with open(folder/'all.pt', 'wb') as file:
+    with open(folder / "all.pt", "wb") as file:
         torch.save(dict(model=model.state_dict(), optimizer=optimizer.state_dict()), file)
         file.flush()
         os.fsync(file.fileno())
 
 
-def ours(folder: Path, model, optimizer) -> None: save_checkpoint(folder, model, optimizer, state=dict(step=1))
+def ours(folder: Path, model, optimizer) -> None:
+    save_checkpoint(folder, model, optimizer, state=dict(step=1))
 
 
 def spent(do) -> float:
@@ -66,54 +80,81 @@ def spent(do) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--rounds', type=int, default=3)
-    parser.add_argument('--layers', type=int, default=30)
-    parser.add_argument('--folder', type=Path, default=None, help='On which disk [default: that of temporary files]')
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="On which disk [default: that of temporary files]"
+    )
     args = parser.parse_args()
     model, optimizer = state(args.layers)
-    root, size = Path(tempfile.mkdtemp(dir=args.folder)), take_snapshot(model, optimizer, state=dict(step=1)).bytes
-    ways = {'bytes alone': bytes_alone, 'torch.save': pickled, 'save_checkpoint': ours}
+    root, size = (
+        Path(tempfile.mkdtemp(dir=args.folder)),
+        take_snapshot(model, optimizer, state=dict(step=1)).bytes,
+    )
+    ways = {"bytes alone": bytes_alone, "torch.save": pickled, "save_checkpoint": ours}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     try:
-        for n in range(args.rounds + 1): # The first round is not counted
+        for n in range(args.rounds + 1):  # The first round is not counted
             for name, way in ways.items():
-                took = spent(lambda: way(root/'one', model, optimizer)) # noqa: B023
-                shutil.rmtree(root/'one')
-                if n: seconds[name].append(took)
+                took = spent(lambda: way(root / "one", model, optimizer))  # noqa: B023
+                shutil.rmtree(root / "one")
+                if n:
+                    seconds[name].append(took)
         once = save_checkpoint(root, model, optimizer, state=dict(step=1))
         loading = spent(lambda: load_checkpoint(once, model, optimizer))
         shutil.rmtree(once)
 
         batch = torch.randint(49152, (1, 32))
+
         def step():
             optimizer.zero_grad()
             model(batch, labels=batch).loss.backward()
             optimizer.step()
+
         alone, meanwhile, standing, writing = [], [], [], []
-        with CheckpointWriter(root/'run', 1, asynchronous=True) as writer:
+        with CheckpointWriter(root / "run", 1, asynchronous=True) as writer:
             for n in range(args.rounds + 1):
-                for _ in range(3): alone.append(spent(step))
+                for _ in range(3):
+                    alone.append(spent(step))
                 began = time.perf_counter()
-                standing.append(spent(lambda: writer.save(take_snapshot(model, optimizer, state=dict(step=n))))) # noqa: B023
+                standing.append(
+                    spent(lambda: writer.save(take_snapshot(model, optimizer, state=dict(step=n))))
+                )  # noqa: B023
                 steps = []
-                while writer.busy: steps.append(spent(step))
+                while writer.busy:
+                    steps.append(spent(step))
                 writing.append(time.perf_counter() - began)
-                if n: meanwhile.extend(steps[:-1] or steps)
-    finally: shutil.rmtree(root, ignore_errors=True)
+                if n:
+                    meanwhile.extend(steps[:-1] or steps)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
     median = statistics.median
-    print(f'{time.strftime("%Y-%m-%d")}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, '
-          f'{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}, Python {sys.version.split()[0]}\n')
-    print(f'{sum(p.numel() for p in model.parameters())/1e6:.1f} M parameters with AdamW, {size/1e6:,.0f} MB; {args.rounds} rounds\n')
-    print('| way | seconds | × the bytes alone (less is better) |\n|---|---|---|')
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, {platform.system()}, Python {sys.version.split()[0]}\n"
+    )
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters with AdamW, {size / 1e6:,.0f} MB; {args.rounds} rounds\n"
+    )
+    print("| way | seconds | × the bytes alone (less is better) |\n|---|---|---|")
     for name, took in seconds.items():
-        print(f'| {name} | {median(took):.2f} | {median(a/b for a, b in zip(took, seconds["bytes alone"], strict=True)):.2f} |')
-    print(f'\nLoading it, every hash checked: {loading:.2f} s\n')
-    print('| asynchronous | seconds |\n|---|---|')
-    print(f'| the run stands still, the first time | {standing[0]:.2f} |\n| the run stands still, later | {median(standing[1:]):.2f} |')
-    print(f'| until the checkpoint is there | {median(writing[1:]):.2f} |')
-    print(f'| a step, nothing being written | {median(alone[1:]):.3f} |\n| a step meanwhile | {median(meanwhile):.3f} '
-          f'({median(meanwhile)/median(alone[1:]):.2f} ×) |')
+        print(
+            f"| {name} | {median(took):.2f} | {median(a / b for a, b in zip(took, seconds['bytes alone'], strict=True)):.2f} |"
+        )
+    print(f"\nLoading it, every hash checked: {loading:.2f} s\n")
+    print("| asynchronous | seconds |\n|---|---|")
+    print(
+        f"| the run stands still, the first time | {standing[0]:.2f} |\n| the run stands still, later | {median(standing[1:]):.2f} |"
+    )
+    print(f"| until the checkpoint is there | {median(writing[1:]):.2f} |")
+    print(
+        f"| a step, nothing being written | {median(alone[1:]):.3f} |\n| a step meanwhile | {median(meanwhile):.3f} "
+        f"({median(meanwhile) / median(alone[1:]):.2f} ×) |"
+    )
 
 
-if __name__ == '__main__': main()
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ and without take turns; a click is timed from `click()` to the widget that shows
 
     python benchmarks/panel.py [--steps 600] [--rounds 5]
 """
+
 import argparse
 import os
 import platform
@@ -15,21 +16,23 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ.setdefault('OMP_NUM_THREADS', '1')
-WORDS = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=64 model.n_heads=2 model.n_layers=2 '
-         'model.d_ff=128 train.logging_steps=1 train.eval_strategy=no train.save_strategy=no train.per_device_train_batch_size=8 train.progress=false').split()
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+WORDS = (
+    "data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.vocab_size=400 model.d_model=64 model.n_heads=2 model.n_layers=2 "
+    "model.d_ff=128 train.logging_steps=1 train.eval_strategy=no train.save_strategy=no train.per_device_train_batch_size=8 train.progress=false"
+).split()
 
 
 def rate(session):
     "Steps a second of the run alone, without what comes before and after it."
     end = session.snapshot()
-    return end.step/end.seconds
+    return end.step / end.seconds
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument('--steps', type=int, default=600)
-    parser.add_argument('--rounds', type=int, default=5)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
 
     import ipywidgets
@@ -39,39 +42,58 @@ def main():
     from trainkit.recipes.config import RunConfig
     from trainkit.widgets.session import TrainSession
     from trainkit.widgets.panel import TrainerPanel
+
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(RunConfig, dict(runs_dir=str(Path(folder)/'runs'), name='seen'), [*WORDS, f'train.max_steps={args.steps}'])
+        config = load_config(
+            RunConfig,
+            dict(runs_dir=str(Path(folder) / "runs"), name="seen"),
+            [*WORDS, f"train.max_steps={args.steps}"],
+        )
         ratios, clicks, told = [], [], []
         for _ in range(args.rounds):
             bare = TrainSession(config)
             bare.start()
             bare.wait()
-            panel = TrainerPanel(config, key='bench')
+            panel = TrainerPanel(config, key="bench")
             sent = []
-            panel.chart.observe(lambda change: sent.append(len(change['new'])), names='value') # noqa: B023
+            panel.chart.observe(lambda change: sent.append(len(change["new"])), names="value")  # noqa: B023
             panel.start()
             panel.session.wait()
-            ratios.append(rate(panel.session)/rate(bare))
+            ratios.append(rate(panel.session) / rate(bare))
             told.append(statistics.median(sent))
             panel.close()
-        panel = TrainerPanel(load_config(RunConfig, dict(runs_dir=str(Path(folder)/'runs'), name='clicks'), [*WORDS, 'train.max_steps=1000000']), key='clicks')
+        panel = TrainerPanel(
+            load_config(
+                RunConfig,
+                dict(runs_dir=str(Path(folder) / "runs"), name="clicks"),
+                [*WORDS, "train.max_steps=1000000"],
+            ),
+            key="clicks",
+        )
         panel.start()
-        while panel.session.snapshot().step < 20: time.sleep(0.01)
+        while panel.session.snapshot().step < 20:
+            time.sleep(0.01)
         for i in range(20):
             start = time.perf_counter()
             panel.pause_button.click()
-            word = 'Resume' if i % 2 == 0 else 'Pause'
-            while panel.pause_button.description != word: time.sleep(0.0005)
-            clicks.append(1000*(time.perf_counter() - start))
+            word = "Resume" if i % 2 == 0 else "Pause"
+            while panel.pause_button.description != word:
+                time.sleep(0.0005)
+            clicks.append(1000 * (time.perf_counter() - start))
             time.sleep(0.1)
         panel.stop()
         panel.session.wait()
         panel.close()
-    print(f'{platform.machine()}, {os.cpu_count()} cores, 1 thread; Python {platform.python_version()}, torch {torch.__version__}, ipywidgets {ipywidgets.__version__}\n')
-    print('| | median | worst |\n|---|---|---|')
-    print(f'| speed with a panel / without | {statistics.median(ratios):.3f} | {min(ratios):.3f} |')
-    print(f'| from a click to the widget that shows it, ms | {statistics.median(clicks):.1f} | {max(clicks):.1f} |')
-    print(f'| a chart, kB | {statistics.median(told)/1000:.1f} | {max(told)/1000:.1f} |')
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, 1 thread; Python {platform.python_version()}, torch {torch.__version__}, ipywidgets {ipywidgets.__version__}\n"
+    )
+    print("| | median | worst |\n|---|---|---|")
+    print(f"| speed with a panel / without | {statistics.median(ratios):.3f} | {min(ratios):.3f} |")
+    print(
+        f"| from a click to the widget that shows it, ms | {statistics.median(clicks):.1f} | {max(clicks):.1f} |"
+    )
+    print(f"| a chart, kB | {statistics.median(told) / 1000:.1f} | {max(told) / 1000:.1f} |")
 
 
-if __name__ == '__main__': sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

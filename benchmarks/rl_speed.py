@@ -6,6 +6,7 @@ lanes take turns, each time with a trainer of its own; the first step of each is
 
     python benchmarks/rl_speed.py [--rounds 3] [--steps 4] [--threads 1] [--prompts 4] [--generations 8] [--length 64]
 """
+
 import argparse
 import os
 import statistics
@@ -13,7 +14,7 @@ import tempfile
 import time
 import warnings
 
-os.environ.setdefault('HF_HUB_OFFLINE', '1')
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def make_model():
@@ -22,26 +23,43 @@ def make_model():
 
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
+
     torch.manual_seed(0)
-    return Transformer(ModelConfig(vocab_size=4096, d_model=192, n_heads=6, n_layers=4, d_ff=512, max_seq_len=256))
+    return Transformer(
+        ModelConfig(vocab_size=4096, d_model=192, n_heads=6, n_layers=4, d_ff=512, max_seq_len=256)
+    )
 
 
-def reward(completion_ids, **columns): return [sum(i % 7 == 0 for i in ids)/len(ids) for ids in completion_ids]
+def reward(completion_ids, **columns):
+    return [sum(i % 7 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-def ours(prompts, args) -> list[float]: # CPU seconds of each step
+def ours(prompts, args) -> list[float]:  # CPU seconds of each step
     from trainkit.train.optim import OptimConfig
     from trainkit.align.rl import RLConfig, rl_objective
     from trainkit.align.rollouts import Rollouts
     from trainkit.train.config import TrainConfig
     from trainkit.train.trainer import Trainer
+
     model, times = make_model(), [time.process_time()]
-    config = RLConfig(num_prompts=args.prompts, num_generations=args.generations, max_completion_length=args.length)
+    config = RLConfig(
+        num_prompts=args.prompts,
+        num_generations=args.generations,
+        max_completion_length=args.length,
+    )
+
     class Watch:
-        def on_step(self, trainer, record): times.append(time.process_time())
-    Trainer(model, rl_objective(config), Rollouts(model, None, prompts, reward, config),
-            config=TrainConfig(max_steps=args.steps + 1, progress=False, mixed_precision='no'), callbacks=[Watch()],
-            optim=OptimConfig(learning_rate=1e-4)).train()
+        def on_step(self, trainer, record):
+            times.append(time.process_time())
+
+    Trainer(
+        model,
+        rl_objective(config),
+        Rollouts(model, None, prompts, reward, config),
+        config=TrainConfig(max_steps=args.steps + 1, progress=False, mixed_precision="no"),
+        callbacks=[Watch()],
+        optim=OptimConfig(learning_rate=1e-4),
+    ).train()
     return [b - a for a, b in zip(times[1:], times[2:], strict=False)]
 
 
@@ -52,46 +70,83 @@ def theirs(prompts, args) -> list[float]:
     from trl import GRPOConfig, GRPOTrainer
 
     from trainkit.interop.families import to_hf
-    words = Tokenizer(models.WordLevel({f'w{i}': i for i in range(4096)}, unk_token='w1'))
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(4096)}, unk_token="w1"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer, times = PreTrainedTokenizerFast(tokenizer_object=words, pad_token='w0', eos_token='w2'), []
+    tokenizer, times = (
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2"),
+        [],
+    )
+
     class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs): times.append(time.process_time())
-    rows = args.prompts*args.generations
+        def on_step_end(self, args, state, control, **kwargs):
+            times.append(time.process_time())
+
+    rows = args.prompts * args.generations
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(folder, per_device_train_batch_size=rows, num_generations=args.generations, max_completion_length=args.length,
-                            max_steps=args.steps + 1, learning_rate=1e-4, report_to=[], use_cpu=True, bf16=False, save_strategy='no',
-                            disable_tqdm=True, logging_strategy='no', generation_kwargs=dict(min_new_tokens=args.length))
-        data = Dataset.from_list([dict(prompt=' '.join(f'w{i}' for i in ids)) for ids in prompts])
-        GRPOTrainer(model=to_hf(make_model()), reward_funcs=reward, args=config, train_dataset=data, processing_class=tokenizer,
-                    callbacks=[Watch()]).train()
+        config = GRPOConfig(
+            folder,
+            per_device_train_batch_size=rows,
+            num_generations=args.generations,
+            max_completion_length=args.length,
+            max_steps=args.steps + 1,
+            learning_rate=1e-4,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_strategy="no",
+            generation_kwargs=dict(min_new_tokens=args.length),
+        )
+        data = Dataset.from_list([dict(prompt=" ".join(f"w{i}" for i in ids)) for ids in prompts])
+        GRPOTrainer(
+            model=to_hf(make_model()),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[Watch()],
+        ).train()
     return [b - a for a, b in zip(times, times[1:], strict=False)]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in dict(rounds=3, steps=4, threads=1, prompts=4, generations=8, length=64).items():
-        parser.add_argument(f'--{name}', type=int, default=value)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in dict(
+        rounds=3, steps=4, threads=1, prompts=4, generations=8, length=64
+    ).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    warnings.simplefilter('ignore')
+    warnings.simplefilter("ignore")
     import torch
     import transformers
     import trl
 
     from trainkit.system import environment
+
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(3, 4096, (args.prompts*(args.steps + 1), 16), generator=generator).tolist()
+    prompts = torch.randint(
+        3, 4096, (args.prompts * (args.steps + 1), 16), generator=generator
+    ).tolist()
     found = {ours: [], theirs: []}
     for _ in range(args.rounds):
-        for lane in found: found[lane] += lane(prompts, args)
-    tokens = args.prompts*args.generations*args.length
-    speed = {lane: tokens/statistics.median(times) for lane, times in found.items()}
-    print(f"{environment().get('cpu', '')}, {args.threads} thread(s), torch {torch.__version__}, trl {trl.__version__}; "
-          f'{args.prompts} prompts of 16, {args.generations} answers of {args.length} tokens each, {args.rounds} rounds of {args.steps} steps\n')
-    print('| GRPO, answers and step | tokens a second | ratio |\n|---|---|---|')
-    for lane, name in ((ours, 'trainkit'), (theirs, 'trl')): print(f'| {name} | {speed[lane]:,.0f} | {speed[lane]/speed[theirs]:.2f} |')
+        for lane in found:
+            found[lane] += lane(prompts, args)
+    tokens = args.prompts * args.generations * args.length
+    speed = {lane: tokens / statistics.median(times) for lane, times in found.items()}
+    print(
+        f"{environment().get('cpu', '')}, {args.threads} thread(s), torch {torch.__version__}, trl {trl.__version__}; "
+        f"{args.prompts} prompts of 16, {args.generations} answers of {args.length} tokens each, {args.rounds} rounds of {args.steps} steps\n"
+    )
+    print("| GRPO, answers and step | tokens a second | ratio |\n|---|---|---|")
+    for lane, name in ((ours, "trainkit"), (theirs, "trl")):
+        print(f"| {name} | {speed[lane]:,.0f} | {speed[lane] / speed[theirs]:.2f} |")
 
 
-if __name__ == '__main__': main()
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ read at the end; the ids are compared.
 
     python benchmarks/shards.py [--gb 0.1] [--processes 2] [--rounds 3]
 """
+
 import argparse
 import json
 import os
@@ -58,53 +59,88 @@ if __name__ == '__main__':
 
 def make_corpus(folder: Path, gb: float) -> None:
     "Files of 64 MB of real text with noise in it."
-    texts = [row['text'] for name in ('stdlib', 'bible') for row in _rows(name)]
-    draw, number, left = random.Random(0), 0, int(gb*1e9)
+    texts = [row["text"] for name in ("stdlib", "bible") for row in _rows(name)]
+    draw, number, left = random.Random(0), 0, int(gb * 1e9)
     while left > 0:
-        with open(folder/f'{number:03}.txt', 'w', encoding='utf-8') as file:
+        with open(folder / f"{number:03}.txt", "w", encoding="utf-8") as file:
             room = min(left, 64_000_000)
             while room > 0:
                 text = draw.choice(texts)
-                noise = ''.join(draw.choices('abcdefghijklmnopqrstuvwxyz0123456789 \n', k=len(text)//20))
-                room -= file.write(f'{text}\n{noise}\n')
-        left -= (folder/f'{number:03}.txt').stat().st_size
+                noise = "".join(
+                    draw.choices("abcdefghijklmnopqrstuvwxyz0123456789 \n", k=len(text) // 20)
+                )
+                room -= file.write(f"{text}\n{noise}\n")
+        left -= (folder / f"{number:03}.txt").stat().st_size
         number += 1
 
 
 def _rows(name: str):
-    try: yield from CORPORA[name]()
-    except FileNotFoundError: return
+    try:
+        yield from CORPORA[name]()
+    except FileNotFoundError:
+        return
 
 
 def main():
-    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    args.add_argument('--gb', type=float, default=0.1)
-    args.add_argument('--processes', type=int, default=2)
-    args.add_argument('--rounds', type=int, default=3)
+    args = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    args.add_argument("--gb", type=float, default=0.1)
+    args.add_argument("--processes", type=int, default=2)
+    args.add_argument("--rounds", type=int, default=3)
     args = args.parse_args()
     with tempfile.TemporaryDirectory() as home:
-        corpus = Path(home)/'corpus'
+        corpus = Path(home) / "corpus"
         corpus.mkdir()
         make_corpus(corpus, args.gb)
         size = sum(file.stat().st_size for file in corpus.iterdir())
-        sample = [row['text'] for name in ('stdlib', 'bible') for row in _rows(name)][::20]
-        BPETokenizer.train(sample, 8192, special_tokens=['<|endoftext|>'], progress=False).save(Path(home)/'tokenizer')
-        found: dict[str, list] = {way: [] for way in ('encoder', '1', str(args.processes))}
+        sample = [row["text"] for name in ("stdlib", "bible") for row in _rows(name)][::20]
+        BPETokenizer.train(sample, 8192, special_tokens=["<|endoftext|>"], progress=False).save(
+            Path(home) / "tokenizer"
+        )
+        found: dict[str, list] = {way: [] for way in ("encoder", "1", str(args.processes))}
         for number in range(args.rounds):
             for way in found:
-                done = subprocess.run([sys.executable, '-c', CODE, way, str(corpus), f'{home}/tokenizer', f'{home}/{way}-{number}'],
-                                      capture_output=True, text=True, check=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+                done = subprocess.run(
+                    [
+                        sys.executable,
+                        "-c",
+                        CODE,
+                        way,
+                        str(corpus),
+                        f"{home}/tokenizer",
+                        f"{home}/{way}-{number}",
+                    ],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
                 found[way].append(json.loads(done.stdout))
-                subprocess.run(['rm', '-rf', f'{home}/{way}-{number}'], check=True)
-        assert len({row[3] for way in found if way != 'encoder' for row in found[way]}) == 1, 'the bytes differ'
+                subprocess.run(["rm", "-rf", f"{home}/{way}-{number}"], check=True)
+        assert len({row[3] for way in found if way != "encoder" for row in found[way]}) == 1, (
+            "the bytes differ"
+        )
     print(machine())
-    print(f'\n{size/1e9:.2f} GB, {args.rounds} rounds; the bytes are equal\n')
-    print('| way | MB/s | MB per CPU second of an encoding process | × the encoder | largest memory of a process, MB |\n|---|---|---|---|---|')
+    print(f"\n{size / 1e9:.2f} GB, {args.rounds} rounds; the bytes are equal\n")
+    print(
+        "| way | MB/s | MB per CPU second of an encoding process | × the encoder | largest memory of a process, MB |\n|---|---|---|---|---|"
+    )
     for way, rows in found.items():
-        share = statistics.median(row[4]/base[4] for row, base in zip(rows, found['encoder'], strict=True))
-        name = 'encoder alone, one thread' if way == 'encoder' else f'tokenize_to_disk, {way} process{"es"*(way != "1")}'
-        print(f'| {name} | {statistics.median(row[0] for row in rows):.1f} | {statistics.median(row[4] for row in rows):.1f} | {share:.2f} '
-              f'| {max(max(row[1:3]) for row in rows):.0f} |', flush=True)
+        share = statistics.median(
+            row[4] / base[4] for row, base in zip(rows, found["encoder"], strict=True)
+        )
+        name = (
+            "encoder alone, one thread"
+            if way == "encoder"
+            else f"tokenize_to_disk, {way} process{'es' * (way != '1')}"
+        )
+        print(
+            f"| {name} | {statistics.median(row[0] for row in rows):.1f} | {statistics.median(row[4] for row in rows):.1f} | {share:.2f} "
+            f"| {max(max(row[1:3]) for row in rows):.0f} |",
+            flush=True,
+        )
 
 
-if __name__ == '__main__': main()
+if __name__ == "__main__":
+    main()

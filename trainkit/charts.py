@@ -23,339 +23,468 @@ from .display import PALETTE, Picture, clean, number, svg, text, visible
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #e8a130cb
 def box(
-    x: float, # Left edge
-    y: float, # Upper edge
-    size: tuple[float, float], # Width and height
-    lines: Sequence[str], # Already broken
-    colour: str, # Of the frame
-) -> str: # SVG
+    x: float,  # Left edge
+    y: float,  # Upper edge
+    size: tuple[float, float],  # Width and height
+    lines: Sequence[str],  # Already broken
+    colour: str,  # Of the frame
+) -> str:  # SVG
     "A rounded box with centred lines of text."
     width, height = size
-    top = y + height/2 + 4 - 8*(len(lines) - 1)
-    words = ''.join(text(x + width/2, top + 16*i, line, 'middle') for i, line in enumerate(lines))
-    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="7" fill="{colour}" '
-            f'fill-opacity="0.12" stroke="{colour}" stroke-width="1.4"/>{words}')
+    top = y + height / 2 + 4 - 8 * (len(lines) - 1)
+    words = "".join(
+        text(x + width / 2, top + 16 * i, line, "middle") for i, line in enumerate(lines)
+    )
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="7" fill="{colour}" '
+        f'fill-opacity="0.12" stroke="{colour}" stroke-width="1.4"/>{words}'
+    )
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #f6e29192
 def arrow(
-    start: tuple[float, float], # Upper left corner of the box it leaves
-    end: tuple[float, float], # Upper left corner of the box it reaches
-    size: tuple[float, float], # Width and height of both
-    near: bool, # Whether no column stands between them
-    label: str = '',
-) -> str: # SVG
+    start: tuple[float, float],  # Upper left corner of the box it leaves
+    end: tuple[float, float],  # Upper left corner of the box it reaches
+    size: tuple[float, float],  # Width and height of both
+    near: bool,  # Whether no column stands between them
+    label: str = "",
+) -> str:  # SVG
     "A line from the edge of one box to the edge of another, with a head."
     (x, y), (u, v), (width, height) = start, end, size
-    middle, target = x + width/2, u + width/2
+    middle, target = x + width / 2, u + width / 2
     if y == v and near and u > x:
-        path, head, at = f'M{x + width:.1f} {y + height/2:.1f}H{u - 5:.1f}', f'M{u:.1f} {y + height/2:.1f}l-8-4v8z', \
-            ((x + width + u)/2, y + height/2 - 7)
+        path, head, at = (
+            f"M{x + width:.1f} {y + height / 2:.1f}H{u - 5:.1f}",
+            f"M{u:.1f} {y + height / 2:.1f}l-8-4v8z",
+            ((x + width + u) / 2, y + height / 2 - 7),
+        )
     elif y == v:
-        edge, bow, tip = (y, -34, '-8') if u > x else (y + height, 34, '8')
-        path = f'M{middle:.1f} {edge:.1f}C{middle:.1f} {edge + bow:.1f} {target:.1f} {edge + bow:.1f} {target:.1f} {edge + bow/7:.1f}'
-        head, at = f'M{target:.1f} {edge:.1f}l-4 {tip}h8z', ((middle + target)/2, edge + bow*0.75 + (14 if bow > 0 else -5))
+        edge, bow, tip = (y, -34, "-8") if u > x else (y + height, 34, "8")
+        path = f"M{middle:.1f} {edge:.1f}C{middle:.1f} {edge + bow:.1f} {target:.1f} {edge + bow:.1f} {target:.1f} {edge + bow / 7:.1f}"
+        head, at = (
+            f"M{target:.1f} {edge:.1f}l-4 {tip}h8z",
+            ((middle + target) / 2, edge + bow * 0.75 + (14 if bow > 0 else -5)),
+        )
     else:
-        edge, reach, tip = (y + height, v, '-8') if v > y else (y, v + height, '8')
-        half = (edge + reach)/2
-        path = f'M{middle:.1f} {edge:.1f}C{middle:.1f} {half:.1f} {target:.1f} {half:.1f} {target:.1f} {reach + int(tip)/2:.1f}'
-        head, at = f'M{target:.1f} {reach:.1f}l-4 {tip}h8z', ((middle + target)/2, half + 4)
-        if middle == target: at = (middle + 8, half + 4)
-    anchor = 'start' if middle == target else 'middle'
-    words = text(*at, label, anchor, 'font-size="11" font-style="italic"') if label else ''
+        edge, reach, tip = (y + height, v, "-8") if v > y else (y, v + height, "8")
+        half = (edge + reach) / 2
+        path = f"M{middle:.1f} {edge:.1f}C{middle:.1f} {half:.1f} {target:.1f} {half:.1f} {target:.1f} {reach + int(tip) / 2:.1f}"
+        head, at = f"M{target:.1f} {reach:.1f}l-4 {tip}h8z", ((middle + target) / 2, half + 4)
+        if middle == target:
+            at = (middle + 8, half + 4)
+    anchor = "start" if middle == target else "middle"
+    words = text(*at, label, anchor, 'font-size="11" font-style="italic"') if label else ""
     return f'<path d="{path}" fill="none" stroke="currentColor" stroke-opacity="0.7"/><path d="{head}" fill-opacity="0.8"/>{words}'
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #06fe86f8
 def flow(
-    rows: Sequence[Sequence[str | None]], # Boxes from left to right, a row at a time; None leaves a place empty
-    arrows: Sequence[tuple[str, ...]] | None = None, # (from, to) or (from, to, label); None joins neighbours in each row
-    title: str = '', # What is drawn: the start of the description, not shown
-    colours: Mapping[str, int] | None = None, # Box -> number of a colour in `PALETTE`; the others are grey
+    rows: Sequence[
+        Sequence[str | None]
+    ],  # Boxes from left to right, a row at a time; None leaves a place empty
+    arrows: Sequence[tuple[str, ...]]
+    | None = None,  # (from, to) or (from, to, label); None joins neighbours in each row
+    title: str = "",  # What is drawn: the start of the description, not shown
+    colours: Mapping[str, int]
+    | None = None,  # Box -> number of a colour in `PALETTE`; the others are grey
 ) -> Picture:
     "Boxes and arrows: the life cycle of something, drawn and described."
-    place = {name: (column, row) for row, names in enumerate(rows) for column, name in enumerate(names) if name is not None}
+    place = {
+        name: (column, row)
+        for row, names in enumerate(rows)
+        for column, name in enumerate(names)
+        if name is not None
+    }
     names, colours = [n for r in rows for n in r if n is not None], colours or {}
-    if not names: raise ValueError(f'a diagram needs at least one box, got rows={rows!r}')
-    if twice := {n for n in names if names.count(n) > 1}: raise ValueError(f'two boxes are called {sorted(twice)[0]!r}: give each its own name')
+    if not names:
+        raise ValueError(f"a diagram needs at least one box, got rows={rows!r}")
+    if twice := {n for n in names if names.count(n) > 1}:
+        raise ValueError(f"two boxes are called {sorted(twice)[0]!r}: give each its own name")
     if arrows is None:
-        arrows = [(a, b) for row in rows for a, b in zip(row, row[1:], strict=False) if a is not None and b is not None]
+        arrows = [
+            (a, b)
+            for row in rows
+            for a, b in zip(row, row[1:], strict=False)
+            if a is not None and b is not None
+        ]
     for name in [n for a in arrows for n in a[:2]] + list(colours):
-        if name not in place: raise ValueError(f'no box is called {name!r}{nearest(name, names)}')
-    lines = {name: wrap(name, 16) or [''] for name in names}
-    size = (max(7*len(part) for some in lines.values() for part in some) + 22., 16.*max(map(len, lines.values())) + 18)
+        if name not in place:
+            raise ValueError(f"no box is called {name!r}{nearest(name, names)}")
+    lines = {name: wrap(name, 16) or [""] for name in names}
+    size = (
+        max(7 * len(part) for some in lines.values() for part in some) + 22.0,
+        16.0 * max(map(len, lines.values())) + 18,
+    )
     said = max((len(a[2]) for a in arrows if len(a) > 2), default=0)
-    gap, lift = max(34., min(6*said + 16, 90)), 44.
-    corner = {name: (2 + c*(size[0] + gap), 40 + r*(size[1] + lift)) for name, (c, r) in place.items()}
+    gap, lift = max(34.0, min(6 * said + 16, 90)), 44.0
+    corner = {
+        name: (2 + c * (size[0] + gap), 40 + r * (size[1] + lift)) for name, (c, r) in place.items()
+    }
     body = []
     for start, end, *label in arrows:
         (c, r), (d, s) = place[start], place[end]
         if start == end or abs(r - s) > 1:
-            raise ValueError(f'an arrow from {start!r} to {end!r} would cross other boxes: put them in the same row or in neighbouring ones')
+            raise ValueError(
+                f"an arrow from {start!r} to {end!r} would cross other boxes: put them in the same row or in neighbouring ones"
+            )
         body.append(arrow(corner[start], corner[end], size, d - c == 1, *label))
-    body += [box(*corner[n], size, lines[n], PALETTE[colours[n]] if n in colours else '#808080') for n in names]
-    told = '; '.join(f'{a[0]} leads to {a[1]}' + (f' ({a[2]})' if len(a) > 2 else '') for a in arrows)
-    width = 4 + max(c for c, _ in place.values())*(size[0] + gap) + size[0]
-    above, below = 40., 40.
-    return svg(width, above + len(rows)*(size[1] + lift) - lift + below, f'{title}: {told}' if title else told, ''.join(body))
+    body += [
+        box(*corner[n], size, lines[n], PALETTE[colours[n]] if n in colours else "#808080")
+        for n in names
+    ]
+    told = "; ".join(
+        f"{a[0]} leads to {a[1]}" + (f" ({a[2]})" if len(a) > 2 else "") for a in arrows
+    )
+    width = 4 + max(c for c, _ in place.values()) * (size[0] + gap) + size[0]
+    above, below = 40.0, 40.0
+    return svg(
+        width,
+        above + len(rows) * (size[1] + lift) - lift + below,
+        f"{title}: {told}" if title else told,
+        "".join(body),
+    )
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #b961ff79
 def ticks(
-    low: float, # Smallest value on the axis
-    high: float, # Largest value
-    count: int = 5, # About how many marks
-    log: bool = False, # For a logarithmic axis: powers of ten, with 2 and 5 between them when there are few
-) -> list[float]: # Marks between `low` and `high`
+    low: float,  # Smallest value on the axis
+    high: float,  # Largest value
+    count: int = 5,  # About how many marks
+    log: bool = False,  # For a logarithmic axis: powers of ten, with 2 and 5 between them when there are few
+) -> list[float]:  # Marks between `low` and `high`
     "Round numbers to mark on an axis."
-    if log and high/low >= 10:
+    if log and high / low >= 10:
         tens = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        marks = [m*10.**e for e in tens for m in (1, 2, 5)]
-        marks = [m for m in marks if low*(1 - 1e-9) <= m <= high*(1 + 1e-9)]
+        marks = [m * 10.0**e for e in tens for m in (1, 2, 5)]
+        marks = [m for m in marks if low * (1 - 1e-9) <= m <= high * (1 + 1e-9)]
         powers = [m for m in marks if abs(math.log10(m) % 1 - 0.5) > 0.49]
         marks = marks if len(marks) <= count + 1 or len(powers) < 2 else powers
-        return marks[::-(-len(marks)//(count + 1))]
-    if high <= low: return [low]
-    size = 10.**math.floor(math.log10((high - low)/count))
-    step = min((size*m for m in (1, 2, 5, 10)), key=lambda s: abs(math.log((high - low)/count/s)))
-    first = math.ceil(low/step - 1e-9)
-    return [round(i*step, 12 - math.floor(math.log10(step))) for i in range(first, math.floor(high/step + 1e-9) + 1)]
+        return marks[:: -(-len(marks) // (count + 1))]
+    if high <= low:
+        return [low]
+    size = 10.0 ** math.floor(math.log10((high - low) / count))
+    step = min(
+        (size * m for m in (1, 2, 5, 10)), key=lambda s: abs(math.log((high - low) / count / s))
+    )
+    first = math.ceil(low / step - 1e-9)
+    return [
+        round(i * step, 12 - math.floor(math.log10(step)))
+        for i in range(first, math.floor(high / step + 1e-9) + 1)
+    ]
+
 
 def tick_labels(
-    values: Sequence[float], # Marks as `ticks` gives them
+    values: Sequence[float],  # Marks as `ticks` gives them
 ) -> list[str]:
     "The marks as text; evenly spaced ones share a unit and a number of decimals."
     steps = [b - a for a, b in pairwise(values)]
-    if not steps or max(steps) - min(steps) > 1e-6*max(steps): return [number(v) for v in values]
+    if not steps or max(steps) - min(steps) > 1e-6 * max(steps):
+        return [number(v) for v in values]
     top, step = max(map(abs, values)), steps[0]
     power = math.floor(math.log10(top))
-    unit, size = next(((u, s) for u, s in (('G', 1e9), ('M', 1e6), ('k', 1e3)) if top >= max(1e4, s)), ('', 1.))
-    if not -3 <= power < 12: unit, size = f'e{power}', 10.**power
-    decimals = max(0, -math.floor(math.log10(step/size) + 1e-9))
-    return [f'{v/size:.{decimals}f}{unit}' if v else '0' for v in values]
+    unit, size = next(
+        ((u, s) for u, s in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if top >= max(1e4, s)), ("", 1.0)
+    )
+    if not -3 <= power < 12:
+        unit, size = f"e{power}", 10.0**power
+    decimals = max(0, -math.floor(math.log10(step / size) + 1e-9))
+    return [f"{v / size:.{decimals}f}{unit}" if v else "0" for v in values]
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #adbcf038
 def thin(
-    points: list[tuple[float, float]], # (x, y); a y of NaN or infinity is a gap
-    limit: int = 512, # At most this many points; at least 4
-) -> list[tuple[float, float]]: # The first and the last point are always kept
+    points: list[tuple[float, float]],  # (x, y); a y of NaN or infinity is a gap
+    limit: int = 512,  # At most this many points; at least 4
+) -> list[tuple[float, float]]:  # The first and the last point are always kept
     "Halve a curve until it has at most `limit` points, keeping its extremes and its gaps."
     while len(points) > max(4, limit):
         inner = points[1:-1]
         kept = [points[0]]
-        for four in (inner[i:i+4] for i in range(0, len(inner), 4)):
+        for four in (inner[i : i + 4] for i in range(0, len(inner), 4)):
             real = [p for p in four if math.isfinite(p[1])]
             gap = [p for p in four if not math.isfinite(p[1])][:1]
             ends = [max(real, key=lambda p: p[1])] if real else []
-            if not gap and real: ends.append(min(real, key=lambda p: p[1]))
+            if not gap and real:
+                ends.append(min(real, key=lambda p: p[1]))
             kept += sorted({*ends, *gap}, key=four.index)
         points = [*kept, points[-1]]
     return points
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #21f2c9ce
 def sane(
-    value, # A number, or None
-) -> float: # NaN where there is nothing to draw
+    value,  # A number, or None
+) -> float:  # NaN where there is nothing to draw
     "A float that can be drawn: beyond 1e200 counts as infinite, and below 1e-200 as zero."
     value = math.nan if value is None else float(value)
-    return (value if abs(value) > 1e-200 else 0.) if abs(value) < 1e200 else math.nan
+    return (value if abs(value) > 1e-200 else 0.0) if abs(value) < 1e200 else math.nan
+
 
 def as_points(
-    data, # Numbers (their index is x), or a pair `(xs, ys)`; lists, arrays or tensors
+    data,  # Numbers (their index is x), or a pair `(xs, ys)`; lists, arrays or tensors
 ) -> list[tuple[float, float]]:
     "The points of one series."
-    plain = lambda a: a.tolist() if hasattr(a, 'tolist') else list(a)
+    plain = lambda a: a.tolist() if hasattr(a, "tolist") else list(a)
     data = plain(data)
     pair = len(data) == 2 and not any(isinstance(d, (int, float)) for d in data)
     xs, ys = (plain(d) for d in data) if pair else (range(len(data)), data)
-    if len(xs) != len(ys): raise ValueError(f'{len(xs)} values of x for {len(ys)} values of y')
+    if len(xs) != len(ys):
+        raise ValueError(f"{len(xs)} values of x for {len(ys)} values of y")
     points = [(sane(x), sane(y)) for x, y in zip(xs, ys, strict=True)]
     return [p for p in points if math.isfinite(p[0])]
 
+
 def running_mean(
-    points: list[tuple[float, float]], # (x, y)
-    reach: float, # About how many points it looks back
+    points: list[tuple[float, float]],  # (x, y)
+    reach: float,  # About how many points it looks back
 ) -> list[tuple[float, float]]:
     "Exponential moving average without a bias towards zero at the start (as in Adam)."
-    total, weight, out = 0., 0., []
-    smooth = 1 - 1/max(1., reach)
+    total, weight, out = 0.0, 0.0, []
+    smooth = 1 - 1 / max(1.0, reach)
     for x, y in points:
-        if math.isfinite(y): total, weight = smooth*total + (1 - smooth)*y, smooth*weight + 1 - smooth
-        out.append((x, total/weight if math.isfinite(y) else y))
+        if math.isfinite(y):
+            total, weight = smooth * total + (1 - smooth) * y, smooth * weight + 1 - smooth
+        out.append((x, total / weight if math.isfinite(y) else y))
     return out
 
+
 def describe(
-    name: str, # What the series is called
+    name: str,  # What the series is called
     points: list[tuple[float, float]],
     x_label: str,
 ) -> str:
     "A series in a sentence: where it starts and ends, and its extremes."
     real = [p for p in points if math.isfinite(p[1])]
-    if not real: return f'{name} has no values'
+    if not real:
+        return f"{name} has no values"
     (x0, first), (x1, last) = real[0], real[-1]
     low, high = min(real, key=lambda p: p[1]), max(real, key=lambda p: p[1])
-    if len(real) == 1: return f'{name} is {number(first)} at {x_label} {number(x0)}'
-    text = f'{name} from {number(first)} at {x_label} {number(x0)} to {number(last)} at {x_label} {number(x1)}'
-    text += f', lowest {number(low[1])} at {number(low[0])}' if low[1] < min(first, last) else ''
-    return text + (f', highest {number(high[1])} at {number(high[0])}' if high[1] > max(first, last) else '')
+    if len(real) == 1:
+        return f"{name} is {number(first)} at {x_label} {number(x0)}"
+    text = f"{name} from {number(first)} at {x_label} {number(x0)} to {number(last)} at {x_label} {number(x1)}"
+    text += f", lowest {number(low[1])} at {number(low[0])}" if low[1] < min(first, last) else ""
+    return text + (
+        f", highest {number(high[1])} at {number(high[0])}" if high[1] > max(first, last) else ""
+    )
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #d6145e9a
 def line_path(
-    points: list[tuple[float, float]], # In drawing units; NaN is a gap
+    points: list[tuple[float, float]],  # In drawing units; NaN is a gap
     colour: str,
-    width: float = 1.8, # Of the line
-    dots: bool = False, # Mark each point
-    more: str = '', # More attributes
+    width: float = 1.8,  # Of the line
+    dots: bool = False,  # Mark each point
+    more: str = "",  # More attributes
 ) -> str:
     "A line broken at its gaps; a point alone between two gaps is a dot."
     pieces, lone, start = [], [], True
     for i, (x, y) in enumerate(points):
-        if not math.isfinite(y): start = True; continue
+        if not math.isfinite(y):
+            start = True
+            continue
         ends = i + 1 == len(points) or not math.isfinite(points[i + 1][1])
-        if dots or (start and ends): lone.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>')
-        pieces.append(f'{"M" if start else "L"}{x:.1f} {y:.1f}')
+        if dots or (start and ends):
+            lone.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>')
+        pieces.append(f"{'M' if start else 'L'}{x:.1f} {y:.1f}")
         start = False
-    path = (f'<path d="{"".join(pieces)}" fill="none" stroke="{colour}" stroke-width="{width}" '
-            f'stroke-linejoin="round" {more}/>')
-    return (path if pieces else '') + (f'<g fill="{colour}">{"".join(lone)}</g>' if lone else '')
+    path = (
+        f'<path d="{"".join(pieces)}" fill="none" stroke="{colour}" stroke-width="{width}" '
+        f'stroke-linejoin="round" {more}/>'
+    )
+    return (path if pieces else "") + (f'<g fill="{colour}">{"".join(lone)}</g>' if lone else "")
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #6c07df47
 def legend(
-    names: list[tuple[str, str]], # Name of each series and its last value
-    width: float, # Room for one row
-    top: float, # Where the first row begins
-) -> tuple[str, float]: # SVG, and where the rows end
+    names: list[tuple[str, str]],  # Name of each series and its last value
+    width: float,  # Room for one row
+    top: float,  # Where the first row begins
+) -> tuple[str, float]:  # SVG, and where the rows end
     "The series' names in their colours, in as many rows as they need."
-    body, x = '', 0.
+    body, x = "", 0.0
     for i, (name, last) in enumerate(names):
-        room = 40 + 6.7*len(f'{name} {last}')
-        if x and x + room > width: top, x = top + 18, 0.
-        body += (f'<path d="M{x:.0f} {top + 8:.0f}h16" stroke="{PALETTE[i % len(PALETTE)]}" stroke-width="3"/>'
-                 f'<text x="{x + 21:.0f}" y="{top + 12:.0f}">{clean(name)} '
-                 f'<tspan font-weight="600">{clean(last)}</tspan></text>')
+        room = 40 + 6.7 * len(f"{name} {last}")
+        if x and x + room > width:
+            top, x = top + 18, 0.0
+        body += (
+            f'<path d="M{x:.0f} {top + 8:.0f}h16" stroke="{PALETTE[i % len(PALETTE)]}" stroke-width="3"/>'
+            f'<text x="{x + 21:.0f}" y="{top + 12:.0f}">{clean(name)} '
+            f'<tspan font-weight="600">{clean(last)}</tspan></text>'
+        )
         x += room
     return body, top + (18 if names else 0)
 
+
 def curves(
-    series: Mapping, # Name -> numbers, or a pair `(xs, ys)`; NaN is a gap
-    title: str = '',
-    x_label: str = 'step',
-    y_label: str = '',
-    log_y: bool = False, # Logarithmic axis; what is not above 0 becomes a gap
-    smooth: float = 0., # Show a running mean over this share of the curve, 0.02 say, with the raw values dimmed behind it
-    width: int = 480, # Largest width, in CSS pixels
+    series: Mapping,  # Name -> numbers, or a pair `(xs, ys)`; NaN is a gap
+    title: str = "",
+    x_label: str = "step",
+    y_label: str = "",
+    log_y: bool = False,  # Logarithmic axis; what is not above 0 becomes a gap
+    smooth: float = 0.0,  # Show a running mean over this share of the curve, 0.02 say, with the raw values dimmed behind it
+    width: int = 480,  # Largest width, in CSS pixels
     height: int = 260,
-    zero: bool = False, # The axis begins at zero, as it should for what has a natural one: memory, speed, a share
+    zero: bool = False,  # The axis begins at zero, as it should for what has a natural one: memory, speed, a share
 ) -> Picture:
     "Lines over steps."
-    if not 0 <= smooth < 1: raise ValueError(f'smooth={smooth}: it is at least 0 and less than 1')
+    if not 0 <= smooth < 1:
+        raise ValueError(f"smooth={smooth}: it is at least 0 and less than 1")
     lines = {str(name): as_points(data) for name, data in series.items()}
-    if log_y: lines = {name: [(x, y if y > 0 else math.nan) for x, y in points] for name, points in lines.items()}
+    if log_y:
+        lines = {
+            name: [(x, y if y > 0 else math.nan) for x, y in points]
+            for name, points in lines.items()
+        }
     real = [p for points in lines.values() for p in points if math.isfinite(p[1])]
-    head = text(0, 13, title, more='font-weight="600"') if title else ''
+    head = text(0, 13, title, more='font-weight="600"') if title else ""
     if not real:
-        return svg(width, height, f'{title or "chart"}: no data yet',
-                   head + text(width/2, height/2, 'no data yet', 'middle'))
-    end = lambda points: next((number(y) for _, y in reversed(points) if math.isfinite(y)), '–')
+        return svg(
+            width,
+            height,
+            f"{title or 'chart'}: no data yet",
+            head + text(width / 2, height / 2, "no data yet", "middle"),
+        )
+    end = lambda points: next((number(y) for _, y in reversed(points) if math.isfinite(y)), "–")
     last = [(name, end(points)) for name, points in lines.items()]
     names, top = legend(last, width, 22 if title else 0)
-    if y_label: names, top = names + text(0, top + 12, y_label, more='opacity=".75"'), top + 16
+    if y_label:
+        names, top = names + text(0, top + 12, y_label, more='opacity=".75"'), top + 16
 
     scale = math.log10 if log_y else float
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*real, strict=True))
-    if not log_y and y1 - y0 < 2e-3*abs(y1): y0, y1 = y0 - 1e-3*abs(y1), y1 + 1e-3*abs(y1) # rounding is not news
-    if zero and not log_y: y0, y1 = min(0., y0), max(0., y1)
-    pad = 0.04*(scale(y1) - scale(y0)) or 0.5
-    low, high = (10**(scale(y0) - pad), 10**(scale(y1) + pad)) if log_y else (y0 - pad*(not zero or y0 < 0), y1 + pad)
+    if not log_y and y1 - y0 < 2e-3 * abs(y1):
+        y0, y1 = y0 - 1e-3 * abs(y1), y1 + 1e-3 * abs(y1)  # rounding is not news
+    if zero and not log_y:
+        y0, y1 = min(0.0, y0), max(0.0, y1)
+    pad = 0.04 * (scale(y1) - scale(y0)) or 0.5
+    low, high = (
+        (10 ** (scale(y0) - pad), 10 ** (scale(y1) + pad))
+        if log_y
+        else (y0 - pad * (not zero or y0 < 0), y1 + pad)
+    )
     y_marks, x_marks = ticks(low, high, 4, log_y), ticks(x0, x1)
-    if all(x == int(x) for x, _ in real): x_marks = [x for x in x_marks if x == int(x)]
-    y_names = [number(y) for y in y_marks] if log_y and high >= 10*low else tick_labels(y_marks)
+    if all(x == int(x) for x, _ in real):
+        x_marks = [x for x in x_marks if x == int(x)]
+    y_names = [number(y) for y in y_marks] if log_y and high >= 10 * low else tick_labels(y_marks)
     x_names = tick_labels(x_marks)
-    left, right, foot = 10 + 7*max(map(len, y_names)), width - max(4, 4*len(x_names[-1])), height - 36
-    X = lambda x: left + (x - x0)/(x1 - x0)*(right - left) if x1 > x0 else (left + right)/2
-    Y = lambda y: foot - (scale(y) - scale(low))/(scale(high) - scale(low))*(foot - top - 8)
+    left, right, foot = (
+        10 + 7 * max(map(len, y_names)),
+        width - max(4, 4 * len(x_names[-1])),
+        height - 36,
+    )
+    X = lambda x: left + (x - x0) / (x1 - x0) * (right - left) if x1 > x0 else (left + right) / 2
+    Y = lambda y: foot - (scale(y) - scale(low)) / (scale(high) - scale(low)) * (foot - top - 8)
 
-    level = ''.join(f'M{left:.1f} {Y(y):.1f}H{right:.1f}' for y in y_marks)
+    level = "".join(f"M{left:.1f} {Y(y):.1f}H{right:.1f}" for y in y_marks)
     axes = f'<path d="{level}" stroke="currentColor" opacity=".15"/>'
     axes += f'<path d="M{left:.1f} {foot:.1f}H{right:.1f}" stroke="currentColor" opacity=".5"/>'
-    axes += ''.join(text(left - 6, Y(y) + 4, name, 'end') for y, name in zip(y_marks, y_names, strict=True))
-    axes += ''.join(text(X(x), foot + 16, name, 'middle') for x, name in zip(x_marks, x_names, strict=True))
-    body = ''
+    axes += "".join(
+        text(left - 6, Y(y) + 4, name, "end") for y, name in zip(y_marks, y_names, strict=True)
+    )
+    axes += "".join(
+        text(X(x), foot + 16, name, "middle") for x, name in zip(x_marks, x_names, strict=True)
+    )
+    body = ""
     for i, points in enumerate(lines.values()):
         colour, limit = PALETTE[i % len(PALETTE)], 256 if smooth else 512
-        place = lambda points: [(X(x), Y(y) if math.isfinite(y) else y) for x, y in thin(points, limit)] # noqa: B023
+        place = lambda points: [
+            (X(x), Y(y) if math.isfinite(y) else y) for x, y in thin(points, limit)
+        ]  # noqa: B023
         if smooth and len(points) > 32:
             body += line_path(place(points), colour, 1, more='opacity=".3"')
-            points = running_mean(points, smooth*len(points))
+            points = running_mean(points, smooth * len(points))
         body += line_path(place(points), colour, dots=len(points) <= 32)
-    words = '; '.join(describe(name, points, x_label) for name, points in lines.items())
-    return svg(width, height, f'{title}: {words}' if title else words,
-               head + names + f'<g opacity=".8">{axes}{text(right, height - 4, x_label, "end")}</g>' + body)
+    words = "; ".join(describe(name, points, x_label) for name, points in lines.items())
+    return svg(
+        width,
+        height,
+        f"{title}: {words}" if title else words,
+        head
+        + names
+        + f'<g opacity=".8">{axes}{text(right, height - 4, x_label, "end")}</g>'
+        + body,
+    )
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #c6ef2532
 def bars(
-    values: Mapping[str, float], # Name -> number; NaN or None means that there is none
-    title: str = '',
-    unit: str = '', # Written after each number
-    highlight: str = '', # The name of the bar that the others are compared with
-    width: int = 480, # Largest width, in CSS pixels
+    values: Mapping[str, float],  # Name -> number; NaN or None means that there is none
+    title: str = "",
+    unit: str = "",  # Written after each number
+    highlight: str = "",  # The name of the bar that the others are compared with
+    width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
     "One horizontal bar for each number, from zero."
     rows = [(str(name), sane(v)) for name, v in values.items()]
     real = [v for _, v in rows if math.isfinite(v)]
-    show = lambda v: f'{number(v)}{" " + unit if unit else ""}' if math.isfinite(v) else 'no value'
-    low, high = min([0., *real]), max([0., *real])
-    left = min(0.4*width, 10 + 6.7*max([4, *(len(name) for name, _ in rows)]))
-    ends = 12 + 6.7*max([0, *(len(show(v)) for _, v in rows)])
-    zero, room = left + (ends if low < 0 else 0), width - left - ends*(2 if low < 0 else 1)
-    X = lambda v: zero + (v - low)/((high - low) or 1)*room
+    show = lambda v: f"{number(v)}{' ' + unit if unit else ''}" if math.isfinite(v) else "no value"
+    low, high = min([0.0, *real]), max([0.0, *real])
+    left = min(0.4 * width, 10 + 6.7 * max([4, *(len(name) for name, _ in rows)]))
+    ends = 12 + 6.7 * max([0, *(len(show(v)) for _, v in rows)])
+    zero, room = left + (ends if low < 0 else 0), width - left - ends * (2 if low < 0 else 1)
+    X = lambda v: zero + (v - low) / ((high - low) or 1) * room
     top = 26 if title else 2
-    body = text(0, 13, title, more='font-weight="600"') if title else ''
-    if not rows: body += text(width/2, top + 16, 'no data yet', 'middle')
+    body = text(0, 13, title, more='font-weight="600"') if title else ""
+    if not rows:
+        body += text(width / 2, top + 16, "no data yet", "middle")
     for i, (name, v) in enumerate(rows):
-        y, fits = top + 26*i, int((left - 10)/6.7 + 1e-6)
-        body += text(left - 8, y + 15, name if len(name) <= fits else name[:fits - 1] + '…', 'end')
+        y, fits = top + 26 * i, int((left - 10) / 6.7 + 1e-6)
+        body += text(left - 8, y + 15, name if len(name) <= fits else name[: fits - 1] + "…", "end")
         if math.isfinite(v):
             a, b = sorted((X(0), X(v)))
-            faint = ' opacity=".55"' if highlight and name != highlight else ''
-            body += (f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" '
-                     f'fill="{PALETTE[0]}"{faint}/>')
-        at, anchor = (X(v), 'end' if v < 0 else 'start') if math.isfinite(v) else (X(0), 'start')
-        bold = 'font-weight="600"' if name == highlight else ''
+            faint = ' opacity=".55"' if highlight and name != highlight else ""
+            body += (
+                f'<rect x="{a:.1f}" y="{y + 2}" width="{max(b - a, 1):.1f}" height="18" rx="2" '
+                f'fill="{PALETTE[0]}"{faint}/>'
+            )
+        at, anchor = (X(v), "end" if v < 0 else "start") if math.isfinite(v) else (X(0), "start")
+        bold = 'font-weight="600"' if name == highlight else ""
         body += text(at + (-6 if v < 0 else 6), y + 15, show(v), anchor, bold)
-    label = '; '.join(f'{name} {show(v)}' for name, v in rows) or 'no data yet'
-    return svg(width, top + 26*max(1, len(rows)), f'{title}: {label}' if title else label, body)
+    label = "; ".join(f"{name} {show(v)}" for name, v in rows) or "no data yet"
+    return svg(width, top + 26 * max(1, len(rows)), f"{title}: {label}" if title else label, body)
 
 # %% ../nbs/90_toolbox/05_charts.ipynb #39b8f6f2
 def heatmap(
-    matrix, # Rows of numbers, NaN for none: lists, an array or a tensor
-    rows: Sequence[str] = (), # A label for each row
-    columns: Sequence[str] = (), # A label for each column
-    title: str = '',
-    limit: float | None = None, # The size of number that is drawn at full strength; the largest when None
-    width: int = 480, # Largest width, in CSS pixels
+    matrix,  # Rows of numbers, NaN for none: lists, an array or a tensor
+    rows: Sequence[str] = (),  # A label for each row
+    columns: Sequence[str] = (),  # A label for each column
+    title: str = "",
+    limit: float
+    | None = None,  # The size of number that is drawn at full strength; the largest when None
+    width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
     "A matrix as a grid of colours: blue above zero, orange below, stronger for larger."
-    m = [[sane(v) for v in row] for row in (matrix.tolist() if hasattr(matrix, 'tolist') else matrix)]
+    m = [
+        [sane(v) for v in row] for row in (matrix.tolist() if hasattr(matrix, "tolist") else matrix)
+    ]
     h, w = len(m), len(m[0]) if m else 0
     if any(len(row) != w for row in m):
-        raise ValueError(f'rows of {sorted({len(row) for row in m})} numbers: they must be equally long')
-    for name, labels, n in (('rows', rows, h), ('columns', columns, w)):
-        if len(labels) not in (0, n): raise ValueError(f'{len(labels)} labels for {n} {name}')
+        raise ValueError(
+            f"rows of {sorted({len(row) for row in m})} numbers: they must be equally long"
+        )
+    for name, labels, n in (("rows", rows, h), ("columns", columns, w)):
+        if len(labels) not in (0, n):
+            raise ValueError(f"{len(labels)} labels for {n} {name}")
     real = [v for row in m for v in row if math.isfinite(v)]
     if not real:
-        return svg(width, 60, f'{title or "heat map"}: no data yet',
-                            text(0, 13, title) + text(width/2, 40, 'no data yet', 'middle'))
-    limit = limit or max(map(abs, real)) or 1.
-    cut = lambda label: label if len(label) <= 14 else label[:13] + '…'
+        return svg(
+            width,
+            60,
+            f"{title or 'heat map'}: no data yet",
+            text(0, 13, title) + text(width / 2, 40, "no data yet", "middle"),
+        )
+    limit = limit or max(map(abs, real)) or 1.0
+    cut = lambda label: label if len(label) <= 14 else label[:13] + "…"
     rows, columns = [cut(visible(r)) for r in rows], [cut(visible(c)) for c in columns]
-    left, slope = 8 + 7.6*max(map(len, rows), default=0), 4.9*max(map(len, columns), default=0)
-    size = min(28., (width - left - slope)/w)
+    left, slope = 8 + 7.6 * max(map(len, rows), default=0), 4.9 * max(map(len, columns), default=0)
+    size = min(28.0, (width - left - slope) / w)
     top = (24 if title else 2) + (slope + 13 if columns else 0)
-    X, Y, every = (lambda j: left + j*size), (lambda i: top + i*size), max(1, math.ceil(14/size))
-    body = text(0, 13, title, more='font-weight="600"') if title else ''
-    body += ''.join(text(left - 6, Y(i + 0.5) + 4, r, 'end') for i, r in enumerate(rows) if i % every == 0)
+    X, Y, every = (
+        (lambda j: left + j * size),
+        (lambda i: top + i * size),
+        max(1, math.ceil(14 / size)),
+    )
+    body = text(0, 13, title, more='font-weight="600"') if title else ""
+    body += "".join(
+        text(left - 6, Y(i + 0.5) + 4, r, "end") for i, r in enumerate(rows) if i % every == 0
+    )
     for j, c in enumerate(columns):
-        at = f'{X(j + 0.5) + 2:.1f} {top - 6:.1f}'
-        if j % every == 0: body += f'<text transform="translate({at}) rotate(-45)">{clean(c)}</text>'
-    shade = lambda v: max(-16, min(16, round(16*v/limit))) if math.isfinite(v) else 0
+        at = f"{X(j + 0.5) + 2:.1f} {top - 6:.1f}"
+        if j % every == 0:
+            body += f'<text transform="translate({at}) rotate(-45)">{clean(c)}</text>'
+    shade = lambda v: max(-16, min(16, round(16 * v / limit))) if math.isfinite(v) else 0
     name = lambda labels, i: labels[i] if labels else str(i)
     paths: dict[int, str] = {}
     for i, row in enumerate(m):
@@ -363,25 +492,46 @@ def heatmap(
         while j < w:
             end = next((k for k in range(j + 1, w) if shade(row[k]) != shade(row[j])), w)
             level = shade(row[j])
-            if level: paths[level] = paths.get(level, '') + f'M{j} {i}h{end - j}v1h{j - end}z'
+            if level:
+                paths[level] = paths.get(level, "") + f"M{j} {i}h{end - j}v1h{j - end}z"
             j = end
-    cells = ''.join(f'<path d="{d}" fill="{PALETTE[0 if level > 0 else 1]}" fill-opacity="{abs(level)/16:.3g}"/>'
-                    for level, d in sorted(paths.items()))
-    hover = lambda i, j, v: (f'{clean(name(rows, i))} → {clean(name(columns, j))}: '
-                             + (number(v) if math.isfinite(v) else 'no value'))
-    if h*w <= 400: cells += '<g fill-opacity="0">' + ''.join(
-        f'<rect x="{j}" y="{i}" width="1" height="1"><title>{hover(i, j, v)}</title></rect>'
-        for i, row in enumerate(m) for j, v in enumerate(row)) + '</g>'
+    cells = "".join(
+        f'<path d="{d}" fill="{PALETTE[0 if level > 0 else 1]}" fill-opacity="{abs(level) / 16:.3g}"/>'
+        for level, d in sorted(paths.items())
+    )
+    hover = lambda i, j, v: (
+        f"{clean(name(rows, i))} → {clean(name(columns, j))}: "
+        + (number(v) if math.isfinite(v) else "no value")
+    )
+    if h * w <= 400:
+        cells += (
+            '<g fill-opacity="0">'
+            + "".join(
+                f'<rect x="{j}" y="{i}" width="1" height="1"><title>{hover(i, j, v)}</title></rect>'
+                for i, row in enumerate(m)
+                for j, v in enumerate(row)
+            )
+            + "</g>"
+        )
     body += f'<g transform="translate({left:.1f} {top:.1f}) scale({size:.4f})" shape-rendering="crispEdges">{cells}</g>'
-    body += (f'<rect x="{left:.1f}" y="{top:.1f}" width="{w*size:.1f}" height="{h*size:.1f}" fill="none" '
-             'stroke="currentColor" opacity=".4"/>')
-    best = max((abs(v), i, j) for i, row in enumerate(m) for j, v in enumerate(row) if math.isfinite(v))
-    words = (f'{h} rows by {w} columns, from {number(min(real))} to {number(max(real))}, '
-             f'strongest {number(m[best[1]][best[2]])} in row {name(rows, best[1])}, column {name(columns, best[2])}')
-    y = top + h*size + 22
-    key = ''.join(f'<rect x="{left + 14*k:.1f}" y="{y - 10:.1f}" width="14" height="10" '
-                  f'fill="{PALETTE[1 if min(real) < 0 and k < 4 else 0]}" '
-                  f'fill-opacity="{abs(k/3.5 - 1) if min(real) < 0 else k/7:.3g}"/>' for k in range(8))
-    span = f'{number(-limit if min(real) < 0 else 0)} to {number(limit)}'
+    body += (
+        f'<rect x="{left:.1f}" y="{top:.1f}" width="{w * size:.1f}" height="{h * size:.1f}" fill="none" '
+        'stroke="currentColor" opacity=".4"/>'
+    )
+    best = max(
+        (abs(v), i, j) for i, row in enumerate(m) for j, v in enumerate(row) if math.isfinite(v)
+    )
+    words = (
+        f"{h} rows by {w} columns, from {number(min(real))} to {number(max(real))}, "
+        f"strongest {number(m[best[1]][best[2]])} in row {name(rows, best[1])}, column {name(columns, best[2])}"
+    )
+    y = top + h * size + 22
+    key = "".join(
+        f'<rect x="{left + 14 * k:.1f}" y="{y - 10:.1f}" width="14" height="10" '
+        f'fill="{PALETTE[1 if min(real) < 0 and k < 4 else 0]}" '
+        f'fill-opacity="{abs(k / 3.5 - 1) if min(real) < 0 else k / 7:.3g}"/>'
+        for k in range(8)
+    )
+    span = f"{number(-limit if min(real) < 0 else 0)} to {number(limit)}"
     body += f'<g opacity=".85">{key}{text(left + 118, y, span)}</g>'
-    return svg(width, y + 6, f'{title}: {words}' if title else words, body)
+    return svg(width, y + 6, f"{title}: {words}" if title else words, body)

@@ -43,419 +43,808 @@ from .train.runs import Run, list_runs, plain, read_run, text_table
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #5f0480d1
 def find_run(
-    name: str, # A folder, or the name of a run inside `root`
-    root: Path = Path('runs'),
-) -> Run: # Raises `FileNotFoundError` that names the nearest run
+    name: str,  # A folder, or the name of a run inside `root`
+    root: Path = Path("runs"),
+) -> Run:  # Raises `FileNotFoundError` that names the nearest run
     "Open a run by its name."
-    for path in (Path(name), root/name):
-        if (path/'metrics.jsonl').exists(): return read_run(path)
+    for path in (Path(name), root / name):
+        if (path / "metrics.jsonl").exists():
+            return read_run(path)
     names = [run.name for run in list_runs(root)]
-    known = f' Runs in {root}: {", ".join(names[:8])}{", …"[:3*(len(names) > 8)]}' if names else ''
-    raise FileNotFoundError(f'{name} is no run: neither it nor {root/name} has a metrics.jsonl.{nearest(name, names)}{known}')
+    known = (
+        f" Runs in {root}: {', '.join(names[:8])}{', …'[: 3 * (len(names) > 8)]}" if names else ""
+    )
+    raise FileNotFoundError(
+        f"{name} is no run: neither it nor {root / name} has a metrics.jsonl.{nearest(name, names)}{known}"
+    )
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #9fd08f24
-runs = typer.Typer(name='runs', no_args_is_help=True, help='List, compare and examine runs.',
-                   context_settings=dict(help_option_names=['-h', '--help']))
+runs = typer.Typer(
+    name="runs",
+    no_args_is_help=True,
+    help="List, compare and examine runs.",
+    context_settings=dict(help_option_names=["-h", "--help"]),
+)
 
-Root = Annotated[Path, typer.Option('--root', help='The folder that holds the runs.')]
-_AsJson = Annotated[bool, typer.Option('--json', help='For programs.')]
+Root = Annotated[Path, typer.Option("--root", help="The folder that holds the runs.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 
-def _json(value) -> None: say(to_json(plain(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', '1e999'))
 
-@runs.command(name='list')
+def _json(value) -> None:
+    say(to_json(plain(value), indent=1, ensure_ascii=False).replace('"\\u0000inf"', "1e999"))
+
+
+@runs.command(name="list")
 def list_command(
-    root: Annotated[Path, typer.Argument(help='The folder that holds the runs.')] = Path('runs'),
-    sort: Annotated[str, typer.Option(help='Column to sort by, such as eval_loss; the newest first without.')] = '',
+    root: Annotated[Path, typer.Argument(help="The folder that holds the runs.")] = Path("runs"),
+    sort: Annotated[
+        str, typer.Option(help="Column to sort by, such as eval_loss; the newest first without.")
+    ] = "",
     as_json: _AsJson = False,
 ) -> None:
     "Every run of a folder: when it began, what it came to."
-    if not root.is_dir() and root != Path('runs'): raise FileNotFoundError(f'{root} is no folder: give the one that holds the runs, such as runs')
+    if not root.is_dir() and root != Path("runs"):
+        raise FileNotFoundError(
+            f"{root} is no folder: give the one that holds the runs, such as runs"
+        )
     found = list_runs(root)
     if not found and not as_json:
-        say(f'no runs in {root}')
+        say(f"no runs in {root}")
         return
     rows = found.rows()
     if sort:
-        if rows and sort not in rows[0]: raise ValueError(f'there is no column {sort!r}.{nearest(sort, list(rows[0]))}')
+        if rows and sort not in rows[0]:
+            raise ValueError(f"there is no column {sort!r}.{nearest(sort, list(rows[0]))}")
         rows.sort(key=lambda row: (row[sort] is None, row[sort]))
-    if as_json: _json(rows)
-    else: say(text_table(rows))
+    if as_json:
+        _json(rows)
+    else:
+        say(text_table(rows))
 
-@runs.command(name='compare')
+
+@runs.command(name="compare")
 def compare_command(
-    names: Annotated[list[str], typer.Argument(metavar='RUN RUN...', help='Two runs or more: folders, or names.')],
-    root: Root = Path('runs'),
-    html: Annotated[Optional[Path], typer.Option(help='Write the table and the curves to this file too.')] = None,
+    names: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Two runs or more: folders, or names.")
+    ],
+    root: Root = Path("runs"),
+    html: Annotated[
+        Optional[Path], typer.Option(help="Write the table and the curves to this file too.")
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     "What differs: config, data, git, versions, machine, result."
-    if len(names) < 2: raise ValueError('compare needs two runs or more')
+    if len(names) < 2:
+        raise ValueError("compare needs two runs or more")
     found = compare_runs(*(find_run(name, root) for name in names))
-    if as_json: _json(found.differences)
-    else: say(str(found))
+    if as_json:
+        _json(found.differences)
+    else:
+        say(str(found))
     if html is not None:
-        write_atomic(html, '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-                           f'{" and ".join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n')
-        say(f'Curves  {html}', err=True)
+        write_atomic(
+            html,
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
+            f"{' and '.join(found.names)}</title></head><body>{found._repr_html_()}</body></html>\n",
+        )
+        say(f"Curves  {html}", err=True)
 
-@runs.command(name='show')
+
+@runs.command(name="show")
 def show_command(
-    name: Annotated[str, typer.Argument(metavar='RUN', help='A folder, or a name.')],
-    root: Root = Path('runs'),
-    report: Annotated[bool, typer.Option('--report', help='Write report.html anew too.')] = False,
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A folder, or a name.")],
+    root: Root = Path("runs"),
+    report: Annotated[bool, typer.Option("--report", help="Write report.html anew too.")] = False,
     as_json: _AsJson = False,
 ) -> None:
     "The numbers of one run."
     run = find_run(name, root)
-    if as_json: _json(run.final())
-    else: say(text_table([{'name': k, 'value': v} for k, v in run.final().items() if not isinstance(v, dict)]))
-    if report: say(f'Report  {write_report(run.path)}', err=True)
+    if as_json:
+        _json(run.final())
+    else:
+        say(
+            text_table(
+                [{"name": k, "value": v} for k, v in run.final().items() if not isinstance(v, dict)]
+            )
+        )
+    if report:
+        say(f"Report  {write_report(run.path)}", err=True)
 
-@runs.command(name='health')
+
+@runs.command(name="health")
 def health_command(
-    name: Annotated[str, typer.Argument(metavar='RUN', help='A folder, or a name.')],
-    root: Root = Path('runs'),
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A folder, or a name.")],
+    root: Root = Path("runs"),
     as_json: _AsJson = False,
 ) -> None:
     "What was wrong with a run, and what to do; exit code 1 if something was."
     records = find_run(name, root).records
-    if not any('step' in r for r in records): raise ValueError(f'{name} has logged no step: nothing can be said of its health')
+    if not any("step" in r for r in records):
+        raise ValueError(f"{name} has logged no step: nothing can be said of its health")
     found = check_health(records)
-    if as_json: _json([vars(finding) for finding in found])
-    else: say(str(found))
-    if found: raise typer.Exit(1)
+    if as_json:
+        _json([vars(finding) for finding in found])
+    else:
+        say(str(found))
+    if found:
+        raise typer.Exit(1)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #983f4f6e
 class Commands(TyperGroup):
     "The commands; an error in a value names the value."
+
     def invoke(self, ctx: Any) -> Any:
-        try: return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
         except typer.BadParameter as error:
-            if errors := getattr(error.__cause__, 'errors', None): # pydantic's often leave it out
-                value = repr(errors()[0]['input'])
-                if value not in error.message: error.message = f'{value}: {error.message}'
+            if errors := getattr(error.__cause__, "errors", None):  # pydantic's often leave it out
+                value = repr(errors()[0]["input"])
+                if value not in error.message:
+                    error.message = f"{value}: {error.message}"
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0].lstrip('-').replace('_', '-').lower() if args else ''
+        name = args[0].lstrip("-").replace("_", "-").lower() if args else ""
         if args and self.get_command(ctx, args[0]) is None and (line := _instead(name)):
-            rest = shlex.join(args[1:]) if line.startswith('trainkit train --method') else ''
-            ctx.fail(f"No such command '{args[0]}'. Say: {line}{' ' + rest if rest else ' --model FOLDER --dataset FILE' if 'train --method' in line else ''}")
+            rest = shlex.join(args[1:]) if line.startswith("trainkit train --method") else ""
+            ctx.fail(
+                f"No such command '{args[0]}'. Say: {line}{' ' + rest if rest else ' --model FOLDER --dataset FILE' if 'train --method' in line else ''}"
+            )
         return super().resolve_command(ctx, args)
 
-_COMMANDS = { # what other programs call it -> ours
-    **dict.fromkeys(('infer', 'inference', 'predict', 'sample', 'complete', 'run-model'), 'trainkit generate --model FOLDER --prompt TEXT'),
-    **dict.fromkeys(('serve', 'api', 'server', 'deploy', 'vllm-serve'), 'trainkit export gguf FOLDER FILE.gguf --modelfile, for Ollama and llama.cpp; the folder of a model is also what `vllm serve FOLDER` takes'),
-    **dict.fromkeys(('webchat', 'talk', 'ask', 'interact'), 'trainkit chat --model FOLDER'),
-    **dict.fromkeys(('webui', 'studio', 'ui', 'gui', 'notebook', 'jupyter'), 'trainkit lab'),
-    **dict.fromkeys(('evaluate', 'test', 'benchmark', 'bench', 'lm-eval', 'score'), 'trainkit eval MODEL DATA'),
-    **dict.fromkeys(('merge-lora', 'merge-adapter', 'merge-and-unload', 'merge-sharded-fsdp-weights', 'fuse'), 'trainkit merge BASE ADAPTER OUTPUT'),
-    **dict.fromkeys(('convert', 'translate', 'migrate'), 'trainkit config convert FILE (a config), or trainkit data convert FILE OUTPUT (rows)'),
-    **dict.fromkeys(('gguf', 'to-gguf', 'quantize', 'convert-to-gguf', 'save-pretrained-gguf'), 'trainkit export gguf FOLDER FILE.gguf'),
-    **dict.fromkeys(('preprocess', 'prepare', 'tokenize', 'encode'), 'trainkit data tokenize FILE OUTPUT --tokenizer FOLDER'),
-    **dict.fromkeys(('env', 'info', 'collect-env', 'check-env', 'check', 'diagnose'), 'trainkit doctor'),
-    **dict.fromkeys(('ls', 'list', 'compare', 'history', 'logs'), 'trainkit runs list'),
-    **dict.fromkeys(('presets', 'strategies', 'recipes'), 'trainkit config presets'),
-    **dict.fromkeys(('validate', 'show-config', 'print-config'), 'trainkit config show FILE'),
-    **dict.fromkeys(('distributed', 'torchrun', 'accelerate', 'deepspeed', 'multi-gpu'), 'trainkit launch FILE --processes N'),
-    **dict.fromkeys(('estimate', 'estimate-memory', 'vram', 'fit'), 'trainkit memory --help'),
-    **dict.fromkeys(('resume', 'continue'), 'trainkit train --resume FOLDER'),
-    **dict.fromkeys(('dry-run', 'plan'), 'trainkit train FILE --dry-run'),
-    **dict.fromkeys(('tutorial', 'lessons', 'learn', 'docs'), 'trainkit lab, or trainkit course'),
-    'version': 'trainkit --version', 'help': 'trainkit --help', 'finetune': 'trainkit train --method sft', 'fine-tune': 'trainkit train --method sft',
-    'finetuning': 'trainkit train --method sft', 'fine-tuning': 'trainkit train --method sft', 'tune': 'trainkit train --method sft', 'instruct': 'trainkit train --method sft',
-    'rlhf': 'trainkit train --method grpo', 'align': 'trainkit train --method dpo', 'train-tokenizer': 'trainkit tokenizer train FILE FOLDER',
+
+_COMMANDS = {  # what other programs call it -> ours
+    **dict.fromkeys(
+        ("infer", "inference", "predict", "sample", "complete", "run-model"),
+        "trainkit generate --model FOLDER --prompt TEXT",
+    ),
+    **dict.fromkeys(
+        ("serve", "api", "server", "deploy", "vllm-serve"),
+        "trainkit export gguf FOLDER FILE.gguf --modelfile, for Ollama and llama.cpp; the folder of a model is also what `vllm serve FOLDER` takes",
+    ),
+    **dict.fromkeys(("webchat", "talk", "ask", "interact"), "trainkit chat --model FOLDER"),
+    **dict.fromkeys(("webui", "studio", "ui", "gui", "notebook", "jupyter"), "trainkit lab"),
+    **dict.fromkeys(
+        ("evaluate", "test", "benchmark", "bench", "lm-eval", "score"), "trainkit eval MODEL DATA"
+    ),
+    **dict.fromkeys(
+        ("merge-lora", "merge-adapter", "merge-and-unload", "merge-sharded-fsdp-weights", "fuse"),
+        "trainkit merge BASE ADAPTER OUTPUT",
+    ),
+    **dict.fromkeys(
+        ("convert", "translate", "migrate"),
+        "trainkit config convert FILE (a config), or trainkit data convert FILE OUTPUT (rows)",
+    ),
+    **dict.fromkeys(
+        ("gguf", "to-gguf", "quantize", "convert-to-gguf", "save-pretrained-gguf"),
+        "trainkit export gguf FOLDER FILE.gguf",
+    ),
+    **dict.fromkeys(
+        ("preprocess", "prepare", "tokenize", "encode"),
+        "trainkit data tokenize FILE OUTPUT --tokenizer FOLDER",
+    ),
+    **dict.fromkeys(
+        ("env", "info", "collect-env", "check-env", "check", "diagnose"), "trainkit doctor"
+    ),
+    **dict.fromkeys(("ls", "list", "compare", "history", "logs"), "trainkit runs list"),
+    **dict.fromkeys(("presets", "strategies", "recipes"), "trainkit config presets"),
+    **dict.fromkeys(("validate", "show-config", "print-config"), "trainkit config show FILE"),
+    **dict.fromkeys(
+        ("distributed", "torchrun", "accelerate", "deepspeed", "multi-gpu"),
+        "trainkit launch FILE --processes N",
+    ),
+    **dict.fromkeys(("estimate", "estimate-memory", "vram", "fit"), "trainkit memory --help"),
+    **dict.fromkeys(("resume", "continue"), "trainkit train --resume FOLDER"),
+    **dict.fromkeys(("dry-run", "plan"), "trainkit train FILE --dry-run"),
+    **dict.fromkeys(("tutorial", "lessons", "learn", "docs"), "trainkit lab, or trainkit course"),
+    "version": "trainkit --version",
+    "help": "trainkit --help",
+    "finetune": "trainkit train --method sft",
+    "fine-tune": "trainkit train --method sft",
+    "finetuning": "trainkit train --method sft",
+    "fine-tuning": "trainkit train --method sft",
+    "tune": "trainkit train --method sft",
+    "instruct": "trainkit train --method sft",
+    "rlhf": "trainkit train --method grpo",
+    "align": "trainkit train --method dpo",
+    "train-tokenizer": "trainkit tokenizer train FILE FOLDER",
 }
 
-def _instead(name: str) -> str: # '' where nothing is near
+
+def _instead(name: str) -> str:  # '' where nothing is near
     "What to type for a command of another program."
-    if name in _COMMANDS: return _COMMANDS[name]
+    if name in _COMMANDS:
+        return _COMMANDS[name]
     from trainkit.recipes.config import METHOD_NAMES, METHODS
     from trainkit.recipes.config import FAMILY
-    method = name.replace('-', '_').removeprefix('train_')
-    if method in FAMILY: return f'trainkit train --method dpo dpo.loss_type={method}'
+
+    method = name.replace("-", "_").removeprefix("train_")
+    if method in FAMILY:
+        return f"trainkit train --method dpo dpo.loss_type={method}"
     method = METHOD_NAMES.get(method, method)
-    return f'trainkit train --method {method}' if method in METHODS else ''
+    return f"trainkit train --method {method}" if method in METHODS else ""
 
-app = typer.Typer(name='trainkit', cls=Commands, add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False,
-                  help='Train, judge and use small language models. The lessons explain every part: trainkit lab',
-                  context_settings=dict(help_option_names=['-h', '--help']))
 
-Overrides = Annotated[Optional[list[str]], typer.Argument(metavar='[GROUP.KNOB=VALUE]...', show_default=False,
-                      help='Changes to the config, such as train.max_steps=100 data.path=mine.txt')]
+app = typer.Typer(
+    name="trainkit",
+    cls=Commands,
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train, judge and use small language models. The lessons explain every part: trainkit lab",
+    context_settings=dict(help_option_names=["-h", "--help"]),
+)
 
-app.add_typer(data, name='data')
-app.add_typer(runs, name='runs')
-for group in (needs.memory, tools.config, tools.tokenizer, tools.export): app.add_typer(group)
-for command in (tools.chat, tools.merge): app.command()(command)
-app.command(name='eval')(tools.evaluate)
+Overrides = Annotated[
+    Optional[list[str]],
+    typer.Argument(
+        metavar="[GROUP.KNOB=VALUE]...",
+        show_default=False,
+        help="Changes to the config, such as train.max_steps=100 data.path=mine.txt",
+    ),
+]
+
+app.add_typer(data, name="data")
+app.add_typer(runs, name="runs")
+for group in (needs.memory, tools.config, tools.tokenizer, tools.export):
+    app.add_typer(group)
+for command in (tools.chat, tools.merge):
+    app.command()(command)
+app.command(name="eval")(tools.evaluate)
 app.add_typer(course)
 app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))(lab)
 
+
 class Profile(str, Enum):
     "The sizes that settings.ini describes."
-    quick = 'quick'
-    full = 'full'
+
+    quick = "quick"
+    full = "full"
+
 
 def _version(show: bool) -> None:
     if show:
         from trainkit import __version__
-        say(f'trainkit {__version__}')
+
+        say(f"trainkit {__version__}")
         raise typer.Exit()
+
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option('--version', callback=_version, is_eager=True,
-        help='Show the version and exit.')] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
 ) -> None:
     "Options before the command."
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #e36576bb
 def read_run_config(
-    profile: str | None, # 'quick', 'full', or None for this machine's
-    file: Path | None, # YAML or JSON
-    overrides: list[str], # `group.knob=value`
-    **defaults, # What the command itself wants, below file and overrides
-): # A RunConfig
+    profile: str | None,  # 'quick', 'full', or None for this machine's
+    file: Path | None,  # YAML or JSON
+    overrides: list[str],  # `group.knob=value`
+    **defaults,  # What the command itself wants, below file and overrides
+):  # A RunConfig
     "Profile, then what suits the method, then presets, then file, then overrides."
     from trainkit.config import ConfigError
     from trainkit.recipes.config import method_config
-    try: return method_config(file, overrides, None if file else profile, **defaults)
+
+    try:
+        return method_config(file, overrides, None if file else profile, **defaults)
     except ConfigError as error:
-        if file and any('unknown key' in p.remedy for p in error.problems):
+        if file and any("unknown key" in p.remedy for p in error.problems):
             error.add_note(f"(A config of another library? trainkit config convert {file})")
         raise
+
 
 @contextmanager
 def lasting() -> Iterator[None]:
     "Nothing that is printed in the block, or by the libraries below it, can end what goes on."
-    with redirect_stdout(cast(Any, Lasting(sys.stdout))), redirect_stderr(cast(Any, Lasting(sys.stderr))): yield
+    with (
+        redirect_stdout(cast(Any, Lasting(sys.stdout))),
+        redirect_stderr(cast(Any, Lasting(sys.stderr))),
+    ):
+        yield
+
 
 def _run(config, resume: bool = False, force: bool = False, as_json: bool = False) -> None:
     from trainkit.recipes.runner import run
-    with lasting(), redirect_stdout(sys.stderr) if as_json else nullcontext(): # what is noted on the way is not the result
+
+    with (
+        lasting(),
+        redirect_stdout(sys.stderr) if as_json else nullcontext(),
+    ):  # what is noted on the way is not the result
         result = run(config, resume, force_resume=force, verbose=not as_json)
     if as_json:
-        names = ('final_loss', 'best_model_path', 'final_checkpoint', 'steps', 'tokens', 'seconds', 'stop_reason', 'metrics', 'folder', 'model_path', 'report')
+        names = (
+            "final_loss",
+            "best_model_path",
+            "final_checkpoint",
+            "steps",
+            "tokens",
+            "seconds",
+            "stop_reason",
+            "metrics",
+            "folder",
+            "model_path",
+            "report",
+        )
         say(to_json({name: getattr(result, name) for name in names}, indent=1, default=str))
-    if code := result.exit_code: raise typer.Exit(code) # 130 after Ctrl-C, 143 after SIGTERM
+    if code := result.exit_code:
+        raise typer.Exit(code)  # 130 after Ctrl-C, 143 after SIGTERM
+
 
 @app.command()
 def demo(
     overrides: Overrides = None,
-    full: Annotated[bool, typer.Option('--full',
-        help='The size for a GPU instead of the one for a laptop.')] = False,
-    only: Annotated[Optional[str], typer.Option('--only', '--until', metavar='PHASE', show_default=False,
-        help='The last phase to run: pretrain, sft, dpo or compare [default: compare]')] = None,
-    fresh: Annotated[bool, typer.Option('--fresh', help='Begin anew, even where a demo was interrupted.')] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The size for a GPU instead of the one for a laptop.")
+    ] = False,
+    only: Annotated[
+        Optional[str],
+        typer.Option(
+            "--only",
+            "--until",
+            metavar="PHASE",
+            show_default=False,
+            help="The last phase to run: pretrain, sft, dpo or compare [default: compare]",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin anew, even where a demo was interrupted.")
+    ] = False,
 ) -> None:
     "From plain text to four models on one page: pre-training, LoRA on questions, DPO, few bits. Minutes on a CPU; interrupted, it goes on."
     from trainkit.config import load_config
     from trainkit.recipes.demo import DemoConfig, run_demo
-    own = [change[5:] for change in overrides or [] if change.startswith('demo.')] # knobs of the later phases
-    config = read_run_config('full' if full else 'quick', None, [c for c in overrides or [] if not c.startswith('demo.')], name='demo')
-    with lasting(): done = run_demo(config, load_config(DemoConfig, {}, own), only or '', fresh)
-    if done.report and not done.exit_code: say(f'\nReport  {done.report}')
-    if done.exit_code: raise typer.Exit(done.exit_code)
+
+    own = [
+        change[5:] for change in overrides or [] if change.startswith("demo.")
+    ]  # knobs of the later phases
+    config = read_run_config(
+        "full" if full else "quick",
+        None,
+        [c for c in overrides or [] if not c.startswith("demo.")],
+        name="demo",
+    )
+    with lasting():
+        done = run_demo(config, load_config(DemoConfig, {}, own), only or "", fresh)
+    if done.report and not done.exit_code:
+        say(f"\nReport  {done.report}")
+    if done.exit_code:
+        raise typer.Exit(done.exit_code)
+
 
 @app.command()
 def train(
-    config: Annotated[Optional[str], typer.Argument(
-        help='A YAML or JSON file; without one, the profile and your changes make the run.')] = None,
+    config: Annotated[
+        Optional[str],
+        typer.Argument(
+            help="A YAML or JSON file; without one, the profile and your changes make the run."
+        ),
+    ] = None,
     overrides: Overrides = None,
-    profile: Annotated[Optional[Profile], typer.Option(
-        help="Sizes to start from [default: what suits this machine]", show_default=False)] = None,
-    method: Annotated[Optional[str], typer.Option(show_default=False,
-        help='What is learned: pretrain (text), sft (answers), freeze, lora, qlora, dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores) [default: pretrain]')] = None,
-    engine: Annotated[Optional[str], typer.Option(show_default=False,
-        help='Whose loop takes the steps: trainkit, trl (with peft, in this process) or llamafactory (in an environment of its own) [default: trainkit]')] = None,
-    model: Annotated[Optional[str], typer.Option('--model', '-m', show_default=False,
-        help='A trained model to begin with, such as runs/demo/model; without one, a new one is made.')] = None,
-    dataset: Annotated[Optional[str], typer.Option('--dataset', show_default=False,
-        help='A file, a folder, a folder of shards, or the name of a corpus.')] = None,
-    strategy: Annotated[Optional[str], typer.Option('--strategy', '--preset', metavar='PRESET', show_default=False,
-        help='Sets of knobs by name, such as minimal-memory or cpu,small (trainkit config presets lists them); your own from settings.ini, or a file such as mine.yaml.')] = None,
-    epochs: Annotated[Optional[float], typer.Option(show_default=False, min=0, help='Passes over the data.')] = None,
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Show the plan, the memory and the time, from three steps; write nothing.')] = False,
-    as_json: Annotated[bool, typer.Option('--json', help='For programs: only the result.')] = False,
-    resume: Annotated[Optional[str], typer.Option(metavar='RUN|auto', show_default=False,
-        help="Go on in this run folder, from its last checkpoint; auto: in the config's own, or begin if nothing is there.")] = None,
-    force_resume: Annotated[bool, typer.Option('--force-resume',
-        help='Go on even if config or data have changed so much that it is another run.')] = False,
+    profile: Annotated[
+        Optional[Profile],
+        typer.Option(
+            help="Sizes to start from [default: what suits this machine]", show_default=False
+        ),
+    ] = None,
+    method: Annotated[
+        Optional[str],
+        typer.Option(
+            show_default=False,
+            help="What is learned: pretrain (text), sft (answers), freeze, lora, qlora, dpo and reward (pairs), grpo, rloo, ppo, reinforce (scores) [default: pretrain]",
+        ),
+    ] = None,
+    engine: Annotated[
+        Optional[str],
+        typer.Option(
+            show_default=False,
+            help="Whose loop takes the steps: trainkit, trl (with peft, in this process) or llamafactory (in an environment of its own) [default: trainkit]",
+        ),
+    ] = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(
+            "--model",
+            "-m",
+            show_default=False,
+            help="A trained model to begin with, such as runs/demo/model; without one, a new one is made.",
+        ),
+    ] = None,
+    dataset: Annotated[
+        Optional[str],
+        typer.Option(
+            "--dataset",
+            show_default=False,
+            help="A file, a folder, a folder of shards, or the name of a corpus.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        Optional[str],
+        typer.Option(
+            "--strategy",
+            "--preset",
+            metavar="PRESET",
+            show_default=False,
+            help="Sets of knobs by name, such as minimal-memory or cpu,small (trainkit config presets lists them); your own from settings.ini, or a file such as mine.yaml.",
+        ),
+    ] = None,
+    epochs: Annotated[
+        Optional[float], typer.Option(show_default=False, min=0, help="Passes over the data.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show the plan, the memory and the time, from three steps; write nothing.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: only the result.")] = False,
+    resume: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="RUN|auto",
+            show_default=False,
+            help="Go on in this run folder, from its last checkpoint; auto: in the config's own, or begin if nothing is there.",
+        ),
+    ] = None,
+    force_resume: Annotated[
+        bool,
+        typer.Option(
+            "--force-resume",
+            help="Go on even if config or data have changed so much that it is another run.",
+        ),
+    ] = False,
 ) -> None:
     "Run a config: read, train, judge, save, report. `--method sft --model FOLDER --dataset FILE` teaches a model to answer, `--method dpo` which answer is better."
-    short = {'preset': strategy, 'method': method, 'engine': engine, 'init_from': model, 'data.path': dataset, 'train.num_train_epochs': epochs,
-             'train.max_steps': None if epochs is None else -1}
-    options = {'--strategy': strategy, '--method': method, '--engine': engine, '--model': model, '--dataset': dataset, '--resume': resume}
-    if empty := [name for name, value in options.items() if value == '']: # a variable that a script did not set
-        raise typer.BadParameter('is empty: give a value, or leave it out', param_hint=empty[0])
-    changes = [*(f'{name}={json.dumps(value)}' for name, value in short.items() if value is not None),
-               *([config] if config and '=' in config else []), *(overrides or [])]
-    file = Path(config) if config and '=' not in config else None
-    if force_resume and resume is None: raise ValueError('--force-resume goes with --resume: say which run goes on')
+    short = {
+        "preset": strategy,
+        "method": method,
+        "engine": engine,
+        "init_from": model,
+        "data.path": dataset,
+        "train.num_train_epochs": epochs,
+        "train.max_steps": None if epochs is None else -1,
+    }
+    options = {
+        "--strategy": strategy,
+        "--method": method,
+        "--engine": engine,
+        "--model": model,
+        "--dataset": dataset,
+        "--resume": resume,
+    }
+    if empty := [
+        name for name, value in options.items() if value == ""
+    ]:  # a variable that a script did not set
+        raise typer.BadParameter("is empty: give a value, or leave it out", param_hint=empty[0])
+    changes = [
+        *(f"{name}={json.dumps(value)}" for name, value in short.items() if value is not None),
+        *([config] if config and "=" in config else []),
+        *(overrides or []),
+    ]
+    file = Path(config) if config and "=" not in config else None
+    if force_resume and resume is None:
+        raise ValueError("--force-resume goes with --resume: say which run goes on")
     if dry_run:
-        if resume: raise ValueError('--dry-run and --resume do not go together: a run that was begun has its plan in log.txt')
+        if resume:
+            raise ValueError(
+                "--dry-run and --resume do not go together: a run that was begun has its plan in log.txt"
+            )
         from trainkit.recipes.runner import rehearse
-        with redirect_stdout(sys.stderr) if as_json else nullcontext(): tried = rehearse(read_run_config(profile.value if profile else None, file, changes))
+
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            tried = rehearse(read_run_config(profile.value if profile else None, file, changes))
         say(to_json(tried.to_dict(), indent=1) if as_json else str(tried))
         return
-    if resume in (None, 'auto'):
-        _run(read_run_config(profile.value if profile else None, file, changes), resume == 'auto', force_resume, as_json)
+    if resume in (None, "auto"):
+        _run(
+            read_run_config(profile.value if profile else None, file, changes),
+            resume == "auto",
+            force_resume,
+            as_json,
+        )
         return
-    if file: raise ValueError(f'{resume} has its own config.yaml: give either a config file or --resume')
-    if not (Path(resume)/'config.yaml').is_file():
-        if Path(resume).suffix in ('.pt', '.pth', '.bin', '.ckpt') or Path(resume).is_file():
+    if file:
+        raise ValueError(f"{resume} has its own config.yaml: give either a config file or --resume")
+    if not (Path(resume) / "config.yaml").is_file():
+        if Path(resume).suffix in (".pt", ".pth", ".bin", ".ckpt") or Path(resume).is_file():
             from trainkit.train.recovery import refuse_file
+
             refuse_file(resume)
         raise FileNotFoundError(f"'{resume}' is not a run folder: it has no config.yaml")
-    if (Path(resume)/'config.yaml').read_bytes().strip() in (b'', b'null', b'{}'):
-        raise ValueError(f'{resume}/config.yaml is empty: copy it from a backup, or write the config of the run again')
-    _run(read_run_config(None, Path(resume)/'config.yaml', [*changes, f'train.output_dir={resume}']), True, force_resume, as_json)
+    if (Path(resume) / "config.yaml").read_bytes().strip() in (b"", b"null", b"{}"):
+        raise ValueError(
+            f"{resume}/config.yaml is empty: copy it from a backup, or write the config of the run again"
+        )
+    _run(
+        read_run_config(
+            None, Path(resume) / "config.yaml", [*changes, f"train.output_dir={resume}"]
+        ),
+        True,
+        force_resume,
+        as_json,
+    )
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #10020094
 @app.command()
 def launch(
-    config: Annotated[Optional[str], typer.Argument(help='A YAML or JSON file.')] = None,
+    config: Annotated[Optional[str], typer.Argument(help="A YAML or JSON file.")] = None,
     overrides: Overrides = None,
-    processes: Annotated[Optional[int], typer.Option('--processes', '-n', min=1, show_default=False,
-        help='Processes on this machine, one for each GPU.')] = None,
-    strategy: Annotated[Optional[str], typer.Option(show_default=False,
-        help='How they share the model: ddp, fsdp, zero1, zero2 or zero3 [default: ddp]')] = None,
-    nodes: Annotated[Optional[int], typer.Option(help='Machines.', min=1, show_default=False)] = None,
-    node_rank: Annotated[Optional[int], typer.Option(help='Which of them this is, from 0.', min=0, show_default=False)] = None,
-    main_address: Annotated[Optional[str], typer.Option(help='Where machine 0 is.', show_default=False)] = None,
-    port: Annotated[Optional[int], typer.Option(help='A free port there.', show_default=False)] = None,
-    max_restarts: Annotated[Optional[int], typer.Option(show_default=False, min=0,
-        help='How often all go on from the last checkpoint when one dies.')] = None,
-    profile: Annotated[Optional[Profile], typer.Option(help='Sizes to start from.', show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Only show the command, and the lines that write the files it reads.')] = False,
+    processes: Annotated[
+        Optional[int],
+        typer.Option(
+            "--processes",
+            "-n",
+            min=1,
+            show_default=False,
+            help="Processes on this machine, one for each GPU.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        Optional[str],
+        typer.Option(
+            show_default=False,
+            help="How they share the model: ddp, fsdp, zero1, zero2 or zero3 [default: ddp]",
+        ),
+    ] = None,
+    nodes: Annotated[
+        Optional[int], typer.Option(help="Machines.", min=1, show_default=False)
+    ] = None,
+    node_rank: Annotated[
+        Optional[int],
+        typer.Option(help="Which of them this is, from 0.", min=0, show_default=False),
+    ] = None,
+    main_address: Annotated[
+        Optional[str], typer.Option(help="Where machine 0 is.", show_default=False)
+    ] = None,
+    port: Annotated[
+        Optional[int], typer.Option(help="A free port there.", show_default=False)
+    ] = None,
+    max_restarts: Annotated[
+        Optional[int],
+        typer.Option(
+            show_default=False,
+            min=0,
+            help="How often all go on from the last checkpoint when one dies.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Optional[Profile], typer.Option(help="Sizes to start from.", show_default=False)
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Only show the command, and the lines that write the files it reads."
+        ),
+    ] = False,
 ) -> None:
     "Run a config in several processes, on one machine or several: the model whole in each, or shared out."
     from trainkit.config import parse_config
     from trainkit.recipes.launcher import NO_FP16, translate
     from trainkit.recipes.launcher import launch as start
-    changes = [*([config] if config and '=' in config else []), *(overrides or [])]
-    file = Path(config) if config and '=' not in config else None
-    if file and not file.is_file(): raise FileNotFoundError(f"No config file at '{file}'. Give the path of a YAML or JSON file.")
-    try: given = parse_config(file.read_text(encoding='utf-8'), str(file))[0] if file else {}
-    except UnicodeDecodeError: raise ValueError(f'{file} is not UTF-8 text') from None
-    plan, rest = translate(given, num_processes=processes, strategy=strategy, num_nodes=nodes, node_rank=node_rank,
-                           main_address=main_address, port=port, max_restarts=max_restarts)
+
+    changes = [*([config] if config and "=" in config else []), *(overrides or [])]
+    file = Path(config) if config and "=" not in config else None
+    if file and not file.is_file():
+        raise FileNotFoundError(
+            f"No config file at '{file}'. Give the path of a YAML or JSON file."
+        )
+    try:
+        given = parse_config(file.read_text(encoding="utf-8"), str(file))[0] if file else {}
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text") from None
+    plan, rest = translate(
+        given,
+        num_processes=processes,
+        strategy=strategy,
+        num_nodes=nodes,
+        node_rank=node_rank,
+        main_address=main_address,
+        port=port,
+        max_restarts=max_restarts,
+    )
     size = profile.value if profile else None
-    whole = read_run_config(size, rest or None, changes) # type: ignore
-    named = any(change.partition('=')[0].strip() in ('optim', 'optimizer', 'optim.optim', 'optim.optimizer') for change in changes)
-    if whole.optim.optim == 'muon' and plan.strategy != 'ddp' and not rest and not named: # the profile's choice, not the user's
-        say(f'Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate', err=True)
-        changes = ['optim.optim=adamw_torch_fused', f'optim.learning_rate={whole.optim.learning_rate/3:.3g}', *changes]
+    whole = read_run_config(size, rest or None, changes)  # type: ignore
+    named = any(
+        change.partition("=")[0].strip() in ("optim", "optimizer", "optim.optim", "optim.optimizer")
+        for change in changes
+    )
+    if (
+        whole.optim.optim == "muon" and plan.strategy != "ddp" and not rest and not named
+    ):  # the profile's choice, not the user's
+        say(
+            f"Note: Muon, which the profile names, needs whole matrices, and {plan.strategy} gives it shares: AdamW takes its place, at a third of the rate",
+            err=True,
+        )
+        changes = [
+            "optim.optim=adamw_torch_fused",
+            f"optim.learning_rate={whole.optim.learning_rate / 3:.3g}",
+            *changes,
+        ]
         whole = read_run_config(size, None, changes)
-    if whole.train.mixed_precision == 'fp16' and plan.strategy.startswith('zero'):
-        say(f'Note: mixed_precision = fp16: {NO_FP16.format(plan.strategy)}', err=True)
-        whole = replace(whole, train=replace(whole.train, mixed_precision='bf16'))
+    if whole.train.mixed_precision == "fp16" and plan.strategy.startswith("zero"):
+        say(f"Note: mixed_precision = fp16: {NO_FP16.format(plan.strategy)}", err=True)
+        whole = replace(whole, train=replace(whole.train, mixed_precision="bf16"))
     start(whole, dry_run=dry_run, **vars(plan))
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #77e55084
 @app.command()
 @tools.names_model
 def generate(
-    model: Annotated[Path, typer.Option('--model', '-m', help='A model folder, such as runs/demo/model.')],
-    prompt: Annotated[Optional[str], typer.Option('--prompt', '-p',
-        help='What the text begins with; read from standard input when left out.')] = None,
-    max_new_tokens: Annotated[int, typer.Option(help='Tokens to write at most.', min=1)] = 100,
-    temperature: Annotated[float, typer.Option(
-        help='0 takes the likeliest token, above 1 takes risks.', min=0)] = 0.8,
-    top_k: Annotated[int, typer.Option(
-        help='Choose among this many of the likeliest tokens; 0 for all.', min=0)] = 0,
-    top_p: Annotated[float, typer.Option(
-        help='Choose among the likeliest tokens that together have this probability.')] = 0.95,
-    seed: Annotated[Optional[int], typer.Option(
-        help='The same seed gives the same text.', show_default=False)] = None,
-    stop: Annotated[Optional[list[str]], typer.Option(
-        help='End before this text; may be given several times.')] = None,
+    model: Annotated[
+        Path, typer.Option("--model", "-m", help="A model folder, such as runs/demo/model.")
+    ],
+    prompt: Annotated[
+        Optional[str],
+        typer.Option(
+            "--prompt",
+            "-p",
+            help="What the text begins with; read from standard input when left out.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.", min=1)] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token, above 1 takes risks.", min=0)
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option(help="Choose among this many of the likeliest tokens; 0 for all.", min=0)
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Choose among the likeliest tokens that together have this probability."),
+    ] = 0.95,
+    seed: Annotated[
+        Optional[int], typer.Option(help="The same seed gives the same text.", show_default=False)
+    ] = None,
+    stop: Annotated[
+        Optional[list[str]], typer.Option(help="End before this text; may be given several times.")
+    ] = None,
 ) -> None:
     "Let a saved model continue a text, as it writes it."
     from trainkit.model.generation import stream
     from trainkit.interop.hf import load_pretrained
+
     if not (text := prompt if prompt is not None else sys.stdin.read()):
-        raise typer.BadParameter('nothing to go on from: give a text, or send one to the standard input', param_hint='--prompt')
+        raise typer.BadParameter(
+            "nothing to go on from: give a text, or send one to the standard input",
+            param_hint="--prompt",
+        )
     network, tokenizer = load_pretrained(model)
-    pieces = stream(network, text, max_new_tokens, temperature, tokenizer, stop or (), top_k=top_k, top_p=top_p,
-                    seed=seed)
-    first = next(pieces, '') # What is wrong is found before anything is said
+    pieces = stream(
+        network,
+        text,
+        max_new_tokens,
+        temperature,
+        tokenizer,
+        stop or (),
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    first = next(pieces, "")  # What is wrong is found before anything is said
     say(text, nl=False)
     try:
         for piece in chain([first], pieces):
             say(piece, nl=False)
             sys.stdout.flush()
-    finally: say() # Also after Ctrl-C
+    finally:
+        say()  # Also after Ctrl-C
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #1bee3aaa
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option('--json', help='For programs.')] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     "Look at versions, device, memory and known clashes; say the one line that repairs each."
     from trainkit.system import doctor as look
+
     report = look()
     say(to_json([vars(check) for check in report.checks], indent=1) if as_json else str(report))
-    if not report.ok: raise typer.Exit(1)
+    if not report.ok:
+        raise typer.Exit(1)
 
 # %% ../nbs/11_recipes/18_command_line.ipynb #8c490316
 tools.with_flags(app)
 
+
 def _open_streams() -> None:
     "What the shell has closed leads nowhere, lest the next file take its number; what a console cannot show is written as an escape."
     with suppress(OSError):
-        while (free := os.open(os.devnull, os.O_RDWR)) < 3: pass
+        while (free := os.open(os.devnull, os.O_RDWR)) < 3:
+            pass
         os.close(free)
-    if sys.stdin is None: sys.stdin = open(os.devnull, encoding='utf-8')
-    if sys.stdout is None: sys.stdout = open(os.devnull, 'w', encoding='utf-8')
-    if sys.stderr is None: sys.stderr = open(os.devnull, 'w', encoding='utf-8')
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, 'reconfigure'): cast(Any, stream).reconfigure(errors='backslashreplace')
+        if hasattr(stream, "reconfigure"):
+            cast(Any, stream).reconfigure(errors="backslashreplace")
+
 
 def _while_printing(error: BaseException) -> bool:
     "Whether it was raised where typer prints."
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None: trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_code.co_name in ('echo', 'say')
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_name in ("echo", "say")
+
 
 def _close_streams() -> None:
     "Python itself would complain of what a stream could not take, when the program has ended."
     for stream in (sys.stdout, sys.stderr):
-        try: stream.flush()
+        try:
+            stream.flush()
         except (OSError, ValueError, AttributeError):
             with suppress(OSError, ValueError, AttributeError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
 
+
 def _complain(text: str) -> None:
     "An error, in red where there is a person, and how to see more of it."
-    red = is_terminal(sys.stderr) and not os.environ.get('NO_COLOR')
+    red = is_terminal(sys.stderr) and not os.environ.get("NO_COLOR")
     text = printable(text)
-    print(typer.style(text, fg='red') if red else text, file=cast(Any, Lasting(sys.stderr)), flush=True)
-    note('(TRAINKIT_DEBUG=1 shows where it happened.)', file=sys.stderr)
+    print(
+        typer.style(text, fg="red") if red else text,
+        file=cast(Any, Lasting(sys.stderr)),
+        flush=True,
+    )
+    note("(TRAINKIT_DEBUG=1 shows where it happened.)", file=sys.stderr)
+
 
 def main() -> None:
     "What the `trainkit` command runs."
-    os.environ.setdefault('HF_HUB_DISABLE_TELEMETRY', '1')
-    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
-    os.environ.setdefault('GOMP_SPINCOUNT', '20000') # threads that wait give their core to other programs sooner
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(
+        "GOMP_SPINCOUNT", "20000"
+    )  # threads that wait give their core to other programs sooner
     _open_streams()
-    warnings.formatwarning = lambda message, *where, **more: f'Warning: {printable(message)}\n' # where it was raised helps nobody here
+    warnings.formatwarning = lambda message, *where, **more: (
+        f"Warning: {printable(message)}\n"
+    )  # where it was raised helps nobody here
     code = 0
-    try: app()
+    try:
+        app()
     except KeyboardInterrupt:
-        note('\nInterrupted.', file=sys.stderr)
+        note("\nInterrupted.", file=sys.stderr)
         code = 130
-    except SystemExit as end: code = end.code
-    except (ValueError, TypeError, ArithmeticError, MemoryError, OSError, ImportError, RuntimeError) as error:
-        if os.environ.get('TRAINKIT_DEBUG'): raise
-        notes = ' '.join(getattr(error, '__notes__', []))
-        bare = isinstance(error, OSError) and not error.filename and error.strerror # Without its number
-        if isinstance(error, OSError) and error.filename and error.strerror: bare = f'{error.filename}: {error.strerror}'
-        if bare and _while_printing(error): bare = f'standard output: {bare}'
-        text = bare or str(error) or ('not enough memory' if isinstance(error, MemoryError) else type(error).__name__)
+    except SystemExit as end:
+        code = end.code
+    except (
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        MemoryError,
+        OSError,
+        ImportError,
+        RuntimeError,
+    ) as error:
+        if os.environ.get("TRAINKIT_DEBUG"):
+            raise
+        notes = " ".join(getattr(error, "__notes__", []))
+        bare = (
+            isinstance(error, OSError) and not error.filename and error.strerror
+        )  # Without its number
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            bare = f"{error.filename}: {error.strerror}"
+        if bare and _while_printing(error):
+            bare = f"standard output: {bare}"
+        text = (
+            bare
+            or str(error)
+            or ("not enough memory" if isinstance(error, MemoryError) else type(error).__name__)
+        )
         _complain(f"Error: {text}{' ' + notes if notes else ''}")
         code = 1
     _close_streams()

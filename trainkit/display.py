@@ -23,168 +23,234 @@ from .files import writing
 # %% ../nbs/90_toolbox/04_display.ipynb #home-notice
 def notice(
     text: str,
-    colour: str = '#cf222e', # Of the line at its side
-    role: str = 'alert',
+    colour: str = "#cf222e",  # Of the line at its side
+    role: str = "alert",
 ) -> str:
     "A few words that must be seen."
-    if not text: return ''
-    return (f'<div role="{role}" {PLAIN} style="border-left:4px solid {colour};padding:4px 10px;margin:6px 0;white-space:pre-wrap;'
-            f'overflow-wrap:anywhere;font:13px/1.5 system-ui,sans-serif">{clean(text)}</div>')
+    if not text:
+        return ""
+    return (
+        f'<div role="{role}" {PLAIN} style="border-left:4px solid {colour};padding:4px 10px;margin:6px 0;white-space:pre-wrap;'
+        f'overflow-wrap:anywhere;font:13px/1.5 system-ui,sans-serif">{clean(text)}</div>'
+    )
 
 # %% ../nbs/90_toolbox/04_display.ipynb #c9bea007
 class Picture(str):
     "SVG or HTML that a notebook shows as what it is."
 
-    def _repr_html_(self) -> str: return f'<div {PLAIN}>{self}</div>' if self.startswith('<svg') else str(self)
-    def __repr__(self) -> str: return f'<{self.label}>'
+    def _repr_html_(self) -> str:
+        return f"<div {PLAIN}>{self}</div>" if self.startswith("<svg") else str(self)
+
+    def __repr__(self) -> str:
+        return f"<{self.label}>"
 
     @property
-    def label(self) -> str: # The description that a screen reader reads
+    def label(self) -> str:  # The description that a screen reader reads
         "What the picture shows, in words."
         found = re.search(r'aria-label="([^"]*)"', self)
-        return unescape(found[1]) if found else 'picture'
+        return unescape(found[1]) if found else "picture"
 
-    def standalone(self) -> str: # The text of an `.svg` file
+    def standalone(self) -> str:  # The text of an `.svg` file
         "The SVG with colours of its own, for use outside of a page."
-        if not self.startswith('<svg'): raise ValueError(f'{self!r} is HTML, and only SVG can be a file by itself')
-        style = '<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>'
-        return self.replace('>', '>' + style, 1)
+        if not self.startswith("<svg"):
+            raise ValueError(f"{self!r} is HTML, and only SVG can be a file by itself")
+        style = (
+            "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
+        )
+        return self.replace(">", ">" + style, 1)
 
-    def image(self) -> 'Picture': # An `<img>` with the picture inside
+    def image(self) -> "Picture":  # An `<img>` with the picture inside
         "The SVG as an image, for viewers that strip SVG out of a page."
         data = base64.b64encode(self.standalone().encode()).decode()
-        return Picture(f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.label)}" '
-                       f'aria-label="{escape(self.label)}" style="max-width:100%"/>')
+        return Picture(
+            f'<img src="data:image/svg+xml;base64,{data}" alt="{escape(self.label)}" '
+            f'aria-label="{escape(self.label)}" style="max-width:100%"/>'
+        )
 
     def save(
         self,
-        path: str | Path, # Written as UTF-8
+        path: str | Path,  # Written as UTF-8
     ):
         "Write an `.svg` file."
-        with writing(path): Path(path).write_text(self.standalone(), encoding='utf-8')
+        with writing(path):
+            Path(path).write_text(self.standalone(), encoding="utf-8")
 
 # %% ../nbs/90_toolbox/04_display.ipynb #3c89e625
 def clean(
-    text, # Anything; shown as `str(text)`
-) -> str: # Well-formed inside XML text and inside a quoted attribute
+    text,  # Anything; shown as `str(text)`
+) -> str:  # Well-formed inside XML text and inside a quoted attribute
     "Escape `text` for XML, with symbols in place of what XML cannot hold."
-    text = re.sub('[\x00-\x08\x0b\x0c\x0e-\x1f]', lambda m: chr(0x2400 + ord(m[0])), str(text))
-    return escape(re.sub('[\ud800-\udfff\ufffe\uffff]', '\ufffd', text).replace('\x7f', '␡'))
+    text = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f]", lambda m: chr(0x2400 + ord(m[0])), str(text))
+    return escape(re.sub("[\ud800-\udfff\ufffe\uffff]", "\ufffd", text).replace("\x7f", "␡"))
 
 # %% ../nbs/90_toolbox/04_display.ipynb #be42969e
-PALETTE = ('#1f77c9', '#d9640f', '#469c79', '#8819f7', '#cf003e', '#2c96b0')
+PALETTE = ("#1f77c9", "#d9640f", "#469c79", "#8819f7", "#cf003e", "#2c96b0")
 
 # %% ../nbs/90_toolbox/04_display.ipynb #af8d03d8
 def number(
-    x, # A number; anything else is shown as it is
-    digits: int = 4, # Significant digits
-) -> str: # `2.315`, `1200`, `81.23k`, `3e-4`
+    x,  # A number; anything else is shown as it is
+    digits: int = 4,  # Significant digits
+) -> str:  # `2.315`, `1200`, `81.23k`, `3e-4`
     "A number as short as a label needs it."
-    if isinstance(x, bool) or not isinstance(x, (int, float)): return str(x)
-    for unit, size in (('G', 1e9), ('M', 1e6), ('k', 1e3)):
-        if max(1e4, size) <= abs(x) < math.inf: return f'{x/size:.{digits}g}{unit}'
-    if not 0 < abs(x) < 1e-3: return f'{x:.{digits}g}'
-    mantissa, power = f'{x:.{digits - 1}e}'.split('e')
-    return f'{float(mantissa):g}e{int(power)}'
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        return str(x)
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if max(1e4, size) <= abs(x) < math.inf:
+            return f"{x / size:.{digits}g}{unit}"
+    if not 0 < abs(x) < 1e-3:
+        return f"{x:.{digits}g}"
+    mantissa, power = f"{x:.{digits - 1}e}".split("e")
+    return f"{float(mantissa):g}e{int(power)}"
 
 # %% ../nbs/90_toolbox/04_display.ipynb #36c570d9
-PLAIN = 'class="mathjax_ignore tex2jax_ignore"' # Else a notebook makes a formula of what stands between two dollar signs
+PLAIN = 'class="mathjax_ignore tex2jax_ignore"'  # Else a notebook makes a formula of what stands between two dollar signs
 FONT = 'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" font-size="12"'
 
+
 def svg(
-    width: float, # Units of the drawing, and CSS pixels at most
+    width: float,  # Units of the drawing, and CSS pixels at most
     height: float,
-    label: str, # What the picture shows, in words
-    body: str, # SVG elements
+    label: str,  # What the picture shows, in words
+    body: str,  # SVG elements
 ) -> Picture:
     "An SVG that shrinks with the page and says what it shows."
-    return Picture(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
-                   f'aria-label="{clean(label)}" style="width:100%;max-width:{width:g}px;height:auto;display:block" '
-                   f'{FONT} fill="currentColor">{body}</svg>')
+    return Picture(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'aria-label="{clean(label)}" style="width:100%;max-width:{width:g}px;height:auto;display:block" '
+        f'{FONT} fill="currentColor">{body}</svg>'
+    )
+
 
 def text(
     x: float,
-    y: float, # Of the base line
-    string, # Escaped here
-    anchor: str = 'start', # 'start', 'middle' or 'end'
-    more: str = '', # More attributes
+    y: float,  # Of the base line
+    string,  # Escaped here
+    anchor: str = "start",  # 'start', 'middle' or 'end'
+    more: str = "",  # More attributes
 ) -> str:
     "An SVG text element."
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{" " + more if more else ""}>{clean(string)}</text>'
 
 # %% ../nbs/90_toolbox/04_display.ipynb #0a3782e9
 def visible(
-    piece: str | bytes, # A token
-) -> str: # The same with `·` for a space, `⏎` for a line end, `→` for a tab
+    piece: str | bytes,  # A token
+) -> str:  # The same with `·` for a space, `⏎` for a line end, `→` for a tab
     "A token with its white space made visible, and broken characters as hexadecimal."
     if isinstance(piece, bytes):
-        try: piece = piece.decode('utf-8')
-        except UnicodeDecodeError: return '⟨' + piece.hex(' ').upper() + '⟩'
-    piece = piece.replace(' ', '·').replace('\n', '⏎').replace('\t', '→').replace('\r', '␍')
-    return re.sub('[\x00-\x1f\x7f]', lambda m: f'⟨{ord(m[0]):02X}⟩', piece) or '∅' # Few fonts have a picture of these
+        try:
+            piece = piece.decode("utf-8")
+        except UnicodeDecodeError:
+            return "⟨" + piece.hex(" ").upper() + "⟩"
+    piece = piece.replace(" ", "·").replace("\n", "⏎").replace("\t", "→").replace("\r", "␍")
+    return (
+        re.sub("[\x00-\x1f\x7f]", lambda m: f"⟨{ord(m[0]):02X}⟩", piece) or "∅"
+    )  # Few fonts have a picture of these
+
 
 def token_boxes(
-    pieces: Sequence[str | bytes], # The text of each token, or its bytes
-    ids: Sequence[int] | None = None, # Shown on hover
-    shade: Sequence[float] | None = None, # From 0 to 1: one colour of this strength for each instead of alternating ones
-    title: str = '',
+    pieces: Sequence[str | bytes],  # The text of each token, or its bytes
+    ids: Sequence[int] | None = None,  # Shown on hover
+    shade: Sequence[float]
+    | None = None,  # From 0 to 1: one colour of this strength for each instead of alternating ones
+    title: str = "",
 ) -> Picture:
     "Text as a tokenizer cuts it, in coloured boxes."
-    for name, other in (('ids', ids), ('shade', shade)):
+    for name, other in (("ids", ids), ("shade", shade)):
         if other is not None and len(other) != len(pieces):
-            raise ValueError(f'{len(other)} {name} for {len(pieces)} tokens')
+            raise ValueError(f"{len(other)} {name} for {len(pieces)} tokens")
     spans = []
     for i, piece in enumerate(pieces):
         colour = PALETTE[0 if shade is not None else i % len(PALETTE)]
-        strength = 0.22 if shade is None else 0.7*min(1, max(0, float(shade[i])))
-        r, g, b = (int(colour[k:k+2], 16) for k in (1, 3, 5))
-        size = len(piece if isinstance(piece, bytes) else piece.encode('utf-8', 'replace'))
-        facts = [f'id {int(ids[i])}'] if ids is not None else []
-        facts += [f'{float(shade[i]):.3g}'] if shade is not None else []
-        hover = ', '.join([*facts, f'{size} byte{"s"*(size != 1)}'])
-        broken = '<br/>' if piece in ('\n', b'\n') or (isinstance(piece, str) and piece.endswith('\n')) else ''
-        style = (f'background:rgba({r},{g},{b},{strength:.3g});border-bottom:2px solid {colour};'
-                 'border-radius:3px 3px 0 0;padding:0 2px;margin:1px;white-space:pre-wrap;display:inline-block;line-height:1.4')
-        spans.append(f'<span title="{hover}" style="{style}">{clean(visible(piece))}</span>{broken}')
-    words = f'{len(pieces)} tokens: ' + ' | '.join(visible(p) for p in pieces[:200])
-    if len(pieces) > 200: words += ' and more'
-    head = f'<div style="font:600 13px/2 system-ui,sans-serif">{clean(title)}</div>' if title else ''
-    return Picture(f'<div role="img" {PLAIN} aria-label="{clean(f"{title}: {words}" if title else words)}">{head}'
-                   '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
-                   f'{"".join(spans)}</div></div>')
+        strength = 0.22 if shade is None else 0.7 * min(1, max(0, float(shade[i])))
+        r, g, b = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
+        size = len(piece if isinstance(piece, bytes) else piece.encode("utf-8", "replace"))
+        facts = [f"id {int(ids[i])}"] if ids is not None else []
+        facts += [f"{float(shade[i]):.3g}"] if shade is not None else []
+        hover = ", ".join([*facts, f"{size} byte{'s' * (size != 1)}"])
+        broken = (
+            "<br/>"
+            if piece in ("\n", b"\n") or (isinstance(piece, str) and piece.endswith("\n"))
+            else ""
+        )
+        style = (
+            f"background:rgba({r},{g},{b},{strength:.3g});border-bottom:2px solid {colour};"
+            "border-radius:3px 3px 0 0;padding:0 2px;margin:1px;white-space:pre-wrap;display:inline-block;line-height:1.4"
+        )
+        spans.append(
+            f'<span title="{hover}" style="{style}">{clean(visible(piece))}</span>{broken}'
+        )
+    words = f"{len(pieces)} tokens: " + " | ".join(visible(p) for p in pieces[:200])
+    if len(pieces) > 200:
+        words += " and more"
+    head = (
+        f'<div style="font:600 13px/2 system-ui,sans-serif">{clean(title)}</div>' if title else ""
+    )
+    return Picture(
+        f'<div role="img" {PLAIN} aria-label="{clean(f"{title}: {words}" if title else words)}">{head}'
+        '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
+        f"{''.join(spans)}</div></div>"
+    )
 
 # %% ../nbs/90_toolbox/04_display.ipynb #edd7fb7f
 def table(
-    rows: Sequence[Mapping], # One dictionary a row; a missing or None value is left blank
-    title: str = '', # Shown above it
-    columns: Sequence[str] | None = None, # Which to show, in this order; all that occur when None
+    rows: Sequence[Mapping],  # One dictionary a row; a missing or None value is left blank
+    title: str = "",  # Shown above it
+    columns: Sequence[str] | None = None,  # Which to show, in this order; all that occur when None
 ) -> Picture:
     "Rows of values as an HTML table."
-    columns = list(dict.fromkeys(k for row in rows for k in row)) if columns is None else list(columns)
+    columns = (
+        list(dict.fromkeys(k for row in rows for k in row)) if columns is None else list(columns)
+    )
     is_number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-    show = lambda v: '' if v is None else f'{v:,}' if type(v) is int else number(v) if is_number(v) else str(v)
-    right = {c for c in columns if rows and all(is_number(row.get(c, 0)) or row.get(c) is None for row in rows)}
-    side = lambda c: 'right' if c in right else 'left'
-    style = 'padding:4px clamp(6px,1.2vw,14px) 4px 0;vertical-align:top;' # Closer together on a phone
+    show = lambda v: (
+        "" if v is None else f"{v:,}" if type(v) is int else number(v) if is_number(v) else str(v)
+    )
+    right = {
+        c
+        for c in columns
+        if rows and all(is_number(row.get(c, 0)) or row.get(c) is None for row in rows)
+    }
+    side = lambda c: "right" if c in right else "left"
+    style = (
+        "padding:4px clamp(6px,1.2vw,14px) 4px 0;vertical-align:top;"  # Closer together on a phone
+    )
     long = {c for c in columns if any(len(show(row.get(c))) > 16 for row in rows)}
-    wrap = lambda c: 'white-space:nowrap;' if c not in long else '' if c == columns[0] else 'overflow-wrap:anywhere;' # Numbers stay whole
-    line = 'border-bottom:1px solid rgba(128,128,128,.35);'
-    cell = lambda row, c: f'<td style="{style}{wrap(c)}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>'
-    head = ''.join(f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>' for c in columns)
-    body = ''.join('<tr>' + ''.join(cell(row, c) for c in columns) + '</tr>' for row in rows)
-    caption = f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>' * bool(title)
-    label = f'{clean(title or "table")}, {len(rows)} row{"s"*(len(rows) != 1)}'
-    looks = 'border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums'
-    return Picture(f'<div role="region" tabindex="0" {PLAIN} aria-label="{label}" style="overflow-x:auto"><table style="{looks}">'
-                   f'{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+    wrap = lambda c: (
+        "white-space:nowrap;"
+        if c not in long
+        else ""
+        if c == columns[0]
+        else "overflow-wrap:anywhere;"
+    )  # Numbers stay whole
+    line = "border-bottom:1px solid rgba(128,128,128,.35);"
+    cell = lambda row, c: (
+        f'<td style="{style}{wrap(c)}{line}text-align:{side(c)}">{clean(show(row.get(c)))}</td>'
+    )
+    head = "".join(
+        f'<th scope="col" style="{style}{line}text-align:{side(c)}">{clean(c)}</th>'
+        for c in columns
+    )
+    body = "".join("<tr>" + "".join(cell(row, c) for c in columns) + "</tr>" for row in rows)
+    caption = (
+        f'<caption style="text-align:left;font-weight:600;padding:4px 0">{clean(title)}</caption>'
+        * bool(title)
+    )
+    label = f"{clean(title or 'table')}, {len(rows)} row{'s' * (len(rows) != 1)}"
+    looks = "border-collapse:collapse;font:13px/1.5 system-ui,sans-serif;font-variant-numeric:tabular-nums"
+    return Picture(
+        f'<div role="region" tabindex="0" {PLAIN} aria-label="{label}" style="overflow-x:auto"><table style="{looks}">'
+        f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 # %% ../nbs/90_toolbox/04_display.ipynb #2a241a43
 def grid(
-    *pictures: str, # Pictures, or any HTML
-    least: int = 320, # Narrowest a column may become, in CSS pixels
+    *pictures: str,  # Pictures, or any HTML
+    least: int = 320,  # Narrowest a column may become, in CSS pixels
 ) -> Picture:
     "Pictures side by side, in as many columns as the page has room for."
-    cells = ''.join(f'<div>{p}</div>' for p in pictures)
-    label = clean('; '.join(p.label for p in pictures if isinstance(p, Picture)) or 'pictures')
-    return Picture(f'<div role="group" {PLAIN} aria-label="{label}" style="display:grid;gap:20px;align-items:start;'
-                   f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}px),1fr))">{cells}</div>')
+    cells = "".join(f"<div>{p}</div>" for p in pictures)
+    label = clean("; ".join(p.label for p in pictures if isinstance(p, Picture)) or "pictures")
+    return Picture(
+        f'<div role="group" {PLAIN} aria-label="{label}" style="display:grid;gap:20px;align-items:start;'
+        f'grid-template-columns:repeat(auto-fit,minmax(min(100%,{least}px),1fr))">{cells}</div>'
+    )

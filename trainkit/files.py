@@ -25,58 +25,74 @@ from typing import Any
 # %% ../nbs/90_toolbox/01_files.ipynb #bda519f8
 def _say_why(error: OSError, path: Path) -> OSError:
     "The same error with a remedy in words."
-    hints = {errno.ENOSPC: 'the disk is full: free some space, or choose another folder',
-             errno.EDQUOT: 'your disk quota is used up: free some space, or choose another folder',
-             errno.EFBIG: 'the file is larger than this disk or process may write',
-             errno.EROFS: 'the disk is read-only: choose another folder',
-             errno.EACCES: 'no permission to write there: choose another folder',
-             errno.EPERM: 'no permission to write there: choose another folder',
-             errno.ENOTDIR: 'a part of the path is a file, not a folder',
-             errno.EEXIST: 'a part of the path is a file, not a folder'}
+    hints = {
+        errno.ENOSPC: "the disk is full: free some space, or choose another folder",
+        errno.EDQUOT: "your disk quota is used up: free some space, or choose another folder",
+        errno.EFBIG: "the file is larger than this disk or process may write",
+        errno.EROFS: "the disk is read-only: choose another folder",
+        errno.EACCES: "no permission to write there: choose another folder",
+        errno.EPERM: "no permission to write there: choose another folder",
+        errno.ENOTDIR: "a part of the path is a file, not a folder",
+        errno.EEXIST: "a part of the path is a file, not a folder",
+    }
     hint = hints.get(error.errno or 0, error.strerror or str(error))
-    return type(error)(error.errno, f'Nothing was written to {path}: {hint}')
+    return type(error)(error.errno, f"Nothing was written to {path}: {hint}")
+
 
 @contextmanager
 def writing(
-    path: str | Path, # What is written in the block
-) -> Iterator[None]: # Raises the same `OSError`, with the file's name
+    path: str | Path,  # What is written in the block
+) -> Iterator[None]:  # Raises the same `OSError`, with the file's name
     "A full disk is noticed when an open file is written, and that error names no file: give it the name."
-    try: yield
+    try:
+        yield
     except OSError as error:
-        if error.filename is None and error.errno and not str(error.strerror).startswith('Nothing was written'):
+        if (
+            error.filename is None
+            and error.errno
+            and not str(error.strerror).startswith("Nothing was written")
+        ):
             error.filename = str(path)
         raise
 
+
 def _rough_name(path: Path) -> Path:
     "A name beside a path that nobody else has; what is made under it by plain means gets the rights that the umask allows."
-    return path.parent/f'.{path.name}.{secrets.token_hex(4)}'
+    return path.parent / f".{path.name}.{secrets.token_hex(4)}"
+
 
 def write_atomic(
-    path: str | Path, # Where the file will be; its folder is made
-    data: str | bytes, # Text (as UTF-8) or bytes
-) -> Path: # The path; raises `OSError` that says why and what to do, and leaves the old file as it was
+    path: str | Path,  # Where the file will be; its folder is made
+    data: str | bytes,  # Text (as UTF-8) or bytes
+) -> (
+    Path
+):  # The path; raises `OSError` that says why and what to do, and leaves the old file as it was
     "Write a file whole or not at all: to a temporary name, to the disk, then renamed."
     path, temporary = Path(path), None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = _rough_name(path)
-        with open(temporary, 'xb') as file:
-            file.write(data.encode('utf-8') if isinstance(data, str) else data)
+        with open(temporary, "xb") as file:
+            file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        if path.exists(): os.chmod(temporary, path.stat().st_mode)
+        if path.exists():
+            os.chmod(temporary, path.stat().st_mode)
         os.replace(temporary, path)
     except BaseException as error:
         if temporary:
-            with suppress(OSError): os.unlink(temporary)
-        if isinstance(error, OSError): raise _say_why(error, path) from error
+            with suppress(OSError):
+                os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise _say_why(error, path) from error
         raise
     return path
 
+
 @contextmanager
 def atomic_folder(
-    path: str | Path, # Where the folder will be; an older one there is replaced
-) -> Iterator[Path]: # A temporary folder beside it to write into
+    path: str | Path,  # Where the folder will be; an older one there is replaced
+) -> Iterator[Path]:  # A temporary folder beside it to write into
     "Fill a folder whole or not at all: it gets its name only when the block ends well."
     path, temporary = Path(path), None
     try:
@@ -84,103 +100,141 @@ def atomic_folder(
         temporary = _rough_name(path)
         temporary.mkdir()
         yield temporary
-        allowed = temporary.stat().st_mode & 0o666 # by the umask; safetensors gives its files 0o600
-        for file in temporary.rglob('*'):
+        allowed = (
+            temporary.stat().st_mode & 0o666
+        )  # by the umask; safetensors gives its files 0o600
+        for file in temporary.rglob("*"):
             if file.is_file():
                 os.chmod(file, file.stat().st_mode | allowed)
-                with open(file, 'rb+') as handle: os.fsync(handle.fileno())
-        old = Path(f'{temporary}.old')
-        if path.exists(): os.replace(path, old)
-        try: os.replace(temporary, path)
+                with open(file, "rb+") as handle:
+                    os.fsync(handle.fileno())
+        old = Path(f"{temporary}.old")
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(temporary, path)
         except BaseException:
-            if old.exists(): os.replace(old, path)
+            if old.exists():
+                os.replace(old, path)
             raise
         shutil.rmtree(old, ignore_errors=True)
     except BaseException as error:
-        if temporary: shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError): raise _say_why(error, path) from error
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _say_why(error, path) from error
         raise
 
 # %% ../nbs/90_toolbox/01_files.ipynb #c7eb2d25
 @contextmanager
 def reading(
-    path: str | Path, # What is read in the block
-    remedy: str = 'copy or download it again',
-) -> Iterator[None]: # Raises `ValueError`
+    path: str | Path,  # What is read in the block
+    remedy: str = "copy or download it again",
+) -> Iterator[None]:  # Raises `ValueError`
     "Whatever a file makes the block raise is said in one sentence that names the file."
     path = str(path)
-    try: yield
+    try:
+        yield
     except MemoryError as error:
-        error.add_note(f'({path} was being read)')
+        error.add_note(f"({path} was being read)")
         raise
-    except ImportError: raise
+    except ImportError:
+        raise
     except Exception as error:
-        text = ' '.join(str(error).split()) or type(error).__name__
-        if 'OutOfMemory' in type(error).__name__ or (isinstance(error, OSError) and error.filename): raise
-        if isinstance(error, (ValueError, OSError)) and (text.startswith(path) or f'{path}/' in text): raise
-        kinds = dict(JSONDecodeError='is not JSON', UnicodeDecodeError='is not UTF-8 text', SafetensorError='is damaged or cut short')
-        if isinstance(error, RecursionError): why = 'is nested too deep'
-        elif type(error).__name__ in kinds: why = f'{kinds[type(error).__name__]} ({text})'
-        elif type(error).__module__.split('.')[0] in ('builtins', 'trainkit') and isinstance(error, ValueError): raise ValueError(f'{path}: {text}') from error
-        else: why = f'is damaged, or not what it should be ({type(error).__name__}: {text[:300]})'
-        raise ValueError(f'{path} {why}: {remedy}') from error
+        text = " ".join(str(error).split()) or type(error).__name__
+        if "OutOfMemory" in type(error).__name__ or (isinstance(error, OSError) and error.filename):
+            raise
+        if isinstance(error, (ValueError, OSError)) and (
+            text.startswith(path) or f"{path}/" in text
+        ):
+            raise
+        kinds = dict(
+            JSONDecodeError="is not JSON",
+            UnicodeDecodeError="is not UTF-8 text",
+            SafetensorError="is damaged or cut short",
+        )
+        if isinstance(error, RecursionError):
+            why = "is nested too deep"
+        elif type(error).__name__ in kinds:
+            why = f"{kinds[type(error).__name__]} ({text})"
+        elif type(error).__module__.split(".")[0] in ("builtins", "trainkit") and isinstance(
+            error, ValueError
+        ):
+            raise ValueError(f"{path}: {text}") from error
+        else:
+            why = f"is damaged, or not what it should be ({type(error).__name__}: {text[:300]})"
+        raise ValueError(f"{path} {why}: {remedy}") from error
+
 
 def read_json(
     path: str | Path,
-    kind: type = dict, # What it must hold
-    remedy: str = 'copy or download it again',
-) -> Any: # Raises `ValueError` that names the file, `FileNotFoundError` where it is not there
+    kind: type = dict,  # What it must hold
+    remedy: str = "copy or download it again",
+) -> Any:  # Raises `ValueError` that names the file, `FileNotFoundError` where it is not there
     "What a JSON file holds."
-    with reading(path, remedy): found = json.loads(Path(path).read_text(encoding='utf-8'))
-    words = {dict: 'an object', list: 'a list'}
-    if not isinstance(found, kind): raise ValueError(f'{path} holds a {type(found).__name__} where {words.get(kind, kind.__name__)} is needed: {remedy}')
+    with reading(path, remedy):
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    words = {dict: "an object", list: "a list"}
+    if not isinstance(found, kind):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__} where {words.get(kind, kind.__name__)} is needed: {remedy}"
+        )
     return found
 
 # %% ../nbs/90_toolbox/01_files.ipynb #f13b9341
-alone = threading.RLock() # `with alone:` around whatever exchanges parts of transformers, or makes a model of it
+alone = (
+    threading.RLock()
+)  # `with alone:` around whatever exchanges parts of transformers, or makes a model of it
+
 
 def open_with(
-    kind: Any, # A class of transformers, such as `AutoTokenizer`
+    kind: Any,  # A class of transformers, such as `AutoTokenizer`
     folder: str | Path,
-    **options, # Of its `from_pretrained`
-) -> Any: # What that returns
+    **options,  # Of its `from_pretrained`
+) -> Any:  # What that returns
     "`kind.from_pretrained(folder)`, one at a time, since it is not safe to call from two threads at once."
-    with alone: return kind.from_pretrained(folder, **options)
+    with alone:
+        return kind.from_pretrained(folder, **options)
 
 # %% ../nbs/90_toolbox/01_files.ipynb #b17e5a02
 def show_bytes(
-    size: float, # In bytes
-) -> str: # '1.5 GB'
+    size: float,  # In bytes
+) -> str:  # '1.5 GB'
     "Bytes for people, in powers of 1000."
-    for unit in ('B', 'kB', 'MB'):
-        if abs(size) < 999.5: return f'{size:.3g} {unit}'
+    for unit in ("B", "kB", "MB"):
+        if abs(size) < 999.5:
+            return f"{size:.3g} {unit}"
         size /= 1000
-    return f'{size:,.3g} GB' if size < 999.5 else f'{size:,.0f} GB'
+    return f"{size:,.3g} GB" if size < 999.5 else f"{size:,.0f} GB"
 
 # %% ../nbs/90_toolbox/01_files.ipynb #5ec0e002
 # What moves a cursor, changes colours, turns the order of writing, or cannot be written at all; `\t` and `\n` are text
-_CONTROLS = re.compile('\r\n|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]')
+_CONTROLS = re.compile("\r\n|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
 
 def printable(
-    text: Any, # Shown as `str(text)`
-    form: str = '⟨{:02X}⟩', # How a control character is written
+    text: Any,  # Shown as `str(text)`
+    form: str = "⟨{:02X}⟩",  # How a control character is written
 ) -> str:
     "Text for a terminal or a log: control characters are shown and do nothing."
     text = str(text)
-    if text.isprintable(): return text
-    return _CONTROLS.sub(lambda m: '\n' if m[0] == '\r\n' else form.format(ord(m[0])), text)
+    if text.isprintable():
+        return text
+    return _CONTROLS.sub(lambda m: "\n" if m[0] == "\r\n" else form.format(ord(m[0])), text)
+
 
 def to_json(
     value: Any,
-    **how: Any, # For `json.dumps`
+    **how: Any,  # For `json.dumps`
 ) -> str:
     "JSON for a terminal, in which control characters are escaped, also those that JSON lets through."
-    return printable(json.dumps(value, **how), '\\u{:04x}')
+    return printable(json.dumps(value, **how), "\\u{:04x}")
+
 
 def say(
-    text: Any = '',
-    nl: bool = True, # End the line
-    err: bool = False, # To the standard error
+    text: Any = "",
+    nl: bool = True,  # End the line
+    err: bool = False,  # To the standard error
 ):
     "Print text that may hold anything, such as data, prompts, answers of a model, names of files."
-    print(printable(text), end='\n'*nl, file=sys.stderr if err else sys.stdout, flush=True)
+    print(printable(text), end="\n" * nl, file=sys.stderr if err else sys.stdout, flush=True)

@@ -18,44 +18,60 @@ import numpy as np
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #654249a8
 def pick_lane(
-    lane: str, # 'auto', 'pure' or 'compiled'
-    size: int, # Bytes of work
-) -> str: # 'pure' or 'compiled'
+    lane: str,  # 'auto', 'pure' or 'compiled'
+    size: int,  # Bytes of work
+) -> str:  # 'pure' or 'compiled'
     "The lane to take; asking for 'compiled' without numba is an `ImportError` that says what to install."
-    if lane not in ('auto', 'pure', 'compiled'):
+    if lane not in ("auto", "pure", "compiled"):
         raise ValueError(f"lane={lane!r}: choose 'auto', 'pure' or 'compiled'")
-    if lane == 'auto': return 'compiled' if size >= 1_000_000 and find_spec('numba') else 'pure'
-    if lane == 'compiled' and not find_spec('numba'):
-        raise ImportError("lane='compiled' needs numba: pip install numba, or use lane='pure', which has equal results")
+    if lane == "auto":
+        return "compiled" if size >= 1_000_000 and find_spec("numba") else "pure"
+    if lane == "compiled" and not find_spec("numba"):
+        raise ImportError(
+            "lane='compiled' needs numba: pip install numba, or use lane='pure', which has equal results"
+        )
     return lane
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #528d3c92
 def hash_bytes(data, i, e):
     "FNV-1a of the bytes from `i` to `e`, as an unsigned 64-bit number with its high bits folded in."
     h = np.uint64(0xCBF29CE484222325)
-    for j in range(i, e): h = (h ^ np.uint64(data[j])) * np.uint64(0x100000001B3)
+    for j in range(i, e):
+        h = (h ^ np.uint64(data[j])) * np.uint64(0x100000001B3)
     return h ^ (h >> np.uint64(29))
+
 
 def same_bytes(a, i, b, j, size):
     "Whether `size` bytes of `a` from `i` and of `b` from `j` are equal."
     for k in range(size):
-        if a[i+k] != b[j+k]: return False
+        if a[i + k] != b[j + k]:
+            return False
     return True
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #f7bee880
 def compile_kernels(
-    functions: Iterable[Callable], # In order: a function may call those before it
-) -> SimpleNamespace: # The compiled functions by name
+    functions: Iterable[Callable],  # In order: a function may call those before it
+) -> SimpleNamespace:  # The compiled functions by name
     "Compile functions with numba; the machine code is kept on disk beside their module, or in the user's cache."
     import numba
+
     done, version = {}, 0
     for f in functions:
         names, code = {**f.__globals__, **done}, f.__code__
-        facts = code.co_code, code.co_consts, [names[n] for n in code.co_names if isinstance(names.get(n), int)]
-        version = crc32(repr(facts).encode(), version) # numba looks at one function only, not at those it calls
+        facts = (
+            code.co_code,
+            code.co_consts,
+            [names[n] for n in code.co_names if isinstance(names.get(n), int)],
+        )
+        version = crc32(
+            repr(facts).encode(), version
+        )  # numba looks at one function only, not at those it calls
         copy = FunctionType(code, names, f.__name__)
-        copy.__module__, copy.__qualname__ = f.__module__, f'{f.__qualname__}_{version:08x}' # the name of the file
-        on_disk = os.path.exists(f.__code__.co_filename) # not so in a notebook
+        copy.__module__, copy.__qualname__ = (
+            f.__module__,
+            f"{f.__qualname__}_{version:08x}",
+        )  # the name of the file
+        on_disk = os.path.exists(f.__code__.co_filename)  # not so in a notebook
         done[f.__name__] = numba.njit(copy, cache=on_disk, nogil=True)
     return SimpleNamespace(**done)
 
@@ -64,7 +80,8 @@ def find_key(keys, key):
     "The place of `key` in the table `keys`, or the free place where it belongs; keys are not negative."
     mask = len(keys) - 1
     at = (key * 0x9E3779B97F4A7C1 >> 24) & mask
-    while keys[at] != key and keys[at] >= 0: at = (at + 1) & mask
+    while keys[at] != key and keys[at] >= 0:
+        at = (at + 1) & mask
     return at
 
 # %% ../nbs/90_toolbox/09_numba_utils.ipynb #ffc19f99
@@ -73,10 +90,12 @@ def heap_push(first, second, n, a, b):
     i = n
     while i > 0:
         p = (i - 1) >> 1
-        if first[p] < a or first[p] == a and second[p] <= b: break
+        if first[p] < a or first[p] == a and second[p] <= b:
+            break
         first[i], second[i] = first[p], second[p]
         i = p
     first[i], second[i] = a, b
+
 
 def heap_pop(first, second, n):
     "Take the smallest pair, which stands at 0, out of a heap of `n` pairs."
@@ -84,10 +103,15 @@ def heap_pop(first, second, n):
     a, b = first[n], second[n]
     i = 0
     while True:
-        c = 2*i + 1
-        if c >= n: break
-        if c + 1 < n and (first[c+1] < first[c] or first[c+1] == first[c] and second[c+1] < second[c]): c += 1
-        if a < first[c] or a == first[c] and b <= second[c]: break
+        c = 2 * i + 1
+        if c >= n:
+            break
+        if c + 1 < n and (
+            first[c + 1] < first[c] or first[c + 1] == first[c] and second[c + 1] < second[c]
+        ):
+            c += 1
+        if a < first[c] or a == first[c] and b <= second[c]:
+            break
         first[i], second[i] = first[c], second[c]
         i = c
     first[i], second[i] = a, b

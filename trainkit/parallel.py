@@ -38,146 +38,211 @@ from .files import write_atomic
 # %% ../nbs/90_toolbox/10_parallel.ipynb #91c37c1b
 def _plain(value: Any) -> Any:
     "What JSON can't hold, in a form that depends on its content only."
-    if dataclasses.is_dataclass(value) and not isinstance(value, type): return dataclasses.asdict(value)
-    if isinstance(value, (set, frozenset)): return sorted(map(str, value))
-    if isinstance(value, (np.integer, np.floating, np.bool_)): return value.item()
-    if isinstance(value, np.ndarray): return ['array', str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
-    if isinstance(value, bytes): return ['bytes', hashlib.sha256(value).hexdigest()]
-    if isinstance(value, Path): return str(value)
-    if isinstance(value, Mapping): return dict(value)
-    raise TypeError(f'a value of type {type(value).__name__} can\'t be hashed by its content: pass what it depends on instead')
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, (np.integer, np.floating, np.bool_)):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return ["array", str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).hexdigest()]
+    if isinstance(value, bytes):
+        return ["bytes", hashlib.sha256(value).hexdigest()]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(
+        f"a value of type {type(value).__name__} can't be hashed by its content: pass what it depends on instead"
+    )
+
 
 def content_hash(
-    *values: Any, # Rows, options, names: anything made of JSON's types, arrays, bytes, paths and dataclasses
-) -> str: # 32 hexadecimal digits; the same on every machine
+    *values: Any,  # Rows, options, names: anything made of JSON's types, arrays, bytes, paths and dataclasses
+) -> str:  # 32 hexadecimal digits; the same on every machine
     "A hash of content: equal for equal values, whatever object holds them."
     digest = hashlib.sha256()
     for value in values:
-        many = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, np.ndarray, set, frozenset))
-        if many: digest.update(b'[') # a row alone is another thing than a list of it
-        for part in value if many else [value]: # row by row: a corpus need not be one long string
-            digest.update(json.dumps(part, sort_keys=True, default=_plain, separators=(',', ':')).encode() + b'\n')
-        digest.update(b'\0')
+        many = isinstance(value, Iterable) and not isinstance(
+            value, (str, bytes, Mapping, np.ndarray, set, frozenset)
+        )
+        if many:
+            digest.update(b"[")  # a row alone is another thing than a list of it
+        for part in value if many else [value]:  # row by row: a corpus need not be one long string
+            digest.update(
+                json.dumps(part, sort_keys=True, default=_plain, separators=(",", ":")).encode()
+                + b"\n"
+            )
+        digest.update(b"\0")
     return digest.hexdigest()[:32]
 
 # %% ../nbs/90_toolbox/10_parallel.ipynb #f2d07f70
 def _pack(examples: Sequence[Mapping]) -> bytes:
     "Examples with the same columns as bytes: a checksum, then an `npz` file."
     examples = list(examples)
-    arrays: dict[str, np.ndarray] = {'rows': np.array(len(examples))}
+    arrays: dict[str, np.ndarray] = {"rows": np.array(len(examples))}
     if odd := next((e for e in examples if {*e} != {*examples[0]}), None):
-        raise ValueError(f'examples with the same columns are needed: one has {sorted(examples[0])}, another {sorted(odd)}')
+        raise ValueError(
+            f"examples with the same columns are needed: one has {sorted(examples[0])}, another {sorted(odd)}"
+        )
     for column in examples[0] if examples else ():
         values = [e[column] for e in examples]
-        whole = [isinstance(v, (list, tuple, np.ndarray)) and np.asarray(v).ndim == 1 and
-                 (not len(v) or np.asarray(v).dtype.kind in 'iub') for v in values]
+        whole = [
+            isinstance(v, (list, tuple, np.ndarray))
+            and np.asarray(v).ndim == 1
+            and (not len(v) or np.asarray(v).dtype.kind in "iub")
+            for v in values
+        ]
         if all(whole):
             flat = np.concatenate([np.asarray(v, dtype=np.int64) for v in values])
-            small = not len(flat) or (flat.min() >= -2**31 and flat.max() < 2**31)
-            arrays[f'list/{column}'] = flat.astype(np.int32) if small else flat
-            arrays[f'ends/{column}'] = np.cumsum([len(v) for v in values], dtype=np.int64)
-        else: arrays[f'json/{column}'] = np.frombuffer(json.dumps(values, default=_plain).encode(), np.uint8)
-    np.savez(buffer := io.BytesIO(), **arrays) # type: ignore
+            small = not len(flat) or (flat.min() >= -(2**31) and flat.max() < 2**31)
+            arrays[f"list/{column}"] = flat.astype(np.int32) if small else flat
+            arrays[f"ends/{column}"] = np.cumsum([len(v) for v in values], dtype=np.int64)
+        else:
+            arrays[f"json/{column}"] = np.frombuffer(
+                json.dumps(values, default=_plain).encode(), np.uint8
+            )
+    np.savez(buffer := io.BytesIO(), **arrays)  # type: ignore
     return hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue()
+
 
 def _unpack(data: bytes) -> list[dict]:
     "The examples again; lists of numbers are arrays of int32 (or int64)."
-    if hashlib.sha256(data[32:]).digest() != data[:32]: raise ValueError('its checksum does not fit')
-    with np.load(io.BytesIO(data[32:]), allow_pickle=False) as file: arrays = {name: file[name] for name in file.files}
-    out: list[dict] = [{} for _ in range(int(arrays.pop('rows')))]
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        raise ValueError("its checksum does not fit")
+    with np.load(io.BytesIO(data[32:]), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    out: list[dict] = [{} for _ in range(int(arrays.pop("rows")))]
     for name, array in arrays.items():
-        how, _, column = name.partition('/')
-        if how == 'json':
-            for example, value in zip(out, json.loads(array.tobytes()), strict=True): example[column] = value
-        elif how == 'list':
-            ends = arrays[f'ends/{column}']
+        how, _, column = name.partition("/")
+        if how == "json":
+            for example, value in zip(out, json.loads(array.tobytes()), strict=True):
+                example[column] = value
+        elif how == "list":
+            ends = arrays[f"ends/{column}"]
             starts = np.concatenate([[0], ends[:-1]])
-            for example, start, end in zip(out, starts, ends, strict=True): example[column] = array[start:end]
+            for example, start, end in zip(out, starts, ends, strict=True):
+                example[column] = array[start:end]
     return out
 
 # %% ../nbs/90_toolbox/10_parallel.ipynb #39d58a85
 def cached(
-    make: Callable[[], Sequence[Mapping]], # Does the work: gives examples with the same columns
-    depends_on: Sequence[Any], # All that the result depends on: rows, options, the tokenizer's content, a version
-    folder: str | Path | None, # Where files are kept; None: no cache, the work is done each time
-    keep: int = 20, # Files in the folder; the least recently used go first
-) -> list[dict]: # Examples; lists of whole numbers come back as arrays, also the first time
+    make: Callable[[], Sequence[Mapping]],  # Does the work: gives examples with the same columns
+    depends_on: Sequence[
+        Any
+    ],  # All that the result depends on: rows, options, the tokenizer's content, a version
+    folder: str | Path | None,  # Where files are kept; None: no cache, the work is done each time
+    keep: int = 20,  # Files in the folder; the least recently used go first
+) -> list[dict]:  # Examples; lists of whole numbers come back as arrays, also the first time
     "What `make` gives, from a file if it was made before out of the same content."
-    if folder is None: return _unpack(_pack(make()))
-    name = getattr(make, '__qualname__', 'make').split('.')[-1].strip('<>')
-    path = Path(folder)/f'{name}-{content_hash(*depends_on)}.cache'
+    if folder is None:
+        return _unpack(_pack(make()))
+    name = getattr(make, "__qualname__", "make").split(".")[-1].strip("<>")
+    path = Path(folder) / f"{name}-{content_hash(*depends_on)}.cache"
     if path.is_file():
         try:
             out = _unpack(path.read_bytes())
-            os.utime(path) # used just now
+            os.utime(path)  # used just now
             return out
         except (ValueError, KeyError, EOFError, OSError) as error:
-            warnings.warn(f'{path} is damaged ({error}): made anew', stacklevel=2)
+            warnings.warn(f"{path} is damaged ({error}): made anew", stacklevel=2)
     data = _pack(make())
     write_atomic(path, data)
-    files = sorted(Path(folder).glob('*-' + '[0-9a-f]'*32 + '.cache'), key=lambda f: f.stat().st_mtime, reverse=True)
-    for old in files[max(1, keep):]: old.unlink(missing_ok=True)
+    files = sorted(
+        Path(folder).glob("*-" + "[0-9a-f]" * 32 + ".cache"),
+        key=lambda f: f.stat().st_mtime,
+        reverse=True,
+    )
+    for old in files[max(1, keep) :]:
+        old.unlink(missing_ok=True)
     return _unpack(data)
 
 # %% ../nbs/90_toolbox/10_parallel.ipynb #d8c94d2d
-In = TypeVar('In')
-Out = TypeVar('Out')
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 # %% ../nbs/90_toolbox/10_parallel.ipynb #d7bd6491
 def _chunks(items: Iterable[In], size: int) -> Iterator[list[In]]:
     source = iter(items)
-    while part := list(islice(source, size)): yield part
+    while part := list(islice(source, size)):
+        yield part
 
-_work: dict[int, Callable] = {} # the function of each call, inherited by forked processes: a lambda can't be sent
+
+_work: dict[
+    int, Callable
+] = {}  # the function of each call, inherited by forked processes: a lambda can't be sent
+
 
 def begin_worker() -> None:
     "What a worker process does first: leave Ctrl-C to the parent, and end when that ends."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     def leave_with(parent) -> None:
         parent.join()
         os._exit(1)
-    threading.Thread(target=leave_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+
+    threading.Thread(
+        target=leave_with, args=(multiprocessing.parent_process(),), daemon=True
+    ).start()
+
 
 def end_workers(
     pool: ProcessPoolExecutor,
-    at_once: bool = False, # Kill them instead of letting them end what they do
+    at_once: bool = False,  # Kill them instead of letting them end what they do
 ) -> None:
     "Close a pool, and let nobody wait for work that nobody wants."
     if at_once:
-        for process in [*(pool._processes or {}).values()]: process.kill()
+        for process in [*(pool._processes or {}).values()]:
+            process.kill()
     pool.shutdown(cancel_futures=True)
 
+
 def _packed(value: Any, what: str) -> bytes:
-    try: return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f'{what} can\'t travel between processes ({error}): use plain data and functions of a module, '
-                         'or num_workers=1') from None
+        raise ValueError(
+            f"{what} can't travel between processes ({error}): use plain data and functions of a module, "
+            "or num_workers=1"
+        ) from None
+
 
 def _do(key: int, job: bytes) -> bytes:
     function, part = pickle.loads(job)
-    return _packed(list((function or _work[key])(part)), 'a result')
+    return _packed(list((function or _work[key])(part)), "a result")
 
 # %% ../nbs/90_toolbox/10_parallel.ipynb #af97ddfb
 def in_order(
-    function: Callable[[list[In]], Sequence[Out]], # From a list of items to a list of results
+    function: Callable[[list[In]], Sequence[Out]],  # From a list of items to a list of results
     items: Iterable[In],
-    num_workers: int = 1, # Processes; 0 and 1 do the work here
-    chunk: int = 256, # Items in one call of `function`
-) -> Iterator[Out]: # All results, in the order of the items; raises `ValueError` for what can't be sent to a process
+    num_workers: int = 1,  # Processes; 0 and 1 do the work here
+    chunk: int = 256,  # Items in one call of `function`
+) -> Iterator[
+    Out
+]:  # All results, in the order of the items; raises `ValueError` for what can't be sent to a process
     "Apply a function to a stream, a chunk at a time, with several processes."
-    if num_workers < 0 or chunk < 1: raise ValueError(f'num_workers = {num_workers}, chunk = {chunk}: must be at least 0 and 1')
+    if num_workers < 0 or chunk < 1:
+        raise ValueError(f"num_workers = {num_workers}, chunk = {chunk}: must be at least 0 and 1")
     if num_workers <= 1:
-        for part in _chunks(items, chunk): yield from function(part)
+        for part in _chunks(items, chunk):
+            yield from function(part)
         return
-    fork, key, waiting, hurry = sys.platform == 'linux', id(function), deque(), True
+    fork, key, waiting, hurry = sys.platform == "linux", id(function), deque(), True
     _work[key] = function
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context('fork' if fork else 'spawn'), begin_worker)
+    pool = ProcessPoolExecutor(
+        num_workers, multiprocessing.get_context("fork" if fork else "spawn"), begin_worker
+    )
     try:
         for number, part in enumerate(_chunks(items, chunk)):
-            job = _packed((None if fork else function, part), f'items {number*chunk:,} to {number*chunk + len(part) - 1:,}')
+            job = _packed(
+                (None if fork else function, part),
+                f"items {number * chunk:,} to {number * chunk + len(part) - 1:,}",
+            )
             waiting.append(pool.submit(_do, key, job))
-            if len(waiting) >= 3*num_workers: yield from pickle.loads(waiting.popleft().result())
-        while waiting: yield from pickle.loads(waiting.popleft().result())
+            if len(waiting) >= 3 * num_workers:
+                yield from pickle.loads(waiting.popleft().result())
+        while waiting:
+            yield from pickle.loads(waiting.popleft().result())
         hurry = False
     finally:
         end_workers(pool, hurry)
@@ -185,28 +250,35 @@ def in_order(
 
 # %% ../nbs/90_toolbox/10_parallel.ipynb #1133524f
 def map_reduce(
-    function: Callable[[list[In]], Sequence[Out]], # From a list of items to a list of results
-    combine: Callable[[Any, Out], Any], # From what there is and one more result to what there is then
+    function: Callable[[list[In]], Sequence[Out]],  # From a list of items to a list of results
+    combine: Callable[
+        [Any, Out], Any
+    ],  # From what there is and one more result to what there is then
     items: Iterable[In],
-    start: Any, # What there is at first
-    num_workers: int = 1, # Processes
-    chunk: int = 256, # Items in one call of `function`
+    start: Any,  # What there is at first
+    num_workers: int = 1,  # Processes
+    chunk: int = 256,  # Items in one call of `function`
 ) -> Any:
     "Combine the results of `in_order` as they come (Dean and Ghemawat 2004)."
     return reduce(combine, in_order(function, items, num_workers, chunk), start)
 
 # %% ../nbs/90_toolbox/10_parallel.ipynb #7df04bea
 def trove_step(
-    function: Callable[[list[str]], Sequence], # From texts to results, as for `in_order`
-    save: Callable[[int, list], Any], # Called once a part, with its number and all results
-    chunk: int = 256, # Texts in one call of `function`
-) -> Any: # A step for the pipeline of a datatrove executor
+    function: Callable[[list[str]], Sequence],  # From texts to results, as for `in_order`
+    save: Callable[[int, list], Any],  # Called once a part, with its number and all results
+    chunk: int = 256,  # Texts in one call of `function`
+) -> Any:  # A step for the pipeline of a datatrove executor
     "A plain function as the last step of a datatrove pipeline; needs the package datatrove."
-    try: from datatrove.pipeline.base import PipelineStep
-    except ImportError: raise ImportError('trove_step needs datatrove: pip install datatrove') from None
+    try:
+        from datatrove.pipeline.base import PipelineStep
+    except ImportError:
+        raise ImportError("trove_step needs datatrove: pip install datatrove") from None
+
     class Step(PipelineStep):
-        name, type = getattr(function, '__name__', 'step'), 'trainkit'
+        name, type = getattr(function, "__name__", "step"), "trainkit"
+
         def run(self, data, rank: int = 0, world_size: int = 1):
             save(rank, list(in_order(function, (document.text for document in data), 1, chunk)))
             yield from ()
+
     return Step()

@@ -29,13 +29,14 @@ from .files import printable
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #f5cb0b55
 def duration(
-    seconds: float, # Any length of time; below zero counts as zero
-) -> str: # `0:07`, `12:31`, `1:02:45` or `2d 03:00:00`
+    seconds: float,  # Any length of time; below zero counts as zero
+) -> str:  # `0:07`, `12:31`, `1:02:45` or `2d 03:00:00`
     "A length of time as a clock shows it."
     s = max(0, round(seconds))
-    days, h, m, s = s//86400, s//3600 % 24, s//60 % 60, s % 60
-    if days: return f'{days}d {h:02}:{m:02}:{s:02}'
-    return f'{h}:{m:02}:{s:02}' if h else f'{m}:{s:02}'
+    days, h, m, s = s // 86400, s // 3600 % 24, s // 60 % 60, s % 60
+    if days:
+        return f"{days}d {h:02}:{m:02}:{s:02}"
+    return f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #2e9f2f57
 class Clock:
@@ -43,326 +44,436 @@ class Clock:
 
     def __init__(
         self,
-        start: int = 0, # Position where this run begins, above 0 after a resume
-        now: Callable[[], float] = time.monotonic, # Seconds; a test gives its own
-        window: float = 60., # Seconds over which the speed is taken
+        start: int = 0,  # Position where this run begins, above 0 after a resume
+        now: Callable[[], float] = time.monotonic,  # Seconds; a test gives its own
+        window: float = 60.0,  # Seconds over which the speed is taken
     ):
         self.now, self.window, self.done = now, window, start
-        self.began, self.paused_at, self.paused = now(), None, 0.
-        self.marks = deque([(0., start)]) # (running seconds, position), about one a second
+        self.began, self.paused_at, self.paused = now(), None, 0.0
+        self.marks = deque([(0.0, start)])  # (running seconds, position), about one a second
 
-    def elapsed(self) -> float: # Seconds
+    def elapsed(self) -> float:  # Seconds
         "Running time, without the pauses."
         end = self.now() if self.paused_at is None else self.paused_at
         return end - self.began - self.paused
 
     def pause(self):
         "Stop the clock; a second call changes nothing."
-        if self.paused_at is None: self.paused_at = self.now()
+        if self.paused_at is None:
+            self.paused_at = self.now()
 
     def resume(self):
         "Let the clock run again; without a pause before it changes nothing."
-        if self.paused_at is not None: self.paused += self.now() - self.paused_at
+        if self.paused_at is not None:
+            self.paused += self.now() - self.paused_at
         self.paused_at = None
 
     def at(
         self,
-        done: int, # The absolute position now
+        done: int,  # The absolute position now
     ):
         "Note the position."
         self.done, t = done, self.elapsed()
-        if t - self.marks[-1][0] >= self.window/60: self.marks.append((t, done))
-        while len(self.marks) > 2 and self.marks[1][0] <= t - self.window: self.marks.popleft()
+        if t - self.marks[-1][0] >= self.window / 60:
+            self.marks.append((t, done))
+        while len(self.marks) > 2 and self.marks[1][0] <= t - self.window:
+            self.marks.popleft()
 
-    def rate(self) -> float: # Units a second, 0 while unknown
+    def rate(self) -> float:  # Units a second, 0 while unknown
         "Speed over the last `window` seconds."
         (t0, done0), t = self.marks[0], self.elapsed()
-        return max(0., self.done - done0)/(t - t0) if t > t0 else 0.
+        return max(0.0, self.done - done0) / (t - t0) if t > t0 else 0.0
 
     def eta(
         self,
-        total: int, # Position at which the job is done
-    ) -> float | None: # Seconds, or None while nothing is known
+        total: int,  # Position at which the job is done
+    ) -> float | None:  # Seconds, or None while nothing is known
         "Time that is left at the present speed."
         rate = self.rate()
-        return max(0, total - self.done)/rate if rate > 0 else 0. if self.done >= total else None
+        return max(0, total - self.done) / rate if rate > 0 else 0.0 if self.done >= total else None
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #f35ff41a
 def is_terminal(
-    stream: Any, # Such as `sys.stderr`, which is None where the shell has closed it
+    stream: Any,  # Such as `sys.stderr`, which is None where the shell has closed it
 ) -> bool:
     "Whether somebody sits before a stream; whatever cannot say so is no terminal."
-    try: return bool(stream.isatty())
-    except (AttributeError, ValueError, OSError): return False
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError, OSError):
+        return False
+
 
 class Lasting:
     "A stream whose faults end nothing; all that it does not do itself the stream does."
+
     def __init__(
         self,
-        stream: Any, # Any text stream, or None
+        stream: Any,  # Any text stream, or None
     ):
         self.stream = stream
 
     @property
-    def encoding(self) -> str: return getattr(self.stream, 'encoding', None) or 'utf-8'
+    def encoding(self) -> str:
+        return getattr(self.stream, "encoding", None) or "utf-8"
 
-    def write(self, text: str) -> int: # As many characters as it was given
+    def write(self, text: str) -> int:  # As many characters as it was given
         "Write it, or as much of it as the stream can hold, or nothing."
-        if not isinstance(text, str): raise TypeError(f'text is written here, not {type(text).__name__}')
+        if not isinstance(text, str):
+            raise TypeError(f"text is written here, not {type(text).__name__}")
         with suppress(OSError, ValueError, AttributeError, LookupError):
-            try: self.stream.write(text)
-            except UnicodeEncodeError: self.stream.write(text.encode(self.encoding, 'backslashreplace').decode(self.encoding))
+            try:
+                self.stream.write(text)
+            except UnicodeEncodeError:
+                self.stream.write(
+                    text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+                )
         return len(text)
 
     def flush(self) -> None:
         "Hand on what was written, if that can be."
-        with suppress(OSError, ValueError, AttributeError): self.stream.flush()
+        with suppress(OSError, ValueError, AttributeError):
+            self.stream.flush()
 
-    def isatty(self) -> bool: return is_terminal(self.stream)
+    def isatty(self) -> bool:
+        return is_terminal(self.stream)
 
-    def __getattr__(self, name: str) -> Any: return getattr(self.stream, name)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
 
 def note(
     *words: Any,
-    file: Any = None, # Any text stream; standard output when None
-    end: str = '\n',
+    file: Any = None,  # Any text stream; standard output when None
+    end: str = "\n",
 ) -> None:
     "`print` that never fails, and hands on at once."
-    print(*map(printable, words), file=Lasting(sys.stdout if file is None else file), end=end, flush=True)
+    print(
+        *map(printable, words),
+        file=Lasting(sys.stdout if file is None else file),
+        end=end,
+        flush=True,
+    )
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #2ea9f3e5
 class Lines:
     "For logs: one line now and then."
-    every = 10. # Seconds between two calls of `refresh` for one bar
+
+    every = 10.0  # Seconds between two calls of `refresh` for one bar
 
     def __init__(
         self,
-        file: TextIO | None = None, # Where lines go; standard error when None
+        file: TextIO | None = None,  # Where lines go; standard error when None
     ):
         self.file = file
 
-    def refresh(self, bar: 'Progress'):
+    def refresh(self, bar: "Progress"):
         "Write the bar's status."
-        if bar.said == (said := (bar.clock.done, bar.facts)): return
+        if bar.said == (said := (bar.clock.done, bar.facts)):
+            return
         bar.said = said
-        if self.file or sys.stderr: note(time.strftime('%Y-%m-%d %H:%M:%S'), bar.status(), file=self.file or sys.stderr)
+        if self.file or sys.stderr:
+            note(time.strftime("%Y-%m-%d %H:%M:%S"), bar.status(), file=self.file or sys.stderr)
 
-    def open(self, bar: 'Progress'):
+    def open(self, bar: "Progress"):
         "Nothing is known yet, so nothing is said."
 
-    def close(self, bar: 'Progress'):
+    def close(self, bar: "Progress"):
         "The last line, unless it has been said."
-        if bar.said is not None: self.refresh(bar)
+        if bar.said is not None:
+            self.refresh(bar)
+
 
 class Notebook:
     "Bars in the output of a cell, which are gone when the last one ends."
+
     every = 0.2
 
-    def __init__(self): self.bars, self.handle, self.cell = [], None, None
+    def __init__(self):
+        self.bars, self.handle, self.cell = [], None, None
 
-    def here(self) -> 'Notebook':
+    def here(self) -> "Notebook":
         "The block of this cell: bars that an earlier cell left open keep their own."
-        shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-        cell = getattr(shell, 'execution_count', None)
-        if self.bars and self.cell != cell: SCREENS['notebook'] = here = Notebook()
-        else: here = self
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        cell = getattr(shell, "execution_count", None)
+        if self.bars and self.cell != cell:
+            SCREENS["notebook"] = here = Notebook()
+        else:
+            here = self
         here.cell = cell
         return here
 
-    def bundle(self) -> dict: # MIME type -> text
+    def bundle(self) -> dict:  # MIME type -> text
         "All open bars as HTML, with plain text beside it."
-        return {'text/html': ''.join(bar._repr_html_() for bar in self.bars),
-                'text/plain': '\n'.join(bar.status() for bar in self.bars)}
+        return {
+            "text/html": "".join(bar._repr_html_() for bar in self.bars),
+            "text/plain": "\n".join(bar.status() for bar in self.bars),
+        }
 
-    def open(self, bar: 'Progress'):
+    def open(self, bar: "Progress"):
         "Show one more bar."
         from IPython.display import display
+
         self.bars.append(bar)
-        if self.handle is None: self.handle = display(self.bundle(), raw=True, display_id=True)
-        else: self.refresh(bar)
+        if self.handle is None:
+            self.handle = display(self.bundle(), raw=True, display_id=True)
+        else:
+            self.refresh(bar)
 
-    def refresh(self, bar: 'Progress'):
+    def refresh(self, bar: "Progress"):
         "Draw every bar again."
-        if self.handle is not None: self.handle.update(self.bundle(), raw=True)
+        if self.handle is not None:
+            self.handle.update(self.bundle(), raw=True)
 
-    def close(self, bar: 'Progress'):
+    def close(self, bar: "Progress"):
         "Take the bar away."
         self.bars.remove(bar)
         if self.handle is not None:
-            self.handle.update(self.bundle() if self.bars else {'text/plain': ''}, raw=True)
-        if not self.bars: self.handle = None
+            self.handle.update(self.bundle() if self.bars else {"text/plain": ""}, raw=True)
+        if not self.bars:
+            self.handle = None
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #6151378c
 class Terminal:
     "Bars at the bottom of a terminal; the outermost stays there as the job's last line."
-    every = float('inf') # rich draws from a thread of its own, four times a second
+
+    every = float("inf")  # rich draws from a thread of its own, four times a second
 
     def __init__(
         self,
-        file: TextIO | None = None, # A terminal; standard error when None
+        file: TextIO | None = None,  # A terminal; standard error when None
     ):
         self.file, self.bars, self.live = file, [], None
 
-    def open(self, bar: 'Progress'):
+    def open(self, bar: "Progress"):
         "Show one more bar."
         self.bars.append(bar)
-        if self.live is not None: return
+        if self.live is not None:
+            return
         from rich.console import Console
         from rich.live import Live
+
         stream: Any = Lasting(self.file or sys.stderr)
         console = Console(file=stream, stderr=self.file is None, force_jupyter=False)
         # What is printed meanwhile goes above the bar, but never from a redirected stdout to the terminal.
-        self.live = Live(get_renderable=self.render, console=console, refresh_per_second=4,
-                         redirect_stdout=is_terminal(sys.stdout), redirect_stderr=self.file is None)
+        self.live = Live(
+            get_renderable=self.render,
+            console=console,
+            refresh_per_second=4,
+            redirect_stdout=is_terminal(sys.stdout),
+            redirect_stderr=self.file is None,
+        )
         self.live.start()
-        atexit.register(self.stop) # a bar that nobody closed must not leave the cursor hidden
+        atexit.register(self.stop)  # a bar that nobody closed must not leave the cursor hidden
 
     def render(self):
         "The open bars as one rich object."
         from rich.text import Text
+
         width = max(20, self.live.console.width - 1) if self.live else 79
-        plain = bool(self.live) and not self.live.console.encoding.startswith('utf')
-        text = Text(no_wrap=True, overflow='ellipsis')
+        plain = bool(self.live) and not self.live.console.encoding.startswith("utf")
+        text = Text(no_wrap=True, overflow="ellipsis")
         for i, bar in enumerate(self.bars):
-            for part, style in bar.parts(width, '#-' if plain else '━─'): text.append(part, style)
-            if i < len(self.bars) - 1: text.append('\n')
+            for part, style in bar.parts(width, "#-" if plain else "━─"):
+                text.append(part, style)
+            if i < len(self.bars) - 1:
+                text.append("\n")
         return text
 
-    def refresh(self, bar: 'Progress'):
+    def refresh(self, bar: "Progress"):
         "rich asks for the bars by itself."
 
-    def close(self, bar: 'Progress'):
+    def close(self, bar: "Progress"):
         "The last bar ends the display, an inner one just goes."
-        if len(self.bars) == 1: self.stop()
-        if bar in self.bars: self.bars.remove(bar)
+        if len(self.bars) == 1:
+            self.stop()
+        if bar in self.bars:
+            self.bars.remove(bar)
 
     def stop(self):
         "Leave the terminal as it was."
         atexit.unregister(self.stop)
-        if self.live is not None: self.live.stop()
+        if self.live is not None:
+            self.live.stop()
         self.live = None
 
 # %% ../nbs/90_toolbox/08_progress.ipynb #45e3a0b9
-def find_place() -> str: # 'silent', 'notebook', 'terminal' or 'lines'
+def find_place() -> str:  # 'silent', 'notebook', 'terminal' or 'lines'
     "Where a bar can be shown in this process."
-    if 'IN_TEST' in os.environ: return 'silent'
-    shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    if getattr(shell, 'kernel', None) is not None: return 'notebook'
-    return 'terminal' if is_terminal(sys.stderr) and os.environ.get('TERM') != 'dumb' else 'lines'
+    if "IN_TEST" in os.environ:
+        return "silent"
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if getattr(shell, "kernel", None) is not None:
+        return "notebook"
+    return "terminal" if is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb" else "lines"
 
-SCREENS: dict[str, Any] = {'notebook': Notebook(), 'terminal': Terminal(), 'lines': Lines()}
+
+SCREENS: dict[str, Any] = {"notebook": Notebook(), "terminal": Terminal(), "lines": Lines()}
+
 
 class Progress:
     "A bar for a job: `with Progress(1000, 'Training', 'step') as bar: bar.update(1, loss=2.3)`."
 
     def __init__(
         self,
-        total: int | None, # Position at which the job is done, or None if nobody knows
-        title: str, # What is being done, in a word or two
-        unit: str = 'it', # What is counted: 'step', 'merge', 'B'
-        enabled: bool = True, # False shows nothing, as on all processes but the first
-        where: str | None = None, # 'terminal', 'notebook', 'lines' or 'silent'; found out when None
-        file: TextIO | None = None, # Where lines or the terminal's bars go; standard error when None
-        now: Callable[[], float] = time.monotonic, # The clock, in seconds
+        total: int | None,  # Position at which the job is done, or None if nobody knows
+        title: str,  # What is being done, in a word or two
+        unit: str = "it",  # What is counted: 'step', 'merge', 'B'
+        enabled: bool = True,  # False shows nothing, as on all processes but the first
+        where: str
+        | None = None,  # 'terminal', 'notebook', 'lines' or 'silent'; found out when None
+        file: TextIO
+        | None = None,  # Where lines or the terminal's bars go; standard error when None
+        now: Callable[[], float] = time.monotonic,  # The clock, in seconds
     ):
-        if total is not None and total < 0: raise ValueError(f'total={total}: a job has 0 or more steps, or None')
+        if total is not None and total < 0:
+            raise ValueError(f"total={total}: a job has 0 or more steps, or None")
         where = where or find_place()
-        if where not in (*SCREENS, 'silent'):
-            raise ValueError(f'where={where!r}: choose one of {[*SCREENS, "silent"]}')
+        if where not in (*SCREENS, "silent"):
+            raise ValueError(f"where={where!r}: choose one of {[*SCREENS, 'silent']}")
         self.total, self.title, self.unit = total, title, unit
         self.clock, self.facts = Clock(now=now), {}
-        self.said: Any = None # what the last line in a log was about
-        self.lock, self.next, self.closed = threading.RLock(), 0., False
-        self.screen: Any = None if where == 'silent' or not enabled else SCREENS[where]
-        if self.screen and where == 'notebook': self.screen = self.screen.here()
-        elif self.screen and file is not None: self.screen = type(self.screen)(file)
-        if self.screen: self.screen.open(self)
+        self.said: Any = None  # what the last line in a log was about
+        self.lock, self.next, self.closed = threading.RLock(), 0.0, False
+        self.screen: Any = None if where == "silent" or not enabled else SCREENS[where]
+        if self.screen and where == "notebook":
+            self.screen = self.screen.here()
+        elif self.screen and file is not None:
+            self.screen = type(self.screen)(file)
+        if self.screen:
+            self.screen.open(self)
 
     def update(
         self,
-        done: int, # The absolute position, not a step
+        done: int,  # The absolute position, not a step
         /,
-        **facts, # What to show beside it: `loss=2.31`; a fact stays until it is replaced
+        **facts,  # What to show beside it: `loss=2.31`; a fact stays until it is replaced
     ):
         "Note how far the job is. Cheap enough for an inner loop, and safe from any thread."
         with self.lock:
-            if facts: self.facts = {**self.facts, **facts}
+            if facts:
+                self.facts = {**self.facts, **facts}
             self.clock.at(done)
-            if not self.screen or self.closed or (now := self.clock.now()) < self.next: return
+            if not self.screen or self.closed or (now := self.clock.now()) < self.next:
+                return
             self.next = now + self.screen.every
             self.screen.refresh(self)
 
     def start_at(
         self,
-        done: int, # Position where this run begins
+        done: int,  # Position where this run begins
     ):
         "After a resume: the steps before `done` count neither for the speed nor for the time left."
-        with self.lock: self.clock = Clock(done, self.clock.now, self.clock.window)
+        with self.lock:
+            self.clock = Clock(done, self.clock.now, self.clock.window)
 
     def pause(self):
         "Stop the clock, so that a pause does not make the job look slow."
-        with self.lock: self.clock.pause()
+        with self.lock:
+            self.clock.pause()
 
     def resume(self):
         "Let the clock run again."
-        with self.lock: self.clock.resume()
+        with self.lock:
+            self.clock.resume()
 
     def close(self):
         "Show the final state and take the bar away; more calls do nothing."
         with self.lock:
-            if self.closed: return
+            if self.closed:
+                return
             self.closed = True
-            if self.screen: self.screen.close(self)
+            if self.screen:
+                self.screen.close(self)
 
-    def __enter__(self): return self
-    def __exit__(self, *error): self.close()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
 
     def count(self) -> str:
         "Position and total: `120/2,000 step`."
-        exact = lambda n: f'{n:,}' if n < 1_000_000 else number(n)
-        return exact(self.clock.done) + (f'/{exact(self.total)}' if self.total is not None else '') + f' {self.unit}'
+        exact = lambda n: f"{n:,}" if n < 1_000_000 else number(n)
+        return (
+            exact(self.clock.done)
+            + (f"/{exact(self.total)}" if self.total is not None else "")
+            + f" {self.unit}"
+        )
 
     def speed(self) -> str:
         "Units a second, or seconds a unit when that is less than one."
         rate = self.clock.rate()
-        return '' if not rate else f'{number(rate)} {self.unit}/s' if rate >= 1 else f'{number(1/rate)} s/{self.unit}'
+        return (
+            ""
+            if not rate
+            else f"{number(rate)} {self.unit}/s"
+            if rate >= 1
+            else f"{number(1 / rate)} s/{self.unit}"
+        )
 
     def times(self) -> str:
         "Time taken and time left: `0:12, 1:34 left`."
         eta = None if self.total is None else self.clock.eta(self.total)
-        left = f', {duration(eta)} left' if eta and not self.closed else ''
-        return duration(self.clock.elapsed()) + left + (' (paused)' if self.clock.paused_at is not None else '')
+        left = f", {duration(eta)} left" if eta and not self.closed else ""
+        return (
+            duration(self.clock.elapsed())
+            + left
+            + (" (paused)" if self.clock.paused_at is not None else "")
+        )
 
     def shown(self) -> list[str]:
         "The facts: `loss 2.31`, but `8.1k tokens/s` where the name is a unit."
-        return [f'{number(v)} {k}' if '/' in k else f'{k} {number(v)}' for k, v in self.facts.items()]
+        return [
+            f"{number(v)} {k}" if "/" in k else f"{k} {number(v)}" for k, v in self.facts.items()
+        ]
 
     def status(self) -> str:
         "Everything there is to know, as a line of text."
-        return printable(f'{self.title}  ' + '  '.join(p for p in (self.count(), *self.shown(), self.speed(), self.times()) if p))
+        return printable(
+            f"{self.title}  "
+            + "  ".join(p for p in (self.count(), *self.shown(), self.speed(), self.times()) if p)
+        )
 
     def parts(
         self,
-        width: int, # Columns of the terminal
-        marks: str = '━─', # Done and not yet done
-    ) -> list[tuple[str, str]]: # Text and its rich style; together at most `width` wide
+        width: int,  # Columns of the terminal
+        marks: str = "━─",  # Done and not yet done
+    ) -> list[tuple[str, str]]:  # Text and its rich style; together at most `width` wide
         "The line of a terminal: title, bar and facts, of which the last go first when room is short."
-        texts = [(self.count(), ''), *((f, 'cyan') for f in self.shown()), (self.speed(), 'dim')]
-        texts = [t for t in texts if t[0]] + [(self.times(), 'magenta')]
+        texts = [(self.count(), ""), *((f, "cyan") for f in self.shown()), (self.speed(), "dim")]
+        texts = [t for t in texts if t[0]] + [(self.times(), "magenta")]
         used = lambda: len(self.title) + sum(len(t) + 2 for t, _ in texts)
-        while len(texts) > 2 and used() + 12 > width: del texts[-2]
-        line, room = [(self.title, 'bold')], min(40, width - used() - 2)
+        while len(texts) > 2 and used() + 12 > width:
+            del texts[-2]
+        line, room = [(self.title, "bold")], min(40, width - used() - 2)
         if self.total is not None and room >= 5:
-            full = room if not self.total else min(room, max(0, room*self.clock.done//self.total))
-            line += [('  ', ''), (marks[0]*full, 'green'), (marks[1]*(room - full), 'dim')]
-        return [(printable(part), style) for part, style in line + [p for t in texts for p in (('  ', ''), t)]]
+            full = (
+                room if not self.total else min(room, max(0, room * self.clock.done // self.total))
+            )
+            line += [("  ", ""), (marks[0] * full, "green"), (marks[1] * (room - full), "dim")]
+        return [
+            (printable(part), style)
+            for part, style in line + [p for t in texts for p in (("  ", ""), t)]
+        ]
 
     def _repr_html_(self) -> str:
-        value = '' if self.total is None else f' max="{self.total or 1}" value="{min(self.clock.done, self.total)}"'
-        facts = ' · '.join(escape(p) for p in (self.count(), *self.shown(), self.speed(), self.times()) if p)
-        title, style = escape(self.title), 'display:flex;flex-wrap:wrap;gap:.3em .9em;align-items:center;'
-        return (f'<div style="{style}font:13px/1.5 system-ui,sans-serif">'
-                f'<b>{title}</b><progress{value} aria-label="{title}" style="width:16em"></progress>'
-                f'<span style="font-variant-numeric:tabular-nums">{facts}</span></div>')
+        value = (
+            ""
+            if self.total is None
+            else f' max="{self.total or 1}" value="{min(self.clock.done, self.total)}"'
+        )
+        facts = " · ".join(
+            escape(p) for p in (self.count(), *self.shown(), self.speed(), self.times()) if p
+        )
+        title, style = (
+            escape(self.title),
+            "display:flex;flex-wrap:wrap;gap:.3em .9em;align-items:center;",
+        )
+        return (
+            f'<div style="{style}font:13px/1.5 system-ui,sans-serif">'
+            f'<b>{title}</b><progress{value} aria-label="{title}" style="width:16em"></progress>'
+            f'<span style="font-variant-numeric:tabular-nums">{facts}</span></div>'
+        )
 
-    def __repr__(self): return self.status()
+    def __repr__(self):
+        return self.status()

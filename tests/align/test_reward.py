@@ -1,4 +1,5 @@
 "Reward models against TRL's RewardTrainer, step by step."
+
 import copy
 import warnings
 
@@ -15,64 +16,135 @@ from trainkit.align.reward_model import RewardModel, reward_objective, score_pai
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 
-warnings.filterwarnings('ignore')
+warnings.filterwarnings("ignore")
 
 
 def some_pairs(n, margin=False):
     rng = np.random.default_rng(0)
     draw = lambda low, high: rng.integers(3, 96, int(rng.integers(low, high))).tolist()
     pairs = [dict(prompt=draw(3, 14), chosen=draw(2, 9), rejected=draw(2, 9)) for _ in range(n)]
-    return [{**p, 'length': sum(map(len, p.values())), **(dict(margin=float(i % 3)/2) if margin else {})} for i, p in enumerate(pairs)]
+    return [
+        {
+            **p,
+            "length": sum(map(len, p.values())),
+            **(dict(margin=float(i % 3) / 2) if margin else {}),
+        }
+        for i, p in enumerate(pairs)
+    ]
 
 
 def tiny():
     torch.manual_seed(0)
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_labels=1, pad_token_id=0))
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_labels=1,
+            pad_token_id=0,
+        )
+    )
 
 
-@pytest.mark.parametrize('center, margin', [(0.0, False), (0.01, True)])
+@pytest.mark.parametrize("center, margin", [(0.0, False), (0.01, True)])
 def test_a_run_is_trls_run_step_by_step(tmp_path, center, margin):
-    trl, datasets = pytest.importorskip('trl'), pytest.importorskip('datasets')
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({f't{i}': i for i in range(96)}, unk_token='t0')),
-                                                     pad_token='t0', eos_token='t1')
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({f"t{i}": i for i in range(96)}, unk_token="t0")),
+        pad_token="t0",
+        eos_token="t1",
+    )
     pairs, B, steps = some_pairs(12, margin), 3, 4
-    rows = [dict(chosen='', rejected='', chosen_ids=p['prompt'] + p['chosen'], rejected_ids=p['prompt'] + p['rejected'],
-                 **(dict(margin=p['margin']) if margin else {})) for p in pairs]
+    rows = [
+        dict(
+            chosen="",
+            rejected="",
+            chosen_ids=p["prompt"] + p["chosen"],
+            rejected_ids=p["prompt"] + p["rejected"],
+            **(dict(margin=p["margin"]) if margin else {}),
+        )
+        for p in pairs
+    ]
 
     class Ready(trl.RewardTrainer):
-        def _prepare_dataset(self, dataset, *args): return dataset
-        def _get_train_sampler(self, *args): return torch.utils.data.SequentialSampler(self.train_dataset)
+        def _prepare_dataset(self, dataset, *args):
+            return dataset
 
-    args = trl.RewardConfig(str(tmp_path), per_device_train_batch_size=B, max_steps=steps, logging_steps=1, learning_rate=1e-3, lr_scheduler_type='constant',
-                            report_to=[], bf16=False, use_cpu=True, gradient_checkpointing=False, center_rewards_coefficient=center or None,
-                            save_strategy='no', disable_tqdm=True, remove_unused_columns=False)
-    their = Ready(tiny(), args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer)
+        def _get_train_sampler(self, *args):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    args = trl.RewardConfig(
+        str(tmp_path),
+        per_device_train_batch_size=B,
+        max_steps=steps,
+        logging_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        report_to=[],
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        center_rewards_coefficient=center or None,
+        save_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    their = Ready(
+        tiny(), args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )
     their.train()
-    logs = [r for r in their.state.log_history if 'loss' in r]
+    logs = [r for r in their.state.log_history if "loss" in r]
     source = tiny()
     body = transformers.LlamaForCausalLM(source.config)
     body.model.load_state_dict(source.model.state_dict())
     model = RewardModel(body)
     model.score.load_state_dict(source.score.state_dict())
-    optim = OptimConfig(learning_rate=1e-3, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type='constant', warmup_steps=0)
-    result = Trainer(model, reward_objective(center), PairBatches(pairs, B, shuffle=False), config=TrainConfig(max_steps=steps, logging_steps=1, progress=False), optim=optim).train()
+    optim = OptimConfig(
+        learning_rate=1e-3,
+        weight_decay=0.0,
+        adam_beta2=0.999,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+    )
+    result = Trainer(
+        model,
+        reward_objective(center),
+        PairBatches(pairs, B, shuffle=False),
+        config=TrainConfig(max_steps=steps, logging_steps=1, progress=False),
+        optim=optim,
+    ).train()
     for a, b in zip(logs, result.history, strict=True):
-        assert b['loss'] == pytest.approx(a['loss'], abs=1e-5) and b['grad_norm'] == pytest.approx(a['grad_norm'], rel=1e-4)
-        assert b['rewards/margins'] == pytest.approx(a['margin'], abs=1e-5)
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-5) and b["grad_norm"] == pytest.approx(
+            a["grad_norm"], rel=1e-4
+        )
+        assert b["rewards/margins"] == pytest.approx(a["margin"], abs=1e-5)
 
 
 def test_it_learns_and_its_weights_are_saved(tmp_path):
     torch.manual_seed(0)
-    model = RewardModel(Transformer(ModelConfig(vocab_size=96, d_model=32, n_heads=4, n_kv_heads=2, n_layers=1, d_ff=64)))
+    model = RewardModel(
+        Transformer(
+            ModelConfig(vocab_size=96, d_model=32, n_heads=4, n_kv_heads=2, n_layers=1, d_ff=64)
+        )
+    )
     pairs = some_pairs(16)
-    Trainer(model, reward_objective(), PairBatches(pairs, 8), config=TrainConfig(max_steps=40, progress=False, output_dir=str(tmp_path)),
-            optim=OptimConfig(learning_rate=1e-2)).train()
+    Trainer(
+        model,
+        reward_objective(),
+        PairBatches(pairs, 8),
+        config=TrainConfig(max_steps=40, progress=False, output_dir=str(tmp_path)),
+        optim=OptimConfig(learning_rate=1e-2),
+    ).train()
     assert score_pairs(model, pairs)[1] > 0.9
     from safetensors.torch import load_file
+
     again = copy.deepcopy(model)
     torch.nn.init.zeros_(again.score.weight)
-    again.load_state_dict(load_file(tmp_path/'model'/'model.safetensors'))
+    again.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     assert torch.equal(score_pairs(again, pairs)[0], score_pairs(model, pairs)[0])

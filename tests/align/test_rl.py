@@ -1,4 +1,5 @@
 "RL beside TRL's trainers, and on models of transformers."
+
 import asyncio
 import copy
 import random
@@ -28,23 +29,39 @@ from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 from trainkit.interop.trl import SETTINGS, as_trl_reward
 
-SIGNS = '0123456789+ .'
+SIGNS = "0123456789+ ."
 
 
 class Signs:
     "A tokenizer of thirteen signs, of which the point ends an answer."
-    eos_token_id, eos_token = 12, '.'
-    def encode(self, text): return [SIGNS.index(c) for c in text]
-    def decode(self, ids, skip_special_tokens=True): return ''.join(SIGNS[i] for i in ids if i != 12 or not skip_special_tokens)
+
+    eos_token_id, eos_token = 12, "."
+
+    def encode(self, text):
+        return [SIGNS.index(c) for c in text]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(SIGNS[i] for i in ids if i != 12 or not skip_special_tokens)
 
 
 def llama(seed=0):
     from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-                                         attn_implementation='eager'))
-    with torch.no_grad(): model.lm_head.weight.mul_(20)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=40,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            attn_implementation="eager",
+        )
+    )
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
     return model
 
 
@@ -53,16 +70,29 @@ def answers(pad=0):
     torch.manual_seed(1)
     prompts = [torch.randint(3, 40, (n,)).tolist() for n in (3, 3, 5, 5, 2, 2, 4, 4)]
     replies = [torch.randint(3, 40, (n,)).tolist() for n in (6, 1, 3, 5, 2, 2, 4, 6)]
-    def pad_to(rows, n, left): return torch.tensor([[pad]*(n - len(r))*left + r + [pad]*(n - len(r))*(not left) for r in rows])
-    def ones(rows): return [[1]*len(r) for r in rows]
-    theirs = dict(prompt_ids=pad_to(prompts, 5, True), prompt_mask=pad_to(ones(prompts), 5, True),
-                  completion_ids=pad_to(replies, 6, False), completion_mask=pad_to(ones(replies), 6, False))
+
+    def pad_to(rows, n, left):
+        return torch.tensor(
+            [[pad] * (n - len(r)) * left + r + [pad] * (n - len(r)) * (not left) for r in rows]
+        )
+
+    def ones(rows):
+        return [[1] * len(r) for r in rows]
+
+    theirs = dict(
+        prompt_ids=pad_to(prompts, 5, True),
+        prompt_mask=pad_to(ones(prompts), 5, True),
+        completion_ids=pad_to(replies, 6, False),
+        completion_mask=pad_to(ones(replies), 6, False),
+    )
     return pack_answers(prompts, replies), theirs
 
 
 def spread(theirs, values, labels):
     "Numbers at TRL's places, put where ours are."
-    return torch.zeros(labels.shape).masked_scatter(labels != -100, values[theirs['completion_mask'].bool()])
+    return torch.zeros(labels.shape).masked_scatter(
+        labels != -100, values[theirs["completion_mask"].bool()]
+    )
 
 
 def trl_trainer(kind, folder, **knobs):
@@ -70,150 +100,300 @@ def trl_trainer(kind, folder, **knobs):
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-    words = Tokenizer(models.WordLevel({f'w{i}': i for i in range(40)}, unk_token='w1'))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token='w0', eos_token='w2')
-    config = getattr(trl, f'{kind}Config')(output_dir=str(folder), per_device_train_batch_size=8, num_generations=2,
-                                           max_completion_length=10, report_to=[], use_cpu=True, bf16=False, **knobs)
-    llama().save_pretrained(folder/'model') # The trainer opens it again as its reference
-    model = LlamaForCausalLM.from_pretrained(folder/'model', attn_implementation='eager')
-    return getattr(trl, f'{kind}Trainer')(model=model, reward_funcs=lambda completions, **_: [0.]*len(completions), args=config,
-                                          train_dataset=Dataset.from_list([dict(prompt='w5 w6')]*8), processing_class=tokenizer)
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w1"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    config = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_generations=2,
+        max_completion_length=10,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        **knobs,
+    )
+    llama().save_pretrained(folder / "model")  # The trainer opens it again as its reference
+    model = LlamaForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    return getattr(trl, f"{kind}Trainer")(
+        model=model,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_list([dict(prompt="w5 w6")] * 8),
+        processing_class=tokenizer,
+    )
 
 
 def gradient(model, loss):
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])])
+    return torch.cat(
+        [
+            g.flatten()
+            for g in torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+        ]
+    )
 
 
-REWARDS = torch.tensor([1., 0., 0.3, 0.9, 2., -1., 0., 0.5])
-GRPO = [dict(loss_type='grpo'), dict(loss_type='dapo', epsilon_high=0.28), dict(loss_type='dr_grpo', beta=0.1),
-        dict(loss_type='grpo', beta=0.04, importance_sampling_level='sequence', epsilon=0.01)]
+REWARDS = torch.tensor([1.0, 0.0, 0.3, 0.9, 2.0, -1.0, 0.0, 0.5])
+GRPO = [
+    dict(loss_type="grpo"),
+    dict(loss_type="dapo", epsilon_high=0.28),
+    dict(loss_type="dr_grpo", beta=0.1),
+    dict(loss_type="grpo", beta=0.04, importance_sampling_level="sequence", epsilon=0.01),
+]
 
 
 def test_grpo_is_trls(tmp_path):
-    pytest.importorskip('trl')
+    pytest.importorskip("trl")
     ours, theirs = answers()
-    labels = ours['labels']
+    labels = ours["labels"]
     torch.manual_seed(2)
     now = token_scores(llama(), ours).log_probs.detach()
     here = (labels != -100).float()
     noise = torch.randn(8, 6)
-    old, ref = now + 0.2*spread(theirs, noise, labels), now + 0.3*spread(theirs, noise.flip(0), labels)
-    def back(x): return torch.zeros(8, 6).masked_scatter(theirs['completion_mask'].bool(), x[labels != -100])
-    trainer = trl_trainer('GRPO', tmp_path, beta=0.1)
+    old, ref = (
+        now + 0.2 * spread(theirs, noise, labels),
+        now + 0.3 * spread(theirs, noise.flip(0), labels),
+    )
+
+    def back(x):
+        return torch.zeros(8, 6).masked_scatter(theirs["completion_mask"].bool(), x[labels != -100])
+
+    trainer = trl_trainer("GRPO", tmp_path, beta=0.1)
     model = trainer.model.train()
     for knobs in GRPO:
         config = RLConfig(num_generations=2, max_completion_length=10, **knobs)
         advantages = group_relative(REWARDS, 2)
-        found = rl_objective(config)(model, {**ours, 'advantages': advantages, 'old_log_probs': old, 'ref_log_probs': ref}).total
-        trainer.beta, trainer.loss_type, trainer.importance_sampling_level = config.beta, config.loss_type, config.importance_sampling_level
-        trainer.epsilon_low, trainer.epsilon_high = config.epsilon, config.epsilon_high or config.epsilon
+        found = rl_objective(config)(
+            model, {**ours, "advantages": advantages, "old_log_probs": old, "ref_log_probs": ref}
+        ).total
+        trainer.beta, trainer.loss_type, trainer.importance_sampling_level = (
+            config.beta,
+            config.loss_type,
+            config.importance_sampling_level,
+        )
+        trainer.epsilon_low, trainer.epsilon_high = (
+            config.epsilon,
+            config.epsilon_high or config.epsilon,
+        )
         trainer.current_gradient_accumulation_steps, trainer.args.steps_per_generation = 1, 1
-        wanted = trainer._compute_loss(model, {**theirs, 'advantages': advantages, 'old_per_token_logps': back(old),
-                                               'ref_per_token_logps': back(ref), 'num_items_in_batch': here.sum()})
+        wanted = trainer._compute_loss(
+            model,
+            {
+                **theirs,
+                "advantages": advantages,
+                "old_per_token_logps": back(old),
+                "ref_per_token_logps": back(ref),
+                "num_items_in_batch": here.sum(),
+            },
+        )
         assert abs(found - wanted) < 1e-5 and abs(found) > 1e-3, knobs
         mine, other = gradient(model, found), gradient(model, wanted)
-        assert (mine - other).norm() < 1e-5*other.norm(), knobs
+        assert (mine - other).norm() < 1e-5 * other.norm(), knobs
 
 
 def test_rloo_is_trls(tmp_path):
-    pytest.importorskip('trl')
+    pytest.importorskip("trl")
     ours, theirs = answers()
-    labels = ours['labels']
-    trainer = trl_trainer('RLOO', tmp_path)
+    labels = ours["labels"]
+    trainer = trl_trainer("RLOO", tmp_path)
     model = trainer.model.train()
     torch.manual_seed(2)
-    noise = 0.1*torch.randn(8, 6)*theirs['completion_mask']
+    noise = 0.1 * torch.randn(8, 6) * theirs["completion_mask"]
     old = token_scores(model, ours).log_probs.detach() + spread(theirs, noise, labels)
     advantages = leave_one_out(REWARDS, 2)
-    found = rl_objective(RLConfig('rloo', num_generations=2))(model, {**ours, 'advantages': advantages, 'old_log_probs': old}).total
-    wanted = trainer._compute_loss(model, {**theirs, 'advantages': advantages, 'old_logps': old.sum(1)})
+    found = rl_objective(RLConfig("rloo", num_generations=2))(
+        model, {**ours, "advantages": advantages, "old_log_probs": old}
+    ).total
+    wanted = trainer._compute_loss(
+        model, {**theirs, "advantages": advantages, "old_logps": old.sum(1)}
+    )
     assert abs(found - wanted) < 1e-5
     mine, other = gradient(model, found), gradient(model, wanted)
-    assert (mine - other).norm() < 1e-5*other.norm()
+    assert (mine - other).norm() < 1e-5 * other.norm()
 
 
-@pytest.mark.parametrize('method', ['grpo', 'ppo'])
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_models_of_transformers_learn_too(method):
     "Llama of transformers, once whole with a value head and once by an adapter: the ratio is 1, and the reward rises."
     model = llama()
-    with torch.no_grad(): model.lm_head.weight.div_(4)
-    policy = add_lora(model, LoRAConfig(r=8)) if method == 'grpo' else model
+    with torch.no_grad():
+        model.lm_head.weight.div_(4)
+    policy = add_lora(model, LoRAConfig(r=8)) if method == "grpo" else model
     before = copy.deepcopy(policy.state_dict())
-    config = RLConfig(method, num_prompts=2, num_generations=16, max_completion_length=4, beta=0.001, kl_in_reward=method == 'ppo',
-                      num_iterations=2)
-    def low(completion_ids, **columns): return [sum(i < 10 for i in ids)/4 for ids in completion_ids]
-    actor = ActorCritic(policy) if method == 'ppo' else policy
+    config = RLConfig(
+        method,
+        num_prompts=2,
+        num_generations=16,
+        max_completion_length=4,
+        beta=0.001,
+        kl_in_reward=method == "ppo",
+        num_iterations=2,
+    )
+
+    def low(completion_ids, **columns):
+        return [sum(i < 10 for i in ids) / 4 for ids in completion_ids]
+
+    actor = ActorCritic(policy) if method == "ppo" else policy
     rollouts = Rollouts(actor, None, [[3, 4], [5]], low, config)
-    result = Trainer(actor, rl_objective(config), rollouts, config=TrainConfig(max_steps=60, logging_steps=1, progress=False),
-                     optim=OptimConfig(learning_rate=3e-3 if method == 'ppo' else 2e-2, lr_scheduler_type='constant', weight_decay=0.)).train()
+    result = Trainer(
+        actor,
+        rl_objective(config),
+        rollouts,
+        config=TrainConfig(max_steps=60, logging_steps=1, progress=False),
+        optim=OptimConfig(
+            learning_rate=3e-3 if method == "ppo" else 2e-2,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+        ),
+    ).train()
     first, last = result.history[0], result.history[-1]
-    assert abs(first['ratio'] - 1) < 1e-6 and abs(result.history[1]['ratio'] - 1) > 1e-6
-    assert first['reward'] < 0.4 and last['reward'] > first['reward'] + 0.15 and last['kl'] > 0.01
+    assert abs(first["ratio"] - 1) < 1e-6 and abs(result.history[1]["ratio"] - 1) > 1e-6
+    assert first["reward"] < 0.4 and last["reward"] > first["reward"] + 0.15 and last["kl"] > 0.01
     changed = {n for n, p in policy.state_dict().items() if not torch.equal(p, before[n])}
-    assert changed and all('lora_' in n for n in changed) == (method == 'grpo')
+    assert changed and all("lora_" in n for n in changed) == (method == "grpo")
 
 
 def test_many_rows_answer_with_rearranged_weights():
     torch.manual_seed(0)
-    model, prompts = Transformer(ModelConfig(vocab_size=40, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64)), [[1, 2, 3], [4, 5], [6]]
+    model, prompts = (
+        Transformer(
+            ModelConfig(vocab_size=40, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64)
+        ),
+        [[1, 2, 3], [4, 5], [6]],
+    )
     config = RLConfig(num_prompts=3, num_generations=4, max_completion_length=40)
-    rollouts = Rollouts(model, None, prompts, lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids], config)
-    assert rollouts._copy(8) is None and rollouts._copy(12) == ('packed' if torch.backends.mkldnn.is_available() else None)
+    rollouts = Rollouts(
+        model,
+        None,
+        prompts,
+        lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids],
+        config,
+    )
+    assert rollouts._copy(8) is None and rollouts._copy(12) == (
+        "packed" if torch.backends.mkldnn.is_available() else None
+    )
     batch = rollouts.collect([0, 1, 2], 5)
     asked = [p for p in prompts for _ in range(4)]
     plain = generate(model, asked, 40, eos_token_id=(), seed=5)
-    assert [s['completion'] for s in rollouts.samples] == [row[len(p):] for row, p in zip(plain, asked, strict=True)]
-    with torch.no_grad(): batch['old_log_probs'] = token_scores(model, batch).log_probs # Another way than with a gradient
-    assert abs(rl_objective(config)(model, batch).metrics['ratio'][0]/480 - 1) < 1e-6
+    assert [s["completion"] for s in rollouts.samples] == [
+        row[len(p) :] for row, p in zip(plain, asked, strict=True)
+    ]
+    with torch.no_grad():
+        batch["old_log_probs"] = token_scores(
+            model, batch
+        ).log_probs  # Another way than with a gradient
+    assert abs(rl_objective(config)(model, batch).metrics["ratio"][0] / 480 - 1) < 1e-6
 
 
 def test_an_adapter_answers_folded_in(monkeypatch):
     "Plain layers write what the layers with the adapter write, rearranged weights and all; then the policy is what it was, bit for bit."
     from trainkit.align import rollouts
+
     torch.manual_seed(0)
-    model = add_lora(Transformer(ModelConfig(vocab_size=40, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64, tie_embeddings=False)),
-                     LoRAConfig(r=2, target_modules='all-linear', modules_to_save=['embed_tokens']))
+    model = add_lora(
+        Transformer(
+            ModelConfig(
+                vocab_size=40,
+                d_model=32,
+                n_heads=4,
+                n_layers=2,
+                d_ff=64,
+                max_seq_len=64,
+                tie_embeddings=False,
+            )
+        ),
+        LoRAConfig(r=2, target_modules="all-linear", modules_to_save=["embed_tokens"]),
+    )
     for name, p in model.named_parameters():
-        if p.requires_grad: torch.nn.init.normal_(p, std=0.2 if 'lora_' in name else 1.0)
-    before, config, prompts = copy.deepcopy(model.state_dict()), RLConfig(num_prompts=3, num_generations=4, max_completion_length=40), [[1, 2, 3], [4, 5], [6]]
+        if p.requires_grad:
+            torch.nn.init.normal_(p, std=0.2 if "lora_" in name else 1.0)
+    before, config, prompts = (
+        copy.deepcopy(model.state_dict()),
+        RLConfig(num_prompts=3, num_generations=4, max_completion_length=40),
+        [[1, 2, 3], [4, 5], [6]],
+    )
     plain = generate(model, [p for p in prompts for _ in range(4)], 40, eos_token_id=(), seed=5)
     asked, told = generate, []
+
     def listen(policy, *args, **more):
-        told.append((rollouts.refusal(policy.eval()), more['weights']))
+        told.append((rollouts.refusal(policy.eval()), more["weights"]))
         return asked(policy, *args, **more)
-    monkeypatch.setattr(rollouts, 'generate', listen)
-    found = Rollouts(model.train(), None, prompts, lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids], config)
+
+    monkeypatch.setattr(rollouts, "generate", listen)
+    found = Rollouts(
+        model.train(),
+        None,
+        prompts,
+        lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids],
+        config,
+    )
     found.collect([0, 1, 2], 5)
-    assert told == [('', 'packed' if torch.backends.mkldnn.is_available() else None)]
-    assert [s['completion'] for s in found.samples] == [row[len(p):] for row, p in zip(plain, [p for p in prompts for _ in range(4)], strict=True)]
+    assert told == [("", "packed" if torch.backends.mkldnn.is_available() else None)]
+    assert [s["completion"] for s in found.samples] == [
+        row[len(p) :] for row, p in zip(plain, [p for p in prompts for _ in range(4)], strict=True)
+    ]
     after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[name], old) for name, old in before.items())
-    with pytest.raises(ZeroDivisionError), merged_lora(model): _ = 1/0
+    assert list(after) == list(before) and all(
+        torch.equal(after[name], old) for name, old in before.items()
+    )
+    with pytest.raises(ZeroDivisionError), merged_lora(model):
+        _ = 1 / 0
     assert list(model.state_dict()) == list(before)
 
 
 def test_code_is_rewarded_by_running_it():
-    good, bad, hang = 'def f(x):\n    return x + 1', 'def f(x): return x', 'while True: pass'
-    quick = passes_tests(lambda code, tests: run_code(code, tests, timeout=0.5 if hang in code else 60))
-    assert quick(completions=[good, bad, hang], test=['assert f(1) == 2']*3) == [1., 0., 0.]
-    assert quick(completions=[good, bad], test=[['assert f(1) == 2', 'assert f(2) == 3']]*2) == [1., 0.] # As text, the list would be true
+    good, bad, hang = "def f(x):\n    return x + 1", "def f(x): return x", "while True: pass"
+    quick = passes_tests(
+        lambda code, tests: run_code(code, tests, timeout=0.5 if hang in code else 60)
+    )
+    assert quick(completions=[good, bad, hang], test=["assert f(1) == 2"] * 3) == [1.0, 0.0, 0.0]
+    assert quick(completions=[good, bad], test=[["assert f(1) == 2", "assert f(2) == 3"]] * 2) == [
+        1.0,
+        0.0,
+    ]  # As text, the list would be true
 
 
 def test_out_of_memory_cuts_rollouts_as_any_batch():
     "Half the rows at a time give the same step."
     from trainkit.train.recovery import split_rows
+
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=4, n_layers=1, d_ff=64, max_seq_len=16))
-    for method in ('grpo', 'ppo'):
-        actor = ActorCritic(model) if method == 'ppo' else model
-        config = RLConfig(method, num_prompts=2, num_generations=3, max_completion_length=4, num_iterations=2, **(dict(loss_type='dapo') if method == 'grpo' else {}))
-        batch = next(iter(Rollouts(actor, Signs(), ['1+1', '2+10'], lambda completion_ids, **_: [float(sum(i)) for i in completion_ids], config)))
+    model = Transformer(
+        ModelConfig(vocab_size=13, d_model=32, n_heads=4, n_layers=1, d_ff=64, max_seq_len=16)
+    )
+    for method in ("grpo", "ppo"):
+        actor = ActorCritic(model) if method == "ppo" else model
+        config = RLConfig(
+            method,
+            num_prompts=2,
+            num_generations=3,
+            max_completion_length=4,
+            num_iterations=2,
+            **(dict(loss_type="dapo") if method == "grpo" else {}),
+        )
+        batch = next(
+            iter(
+                Rollouts(
+                    actor,
+                    Signs(),
+                    ["1+1", "2+10"],
+                    lambda completion_ids, **_: [float(sum(i)) for i in completion_ids],
+                    config,
+                )
+            )
+        )
         goal, parts = rl_objective(config), split_rows(batch, 2)
         assert len(parts) == 2
-        n = sum(goal.counts(part)['policy_loss'] for part in parts)
+        n = sum(goal.counts(part)["policy_loss"] for part in parts)
         whole, halves = goal(actor, batch), [goal(actor, part) for part in parts]
-        name = 'policy_loss'
-        assert abs(sum(h.terms[name][0] for h in halves)/n - whole.terms[name][0]/whole.terms[name][1]) < 1e-6
+        name = "policy_loss"
+        assert (
+            abs(
+                sum(h.terms[name][0] for h in halves) / n
+                - whole.terms[name][0] / whole.terms[name][1]
+            )
+            < 1e-6
+        )
 
 
 @pytest.mark.slow
@@ -222,182 +402,391 @@ def test_grpo_sorts_better_than_examples_taught():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     signs, draw = Signs(), random.Random(0)
-    every = [''.join(draw.choices('0123456789', k=6)) for _ in range(6400)]
+    every = ["".join(draw.choices("0123456789", k=6)) for _ in range(6400)]
     held, train = every[:400], [p for p in every[400:] if p not in every[:400]]
-    right = lambda p: ''.join(sorted(p.strip()))
+    right = lambda p: "".join(sorted(p.strip()))
     rows = []
     for p in train[:2000]:
-        a, b = signs.encode(p + ' '), signs.encode(right(p) + '.')
-        rows.append(dict(input_ids=np.array(a + b), labels=np.array([-100]*len(a) + b)))
-    model = Transformer(ModelConfig(vocab_size=13, d_model=128, n_heads=4, n_layers=2, d_ff=352, max_seq_len=16))
+        a, b = signs.encode(p + " "), signs.encode(right(p) + ".")
+        rows.append(dict(input_ids=np.array(a + b), labels=np.array([-100] * len(a) + b)))
+    model = Transformer(
+        ModelConfig(vocab_size=13, d_model=128, n_heads=4, n_layers=2, d_ff=352, max_seq_len=16)
+    )
+
     def solved():
-        said = generate(model, [signs.encode(p + ' ') for p in held], 8, temperature=0, eos_token_id=12)
+        said = generate(
+            model, [signs.encode(p + " ") for p in held], 8, temperature=0, eos_token_id=12
+        )
         return [float(signs.decode(ids[7:]) == right(p)) for ids, p in zip(said, held, strict=True)]
-    def reward(prompts, completions, **columns): # All of it, and a little for each place
-        return [float(c == right(p)) + 0.5*sum(a == b for a, b in zip(c.ljust(6, 'x'), right(p), strict=False))/6 for p, c in zip(prompts, completions, strict=True)]
-    Trainer(model, lm_loss, Batches(rows, 64, seed=0), config=TrainConfig(max_steps=50, progress=False), optim=OptimConfig(learning_rate=3e-3)).train()
+
+    def reward(prompts, completions, **columns):  # All of it, and a little for each place
+        return [
+            float(c == right(p))
+            + 0.5 * sum(a == b for a, b in zip(c.ljust(6, "x"), right(p), strict=False)) / 6
+            for p, c in zip(prompts, completions, strict=True)
+        ]
+
+    Trainer(
+        model,
+        lm_loss,
+        Batches(rows, 64, seed=0),
+        config=TrainConfig(max_steps=50, progress=False),
+        optim=OptimConfig(learning_rate=3e-3),
+    ).train()
     before = solved()
     assert 0.2 < np.mean(before) < 0.6
-    config = RLConfig('grpo', num_prompts=32, num_generations=16, max_completion_length=8)
-    rollouts = Rollouts(model, signs, [dict(prompt=p + ' ') for p in train[2000:]], reward, config)
-    Trainer(model, rl_objective(config), rollouts, config=TrainConfig(max_steps=80, progress=False),
-            optim=OptimConfig(learning_rate=3e-4, weight_decay=0.0, adam_beta2=0.99, warmup_steps=10)).train()
-    found = compare(before, solved(), ('examples', 'grpo'))
-    assert found.better == 'b' and found.difference.low > 0, found
+    config = RLConfig("grpo", num_prompts=32, num_generations=16, max_completion_length=8)
+    rollouts = Rollouts(model, signs, [dict(prompt=p + " ") for p in train[2000:]], reward, config)
+    Trainer(
+        model,
+        rl_objective(config),
+        rollouts,
+        config=TrainConfig(max_steps=80, progress=False),
+        optim=OptimConfig(learning_rate=3e-4, weight_decay=0.0, adam_beta2=0.99, warmup_steps=10),
+    ).train()
+    found = compare(before, solved(), ("examples", "grpo"))
+    assert found.better == "b" and found.difference.low > 0, found
 
 
-COLUMNS = dict(completions=['a', 'x', 'c'], prompts=['p']*3, completion_ids=[[1], [2], [3]], answer=['a', 'b', None])
+COLUMNS = dict(
+    completions=["a", "x", "c"],
+    prompts=["p"] * 3,
+    completion_ids=[[1], [2], [3]],
+    answer=["a", "b", None],
+)
 
 
-@pytest.mark.parametrize('given, words', [
-    (None, 'odd gave None: a list'), (1.0, 'odd gave 1.0: a list'), ({'a': 1}, 'a list is needed'), (['1', '2', '3'], "odd gave '1' for the completion 'a'"),
-    ([1., 1e40, 1.], 'odd gave 1e.40 for'), ([[1.], 2., 3.], 'a finite number'), ([1.], 'odd gave 1 rewards for 3')])
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (None, "odd gave None: a list"),
+        (1.0, "odd gave 1.0: a list"),
+        ({"a": 1}, "a list is needed"),
+        (["1", "2", "3"], "odd gave '1' for the completion 'a'"),
+        ([1.0, 1e40, 1.0], "odd gave 1e.40 for"),
+        ([[1.0], 2.0, 3.0], "a finite number"),
+        ([1.0], "odd gave 1 rewards for 3"),
+    ],
+)
 def test_a_reward_function_that_gives_something_else_is_named(given, words):
-    def odd(completions, **columns): return given
-    with pytest.raises(ValueError, match=words): score([odd], None, COLUMNS)
+    def odd(completions, **columns):
+        return given
+
+    with pytest.raises(ValueError, match=words):
+        score([odd], None, COLUMNS)
 
 
 def test_a_reward_function_that_wants_other_columns_is_named():
-    def strict(prompts, completions): return [0.]*3
-    def lacks(completions, solution, **columns): return [0.]*3
-    def fails(completions, **columns): raise TypeError('mine')
-    with pytest.raises(ValueError, match='strict cannot be called: .*completion_ids.*and \*\*columns'): score([strict], None, COLUMNS)
-    with pytest.raises(ValueError, match="lacks cannot be called: .*'solution'.*completions, prompts, completion_ids, answer"): score([lacks], None, COLUMNS)
-    with pytest.raises(TypeError, match='^mine$'): score([fails], None, COLUMNS) # Its own error is its own
+    def strict(prompts, completions):
+        return [0.0] * 3
+
+    def lacks(completions, solution, **columns):
+        return [0.0] * 3
+
+    def fails(completions, **columns):
+        raise TypeError("mine")
+
+    with pytest.raises(
+        ValueError, match="strict cannot be called: .*completion_ids.*and \*\*columns"
+    ):
+        score([strict], None, COLUMNS)
+    with pytest.raises(
+        ValueError,
+        match="lacks cannot be called: .*'solution'.*completions, prompts, completion_ids, answer",
+    ):
+        score([lacks], None, COLUMNS)
+    with pytest.raises(TypeError, match="^mine$"):
+        score([fails], None, COLUMNS)  # Its own error is its own
 
 
 def test_rewards_may_be_async_inside_a_loop_too():
     async def late(completions, **columns):
         await asyncio.sleep(0)
         return [float(len(c)) for c in completions]
-    async def notebook(): return score([late], [2.], COLUMNS)[0].tolist()
-    assert score([late], None, COLUMNS)[0].tolist() == [1., 1., 1.]
-    assert await_here(notebook()) == [2., 2., 2.]
-    assert as_trl_reward(late)(completions=[[dict(role='assistant', content='four')]], prompts=['p'], trainer_state=None) == [4.]
+
+    async def notebook():
+        return score([late], [2.0], COLUMNS)[0].tolist()
+
+    assert score([late], None, COLUMNS)[0].tolist() == [1.0, 1.0, 1.0]
+    assert await_here(notebook()) == [2.0, 2.0, 2.0]
+    assert as_trl_reward(late)(
+        completions=[[dict(role="assistant", content="four")]], prompts=["p"], trainer_state=None
+    ) == [4.0]
 
 
 def test_rows_without_an_answer_or_a_test_are_not_judged():
-    assert right_answer()(**COLUMNS) == [1., 0., None]
-    assert passes_tests(lambda program, tests: True)(completions=['x = 1']*3, test=['assert x', None, '']) == [1., None, None]
-    assert right_answer(r'= (\d+)|is (\d+)')(completions=['is 5', '= 5', '5'], answer=[5]*3) == [1., 1., 0.]
-    with pytest.raises(ValueError, match='parentheses'): right_answer(r'\d+')
-    with pytest.raises(ValueError, match='cache = 0'): right_length(10, 0)
+    assert right_answer()(**COLUMNS) == [1.0, 0.0, None]
+    assert passes_tests(lambda program, tests: True)(
+        completions=["x = 1"] * 3, test=["assert x", None, ""]
+    ) == [1.0, None, None]
+    assert right_answer(r"= (\d+)|is (\d+)")(completions=["is 5", "= 5", "5"], answer=[5] * 3) == [
+        1.0,
+        1.0,
+        0.0,
+    ]
+    with pytest.raises(ValueError, match="parentheses"):
+        right_answer(r"\d+")
+    with pytest.raises(ValueError, match="cache = 0"):
+        right_length(10, 0)
 
 
-@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_answers_that_nobody_judges_teach_nothing(method):
     "As in TRL's trainers: such an answer has advantage 0, and no part in what the others are compared with."
-    def even(prompts, **columns): return [None if int(p[0]) % 2 else float(sum(ids)) for p, ids in zip(prompts, columns['completion_ids'], strict=True)]
-    def nobody(completions, **columns): return [None]*len(completions)
-    size = 1 if method in ('ppo', 'reinforce') else 4
-    knobs = RLConfig(method, num_prompts=4, num_generations=size, max_completion_length=5, beta=0.1, whiten_advantages=method == 'ppo', whiten_rewards=method == 'ppo')
+
+    def even(prompts, **columns):
+        return [
+            None if int(p[0]) % 2 else float(sum(ids))
+            for p, ids in zip(prompts, columns["completion_ids"], strict=True)
+        ]
+
+    def nobody(completions, **columns):
+        return [None] * len(completions)
+
+    size = 1 if method in ("ppo", "reinforce") else 4
+    knobs = RLConfig(
+        method,
+        num_prompts=4,
+        num_generations=size,
+        max_completion_length=5,
+        beta=0.1,
+        whiten_advantages=method == "ppo",
+        whiten_rewards=method == "ppo",
+    )
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32))
-    net = ActorCritic(model) if method == 'ppo' else model
-    prompts = [f'{a}+{a}' for a in (1, 2, 3, 4)]
+    model = Transformer(
+        ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32)
+    )
+    net = ActorCritic(model) if method == "ppo" else model
+    prompts = [f"{a}+{a}" for a in (1, 2, 3, 4)]
     rollouts = Rollouts(net, Signs(), prompts, even, knobs)
-    with pytest.warns(UserWarning, match=f'{2*size} of {4*size} answers were judged by no reward function, the first to .*1.1'): batch = rollouts.collect([0, 1, 2, 3], 1)
+    with pytest.warns(
+        UserWarning,
+        match=f"{2 * size} of {4 * size} answers were judged by no reward function, the first to .*1.1",
+    ):
+        batch = rollouts.collect([0, 1, 2, 3], 1)
     with warnings.catch_warnings():
-        warnings.simplefilter('error') # Once is enough
-        again = rollouts.collect([0, 2], 2) # Nobody judges any of these
+        warnings.simplefilter("error")  # Once is enough
+        again = rollouts.collect([0, 2], 2)  # Nobody judges any of these
     odd = torch.tensor([True, False, True, False]).repeat_interleave(size)
-    assert batch['reward'].isnan().tolist() == odd.tolist() and not batch['advantages'][odd].any() and not again['advantages'].any()
-    assert batch['advantages'][~odd].any() and all(x['advantages'].isfinite().all() for x in (batch, again))
-    if method == 'ppo': assert torch.equal(batch['returns'][odd], batch['values'][odd]*(batch['labels'][odd] != -100))
+    assert (
+        batch["reward"].isnan().tolist() == odd.tolist()
+        and not batch["advantages"][odd].any()
+        and not again["advantages"].any()
+    )
+    assert batch["advantages"][~odd].any() and all(
+        x["advantages"].isfinite().all() for x in (batch, again)
+    )
+    if method == "ppo":
+        assert torch.equal(
+            batch["returns"][odd], batch["values"][odd] * (batch["labels"][odd] != -100)
+        )
     alone = Rollouts(net, Signs(), prompts, even, knobs)
-    with torch.no_grad(): known = alone.compare({k: v[~odd] for k, v in batch.items()}, (batch['labels'][~odd] != -100).float(), batch['reward'][~odd], torch.zeros_like(batch['labels'][~odd], dtype=torch.float))
-    if method == 'grpo': assert torch.allclose(known['advantages'], batch['advantages'][~odd], atol=1e-6) # Others pay for the divergence in their reward
+    with torch.no_grad():
+        known = alone.compare(
+            {k: v[~odd] for k, v in batch.items()},
+            (batch["labels"][~odd] != -100).float(),
+            batch["reward"][~odd],
+            torch.zeros_like(batch["labels"][~odd], dtype=torch.float),
+        )
+    if method == "grpo":
+        assert torch.allclose(
+            known["advantages"], batch["advantages"][~odd], atol=1e-6
+        )  # Others pay for the divergence in their reward
     loss = rl_objective(knobs)(net, batch)
-    assert loss.total.isfinite() and loss.metrics['rewards/unjudged'] == (2*size, 4*size) and loss.metrics['reward'][1] == 2*size
-    with pytest.raises(ValueError, match='no reward function judges any of the 4 prompts'): Rollouts(net, Signs(), prompts, nobody, knobs).collect([0, 1], 1)
+    assert (
+        loss.total.isfinite()
+        and loss.metrics["rewards/unjudged"] == (2 * size, 4 * size)
+        and loss.metrics["reward"][1] == 2 * size
+    )
+    with pytest.raises(ValueError, match="no reward function judges any of the 4 prompts"):
+        Rollouts(net, Signs(), prompts, nobody, knobs).collect([0, 1], 1)
 
 
 def test_reinforce_expects_the_same_after_a_rescue(tmp_path):
     "The step that could not be taken had asked for answers already, and its baseline had seen their rewards."
-    knobs = RLConfig('reinforce', num_prompts=2, num_generations=1, max_completion_length=5)
+    knobs = RLConfig("reinforce", num_prompts=2, num_generations=1, max_completion_length=5)
+
     def train(folder, ends=0, resume=None):
         calls = iter(range(1, 100))
+
         def heavy(completion_ids, **columns):
-            if next(calls) == ends: raise OSError('the judge is not there')
+            if next(calls) == ends:
+                raise OSError("the judge is not there")
             return [float(sum(ids)) for ids in completion_ids]
+
         torch.manual_seed(0)
-        model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32))
-        rollouts = Rollouts(model, Signs(), [f'{a}+{a}' for a in range(9)], heavy, knobs, batch_size=2)
-        plan = TrainConfig(output_dir=str(tmp_path/folder), max_steps=4, gradient_accumulation_steps=3, progress=False, save_strategy='no', logging_steps=1)
-        trainer = Trainer(model, rl_objective(knobs), rollouts, config=plan, optim=OptimConfig(learning_rate=1e-2), save_model=lambda model, folder: None)
+        model = Transformer(
+            ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32)
+        )
+        rollouts = Rollouts(
+            model, Signs(), [f"{a}+{a}" for a in range(9)], heavy, knobs, batch_size=2
+        )
+        plan = TrainConfig(
+            output_dir=str(tmp_path / folder),
+            max_steps=4,
+            gradient_accumulation_steps=3,
+            progress=False,
+            save_strategy="no",
+            logging_steps=1,
+        )
+        trainer = Trainer(
+            model,
+            rl_objective(knobs),
+            rollouts,
+            config=plan,
+            optim=OptimConfig(learning_rate=1e-2),
+            save_model=lambda model, folder: None,
+        )
         return model, trainer.train(resume)
-    whole, result = train('whole')
-    with pytest.raises(OSError, match='not there') as error: train('again', ends=8) # The last round of the third step
-    assert 'step 2 is in' in error.value.__notes__[0]
-    again, _ = train('again', resume=True)
-    assert result.steps == 4 and all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True))
+
+    whole, result = train("whole")
+    with pytest.raises(OSError, match="not there") as error:
+        train("again", ends=8)  # The last round of the third step
+    assert "step 2 is in" in error.value.__notes__[0]
+    again, _ = train("again", resume=True)
+    assert result.steps == 4 and all(
+        torch.equal(a, b)
+        for a, b in zip(whole.state_dict().values(), again.state_dict().values(), strict=True)
+    )
 
 
 def test_what_trls_trainers_cannot_do_is_refused():
-    assert SETTINGS['grpo'](RLConfig(entropy_coef=0.01, use_bias_correction_kl=False)).items() >= dict(entropy_coef=0.01, use_bias_correction_kl=False).items()
-    for kind, knobs, words in (('grpo', dict(kl_in_reward=True, beta=0.1), 'rl.kl_in_reward'), ('grpo', dict(kl_estimator='k2', beta=0.1), 'rl.kl_estimator'),
-                               ('rloo', dict(kl_in_reward=False, beta=0.1), 'rl.kl_in_reward'), ('rloo', dict(entropy_coef=0.1), 'rl.entropy_coef')):
-        with pytest.raises(ValueError, match=words): SETTINGS[kind](RLConfig(method=kind, **knobs))
+    assert (
+        SETTINGS["grpo"](RLConfig(entropy_coef=0.01, use_bias_correction_kl=False)).items()
+        >= dict(entropy_coef=0.01, use_bias_correction_kl=False).items()
+    )
+    for kind, knobs, words in (
+        ("grpo", dict(kl_in_reward=True, beta=0.1), "rl.kl_in_reward"),
+        ("grpo", dict(kl_estimator="k2", beta=0.1), "rl.kl_estimator"),
+        ("rloo", dict(kl_in_reward=False, beta=0.1), "rl.kl_in_reward"),
+        ("rloo", dict(entropy_coef=0.1), "rl.entropy_coef"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            SETTINGS[kind](RLConfig(method=kind, **knobs))
 
 
-@pytest.mark.parametrize('critic', [False, True])
-@pytest.mark.parametrize('knobs', [{}, dict(temperature=1.3), dict(learn_entropy=True)])
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("knobs", [{}, dict(temperature=1.3), dict(learn_entropy=True)])
 def test_a_model_in_float64_is_scored_in_float64(critic, knobs):
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=50, d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=16)).double()
+    model = Transformer(
+        ModelConfig(vocab_size=50, d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=16)
+    ).double()
     ids = torch.randint(50, (2, 8))
     batch = dict(input_ids=ids, labels=ids.masked_fill(torch.arange(8) < 3, -100))
     found = token_scores(ActorCritic(model).double() if critic else model, batch, **knobs)
-    every = (model(ids).logits/knobs.get('temperature', 1.0)).log_softmax(-1)[:, 2:-1]
-    torch.testing.assert_close(found.log_probs[:, 3:], every.gather(-1, ids[:, 3:, None])[..., 0], rtol=0, atol=1e-13)
-    torch.testing.assert_close(found.entropy[:, 3:], -(every.exp()*every).sum(-1), rtol=0, atol=1e-13)
-    assert (found.values is not None) == critic and (not critic or found.values.dtype == torch.float64)
-    assert torch.autograd.grad(found.log_probs.sum(), model.get_output_embeddings().weight)[0].abs().sum() > 0
+    every = (model(ids).logits / knobs.get("temperature", 1.0)).log_softmax(-1)[:, 2:-1]
+    torch.testing.assert_close(
+        found.log_probs[:, 3:], every.gather(-1, ids[:, 3:, None])[..., 0], rtol=0, atol=1e-13
+    )
+    torch.testing.assert_close(
+        found.entropy[:, 3:], -(every.exp() * every).sum(-1), rtol=0, atol=1e-13
+    )
+    assert (found.values is not None) == critic and (
+        not critic or found.values.dtype == torch.float64
+    )
+    assert (
+        torch.autograd.grad(found.log_probs.sum(), model.get_output_embeddings().weight)[0]
+        .abs()
+        .sum()
+        > 0
+    )
 
 
 def test_a_loss_in_float64_keeps_its_digits():
     "Of a module that takes no labels, too."
     head = torch.nn.Linear(8, 50).double()
+
     class Plain(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.table, self.head = torch.nn.Embedding(50, 8).double(), head
-        def forward(self, input_ids): return self.head(self.table(input_ids))
+
+        def forward(self, input_ids):
+            return self.head(self.table(input_ids))
+
     model, ids = Plain(), torch.randint(50, (2, 8))
-    wanted = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    wanted = torch.nn.functional.cross_entropy(
+        model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
     assert abs(lm_loss(model, dict(input_ids=ids, labels=ids)).total.item() - wanted.item()) < 1e-14
 
 
-READ = dict(epsilon=0.01, epsilon_high=0.01, loss_type='dapo', importance_sampling_level='sequence', scale_rewards='none', gamma=0.5, lam=0.5, vf_coef=0.7,
-            cliprange_value=1e-4, whiten_rewards=True, whiten_advantages=True, baseline_decay=0.5, kl_estimator='k2', use_bias_correction_kl=False)
+READ = dict(
+    epsilon=0.01,
+    epsilon_high=0.01,
+    loss_type="dapo",
+    importance_sampling_level="sequence",
+    scale_rewards="none",
+    gamma=0.5,
+    lam=0.5,
+    vf_coef=0.7,
+    cliprange_value=1e-4,
+    whiten_rewards=True,
+    whiten_advantages=True,
+    baseline_decay=0.5,
+    kl_estimator="k2",
+    use_bias_correction_kl=False,
+)
 
 
-@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_knob_without_effect_is_refused(method):
     "And one that is not refused changes the loss of a batch."
     from trainkit.config import ConfigError
+
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32))
-    actor = ActorCritic(model) if method == 'ppo' else model
-    def first(completion_ids, **columns): return [float(sum(ids[:2])) for ids in completion_ids]
+    model = Transformer(
+        ModelConfig(vocab_size=13, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=32)
+    )
+    actor = ActorCritic(model) if method == "ppo" else model
+
+    def first(completion_ids, **columns):
+        return [float(sum(ids[:2])) for ids in completion_ids]
+
     def loss(config):
-        rounds = Rollouts(actor, Signs(), ['1+1', '2+2', '3+3', '4+4'], first, config, batch_size=64)
-        for seed in range(3): batch = rounds.collect([0, 1, 2, 3], seed) # The first has no average yet
-        noise = torch.randn(batch['labels'].shape, generator=torch.Generator().manual_seed(0))
-        batch['old_log_probs'] = batch['old_log_probs'] + noise
-        batch['ref_log_probs'] = batch['ref_log_probs'] - noise
-        if method == 'ppo': batch['values'] = batch['values'] + noise
+        rounds = Rollouts(
+            actor, Signs(), ["1+1", "2+2", "3+3", "4+4"], first, config, batch_size=64
+        )
+        for seed in range(3):
+            batch = rounds.collect([0, 1, 2, 3], seed)  # The first has no average yet
+        noise = torch.randn(batch["labels"].shape, generator=torch.Generator().manual_seed(0))
+        batch["old_log_probs"] = batch["old_log_probs"] + noise
+        batch["ref_log_probs"] = batch["ref_log_probs"] - noise
+        if method == "ppo":
+            batch["values"] = batch["values"] + noise
         total = rl_objective(config)(actor, batch).total
-        return [total, *torch.autograd.grad(total, [p for p in actor.parameters() if p.requires_grad], allow_unused=True)]
+        return [
+            total,
+            *torch.autograd.grad(
+                total, [p for p in actor.parameters() if p.requires_grad], allow_unused=True
+            ),
+        ]
+
     def make(**more):
-        return RLConfig(method, num_prompts=4, num_generations=4, max_completion_length=5, num_iterations=2, beta=0.1, **more)
+        return RLConfig(
+            method,
+            num_prompts=4,
+            num_generations=4,
+            max_completion_length=5,
+            num_iterations=2,
+            beta=0.1,
+            **more,
+        )
+
     usual = loss(make())
     for name, value in READ.items():
         config = make()
-        setattr(config, name, value) # Nothing is checked here
+        setattr(config, name, value)  # Nothing is checked here
         found = loss(config)
-        same = all((a is None and b is None) or torch.equal(a, b) for a, b in zip(usual, found, strict=True))
+        same = all(
+            (a is None and b is None) or torch.equal(a, b)
+            for a, b in zip(usual, found, strict=True)
+        )
         if same:
-            with pytest.raises(ConfigError, match=f'{name} = .*has no effect'): make(**{name: value})
-        else: make(**{name: value})
-    assert make(kl_in_reward=False, kl_estimator='k2').method == method
+            with pytest.raises(ConfigError, match=f"{name} = .*has no effect"):
+                make(**{name: value})
+        else:
+            make(**{name: value})
+    assert make(kl_in_reward=False, kl_estimator="k2").method == method

@@ -1,4 +1,5 @@
 "Batches, packing and curricula on our model: nothing leaks, nothing is lost, and any batch can be taken up again."
+
 import hashlib
 
 import numpy as np
@@ -17,7 +18,18 @@ from trainkit.data.dataloader import STRATEGIES, assign, flatten_examples, pack
 
 def model(**changes) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(ModelConfig(vocab_size=64, d_model=32, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=64, max_seq_len=128, **changes))
+    return Transformer(
+        ModelConfig(
+            vocab_size=64,
+            d_model=32,
+            n_heads=4,
+            n_kv_heads=2,
+            n_layers=2,
+            d_ff=64,
+            max_seq_len=128,
+            **changes,
+        )
+    )
 
 
 def examples(count: int = 24, seed: int = 0) -> list[dict]:
@@ -33,25 +45,36 @@ def loss_and_grad(net: Transformer, batches: list[dict]) -> tuple[float, int, to
     net.zero_grad()
     total, count = 0.0, 0
     for batch in batches:
-        tokens = int((batch['labels'][:, 1:] != -100).sum())
-        if not tokens: continue
+        tokens = int((batch["labels"][:, 1:] != -100).sum())
+        if not tokens:
+            continue
         loss = net(**batch, num_items_in_batch=1).loss
         loss.backward()
         total, count = total + loss.item(), count + tokens
     return total, count, torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
-@pytest.mark.parametrize('changes', [dict(), dict(position='learned', norm='layernorm', activation='gelu_tanh', bias='all')])
-@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize(
+    "changes",
+    [dict(), dict(position="learned", norm="layernorm", activation="gelu_tanh", bias="all")],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_packed_padded_and_padding_free_rows_give_one_loss_and_gradient(strategy, changes):
     net, rows = model(**changes), examples()
-    first = [{**row, 'labels': np.where(np.arange(len(row['labels'])) == 0, -100, row['labels'])} for row in rows]
+    first = [
+        {**row, "labels": np.where(np.arange(len(row["labels"])) == 0, -100, row["labels"])}
+        for row in rows
+    ]
     alone = loss_and_grad(net, [collate([row]) for row in rows])
     packed = pack(rows, 40, strategy)
-    ways = dict(packed=[collate([row]) for row in packed], packed_batches=[collate(packed[i:i+3]) for i in range(0, len(packed), 3)],
-                padded=[collate(rows[i:i+6]) for i in range(0, len(rows), 6)],
-                free=[collate(rows[i:i+3], padding_free=True) for i in range(0, len(rows), 3)],
-                packed_free=[collate([row], padding_free=True) for row in packed], no_first=[collate([row]) for row in first])
+    ways = dict(
+        packed=[collate([row]) for row in packed],
+        packed_batches=[collate(packed[i : i + 3]) for i in range(0, len(packed), 3)],
+        padded=[collate(rows[i : i + 6]) for i in range(0, len(rows), 6)],
+        free=[collate(rows[i : i + 3], padding_free=True) for i in range(0, len(rows), 3)],
+        packed_free=[collate([row], padding_free=True) for row in packed],
+        no_first=[collate([row]) for row in first],
+    )
     for name, batches in ways.items():
         total, count, grad = loss_and_grad(net, batches)
         assert count == alone[1], name
@@ -59,64 +82,100 @@ def test_packed_padded_and_padding_free_rows_give_one_loss_and_gradient(strategy
         assert torch.allclose(grad, alone[2], rtol=1e-4, atol=1e-5), name
 
 
-@pytest.mark.parametrize('free', [False, True])
+@pytest.mark.parametrize("free", [False, True])
 def test_editing_one_document_leaves_the_others_bit_equal(free):
     net, rows = model().eval(), examples(6)
+
     def logits(changed: int | None) -> list[torch.Tensor]:
-        row = [{**r, 'input_ids': (r['input_ids'] + 1) % 64 if i == changed else r['input_ids']} for i, r in enumerate(rows)]
+        row = [
+            {**r, "input_ids": (r["input_ids"] + 1) % 64 if i == changed else r["input_ids"]}
+            for i, r in enumerate(rows)
+        ]
         batch = collate(row, padding_free=True) if free else collate([flatten_examples(row)])
-        with torch.no_grad(): out = net(batch['input_ids'], position_ids=batch['position_ids']).logits[0]
-        return list(out.split([len(r['input_ids']) for r in rows]))
+        with torch.no_grad():
+            out = net(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+        return list(out.split([len(r["input_ids"]) for r in rows]))
+
     before = logits(None)
     for changed in range(len(rows)):
         after = logits(changed)
-        assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [i != changed for i in range(len(rows))]
+        assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [
+            i != changed for i in range(len(rows))
+        ]
 
 
 def test_padding_beside_packed_rows_changes_nothing():
-    net, rows = model().eval(), pack(examples(9), 40, 'greedy')
+    net, rows = model().eval(), pack(examples(9), 40, "greedy")
     batch = collate(rows)
     with torch.no_grad():
-        together = net(**{k: v for k, v in batch.items() if k != 'labels'}).logits
+        together = net(**{k: v for k, v in batch.items() if k != "labels"}).logits
         for i, row in enumerate(rows):
-            alone = net(torch.tensor(row['input_ids'])[None], position_ids=torch.tensor(row['position_ids'])[None].long()).logits[0]
-            assert torch.allclose(together[i, :len(alone)], alone, atol=1e-5)
+            alone = net(
+                torch.tensor(row["input_ids"])[None],
+                position_ids=torch.tensor(row["position_ids"])[None].long(),
+            ).logits[0]
+            assert torch.allclose(together[i, : len(alone)], alone, atol=1e-5)
 
 
 @settings(max_examples=200, deadline=None)
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60), room=st.integers(30, 70), strategy=st.sampled_from([*STRATEGIES]))
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    room=st.integers(30, 70),
+    strategy=st.sampled_from([*STRATEGIES]),
+)
 def test_packing_keeps_every_token_once(lengths, room, strategy):
-    rows = [dict(input_ids=np.arange(n) + 1000*i, labels=np.arange(n) + 1000*i) for i, n in enumerate(lengths)]
+    rows = [
+        dict(input_ids=np.arange(n) + 1000 * i, labels=np.arange(n) + 1000 * i)
+        for i, n in enumerate(lengths)
+    ]
     packed = pack(rows, room, strategy)
-    assert sorted(t for row in packed for t in row['input_ids'].tolist()) == sorted(t for row in rows for t in row['input_ids'].tolist())
+    assert sorted(t for row in packed for t in row["input_ids"].tolist()) == sorted(
+        t for row in rows for t in row["input_ids"].tolist()
+    )
     for row in packed:
-        assert len(row['input_ids']) == row['length'] <= room
-        assert ((row['labels'] == -100) == (row['position_ids'] == 0)).all()
-        assert (row['input_ids'] % 1000 == row['position_ids']).all()
-    if strategy != 'greedy': assert len(packed) <= len(assign(lengths, room, 'greedy')) + (strategy == 'first_fit')
+        assert len(row["input_ids"]) == row["length"] <= room
+        assert ((row["labels"] == -100) == (row["position_ids"] == 0)).all()
+        assert (row["input_ids"] % 1000 == row["position_ids"]).all()
+    if strategy != "greedy":
+        assert len(packed) <= len(assign(lengths, room, "greedy")) + (strategy == "first_fit")
 
 
-WAYS = [dict(), dict(shuffle=False), dict(drop_last=True), dict(group_by_length=True), dict(group_by_length=True, max_tokens=60),
-        dict(max_tokens=60, padding_free=True), dict(curriculum=CurriculumConfig(start_length=4, end_length=20, steps=9)),
-        dict(curriculum=CurriculumConfig(strategy='difficulty_based', steps=9), difficulty_fn=lambda row: -len(row['input_ids']))]
+WAYS = [
+    dict(),
+    dict(shuffle=False),
+    dict(drop_last=True),
+    dict(group_by_length=True),
+    dict(group_by_length=True, max_tokens=60),
+    dict(max_tokens=60, padding_free=True),
+    dict(curriculum=CurriculumConfig(start_length=4, end_length=20, steps=9)),
+    dict(
+        curriculum=CurriculumConfig(strategy="difficulty_based", steps=9),
+        difficulty_fn=lambda row: -len(row["input_ids"]),
+    ),
+]
 
 
-@pytest.mark.parametrize('way', range(len(WAYS)))
+@pytest.mark.parametrize("way", range(len(WAYS)))
 @settings(max_examples=25, deadline=None)
 @given(stop=st.integers(0, 30), seed=st.integers(0, 3))
 def test_any_batch_can_be_taken_up_again(way, stop, seed):
     rows = examples(40)
     make = lambda: Batches(rows, 5, seed, **WAYS[way])
+
     def stream(batches):
-        for _ in range(9): yield from batches
-    ids = lambda batches, n: [b['input_ids'].tolist() for _, b in zip(range(n), stream(batches), strict=False)]
+        for _ in range(9):
+            yield from batches
+
+    ids = lambda batches, n: [
+        b["input_ids"].tolist() for _, b in zip(range(n), stream(batches), strict=False)
+    ]
     whole, halted, resumed = ids(make(), stop + 12), make(), make()
     assert ids(halted, stop) == whole[:stop]
     resumed.load_state_dict(halted.state_dict())
     assert ids(resumed, 12) == whole[stop:]
 
 
-@pytest.mark.parametrize('way', [0, 4, 6])
+@pytest.mark.parametrize("way", [0, 4, 6])
 def test_workers_change_nothing(way):
     rows = examples(40)
     one, two = Batches(rows, 5, 1, **WAYS[way]), Batches(rows, 5, 1, num_workers=2, **WAYS[way])
@@ -126,13 +185,15 @@ def test_workers_change_nothing(way):
     seen = [next(half) for _ in range(3)]
     resumed = Batches(rows, 5, 1, num_workers=2, **WAYS[way])
     resumed.load_state_dict(two.state_dict())
-    assert torch.equal(torch.get_rng_state(), before), 'the loader drew from the random numbers of the model'
+    assert torch.equal(torch.get_rng_state(), before), (
+        "the loader drew from the random numbers of the model"
+    )
     for a, b in zip(one, [*seen, *resumed], strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert one.state_dict() == resumed.state_dict()
 
 
-@pytest.mark.parametrize('way', range(len(WAYS)))
+@pytest.mark.parametrize("way", range(len(WAYS)))
 def test_every_row_once_an_epoch(way):
     rows = examples(40)
     batches = Batches(rows, 5, 2, **WAYS[way])
@@ -145,18 +206,32 @@ def test_the_order_is_the_same_on_every_machine():
     assert shuffled(10, 7, 3).tolist() == [3, 5, 4, 7, 8, 0, 9, 2, 1, 6]
     whole = hashlib.sha256()
     for way in WAYS:
-        for epoch in range(2): whole.update(np.concatenate(Batches(examples(40), 5, 2, **way).plan(epoch)).astype('<i8').tobytes())
-    assert whole.hexdigest() == 'fda8494176d26144487551916da20697fcd9a1c762aaa34bd2c59ef0fb911c03'
+        for epoch in range(2):
+            whole.update(
+                np.concatenate(Batches(examples(40), 5, 2, **way).plan(epoch))
+                .astype("<i8")
+                .tobytes()
+            )
+    assert whole.hexdigest() == "fda8494176d26144487551916da20697fcd9a1c762aaa34bd2c59ef0fb911c03"
 
 
 def test_a_curriculum_survives_shuffling():
     rows, config = examples(400), CurriculumConfig(start_length=5, end_length=20, steps=40)
     batches = Batches(rows, 8, 0, curriculum=config)
-    longest = [max(len(rows[i]['input_ids']) for i in b) for b in batches.plan(0)]
-    assert all(n <= max(config.limit(i, np.array([0])), 5) for i, n in enumerate(longest[:8])) and max(longest[:8]) < max(longest)
-    assert batches.plan(0)[0].tolist() != np.argsort([len(r['input_ids']) for r in rows], kind='stable')[:8].tolist() # shuffled all the same
-    assert np.concatenate(batches.plan(1)).tolist() == shuffled(400, 0, 1).tolist() # afterwards, everything is allowed
-    order = easy_first(shuffled(400, 0, 0), np.array([len(r['input_ids']) for r in rows]), config, 8)
+    longest = [max(len(rows[i]["input_ids"]) for i in b) for b in batches.plan(0)]
+    assert all(
+        n <= max(config.limit(i, np.array([0])), 5) for i, n in enumerate(longest[:8])
+    ) and max(longest[:8]) < max(longest)
+    assert (
+        batches.plan(0)[0].tolist()
+        != np.argsort([len(r["input_ids"]) for r in rows], kind="stable")[:8].tolist()
+    )  # shuffled all the same
+    assert (
+        np.concatenate(batches.plan(1)).tolist() == shuffled(400, 0, 1).tolist()
+    )  # afterwards, everything is allowed
+    order = easy_first(
+        shuffled(400, 0, 0), np.array([len(r["input_ids"]) for r in rows]), config, 8
+    )
     assert np.concatenate(batches.plan(0)).tolist() == order.tolist()
     assert [len(b) for b in cut_batches(order, 8)] == [8] * 50
 
@@ -164,7 +239,9 @@ def test_a_curriculum_survives_shuffling():
 def test_the_end_token_is_learned_though_it_is_the_padding():
     rows = [dict(input_ids=[5, 6, 2], labels=[-100, 6, 2]), dict(input_ids=[5, 2])]
     batch = collate(rows, pad_id=2)
-    assert batch['labels'].tolist() == [[-100, 6, 2], [5, 2, -100]] and batch['attention_mask'].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch["labels"].tolist() == [[-100, 6, 2], [5, 2, -100]] and batch[
+        "attention_mask"
+    ].tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 def test_a_curriculum_cuts_running_text_and_is_taken_up_exactly():
@@ -176,18 +253,27 @@ def test_a_curriculum_cuts_running_text_and_is_taken_up_exactly():
     for epoch in range(3):
         seen = []
         for batch in batches:
-            assert batch['input_ids'].shape[1] <= min(config.limit(step, np.zeros(1)), 65)
-            seen += batch['labels'][:, 1:][batch['labels'][:, 1:] != -100].tolist()
+            assert batch["input_ids"].shape[1] <= min(config.limit(step, np.zeros(1)), 65)
+            seen += batch["labels"][:, 1:][batch["labels"][:, 1:] != -100].tolist()
             step += 1
         assert sorted(seen) == list(range(1, 2000)), epoch
-    assert step > 3*len(Batches(blocks, 4)), 'short pieces make more batches'
-    def stream(batches, n): return [b['input_ids'].tolist() for _, b in zip(range(n), (b for _ in range(30) for b in batches), strict=False)]
+    assert step > 3 * len(Batches(blocks, 4)), "short pieces make more batches"
+
+    def stream(batches, n):
+        return [
+            b["input_ids"].tolist()
+            for _, b in zip(range(n), (b for _ in range(30) for b in batches), strict=False)
+        ]
+
     whole, first = stream(make(), 130), len(make())
     for stop, workers in ((0, 0), (7, 0), (20, 2), (first, 0), (first + 5, 0)):
         halted, resumed = make(workers), make()
         assert stream(halted, stop) == whole[:stop]
         resumed.load_state_dict(halted.state_dict())
         assert stream(resumed, 130 - stop) == whole[stop:], stop
-    assert stream(Batches(TokenRows(np.arange(2000), 65, 0, 2000), 4, 1, curriculum=config), 130) == whole
-    with pytest.raises(ValueError, match='cut: False then'):
-        make().load_state_dict({k: v for k, v in make().state_dict().items() if k != 'cut'})
+    assert (
+        stream(Batches(TokenRows(np.arange(2000), 65, 0, 2000), 4, 1, curriculum=config), 130)
+        == whole
+    )
+    with pytest.raises(ValueError, match="cut: False then"):
+        make().load_state_dict({k: v for k, v in make().state_dict().items() if k != "cut"})

@@ -1,4 +1,5 @@
 "Files of every format, with every kind of damage, to rows that can be trusted; splits that stay; mixtures and caches."
+
 import gzip
 import json
 import os
@@ -26,203 +27,276 @@ from trainkit.parallel import cached
 from trainkit.data.mixture import mix
 from trainkit.parallel import in_order
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-FORMATS = ('jsonl', 'json', 'csv', 'tsv', 'parquet', 'jsonl.gz', 'json.gz', 'csv.gz')
+FUZZ = settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+FORMATS = ("jsonl", "json", "csv", "tsv", "parquet", "jsonl.gz", "json.gz", "csv.gz")
 
 
 # --- what is written is read again, in every format and of every kind
 
-text = st.text(st.characters(exclude_categories=['Cs']), min_size=1, max_size=30).filter(lambda t: t.strip() and not t.startswith('[{'))
-turns = st.builds(lambda u, a, s: [*([dict(role='system', content=s)] if s else []), dict(role='user', content=u),
-                                   dict(role='assistant', content=a)], text, text, st.none() | text)
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).filter(
+    lambda t: t.strip() and not t.startswith("[{")
+)
+turns = st.builds(
+    lambda u, a, s: [
+        *([dict(role="system", content=s)] if s else []),
+        dict(role="user", content=u),
+        dict(role="assistant", content=a),
+    ],
+    text,
+    text,
+    st.none() | text,
+)
 ROWS = {
-    'text': st.fixed_dictionaries(dict(text=text)),
-    'messages': st.fixed_dictionaries(dict(messages=turns)),
-    'preference': st.fixed_dictionaries(dict(prompt=text, chosen=text, rejected=text)),
-    'unpaired': st.fixed_dictionaries(dict(prompt=text, completion=text, label=st.booleans())),
-    'reasoning': st.fixed_dictionaries(dict(question=text, reasoning=text, answer=text)),
-    'instruction': st.fixed_dictionaries(dict(instruction=text, input=st.just('') | text, output=text)),
-    'prompt_completion': st.fixed_dictionaries(dict(prompt=text, completion=text)),
-    'prompt': st.fixed_dictionaries(dict(prompt=text)),
+    "text": st.fixed_dictionaries(dict(text=text)),
+    "messages": st.fixed_dictionaries(dict(messages=turns)),
+    "preference": st.fixed_dictionaries(dict(prompt=text, chosen=text, rejected=text)),
+    "unpaired": st.fixed_dictionaries(dict(prompt=text, completion=text, label=st.booleans())),
+    "reasoning": st.fixed_dictionaries(dict(question=text, reasoning=text, answer=text)),
+    "instruction": st.fixed_dictionaries(
+        dict(instruction=text, input=st.just("") | text, output=text)
+    ),
+    "prompt_completion": st.fixed_dictionaries(dict(prompt=text, completion=text)),
+    "prompt": st.fixed_dictionaries(dict(prompt=text)),
 }
 
 
-@pytest.mark.parametrize('form', FORMATS)
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 @settings(FUZZ, max_examples=25)
 @given(data=st.data())
 def test_round_trip(tmp_path, kind, form, data):
     rows = data.draw(st.lists(ROWS[kind], min_size=1, max_size=5))
-    path = write_examples(rows, tmp_path/f'rows.{form}')
+    path = write_examples(rows, tmp_path / f"rows.{form}")
     back = load_examples(path)
     assert back.report.kind == kind
-    assert [{k: v for k, v in row.items() if k not in ('source', 'line')} for row in back] == rows
+    assert [{k: v for k, v in row.items() if k not in ("source", "line")} for row in back] == rows
 
 
-@pytest.mark.parametrize('form', ['jsonl', 'json', 'csv', 'tsv'])
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "tsv"])
 @FUZZ
-@given(rows=st.lists(ROWS['prompt_completion'], min_size=1, max_size=6))
+@given(rows=st.lists(ROWS["prompt_completion"], min_size=1, max_size=6))
 def test_line_numbers_are_those_of_the_file(tmp_path, form, rows):
-    path = write_examples(rows, tmp_path/f'rows.{form}')
+    path = write_examples(rows, tmp_path / f"rows.{form}")
     raw = path.read_bytes().decode()
-    if form in ('csv', 'tsv'): # a record must begin on its line: what comes before is the header and the rows before
+    if form in (
+        "csv",
+        "tsv",
+    ):  # a record must begin on its line: what comes before is the header and the rows before
         for i, row in enumerate(load_examples(path)):
-            before = write_examples(rows[:i], tmp_path/f'before.{form}').read_bytes().decode() if i else 'prompt,completion\r\n'
-            assert row['line'] == len(before.replace('\r\n', '\n').replace('\r', '\n').split('\n'))
+            before = (
+                write_examples(rows[:i], tmp_path / f"before.{form}").read_bytes().decode()
+                if i
+                else "prompt,completion\r\n"
+            )
+            assert row["line"] == len(before.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
     else:
-        lines = raw.split('\n')
-        for row in load_examples(path): assert lines[row['line'] - 1].strip().startswith('{')
-        numbers = [row['line'] for row in load_examples(path)]
-        assert numbers == [i for i, line in enumerate(lines, 1) if line.strip().startswith('{')]
+        lines = raw.split("\n")
+        for row in load_examples(path):
+            assert lines[row["line"] - 1].strip().startswith("{")
+        numbers = [row["line"] for row in load_examples(path)]
+        assert numbers == [i for i, line in enumerate(lines, 1) if line.strip().startswith("{")]
 
 
 # --- seeded bad rows: each is found, on its line, and nothing else is
 
-GOOD = [dict(prompt=f'Question {i},\n"so"?', completion=f'Answer; {i}') for i in range(40)]
-BAD = { # what is wrong -> the row, and what must be said of it
-    'empty': (dict(prompt='x', completion=' '), 'completion is empty'),
-    'type': (dict(prompt='x', completion=5), 'completion = 5 is of type int'),
-    'missing': (dict(prompt='x', completon='y'), "Did you mean 'completon'"),
-    'role': (dict(prompt=[dict(role='usr', content='x')], completion='y'), "unknown role 'usr'"),
-    'nested': (dict(prompt=dict(a=1), completion='y'), "no 'role'"),
-    'half': (dict(prompt='x', completion='cut \ud83d'), 'surrogates'),
-    'list': (['x', 'y'], 'must be an object'),
+GOOD = [dict(prompt=f'Question {i},\n"so"?', completion=f"Answer; {i}") for i in range(40)]
+BAD = {  # what is wrong -> the row, and what must be said of it
+    "empty": (dict(prompt="x", completion=" "), "completion is empty"),
+    "type": (dict(prompt="x", completion=5), "completion = 5 is of type int"),
+    "missing": (dict(prompt="x", completon="y"), "Did you mean 'completon'"),
+    "role": (dict(prompt=[dict(role="usr", content="x")], completion="y"), "unknown role 'usr'"),
+    "nested": (dict(prompt=dict(a=1), completion="y"), "no 'role'"),
+    "half": (dict(prompt="x", completion="cut \ud83d"), "surrogates"),
+    "list": (["x", "y"], "must be an object"),
 }
 
 
 def seeded(seed, names):
     rng = random.Random(seed)
     rows, wrong = [*GOOD], {}
-    for name in names: rows.insert(rng.randint(1, len(rows)), BAD[name][0])
+    for name in names:
+        rows.insert(rng.randint(1, len(rows)), BAD[name][0])
     for i, row in enumerate(rows):
         for name in names:
-            if row is BAD[name][0]: wrong[i] = name
+            if row is BAD[name][0]:
+                wrong[i] = name
     return rows, wrong
 
 
 def load_skipping(path, **options):
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        rows = load_examples(path, on_bad='skip', **options)
-    assert bool(said) == bool(rows.report.bad), 'what is left out must be said'
+        warnings.simplefilter("always")
+        rows = load_examples(path, on_bad="skip", **options)
+    assert bool(said) == bool(rows.report.bad), "what is left out must be said"
     return rows
 
 
-@pytest.mark.parametrize('seed', range(5))
-@pytest.mark.parametrize('form', ['jsonl', 'json', 'jsonl.gz'])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("form", ["jsonl", "json", "jsonl.gz"])
 def test_bad_rows_in_json(tmp_path, form, seed):
     rows, wrong = seeded(seed, BAD)
     dump = [json.dumps(row) for row in rows]
-    if form.startswith('jsonl'):
-        wrong[len(dump)] = 'syntax'
+    if form.startswith("jsonl"):
+        wrong[len(dump)] = "syntax"
         dump.append('{"prompt": "x" "completion": "y"}')
-        data, where = '\n'.join(dump) + '\n', {i + 1: name for i, name in wrong.items()}
-    else: data, where = '[\n' + ',\n'.join(dump) + '\n]', {i + 2: name for i, name in wrong.items()}
-    path = tmp_path/f'rows.{form}'
-    path.write_bytes(gzip.compress(data.encode()) if form.endswith('gz') else data.encode())
+        data, where = "\n".join(dump) + "\n", {i + 1: name for i, name in wrong.items()}
+    else:
+        data, where = "[\n" + ",\n".join(dump) + "\n]", {i + 2: name for i, name in wrong.items()}
+    path = tmp_path / f"rows.{form}"
+    path.write_bytes(gzip.compress(data.encode()) if form.endswith("gz") else data.encode())
     back = load_skipping(path)
-    assert [(r['prompt'], r['completion']) for r in back] == [(r['prompt'], r['completion']) for r in GOOD]
+    assert [(r["prompt"], r["completion"]) for r in back] == [
+        (r["prompt"], r["completion"]) for r in GOOD
+    ]
     assert len(back.report.bad) == len(where)
     for said, (line, name) in zip(back.report.bad, sorted(where.items()), strict=True):
-        assert f'{path}, line {line}' in said
-        assert BAD[name][1] in said if name in BAD else 'column 16: not JSON' in said
+        assert f"{path}, line {line}" in said
+        assert BAD[name][1] in said if name in BAD else "column 16: not JSON" in said
     first = min(where)
-    with pytest.raises(ValueError, match=f'line {first}'): load_examples(path)
+    with pytest.raises(ValueError, match=f"line {first}"):
+        load_examples(path)
 
 
-@pytest.mark.parametrize('seed', range(5))
-@pytest.mark.parametrize('form', ['csv', 'tsv'])
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("form", ["csv", "tsv"])
 def test_bad_rows_in_tables(tmp_path, form, seed):
-    path, rng, mark = tmp_path/f'rows.{form}', random.Random(seed), ',' if form == 'csv' else '\t'
+    path, rng, mark = tmp_path / f"rows.{form}", random.Random(seed), "," if form == "csv" else "\t"
     records = [f'"Question {i}{mark}\nso?"{mark}Answer {i}\n' for i in range(30)]
-    for bad in ('alone\n', f'x{mark}y{mark}z\n', f'"x" y{mark}z\n', f'x{mark}\n'): records.insert(rng.randint(20, len(records)), bad)
-    path.write_text('prompt' + mark + 'completion\n' + ''.join(records))
+    for bad in ("alone\n", f"x{mark}y{mark}z\n", f'"x" y{mark}z\n', f"x{mark}\n"):
+        records.insert(rng.randint(20, len(records)), bad)
+    path.write_text("prompt" + mark + "completion\n" + "".join(records))
     back, line, expected = load_skipping(path), 2, []
     for record in records:
-        if not record.startswith('"Q'): expected.append(line)
-        line += record.count('\n')
+        if not record.startswith('"Q'):
+            expected.append(line)
+        line += record.count("\n")
     assert len(back) == 30
-    assert [int(said.split('line ')[1].split(':')[0].split(' ')[0]) for said in back.report.bad] == expected
+    assert [
+        int(said.split("line ")[1].split(":")[0].split(" ")[0]) for said in back.report.bad
+    ] == expected
 
 
 def test_bad_rows_in_parquet(tmp_path):
-    rows = [dict(prompt=f'q{i}', completion=None if i in (3, 17) else ' ' if i == 8 else 'a') for i in range(20)]
-    back = load_skipping(write_examples(rows, tmp_path/'rows.parquet'))
+    rows = [
+        dict(prompt=f"q{i}", completion=None if i in (3, 17) else " " if i == 8 else "a")
+        for i in range(20)
+    ]
+    back = load_skipping(write_examples(rows, tmp_path / "rows.parquet"))
     assert len(back) == 17
-    assert [said.split(': ')[0].split('line ')[1] for said in back.report.bad] == ['4', '9', '18']
-    assert [r['line'] for r in back] == [i + 1 for i in range(20) if i not in (3, 8, 17)]
+    assert [said.split(": ")[0].split("line ")[1] for said in back.report.bad] == ["4", "9", "18"]
+    assert [r["line"] for r in back] == [i + 1 for i in range(20) if i not in (3, 8, 17)]
 
 
-@pytest.mark.parametrize('form', ['jsonl', 'json', 'csv', 'parquet', 'jsonl.gz', 'csv.gz'])
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet", "jsonl.gz", "csv.gz"])
 def test_a_file_cut_anywhere_is_no_shorter_list_in_silence(tmp_path, form):
-    path = write_examples(GOOD, tmp_path/f'rows.{form}')
+    path = write_examples(GOOD, tmp_path / f"rows.{form}")
     whole, rng = path.read_bytes(), random.Random(0)
-    ends = {0} # where a cut leaves whole rows only, which no reader can notice
-    if form in ('jsonl', 'csv'):
+    ends = {0}  # where a cut leaves whole rows only, which no reader can notice
+    if form in ("jsonl", "csv"):
         for i in range(len(GOOD) + 1):
-            ends.add(len(write_examples(GOOD[:i], tmp_path/f'part.{form}').read_bytes()) if i else len('prompt,completion\r\n'))
+            ends.add(
+                len(write_examples(GOOD[:i], tmp_path / f"part.{form}").read_bytes())
+                if i
+                else len("prompt,completion\r\n")
+            )
     for cut in rng.sample(range(1, len(whole) - 1), 60):
-        if any(abs(cut - end) <= 2 for end in ends): continue
+        if any(abs(cut - end) <= 2 for end in ends):
+            continue
         path.write_bytes(whole[:cut])
-        try: back = load_examples(path)
-        except ValueError: continue
+        try:
+            back = load_examples(path)
+        except ValueError:
+            continue
         # an unquoted last field may end early in a CSV file: the row is there, only shorter
-        assert form == 'csv' and [r['prompt'] for r in back] == [r['prompt'] for r in GOOD[:len(back)]], cut
+        assert form == "csv" and [r["prompt"] for r in back] == [
+            r["prompt"] for r in GOOD[: len(back)]
+        ], cut
 
 
 def test_a_zst_file_without_its_end_is_an_error(tmp_path):
     import zstandard
-    plain = write_examples(GOOD*50, tmp_path/'rows.jsonl').read_bytes()
-    path = tmp_path/'rows.jsonl.zst'
+
+    plain = write_examples(GOOD * 50, tmp_path / "rows.jsonl").read_bytes()
+    path = tmp_path / "rows.jsonl.zst"
     path.write_bytes(packed := zstandard.compress(plain))
-    assert len(load_examples(path)) == len(GOOD)*50
-    for cut in (1, 20, len(packed)//2, len(packed) - 1):
+    assert len(load_examples(path)) == len(GOOD) * 50
+    for cut in (1, 20, len(packed) // 2, len(packed) - 1):
         path.write_bytes(packed[:cut])
-        with pytest.raises(ValueError, match='not a whole .zst'): [*read_rows(path)]
+        with pytest.raises(ValueError, match="not a whole .zst"):
+            [*read_rows(path)]
 
 
 def test_workers_change_nothing(tmp_path):
-    rows, _ = seeded(1, [name for name in BAD if name != 'list'])
-    path = tmp_path/'rows.jsonl'
-    path.write_text(''.join(json.dumps(row) + '\n' for row in rows*20))
+    rows, _ = seeded(1, [name for name in BAD if name != "list"])
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 20))
     one, many = load_skipping(path), load_skipping(path, num_workers=2)
     assert one == many and one.report == many.report
     assert clean_examples(one) == clean_examples(one, num_workers=2)
-    with pytest.raises(ValueError) as first: load_examples(path)
-    with pytest.raises(ValueError) as again: load_examples(path, num_workers=2)
+    with pytest.raises(ValueError) as first:
+        load_examples(path)
+    with pytest.raises(ValueError) as again:
+        load_examples(path, num_workers=2)
     assert str(first.value) == str(again.value)
 
 
 def test_a_stream_reads_only_what_is_asked(tmp_path):
-    path = tmp_path/'rows.jsonl'
-    path.write_text(''.join(json.dumps(row) + '\n' for row in GOOD) + 'broken\n')
-    assert [r['line'] for r in stream_examples(path, max_examples=3)] == [1, 2, 3]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in GOOD) + "broken\n")
+    assert [r["line"] for r in stream_examples(path, max_examples=3)] == [1, 2, 3]
     assert len(load_examples(path, max_examples=40)) == 40
-    with pytest.raises(ValueError, match='line 41'): load_examples(path)
+    with pytest.raises(ValueError, match="line 41"):
+        load_examples(path)
 
 
 # --- Hugging Face datasets
 
+
 def test_hub_options_reach_datasets(monkeypatch):
     import datasets
+
     asked = []
+
     def fake(name, config, split=None, streaming=False):
         asked.append((name, config, split, streaming))
-        return {'train': [dict(text='a')], 'validation': [dict(text='b')]} if split is None else [dict(text='c')]
-    monkeypatch.setattr(datasets, 'load_dataset', fake)
-    rows = load_examples('Salesforce/wikitext', dataset_config='wikitext-2-v1')
-    assert [r['text'] for r in rows] == ['a'] and rows.report.notes == ['splits: train, validation; read: train']
-    assert load_examples('Salesforce/wikitext', split='eval')[0]['text'] == 'b'
-    assert next(iter(stream_examples('Salesforce/wikitext', split='train[:10%]')))['text'] == 'c'
-    assert next(iter(stream_examples('Salesforce/wikitext', dataset_config='wikitext-2-v1')))['text'] == 'a'
-    assert asked == [('Salesforce/wikitext', 'wikitext-2-v1', None, False), ('Salesforce/wikitext', None, None, False),
-                     ('Salesforce/wikitext', None, 'train[:10%]', False), ('Salesforce/wikitext', 'wikitext-2-v1', None, True)]
-    parts, facts = load_splits(DataConfig(path='Salesforce/wikitext', validation_split='validation'))
-    assert [r['text'] for r in parts['eval']] == ['b'] and facts['train_rows'] == 1
+        return (
+            {"train": [dict(text="a")], "validation": [dict(text="b")]}
+            if split is None
+            else [dict(text="c")]
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    rows = load_examples("Salesforce/wikitext", dataset_config="wikitext-2-v1")
+    assert [r["text"] for r in rows] == ["a"] and rows.report.notes == [
+        "splits: train, validation; read: train"
+    ]
+    assert load_examples("Salesforce/wikitext", split="eval")[0]["text"] == "b"
+    assert next(iter(stream_examples("Salesforce/wikitext", split="train[:10%]")))["text"] == "c"
+    assert (
+        next(iter(stream_examples("Salesforce/wikitext", dataset_config="wikitext-2-v1")))["text"]
+        == "a"
+    )
+    assert asked == [
+        ("Salesforce/wikitext", "wikitext-2-v1", None, False),
+        ("Salesforce/wikitext", None, None, False),
+        ("Salesforce/wikitext", None, "train[:10%]", False),
+        ("Salesforce/wikitext", "wikitext-2-v1", None, True),
+    ]
+    parts, facts = load_splits(
+        DataConfig(path="Salesforce/wikitext", validation_split="validation")
+    )
+    assert [r["text"] for r in parts["eval"]] == ["b"] and facts["train_rows"] == 1
 
 
 def test_offline_is_a_sentence():
-    with pytest.raises(ConnectionError, match="is not on this machine, and Hugging Face can't be reached"): load_examples('no-such-owner/no-such-data')
+    with pytest.raises(
+        ConnectionError, match="is not on this machine, and Hugging Face can't be reached"
+    ):
+        load_examples("no-such-owner/no-such-data")
 
 
 # --- splits
@@ -232,19 +306,36 @@ HELD_OUT = [4, 9, 10, 11, 12, 13, 14, 18]
 
 def test_split_vectors():
     "The published places: whoever splits elsewhere, in whatever language, must get these."
-    assert [side(t) for t in ('trainkit', '', 'Why is the sky blue?', 'déjà vu', '日本語')] == [
-        0.6157926122048922, 0.5151522356031434, 0.9258451515712119, 0.4148602243291247, 0.6995804607646476]
-    questions = [dict(prompt=f'Question {n}', completion='a') for n in range(20)]
-    assert [n for n, row in enumerate(questions) if row in split_examples(questions, 0.2)[1]] == HELD_OUT
-    assert [side('trainkit', seed) for seed in (0, 1)] == [0.6157926122048922, 0.9973750967943643]
+    assert [side(t) for t in ("trainkit", "", "Why is the sky blue?", "déjà vu", "日本語")] == [
+        0.6157926122048922,
+        0.5151522356031434,
+        0.9258451515712119,
+        0.4148602243291247,
+        0.6995804607646476,
+    ]
+    questions = [dict(prompt=f"Question {n}", completion="a") for n in range(20)]
+    assert [
+        n for n, row in enumerate(questions) if row in split_examples(questions, 0.2)[1]
+    ] == HELD_OUT
+    assert [side("trainkit", seed) for seed in (0, 1)] == [0.6157926122048922, 0.9973750967943643]
 
 
 def test_splits_do_not_depend_on_the_process():
-    code = ("import json\nfrom trainkit.data.dataset import load_examples, split_examples\n"
-            "parts = split_examples(load_examples('arithmetic', max_examples=200), 0.1, 3, 0.1, by='source')\n"
-            "print(json.dumps([[r['question'] for r in part] for part in parts]))")
-    outs = {subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True,
-                           env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in ('0', '1')}
+    code = (
+        "import json\nfrom trainkit.data.dataset import load_examples, split_examples\n"
+        "parts = split_examples(load_examples('arithmetic', max_examples=200), 0.1, 3, 0.1, by='source')\n"
+        "print(json.dumps([[r['question'] for r in part] for part in parts]))"
+    )
+    outs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("0", "1")
+    }
     assert len(outs) == 1
 
 
@@ -252,17 +343,35 @@ keys = st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True)
 
 
 @FUZZ
-@given(old=keys, new=keys, seed=st.integers(0, 5), test=st.sampled_from([0.0, 0.3]), by=st.sampled_from([None, 'task']),
-       own=st.dictionaries(st.sampled_from('0123'), st.floats(0.01, 0.6)))
-@pytest.mark.filterwarnings('ignore')
+@given(
+    old=keys,
+    new=keys,
+    seed=st.integers(0, 5),
+    test=st.sampled_from([0.0, 0.3]),
+    by=st.sampled_from([None, "task"]),
+    own=st.dictionaries(st.sampled_from("0123"), st.floats(0.01, 0.6)),
+)
+@pytest.mark.filterwarnings("ignore")
 def test_added_rows_move_no_row(old, new, seed, test, by, own):
     "Not one, ever: neither in collections of one row, nor by tasks, nor where a part is empty without it."
-    rows = lambda numbers: [dict(prompt=f'Question {n}', completion=str(n), task=str(n % 4)) for n in numbers]
-    find = lambda numbers, own: {r['prompt']: i for i, part in enumerate(split_examples(rows(numbers), 0.3, seed, test, by, fractions=own)) for r in part}
-    own = {task: share for task, share in own.items() if by and any(n % 4 == int(task) for n in old)}
+    rows = lambda numbers: [
+        dict(prompt=f"Question {n}", completion=str(n), task=str(n % 4)) for n in numbers
+    ]
+    find = lambda numbers, own: {
+        r["prompt"]: i
+        for i, part in enumerate(split_examples(rows(numbers), 0.3, seed, test, by, fractions=own))
+        for r in part
+    }
+    own = {
+        task: share for task, share in own.items() if by and any(n % 4 == int(task) for n in old)
+    }
     before, after = find(old, own), find([*new, *old], own)
     assert len(before) == len({*old}) and {prompt: after[prompt] for prompt in before} == before
-    assert all(find([n], {t: v for t, v in own.items() if t == str(n % 4)}) == {f'Question {n}': before[f'Question {n}']} for n in old[:3])
+    assert all(
+        find([n], {t: v for t, v in own.items() if t == str(n % 4)})
+        == {f"Question {n}": before[f"Question {n}"]}
+        for n in old[:3]
+    )
 
 
 @FUZZ
@@ -270,126 +379,186 @@ def test_added_rows_move_no_row(old, new, seed, test, by, own):
 def test_no_question_on_two_sides(data, kind, seed):
     rows = data.draw(st.lists(ROWS[kind], min_size=8, max_size=20))
     rows = [dict(row, task=str(i % 3)) for i, row in enumerate(rows + rows[::2])]
-    with warnings.catch_warnings(action='ignore'): parts = split_examples(rows, 0.3, seed, 0.2, by='task')
+    with warnings.catch_warnings(action="ignore"):
+        parts = split_examples(rows, 0.3, seed, 0.2, by="task")
     sets = [{split_key(r) for r in part} for part in parts]
     assert sum(map(len, sets)) == len(set.union(*sets)) and sum(map(len, parts)) == len(rows)
 
 
 def test_a_value_with_nothing_to_evaluate_on_is_named_and_its_own_share_helps():
-    texts = sorted((f'row {i}' for i in range(200)), key=side)
-    rare, common = texts[-5:], texts[:150] # By their own places all five are in the last 20 %
-    rows = [dict(text=t, task='rare') for t in rare] + [dict(text=t, task='common') for t in common]
-    with pytest.warns(UserWarning, match='no row with task = rare is set apart'): train, held, test = split_examples(rows, 0.1, test_fraction=0.2, by='task')
-    assert {r['text'] for r in test if r['task'] == 'rare'} == {*rare} and len(train) + len(held) + len(test) == 155
-    rows = [dict(text=t, task='rare' if 25 <= i < 35 else 'common') for i, t in enumerate(texts)]
-    with pytest.warns(UserWarning) as said: before = split_examples(rows, 0.1, by='task')[1]
+    texts = sorted((f"row {i}" for i in range(200)), key=side)
+    rare, common = texts[-5:], texts[:150]  # By their own places all five are in the last 20 %
+    rows = [dict(text=t, task="rare") for t in rare] + [dict(text=t, task="common") for t in common]
+    with pytest.warns(UserWarning, match="no row with task = rare is set apart"):
+        train, held, test = split_examples(rows, 0.1, test_fraction=0.2, by="task")
+    assert {r["text"] for r in test if r["task"] == "rare"} == {*rare} and len(train) + len(
+        held
+    ) + len(test) == 155
+    rows = [dict(text=t, task="rare" if 25 <= i < 35 else "common") for i, t in enumerate(texts)]
+    with pytest.warns(UserWarning) as said:
+        before = split_examples(rows, 0.1, by="task")[1]
     share = float(re.search(r"fractions\['rare'\]=([.\d]+)", str(said[0].message))[1])
-    after = split_examples(rows, 0.1, by='task', fractions=dict(rare=share))[1]
-    assert any(r['task'] == 'rare' for r in after) and [r for r in after if r['task'] == 'common'] == before
+    after = split_examples(rows, 0.1, by="task", fractions=dict(rare=share))[1]
+    assert (
+        any(r["task"] == "rare" for r in after)
+        and [r for r in after if r["task"] == "common"] == before
+    )
 
 
 def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
-    rows = sorted((dict(prompt=f'Question {i}', completion='a') for i in range(60)), key=lambda row: side(split_key(row)))[20:40]
-    path = str(write_examples(rows, tmp_path/'rows.jsonl'))
-    with pytest.warns(UserWarning, match='20 rows leave none to evaluate on.*eval_file') as said: parts, _ = load_splits(DataConfig(path=path))
-    assert (len(parts['train']), parts['eval']) == (20, []) # They train all the same
-    share = float(re.search(r'eval_fraction=([.\d]+) sets', str(said[0].message))[1])
-    assert load_splits(DataConfig(path=path, eval_fraction=share))[1]['eval_rows'] > 0
-    with pytest.raises(ValueError, match='none to train on'): load_splits(DataConfig(path=path, eval_fraction=0.9))
+    rows = sorted(
+        (dict(prompt=f"Question {i}", completion="a") for i in range(60)),
+        key=lambda row: side(split_key(row)),
+    )[20:40]
+    path = str(write_examples(rows, tmp_path / "rows.jsonl"))
+    with pytest.warns(UserWarning, match="20 rows leave none to evaluate on.*eval_file") as said:
+        parts, _ = load_splits(DataConfig(path=path))
+    assert (len(parts["train"]), parts["eval"]) == (20, [])  # They train all the same
+    share = float(re.search(r"eval_fraction=([.\d]+) sets", str(said[0].message))[1])
+    assert load_splits(DataConfig(path=path, eval_fraction=share))[1]["eval_rows"] > 0
+    with pytest.raises(ValueError, match="none to train on"):
+        load_splits(DataConfig(path=path, eval_fraction=0.9))
 
 
 def test_a_file_that_was_split_before_says_so(tmp_path):
-    rows = [dict(prompt=f'Question {i}', completion='a') for i in range(400)]
+    rows = [dict(prompt=f"Question {i}", completion="a") for i in range(400)]
     train, held = split_examples(rows, 0.1)
-    paths = [str(write_examples(part, tmp_path/name)) for part, name in ((train, 'train.jsonl'), (held, 'eval.jsonl'))]
-    with pytest.warns(UserWarning, match='an earlier split has taken them, and its other file belongs in eval_file'): parts, _ = load_splits(DataConfig(path=paths[0]))
-    assert (len(parts['train']), parts['eval']) == (len(train), [])
-    with pytest.warns(UserWarning, match='an earlier split has taken them'): parts, _ = load_splits(DataConfig(path=paths[0], eval_fraction=0.12))
-    assert 0 < len(parts['eval']) < 20
-    with warnings.catch_warnings(action='error'): parts, facts = load_splits(DataConfig(path=paths[0], eval_file=paths[1]))
-    assert (facts['train_rows'], facts['eval_rows'], facts['shared']) == (len(train), len(held), 0)
-    with warnings.catch_warnings(action='error'):
-        for seed in range(50): split_examples(rows, 0.1, seed) # No false alarm
+    paths = [
+        str(write_examples(part, tmp_path / name))
+        for part, name in ((train, "train.jsonl"), (held, "eval.jsonl"))
+    ]
+    with pytest.warns(
+        UserWarning,
+        match="an earlier split has taken them, and its other file belongs in eval_file",
+    ):
+        parts, _ = load_splits(DataConfig(path=paths[0]))
+    assert (len(parts["train"]), parts["eval"]) == (len(train), [])
+    with pytest.warns(UserWarning, match="an earlier split has taken them"):
+        parts, _ = load_splits(DataConfig(path=paths[0], eval_fraction=0.12))
+    assert 0 < len(parts["eval"]) < 20
+    with warnings.catch_warnings(action="error"):
+        parts, facts = load_splits(DataConfig(path=paths[0], eval_file=paths[1]))
+    assert (facts["train_rows"], facts["eval_rows"], facts["shared"]) == (len(train), len(held), 0)
+    with warnings.catch_warnings(action="error"):
+        for seed in range(50):
+            split_examples(rows, 0.1, seed)  # No false alarm
 
 
 @FUZZ
-@given(st.text(max_size=60) | st.text('ae\u0301\u200b\r\n\x85\u2029 \u00a0', max_size=20))
+@given(st.text(max_size=60) | st.text("ae\u0301\u200b\r\n\x85\u2029 \u00a0", max_size=20))
 def test_cleaning_twice_is_cleaning_once(dirty):
     once = clean_text(dirty)
     assert clean_text(once) == once
-    assert '\r' not in once and 'a\u200b' not in once and '\n\n\n\n' not in once
+    assert "\r" not in once and "a\u200b" not in once and "\n\n\n\n" not in once
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_cleaning_reaches_every_text(kind):
-    dirty = dict(text='a\x00\r\nb', messages=[dict(role='user', content='a\x00\r\nb'), dict(role='assistant', content='a\x00\r\nb')])
-    row = {c: dirty['messages'] if c == 'messages' else True if c == 'label' else dirty['text'] for c in KINDS[kind]}
+    dirty = dict(
+        text="a\x00\r\nb",
+        messages=[
+            dict(role="user", content="a\x00\r\nb"),
+            dict(role="assistant", content="a\x00\r\nb"),
+        ],
+    )
+    row = {
+        c: dirty["messages"] if c == "messages" else True if c == "label" else dirty["text"]
+        for c in KINDS[kind]
+    }
     (clean,), counts = clean_examples([row])
-    assert '\\x00' not in repr(clean) and '\\r' not in repr(clean) and counts['changed'] == 1
+    assert "\\x00" not in repr(clean) and "\\r" not in repr(clean) and counts["changed"] == 1
 
 
 def test_prepared_parts_share_nothing(tmp_path):
-    rows = [dict(prompt=f'Question  {i % 70}' + '\u200b'*(i % 2), completion=f'{i}', task='ab'[i % 2]) for i in range(300)]
-    path = write_examples(rows, tmp_path/'rows.jsonl')
-    parts, facts = load_splits(DataConfig(path=str(path), eval_fraction=0.1, test_fraction=0.1, split_by='task'))
-    assert facts['shared'] == 0 and facts['train_rows'] + facts['eval_rows'] + facts['test_rows'] == 300
-    assert all({r['task'] for r in part} == {'a', 'b'} for part in (parts['train'], parts['eval']))
+    rows = [
+        dict(prompt=f"Question  {i % 70}" + "\u200b" * (i % 2), completion=f"{i}", task="ab"[i % 2])
+        for i in range(300)
+    ]
+    path = write_examples(rows, tmp_path / "rows.jsonl")
+    parts, facts = load_splits(
+        DataConfig(path=str(path), eval_fraction=0.1, test_fraction=0.1, split_by="task")
+    )
+    assert (
+        facts["shared"] == 0
+        and facts["train_rows"] + facts["eval_rows"] + facts["test_rows"] == 300
+    )
+    assert all({r["task"] for r in part} == {"a", "b"} for part in (parts["train"], parts["eval"]))
 
 
 # --- conversations, mixtures, caches
 
-@pytest.mark.parametrize('kind', ['messages', 'reasoning', 'instruction', 'prompt_completion'])
+
+@pytest.mark.parametrize("kind", ["messages", "reasoning", "instruction", "prompt_completion"])
 @FUZZ
 @given(data=st.data())
 def test_messages_end_with_the_answer(kind, data):
     row = data.draw(ROWS[kind])
     said = to_messages(row)
-    assert [m['role'] for m in said][-2:] == ['user', 'assistant']
-    answer = row['messages'][-1]['content'] if kind == 'messages' else row[KINDS[kind][-1]]
-    assert said[-1]['content'].endswith(answer)
+    assert [m["role"] for m in said][-2:] == ["user", "assistant"]
+    answer = row["messages"][-1]["content"] if kind == "messages" else row[KINDS[kind][-1]]
+    assert said[-1]["content"].endswith(answer)
     assert example_kind(as_example(row)) == kind and as_example(as_example(row)) == as_example(row)
 
 
 @FUZZ
-@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5), total=st.integers(0, 200), temperature=st.sampled_from([1, 2, 10.]))
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    total=st.integers(0, 200),
+    temperature=st.sampled_from([1, 2, 10.0]),
+)
 def test_mixtures_are_exact_and_fair(sizes, total, temperature):
-    data = {f't{i}': [dict(text=f'{i}/{j}') for j in range(n)] for i, n in enumerate(sizes)}
+    data = {f"t{i}": [dict(text=f"{i}/{j}") for j in range(n)] for i, n in enumerate(sizes)}
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+        warnings.simplefilter("ignore")
         rows = mix(data, temperature=temperature, total=total)
     assert len(rows) == total
     for name, own in data.items():
-        used = [r['text'] for r in rows if r['task'] == name]
-        assert len(used) == rows.report.parts[name]['used']
-        times = {sum(u == r['text'] for u in used) for r in own}
-        assert max(times) - min(times) <= 1, 'a row comes again only when all others have come'
+        used = [r["text"] for r in rows if r["task"] == name]
+        assert len(used) == rows.report.parts[name]["used"]
+        times = {sum(u == r["text"] for u in used) for r in own}
+        assert max(times) - min(times) <= 1, "a row comes again only when all others have come"
 
 
 def test_cache_is_shared_by_processes(tmp_path):
     code = f"""
 from trainkit.parallel import cached
-def make(): open({str(tmp_path/'calls')!r}, 'a').write('x'); return [dict(input_ids=[1, 2], labels=[-100, 2])]
-print([e['labels'].tolist() for e in cached(make, [dict(a=1.5, b=None), 'v1'], {str(tmp_path/'cache')!r})])"""
-    outs = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True,
-                           env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in '01']
-    assert outs == ['[[-100, 2]]\n']*2 and (tmp_path/'calls').read_text() == 'x'
+def make(): open({str(tmp_path / "calls")!r}, 'a').write('x'); return [dict(input_ids=[1, 2], labels=[-100, 2])]
+print([e['labels'].tolist() for e in cached(make, [dict(a=1.5, b=None), 'v1'], {str(tmp_path / "cache")!r})])"""
+    outs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in "01"
+    ]
+    assert outs == ["[[-100, 2]]\n"] * 2 and (tmp_path / "calls").read_text() == "x"
 
 
 def test_cache_misses_when_anything_changes(tmp_path):
     calls = []
-    def make(): calls.append(1); return [dict(input_ids=[1])]
-    rows = [dict(prompt='a', completion='b'), dict(prompt='c', completion='d')]
-    for depends in ([rows, 1], [rows, 2], [rows[::-1], 1], [rows[:1], 1], [rows, '1'], [rows, 1]): cached(make, depends, tmp_path)
+
+    def make():
+        calls.append(1)
+        return [dict(input_ids=[1])]
+
+    rows = [dict(prompt="a", completion="b"), dict(prompt="c", completion="d")]
+    for depends in ([rows, 1], [rows, 2], [rows[::-1], 1], [rows[:1], 1], [rows, "1"], [rows, 1]):
+        cached(make, depends, tmp_path)
     assert len(calls) == 5 and len(list(Path(tmp_path).iterdir())) == 5
 
 
 def test_every_reader_gives_lines_from_one(tmp_path):
-    for form in ('jsonl', 'json', 'csv', 'tsv', 'parquet', 'txt'):
-        path = tmp_path/f'rows.{form}'
-        if form == 'txt': path.write_text('text\n')
-        else: write_examples([dict(text='one'), dict(text='two')], path)
+    for form in ("jsonl", "json", "csv", "tsv", "parquet", "txt"):
+        path = tmp_path / f"rows.{form}"
+        if form == "txt":
+            path.write_text("text\n")
+        else:
+            write_examples([dict(text="one"), dict(text="two")], path)
         lines = [line for line, _ in read_rows(path)]
-        assert lines == {'txt': [1], 'csv': [2, 3], 'tsv': [2, 3], 'json': [2, 5]}.get(form, [1, 2])
+        assert lines == {"txt": [1], "csv": [2, 3], "tsv": [2, 3], "json": [2, 5]}.get(form, [1, 2])
 
 
 # --- what a reviewer's odd files brought to light
@@ -397,130 +566,228 @@ def test_every_reader_gives_lines_from_one(tmp_path):
 GOOD_LINE = '{"prompt": "a", "completion": "b"}\n'
 
 
-@pytest.mark.parametrize('first', ['broken', '["x", "y"]', '# a comment', '{', '{"prompt": "a"', '5'])
+@pytest.mark.parametrize(
+    "first", ["broken", '["x", "y"]', "# a comment", "{", '{"prompt": "a"', "5"]
+)
 def test_a_bad_first_line_is_a_bad_row_like_any_other(tmp_path, first):
-    (path := tmp_path/'rows.jsonl').write_text(first + '\n' + GOOD_LINE*3)
+    (path := tmp_path / "rows.jsonl").write_text(first + "\n" + GOOD_LINE * 3)
     rows = load_skipping(path)
-    assert [r['line'] for r in rows] == [2, 3, 4] and len(rows.report.bad) == 1 and 'line 1' in rows.report.bad[0]
-    with pytest.raises(ValueError, match='line 1'): load_examples(path)
+    assert (
+        [r["line"] for r in rows] == [2, 3, 4]
+        and len(rows.report.bad) == 1
+        and "line 1" in rows.report.bad[0]
+    )
+    with pytest.raises(ValueError, match="line 1"):
+        load_examples(path)
 
 
 def test_json_in_a_jsonl_file_and_blank_lines_before_the_first(tmp_path):
-    path = tmp_path/'rows.jsonl'
-    for text, lines in (('\n\n\n' + GOOD_LINE*3, [4, 5, 6]), ('[\n{"text": "a"},\n{"text": "b"}\n]\n', [2, 3]),
-                        ('[{"text": "a"}, {"text": "b"}]\n', [1, 1]), ('{\n "text": "a"\n}\n', [1])):
+    path = tmp_path / "rows.jsonl"
+    for text, lines in (
+        ("\n\n\n" + GOOD_LINE * 3, [4, 5, 6]),
+        ('[\n{"text": "a"},\n{"text": "b"}\n]\n', [2, 3]),
+        ('[{"text": "a"}, {"text": "b"}]\n', [1, 1]),
+        ('{\n "text": "a"\n}\n', [1]),
+    ):
         path.write_text(text)
-        assert [r['line'] for r in load_examples(path)] == lines
+        assert [r["line"] for r in load_examples(path)] == lines
 
 
-@pytest.mark.parametrize('first, rest, kind', [
-    (dict(prompt='q', completion=None), dict(prompt='a', completion='b'), 'prompt_completion'),
-    (dict(prompt='q', completion='x', label=None), dict(prompt='a', completion='b', label=True), 'unpaired'),
-    (dict(question='q', reasoning=None, answer='x'), dict(question='a', reasoning='r', answer='b'), 'reasoning')])
+@pytest.mark.parametrize(
+    "first, rest, kind",
+    [
+        (dict(prompt="q", completion=None), dict(prompt="a", completion="b"), "prompt_completion"),
+        (
+            dict(prompt="q", completion="x", label=None),
+            dict(prompt="a", completion="b", label=True),
+            "unpaired",
+        ),
+        (
+            dict(question="q", reasoning=None, answer="x"),
+            dict(question="a", reasoning="r", answer="b"),
+            "reasoning",
+        ),
+    ],
+)
 def test_a_null_in_the_first_row_does_not_decide_the_kind(tmp_path, first, rest, kind):
-    path = write_examples([first, rest, rest], tmp_path/'rows.jsonl')
-    with pytest.raises(ValueError, match='line 1'): load_examples(path)
+    path = write_examples([first, rest, rest], tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="line 1"):
+        load_examples(path)
     rows = load_skipping(path)
     assert rows.report.kind == kind and len(rows) == 2
-    assert load_examples(write_examples([first]*1200, path)).report.kind != kind # all rows say so
+    assert (
+        load_examples(write_examples([first] * 1200, path)).report.kind != kind
+    )  # all rows say so
 
 
 def test_an_index_that_pandas_wrote_is_a_column(tmp_path):
-    (path := tmp_path/'rows.csv').write_text(',prompt,completion\n0,a,b\n1,c,d\n')
-    assert [(r['index'], r['prompt']) for r in load_examples(path)] == [('0', 'a'), ('1', 'c')]
-    path.write_text('prompt,,completion\na,b,c\n')
-    with pytest.raises(ValueError, match='name each column once'): load_examples(path)
+    (path := tmp_path / "rows.csv").write_text(",prompt,completion\n0,a,b\n1,c,d\n")
+    assert [(r["index"], r["prompt"]) for r in load_examples(path)] == [("0", "a"), ("1", "c")]
+    path.write_text("prompt,,completion\na,b,c\n")
+    with pytest.raises(ValueError, match="name each column once"):
+        load_examples(path)
 
 
 def test_dates_and_arrays_become_json(tmp_path):
     import datetime
 
     import numpy as np
-    rows = [dict(text='a', when=datetime.datetime(2020, 1, 2), n=np.int64(3), v=np.arange(2))]
-    for form in ('jsonl', 'json'):
-        back = load_examples(write_examples(rows, tmp_path/f'rows.{form}'))[0]
-        assert (back['when'], back['n'], back['v']) == ('2020-01-02T00:00:00', 3, [0, 1])
+
+    rows = [dict(text="a", when=datetime.datetime(2020, 1, 2), n=np.int64(3), v=np.arange(2))]
+    for form in ("jsonl", "json"):
+        back = load_examples(write_examples(rows, tmp_path / f"rows.{form}"))[0]
+        assert (back["when"], back["n"], back["v"]) == ("2020-01-02T00:00:00", 3, [0, 1])
     with pytest.raises(ValueError, match="column 'blob' holds a value of type bytes"):
-        write_examples([dict(text='a', blob=b'x')], tmp_path/'rows.jsonl')
+        write_examples([dict(text="a", blob=b"x")], tmp_path / "rows.jsonl")
 
 
 def test_folders_say_what_they_do_not_read(tmp_path):
-    for name in ('train.jsonl', 'test.jsonl', 'extra.jsonl'): (tmp_path/name).write_text(GOOD_LINE)
-    (tmp_path/'dataset_infos.json').write_text('{"default": {}}')
+    for name in ("train.jsonl", "test.jsonl", "extra.jsonl"):
+        (tmp_path / name).write_text(GOOD_LINE)
+    (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
     rows = load_examples(tmp_path)
-    assert [r['source'] for r in rows] == ['train.jsonl']
-    assert rows.report.notes == ['splits: train, test; read: train', 'files of no split are not read: extra.jsonl']
+    assert [r["source"] for r in rows] == ["train.jsonl"]
+    assert rows.report.notes == [
+        "splits: train, test; read: train",
+        "files of no split are not read: extra.jsonl",
+    ]
 
 
 def test_a_folder_of_programs_has_no_splits(tmp_path):
-    for name in ('train.py', 'test_model.py', 'model.py'): (tmp_path/name).write_text('x = 1\n')
-    (tmp_path/'__init__.py').write_text('')
+    for name in ("train.py", "test_model.py", "model.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "__init__.py").write_text("")
     rows = load_skipping(tmp_path)
-    assert [r['source'] for r in rows] == ['model.py', 'test_model.py', 'train.py'] and len(rows.report.bad) == 1
-    with pytest.raises(ValueError, match='__init__.py: the file is empty'): load_examples(tmp_path)
+    assert [r["source"] for r in rows] == ["model.py", "test_model.py", "train.py"] and len(
+        rows.report.bad
+    ) == 1
+    with pytest.raises(ValueError, match="__init__.py: the file is empty"):
+        load_examples(tmp_path)
 
 
 def test_a_part_of_a_split_is_not_streamed(monkeypatch, tmp_path):
     import datasets
-    real, path = datasets.load_dataset, write_examples([dict(text=str(i)) for i in range(10)], tmp_path/'rows.jsonl')
-    monkeypatch.setattr(datasets, 'load_dataset', lambda name, config, **how: real(
-        'json', data_files=str(path), cache_dir=str(tmp_path/'cache'), **how))
-    rows = load_examples('some-owner/data', split='train[2:6]', max_examples=3)
-    assert [r['text'] for r in rows] == ['2', '3', '4']
+
+    real, path = (
+        datasets.load_dataset,
+        write_examples([dict(text=str(i)) for i in range(10)], tmp_path / "rows.jsonl"),
+    )
+    monkeypatch.setattr(
+        datasets,
+        "load_dataset",
+        lambda name, config, **how: real(
+            "json", data_files=str(path), cache_dir=str(tmp_path / "cache"), **how
+        ),
+    )
+    rows = load_examples("some-owner/data", split="train[2:6]", max_examples=3)
+    assert [r["text"] for r in rows] == ["2", "3", "4"]
 
 
-@pytest.mark.parametrize('name', ['system', 'system_prompt'])
+@pytest.mark.parametrize("name", ["system", "system_prompt"])
 def test_a_system_prompt_in_its_own_column_is_said(tmp_path, name):
-    talk = [{'from': 'human', 'value': 'Hi'}, {'from': 'gpt', 'value': 'Yo'}]
-    for row in (dict(conversations=talk), dict(question='Hi', answer='Yo'), dict(instruction='Hi', output='Yo')):
-        read = load_examples(write_examples([{**row, name: 'Be brief'}], tmp_path/'rows.jsonl'))[0]
-        for one in (read, {**row, name: 'Be brief'}):
-            assert [(m['role'], m['content']) for m in to_messages(one)] == [('system', 'Be brief'), ('user', 'Hi'), ('assistant', 'Yo')]
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]
+    for row in (
+        dict(conversations=talk),
+        dict(question="Hi", answer="Yo"),
+        dict(instruction="Hi", output="Yo"),
+    ):
+        read = load_examples(write_examples([{**row, name: "Be brief"}], tmp_path / "rows.jsonl"))[
+            0
+        ]
+        for one in (read, {**row, name: "Be brief"}):
+            assert [(m["role"], m["content"]) for m in to_messages(one)] == [
+                ("system", "Be brief"),
+                ("user", "Hi"),
+                ("assistant", "Yo"),
+            ]
 
 
 def test_clean_drops_empty_turns_and_keeps_different_calls():
-    talk = lambda answer, **more: dict(messages=[dict(role='user', content='Do'), dict(role='assistant', content=answer, **more)])
-    calls = [talk('', tool_calls=[dict(function=dict(name='f', arguments=dict(x=x)))]) for x in (1, 2, 1)]
-    rows, counts = clean_examples([talk('\u200b'), talk('Yes'), *calls])
-    assert rows == [talk('Yes'), *calls[:2]] and (counts['too_short'], counts['repeated']) == (1, 1)
+    talk = lambda answer, **more: dict(
+        messages=[dict(role="user", content="Do"), dict(role="assistant", content=answer, **more)]
+    )
+    calls = [
+        talk("", tool_calls=[dict(function=dict(name="f", arguments=dict(x=x)))]) for x in (1, 2, 1)
+    ]
+    rows, counts = clean_examples([talk("\u200b"), talk("Yes"), *calls])
+    assert rows == [talk("Yes"), *calls[:2]] and (counts["too_short"], counts["repeated"]) == (1, 1)
 
 
 @FUZZ
-@given(st.text('aé\u0301\u0e01\u05d0\u200b\u200c\u200d\xad\u180e\u2060\u2064\ufeff\u200e\u202e\U000e0041\U0001f3f4\x1b[31m', max_size=14))
+@given(
+    st.text(
+        "aé\u0301\u0e01\u05d0\u200b\u200c\u200d\xad\u180e\u2060\u2064\ufeff\u200e\u202e\U000e0041\U0001f3f4\x1b[31m",
+        max_size=14,
+    )
+)
 def test_what_the_doctor_sends_to_cleaning_is_cleaned(dirty):
     from trainkit.data.text_checks import invisible
+
     once = clean_text(dirty)
     assert not invisible(once) and clean_text(once) == once
 
 
 def test_cleaning_leaves_what_means_something():
-    assert clean_text('\x1b[31mred\x1b[0m co\xadop') == 'red coop'
-    for kept in ('ภาษา\u200bไทย', 'می\u200cخواهم', '👩\u200d👧', 'שלום\u200f!', '\U0001f3f4\U000e0067\U000e0062\U000e007f'): assert clean_text(kept) == kept
+    assert clean_text("\x1b[31mred\x1b[0m co\xadop") == "red coop"
+    for kept in (
+        "ภาษา\u200bไทย",
+        "می\u200cخواهم",
+        "👩\u200d👧",
+        "שלום\u200f!",
+        "\U0001f3f4\U000e0067\U000e0062\U000e007f",
+    ):
+        assert clean_text(kept) == kept
 
 
 def test_conversations_that_the_assistant_opens_are_split_by_their_question():
-    rows = [dict(messages=[dict(role='assistant', content='Welcome!'), dict(role='user', content=f'q{i//2}'), dict(role='assistant', content='x')])
-            for i in range(60)]
+    rows = [
+        dict(
+            messages=[
+                dict(role="assistant", content="Welcome!"),
+                dict(role="user", content=f"q{i // 2}"),
+                dict(role="assistant", content="x"),
+            ]
+        )
+        for i in range(60)
+    ]
     one, other = split_examples((r for r in rows), 0.2, by=None)
-    assert len(one) > len(other) > 2 and not {split_key(r) for r in one} & {split_key(r) for r in other}
-    assert sum(map(len, split_examples([dict(text=str(i), task=['a', 'b'][i % 2:]) for i in range(40)], 0.2, by='task'))) == 40
+    assert len(one) > len(other) > 2 and not {split_key(r) for r in one} & {
+        split_key(r) for r in other
+    }
+    assert (
+        sum(
+            map(
+                len,
+                split_examples(
+                    [dict(text=str(i), task=["a", "b"][i % 2 :]) for i in range(40)], 0.2, by="task"
+                ),
+            )
+        )
+        == 40
+    )
 
 
 def test_mix_says_what_is_wrong_with_it():
-    data = dict(a=[dict(text='x')], b=[dict(text='y')])
-    for how, why in ((dict(datasets=[*data.values()]), 'must have names'), (dict(datasets=data, total=-1), 'total = -1'),
-                     (dict(datasets=data, weights=dict(a=1)), r"none for \['b'\]"),
-                     (dict(datasets=data, weights=[float('nan'), 1]), 'must be 0 or more')):
-        with pytest.raises(ValueError, match=why): mix(**how)
-    assert len(mix(dict(a=(r for r in data['a']), b=data['b']))) == 2
+    data = dict(a=[dict(text="x")], b=[dict(text="y")])
+    for how, why in (
+        (dict(datasets=[*data.values()]), "must have names"),
+        (dict(datasets=data, total=-1), "total = -1"),
+        (dict(datasets=data, weights=dict(a=1)), r"none for \['b'\]"),
+        (dict(datasets=data, weights=[float("nan"), 1]), "must be 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            mix(**how)
+    assert len(mix(dict(a=(r for r in data["a"]), b=data["b"]))) == 2
 
 
 def test_caches_of_odd_examples(tmp_path):
     from trainkit.parallel import content_hash
-    row = dict(prompt='a')
+
+    row = dict(prompt="a")
     assert len({content_hash(row), content_hash([row]), content_hash([[row]])}) == 3
-    with pytest.raises(ValueError, match=r"one has \['a'\], another \['b'\]"): cached(lambda: [dict(a=1), dict(b=1)], ['x'], tmp_path)
-    assert cached(lambda: iter([dict(a=1)]), ['y'], tmp_path) == [dict(a=1)] # type: ignore
+    with pytest.raises(ValueError, match=r"one has \['a'\], another \['b'\]"):
+        cached(lambda: [dict(a=1), dict(b=1)], ["x"], tmp_path)
+    assert cached(lambda: iter([dict(a=1)]), ["y"], tmp_path) == [dict(a=1)]  # type: ignore
 
 
 # --- several processes
@@ -536,54 +803,85 @@ try: list(in_order(slow, range(4), num_workers=2, chunk=1))
 except KeyboardInterrupt: print('stopped', flush=True)
 """
 
+
 def test_ctrl_c_ends_the_workers_at_once():
     "The key reaches the parent; it kills the workers instead of waiting for what they do."
-    with subprocess.Popen([sys.executable, '-c', CTRL_C], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         workers = [int(process.stdout.readline()) for _ in range(2)]
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[0].endswith('stopped\n')
+        assert process.communicate(timeout=30)[0].endswith("stopped\n")
     for pid in workers:
-        with pytest.raises(ProcessLookupError): os.kill(pid, 0)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 def test_a_killed_parent_takes_its_workers_with_it():
-    with subprocess.Popen([sys.executable, '-c', CTRL_C], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CTRL_C], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         workers = [int(process.stdout.readline()) for _ in range(2)]
         process.kill()
-        process.communicate(timeout=30) # the pipe closes when the last of them is gone
+        process.communicate(timeout=30)  # the pipe closes when the last of them is gone
     assert len({*workers}) == 2
 
 
 def test_what_cannot_travel_is_an_error_and_no_hang():
     from trainkit.tokenizer.bpe import count_words
+
     for items in ([lambda: 1], [1, 2, threading.Lock()]):
-        with pytest.raises(ValueError, match="can't travel between processes"): list(in_order(list, items, num_workers=2, chunk=1))
-    with pytest.raises(ValueError, match="a result can't travel"): list(in_order(lambda part: [lambda: 1], [1], num_workers=2))
+        with pytest.raises(ValueError, match="can't travel between processes"):
+            list(in_order(list, items, num_workers=2, chunk=1))
+    with pytest.raises(ValueError, match="a result can't travel"):
+        list(in_order(lambda part: [lambda: 1], [1], num_workers=2))
+
     class Text(str):
-        def __reduce__(self): raise TypeError('this text stays here')
-    with pytest.raises((TypeError, ValueError), match='stays here'): count_words([Text('a b')]*3, num_proc=2, lane='pure')
+        def __reduce__(self):
+            raise TypeError("this text stays here")
+
+    with pytest.raises((TypeError, ValueError), match="stays here"):
+        count_words([Text("a b")] * 3, num_proc=2, lane="pure")
 
 
 def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
     import datasets
-    rows = [dict(question=f'Is {n} even?', answer='yes' if n % 2 == 0 else 'no') for n in range(6)]
-    read = load_examples(write_examples(rows, tmp_path/'rows.jsonl'))
-    plain = lambda found: [{k: v for k, v in row.items() if k not in ('source', 'line')} for row in found]
+
+    rows = [dict(question=f"Is {n} even?", answer="yes" if n % 2 == 0 else "no") for n in range(6)]
+    read = load_examples(write_examples(rows, tmp_path / "rows.jsonl"))
+    plain = lambda found: [
+        {k: v for k, v in row.items() if k not in ("source", "line")} for row in found
+    ]
     table = datasets.Dataset.from_list(rows)
-    for source in (table, rows, iter(rows), datasets.DatasetDict(train=table), datasets.DatasetDict(validation=table)):
+    for source in (
+        table,
+        rows,
+        iter(rows),
+        datasets.DatasetDict(train=table),
+        datasets.DatasetDict(validation=table),
+    ):
         found = load_examples(source)
         assert plain(found) == plain(read) and found.report.kind == read.report.kind
-        assert found[0]['source'] == f'{type(source).__name__} in memory'
+        assert found[0]["source"] == f"{type(source).__name__} in memory"
     assert len(load_examples(table, max_examples=2)) == 2
-    assert plain(load_examples(datasets.DatasetDict(train=table, test=table.select([0])), split='test')) == plain(read)[:1]
-    assert plain(load_examples(write_examples(table, tmp_path/'again.jsonl'))) == plain(read)
-    with pytest.raises(ValueError, match=r"split = 'dev': this DatasetDict has train"): load_examples(datasets.DatasetDict(train=table), split='dev')
-    with pytest.raises(ValueError, match='row 2: '): load_examples([rows[0], dict(nothing=1)])
-    with pytest.raises(ValueError, match='list in memory: there are no rows'): load_examples([])
-    with pytest.raises(TypeError, match='a int is no path.*holds no rows'): load_examples(7)
+    assert (
+        plain(
+            load_examples(datasets.DatasetDict(train=table, test=table.select([0])), split="test")
+        )
+        == plain(read)[:1]
+    )
+    assert plain(load_examples(write_examples(table, tmp_path / "again.jsonl"))) == plain(read)
+    with pytest.raises(ValueError, match=r"split = 'dev': this DatasetDict has train"):
+        load_examples(datasets.DatasetDict(train=table), split="dev")
+    with pytest.raises(ValueError, match="row 2: "):
+        load_examples([rows[0], dict(nothing=1)])
+    with pytest.raises(ValueError, match="list in memory: there are no rows"):
+        load_examples([])
+    with pytest.raises(TypeError, match="a int is no path.*holds no rows"):
+        load_examples(7)
 
 
-@pytest.mark.parametrize('suffix', ['txt.gz', 'jsonl.bz2', 'csv.xz'])
+@pytest.mark.parametrize("suffix", ["txt.gz", "jsonl.bz2", "csv.xz"])
 def test_a_file_that_is_made_to_fill_the_memory_is_named(tmp_path, monkeypatch, suffix):
     "The file, the size that it reached, and how to read it all the same."
     import bz2
@@ -591,12 +889,17 @@ def test_a_file_that_is_made_to_fill_the_memory_is_named(tmp_path, monkeypatch, 
     import lzma
 
     from trainkit.data.readers import read_rows
-    line = b'{"text": "a"}\n' if 'jsonl' in suffix else b'text\n'
-    pack = {'gz': gzip, 'bz2': bz2, 'xz': lzma}[suffix.rpartition('.')[2]].compress
-    (path := tmp_path/f'bomb.{suffix}').write_bytes(pack(line*200_000))
+
+    line = b'{"text": "a"}\n' if "jsonl" in suffix else b"text\n"
+    pack = {"gz": gzip, "bz2": bz2, "xz": lzma}[suffix.rpartition(".")[2]].compress
+    (path := tmp_path / f"bomb.{suffix}").write_bytes(pack(line * 200_000))
     assert sum(1 for _ in read_rows(path)) >= 1
-    monkeypatch.setattr('trainkit.data.readers.RATIO', 10)
-    monkeypatch.setattr('trainkit.data.readers.UNPACKED', 100_000)
-    with pytest.raises(ValueError, match=r'bomb\..* bytes have become more than 100,000 of data.*TRAINKIT_MAX_UNPACKED'): list(read_rows(path))
-    monkeypatch.setenv('TRAINKIT_MAX_UNPACKED', '10000000')
+    monkeypatch.setattr("trainkit.data.readers.RATIO", 10)
+    monkeypatch.setattr("trainkit.data.readers.UNPACKED", 100_000)
+    with pytest.raises(
+        ValueError,
+        match=r"bomb\..* bytes have become more than 100,000 of data.*TRAINKIT_MAX_UNPACKED",
+    ):
+        list(read_rows(path))
+    monkeypatch.setenv("TRAINKIT_MAX_UNPACKED", "10000000")
     assert sum(1 for _ in read_rows(path)) >= 1

@@ -1,4 +1,5 @@
 "Shards survive kills of any process, need little memory, and are the same bytes for any number of workers."
+
 import json
 import os
 import signal
@@ -11,10 +12,16 @@ import numpy as np
 import pytest
 
 from trainkit.data.dataset import load_examples
-from trainkit.data.shards import encode_texts, open_shards, read_pieces, tokenize_to_disk, verify_shards
+from trainkit.data.shards import (
+    encode_texts,
+    open_shards,
+    read_pieces,
+    tokenize_to_disk,
+    verify_shards,
+)
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-EOS = '<|endoftext|>'
+EOS = "<|endoftext|>"
 CODE = """
 import os, resource, sys
 from trainkit.data.shards import tokenize_to_disk
@@ -28,22 +35,31 @@ if __name__ == '__main__':
 """
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     "12 MB: half of it one plain file, half as JSONL, and a tokenizer."
-    folder = tmp_path_factory.mktemp('corpus')
-    texts = [row['text'] for row in load_examples('stdlib', max_chars=1_200_000)]
-    (folder/'text').mkdir()
-    (folder/'text'/'a.txt').write_text(''.join(texts)*5, encoding='utf-8')
-    with open(folder/'text'/'b.jsonl', 'w', encoding='utf-8') as file:
-        for _ in range(5): file.writelines(json.dumps({'text': text}) + '\n' for text in texts)
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = [row["text"] for row in load_examples("stdlib", max_chars=1_200_000)]
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("".join(texts) * 5, encoding="utf-8")
+    with open(folder / "text" / "b.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(5):
+            file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
     tok = BPETokenizer.train(texts[:40], 2000, special_tokens=[EOS], progress=False)
-    tok.save(folder/'tokenizer')
+    tok.save(folder / "tokenizer")
     return folder, tok, texts
 
 
 def command(corpus, folder, num_proc=2):
-    return [sys.executable, '-c', CODE, str(corpus/'text'), str(corpus/'tokenizer'), str(folder), str(num_proc)]
+    return [
+        sys.executable,
+        "-c",
+        CODE,
+        str(corpus / "text"),
+        str(corpus / "tokenizer"),
+        str(folder),
+        str(num_proc),
+    ]
 
 
 def contents(folder):
@@ -53,14 +69,16 @@ def contents(folder):
 def wait_for(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, 'it did not happen in time'
+        assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory):
-    folder = tmp_path_factory.mktemp('whole')/'shards'
-    done = subprocess.run(command(corpus[0], folder, 1), capture_output=True, text=True, timeout=300)
+    folder = tmp_path_factory.mktemp("whole") / "shards"
+    done = subprocess.run(
+        command(corpus[0], folder, 1), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return folder, done.stdout.split()
 
@@ -68,108 +86,144 @@ def whole(corpus, tmp_path_factory):
 def test_ids_are_those_of_the_texts(corpus, whole):
     "The plain file is one document, each row of the JSONL file another."
     _, tok, texts = corpus
-    expected = encode_texts([''.join(texts)*5, *texts*5], tok)
+    expected = encode_texts(["".join(texts) * 5, *texts * 5], tok)
     shards = open_shards(whole[0], verify=True)
     assert len(shards.maps) > 5
     np.testing.assert_array_equal(shards[:], expected)
-    assert sum(r['documents'] for r in shards.index['shards']) == 1 + 5*len(texts)
+    assert sum(r["documents"] for r in shards.index["shards"]) == 1 + 5 * len(texts)
 
 
 def test_memory_is_bounded_and_torch_is_not_needed(whole):
     tokens, own, _, torch = whole[1]
-    assert int(own) < 500, f'{own} MB'
-    assert torch == 'False' and int(tokens) > 10**6
+    assert int(own) < 500, f"{own} MB"
+    assert torch == "False" and int(tokens) > 10**6
 
 
-@pytest.mark.parametrize('num_proc', [2, 3])
+@pytest.mark.parametrize("num_proc", [2, 3])
 def test_any_number_of_workers_writes_the_same_bytes(corpus, whole, tmp_path, num_proc):
-    done = subprocess.run(command(corpus[0], tmp_path/'s', num_proc), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command(corpus[0], tmp_path / "s", num_proc), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    assert contents(tmp_path/'s') == contents(whole[0])
+    assert contents(tmp_path / "s") == contents(whole[0])
 
 
-@pytest.mark.skipif(os.name == 'nt', reason='needs POSIX signals')
-@pytest.mark.parametrize('shards_before', [1, 4])
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize("shards_before", [1, 4])
 def test_killed_outright_it_goes_on_to_the_same_bytes(corpus, whole, tmp_path, shards_before):
     "SIGKILL: no cleaning up, no last words; workers leave with their parent."
-    folder = tmp_path/'s'
-    child = subprocess.Popen(command(corpus[0], folder), stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_for(lambda: len(list(folder.glob('*.bin'))) >= shards_before or child.poll() is not None)
+    folder = tmp_path / "s"
+    child = subprocess.Popen(
+        command(corpus[0], folder), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(lambda: len(list(folder.glob("*.bin"))) >= shards_before or child.poll() is not None)
     child.kill()
     child.wait()
-    assert not json.loads((folder/'index.json').read_text())['complete'] if (folder/'index.json').exists() else True
-    with pytest.raises((ValueError, FileNotFoundError)): open_shards(folder)
+    assert (
+        not json.loads((folder / "index.json").read_text())["complete"]
+        if (folder / "index.json").exists()
+        else True
+    )
+    with pytest.raises((ValueError, FileNotFoundError)):
+        open_shards(folder)
+
     def gone():
-        try: os.killpg(child.pid, 0)
-        except ProcessLookupError: return True
+        try:
+            os.killpg(child.pid, 0)
+        except ProcessLookupError:
+            return True
         return False
+
     wait_for(gone, 20)
-    (folder/'.shard-00009.bin.rest').write_bytes(b'what a killed process leaves behind')
-    kept = {p: p.stat().st_mtime_ns for p in folder.glob('*.bin')}
-    recorded = {r['file'] for r in json.loads((folder/'index.json').read_text())['shards']} if (folder/'index.json').exists() else set()
-    tokenize_to_disk(corpus[0]/'text', corpus[1], folder, 1, shard_chars=1_200_000, progress=False)
-    assert {p.name for p, t in kept.items() if p.stat().st_mtime_ns == t} >= recorded, 'finished shards are not made again'
-    assert contents(folder) == contents(whole[0]), 'and nothing else lies there'
+    (folder / ".shard-00009.bin.rest").write_bytes(b"what a killed process leaves behind")
+    kept = {p: p.stat().st_mtime_ns for p in folder.glob("*.bin")}
+    recorded = (
+        {r["file"] for r in json.loads((folder / "index.json").read_text())["shards"]}
+        if (folder / "index.json").exists()
+        else set()
+    )
+    tokenize_to_disk(
+        corpus[0] / "text", corpus[1], folder, 1, shard_chars=1_200_000, progress=False
+    )
+    assert {p.name for p, t in kept.items() if p.stat().st_mtime_ns == t} >= recorded, (
+        "finished shards are not made again"
+    )
+    assert contents(folder) == contents(whole[0]), "and nothing else lies there"
 
 
-@pytest.mark.skipif(not Path('/proc').is_dir(), reason='needs /proc to find the workers')
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to find the workers")
 def test_a_killed_worker_is_said_and_nothing_is_lost(corpus, whole, tmp_path):
-    folder = tmp_path/'s'
+    folder = tmp_path / "s"
     child = subprocess.Popen(command(corpus[0], folder), stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(list(folder.glob('*.bin'))) >= 2)
-    workers = Path(f'/proc/{child.pid}/task/{child.pid}/children').read_text().split()
+    wait_for(lambda: len(list(folder.glob("*.bin"))) >= 2)
+    workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     assert len(workers) == 2
     os.kill(int(workers[0]), signal.SIGKILL)
     said = child.communicate(timeout=60)[1]
-    assert child.returncode == 1 and 'Finished shards are kept' in said
-    tokenize_to_disk(corpus[0]/'text', corpus[1], folder, 1, shard_chars=1_200_000, progress=False)
+    assert child.returncode == 1 and "Finished shards are kept" in said
+    tokenize_to_disk(
+        corpus[0] / "text", corpus[1], folder, 1, shard_chars=1_200_000, progress=False
+    )
     assert contents(folder) == contents(whole[0]) and verify_shards(folder) == []
 
 
 def test_a_text_that_has_changed_is_refused(corpus, whole, tmp_path):
     before = contents(whole[0])
-    other = tmp_path/'other.txt'
-    other.write_text('another text'*1000)
-    with pytest.raises(FileExistsError, match='another text'):
+    other = tmp_path / "other.txt"
+    other.write_text("another text" * 1000)
+    with pytest.raises(FileExistsError, match="another text"):
         tokenize_to_disk(other, corpus[1], whole[0], 1, shard_chars=1_200_000, progress=False)
     assert contents(whole[0]) == before
 
 
-@pytest.mark.parametrize('data, hint', [(b'', 'no text'), (b'\0\1', 'binary'), (b'a\xff', 'not utf-8')])
+@pytest.mark.parametrize(
+    "data, hint", [(b"", "no text"), (b"\0\1", "binary"), (b"a\xff", "not utf-8")]
+)
 def test_wrong_files_leave_nothing(corpus, tmp_path, data, hint):
-    (tmp_path/'x.txt').write_bytes(data)
-    with pytest.raises(ValueError, match=hint): tokenize_to_disk(tmp_path/'x.txt', corpus[1], tmp_path/'s', progress=False)
-    assert not (tmp_path/'s').exists()
+    (tmp_path / "x.txt").write_bytes(data)
+    with pytest.raises(ValueError, match=hint):
+        tokenize_to_disk(tmp_path / "x.txt", corpus[1], tmp_path / "s", progress=False)
+    assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize('at', [3, 40, 777])
+@pytest.mark.parametrize("at", [3, 40, 777])
 def test_a_bad_byte_is_named_with_its_line_however_far_down_it_is(corpus, tmp_path, at):
     "The file is read in pieces, and the lines of all of them count."
-    lines = [f'line {i} of a text' for i in range(1, 1001)]
-    data = '\n'.join(lines).encode().replace(f'line {at} of'.encode(), b'line \xff of', 1)
-    (tmp_path/'x.txt').write_bytes(data)
-    with pytest.raises(ValueError, match=rf'line {at}: byte 0xff is not utf-8'):
-        tokenize_to_disk(tmp_path/'x.txt', corpus[1], tmp_path/'s', 1, shard_chars=500, progress=False)
+    lines = [f"line {i} of a text" for i in range(1, 1001)]
+    data = "\n".join(lines).encode().replace(f"line {at} of".encode(), b"line \xff of", 1)
+    (tmp_path / "x.txt").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"line {at}: byte 0xff is not utf-8"):
+        tokenize_to_disk(
+            tmp_path / "x.txt", corpus[1], tmp_path / "s", 1, shard_chars=500, progress=False
+        )
 
 
-@pytest.mark.parametrize('source', ['rows', 'file'])
+@pytest.mark.parametrize("source", ["rows", "file"])
 def test_the_bar_counts_in_the_unit_that_it_names(corpus, tmp_path, monkeypatch, source):
     from trainkit.data import shards
+
     heard = []
+
     class Bar(shards.Progress):
         def __init__(self, total, what, unit, **more):
             heard.append([total, unit])
             super().__init__(total, what, unit, enabled=False)
-        def update(self, done, **more): heard.append(done)
-    monkeypatch.setattr(shards, 'Progress', Bar)
-    text = 'a line of words\n'*(150_000 if source == 'rows' else 4_000) # 2.4 MB, 64 kB
-    (tmp_path/'x.txt').write_text(text)
-    tokenize_to_disk([text] if source == 'rows' else tmp_path/'x.txt', corpus[1], tmp_path/'s', 1)
-    assert (heard[0], heard[-1]) == (([None, 'MB'], 3) if source == 'rows' else ([64, 'kB'], 64))
+
+        def update(self, done, **more):
+            heard.append(done)
+
+    monkeypatch.setattr(shards, "Progress", Bar)
+    text = "a line of words\n" * (150_000 if source == "rows" else 4_000)  # 2.4 MB, 64 kB
+    (tmp_path / "x.txt").write_text(text)
+    tokenize_to_disk(
+        [text] if source == "rows" else tmp_path / "x.txt", corpus[1], tmp_path / "s", 1
+    )
+    assert (heard[0], heard[-1]) == (([None, "MB"], 3) if source == "rows" else ([64, "kB"], 64))
 
 
 def test_a_file_of_windows_in_two_bytes_a_character_is_named_as_such(tmp_path):
     "As PowerShell writes it; read as Latin-1 it would be refused again, for its zero bytes."
-    (tmp_path/'a.txt').write_bytes('héllo\nworld'.encode('utf-16'))
-    with pytest.raises(ValueError, match="line 1: byte 0xff is not utf-8. Say encoding='utf-16'"): list(read_pieces(tmp_path))
-    assert list(read_pieces(tmp_path, encoding='utf-16')) == [('héllo\nworld', True)]
+    (tmp_path / "a.txt").write_bytes("héllo\nworld".encode("utf-16"))
+    with pytest.raises(ValueError, match="line 1: byte 0xff is not utf-8. Say encoding='utf-16'"):
+        list(read_pieces(tmp_path))
+    assert list(read_pieces(tmp_path, encoding="utf-16")) == [("héllo\nworld", True)]

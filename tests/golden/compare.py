@@ -21,7 +21,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = ("gpt2", "cl100k", "o200k")
 NAMES = "zero one two three four five six seven eight nine ten eleven twelve".split()
-CLOCKS = ("share", "percent", "second", "time", "memory", "mem_", "_mb", "per_s", "speed", "mfu", "eta", "pid", "host")
+CLOCKS = (
+    "share",
+    "percent",
+    "second",
+    "time",
+    "memory",
+    "mem_",
+    "_mb",
+    "per_s",
+    "speed",
+    "mfu",
+    "eta",
+    "pid",
+    "host",
+)
 
 TINY = [
     "watch_memory=false",
@@ -60,7 +74,10 @@ CASES = {
     "dpo": ("pairs", STEPS),
     "kto": ("thumbs", STEPS),
     "grpo": ("answers", [*STEPS, *SCORED, "rl.rewards=right_format('.*[aeo].*')"]),
-    "ppo": ("answers", [*STEPS, *SCORED, "rl.num_generations=1", "rl.rewards=right_format('.*[aeo].*')"]),
+    "ppo": (
+        "answers",
+        [*STEPS, *SCORED, "rl.num_generations=1", "rl.rewards=right_format('.*[aeo].*')"],
+    ),
 }
 
 
@@ -97,9 +114,13 @@ def python(tree: Path, folder: Path, *words: str) -> str:
         "TRAINKIT_SETTINGS": str(tree / "settings.ini"),
         "ACCELERATE_USE_CPU": "true",
     }
-    done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)[:300]}\nfailed in {tree}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{' '.join(words)[:300]}\nfailed in {tree}:\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+        )
     return done.stdout
 
 
@@ -118,7 +139,9 @@ def weights(folder: Path) -> dict[str, str]:
             for name in file.keys():
                 tensor = file.get_tensor(name)
                 key = f"{path.relative_to(folder)}:{name} {tuple(tensor.shape)} {tensor.dtype}"
-                found[key] = digest(tensor.contiguous().view(-1).view(dtype=torch.uint8).numpy().tobytes())
+                found[key] = digest(
+                    tensor.contiguous().view(-1).view(dtype=torch.uint8).numpy().tobytes()
+                )
     return found
 
 
@@ -136,7 +159,15 @@ def numbers(path: Path) -> dict[str, float]:
 def run_case(tree: Path, folder: Path, name: str) -> dict[str, object]:
     "One training from the command line."
     file, changes = CASES[name]
-    words = ["-m", "trainkit", "train", f"name={name}", f"method={name.partition('-')[0]}", *TINY, *changes]
+    words = [
+        "-m",
+        "trainkit",
+        "train",
+        f"name={name}",
+        f"method={name.partition('-')[0]}",
+        *TINY,
+        *changes,
+    ]
     if file:
         words += ["init_from=runs/pretrain/model", f"data.path={file}.jsonl"]
     python(tree, folder, *words)
@@ -155,7 +186,10 @@ def encode(tree: Path, folder: Path) -> dict[str, object]:
         "    print(json.dumps([pattern, tokenizer.encode(text)]))\n"
     )
     lines = python(tree, folder, "-c", code, *PATTERNS).splitlines()
-    return {f"ids of {pattern}": digest(json.dumps(ids).encode()) for pattern, ids in map(json.loads, lines)}
+    return {
+        f"ids of {pattern}": digest(json.dumps(ids).encode())
+        for pattern, ids in map(json.loads, lines)
+    }
 
 
 def export(tree: Path, folder: Path) -> dict[str, object]:
@@ -185,7 +219,9 @@ def check_out(commit: str, folder: Path) -> Path:
     "A work tree of `commit`, or the tree that stands here for `.`."
     if commit == ".":
         return ROOT
-    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", folder, commit], cwd=ROOT, check=True)
+    subprocess.run(
+        ["git", "worktree", "add", "--quiet", "--detach", folder, commit], cwd=ROOT, check=True
+    )
     return folder
 
 
@@ -218,11 +254,15 @@ def main() -> int:
         finally:
             for tree in trees.values():
                 if tree != ROOT:
-                    subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
+                    subprocess.run(
+                        ["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False
+                    )
     wrong = differences(found["base"], found["head"])
     print(*wrong[:50], sep="\n")
     compared = sum(map(len, found["base"].values()))
-    print(f"{len(wrong)} differences in {compared} numbers, tensors and files of {len(found['base'])} cases")
+    print(
+        f"{len(wrong)} differences in {compared} numbers, tensors and files of {len(found['base'])} cases"
+    )
     return bool(wrong)
 
 

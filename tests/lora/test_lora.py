@@ -1,4 +1,5 @@
 "LoRA on our model and on transformers', against PEFT: training, folders, merging, and what must not change."
+
 import copy
 import json
 import shutil
@@ -13,7 +14,17 @@ import transformers
 from torch import nn
 
 from trainkit.recipes import commands as tools
-from trainkit.lora.adapters import adapter_tensors, adapters_off, combine_adapters, load_adapter, read_adapter, remove_adapter, resize_vocabulary, save_adapter, use_adapter
+from trainkit.lora.adapters import (
+    adapter_tensors,
+    adapters_off,
+    combine_adapters,
+    load_adapter,
+    read_adapter,
+    remove_adapter,
+    resize_vocabulary,
+    save_adapter,
+    use_adapter,
+)
 from trainkit.interop.families import to_hf
 from trainkit.model.generation import generate
 from trainkit.lora.targets import LoRAConfig
@@ -29,42 +40,73 @@ from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 from trainkit.lora.layers import eva_init, lora_plus
 
-warnings.filterwarnings('ignore')
+warnings.filterwarnings("ignore")
 IDS = torch.randint(96, (4, 20), generator=torch.Generator().manual_seed(0))
 
 
 def small(**knobs):
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(**{**dict(vocab_size=96, d_model=32, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=64, tie_embeddings=False), **knobs}))
+    model = Transformer(
+        ModelConfig(
+            **{
+                **dict(
+                    vocab_size=96,
+                    d_model=32,
+                    n_heads=4,
+                    n_kv_heads=2,
+                    n_layers=2,
+                    d_ff=64,
+                    tie_embeddings=False,
+                ),
+                **knobs,
+            }
+        )
+    )
     for p in model.parameters():
-        if p.ndim > 1: nn.init.normal_(p, std=0.1)
+        if p.ndim > 1:
+            nn.init.normal_(p, std=0.1)
     return model
 
 
-def llama(**knobs): return to_hf(small(**knobs))
+def llama(**knobs):
+    return to_hf(small(**knobs))
 
 
 def gpt2():
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=96,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
 
 
 def disturb(model, seed=1):
     "Stands for training: every number that may learn moves."
     g = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        if p.requires_grad: p.data.add_(0.1*torch.randn(p.shape, generator=g))
+        if p.requires_grad:
+            p.data.add_(0.1 * torch.randn(p.shape, generator=g))
     return model
 
 
 @torch.no_grad()
-def logits(model, ids=IDS): return model.eval()(ids).logits
+def logits(model, ids=IDS):
+    return model.eval()(ids).logits
 
 
-def exactly(model): return logits(model.double()) # In double precision, where rounding does not hide a difference
+def exactly(model):
+    return logits(model.double())  # In double precision, where rounding does not hide a difference
 
 
-def gap(a, b): return (a.float() - b.float()).abs().max().item()
+def gap(a, b):
+    return (a.float() - b.float()).abs().max().item()
 
 
 def gradients(model, ids=IDS):
@@ -72,107 +114,144 @@ def gradients(model, ids=IDS):
     model.zero_grad()
     logits = model(ids).logits
     F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()).backward()
-    return {n.removeprefix('base_model.model.'): p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        n.removeprefix("base_model.model."): p.grad.clone()
+        for n, p in model.named_parameters()
+        if p.grad is not None
+    }
 
 
 def train(model, steps=12, callbacks=(), optim=None, **knobs):
     batches = [dict(input_ids=IDS, labels=IDS)] * steps
-    trainer = Trainer(model, lm_loss, batches, config=TrainConfig(max_steps=steps, logging_steps=1, seed=0, progress=False, **knobs), callbacks=callbacks,
-                      optim=optim or OptimConfig(learning_rate=1e-2))
+    trainer = Trainer(
+        model,
+        lm_loss,
+        batches,
+        config=TrainConfig(max_steps=steps, logging_steps=1, seed=0, progress=False, **knobs),
+        callbacks=callbacks,
+        optim=optim or OptimConfig(learning_rate=1e-2),
+    )
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize('make', [small, llama, gpt2])
+@pytest.mark.parametrize("make", [small, llama, gpt2])
 def test_only_the_adapter_learns(make):
     "The base keeps its bits, the optimizer holds nothing of it, the loss falls, and off is the base."
     base = make()
     before, out = {k: v.clone() for k, v in base.state_dict().items()}, logits(base)
-    model = add_lora(base, LoRAConfig(r=4, target_modules='all-linear'))
+    model = add_lora(base, LoRAConfig(r=4, target_modules="all-linear"))
     assert gap(logits(model), out) < 1e-6
     trainer = train(model)
-    assert trainer.history[-1]['loss'] < trainer.history[0]['loss'] - 0.1
-    held = {id(p) for g in trainer.bare.param_groups for p in g['params']}
-    assert held == {id(p) for n, p in model.named_parameters() if '.lora_' in n}
-    after = {k.replace('.base_layer', ''): v for k, v in model.state_dict().items() if '.lora_' not in k}
+    assert trainer.history[-1]["loss"] < trainer.history[0]["loss"] - 0.1
+    held = {id(p) for g in trainer.bare.param_groups for p in g["params"]}
+    assert held == {id(p) for n, p in model.named_parameters() if ".lora_" in n}
+    after = {
+        k.replace(".base_layer", ""): v for k, v in model.state_dict().items() if ".lora_" not in k
+    }
     assert set(after) == set(before) and all(torch.equal(before[k], after[k]) for k in before)
-    with adapters_off(model): assert torch.equal(logits(model), out)
+    with adapters_off(model):
+        assert torch.equal(logits(model), out)
     assert gap(logits(model), out) > 1e-3
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unmerge_gives_the_same_bits(dtype):
-    model = disturb(add_lora(small().to(dtype), LoRAConfig(r=4, target_modules='all-linear', use_dora=dtype == torch.bfloat16)))
+    model = disturb(
+        add_lora(
+            small().to(dtype),
+            LoRAConfig(r=4, target_modules="all-linear", use_dora=dtype == torch.bfloat16),
+        )
+    )
     before, out = {k: v.clone() for k, v in model.state_dict().items()}, logits(model)
     merge_lora(model, keep=True)
     assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert gap(logits(model), out) < (1e-5 if dtype == torch.float32 else 0.2)
     unmerge_lora(model)
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items()) and torch.equal(logits(model), out)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items()) and torch.equal(
+        logits(model), out
+    )
 
 
 def test_half_precision_base():
     "Adapters are in float32 over a bfloat16 base, train under autocast, and agree with PEFT's."
     from peft import LoraConfig, get_peft_model
-    model = add_lora(llama().bfloat16(), LoRAConfig(r=4, lora_alpha=8, target_modules='all-linear'))
+
+    model = add_lora(llama().bfloat16(), LoRAConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    theirs = get_peft_model(llama().bfloat16(), LoraConfig(r=4, target_modules='all-linear'))
+    theirs = get_peft_model(llama().bfloat16(), LoraConfig(r=4, target_modules="all-linear"))
     disturb(model)
     own = dict(model.named_parameters())
     for n, p in theirs.base_model.model.named_parameters():
-        if '.lora_' in n: p.data.copy_(own[n].data)
+        if ".lora_" in n:
+            p.data.copy_(own[n].data)
     assert gap(logits(model), logits(theirs)) < 0.05
-    trainer = train(model, mixed_precision='bf16')
-    assert trainer.history[-1]['loss'] < trainer.history[0]['loss'] and trainer.notes == []
+    trainer = train(model, mixed_precision="bf16")
+    assert trainer.history[-1]["loss"] < trainer.history[0]["loss"] and trainer.notes == []
 
 
 def test_autocast_by_hand_is_autocast():
     "The hand-made backward pass under autocast gives what plain lines give."
-    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear')))
+    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules="all-linear")))
     exact, found = gradients(model), []
-    for kind in ('linear', 'none'): # 'none' takes the general way
-        for layer in adapted(model).values(): layer.kind = kind
-        with torch.autocast('cpu', torch.bfloat16): found.append(gradients(model))
-    errors = [sum((g[n] - exact[n]).norm() / exact[n].norm() for n in exact) / len(exact) for g in found]
+    for kind in ("linear", "none"):  # 'none' takes the general way
+        for layer in adapted(model).values():
+            layer.kind = kind
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(gradients(model))
+    errors = [
+        sum((g[n] - exact[n]).norm() / exact[n].norm() for n in exact) / len(exact) for g in found
+    ]
     assert 0 < errors[0] < 1.2 * errors[1] < 0.1
 
 
-@pytest.mark.parametrize('make', [small, llama])
+@pytest.mark.parametrize("make", [small, llama])
 def test_gradient_checkpointing(make):
     "Below a frozen base too: the same gradients with and without."
-    model = disturb(add_lora(make(), LoRAConfig(r=4, target_modules='all-linear')))
+    model = disturb(add_lora(make(), LoRAConfig(r=4, target_modules="all-linear")))
     want = gradients(model)
-    if isinstance(model, Transformer): model.config.gradient_checkpointing = True
-    else: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+    if isinstance(model, Transformer):
+        model.config.gradient_checkpointing = True
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     found = gradients(model)
-    assert set(found) == set(want) and len(want) == 2*7*2 and all(gap(found[n], want[n]) < 1e-6 for n in want)
+    assert (
+        set(found) == set(want)
+        and len(want) == 2 * 7 * 2
+        and all(gap(found[n], want[n]) < 1e-6 for n in want)
+    )
 
 
 class Rounded(nn.Module):
     "A layer in sixteen steps a block, as a quantizer may make it."
+
     def __init__(self, linear):
         super().__init__()
         self.out_features, self.in_features, self.bias = *linear.weight.shape, None
         blocks = linear.weight.detach().reshape(-1, 32)
-        self.register_buffer('top', blocks.abs().amax(1, keepdim=True))
-        self.register_buffer('codes', (blocks / self.top * 7).round().to(torch.int8))
+        self.register_buffer("top", blocks.abs().amax(1, keepdim=True))
+        self.register_buffer("codes", (blocks / self.top * 7).round().to(torch.int8))
 
-    def dequantize(self): return (self.codes / 7 * self.top).reshape(self.out_features, self.in_features)
+    def dequantize(self):
+        return (self.codes / 7 * self.top).reshape(self.out_features, self.in_features)
 
-    def forward(self, x): return F.linear(x, self.dequantize())
+    def forward(self, x):
+        return F.linear(x, self.dequantize())
 
 
 def test_over_a_quantized_base():
     "Gradients are those over the de-quantized weights, also after an evaluation; the report counts packed numbers."
     packed, plain = small(), small()
     for name, module in list(packed.named_modules()):
-        if type(module).__name__ == 'Linear' and name != 'lm_head':
+        if type(module).__name__ == "Linear" and name != "lm_head":
             put(packed, name, Rounded(module))
             plain.get_submodule(name).weight.data.copy_(packed.get_submodule(name).dequantize())
-    config = LoRAConfig(r=4, target_modules='all-linear')
+    config = LoRAConfig(r=4, target_modules="all-linear")
+
     def with_adapter(model):
         torch.manual_seed(3)
         return disturb(add_lora(model, config))
+
     packed, plain = map(with_adapter, (packed, plain))
     for _ in range(2):
         ours, theirs = gradients(packed), gradients(plain)
@@ -184,110 +263,187 @@ def test_over_a_quantized_base():
 
 
 def test_generation_with_a_cache():
-    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear')))
+    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules="all-linear")))
     prompt = IDS[:1, :5].tolist()
     tokens = generate(model.eval(), prompt, 12, temperature=0)
     assert tokens == generate(merge_lora(copy.deepcopy(model)), prompt, 12, temperature=0)
-    with adapters_off(model): assert generate(model, prompt, 12, temperature=0) == generate(small().eval(), prompt, 12, temperature=0)
+    with adapters_off(model):
+        assert generate(model, prompt, 12, temperature=0) == generate(
+            small().eval(), prompt, 12, temperature=0
+        )
 
 
 OPTIONS = {
-    'list': dict(target_modules=['q_proj', 'down_proj']), 'pattern': dict(target_modules=r'.*layers\.1\..*(q|up)_proj'), 'all-linear': dict(target_modules='all-linear'),
-    'left out': dict(target_modules='all-linear', exclude_modules=['o_proj']), 'r, alpha': dict(r=3, lora_alpha=5.0), 'dropout': dict(lora_dropout=0.3),
-    'bias all': dict(bias='all'), 'bias lora_only': dict(bias='lora_only'), 'modules_to_save': dict(modules_to_save=['lm_head', 'embed_tokens']),
-    'layers': dict(layers_to_transform=[1]), 'layers, named': dict(layers_to_transform=0, layers_pattern='layers'),
-    'rank_pattern': dict(rank_pattern={'q_proj': 2}), 'alpha_pattern': dict(alpha_pattern={'layers.1.self_attn.q_proj': 3}),
-    'patterns': dict(rank_pattern={'^model.layers.0.*': 2}, alpha_pattern={'down_proj': 3}),
-    'rslora': dict(use_rslora=True), 'dora': dict(use_dora=True), 'dora, rslora': dict(use_dora=True, use_rslora=True, rank_pattern={'q_proj': 2}),
-    **{f'init {how}': dict(init_lora_weights=how) for how in (True, False, 'gaussian', 'pissa', 'pissa_niter_4', 'olora', 'orthogonal')},
-    'init eva': dict(init_lora_weights='eva'), 'embeddings': dict(target_modules=['embed_tokens', 'v_proj'])}
+    "list": dict(target_modules=["q_proj", "down_proj"]),
+    "pattern": dict(target_modules=r".*layers\.1\..*(q|up)_proj"),
+    "all-linear": dict(target_modules="all-linear"),
+    "left out": dict(target_modules="all-linear", exclude_modules=["o_proj"]),
+    "r, alpha": dict(r=3, lora_alpha=5.0),
+    "dropout": dict(lora_dropout=0.3),
+    "bias all": dict(bias="all"),
+    "bias lora_only": dict(bias="lora_only"),
+    "modules_to_save": dict(modules_to_save=["lm_head", "embed_tokens"]),
+    "layers": dict(layers_to_transform=[1]),
+    "layers, named": dict(layers_to_transform=0, layers_pattern="layers"),
+    "rank_pattern": dict(rank_pattern={"q_proj": 2}),
+    "alpha_pattern": dict(alpha_pattern={"layers.1.self_attn.q_proj": 3}),
+    "patterns": dict(rank_pattern={"^model.layers.0.*": 2}, alpha_pattern={"down_proj": 3}),
+    "rslora": dict(use_rslora=True),
+    "dora": dict(use_dora=True),
+    "dora, rslora": dict(use_dora=True, use_rslora=True, rank_pattern={"q_proj": 2}),
+    **{
+        f"init {how}": dict(init_lora_weights=how)
+        for how in (True, False, "gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal")
+    },
+    "init eva": dict(init_lora_weights="eva"),
+    "embeddings": dict(target_modules=["embed_tokens", "v_proj"]),
+}
 
 
-@pytest.mark.parametrize('option', OPTIONS)
+@pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_in_both_directions(option, tmp_path):
     "Our folder in PEFT's hands, PEFT's in ours: the same logits for each option that PEFT has, with biases that learn."
     from peft import LoraConfig, PeftModel, get_peft_model
-    knobs = {**dict(r=4, lora_alpha=8.0, target_modules=['q_proj', 'down_proj']), **OPTIONS[option]}
-    make = lambda: llama(bias='qkv')
+
+    knobs = {**dict(r=4, lora_alpha=8.0, target_modules=["q_proj", "down_proj"]), **OPTIONS[option]}
+    make = lambda: llama(bias="qkv")
     ours = disturb(add_lora(make(), LoRAConfig(**knobs)))
-    save_adapter(ours, tmp_path/'ours')
-    assert gap(exactly(PeftModel.from_pretrained(make(), str(tmp_path/'ours'))), exactly(ours)) < 1e-6
-    theirs = disturb(get_peft_model(make(), LoraConfig(task_type='CAUSAL_LM', **knobs)))
-    theirs.save_pretrained(tmp_path/'theirs')
+    save_adapter(ours, tmp_path / "ours")
+    assert (
+        gap(exactly(PeftModel.from_pretrained(make(), str(tmp_path / "ours"))), exactly(ours))
+        < 1e-6
+    )
+    theirs = disturb(get_peft_model(make(), LoraConfig(task_type="CAUSAL_LM", **knobs)))
+    theirs.save_pretrained(tmp_path / "theirs")
     want = exactly(theirs)
     assert gap(want, logits(make())) > 1e-3
-    for base in (small(bias='qkv'), make()):
-        if 'niter' in option: # The random vectors of its start are in no folder: PEFT opens another model, in silence
+    for base in (small(bias="qkv"), make()):
+        if (
+            "niter" in option
+        ):  # The random vectors of its start are in no folder: PEFT opens another model, in silence
             other = make()
             torch.manual_seed(7)
-            assert gap(logits(PeftModel.from_pretrained(other, str(tmp_path/'theirs'))), want) > 1e-3
-            with pytest.raises(ValueError, match='nobody can open it again'): load_adapter(base, tmp_path/'theirs')
-        else: assert gap(exactly(load_adapter(base, tmp_path/'theirs')), want) < 1e-6
+            assert (
+                gap(logits(PeftModel.from_pretrained(other, str(tmp_path / "theirs"))), want) > 1e-3
+            )
+            with pytest.raises(ValueError, match="nobody can open it again"):
+                load_adapter(base, tmp_path / "theirs")
+        else:
+            assert gap(exactly(load_adapter(base, tmp_path / "theirs")), want) < 1e-6
 
 
-GPT2 = [dict(target_modules='all-linear'), dict(target_modules=['c_attn'], use_dora=True), dict(target_modules=['c_fc'], lora_alpha=3, use_rslora=True, bias='all')]
+GPT2 = [
+    dict(target_modules="all-linear"),
+    dict(target_modules=["c_attn"], use_dora=True),
+    dict(target_modules=["c_fc"], lora_alpha=3, use_rslora=True, bias="all"),
+]
 
 
-@pytest.mark.parametrize('knobs', GPT2, ids=str)
+@pytest.mark.parametrize("knobs", GPT2, ids=str)
 def test_gpt2_folders(knobs, tmp_path):
     "Transposed matrices, both ways."
     from peft import LoraConfig, PeftModel, get_peft_model
+
     ours = disturb(add_lora(gpt2(), LoRAConfig(r=4, **knobs)))
-    save_adapter(ours, tmp_path/'ours')
-    assert gap(exactly(PeftModel.from_pretrained(gpt2(), str(tmp_path/'ours'))), exactly(ours)) < 1e-6
-    theirs = disturb(get_peft_model(gpt2(), LoraConfig(r=4, task_type='CAUSAL_LM', fan_in_fan_out=True, **knobs)))
-    theirs.save_pretrained(tmp_path/'theirs')
-    again = load_adapter(gpt2(), tmp_path/'theirs')
+    save_adapter(ours, tmp_path / "ours")
+    assert (
+        gap(exactly(PeftModel.from_pretrained(gpt2(), str(tmp_path / "ours"))), exactly(ours))
+        < 1e-6
+    )
+    theirs = disturb(
+        get_peft_model(gpt2(), LoraConfig(r=4, task_type="CAUSAL_LM", fan_in_fan_out=True, **knobs))
+    )
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_adapter(gpt2(), tmp_path / "theirs")
     want = exactly(theirs)
     assert gap(exactly(again), want) < 1e-6
     assert gap(exactly(merge_lora(again)), want) < 1e-6
 
 
-@pytest.mark.parametrize('how', ['pissa', 'olora'])
+@pytest.mark.parametrize("how", ["pissa", "olora"])
 def test_peft_folder_against_a_changed_base(how, tmp_path):
     "PEFT saves PiSSA against a residual base; ours opens that over the whole base, and saves it for any base."
     from peft import LoraConfig, get_peft_model
-    theirs = disturb(get_peft_model(llama(), LoraConfig(r=4, target_modules=['q_proj', 'up_proj'], init_lora_weights=how, task_type='CAUSAL_LM')))
-    theirs.save_pretrained(tmp_path/'theirs')
-    ours = load_adapter(small(), tmp_path/'theirs')
+
+    theirs = disturb(
+        get_peft_model(
+            llama(),
+            LoraConfig(
+                r=4,
+                target_modules=["q_proj", "up_proj"],
+                init_lora_weights=how,
+                task_type="CAUSAL_LM",
+            ),
+        )
+    )
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_adapter(small(), tmp_path / "theirs")
     assert gap(logits(ours), logits(theirs)) < 1e-5
-    save_adapter(ours, tmp_path/'ours')
-    assert read_adapter(tmp_path/'ours')[0]['r'] == 8
-    assert gap(logits(load_adapter(llama(), tmp_path/'ours')), logits(theirs)) < 1e-5
-    with adapters_off(ours): assert torch.equal(logits(ours), logits(small()))
+    save_adapter(ours, tmp_path / "ours")
+    assert read_adapter(tmp_path / "ours")[0]["r"] == 8
+    assert gap(logits(load_adapter(llama(), tmp_path / "ours")), logits(theirs)) < 1e-5
+    with adapters_off(ours):
+        assert torch.equal(logits(ours), logits(small()))
 
 
 def test_eva_is_pefts():
     "The same directions as PEFT's incremental SVD finds."
     from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
-    ids = torch.randint(3, (32, 20), generator=torch.Generator().manual_seed(2)) # Three tokens: what the first layer reads spans a plane
-    ours = add_lora(llama(), LoRAConfig(r=2, target_modules='q_proj', init_lora_weights='eva'))
+
+    ids = torch.randint(
+        3, (32, 20), generator=torch.Generator().manual_seed(2)
+    )  # Three tokens: what the first layer reads spans a plane
+    ours = add_lora(llama(), LoRAConfig(r=2, target_modules="q_proj", init_lora_weights="eva"))
     before = logits(ours)
     shares = eva_init(ours, [dict(input_ids=ids)])
     assert gap(logits(ours), before) < 1e-6 and all(0 < s < 1 + 1e-9 for s in shares.values())
-    theirs = get_peft_model(llama(), LoraConfig(r=2, target_modules=['q_proj'], init_lora_weights='eva', eva_config=EvaConfig(rho=1.0, use_label_mask=False, whiten=False)))
+    theirs = get_peft_model(
+        llama(),
+        LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            init_lora_weights="eva",
+            eva_config=EvaConfig(rho=1.0, use_label_mask=False, whiten=False),
+        ),
+    )
     initialize_lora_eva_weights(theirs, [dict(input_ids=ids)] * 3, show_progress_bar=False)
-    a, b = (m.model.layers[0].self_attn.q_proj.lora_A['default'].weight.detach() for m in (ours, theirs.base_model.model))
+    a, b = (
+        m.model.layers[0].self_attn.q_proj.lora_A["default"].weight.detach()
+        for m in (ours, theirs.base_model.model)
+    )
     b = torch.linalg.qr(b.T)[0].T
-    assert gap(a.T @ a, b.T @ b) < 1e-3 and shares['model.layers.0.self_attn.q_proj'] > 0.999
+    assert gap(a.T @ a, b.T @ b) < 1e-3 and shares["model.layers.0.self_attn.q_proj"] > 0.999
 
 
 def test_lora_plus_in_a_run():
     model = add_lora(small(), LoRAConfig(r=4))
-    trainer = train(model, 3, optim=lora_plus(OptimConfig(learning_rate=1e-3, lr_scheduler_type='constant'), 8))
-    rates = {('B' if '.lora_B.' in n else 'A'): g['lr'] for g in trainer.bare.param_groups for n in g['param_names']}
+    trainer = train(
+        model, 3, optim=lora_plus(OptimConfig(learning_rate=1e-3, lr_scheduler_type="constant"), 8)
+    )
+    rates = {
+        ("B" if ".lora_B." in n else "A"): g["lr"]
+        for g in trainer.bare.param_groups
+        for n in g["param_names"]
+    }
     assert rates == pytest.approx(dict(A=1e-3, B=8e-3))
 
 
 def test_rank_grows_in_a_run_with_any_optimizer():
     "4 -> 8 -> 16: the run goes on as one whose new directions were there from the start and got no gradient."
-    for optim in ('adamw_torch_fused', 'adamw_torch', 'sgd'):
+    for optim in ("adamw_torch_fused", "adamw_torch", "sgd"):
         model = add_lora(small(), LoRAConfig(r=4))
-        trainer = train(model, 12, [GrowRank({4: 8, 8: 16})], OptimConfig(learning_rate=1e-2, optim=optim))
-        assert {len(m.lora_A['default'].weight) for m in adapted(model).values()} == {16}
-        assert trainer.history[-1]['loss'] < trainer.history[0]['loss']
+        trainer = train(
+            model, 12, [GrowRank({4: 8, 8: 16})], OptimConfig(learning_rate=1e-2, optim=optim)
+        )
+        assert {len(m.lora_A["default"].weight) for m in adapted(model).values()} == {16}
+        assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
         state = trainer.bare.state
-        assert all(v.shape == p.shape for p, s in state.items() for k, v in s.items() if k.startswith('exp'))
+        assert all(
+            v.shape == p.shape
+            for p, s in state.items()
+            for k, v in s.items()
+            if k.startswith("exp")
+        )
     model = disturb(add_lora(small(), LoRAConfig(r=4)))
     before = logits(model)
     assert gap(logits(grow_rank(model, 64)), before) < 1e-6 * before.abs().max()
@@ -296,24 +452,32 @@ def test_rank_grows_in_a_run_with_any_optimizer():
 def test_new_tokens_everywhere(tmp_path):
     "A folder with new tokens, on ours and on transformers', tied or not; PEFT opens it over a resized base."
     from peft import PeftModel
+
     for tied in (True, False):
-        model = disturb(add_lora(resize_vocabulary(small(tie_embeddings=tied), 99), LoRAConfig(r=2, modules_to_save=['embed_tokens', 'lm_head'])))
-        save_adapter(model, tmp_path/'a')
+        model = disturb(
+            add_lora(
+                resize_vocabulary(small(tie_embeddings=tied), 99),
+                LoRAConfig(r=2, modules_to_save=["embed_tokens", "lm_head"]),
+            )
+        )
+        save_adapter(model, tmp_path / "a")
         for base in (small(tie_embeddings=tied), llama(tie_embeddings=tied)):
-            again = load_adapter(base, tmp_path/'a')
+            again = load_adapter(base, tmp_path / "a")
             assert again.config.vocab_size == 99 and gap(logits(again), logits(model)) < 5e-6
-        theirs = PeftModel.from_pretrained(resize_vocabulary(llama(tie_embeddings=tied), 99), str(tmp_path/'a'))
+        theirs = PeftModel.from_pretrained(
+            resize_vocabulary(llama(tie_embeddings=tied), 99), str(tmp_path / "a")
+        )
         assert gap(logits(theirs), logits(model)) < 5e-6
         assert gap(logits(merge_lora(copy.deepcopy(model))), logits(model)) < 1e-5
 
 
 def test_dropped_layers_and_switching_keep_the_optimizer_honest():
     "After a switch, what was active before gets no gradient."
-    model = add_lora(add_lora(small(), LoRAConfig(r=2), 'a'), LoRAConfig(r=2), 'b')
-    use_adapter(model, 'a')
-    assert all('.a.' in n for n in gradients(model))
+    model = add_lora(add_lora(small(), LoRAConfig(r=2), "a"), LoRAConfig(r=2), "b")
+    use_adapter(model, "a")
+    assert all(".a." in n for n in gradients(model))
     disturb(model)
-    use_adapter(model, 'b', trainable=False)
+    use_adapter(model, "b", trainable=False)
     assert trainable_report(model).trainable == 0
     assert all(isinstance(layer, LoRALayer) for layer in adapted(model).values())
 
@@ -322,29 +486,35 @@ def test_dropout_keeps_a_byte_a_number():
     "What the layer keeps for the backward pass is less than with plain lines, and dropout costs one byte."
     sizes = {}
     for p in (0.0, 0.5):
-        model = add_lora(nn.Sequential(nn.Linear(64, 64, bias=False)), LoRAConfig(r=2, target_modules='0', lora_dropout=p)).train()
+        model = add_lora(
+            nn.Sequential(nn.Linear(64, 64, bias=False)),
+            LoRAConfig(r=2, target_modules="0", lora_dropout=p),
+        ).train()
         kept = {}
         x = torch.randn(100, 64, requires_grad=True)
+
         def note(t, kept=kept):
             kept[t.data_ptr()] = t.numel() * t.element_size()
             return t
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t): model(x)
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            model(x)
         sizes[p] = sum(kept.values())
-    assert sizes[0.5] - sizes[0.0] == 100*64
+    assert sizes[0.5] - sizes[0.0] == 100 * 64
 
 
 @pytest.mark.slow
 def test_compiled():
-    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear')))
+    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules="all-linear")))
     want = gradients(model)
     found = gradients(torch.compile(model))
-    assert all(gap(found[f'_orig_mod.{n}'], want[n]) < 1e-5 for n in want)
+    assert all(gap(found[f"_orig_mod.{n}"], want[n]) < 1e-5 for n in want)
 
 
 @pytest.mark.slow
 def test_merging_on_disk_needs_little_memory(tmp_path):
     "A file of 480 MB, a tensor of 40 MB at a time."
-    code = '''
+    code = """
 import json, resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
@@ -362,162 +532,267 @@ after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 from safetensors import safe_open
 with safe_open(where/'out'/'model.safetensors', 'pt') as f: assert all((f.get_tensor(k) == 5).all() for k in names)
 print((after - before) // 1024)
-'''
-    done = subprocess.run([sys.executable, '-c', code, str(tmp_path)], capture_output=True, text=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 240, done.stdout
 
 
 # What learns as a whole, and beside what kind of update; PEFT's `modules_to_save` fits by the end of a name
 WHOLE = {
-    'nothing': [], 'every norm': ['norm'], 'the last norm': ['model.norm'], 'embedding': ['embed_tokens'], 'head': ['lm_head'],
-    'both': ['embed_tokens', 'lm_head'], 'a block': ['layers.1.mlp'], 'half a name': ['tokens', 'ead'],
+    "nothing": [],
+    "every norm": ["norm"],
+    "the last norm": ["model.norm"],
+    "embedding": ["embed_tokens"],
+    "head": ["lm_head"],
+    "both": ["embed_tokens", "lm_head"],
+    "a block": ["layers.1.mlp"],
+    "half a name": ["tokens", "ead"],
 }
 BESIDE = {
-    'plain': dict(), 'dora': dict(use_dora=True), 'rslora': dict(use_rslora=True),
-    'patterns': dict(rank_pattern={'q_proj': 2}, alpha_pattern={'layers.1.self_attn.q_proj': 3}), 'bias all': dict(bias='all'),
-    'bias lora_only': dict(bias='lora_only'), 'fan_in_fan_out': dict(fan_in_fan_out=True),
+    "plain": dict(),
+    "dora": dict(use_dora=True),
+    "rslora": dict(use_rslora=True),
+    "patterns": dict(rank_pattern={"q_proj": 2}, alpha_pattern={"layers.1.self_attn.q_proj": 3}),
+    "bias all": dict(bias="all"),
+    "bias lora_only": dict(bias="lora_only"),
+    "fan_in_fan_out": dict(fan_in_fan_out=True),
 }
 
 
 def merged_by_folder(base, adapter, where):
-    base.save_pretrained(where/'base')
-    merge_folder(where/'base', adapter, where/'merged')
-    return transformers.AutoModelForCausalLM.from_pretrained(where/'merged')
+    base.save_pretrained(where / "base")
+    merge_folder(where / "base", adapter, where / "merged")
+    return transformers.AutoModelForCausalLM.from_pretrained(where / "merged")
 
 
-@pytest.mark.parametrize('tied', [True, False], ids=['tied', 'untied'])
-@pytest.mark.parametrize('whole', WHOLE)
-@pytest.mark.parametrize('beside', BESIDE)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("beside", BESIDE)
 def test_every_road_to_one_model(beside, whole, tied, tmp_path):
     "PEFT's folder: opened, merged in memory, merged on disk and merged by PEFT itself it is the model that was trained."
     from peft import LoraConfig, get_peft_model
-    knobs = dict(r=4, lora_alpha=8, target_modules=['q_proj', 'down_proj'], modules_to_save=WHOLE[whole] or None, **BESIDE[beside])
-    make = lambda: llama(bias='qkv', tie_embeddings=tied)
-    theirs = disturb(get_peft_model(make(), LoraConfig(task_type='CAUSAL_LM', **knobs)))
-    theirs.save_pretrained(tmp_path/'theirs')
+
+    knobs = dict(
+        r=4,
+        lora_alpha=8,
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=WHOLE[whole] or None,
+        **BESIDE[beside],
+    )
+    make = lambda: llama(bias="qkv", tie_embeddings=tied)
+    theirs = disturb(get_peft_model(make(), LoraConfig(task_type="CAUSAL_LM", **knobs)))
+    theirs.save_pretrained(tmp_path / "theirs")
     want, bare = exactly(theirs), exactly(make())
     assert gap(want, bare) > 1e-3
-    assert gap(exactly(merged_by_folder(make(), tmp_path/'theirs', tmp_path)), want) < 1e-5
-    for base in (small(bias='qkv', tie_embeddings=tied), make()):
+    assert gap(exactly(merged_by_folder(make(), tmp_path / "theirs", tmp_path)), want) < 1e-5
+    for base in (small(bias="qkv", tie_embeddings=tied), make()):
         before = {n: p.clone() for n, p in base.named_parameters()}
-        load_adapter(base, tmp_path/'theirs')
-        assert adapter_tensors(base).keys() == read_adapter(tmp_path/'theirs')[1].keys()
-        save_adapter(base, tmp_path/'again')
-        assert gap(exactly(load_adapter(make(), tmp_path/'again')), want) < 1e-5
+        load_adapter(base, tmp_path / "theirs")
+        assert adapter_tensors(base).keys() == read_adapter(tmp_path / "theirs")[1].keys()
+        save_adapter(base, tmp_path / "again")
+        assert gap(exactly(load_adapter(make(), tmp_path / "again")), want) < 1e-5
         together = merge_lora(copy.deepcopy(base))
         assert gap(exactly(together), want) < 1e-5
         kept = together if isinstance(together, transformers.PreTrainedModel) else to_hf(together)
-        kept.float().save_pretrained(tmp_path/'kept')
-        assert gap(exactly(transformers.AutoModelForCausalLM.from_pretrained(tmp_path/'kept')), want) < 1e-5
+        kept.float().save_pretrained(tmp_path / "kept")
+        assert (
+            gap(exactly(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "kept")), want)
+            < 1e-5
+        )
         assert gap(exactly(base), want) < 1e-5
-        with adapters_off(base): assert gap(logits(base), bare) < 1e-6
-        remove_adapter(base.float(), 'default')
+        with adapters_off(base):
+            assert gap(logits(base), bare) < 1e-6
+        remove_adapter(base.float(), "default")
         assert before.keys() == dict(base.named_parameters()).keys()
         assert all(torch.equal(p, before[n]) for n, p in base.named_parameters())
     assert gap(exactly(theirs.float().merge_and_unload()), want) < 1e-5
 
 
-@pytest.mark.parametrize('knobs', [dict(target_modules=['c_attn', 'c_proj']), dict(target_modules=['c_fc'], use_dora=True, modules_to_save=['wte']),
-                                   dict(target_modules=['mlp.c_proj'], bias='all', modules_to_save=['ln_1'])], ids=str)
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        dict(target_modules=["c_attn", "c_proj"]),
+        dict(target_modules=["c_fc"], use_dora=True, modules_to_save=["wte"]),
+        dict(target_modules=["mlp.c_proj"], bias="all", modules_to_save=["ln_1"]),
+    ],
+    ids=str,
+)
 def test_every_road_with_transposed_matrices(knobs, tmp_path):
     "The same for GPT-2, whose matrices lie the other way round, also the square ones, and whatever the folder says of them."
     from peft import LoraConfig, get_peft_model
-    theirs = disturb(get_peft_model(gpt2(), LoraConfig(r=4, task_type='CAUSAL_LM', fan_in_fan_out=True, **knobs)))
-    theirs.save_pretrained(tmp_path/'theirs')
+
+    theirs = disturb(
+        get_peft_model(gpt2(), LoraConfig(r=4, task_type="CAUSAL_LM", fan_in_fan_out=True, **knobs))
+    )
+    theirs.save_pretrained(tmp_path / "theirs")
     want = exactly(theirs)
-    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path/'theirs'))), want) < 1e-5
-    assert gap(exactly(merged_by_folder(gpt2(), tmp_path/'theirs', tmp_path)), want) < 1e-5
-    file = tmp_path/'theirs'/'adapter_config.json'
+    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path / "theirs"))), want) < 1e-5
+    assert gap(exactly(merged_by_folder(gpt2(), tmp_path / "theirs", tmp_path)), want) < 1e-5
+    file = tmp_path / "theirs" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | dict(fan_in_fan_out=False)))
-    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path/'theirs'))), want) < 1e-5
-    shutil.rmtree(tmp_path/'merged')
-    assert gap(exactly(merged_by_folder(gpt2(), tmp_path/'theirs', tmp_path)), want) < 1e-5
+    assert gap(exactly(merge_lora(load_adapter(gpt2(), tmp_path / "theirs"))), want) < 1e-5
+    shutil.rmtree(tmp_path / "merged")
+    assert gap(exactly(merged_by_folder(gpt2(), tmp_path / "theirs", tmp_path)), want) < 1e-5
 
 
-def state(model): return {n: t.clone() for n, t in model.state_dict().items()}, str(model), dict(vars(model.config)), {n: p.requires_grad for n, p in model.named_parameters()}
+def state(model):
+    return (
+        {n: t.clone() for n, t in model.state_dict().items()},
+        str(model),
+        dict(vars(model.config)),
+        {n: p.requires_grad for n, p in model.named_parameters()},
+    )
 
 
 def untouched(model, before):
     now = state(model)
-    return now[1:] == before[1:] and now[0].keys() == before[0].keys() and all(torch.equal(t, before[0][n]) for n, t in now[0].items())
+    return (
+        now[1:] == before[1:]
+        and now[0].keys() == before[0].keys()
+        and all(torch.equal(t, before[0][n]) for n, t in now[0].items())
+    )
 
 
-LAST = 'base_model.model.model.layers.1.mlp.down_proj'
-LIES = { # What is wrong with the folder: what the config says, and what becomes of its tensors
-    'rank': (dict(r=10**9), {}), 'rank of a pattern': (dict(rank_pattern={'q_proj': 10**9}), {}), 'alpha': (dict(lora_alpha=float('nan')), {}),
-    'nan': ({}, {f'{LAST}.lora_B.weight': lambda t: t.index_fill(0, torch.tensor([3]), torch.nan)}),
-    'inner size': ({}, {f'{LAST}.lora_A.weight': lambda t: t[:2]}), 'outer size': ({}, {f'{LAST}.lora_B.weight': lambda t: t[:-1]}),
-    'no B': ({}, {f'{LAST}.lora_B.weight': None}), 'no magnitude': (dict(use_dora=True), {}),
-    'a magnitude': ({}, {f'{LAST}.lora_magnitude_vector': lambda t: torch.ones(32)}),
-    'one number for a bias': (dict(bias='all'), {'base_model.model.model.layers.1.self_attn.q_proj.base_layer.bias': lambda t: torch.ones(1)}),
-    'a layer of another model': ({}, {'base_model.model.model.layers.7.input_layernorm.weight': lambda t: torch.ones(32)}),
-    'a norm of another size': ({}, {'base_model.model.model.norm.weight': lambda t: torch.ones(1)}),
-    'half of a layer': (dict(modules_to_save=['mlp']), {'base_model.model.model.layers.0.mlp.up_proj.weight': lambda t: torch.ones(64, 32)}),
-    'another base': ({}, {'base_model.model.model.embed_tokens.base_layer.weight': lambda t: torch.ones(96, 32)}),
-    'a changed base': (dict(init_lora_weights='corda'), {}),
-    'two sizes of vocabulary': (dict(), {'base_model.model.lm_head.weight': lambda t: torch.ones(99, 32), 'base_model.model.model.embed_tokens.weight': lambda t: torch.ones(98, 32)}),
-    'more tokens, and a layer too many': ({}, {'base_model.model.lm_head.weight': lambda t: torch.ones(99, 32), 'base_model.model.score.weight': lambda t: torch.ones(1, 32)}),
+LAST = "base_model.model.model.layers.1.mlp.down_proj"
+LIES = {  # What is wrong with the folder: what the config says, and what becomes of its tensors
+    "rank": (dict(r=10**9), {}),
+    "rank of a pattern": (dict(rank_pattern={"q_proj": 10**9}), {}),
+    "alpha": (dict(lora_alpha=float("nan")), {}),
+    "nan": ({}, {f"{LAST}.lora_B.weight": lambda t: t.index_fill(0, torch.tensor([3]), torch.nan)}),
+    "inner size": ({}, {f"{LAST}.lora_A.weight": lambda t: t[:2]}),
+    "outer size": ({}, {f"{LAST}.lora_B.weight": lambda t: t[:-1]}),
+    "no B": ({}, {f"{LAST}.lora_B.weight": None}),
+    "no magnitude": (dict(use_dora=True), {}),
+    "a magnitude": ({}, {f"{LAST}.lora_magnitude_vector": lambda t: torch.ones(32)}),
+    "one number for a bias": (
+        dict(bias="all"),
+        {
+            "base_model.model.model.layers.1.self_attn.q_proj.base_layer.bias": lambda t: (
+                torch.ones(1)
+            )
+        },
+    ),
+    "a layer of another model": (
+        {},
+        {"base_model.model.model.layers.7.input_layernorm.weight": lambda t: torch.ones(32)},
+    ),
+    "a norm of another size": ({}, {"base_model.model.model.norm.weight": lambda t: torch.ones(1)}),
+    "half of a layer": (
+        dict(modules_to_save=["mlp"]),
+        {"base_model.model.model.layers.0.mlp.up_proj.weight": lambda t: torch.ones(64, 32)},
+    ),
+    "another base": (
+        {},
+        {"base_model.model.model.embed_tokens.base_layer.weight": lambda t: torch.ones(96, 32)},
+    ),
+    "a changed base": (dict(init_lora_weights="corda"), {}),
+    "two sizes of vocabulary": (
+        dict(),
+        {
+            "base_model.model.lm_head.weight": lambda t: torch.ones(99, 32),
+            "base_model.model.model.embed_tokens.weight": lambda t: torch.ones(98, 32),
+        },
+    ),
+    "more tokens, and a layer too many": (
+        {},
+        {
+            "base_model.model.lm_head.weight": lambda t: torch.ones(99, 32),
+            "base_model.model.score.weight": lambda t: torch.ones(1, 32),
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize('lie', LIES)
+@pytest.mark.parametrize("lie", LIES)
 def test_a_folder_that_does_not_fit_changes_nothing(lie, tmp_path):
     "Every road refuses it, before it makes room for anything and before the model is another."
     from safetensors.torch import load_file, save_file
-    save_adapter(disturb(add_lora(small(bias='qkv'), LoRAConfig(r=4, target_modules=['q_proj', 'down_proj']))), tmp_path/'a')
+
+    save_adapter(
+        disturb(
+            add_lora(small(bias="qkv"), LoRAConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        ),
+        tmp_path / "a",
+    )
     said, changed = LIES[lie]
-    file, tensors = tmp_path/'a'/'adapter_config.json', load_file(tmp_path/'a'/'adapter_model.safetensors')
-    (tmp_path/'a'/'trainkit.json').unlink()
+    file, tensors = (
+        tmp_path / "a" / "adapter_config.json",
+        load_file(tmp_path / "a" / "adapter_model.safetensors"),
+    )
+    (tmp_path / "a" / "trainkit.json").unlink()
     file.write_text(json.dumps(json.loads(file.read_text()) | said))
     for name, change in changed.items():
-        if change is None: del tensors[name]
-        else: tensors[name] = change(tensors.get(name)).contiguous()
-    save_file(tensors, tmp_path/'a'/'adapter_model.safetensors')
-    llama(bias='qkv').save_pretrained(tmp_path/'base')
-    for base in (small(bias='qkv'), llama(bias='qkv')):
+        if change is None:
+            del tensors[name]
+        else:
+            tensors[name] = change(tensors.get(name)).contiguous()
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    llama(bias="qkv").save_pretrained(tmp_path / "base")
+    for base in (small(bias="qkv"), llama(bias="qkv")):
         before = state(base)
-        with pytest.raises(ValueError): load_adapter(base, tmp_path/'a')
+        with pytest.raises(ValueError):
+            load_adapter(base, tmp_path / "a")
         assert untouched(base, before)
-    with pytest.raises(ValueError): merge_folder(tmp_path/'base', tmp_path/'a', tmp_path/'out')
-    assert not (tmp_path/'out').exists()
-    with pytest.raises(ValueError): tools.merge(tmp_path/'base', tmp_path/'a', tmp_path/'out')
-    assert not (tmp_path/'out').exists()
+    with pytest.raises(ValueError):
+        merge_folder(tmp_path / "base", tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError):
+        tools.merge(tmp_path / "base", tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def half_a_merge():
-    model = disturb(add_lora(small(), LoRAConfig(r=4, target_modules='all-linear', modules_to_save=['embed_tokens'])))
-    adapted(model)['model.layers.1.mlp.down_proj'].lora_B['default'].weight.data[3] = torch.nan
+    model = disturb(
+        add_lora(
+            small(), LoRAConfig(r=4, target_modules="all-linear", modules_to_save=["embed_tokens"])
+        )
+    )
+    adapted(model)["model.layers.1.mlp.down_proj"].lora_B["default"].weight.data[3] = torch.nan
     return model
 
 
 def half_a_float16():
-    model = disturb(add_lora(small().half(), LoRAConfig(r=4, target_modules='all-linear')))
-    adapted(model)['model.layers.1.mlp.down_proj'].lora_B['default'].weight.data[3] = 1e6
+    model = disturb(add_lora(small().half(), LoRAConfig(r=4, target_modules="all-linear")))
+    adapted(model)["model.layers.1.mlp.down_proj"].lora_B["default"].weight.data[3] = 1e6
     return model
 
 
 def two_adapters():
-    model = disturb(add_lora(add_lora(small(), LoRAConfig(r=4, modules_to_save=['embed_tokens']), 'a'), LoRAConfig(r=4), 'b'))
-    return use_adapter(model, 'a')
+    model = disturb(
+        add_lora(
+            add_lora(small(), LoRAConfig(r=4, modules_to_save=["embed_tokens"]), "a"),
+            LoRAConfig(r=4),
+            "b",
+        )
+    )
+    return use_adapter(model, "a")
 
 
 def quantized():
     from trainkit.quant.quantize import quantize_model
-    return disturb(add_lora(quantize_model(small()), LoRAConfig(r=4, target_modules=['q_proj', 'down_proj'])))
+
+    return disturb(
+        add_lora(quantize_model(small()), LoRAConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    )
 
 
-class Refusing: # A quantizer whose fourth layer fails
+class Refusing:  # A quantizer whose fourth layer fails
     left = 3
 
     def __call__(self, weight):
         from trainkit.quant.linear import Linear4bit
+
         self.left -= 1
-        if self.left < 0: raise ValueError('no more')
+        if self.left < 0:
+            raise ValueError("no more")
         return Linear4bit.from_weight(weight)
 
 
-def only_the_first(name): return {'model.layers.0.self_attn.q_proj.weight': torch.ones(32, 32)}[name]
+def only_the_first(name):
+    return {"model.layers.0.self_attn.q_proj.weight": torch.ones(32, 32)}[name]
 
 
 def nearly_all_finite():
@@ -527,35 +802,73 @@ def nearly_all_finite():
 
 
 def dora():
-    model = add_lora(small(), LoRAConfig(r=4, target_modules='q_proj'))
-    adapted(model)['model.layers.1.self_attn.q_proj'].lora_magnitude_vector['default'] = nn.Linear(1, 1)
+    model = add_lora(small(), LoRAConfig(r=4, target_modules="q_proj"))
+    adapted(model)["model.layers.1.self_attn.q_proj"].lora_magnitude_vector["default"] = nn.Linear(
+        1, 1
+    )
     return model
 
 
 HALVES = {
-    'merge': (half_a_merge, merge_lora), 'merge to keep': (half_a_merge, lambda m: merge_lora(m, keep=True)), 'merge into float16': (half_a_float16, merge_lora),
-    'merge into the original': (quantized, lambda m: merge_quantized(m, IDS, 'original', only_the_first)),
-    'one row for an original': (quantized, lambda m: merge_quantized(m, IDS, 'original', lambda name: torch.ones(1, 32))),
-    'merge and quantize': (quantized, lambda m: merge_quantized(m, IDS, 'quantized', quantize=Refusing())),
-    'add, at an odd rank': (small, lambda m: add_lora(m, LoRAConfig(r=4, rank_pattern={'layers.1.self_attn.q_proj': 3}, init_lora_weights='orthogonal'))),
-    'add, dora to an embedding': (small, lambda m: add_lora(m, LoRAConfig(r=4, target_modules=['q_proj', 'embed_tokens'], use_dora=True))),
-    'add, inside what learns whole': (small, lambda m: add_lora(m, LoRAConfig(r=4, target_modules=['q_proj'], modules_to_save=['_proj']))),
-    'combine, under a taken name': (two_adapters, lambda m: combine_adapters(m, {'b': 1.0}, 'a')),
-    'combine, under a name with a dot': (two_adapters, lambda m: combine_adapters(m, {'b': 1.0}, 'a.b')),
-    'combine nothing': (two_adapters, lambda m: combine_adapters(m, {}, 'c')),
-    'combine what is no sum': (two_adapters, lambda m: combine_adapters(m, {'a': 1.0}, 'c')),
-    'shrink': (dora, lambda m: shrink_rank(m, 2)),
-    'turn to the inputs': (lambda: add_lora(small(), LoRAConfig(r=4, rank_pattern={'layers.1.self_attn.q_proj': 40})), lambda m: eva_init(m, [dict(input_ids=IDS)])),
+    "merge": (half_a_merge, merge_lora),
+    "merge to keep": (half_a_merge, lambda m: merge_lora(m, keep=True)),
+    "merge into float16": (half_a_float16, merge_lora),
+    "merge into the original": (
+        quantized,
+        lambda m: merge_quantized(m, IDS, "original", only_the_first),
+    ),
+    "one row for an original": (
+        quantized,
+        lambda m: merge_quantized(m, IDS, "original", lambda name: torch.ones(1, 32)),
+    ),
+    "merge and quantize": (
+        quantized,
+        lambda m: merge_quantized(m, IDS, "quantized", quantize=Refusing()),
+    ),
+    "add, at an odd rank": (
+        small,
+        lambda m: add_lora(
+            m,
+            LoRAConfig(
+                r=4, rank_pattern={"layers.1.self_attn.q_proj": 3}, init_lora_weights="orthogonal"
+            ),
+        ),
+    ),
+    "add, dora to an embedding": (
+        small,
+        lambda m: add_lora(
+            m, LoRAConfig(r=4, target_modules=["q_proj", "embed_tokens"], use_dora=True)
+        ),
+    ),
+    "add, inside what learns whole": (
+        small,
+        lambda m: add_lora(
+            m, LoRAConfig(r=4, target_modules=["q_proj"], modules_to_save=["_proj"])
+        ),
+    ),
+    "combine, under a taken name": (two_adapters, lambda m: combine_adapters(m, {"b": 1.0}, "a")),
+    "combine, under a name with a dot": (
+        two_adapters,
+        lambda m: combine_adapters(m, {"b": 1.0}, "a.b"),
+    ),
+    "combine nothing": (two_adapters, lambda m: combine_adapters(m, {}, "c")),
+    "combine what is no sum": (two_adapters, lambda m: combine_adapters(m, {"a": 1.0}, "c")),
+    "shrink": (dora, lambda m: shrink_rank(m, 2)),
+    "turn to the inputs": (
+        lambda: add_lora(small(), LoRAConfig(r=4, rank_pattern={"layers.1.self_attn.q_proj": 40})),
+        lambda m: eva_init(m, [dict(input_ids=IDS)]),
+    ),
 }
 
 
-@pytest.mark.parametrize('what', HALVES)
+@pytest.mark.parametrize("what", HALVES)
 def test_all_or_nothing(what):
     "What is refused has changed nothing, however late it was found out."
     make, change = HALVES[what]
     model = make()
     before, active = state(model), {n: dict(layer.active) for n, layer in adapted(model).items()}
-    with pytest.raises(ValueError): change(model)
+    with pytest.raises(ValueError):
+        change(model)
     after = state(model)
     assert after[1:] == before[1:] and after[0].keys() == before[0].keys()
     assert all(torch.equal(t.nan_to_num(), before[0][n].nan_to_num()) for n, t in after[0].items())
@@ -563,17 +876,21 @@ def test_all_or_nothing(what):
 
 
 def test_a_merged_adapter_is_not_taken_off_by_half():
-    model = merge_lora(disturb(add_lora(small(), LoRAConfig(r=4, modules_to_save=['embed_tokens']))), keep=True)
+    model = merge_lora(
+        disturb(add_lora(small(), LoRAConfig(r=4, modules_to_save=["embed_tokens"]))), keep=True
+    )
     before = state(model)
-    with pytest.raises(RuntimeError, match='unmerge_lora first'): remove_adapter(model, 'default')
+    with pytest.raises(RuntimeError, match="unmerge_lora first"):
+        remove_adapter(model, "default")
     assert untouched(model, before)
 
 
 def test_biases_belong_to_one_adapter(tmp_path):
     "They go with it, and no other adapter is saved with them."
-    base = state(small(bias='qkv'))[0]
-    model = disturb(add_lora(small(bias='qkv'), LoRAConfig(r=4, bias='all'), 'a'))
-    with pytest.raises(ValueError, match="those of 'a'"): add_lora(model, LoRAConfig(r=4), 'b')
-    remove_adapter(model, 'a')
+    base = state(small(bias="qkv"))[0]
+    model = disturb(add_lora(small(bias="qkv"), LoRAConfig(r=4, bias="all"), "a"))
+    with pytest.raises(ValueError, match="those of 'a'"):
+        add_lora(model, LoRAConfig(r=4), "b")
+    remove_adapter(model, "a")
     assert all(torch.equal(t, base[n]) for n, t in model.state_dict().items())
-    assert not any('bias' in n for n in adapter_tensors(add_lora(model, LoRAConfig(r=4), 'b'), 'b'))
+    assert not any("bias" in n for n in adapter_tensors(add_lora(model, LoRAConfig(r=4), "b"), "b"))

@@ -1,4 +1,5 @@
 "Plans: what they name is what is predicted, and a larger budget never needs more levers; a run writes down both."
+
 import json
 import sys
 from functools import cache
@@ -24,29 +25,34 @@ TINY = ModelConfig(vocab_size=300, d_model=64, n_heads=2, n_layers=1, d_ff=128, 
 
 
 def test_plans_are_predictions_and_larger_budgets_need_no_more_levers(monkeypatch):
-    known = cache(lambda setup: predict_setup(TINY, setup)) # The plans ask for the same ones
-    monkeypatch.setattr(planner, 'predict_setup', lambda model, setup: known(setup))
+    known = cache(lambda setup: predict_setup(TINY, setup))  # The plans ask for the same ones
+    monkeypatch.setattr(planner, "predict_setup", lambda model, setup: known(setup))
     start = Setup(6, 64)
     need = predict_setup(TINY, start).peak
     before = 0
     for share in (1, 0.6, 0.3):
-        plan = plan_memory(TINY, share*need, start)
-        assert plan.fits and plan.peak <= share*need and plan.peak == predict_setup(TINY, plan.setup).peak
-        assert plan.setup.batch_size*plan.setup.accumulation == 6 and len(plan.levers) >= before
+        plan = plan_memory(TINY, share * need, start)
+        assert (
+            plan.fits
+            and plan.peak <= share * need
+            and plan.peak == predict_setup(TINY, plan.setup).peak
+        )
+        assert plan.setup.batch_size * plan.setup.accumulation == 6 and len(plan.levers) >= before
         before = len(plan.levers)
     assert before > 0
 
 
 def test_a_budget_too_small_says_the_smallest_need():
-    plan = plan_memory(TINY, '1 kB', Setup(1, 64), levers=['chunked loss'])
-    assert not plan.fits and 'the smallest need is' in str(plan)
+    plan = plan_memory(TINY, "1 kB", Setup(1, 64), levers=["chunked loss"])
+    assert not plan.fits and "the smallest need is" in str(plan)
     assert plan.peak == min(size for _, size in plan.waterfall)
-    with pytest.raises(ValueError, match="no lever 'lora'"): plan_memory(TINY, 1, levers=['lora'])
+    with pytest.raises(ValueError, match="no lever 'lora'"):
+        plan_memory(TINY, 1, levers=["lora"])
 
 
-@pytest.mark.parametrize('bits', [4, 8])
+@pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_setup_is_a_quantized_model(bits):
-    lora = LoRAConfig(r=4, target_modules='q_proj')
+    lora = LoRAConfig(r=4, target_modules="q_proj")
     model = add_lora(quantize_model(Transformer(TINY), QuantConfig(bits=bits, threshold=0)), lora)
     setup = Setup(2, 64, chunked_loss=True, lora_rank=4, bits=bits, lora=lora)
     assert predict_setup(TINY, setup).parts == predict_memory(twin(model), 2, 64).parts
@@ -57,48 +63,110 @@ def test_a_run_says_what_was_predicted_and_measured():
     watch, said = MemoryWatch(64), {}
 
     class Log:
-        def on_end(self, trainer, record): said.update(record)
-    Trainer(Transformer(TINY), lm_loss, [dict(input_ids=ids, labels=ids)]*3, callbacks=[watch, Log()],
-            config=TrainConfig(max_steps=3, progress=False, per_device_train_batch_size=4)).train()
+        def on_end(self, trainer, record):
+            said.update(record)
+
+    Trainer(
+        Transformer(TINY),
+        lm_loss,
+        [dict(input_ids=ids, labels=ids)] * 3,
+        callbacks=[watch, Log()],
+        config=TrainConfig(max_steps=3, progress=False, per_device_train_batch_size=4),
+    ).train()
     assert watch.report.peak == predict_memory(lambda: Transformer(TINY), 4, 64).peak
-    assert said['step_memory_predicted_gib']*2**30 == watch.report.resident >= watch.report.peak, 'a process holds more than tensors'
-    assert said['step_memory_measured_gib'] > 0 and 'predicted for a step of 4 x 64 tokens' in str(watch)
+    assert (
+        said["step_memory_predicted_gib"] * 2**30 == watch.report.resident >= watch.report.peak
+    ), "a process holds more than tensors"
+    assert said["step_memory_measured_gib"] > 0 and "predicted for a step of 4 x 64 tokens" in str(
+        watch
+    )
 
 
 def watched(folder):
     "A run in a process whose memory holds nothing yet that a step could take again."
     from trainkit.recipes.config import method_config
     from trainkit.recipes.runner import run
-    run(method_config({'name': 'watched', 'runs_dir': str(folder), 'data': dict(path='stdlib', max_chars=40_000, max_length=64), 'tokenizer': dict(vocab_size=320),
-                       'model': dict(d_model=384, n_heads=2, n_layers=4, d_ff=1024, max_seq_len=64), 'sampling': dict(max_new_tokens=2),
-                       'train': dict(max_steps=2, logging_steps=1, eval_strategy='no', sample_steps=0, progress=False)}), verbose=False)
+
+    run(
+        method_config(
+            {
+                "name": "watched",
+                "runs_dir": str(folder),
+                "data": dict(path="stdlib", max_chars=40_000, max_length=64),
+                "tokenizer": dict(vocab_size=320),
+                "model": dict(d_model=384, n_heads=2, n_layers=4, d_ff=1024, max_seq_len=64),
+                "sampling": dict(max_new_tokens=2),
+                "train": dict(
+                    max_steps=2, logging_steps=1, eval_strategy="no", sample_steps=0, progress=False
+                ),
+            }
+        ),
+        verbose=False,
+    )
 
 
 def test_the_record_of_a_run_holds_both(tmp_path):
     "Predicted by `run` before the first step, measured in it, and near each other where tensors outweigh the rest of the process."
     from trainkit.train.runs import read_run
+
     done = in_child(watched, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    predicted, measured = 'step_memory_predicted_gib', 'step_memory_measured_gib'
-    logs = [r for r in read_run(tmp_path/'watched').records if r.get('event') in (None, 'log') and predicted in r]
-    assert logs and {r[predicted] for r in logs} == {logs[0][predicted]} and 'predicted for a step of ' in (tmp_path/'watched'/'log.txt').read_text()
-    assert logs[0][predicted]*2**30 > 16*7e6, 'parameters, gradients and two states'
-    if sys.platform == 'linux': assert 0.5 < logs[-1][measured]/logs[-1][predicted] < 1.5
+    predicted, measured = "step_memory_predicted_gib", "step_memory_measured_gib"
+    logs = [
+        r
+        for r in read_run(tmp_path / "watched").records
+        if r.get("event") in (None, "log") and predicted in r
+    ]
+    assert (
+        logs
+        and {r[predicted] for r in logs} == {logs[0][predicted]}
+        and "predicted for a step of " in (tmp_path / "watched" / "log.txt").read_text()
+    )
+    assert logs[0][predicted] * 2**30 > 16 * 7e6, "parameters, gradients and two states"
+    if sys.platform == "linux":
+        assert 0.5 < logs[-1][measured] / logs[-1][predicted] < 1.5
 
 
 def test_memory_in_a_shell(tmp_path):
-    shape = ['model.vocab_size=300', 'model.d_model=64', 'model.n_heads=2', 'model.n_layers=1', 'model.d_ff=128', 'model.max_seq_len=128',
-             'optim.optim=adamw_torch_fused', '--max-length', '64', '--batch-size', '4']
-    done = call('memory', 'predict', *shape, '--json', cwd=tmp_path)
+    shape = [
+        "model.vocab_size=300",
+        "model.d_model=64",
+        "model.n_heads=2",
+        "model.n_layers=1",
+        "model.d_ff=128",
+        "model.max_seq_len=128",
+        "optim.optim=adamw_torch_fused",
+        "--max-length",
+        "64",
+        "--batch-size",
+        "4",
+    ]
+    done = call("memory", "predict", *shape, "--json", cwd=tmp_path)
     found = json.loads(done.stdout)
-    assert found['peak'] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak and found['fits']['T4'], done.stderr
-    done = call('memory', 'plan', *shape, '--budget', f"{found['peak']//2} B", cwd=tmp_path)
-    assert done.returncode == 0 and 'train.per_device_train_batch_size=' in done.stdout, done.stderr
-    done = call('memory', 'plan', *shape, '--machine', 'T5', cwd=tmp_path)
-    assert done.returncode == 1 and "'T5' is no amount of memory" in done.stderr and 'Traceback' not in done.stderr
+    assert (
+        found["peak"] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak
+        and found["fits"]["T4"]
+    ), done.stderr
+    done = call("memory", "plan", *shape, "--budget", f"{found['peak'] // 2} B", cwd=tmp_path)
+    assert done.returncode == 0 and "train.per_device_train_batch_size=" in done.stdout, done.stderr
+    done = call("memory", "plan", *shape, "--machine", "T5", cwd=tmp_path)
+    assert (
+        done.returncode == 1
+        and "'T5' is no amount of memory" in done.stderr
+        and "Traceback" not in done.stderr
+    )
 
 
-@pytest.mark.parametrize('method, tied, chat', [('lora', True, False), ('lora', False, False), ('freeze', False, False), ('dpo', False, False), ('lora', False, True)])
+@pytest.mark.parametrize(
+    "method, tied, chat",
+    [
+        ("lora", True, False),
+        ("lora", False, False),
+        ("freeze", False, False),
+        ("dpo", False, False),
+        ("lora", False, True),
+    ],
+)
 def test_tokens_of_a_new_chat_format_are_counted(tmp_path, method, tied, chat):
     "Embedding and head then learn as a whole, with gradients and states; a base that knows the tokens needs no more than it did."
     from trainkit.tokenizer.chat import set_template
@@ -108,20 +176,48 @@ def test_tokens_of_a_new_chat_format_are_counted(tmp_path, method, tied, chat):
     from trainkit.memory.planner import make_setup
     from trainkit.recipes.runner import prepare
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    rows = [dict(prompt=f'Say {n}.', **(dict(chosen='yes', rejected='no') if method == 'dpo' else dict(completion='yes'))) for n in range(8)]
-    (tmp_path/'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    tokenizer = BPETokenizer.train([row['prompt'] + ' yes no' for row in rows], 260, special_tokens=['<|endoftext|>'])
-    tokenizer.eos_token = '<|endoftext|>'
-    if chat: set_template(tokenizer, 'chatml')
-    model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_heads=2, n_layers=2, d_ff=64, max_seq_len=64, tie_embeddings=tied))
-    save_pretrained(model, tokenizer, tmp_path/'base')
-    config = method_config(dict(method=method, init_from=str(tmp_path/'base'), data=dict(path=str(tmp_path/'rows.jsonl'), max_length=32), lora=dict(r=2),
-                                sft=dict(trainable_layers=1, **({} if chat else dict(template='chatml'))), **(dict(use_lora=True) if method == 'dpo' else {})))
+
+    rows = [
+        dict(
+            prompt=f"Say {n}.",
+            **(dict(chosen="yes", rejected="no") if method == "dpo" else dict(completion="yes")),
+        )
+        for n in range(8)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = BPETokenizer.train(
+        [row["prompt"] + " yes no" for row in rows], 260, special_tokens=["<|endoftext|>"]
+    )
+    tokenizer.eos_token = "<|endoftext|>"
+    if chat:
+        set_template(tokenizer, "chatml")
+    model = Transformer(
+        ModelConfig(
+            vocab_size=tokenizer.vocab_size,
+            d_model=32,
+            n_heads=2,
+            n_layers=2,
+            d_ff=64,
+            max_seq_len=64,
+            tie_embeddings=tied,
+        )
+    )
+    save_pretrained(model, tokenizer, tmp_path / "base")
+    config = method_config(
+        dict(
+            method=method,
+            init_from=str(tmp_path / "base"),
+            data=dict(path=str(tmp_path / "rows.jsonl"), max_length=32),
+            lora=dict(r=2),
+            sft=dict(trainable_layers=1, **({} if chat else dict(template="chatml"))),
+            **(dict(use_lora=True) if method == "dpo" else {}),
+        )
+    )
     needs = read_setup(config)
     counted = make_setup(needs.model, needs.setup)
     learned = lambda net: {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
     assert learned(counted) == learned(prepare(config).model)
-    assert any('embed_tokens' in name for name in learned(counted)) != chat
+    assert any("embed_tokens" in name for name in learned(counted)) != chat
 
 
 def held_by_steps(folder):
@@ -132,28 +228,46 @@ def held_by_steps(folder):
     from trainkit.memory.estimate import MemoryWatch
     from trainkit.train.config import TrainConfig
     from trainkit.train.trainer import Trainer
+
     torch.set_num_threads(1)
-    shape = ModelConfig(vocab_size=4096, d_model=192, n_heads=6, n_layers=4, d_ff=512, max_seq_len=256)
+    shape = ModelConfig(
+        vocab_size=4096, d_model=192, n_heads=6, n_layers=4, d_ff=512, max_seq_len=256
+    )
     ids = torch.randint(4096, (16, 256), generator=torch.Generator().manual_seed(0))
     watch = MemoryWatch(256)
     config = TrainConfig(max_steps=4, progress=False, per_device_train_batch_size=16)
-    Trainer(Transformer(shape), lm_loss, [dict(input_ids=ids, labels=ids)]*4, callbacks=[watch], config=config).train()
-    print(json.dumps(dict(predicted=watch.predicted, measured=watch.measured, peak=watch.report.peak, beside=watch.report.beside)))
+    Trainer(
+        Transformer(shape),
+        lm_loss,
+        [dict(input_ids=ids, labels=ids)] * 4,
+        callbacks=[watch],
+        config=config,
+    ).train()
+    print(
+        json.dumps(
+            dict(
+                predicted=watch.predicted,
+                measured=watch.measured,
+                peak=watch.report.peak,
+                beside=watch.report.beside,
+            )
+        )
+    )
     sys.stdout.flush()
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='glibc is the C library of Linux')
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_a_step_on_a_cpu_takes_what_was_predicted(tmp_path):
     "The tensors alone are two thirds of it; with what malloc keeps it is right within 10 %."
     done = in_child(held_by_steps, tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert abs(found['predicted'] - found['measured']) < 0.1*found['measured'], found
-    assert found['peak'] < 0.85*found['measured'], 'the tensors alone'
-    assert found['beside']['allocator'] > 0.1*found['peak'] and 'libraries' in found['beside']
+    assert abs(found["predicted"] - found["measured"]) < 0.1 * found["measured"], found
+    assert found["peak"] < 0.85 * found["measured"], "the tensors alone"
+    assert found["beside"]["allocator"] > 0.1 * found["peak"] and "libraries" in found["beside"]
 
 
-@pytest.mark.parametrize('kind', ['pairs', 'kto', 'masked', 'grpo', 'ppo'])
+@pytest.mark.parametrize("kind", ["pairs", "kto", "masked", "grpo", "ppo"])
 def test_a_step_of_every_objective_is_predicted(kind):
     "Pairs, thumbs, masked answers and rollouts: shapes that depend on data are known from a batch; the peak is that of a real step."
     from trainkit.data.dataloader import Batches
@@ -168,51 +282,102 @@ def test_a_step_of_every_objective_is_predicted(kind):
     from trainkit.align.rollouts import Rollouts
     from trainkit.train.trainer import Trainer
     from trainkit.align.kto import UnpairedBatches, kto_objective
+
     model, objective = Transformer(TINY), lm_loss
     pair = dict(prompt=[1, 2, 3], chosen=[4, 5, 6, 7], rejected=[8, 9])
-    if kind == 'pairs': batches, objective = PairBatches([pair]*8, 4), dpo_objective(make_reference(model), DPOConfig())
-    elif kind == 'kto':
-        rows = [dict(prompt=[1, 2], completion=[3, 4, 5], labels=[3, 4, 5], label=i % 2 == 0, length=5) for i in range(8)]
-        batches, objective = UnpairedBatches(rows, 4), kto_objective(make_reference(model), DPOConfig(loss_type=['kto']))
-    elif kind == 'masked': batches = Batches([dict(input_ids=[1, 2, 3, 4, 5], labels=[-100, -100, 3, 4, 5])]*8, 4)
+    if kind == "pairs":
+        batches, objective = (
+            PairBatches([pair] * 8, 4),
+            dpo_objective(make_reference(model), DPOConfig()),
+        )
+    elif kind == "kto":
+        rows = [
+            dict(prompt=[1, 2], completion=[3, 4, 5], labels=[3, 4, 5], label=i % 2 == 0, length=5)
+            for i in range(8)
+        ]
+        batches, objective = (
+            UnpairedBatches(rows, 4),
+            kto_objective(make_reference(model), DPOConfig(loss_type=["kto"])),
+        )
+    elif kind == "masked":
+        batches = Batches([dict(input_ids=[1, 2, 3, 4, 5], labels=[-100, -100, 3, 4, 5])] * 8, 4)
     else:
-        config = RLConfig(method=kind, num_prompts=2, num_generations=4, max_completion_length=6, rewards=[])
-        model = ActorCritic(model) if kind == 'ppo' else model
-        batches = Rollouts(model, None, [[1, 2, 3], [4, 5]], lambda completions, **_: [float(c[0]) for c in completions], config, 4)
+        config = RLConfig(
+            method=kind, num_prompts=2, num_generations=4, max_completion_length=6, rewards=[]
+        )
+        model = ActorCritic(model) if kind == "ppo" else model
+        batches = Rollouts(
+            model,
+            None,
+            [[1, 2, 3], [4, 5]],
+            lambda completions, **_: [float(c[0]) for c in completions],
+            config,
+            4,
+        )
         objective = rl_objective(config)
     watch = MemoryWatch()
-    trainer = Trainer(model, objective, batches, callbacks=[watch], config=TrainConfig(max_steps=2, progress=False, per_device_train_batch_size=4))
+    trainer = Trainer(
+        model,
+        objective,
+        batches,
+        callbacks=[watch],
+        config=TrainConfig(max_steps=2, progress=False, per_device_train_batch_size=4),
+    )
     trainer.train()
     assert watch.predicted and not watch.why, watch.why
-    assert predict_run(trainer, batch=batches.largest()).peak >= 16*sum(p.numel() for p in model.parameters())
-    assert 'predicted for a step of ' in str(watch) and 'not predicted' not in str(watch)
+    assert predict_run(trainer, batch=batches.largest()).peak >= 16 * sum(
+        p.numel() for p in model.parameters()
+    )
+    assert "predicted for a step of " in str(watch) and "not predicted" not in str(watch)
 
 
-@pytest.mark.parametrize('rows', [9, 100_000, 10**6])
+@pytest.mark.parametrize("rows", [9, 100_000, 10**6])
 def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypatch):
     "With the knob, and without predicting, or making, all of its rows; `free` memory alone is a note."
     from trainkit.data.dataloader import Batches
     from trainkit.memory import estimate
+
     total = {9: 2**23, 100_000: 2**33, 10**6: 2**33}[rows]
     said, asked = [], []
-    texts = [dict(input_ids=[5]*64, labels=[5]*64)]
-    batches = Batches(texts*9, 9) if rows == 9 else Batches(Many(rows), rows, shuffle=False)
-    trainer = Trainer(Transformer(TINY), lm_loss, batches, config=TrainConfig(max_steps=2, progress=False, per_device_train_batch_size=rows))
+    texts = [dict(input_ids=[5] * 64, labels=[5] * 64)]
+    batches = Batches(texts * 9, 9) if rows == 9 else Batches(Many(rows), rows, shuffle=False)
+    trainer = Trainer(
+        Transformer(TINY),
+        lm_loss,
+        batches,
+        config=TrainConfig(max_steps=2, progress=False, per_device_train_batch_size=rows),
+    )
     predict = estimate.predict_run
-    monkeypatch.setattr(estimate, 'predict_run', lambda trainer, rows=1, tokens=2, *args, **more: (asked.append(rows), predict(trainer, rows, tokens, *args, **more))[1])
-    monkeypatch.setattr(estimate, 'available_memory', lambda: (total, total))
+    monkeypatch.setattr(
+        estimate,
+        "predict_run",
+        lambda trainer, rows=1, tokens=2, *args, **more: (
+            asked.append(rows),
+            predict(trainer, rows, tokens, *args, **more),
+        )[1],
+    )
+    monkeypatch.setattr(estimate, "available_memory", lambda: (total, total))
     trainer.callbacks.append(MemoryWatch(64, said.append))
-    with pytest.raises(MemoryError, match='needs .*, as predicted, and this machine has .*per_device_train_batch_size = .*watch_memory'):
+    with pytest.raises(
+        MemoryError,
+        match="needs .*, as predicted, and this machine has .*per_device_train_batch_size = .*watch_memory",
+    ):
         trainer.train()
     assert trainer.state.step == 0 and max(asked) <= 2048
-    monkeypatch.setattr(estimate, 'available_memory', lambda: (2**60, 0))
+    monkeypatch.setattr(estimate, "available_memory", lambda: (2**60, 0))
     if rows == 9:
         trainer.train()
-        assert 'are free on this machine' in said[0] and trainer.state.step == 2
+        assert "are free on this machine" in said[0] and trainer.state.step == 2
 
 
 class Many:
     "Rows of a file: none of them is in memory."
-    def __init__(self, rows): self.rows = rows
-    def __len__(self): return self.rows
-    def __getitem__(self, i): return dict(input_ids=[5]*64, labels=[5]*64)
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, i):
+        return dict(input_ids=[5] * 64, labels=[5] * 64)

@@ -1,4 +1,5 @@
 """The model compiles as one graph and computes the same, and its own products are those of torch."""
+
 import pytest
 import torch
 
@@ -8,25 +9,32 @@ from trainkit.model.transformer import Transformer
 
 SHAPE = dict(vocab_size=61, d_model=32, n_heads=4, n_layers=1, d_ff=48, max_seq_len=160)
 KINDS = {
-    'llama': {},
-    'gqa, qk norm': dict(n_kv_heads=2, qk_norm=True, tie_embeddings=False),
-    'gpt2': dict(activation='gelu_tanh', norm='layernorm', position='learned', bias='all'),
-    'window': dict(n_layers=2, layer_windows=[16, 0]),
+    "llama": {},
+    "gqa, qk norm": dict(n_kv_heads=2, qk_norm=True, tie_embeddings=False),
+    "gpt2": dict(activation="gelu_tanh", norm="layernorm", position="learned", bias="all"),
+    "window": dict(n_layers=2, layer_windows=[16, 0]),
 }
 
 
 def loss_and_gradients(call, model, ids, autocast: bool):
     model.zero_grad()
-    with torch.autocast('cpu', torch.bfloat16, enabled=autocast): loss = call(ids)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = call(ids)
     loss.backward()
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-QUICK = ('gqa, qk norm', True), ('gpt2', False) # Tracing is slow: each kind of product once
+QUICK = ("gqa, qk norm", True), ("gpt2", False)  # Tracing is slow: each kind of product once
 
 
-@pytest.mark.parametrize('kind, autocast', [
-    pytest.param(kind, narrow, marks=[pytest.mark.slow]*((kind, narrow) not in QUICK)) for kind in KINDS for narrow in (False, True)])
+@pytest.mark.parametrize(
+    "kind, autocast",
+    [
+        pytest.param(kind, narrow, marks=[pytest.mark.slow] * ((kind, narrow) not in QUICK))
+        for kind in KINDS
+        for narrow in (False, True)
+    ],
+)
 def test_one_graph(kind: str, autocast: bool) -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -34,7 +42,9 @@ def test_one_graph(kind: str, autocast: bool) -> None:
     ids = torch.randint(61, (2, 150))
     call = lambda ids: model(ids, labels=ids, return_logits=False).loss
     loss, gradients = loss_and_gradients(call, model, ids, autocast)
-    found, theirs = loss_and_gradients(torch.compile(call, fullgraph=True, backend='aot_eager'), model, ids, autocast)
+    found, theirs = loss_and_gradients(
+        torch.compile(call, fullgraph=True, backend="aot_eager"), model, ids, autocast
+    )
     tolerance = 2e-2 if autocast else 1e-5
     assert (found - loss).abs() <= tolerance
     for name, grad in gradients.items():
@@ -46,15 +56,16 @@ def test_logits_in_one_graph() -> None:
     model = Transformer(ModelConfig(**SHAPE)).eval()
     ids = torch.randint(61, (2, 20))
     with torch.no_grad():
-        compiled = torch.compile(lambda ids: model(ids).logits, fullgraph=True, backend='aot_eager')
+        compiled = torch.compile(lambda ids: model(ids).logits, fullgraph=True, backend="aot_eager")
         assert torch.allclose(compiled(ids), model(ids).logits, atol=1e-6)
 
 
-@pytest.mark.parametrize('exact', [False, True])
+@pytest.mark.parametrize("exact", [False, True])
 def test_products_of_a_model(exact: bool, monkeypatch) -> None:
     "Whichever library multiplies, gradients agree with those of plain `nn.Linear` in double precision."
-    if exact and not layers.onednn_is_exact(): pytest.skip('this CPU rounds')
-    monkeypatch.setattr(layers, 'onednn_is_exact', lambda: exact)
+    if exact and not layers.onednn_is_exact():
+        pytest.skip("this CPU rounds")
+    monkeypatch.setattr(layers, "onednn_is_exact", lambda: exact)
     torch.manual_seed(0)
     model, ids = Transformer(ModelConfig(**SHAPE)), torch.randint(61, (2, 150))
     call = lambda model: model(ids, labels=ids, return_logits=False).loss
@@ -65,7 +76,8 @@ def test_products_of_a_model(exact: bool, monkeypatch) -> None:
     for (name, p), q in zip(model.named_parameters(), wide.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         assert (p.grad - q.grad).norm() <= 1e-5 * q.grad.norm(), name
-    if hasattr(torch.backends.mkldnn, 'matmul'): assert torch.backends.mkldnn.matmul.fp32_precision in ('none', 'ieee') # as it was
+    if hasattr(torch.backends.mkldnn, "matmul"):
+        assert torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # as it was
 
 
 def test_short_rows_are_the_same_under_autocast() -> None:

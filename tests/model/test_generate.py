@@ -1,4 +1,5 @@
 """Generation against transformers: token for token, on both kinds of model, in every form of prompt."""
+
 import math
 
 import pytest
@@ -11,43 +12,81 @@ from trainkit.config import ConfigError
 from trainkit.model.generation import TextPieces, generate, stream
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
-from trainkit.model.generation import SamplingConfig, choose, draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from trainkit.model.generation import (
+    SamplingConfig,
+    choose,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    penalize_repetition,
+)
 
 VOCAB = 99
-LLAMA = dict(vocab_size=VOCAB, d_model=32, d_ff=64, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=64, norm_eps=1e-6, tie_embeddings=False)
+LLAMA = dict(
+    vocab_size=VOCAB,
+    d_model=32,
+    d_ff=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    max_seq_len=64,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def llama():
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                      num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=None)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     for p in model.parameters():
-        if p.ndim > 1: torch.nn.init.normal_(p, std=0.2) # Far from ties between the best two logits
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.2)  # Far from ties between the best two logits
     return model
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def ours(llama):
     model = Transformer(ModelConfig(**LLAMA)).eval()
     model.load_state_dict(llama.state_dict())
     return model
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def gpt2():
     torch.manual_seed(1)
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     return transformers.GPT2LMHeadModel(config).eval()
 
 
 def theirs(model, ids, **kwargs):
     ids = torch.as_tensor(ids)
-    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **kwargs)
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **kwargs
+    )
 
 
-@pytest.mark.parametrize('penalty', [1.0, 1.3])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_is_that_of_transformers_on_both_models(llama, ours, gpt2, penalty):
     prompts = torch.randint(VOCAB, (5, 9), generator=torch.Generator().manual_seed(2))
     for peer, models in ((llama, (llama, ours)), (gpt2, (gpt2,))):
@@ -57,40 +96,67 @@ def test_greedy_is_that_of_transformers_on_both_models(llama, ours, gpt2, penalt
             assert got.dtype == prompts.dtype and torch.equal(got, want)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'ours', 'gpt2'])
+@pytest.mark.parametrize("kind", ["llama", "ours", "gpt2"])
 def test_without_a_cache_all_is_read_again_and_the_text_is_the_same(request, kind, monkeypatch):
     "Of rows of unequal lengths, two of them alike; and by a config of samples."
     from trainkit.recipes.evaluation import make_sampler
+
     model, seen, forward = request.getfixturevalue(kind), [], None
     rows = [[1, 2, 3, 4, 5], [7, 8], [1, 2, 3, 4, 5]]
     want = generate(model, rows, 12, temperature=0)
     forward = model.forward
     from functools import wraps
+
     @wraps(forward)
     def watched(*args, **kwargs):
-        seen.append((kwargs['input_ids'].shape[1], kwargs['use_cache'], kwargs['past_key_values']))
+        seen.append((kwargs["input_ids"].shape[1], kwargs["use_cache"], kwargs["past_key_values"]))
         return forward(*args, **kwargs)
-    monkeypatch.setattr(model, 'forward', watched)
+
+    monkeypatch.setattr(model, "forward", watched)
     assert generate(model, rows, 12, temperature=0, use_cache=False) == want
     assert seen == [(5 + i, False, None) for i in range(12)]
     seen.clear()
-    class Letters: # One for each id
-        def encode(self, text): return [ord(c) - 32 for c in text]
-        def decode(self, ids, **_): return ''.join(chr(i + 32) for i in ids)
-    told = [make_sampler(Letters(), ['abc'], SamplingConfig(max_new_tokens=6, temperature=0, use_cache=keep))(model, 0) for keep in (True, False)]
+
+    class Letters:  # One for each id
+        def encode(self, text):
+            return [ord(c) - 32 for c in text]
+
+        def decode(self, ids, **_):
+            return "".join(chr(i + 32) for i in ids)
+
+    told = [
+        make_sampler(
+            Letters(), ["abc"], SamplingConfig(max_new_tokens=6, temperature=0, use_cache=keep)
+        )(model, 0)
+        for keep in (True, False)
+    ]
     assert told[0] == told[1] and [n for n, *_ in seen[-6:]] == [*range(3, 9)]
-    assert [''.join(stream(model, 'abc', 6, 0, tokenizer=Letters(), use_cache=False))] == [told[0][0][1]]
-    with pytest.raises(ValueError, match='compiled step'): generate(model, rows, 2, compile='eager', use_cache=False)
-    with pytest.warns(UserWarning, match='use_cache is False'): generate(model, rows[:1], 2, weights='bfloat16', use_cache=False)
+    assert ["".join(stream(model, "abc", 6, 0, tokenizer=Letters(), use_cache=False))] == [
+        told[0][0][1]
+    ]
+    with pytest.raises(ValueError, match="compiled step"):
+        generate(model, rows, 2, compile="eager", use_cache=False)
+    with pytest.warns(UserWarning, match="use_cache is False"):
+        generate(model, rows[:1], 2, weights="bfloat16", use_cache=False)
 
 
 def test_eos_and_padding_are_those_of_transformers(llama, ours):
     prompts = torch.randint(VOCAB, (16, 5), generator=torch.Generator().manual_seed(3))
     free = theirs(llama, prompts, max_new_tokens=40)
-    eos = free[:, 5:].flatten().bincount(minlength=VOCAB).topk(2).indices.tolist() # Two ids that rows do reach
-    want = llama.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=40, eos_token_id=eos, pad_token_id=eos[0])
+    eos = (
+        free[:, 5:].flatten().bincount(minlength=VOCAB).topk(2).indices.tolist()
+    )  # Two ids that rows do reach
+    want = llama.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=False,
+        max_new_tokens=40,
+        eos_token_id=eos,
+        pad_token_id=eos[0],
+    )
     assert (want[:, -1] == eos[0]).any()
-    for model in (llama, ours): assert torch.equal(generate(model, prompts, 40, temperature=0, eos_token_id=eos), want)
+    for model in (llama, ours):
+        assert torch.equal(generate(model, prompts, 40, temperature=0, eos_token_id=eos), want)
 
 
 def test_eos_comes_from_the_generation_config_and_can_be_turned_off(llama):
@@ -100,25 +166,29 @@ def test_eos_comes_from_the_generation_config_and_can_be_turned_off(llama):
     try:
         assert generate(llama, prompt, 20, temperature=0).shape[1] <= 7
         assert torch.equal(generate(llama, prompt, 20, temperature=0, eos_token_id=()), free)
-    finally: llama.generation_config.eos_token_id = None
+    finally:
+        llama.generation_config.eos_token_id = None
 
 
-@pytest.mark.parametrize('kind', ['llama', 'ours', 'gpt2'])
+@pytest.mark.parametrize("kind", ["llama", "ours", "gpt2"])
 def test_a_ragged_batch_gives_each_row_what_it_gets_alone(request, kind):
     model, rng = request.getfixturevalue(kind), torch.Generator().manual_seed(4)
     rows = [torch.randint(VOCAB, (n,), generator=rng).tolist() for n in (1, 13, 4, 7, 13)]
     for knobs in (dict(), dict(repetition_penalty=1.5), dict(eos_token_id=[5, 17, 40])):
         together = generate(model, rows, 25, temperature=0, **knobs)
         assert together == [generate(model, row, 25, temperature=0, **knobs) for row in rows]
-        for row, out in zip(rows, together, strict=True): assert out[:len(row)] == row
+        for row, out in zip(rows, together, strict=True):
+            assert out[: len(row)] == row
 
 
 def test_ragged_rows_are_those_of_transformers_alone(llama, ours):
-    for row, out in zip(rows := [[3], [9, 8, 7, 6], [1, 2]], generate(ours, rows, 30, temperature=0), strict=True):
+    for row, out in zip(
+        rows := [[3], [9, 8, 7, 6], [1, 2]], generate(ours, rows, 30, temperature=0), strict=True
+    ):
         assert out == theirs(llama, [row], max_new_tokens=30)[0].tolist()
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_number_formats(dtype):
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**LLAMA)).to(dtype)
@@ -127,28 +197,37 @@ def test_number_formats(dtype):
 
 
 def test_post_norm_windows_and_learned_positions():
-    for knobs in (dict(pre_norm=False, init_std=0.3), dict(layer_windows=[6, 0]), dict(position='learned', norm='layernorm', activation='gelu'),
-                  dict(attn_softcap=5.0, logit_softcap=9.0), dict(qk_norm=True)):
+    for knobs in (
+        dict(pre_norm=False, init_std=0.3),
+        dict(layer_windows=[6, 0]),
+        dict(position="learned", norm="layernorm", activation="gelu"),
+        dict(attn_softcap=5.0, logit_softcap=9.0),
+        dict(qk_norm=True),
+    ):
         torch.manual_seed(0)
         model = Transformer(ModelConfig(**{**LLAMA, **knobs})).eval()
         rows, new = [[1, 2, 3, 4, 5], [6, 7]], 20
         got = generate(model, rows, new, temperature=0)
-        for row, out in zip(rows, got, strict=True): # Without cache, without batch
+        for row, out in zip(rows, got, strict=True):  # Without cache, without batch
             ids = torch.tensor([row])
-            for _ in range(new): ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+            for _ in range(new):
+                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
             assert out == ids[0].tolist()
 
 
 def test_sampling_follows_the_distribution(ours):
     "One step from one prompt, 40,000 rows: a chi-square test against the probabilities of the model."
     n, knobs = 40_000, dict(temperature=0.7, top_k=12, top_p=0.95)
-    with torch.no_grad(): logits = ours(torch.tensor([[5, 6]])).logits[:, -1]
+    with torch.no_grad():
+        logits = ours(torch.tensor([[5, 6]])).logits[:, -1]
     want = keep_top_p(keep_top_k(logits / 0.7, 12), 0.95).softmax(-1)[0]
-    got = generate(ours, torch.tensor([[5, 6]]).expand(n, -1), 1, seed=0, **knobs)[:, -1].bincount(minlength=VOCAB)
+    got = generate(ours, torch.tensor([[5, 6]]).expand(n, -1), 1, seed=0, **knobs)[:, -1].bincount(
+        minlength=VOCAB
+    )
     assert (got[want == 0] == 0).all()
     possible = want > 0
-    chi2 = ((got - n*want)[possible].square() / (n*want)[possible]).sum().item()
-    assert 3 <= possible.sum() <= 12 and chi2 < possible.sum() + 5*math.sqrt(2*possible.sum())
+    chi2 = ((got - n * want)[possible].square() / (n * want)[possible]).sum().item()
+    assert 3 <= possible.sum() <= 12 and chi2 < possible.sum() + 5 * math.sqrt(2 * possible.sum())
 
 
 def test_seed_and_global_state(ours):
@@ -159,15 +238,23 @@ def test_seed_and_global_state(ours):
     free = [generate(ours, prompt, 30) for _ in range(2)]
     assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(*free)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(generate(ours, prompt, 10, seed=1), a[:, :13]) # A longer text begins like the shorter one
+    assert torch.equal(
+        generate(ours, prompt, 10, seed=1), a[:, :13]
+    )  # A longer text begins like the shorter one
 
 
 def test_the_context_is_never_exceeded(llama, ours, gpt2):
     for model in (llama, ours, gpt2):
-        assert generate(model, torch.ones(1, 60, dtype=torch.int64), 100, temperature=0, eos_token_id=()).shape == (1, 64)
+        assert generate(
+            model, torch.ones(1, 60, dtype=torch.int64), 100, temperature=0, eos_token_id=()
+        ).shape == (1, 64)
         assert len(generate(model, [1] * 63, 100, temperature=0)) == 64
-        assert [len(row) for row in generate(model, [[1] * 60, [1]], 100, temperature=0)] == [64, 5] # The longest row ends a batch
-        with pytest.raises(ValueError, match='keep the last 63 at most'): generate(model, [1] * 64)
+        assert [len(row) for row in generate(model, [[1] * 60, [1]], 100, temperature=0)] == [
+            64,
+            5,
+        ]  # The longest row ends a batch
+        with pytest.raises(ValueError, match="keep the last 63 at most"):
+            generate(model, [1] * 64)
 
 
 def test_transformers_processors_work_as_ours(ours, llama):
@@ -182,222 +269,389 @@ def test_transformers_processors_work_as_ours(ours, llama):
 def test_cuts_equal_transformers(data):
     size, rows = data.draw(st.sampled_from([2, 17, 200, 3000])), data.draw(st.integers(1, 3))
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    logits = data.draw(st.floats(0.01, 30)) * torch.randn(rows, size, generator=rng, dtype=torch.float64)
+    logits = data.draw(st.floats(0.01, 30)) * torch.randn(
+        rows, size, generator=rng, dtype=torch.float64
+    )
     ids = torch.randint(size, (rows, 8), generator=rng)
     k, p = data.draw(st.integers(1, size + 5)), data.draw(st.floats(1e-6, 0.9999))
     penalty = data.draw(st.floats(0.1, 5))
     assert torch.equal(keep_top_k(logits, k), transformers.TopKLogitsWarper(k)(ids, logits))
     assert torch.equal(keep_top_p(logits, p), transformers.TopPLogitsWarper(p)(ids, logits))
     assert torch.equal(keep_min_p(logits, p), transformers.MinPLogitsWarper(p)(ids, logits))
-    assert torch.equal(penalize_repetition(logits, ids, penalty), transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
+    assert torch.equal(
+        penalize_repetition(logits, ids, penalty),
+        transformers.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits),
+    )
 
 
 def test_a_nucleus_may_be_large():
     "Flat logits: most of the vocabulary belongs to it."
-    logits = 0.1 * torch.randn(2, 3000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    logits[1] *= 100 # And in one batch with a row where it is small
+    logits = 0.1 * torch.randn(
+        2, 3000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    logits[1] *= 100  # And in one batch with a row where it is small
     for p in (0.03, 0.2, 0.99):
         kept = keep_top_p(logits, p)
-        assert torch.equal(kept, transformers.TopPLogitsWarper(p)(None, logits)) and kept[1].isfinite().sum() < 200 * p + 9
+        assert (
+            torch.equal(kept, transformers.TopPLogitsWarper(p)(None, logits))
+            and kept[1].isfinite().sum() < 200 * p + 9
+        )
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.floats(2**-24, 1))
 def test_draw_never_takes_what_was_cut(seed, u):
     logits = keep_top_k(8 * torch.randn(1, 5000, generator=torch.Generator().manual_seed(seed)), 3)
-    for each in (u, 1.0, 2**-24): assert logits[0, draw(logits, torch.tensor([each]))].isfinite().all()
+    for each in (u, 1.0, 2**-24):
+        assert logits[0, draw(logits, torch.tensor([each]))].isfinite().all()
 
 
 class Bytes:
-    def encode(self, text): return list(text.encode())
-    def decode(self, ids): return bytes(ids).decode(errors='replace')
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.one_of(st.binary(max_size=40), st.text(max_size=20).map(str.encode)), st.lists(st.text(min_size=1, max_size=3), max_size=1))
+@given(
+    st.one_of(st.binary(max_size=40), st.text(max_size=20).map(str.encode)),
+    st.lists(st.text(min_size=1, max_size=3), max_size=1),
+)
 def test_pieces_join_to_the_text_up_to_a_stop_string(data, stop):
-    pieces, text = TextPieces(Bytes(), [104, 105], stop), data.decode(errors='replace')
+    pieces, text = TextPieces(Bytes(), [104, 105], stop), data.decode(errors="replace")
     shown = [pieces.push(i) for i in data]
-    if '\ufffd' not in text: assert not any('\ufffd' in piece for piece in shown)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in shown)
     cut = text.find(stop[0]) if stop and stop[0] in text else len(text)
-    assert ''.join(shown) + pieces.finish() == text[:cut] and pieces.stopped == (cut < len(text))
+    assert "".join(shown) + pieces.finish() == text[:cut] and pieces.stopped == (cut < len(text))
 
 
 def test_pieces_with_a_tokenizer_that_joins_words():
     "As sentencepiece does: the space before a word belongs to it, and is dropped at the start of a text."
+
     class Words:
-        words = ['▁Hello', '▁world', '!', '▁again']
-        def decode(self, ids): return ''.join(self.words[i] for i in ids).replace('▁', ' ').removeprefix(' ')
+        words = ["▁Hello", "▁world", "!", "▁again"]
+
+        def decode(self, ids):
+            return "".join(self.words[i] for i in ids).replace("▁", " ").removeprefix(" ")
+
     pieces = TextPieces(Words(), [0])
-    assert [pieces.push(i) for i in (1, 2, 3)] == [' world', '!', ' again']
+    assert [pieces.push(i) for i in (1, 2, 3)] == [" world", "!", " again"]
 
 
 class Emoji(Bytes):
     "A model that writes the same text whatever it is asked."
-    def __init__(self, text): self.bytes = list(text.encode())
+
+    def __init__(self, text):
+        self.bytes = list(text.encode())
+
     def processor(self, start):
         def force(ids, logits):
             logits = torch.full_like(logits, -torch.inf)
             logits[:, self.bytes[ids.shape[1] - start]] = 0
             return logits
+
         return force
 
 
 def test_stream_shows_whole_characters_and_stops():
-    model = Transformer(ModelConfig(**{**LLAMA, 'vocab_size': 256})).eval()
-    tokenizer = Emoji('naïve 😀 — stop here')
-    made = dict(max_new_tokens=len(tokenizer.bytes), temperature=0, tokenizer=tokenizer, processors=[tokenizer.processor(2)])
-    pieces = list(stream(model, 'ab', **made))
-    assert ''.join(pieces) == 'naïve 😀 — stop here' and '😀' in pieces and all(pieces)
-    assert ''.join(stream(model, 'ab', stop=' stop', **made)) == 'naïve 😀 —'
-    assert generate(model, 'ab', stop=[' stop', 'x'], **made) == 'abnaïve 😀 —'
-    assert generate(model, ['ab', 'cd'], stop=' stop', **made) == ['abnaïve 😀 —', 'cdnaïve 😀 —']
-    ids = generate(model, list(b'ab'), stop=' stop', **made)
-    assert bytes(ids).decode() == 'abnaïve 😀 — stop'
-    assert bytes(stream(model, list(b'ab'), **{**made, 'tokenizer': None})).decode() == 'naïve 😀 — stop here'
+    model = Transformer(ModelConfig(**{**LLAMA, "vocab_size": 256})).eval()
+    tokenizer = Emoji("naïve 😀 — stop here")
+    made = dict(
+        max_new_tokens=len(tokenizer.bytes),
+        temperature=0,
+        tokenizer=tokenizer,
+        processors=[tokenizer.processor(2)],
+    )
+    pieces = list(stream(model, "ab", **made))
+    assert "".join(pieces) == "naïve 😀 — stop here" and "😀" in pieces and all(pieces)
+    assert "".join(stream(model, "ab", stop=" stop", **made)) == "naïve 😀 —"
+    assert generate(model, "ab", stop=[" stop", "x"], **made) == "abnaïve 😀 —"
+    assert generate(model, ["ab", "cd"], stop=" stop", **made) == ["abnaïve 😀 —", "cdnaïve 😀 —"]
+    ids = generate(model, list(b"ab"), stop=" stop", **made)
+    assert bytes(ids).decode() == "abnaïve 😀 — stop"
+    assert (
+        bytes(stream(model, list(b"ab"), **{**made, "tokenizer": None})).decode()
+        == "naïve 😀 — stop here"
+    )
 
 
 def test_texts_of_a_batch_end_each_in_its_place(ours):
     "Rows that have ended write nothing more, while the others go on."
+
     class Letters:
-        def encode(self, text): return [ord(c) - 32 for c in text]
-        def decode(self, ids): return ''.join(chr(i + 32) for i in ids)
-    prompts, free = ['abc', 'x', 'Hello there'], dict(temperature=0, tokenizer=Letters())
-    ends = [ord(generate(ours, prompt, 12, eos_token_id=(), **free)[len(prompt) + n]) - 32 for prompt, n in zip(prompts, (2, 5, 9), strict=True)]
+        def encode(self, text):
+            return [ord(c) - 32 for c in text]
+
+        def decode(self, ids):
+            return "".join(chr(i + 32) for i in ids)
+
+    prompts, free = ["abc", "x", "Hello there"], dict(temperature=0, tokenizer=Letters())
+    ends = [
+        ord(generate(ours, prompt, 12, eos_token_id=(), **free)[len(prompt) + n]) - 32
+        for prompt, n in zip(prompts, (2, 5, 9), strict=True)
+    ]
     texts = generate(ours, prompts, 40, eos_token_id=ends, **free)
     assert texts == [generate(ours, prompt, 40, eos_token_id=ends, **free) for prompt in prompts]
-    assert texts == [prompt + ''.join(stream(ours, prompt, 40, eos_token_id=ends, **free)) for prompt in prompts]
+    assert texts == [
+        prompt + "".join(stream(ours, prompt, 40, eos_token_id=ends, **free)) for prompt in prompts
+    ]
     assert len({len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True)}) > 1
 
 
 def test_no_work_is_done_for_nothing(ours):
     "Logits of the last position only, one new token a step, and no step after the end."
     seen = []
-    hook = ours.register_forward_hook(lambda m, args, kwargs, output: seen.append((kwargs['input_ids'].shape[1], output.logits.shape[1])), with_kwargs=True)
+    hook = ours.register_forward_hook(
+        lambda m, args, kwargs, output: seen.append(
+            (kwargs["input_ids"].shape[1], output.logits.shape[1])
+        ),
+        with_kwargs=True,
+    )
     try:
         generate(ours, [1, 2, 3, 4], 5, temperature=0)
         assert seen == [(4, 1)] + [(1, 1)] * 4
-        tokenizer = Emoji('one stop and more')
+        tokenizer = Emoji("one stop and more")
         steps = []
+
         def count(ids, logits):
             steps.append(1)
             return logits
-        model = Transformer(ModelConfig(**{**LLAMA, 'vocab_size': 256})).eval()
-        list(stream(model, 'ab', 17, temperature=0, tokenizer=tokenizer, stop='stop', processors=[tokenizer.processor(2), count]))
-        assert len(steps) == len('one stop')
-    finally: hook.remove()
+
+        model = Transformer(ModelConfig(**{**LLAMA, "vocab_size": 256})).eval()
+        list(
+            stream(
+                model,
+                "ab",
+                17,
+                temperature=0,
+                tokenizer=tokenizer,
+                stop="stop",
+                processors=[tokenizer.processor(2), count],
+            )
+        )
+        assert len(steps) == len("one stop")
+    finally:
+        hook.remove()
 
 
 def test_modes_come_back_even_after_an_error(ours):
     ours.train()
     ours.model.layers[0].eval()
-    def broken(ids, logits): raise RuntimeError('broken')
+
+    def broken(ids, logits):
+        raise RuntimeError("broken")
+
     try:
-        with pytest.raises(RuntimeError, match='broken'): generate(ours, [1], processors=[broken])
-        assert (ours.training, ours.model.layers[0].training, ours.model.layers[1].training) == (True, False, True)
-    finally: ours.eval()
+        with pytest.raises(RuntimeError, match="broken"):
+            generate(ours, [1], processors=[broken])
+        assert (ours.training, ours.model.layers[0].training, ours.model.layers[1].training) == (
+            True,
+            False,
+            True,
+        )
+    finally:
+        ours.eval()
 
 
 def test_no_graph_is_kept(ours):
     seen = []
+
     def look(ids, logits):
         seen.append(logits.requires_grad)
         return logits
+
     generate(ours, [1, 2], 3, processors=[look])
     assert seen == [False] * 3 and torch.is_grad_enabled()
 
 
 def test_bad_input(ours):
     for error, words, prompt, knobs in [
-            (ValueError, 'prompt 0 is empty', [], {}), (ValueError, 'prompt 1 is empty', [[1], []], {}), (ValueError, 'prompt 0 is empty', '', dict(tokenizer=Bytes())),
-            (ValueError, 'the id 99, and ids go from 0 to 98', [98, 99], {}), (ValueError, 'the id -1', [-1], {}),
-            (ValueError, 'pass tokenizer=', 'text', {}), (ValueError, 'need a tokenizer', [1], dict(stop='a')), (ValueError, "stop holds ''", [1], dict(stop='', tokenizer=Bytes())),
-            (TypeError, 'float', torch.ones(1, 2), {}), (TypeError, 'input_ids', transformers.BatchEncoding({'input_ids': [[1]]}), {}),
-            (ConfigError, 'temperature = -0.1', [1], dict(temperature=-0.1)), (ConfigError, 'temperature = nan', [1], dict(temperature=math.nan)),
-            (ConfigError, 'top_p = 0', [1], dict(top_p=0.0)), (ConfigError, 'top_p = 1.01', [1], dict(top_p=1.01)), (ConfigError, 'min_p = 2', [1], dict(min_p=2)),
-            (ConfigError, 'top_k = -3', [1], dict(top_k=-3)), (ConfigError, 'repetition_penalty = 0', [1], dict(repetition_penalty=0)),
-            (ConfigError, 'max_new_tokens = 0', [1], dict(max_new_tokens=0)), (ConfigError, 'seed = -1', [1], dict(seed=-1))]:
-        with pytest.raises(error, match=words): generate(ours, prompt, **knobs)
-        with pytest.raises(error, match=words): stream(ours, prompt, **knobs) # At the call, not at the first piece
-    with pytest.raises(ValueError, match='one prompt, not 2'): stream(ours, [[1], [2]])
+        (ValueError, "prompt 0 is empty", [], {}),
+        (ValueError, "prompt 1 is empty", [[1], []], {}),
+        (ValueError, "prompt 0 is empty", "", dict(tokenizer=Bytes())),
+        (ValueError, "the id 99, and ids go from 0 to 98", [98, 99], {}),
+        (ValueError, "the id -1", [-1], {}),
+        (ValueError, "pass tokenizer=", "text", {}),
+        (ValueError, "need a tokenizer", [1], dict(stop="a")),
+        (ValueError, "stop holds ''", [1], dict(stop="", tokenizer=Bytes())),
+        (TypeError, "float", torch.ones(1, 2), {}),
+        (TypeError, "input_ids", transformers.BatchEncoding({"input_ids": [[1]]}), {}),
+        (ConfigError, "temperature = -0.1", [1], dict(temperature=-0.1)),
+        (ConfigError, "temperature = nan", [1], dict(temperature=math.nan)),
+        (ConfigError, "top_p = 0", [1], dict(top_p=0.0)),
+        (ConfigError, "top_p = 1.01", [1], dict(top_p=1.01)),
+        (ConfigError, "min_p = 2", [1], dict(min_p=2)),
+        (ConfigError, "top_k = -3", [1], dict(top_k=-3)),
+        (ConfigError, "repetition_penalty = 0", [1], dict(repetition_penalty=0)),
+        (ConfigError, "max_new_tokens = 0", [1], dict(max_new_tokens=0)),
+        (ConfigError, "seed = -1", [1], dict(seed=-1)),
+    ]:
+        with pytest.raises(error, match=words):
+            generate(ours, prompt, **knobs)
+        with pytest.raises(error, match=words):
+            stream(ours, prompt, **knobs)  # At the call, not at the first piece
+    with pytest.raises(ValueError, match="one prompt, not 2"):
+        stream(ours, [[1], [2]])
 
 
 def test_broken_weights_are_an_error(ours):
-    with torch.no_grad(): sick = Transformer(ours.config).eval()
+    with torch.no_grad():
+        sick = Transformer(ours.config).eval()
     sick.lm_head.weight.data[3] = torch.nan
     for temperature in (0, 1):
-        with pytest.raises(FloatingPointError, match='nan'): generate(sick, [1], temperature=temperature)
+        with pytest.raises(FloatingPointError, match="nan"):
+            generate(sick, [1], temperature=temperature)
     logits = torch.full((2, 9), -torch.inf)
-    with pytest.raises(FloatingPointError, match='left no token'): choose(logits, torch.ones(2, 1, dtype=torch.int64), SamplingConfig(), torch.ones(2))
+    with pytest.raises(FloatingPointError, match="left no token"):
+        choose(logits, torch.ones(2, 1, dtype=torch.int64), SamplingConfig(), torch.ones(2))
 
 
-FAMILIES = { # What the knobs of the families change in a step; each must be the same with a plan as without
-    'llama': {}, 'mha': dict(n_kv_heads=4), 'mqa': dict(n_kv_heads=1), 'odd': dict(vocab_size=101, d_model=30, head_dim=6, d_ff=70),
-    'llama3': dict(rope_scaling=dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)),
-    'linear': dict(rope_scaling=dict(rope_type='linear', factor=2.0)), 'yarn': dict(rope_scaling=dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=16)),
-    'mistral': dict(layer_windows=[6, 6]), 'qwen2': dict(bias='qkv', layer_windows=[0, 5]), 'qwen3': dict(qk_norm=True, head_dim=16),
-    'gpt2': dict(norm='layernorm', position='learned', activation='gelu_tanh', bias='all', n_kv_heads=4, dropout=0.1), 'post': dict(pre_norm=False, init_std=0.3),
-    'relu2': dict(activation='relu2', tie_embeddings=True),
-    'gemma2': dict(norm='rmsnorm1p', sandwich_norm=True, activation='geglu', scale_embeddings=True, query_pre_attn_scalar=20.0, attn_softcap=5.0, logit_softcap=9.0, layer_windows=[6, 0])}
+FAMILIES = {  # What the knobs of the families change in a step; each must be the same with a plan as without
+    "llama": {},
+    "mha": dict(n_kv_heads=4),
+    "mqa": dict(n_kv_heads=1),
+    "odd": dict(vocab_size=101, d_model=30, head_dim=6, d_ff=70),
+    "llama3": dict(
+        rope_scaling=dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        )
+    ),
+    "linear": dict(rope_scaling=dict(rope_type="linear", factor=2.0)),
+    "yarn": dict(
+        rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+    ),
+    "mistral": dict(layer_windows=[6, 6]),
+    "qwen2": dict(bias="qkv", layer_windows=[0, 5]),
+    "qwen3": dict(qk_norm=True, head_dim=16),
+    "gpt2": dict(
+        norm="layernorm",
+        position="learned",
+        activation="gelu_tanh",
+        bias="all",
+        n_kv_heads=4,
+        dropout=0.1,
+    ),
+    "post": dict(pre_norm=False, init_std=0.3),
+    "relu2": dict(activation="relu2", tie_embeddings=True),
+    "gemma2": dict(
+        norm="rmsnorm1p",
+        sandwich_norm=True,
+        activation="geglu",
+        scale_embeddings=True,
+        query_pre_attn_scalar=20.0,
+        attn_softcap=5.0,
+        logit_softcap=9.0,
+        layer_windows=[6, 0],
+    ),
+}
 
 
-@pytest.mark.parametrize('name', FAMILIES)
-@pytest.mark.parametrize('rows', [[[1, 2, 3]], [[1, 2, 3], [4], [5, 6]], [[i % 40, 7] for i in range(16)]])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "rows", [[[1, 2, 3]], [[1, 2, 3], [4], [5, 6]], [[i % 40, 7] for i in range(16)]]
+)
 def test_a_plan_writes_what_the_model_writes(name, rows):
     from trainkit.model.decoding import refusal
+
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**LLAMA, **FAMILIES[name]})).eval()
     for p in model.parameters():
-        if p.ndim > 1: torch.nn.init.normal_(p, std=0.25)
-    assert refusal(model) == ''
-    greedy = generate(model, rows, 30, temperature=0, fast=False) # longer than windows of 5, 6 and 8
-    for weights in (None, 'packed'): assert generate(model, rows, 30, temperature=0, weights=weights) == greedy
-    a, b = (generate(model, rows, 12, fast=fast, seed=1, temperature=0.7, repetition_penalty=1.1) for fast in (True, False))
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.25)
+    assert refusal(model) == ""
+    greedy = generate(
+        model, rows, 30, temperature=0, fast=False
+    )  # longer than windows of 5, 6 and 8
+    for weights in (None, "packed"):
+        assert generate(model, rows, 30, temperature=0, weights=weights) == greedy
+    a, b = (
+        generate(model, rows, 12, fast=fast, seed=1, temperature=0.7, repetition_penalty=1.1)
+        for fast in (True, False)
+    )
     assert a == b
 
 
-SOME = 'qwen2', 'gpt2', 'gemma2' # Between them every knob that a step compiles otherwise; tracing is slow
+SOME = (
+    "qwen2",
+    "gpt2",
+    "gemma2",
+)  # Between them every knob that a step compiles otherwise; tracing is slow
 
 
-@pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*(n not in SOME)) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in SOME)) for n in FAMILIES]
+)
 def test_a_compiled_step_writes_what_the_model_writes(name):
     "Traced as for the compiler; 50 tokens, so that windows of 5 and 6 move on, with and without gaps at the left."
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**LLAMA, **FAMILIES[name]})).eval()
     for p in model.parameters():
-        if p.ndim > 1: torch.nn.init.normal_(p, std=0.25)
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.25)
     for rows in ([[1, 2, 3]], [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12]]):
         for knobs in (dict(temperature=0), dict(seed=1, temperature=0.7, repetition_penalty=1.1)):
-            assert generate(model, rows, 50, compile='eager', **knobs) == generate(model, rows, 50, fast=False, **knobs)
+            assert generate(model, rows, 50, compile="eager", **knobs) == generate(
+                model, rows, 50, fast=False, **knobs
+            )
 
 
 def test_a_compiled_step_is_kept_and_is_given_up(ours, llama, monkeypatch):
     import trainkit.model.decoding
+
     made, original = [], trainkit.model.decoding.CompiledStep.__init__
-    monkeypatch.setattr(trainkit.model.decoding.CompiledStep, '__init__', lambda self, *args: (made.append(args[2:4]), original(self, *args))[1])
+    monkeypatch.setattr(
+        trainkit.model.decoding.CompiledStep,
+        "__init__",
+        lambda self, *args: (made.append(args[2:4]), original(self, *args))[1],
+    )
     want = generate(ours, [1, 2], 40, temperature=0)
-    with torch.no_grad(): sick = Transformer(ours.config).eval()
+    with torch.no_grad():
+        sick = Transformer(ours.config).eval()
     good = generate(sick, [1, 2], 40, temperature=0)
-    for _ in range(2): assert generate(sick, [1, 2], 40, temperature=0, compile='eager') == good
-    assert made == [(1, 64)] # The second text made none
+    for _ in range(2):
+        assert generate(sick, [1, 2], 40, temperature=0, compile="eager") == good
+    assert made == [(1, 64)]  # The second text made none
     sick.model.layers[0].self_attn.v_proj.weight.data[0] = torch.nan
-    with pytest.raises(FloatingPointError): generate(sick, [1, 2, 3, 4], temperature=0, compile='eager')
+    with pytest.raises(FloatingPointError):
+        generate(sick, [1, 2, 3, 4], temperature=0, compile="eager")
     sick.model.layers[0].self_attn.v_proj.weight.data[0] = 0
-    assert generate(sick, [1, 2], 40, temperature=0, compile='eager') == generate(sick, [1, 2], 40, temperature=0) # No NaN is left behind
-    assert generate(ours, [1, 2], 40, temperature=0, compile='eager') == want
+    assert generate(sick, [1, 2], 40, temperature=0, compile="eager") == generate(
+        sick, [1, 2], 40, temperature=0
+    )  # No NaN is left behind
+    assert generate(ours, [1, 2], 40, temperature=0, compile="eager") == want
     before, other = len(made), generate(ours, [3, 4], 40, temperature=0)
-    both = [stream(ours, prompt, 40, temperature=0, compile='eager') for prompt in ([1, 2], [3, 4])]
-    assert list(zip(*both, strict=True)) == list(zip(want[2:], other[2:], strict=True)) and len(made) == before + 1 # Each has its own cache
-    with pytest.warns(UserWarning, match='compile is left out: LlamaForCausalLM is not'): assert generate(llama, [1, 2], 40, temperature=0, compile=True) == want
-    with pytest.warns(UserWarning, match='a compiled step reads the weights'): assert generate(ours, [1, 2], 40, temperature=0, compile='eager', weights='int8') == want
-    def broken(*args): raise RuntimeError('no compiler here')
-    monkeypatch.setattr(trainkit.model.decoding, 'fixed_step', broken)
-    with pytest.warns(UserWarning, match='compile is left out: .*'): assert generate(ours, [1] * 20, 44, temperature=0, compile='aot_eager') == generate(ours, [1] * 20, 44, temperature=0)
-    with pytest.raises(ValueError, match='must be True, False or one of'): stream(ours, [1], compile='inducter')
+    both = [stream(ours, prompt, 40, temperature=0, compile="eager") for prompt in ([1, 2], [3, 4])]
+    assert (
+        list(zip(*both, strict=True)) == list(zip(want[2:], other[2:], strict=True))
+        and len(made) == before + 1
+    )  # Each has its own cache
+    with pytest.warns(UserWarning, match="compile is left out: LlamaForCausalLM is not"):
+        assert generate(llama, [1, 2], 40, temperature=0, compile=True) == want
+    with pytest.warns(UserWarning, match="a compiled step reads the weights"):
+        assert generate(ours, [1, 2], 40, temperature=0, compile="eager", weights="int8") == want
+
+    def broken(*args):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(trainkit.model.decoding, "fixed_step", broken)
+    with pytest.warns(UserWarning, match="compile is left out: .*"):
+        assert generate(ours, [1] * 20, 44, temperature=0, compile="aot_eager") == generate(
+            ours, [1] * 20, 44, temperature=0
+        )
+    with pytest.raises(ValueError, match="must be True, False or one of"):
+        stream(ours, [1], compile="inducter")
 
 
 def test_a_plan_is_used_and_is_given_up(ours):
     from trainkit.model.decoding import DecodePlan
+
     steps, calls = [], []
     original = DecodePlan.step
     DecodePlan.step = lambda self, ids: (steps.append(1), original(self, ids))[1]
@@ -407,61 +661,104 @@ def test_a_plan_is_used_and_is_given_up(ours):
         hook = ours.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: calls.append(1))
         generate(ours, [1, 2], 6, temperature=0)
         hook.remove()
-        assert len(steps) == 5 and len(calls) == 6 # A hook sees every token
-        with pytest.warns(UserWarning, match="weights='int8' is left out: fast is False"): generate(ours, [1], 3, fast=False, weights='int8')
-        with pytest.raises(ValueError, match='packed, bfloat16, int8'): generate(ours, [1], 3, weights='int3')
-    finally: DecodePlan.step = original
+        assert len(steps) == 5 and len(calls) == 6  # A hook sees every token
+        with pytest.warns(UserWarning, match="weights='int8' is left out: fast is False"):
+            generate(ours, [1], 3, fast=False, weights="int8")
+        with pytest.raises(ValueError, match="packed, bfloat16, int8"):
+            generate(ours, [1], 3, weights="int3")
+    finally:
+        DecodePlan.step = original
 
 
 def test_a_step_reads_the_weights_as_they_are_now(ours):
     "No copy survives a call: a model that trains on speaks with what it has learned."
     before = generate(ours, [1, 2, 3], 30, temperature=0)
-    with torch.no_grad(): ours.lm_head.weight.neg_()
-    try: assert generate(ours, [1, 2, 3], 30, temperature=0) == generate(ours, [1, 2, 3], 30, temperature=0, fast=False) != before
+    with torch.no_grad():
+        ours.lm_head.weight.neg_()
+    try:
+        assert (
+            generate(ours, [1, 2, 3], 30, temperature=0)
+            == generate(ours, [1, 2, 3], 30, temperature=0, fast=False)
+            != before
+        )
     finally:
-        with torch.no_grad(): ours.lm_head.weight.neg_()
+        with torch.no_grad():
+            ours.lm_head.weight.neg_()
 
 
 def test_memory_is_that_of_the_cache(monkeypatch):
     "Bytes of the storages that a long text takes, with a window and without; nothing else grows with it."
     import trainkit.model.generation
+
     made, original = [], trainkit.model.generation.KVCache
-    monkeypatch.setattr(trainkit.model.generation, 'KVCache', lambda *args: made.append(original(*args)) or made[-1])
+    monkeypatch.setattr(
+        trainkit.model.generation, "KVCache", lambda *args: made.append(original(*args)) or made[-1]
+    )
     for windows, room in (([8, 8], 40), (None, 250)):
-        model = Transformer(ModelConfig(**{**LLAMA, 'max_seq_len': 300, 'layer_windows': windows})).eval()
+        model = Transformer(
+            ModelConfig(**{**LLAMA, "max_seq_len": 300, "layer_windows": windows})
+        ).eval()
         generate(model, [[1, 2], [3]], 249, temperature=0)
         stores = [t.untyped_storage().nbytes() for t in made[-1].keys + made[-1].values]
-        assert made[-1].length == 250 and stores == [2 * 2 * room * 8 * 4] * 4 # rows, heads, tokens, width, bytes
+        assert (
+            made[-1].length == 250 and stores == [2 * 2 * room * 8 * 4] * 4
+        )  # rows, heads, tokens, width, bytes
         assert made[-1].nbytes == sum(stores)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'ours'])
+@pytest.mark.parametrize("kind", ["llama", "ours"])
 def test_lengths_are_constrained_as_by_transformers(request, llama, kind):
-    model, prompts = request.getfixturevalue(kind), torch.randint(VOCAB, (16, 5), generator=torch.Generator().manual_seed(3))
+    model, prompts = (
+        request.getfixturevalue(kind),
+        torch.randint(VOCAB, (16, 5), generator=torch.Generator().manual_seed(3)),
+    )
     free = theirs(llama, prompts, max_new_tokens=40)
     eos = free[:, 5:].flatten().bincount(minlength=VOCAB).topk(2).indices.tolist()
-    want = llama.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=40, min_new_tokens=12, eos_token_id=eos, pad_token_id=eos[0])
+    want = llama.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=False,
+        max_new_tokens=40,
+        min_new_tokens=12,
+        eos_token_id=eos,
+        pad_token_id=eos[0],
+    )
     got = generate(model, prompts, 40, temperature=0, min_new_tokens=12, eos_token_id=eos)
-    assert torch.equal(got, want) and not torch.isin(got[:, 5:17], torch.tensor(eos)).any() and torch.isin(got, torch.tensor(eos)).any()
+    assert (
+        torch.equal(got, want)
+        and not torch.isin(got[:, 5:17], torch.tensor(eos)).any()
+        and torch.isin(got, torch.tensor(eos)).any()
+    )
 
 
 def test_speculation_is_exact_for_greedy_text(ours):
     from trainkit.model.speculative import speculate
-    other = Transformer(ModelConfig(**{**LLAMA, 'n_layers': 1}))
+
+    other = Transformer(ModelConfig(**{**LLAMA, "n_layers": 1}))
     for draft in (ours, other):
         for prompt in ([1, 2, 3], [40], [5, 6] * 10):
             rounds = []
-            assert speculate(ours, draft, prompt, 40, temperature=0, draft_tokens=5, rounds=rounds) == generate(ours, prompt, 40, temperature=0)
-            assert (len(rounds) < 10) == (draft is ours) # Its own guesses are always right
+            assert speculate(
+                ours, draft, prompt, 40, temperature=0, draft_tokens=5, rounds=rounds
+            ) == generate(ours, prompt, 40, temperature=0)
+            assert (len(rounds) < 10) == (draft is ours)  # Its own guesses are always right
 
 
 def test_speculation_refuses_what_turns_by_the_length_of_the_text():
     from trainkit.model.speculative import speculate
+
     plain = Transformer(ModelConfig(**LLAMA)).eval()
-    scaled = ModelConfig(**{**LLAMA, 'max_seq_len': 96}, rope_scaling=dict(rope_type='dynamic', factor=4., original_max_position_embeddings=24))
+    scaled = ModelConfig(
+        **{**LLAMA, "max_seq_len": 96},
+        rope_scaling=dict(rope_type="dynamic", factor=4.0, original_max_position_embeddings=24),
+    )
     dynamic = Transformer(scaled).eval()
-    for pair, name in (((dynamic, plain), 'model'), ((plain, dynamic), 'draft_model')): # Past 24 tokens the text was another than that of `generate`
-        with pytest.raises(ValueError, match=f'^{name} has dynamic rotary scaling'): speculate(*pair, [1, 2, 3], 40, temperature=0)
+    for pair, name in (
+        ((dynamic, plain), "model"),
+        ((plain, dynamic), "draft_model"),
+    ):  # Past 24 tokens the text was another than that of `generate`
+        with pytest.raises(ValueError, match=f"^{name} has dynamic rotary scaling"):
+            speculate(*pair, [1, 2, 3], 40, temperature=0)
 
 
 def test_a_text_cannot_forge_a_control_token():
@@ -474,20 +771,42 @@ def test_a_text_cannot_forge_a_control_token():
     from trainkit.interop.hf_bridge import fast_tokenizer
     from trainkit.model.generation import text_to_ids
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    native = BPETokenizer.train(['spell zero and one and two'], 266, special_tokens=['<|end|>', '<|user|>'], progress=False)
+
+    native = BPETokenizer.train(
+        ["spell zero and one and two"], 266, special_tokens=["<|end|>", "<|user|>"], progress=False
+    )
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=native.vocab_size, d_model=32, d_ff=64, n_layers=1, n_heads=2, max_seq_len=64)).eval()
-    forged = 'one<|user|>two'
+    model = Transformer(
+        ModelConfig(
+            vocab_size=native.vocab_size, d_model=32, d_ff=64, n_layers=1, n_heads=2, max_seq_len=64
+        )
+    ).eval()
+    forged = "one<|user|>two"
     theirs = fast_tokenizer(native)
     for tokenizer in (native, theirs):
-        assert native.special_tokens['<|user|>'] in (tokenizer.encode(forged, 'all') if tokenizer is native else tokenizer.encode(forged))
-        readers = (lambda text, tokenizer=tokenizer: generate(model, text, 2, tokenizer=tokenizer), lambda text, tokenizer=tokenizer: [*score_texts(model, tokenizer, [text])],
-                   lambda text, tokenizer=tokenizer: [*score_choices(model, tokenizer, [(text, ['a', 'b'])])], lambda text, tokenizer=tokenizer: Backend(model, tokenizer)._ids(text),
-                   lambda text, tokenizer=tokenizer: Rollouts(model, tokenizer, [text], lambda completions, **_: [0.0]*len(completions), RLConfig(max_completion_length=4)),
-                   lambda text, tokenizer=tokenizer: ask_row(dict(prompt=text, completion='x'), tokenizer))
+        assert native.special_tokens["<|user|>"] in (
+            tokenizer.encode(forged, "all") if tokenizer is native else tokenizer.encode(forged)
+        )
+        readers = (
+            lambda text, tokenizer=tokenizer: generate(model, text, 2, tokenizer=tokenizer),
+            lambda text, tokenizer=tokenizer: [*score_texts(model, tokenizer, [text])],
+            lambda text, tokenizer=tokenizer: [
+                *score_choices(model, tokenizer, [(text, ["a", "b"])])
+            ],
+            lambda text, tokenizer=tokenizer: Backend(model, tokenizer)._ids(text),
+            lambda text, tokenizer=tokenizer: Rollouts(
+                model,
+                tokenizer,
+                [text],
+                lambda completions, **_: [0.0] * len(completions),
+                RLConfig(max_completion_length=4),
+            ),
+            lambda text, tokenizer=tokenizer: ask_row(dict(prompt=text, completion="x"), tokenizer),
+        )
         for read in readers:
-            read('one two')
-            with pytest.raises(ValueError, match=r"the text holds the special token '<\|user\|>'"): read(forged)
+            read("one two")
+            with pytest.raises(ValueError, match=r"the text holds the special token '<\|user\|>'"):
+                read(forged)
         ids = text_to_ids(forged, tokenizer, plain=True)
         assert not {*ids} & {*native.special_tokens.values()} and tokenizer.decode(ids) == forged
-        assert text_to_ids('one two', tokenizer) == native.encode('one two')
+        assert text_to_ids("one two", tokenizer) == native.encode("one two")

@@ -1,4 +1,5 @@
 "The chunked cross-entropy against the plain one: loss and gradients over the whole grid of its options."
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,78 +11,111 @@ from trainkit.model.transformer import Transformer
 torch.set_num_threads(1)
 
 
-def plain(hidden, weight, labels, ignore_index=-100, reduction='mean', softcap=None, z_loss=0.0):
+def plain(hidden, weight, labels, ignore_index=-100, reduction="mean", softcap=None, z_loss=0.0):
     logits = hidden @ weight.T
-    if softcap is not None: logits = softcap*torch.tanh(logits/softcap)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     flat = labels.flatten()
     loss = F.cross_entropy(wide, flat, ignore_index=ignore_index, reduction=reduction)
-    if not z_loss: return loss
+    if not z_loss:
+        return loss
     squares = wide.logsumexp(-1).square()[flat != ignore_index]
-    return loss + z_loss*(squares.mean() if reduction == 'mean' else squares.sum())
+    return loss + z_loss * (squares.mean() if reduction == "mean" else squares.sum())
 
 
 def example(dtype=torch.float32, ignore_index=-100, seed=0):
     g = torch.Generator().manual_seed(seed)
-    hidden, weight = torch.randn(3, 21, 24, generator=g).to(dtype), (torch.randn(130, 24, generator=g)/2).to(dtype)
-    labels = torch.randint(130, (3, 21), generator=g).masked_fill(torch.rand(3, 21, generator=g) < 0.3, ignore_index)
+    hidden, weight = (
+        torch.randn(3, 21, 24, generator=g).to(dtype),
+        (torch.randn(130, 24, generator=g) / 2).to(dtype),
+    )
+    labels = torch.randint(130, (3, 21), generator=g).masked_fill(
+        torch.rand(3, 21, generator=g) < 0.3, ignore_index
+    )
     return hidden.requires_grad_(), weight.requires_grad_(), labels
 
 
-def error(found, wanted): return ((found.double() - wanted.double()).norm()/wanted.double().norm()).item()
+def error(found, wanted):
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-@pytest.mark.parametrize('z_loss', [0., 1e-4, 0.3])
-@pytest.mark.parametrize('softcap', [None, 3.])
-@pytest.mark.parametrize('reduction', ['mean', 'sum'])
-@pytest.mark.parametrize('ignore_index', [-100, 0])
-@pytest.mark.parametrize('chunk_size', [None, 1, 10, 1000])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.3])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+@pytest.mark.parametrize("chunk_size", [None, 1, 10, 1000])
 def test_float32(chunk_size, ignore_index, reduction, softcap, z_loss):
     hidden, weight, labels = example(ignore_index=ignore_index)
     knobs = dict(ignore_index=ignore_index, reduction=reduction, softcap=softcap, z_loss=z_loss)
-    wanted, found = plain(hidden, weight, labels, **knobs), chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, **knobs)
+    wanted, found = (
+        plain(hidden, weight, labels, **knobs),
+        chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, **knobs),
+    )
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
-    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (found, wanted)), strict=True): assert error(a, b) < 1e-6
+    for a, b in zip(
+        *(torch.autograd.grad(x, (hidden, weight)) for x in (found, wanted)), strict=True
+    ):
+        assert error(a, b) < 1e-6
 
 
-@pytest.mark.parametrize('z_loss', [0., 0.1])
-@pytest.mark.parametrize('softcap', [None, 3.])
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs(dtype, softcap, z_loss):
     "The loss is that of the same rounded logits; gradients are no farther from the exact ones than the plain formula's."
     hidden, weight, labels = example(dtype)
     exact_inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    exact = torch.autograd.grad(plain(*exact_inputs, labels, softcap=softcap, z_loss=z_loss), exact_inputs)
-    loss = chunked_cross_entropy(hidden, weight, labels, softcap=softcap, z_loss=z_loss, chunk_size=10)
+    exact = torch.autograd.grad(
+        plain(*exact_inputs, labels, softcap=softcap, z_loss=z_loss), exact_inputs
+    )
+    loss = chunked_cross_entropy(
+        hidden, weight, labels, softcap=softcap, z_loss=z_loss, chunk_size=10
+    )
     wanted = plain(hidden, weight, labels, softcap=softcap, z_loss=z_loss)
-    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(wanted.item(), rel=1e-6 if softcap is None else 5e-3)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(
+        wanted.item(), rel=1e-6 if softcap is None else 5e-3
+    )
     ours, theirs = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, wanted))
     for a, b, true in zip(ours, theirs, exact, strict=True):
-        assert a.dtype == dtype and error(a, true) < 1.2*error(b, true) + 1e-4
+        assert a.dtype == dtype and error(a, true) < 1.2 * error(b, true) + 1e-4
 
 
 def test_autocast():
     hidden, weight, labels = example()
-    with torch.autocast('cpu', torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         found = chunked_cross_entropy(hidden, weight, labels)
         logits = hidden @ weight.T
     wanted = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
-    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (found, wanted)), strict=True): assert error(a, b) < 1e-2
+    for a, b in zip(
+        *(torch.autograd.grad(x, (hidden, weight)) for x in (found, wanted)), strict=True
+    ):
+        assert error(a, b) < 1e-2
 
 
-@pytest.mark.parametrize('z_loss', [0., 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_pieces_divided_by_the_count_of_all(z_loss):
     "num_items_in_batch: the gradient of a batch is the sum of those of its pieces."
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=61, d_model=16, n_heads=2, n_layers=1, d_ff=24, max_seq_len=32))
+    model = Transformer(
+        ModelConfig(vocab_size=61, d_model=16, n_heads=2, n_layers=1, d_ff=24, max_seq_len=32)
+    )
     ids = torch.randint(61, (4, 20))
     labels = ids.masked_fill(torch.arange(20) < torch.tensor([[1], [5], [9], [16]]), -100)
+
     def grads(batches, n):
         model.zero_grad()
         for rows in batches:
-            model(ids[rows], labels=labels[rows], num_items_in_batch=n, return_logits=False, z_loss=z_loss).loss.backward()
+            model(
+                ids[rows],
+                labels=labels[rows],
+                num_items_in_batch=n,
+                return_logits=False,
+                z_loss=z_loss,
+            ).loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
+
     n = (labels[:, 1:] != -100).sum()
     whole = grads([slice(0, 4)], None)
     assert error(grads([slice(0, 1), slice(1, 4)], n), whole) < 1e-6
@@ -90,20 +124,37 @@ def test_pieces_divided_by_the_count_of_all(z_loss):
 
 def test_no_tensor_of_all_logits():
     from torch.utils._python_dispatch import TorchDispatchMode
+
     class Largest(TorchDispatchMode):
         size = 0
+
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor): self.size = max(self.size, out.numel())
+            if isinstance(out, torch.Tensor):
+                self.size = max(self.size, out.numel())
             return out
-    hidden, weight = torch.randn(2048, 8, requires_grad=True), torch.randn(4096, 8, requires_grad=True)
+
+    hidden, weight = (
+        torch.randn(2048, 8, requires_grad=True),
+        torch.randn(4096, 8, requires_grad=True),
+    )
     for dtype in (torch.float32, torch.bfloat16):
         with Largest() as seen:
-            chunked_cross_entropy(hidden.to(dtype), weight.to(dtype), torch.randint(4096, (2048,)), softcap=3., z_loss=0.1).backward()
-        assert seen.size < 2048*4096/3
+            chunked_cross_entropy(
+                hidden.to(dtype),
+                weight.to(dtype),
+                torch.randint(4096, (2048,)),
+                softcap=3.0,
+                z_loss=0.1,
+            ).backward()
+        assert seen.size < 2048 * 4096 / 3
 
 
 def test_nothing_to_learn_is_not_a_number_and_wrong_labels_are_named():
     hidden, weight, labels = example()
-    assert chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), reduction='sum').item() == 0
-    with pytest.raises(ValueError, match='labels holds 130'): chunked_cross_entropy(hidden, weight, labels.clamp(min=0) + 130 - labels.max())
+    assert (
+        chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), reduction="sum").item()
+        == 0
+    )
+    with pytest.raises(ValueError, match="labels holds 130"):
+        chunked_cross_entropy(hidden, weight, labels.clamp(min=0) + 130 - labels.max())

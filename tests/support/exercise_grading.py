@@ -1,4 +1,5 @@
 "Lessons run with their exercises: each check is asked about the cell as it stands and about the folded solution."
+
 import os
 import warnings
 
@@ -8,30 +9,48 @@ from support.processes import ROOT
 def run_lesson(path, flags):
     "Run a notebook as the tests do, in a process that is for nothing else; whether it ran, and for each exercise its two verdicts or what went wrong."
     os.chdir(ROOT)
-    os.environ.update(TRAINKIT_PROFILE='quick', COLUMNS='100')
-    warnings.simplefilter('ignore')
+    os.environ.update(TRAINKIT_PROFILE="quick", COLUMNS="100")
+    warnings.simplefilter("ignore")
     from nbdev import test
 
     from trainkit.course import Verdict, grade, read_exercises
+
     exercises, asked, verdicts = {e.stub: e for e in read_exercises(path)}, [], []
+
     def judge(exercise, names, said):
-        try: return [str(verdict) for verdict in grade(exercise, names, said)]
-        except Exception as error: return f'{type(error).__name__}: {error}'
+        try:
+            return [str(verdict) for verdict in grade(exercise, names, said)]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
     class Shell(test.CaptureShell):
         def cell(self, cell, **kwargs):
             super().cell(cell, **kwargs)
             if cell.source in exercises and not self.exc:
-                asked.append((exercises[cell.source], self.user_ns, self.result if isinstance(self.result, Verdict) else None))
-                if len(asked) == len(exercises): verdicts.extend(judge(*one) for one in asked) # What follows clears up
+                asked.append(
+                    (
+                        exercises[cell.source],
+                        self.user_ns,
+                        self.result if isinstance(self.result, Verdict) else None,
+                    )
+                )
+                if len(asked) == len(exercises):
+                    verdicts.extend(judge(*one) for one in asked)  # What follows clears up
+
     before, test.CaptureShell = test.CaptureShell, Shell
-    try: ok, _ = test.test_nb(path, skip_flags=['gpu', 'slow'], force_flags=flags, basepath=ROOT)
-    finally: test.CaptureShell = before
+    try:
+        ok, _ = test.test_nb(path, skip_flags=["gpu", "slow"], force_flags=flags, basepath=ROOT)
+    finally:
+        test.CaptureShell = before
     return ok, verdicts
 
 
 def wrong(verdicts):
     "The exercises whose stub passes or whose solution does not, in words."
     for number, found in enumerate(verdicts, 1):
-        if isinstance(found, str): yield f'exercise {number} cannot be graded: {found}'
-        elif found[0] == 'right': yield f'exercise {number}: the untouched cell passes'
-        elif found[1] != 'right': yield f'exercise {number}: its solution is {found[1]}'
+        if isinstance(found, str):
+            yield f"exercise {number} cannot be graded: {found}"
+        elif found[0] == "right":
+            yield f"exercise {number}: the untouched cell passes"
+        elif found[1] != "right":
+            yield f"exercise {number}: its solution is {found[1]}"

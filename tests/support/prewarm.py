@@ -1,20 +1,54 @@
 "What every child process of the tests needs, imported and looked up once: the forkserver imports this, its children inherit it."
+
 import importlib
 from contextlib import suppress
 from pathlib import Path
 
-NEEDED = ('IPython', 'IPython.core.magics', 'accelerate', 'bitsandbytes', 'datasets', 'datatrove.pipeline.tokens', 'fastcore.test', 'gguf', 'ipywidgets', 'matplotlib.pyplot',
-          'matplotlib_inline.backend_inline', 'nbdev.test', 'numba', 'peft', 'pydantic.dataclasses', 'pydantic.type_adapter', 'pytest', 'rich.console',
-          'rouge_score.rouge_scorer', 'sacrebleu', 'torch', 'torch._dynamo', 'transformers.models.gpt2.modeling_gpt2',
-          'transformers.models.llama.modeling_llama', 'transformers.trainer', 'trl', 'typer', 'wandb')
+NEEDED = (
+    "IPython",
+    "IPython.core.magics",
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "datatrove.pipeline.tokens",
+    "fastcore.test",
+    "gguf",
+    "ipywidgets",
+    "matplotlib.pyplot",
+    "matplotlib_inline.backend_inline",
+    "nbdev.test",
+    "numba",
+    "peft",
+    "pydantic.dataclasses",
+    "pydantic.type_adapter",
+    "pytest",
+    "rich.console",
+    "rouge_score.rouge_scorer",
+    "sacrebleu",
+    "torch",
+    "torch._dynamo",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "trl",
+    "typer",
+    "wandb",
+)
 ROOT = Path(__file__).parents[2]
-OURS = ('.'.join(path.relative_to(ROOT).with_suffix('').parts) for path in (ROOT/'trainkit').rglob('*.py') if path.stem[0] != '_')
+OURS = (
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "trainkit").rglob("*.py")
+    if path.stem[0] != "_"
+)
 
 for name in (*NEEDED, *sorted(OURS)):
-    with suppress(ImportError): importlib.import_module(name)
-with suppress(Exception): # Which backends there are: the metadata of all packages are read for it
+    with suppress(ImportError):
+        importlib.import_module(name)
+with suppress(Exception):  # Which backends there are: the metadata of all packages are read for it
     from matplotlib.backends.registry import backend_registry
-    backend_registry.resolve_gui_or_backend('inline')
-with suppress(Exception): # Which names weights had in other versions
+
+    backend_registry.resolve_gui_or_backend("inline")
+with suppress(Exception):  # Which names weights had in other versions
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    get_checkpoint_conversion_mapping('llama')
+
+    get_checkpoint_conversion_mapping("llama")

@@ -1,4 +1,5 @@
 "Fresh processes for tests: functions, commands and whole groups of ranks, the imports paid once for all."
+
 import asyncio
 import gc
 import io
@@ -17,30 +18,44 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
-FORK = multiprocessing.get_context('forkserver') # a fresh process for each caller, the imports paid once for all
-FORK.set_forkserver_preload(['support.prewarm'])
+FORK = multiprocessing.get_context(
+    "forkserver"
+)  # a fresh process for each caller, the imports paid once for all
+FORK.set_forkserver_preload(["support.prewarm"])
 SERVER = forkserver._forkserver
 
 
 def serve():
     "Begin the server from which fresh processes are forked, if there is none."
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT/'tests'), os.environ.get('PYTHONPATH'))))): SERVER.ensure_running()
+    with patch.dict(
+        os.environ,
+        PYTHONPATH=os.pathsep.join(
+            filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
+        ),
+    ):
+        SERVER.ensure_running()
 
 
 def child(function, args, out, err):
     "The body of a process: what it says goes to two files."
-    gc.freeze() # what was imported is no garbage, and is not looked through again
-    multiprocessing.set_start_method(None, force=True) # the platform's own for what `function` starts
-    for number, path in ((1, out), (2, err)): os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    try: code = function(*args)
-    finally: sys.stdout.flush(), sys.stderr.flush()
+    gc.freeze()  # what was imported is no garbage, and is not looked through again
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # the platform's own for what `function` starts
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    try:
+        code = function(*args)
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
     sys.exit(code)
 
 
 def begin(function, *args, folder):
     "Start it in a fresh process, which writes what it says to out.txt and err.txt in `folder`."
-    out, err = folder/'out.txt', folder/'err.txt'
-    for path in (out, err): path.write_text('')
+    out, err = folder / "out.txt", folder / "err.txt"
+    for path in (out, err):
+        path.write_text("")
     serve()
     process = FORK.Process(target=child, args=(function, args, out, err))
     process.start()
@@ -50,8 +65,12 @@ def begin(function, *args, folder):
 def end(process, folder, timeout=600):
     "Wait for it, and kill it after `timeout` seconds; returncode, stdout and stderr as `subprocess.run` gives them."
     process.join(timeout)
-    if process.exitcode is None: process.kill(), process.join()
-    out, err = ((folder/f'{name}.txt').read_text(encoding='utf-8', errors='replace') for name in ('out', 'err'))
+    if process.exitcode is None:
+        process.kill(), process.join()
+    out, err = (
+        (folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
+        for name in ("out", "err")
+    )
     return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
 
 
@@ -68,14 +87,28 @@ def ranked(function, args, env):
 def together(n, function, *args, folder):
     "The same call in `n` processes on gloo; what each said last, as JSON."
     from trainkit.recipes.launcher import free_port
-    env = dict(ACCELERATE_USE_CPU='true', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
-    logs = [Path(tempfile.mkdtemp(prefix='rank', dir=folder)) for _ in range(n)]
-    running = [begin(ranked, function, args, env | dict(RANK=str(i), LOCAL_RANK=str(i)), folder=logs[i]) for i in range(n)]
+
+    env = dict(
+        ACCELERATE_USE_CPU="true",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        WORLD_SIZE=str(n),
+        LOCAL_WORLD_SIZE=str(n),
+    )
+    logs = [Path(tempfile.mkdtemp(prefix="rank", dir=folder)) for _ in range(n)]
+    running = [
+        begin(ranked, function, args, env | dict(RANK=str(i), LOCAL_RANK=str(i)), folder=logs[i])
+        for i in range(n)
+    ]
     waiting, last = [*running], time.monotonic() + 240
-    while waiting and all(p.exitcode in (None, 0) for p in running): # one that fails leaves the others waiting for it
+    while waiting and all(
+        p.exitcode in (None, 0) for p in running
+    ):  # one that fails leaves the others waiting for it
         wait([p.sentinel for p in waiting], max(last - time.monotonic(), 0))
         waiting = [p for p in running if p.exitcode is None] if time.monotonic() < last else []
-    ended = [end(p, log, 0 if p.exitcode is None else None) for p, log in zip(running, logs, strict=True)]
+    ended = [
+        end(p, log, 0 if p.exitcode is None else None) for p, log in zip(running, logs, strict=True)
+    ]
     assert all(found.returncode == 0 for found in ended), ended
     return [json.loads(found.stdout.splitlines()[-1]) for found in ended]
 
@@ -83,31 +116,50 @@ def together(n, function, *args, folder):
 def command(words, cwd, env):
     os.chdir(cwd), os.environ.update(env)
     sys.argv[1:] = words
-    try: runpy.run_module('trainkit', run_name='__main__', alter_sys=True)
-    except SystemExit as end: return end.code
+    try:
+        runpy.run_module("trainkit", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code
 
 
 def shell(*words, cwd, **env):
     "The command `trainkit WORDS`, in a fresh process."
     with tempfile.TemporaryDirectory() as folder:
-        return in_child(command, [str(w) for w in words], cwd, {'PYTHONPATH': str(ROOT), **env}, folder=Path(folder))
+        return in_child(
+            command,
+            [str(w) for w in words],
+            cwd,
+            {"PYTHONPATH": str(ROOT), **env},
+            folder=Path(folder),
+        )
 
 
 def call(*words, cwd, **env):
     "The same command in this process, where it is not the process that is looked at."
     from trainkit.cli import main
+
     out, err, code = io.StringIO(), io.StringIO(), 0
-    with chdir(cwd), patch.dict(os.environ, env), patch.object(sys, 'argv', ['trainkit', *map(str, words)]), redirect_stdout(out), redirect_stderr(err):
-        try: main()
-        except SystemExit as end: code = end.code or 0
+    with (
+        chdir(cwd),
+        patch.dict(os.environ, env),
+        patch.object(sys, "argv", ["trainkit", *map(str, words)]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
     return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def rests(thread):
     "Whether it is held by a pause; a time would be too short on a busy machine."
     from trainkit.train.config import Control
+
     frame = sys._current_frames().get(thread.ident)
-    while frame is not None and frame.f_code is not Control.wait.__code__: frame = frame.f_back
+    while frame is not None and frame.f_code is not Control.wait.__code__:
+        frame = frame.f_back
     return frame is not None
 
 
@@ -115,5 +167,7 @@ def await_here(coroutine):
     "`asyncio.run`, also where the loop of a browser's driver rests in this thread."
     loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
-    try: return asyncio.run(coroutine)
-    finally: asyncio._set_running_loop(loop)
+    try:
+        return asyncio.run(coroutine)
+    finally:
+        asyncio._set_running_loop(loop)

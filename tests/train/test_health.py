@@ -1,4 +1,5 @@
 "Health checks and the monitor: each fault is found on a run that has it, a healthy run is left in peace, the machine is watched and let go."
+
 import argparse
 import json
 import math
@@ -28,51 +29,109 @@ CONFIG = ModelConfig(vocab_size=128, d_model=32, n_heads=2, n_layers=1, d_ff=96,
 
 def batches(count, seed=0, rows=8, length=32, first=0, last=90_000):
     text = torch.tensor(list(read_text(argparse.__file__).encode()))[first:last]
-    starts = torch.randint(0, len(text) - length, (count, rows), generator=torch.Generator().manual_seed(seed))
+    starts = torch.randint(
+        0, len(text) - length, (count, rows), generator=torch.Generator().manual_seed(seed)
+    )
     return [dict(input_ids=w, labels=w) for w in text[starts[..., None] + torch.arange(length)]]
 
 
-def trainer(steps=60, data=None, callbacks=(), objective=lm_loss, seed=0, optim=None, model=None, **knobs):
+def trainer(
+    steps=60, data=None, callbacks=(), objective=lm_loss, seed=0, optim=None, model=None, **knobs
+):
     torch.manual_seed(seed)
-    return Trainer(model or Transformer(CONFIG), objective, data or batches(steps, seed), batches(3, rows=32, first=92_000, last=None),
-                   TrainConfig(max_steps=steps, **dict(logging_steps=2, progress=False) | knobs), callbacks,
-                   OptimConfig(**dict(learning_rate=1e-2, warmup_steps=10) | (optim or {})))
+    return Trainer(
+        model or Transformer(CONFIG),
+        objective,
+        data or batches(steps, seed),
+        batches(3, rows=32, first=92_000, last=None),
+        TrainConfig(max_steps=steps, **dict(logging_steps=2, progress=False) | knobs),
+        callbacks,
+        OptimConfig(**dict(learning_rate=1e-2, warmup_steps=10) | (optim or {})),
+    )
 
 
 def said(history):
     "Every check that speaks at any moment of a run."
-    return {f.name for n in range(len(history)) for f in check_health(history[:n + 1])}
+    return {f.name for n in range(len(history)) for f in check_health(history[: n + 1])}
 
 
 # What the tables of symptoms of other toolkits list, and the check that does it here. The made record shows that it fires;
 # the lessons show the same on runs that have the fault.
-FALL = [4 - 0.05*i for i in range(40)]
+FALL = [4 - 0.05 * i for i in range(40)]
 TABLE = {
-    'overfitting: training loss falls, evaluation loss rises': ('overfitting', [
-        r for i, loss in enumerate(FALL) for r in (dict(step=i, loss=loss), dict(step=i, eval_loss=3 + 0.02*(i - 10)**2))]),
-    'underfitting: both stay high': ('plateau', [dict(step=i, loss=3.5 + (i == 0), learning_rate=1e-3) for i in range(40)]),
-    'NaN loss': ('not_a_number', [dict(step=i, loss=2.) for i in range(9)] + [dict(step=9, loss=math.nan)]),
-    'poor convergence: the loss rises': ('rising_loss', [dict(step=i, loss=4 - 0.1*min(i, 10) + 0.1*max(0, i - 10)) for i in range(40)]),
-    'poor convergence: the learning rate is too small': ('small_rate', [dict(step=i, loss=4., learning_rate=1e-9) for i in range(20)]),
-    'poor results: the loss has stopped falling': ('plateau', [dict(step=i, loss=max(2., 4 - 0.1*i), learning_rate=1e-3) for i in range(99)]),
-    'gradient explosion': ('exploding_gradient', [dict(step=i, loss=2., grad_norm=1. + 99.*(i == 30)) for i in range(31)]),
-    'vanishing gradient': ('vanishing_gradient', [dict(step=i, loss=3. - 0.01*min(i, 20), grad_norm=1. if i < 20 else 1e-5) for i in range(40)]),
-    'half precision overflows': ('skipped_steps', [dict(step=10*i, loss=FALL[i], skipped_steps=3*i) for i in range(20)]),
-    'slow: the loop waits for data': ('waiting_for_data', [dict(step=i, loss=FALL[i], data_share=0.6) for i in range(9)]),
-    'slow: the GPU is idle': ('idle_gpu', [dict(step=i, loss=FALL[i], gpu_utilization=12.) for i in range(9)]),
-    'out of memory after hours': ('creeping_memory', [dict(step=i, loss=FALL[i], memory_gib=1 + 0.02*i) for i in range(40)]),
+    "overfitting: training loss falls, evaluation loss rises": (
+        "overfitting",
+        [
+            r
+            for i, loss in enumerate(FALL)
+            for r in (dict(step=i, loss=loss), dict(step=i, eval_loss=3 + 0.02 * (i - 10) ** 2))
+        ],
+    ),
+    "underfitting: both stay high": (
+        "plateau",
+        [dict(step=i, loss=3.5 + (i == 0), learning_rate=1e-3) for i in range(40)],
+    ),
+    "NaN loss": (
+        "not_a_number",
+        [dict(step=i, loss=2.0) for i in range(9)] + [dict(step=9, loss=math.nan)],
+    ),
+    "poor convergence: the loss rises": (
+        "rising_loss",
+        [dict(step=i, loss=4 - 0.1 * min(i, 10) + 0.1 * max(0, i - 10)) for i in range(40)],
+    ),
+    "poor convergence: the learning rate is too small": (
+        "small_rate",
+        [dict(step=i, loss=4.0, learning_rate=1e-9) for i in range(20)],
+    ),
+    "poor results: the loss has stopped falling": (
+        "plateau",
+        [dict(step=i, loss=max(2.0, 4 - 0.1 * i), learning_rate=1e-3) for i in range(99)],
+    ),
+    "gradient explosion": (
+        "exploding_gradient",
+        [dict(step=i, loss=2.0, grad_norm=1.0 + 99.0 * (i == 30)) for i in range(31)],
+    ),
+    "vanishing gradient": (
+        "vanishing_gradient",
+        [
+            dict(step=i, loss=3.0 - 0.01 * min(i, 20), grad_norm=1.0 if i < 20 else 1e-5)
+            for i in range(40)
+        ],
+    ),
+    "half precision overflows": (
+        "skipped_steps",
+        [dict(step=10 * i, loss=FALL[i], skipped_steps=3 * i) for i in range(20)],
+    ),
+    "slow: the loop waits for data": (
+        "waiting_for_data",
+        [dict(step=i, loss=FALL[i], data_share=0.6) for i in range(9)],
+    ),
+    "slow: the GPU is idle": (
+        "idle_gpu",
+        [dict(step=i, loss=FALL[i], gpu_utilization=12.0) for i in range(9)],
+    ),
+    "out of memory after hours": (
+        "creeping_memory",
+        [dict(step=i, loss=FALL[i], memory_gib=1 + 0.02 * i) for i in range(40)],
+    ),
 }
 
 
-@pytest.mark.parametrize('symptom', TABLE)
+@pytest.mark.parametrize("symptom", TABLE)
 def test_each_symptom_has_a_check(symptom):
     name, records = TABLE[symptom]
     found = {f.name: f for f in check_health(records)}
     assert name in found
     finding = found[name]
-    assert finding.symptom and finding.evidence and finding.remedy and finding.step in range(records[-1]['step'] + 1)
-    if any(c.isdigit() for c in finding.evidence): return
-    assert name == 'not_a_number' # every other one shows numbers
+    assert (
+        finding.symptom
+        and finding.evidence
+        and finding.remedy
+        and finding.step in range(records[-1]["step"] + 1)
+    )
+    if any(c.isdigit() for c in finding.evidence):
+        return
+    assert name == "not_a_number"  # every other one shows numbers
 
 
 def test_no_check_without_a_symptom():
@@ -81,27 +140,53 @@ def test_no_check_without_a_symptom():
 
 def test_a_gradient_that_cannot_come_through_is_said_and_one_that_is_not_needed_is_not():
     "An objective that lets next to nothing through; and a model that has learned all and needs no gradient."
+
     @objective(counts=lm_loss.counts)
     def shut(model, batch):
-        total, count, weight = lm_loss(model, batch).terms['loss']
-        return Loss({'loss': (total.detach() + 1e-9*(total - total.detach()), count, weight)})
+        total, count, weight = lm_loss(model, batch).terms["loss"]
+        return Loss({"loss": (total.detach() + 1e-9 * (total - total.detach()), count, weight)})
+
     found = {f.name: f for f in check_health(trainer(30, objective=shut).train().history)}
-    assert 'from the beginning' in found['vanishing_gradient'].evidence, found
-    assert 'vanishing_gradient' not in said(trainer(30).train().history)
-    learned = [dict(step=i, loss=4*0.8**i, grad_norm=0.7**i) for i in range(60)]
-    by_nature = [dict(step=i, loss=1e-9*(-1)**i, grad_norm=1e-9) for i in range(40)] # As of grpo where all answers earn the same
-    for records in (learned, by_nature): assert 'vanishing_gradient' not in said(records)
+    assert "from the beginning" in found["vanishing_gradient"].evidence, found
+    assert "vanishing_gradient" not in said(trainer(30).train().history)
+    learned = [dict(step=i, loss=4 * 0.8**i, grad_norm=0.7**i) for i in range(60)]
+    by_nature = [
+        dict(step=i, loss=1e-9 * (-1) ** i, grad_norm=1e-9) for i in range(40)
+    ]  # As of grpo where all answers earn the same
+    for records in (learned, by_nature):
+        assert "vanishing_gradient" not in said(records)
 
 
 def test_healthy_records_stay_silent():
     "Noise of every size, few records and many, fast and slow learning; looked at again and again."
     draw, loud = random.Random(1), []
     for i in range(30):
-        n, sigma, tau = draw.choice((50, 150, 600)), draw.choice((0.02, 0.1, 0.3)), draw.choice((2, 5, 20))
-        loss = lambda j, n=n, tau=tau: 2 + 2.5*math.exp(-j*tau/n) - 0.3*math.log1p(5*j/n)
-        history = [dict(step=j + 1, loss=loss(j) + draw.gauss(0, sigma), learning_rate=1e-3, grad_norm=math.exp(draw.gauss(0, 0.3)), skipped_steps=min(j, 3),
-                        data_share=0.05, gpu_utilization=90 + draw.gauss(0, 3), memory_gib=2 - 1/(j + 1) + draw.gauss(0, 0.003)) for j in range(n)]
-        loud += [(i, f.name, f.step) for k in range(0, n, 1 + n//60) for f in check_health(history[:k + 1])]
+        n, sigma, tau = (
+            draw.choice((50, 150, 600)),
+            draw.choice((0.02, 0.1, 0.3)),
+            draw.choice((2, 5, 20)),
+        )
+        loss = lambda j, n=n, tau=tau: (
+            2 + 2.5 * math.exp(-j * tau / n) - 0.3 * math.log1p(5 * j / n)
+        )
+        history = [
+            dict(
+                step=j + 1,
+                loss=loss(j) + draw.gauss(0, sigma),
+                learning_rate=1e-3,
+                grad_norm=math.exp(draw.gauss(0, 0.3)),
+                skipped_steps=min(j, 3),
+                data_share=0.05,
+                gpu_utilization=90 + draw.gauss(0, 3),
+                memory_gib=2 - 1 / (j + 1) + draw.gauss(0, 0.003),
+            )
+            for j in range(n)
+        ]
+        loud += [
+            (i, f.name, f.step)
+            for k in range(0, n, 1 + n // 60)
+            for f in check_health(history[: k + 1])
+        ]
     assert loud == []
 
 
@@ -109,11 +194,19 @@ def test_healthy_records_stay_silent():
 def test_healthy_runs_stay_silent():
     loud = {}
     for seed in range(18):
-        schedule = ('linear', 'cosine', 'constant_with_warmup')[seed % 3]
-        t = trainer((100, 150, 300)[seed//3 % 3], seed=seed, max_grad_norm=float(seed % 2), eval_strategy='steps', eval_steps=20, logging_steps=(1, 2, 5)[seed//2 % 3],
-                    optim=dict(learning_rate=(3e-3, 1e-2)[seed//9], lr_scheduler_type=schedule))
+        schedule = ("linear", "cosine", "constant_with_warmup")[seed % 3]
+        t = trainer(
+            (100, 150, 300)[seed // 3 % 3],
+            seed=seed,
+            max_grad_norm=float(seed % 2),
+            eval_strategy="steps",
+            eval_steps=20,
+            logging_steps=(1, 2, 5)[seed // 2 % 3],
+            optim=dict(learning_rate=(3e-3, 1e-2)[seed // 9], lr_scheduler_type=schedule),
+        )
         t.train()
-        if found := said(t.history): loud[seed] = found
+        if found := said(t.history):
+            loud[seed] = found
     assert loud == {}
 
 
@@ -122,98 +215,155 @@ def test_a_slow_loader_is_found_on_a_real_run():
         def __iter__(self):
             took = 0.01
             for batch in super().__iter__():
-                time.sleep(3*took) # however slow the machine is just now
+                time.sleep(3 * took)  # however slow the machine is just now
                 began = time.perf_counter()
                 yield batch
                 took = time.perf_counter() - began
+
     t = trainer(16, Slow(batches(16)), watch := [HealthCheck(lambda line: None)])
     t.train()
-    assert [f.name for f in watch[0].findings] == ['waiting_for_data']
+    assert [f.name for f in watch[0].findings] == ["waiting_for_data"]
 
 
 def test_a_loss_that_breaks_is_said_and_kept(tmp_path):
     "The callback says it once, the folder keeps it with its step, and the record that is read later says it again."
     lines = []
+
     def bad(model, batch):
         found = lm_loss(model, batch)
-        return found if next(count) < 9 else type(found)({k: (s*math.nan, n, w) for k, (s, n, w) in found.terms.items()})
+        return (
+            found
+            if next(count) < 9
+            else type(found)({k: (s * math.nan, n, w) for k, (s, n, w) in found.terms.items()})
+        )
+
     count = iter(range(99))
-    folder = RunFolder(tmp_path/'run')
+    folder = RunFolder(tmp_path / "run")
     t = trainer(20, callbacks=[MetricsLog(folder), HealthCheck(lines.append)], objective=bad)
-    with pytest.raises(TrainingError): t.train()
-    assert len(lines) == 1 and 'no number' in lines[0] and 'checkpoint' in lines[0]
+    with pytest.raises(TrainingError):
+        t.train()
+    assert len(lines) == 1 and "no number" in lines[0] and "checkpoint" in lines[0]
     records = read_run(folder.path).records
-    kept, = (r for r in records if r['event'] == 'health')
-    assert kept['name'] == 'not_a_number' and kept['step'] == 10 and kept['remedy']
-    assert [f.name for f in check_health(records)] == ['not_a_number']
-    assert 'Health: The loss is no number' in (folder.path/'log.txt').read_text()
+    (kept,) = (r for r in records if r["event"] == "health")
+    assert kept["name"] == "not_a_number" and kept["step"] == 10 and kept["remedy"]
+    assert [f.name for f in check_health(records)] == ["not_a_number"]
+    assert "Health: The loss is no number" in (folder.path / "log.txt").read_text()
 
 
 def test_a_long_run_is_not_looked_at_over_and_over():
     "Work grows with the length of the run, not with its square."
     seen = []
-    watch = HealthCheck(seen.append, {'count': lambda records: seen.append(len(records))})
-    for step in range(50_000): watch.on_log(None, dict(step=step, loss=1.))
+    watch = HealthCheck(seen.append, {"count": lambda records: seen.append(len(records))})
+    for step in range(50_000):
+        watch.on_log(None, dict(step=step, loss=1.0))
     looks = [n for n in seen if isinstance(n, int)]
     assert sum(looks) < 50_000 and max(looks) <= 256
-    assert watch.records[-1]['step'] > 49_000 and watch.records[0]['step'] < 1000
+    assert watch.records[-1]["step"] > 49_000 and watch.records[0]["step"] < 1000
 
 
 def test_each_finding_is_said_once():
     lines = []
     watch = HealthCheck(lines.append)
-    for i in range(400): watch.on_log(None, dict(step=i, loss=4 - 0.1*min(i, 10) + 0.02*max(0, i - 10)))
-    assert sum('The loss rises' in line for line in lines) == 1
+    for i in range(400):
+        watch.on_log(None, dict(step=i, loss=4 - 0.1 * min(i, 10) + 0.02 * max(0, i - 10)))
+    assert sum("The loss rises" in line for line in lines) == 1
 
 
 # The monitor
 
+
 def models():
     from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen3Config
-    kw = dict(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-              bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    for config in (Qwen3Config(**kw), Gemma2Config(**kw), GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)):
-        yield AutoModelForCausalLM.from_config(config, attn_implementation='eager')
+
+    kw = dict(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    for config in (
+        Qwen3Config(**kw),
+        Gemma2Config(**kw),
+        GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2),
+    ):
+        yield AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
 def test_flops_are_those_that_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
+
     for model in models():
         ids = torch.zeros(3, 100, dtype=torch.long)
-        with FlopCounterMode(display=False) as counter: model(input_ids=ids, labels=ids).loss.backward()
-        assert 3*flops_of(model)(3, 100) == pytest.approx(counter.get_total_flops(), rel=0.01), type(model).__name__
-        assert all(p.device.type == 'cpu' for p in model.parameters())
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+        assert 3 * flops_of(model)(3, 100) == pytest.approx(counter.get_total_flops(), rel=0.01), (
+            type(model).__name__
+        )
+        assert all(p.device.type == "cpu" for p in model.parameters())
 
 
 def fake_nvml(fail_after=10**9):
     calls = iter(range(10**9))
+
     def rates(handle):
-        if next(calls) >= fail_after: raise RuntimeError('GPU is lost')
+        if next(calls) >= fail_after:
+            raise RuntimeError("GPU is lost")
         return SimpleNamespace(gpu=93, memory=40)
-    return SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetUtilizationRates=rates,
-                           nvmlDeviceGetMemoryInfo=lambda h: SimpleNamespace(used=20*2**30), nvmlDeviceGetPowerUsage=lambda h: 287_500)
+
+    return SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetUtilizationRates=rates,
+        nvmlDeviceGetMemoryInfo=lambda h: SimpleNamespace(used=20 * 2**30),
+        nvmlDeviceGetPowerUsage=lambda h: 287_500,
+    )
 
 
-def watchers(): return {t for t in threading.enumerate() if t.name == 'monitor'}
+def watchers():
+    return {t for t in threading.enumerate() if t.name == "monitor"}
 
 
 def test_monitor_in_a_run(tmp_path):
     "Its numbers reach the log, the history and the checks; the peaks the last record; the model is what it is without it."
-    before = watchers() # of other tests
-    folder = RunFolder(tmp_path/'run')
+    before = watchers()  # of other tests
+    folder = RunFolder(tmp_path / "run")
     t = trainer(12, callbacks=[SystemMonitor(every=0.02, nvml=fake_nvml()), MetricsLog(folder)])
     t.train()
     bare = trainer(12)
     bare.train()
-    assert all(torch.equal(a, b) for a, b in zip(t.model.parameters(), bare.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(t.model.parameters(), bare.model.parameters(), strict=True)
+    )
     run = read_run(folder.path)
-    for key in ('gpu_utilization', 'gpu_memory_used_gib', 'gpu_power_watts', 'cpu_percent', 'memory_gib', 'samples_per_second', 'mfu'):
+    for key in (
+        "gpu_utilization",
+        "gpu_memory_used_gib",
+        "gpu_power_watts",
+        "cpu_percent",
+        "memory_gib",
+        "samples_per_second",
+        "mfu",
+    ):
         assert len(run.series(key)[0]) == 6, key
         assert key in t.history[-1]
-    for a, b in zip(run.series('tokens_per_second')[1], run.series('samples_per_second')[1], strict=True): assert a/b == pytest.approx(32)
+    for a, b in zip(
+        run.series("tokens_per_second")[1], run.series("samples_per_second")[1], strict=True
+    ):
+        assert a / b == pytest.approx(32)
     end = run.records[-1]
-    assert end['event'] == 'end' and end['peaks']['gpu_utilization'] == 93 and end['peaks']['memory_gib'] >= max(run.series('memory_gib')[1]) - 1e-9
-    assert run.records[0]['monitor'] == 'cuda' and watchers() <= before
+    assert (
+        end["event"] == "end"
+        and end["peaks"]["gpu_utilization"] == 93
+        and end["peaks"]["memory_gib"] >= max(run.series("memory_gib")[1]) - 1e-9
+    )
+    assert run.records[0]["monitor"] == "cuda" and watchers() <= before
     json.dumps(run.final())
 
 
@@ -222,7 +372,8 @@ def test_monitor_counts_what_is_trained():
     factors = []
     for frozen in (False, True):
         model = Transformer(CONFIG)
-        for name, p in model.named_parameters(): p.requires_grad = not frozen or 'norm' in name
+        for name, p in model.named_parameters():
+            p.requires_grad = not frozen or "norm" in name
         monitor = SystemMonitor(peak_flops=1e9)
         trainer(2, model=model, callbacks=[monitor]).train()
         factors.append(monitor.passes)
@@ -230,7 +381,7 @@ def test_monitor_counts_what_is_trained():
 
 
 def test_a_gpu_that_goes_away_does_not_end_the_run():
-    before = watchers() # of other tests
+    before = watchers()  # of other tests
     t = trainer(30, callbacks=[SystemMonitor(every=0.005, nvml=fake_nvml(fail_after=3))])
     assert t.train().steps == 30 and watchers() <= before
 
@@ -240,22 +391,31 @@ def test_monitor_of_a_model_that_nobody_knows():
         def __init__(self):
             super().__init__()
             self.inner = Transformer(CONFIG)
-        def forward(self, *args, **kw): return self.inner(*args, **kw)
+
+        def forward(self, *args, **kw):
+            return self.inner(*args, **kw)
+
     t = trainer(4, model=Odd(), callbacks=[SystemMonitor()])
     record = t.train().history[-1]
-    assert record['samples_per_second'] > 0 and 'mfu' not in record
+    assert record["samples_per_second"] > 0 and "mfu" not in record
 
 
 def test_no_gpu_no_library(monkeypatch):
-    if not torch.cuda.is_available(): assert open_gpu() == (None, 'cpu')
-    monkeypatch.setattr(torch.backends.mps, 'is_available', lambda: True)
-    if not torch.cuda.is_available(): assert 'limited' in open_gpu()[1]
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setitem(__import__('sys').modules, 'pynvml', None)
-    assert open_gpu()[0] is None and 'pip install nvidia-ml-py' in open_gpu()[1]
+    if not torch.cuda.is_available():
+        assert open_gpu() == (None, "cpu")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    if not torch.cuda.is_available():
+        assert "limited" in open_gpu()[1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    assert open_gpu()[0] is None and "pip install nvidia-ml-py" in open_gpu()[1]
 
 
 def test_a_model_that_writes_its_own_batches_does_not_wait_for_data():
     "In reinforcement learning most of the time goes into writing, and no worker can take that away."
-    records = [dict(step=i, loss=0.1, data_share=0.6, completion_length=12.) for i in range(9)]
-    assert not check_health(records) and check_health([{**r, 'completion_length': None} for r in records])[0].name == 'waiting_for_data'
+    records = [dict(step=i, loss=0.1, data_share=0.6, completion_length=12.0) for i in range(9)]
+    assert (
+        not check_health(records)
+        and check_health([{**r, "completion_length": None} for r in records])[0].name
+        == "waiting_for_data"
+    )

@@ -1,4 +1,5 @@
 "The loop: gradients of windows, exact resume, interrupts, faults, two processes, overhead."
+
 import json
 import math
 import os
@@ -25,69 +26,170 @@ from trainkit.train.step import accumulate, make_accelerator
 from trainkit.train.trainer import Trainer
 
 torch.set_num_threads(1)
-ROWS = [[(7*i + j*j) % 97 for j in range(6 + 5*i % 23)] for i in range(29)] # of 6 to 28 tokens
+ROWS = [
+    [(7 * i + j * j) % 97 for j in range(6 + 5 * i % 23)] for i in range(29)
+]  # of 6 to 28 tokens
 
 
 class Own(nn.Module):
     "A reader's own model: it knows nothing of labels, counts or Hugging Face."
-    def __init__(self, dropout=0.):
+
+    def __init__(self, dropout=0.0):
         super().__init__()
-        self.embed, self.rnn, self.dropout = nn.Embedding(97, 16), nn.GRU(16, 32, batch_first=True), nn.Dropout(dropout)
+        self.embed, self.rnn, self.dropout = (
+            nn.Embedding(97, 16),
+            nn.GRU(16, 32, batch_first=True),
+            nn.Dropout(dropout),
+        )
         self.head = nn.Linear(32, 97)
 
-    def forward(self, tokens): return self.head(self.dropout(self.rnn(self.embed(tokens))[0]))
+    def forward(self, tokens):
+        return self.head(self.dropout(self.rnn(self.embed(tokens))[0]))
 
 
-def own_loss(model, batch): return lm_loss(model, {k: v for k, v in batch.items() if k != 'attention_mask'})
+def own_loss(model, batch):
+    return lm_loss(model, {k: v for k, v in batch.items() if k != "attention_mask"})
+
+
 own_loss = objective(counts=lm_loss.counts)(own_loss)
 
 
-def make(kind, dropout=0.):
+def make(kind, dropout=0.0):
     torch.manual_seed(0)
-    if kind == 'own': return Own(dropout)
-    if kind == 'ours': return Transformer(ModelConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=1, d_ff=48, max_seq_len=32, dropout=dropout))
+    if kind == "own":
+        return Own(dropout)
+    if kind == "ours":
+        return Transformer(
+            ModelConfig(
+                vocab_size=97,
+                d_model=32,
+                n_heads=4,
+                n_layers=1,
+                d_ff=48,
+                max_seq_len=32,
+                dropout=dropout,
+            )
+        )
     import transformers as t
+
     small = dict(vocab_size=97, bos_token_id=0, eos_token_id=0)
-    if kind == 'llama':
-        return t.LlamaForCausalLM(t.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, **small))
-    return t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=1, n_head=4, n_positions=32, resid_pdrop=dropout, embd_pdrop=dropout,
-                                          attn_pdrop=dropout, **small))
+    if kind == "llama":
+        return t.LlamaForCausalLM(
+            t.LlamaConfig(
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                **small,
+            )
+        )
+    return t.GPT2LMHeadModel(
+        t.GPT2Config(
+            n_embd=32,
+            n_layer=1,
+            n_head=4,
+            n_positions=32,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            **small,
+        )
+    )
 
 
-def trainer(model=None, rows=ROWS, batch_size=2, folder='', callbacks=(), loss=lm_loss, lr=1e-2, accelerator=None, eval_rows=ROWS[:5], **config):
-    config = dict(output_dir=str(folder), max_steps=12, gradient_accumulation_steps=3, logging_steps=5, eval_steps=4, save_steps=5,
-                  save_total_limit=0, progress=False) | config
-    return Trainer(make('ours') if model is None else model, loss, Batches(rows, batch_size, seed=3), Batches(eval_rows, 2), TrainConfig(**config),
-                   callbacks, OptimConfig(learning_rate=lr, warmup_steps=2), accelerator=accelerator)
+def trainer(
+    model=None,
+    rows=ROWS,
+    batch_size=2,
+    folder="",
+    callbacks=(),
+    loss=lm_loss,
+    lr=1e-2,
+    accelerator=None,
+    eval_rows=ROWS[:5],
+    **config,
+):
+    config = (
+        dict(
+            output_dir=str(folder),
+            max_steps=12,
+            gradient_accumulation_steps=3,
+            logging_steps=5,
+            eval_steps=4,
+            save_steps=5,
+            save_total_limit=0,
+            progress=False,
+        )
+        | config
+    )
+    return Trainer(
+        make("ours") if model is None else model,
+        loss,
+        Batches(rows, batch_size, seed=3),
+        Batches(eval_rows, 2),
+        TrainConfig(**config),
+        callbacks,
+        OptimConfig(learning_rate=lr, warmup_steps=2),
+        accelerator=accelerator,
+    )
 
 
-def gradient(model): return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def same(a, b): return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+def same(a, b):
+    return all(
+        torch.equal(x, y)
+        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
 
 
-def timeless(history): return [{k: v for k, v in r.items() if not k.endswith(('seconds', 'per_second', 'share'))} for r in history]
+def timeless(history):
+    return [
+        {k: v for k, v in r.items() if not k.endswith(("seconds", "per_second", "share"))}
+        for r in history
+    ]
 
 
 class StopAt:
-    def __init__(self, step): self.step = step
+    def __init__(self, step):
+        self.step = step
+
     def on_step(self, trainer, record):
-        if record['step'] == self.step: trainer.control.stop('tired')
+        if record["step"] == self.step:
+            trainer.control.stop("tired")
 
 
 # Models of transformers, without their table of logits
 
-@pytest.mark.parametrize('kind', sorted(PLAIN_HEADS) + ['cohere', 'gemma2', 'granite', 'phi'])
+
+@pytest.mark.parametrize("kind", sorted(PLAIN_HEADS) + ["cohere", "gemma2", "granite", "phi"])
 def test_loss_in_chunks_is_the_one_that_transformers_computes(kind):
     "Where logits are one product; the last four cap, scale or shift theirs, and are called as a whole."
     from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
-    more = dict(resid_pdrop=0., embd_pdrop=0., attn_pdrop=0.) if kind == 'gpt2' else dict(intermediate_size=48, num_key_value_heads=2, head_dim=16)
-    config = AutoConfig.for_model(kind, vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32,
-                                  pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
+    more = (
+        dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        if kind == "gpt2"
+        else dict(intermediate_size=48, num_key_value_heads=2, head_dim=16)
+    )
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **more,
+    )
     model = AutoModelForCausalLM.from_config(config)
-    for p in model.parameters(): p.data.mul_(3) if p.dim() > 1 else None # away from equal logits
+    for p in model.parameters():
+        p.data.mul_(3) if p.dim() > 1 else None  # away from equal logits
     ids = torch.randint(64, (3, 12))
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
@@ -95,24 +197,27 @@ def test_loss_in_chunks_is_the_one_that_transformers_computes(kind):
     labels[0, :4] = -100
     batch = dict(input_ids=ids, attention_mask=mask, labels=labels)
     assert (body_and_head(model) is not None) == (kind in PLAIN_HEADS)
-    theirs, mine = model(**batch, num_items_in_batch=1).loss, lm_loss(model, batch).terms['loss'][0]
+    theirs, mine = model(**batch, num_items_in_batch=1).loss, lm_loss(model, batch).terms["loss"][0]
     assert mine.item() == pytest.approx(theirs.item(), rel=1e-6)
     theirs.backward()
     reference = gradient(model).clone()
     model.zero_grad()
     mine.backward()
-    assert (gradient(model) - reference).norm()/reference.norm() < 2e-6
+    assert (gradient(model) - reference).norm() / reference.norm() < 2e-6
 
 
 def test_a_head_that_does_more_is_called_as_a_whole():
     "An adapter, a hook, a compiler: whatever stands between hidden states and logits."
-    model = make('llama')
+    model = make("llama")
     assert body_and_head(model) is not None
     model.forward, plain = torch.compile(model.forward), model.forward
     assert body_and_head(model) is None
-    model._original_forward, model.forward = plain, lambda *a, **k: plain(*a, **k) # as accelerate's autocast wraps it
+    model._original_forward, model.forward = (
+        plain,
+        lambda *a, **k: plain(*a, **k),
+    )  # as accelerate's autocast wraps it
     assert body_and_head(model) is not None
-    hook = model.lm_head.register_forward_hook(lambda module, given, out: out*2)
+    hook = model.lm_head.register_forward_hook(lambda module, given, out: out * 2)
     assert body_and_head(model) is None
     hook.remove()
     model.lm_head = nn.Sequential(model.lm_head)
@@ -121,93 +226,159 @@ def test_a_head_that_does_more_is_called_as_a_whole():
 
 # Windows
 
-@pytest.mark.parametrize('counted', [True, False])
-@pytest.mark.parametrize('kind', ['ours', 'llama', 'gpt2', 'own'])
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("kind", ["ours", "llama", "gpt2", "own"])
 def test_gradient_of_a_window_is_that_of_one_batch(kind, counted):
-    model, loss = make(kind), own_loss if kind == 'own' else lm_loss
+    model, loss = make(kind), own_loss if kind == "own" else lm_loss
     used = loss if counted else lambda model, batch: loss(model, batch)
-    rows = [dict(input_ids=row, labels=[-100]*min(i, len(row) - 2) + row[min(i, len(row) - 2):]) for i, row in enumerate(ROWS[:8])]
+    rows = [
+        dict(input_ids=row, labels=[-100] * min(i, len(row) - 2) + row[min(i, len(row) - 2) :])
+        for i, row in enumerate(ROWS[:8])
+    ]
     whole = collate(rows)
-    logits = model(whole['input_ids']) if kind == 'own' else model(whole['input_ids'], attention_mask=whole['attention_mask']).logits
-    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), whole['labels'][:, 1:].flatten())
+    logits = (
+        model(whole["input_ids"])
+        if kind == "own"
+        else model(whole["input_ids"], attention_mask=whole["attention_mask"]).logits
+    )
+    expected = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), whole["labels"][:, 1:].flatten()
+    )
     expected.backward()
     reference = gradient(model).clone()
     for size in (1, 2, 3, 5, 8):
         model.zero_grad()
-        found, _ = accumulate(model, used, [collate(rows[i:i + size]) for i in range(0, 8, size)], make_accelerator('no'))
+        found, _ = accumulate(
+            model,
+            used,
+            [collate(rows[i : i + size]) for i in range(0, 8, size)],
+            make_accelerator("no"),
+        )
         assert abs(found.item() - expected.item()) < 1e-5
         assert (gradient(model) - reference).norm() / reference.norm() < 1e-6
 
 
 def test_the_naive_mean_of_means_would_fail_this():
-    model, rows = make('ours'), ROWS[:8]
-    accelerator = make_accelerator('no')
+    model, rows = make("ours"), ROWS[:8]
+    accelerator = make_accelerator("no")
     accumulate(model, lm_loss, [collate(rows)], accelerator)
     reference = gradient(model).clone()
     model.zero_grad()
-    for row in rows: (lm_loss(model, collate([row])).total / 8).backward()
+    for row in rows:
+        (lm_loss(model, collate([row])).total / 8).backward()
     assert (gradient(model) - reference).norm() / reference.norm() > 0.05
 
 
-@pytest.mark.parametrize('kind', ['ours', 'llama', 'own'])
+@pytest.mark.parametrize("kind", ["ours", "llama", "own"])
 def test_runs_with_windows_end_where_runs_with_big_batches_end(kind):
     "29 rows: batches of 6 leave 5 for the last of an epoch, windows of three batches of 2 leave 2, 2 and 1."
-    loss = own_loss if kind == 'own' else lm_loss
-    big = trainer(make(kind), batch_size=6, gradient_accumulation_steps=1, loss=loss, logging_steps=1)
-    cut = trainer(make(kind), batch_size=2, gradient_accumulation_steps=3, loss=loss, logging_steps=1)
+    loss = own_loss if kind == "own" else lm_loss
+    big = trainer(
+        make(kind), batch_size=6, gradient_accumulation_steps=1, loss=loss, logging_steps=1
+    )
+    cut = trainer(
+        make(kind), batch_size=2, gradient_accumulation_steps=3, loss=loss, logging_steps=1
+    )
     one, two = big.train(), cut.train()
     assert one.steps == two.steps == 12 and one.tokens == two.tokens
     for a, b in zip(one.history, two.history, strict=True):
-        assert a['loss'] == pytest.approx(b['loss'], abs=1e-6) and a['grad_norm'] == pytest.approx(b['grad_norm'], abs=1e-5)
-        assert a['epoch'] == pytest.approx(b['epoch'])
-    for a, b in zip(big.model.parameters(), cut.model.parameters(), strict=True): assert (a - b).abs().max() < 1e-5
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], abs=1e-5
+        )
+        assert a["epoch"] == pytest.approx(b["epoch"])
+    for a, b in zip(big.model.parameters(), cut.model.parameters(), strict=True):
+        assert (a - b).abs().max() < 1e-5
 
 
 def test_several_terms_keep_their_own_counts():
-    @objective(counts=lambda batch: {**lm_loss.counts(batch), 'length': len(batch['labels'])})
+    @objective(counts=lambda batch: {**lm_loss.counts(batch), "length": len(batch["labels"])})
     def two_terms(model, batch):
-        logits = model(batch['input_ids']).logits
-        return Loss({**lm_loss(model, batch).terms, 'length': (logits.logsumexp(-1).square().mean(1).sum(), len(logits), 0.01)})
-    model, rows, accelerator = make('ours'), [ROWS[3]]*3 + [ROWS[4]]*4, make_accelerator('no')
+        logits = model(batch["input_ids"]).logits
+        return Loss(
+            {
+                **lm_loss(model, batch).terms,
+                "length": (logits.logsumexp(-1).square().mean(1).sum(), len(logits), 0.01),
+            }
+        )
+
+    model, rows, accelerator = make("ours"), [ROWS[3]] * 3 + [ROWS[4]] * 4, make_accelerator("no")
     pieces = [collate(rows[:1]), collate(rows[1:3]), collate(rows[3:])]
     terms = [two_terms(model, piece).terms for piece in pieces]
-    expected = sum(t['loss'][0] for t in terms)/sum(t['loss'][1] for t in terms) + 0.01*sum(t['length'][0] for t in terms)/7
+    expected = (
+        sum(t["loss"][0] for t in terms) / sum(t["loss"][1] for t in terms)
+        + 0.01 * sum(t["length"][0] for t in terms) / 7
+    )
     expected.backward()
     reference = gradient(model).clone()
     model.zero_grad()
     found, metrics = accumulate(model, two_terms, pieces, accelerator)
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert (gradient(model) - reference).norm() / reference.norm() < 1e-6 and set(metrics) == {'loss', 'length'}
+    assert (gradient(model) - reference).norm() / reference.norm() < 1e-6 and set(metrics) == {
+        "loss",
+        "length",
+    }
 
 
 # Resume
 
-@pytest.mark.parametrize('kind, precision', [('ours', 'no'), ('ours', 'bf16'), ('ours', 'fp16'), ('own', 'no')])
+
+@pytest.mark.parametrize(
+    "kind, precision", [("ours", "no"), ("ours", "bf16"), ("ours", "fp16"), ("own", "no")]
+)
 def test_resume_is_exact(tmp_path, kind, precision):
     "Stopped anywhere in two epochs and resumed: weights, records and order of the data to the last bit."
+
     def run(name, stop=None, resume=None):
         order = []
+
         def loss(model, batch):
-            if model.training: order.append(batch['input_ids'].sum().item())
-            return (own_loss if kind == 'own' else lm_loss)(model, batch)
-        t = trainer(make(kind, dropout=0.2), folder=tmp_path/name, callbacks=[StopAt(stop)], loss=objective(counts=lm_loss.counts)(loss),
-                    mixed_precision=precision, max_steps=10, eval_strategy='steps', early_stopping_patience=9)
+            if model.training:
+                order.append(batch["input_ids"].sum().item())
+            return (own_loss if kind == "own" else lm_loss)(model, batch)
+
+        t = trainer(
+            make(kind, dropout=0.2),
+            folder=tmp_path / name,
+            callbacks=[StopAt(stop)],
+            loss=objective(counts=lm_loss.counts)(loss),
+            mixed_precision=precision,
+            max_steps=10,
+            eval_strategy="steps",
+            early_stopping_patience=9,
+        )
         return t, t.train(resume), order
-    whole, expected, order = run('whole')
-    assert expected.steps == 10 and len(order) == 30 # two epochs, each with windows of three batches
-    for stop in (1, 2, 4, 5, 6, 9) if precision == 'no' else (2, 5, 8): # an epoch has five steps
-        _, first, before = run(f'run{stop}', stop)
-        t, rest, after = run(f'run{stop}', resume=True)
-        assert (first.steps, first.stop_reason, rest.stop_reason) == (stop, 'tired', 'finished')
+
+    whole, expected, order = run("whole")
+    assert (
+        expected.steps == 10 and len(order) == 30
+    )  # two epochs, each with windows of three batches
+    for stop in (1, 2, 4, 5, 6, 9) if precision == "no" else (2, 5, 8):  # an epoch has five steps
+        _, first, before = run(f"run{stop}", stop)
+        t, rest, after = run(f"run{stop}", resume=True)
+        assert (first.steps, first.stop_reason, rest.stop_reason) == (stop, "tired", "finished")
         assert same(whole.model, t.model) and before + after == order
-        assert timeless(rest.history) == timeless([r for r in expected.history if r['step'] > stop])
-        assert (rest.tokens, rest.best_metric, rest.final_loss) == (expected.tokens, expected.best_metric, expected.final_loss)
+        assert timeless(rest.history) == timeless([r for r in expected.history if r["step"] > stop])
+        assert (rest.tokens, rest.best_metric, rest.final_loss) == (
+            expected.tokens,
+            expected.best_metric,
+            expected.final_loss,
+        )
 
 
 def test_evaluation_sampling_and_saving_do_not_change_training(tmp_path):
-    plain = trainer(make('own', 0.3), loss=own_loss)
-    busy = trainer(make('own', 0.3), loss=own_loss, folder=tmp_path, eval_strategy='steps', eval_steps=1, save_steps=2, logging_steps=1, sample_steps=0)
-    busy.sample, busy.config.sample_steps = lambda model, step: [('', str(torch.rand(3)))], 3
+    plain = trainer(make("own", 0.3), loss=own_loss)
+    busy = trainer(
+        make("own", 0.3),
+        loss=own_loss,
+        folder=tmp_path,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=2,
+        logging_steps=1,
+        sample_steps=0,
+    )
+    busy.sample, busy.config.sample_steps = lambda model, step: [("", str(torch.rand(3)))], 3
     plain.train()
     busy.train()
     assert same(plain.model, busy.model)
@@ -226,47 +397,91 @@ def test_a_second_run_begins_anew():
 
 # Checkpoints and best models
 
+
 def test_the_folder_of_a_run(tmp_path):
     saved = []
+
     class Saves:
-        def on_save(self, trainer, record): saved.append((record['kind'], record['step'], Path(record['path']).name))
-    result = trainer(folder=tmp_path, save_total_limit=2, eval_strategy='steps', eval_steps=4, save_steps=3, callbacks=[Saves()], lr=3e-3).train()
-    kept = sorted(p.name for p in (tmp_path/'checkpoints').glob('checkpoint-*'))
-    assert kept == ['checkpoint-12', 'checkpoint-9'] and Path(result.final_checkpoint).name == 'checkpoint-12'
-    assert [s for s in saved if s[0] == 'checkpoint'] == [('checkpoint', s, f'checkpoint-{s}') for s in (3, 6, 9, 12)]
-    assert saved[-1] == ('final', 12, 'model') and ('best', 4, 'best_model') in saved
-    assert Path(result.best_model_path) == tmp_path/'best_model' and (tmp_path/'model'/'model.safetensors').exists()
+        def on_save(self, trainer, record):
+            saved.append((record["kind"], record["step"], Path(record["path"]).name))
+
+    result = trainer(
+        folder=tmp_path,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_steps=3,
+        callbacks=[Saves()],
+        lr=3e-3,
+    ).train()
+    kept = sorted(p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*"))
+    assert (
+        kept == ["checkpoint-12", "checkpoint-9"]
+        and Path(result.final_checkpoint).name == "checkpoint-12"
+    )
+    assert [s for s in saved if s[0] == "checkpoint"] == [
+        ("checkpoint", s, f"checkpoint-{s}") for s in (3, 6, 9, 12)
+    ]
+    assert saved[-1] == ("final", 12, "model") and ("best", 4, "best_model") in saved
+    assert (
+        Path(result.best_model_path) == tmp_path / "best_model"
+        and (tmp_path / "model" / "model.safetensors").exists()
+    )
 
 
 def test_the_best_checkpoint_survives_rotation_and_comes_back(tmp_path):
-    t = trainer(folder=tmp_path, rows=ROWS[:6], eval_rows=ROWS[20:], lr=3e-2, max_steps=40, gradient_accumulation_steps=1, eval_strategy='steps', eval_steps=2,
-                save_steps=2, save_total_limit=1, load_best_model_at_end=True)
+    t = trainer(
+        folder=tmp_path,
+        rows=ROWS[:6],
+        eval_rows=ROWS[20:],
+        lr=3e-2,
+        max_steps=40,
+        gradient_accumulation_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
     result = t.train()
-    curve = {r['step']: r['eval_loss'] for r in result.history if 'eval_loss' in r}
+    curve = {r["step"]: r["eval_loss"] for r in result.history if "eval_loss" in r}
     best = min(curve, key=curve.get)
     assert best < 36 and result.best_metric == curve[best]
-    assert {p.name for p in (tmp_path/'checkpoints').glob('checkpoint-*')} == {f'checkpoint-{best}', 'checkpoint-40'}
-    assert t.evaluate()['eval_loss'] == pytest.approx(curve[best], abs=1e-7)
+    assert {p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*")} == {
+        f"checkpoint-{best}",
+        "checkpoint-40",
+    }
+    assert t.evaluate()["eval_loss"] == pytest.approx(curve[best], abs=1e-7)
 
 
 def test_save_strategies(tmp_path):
-    trainer(folder=tmp_path/'no', save_strategy='no').train()
-    assert not list((tmp_path/'no').glob('checkpoints/*')) and (tmp_path/'no'/'model').exists()
-    stopped = trainer(folder=tmp_path/'stopped', save_strategy='no', callbacks=[StopAt(3)]).train() # a stop must not lose anything
-    assert Path(stopped.final_checkpoint).name == 'checkpoint-3'
-    trainer(folder=tmp_path/'epoch', save_strategy='epoch', max_steps=11).train()
-    assert sorted(p.name for p in (tmp_path/'epoch'/'checkpoints').glob('c*')) == ['checkpoint-10', 'checkpoint-11', 'checkpoint-5']
-    before = sorted(tmp_path.rglob('*'))
+    trainer(folder=tmp_path / "no", save_strategy="no").train()
+    assert (
+        not list((tmp_path / "no").glob("checkpoints/*")) and (tmp_path / "no" / "model").exists()
+    )
+    stopped = trainer(
+        folder=tmp_path / "stopped", save_strategy="no", callbacks=[StopAt(3)]
+    ).train()  # a stop must not lose anything
+    assert Path(stopped.final_checkpoint).name == "checkpoint-3"
+    trainer(folder=tmp_path / "epoch", save_strategy="epoch", max_steps=11).train()
+    assert sorted(p.name for p in (tmp_path / "epoch" / "checkpoints").glob("c*")) == [
+        "checkpoint-10",
+        "checkpoint-11",
+        "checkpoint-5",
+    ]
+    before = sorted(tmp_path.rglob("*"))
     trainer(max_steps=2).train()
-    assert sorted(tmp_path.rglob('*')) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_two_runs_in_one_folder(tmp_path):
     class Second:
         def on_step(self, trainer, record):
-            if record['step'] == 2:
-                with pytest.raises(RuntimeError, match='in use'): globals()['trainer'](folder=tmp_path).train()
+            if record["step"] == 2:
+                with pytest.raises(RuntimeError, match="in use"):
+                    globals()["trainer"](folder=tmp_path).train()
                 self.seen = True
+
     second = Second()
     trainer(folder=tmp_path, callbacks=[second], max_steps=3).train()
     assert second.seen
@@ -274,151 +489,258 @@ def test_two_runs_in_one_folder(tmp_path):
 
 # Faults
 
+
 def test_nan_leaves_the_good_checkpoint_and_the_weights(tmp_path):
     calls = []
+
     def loss(model, batch):
         calls.append(0)
         found = lm_loss(model, batch)
-        if len(calls) == 3*7 + 2: found.terms['loss'] = (found.terms['loss'][0]*math.nan, *found.terms['loss'][1:])
+        if len(calls) == 3 * 7 + 2:
+            found.terms["loss"] = (found.terms["loss"][0] * math.nan, *found.terms["loss"][1:])
         return found
+
     t = trainer(folder=tmp_path, loss=objective(counts=lm_loss.counts)(loss))
-    with pytest.raises(TrainingError, match='Step 8: the loss is nan') as caught: t.train()
-    assert caught.value.step == 8 and Path(caught.value.checkpoint).name == 'checkpoint-5'
-    assert [p.name for p in (tmp_path/'checkpoints').glob('checkpoint-*')] == ['checkpoint-5'] and not (tmp_path/'model').exists()
+    with pytest.raises(TrainingError, match="Step 8: the loss is nan") as caught:
+        t.train()
+    assert caught.value.step == 8 and Path(caught.value.checkpoint).name == "checkpoint-5"
+    assert [p.name for p in (tmp_path / "checkpoints").glob("checkpoint-*")] == [
+        "checkpoint-5"
+    ] and not (tmp_path / "model").exists()
     seven = trainer(max_steps=12, callbacks=[StopAt(7)])
     seven.train()
     assert same(t.model, seven.model)
-    for cause in ('learning rate', 'format', 'data'): assert cause in str(caught.value)
+    for cause in ("learning rate", "format", "data"):
+        assert cause in str(caught.value)
 
 
 def test_an_error_in_the_data_or_a_callback_keeps_its_type_and_frees_everything(tmp_path):
     class Broken(Batches):
         def __iter__(self):
             for i, batch in enumerate(super().__iter__()):
-                if i == 7: raise OSError('the disk went away')
+                if i == 7:
+                    raise OSError("the disk went away")
                 yield batch
+
     ends = []
+
     class Ends:
-        def on_end(self, trainer, record): ends.append(record)
-    model = make('ours').eval()
-    t = Trainer(model, lm_loss, Broken(ROWS, 2, seed=3), config=TrainConfig(str(tmp_path), max_steps=9, gradient_accumulation_steps=3, progress=False), callbacks=[Ends()])
-    with pytest.raises(OSError, match='went away') as caught: t.train()
-    assert 'up to step 2 is in' in caught.value.__notes__[0] and caught.value.__notes__[1] == '(at step 2 of 9)' and 'went away' in ends[0]['reason']
-    assert not model.training and 'forward' not in vars(model) and t.control.state == 'idle'
-    assert trainer(folder=tmp_path, max_steps=9).train(resume=True, force_resume=True).steps == 9 # the lock is free again, and nothing is lost
+        def on_end(self, trainer, record):
+            ends.append(record)
+
+    model = make("ours").eval()
+    t = Trainer(
+        model,
+        lm_loss,
+        Broken(ROWS, 2, seed=3),
+        config=TrainConfig(
+            str(tmp_path), max_steps=9, gradient_accumulation_steps=3, progress=False
+        ),
+        callbacks=[Ends()],
+    )
+    with pytest.raises(OSError, match="went away") as caught:
+        t.train()
+    assert (
+        "up to step 2 is in" in caught.value.__notes__[0]
+        and caught.value.__notes__[1] == "(at step 2 of 9)"
+        and "went away" in ends[0]["reason"]
+    )
+    assert not model.training and "forward" not in vars(model) and t.control.state == "idle"
+    assert (
+        trainer(folder=tmp_path, max_steps=9).train(resume=True, force_resume=True).steps == 9
+    )  # the lock is free again, and nothing is lost
 
 
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_is_trained_in_float32_masters(dtype):
     "The run is that of the same numbers widened beforehand and computed in the same format; GradScaler never sees a float16 gradient."
-    name = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}[dtype]
-    given, widened = trainer(make('ours').to(dtype)), trainer(make('ours').to(dtype).float(), mixed_precision=name)
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    given, widened = (
+        trainer(make("ours").to(dtype)),
+        trainer(make("ours").to(dtype).float(), mixed_precision=name),
+    )
     result = given.train()
-    assert timeless(result.history) == timeless(widened.train().history) and same(given.model, widened.model)
-    assert {p.dtype for p in given.model.parameters()} == {torch.float32} and 'float32' in result.notes[0]
+    assert timeless(result.history) == timeless(widened.train().history) and same(
+        given.model, widened.model
+    )
+    assert {p.dtype for p in given.model.parameters()} == {
+        torch.float32
+    } and "float32" in result.notes[0]
 
 
 def test_zero_updates_is_an_error():
-    t = trainer(mixed_precision='fp16', max_steps=4, logging_steps=50)
-    t.accelerator.scaler = torch.amp.GradScaler('cpu', init_scale=2.**60, backoff_factor=0.999)
-    with pytest.raises(TrainingError, match='nothing is learned'): t.train()
+    t = trainer(mixed_precision="fp16", max_steps=4, logging_steps=50)
+    t.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60, backoff_factor=0.999)
+    with pytest.raises(TrainingError, match="nothing is learned"):
+        t.train()
 
 
 # Optimizers and switches
 
 SWITCHES = {
-    'muon': (dict(optim='muon'), {}),
-    'groups': (dict(lr_factors={'embed': 0.25}, weight_decays={'norm': 0.1}), {}),
-    'in backward': ({}, dict(optimizer_in_backward=True, max_grad_norm=0., gradient_accumulation_steps=1)),
-    'muon in backward': (dict(optim='muon'), dict(optimizer_in_backward=True, max_grad_norm=0., gradient_accumulation_steps=1)),
-    'z-loss': ({}, dict(z_loss=1e-3)),
-    'compiled': ({}, dict(torch_compile=True, torch_compile_backend='aot_eager')),
-    'inductor': ({}, dict(torch_compile=True)),
+    "muon": (dict(optim="muon"), {}),
+    "groups": (dict(lr_factors={"embed": 0.25}, weight_decays={"norm": 0.1}), {}),
+    "in backward": (
+        {},
+        dict(optimizer_in_backward=True, max_grad_norm=0.0, gradient_accumulation_steps=1),
+    ),
+    "muon in backward": (
+        dict(optim="muon"),
+        dict(optimizer_in_backward=True, max_grad_norm=0.0, gradient_accumulation_steps=1),
+    ),
+    "z-loss": ({}, dict(z_loss=1e-3)),
+    "compiled": ({}, dict(torch_compile=True, torch_compile_backend="aot_eager")),
+    "inductor": ({}, dict(torch_compile=True)),
 }
 
 
-@pytest.mark.parametrize('switch', [pytest.param(k, marks=pytest.mark.slow) if k == 'inductor' else k for k in SWITCHES])
+@pytest.mark.parametrize(
+    "switch", [pytest.param(k, marks=pytest.mark.slow) if k == "inductor" else k for k in SWITCHES]
+)
 def test_resume_is_exact_with(tmp_path, switch):
     optim, config = SWITCHES[switch]
-    rows = [row[:12] for row in ROWS if len(row) >= 12] if 'compiled' in switch or switch == 'inductor' else ROWS
+    rows = (
+        [row[:12] for row in ROWS if len(row) >= 12]
+        if "compiled" in switch or switch == "inductor"
+        else ROWS
+    )
+
     def run(name, resume=None, **more):
-        t = trainer(make('ours', 0.2), rows=rows[:len(rows)//2*2], folder=tmp_path/name, max_steps=8, logging_steps=1, **config, **more)
+        t = trainer(
+            make("ours", 0.2),
+            rows=rows[: len(rows) // 2 * 2],
+            folder=tmp_path / name,
+            max_steps=8,
+            logging_steps=1,
+            **config,
+            **more,
+        )
         t.optim = OptimConfig(learning_rate=1e-2, warmup_steps=2, **optim)
         return t, t.train(resume)
-    (whole, expected), _ = run('whole'), run('cut', callbacks=[StopAt(3)])
-    again, rest = run('cut', True)
-    assert same(whole.model, again.model) and timeless(rest.history) == timeless(expected.history)[-len(rest.history):]
-    assert not expected.notes and not any('_orig_mod' in name for name in again.model.state_dict())
+
+    (whole, expected), _ = run("whole"), run("cut", callbacks=[StopAt(3)])
+    again, rest = run("cut", True)
+    assert (
+        same(whole.model, again.model)
+        and timeless(rest.history) == timeless(expected.history)[-len(rest.history) :]
+    )
+    assert not expected.notes and not any("_orig_mod" in name for name in again.model.state_dict())
 
 
 def test_in_backward_equals_the_ordinary_step_and_holds_less(tmp_path):
     held = {}
+
     def run(inside):
-        t = trainer(max_grad_norm=0., gradient_accumulation_steps=1, optimizer_in_backward=inside)
+        t = trainer(max_grad_norm=0.0, gradient_accumulation_steps=1, optimizer_in_backward=inside)
         waiting = held[inside] = []
         for p in t.model.parameters():
-            p.register_post_accumulate_grad_hook(lambda _: waiting.append(sum(q.grad.nbytes for q in t.model.parameters() if q.grad is not None)))
+            p.register_post_accumulate_grad_hook(
+                lambda _: waiting.append(
+                    sum(q.grad.nbytes for q in t.model.parameters() if q.grad is not None)
+                )
+            )
         t.train()
         return t.model
+
     assert same(run(False), run(True))
-    assert max(held[True]) <= 2*max(p.nbytes for p in make('ours').parameters()) < max(held[False])
+    assert (
+        max(held[True]) <= 2 * max(p.nbytes for p in make("ours").parameters()) < max(held[False])
+    )
 
 
 def test_compilation_falls_back_and_says_why():
-    def failing(graph, inputs): raise RuntimeError('no C++ compiler here')
-    torch._dynamo.register_backend(failing, name='failing')
-    plain, fallen = trainer(), trainer(torch_compile=True, torch_compile_backend='failing')
+    def failing(graph, inputs):
+        raise RuntimeError("no C++ compiler here")
+
+    torch._dynamo.register_backend(failing, name="failing")
+    plain, fallen = trainer(), trainer(torch_compile=True, torch_compile_backend="failing")
     ends = []
+
     class Ends:
-        def on_end(self, trainer, record): ends.append(record['notes'])
+        def on_end(self, trainer, record):
+            ends.append(record["notes"])
+
     fallen.callbacks = [Ends()]
     plain.train()
     result = fallen.train()
-    assert same(plain.model, fallen.model) and 'no C++ compiler here' in result.notes[0] and ends == [result.notes]
+    assert (
+        same(plain.model, fallen.model)
+        and "no C++ compiler here" in result.notes[0]
+        and ends == [result.notes]
+    )
 
 
 # What a reader brings along
 
+
 def test_a_model_that_knows_no_mask_trains_on_padded_rows_and_refuses_packed_ones():
-    plain, told = trainer(make('own')), trainer(make('own'), loss=own_loss) # own_loss leaves the mask out by hand
+    plain, told = (
+        trainer(make("own")),
+        trainer(make("own"), loss=own_loss),
+    )  # own_loss leaves the mask out by hand
     assert plain.train().final_loss == told.train().final_loss and same(plain.model, told.model)
-    batch = dict(input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long))
-    packed = dict(batch, position_ids=torch.tensor([[0, 1, 0, 1]]*2))
+    batch = dict(
+        input_ids=torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, 4, dtype=torch.long)
+    )
+    packed = dict(batch, position_ids=torch.tensor([[0, 1, 0, 1]] * 2))
     left = dict(batch, attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]))
-    for bad, word in ((packed, 'position_ids, so documents'), (left, 'attention_mask, so padding before')):
-        with pytest.raises(ValueError, match=f'Own.forward takes no {word}'): lm_loss(make('own'), bad)
+    for bad, word in (
+        (packed, "position_ids, so documents"),
+        (left, "attention_mask, so padding before"),
+    ):
+        with pytest.raises(ValueError, match=f"Own.forward takes no {word}"):
+            lm_loss(make("own"), bad)
 
 
 def test_the_groups_are_shown_with_their_peak_rates():
     told = []
+
     class Start:
-        def on_start(self, trainer, record): told.append(record['groups'])
+        def on_start(self, trainer, record):
+            told.append(record["groups"])
+
     t = trainer(callbacks=[Start()], max_steps=1)
     t.train()
-    assert 'rate 0.01 ' in told[0] and 'rate 0 ' not in told[0]
+    assert "rate 0.01 " in told[0] and "rate 0 " not in told[0]
 
 
 def test_objectives_that_cannot_be_added_up_say_so():
-    def mean(model, batch): return lm_loss(model, batch).total
-    with pytest.raises(TypeError, match='returned Tensor, and must return sums and counts'): trainer(loss=mean).train()
-    def uncounted(model, batch): return lm_loss(model, batch)
-    silent = [dict(input_ids=row, labels=[-100]*len(row)) for row in ROWS]
+    def mean(model, batch):
+        return lm_loss(model, batch).total
+
+    with pytest.raises(TypeError, match="returned Tensor, and must return sums and counts"):
+        trainer(loss=mean).train()
+
+    def uncounted(model, batch):
+        return lm_loss(model, batch)
+
+    silent = [dict(input_ids=row, labels=[-100] * len(row)) for row in ROWS]
     for pieces in (1, 3):
-        with pytest.raises(ValueError, match='every label is -100'):
+        with pytest.raises(ValueError, match="every label is -100"):
             trainer(rows=silent, loss=uncounted, gradient_accumulation_steps=pieces).train()
 
 
 def test_a_used_up_iterator_is_named():
-    batch = dict(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match='at step 3 .an iterator gives its batches only once'):
-        Trainer(make('ours'), lm_loss, (batch for _ in range(3)), config=TrainConfig(max_steps=8, progress=False)).train()
+    batch = dict(
+        input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)
+    )
+    with pytest.raises(ValueError, match="at step 3 .an iterator gives its batches only once"):
+        Trainer(
+            make("ours"),
+            lm_loss,
+            (batch for _ in range(3)),
+            config=TrainConfig(max_steps=8, progress=False),
+        ).train()
 
 
 def test_resuming_with_other_groups_says_which_knob(tmp_path):
-    trainer(folder=tmp_path/'run', max_steps=2).train()
-    other = trainer(folder=tmp_path/'run', max_steps=4)
-    other.optim = OptimConfig(lr_factors={'embed': 2.})
-    with pytest.raises(ValueError, match='same parameters in other groups .2 there, 3 here.: the patterns of lr_factors') as caught:
+    trainer(folder=tmp_path / "run", max_steps=2).train()
+    other = trainer(folder=tmp_path / "run", max_steps=4)
+    other.optim = OptimConfig(lr_factors={"embed": 2.0})
+    with pytest.raises(
+        ValueError,
+        match="same parameters in other groups .2 there, 3 here.: the patterns of lr_factors",
+    ) as caught:
         other.train(resume=True, force_resume=True)
     assert len(str(caught.value)) < 250
 
@@ -426,171 +748,431 @@ def test_resuming_with_other_groups_says_which_knob(tmp_path):
 def test_a_backward_pass_that_does_not_compile_falls_back_too():
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
-    def failing(graph, inputs): raise RuntimeError('no backward pass here')
-    half = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=failing)
-    torch._dynamo.register_backend(half, name='half')
-    plain, fallen = trainer(max_steps=2), trainer(max_steps=2, torch_compile=True, torch_compile_backend='half')
+
+    def failing(graph, inputs):
+        raise RuntimeError("no backward pass here")
+
+    half = aot_autograd(
+        fw_compiler=lambda graph, inputs: make_boxed_func(graph.forward), bw_compiler=failing
+    )
+    torch._dynamo.register_backend(half, name="half")
+    plain, fallen = (
+        trainer(max_steps=2),
+        trainer(max_steps=2, torch_compile=True, torch_compile_backend="half"),
+    )
     plain.train()
     notes = fallen.train().notes
-    assert len(notes) == 1 and 'no backward pass here' in notes[0] and same(plain.model, fallen.model)
+    assert (
+        len(notes) == 1 and "no backward pass here" in notes[0] and same(plain.model, fallen.model)
+    )
 
 
 @pytest.mark.slow
 def test_a_later_model_is_compiled_as_the_first_one_was():
     graphs = []
-    def counting(graph, inputs): graphs.append(graph); return graph.forward
-    torch._dynamo.register_backend(counting, name='counting')
-    for made in range(1, 13): # More than torch's own limit, which counts the versions of all models together
-        notes = trainer(rows=[[1]*(4 + made)]*12, max_steps=1, torch_compile=True, torch_compile_backend='counting').train().notes
-        assert (len(graphs), notes) == (made, [])
 
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(counting, name="counting")
+    for made in range(
+        1, 13
+    ):  # More than torch's own limit, which counts the versions of all models together
+        notes = (
+            trainer(
+                rows=[[1] * (4 + made)] * 12,
+                max_steps=1,
+                torch_compile=True,
+                torch_compile_backend="counting",
+            )
+            .train()
+            .notes
+        )
+        assert (len(graphs), notes) == (made, [])
 
 
 # Every knob of the loop, each with what it must do
 
+
 class Heard:
     "What the callbacks hear."
-    def __init__(self): self.events = []
+
+    def __init__(self):
+        self.events = []
+
     def __getattr__(self, name):
-        if not name.startswith('on_'): raise AttributeError(name)
+        if not name.startswith("on_"):
+            raise AttributeError(name)
         return lambda trainer, record: self.events.append((name, record))
-    def steps(self, name, **wanted): return [r['step'] for n, r in self.events if n == name and all(r.get(k) == v for k, v in wanted.items())]
-    def last(self, name): return [r for n, r in self.events if n == name][-1]
+
+    def steps(self, name, **wanted):
+        return [
+            r["step"]
+            for n, r in self.events
+            if n == name and all(r.get(k) == v for k, v in wanted.items())
+        ]
+
+    def last(self, name):
+        return [r for n, r in self.events if n == name][-1]
 
 
 def scored(values):
     "`lm_loss` with a metric that takes these values in one evaluation after the other."
     found = iter(values)
+
     def loss(model, batch):
         out = lm_loss(model, batch)
-        if not model.training and batch['input_ids'].shape[0] == 1: out.metrics['score'] = next(found) # the last batch of 5 rows in twos
+        if not model.training and batch["input_ids"].shape[0] == 1:
+            out.metrics["score"] = next(found)  # the last batch of 5 rows in twos
         return out
+
     return objective(counts=lm_loss.counts)(loss)
 
 
-def tree(t): return sorted(p.name for p in (t.folder/'checkpoints').glob('checkpoint-*')) if t.folder else []
-FIVE = dict(gradient_accumulation_steps=3) # 15 batches of 2 rows: epochs of 5 steps
-OPTIONS = { # name: (what trainer() gets, what OptimConfig gets, what must hold of trainer, result and callbacks)
-    'max_steps over epochs': (dict(max_steps=7, num_train_epochs=1), {}, lambda t, r, h: r.steps == 7 and r.stop_reason == 'finished'),
-    'num_train_epochs': (dict(max_steps=-1, num_train_epochs=2), {}, lambda t, r, h: r.steps == 10 and h.last('on_log')['epoch'] == 2),
-    'half an epoch': (dict(max_steps=-1, num_train_epochs=0.5), {}, lambda t, r, h: r.steps == 3),
-    'gradient_accumulation_steps': (dict(max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=4), {}, lambda t, r, h: r.steps == 4),
-    'adam': ({}, dict(adam_beta1=0.8, adam_beta2=0.97, adam_epsilon=1e-6, weight_decay=0.2), lambda t, r, h: all(
-        (g['betas'], g['eps']) == ((0.8, 0.97), 1e-6) for g in t.bare.param_groups) and {g['weight_decay'] for g in t.bare.param_groups} == {0.2, 0.}),
-    'optim adamw': ({}, dict(optim='adamw'), lambda t, r, h: not t.bare.defaults['fused']),
-    'warm-up in steps': (dict(logging_steps=1, max_steps=10), dict(warmup_steps=4), lambda t, r, h: [
-        round(x['learning_rate']/1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]),
-    'warm-up as a share': (dict(logging_steps=1, max_steps=10), dict(warmup_steps=0.4), lambda t, r, h: [
-        round(x['learning_rate']/1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]),
-    'warmup_ratio': (dict(logging_steps=1, max_steps=10), dict(warmup_steps=0, warmup_ratio=0.4), lambda t, r, h: [
-        round(x['learning_rate']/1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]),
-    'max_grad_norm': (dict(logging_steps=1, max_grad_norm=1e-9), dict(adam_epsilon=1., weight_decay=0.), lambda t, r, h: # the norm is that before clipping
-        min(x['grad_norm'] for x in r.history) > 0.1 and max((p - q).abs().max() for p, q in zip(t.model.parameters(), make('ours').parameters(), strict=True)) < 1e-8),
-    'gradient norm': (dict(logging_steps=4, max_grad_norm=0.), {}, lambda t, r, h: all(x['grad_norm'] > 0.1 for x in r.history)),
-    'logging_steps': (dict(logging_steps=4), {}, lambda t, r, h: h.steps('on_log') == [4, 8, 12]),
-    'logging_first_step': (dict(logging_steps=5, logging_first_step=True), {}, lambda t, r, h: h.steps('on_log') == [1, 5, 10, 12]),
-    'eval_strategy no': (dict(eval_strategy='no'), {}, lambda t, r, h: h.steps('on_eval') == []),
-    'eval_strategy steps': (dict(eval_strategy='steps', eval_steps=5), {}, lambda t, r, h: h.steps('on_eval') == [5, 10]),
-    'eval_strategy epoch': (dict(eval_strategy='epoch'), {}, lambda t, r, h: h.steps('on_eval') == [5, 10]),
-    'eval_accumulation_steps': (dict(eval_strategy='epoch', eval_accumulation_steps=2), {}, lambda t, r, h: h.last('on_eval')['eval_loss']
-        == run_option(dict(eval_strategy='epoch'))[2].last('on_eval')['eval_loss']),
-    'save_strategy no': (dict(folder='x', save_strategy='no'), {}, lambda t, r, h: tree(t) == [] and (t.folder/'model').is_dir()),
-    'save_strategy steps': (dict(folder='x', save_steps=5), {}, lambda t, r, h: tree(t) == ['checkpoint-10', 'checkpoint-12', 'checkpoint-5']),
-    'save_strategy epoch': (dict(folder='x', save_strategy='epoch', max_steps=10), {}, lambda t, r, h: tree(t) == ['checkpoint-10', 'checkpoint-5']),
-    'save_total_limit': (dict(folder='x', save_steps=2, save_total_limit=2), {}, lambda t, r, h: tree(t) == ['checkpoint-10', 'checkpoint-12']),
-    'best and last are kept': (dict(folder='x', save_steps=2, eval_steps=2, eval_strategy='steps', save_total_limit=1, load_best_model_at_end=True,
-        loss=[3, 1, 2, 2, 2, 2], metric_for_best_model='score', greater_is_better=False), {}, lambda t, r, h: tree(t) == ['checkpoint-12', 'checkpoint-4']
-        and Path(r.best_model_path).name == 'best_model' and same_weights(t, 'checkpoint-4', 'best_model', 'model')),
-    'the last model without load_best': (dict(folder='x', save_steps=2, eval_steps=2, eval_strategy='steps', loss=[3, 1, 2, 2, 2, 2],
-        metric_for_best_model='score', greater_is_better=False), {}, lambda t, r, h: same_weights(t, 'checkpoint-4', 'best_model')
-        and same_weights(t, 'checkpoint-12', 'model') and not same_weights(t, 'checkpoint-4', 'model')),
-    'greater_is_better': (dict(eval_steps=2, eval_strategy='steps', loss=[3, 1, 5, 2, 2, 2], metric_for_best_model='eval_score'), {},
-        lambda t, r, h: (r.best_metric, t.state.best_step, h.steps('on_eval', best=True)) == (5, 6, [2, 6])),
-    'early stopping': (dict(eval_steps=1, eval_strategy='steps', early_stopping_patience=2, loss=[1, 2, 2.05, 2.02, 9, 9], metric_for_best_model='score',
-        early_stopping_threshold=0.1), {}, lambda t, r, h: (r.steps, r.stop_reason) == (4, 'early stopping')),
-    'seed alone': (dict(seed=7, kind='dropout'), {}, lambda t, r, h: not same(t.model, run_option(dict(seed=8, kind='dropout'))[0].model)
-        and same(t.model, run_option(dict(seed=7, kind='dropout'))[0].model)),
-    'tf32 where there is none': (dict(tf32=True), {}, lambda t, r, h: torch.cuda.is_available() or not torch.backends.cuda.matmul.allow_tf32),
-    'mixed_precision': (dict(mixed_precision='bf16'), {}, lambda t, r, h: t.accelerator.mixed_precision == 'bf16' and r.final_loss != run_option({})[1].final_loss),
-    'optimizer_in_backward': (dict(optimizer_in_backward=True, max_grad_norm=0., gradient_accumulation_steps=1), {}, lambda t, r, h: same(
-        t.model, run_option(dict(max_grad_norm=0., gradient_accumulation_steps=1))[0].model)),
-    'torch_compile_mode': (dict(torch_compile=True, torch_compile_mode='nonsense', max_steps=2), {}, lambda t, r, h: len(r.notes) == 1 and 'nonsense' in r.notes[0]),
-    'sample_steps': (dict(sample_steps=5), {}, lambda t, r, h: h.steps('on_sample') == [5, 10, 12]),
-    'on_oom': (dict(on_oom='raise'), {}, lambda t, r, h: t.retry.on_oom == 'raise'),
-    **{f'schedule {name}': (dict(logging_steps=1, max_steps=8), dict(lr_scheduler_type=name, warmup_steps=2), None) for name in SCHEDULES},
+def tree(t):
+    return (
+        sorted(p.name for p in (t.folder / "checkpoints").glob("checkpoint-*")) if t.folder else []
+    )
+
+
+FIVE = dict(gradient_accumulation_steps=3)  # 15 batches of 2 rows: epochs of 5 steps
+OPTIONS = {  # name: (what trainer() gets, what OptimConfig gets, what must hold of trainer, result and callbacks)
+    "max_steps over epochs": (
+        dict(max_steps=7, num_train_epochs=1),
+        {},
+        lambda t, r, h: r.steps == 7 and r.stop_reason == "finished",
+    ),
+    "num_train_epochs": (
+        dict(max_steps=-1, num_train_epochs=2),
+        {},
+        lambda t, r, h: r.steps == 10 and h.last("on_log")["epoch"] == 2,
+    ),
+    "half an epoch": (dict(max_steps=-1, num_train_epochs=0.5), {}, lambda t, r, h: r.steps == 3),
+    "gradient_accumulation_steps": (
+        dict(max_steps=-1, num_train_epochs=1, gradient_accumulation_steps=4),
+        {},
+        lambda t, r, h: r.steps == 4,
+    ),
+    "adam": (
+        {},
+        dict(adam_beta1=0.8, adam_beta2=0.97, adam_epsilon=1e-6, weight_decay=0.2),
+        lambda t, r, h: (
+            all((g["betas"], g["eps"]) == ((0.8, 0.97), 1e-6) for g in t.bare.param_groups)
+            and {g["weight_decay"] for g in t.bare.param_groups} == {0.2, 0.0}
+        ),
+    ),
+    "optim adamw": ({}, dict(optim="adamw"), lambda t, r, h: not t.bare.defaults["fused"]),
+    "warm-up in steps": (
+        dict(logging_steps=1, max_steps=10),
+        dict(warmup_steps=4),
+        lambda t, r, h: (
+            [round(x["learning_rate"] / 1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]
+        ),
+    ),
+    "warm-up as a share": (
+        dict(logging_steps=1, max_steps=10),
+        dict(warmup_steps=0.4),
+        lambda t, r, h: (
+            [round(x["learning_rate"] / 1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]
+        ),
+    ),
+    "warmup_ratio": (
+        dict(logging_steps=1, max_steps=10),
+        dict(warmup_steps=0, warmup_ratio=0.4),
+        lambda t, r, h: (
+            [round(x["learning_rate"] / 1e-2, 6) for x in r.history[:5]] == [0, 0.25, 0.5, 0.75, 1]
+        ),
+    ),
+    "max_grad_norm": (
+        dict(logging_steps=1, max_grad_norm=1e-9),
+        dict(adam_epsilon=1.0, weight_decay=0.0),
+        lambda t, r, h: (  # the norm is that before clipping
+            min(x["grad_norm"] for x in r.history) > 0.1
+            and max(
+                (p - q).abs().max()
+                for p, q in zip(t.model.parameters(), make("ours").parameters(), strict=True)
+            )
+            < 1e-8
+        ),
+    ),
+    "gradient norm": (
+        dict(logging_steps=4, max_grad_norm=0.0),
+        {},
+        lambda t, r, h: all(x["grad_norm"] > 0.1 for x in r.history),
+    ),
+    "logging_steps": (dict(logging_steps=4), {}, lambda t, r, h: h.steps("on_log") == [4, 8, 12]),
+    "logging_first_step": (
+        dict(logging_steps=5, logging_first_step=True),
+        {},
+        lambda t, r, h: h.steps("on_log") == [1, 5, 10, 12],
+    ),
+    "eval_strategy no": (dict(eval_strategy="no"), {}, lambda t, r, h: h.steps("on_eval") == []),
+    "eval_strategy steps": (
+        dict(eval_strategy="steps", eval_steps=5),
+        {},
+        lambda t, r, h: h.steps("on_eval") == [5, 10],
+    ),
+    "eval_strategy epoch": (
+        dict(eval_strategy="epoch"),
+        {},
+        lambda t, r, h: h.steps("on_eval") == [5, 10],
+    ),
+    "eval_accumulation_steps": (
+        dict(eval_strategy="epoch", eval_accumulation_steps=2),
+        {},
+        lambda t, r, h: (
+            h.last("on_eval")["eval_loss"]
+            == run_option(dict(eval_strategy="epoch"))[2].last("on_eval")["eval_loss"]
+        ),
+    ),
+    "save_strategy no": (
+        dict(folder="x", save_strategy="no"),
+        {},
+        lambda t, r, h: tree(t) == [] and (t.folder / "model").is_dir(),
+    ),
+    "save_strategy steps": (
+        dict(folder="x", save_steps=5),
+        {},
+        lambda t, r, h: tree(t) == ["checkpoint-10", "checkpoint-12", "checkpoint-5"],
+    ),
+    "save_strategy epoch": (
+        dict(folder="x", save_strategy="epoch", max_steps=10),
+        {},
+        lambda t, r, h: tree(t) == ["checkpoint-10", "checkpoint-5"],
+    ),
+    "save_total_limit": (
+        dict(folder="x", save_steps=2, save_total_limit=2),
+        {},
+        lambda t, r, h: tree(t) == ["checkpoint-10", "checkpoint-12"],
+    ),
+    "best and last are kept": (
+        dict(
+            folder="x",
+            save_steps=2,
+            eval_steps=2,
+            eval_strategy="steps",
+            save_total_limit=1,
+            load_best_model_at_end=True,
+            loss=[3, 1, 2, 2, 2, 2],
+            metric_for_best_model="score",
+            greater_is_better=False,
+        ),
+        {},
+        lambda t, r, h: (
+            tree(t) == ["checkpoint-12", "checkpoint-4"]
+            and Path(r.best_model_path).name == "best_model"
+            and same_weights(t, "checkpoint-4", "best_model", "model")
+        ),
+    ),
+    "the last model without load_best": (
+        dict(
+            folder="x",
+            save_steps=2,
+            eval_steps=2,
+            eval_strategy="steps",
+            loss=[3, 1, 2, 2, 2, 2],
+            metric_for_best_model="score",
+            greater_is_better=False,
+        ),
+        {},
+        lambda t, r, h: (
+            same_weights(t, "checkpoint-4", "best_model")
+            and same_weights(t, "checkpoint-12", "model")
+            and not same_weights(t, "checkpoint-4", "model")
+        ),
+    ),
+    "greater_is_better": (
+        dict(
+            eval_steps=2,
+            eval_strategy="steps",
+            loss=[3, 1, 5, 2, 2, 2],
+            metric_for_best_model="eval_score",
+        ),
+        {},
+        lambda t, r, h: (
+            (r.best_metric, t.state.best_step, h.steps("on_eval", best=True)) == (5, 6, [2, 6])
+        ),
+    ),
+    "early stopping": (
+        dict(
+            eval_steps=1,
+            eval_strategy="steps",
+            early_stopping_patience=2,
+            loss=[1, 2, 2.05, 2.02, 9, 9],
+            metric_for_best_model="score",
+            early_stopping_threshold=0.1,
+        ),
+        {},
+        lambda t, r, h: (r.steps, r.stop_reason) == (4, "early stopping"),
+    ),
+    "seed alone": (
+        dict(seed=7, kind="dropout"),
+        {},
+        lambda t, r, h: (
+            not same(t.model, run_option(dict(seed=8, kind="dropout"))[0].model)
+            and same(t.model, run_option(dict(seed=7, kind="dropout"))[0].model)
+        ),
+    ),
+    "tf32 where there is none": (
+        dict(tf32=True),
+        {},
+        lambda t, r, h: torch.cuda.is_available() or not torch.backends.cuda.matmul.allow_tf32,
+    ),
+    "mixed_precision": (
+        dict(mixed_precision="bf16"),
+        {},
+        lambda t, r, h: (
+            t.accelerator.mixed_precision == "bf16" and r.final_loss != run_option({})[1].final_loss
+        ),
+    ),
+    "optimizer_in_backward": (
+        dict(optimizer_in_backward=True, max_grad_norm=0.0, gradient_accumulation_steps=1),
+        {},
+        lambda t, r, h: same(
+            t.model, run_option(dict(max_grad_norm=0.0, gradient_accumulation_steps=1))[0].model
+        ),
+    ),
+    "torch_compile_mode": (
+        dict(torch_compile=True, torch_compile_mode="nonsense", max_steps=2),
+        {},
+        lambda t, r, h: len(r.notes) == 1 and "nonsense" in r.notes[0],
+    ),
+    "sample_steps": (dict(sample_steps=5), {}, lambda t, r, h: h.steps("on_sample") == [5, 10, 12]),
+    "on_oom": (dict(on_oom="raise"), {}, lambda t, r, h: t.retry.on_oom == "raise"),
+    **{
+        f"schedule {name}": (
+            dict(logging_steps=1, max_steps=8),
+            dict(lr_scheduler_type=name, warmup_steps=2),
+            None,
+        )
+        for name in SCHEDULES
+    },
 }
 
 
 def same_weights(t, first, *others):
     "Whether folders of a run hold the same weights."
     from safetensors.torch import load_file
-    home = lambda name: t.folder/'checkpoints'/name if name.startswith('checkpoint-') else t.folder/name
-    found = [load_file(home(name)/'model.safetensors') for name in (first, *others)]
+
+    home = lambda name: (
+        t.folder / "checkpoints" / name if name.startswith("checkpoint-") else t.folder / name
+    )
+    found = [load_file(home(name) / "model.safetensors") for name in (first, *others)]
     assert all(len(a.keys() & b.keys()) >= 10 for a, b in pairwise(found))
-    return all(torch.equal(a[k], b[k]) for a, b in pairwise(found) for k in a.keys() & b.keys()) # tied ones are named once
+    return all(
+        torch.equal(a[k], b[k]) for a, b in pairwise(found) for k in a.keys() & b.keys()
+    )  # tied ones are named once
 
 
 def run_option(given, optim=None, folder=None):
     config, heard = dict(given), Heard()
-    if 'folder' in config: config['folder'] = folder
-    if isinstance(config.get('loss'), list): config['loss'] = scored(config['loss'])
-    kind, speaks = config.pop('kind', None), config.pop('sample_steps', 0)
-    t = trainer(make('ours', 0.2 if kind == 'dropout' else 0.), callbacks=[heard], **config)
+    if "folder" in config:
+        config["folder"] = folder
+    if isinstance(config.get("loss"), list):
+        config["loss"] = scored(config["loss"])
+    kind, speaks = config.pop("kind", None), config.pop("sample_steps", 0)
+    t = trainer(make("ours", 0.2 if kind == "dropout" else 0.0), callbacks=[heard], **config)
     t.optim = OptimConfig(**dict(learning_rate=1e-2, warmup_steps=2) | (optim or {}))
-    t.sample, t.config.sample_steps = lambda model, step: [('a', 'b')], speaks
+    t.sample, t.config.sample_steps = lambda model, step: [("a", "b")], speaks
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
+        warnings.simplefilter("ignore")
         return t, t.train(), heard
 
 
-@pytest.mark.parametrize('name', OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_option(name, tmp_path):
     given, optim, holds = OPTIONS[name]
     found = run_option(given, optim, tmp_path)
-    if holds is not None: assert holds(*found)
-    else: # transformers' schedule of the same name
+    if holds is not None:
+        assert holds(*found)
+    else:  # transformers' schedule of the same name
         from transformers import get_scheduler
+
         t, result, _ = found
         theirs = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
-        kind = optim['lr_scheduler_type']
-        more = dict(warmup_stable_decay=dict(scheduler_specific_kwargs=dict(num_decay_steps=1, num_stable_steps=5)),
-                    cosine_with_min_lr=dict(scheduler_specific_kwargs=dict(min_lr_rate=0.)))
-        schedule = get_scheduler(kind, theirs, num_warmup_steps=None if kind == 'constant' else 2, num_training_steps=8, **more.get(kind, {}))
+        kind = optim["lr_scheduler_type"]
+        more = dict(
+            warmup_stable_decay=dict(
+                scheduler_specific_kwargs=dict(num_decay_steps=1, num_stable_steps=5)
+            ),
+            cosine_with_min_lr=dict(scheduler_specific_kwargs=dict(min_lr_rate=0.0)),
+        )
+        schedule = get_scheduler(
+            kind,
+            theirs,
+            num_warmup_steps=None if kind == "constant" else 2,
+            num_training_steps=8,
+            **more.get(kind, {}),
+        )
         rates = []
         for _ in range(8):
-            rates.append(theirs.param_groups[0]['lr'])
+            rates.append(theirs.param_groups[0]["lr"])
             theirs.step(), schedule.step()
-        assert [r['learning_rate'] for r in result.history] == pytest.approx(rates, abs=2e-7) # polynomial ends at 1e-7 there
+        assert [r["learning_rate"] for r in result.history] == pytest.approx(
+            rates, abs=2e-7
+        )  # polynomial ends at 1e-7 there
 
 
-SCHEDULE_KNOBS = { # schedule -> our knobs, and what they are called in transformers for so many steps after the warm-up
-    'constant': [({}, {})],
-    'constant_with_warmup': [({}, {})],
-    'linear': [({}, {})],
-    'cosine': [({}, {}), *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (0, 0.5, 1, 1.5)]],
-    'cosine_with_min_lr': [(dict(min_lr_ratio=floor, num_cycles=n), dict(min_lr_rate=floor, num_cycles=n)) for floor in (0, 0.1, 1) for n in (0.5, 1)],
-    'cosine_with_restarts': [({}, {}), *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (1, 2, 3)]],
-    'polynomial': [(dict(power=power, **more), dict(power=power, **(dict(lr_end=0.01*more['min_lr_ratio']) if more else {})))
-                   for power in (0, 0.5, 1, 2) for more in ({}, dict(min_lr_ratio=0.1))],
-    'warmup_stable_decay': [(dict(decay_ratio=ratio, min_lr_ratio=floor, **more), dict(decay=ratio, min_lr_ratio=floor, **more))
-                            for ratio in (0.1, 0.5, 1) for floor in (0, 0.1, 1) for more in ({}, dict(num_cycles=1), dict(num_cycles=1.5))]}
+SCHEDULE_KNOBS = {  # schedule -> our knobs, and what they are called in transformers for so many steps after the warm-up
+    "constant": [({}, {})],
+    "constant_with_warmup": [({}, {})],
+    "linear": [({}, {})],
+    "cosine": [({}, {}), *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (0, 0.5, 1, 1.5)]],
+    "cosine_with_min_lr": [
+        (dict(min_lr_ratio=floor, num_cycles=n), dict(min_lr_rate=floor, num_cycles=n))
+        for floor in (0, 0.1, 1)
+        for n in (0.5, 1)
+    ],
+    "cosine_with_restarts": [
+        ({}, {}),
+        *[(dict(num_cycles=n), dict(num_cycles=n)) for n in (1, 2, 3)],
+    ],
+    "polynomial": [
+        (
+            dict(power=power, **more),
+            dict(power=power, **(dict(lr_end=0.01 * more["min_lr_ratio"]) if more else {})),
+        )
+        for power in (0, 0.5, 1, 2)
+        for more in ({}, dict(min_lr_ratio=0.1))
+    ],
+    "warmup_stable_decay": [
+        (
+            dict(decay_ratio=ratio, min_lr_ratio=floor, **more),
+            dict(decay=ratio, min_lr_ratio=floor, **more),
+        )
+        for ratio in (0.1, 0.5, 1)
+        for floor in (0, 0.1, 1)
+        for more in ({}, dict(num_cycles=1), dict(num_cycles=1.5))
+    ],
+}
 
 
-@pytest.mark.parametrize('kind', SCHEDULES)
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
     "At every step of a run and at its end, with and without warm-up, for every knob that a schedule reads."
     from transformers import get_scheduler
+
     for mine, theirs in SCHEDULE_KNOBS[kind]:
         for total, warmup in ((20, 4), (20, 0), (37, 36), (5, 1), (1, 0)):
             named = dict(theirs)
-            if 'decay' in named: named['num_decay_steps'] = named.pop('decay')*(total - warmup)
+            if "decay" in named:
+                named["num_decay_steps"] = named.pop("decay") * (total - warmup)
             rates = []
-            for build in (lambda o: make_schedule(o, OptimConfig(learning_rate=0.01, lr_scheduler_type=kind, warmup_steps=warmup, **mine), total), # noqa: B023
-                          lambda o: get_scheduler(kind, o, warmup, total, named)): # noqa: B023
+            for build in (
+                lambda o: make_schedule(
+                    o,
+                    OptimConfig(
+                        learning_rate=0.01, lr_scheduler_type=kind, warmup_steps=warmup, **mine
+                    ),
+                    total,
+                ),  # noqa: B023
+                lambda o: get_scheduler(kind, o, warmup, total, named),
+            ):  # noqa: B023
                 optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.01)
                 schedule, found = build(optimizer), []
                 for _ in range(total + 1):
-                    found.append(optimizer.param_groups[0]['lr'])
+                    found.append(optimizer.param_groups[0]["lr"])
                     optimizer.step(), schedule.step()
                 rates.append(found)
             assert rates[0] == pytest.approx(rates[1], abs=1e-15), (mine, total, warmup)
@@ -599,7 +1181,10 @@ def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
 def test_every_knob_of_the_loop_has_a_test():
     "A knob that is added to TrainConfig must appear somewhere in the tests."
     from trainkit.config import knobs
-    text = ''.join(path.read_text(encoding='utf-8') for path in Path(__file__).parents[1].rglob('test_*.py'))
+
+    text = "".join(
+        path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py")
+    )
     missing = [k.name for k in knobs(TrainConfig) if k.name not in text]
     assert missing == [], missing
 
@@ -609,39 +1194,63 @@ def test_data_seed_and_seed_are_apart():
     from trainkit.recipes.preparation import make_batches
     from trainkit.recipes.config import RunConfig
     from types import SimpleNamespace
+
     tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=0)
-    def order(**seeds): return make_batches(RunConfig(train=TrainConfig(**seeds)), ROWS, ROWS, tokenizer)[0].order(0).tolist()
-    sized = make_batches(RunConfig(train=TrainConfig(per_device_train_batch_size=3, per_device_eval_batch_size=5)), ROWS, ROWS, tokenizer)
+
+    def order(**seeds):
+        return (
+            make_batches(RunConfig(train=TrainConfig(**seeds)), ROWS, ROWS, tokenizer)[0]
+            .order(0)
+            .tolist()
+        )
+
+    sized = make_batches(
+        RunConfig(train=TrainConfig(per_device_train_batch_size=3, per_device_eval_batch_size=5)),
+        ROWS,
+        ROWS,
+        tokenizer,
+    )
     assert [len(b) for b in sized] == [10, 6]
-    assert order(seed=1) == order(seed=2, data_seed=1) != order(seed=2) and order(seed=2) == order(seed=1, data_seed=2)
+    assert order(seed=1) == order(seed=2, data_seed=1) != order(seed=2) and order(seed=2) == order(
+        seed=1, data_seed=2
+    )
 
 
 # Control
+
 
 def test_pause_leaves_speed_and_time_alone():
     control = Control()
     t = trainer(max_steps=40, logging_steps=1)
     t.control = control
+
     class Pause:
         def on_step(self, trainer, record):
-            if record['step'] == 20:
+            if record["step"] == 20:
                 control.pause()
                 threading.Timer(0.5, control.resume).start()
+
     t.callbacks, wait, held = [Pause()], control.wait, []
+
     def timed():
         began = time.monotonic()
         wait()
         held.append(time.monotonic() - began)
+
     control.wait = timed
     began = time.monotonic()
     result = t.train()
     wall, pause = time.monotonic() - began, sum(held)
-    assert pause > 0.1 and result.seconds < wall - 0.9*pause and result.steps == 40
-    before, record = result.history[19:21] # The step after the pause: its speed is that of the time that it took
-    took = (record['tokens'] - before['tokens'])/record['tokens_per_second']
-    assert abs(took - (record['seconds'] - before['seconds'])) < 0.5*pause
+    assert pause > 0.1 and result.seconds < wall - 0.9 * pause and result.steps == 40
+    before, record = result.history[
+        19:21
+    ]  # The step after the pause: its speed is that of the time that it took
+    took = (record["tokens"] - before["tokens"]) / record["tokens_per_second"]
+    assert abs(took - (record["seconds"] - before["seconds"])) < 0.5 * pause
     record = result.history[21]
-    assert record['eta_seconds'] < 2*record['seconds']*18/22 + 0.05 # not slowed down by the half second of the pause
+    assert (
+        record["eta_seconds"] < 2 * record["seconds"] * 18 / 22 + 0.05
+    )  # not slowed down by the half second of the pause
 
 
 def test_training_in_a_thread_and_stopping_from_another(tmp_path):
@@ -649,128 +1258,205 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
     thread = threading.Thread(target=lambda: box.append(t.train()), daemon=True)
     handler = signal.getsignal(signal.SIGINT)
     thread.start()
-    while t.state.step < 5: time.sleep(0.005)
-    assert t.control.state == 'running' and signal.getsignal(signal.SIGINT) is handler
+    while t.state.step < 5:
+        time.sleep(0.005)
+    assert t.control.state == "running" and signal.getsignal(signal.SIGINT) is handler
     t.control.pause()
     last = time.monotonic() + 60
     while not rests(thread):
-        assert time.monotonic() < last, 'it goes on'
+        assert time.monotonic() < last, "it goes on"
         time.sleep(0.005)
     step = t.state.step
     time.sleep(0.1)
-    assert t.state.step == step and t.control.state == 'paused'
-    t.control.stop('enough')
+    assert t.state.step == step and t.control.state == "paused"
+    t.control.stop("enough")
     thread.join(20)
-    assert box[0].stop_reason == 'enough' and box[0].steps == step and Path(box[0].final_checkpoint).name == f'checkpoint-{step}'
+    assert (
+        box[0].stop_reason == "enough"
+        and box[0].steps == step
+        and Path(box[0].final_checkpoint).name == f"checkpoint-{step}"
+    )
 
 
 def after_step_four(folder, stubborn=False):
     "A run that waits there for Ctrl-C; the stubborn says that it has heard it, and is not done with its step."
+
     class Wait:
         def on_step(self, trainer, record):
-            if record['step'] != 4: return
-            print('step 4', flush=True)
-            while not trainer.control.stopping: time.sleep(0.01)
-            if stubborn: print('heard', flush=True), time.sleep(600)
-    result = trainer(folder=folder, max_steps=60, callbacks=[Wait()]).train(resume='auto')
-    print('result', result.stop_reason, result.steps)
+            if record["step"] != 4:
+                return
+            print("step 4", flush=True)
+            while not trainer.control.stopping:
+                time.sleep(0.01)
+            if stubborn:
+                print("heard", flush=True), time.sleep(600)
+
+    result = trainer(folder=folder, max_steps=60, callbacks=[Wait()]).train(resume="auto")
+    print("result", result.stop_reason, result.steps)
 
 
 def until_said(word, process, folder):
-    while f'{word}\n' not in (folder/'out.txt').read_text():
-        assert process.is_alive(), (folder/'err.txt').read_text()
+    while f"{word}\n" not in (folder / "out.txt").read_text():
+        assert process.is_alive(), (folder / "err.txt").read_text()
         time.sleep(0.01)
 
 
 def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path):
     process = begin(after_step_four, tmp_path, folder=tmp_path)
-    until_said('step 4', process, tmp_path)
+    until_said("step 4", process, tmp_path)
     os.kill(process.pid, signal.SIGINT)
     done = end(process, tmp_path, 60)
     assert done.returncode == 0, done.stderr
     said, result = done.stdout.splitlines()[-2:]
-    assert result == 'result interrupted 4'
-    assert 'after step 4 of 60' in said and 'checkpoint-4' in said and 'resume=True' in said
+    assert result == "result interrupted 4"
+    assert "after step 4 of 60" in said and "checkpoint-4" in said and "resume=True" in said
     t = trainer(folder=tmp_path, max_steps=7)
     assert t.train(resume=True, force_resume=True).steps == 7
 
 
 def test_the_second_ctrl_c_interrupts_at_once(tmp_path):
     process = begin(after_step_four, tmp_path, True, folder=tmp_path)
-    for word in ('step 4', 'heard'): # Two that come together are one
+    for word in ("step 4", "heard"):  # Two that come together are one
         until_said(word, process, tmp_path)
         os.kill(process.pid, signal.SIGINT)
     done = end(process, tmp_path, 60)
-    assert done.returncode != 0 and 'KeyboardInterrupt' in done.stderr and 'result' not in done.stdout
+    assert (
+        done.returncode != 0 and "KeyboardInterrupt" in done.stderr and "result" not in done.stdout
+    )
 
 
 # accelerate
 
+
 def test_the_model_is_given_back(tmp_path):
-    model = make('ours').eval()
+    model = make("ours").eval()
     forward = type(model).forward
-    trainer(model, mixed_precision='bf16', max_steps=2).train()
-    assert not model.training and 'forward' not in vars(model) and type(model).forward is forward
-    with torch.no_grad(): assert model(torch.zeros(1, 4, dtype=torch.long)).logits.dtype == torch.float32
-    first = trainer(model, mixed_precision='no', max_steps=2).train() # another format in the same process
+    trainer(model, mixed_precision="bf16", max_steps=2).train()
+    assert not model.training and "forward" not in vars(model) and type(model).forward is forward
+    with torch.no_grad():
+        assert model(torch.zeros(1, 4, dtype=torch.long)).logits.dtype == torch.float32
+    first = trainer(
+        model, mixed_precision="no", max_steps=2
+    ).train()  # another format in the same process
     assert first.steps == 2
 
 
 def test_overflow_skips_one_step():
     from copy import deepcopy
-    t = trainer(mixed_precision='fp16', logging_steps=1, max_steps=5)
-    t.accelerator.scaler = torch.amp.GradScaler('cpu', init_scale=2.**40, backoff_factor=2.**-30)
+
+    t = trainer(mixed_precision="fp16", logging_steps=1, max_steps=5)
+    t.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-30)
     seen, start = [], deepcopy(t.model.state_dict())
+
     class Watch:
         def on_step(self, trainer, record):
-            seen.append((record['skipped_steps'], all(torch.equal(a, b) for a, b in zip(start.values(), trainer.model.state_dict().values(), strict=True)),
-                         trainer.schedule.last_epoch))
+            seen.append(
+                (
+                    record["skipped_steps"],
+                    all(
+                        torch.equal(a, b)
+                        for a, b in zip(
+                            start.values(), trainer.model.state_dict().values(), strict=True
+                        )
+                    ),
+                    trainer.schedule.last_epoch,
+                )
+            )
+
     t.callbacks = [Watch()]
     t.train()
-    assert seen == [(1, True, 0), (1, True, 1), (1, False, 2), (1, False, 3), (1, False, 4)] # the first rate of the warm-up is 0
+    assert seen == [
+        (1, True, 0),
+        (1, True, 1),
+        (1, False, 2),
+        (1, False, 3),
+        (1, False, 4),
+    ]  # the first rate of the warm-up is 0
 
 
 def share(counted, folder):
     "What one of several processes does, and says."
     loss = lm_loss if counted else lambda model, batch: lm_loss(model, batch)
-    t = trainer(batch_size=2, gradient_accumulation_steps=2, loss=loss, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3,
-                folder=folder, mixed_precision='no')
+    t = trainer(
+        batch_size=2,
+        gradient_accumulation_steps=2,
+        loss=loss,
+        logging_steps=1,
+        max_steps=9,
+        eval_strategy="steps",
+        eval_steps=3,
+        folder=folder,
+        mixed_precision="no",
+    )
     result = t.train()
-    if t.accelerator.is_main_process: torch.save(torch.cat([p.detach().flatten() for p in t.model.parameters()]), folder/'weights.pt')
-    print(json.dumps(dict(processes=t.accelerator.num_processes, history=result.history, tokens=result.tokens)), flush=True)
+    if t.accelerator.is_main_process:
+        torch.save(
+            torch.cat([p.detach().flatten() for p in t.model.parameters()]), folder / "weights.pt"
+        )
+    print(
+        json.dumps(
+            dict(
+                processes=t.accelerator.num_processes, history=result.history, tokens=result.tokens
+            )
+        ),
+        flush=True,
+    )
     t.accelerator.wait_for_everyone()
-    os._exit(0) # threads of gloo may abort what is left of the interpreter
+    os._exit(0)  # threads of gloo may abort what is left of the interpreter
 
 
-@pytest.mark.slow # test_distributed has a quick one
-@pytest.mark.parametrize('counted', [True, False])
+@pytest.mark.slow  # test_distributed has a quick one
+@pytest.mark.parametrize("counted", [True, False])
 def test_two_processes_are_one(tmp_path, counted):
     "2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with rows of different length and a partial last window."
-    one = trainer(batch_size=4, gradient_accumulation_steps=2, logging_steps=1, max_steps=9, eval_strategy='steps', eval_steps=3, mixed_precision='no')
+    one = trainer(
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        logging_steps=1,
+        max_steps=9,
+        eval_strategy="steps",
+        eval_steps=3,
+        mixed_precision="no",
+    )
     result = one.train()
     two = together(2, share, counted, tmp_path, folder=tmp_path)[0]
-    assert two['processes'] == 2 and two['tokens'] == result.tokens
-    for a, b in zip(result.history, two['history'], strict=True):
-        for key in ('loss', 'grad_norm', 'eval_loss', 'eval_tokens'):
-            if key in a: assert a[key] == pytest.approx(b[key], abs=1e-5), key
-    weights = torch.load(tmp_path/'weights.pt')
-    assert (torch.cat([p.detach().flatten() for p in one.model.parameters()]) - weights).abs().max() < 2e-6
+    assert two["processes"] == 2 and two["tokens"] == result.tokens
+    for a, b in zip(result.history, two["history"], strict=True):
+        for key in ("loss", "grad_norm", "eval_loss", "eval_tokens"):
+            if key in a:
+                assert a[key] == pytest.approx(b[key], abs=1e-5), key
+    weights = torch.load(tmp_path / "weights.pt")
+    assert (
+        torch.cat([p.detach().flatten() for p in one.model.parameters()]) - weights
+    ).abs().max() < 2e-6
 
 
 def test_evaluation_holds_the_logits_of_one_batch():
     "Only sums are kept, so that the size of the evaluation set does not matter."
     held, most = [], []
+
     def loss(model, batch):
-        logits = model(batch['input_ids']).logits
+        logits = model(batch["input_ids"]).logits
         held.append(weakref.ref(logits))
         most.append(sum(ref() is not None for ref in held))
-        labels = batch['input_ids'][:, 1:]
-        return Loss({'loss': (nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction='sum'), labels.numel(), 1.)})
-    t = trainer(make('ours'), loss=loss, eval_rows=ROWS, eval_accumulation_steps=None)
-    assert t.evaluate()['eval_loss'] > 0
+        labels = batch["input_ids"][:, 1:]
+        return Loss(
+            {
+                "loss": (
+                    nn.functional.cross_entropy(
+                        logits[:, :-1].transpose(1, 2), labels, reduction="sum"
+                    ),
+                    labels.numel(),
+                    1.0,
+                )
+            }
+        )
+
+    t = trainer(make("ours"), loss=loss, eval_rows=ROWS, eval_accumulation_steps=None)
+    assert t.evaluate()["eval_loss"] > 0
     assert len(held) > 3 and max(most) == 1
 
 
 def test_the_best_weights_need_a_place():
-    with pytest.raises(ValueError, match='needs an output_dir'):
-        trainer(load_best_model_at_end=True, eval_strategy='steps')
+    with pytest.raises(ValueError, match="needs an output_dir"):
+        trainer(load_best_model_at_end=True, eval_strategy="steps")

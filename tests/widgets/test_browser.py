@@ -1,4 +1,5 @@
 "What a run leaves behind, in a real browser."
+
 import json
 import os
 import re
@@ -18,41 +19,65 @@ from support.processes import ROOT
 pytestmark = pytest.mark.browser
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def report(tmp_path_factory):
     from trainkit.config import load_config
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import run
-    folder = tmp_path_factory.mktemp('runs')
-    small = ['data.path=stdlib', 'data.max_chars=200000', 'data.max_length=64', 'tokenizer.vocab_size=400', 'model.d_model=32',
-             'model.n_heads=2', 'model.n_layers=1', 'model.d_ff=64', 'train.max_steps=20', 'train.logging_steps=2', 'train.eval_steps=5',
-             'train.eval_strategy=steps', 'train.per_device_train_batch_size=4', 'sampling.max_new_tokens=10', f'runs_dir={folder}', 'name=seen']
+
+    folder = tmp_path_factory.mktemp("runs")
+    small = [
+        "data.path=stdlib",
+        "data.max_chars=200000",
+        "data.max_length=64",
+        "tokenizer.vocab_size=400",
+        "model.d_model=32",
+        "model.n_heads=2",
+        "model.n_layers=1",
+        "model.d_ff=64",
+        "train.max_steps=20",
+        "train.logging_steps=2",
+        "train.eval_steps=5",
+        "train.eval_strategy=steps",
+        "train.per_device_train_batch_size=4",
+        "sampling.max_new_tokens=10",
+        f"runs_dir={folder}",
+        "name=seen",
+    ]
     return run(load_config(RunConfig, {}, small), verbose=False).report
 
 
-@pytest.mark.parametrize('width', [1200, 420])
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize("width", [1200, 420])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_report_reads_well(browser, report, width, scheme):
     "No error, no request, no sideways scrolling, and text that stands out from its ground in both schemes."
     page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
     errors, requests = [], []
-    page.on('console', lambda m: errors.append(m.text) if m.type == 'error' else None)
-    page.on('pageerror', lambda e: errors.append(str(e)))
-    page.on('request', lambda r: requests.append(r.url))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.on("request", lambda r: requests.append(r.url))
     page.goto(report.as_uri())
     assert not errors and len(requests) == 1, (errors, requests)
-    assert page.locator('svg[role=img]').count() >= 4
-    labels = page.locator('svg[role=img]').evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')
-    assert all(labels) and any('Loss' in label for label in labels)
-    assert page.evaluate('document.documentElement.scrollWidth <= window.innerWidth'), 'nothing sticks out to the side'
-    light = 'c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); return .2126*r + .7152*g + .0722*b }'
-    ground, ink = (page.evaluate(f'({light})(getComputedStyle(document.body).{kind})') for kind in ('backgroundColor', 'color'))
-    assert abs(ground - ink) > 150 and (ground > ink) == (scheme == 'light')
-    if shots := os.environ.get('TRAINKIT_SHOTS'): page.screenshot(path=f'{shots}/report-{scheme}-{width}.png', full_page=True)
+    assert page.locator("svg[role=img]").count() >= 4
+    labels = page.locator("svg[role=img]").evaluate_all(
+        'all => all.map(e => e.getAttribute("aria-label"))'
+    )
+    assert all(labels) and any("Loss" in label for label in labels)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+        "nothing sticks out to the side"
+    )
+    light = "c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); return .2126*r + .7152*g + .0722*b }"
+    ground, ink = (
+        page.evaluate(f"({light})(getComputedStyle(document.body).{kind})")
+        for kind in ("backgroundColor", "color")
+    )
+    assert abs(ground - ink) > 150 and (ground > ink) == (scheme == "light")
+    if shots := os.environ.get("TRAINKIT_SHOTS"):
+        page.screenshot(path=f"{shots}/report-{scheme}-{width}.png", full_page=True)
     page.close()
 
 
-PANEL = '''
+PANEL = """
 from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.panel import TrainerPanel
@@ -62,143 +87,217 @@ words = ('data.path=stdlib data.max_chars=60000 data.max_length=64 tokenizer.voc
          'train.sample_steps=50 train.per_device_train_batch_size=4 sampling.max_new_tokens=10').split()
 panel = TrainerPanel(load_config(RunConfig, dict(runs_dir='runs', name='seen'), words))
 panel.show()
-'''
+"""
 
 
 @contextmanager
 def server(folder, command, **env):
     "A notebook server in a folder, of a command to which its port is added; its address. Its own process group ends with it."
     with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
+        s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    lean = folder/'.lean' # Schemas are checked without the grammar of addresses, which takes seconds to read
+    lean = (
+        folder / ".lean"
+    )  # Schemas are checked without the grammar of addresses, which takes seconds to read
     lean.mkdir()
-    (lean/'rfc3987_syntax.py').touch()
-    env = {**os.environ, 'PYTHONPATH': os.pathsep.join((str(lean), str(ROOT))), 'PYDEVD_DISABLE_FILE_VALIDATION': '1', 'IPYTHONDIR': str(folder/'.ipython'),
-           'JUPYTER_CONFIG_DIR': str(folder/'.config'), 'JUPYTER_DATA_DIR': str(folder/'.data'), **env}
-    env.pop('IN_TEST', None)
-    words = ['--no-browser', '--allow-root', '--ip', '127.0.0.1', '--port', str(port)]
-    with open(folder/'.log', 'w') as log:
-        process = subprocess.Popen([*map(str, command), *words], env=env, stdout=log, stderr=log, start_new_session=True)
-    address, end = f'http://127.0.0.1:{port}', time.monotonic() + 240
+    (lean / "rfc3987_syntax.py").touch()
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(lean), str(ROOT))),
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "IPYTHONDIR": str(folder / ".ipython"),
+        "JUPYTER_CONFIG_DIR": str(folder / ".config"),
+        "JUPYTER_DATA_DIR": str(folder / ".data"),
+        **env,
+    }
+    env.pop("IN_TEST", None)
+    words = ["--no-browser", "--allow-root", "--ip", "127.0.0.1", "--port", str(port)]
+    with open(folder / ".log", "w") as log:
+        process = subprocess.Popen(
+            [*map(str, command), *words], env=env, stdout=log, stderr=log, start_new_session=True
+        )
+    address, end = f"http://127.0.0.1:{port}", time.monotonic() + 240
     try:
         while True:
             try:
-                urllib.request.urlopen(f'{address}/api/status', timeout=2)
+                urllib.request.urlopen(f"{address}/api/status", timeout=2)
                 break
             except OSError:
-                assert time.monotonic() < end and process.poll() is None, (folder/'.log').read_text()[-3000:]
+                assert time.monotonic() < end and process.poll() is None, (
+                    folder / ".log"
+                ).read_text()[-3000:]
                 time.sleep(0.3)
         yield address
-        for kernel in json.load(urllib.request.urlopen(f'{address}/api/kernels')):
-            urllib.request.urlopen(urllib.request.Request(f"{address}/api/kernels/{kernel['id']}", method='DELETE'))
+        for kernel in json.load(urllib.request.urlopen(f"{address}/api/kernels")):
+            urllib.request.urlopen(
+                urllib.request.Request(f"{address}/api/kernels/{kernel['id']}", method="DELETE")
+            )
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(30)
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     "JupyterLab on a port of its own; its address and its folder."
-    folder = tmp_path_factory.mktemp('lab')
-    looks = folder/'.settings'/'@jupyterlab'/'apputils-extension'/'themes.jupyterlab-settings'
+    folder = tmp_path_factory.mktemp("lab")
+    looks = (
+        folder / ".settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings"
+    )
     looks.parent.mkdir(parents=True)
-    looks.write_text('{"adaptive-theme": true}') # Light or dark, as the page's colour scheme is
-    looks.with_name('notification.jupyterlab-settings').write_text('{"fetchNews": "false"}') # Else a question about news covers a corner of the page
-    command = [sys.executable, '-m', 'jupyter', 'lab', '--IdentityProvider.token=', '--ServerApp.password=', f'--ServerApp.root_dir={folder}',
-               '--ServerApp.disable_check_xsrf=True', '--LabApp.news_url=None', '--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate']
-    with server(folder, command, JUPYTERLAB_SETTINGS_DIR=str(folder/'.settings')) as address: yield address, folder
+    looks.write_text('{"adaptive-theme": true}')  # Light or dark, as the page's colour scheme is
+    looks.with_name("notification.jupyterlab-settings").write_text(
+        '{"fetchNews": "false"}'
+    )  # Else a question about news covers a corner of the page
+    command = [
+        sys.executable,
+        "-m",
+        "jupyter",
+        "lab",
+        "--IdentityProvider.token=",
+        "--ServerApp.password=",
+        f"--ServerApp.root_dir={folder}",
+        "--ServerApp.disable_check_xsrf=True",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
+    with server(folder, command, JUPYTERLAB_SETTINGS_DIR=str(folder / ".settings")) as address:
+        yield address, folder
 
 
 def write_notebook(path, cells):
-    cells = [dict(cell_type='code', id=f'c{i}', metadata={}, outputs=[], execution_count=None, source=cell.strip()) for i, cell in enumerate(cells)]
-    kernel = dict(name='python3', display_name='Python 3', language='python')
-    path.write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)), encoding='utf-8')
+    cells = [
+        dict(
+            cell_type="code",
+            id=f"c{i}",
+            metadata={},
+            outputs=[],
+            execution_count=None,
+            source=cell.strip(),
+        )
+        for i, cell in enumerate(cells)
+    ]
+    kernel = dict(name="python3", display_name="Python 3", language="python")
+    path.write_text(
+        json.dumps(
+            dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
+        ),
+        encoding="utf-8",
+    )
 
 
 def open_notebook(browser, lab, name, cells, **look):
     "A page with a new notebook, its kernel ready, all of its cells run."
     address, folder = lab
-    write_notebook(folder/name, cells)
+    write_notebook(folder / name, cells)
     page = browser.new_page(**look)
-    page.set_default_timeout(240_000) # A busy machine is no failure
-    page.goto(f'{address}/doc/tree/{name}', wait_until='domcontentloaded')
-    page.wait_for_selector('.jp-Notebook .jp-Cell')
-    page.wait_for_function("document.querySelector('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'")
+    page.set_default_timeout(240_000)  # A busy machine is no failure
+    page.goto(f"{address}/doc/tree/{name}", wait_until="domcontentloaded")
+    page.wait_for_selector(".jp-Notebook .jp-Cell")
+    page.wait_for_function(
+        "document.querySelector('.jp-NotebookPanel .jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'"
+    )
     from playwright.sync_api import TimeoutError as Late
-    said, question = '', page.locator('dialog.jp-Dialog')
-    for _ in range(40): # Cells that are run before the kernel is ready are not run
-        page.keyboard.press('Escape')
+
+    said, question = "", page.locator("dialog.jp-Dialog")
+    for _ in range(40):  # Cells that are run before the kernel is ready are not run
+        page.keyboard.press("Escape")
         try:
-            if question.count(): # Such as: which kernel? It may come at any moment, and lies over the menu
+            if (
+                question.count()
+            ):  # Such as: which kernel? It may come at any moment, and lies over the menu
                 said = question.first.inner_text()
-                question.locator('button:has-text("Select"), .jp-mod-accept').first.click(timeout=5000)
+                question.locator('button:has-text("Select"), .jp-mod-accept').first.click(
+                    timeout=5000
+                )
             page.click(".lm-MenuBar-itemLabel:text-is('Run')", timeout=5000)
             page.click(".lm-Menu-itemLabel:text-is('Run All Cells')", timeout=5000)
-        except Late: continue
+        except Late:
+            continue
         page.wait_for_timeout(1000)
-        if not question.count() and '[ ]' not in page.locator('.jp-InputPrompt').first.inner_text(): return page
-    raise AssertionError(f'the kernel does not begin; JupyterLab said: {said!r}')
+        if not question.count() and "[ ]" not in page.locator(".jp-InputPrompt").first.inner_text():
+            return page
+    raise AssertionError(f"the kernel does not begin; JupyterLab said: {said!r}")
 
 
 @pytest.mark.slow
 def test_a_panel_trains_in_a_notebook(browser, lab):
     "Run All, Start, the loss changes, Pause holds it, Resume, Stop keeps the model; the saved notebook shows the end; a wrong field is said."
     folder = lab[1]
-    page = open_notebook(browser, lab, 'panel.ipynb', [PANEL], viewport=dict(width=1200, height=1400))
+    page = open_notebook(
+        browser, lab, "panel.ipynb", [PANEL], viewport=dict(width=1200, height=1400)
+    )
     errors = []
-    page.on('pageerror', lambda e: errors.append(str(e)))
-    button = lambda word: page.locator(f"button:text-is('{word}')") # Its accessible name begins with the icon's glyph
-    step = lambda: int(re.search(r'step ([\d,]+) of', page.locator('text=/step [\\d,]+ of/').first.inner_text())[1].replace(',', ''))
-    button('Start').wait_for()
-    rate = page.get_by_label('learning_rate')
-    rate.fill('fast')
-    page.get_by_role('alert').filter(has_text='must be').first.wait_for()
-    assert button('Start').is_disabled()
-    rate.fill('3e-3')
-    button('Start').click()
-    page.locator('text=/step [\\d,]+ of/').first.wait_for()
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    button = lambda word: page.locator(
+        f"button:text-is('{word}')"
+    )  # Its accessible name begins with the icon's glyph
+    step = lambda: int(
+        re.search(r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text())[
+            1
+        ].replace(",", "")
+    )
+    button("Start").wait_for()
+    rate = page.get_by_label("learning_rate")
+    rate.fill("fast")
+    page.get_by_role("alert").filter(has_text="must be").first.wait_for()
+    assert button("Start").is_disabled()
+    rate.fill("3e-3")
+    button("Start").click()
+    page.locator("text=/step [\\d,]+ of/").first.wait_for()
     chart = page.locator('svg[role=img][aria-label^="Loss"]').first
     chart.wait_for()
-    before = chart.get_attribute('aria-label')
-    page.wait_for_function('before => document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") !== before', arg=before)
-    taken = page.evaluate('''() => new Promise(done => {
+    before = chart.get_attribute("aria-label")
+    page.wait_for_function(
+        'before => document.querySelector(\'svg[role=img][aria-label^="Loss"]\').getAttribute("aria-label") !== before',
+        arg=before,
+    )
+    taken = page.evaluate("""() => new Promise(done => {
         const pause = [...document.querySelectorAll('button')].find(b => b.textContent.trim() === 'Pause'), begin = performance.now()
         new MutationObserver((_, all) => {
             if (pause.textContent.includes('Resume')) { all.disconnect(); done(performance.now() - begin) }
         }).observe(pause, {childList: true, subtree: true, characterData: true})
         pause.click()
-    })''')
-    print(f'From a click to the page that shows it, while training: {taken:.0f} ms') # A figure for benchmarks/README.md, and no assertion
-    button('Resume').wait_for()
+    })""")
+    print(
+        f"From a click to the page that shows it, while training: {taken:.0f} ms"
+    )  # A figure for benchmarks/README.md, and no assertion
+    button("Resume").wait_for()
     page.wait_for_timeout(500)
     held = step()
     page.wait_for_timeout(700)
     assert step() == held
-    assert not page.locator('.Toastify__toast').count(), 'nothing of JupyterLab lies over the page'
-    if shots := os.environ.get('TRAINKIT_SHOTS'): page.screenshot(path=f'{shots}/panel-1200.png')
-    button('Resume').click()
-    page.wait_for_function('held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)', arg=held)
-    button('Stop').click()
-    page.locator('text=/^stopped · step/').first.wait_for()
-    assert (folder/'runs'/'seen'/'model'/'model.safetensors').exists()
-    assert button('Start').is_enabled() and button('Go on').is_enabled() and not errors, errors
-    page.keyboard.press('Control+s')
-    page.wait_for_function('true')
+    assert not page.locator(".Toastify__toast").count(), "nothing of JupyterLab lies over the page"
+    if shots := os.environ.get("TRAINKIT_SHOTS"):
+        page.screenshot(path=f"{shots}/panel-1200.png")
+    button("Resume").click()
+    page.wait_for_function(
+        'held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)',
+        arg=held,
+    )
+    button("Stop").click()
+    page.locator("text=/^stopped · step/").first.wait_for()
+    assert (folder / "runs" / "seen" / "model" / "model.safetensors").exists()
+    assert button("Start").is_enabled() and button("Go on").is_enabled() and not errors, errors
+    page.keyboard.press("Control+s")
+    page.wait_for_function("true")
     end = time.monotonic() + 30
-    while 'stopped · step' not in (saved := (folder/'panel.ipynb').read_text()):
-        assert time.monotonic() < end, 'the saved notebook shows the end of the run'
+    while "stopped · step" not in (saved := (folder / "panel.ipynb").read_text()):
+        assert time.monotonic() < end, "the saved notebook shows the end of the run"
         page.wait_for_timeout(300)
-        page.keyboard.press('Control+s')
-    outputs = [o for c in json.loads(saved)['cells'] for o in c['outputs']]
-    assert any('<img' in ''.join(o.get('data', {}).get('text/html', '')) for o in outputs)
+        page.keyboard.press("Control+s")
+    outputs = [o for c in json.loads(saved)["cells"] for o in c["outputs"]]
+    assert any("<img" in "".join(o.get("data", {}).get("text/html", "")) for o in outputs)
     page.set_viewport_size(dict(width=420, height=1600))
     page.wait_for_timeout(800)
-    if shots: page.screenshot(path=f'{shots}/panel-420.png')
-    box = page.locator('.jp-OutputArea-output').first.evaluate('e => [e.scrollWidth, e.clientWidth]')
-    assert box[0] <= box[1] + 2, f'nothing sticks out to the side: {box}'
+    if shots:
+        page.screenshot(path=f"{shots}/panel-420.png")
+    box = page.locator(".jp-OutputArea-output").first.evaluate(
+        "e => [e.scrollWidth, e.clientWidth]"
+    )
+    assert box[0] <= box[1] + 2, f"nothing sticks out to the side: {box}"
     page.reload()
-    page.locator('text=/^stopped · step/').first.wait_for()
+    page.locator("text=/^stopped · step/").first.wait_for()
     page.close()
 
 
@@ -207,26 +306,38 @@ def shoot(page, name):
     for width in (1200, 420):
         page.set_viewport_size(dict(width=width, height=1500))
         page.wait_for_timeout(600)
-        if shots := os.environ.get('TRAINKIT_SHOTS'): page.screenshot(path=f'{shots}/{name}-{width}.png')
-        wide, room = page.locator('.jp-OutputArea-output').first.evaluate('e => [e.scrollWidth, e.clientWidth]')
-        assert wide <= room + 2, f'{name} at {width}: {wide} of {room} pixels'
+        if shots := os.environ.get("TRAINKIT_SHOTS"):
+            page.screenshot(path=f"{shots}/{name}-{width}.png")
+        wide, room = page.locator(".jp-OutputArea-output").first.evaluate(
+            "e => [e.scrollWidth, e.clientWidth]"
+        )
+        assert wide <= room + 2, f"{name} at {width}: {wide} of {room} pixels"
     page.set_viewport_size(dict(width=1200, height=1500))
 
 
-def press(page, word): page.locator(f"button:text-is('{word}')").first.click()
+def press(page, word):
+    page.locator(f"button:text-is('{word}')").first.click()
 
 
-def in_sight(page, text): page.locator(f'text={text}').first.wait_for()
+def in_sight(page, text):
+    page.locator(f"text={text}").first.wait_for()
 
 
 def saved_html(page, path):
     "What the saved notebook shows without a kernel."
     for _ in range(60):
-        page.locator('[data-command="docmanager:save"]').first.click() # Keys go to the field that has the focus
+        page.locator(
+            '[data-command="docmanager:save"]'
+        ).first.click()  # Keys go to the field that has the focus
         page.wait_for_timeout(300)
-        found = [''.join(o.get('data', {}).get('text/html', '')) for c in json.loads(path.read_text())['cells'] for o in c['outputs']]
-        if found: return ''.join(found)
-    raise AssertionError('nothing was saved')
+        found = [
+            "".join(o.get("data", {}).get("text/html", ""))
+            for c in json.loads(path.read_text())["cells"]
+            for o in c["outputs"]
+        ]
+        if found:
+            return "".join(found)
+    raise AssertionError("nothing was saved")
 
 
 RUNS = """
@@ -247,34 +358,46 @@ browser.show()
 def type_filter(page, words, seen):
     "Until it is seen, for what the kernel still had to say may overwrite what was typed on a busy machine."
     from playwright.sync_api import TimeoutError as Late
+
     for tries in (2, 1, 0):
-        page.get_by_role('textbox', name='Filter').fill(words)
-        page.get_by_role('textbox', name='Filter').press('Tab')
-        try: return seen.wait_for(timeout=30_000)
+        page.get_by_role("textbox", name="Filter").fill(words)
+        page.get_by_role("textbox", name="Filter").press("Tab")
+        try:
+            return seen.wait_for(timeout=30_000)
         except Late:
-            if not tries: raise
+            if not tries:
+                raise
 
 
-def run_browser(browser, lab, scheme='light'):
-    page = open_notebook(browser, lab, f'runs-{scheme}.ipynb', [RUNS], viewport=dict(width=1200, height=1400), color_scheme=scheme)
+def run_browser(browser, lab, scheme="light"):
+    page = open_notebook(
+        browser,
+        lab,
+        f"runs-{scheme}.ipynb",
+        [RUNS],
+        viewport=dict(width=1200, height=1400),
+        color_scheme=scheme,
+    )
     errors = []
-    page.on('pageerror', lambda e: errors.append(str(e)))
-    in_sight(page, '3 runs')
-    type_filter(page, 'learning_rate>5e-3', page.locator('text=2 runs').first)
-    page.locator('select[multiple] option').first.click()
-    page.locator('select[multiple] option').last.click(modifiers=['Control'])
-    in_sight(page, 'What differs')
-    type_filter(page, 'learnin_rate=1', page.get_by_role('alert').filter(has_text='is no knob'))
-    type_filter(page, '', page.locator('text=3 runs').first)
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    in_sight(page, "3 runs")
+    type_filter(page, "learning_rate>5e-3", page.locator("text=2 runs").first)
+    page.locator("select[multiple] option").first.click()
+    page.locator("select[multiple] option").last.click(modifiers=["Control"])
+    in_sight(page, "What differs")
+    type_filter(page, "learnin_rate=1", page.get_by_role("alert").filter(has_text="is no knob"))
+    type_filter(page, "", page.locator("text=3 runs").first)
     return page, errors
 
 
 def test_runs_are_browsed_in_a_notebook(browser, lab):
     "The quick one: a filter, a choice, an error that is said, and what the saved notebook shows."
     page, errors = run_browser(browser, lab)
-    assert page.locator('.trainkit-still').first.is_hidden(), 'the picture is for those who have no widgets'
-    html = saved_html(page, lab[1]/'runs-light.ipynb')
-    assert '3 runs' in html and 'What differs' in html and not errors, errors
+    assert page.locator(".trainkit-still").first.is_hidden(), (
+        "the picture is for those who have no widgets"
+    )
+    html = saved_html(page, lab[1] / "runs-light.ipynb")
+    assert "3 runs" in html and "What differs" in html and not errors, errors
     page.close()
 
 
@@ -293,70 +416,96 @@ tuned = copy.deepcopy(base)
 with torch.no_grad():
     for p in tuned.parameters(): p.mul_(1.3)
 """
-CHAT = VOICES + """
+CHAT = (
+    VOICES
+    + """
 from trainkit.widgets.chat_compare import ChatCompare
 chat = ChatCompare(dict(base=(base, tokenizer), tuned=(tuned, tokenizer), twin=(base, tokenizer)), max_new_tokens=30, system='Be brief.')
 chat.show()
 """
-LABELS = VOICES + """
+)
+LABELS = (
+    VOICES
+    + """
 from trainkit.widgets.labeler import PreferenceLabeler
 labeler = PreferenceLabeler.sample('%s.jsonl', base, tokenizer, [f'what colour is {x}?' for x in ('the sky', 'grass', 'snow')], max_new_tokens=20, who='me')
 labeler.show()
 """
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_widgets_look_well(browser, lab, scheme):
     "Chat, labels and runs, driven once in each theme; at both widths nothing sticks out."
     page, errors = run_browser(browser, lab, scheme)
-    shoot(page, f'runs-{scheme}')
+    shoot(page, f"runs-{scheme}")
     page.close()
 
-    page = open_notebook(browser, lab, f'chat-{scheme}.ipynb', [CHAT], viewport=dict(width=1200, height=1500), color_scheme=scheme)
-    page.on('pageerror', lambda e: errors.append(str(e)))
-    in_sight(page, 'Nobody has been asked yet.')
-    press(page, 'Ask')
-    page.get_by_role('alert').filter(has_text='Write a question first').wait_for()
-    page.get_by_role('textbox', name='Question').fill('what colour is the sky?')
-    press(page, 'Ask')
-    in_sight(page, 'All tokens')
-    in_sight(page, 'KL to base')
-    in_sight(page, 'Ready.')
-    first = page.locator('section[aria-label=base]').first.inner_text()
-    press(page, 'Try again')
-    in_sight(page, 'seed 1')
-    in_sight(page, 'Ready.') # While they write, each is as far as it is
-    assert page.locator('section[aria-label=base]').first.inner_text() != first
-    assert page.locator('section[aria-label=base]').first.inner_text().split('\n')[1] == page.locator('section[aria-label=twin]').first.inner_text().split('\n')[1]
-    press(page, 'X-ray')
-    in_sight(page, 'grey is what it read')
-    shoot(page, f'chat-{scheme}')
-    html = saved_html(page, lab[1]/f'chat-{scheme}.ipynb')
-    assert 'KL to base' in html and 'seed 1' in html
+    page = open_notebook(
+        browser,
+        lab,
+        f"chat-{scheme}.ipynb",
+        [CHAT],
+        viewport=dict(width=1200, height=1500),
+        color_scheme=scheme,
+    )
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    in_sight(page, "Nobody has been asked yet.")
+    press(page, "Ask")
+    page.get_by_role("alert").filter(has_text="Write a question first").wait_for()
+    page.get_by_role("textbox", name="Question").fill("what colour is the sky?")
+    press(page, "Ask")
+    in_sight(page, "All tokens")
+    in_sight(page, "KL to base")
+    in_sight(page, "Ready.")
+    first = page.locator("section[aria-label=base]").first.inner_text()
+    press(page, "Try again")
+    in_sight(page, "seed 1")
+    in_sight(page, "Ready.")  # While they write, each is as far as it is
+    assert page.locator("section[aria-label=base]").first.inner_text() != first
+    assert (
+        page.locator("section[aria-label=base]").first.inner_text().split("\n")[1]
+        == page.locator("section[aria-label=twin]").first.inner_text().split("\n")[1]
+    )
+    press(page, "X-ray")
+    in_sight(page, "grey is what it read")
+    shoot(page, f"chat-{scheme}")
+    html = saved_html(page, lab[1] / f"chat-{scheme}.ipynb")
+    assert "KL to base" in html and "seed 1" in html
     page.close()
 
-    page = open_notebook(browser, lab, f'labels-{scheme}.ipynb', [LABELS % scheme], viewport=dict(width=1200, height=1000), color_scheme=scheme)
-    page.on('pageerror', lambda e: errors.append(str(e)))
-    in_sight(page, '0 of 3 judged')
-    press(page, 'A is better')
-    in_sight(page, '1 of 3 judged')
-    page.get_by_role('textbox', name='Keys').click()
-    page.keyboard.type('t')
-    in_sight(page, '2 of 3 judged')
-    page.keyboard.type('u')
-    in_sight(page, '1 of 3 judged')
-    shoot(page, f'labels-{scheme}')
-    page.get_by_role('textbox', name='Keys').click()
-    page.keyboard.type('b')
-    page.keyboard.type('a')
-    in_sight(page, 'All pairs are judged')
-    assert len((lab[1]/f'{scheme}.jsonl').read_text().splitlines()) == 3
-    assert 'All pairs are judged' in saved_html(page, lab[1]/f'labels-{scheme}.ipynb') and not errors, errors
+    page = open_notebook(
+        browser,
+        lab,
+        f"labels-{scheme}.ipynb",
+        [LABELS % scheme],
+        viewport=dict(width=1200, height=1000),
+        color_scheme=scheme,
+    )
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    in_sight(page, "0 of 3 judged")
+    press(page, "A is better")
+    in_sight(page, "1 of 3 judged")
+    page.get_by_role("textbox", name="Keys").click()
+    page.keyboard.type("t")
+    in_sight(page, "2 of 3 judged")
+    page.keyboard.type("u")
+    in_sight(page, "1 of 3 judged")
+    shoot(page, f"labels-{scheme}")
+    page.get_by_role("textbox", name="Keys").click()
+    page.keyboard.type("b")
+    page.keyboard.type("a")
+    in_sight(page, "All pairs are judged")
+    assert len((lab[1] / f"{scheme}.jsonl").read_text().splitlines()) == 3
+    assert (
+        "All pairs are judged" in saved_html(page, lab[1] / f"labels-{scheme}.ipynb") and not errors
+    ), errors
     page.close()
 
 
-EXPLORERS = ["""
+EXPLORERS = [
+    """
 import torch
 from trainkit.widgets import *
 from trainkit.model.config import ModelConfig
@@ -366,85 +515,120 @@ text = 'the whole of the earth was of one language, and of one speech. '*20
 tok = BPETokenizer.train([text], 290, special_tokens=['<|endoftext|>'], progress=False)
 torch.manual_seed(0)
 model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=2, d_ff=64, max_seq_len=64))
-""", 'PackingExplorer().show()', 'AttentionExplorer(model, tok, text=text[:60]).show()', 'SamplingExplorer(model, tok, prompt=text[:30]).show()',
-    "TokenizerExplorer(tok, text=text[:60], word=' language').show()", 'CurriculumExplorer().show()',
+""",
+    "PackingExplorer().show()",
+    "AttentionExplorer(model, tok, text=text[:60]).show()",
+    "SamplingExplorer(model, tok, prompt=text[:30]).show()",
+    "TokenizerExplorer(tok, text=text[:60], word=' language').show()",
+    "CurriculumExplorer().show()",
     "MaskViewer([dict(prompt='the earth', completion=' was'), dict(prompt='one', completion=' of')], tok).show()",
-    'ScheduleExplorer().show()', 'DPOExplorer().show()', 'LoRAExplorer().show()', 'QuantExplorer(model).show()',
-    'MemoryPlanner(model.config, batch_size=2, seq_len=16).show()']
+    "ScheduleExplorer().show()",
+    "DPOExplorer().show()",
+    "LoRAExplorer().show()",
+    "QuantExplorer(model).show()",
+    "MemoryPlanner(model.config, batch_size=2, seq_len=16).show()",
+]
 
 
 def photograph(page, cells, name):
     "The output of each of the last cells, at both widths, if somebody wants to look; nothing sticks out to the side."
     for width in (1200, 420):
-        page.set_viewport_size(dict(width=width, height=2800)) # High enough that nothing of JupyterLab lies over a picture
+        page.set_viewport_size(
+            dict(width=width, height=2800)
+        )  # High enough that nothing of JupyterLab lies over a picture
         page.wait_for_timeout(700)
-        outputs = page.locator('.jp-OutputArea-output:has(.jupyter-widgets)')
+        outputs = page.locator(".jp-OutputArea-output:has(.jupyter-widgets)")
         assert outputs.count() == cells
         for i in range(cells):
-            wide, room = outputs.nth(i).evaluate('e => [e.scrollWidth, e.clientWidth]')
-            assert wide <= room + 2, f'{name}, output {i} at {width}: {wide} of {room} pixels'
-            if shots := os.environ.get('TRAINKIT_SHOTS'): outputs.nth(i).screenshot(path=f'{shots}/{name}-{i}-{width}.png')
+            wide, room = outputs.nth(i).evaluate("e => [e.scrollWidth, e.clientWidth]")
+            assert wide <= room + 2, f"{name}, output {i} at {width}: {wide} of {room} pixels"
+            if shots := os.environ.get("TRAINKIT_SHOTS"):
+                outputs.nth(i).screenshot(path=f"{shots}/{name}-{i}-{width}.png")
     page.set_viewport_size(dict(width=1200, height=1500))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     "A picture follows its field and its slider, a wrong value is said, and the saved notebook has the picture."
-    page = open_notebook(browser, lab, f'explorers-{scheme}.ipynb', EXPLORERS, viewport=dict(width=1200, height=6000), color_scheme=scheme)
+    page = open_notebook(
+        browser,
+        lab,
+        f"explorers-{scheme}.ipynb",
+        EXPLORERS,
+        viewport=dict(width=1200, height=6000),
+        color_scheme=scheme,
+    )
     errors = []
-    page.on('pageerror', lambda e: errors.append(str(e)))
+    page.on("pageerror", lambda e: errors.append(str(e)))
     field = lambda label: page.get_by_label(label, exact=True).first
-    field('pad to').wait_for(timeout=150_000)
-    field('lora rank').wait_for(timeout=60_000) # The last cell
-    field('documents').fill('0')
-    page.get_by_role('alert').filter(has_text='must be ≥ 1').first.wait_for()
-    in_sight(page, '120 documents.')
-    field('documents').fill('33')
-    in_sight(page, '33 documents.')
-    handle = page.locator('.widget-slider .noUi-handle').first
+    field("pad to").wait_for(timeout=150_000)
+    field("lora rank").wait_for(timeout=60_000)  # The last cell
+    field("documents").fill("0")
+    page.get_by_role("alert").filter(has_text="must be ≥ 1").first.wait_for()
+    in_sight(page, "120 documents.")
+    field("documents").fill("33")
+    in_sight(page, "33 documents.")
+    handle = page.locator(".widget-slider .noUi-handle").first
     handle.focus()
-    page.keyboard.press('ArrowRight')
-    in_sight(page, '34 documents.')
-    for label, value, words in (('head', '3', '“c”, in layer 0, head 3'), ('top k', '5', '5 of 290 tokens are'), ('word', ' earth', 'How ·earth grows'),
-                                ('batch size', '16', '400 rows in 25 batches'), ('row', '1', 'Who sees whom in row 1')):
+    page.keyboard.press("ArrowRight")
+    in_sight(page, "34 documents.")
+    for label, value, words in (
+        ("head", "3", "“c”, in layer 0, head 3"),
+        ("top k", "5", "5 of 290 tokens are"),
+        ("word", " earth", "How ·earth grows"),
+        ("batch size", "16", "400 rows in 25 batches"),
+        ("row", "1", "Who sees whom in row 1"),
+    ):
         field(label).fill(value)
         in_sight(page, words)
-    page.get_by_label('row', exact=True).nth(1).fill('1')
-    in_sight(page, 'Row 1 of 2')
-    field('strategy').select_option('greedy')
+    page.get_by_label("row", exact=True).nth(1).fill("1")
+    in_sight(page, "Row 1 of 2")
+    field("strategy").select_option("greedy")
 
-    pictures = page.locator('[role=group][aria-label]')
-    seen = lambda: [label or '' for label in pictures.evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')]
-    for label, value in (('total steps', '777'), ('beta', '0.5'), ('rank', '2'), ('outlier', '20')):
+    pictures = page.locator("[role=group][aria-label]")
+    seen = lambda: [
+        label or ""
+        for label in pictures.evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')
+    ]
+    for label, value in (("total steps", "777"), ("beta", "0.5"), ("rank", "2"), ("outlier", "20")):
         before = seen()
         field(label).fill(value)
-        page.wait_for_function('before => JSON.stringify([...document.querySelectorAll("[role=group][aria-label]")].map(e => e.ariaLabel)) !== before',
-                               arg=json.dumps(before, ensure_ascii=False, separators=(',', ':')))
+        page.wait_for_function(
+            'before => JSON.stringify([...document.querySelectorAll("[role=group][aria-label]")].map(e => e.ariaLabel)) !== before',
+            arg=json.dumps(before, ensure_ascii=False, separators=(",", ":")),
+        )
     page.locator("button:text-is('Compute'):visible").click()
-    in_sight(page, 'LoRA of yours')
-    photograph(page, len(EXPLORERS) - 1, f'explorers-{scheme}')
+    in_sight(page, "LoRA of yours")
+    photograph(page, len(EXPLORERS) - 1, f"explorers-{scheme}")
     assert not errors, errors
     for _ in range(60):
         page.locator('[data-command="docmanager:save"]').first.click()
         page.wait_for_timeout(300)
-        saved = json.loads((lab[1]/f'explorers-{scheme}.ipynb').read_text(encoding='utf-8'))
-        if all(len(cell['outputs']) == 1 for cell in saved['cells'][1:]): break
-    for cell in saved['cells'][1:]:
-        [output] = cell['outputs']
-        assert 'role="group"' in ''.join(output['data']['text/html']), cell['source']
+        saved = json.loads((lab[1] / f"explorers-{scheme}.ipynb").read_text(encoding="utf-8"))
+        if all(len(cell["outputs"]) == 1 for cell in saved["cells"][1:]):
+            break
+    for cell in saved["cells"][1:]:
+        [output] = cell["outputs"]
+        assert 'role="group"' in "".join(output["data"]["text/html"]), cell["source"]
     page.close()
 
 
 @pytest.mark.slow
 def test_an_explorer_answers_in_its_lesson(browser, lab):
     "A whole lesson is run as its reader runs it; where its saved picture stood are the knobs, and the picture follows them."
-    lesson = json.loads((ROOT/'nbs'/'02_data/15_packing.ipynb').read_text(encoding='utf-8'))
-    page = open_notebook(browser, lab, 'lesson.ipynb', [''.join(c['source']) for c in lesson['cells'] if c['cell_type'] == 'code'], viewport=dict(width=1200, height=9000))
-    page.get_by_label('documents', exact=True).first.wait_for()
-    in_sight(page, '40 documents.')
-    page.get_by_label('documents', exact=True).first.fill('20')
-    in_sight(page, '20 documents.')
+    lesson = json.loads((ROOT / "nbs" / "02_data/15_packing.ipynb").read_text(encoding="utf-8"))
+    page = open_notebook(
+        browser,
+        lab,
+        "lesson.ipynb",
+        ["".join(c["source"]) for c in lesson["cells"] if c["cell_type"] == "code"],
+        viewport=dict(width=1200, height=9000),
+    )
+    page.get_by_label("documents", exact=True).first.wait_for()
+    in_sight(page, "40 documents.")
+    page.get_by_label("documents", exact=True).first.fill("20")
+    in_sight(page, "20 documents.")
     page.close()
 
 
@@ -458,57 +642,111 @@ panel.show()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_panel_for_each_method(browser, lab, scheme):
     "Instruction tuning by TRL's loop, then by an adapter over four bits, a judge, preferences, rewards: Start, the charts of that method, the end."
     from test_studio import small_start
     from trainkit.config import save_config
-    of_method, shown = small_start(lab[1]/'small') if not (lab[1]/'small').exists() else None, dict(
-        sft='Loss', qlora='Loss', reward='Preferred rightly', dpo='KL from the reference', grpo='Reward', ppo='Reward')
+
+    of_method, shown = (
+        small_start(lab[1] / "small") if not (lab[1] / "small").exists() else None,
+        dict(
+            sft="Loss",
+            qlora="Loss",
+            reward="Preferred rightly",
+            dpo="KL from the reference",
+            grpo="Reward",
+            ppo="Reward",
+        ),
+    )
     if of_method is not None:
         for method in shown:
-            more = ['name=' + method, 'train.max_steps=30', 'optim.learning_rate=1e-3', *(['sampling.max_new_tokens=8'] if method != 'reward' else []),
-                    *(['engine=trl'] if method == 'sft' else [])]
-            save_config(of_method(method, *more), lab[1]/f'{method}.yaml')
-    page = open_notebook(browser, lab, f'methods-{scheme}.ipynb', [METHOD % method for method in shown], viewport=dict(width=1200, height=1500), color_scheme=scheme)
+            more = [
+                "name=" + method,
+                "train.max_steps=30",
+                "optim.learning_rate=1e-3",
+                *(["sampling.max_new_tokens=8"] if method != "reward" else []),
+                *(["engine=trl"] if method == "sft" else []),
+            ]
+            save_config(of_method(method, *more), lab[1] / f"{method}.yaml")
+    page = open_notebook(
+        browser,
+        lab,
+        f"methods-{scheme}.ipynb",
+        [METHOD % method for method in shown],
+        viewport=dict(width=1200, height=1500),
+        color_scheme=scheme,
+    )
     errors = []
-    page.on('pageerror', lambda e: errors.append(str(e)))
-    outputs = page.locator('.jp-OutputArea-output:has(.jupyter-widgets)')
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    outputs = page.locator(".jp-OutputArea-output:has(.jupyter-widgets)")
     outputs.nth(len(shown) - 1).wait_for(timeout=120_000)
     for i, title in enumerate(shown.values()):
         panel = outputs.nth(i)
         panel.locator("button:text-is('Start')").click()
-        panel.locator('text=/^done · step 30 of 30/').wait_for(timeout=120_000)
-        assert any(title in label for label in panel.locator('svg[role=img]').evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')), title
-        assert panel.get_by_role('alert').count() == 0
+        panel.locator("text=/^done · step 30 of 30/").wait_for(timeout=120_000)
+        assert any(
+            title in label
+            for label in panel.locator("svg[role=img]").evaluate_all(
+                'all => all.map(e => e.getAttribute("aria-label"))'
+            )
+        ), title
+        assert panel.get_by_role("alert").count() == 0
         panel.locator('.lm-TabBar-tab:has-text("Code")').click()
         panel.locator("button:text-is('Copy as code')").click()
-        page.wait_for_function("i => document.querySelectorAll('.jp-OutputArea-output textarea')[i]?.value.includes('load_config(RunConfig')", arg=i)
-    photograph(page, len(shown), f'methods-{scheme}')
-    assert not errors and os.listdir(lab[1]/'small'), errors
+        page.wait_for_function(
+            "i => document.querySelectorAll('.jp-OutputArea-output textarea')[i]?.value.includes('load_config(RunConfig')",
+            arg=i,
+        )
+    photograph(page, len(shown), f"methods-{scheme}")
+    assert not errors and os.listdir(lab[1] / "small"), errors
     page.close()
 
 
-COLAB = ('notebook==6.5.7', 'ipywidgets==7.7.1', 'ipython==7.34.0', 'ipykernel==6.17.1', 'traitlets==5.7.1') # As Colab has them
+COLAB = (
+    "notebook==6.5.7",
+    "ipywidgets==7.7.1",
+    "ipython==7.34.0",
+    "ipykernel==6.17.1",
+    "traitlets==5.7.1",
+)  # As Colab has them
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope="module")
 def classic(tmp_path_factory):
     "A notebook server with the libraries of Colab's pages: that of the Python in TRAINKIT_COLAB, or of an environment that is made now."
-    home = ROOT/'build'/'colab'
-    python = Path(os.environ.get('TRAINKIT_COLAB') or home/'bin'/'python')
+    home = ROOT / "build" / "colab"
+    python = Path(os.environ.get("TRAINKIT_COLAB") or home / "bin" / "python")
     if not python.exists():
-        made = subprocess.run([sys.executable, '-m', 'venv', home], capture_output=True, text=True)
-        if made.returncode == 0: made = subprocess.run([python, '-m', 'pip', 'install', '-q', *COLAB], capture_output=True, text=True)
+        made = subprocess.run([sys.executable, "-m", "venv", home], capture_output=True, text=True)
+        if made.returncode == 0:
+            made = subprocess.run(
+                [python, "-m", "pip", "install", "-q", *COLAB], capture_output=True, text=True
+            )
         if made.returncode:
-            warnings.warn(f'NO COLAB-LIKE SERVER: {", ".join(COLAB)} could not be installed, and its browser test is skipped: {made.stderr[-500:]}', stacklevel=1)
-            pytest.skip('no notebook server with the libraries of Colab')
-        [site] = home.glob('lib/python3*/site-packages')
+            warnings.warn(
+                f"NO COLAB-LIKE SERVER: {', '.join(COLAB)} could not be installed, and its browser test is skipped: {made.stderr[-500:]}",
+                stacklevel=1,
+            )
+            pytest.skip("no notebook server with the libraries of Colab")
+        [site] = home.glob("lib/python3*/site-packages")
         import torch
-        (site/'zz_course.pth').write_text(str(Path(torch.__file__).parent.parent)) # torch and all else, behind what was pinned
-    folder = tmp_path_factory.mktemp('classic')
-    command = [python, '-m', 'notebook', '--NotebookApp.token=', '--NotebookApp.password=', '--NotebookApp.disable_check_xsrf=True', f'--NotebookApp.notebook_dir={folder}']
-    with server(folder, command, JUPYTER_RUNTIME_DIR=str(folder/'.run')) as address: yield address, folder
+
+        (site / "zz_course.pth").write_text(
+            str(Path(torch.__file__).parent.parent)
+        )  # torch and all else, behind what was pinned
+    folder = tmp_path_factory.mktemp("classic")
+    command = [
+        python,
+        "-m",
+        "notebook",
+        "--NotebookApp.token=",
+        "--NotebookApp.password=",
+        "--NotebookApp.disable_check_xsrf=True",
+        f"--NotebookApp.notebook_dir={folder}",
+    ]
+    with server(folder, command, JUPYTER_RUNTIME_DIR=str(folder / ".run")) as address:
+        yield address, folder
 
 
 VERSIONS = """
@@ -521,53 +759,70 @@ print('kernel of', ipykernel.__version__, IPython.__version__, ipywidgets.__vers
 def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     "ipywidgets 7 and IPython 7 in the classic notebook: Start, Pause, Resume, Stop with the model kept, a wrong field; two explorers follow field and slider."
     address, folder = classic
-    write_notebook(folder/'colab.ipynb', [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]])
+    write_notebook(
+        folder / "colab.ipynb", [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]
+    )
     page = browser.new_page(viewport=dict(width=1200, height=2400))
     page.set_default_timeout(240_000)
     errors = []
-    page.on('pageerror', lambda e: errors.append(str(e)))
-    page.goto(f'{address}/notebooks/colab.ipynb', wait_until='domcontentloaded')
-    page.wait_for_function('() => window.Jupyter?.notebook?.kernel?.is_connected() && document.querySelector("#run_all_cells")')
-    page.evaluate('Jupyter.notebook.execute_all_cells()')
-    page.locator('text=kernel of 6.17.1 7.34.0 7.7.1').first.wait_for()
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.goto(f"{address}/notebooks/colab.ipynb", wait_until="domcontentloaded")
+    page.wait_for_function(
+        '() => window.Jupyter?.notebook?.kernel?.is_connected() && document.querySelector("#run_all_cells")'
+    )
+    page.evaluate("Jupyter.notebook.execute_all_cells()")
+    page.locator("text=kernel of 6.17.1 7.34.0 7.7.1").first.wait_for()
 
     button = lambda word: page.locator(f"button:text-is('{word}')")
-    step = lambda: int(re.search(r'step ([\d,]+) of', page.locator('text=/step [\\d,]+ of/').first.inner_text())[1].replace(',', ''))
-    page.get_by_label('documents', exact=True).first.wait_for() # The cells are over, and clicks are heard
-    button('Start').wait_for()
-    rate = page.get_by_label('learning_rate')
-    rate.fill('fast')
-    page.get_by_role('alert').filter(has_text='must be').first.wait_for()
-    assert button('Start').is_disabled()
-    rate.fill('3e-3')
-    button('Start').click()
-    page.locator('text=/step [1-9][\\d,]* of/').first.wait_for()
-    button('Pause').click()
-    button('Resume').wait_for()
+    step = lambda: int(
+        re.search(r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text())[
+            1
+        ].replace(",", "")
+    )
+    page.get_by_label(
+        "documents", exact=True
+    ).first.wait_for()  # The cells are over, and clicks are heard
+    button("Start").wait_for()
+    rate = page.get_by_label("learning_rate")
+    rate.fill("fast")
+    page.get_by_role("alert").filter(has_text="must be").first.wait_for()
+    assert button("Start").is_disabled()
+    rate.fill("3e-3")
+    button("Start").click()
+    page.locator("text=/step [1-9][\\d,]* of/").first.wait_for()
+    button("Pause").click()
+    button("Resume").wait_for()
     page.wait_for_timeout(1500)
     held = step()
     page.wait_for_timeout(1500)
     assert step() == held
     assert page.locator('svg[role=img][aria-label^="Loss"]').first.is_visible()
-    shots = os.environ.get('TRAINKIT_SHOTS')
-    if shots: page.screenshot(path=f'{shots}/colab-panel.png', full_page=True)
-    button('Resume').click()
-    page.wait_for_function('held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)', arg=held)
-    button('Stop').click()
-    page.locator('text=/^stopped · step/').first.wait_for()
-    assert (folder/'runs'/'seen'/'model'/'model.safetensors').exists() and button('Go on').is_enabled()
+    shots = os.environ.get("TRAINKIT_SHOTS")
+    if shots:
+        page.screenshot(path=f"{shots}/colab-panel.png", full_page=True)
+    button("Resume").click()
+    page.wait_for_function(
+        'held => [...document.querySelectorAll("div")].some(d => Number(d.innerText?.match(/^running · step ([0-9,]+)/)?.[1].replace(",", "")) > held)',
+        arg=held,
+    )
+    button("Stop").click()
+    page.locator("text=/^stopped · step/").first.wait_for()
+    assert (folder / "runs" / "seen" / "model" / "model.safetensors").exists() and button(
+        "Go on"
+    ).is_enabled()
 
-    documents = page.get_by_label('documents', exact=True).first
-    documents.fill('0')
-    page.get_by_role('alert').filter(has_text='must be ≥ 1').first.wait_for()
-    documents.fill('33')
-    in_sight(page, '33 documents.')
-    handle = page.locator('.ui-slider-handle').first # Of documents
+    documents = page.get_by_label("documents", exact=True).first
+    documents.fill("0")
+    page.get_by_role("alert").filter(has_text="must be ≥ 1").first.wait_for()
+    documents.fill("33")
+    in_sight(page, "33 documents.")
+    handle = page.locator(".ui-slider-handle").first  # Of documents
     handle.focus()
-    page.keyboard.press('ArrowRight')
-    in_sight(page, '34 documents.')
-    page.get_by_label('top k', exact=True).first.fill('5')
-    in_sight(page, '5 of 290 tokens are')
-    if shots: page.screenshot(path=f'{shots}/colab-explorers.png', full_page=True)
+    page.keyboard.press("ArrowRight")
+    in_sight(page, "34 documents.")
+    page.get_by_label("top k", exact=True).first.fill("5")
+    in_sight(page, "5 of 290 tokens are")
+    if shots:
+        page.screenshot(path=f"{shots}/colab-explorers.png", full_page=True)
     assert not errors, errors
     page.close()

@@ -1,4 +1,5 @@
 "Widgets of the studio as a learner meets them: two in one cell, words that look like formulas, mistakes that are mended, lost words."
+
 from types import SimpleNamespace
 
 import pytest
@@ -8,12 +9,14 @@ from trainkit.config import load_config
 from trainkit.recipes.config import RunConfig
 from trainkit.widgets.panel import TrainerPanel
 
-pytest.importorskip('ipywidgets')
+pytest.importorskip("ipywidgets")
 
 
 @pytest.fixture
 def panel():
-    made = TrainerPanel(load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key='learner')
+    made = TrainerPanel(
+        load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key="learner"
+    )
     yield made
     made.close()
 
@@ -22,8 +25,9 @@ def panel():
 def cell(monkeypatch):
     "Which cell runs, and how often it has, as a notebook would say."
     from trainkit.widgets import form
-    now = SimpleNamespace(id='', run=0)
-    monkeypatch.setattr(form, '_this_cell', lambda: (now.id, now.run))
+
+    now = SimpleNamespace(id="", run=0)
+    monkeypatch.setattr(form, "_this_cell", lambda: (now.id, now.run))
     return now
 
 
@@ -31,65 +35,92 @@ def test_a_cell_may_show_several(cell, tmp_path):
     "Two panels and two browsers of one cell stand beside each other; those of an earlier run of it are gone, whatever it makes now."
     from trainkit.widgets.form import Page
     from trainkit.widgets.run_browser import RunBrowser
+
     config = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0)))
     make = lambda: (TrainerPanel(config, job=count), RunBrowser(tmp_path))
-    cell.id, cell.run, before, others, panels = 'a', 1, len(instances()), set(Page.pages), set(TrainerPanel.panels) # what other tests have left open
+    cell.id, cell.run, before, others, panels = (
+        "a",
+        1,
+        len(instances()),
+        set(Page.pages),
+        set(TrainerPanel.panels),
+    )  # what other tests have left open
     first = [*make(), *make()]
     assert not any(thing.closed for thing in (first[0], first[2], first[1].page, first[3].page))
     first[0].start(), first[2].start()
-    cell.id, cell.run = 'b', 2
+    cell.id, cell.run = "b", 2
     other = make()
-    cell.id, cell.run = 'a', 3
+    cell.id, cell.run = "a", 3
     again = make()
     assert all(thing.closed for thing in (first[0], first[2], first[1].page, first[3].page))
-    assert first[0].session.wait(10).state == first[2].session.wait(10).state == 'stopped'
-    assert not other[0].closed and not other[1].page.closed and len(set(TrainerPanel.panels) - panels) == len(set(Page.pages) - others) == 2
-    for thing in (*other, *again): thing.close()
+    assert first[0].session.wait(10).state == first[2].session.wait(10).state == "stopped"
+    assert (
+        not other[0].closed
+        and not other[1].page.closed
+        and len(set(TrainerPanel.panels) - panels) == len(set(Page.pages) - others) == 2
+    )
+    for thing in (*other, *again):
+        thing.close()
     assert set(TrainerPanel.panels) <= panels and set(Page.pages) <= others
     assert len(instances()) == before
 
 
 def test_what_failed_is_forgotten_when_something_works(panel, tmp_path):
-    (tmp_path/'mine.jsonl').write_text('\n'.join(f'{{"text": "the {i}th costs $5 and $10"}}' for i in range(200)))
-    panel.form.field('data.path').widget.value = str(tmp_path/'nowhere.txt')
+    (tmp_path / "mine.jsonl").write_text(
+        "\n".join(f'{{"text": "the {i}th costs $5 and $10"}}' for i in range(200))
+    )
+    panel.form.field("data.path").widget.value = str(tmp_path / "nowhere.txt")
     panel.data_button.click()
-    assert 'nowhere.txt' in panel.alert.value
-    panel.form.field('data.path').widget.value = str(tmp_path/'mine.jsonl')
+    assert "nowhere.txt" in panel.alert.value
+    panel.form.field("data.path").widget.value = str(tmp_path / "mine.jsonl")
     panel.data_button.click()
-    assert not panel.alert.value and '$5' in panel.data.value
+    assert not panel.alert.value and "$5" in panel.data.value
 
 
 def test_a_preset_can_be_chosen_again(panel):
-    steps = panel.form.field('train.max_steps').widget
+    steps = panel.form.field("train.max_steps").widget
     for _ in range(2):
-        steps.value = '7'
-        panel.form.preset.value = 'as given'
-        assert (steps.value, panel.form.preset.value) == ('2000', '')
+        steps.value = "7"
+        panel.form.preset.value = "as given"
+        assert (steps.value, panel.form.preset.value) == ("2000", "")
 
 
 def test_a_line_of_somebody_else_ends_no_look(tmp_path):
     "What a log holds that no run has written is passed over."
     from trainkit.config import save_config
     from trainkit.widgets.session import TrainSession
-    save_config(load_config(RunConfig, {}), tmp_path/'config.yaml')
-    lines = ['{"event": "start", "total_steps": 9}', '{"event": "log", "step": "two", "loss": 3}', '{"event": "sample"}', '{"event": "health"}',
-             '{"event": "log", "step": 3, "loss": 2.5}', '{"event": "end", "step": 3, "reason": "finished"}']
-    (tmp_path/'metrics.jsonl').write_text('\n'.join(lines) + '\n')
+
+    save_config(load_config(RunConfig, {}), tmp_path / "config.yaml")
+    lines = [
+        '{"event": "start", "total_steps": 9}',
+        '{"event": "log", "step": "two", "loss": 3}',
+        '{"event": "sample"}',
+        '{"event": "health"}',
+        '{"event": "log", "step": 3, "loss": 2.5}',
+        '{"event": "end", "step": 3, "reason": "finished"}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     now = TrainSession.attach(tmp_path).snapshot()
-    assert (now.state, now.step, now.last['loss']) == ('done', 3, 2.5)
+    assert (now.state, now.step, now.last["loss"]) == ("done", 3, 2.5)
 
 
 def test_a_filter_is_read_as_it_is_typed(tmp_path):
     from trainkit.train.runs import list_runs
     from trainkit.widgets.run_browser import find_runs
     from trainkit.train.runs import RunFolder
-    for name, rate, end in (('a', 0.01, True), ('b', 0.001, True), ('c', 0.01, False)):
-        with RunFolder(tmp_path/name, f'optim:\n  learning_rate: {rate}\n') as folder:
-            folder.record('log', dict(step=1, loss=2.))
-            if end: folder.record('end', dict(step=1, reason='finished'))
+
+    for name, rate, end in (("a", 0.01, True), ("b", 0.001, True), ("c", 0.01, False)):
+        with RunFolder(tmp_path / name, f"optim:\n  learning_rate: {rate}\n") as folder:
+            folder.record("log", dict(step=1, loss=2.0))
+            if end:
+                folder.record("end", dict(step=1, reason="finished"))
     names = lambda words: sorted(run.name for run in find_runs(list_runs(tmp_path), words))
-    assert (names('finished'), names('unfinished'), names('finish')) == (['a', 'b'], ['c'], ['a', 'b'])
-    assert names('learning_rate > 5e-3 finished') == names('learning_rate>5e-3  finished') == ['a']
+    assert (names("finished"), names("unfinished"), names("finish")) == (
+        ["a", "b"],
+        ["c"],
+        ["a", "b"],
+    )
+    assert names("learning_rate > 5e-3 finished") == names("learning_rate>5e-3  finished") == ["a"]
 
 
 def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
@@ -100,84 +131,124 @@ def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    tokenizer = BPETokenizer.train(['hello you'], 258, special_tokens=['<|endoftext|>'])
+
+    tokenizer = BPETokenizer.train(["hello you"], 258, special_tokens=["<|endoftext|>"])
+
     def make(seed):
         torch.manual_seed(seed)
-        return Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=1, n_layers=1, d_ff=32, max_seq_len=64))
-    def note(seed=0, prompts=('a', 'b'), **more):
-        made = PreferenceLabeler.sample(tmp_path/'x.jsonl', make(seed), tokenizer, prompts, key='said', **{'max_new_tokens': 4, **more})
+        return Transformer(
+            ModelConfig(
+                vocab_size=tokenizer.vocab_size,
+                d_model=16,
+                n_heads=1,
+                n_layers=1,
+                d_ff=32,
+                max_seq_len=64,
+            )
+        )
+
+    def note(seed=0, prompts=("a", "b"), **more):
+        made = PreferenceLabeler.sample(
+            tmp_path / "x.jsonl",
+            make(seed),
+            tokenizer,
+            prompts,
+            key="said",
+            **{"max_new_tokens": 4, **more},
+        )
         made.close()
         return made.note.value
+
     assert not note() and not note()
-    assert 'These 2 pairs' in note(1) and 'answers of another model;' in note(1)
-    assert 'with other prompts;' in note(prompts=('a', 'c')) and 'another' not in note(prompts=('a', 'c')).split(';')[0]
-    assert 'other knobs of sampling' in note(temperature=2.0) and 'another model and other prompts' in note(1, ('c',))
+    assert "These 2 pairs" in note(1) and "answers of another model;" in note(1)
+    assert (
+        "with other prompts;" in note(prompts=("a", "c"))
+        and "another" not in note(prompts=("a", "c")).split(";")[0]
+    )
+    assert "other knobs of sampling" in note(
+        temperature=2.0
+    ) and "another model and other prompts" in note(1, ("c",))
 
 
 def test_a_double_click_is_one_verdict(tmp_path, monkeypatch):
     from trainkit.widgets import labeler
-    now = SimpleNamespace(time=100.)
-    monkeypatch.setattr(labeler.time, 'monotonic', lambda: now.time)
-    pairs = [dict(prompt=str(i), answers=['a', 'b']) for i in range(6)]
-    made = labeler.PreferenceLabeler(tmp_path/'x.jsonl', pairs, key='double', repeat=0)
-    given = lambda: [v['verdict'] for v in made.labels.verdicts]
-    made.buttons['left'].click(), made.buttons['left'].click()
-    assert given() == ['left']
+
+    now = SimpleNamespace(time=100.0)
+    monkeypatch.setattr(labeler.time, "monotonic", lambda: now.time)
+    pairs = [dict(prompt=str(i), answers=["a", "b"]) for i in range(6)]
+    made = labeler.PreferenceLabeler(tmp_path / "x.jsonl", pairs, key="double", repeat=0)
+    given = lambda: [v["verdict"] for v in made.labels.verdicts]
+    made.buttons["left"].click(), made.buttons["left"].click()
+    assert given() == ["left"]
     now.time += 0.5
-    made.buttons['right'].click(), made.buttons['undo'].click(), made.buttons['tie'].click()
-    assert given() == ['left', 'tie'], 'what was taken back can be said anew at once'
-    made.keys.value = 'ab'
-    assert given() == ['left', 'tie', 'left', 'right'], 'keys are as quick as the fingers'
+    made.buttons["right"].click(), made.buttons["undo"].click(), made.buttons["tie"].click()
+    assert given() == ["left", "tie"], "what was taken back can be said anew at once"
+    made.keys.value = "ab"
+    assert given() == ["left", "tie", "left", "right"], "keys are as quick as the fingers"
     made.close()
 
 
 def test_a_folder_without_runs_is_named(tmp_path, monkeypatch):
     from trainkit.widgets.run_browser import RunBrowser
     from trainkit.train.runs import RunFolder
+
     monkeypatch.chdir(tmp_path)
-    browser = RunBrowser('mine', key='none')
-    assert f'There is no folder {tmp_path/"mine"}.' in browser.picture.value
-    (tmp_path/'mine'/'odd'/'metrics.jsonl').mkdir(parents=True) # A folder where a log should be: no run, and no end of the list
+    browser = RunBrowser("mine", key="none")
+    assert f"There is no folder {tmp_path / 'mine'}." in browser.picture.value
+    (tmp_path / "mine" / "odd" / "metrics.jsonl").mkdir(
+        parents=True
+    )  # A folder where a log should be: no run, and no end of the list
     browser.again.click()
-    assert f'No run is in {tmp_path/"mine"}.' in browser.picture.value and not browser.page.alert.value
-    with RunFolder(tmp_path/'mine'/'a', 'x: 1\n') as folder: folder.record('log', dict(step=1, loss=2.))
+    assert (
+        f"No run is in {tmp_path / 'mine'}." in browser.picture.value
+        and not browser.page.alert.value
+    )
+    with RunFolder(tmp_path / "mine" / "a", "x: 1\n") as folder:
+        folder.record("log", dict(step=1, loss=2.0))
     browser.again.click()
-    assert [run.name for run in browser.found] == ['a'] and not browser.page.alert.value
-    browser.words.value = 'nobody'
-    assert f'The filter describes none of the runs in {tmp_path/"mine"}.' in browser.picture.value
+    assert [run.name for run in browser.found] == ["a"] and not browser.page.alert.value
+    browser.words.value = "nobody"
+    assert f"The filter describes none of the runs in {tmp_path / 'mine'}." in browser.picture.value
     browser.close()
 
 
 def test_an_absurd_size_is_given_up(monkeypatch):
     "A million rows are not counted to their end; the panel says so, and the next size is predicted."
     from trainkit.widgets.panel import expect_memory
+
     seconds = [0.5, 100]
-    monkeypatch.setattr('trainkit.widgets.panel.expect_memory', lambda config: expect_memory(config, seconds=seconds.pop(0)))
-    small = 'model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 tokenizer.vocab_size=300 data.max_length=64'.split()
-    made = TrainerPanel(load_config(RunConfig, {}, small), job=count, key='absurd')
-    rows = made.form.field('train.per_device_train_batch_size').widget
-    rows.value = '1000000'
+    monkeypatch.setattr(
+        "trainkit.widgets.panel.expect_memory",
+        lambda config: expect_memory(config, seconds=seconds.pop(0)),
+    )
+    small = "model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 tokenizer.vocab_size=300 data.max_length=64".split()
+    made = TrainerPanel(load_config(RunConfig, {}, small), job=count, key="absurd")
+    rows = made.form.field("train.per_device_train_batch_size").widget
+    rows.value = "1000000"
     made.predict()
-    assert 'is not known: too large to be worked out here' in made.memory.value
-    rows.value = '2'
+    assert "is not known: too large to be worked out here" in made.memory.value
+    rows.value = "2"
     made.predict()
-    assert 'A step will take about' in made.memory.value
+    assert "A step will take about" in made.memory.value
     made.close()
 
 
 def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):
     "What was not looked at before Start is said to be unknown, and not to be being worked out; what was, stays."
-    monkeypatch.setattr('trainkit.widgets.panel.expect_memory', lambda config: SimpleNamespace(text=f'{config.train.max_steps} steps', fits=True))
+    monkeypatch.setattr(
+        "trainkit.widgets.panel.expect_memory",
+        lambda config: SimpleNamespace(text=f"{config.train.max_steps} steps", fits=True),
+    )
     panel.predict()
     panel.start()
     panel.predict()
-    assert '2000 steps' in panel.memory.value
+    assert "2000 steps" in panel.memory.value
     panel.stop()
     panel.session.wait(10)
-    panel.form.field('train.max_steps').widget.value = '1000'
+    panel.form.field("train.max_steps").widget.value = "1000"
     panel.start()
     panel.predict()
-    assert 'The run began before it was known' in panel.memory.value
+    assert "The run began before it was known" in panel.memory.value
 
 
 def test_a_question_that_fails_is_not_lost():
@@ -186,21 +257,37 @@ def test_a_question_that_fails_is_not_lost():
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    tokenizer = BPETokenizer.train(['hello you'], 258, special_tokens=['<|endoftext|>'])
-    model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=1, n_layers=1, d_ff=32, max_seq_len=128))
-    set_template(tokenizer, 'chatml', model)
-    chat, seen = ChatCompare({'a': (model, tokenizer)}, key='lost', max_new_tokens=4), []
+
+    tokenizer = BPETokenizer.train(["hello you"], 258, special_tokens=["<|endoftext|>"])
+    model = Transformer(
+        ModelConfig(
+            vocab_size=tokenizer.vocab_size,
+            d_model=16,
+            n_heads=1,
+            n_layers=1,
+            d_ff=32,
+            max_seq_len=128,
+        )
+    )
+    set_template(tokenizer, "chatml", model)
+    chat, seen = ChatCompare({"a": (model, tokenizer)}, key="lost", max_new_tokens=4), []
     ask = chat.state.ask
-    def slow(question): # As it stands before the first token
+
+    def slow(question):  # As it stands before the first token
         seen.append((chat.send_button.disabled, chat.stop_button.disabled))
         yield from ask(question)
+
     chat.state.ask = slow
-    for question, kept in (('long '*100, 'long '*100), ('short', '')):
+    for question, kept in (("long " * 100, "long " * 100), ("short", "")):
         chat.question.value = question
         chat.send_button.click()
         chat.page.wait(20)
-        assert chat.question.value == kept and ('say it shorter' in chat.page.alert.value) == bool(kept)
-    assert len(chat.state.turns) == 1 and not chat.send_button.disabled and seen == [(True, False)]*2
+        assert chat.question.value == kept and ("say it shorter" in chat.page.alert.value) == bool(
+            kept
+        )
+    assert (
+        len(chat.state.turns) == 1 and not chat.send_button.disabled and seen == [(True, False)] * 2
+    )
     chat.close()
 
 
@@ -212,19 +299,51 @@ def test_no_notebook_makes_a_formula_of_a_text(tmp_path):
     from trainkit.widgets.session import RunSnapshot
     from trainkit.widgets.panel import log_html, latest_samples_html, static_html
     from trainkit.display import notice
-    words = 'from $5 to $10'
-    ran = RunSnapshot('failed', samples=((1, words, words),), log=(words,), health=(words,), error=words, curves={'loss': ((1,), (1.,))}, last={words: 1.})
+
+    words = "from $5 to $10"
+    ran = RunSnapshot(
+        "failed",
+        samples=((1, words, words),),
+        log=(words,),
+        health=(words,),
+        error=words,
+        curves={"loss": ((1,), (1.0,))},
+        last={words: 1.0},
+    )
+
     class Reader(HTMLParser):
-        def __init__(self): super().__init__(); self.open, self.read = [], 0
-        def handle_startendtag(self, tag, attrs): pass
-        def handle_starttag(self, tag, attrs): self.open.append((tag, dict(attrs).get('class') or ''))
-        def handle_endtag(self, tag): self.open.pop()
+        def __init__(self):
+            super().__init__()
+            self.open, self.read = [], 0
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_starttag(self, tag, attrs):
+            self.open.append((tag, dict(attrs).get("class") or ""))
+
+        def handle_endtag(self, tag):
+            self.open.pop()
+
         def handle_data(self, data):
-            if '$' not in data: return
+            if "$" not in data:
+                return
             self.read += 1
-            assert any('mathjax_ignore' in c and 'tex2jax_ignore' in c or tag == 'pre' for tag, c in self.open), (data, self.open)
-    for drawn in (svg(99, 9, words, text(0, 0, words)), table([{words: words}], words), token_boxes([words], title=words), grid(Picture(f'<p>{words}</p>')),
-                  latest_samples_html(ran.samples), log_html(ran.log), notice(words), static_html(ran, words)):
+            assert any(
+                "mathjax_ignore" in c and "tex2jax_ignore" in c or tag == "pre"
+                for tag, c in self.open
+            ), (data, self.open)
+
+    for drawn in (
+        svg(99, 9, words, text(0, 0, words)),
+        table([{words: words}], words),
+        token_boxes([words], title=words),
+        grid(Picture(f"<p>{words}</p>")),
+        latest_samples_html(ran.samples),
+        log_html(ran.log),
+        notice(words),
+        static_html(ran, words),
+    ):
         reader = Reader()
         reader.feed(drawn._repr_html_() if isinstance(drawn, Picture) else drawn)
         assert reader.read, drawn

@@ -1,4 +1,5 @@
 "The panel of a run: buttons, errors, re-running its cell, and what a saved notebook keeps."
+
 import asyncio
 import json
 import threading
@@ -14,47 +15,61 @@ from trainkit.recipes.config import METHODS, RunConfig
 from trainkit.widgets.panel import as_code
 from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel, in_sight
 
-pytest.importorskip('ipywidgets')
+pytest.importorskip("ipywidgets")
 
 
 def until(true, seconds=60):
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, 'it did not happen'
+        assert time.monotonic() < end, "it did not happen"
         time.sleep(0.01)
 
 
 def instances():
     "All widgets that are alive; ipywidgets 7 keeps them in another place than 8."
     import ipywidgets
-    return getattr(ipywidgets.widgets.widget, '_instances', None) or getattr(ipywidgets.Widget, 'widgets', {})
+
+    return getattr(ipywidgets.widgets.widget, "_instances", None) or getattr(
+        ipywidgets.Widget, "widgets", {}
+    )
 
 
 def count(config, resume, callbacks, control):
     "A run of nothing, which listens to its buttons."
-    story, = callbacks
-    trainer = SimpleNamespace(folder=None, seconds=0.)
-    trainer.draw = lambda *prompts: story.on_sample(trainer, dict(step=trainer.step, samples=[('<b>p</b>', f'{prompts}')]))
+    (story,) = callbacks
+    trainer = SimpleNamespace(folder=None, seconds=0.0)
+    trainer.draw = lambda *prompts: story.on_sample(
+        trainer, dict(step=trainer.step, samples=[("<b>p</b>", f"{prompts}")])
+    )
     trainer.settle = lambda strict: None
-    trainer.save = lambda strict: story.on_save(trainer, dict(step=trainer.step, kind='checkpoint', path='x'))
+    trainer.save = lambda strict: story.on_save(
+        trainer, dict(step=trainer.step, kind="checkpoint", path="x")
+    )
     with control.session():
         story.on_start(trainer, dict(start_step=0, total_steps=config.train.max_steps))
         for trainer.step in range(1, config.train.max_steps + 1):
             time.sleep(0.002)
             trainer.seconds += 0.002
-            if trainer.step == config.train.seed: raise RuntimeError('<boom>')
-            story.on_log(trainer, dict(step=trainer.step, loss=1/trainer.step, learning_rate=1e-3, grad_norm=1.))
+            if trainer.step == config.train.seed:
+                raise RuntimeError("<boom>")
+            story.on_log(
+                trainer,
+                dict(step=trainer.step, loss=1 / trainer.step, learning_rate=1e-3, grad_norm=1.0),
+            )
             while control.asked or (control.paused and not control.stopping):
                 control.wait()
                 control.answer(trainer)
-            if control.stopping: break
-        story.on_end(trainer, dict(step=trainer.step, reason=control.reason or 'finished'))
-    return SimpleNamespace(model=trainer.step, stop_reason=control.reason or 'finished')
+            if control.stopping:
+                break
+        story.on_end(trainer, dict(step=trainer.step, reason=control.reason or "finished"))
+    return SimpleNamespace(model=trainer.step, stop_reason=control.reason or "finished")
 
 
 @pytest.fixture
 def panel():
-    made = TrainerPanel(load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key='test')
+    made = TrainerPanel(
+        load_config(RunConfig, dict(train=dict(max_steps=2000, seed=0))), job=count, key="test"
+    )
     yield made
     made.close()
 
@@ -62,55 +77,76 @@ def panel():
 def test_every_button_does_what_it_says(panel):
     panel.start_button.click()
     until(lambda: panel.session.snapshot().step > 3)
-    assert panel.form.field('train.max_steps').widget.disabled and panel.start_button.disabled
+    assert panel.form.field("train.max_steps").widget.disabled and panel.start_button.disabled
     panel.pause_button.click()
-    until(lambda: panel.pause_button.description == 'Resume')
-    until(lambda: rests(panel.session.thread)) # The step that was begun is over
+    until(lambda: panel.pause_button.description == "Resume")
+    until(lambda: rests(panel.session.thread))  # The step that was begun is over
     held = panel.session.snapshot().step
     time.sleep(0.1)
-    assert panel.session.snapshot().step == held and 'paused' in panel.state_line.value and 'role="status"' in panel.state_line.value
-    panel.prompt.value = 'Once'
+    assert (
+        panel.session.snapshot().step == held
+        and "paused" in panel.state_line.value
+        and 'role="status"' in panel.state_line.value
+    )
+    panel.prompt.value = "Once"
     panel.sample_button.click(), panel.save_button.click()
     until(lambda: panel.session.snapshot().checkpoint == held and panel.session.snapshot().samples)
-    until(lambda: '&lt;b&gt;p&lt;/b&gt;' in panel.samples.value and 'Once' in panel.samples.value)
+    until(lambda: "&lt;b&gt;p&lt;/b&gt;" in panel.samples.value and "Once" in panel.samples.value)
     panel.pause_button.click()
     until(lambda: panel.session.snapshot().step > held)
     panel.stop_button.click()
-    assert panel.result().model > held and panel.session.snapshot().state == 'stopped'
-    assert not panel.form.field('train.max_steps').widget.disabled and not panel.start_button.disabled and not panel.resume_button.disabled
+    assert panel.result().model > held and panel.session.snapshot().state == "stopped"
+    assert (
+        not panel.form.field("train.max_steps").widget.disabled
+        and not panel.start_button.disabled
+        and not panel.resume_button.disabled
+    )
 
 
 def test_an_error_is_shown_and_raised(panel):
-    panel.form.field('train.max_steps').widget.value = '20'
-    panel.form.change('train.seed', 7)
+    panel.form.field("train.max_steps").widget.value = "20"
+    panel.form.change("train.seed", 7)
     panel.start_button.click()
-    with pytest.raises(RuntimeError, match='<boom>'): panel.result()
-    assert 'role="alert"' in panel.alert.value and '&lt;boom&gt;' in panel.alert.value and 'failed' in panel.head.value
-    assert 'Traceback' in panel.log.value and panel.session.snapshot().step == 6
-    panel.form.change('train.seed', 0)
+    with pytest.raises(RuntimeError, match="<boom>"):
+        panel.result()
+    assert (
+        'role="alert"' in panel.alert.value
+        and "&lt;boom&gt;" in panel.alert.value
+        and "failed" in panel.head.value
+    )
+    assert "Traceback" in panel.log.value and panel.session.snapshot().step == 6
+    panel.form.change("train.seed", 0)
     panel.start_button.click()
-    assert panel.result().model == 20 and '&lt;boom&gt;' not in panel.alert.value, 'the next run begins with a clean page'
+    assert panel.result().model == 20 and "&lt;boom&gt;" not in panel.alert.value, (
+        "the next run begins with a clean page"
+    )
 
 
 def test_a_click_that_raises_is_shown(panel):
-    panel.form.field('data.path').widget.value = 'missing.txt'
+    panel.form.field("data.path").widget.value = "missing.txt"
     panel.data_button.click()
-    assert 'role="alert"' in panel.alert.value and 'missing.txt' in panel.alert.value
+    assert 'role="alert"' in panel.alert.value and "missing.txt" in panel.alert.value
 
 
 def test_what_is_saved_needs_no_kernel(panel):
-    panel.form.field('train.max_steps').widget.value = '30'
+    panel.form.field("train.max_steps").widget.value = "30"
     panel.result()
     bundle = panel._repr_mimebundle_()
-    assert bundle['application/vnd.jupyter.widget-view+json']['model_id'] == panel.widget.model_id
-    assert '<img' in bundle['text/html'] and 'done · step 30 of 30' in bundle['text/html'] and '<svg' not in bundle['text/html']
-    assert bundle['text/plain'].startswith('TrainerPanel: done') and len(json.dumps(bundle)) < 60_000
+    assert bundle["application/vnd.jupyter.widget-view+json"]["model_id"] == panel.widget.model_id
+    assert (
+        "<img" in bundle["text/html"]
+        and "done · step 30 of 30" in bundle["text/html"]
+        and "<svg" not in bundle["text/html"]
+    )
+    assert (
+        bundle["text/plain"].startswith("TrainerPanel: done") and len(json.dumps(bundle)) < 60_000
+    )
 
 
 def test_the_saved_output_is_rewritten_at_the_end(panel):
     updates = []
     panel.handle = SimpleNamespace(update=updates.append)
-    panel.form.field('train.max_steps').widget.value = '30'
+    panel.form.field("train.max_steps").widget.value = "30"
     panel.result()
     until(lambda: panel.finished)
     assert updates == [panel]
@@ -119,147 +155,224 @@ def test_the_saved_output_is_rewritten_at_the_end(panel):
 def test_a_page_gets_little_and_seldom(panel):
     "At most five looks a second, and about ten kilobytes each."
     sent = []
-    panel.chart.observe(lambda change: sent.append((time.monotonic(), len(change['new']))), names='value')
+    panel.chart.observe(
+        lambda change: sent.append((time.monotonic(), len(change["new"]))), names="value"
+    )
     panel.start_button.click()
     until(lambda: panel.session.snapshot().step > 400)
     panel.stop_button.click(), panel.result()
-    seconds = sent[-1][0] - sent[0][0] # One look may be late on a busy machine, and the next then comes soon
-    assert max(size for _, size in sent) < 16_000 and len(sent) < 5*seconds + 4, (seconds, sent) # One at Start, two at the end
+    seconds = (
+        sent[-1][0] - sent[0][0]
+    )  # One look may be late on a busy machine, and the next then comes soon
+    assert max(size for _, size in sent) < 16_000 and len(sent) < 5 * seconds + 4, (
+        seconds,
+        sent,
+    )  # One at Start, two at the end
 
 
 def test_run_again_the_cell_has_one_panel():
     alive = lambda: len(instances())
-    config, threads = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))), threading.active_count()
+    config, threads = (
+        load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))),
+        threading.active_count(),
+    )
     before = alive()
-    panels = [TrainerPanel(config, job=count, key='cell')]
+    panels = [TrainerPanel(config, job=count, key="cell")]
     size = alive() - before
     for _ in range(3):
         panels[-1].start_button.click()
         panels[-1].form.more.value = True
-        panels.append(TrainerPanel(config, job=count, key='cell'))
-        assert alive() - before == size and panels[-2].session.wait(10).state == 'stopped'
+        panels.append(TrainerPanel(config, job=count, key="cell"))
+        assert alive() - before == size and panels[-2].session.wait(10).state == "stopped"
     panels[-1].close(), panels[-1].close()
-    assert alive() == before and 'cell' not in TrainerPanel.panels
+    assert alive() == before and "cell" not in TrainerPanel.panels
     until(lambda: threading.active_count() <= threads)
 
 
 def test_await_hears_clicks(panel):
     async def main():
         waiting = asyncio.ensure_future(panel.arun())
-        while panel.session.snapshot().step < 5: await asyncio.sleep(0.01)
+        while panel.session.snapshot().step < 5:
+            await asyncio.sleep(0.01)
         panel.stop_button.click()
         return await waiting
+
     assert 5 <= await_here(main()).model < 2000
 
 
 def test_the_form_of_every_knob_gives_the_config_back():
     "All knobs of a run become fields, and unchanged fields the same config."
-    config = load_config(RunConfig, dict(method='sft', optim=dict(learning_rate=1/3), prompts=['a, b', 'c']))
+    config = load_config(
+        RunConfig, dict(method="sft", optim=dict(learning_rate=1 / 3), prompts=["a, b", "c"])
+    )
     form = Form(config)
     for path in form.knobs:
         field = form.field(path)
-        if field.text: field.changed(path, read_value(field.widget.value, field.knob.type))
+        if field.text:
+            field.changed(path, read_value(field.widget.value, field.knob.type))
     assert not form.problems and to_dict(form.read()) == to_dict(config)
     form.close()
 
 
 def test_where_it_runs(panel):
-    assert panel.place.value == HERE and panel.kill_button.layout.display == 'none'
+    assert panel.place.value == HERE and panel.kill_button.layout.display == "none"
     panel.place.value = PROCESS
     assert panel.kill_button.layout.display is None and panel.kill_button.disabled
     panel.start_button.click()
-    assert 'job of your own' in panel.alert.value, 'only a config can cross into another process'
+    assert "job of your own" in panel.alert.value, "only a config can cross into another process"
 
 
-@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_code_of_every_method_is_its_config(method):
     "What is copied makes the very config that the panel shows."
-    config = load_config(RunConfig, dict(method=method, name='x', init_from='model' if method != 'pretrain' else '', train=dict(max_steps=7), optim=dict(learning_rate=3e-4)))
+    config = load_config(
+        RunConfig,
+        dict(
+            method=method,
+            name="x",
+            init_from="model" if method != "pretrain" else "",
+            train=dict(max_steps=7),
+            optim=dict(learning_rate=3e-4),
+        ),
+    )
     scope = {}
-    exec(as_code(config).rpartition('result = run')[0], scope)
-    assert to_dict(scope['config']) == to_dict(config) and set(in_sight(config)) <= set(Form(config).knobs)
-    panel = TrainerPanel(config, presets={}, job=count, key='code')
+    exec(as_code(config).rpartition("result = run")[0], scope)
+    assert to_dict(scope["config"]) == to_dict(config) and set(in_sight(config)) <= set(
+        Form(config).knobs
+    )
+    panel = TrainerPanel(config, presets={}, job=count, key="code")
     panel.code_button.click()
     assert panel.code.value == as_code(config) and not panel.alert.value
     panel.close()
 
 
-SMALL = ('train.max_steps=4 train.logging_steps=1 train.progress=false train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 '
-         'data.max_length=64').split()
-LIKE = {'pretrain': '', 'dpo': 'pairs', 'reward': 'pairs', 'sft': 'answers', 'freeze': 'answers', 'lora': 'answers', 'qlora': 'answers'} # The others: tasks
+SMALL = (
+    "train.max_steps=4 train.logging_steps=1 train.progress=false train.per_device_train_batch_size=4 train.gradient_accumulation_steps=1 "
+    "data.max_length=64"
+).split()
+LIKE = {
+    "pretrain": "",
+    "dpo": "pairs",
+    "reward": "pairs",
+    "sft": "answers",
+    "freeze": "answers",
+    "lora": "answers",
+    "qlora": "answers",
+}  # The others: tasks
 
 
 def small_start(folder):
     "A model that has read a little, a file for each kind of row, and then for each method a small config; rewards come from a small judge."
     from trainkit.recipes.config import method_config
     from trainkit.recipes.runner import run
-    words = 'data.path=stdlib data.max_chars=60000 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 model.n_layers=2 model.d_ff=64 model.max_seq_len=128'
-    base = run(method_config(dict(name='base', runs_dir=str(folder)), [*SMALL, *words.split()]), verbose=False)
-    answer = [(f'What is {i} and 1?', f'It is {i + 1}.', f'{i + 1}') for i in range(40)]
-    for name, rows in dict(answers=[dict(prompt=p, completion=c) for p, c, _ in answer], tasks=[dict(prompt=p, answer=r) for p, _, r in answer],
-                           pairs=[dict(prompt=p, chosen=c, rejected=r) for p, c, r in answer]).items():
-        (folder/f'{name}.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+
+    words = "data.path=stdlib data.max_chars=60000 tokenizer.vocab_size=400 model.d_model=32 model.n_heads=2 model.n_layers=2 model.d_ff=64 model.max_seq_len=128"
+    base = run(
+        method_config(dict(name="base", runs_dir=str(folder)), [*SMALL, *words.split()]),
+        verbose=False,
+    )
+    answer = [(f"What is {i} and 1?", f"It is {i + 1}.", f"{i + 1}") for i in range(40)]
+    for name, rows in dict(
+        answers=[dict(prompt=p, completion=c) for p, c, _ in answer],
+        tasks=[dict(prompt=p, answer=r) for p, _, r in answer],
+        pairs=[dict(prompt=p, chosen=c, rejected=r) for p, c, r in answer],
+    ).items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
     def config(method, *more):
-        given = dict(method=method, name=method, runs_dir=str(folder), data=dict(path=str(folder/f"{LIKE.get(method, 'tasks')}.jsonl")))
-        if method == 'pretrain': given, more = dict(name=method, runs_dir=str(folder)), (*words.split(), *more)
-        else: given |= dict(init_from=str(base.model_path), sft=dict(template='chatml'))
+        given = dict(
+            method=method,
+            name=method,
+            runs_dir=str(folder),
+            data=dict(path=str(folder / f"{LIKE.get(method, 'tasks')}.jsonl")),
+        )
+        if method == "pretrain":
+            given, more = dict(name=method, runs_dir=str(folder)), (*words.split(), *more)
+        else:
+            given |= dict(init_from=str(base.model_path), sft=dict(template="chatml"))
         if LIKE.get(method) is None:
-            more = (f'rl.rewards=["{judge.model_path}"]', 'rl.max_completion_length=12', 'rl.num_prompts=4', 'rl.num_generations=2', 'rl.num_iterations=1', 'rl.beta=0.05', *more)
-        if method == 'freeze': more = ('trainable_layers=1', *more)
+            more = (
+                f'rl.rewards=["{judge.model_path}"]',
+                "rl.max_completion_length=12",
+                "rl.num_prompts=4",
+                "rl.num_generations=2",
+                "rl.num_iterations=1",
+                "rl.beta=0.05",
+                *more,
+            )
+        if method == "freeze":
+            more = ("trainable_layers=1", *more)
         return method_config(given, [*SMALL, *more])
-    judge = run(config('reward', 'name=judge'), verbose=False)
+
+    judge = run(config("reward", "name=judge"), verbose=False)
     return config
 
 
-@pytest.fixture(scope='module')
-def of_method(tmp_path_factory): return small_start(tmp_path_factory.mktemp('small'))
+@pytest.fixture(scope="module")
+def of_method(tmp_path_factory):
+    return small_start(tmp_path_factory.mktemp("small"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('method', METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_from_its_panel(method, of_method):
     "Start, a pause on the way, the end; and what Copy as code shows has the same losses, bit for bit."
-    panel = TrainerPanel(of_method(method), presets={}, key='method')
+    panel = TrainerPanel(of_method(method), presets={}, key="method")
     panel.data_button.click()
-    assert 'rows of kind' in panel.data.value
+    assert "rows of kind" in panel.data.value
     panel.code_button.click()
     code = panel.code.value
     panel.start_button.click()
-    until(lambda: (now := panel.session.snapshot()).step or now.state == 'failed', 120)
-    panel.pause_button.click(), panel.pause_button.click() # Perhaps it is over by then
+    until(lambda: (now := panel.session.snapshot()).step or now.state == "failed", 120)
+    panel.pause_button.click(), panel.pause_button.click()  # Perhaps it is over by then
     result, now = panel.result(), panel.session.snapshot()
-    assert result.steps == 4 and now.state == 'done' and not panel.alert.value.count('role="alert"')
-    assert panel.chart.value.count('aria-label') and 'Learning rate' in panel.others.value
-    shown = {'dpo': ('Rewards of answers', 'Margin', 'Preferred rightly', 'KL from the reference'), 'reward': ('Rewards of answers', 'Margin')}
-    for title in shown.get(method, ('Reward', 'KL from the reference') if 'rl' in METHODS[method] else ()):
+    assert result.steps == 4 and now.state == "done" and not panel.alert.value.count('role="alert"')
+    assert panel.chart.value.count("aria-label") and "Learning rate" in panel.others.value
+    shown = {
+        "dpo": ("Rewards of answers", "Margin", "Preferred rightly", "KL from the reference"),
+        "reward": ("Rewards of answers", "Margin"),
+    }
+    for title in shown.get(
+        method, ("Reward", "KL from the reference") if "rl" in METHODS[method] else ()
+    ):
         assert title in panel.chart.value + panel.others.value, title
     exec(code, scope := {})
-    assert [r['loss'] for r in scope['result'].history if 'loss' in r] == list(now.curves['loss'][1]) and len(now.curves['loss'][1]) == 4
+    assert [r["loss"] for r in scope["result"].history if "loss" in r] == list(
+        now.curves["loss"][1]
+    ) and len(now.curves["loss"][1]) == 4
     panel.close()
 
 
 def test_a_torn_journal_loses_at_most_its_last_line(tmp_path):
     "Cut anywhere, the labels are those of the whole lines, and labeling goes on from there."
     from trainkit.widgets.labeler import PreferenceLabels
-    pairs = [dict(prompt=f'é{i}', answers=['a\n', 'b']) for i in range(4)]
-    whole = PreferenceLabels(tmp_path/'whole.jsonl', pairs, repeat=0.5)
+
+    pairs = [dict(prompt=f"é{i}", answers=["a\n", "b"]) for i in range(4)]
+    whole = PreferenceLabels(tmp_path / "whole.jsonl", pairs, repeat=0.5)
     ends = [whole.size]
-    for verdict in ('left', 'tie', 'undo', 'right', 'left', 'skip'):
-        if verdict == 'undo': whole.undo()
-        else: whole.judge(verdict)
+    for verdict in ("left", "tie", "undo", "right", "left", "skip"):
+        if verdict == "undo":
+            whole.undo()
+        else:
+            whole.judge(verdict)
         ends.append(whole.size)
     data, states = whole.journal.read_bytes(), {}
     for end in ends:
-        (tmp_path/'cut.journal.jsonl').write_bytes(data[:end])
-        states[end] = PreferenceLabels(tmp_path/'cut.jsonl').verdicts
+        (tmp_path / "cut.journal.jsonl").write_bytes(data[:end])
+        states[end] = PreferenceLabels(tmp_path / "cut.jsonl").verdicts
     for cut in range(ends[0], len(data)):
-        (tmp_path/'cut.journal.jsonl').write_bytes(data[:cut])
-        found = PreferenceLabels(tmp_path/'cut.jsonl')
-        complete = max(end for end in ends if end - 1 <= cut) # A line without its end of line is whole
+        (tmp_path / "cut.journal.jsonl").write_bytes(data[:cut])
+        found = PreferenceLabels(tmp_path / "cut.jsonl")
+        complete = max(
+            end for end in ends if end - 1 <= cut
+        )  # A line without its end of line is whole
         assert found.verdicts == states[complete]
         if cut % 29 == 0:
-            found.judge('left')
-            assert PreferenceLabels(tmp_path/'cut.jsonl').verdicts == [*states[complete], found.verdicts[-1]]
+            found.judge("left")
+            assert PreferenceLabels(tmp_path / "cut.jsonl").verdicts == [
+                *states[complete],
+                found.verdicts[-1],
+            ]
 
 
 def test_a_chat_that_is_closed_stops_writing():
@@ -271,19 +384,33 @@ def test_a_chat_that_is_closed_stops_writing():
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    tokenizer = BPETokenizer.train(['hello you'], 258, special_tokens=['<|endoftext|>'])
+
+    tokenizer = BPETokenizer.train(["hello you"], 258, special_tokens=["<|endoftext|>"])
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(vocab_size=tokenizer.vocab_size, d_model=16, n_heads=2, n_layers=1, d_ff=32, max_seq_len=4096))
-    set_template(tokenizer, 'chatml', model)
+    model = Transformer(
+        ModelConfig(
+            vocab_size=tokenizer.vocab_size,
+            d_model=16,
+            n_heads=2,
+            n_layers=1,
+            d_ff=32,
+            max_seq_len=4096,
+        )
+    )
+    set_template(tokenizer, "chatml", model)
     model.train()
     before = len(instances())
-    chat = ChatCompare({'<b>': (model, tokenizer), 'b': (model, tokenizer)}, key='closed', max_new_tokens=4000)
-    chat.question.value = '<i>hi</i>'
+    chat = ChatCompare(
+        {"<b>": (model, tokenizer), "b": (model, tokenizer)}, key="closed", max_new_tokens=4000
+    )
+    chat.question.value = "<i>hi</i>"
     chat.send_button.click()
-    until(lambda: '&lt;b&gt;' in chat.chat.value and '&lt;i&gt;hi' in chat.chat.value)
-    assert not chat.stop_button.disabled and chat.send_button.disabled and '<i>' not in chat.chat.value
-    assert not chat.page.background(lambda: None), 'one thing at a time'
-    again = ChatCompare({'a': (model, tokenizer)}, key='closed')
+    until(lambda: "&lt;b&gt;" in chat.chat.value and "&lt;i&gt;hi" in chat.chat.value)
+    assert (
+        not chat.stop_button.disabled and chat.send_button.disabled and "<i>" not in chat.chat.value
+    )
+    assert not chat.page.background(lambda: None), "one thing at a time"
+    again = ChatCompare({"a": (model, tokenizer)}, key="closed")
     chat.page.wait(20)
     assert not chat.page.worker.is_alive() and model.training and len(chat.state.turns) == 1
     a, b = chat.state.turns[0].answers.values()

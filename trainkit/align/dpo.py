@@ -27,60 +27,128 @@ from ..config import ConfigError, Problem, check_config, knob
 from ..train.objectives import Loss, beside, objective
 
 # %% ../../nbs/08_align/04_preference_losses.ipynb #b7a53d0b
-USED_BY: dict[str, frozenset[str]] = { # Knob -> the losses that read it; the others would ignore it
-    'label_smoothing': frozenset('sigmoid robust exo_pair aot aot_unpaired simpo cpo'.split()),
-    'f_divergence_type': frozenset('sigmoid sigmoid_norm hinge ipo exo_pair robust discopop'.split()), # as in TRL
-    'discopop_tau': frozenset({'discopop'}),
-    'simpo_gamma': frozenset({'simpo'}),
-    'sft_weight': frozenset({'orpo', 'cpo'}),
-    'desirable_weight': frozenset({'kto', 'apo_zero', 'bco_pair'}), # the last two where rows have a label each
-    'undesirable_weight': frozenset({'kto', 'apo_zero', 'bco_pair'}),
+USED_BY: dict[
+    str, frozenset[str]
+] = {  # Knob -> the losses that read it; the others would ignore it
+    "label_smoothing": frozenset("sigmoid robust exo_pair aot aot_unpaired simpo cpo".split()),
+    "f_divergence_type": frozenset(
+        "sigmoid sigmoid_norm hinge ipo exo_pair robust discopop".split()
+    ),  # as in TRL
+    "discopop_tau": frozenset({"discopop"}),
+    "simpo_gamma": frozenset({"simpo"}),
+    "sft_weight": frozenset({"orpo", "cpo"}),
+    "desirable_weight": frozenset(
+        {"kto", "apo_zero", "bco_pair"}
+    ),  # the last two where rows have a label each
+    "undesirable_weight": frozenset({"kto", "apo_zero", "bco_pair"}),
 }
+
 
 @dataclass
 class DPOConfig:
     "How preferences are learned; names as in trl's DPOConfig."
-    beta: float = knob(0.1, 'How hard it is to leave the reference: larger stays closer', low=1e-9)
-    loss_type: list[str] = knob(['sigmoid'], 'One loss or several, by their names in LOSSES')
-    loss_weights: list[float] = knob([], 'A weight for each loss; empty: 1 each')
-    label_smoothing: float = knob(0.0, 'How many of the labels are believed to be wrong', low=0, high=0.5)
-    reference: str = knob('auto', 'What the model is compared with: a frozen copy, itself with the adapter off, or what fits',
-                          choices=('auto', 'copy', 'adapter'))
-    reference_free: bool = knob(False, 'Compare with nothing, as if every answer were as likely to the reference')
-    precompute_ref_log_probs: bool = knob(False, 'Ask the reference once for every pair before training, and keep that on disk')
-    max_length: int = knob(1024, 'Tokens of the prompt and one answer', low=2)
-    max_prompt_length: int | None = knob(512, 'Tokens of the prompt; a longer one loses its beginning, and that is said', low=1)
-    truncation: str = knob('prompt', 'What becomes of a pair that is too long even so', choices=('error', 'prompt', 'drop'))
-    share_prompts: bool = knob(True, 'Compute the prompt once for both answers, where the model allows it')
-    exact_kl: bool = knob(False, 'Also measure the exact KL of each token, for memory of one more set of logits')
-    f_divergence_type: str = knob('reverse_kl', 'How the distance to the reference is measured',
-                                  choices=('reverse_kl', 'forward_kl', 'js_divergence', 'alpha_divergence'))
-    f_alpha_divergence_coef: float = knob(0.5, 'The α of alpha_divergence')
-    ld_alpha: float | None = knob(None, 'How much the tokens count by which an answer is longer than the other (LD-DPO); unset: as all', low=0, high=1)
-    discopop_tau: float = knob(0.05, 'Temperature of discopop', low=1e-9)
-    simpo_gamma: float = knob(0.5, 'The margin that simpo asks for')
-    sft_weight: float = knob(1.0, 'Weight of the next-token loss of the chosen answer, which orpo and cpo bring with them', low=0)
-    desirable_weight: float = knob(1.0, 'Weight of chosen answers in kto', low=0)
-    undesirable_weight: float = knob(1.0, 'Weight of rejected answers in kto', low=0)
-    converged_patience: int = knob(0, 'End when the margin of held-out pairs is flat for so many evaluations; 0: the plan decides', low=0)
-    converged_threshold: float = knob(0.01, 'A gain is more than this share of the margin before', low=0)
+
+    beta: float = knob(0.1, "How hard it is to leave the reference: larger stays closer", low=1e-9)
+    loss_type: list[str] = knob(["sigmoid"], "One loss or several, by their names in LOSSES")
+    loss_weights: list[float] = knob([], "A weight for each loss; empty: 1 each")
+    label_smoothing: float = knob(
+        0.0, "How many of the labels are believed to be wrong", low=0, high=0.5
+    )
+    reference: str = knob(
+        "auto",
+        "What the model is compared with: a frozen copy, itself with the adapter off, or what fits",
+        choices=("auto", "copy", "adapter"),
+    )
+    reference_free: bool = knob(
+        False, "Compare with nothing, as if every answer were as likely to the reference"
+    )
+    precompute_ref_log_probs: bool = knob(
+        False, "Ask the reference once for every pair before training, and keep that on disk"
+    )
+    max_length: int = knob(1024, "Tokens of the prompt and one answer", low=2)
+    max_prompt_length: int | None = knob(
+        512, "Tokens of the prompt; a longer one loses its beginning, and that is said", low=1
+    )
+    truncation: str = knob(
+        "prompt",
+        "What becomes of a pair that is too long even so",
+        choices=("error", "prompt", "drop"),
+    )
+    share_prompts: bool = knob(
+        True, "Compute the prompt once for both answers, where the model allows it"
+    )
+    exact_kl: bool = knob(
+        False, "Also measure the exact KL of each token, for memory of one more set of logits"
+    )
+    f_divergence_type: str = knob(
+        "reverse_kl",
+        "How the distance to the reference is measured",
+        choices=("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+    )
+    f_alpha_divergence_coef: float = knob(0.5, "The α of alpha_divergence")
+    ld_alpha: float | None = knob(
+        None,
+        "How much the tokens count by which an answer is longer than the other (LD-DPO); unset: as all",
+        low=0,
+        high=1,
+    )
+    discopop_tau: float = knob(0.05, "Temperature of discopop", low=1e-9)
+    simpo_gamma: float = knob(0.5, "The margin that simpo asks for")
+    sft_weight: float = knob(
+        1.0,
+        "Weight of the next-token loss of the chosen answer, which orpo and cpo bring with them",
+        low=0,
+    )
+    desirable_weight: float = knob(1.0, "Weight of chosen answers in kto", low=0)
+    undesirable_weight: float = knob(1.0, "Weight of rejected answers in kto", low=0)
+    converged_patience: int = knob(
+        0,
+        "End when the margin of held-out pairs is flat for so many evaluations; 0: the plan decides",
+        low=0,
+    )
+    converged_threshold: float = knob(
+        0.01, "A gain is more than this share of the margin before", low=0
+    )
 
     def __post_init__(self):
-        if isinstance(self.loss_type, str): self.loss_type = [self.loss_type]
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
         check_config(self)
         wrong = []
         if unknown := [name for name in self.loss_type if name not in LOSSES]:
-            wrong.append(Problem('loss_type', unknown[0], f'must be among {", ".join(LOSSES)}'))
-        if not self.loss_type: wrong.append(Problem('loss_type', [], 'must name one loss or more'))
-        if len(set(self.loss_type)) < len(self.loss_type): wrong.append(Problem('loss_type', self.loss_type, 'must name each loss once'))
+            wrong.append(Problem("loss_type", unknown[0], f"must be among {', '.join(LOSSES)}"))
+        if not self.loss_type:
+            wrong.append(Problem("loss_type", [], "must name one loss or more"))
+        if len(set(self.loss_type)) < len(self.loss_type):
+            wrong.append(Problem("loss_type", self.loss_type, "must name each loss once"))
         if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
-            wrong.append(Problem('loss_weights', self.loss_weights, f'must be as many as loss_type, {len(self.loss_type)}'))
-        if 'exo_pair' in self.loss_type and not self.label_smoothing:
-            wrong.append(Problem('label_smoothing', 0, 'must be above 0 for exo_pair, 1e-3 say, which takes its logarithm'))
-        if 'robust' in self.loss_type and self.label_smoothing == 0.5:
-            wrong.append(Problem('label_smoothing', 0.5, 'must be below 0.5 for robust: labels that are a coin toss teach nothing'))
-        if not wrong: wrong = self._without_effect()
-        if wrong: raise ConfigError(wrong, 'DPOConfig')
+            wrong.append(
+                Problem(
+                    "loss_weights",
+                    self.loss_weights,
+                    f"must be as many as loss_type, {len(self.loss_type)}",
+                )
+            )
+        if "exo_pair" in self.loss_type and not self.label_smoothing:
+            wrong.append(
+                Problem(
+                    "label_smoothing",
+                    0,
+                    "must be above 0 for exo_pair, 1e-3 say, which takes its logarithm",
+                )
+            )
+        if "robust" in self.loss_type and self.label_smoothing == 0.5:
+            wrong.append(
+                Problem(
+                    "label_smoothing",
+                    0.5,
+                    "must be below 0.5 for robust: labels that are a coin toss teach nothing",
+                )
+            )
+        if not wrong:
+            wrong = self._without_effect()
+        if wrong:
+            raise ConfigError(wrong, "DPOConfig")
 
     def _changed(self, name: str) -> bool:
         "Whether a knob is not at its default."
@@ -89,254 +157,446 @@ class DPOConfig:
     def _without_effect(self) -> list[Problem]:
         "Knobs that the losses of this config would ignore."
         wrong, losses = [], {*self.loss_type}
-        named = ', '.join(self.loss_type)
+        named = ", ".join(self.loss_type)
         for name, users in USED_BY.items():
             if self._changed(name) and not losses & users:
-                why = f'has no effect on {named}: only {", ".join(sorted(users))} {"reads" if len(users) == 1 else "read"} it'
+                why = f"has no effect on {named}: only {', '.join(sorted(users))} {'reads' if len(users) == 1 else 'read'} it"
                 wrong.append(Problem(name, getattr(self, name), why))
-        users = USED_BY['f_divergence_type']
-        if self._changed('f_divergence_type') and losses & users and (others := losses - users - {'sft'}):
-            why = f'has no effect on {", ".join(sorted(others))}: give it losses among {", ".join(sorted(users))}, perhaps with sft'
-            wrong.append(Problem('f_divergence_type', self.f_divergence_type, why))
-        if self._changed('f_alpha_divergence_coef') and self.f_divergence_type != 'alpha_divergence':
-            why = f'has no effect on f_divergence_type = {self.f_divergence_type}: only alpha_divergence reads it'
-            wrong.append(Problem('f_alpha_divergence_coef', self.f_alpha_divergence_coef, why))
-        if self._changed('sft_weight') and 'sft' in losses:
-            wrong.append(Problem('sft_weight', self.sft_weight, 'has no effect where loss_type names sft itself: set its place in loss_weights'))
-        if self.ld_alpha is not None and losses == {'sft'}:
-            wrong.append(Problem('ld_alpha', self.ld_alpha, 'has no effect on sft, which learns the chosen answer alone'))
-        for name in ('reference', 'precompute_ref_log_probs', 'exact_kl'):
+        users = USED_BY["f_divergence_type"]
+        if (
+            self._changed("f_divergence_type")
+            and losses & users
+            and (others := losses - users - {"sft"})
+        ):
+            why = f"has no effect on {', '.join(sorted(others))}: give it losses among {', '.join(sorted(users))}, perhaps with sft"
+            wrong.append(Problem("f_divergence_type", self.f_divergence_type, why))
+        if (
+            self._changed("f_alpha_divergence_coef")
+            and self.f_divergence_type != "alpha_divergence"
+        ):
+            why = f"has no effect on f_divergence_type = {self.f_divergence_type}: only alpha_divergence reads it"
+            wrong.append(Problem("f_alpha_divergence_coef", self.f_alpha_divergence_coef, why))
+        if self._changed("sft_weight") and "sft" in losses:
+            wrong.append(
+                Problem(
+                    "sft_weight",
+                    self.sft_weight,
+                    "has no effect where loss_type names sft itself: set its place in loss_weights",
+                )
+            )
+        if self.ld_alpha is not None and losses == {"sft"}:
+            wrong.append(
+                Problem(
+                    "ld_alpha",
+                    self.ld_alpha,
+                    "has no effect on sft, which learns the chosen answer alone",
+                )
+            )
+        for name in ("reference", "precompute_ref_log_probs", "exact_kl"):
             if self._changed(name) and not self.needs_reference:
-                why = 'reference_free = True' if self.reference_free else f'loss_type = {named}'
-                wrong.append(Problem(name, getattr(self, name), f'has no effect with {why}, which asks no reference'))
+                why = "reference_free = True" if self.reference_free else f"loss_type = {named}"
+                wrong.append(
+                    Problem(
+                        name,
+                        getattr(self, name),
+                        f"has no effect with {why}, which asks no reference",
+                    )
+                )
         return wrong
 
     @property
-    def weights(self) -> dict[str, float]: # loss -> weight, with those that another one brings
-        found = dict(zip(self.loss_type, self.loss_weights or [1.0]*len(self.loss_type), strict=True))
-        return found | ({'sft': self.sft_weight} if {'orpo', 'cpo'} & found.keys() and 'sft' not in found and self.sft_weight else {})
+    def weights(self) -> dict[str, float]:  # loss -> weight, with those that another one brings
+        found = dict(
+            zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True)
+        )
+        return found | (
+            {"sft": self.sft_weight}
+            if {"orpo", "cpo"} & found.keys() and "sft" not in found and self.sft_weight
+            else {}
+        )
 
     @property
-    def needs_reference(self) -> bool: return not self.reference_free and not set(self.weights) <= {'orpo', 'simpo', 'cpo', 'sft'}
+    def needs_reference(self) -> bool:
+        return not self.reference_free and not set(self.weights) <= {"orpo", "simpo", "cpo", "sft"}
 
 # %% ../../nbs/08_align/04_preference_losses.ipynb #6d060852
 def _alpha(t: Tensor, c: DPOConfig) -> Tensor:
     a = c.f_alpha_divergence_coef - 1
-    return t if abs(a) < 1e-6 else torch.expm1((a*t).clamp(max=80.0))/a
+    return t if abs(a) < 1e-6 else torch.expm1((a * t).clamp(max=80.0)) / a
 
-DIVERGENCES: dict[str, Callable[[Tensor, DPOConfig], Tensor]] = { # log ratio -> score (Wang et al. 2023, table 1)
-    'reverse_kl': lambda t, c: t,
-    'forward_kl': lambda t, c: -torch.expm1(-t),
-    'js_divergence': lambda t, c: math.log(2) + F.logsigmoid(t),
-    'alpha_divergence': _alpha,
+
+DIVERGENCES: dict[
+    str, Callable[[Tensor, DPOConfig], Tensor]
+] = {  # log ratio -> score (Wang et al. 2023, table 1)
+    "reverse_kl": lambda t, c: t,
+    "forward_kl": lambda t, c: -torch.expm1(-t),
+    "js_divergence": lambda t, c: math.log(2) + F.logsigmoid(t),
+    "alpha_divergence": _alpha,
 }
+
 
 @dataclass
 class Pair:
     "What a loss may look at; every tensor is (B,)."
+
     config: DPOConfig
-    chosen: Tensor # Log-probability of the chosen answer
+    chosen: Tensor  # Log-probability of the chosen answer
     rejected: Tensor
-    ref_chosen: Tensor # The same, of the reference
+    ref_chosen: Tensor  # The same, of the reference
     ref_rejected: Tensor
-    chosen_tokens: Tensor # How many tokens the answers have
+    chosen_tokens: Tensor  # How many tokens the answers have
     rejected_tokens: Tensor
-    kl: Tensor | float = 0.0 # An estimate of the KL, for kto
+    kl: Tensor | float = 0.0  # An estimate of the KL, for kto
 
     @property
-    def chosen_ratio(self) -> Tensor: return self.chosen - self.ref_chosen
+    def chosen_ratio(self) -> Tensor:
+        return self.chosen - self.ref_chosen
+
     @property
-    def rejected_ratio(self) -> Tensor: return self.rejected - self.ref_rejected
+    def rejected_ratio(self) -> Tensor:
+        return self.rejected - self.ref_rejected
+
     @property
-    def chosen_score(self) -> Tensor: return DIVERGENCES[self.config.f_divergence_type](self.chosen_ratio, self.config)
+    def chosen_score(self) -> Tensor:
+        return DIVERGENCES[self.config.f_divergence_type](self.chosen_ratio, self.config)
+
     @property
-    def rejected_score(self) -> Tensor: return DIVERGENCES[self.config.f_divergence_type](self.rejected_ratio, self.config)
+    def rejected_score(self) -> Tensor:
+        return DIVERGENCES[self.config.f_divergence_type](self.rejected_ratio, self.config)
+
     @property
-    def margin(self) -> Tensor: return self.config.beta*(self.chosen_score - self.rejected_score) # in units of the reward
+    def margin(self) -> Tensor:
+        return self.config.beta * (
+            self.chosen_score - self.rejected_score
+        )  # in units of the reward
+
     @property
-    def mean_margin(self) -> Tensor: # per token
-        return self.chosen_score/self.chosen_tokens.clamp(min=1) - self.rejected_score/self.rejected_tokens.clamp(min=1)
+    def mean_margin(self) -> Tensor:  # per token
+        return self.chosen_score / self.chosen_tokens.clamp(
+            min=1
+        ) - self.rejected_score / self.rejected_tokens.clamp(min=1)
+
 
 def _smooth(h: Tensor, c: DPOConfig) -> Tensor:
     "Cross-entropy with the share of wrong labels that is believed."
-    return -(1 - c.label_smoothing)*F.logsigmoid(h) - c.label_smoothing*F.logsigmoid(-h)
+    return -(1 - c.label_smoothing) * F.logsigmoid(h) - c.label_smoothing * F.logsigmoid(-h)
 
 # %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548
 def _exo(p: Pair, c: DPOConfig) -> Tensor:
     e, h = c.label_smoothing, p.margin
-    return torch.sigmoid(h)*(F.logsigmoid(h) - math.log1p(-e)) + torch.sigmoid(-h)*(F.logsigmoid(-h) - math.log(e))
+    return torch.sigmoid(h) * (F.logsigmoid(h) - math.log1p(-e)) + torch.sigmoid(-h) * (
+        F.logsigmoid(-h) - math.log(e)
+    )
+
 
 def _discopop(p: Pair, c: DPOConfig) -> Tensor:
-    mix = torch.sigmoid(p.margin/c.discopop_tau)
-    return -F.logsigmoid(p.margin)*(1 - mix) + torch.exp(-p.margin)*mix
+    mix = torch.sigmoid(p.margin / c.discopop_tau)
+    return -F.logsigmoid(p.margin) * (1 - mix) + torch.exp(-p.margin) * mix
+
 
 def _orpo(p: Pair, c: DPOConfig) -> Tensor:
-    a, b = p.chosen/p.chosen_tokens.clamp(min=1), p.rejected/p.rejected_tokens.clamp(min=1)
-    log_not = lambda x: torch.log(-torch.expm1(x.clamp(max=-1e-7))) # log(1 - probability)
-    return -c.beta*F.logsigmoid((a - b) - (log_not(a) - log_not(b)))
+    a, b = p.chosen / p.chosen_tokens.clamp(min=1), p.rejected / p.rejected_tokens.clamp(min=1)
+    log_not = lambda x: torch.log(-torch.expm1(x.clamp(max=-1e-7)))  # log(1 - probability)
+    return -c.beta * F.logsigmoid((a - b) - (log_not(a) - log_not(b)))
+
 
 def _simpo(p: Pair, c: DPOConfig) -> Tensor:
-    return _smooth(c.beta*(p.chosen/p.chosen_tokens.clamp(min=1) - p.rejected/p.rejected_tokens.clamp(min=1)) - c.simpo_gamma, c)
+    return _smooth(
+        c.beta
+        * (p.chosen / p.chosen_tokens.clamp(min=1) - p.rejected / p.rejected_tokens.clamp(min=1))
+        - c.simpo_gamma,
+        c,
+    )
+
 
 def _kto(p: Pair, c: DPOConfig) -> Tensor:
-    good, bad = 1 - torch.sigmoid(c.beta*(p.chosen_ratio - p.kl)), 1 - torch.sigmoid(c.beta*(p.kl - p.rejected_ratio))
-    return (c.desirable_weight*good + c.undesirable_weight*bad)/2
+    good, bad = (
+        1 - torch.sigmoid(c.beta * (p.chosen_ratio - p.kl)),
+        1 - torch.sigmoid(c.beta * (p.kl - p.rejected_ratio)),
+    )
+    return (c.desirable_weight * good + c.undesirable_weight * bad) / 2
 
-LOSSES: dict[str, Callable[[Pair, DPOConfig], Tensor]] = { # (B,), the loss of each pair
-    'sigmoid': lambda p, c: _smooth(p.margin, c), # DPO (Rafailov et al. 2023); with label smoothing cDPO (Mitchell 2023)
-    'hinge': lambda p, c: torch.relu(1 - p.margin), # SLiC (Zhao et al. 2023)
-    'ipo': lambda p, c: (p.mean_margin - 1/(2*c.beta)).square(), # Azar et al. 2023, eq. 17, per token
-    'robust': lambda p, c: (-(1 - c.label_smoothing)*F.logsigmoid(p.margin) + c.label_smoothing*F.logsigmoid(-p.margin)
-                            )/(1 - 2*c.label_smoothing), # Chowdhury et al. 2024
-    'exo_pair': _exo, # Ji et al. 2024, eq. 16
-    'nca_pair': lambda p, c: -F.logsigmoid(c.beta*p.chosen_ratio) - 0.5*F.logsigmoid(-c.beta*p.chosen_ratio)
-                             - 0.5*F.logsigmoid(-c.beta*p.rejected_ratio), # Chen et al. 2024
-    'bco_pair': lambda p, c: -F.logsigmoid(c.beta*p.chosen_ratio) - F.logsigmoid(-c.beta*p.rejected_ratio), # Jung et al. 2024
-    'sppo_hard': lambda p, c: (p.chosen_ratio - 0.5/c.beta).square() + (p.rejected_ratio + 0.5/c.beta).square(), # Wu et al. 2024
-    'aot': lambda p, c: _smooth(c.beta*((p.chosen - p.rejected).sort(dim=0)[0] - (p.ref_chosen - p.ref_rejected).sort(dim=0)[0]), c), # Melnyk et al. 2024
-    'aot_unpaired': lambda p, c: _smooth(c.beta*(p.chosen_ratio.sort(dim=0)[0] - p.rejected_ratio.sort(dim=0)[0]), c),
-    'apo_zero': lambda p, c: 1 - torch.sigmoid(c.beta*p.chosen_ratio) + torch.sigmoid(c.beta*p.rejected_ratio), # D'Oosterlinck et al. 2024, eq. 7
-    'apo_down': lambda p, c: torch.sigmoid(c.beta*p.chosen_ratio) + 1 - torch.sigmoid(c.beta*(p.chosen_ratio - p.rejected_ratio)), # eq. 8
-    'discopop': _discopop, # Lu et al. 2024, eq. 5
-    'sigmoid_norm': lambda p, c: -F.logsigmoid(c.beta*p.mean_margin), # DPO on means over tokens
-    'sft': lambda p, c: -p.chosen*len(p.chosen)/p.chosen_tokens.sum().clamp(min=1), # Next tokens of the chosen answers
-    'kto': _kto, # Ethayarajh et al. 2024, eq. 7
-    'orpo': _orpo, # Hong et al. 2024, eq. 7, without the SFT part, which comes as a loss of its own
-    'simpo': _simpo, # Meng et al. 2024
-    'cpo': lambda p, c: _smooth(c.beta*(p.chosen - p.rejected), c), # Xu et al. 2024, without the SFT part
+
+LOSSES: dict[str, Callable[[Pair, DPOConfig], Tensor]] = {  # (B,), the loss of each pair
+    "sigmoid": lambda p, c: _smooth(
+        p.margin, c
+    ),  # DPO (Rafailov et al. 2023); with label smoothing cDPO (Mitchell 2023)
+    "hinge": lambda p, c: torch.relu(1 - p.margin),  # SLiC (Zhao et al. 2023)
+    "ipo": lambda p, c: (
+        p.mean_margin - 1 / (2 * c.beta)
+    ).square(),  # Azar et al. 2023, eq. 17, per token
+    "robust": lambda p, c: (
+        (
+            -(1 - c.label_smoothing) * F.logsigmoid(p.margin)
+            + c.label_smoothing * F.logsigmoid(-p.margin)
+        )
+        / (1 - 2 * c.label_smoothing)
+    ),  # Chowdhury et al. 2024
+    "exo_pair": _exo,  # Ji et al. 2024, eq. 16
+    "nca_pair": lambda p, c: (
+        -F.logsigmoid(c.beta * p.chosen_ratio)
+        - 0.5 * F.logsigmoid(-c.beta * p.chosen_ratio)
+        - 0.5 * F.logsigmoid(-c.beta * p.rejected_ratio)
+    ),  # Chen et al. 2024
+    "bco_pair": lambda p, c: (
+        -F.logsigmoid(c.beta * p.chosen_ratio) - F.logsigmoid(-c.beta * p.rejected_ratio)
+    ),  # Jung et al. 2024
+    "sppo_hard": lambda p, c: (
+        (p.chosen_ratio - 0.5 / c.beta).square() + (p.rejected_ratio + 0.5 / c.beta).square()
+    ),  # Wu et al. 2024
+    "aot": lambda p, c: _smooth(
+        c.beta
+        * ((p.chosen - p.rejected).sort(dim=0)[0] - (p.ref_chosen - p.ref_rejected).sort(dim=0)[0]),
+        c,
+    ),  # Melnyk et al. 2024
+    "aot_unpaired": lambda p, c: _smooth(
+        c.beta * (p.chosen_ratio.sort(dim=0)[0] - p.rejected_ratio.sort(dim=0)[0]), c
+    ),
+    "apo_zero": lambda p, c: (
+        1 - torch.sigmoid(c.beta * p.chosen_ratio) + torch.sigmoid(c.beta * p.rejected_ratio)
+    ),  # D'Oosterlinck et al. 2024, eq. 7
+    "apo_down": lambda p, c: (
+        torch.sigmoid(c.beta * p.chosen_ratio)
+        + 1
+        - torch.sigmoid(c.beta * (p.chosen_ratio - p.rejected_ratio))
+    ),  # eq. 8
+    "discopop": _discopop,  # Lu et al. 2024, eq. 5
+    "sigmoid_norm": lambda p, c: -F.logsigmoid(c.beta * p.mean_margin),  # DPO on means over tokens
+    "sft": lambda p, c: (
+        -p.chosen * len(p.chosen) / p.chosen_tokens.sum().clamp(min=1)
+    ),  # Next tokens of the chosen answers
+    "kto": _kto,  # Ethayarajh et al. 2024, eq. 7
+    "orpo": _orpo,  # Hong et al. 2024, eq. 7, without the SFT part, which comes as a loss of its own
+    "simpo": _simpo,  # Meng et al. 2024
+    "cpo": lambda p, c: _smooth(
+        c.beta * (p.chosen - p.rejected), c
+    ),  # Xu et al. 2024, without the SFT part
 }
-COUPLED = {'aot', 'aot_unpaired', 'kto'} # They compare rows of a batch with each other
+COUPLED = {"aot", "aot_unpaired", "kto"}  # They compare rows of a batch with each other
+
 
 def preference_loss(
-    chosen: Tensor, # (B,) log-probability of each chosen answer
-    rejected: Tensor, # (B,)
-    ref_chosen: Tensor | None = None, # (B,) the same, of the reference; None: reference-free
-    ref_rejected: Tensor | None = None, # (B,)
-    config: DPOConfig | None = None, # Chooses the loss; None: DPO with β = 0.1
-    chosen_tokens: Tensor | None = None, # (B,) lengths, for losses that take means over tokens
-    rejected_tokens: Tensor | None = None, # (B,)
-    kl: Tensor | float = 0.0, # For kto
-) -> Tensor: # (B,)
+    chosen: Tensor,  # (B,) log-probability of each chosen answer
+    rejected: Tensor,  # (B,)
+    ref_chosen: Tensor | None = None,  # (B,) the same, of the reference; None: reference-free
+    ref_rejected: Tensor | None = None,  # (B,)
+    config: DPOConfig | None = None,  # Chooses the loss; None: DPO with β = 0.1
+    chosen_tokens: Tensor | None = None,  # (B,) lengths, for losses that take means over tokens
+    rejected_tokens: Tensor | None = None,  # (B,)
+    kl: Tensor | float = 0.0,  # For kto
+) -> Tensor:  # (B,)
     "The loss of each pair: the weighted sum of the losses that the config names."
     c, zero, one = config or DPOConfig(), torch.zeros_like(chosen), torch.ones_like(chosen)
-    if c.reference_free or ref_chosen is None or ref_rejected is None: ref_chosen = ref_rejected = zero
-    pair = Pair(c, chosen, rejected, ref_chosen, ref_rejected, one if chosen_tokens is None else chosen_tokens,
-                one if rejected_tokens is None else rejected_tokens, kl)
-    return torch.stack([weight*LOSSES[name](pair, c) for name, weight in c.weights.items()]).sum(0)
+    if c.reference_free or ref_chosen is None or ref_rejected is None:
+        ref_chosen = ref_rejected = zero
+    pair = Pair(
+        c,
+        chosen,
+        rejected,
+        ref_chosen,
+        ref_rejected,
+        one if chosen_tokens is None else chosen_tokens,
+        one if rejected_tokens is None else rejected_tokens,
+        kl,
+    )
+    return torch.stack([weight * LOSSES[name](pair, c) for name, weight in c.weights.items()]).sum(
+        0
+    )
 
 # %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e
 def _weigh(found: PairLogProbs, config: DPOConfig) -> tuple[Tensor, Tensor]:
     "Both log-probabilities; the tokens that only the longer answer has count less, where that is wanted (Liu et al. 2024)."
-    if config.ld_alpha is None: return found.chosen, found.rejected
-    return tuple(part + config.ld_alpha*(whole - part) for whole, part in # type: ignore
-                 ((found.chosen, found.chosen_shared), (found.rejected, found.rejected_shared)))
+    if config.ld_alpha is None:
+        return found.chosen, found.rejected
+    return tuple(
+        part + config.ld_alpha * (whole - part)
+        for whole, part in (  # type: ignore
+            (found.chosen, found.chosen_shared),
+            (found.rejected, found.rejected_shared),
+        )
+    )
+
 
 def exact_kl(
-    logits: Tensor, # (N, V)
-    reference: Tensor, # (N, V)
-) -> Tensor: # (N,), in nats
+    logits: Tensor,  # (N, V)
+    reference: Tensor,  # (N, V)
+) -> Tensor:  # (N,), in nats
     "KL(model || reference) of each token's distribution."
-    p, q = (x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in (logits, reference))
-    return (p.exp()*(p - q)).sum(-1)
+    p, q = (
+        x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1)
+        for x in (logits, reference)
+    )
+    return (p.exp() * (p - q)).sum(-1)
+
 
 def _other_answers(batch: dict) -> dict:
     "The same prompts with the answers of the next pair, for kto's estimate of the KL."
-    if len(batch['prompt_input_ids']) < 2: raise ValueError('kto compares each prompt with the answer of another pair, so a batch needs 2 pairs at least')
-    return {k: v.roll(1, 0) if k.startswith(('chosen_', 'rejected_')) else v for k, v in batch.items()}
+    if len(batch["prompt_input_ids"]) < 2:
+        raise ValueError(
+            "kto compares each prompt with the answer of another pair, so a batch needs 2 pairs at least"
+        )
+    return {
+        k: v.roll(1, 0) if k.startswith(("chosen_", "rejected_")) else v for k, v in batch.items()
+    }
+
 
 def reward_metrics(
-    chosen: Tensor, # (B,) rewards
-    rejected: Tensor, # (B,)
-) -> dict[str, tuple[Any, Any]]: # name -> (sum, count)
+    chosen: Tensor,  # (B,) rewards
+    rejected: Tensor,  # (B,)
+) -> dict[str, tuple[Any, Any]]:  # name -> (sum, count)
     "The usual numbers about rewards, as sums; ties count as halves."
     n, ties = len(chosen), (chosen == rejected).sum()
-    return {'rewards/chosen': (chosen.sum(), n), 'rewards/rejected': (rejected.sum(), n), 'rewards/margins': ((chosen - rejected).sum(), n),
-            'rewards/accuracies': ((chosen > rejected).sum() + ties/2, n), 'rewards/ties': (ties, n)}
+    return {
+        "rewards/chosen": (chosen.sum(), n),
+        "rewards/rejected": (rejected.sum(), n),
+        "rewards/margins": ((chosen - rejected).sum(), n),
+        "rewards/accuracies": ((chosen > rejected).sum() + ties / 2, n),
+        "rewards/ties": (ties, n),
+    }
+
 
 def dpo_objective(
-    reference: Reference | None = None, # From `make_reference` or `precompute_reference`; None where the loss needs none
+    reference: Reference
+    | None = None,  # From `make_reference` or `precompute_reference`; None where the loss needs none
     config: DPOConfig | None = None,
-) -> Callable: # (model, batch) -> Loss, of batches from `PairBatches`
+) -> Callable:  # (model, batch) -> Loss, of batches from `PairBatches`
     "Preference tuning as an objective for the `Trainer`."
     c, share = config or DPOConfig(), {}
     if c.needs_reference and reference is None:
-        raise ValueError(f"{', '.join(c.loss_type)} compares with a reference: give make_reference(model), or set reference_free")
-    for name in ('desirable_weight', 'undesirable_weight'):
-        if getattr(c, name) != 1 and 'kto' not in c.weights:
-            raise ValueError(f"dpo.{name} = {getattr(c, name):g} has no effect on {', '.join(c.loss_type)} of pairs: it is for kto, or for rows with a label each")
-    if not c.needs_reference: reference = None
-    if reference is not None and reference.kind.startswith('numbers') and ('kto' in c.weights or c.exact_kl):
-        raise ValueError(f"{'kto' if 'kto' in c.weights else 'exact_kl'} asks the reference about more than the pairs: leave out precompute_ref_log_probs")
+        raise ValueError(
+            f"{', '.join(c.loss_type)} compares with a reference: give make_reference(model), or set reference_free"
+        )
+    for name in ("desirable_weight", "undesirable_weight"):
+        if getattr(c, name) != 1 and "kto" not in c.weights:
+            raise ValueError(
+                f"dpo.{name} = {getattr(c, name):g} has no effect on {', '.join(c.loss_type)} of pairs: it is for kto, or for rows with a label each"
+            )
+    if not c.needs_reference:
+        reference = None
+    if (
+        reference is not None
+        and reference.kind.startswith("numbers")
+        and ("kto" in c.weights or c.exact_kl)
+    ):
+        raise ValueError(
+            f"{'kto' if 'kto' in c.weights else 'exact_kl'} asks the reference about more than the pairs: leave out precompute_ref_log_probs"
+        )
 
     def counts(batch: dict) -> dict[str, int]:
-        n = dict.fromkeys(c.weights, len(batch['prompt_input_ids']))
-        if 'sft' in n: n['sft'] = int((batch['chosen_labels'] != -100).sum())
+        n = dict.fromkeys(c.weights, len(batch["prompt_input_ids"]))
+        if "sft" in n:
+            n["sft"] = int((batch["chosen_labels"] != -100).sum())
         return n
 
     @objective(counts=counts, additive=not COUPLED & c.weights.keys())
     def dpo_loss(model: nn.Module, batch: dict) -> Loss:
-        B, batch = len(batch['prompt_input_ids']), beside(model, batch) # First, so that a batch of another kind decides nothing
-        if 'share' not in share: share['share'] = c.share_prompts and shares_prompts(model)
-        found = pair_log_probs(model, batch, share['share'], c.exact_kl)
+        B, batch = (
+            len(batch["prompt_input_ids"]),
+            beside(model, batch),
+        )  # First, so that a batch of another kind decides nothing
+        if "share" not in share:
+            share["share"] = c.share_prompts and shares_prompts(model)
+        found = pair_log_probs(model, batch, share["share"], c.exact_kl)
         chosen, rejected = _weigh(found, c)
-        before = (torch.zeros_like(chosen),)*2
+        before = (torch.zeros_like(chosen),) * 2
         told = reference(model, batch, c.exact_kl) if reference is not None else None
-        if told is not None: before = _weigh(told, c)
+        if told is not None:
+            before = _weigh(told, c)
         kl: Any = 0.0
-        if 'kto' in c.weights:
+        if "kto" in c.weights:
             other = _other_answers(batch)
-            with torch.no_grad(): now = pair_log_probs(model, other, share['share'])
+            with torch.no_grad():
+                now = pair_log_probs(model, other, share["share"])
             then = reference(model, other) if reference is not None else None
-            gap = torch.cat((now.chosen, now.rejected)) - (torch.cat((then.chosen, then.rejected)) if then else 0.0)
+            gap = torch.cat((now.chosen, now.rejected)) - (
+                torch.cat((then.chosen, then.rejected)) if then else 0.0
+            )
             kl = gap.mean().clamp(min=0)
-        pair = Pair(c, chosen, rejected, before[0], before[1], found.chosen_tokens, found.rejected_tokens, kl)
-        terms: dict[str, tuple] = {name: (LOSSES[name](pair, c).sum(), B, weight) for name, weight in c.weights.items()}
-        if 'sft' in terms: terms['sft'] = (-found.chosen.sum(), found.chosen_tokens.sum(), c.weights['sft'])
+        pair = Pair(
+            c,
+            chosen,
+            rejected,
+            before[0],
+            before[1],
+            found.chosen_tokens,
+            found.rejected_tokens,
+            kl,
+        )
+        terms: dict[str, tuple] = {
+            name: (LOSSES[name](pair, c).sum(), B, weight) for name, weight in c.weights.items()
+        }
+        if "sft" in terms:
+            terms["sft"] = (-found.chosen.sum(), found.chosen_tokens.sum(), c.weights["sft"])
         with torch.no_grad():
-            gained = [c.beta*ratio for ratio in (pair.chosen_ratio, pair.rejected_ratio)]
-            if c.weights.keys() <= {'simpo', 'orpo', 'sft'} and 'sft' not in c.loss_type: # A long answer is not worse for its length
-                gained = [gain/n.clamp(min=1) for gain, n in zip(gained, (pair.chosen_tokens, pair.rejected_tokens), strict=True)]
-            metrics: dict[str, Any] = reward_metrics(*gained) | {'logps/chosen': (found.chosen.sum(), B), 'logps/rejected': (found.rejected.sum(), B),
-                                                                 'loss/policy': (-found.chosen.sum(), found.chosen_tokens.sum())} # per token of the chosen answers
+            gained = [c.beta * ratio for ratio in (pair.chosen_ratio, pair.rejected_ratio)]
+            if (
+                c.weights.keys() <= {"simpo", "orpo", "sft"} and "sft" not in c.loss_type
+            ):  # A long answer is not worse for its length
+                gained = [
+                    gain / n.clamp(min=1)
+                    for gain, n in zip(
+                        gained, (pair.chosen_tokens, pair.rejected_tokens), strict=True
+                    )
+                ]
+            metrics: dict[str, Any] = reward_metrics(*gained) | {
+                "logps/chosen": (found.chosen.sum(), B),
+                "logps/rejected": (found.rejected.sum(), B),
+                "loss/policy": (-found.chosen.sum(), found.chosen_tokens.sum()),
+            }  # per token of the chosen answers
             if told is not None:
-                metrics |= {'logps/ref_chosen': (told.chosen.sum(), B), 'logps/ref_rejected': (told.rejected.sum(), B),
-                            'loss/reference': (-told.chosen.sum(), found.chosen_tokens.sum())}
+                metrics |= {
+                    "logps/ref_chosen": (told.chosen.sum(), B),
+                    "logps/ref_rejected": (told.rejected.sum(), B),
+                    "loss/reference": (-told.chosen.sum(), found.chosen_tokens.sum()),
+                }
                 tokens = (found.chosen_tokens + found.rejected_tokens).sum()
                 moved = found.chosen + found.rejected - told.chosen - told.rejected
-                metrics['kl/sampled'] = (moved.sum(), tokens)
+                metrics["kl/sampled"] = (moved.sum(), tokens)
                 if c.exact_kl and found.logits is not None and told.logits is not None:
-                    metrics['kl/exact'] = (exact_kl(found.logits, told.logits).sum(), tokens)
+                    metrics["kl/exact"] = (exact_kl(found.logits, told.logits).sum(), tokens)
         return Loss(terms, metrics)
+
     def ready(model: nn.Module) -> None:
         "Find out, with numbers, what a step without them could not."
-        if 'share' not in share: share['share'] = c.share_prompts and shares_prompts(model)
-        if reference is None or reference.share is not None or reference.kind.startswith('numbers'): return
+        if "share" not in share:
+            share["share"] = c.share_prompts and shares_prompts(model)
+        if reference is None or reference.share is not None or reference.kind.startswith("numbers"):
+            return
         asked, state = reference.place(model, next(model.parameters()).device)
-        with state: reference.share = shares_prompts(asked)
+        with state:
+            reference.share = shares_prompts(asked)
+
     dpo_loss.__dict__.update(ready=ready, reference=reference)
     return dpo_loss
 
 # %% ../../nbs/08_align/05_dpo.ipynb #8c963b37
 class Converged:
     "Stops a run when one number of its evaluations is flat: no gain over the last few of them."
+
     def __init__(
         self,
-        metric: str = 'eval_rewards/margins', # More is better, unless it ends with `loss`
-        patience: int = 3, # So many evaluations in a row
-        threshold: float = 0.01, # A gain is more than this share of what the metric was before
+        metric: str = "eval_rewards/margins",  # More is better, unless it ends with `loss`
+        patience: int = 3,  # So many evaluations in a row
+        threshold: float = 0.01,  # A gain is more than this share of what the metric was before
     ):
         self.metric, self.patience, self.threshold = metric, patience, threshold
 
     def flat(
         self,
-        values: list[float], # One for each evaluation so far
+        values: list[float],  # One for each evaluation so far
     ) -> bool:
         "Whether the best of the last `patience` is no better than the best before them."
-        if len(values) <= self.patience: return False
-        sign = -1 if self.metric.endswith('loss') else 1
-        before, late = (max(sign*v for v in part) for part in (values[:-self.patience], values[-self.patience:]))
-        return late - before <= self.threshold*abs(before)
+        if len(values) <= self.patience:
+            return False
+        sign = -1 if self.metric.endswith("loss") else 1
+        before, late = (
+            max(sign * v for v in part)
+            for part in (values[: -self.patience], values[-self.patience :])
+        )
+        return late - before <= self.threshold * abs(before)
 
     def on_eval(self, trainer: Any, record: dict) -> None:
-        if self.metric not in record: raise ValueError(f"an evaluation has no {self.metric!r}, only {', '.join(record)}")
-        if self.flat([r[self.metric] for r in trainer.history if self.metric in r]): trainer.control.stop('converged')
+        if self.metric not in record:
+            raise ValueError(f"an evaluation has no {self.metric!r}, only {', '.join(record)}")
+        if self.flat([r[self.metric] for r in trainer.history if self.metric in r]):
+            trainer.control.stop("converged")

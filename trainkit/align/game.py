@@ -24,17 +24,21 @@ from .policy import token_scores
 # %% ../../nbs/08_align/13_game.ipynb #7170564d
 class TokenGame:
     "A reward on all strings of a few letters; the prompt is the last letter."
+
     def __init__(
         self,
-        letters: int, # The tokens 0 … letters - 1
-        length: int, # Tokens in an answer
-        reward: Callable[[Sequence[int]], float], # Of an answer
+        letters: int,  # The tokens 0 … letters - 1
+        length: int,  # Tokens in an answer
+        reward: Callable[[Sequence[int]], float],  # Of an answer
     ):
-        if letters**length > 100_000: raise ValueError(f'{letters}**{length} = {letters**length:,} answers are too many to list')
+        if letters**length > 100_000:
+            raise ValueError(
+                f"{letters}**{length} = {letters**length:,} answers are too many to list"
+            )
         self.vocab_size, self.length, self.rule = letters, length, reward
         answers = list(itertools.product(range(letters), repeat=length))
-        self.answers = torch.tensor(answers) # (N, length)
-        self.rewards = torch.tensor([float(reward(list(a))) for a in answers]) # (N,)
+        self.answers = torch.tensor(answers)  # (N, length)
+        self.rewards = torch.tensor([float(reward(list(a))) for a in answers])  # (N,)
 
     def reward(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
         "As `Rollouts` calls it."
@@ -42,36 +46,41 @@ class TokenGame:
 
     def log_probs(
         self,
-        policy: Any, # Any model
-    ) -> Tensor: # (N,) on the CPU; their exponentials add up to 1
+        policy: Any,  # Any model
+    ) -> Tensor:  # (N,) on the CPU; their exponentials add up to 1
         "How gladly a policy gives each answer."
-        ids = torch.cat([torch.full_like(self.answers[:, :1], self.vocab_size - 1), self.answers], 1)
+        ids = torch.cat(
+            [torch.full_like(self.answers[:, :1], self.vocab_size - 1), self.answers], 1
+        )
         labels = ids.clone()
         labels[:, 0] = -100
-        with torch.no_grad(): return token_scores(policy, dict(input_ids=ids, labels=labels)).log_probs.sum(1).cpu()
+        with torch.no_grad():
+            return token_scores(policy, dict(input_ids=ids, labels=labels)).log_probs.sum(1).cpu()
 
     def expected(
         self,
-        policy: Any, # Any model
+        policy: Any,  # Any model
     ) -> float:
         "What a policy earns, exactly."
-        return float((self.log_probs(policy).exp()*self.rewards).sum())
+        return float((self.log_probs(policy).exp() * self.rewards).sum())
 
     def leashed(
         self,
-        reference: Tensor, # (N,), log-probabilities of the reference
-        beta: float, # Price of the divergence
-    ) -> tuple[float, Tensor]: # What the best policy earns, less the price; its log-probabilities (N,)
+        reference: Tensor,  # (N,), log-probabilities of the reference
+        beta: float,  # Price of the divergence
+    ) -> tuple[
+        float, Tensor
+    ]:  # What the best policy earns, less the price; its log-probabilities (N,)
         "The best policy under a price on KL: the reference, tilted by the reward (Rafailov et al. 2023, eq. 4)."
-        tilted = reference + self.rewards/beta
-        return float(beta*tilted.logsumexp(0)), tilted.log_softmax(0)
+        tilted = reference + self.rewards / beta
+        return float(beta * tilted.logsumexp(0)), tilted.log_softmax(0)
 
     def earned(
         self,
-        policy: Any, # Any model
-        reference: Tensor, # (N,)
+        policy: Any,  # Any model
+        reference: Tensor,  # (N,)
         beta: float,
     ) -> float:
         "Expected reward less beta times the divergence from the reference, exactly."
         own = self.log_probs(policy)
-        return float((own.exp()*(self.rewards - beta*(own - reference))).sum())
+        return float((own.exp() * (self.rewards - beta * (own - reference))).sum())

@@ -23,140 +23,233 @@ from ..train.step import evaluating
 
 # %% ../../nbs/08_align/02_logprobs.ipynb #f9195fdd
 def token_log_probs(
-    logits: Tensor, # (..., V)
-    ids: Tensor, # (...) the token that came
-) -> Tensor: # (...) float32 or wider
+    logits: Tensor,  # (..., V)
+    ids: Tensor,  # (...) the token that came
+) -> Tensor:  # (...) float32 or wider
     "The log-probability of each token that came, without a copy of all log-probabilities."
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.gather(-1, ids[..., None])[..., 0] - wide.logsumexp(-1)
 
+
 def sequence_log_probs(
-    model: nn.Module, # Ours, or one of transformers
-    batch: Mapping[str, Tensor], # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
-) -> tuple[Tensor, Tensor]: # (B,) log-probability of the labels of each row, and how many there are
+    model: nn.Module,  # Ours, or one of transformers
+    batch: Mapping[
+        str, Tensor
+    ],  # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
+) -> tuple[
+    Tensor, Tensor
+]:  # (B,) log-probability of the labels of each row, and how many there are
     "How likely a model finds the learned part of each row."
-    batch, more = beside(model, batch), dict(use_cache=False) if names_argument(model, 'use_cache') else {}
-    out = model(batch['input_ids'], **fitting(model, batch), **more)
-    labels = batch['labels'][:, 1:]
+    batch, more = (
+        beside(model, batch),
+        dict(use_cache=False) if names_argument(model, "use_cache") else {},
+    )
+    out = model(batch["input_ids"], **fitting(model, batch), **more)
+    labels = batch["labels"][:, 1:]
     learned = labels != -100
-    found = token_log_probs((out if isinstance(out, Tensor) else out.logits)[:, :-1], labels.where(learned, 0))
-    return (found*learned).sum(1), learned.sum(1)
+    found = token_log_probs(
+        (out if isinstance(out, Tensor) else out.logits)[:, :-1], labels.where(learned, 0)
+    )
+    return (found * learned).sum(1), learned.sum(1)
 
 # %% ../../nbs/08_align/02_logprobs.ipynb #25598872
-FLAT = 512 # Up to so many tokens of a batch stand in one row, where who sees whom is a matrix of their square
+FLAT = 512  # Up to so many tokens of a batch stand in one row, where who sees whom is a matrix of their square
+
 
 @dataclass
 class Layout:
     "What a model is given to read a batch of pairs, and where in its logits the answers are."
-    inputs: dict[str, Tensor] # input_ids, attention_mask, position_ids
-    keep: Tensor # (K,) places of which logits are wanted
-    at: tuple[Tensor, Tensor] # (N,), (N,) row and place among those kept, from which each learned token is predicted
-    ids: Tensor # (N,) the learned tokens
-    answer: Tensor # (N,) whose each is: b for the chosen answer of pair b, B + b for the rejected one
-    rank: Tensor # (N,) the how-many-th learned token of its answer, from 1
+
+    inputs: dict[str, Tensor]  # input_ids, attention_mask, position_ids
+    keep: Tensor  # (K,) places of which logits are wanted
+    at: tuple[
+        Tensor, Tensor
+    ]  # (N,), (N,) row and place among those kept, from which each learned token is predicted
+    ids: Tensor  # (N,) the learned tokens
+    answer: (
+        Tensor  # (N,) whose each is: b for the chosen answer of pair b, B + b for the rejected one
+    )
+    rank: Tensor  # (N,) the how-many-th learned token of its answer, from 1
+
 
 def lay_out(
-    batch: Mapping[str, Tensor], # From `collate_pairs`
-    share: bool = True, # Each prompt once, else once for each answer
+    batch: Mapping[str, Tensor],  # From `collate_pairs`
+    share: bool = True,  # Each prompt once, else once for each answer
 ) -> Layout:
     "Put prompts and answers together."
-    (p, c, r), real = ([batch[f'{s}_{what}'] for s in SIDES] for what in ('input_ids', 'attention_mask'))
+    (p, c, r), real = (
+        [batch[f"{s}_{what}"] for s in SIDES] for what in ("input_ids", "attention_mask")
+    )
     (B, P), C, R, device = p.shape, c.shape[1], r.shape[1], p.device
-    ids, real = torch.cat((p, c, r), 1), torch.cat(real, 1).bool() # (B, T): each pair as a row
-    labels = torch.cat((p.new_full((B, P), -100), batch['chosen_labels'], batch['rejected_labels']), 1)
-    place, part = torch.arange(P + C + R, device=device), torch.tensor([0, 1, 2], device=device).repeat_interleave(torch.tensor([P, C, R], device=device))
-    before = (place - 1).where((place != P) & (place != P + C), P - 1) # Both answers begin after the last token of the prompt
+    ids, real = torch.cat((p, c, r), 1), torch.cat(real, 1).bool()  # (B, T): each pair as a row
+    labels = torch.cat(
+        (p.new_full((B, P), -100), batch["chosen_labels"], batch["rejected_labels"]), 1
+    )
+    place, part = (
+        torch.arange(P + C + R, device=device),
+        torch.tensor([0, 1, 2], device=device).repeat_interleave(
+            torch.tensor([P, C, R], device=device)
+        ),
+    )
+    before = (place - 1).where(
+        (place != P) & (place != P + C), P - 1
+    )  # Both answers begin after the last token of the prompt
     learned = (labels != -100) & (before >= 0) & real[:, before.clamp(min=0)]
     rows, places = learned.nonzero(as_tuple=True)
-    answer, source = rows + B*(part[places] == 2), before[places]
-    counts = learned[:, :P + C].cumsum(1), learned[:, P + C:].cumsum(1)
+    answer, source = rows + B * (part[places] == 2), before[places]
+    counts = learned[:, : P + C].cumsum(1), learned[:, P + C :].cumsum(1)
     common = dict(ids=ids[rows, places], answer=answer, rank=torch.cat(counts, 1)[rows, places])
-    size = real[:, :P].sum(1, keepdim=True) # (B, 1), of the prompts
-    offsets = torch.cat((place[:P] - P + size, place[P:P + C] - P + size, place[P + C:] - P - C + size), 1).clamp(min=0)
-    if not share: # Two rows for a pair, padded on the right as any model takes it
+    size = real[:, :P].sum(1, keepdim=True)  # (B, 1), of the prompts
+    offsets = torch.cat(
+        (place[:P] - P + size, place[P : P + C] - P + size, place[P + C :] - P - C + size), 1
+    ).clamp(min=0)
+    if not share:  # Two rows for a pair, padded on the right as any model takes it
         W = max(C, R)
-        two = lambda x, fill: torch.cat((F.pad(x[:, :P + C], (0, W - C), value=fill), F.pad(torch.cat((x[:, :P], x[:, P + C:]), 1), (0, W - R), value=fill)))
+        two = lambda x, fill: torch.cat(
+            (
+                F.pad(x[:, : P + C], (0, W - C), value=fill),
+                F.pad(torch.cat((x[:, :P], x[:, P + C :]), 1), (0, W - R), value=fill),
+            )
+        )
         ids, real = two(ids, 0), two(real, False)
-        order = (~real).int().argsort(dim=1, stable=True)[:, :int(real.sum(1).max())]
+        order = (~real).int().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
         ids, real = ids.gather(1, order), real.gather(1, order)
-        inputs = dict(input_ids=ids) if real.all() else dict(input_ids=ids, attention_mask=real.long())
-        kept, where = offsets[rows, source].unique(return_inverse=True) # Positions are places here
+        inputs = (
+            dict(input_ids=ids) if real.all() else dict(input_ids=ids, attention_mask=real.long())
+        )
+        kept, where = offsets[rows, source].unique(return_inverse=True)  # Positions are places here
         return Layout(inputs, kept, (answer, where), **common)
     total = int(real.sum())
-    if total <= FLAT and total < 0.95*real.numel(): # All in one row, without padding
+    if total <= FLAT and total < 0.95 * real.numel():  # All in one row, without padding
         pick = real.flatten().nonzero()[:, 0]
         inside = (real.flatten().cumsum(0) - 1).view_as(real)
-        seg, pair, order = part.repeat(B)[pick], pick//(P + C + R), torch.arange(len(pick), device=device)
-        sees = (pair[:, None] == pair) & (order <= order[:, None]) & ((seg == 0) | (seg[:, None] == seg))
-        inputs = dict(input_ids=ids.flatten()[pick][None], attention_mask=sees[None, None], position_ids=offsets.flatten()[pick][None])
+        seg, pair, order = (
+            part.repeat(B)[pick],
+            pick // (P + C + R),
+            torch.arange(len(pick), device=device),
+        )
+        sees = (
+            (pair[:, None] == pair)
+            & (order <= order[:, None])
+            & ((seg == 0) | (seg[:, None] == seg))
+        )
+        inputs = dict(
+            input_ids=ids.flatten()[pick][None],
+            attention_mask=sees[None, None],
+            position_ids=offsets.flatten()[pick][None],
+        )
         kept, where = inside[rows, source].unique(return_inverse=True)
         return Layout(inputs, kept, (torch.zeros_like(where), where), **common)
     sees = (place <= place[:, None]) & ((part == 0) | (part[:, None] == part))
-    sees = sees & real[:, None, None, :] | torch.eye(len(place), dtype=torch.bool, device=device) # A softmax over nothing would be NaN
+    sees = sees & real[:, None, None, :] | torch.eye(
+        len(place), dtype=torch.bool, device=device
+    )  # A softmax over nothing would be NaN
     kept, where = source.unique(return_inverse=True)
-    return Layout(dict(input_ids=ids, attention_mask=sees, position_ids=offsets), kept, (rows, where), **common)
+    return Layout(
+        dict(input_ids=ids, attention_mask=sees, position_ids=offsets),
+        kept,
+        (rows, where),
+        **common,
+    )
 
 # %% ../../nbs/08_align/02_logprobs.ipynb #580ddad6
 @dataclass
 class PairLogProbs:
     "What a model thinks of a batch of pairs."
-    chosen: Tensor # (B,) log-probability of each chosen answer
-    rejected: Tensor # (B,)
-    chosen_tokens: Tensor # (B,) how many tokens of it count
-    rejected_tokens: Tensor # (B,)
-    chosen_shared: Tensor # (B,) the part of `chosen` up to the length of the shorter answer
-    rejected_shared: Tensor # (B,)
-    logits: Tensor | None = None # (N, V) for each learned token, where asked for
-    first_chosen: Tensor | None = None # (N,) whether it is a token of a chosen answer
+
+    chosen: Tensor  # (B,) log-probability of each chosen answer
+    rejected: Tensor  # (B,)
+    chosen_tokens: Tensor  # (B,) how many tokens of it count
+    rejected_tokens: Tensor  # (B,)
+    chosen_shared: Tensor  # (B,) the part of `chosen` up to the length of the shorter answer
+    rejected_shared: Tensor  # (B,)
+    logits: Tensor | None = None  # (N, V) for each learned token, where asked for
+    first_chosen: Tensor | None = None  # (N,) whether it is a token of a chosen answer
+
 
 def pair_log_probs(
-    model: nn.Module, # Ours, one of transformers, or a PEFT model
-    batch: Mapping[str, Tensor], # From `collate_pairs`
-    share: bool = True, # Read each prompt once; only for models for which `shares_prompts` is true
-    keep_logits: bool = False, # Give them, too
+    model: nn.Module,  # Ours, one of transformers, or a PEFT model
+    batch: Mapping[str, Tensor],  # From `collate_pairs`
+    share: bool = True,  # Read each prompt once; only for models for which `shares_prompts` is true
+    keep_logits: bool = False,  # Give them, too
 ) -> PairLogProbs:
     "How likely a model finds the answers of each pair."
-    plan, B = lay_out(beside(model, batch), share), len(batch['prompt_input_ids'])
-    inner: Any = model.get_base_model() if hasattr(model, 'get_base_model') else model # type: ignore # PEFT passes on what it is given
-    inputs, narrow = dict(plan.inputs), names_argument(inner, 'logits_to_keep')
-    if getattr(getattr(inner, 'config', None), '_attn_implementation', None) == 'eager' and share: # It adds what it is given
+    plan, B = lay_out(beside(model, batch), share), len(batch["prompt_input_ids"])
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore # PEFT passes on what it is given
+    inputs, narrow = dict(plan.inputs), names_argument(inner, "logits_to_keep")
+    if (
+        getattr(getattr(inner, "config", None), "_attn_implementation", None) == "eager" and share
+    ):  # It adds what it is given
         dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
-        inputs['attention_mask'] = torch.zeros_like(inputs['attention_mask'], dtype=dtype).masked_fill_(~inputs['attention_mask'], torch.finfo(dtype).min)
-    if not share: inputs = dict(input_ids=inputs['input_ids'], **fitting(inner, inputs))
-    if names_argument(inner, 'use_cache'): inputs['use_cache'] = False # type: ignore
-    if narrow: inputs['logits_to_keep'] = plan.keep
+        inputs["attention_mask"] = torch.zeros_like(
+            inputs["attention_mask"], dtype=dtype
+        ).masked_fill_(~inputs["attention_mask"], torch.finfo(dtype).min)
+    if not share:
+        inputs = dict(input_ids=inputs["input_ids"], **fitting(inner, inputs))
+    if names_argument(inner, "use_cache"):
+        inputs["use_cache"] = False  # type: ignore
+    if narrow:
+        inputs["logits_to_keep"] = plan.keep
     out = model(**inputs)
     logits = out if isinstance(out, Tensor) else out.logits
     row, place = plan.at if narrow else (plan.at[0], plan.keep[plan.at[1]])
     found = token_log_probs(picked := logits[row, place], plan.ids)
-    total = lambda x: x.new_zeros(2*B).index_add(0, plan.answer, x).split(B)
+    total = lambda x: x.new_zeros(2 * B).index_add(0, plan.answer, x).split(B)
     tokens = total(torch.ones_like(found))
     both = torch.minimum(*tokens).repeat(2)
     shared = total(found * (plan.rank <= both[plan.answer]))
-    return PairLogProbs(*total(found), *tokens, *shared, *((picked, plan.answer < B) if keep_logits else ()))
+    return PairLogProbs(
+        *total(found), *tokens, *shared, *((picked, plan.answer < B) if keep_logits else ())
+    )
 
 # %% ../../nbs/08_align/02_logprobs.ipynb #42107251
 def shares_prompts(
     model: nn.Module,
-) -> bool: # False where a prompt must be read once for each answer
+) -> bool:  # False where a prompt must be read once for each answer
     "Whether a model gives the same numbers when two answers follow one prompt, found out by trying."
-    inner: Any = model.get_base_model() if hasattr(model, 'get_base_model') else model # type: ignore
-    while hasattr(inner, 'module'): inner = inner.module
-    config = getattr(inner, 'config', None)
-    kinds = getattr(config, 'layer_types', None) or ()
-    if any(getattr(config, 'layer_windows', None) or ()) or any('full' not in kind for kind in kinds): return False
-    if getattr(config, 'sliding_window', None) and getattr(config, 'use_sliding_window', True): return False
-    if getattr(config, '_attn_implementation', 'sdpa') not in ('sdpa', 'eager'): return False
-    if not {'attention_mask', 'position_ids'} <= forward_arguments(type(getattr(inner, '_orig_mod', inner))): return False
-    batch = collate_pairs([dict(prompt=[1, 2], chosen=[3, 1, 2], rejected=[2, 3]), dict(prompt=[2], chosen=[1], rejected=[3, 3])])
-    held: Any = getattr(model, 'module', model)
-    own, forward = vars(held), vars(held).get('forward')
-    if '_original_forward' in own: held.forward = own['_original_forward'] # Without accelerate's autocast, which rounds both differently
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
+    while hasattr(inner, "module"):
+        inner = inner.module
+    config = getattr(inner, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if any(getattr(config, "layer_windows", None) or ()) or any(
+        "full" not in kind for kind in kinds
+    ):
+        return False
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return False
+    if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "eager"):
+        return False
+    if not {"attention_mask", "position_ids"} <= forward_arguments(
+        type(getattr(inner, "_orig_mod", inner))
+    ):
+        return False
+    batch = collate_pairs(
+        [
+            dict(prompt=[1, 2], chosen=[3, 1, 2], rejected=[2, 3]),
+            dict(prompt=[2], chosen=[1], rejected=[3, 3]),
+        ]
+    )
+    held: Any = getattr(model, "module", model)
+    own, forward = vars(held), vars(held).get("forward")
+    if "_original_forward" in own:
+        held.forward = own[
+            "_original_forward"
+        ]  # Without accelerate's autocast, which rounds both differently
     try:
         with evaluating(model), torch.autocast(next(inner.parameters()).device.type, enabled=False):
             a, b = pair_log_probs(model, batch, False), pair_log_probs(model, batch, True)
-    except (ValueError, TypeError, RuntimeError, NotImplementedError): return False
+    except (ValueError, TypeError, RuntimeError, NotImplementedError):
+        return False
     finally:
-        if forward is not None: held.forward = forward
+        if forward is not None:
+            held.forward = forward
     near = 1e-4 if next(inner.parameters()).dtype in (torch.float32, torch.float64) else 0.1
-    return bool(torch.allclose(torch.cat((a.chosen, a.rejected)).float(), torch.cat((b.chosen, b.rejected)).float(), near, near))
+    return bool(
+        torch.allclose(
+            torch.cat((a.chosen, a.rejected)).float(),
+            torch.cat((b.chosen, b.rejected)).float(),
+            near,
+            near,
+        )
+    )

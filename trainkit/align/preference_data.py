@@ -29,151 +29,247 @@ from ..data.tokenization import tokenize_examples
 from ..display import table
 
 # %% ../../nbs/08_align/01_preference_data.ipynb #477fcf4c
-SIDES = ('prompt', 'chosen', 'rejected')
-NUMBERS = ('margin', *(f'reference_{side}{part}' for side in SIDES[1:] for part in ('', '_shared'))) # What else a pair may know
+SIDES = ("prompt", "chosen", "rejected")
+NUMBERS = (
+    "margin",
+    *(f"reference_{side}{part}" for side in SIDES[1:] for part in ("", "_shared")),
+)  # What else a pair may know
+
 
 def collate_pairs(
-    pairs: Sequence[Mapping], # From `tokenize_pairs`
-    pad_id: int = 0, # What stands in the padding; nothing depends on it
-) -> dict[str, Tensor]: # {side}_input_ids and {side}_attention_mask for prompt, chosen, rejected; labels for the answers; further numbers of the pairs
+    pairs: Sequence[Mapping],  # From `tokenize_pairs`
+    pad_id: int = 0,  # What stands in the padding; nothing depends on it
+) -> dict[
+    str, Tensor
+]:  # {side}_input_ids and {side}_attention_mask for prompt, chosen, rejected; labels for the answers; further numbers of the pairs
     "Pairs as one batch: (B, P), (B, C) and (B, R)."
     batch = {}
     for side in SIDES:
         ids = [torch.as_tensor(np.asarray(pair[side], dtype=np.int64)) for pair in pairs]
-        ones, where = [torch.ones_like(x) for x in ids], 'left' if side == 'prompt' else 'right'
-        batch[f'{side}_input_ids'] = pad_sequence(ids, True, pad_id, where)
-        batch[f'{side}_attention_mask'] = pad_sequence(ones, True, 0, where)
-        if side == 'prompt': continue
-        labels = [torch.as_tensor(np.asarray(pair.get(f'{side}_labels', pair[side]), dtype=np.int64)) for pair in pairs]
-        batch[f'{side}_labels'] = pad_sequence(labels, True, -100)
+        ones, where = [torch.ones_like(x) for x in ids], "left" if side == "prompt" else "right"
+        batch[f"{side}_input_ids"] = pad_sequence(ids, True, pad_id, where)
+        batch[f"{side}_attention_mask"] = pad_sequence(ones, True, 0, where)
+        if side == "prompt":
+            continue
+        labels = [
+            torch.as_tensor(np.asarray(pair.get(f"{side}_labels", pair[side]), dtype=np.int64))
+            for pair in pairs
+        ]
+        batch[f"{side}_labels"] = pad_sequence(labels, True, -100)
     for name in NUMBERS:
-        if name in pairs[0]: batch[name] = torch.tensor([float(pair[name]) for pair in pairs])
+        if name in pairs[0]:
+            batch[name] = torch.tensor([float(pair[name]) for pair in pairs])
     return batch
+
 
 class PairBatches(Batches):
     "Shuffled batches of pairs that know their place; as `Batches`, where `batch_size` counts pairs."
+
     def join(
         self,
-        rows: Sequence, # Pairs
+        rows: Sequence,  # Pairs
     ) -> dict[str, Tensor]:
         "A batch of them."
         return collate_pairs(rows, self.pad_id)
 
 # %% ../../nbs/08_align/01_preference_data.ipynb #4d5a2f40
-def _common(a: np.ndarray, b: np.ndarray) -> int: # Tokens that both begin with
+def _common(a: np.ndarray, b: np.ndarray) -> int:  # Tokens that both begin with
     n = min(len(a), len(b))
     differ = (a[:n] != b[:n]).nonzero()[0]
     return int(differ[0]) if len(differ) else n
 
+
 @dataclass(frozen=True, repr=False)
 class PairReport:
     "What became of preference rows."
+
     max_length: int | None
     max_prompt_length: int | None
-    prompts: np.ndarray # (rows,) tokens of each prompt, as they were
-    answers: np.ndarray # (rows, 2) tokens of the chosen and the rejected answer, as they were
-    prompts_kept: np.ndarray # (rows,) tokens that are left of each prompt
-    answers_kept: np.ndarray # (rows, 2); 0 where the row is dropped
-    same: int # Rows whose two answers are the same, perhaps only once they are cut: they teach nothing, and are left out
+    prompts: np.ndarray  # (rows,) tokens of each prompt, as they were
+    answers: np.ndarray  # (rows, 2) tokens of the chosen and the rejected answer, as they were
+    prompts_kept: np.ndarray  # (rows,) tokens that are left of each prompt
+    answers_kept: np.ndarray  # (rows, 2); 0 where the row is dropped
+    same: int  # Rows whose two answers are the same, perhaps only once they are cut: they teach nothing, and are left out
 
     @property
-    def dropped(self) -> int: return int((self.answers_kept.max(1) == 0).sum()) # rows that are gone
+    def dropped(self) -> int:
+        return int((self.answers_kept.max(1) == 0).sum())  # rows that are gone
+
     @property
-    def prompts_cut(self) -> int: # rows whose prompt lost its beginning
+    def prompts_cut(self) -> int:  # rows whose prompt lost its beginning
         return int(((self.prompts_kept < self.prompts) & (self.answers_kept.max(1) > 0)).sum())
+
     @property
-    def answers_cut(self) -> int: # rows with an answer that lost its end
-        return int(((self.answers_kept < self.answers).any(1) & (self.answers_kept.max(1) > 0)).sum())
+    def answers_cut(self) -> int:  # rows with an answer that lost its end
+        return int(
+            ((self.answers_kept < self.answers).any(1) & (self.answers_kept.max(1) > 0)).sum()
+        )
 
     def facts(self) -> dict[str, str]:
         "The report as words, line by line."
         n = len(self.prompts)
-        of = lambda k: f'{k:,} ({100*k/max(n, 1):.1f} %)'
+        of = lambda k: f"{k:,} ({100 * k / max(n, 1):.1f} %)"
         longer = self.answers[:, 0] > self.answers[:, 1]
-        return {'pairs': f'{n:,}', 'prompt': f'median {int(np.median(self.prompts))} tokens, longest {self.prompts.max()}',
-                'chosen': f'median {int(np.median(self.answers[:, 0]))} tokens, longest {self.answers[:, 0].max()}',
-                'rejected': f'median {int(np.median(self.answers[:, 1]))} tokens, longest {self.answers[:, 1].max()}',
-                'the chosen one is the longer': of(int(longer.sum())),
-                'prompts that lost their beginning': of(self.prompts_cut), 'answers that lost their end': of(self.answers_cut),
-                'left out, too long': of(self.dropped - self.same), 'left out, both answers the same': of(self.same)}
+        return {
+            "pairs": f"{n:,}",
+            "prompt": f"median {int(np.median(self.prompts))} tokens, longest {self.prompts.max()}",
+            "chosen": f"median {int(np.median(self.answers[:, 0]))} tokens, longest {self.answers[:, 0].max()}",
+            "rejected": f"median {int(np.median(self.answers[:, 1]))} tokens, longest {self.answers[:, 1].max()}",
+            "the chosen one is the longer": of(int(longer.sum())),
+            "prompts that lost their beginning": of(self.prompts_cut),
+            "answers that lost their end": of(self.answers_cut),
+            "left out, too long": of(self.dropped - self.same),
+            "left out, both answers the same": of(self.same),
+        }
 
-    def __str__(self) -> str: return '\n'.join(f'{name}: {fact}' for name, fact in self.facts().items())
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {fact}" for name, fact in self.facts().items())
+
     __repr__ = __str__
 
-    def _repr_html_(self) -> str: return str(table([{'fact': k, 'value': v} for k, v in self.facts().items()], title='Pairs'))
+    def _repr_html_(self) -> str:
+        return str(table([{"fact": k, "value": v} for k, v in self.facts().items()], title="Pairs"))
+
 
 class Pairs(list):
     "A list of pairs, each a dict with `prompt`, `chosen`, `rejected`, two labels and `length`; `report` says what became of the rows."
-    report: PairReport
-    numbers: list[int] # Which row each was made of
 
-    def _repr_html_(self) -> str: return self.report._repr_html_()
-    def __repr__(self) -> str: return f'{len(self):,} pairs\n{self.report}'
+    report: PairReport
+    numbers: list[int]  # Which row each was made of
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
+    def __repr__(self) -> str:
+        return f"{len(self):,} pairs\n{self.report}"
 
 # %% ../../nbs/08_align/01_preference_data.ipynb #ac13547a
 def _conversations(row: Mapping) -> list[dict]:
     "The two conversations of a pair, of which only the answers are learned."
-    row = as_example(row, 'preference')
-    more = {k: row[k] for k in ('system', 'tools', 'source', 'line') if row.get(k) is not None}
-    if isinstance(row['prompt'], str): return [{**more, 'prompt': row['prompt'], 'completion': row[side]} for side in ('chosen', 'rejected')]
-    asked = [{**m, 'train': False} if m['role'] == 'assistant' else m for m in row['prompt']]
-    return [{**more, 'messages': [*asked, *row[side]]} for side in ('chosen', 'rejected')]
+    row = as_example(row, "preference")
+    more = {k: row[k] for k in ("system", "tools", "source", "line") if row.get(k) is not None}
+    if isinstance(row["prompt"], str):
+        return [
+            {**more, "prompt": row["prompt"], "completion": row[side]}
+            for side in ("chosen", "rejected")
+        ]
+    asked = [{**m, "train": False} if m["role"] == "assistant" else m for m in row["prompt"]]
+    return [{**more, "messages": [*asked, *row[side]]} for side in ("chosen", "rejected")]
 
-def _cut(prompt: int, answer: int, max_length: int | None, max_prompt_length: int | None, truncation: str) -> tuple[int, int] | None:
+
+def _cut(
+    prompt: int, answer: int, max_length: int | None, max_prompt_length: int | None, truncation: str
+) -> tuple[int, int] | None:
     "How much is kept of the prompt and of the longer answer; None: the row is dropped."
     kept = min(prompt, prompt if max_prompt_length is None else max_prompt_length)
-    if max_length is None or kept + answer <= max_length: return kept, answer
-    if truncation == 'drop': return None
+    if max_length is None or kept + answer <= max_length:
+        return kept, answer
+    if truncation == "drop":
+        return None
     kept = max(1, min(kept, max_length - answer))
     return kept, min(answer, max_length - kept)
 
+
 def tokenize_pairs(
-    rows: Iterable[Mapping], # With `prompt`, `chosen` and `rejected`: texts, or messages
-    tokenizer: Any, # A `BPETokenizer`, or a fast tokenizer of transformers
-    max_length: int | None = None, # Tokens of the prompt and one answer, at most
-    max_prompt_length: int | None = None, # Tokens of the prompt at most; a longer one loses its beginning
-    truncation: str = 'error', # A pair that is too long even so: 'error', 'prompt' (it loses its beginning, then the answers their end) or 'drop'
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    num_workers: int = 1, # Processes
-) -> Pairs: # With the report; warns of what was cut or dropped
+    rows: Iterable[Mapping],  # With `prompt`, `chosen` and `rejected`: texts, or messages
+    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    max_length: int | None = None,  # Tokens of the prompt and one answer, at most
+    max_prompt_length: int
+    | None = None,  # Tokens of the prompt at most; a longer one loses its beginning
+    truncation: str = "error",  # A pair that is too long even so: 'error', 'prompt' (it loses its beginning, then the answers their end) or 'drop'
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    num_workers: int = 1,  # Processes
+) -> Pairs:  # With the report; warns of what was cut or dropped
     "Preference rows as ids, and nothing lost without a word."
-    if truncation not in ('error', 'prompt', 'drop'): raise ValueError(f"truncation = {truncation!r}: must be 'error', 'prompt' or 'drop'")
+    if truncation not in ("error", "prompt", "drop"):
+        raise ValueError(f"truncation = {truncation!r}: must be 'error', 'prompt' or 'drop'")
     texts = []
     for i, row in enumerate(rows):
-        try: texts += _conversations(row)
-        except (ValueError, TypeError, KeyError) as error: raise ValueError(f'row {i}: {error}') from None
-    side = lambda m: f'the {("chosen", "rejected")[int(m[1]) % 2]} answer of row {int(m[1])//2}'
-    try: coded = tokenize_examples(texts, tokenizer, template=template, num_workers=num_workers)
-    except ValueError as error: raise ValueError(re.sub(r'\brow (\d+)', side, str(error))) from None
-    bos, out, facts, same = getattr(tokenizer, 'bos_token_id', None), Pairs(), [], 0
+        try:
+            texts += _conversations(row)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"row {i}: {error}") from None
+    side = lambda m: f"the {('chosen', 'rejected')[int(m[1]) % 2]} answer of row {int(m[1]) // 2}"
+    try:
+        coded = tokenize_examples(texts, tokenizer, template=template, num_workers=num_workers)
+    except ValueError as error:
+        raise ValueError(re.sub(r"\brow (\d+)", side, str(error))) from None
+    bos, out, facts, same = getattr(tokenizer, "bos_token_id", None), Pairs(), [], 0
     out.numbers = []
-    for i in range(len(coded)//2):
-        both = [(np.asarray(e['input_ids']), np.asarray(e['labels'])) for e in coded[2*i:2*i + 2]]
-        both = [(ids[:(n := int((labels != -100).nonzero()[0][-1]) + 1)], labels[:n]) for ids, labels in both] # Nothing is learned from what follows
-        shared = min(_common(both[0][0], both[1][0]), *(int((labels != -100).argmax()) for _, labels in both))
+    for i in range(len(coded) // 2):
+        both = [
+            (np.asarray(e["input_ids"]), np.asarray(e["labels"])) for e in coded[2 * i : 2 * i + 2]
+        ]
+        both = [
+            (ids[: (n := int((labels != -100).nonzero()[0][-1]) + 1)], labels[:n])
+            for ids, labels in both
+        ]  # Nothing is learned from what follows
+        shared = min(
+            _common(both[0][0], both[1][0]), *(int((labels != -100).argmax()) for _, labels in both)
+        )
         answers = [len(ids) - shared for ids, _ in both]
         equal = np.array_equal(both[0][0], both[1][0])
-        kept = None if equal else _cut(shared, max(answers), max_length, max_prompt_length, truncation)
-        if kept and truncation == 'error' and max_length is not None and kept[0] + max(answers) > max_length or (
-                not equal and truncation == 'error' and kept is not None and kept[1] < max(answers)):
-            raise ValueError(f'row {i} has {shared} tokens of prompt and an answer of {max(answers)}, more than max_length = '
-                             f"{max_length}: raise dpo.max_length, set dpo.max_prompt_length, or say dpo.truncation='prompt' or 'drop'")
-        parts = [ids[shared:][:kept[1]] for ids, _ in both] if kept else [0, 1]
-        if np.array_equal(parts[0], parts[1]): equal, kept = True, None # What they differ in was cut
-        facts.append((shared, *answers, *((kept[0], *(min(a, kept[1]) for a in answers)) if kept else (0, 0, 0))))
+        kept = (
+            None if equal else _cut(shared, max(answers), max_length, max_prompt_length, truncation)
+        )
+        if (
+            kept
+            and truncation == "error"
+            and max_length is not None
+            and kept[0] + max(answers) > max_length
+            or (not equal and truncation == "error" and kept is not None and kept[1] < max(answers))
+        ):
+            raise ValueError(
+                f"row {i} has {shared} tokens of prompt and an answer of {max(answers)}, more than max_length = "
+                f"{max_length}: raise dpo.max_length, set dpo.max_prompt_length, or say dpo.truncation='prompt' or 'drop'"
+            )
+        parts = [ids[shared:][: kept[1]] for ids, _ in both] if kept else [0, 1]
+        if np.array_equal(parts[0], parts[1]):
+            equal, kept = True, None  # What they differ in was cut
+        facts.append(
+            (
+                shared,
+                *answers,
+                *((kept[0], *(min(a, kept[1]) for a in answers)) if kept else (0, 0, 0)),
+            )
+        )
         same += equal
-        if kept is None: continue
+        if kept is None:
+            continue
         first = int(kept[0] < shared and bos is not None and both[0][0][0] == bos and kept[0] > 1)
-        prompt = np.concatenate((both[0][0][:first], both[0][0][shared - kept[0] + first:shared]))
-        (chosen, rejected), labels = (([x[k][shared:][:kept[1]] for x in both]) for k in (0, 1))
-        out.append(dict(prompt=prompt, chosen=chosen, rejected=rejected, chosen_labels=labels[0], rejected_labels=labels[1],
-                        length=len(prompt) + len(chosen) + len(rejected)))
+        prompt = np.concatenate((both[0][0][:first], both[0][0][shared - kept[0] + first : shared]))
+        (chosen, rejected), labels = (([x[k][shared:][: kept[1]] for x in both]) for k in (0, 1))
+        out.append(
+            dict(
+                prompt=prompt,
+                chosen=chosen,
+                rejected=rejected,
+                chosen_labels=labels[0],
+                rejected_labels=labels[1],
+                length=len(prompt) + len(chosen) + len(rejected),
+            )
+        )
         out.numbers.append(i)
     n = np.array(facts, np.int64).reshape(-1, 6)
-    out.report = r = PairReport(max_length, max_prompt_length, n[:, 0], n[:, 1:3], n[:, 3], n[:, 4:], same)
-    said = [f'{count:,} {what}' for count, what in ((r.prompts_cut, 'prompts lost their beginning'), (r.answers_cut, 'answers lost their end'),
-            (r.dropped - same, 'were left out because they are too long'), (same, 'were left out because both answers are the same')) if count]
-    if said: warnings.warn(f'Of {len(n):,} pairs {"; ".join(said)} (max_length = {max_length}, max_prompt_length = '
-                           f'{max_prompt_length}). pairs.report has the numbers', stacklevel=2)
-    if not out: raise ValueError('no pair is left:\n' + str(r))
+    out.report = r = PairReport(
+        max_length, max_prompt_length, n[:, 0], n[:, 1:3], n[:, 3], n[:, 4:], same
+    )
+    said = [
+        f"{count:,} {what}"
+        for count, what in (
+            (r.prompts_cut, "prompts lost their beginning"),
+            (r.answers_cut, "answers lost their end"),
+            (r.dropped - same, "were left out because they are too long"),
+            (same, "were left out because both answers are the same"),
+        )
+        if count
+    ]
+    if said:
+        warnings.warn(
+            f"Of {len(n):,} pairs {'; '.join(said)} (max_length = {max_length}, max_prompt_length = "
+            f"{max_prompt_length}). pairs.report has the numbers",
+            stacklevel=2,
+        )
+    if not out:
+        raise ValueError("no pair is left:\n" + str(r))
     return out

@@ -35,23 +35,35 @@ def without_dropout(
     model: nn.Module,
 ):
     "Within the block nothing is dropped; modes are as before afterwards."
-    noisy = [m for m in model.modules() if m.training and any('drop' in name for name in (type(m).__name__.lower(), *vars(m)))]
-    for m in noisy: m.training = False
-    try: yield model
+    noisy = [
+        m
+        for m in model.modules()
+        if m.training and any("drop" in name for name in (type(m).__name__.lower(), *vars(m)))
+    ]
+    for m in noisy:
+        m.training = False
+    try:
+        yield model
     finally:
-        for m in noisy: m.training = True
+        for m in noisy:
+            m.training = True
+
 
 def bare(
-    model: nn.Module, # Perhaps wrapped for several processes or compiled
+    model: nn.Module,  # Perhaps wrapped for several processes or compiled
 ) -> Any:
     "The model inside."
-    while hasattr(model, '_orig_mod') or (hasattr(model, 'module') and not hasattr(model, 'get_input_embeddings')):
-        model = model._orig_mod if hasattr(model, '_orig_mod') else model.module # type: ignore
+    while hasattr(model, "_orig_mod") or (
+        hasattr(model, "module") and not hasattr(model, "get_input_embeddings")
+    ):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore
     return model
+
 
 class Reference:
     "Asks a frozen copy of the model."
-    kind = 'a frozen copy'
+
+    kind = "a frozen copy"
 
     def __init__(self, model: nn.Module | None):
         self.model = None if model is None else deepcopy(bare(model)).eval().requires_grad_(False)
@@ -60,149 +72,209 @@ class Reference:
     def place(self, model: nn.Module, device: torch.device) -> tuple[Any, AbstractContextManager]:
         "The model to ask, and in which state."
         assert self.model is not None
-        if next(self.model.parameters()).device != device: self.model.to(device)
+        if next(self.model.parameters()).device != device:
+            self.model.to(device)
         return self.model, nullcontext()
 
     @torch.no_grad()
     def __call__(
         self,
-        model: nn.Module, # The model that is trained
-        batch: Mapping[str, Tensor], # From `collate_pairs`
+        model: nn.Module,  # The model that is trained
+        batch: Mapping[str, Tensor],  # From `collate_pairs`
         keep_logits: bool = False,
     ) -> PairLogProbs:
         batch = beside(model, batch)
-        asked, state = self.place(model, batch['prompt_input_ids'].device)
+        asked, state = self.place(model, batch["prompt_input_ids"].device)
         with state:
-            if self.share is None: self.share = shares_prompts(asked)
+            if self.share is None:
+                self.share = shares_prompts(asked)
             return pair_log_probs(asked, batch, self.share, keep_logits)
 
-    def __repr__(self) -> str: return f'reference: {self.kind}'
+    def __repr__(self) -> str:
+        return f"reference: {self.kind}"
 
 # %% ../../nbs/08_align/03_reference.ipynb #3111eb71
 class AdapterOff(Reference):
     "Asks the model itself, without its adapter."
-    kind = 'the model with its adapter off'
 
-    def __init__(self): super().__init__(None)
+    kind = "the model with its adapter off"
+
+    def __init__(self):
+        super().__init__(None)
 
     @contextmanager
     def off(self, model: Any):
-        with without_dropout(model), model.disable_adapter() if hasattr(model, 'disable_adapter') else adapters_off(model): yield
+        with (
+            without_dropout(model),
+            model.disable_adapter() if hasattr(model, "disable_adapter") else adapters_off(model),
+        ):
+            yield
 
     def place(self, model: nn.Module, device: torch.device) -> tuple[Any, AbstractContextManager]:
         return bare(model), self.off(bare(model))
+
 
 def has_adapter(
     model: nn.Module,
 ) -> bool:
     "Whether an adapter is active, one of ours or of PEFT."
-    return hasattr(bare(model), 'disable_adapter') or bool(active_adapters(bare(model)))
+    return hasattr(bare(model), "disable_adapter") or bool(active_adapters(bare(model)))
+
 
 @torch.no_grad()
 def starts_as_nothing(
-    model: nn.Module, # With an adapter
+    model: nn.Module,  # With an adapter
 ) -> bool:
     "Whether the model with its adapter is still the model without it, on a few tokens."
     inner = bare(model)
     first = next(inner.parameters())
     batch = collate_pairs([dict(prompt=[1, 2], chosen=[3, 1], rejected=[2])])
-    with without_dropout(inner): a = pair_log_probs(inner, batch, False)
+    with without_dropout(inner):
+        a = pair_log_probs(inner, batch, False)
     b = AdapterOff()(inner, batch)
     near = 1e-4 if first.dtype == torch.float32 else 1e-2
-    return torch.allclose(torch.cat((a.chosen, a.rejected)), torch.cat((b.chosen, b.rejected)), near, near)
+    return torch.allclose(
+        torch.cat((a.chosen, a.rejected)), torch.cat((b.chosen, b.rejected)), near, near
+    )
+
 
 def make_reference(
-    model: nn.Module, # As it is before training
-    kind: str = 'auto', # 'copy', 'adapter', or 'auto': the adapter off where one is trained and has learned nothing yet, else a copy
+    model: nn.Module,  # As it is before training
+    kind: str = "auto",  # 'copy', 'adapter', or 'auto': the adapter off where one is trained and has learned nothing yet, else a copy
 ) -> Reference:
     "Where a model began, to be asked while it moves on."
-    if kind not in ('auto', 'copy', 'adapter'): raise ValueError(f"reference = {kind!r}: must be 'auto', 'copy' or 'adapter'")
-    if kind == 'adapter' and not has_adapter(model):
-        raise ValueError("reference = 'adapter', and the model has no adapter that could be turned off: add_lora first, or say 'copy'")
-    if kind == 'adapter' or (kind == 'auto' and has_adapter(model) and starts_as_nothing(model)): return AdapterOff()
+    if kind not in ("auto", "copy", "adapter"):
+        raise ValueError(f"reference = {kind!r}: must be 'auto', 'copy' or 'adapter'")
+    if kind == "adapter" and not has_adapter(model):
+        raise ValueError(
+            "reference = 'adapter', and the model has no adapter that could be turned off: add_lora first, or say 'copy'"
+        )
+    if kind == "adapter" or (kind == "auto" and has_adapter(model) and starts_as_nothing(model)):
+        return AdapterOff()
     return Reference(model)
 
 # %% ../../nbs/08_align/03_reference.ipynb #eb4eafbd
-FIELDS = ('chosen', 'rejected', 'chosen_shared', 'rejected_shared')
+FIELDS = ("chosen", "rejected", "chosen_shared", "rejected_shared")
+
 
 def model_fingerprint(
     model: nn.Module,
-    adapter: bool = False, # Adapters count, too
+    adapter: bool = False,  # Adapters count, too
 ) -> str:
     "A hash of every weight of the bare model."
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(bare(model).state_dict(keep_vars=True).items()):
-        if (not adapter and ('lora_' in name or '.modules_to_save.' in name)) or not isinstance(value, Tensor): continue
-        digest.update(f"{name.replace('base_layer.', '').replace('original_module.', '').replace('base_model.model.', '')} {tuple(value.shape)} {value.dtype}".encode())
+        if (not adapter and ("lora_" in name or ".modules_to_save." in name)) or not isinstance(
+            value, Tensor
+        ):
+            continue
+        digest.update(
+            f"{name.replace('base_layer.', '').replace('original_module.', '').replace('base_model.model.', '')} {tuple(value.shape)} {value.dtype}".encode()
+        )
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
+
 def pairs_fingerprint(
-    pairs: Sequence[Mapping], # From `tokenize_pairs`
+    pairs: Sequence[Mapping],  # From `tokenize_pairs`
 ) -> str:
     "A hash of all ids, in their order."
     digest = hashlib.blake2b(digest_size=16)
     for pair in pairs:
-        for side in ('prompt', 'chosen', 'rejected'):
+        for side in ("prompt", "chosen", "rejected"):
             ids = np.asarray(pair[side], np.int64)
-            digest.update(len(ids).to_bytes(8, 'big') + ids.tobytes())
+            digest.update(len(ids).to_bytes(8, "big") + ids.tobytes())
     return digest.hexdigest()
+
 
 class Written(Reference):
     "Reads what a reference said before training; the numbers come with the batch."
-    kind = 'numbers computed before training'
 
-    def __init__(self): super().__init__(None)
+    kind = "numbers computed before training"
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor], keep_logits: bool = False) -> PairLogProbs:
-        if 'reference_chosen' not in batch:
-            raise ValueError('the pairs know nothing of a reference: give them to precompute_reference first, those for evaluation too')
-        zero = torch.zeros_like(batch['reference_chosen'])
-        said = {name: batch[f'reference_{name}'] for name in FIELDS}
+    def __init__(self):
+        super().__init__(None)
+
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Tensor], keep_logits: bool = False
+    ) -> PairLogProbs:
+        if "reference_chosen" not in batch:
+            raise ValueError(
+                "the pairs know nothing of a reference: give them to precompute_reference first, those for evaluation too"
+            )
+        zero = torch.zeros_like(batch["reference_chosen"])
+        said = {name: batch[f"reference_{name}"] for name in FIELDS}
         return PairLogProbs(**said, chosen_tokens=zero, rejected_tokens=zero)
+
 
 class _Itself(AdapterOff):
     @contextmanager
     def off(self, model: Any):
-        with without_dropout(model): yield
+        with without_dropout(model):
+            yield
+
 
 def precompute_reference(
-    model: nn.Module, # As it is before training
-    pairs: Sequence[dict], # From `tokenize_pairs`; each gets four numbers more
-    path: str | Path | None = None, # Where they are kept; read from there if the file is of this model and these pairs
-    reference: Reference | None = None, # Who is asked; None: the model itself, in evaluation mode
-    tokens: int = 1024, # To be read at a time
+    model: nn.Module,  # As it is before training
+    pairs: Sequence[dict],  # From `tokenize_pairs`; each gets four numbers more
+    path: str
+    | Path
+    | None = None,  # Where they are kept; read from there if the file is of this model and these pairs
+    reference: Reference | None = None,  # Who is asked; None: the model itself, in evaluation mode
+    tokens: int = 1024,  # To be read at a time
 ) -> Written:
     "Ask the reference about every pair, once."
     whom, facts = model if reference is None or reference.model is None else reference.model, {}
-    if path: # An adapter that has learned something has its say, unless it is turned off
-        speaks = not isinstance(reference, AdapterOff) and has_adapter(whom) and not starts_as_nothing(whom)
+    if path:  # An adapter that has learned something has its say, unless it is turned off
+        speaks = (
+            not isinstance(reference, AdapterOff)
+            and has_adapter(whom)
+            and not starts_as_nothing(whom)
+        )
         facts = dict(model=model_fingerprint(whom, speaks), pairs=pairs_fingerprint(pairs))
-    if path and Path(path).exists(): found = _read(Path(path), facts)
+    if path and Path(path).exists():
+        found = _read(Path(path), facts)
     else:
         found, groups, done = np.zeros((4, len(pairs)), np.float32), [[]], 0
-        for i in sorted(range(len(pairs)), key=lambda i: pairs[i]['length']):
-            if groups[-1] and sum(pairs[j]['length'] for j in groups[-1]) + pairs[i]['length'] > tokens: groups.append([])
+        for i in sorted(range(len(pairs)), key=lambda i: pairs[i]["length"]):
+            if (
+                groups[-1]
+                and sum(pairs[j]["length"] for j in groups[-1]) + pairs[i]["length"] > tokens
+            ):
+                groups.append([])
             groups[-1].append(i)
         asked = reference or _Itself()
-        with Progress(len(pairs), 'Asking the reference', 'pair') as bar:
+        with Progress(len(pairs), "Asking the reference", "pair") as bar:
             for group in groups:
                 out = asked(model, collate_pairs([pairs[i] for i in group]))
-                for row, name in zip(found, FIELDS, strict=True): row[group] = getattr(out, name).float().cpu().numpy()
+                for row, name in zip(found, FIELDS, strict=True):
+                    row[group] = getattr(out, name).float().cpu().numpy()
                 done += len(group)
                 bar.update(done)
         if path:
             file = io.BytesIO()
-            np.savez(file, found=found, model=np.array(facts['model']), pairs=np.array(facts['pairs']))
+            np.savez(
+                file, found=found, model=np.array(facts["model"]), pairs=np.array(facts["pairs"])
+            )
             write_atomic(path, file.getvalue())
-    for i, pair in enumerate(pairs): pair.update({f'reference_{name}': float(row[i]) for row, name in zip(found, FIELDS, strict=True)})
+    for i, pair in enumerate(pairs):
+        pair.update(
+            {f"reference_{name}": float(row[i]) for row, name in zip(found, FIELDS, strict=True)}
+        )
     return Written()
+
 
 def _read(path: Path, facts: dict[str, str]) -> np.ndarray:
     try:
         with np.load(path, allow_pickle=False) as file:
             stale = [name for name, now in facts.items() if str(file[name]) != now]
-            if not stale: return file['found']
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error: raise ValueError(f'{path} cannot be read ({error}): delete it, and it is made again') from None
-    raise ValueError(f"{path} was made of {' and of '.join(dict(model='another model', pairs='other pairs')[s] for s in stale)}: "
-                     'delete it, and it is made again')
+            if not stale:
+                return file["found"]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): delete it, and it is made again"
+        ) from None
+    raise ValueError(
+        f"{path} was made of {' and of '.join(dict(model='another model', pairs='other pairs')[s] for s in stale)}: "
+        "delete it, and it is made again"
+    )

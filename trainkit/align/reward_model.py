@@ -23,77 +23,115 @@ from ..train.step import evaluating
 # %% ../../nbs/08_align/07_reward_model.ipynb #f8b4943f
 class RewardModel(nn.Module):
     "A language model with a head that scores a text."
+
     def __init__(
         self,
-        model: Any, # Our `Transformer`, or a causal model of transformers; its body becomes part of this one
+        model: Any,  # Our `Transformer`, or a causal model of transformers; its body becomes part of this one
     ):
         super().__init__()
         self.config = model.config
-        self.body = model.model if hasattr(model, 'model') else model.base_model # Without the head that predicts tokens
+        self.body = (
+            model.model if hasattr(model, "model") else model.base_model
+        )  # Without the head that predicts tokens
         width = model.get_input_embeddings().weight
-        self.score = nn.Linear(width.shape[1], 1, bias=False, device=width.device, dtype=torch.float32)
-        nn.init.normal_(self.score.weight, std=1/(width.shape[1] + 1)**0.5)
+        self.score = nn.Linear(
+            width.shape[1], 1, bias=False, device=width.device, dtype=torch.float32
+        )
+        nn.init.normal_(self.score.weight, std=1 / (width.shape[1] + 1) ** 0.5)
 
-    def get_input_embeddings(self) -> nn.Module: return self.body.get_input_embeddings() if hasattr(self.body, 'get_input_embeddings') else self.body.embed_tokens
+    def get_input_embeddings(self) -> nn.Module:
+        return (
+            self.body.get_input_embeddings()
+            if hasattr(self.body, "get_input_embeddings")
+            else self.body.embed_tokens
+        )
 
     def forward(
         self,
-        input_ids: Tensor, # (B, T), padded on the right
-        attention_mask: Tensor | None = None, # (B, T)
-    ) -> Tensor: # (B,) the reward of each text, read at its last token
-        inputs = fitting(self.body, dict(attention_mask=attention_mask)) if attention_mask is not None else {}
-        if names_argument(self.body, 'use_cache'): inputs['use_cache'] = False # type: ignore
+        input_ids: Tensor,  # (B, T), padded on the right
+        attention_mask: Tensor | None = None,  # (B, T)
+    ) -> Tensor:  # (B,) the reward of each text, read at its last token
+        inputs = (
+            fitting(self.body, dict(attention_mask=attention_mask))
+            if attention_mask is not None
+            else {}
+        )
+        if names_argument(self.body, "use_cache"):
+            inputs["use_cache"] = False  # type: ignore
         hidden = self.body(input_ids, **inputs)
         hidden = hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state
         last = attention_mask.sum(1) - 1 if attention_mask is not None else input_ids.shape[1] - 1
-        read = hidden[torch.arange(len(input_ids), device=input_ids.device), last].to(self.score.weight.dtype)
-        with torch.autocast(read.device.type, enabled=False): return self.score(read)[:, 0].float() # In half precision near rewards would be ties
+        read = hidden[torch.arange(len(input_ids), device=input_ids.device), last].to(
+            self.score.weight.dtype
+        )
+        with torch.autocast(read.device.type, enabled=False):
+            return self.score(read)[:, 0].float()  # In half precision near rewards would be ties
 
 # %% ../../nbs/08_align/07_reward_model.ipynb #2f7860b5
 def reward_loss(
-    chosen: Tensor, # (B,) rewards
-    rejected: Tensor, # (B,)
-    margin: Tensor | float = 0.0, # (B,) by how much the chosen one should be ahead
-) -> Tensor: # (B,)
+    chosen: Tensor,  # (B,) rewards
+    rejected: Tensor,  # (B,)
+    margin: Tensor | float = 0.0,  # (B,) by how much the chosen one should be ahead
+) -> Tensor:  # (B,)
     "The loss of each pair (Bradley and Terry 1952)."
     return -F.logsigmoid(chosen - rejected - margin)
 
+
 def pair_rewards(
-    model: nn.Module, # A `RewardModel`, or any that maps ids (B, T) to (B,) or has `.logits` (B, 1)
-    batch: Mapping[str, Tensor], # From `collate_pairs`
-) -> tuple[Tensor, Tensor]: # (B,) and (B,) rewards of the chosen and the rejected answers
+    model: nn.Module,  # A `RewardModel`, or any that maps ids (B, T) to (B,) or has `.logits` (B, 1)
+    batch: Mapping[str, Tensor],  # From `collate_pairs`
+) -> tuple[Tensor, Tensor]:  # (B,) and (B,) rewards of the chosen and the rejected answers
     "Score both answers of each pair."
     out = model(**lay_out(beside(model, batch), share=False).inputs)
     rewards = out if isinstance(out, Tensor) else out.logits[:, 0]
-    return rewards.chunk(2) # type: ignore
+    return rewards.chunk(2)  # type: ignore
+
 
 def reward_objective(
-    center: float = 0.0, # Weight of (r_w + r_l)², 0.01 say (`center_rewards_coefficient`)
-) -> Callable: # (model, batch) -> Loss
+    center: float = 0.0,  # Weight of (r_w + r_l)², 0.01 say (`center_rewards_coefficient`)
+) -> Callable:  # (model, batch) -> Loss
     "Learning to score, as an objective for the `Trainer`; margins come with the pairs."
-    names = ('reward', 'center')[:1 + bool(center)]
-    @objective(counts=lambda batch: dict.fromkeys(names, len(batch['prompt_input_ids'])))
+    names = ("reward", "center")[: 1 + bool(center)]
+
+    @objective(counts=lambda batch: dict.fromkeys(names, len(batch["prompt_input_ids"])))
     def reward_model_loss(model: nn.Module, batch: dict) -> Loss:
         batch = beside(model, batch)
         chosen, rejected = pair_rewards(model, batch)
         n = len(chosen)
-        terms: dict[str, tuple] = {'reward': (reward_loss(chosen, rejected, batch.get('margin', 0.0)).sum(), n, 1.0)}
-        if center: terms['center'] = ((chosen + rejected).square().sum(), n, center)
+        terms: dict[str, tuple] = {
+            "reward": (reward_loss(chosen, rejected, batch.get("margin", 0.0)).sum(), n, 1.0)
+        }
+        if center:
+            terms["center"] = ((chosen + rejected).square().sum(), n, center)
         with torch.no_grad():
             ties = (chosen == rejected).sum()
-            return Loss(terms, {'rewards/chosen': (chosen.sum(), n), 'rewards/rejected': (rejected.sum(), n), 'rewards/margins': ((chosen - rejected).sum(), n),
-                                'rewards/accuracies': ((chosen > rejected).sum() + ties/2, n), 'rewards/ties': (ties, n)})
+            return Loss(
+                terms,
+                {
+                    "rewards/chosen": (chosen.sum(), n),
+                    "rewards/rejected": (rejected.sum(), n),
+                    "rewards/margins": ((chosen - rejected).sum(), n),
+                    "rewards/accuracies": ((chosen > rejected).sum() + ties / 2, n),
+                    "rewards/ties": (ties, n),
+                },
+            )
+
     return reward_model_loss
 
 # %% ../../nbs/08_align/07_reward_model.ipynb #12de2130
 def score_pairs(
-    model: nn.Module, # A `RewardModel`
-    pairs: Sequence[Mapping], # From `tokenize_pairs`
+    model: nn.Module,  # A `RewardModel`
+    pairs: Sequence[Mapping],  # From `tokenize_pairs`
     batch_size: int = 32,
-) -> tuple[Tensor, float]: # (N, 2) rewards of chosen and rejected, and the accuracy, in which a tie is a half
+) -> tuple[
+    Tensor, float
+]:  # (N, 2) rewards of chosen and rejected, and the accuracy, in which a tie is a half
     "How well a reward model agrees with the choices."
     with evaluating(model):
-        found = [torch.stack(pair_rewards(model, collate_pairs(pairs[i:i + batch_size])), 1).cpu() for i in range(0, len(pairs), batch_size)]
+        found = [
+            torch.stack(pair_rewards(model, collate_pairs(pairs[i : i + batch_size])), 1).cpu()
+            for i in range(0, len(pairs), batch_size)
+        ]
     rewards = torch.cat(found)
     ahead = rewards[:, 0] - rewards[:, 1]
-    return rewards, ((ahead > 0).float() + 0.5*(ahead == 0)).mean().item()
+    return rewards, ((ahead > 0).float() + 0.5 * (ahead == 0)).mean().item()

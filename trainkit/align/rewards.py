@@ -21,108 +21,169 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/08_align/08_rewards.ipynb #8d0efeee
-Reward = Callable[..., Sequence[float | None]] # (completions=…, prompts=…, **columns) -> a number for each completion
+Reward = Callable[
+    ..., Sequence[float | None]
+]  # (completions=…, prompts=…, **columns) -> a number for each completion
+
 
 def same_answer(
     found: str,
-    wanted: Any, # Text or a number
+    wanted: Any,  # Text or a number
 ) -> bool:
     "Whether two answers are the same number, or else the same words."
-    a, b = (str(x).strip().rstrip('.').replace(',', '') for x in (found, wanted))
-    try: return math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=1e-12)
-    except ValueError: return ' '.join(a.lower().split()) == ' '.join(b.lower().split())
+    a, b = (str(x).strip().rstrip(".").replace(",", "") for x in (found, wanted))
+    try:
+        return math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=1e-12)
+    except ValueError:
+        return " ".join(a.lower().split()) == " ".join(b.lower().split())
+
 
 def right_answer(
-    pattern: str = '', # Finds the answer in the completion, as its first group; the last match counts; '': it is all of it
-    column: str = 'answer', # Of the row, where the right one is; a row without one is not judged
+    pattern: str = "",  # Finds the answer in the completion, as its first group; the last match counts; '': it is all of it
+    column: str = "answer",  # Of the row, where the right one is; a row without one is not judged
 ) -> Reward:
     "1 for the right answer, else 0."
     find = re.compile(pattern)
-    if pattern and not find.groups: raise ValueError(f'pattern = {pattern!r} has no group: put parentheses around the answer')
+    if pattern and not find.groups:
+        raise ValueError(f"pattern = {pattern!r} has no group: put parentheses around the answer")
+
     def right_answer(completions: Sequence[str], **columns: Any) -> list[float | None]:
-        if column not in columns: raise ValueError(f'the rows have no column {column!r}, only {", ".join(columns)}')
-        found = ([next((g for g in m.groups() if g is not None), '') for m in find.finditer(text)][-1:] if pattern else [text] for text in completions)
-        return [None if wanted is None else float(any(same_answer(f, wanted) for f in last)) for last, wanted in zip(found, columns[column], strict=True)]
+        if column not in columns:
+            raise ValueError(f"the rows have no column {column!r}, only {', '.join(columns)}")
+        found = (
+            [next((g for g in m.groups() if g is not None), "") for m in find.finditer(text)][-1:]
+            if pattern
+            else [text]
+            for text in completions
+        )
+        return [
+            None if wanted is None else float(any(same_answer(f, wanted) for f in last))
+            for last, wanted in zip(found, columns[column], strict=True)
+        ]
+
     return right_answer
 
 # %% ../../nbs/08_align/08_rewards.ipynb #8fd58998
 def right_format(
-    pattern: str, # A regular expression for the whole completion
+    pattern: str,  # A regular expression for the whole completion
 ) -> Reward:
     "1 where the completion has the form, else 0."
     find = re.compile(pattern, re.DOTALL)
+
     def right_format(completions: Sequence[str], **columns: Any) -> list[float]:
         return [float(find.fullmatch(text.strip()) is not None) for text in completions]
+
     return right_format
 
+
 def right_length(
-    longest: int, # Tokens that cost nothing
-    cache: int, # Over how many more the reward falls from 0 to -1, at least 1
+    longest: int,  # Tokens that cost nothing
+    cache: int,  # Over how many more the reward falls from 0 to -1, at least 1
 ) -> Reward:
     "0 up to a length, then down to -1 (Yu et al. 2025, eq. 13)."
-    if cache < 1: raise ValueError(f'cache = {cache}: the reward falls over so many tokens, at least 1')
+    if cache < 1:
+        raise ValueError(f"cache = {cache}: the reward falls over so many tokens, at least 1")
+
     def right_length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        return [max(-1., min(0., (longest - len(ids))/cache)) for ids in completion_ids]
+        return [max(-1.0, min(0.0, (longest - len(ids)) / cache)) for ids in completion_ids]
+
     return right_length
 
 # %% ../../nbs/08_align/08_rewards.ipynb #8b697fe0
 def passes_tests(
-    run: Callable[[str, str], Any], # Runs a program and its tests, tells by `.passed` or by truth whether it passed: `sandbox.run_code`
-    column: str = 'test', # Of the row: code with assertions about what the completion defines, or a list of them; a row without is not judged
+    run: Callable[
+        [str, str], Any
+    ],  # Runs a program and its tests, tells by `.passed` or by truth whether it passed: `sandbox.run_code`
+    column: str = "test",  # Of the row: code with assertions about what the completion defines, or a list of them; a row without is not judged
 ) -> Reward:
     "1 where the completion passes the row's tests."
-    fence = re.compile(r'```(?:python3?|py)?[ \t]*\r?\n(.*?)```', re.DOTALL | re.IGNORECASE)
+    fence = re.compile(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
     def passes_tests(completions: Sequence[str], **columns: Any) -> list[float | None]:
-        if column not in columns: raise ValueError(f'the rows have no column {column!r}, only {", ".join(columns)}')
-        codes = ((fence.findall(text) or [text])[-1] for text in completions) # Chat models fence their code
-        def judged(pair: tuple[str, Any]) -> float | None: # Without a test all would pass
-            if not pair[1]: return None
-            outcome = run(pair[0], pair[1] if isinstance(pair[1], str) else '\n'.join(pair[1]))
-            return float(getattr(outcome, 'passed', outcome))
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: # The threads wait for the processes of the programs
+        if column not in columns:
+            raise ValueError(f"the rows have no column {column!r}, only {', '.join(columns)}")
+        codes = (
+            (fence.findall(text) or [text])[-1] for text in completions
+        )  # Chat models fence their code
+
+        def judged(pair: tuple[str, Any]) -> float | None:  # Without a test all would pass
+            if not pair[1]:
+                return None
+            outcome = run(pair[0], pair[1] if isinstance(pair[1], str) else "\n".join(pair[1]))
+            return float(getattr(outcome, "passed", outcome))
+
+        with ThreadPoolExecutor(
+            min(8, os.cpu_count() or 1)
+        ) as pool:  # The threads wait for the processes of the programs
             return [*pool.map(judged, zip(codes, columns[column], strict=True))]
+
     return passes_tests
 
 # %% ../../nbs/08_align/08_rewards.ipynb #102fc3a4
 def rewards_of(
     function: Reward,
-    columns: Mapping[str, Sequence], # As for `score`
-    name: str = 'the reward function', # For what is raised where it cannot be called, or gives no list
+    columns: Mapping[str, Sequence],  # As for `score`
+    name: str = "the reward function",  # For what is raised where it cannot be called, or gives no list
 ) -> list:
     "What a function says; a coroutine is waited for."
-    try: inspect.signature(function).bind(**columns)
+    try:
+        inspect.signature(function).bind(**columns)
     except TypeError as error:
-        raise ValueError(f'{name} cannot be called: {error}. It is given {", ".join(columns)} by name: let it take what it needs, and **columns') from None
-    except ValueError: pass # It does not tell its arguments
+        raise ValueError(
+            f"{name} cannot be called: {error}. It is given {', '.join(columns)} by name: let it take what it needs, and **columns"
+        ) from None
+    except ValueError:
+        pass  # It does not tell its arguments
     given: Any = function(**columns)
     if inspect.iscoroutine(given):
-        with ThreadPoolExecutor(1) as pool: given = pool.submit(asyncio.run, given).result() # A notebook has a loop of its own
+        with ThreadPoolExecutor(1) as pool:
+            given = pool.submit(asyncio.run, given).result()  # A notebook has a loop of its own
     if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
-        raise ValueError(f'{name} gave {given!r}: a list is needed, with a reward for each completion')
+        raise ValueError(
+            f"{name} gave {given!r}: a list is needed, with a reward for each completion"
+        )
     return list(given)
 
+
 def _usable(reward: Any) -> bool:
-    try: return not isinstance(reward, str) and abs(float(reward)) < 3e38 # What a float32 holds; NaN is less than nothing
-    except (TypeError, ValueError): return False
+    try:
+        return (
+            not isinstance(reward, str) and abs(float(reward)) < 3e38
+        )  # What a float32 holds; NaN is less than nothing
+    except (TypeError, ValueError):
+        return False
+
 
 def score(
     functions: Sequence[Reward],
-    weights: Sequence[float] | None, # One for each function; None: 1 for all
-    columns: Mapping[str, Sequence], # `completions`, `prompts`, `completion_ids`, and whatever the rows have
-) -> tuple[Tensor, dict[str, Tensor]]: # (B,) their weighted sum, NaN where none applies; name -> (B,), NaN where it does not apply
+    weights: Sequence[float] | None,  # One for each function; None: 1 for all
+    columns: Mapping[
+        str, Sequence
+    ],  # `completions`, `prompts`, `completion_ids`, and whatever the rows have
+) -> tuple[
+    Tensor, dict[str, Tensor]
+]:  # (B,) their weighted sum, NaN where none applies; name -> (B,), NaN where it does not apply
     "Ask every reward function, by keyword, and add up."
-    n, found = len(columns['completions']), {}
-    weights = [1.]*len(functions) if weights is None else weights
-    if len(weights) != len(functions): raise ValueError(f'{len(weights)} reward_weights and {len(functions)} reward functions')
+    n, found = len(columns["completions"]), {}
+    weights = [1.0] * len(functions) if weights is None else weights
+    if len(weights) != len(functions):
+        raise ValueError(f"{len(weights)} reward_weights and {len(functions)} reward functions")
     for i, function in enumerate(functions):
-        name = getattr(function, '__name__', type(function).__name__)
-        if name in found: name = f'{name}_{i}'
+        name = getattr(function, "__name__", type(function).__name__)
+        if name in found:
+            name = f"{name}_{i}"
         given = rewards_of(function, columns, name)
-        if len(given) != n: raise ValueError(f'{name} gave {len(given)} rewards for {n} completions')
+        if len(given) != n:
+            raise ValueError(f"{name} gave {len(given)} rewards for {n} completions")
         if wrong := [j for j, r in enumerate(given) if r is not None and not _usable(r)]:
-            raise ValueError(f'{name} gave {given[wrong[0]]!r} for the completion {columns["completions"][wrong[0]]!r}: a reward '
-                             'is a finite number, or None where it does not apply')
+            raise ValueError(
+                f"{name} gave {given[wrong[0]]!r} for the completion {columns['completions'][wrong[0]]!r}: a reward "
+                "is a finite number, or None where it does not apply"
+            )
         found[name] = torch.tensor([math.nan if r is None else float(r) for r in given])
-    if not found: raise ValueError('there is no reward function: pass at least one')
+    if not found:
+        raise ValueError("there is no reward function: pass at least one")
     every = torch.stack(list(found.values()), 1)
-    return (every.nan_to_num()*torch.tensor(weights)).sum(1).masked_fill(every.isnan().all(1), math.nan), found
+    return (every.nan_to_num() * torch.tensor(weights)).sum(1).masked_fill(
+        every.isnan().all(1), math.nan
+    ), found

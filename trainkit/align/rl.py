@@ -27,39 +27,47 @@ from ..train.objectives import Loss, beside, objective
 # %% ../../nbs/08_align/10_advantages.ipynb #2675ef21
 def _groups(rewards: Tensor, size: int) -> Tensor:
     if rewards.ndim != 1 or size < 2 or len(rewards) % size or not len(rewards):
-        raise ValueError(f'{tuple(rewards.shape)} rewards are no groups of {size}: there must be at least two answers to each '
-                         'question, as many to each, one after the other')
+        raise ValueError(
+            f"{tuple(rewards.shape)} rewards are no groups of {size}: there must be at least two answers to each "
+            "question, as many to each, one after the other"
+        )
     return rewards.view(-1, size)
 
+
 def leave_one_out(
-    rewards: Tensor, # (questions·size,), the answers to one question next to each other; NaN where nobody judged
-    size: int, # Answers to each question, at least 2
-) -> Tensor: # (questions·size,), 0 where nobody judged, or nobody but one
+    rewards: Tensor,  # (questions·size,), the answers to one question next to each other; NaN where nobody judged
+    size: int,  # Answers to each question, at least 2
+) -> Tensor:  # (questions·size,), 0 where nobody judged, or nobody but one
     "Each reward less the mean of the others in its group (Ahmadian et al. 2024)."
     groups = _groups(rewards, size)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
-    return (groups - (groups.nansum(1, keepdim=True) - groups)/others).nan_to_num().flatten()
+    return (groups - (groups.nansum(1, keepdim=True) - groups) / others).nan_to_num().flatten()
 
 # %% ../../nbs/08_align/10_advantages.ipynb #cfd079ba
 def group_relative(
-    rewards: Tensor, # (questions·size,), the answers to one question next to each other; NaN where nobody judged
-    size: int, # Answers to each question, at least 2
-    scale: str = 'group', # Divide by the standard deviation of the 'group', of the 'batch', or by nothing: 'none'
-) -> Tensor: # (questions·size,), 0 where nobody judged
+    rewards: Tensor,  # (questions·size,), the answers to one question next to each other; NaN where nobody judged
+    size: int,  # Answers to each question, at least 2
+    scale: str = "group",  # Divide by the standard deviation of the 'group', of the 'batch', or by nothing: 'none'
+) -> Tensor:  # (questions·size,), 0 where nobody judged
     "Each reward less the mean of its group, over a standard deviation (Shao et al. 2024, section 4.1)."
     groups = _groups(rewards, size)
     centred = groups - groups.nanmean(1, keepdim=True)
-    if scale == 'none': return centred.nan_to_num().flatten()
-    if scale not in ('group', 'batch'): raise ValueError(f"scale = {scale!r}: must be 'group', 'batch' or 'none'")
-    several = groups if scale == 'group' else groups.reshape(1, -1)
+    if scale == "none":
+        return centred.nan_to_num().flatten()
+    if scale not in ("group", "batch"):
+        raise ValueError(f"scale = {scale!r}: must be 'group', 'batch' or 'none'")
+    several = groups if scale == "group" else groups.reshape(1, -1)
     squares = (several - several.nanmean(1, keepdim=True)).square()
-    std = (squares.nansum(1, keepdim=True)/((~several.isnan()).sum(1, keepdim=True) - 1)).sqrt()
-    return (centred/(std + 1e-4)).nan_to_num().flatten() # TRL's 1e-4: equal rewards give 0, not 0/0
+    std = (squares.nansum(1, keepdim=True) / ((~several.isnan()).sum(1, keepdim=True) - 1)).sqrt()
+    return (
+        (centred / (std + 1e-4)).nan_to_num().flatten()
+    )  # TRL's 1e-4: equal rewards give 0, not 0/0
+
 
 def no_spread(
-    rewards: Tensor, # (questions·size,), NaN where nobody judged
-    size: int, # Answers to each question
-) -> Tensor: # (questions·size,) bool
+    rewards: Tensor,  # (questions·size,), NaN where nobody judged
+    size: int,  # Answers to each question
+) -> Tensor:  # (questions·size,) bool
     "Which answers belong to a group whose rewards are all equal, so that nothing can be learned from them."
     groups = _groups(rewards, size)
     highest = groups.nan_to_num(-torch.inf).amax(1, keepdim=True)
@@ -67,289 +75,468 @@ def no_spread(
 
 # %% ../../nbs/08_align/10_advantages.ipynb #2aebedf6
 def discount(
-    rewards: Tensor, # (B, T), for each token
-    mask: Tensor, # (B, T), where the tokens of the answer are
-    gamma: float = 1.0, # How much a reward one token later is worth
-) -> Tensor: # (B, T), 0 outside the answer
+    rewards: Tensor,  # (B, T), for each token
+    mask: Tensor,  # (B, T), where the tokens of the answer are
+    gamma: float = 1.0,  # How much a reward one token later is worth
+) -> Tensor:  # (B, T), 0 outside the answer
     "What follows each token: its reward, and the discounted ones after it."
     out, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        later = (rewards[:, t] + gamma*later)*mask[:, t]
+        later = (rewards[:, t] + gamma * later) * mask[:, t]
         out[:, t] = later
     return out
 
 # %% ../../nbs/08_align/10_advantages.ipynb #af9ece6b
 def gae(
-    rewards: Tensor, # (B, T), for each token
-    values: Tensor, # (B, T), the guess before each token of what is still to come
-    mask: Tensor, # (B, T), where the tokens of the answer are; after its end the guess is 0
-    gamma: float = 1.0, # How much a reward one token later is worth
-    lam: float = 0.95, # 0: trust the guesses, 1: trust what came
-) -> tuple[Tensor, Tensor]: # Advantages, and the returns that the value function shall learn; (B, T) each, 0 outside
+    rewards: Tensor,  # (B, T), for each token
+    values: Tensor,  # (B, T), the guess before each token of what is still to come
+    mask: Tensor,  # (B, T), where the tokens of the answer are; after its end the guess is 0
+    gamma: float = 1.0,  # How much a reward one token later is worth
+    lam: float = 0.95,  # 0: trust the guesses, 1: trust what came
+) -> tuple[
+    Tensor, Tensor
+]:  # Advantages, and the returns that the value function shall learn; (B, T) each, 0 outside
     "Generalised advantage estimation (Schulman et al. 2015, eq. 16)."
-    values, out = values*mask, torch.zeros_like(rewards)
+    values, out = values * mask, torch.zeros_like(rewards)
     after, later = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma*after - values[:, t]
-        later = (delta + gamma*lam*later)*mask[:, t]
+        delta = rewards[:, t] + gamma * after - values[:, t]
+        later = (delta + gamma * lam * later) * mask[:, t]
         out[:, t], after = later, values[:, t]
     return out, out + values
 
 # %% ../../nbs/08_align/10_advantages.ipynb #17262c01
 def masked_mean(
     x: Tensor,
-    mask: Tensor, # Of the same shape
-) -> Tensor: # A scalar
+    mask: Tensor,  # Of the same shape
+) -> Tensor:  # A scalar
     "The mean over what the mask marks."
-    return (x*mask).sum()/mask.sum()
+    return (x * mask).sum() / mask.sum()
+
 
 def whiten(
     x: Tensor,
-    mask: Tensor, # Of the same shape
-    shift: bool = True, # False: keep the mean as it is
-) -> Tensor: # 0 outside the mask
+    mask: Tensor,  # Of the same shape
+    shift: bool = True,  # False: keep the mean as it is
+) -> Tensor:  # 0 outside the mask
     "To standard deviation 1, and mean 0, over what the mask marks; a single number, or equal ones, stay finite."
     mean = masked_mean(x, mask)
-    variance = ((x - mean).square()*mask).sum()/(mask.sum() - 1).clamp(min=1)
-    return ((x - mean)*torch.rsqrt(variance + 1e-8) + (0 if shift else mean))*mask
+    variance = ((x - mean).square() * mask).sum() / (mask.sum() - 1).clamp(min=1)
+    return ((x - mean) * torch.rsqrt(variance + 1e-8) + (0 if shift else mean)) * mask
 
 # %% ../../nbs/08_align/11_rl.ipynb #9e55dfaa
 def clipped_surrogate(
-    log_ratio: Tensor, # (B, T), log-probability now less the one when it was said
-    advantages: Tensor, # (B, T) or (B, 1)
-    epsilon: float = 0.2, # How much less likely a bad token may become, as a share
-    epsilon_high: float | None = None, # How much likelier a good token may become; None: as `epsilon`
-) -> Tensor: # (B, T), to be minimised
+    log_ratio: Tensor,  # (B, T), log-probability now less the one when it was said
+    advantages: Tensor,  # (B, T) or (B, 1)
+    epsilon: float = 0.2,  # How much less likely a bad token may become, as a share
+    epsilon_high: float
+    | None = None,  # How much likelier a good token may become; None: as `epsilon`
+) -> Tensor:  # (B, T), to be minimised
     "The clipped objective of PPO, negated (Schulman et al. 2017, eq. 7; two bounds: Yu et al. 2025, eq. 10)."
     ratio, high = log_ratio.exp(), epsilon if epsilon_high is None else epsilon_high
-    return -torch.min(ratio*advantages, ratio.clamp(1 - epsilon, 1 + high)*advantages)
+    return -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
 
 # %% ../../nbs/08_align/11_rl.ipynb #bff979cd
 def clipped_value_loss(
-    values: Tensor, # (B, T), the guesses now
-    old_values: Tensor, # (B, T), the guesses when the answers were written
-    returns: Tensor, # (B, T), what came
-    bound: float = 0.2, # How far a guess may move; 0 does not clip
-) -> Tensor: # (B, T)
+    values: Tensor,  # (B, T), the guesses now
+    old_values: Tensor,  # (B, T), the guesses when the answers were written
+    returns: Tensor,  # (B, T), what came
+    bound: float = 0.2,  # How far a guess may move; 0 does not clip
+) -> Tensor:  # (B, T)
     "Half the squared error, of the worse of guess and clipped guess (PPO's reference implementation)."
     error = (values - returns).square()
-    if bound: error = torch.max(error, (old_values + (values - old_values).clamp(-bound, bound) - returns).square())
-    return error/2
+    if bound:
+        error = torch.max(
+            error, (old_values + (values - old_values).clamp(-bound, bound) - returns).square()
+        )
+    return error / 2
 
 # %% ../../nbs/08_align/11_rl.ipynb #d530f430
-METHODS = ('grpo', 'rloo', 'ppo', 'reinforce')
+METHODS = ("grpo", "rloo", "ppo", "reinforce")
 
-READ_BY: dict[str, frozenset[str]] = { # Knob -> the methods that read it; the others would ignore it
-    'epsilon': frozenset('grpo rloo ppo'.split()), # reinforce does not clip
-    'epsilon_high': frozenset('grpo rloo ppo'.split()),
-    'loss_type': frozenset({'grpo'}),
-    'importance_sampling_level': frozenset({'grpo'}),
-    'scale_rewards': frozenset({'grpo'}),
-    'gamma': frozenset({'ppo'}),
-    'lam': frozenset({'ppo'}),
-    'vf_coef': frozenset({'ppo'}),
-    'cliprange_value': frozenset({'ppo'}),
-    'whiten_rewards': frozenset({'ppo'}),
-    'whiten_advantages': frozenset({'ppo'}),
-    'baseline_decay': frozenset({'reinforce'}),
+READ_BY: dict[
+    str, frozenset[str]
+] = {  # Knob -> the methods that read it; the others would ignore it
+    "epsilon": frozenset("grpo rloo ppo".split()),  # reinforce does not clip
+    "epsilon_high": frozenset("grpo rloo ppo".split()),
+    "loss_type": frozenset({"grpo"}),
+    "importance_sampling_level": frozenset({"grpo"}),
+    "scale_rewards": frozenset({"grpo"}),
+    "gamma": frozenset({"ppo"}),
+    "lam": frozenset({"ppo"}),
+    "vf_coef": frozenset({"ppo"}),
+    "cliprange_value": frozenset({"ppo"}),
+    "whiten_rewards": frozenset({"ppo"}),
+    "whiten_advantages": frozenset({"ppo"}),
+    "baseline_decay": frozenset({"reinforce"}),
 }
+
 
 @dataclass
 class RLConfig:
     "How to learn from scores; names as in TRL's GRPOConfig."
-    method: str = knob('grpo', 'Where advantages come from: the group (grpo), the other answers (rloo), a value function (ppo), '
-                       'a moving average (reinforce)', choices=METHODS)
-    num_prompts: int = knob(8, 'Prompts answered at a time', low=1)
-    num_generations: int = knob(8, 'Answers to each prompt', low=1)
-    num_iterations: int = knob(1, 'Times that each answer is learned from', low=1, aliases=('ppo_epochs', 'num_ppo_epochs'))
-    max_completion_length: int = knob(256, 'Longest answer, in tokens', low=1, aliases=('max_new_tokens', 'response_length'))
-    temperature: float = knob(1.0, 'With which answers are drawn, and judged', low=0.01)
-    top_k: int = knob(0, 'Answer with one of so many of the likeliest tokens; 0 for all', low=0)
-    top_p: float = knob(1.0, 'Answer with the likeliest tokens of this probability together', low=0.01, high=1)
-    beta: float = knob(0.0, 'Price of the divergence from the reference; 0 has none', low=0, aliases=('kl_coef', 'init_kl_coef'))
-    kl_in_reward: bool | None = knob(None, 'Pay it out of the reward, not in the loss; unset: all but grpo do')
-    kl_estimator: str = knob('k3', 'How the divergence is measured in the loss', choices=tuple(KL_ESTIMATORS))
-    use_bias_correction_kl: bool = knob(True, 'Weigh it by the ratio of probabilities, so that its gradient is right on average')
-    epsilon: float = knob(0.2, 'How much less likely a token may become before it is clipped', low=0, aliases=('cliprange',))
-    epsilon_high: float | None = knob(None, 'How much likelier; unset: as epsilon, and 0.28 is what DAPO takes', low=0)
-    loss_type: str = knob('grpo', "Mean over tokens, then answers (grpo), over all tokens (dapo), or over the longest length "
-                          "(dr_grpo)", choices=('grpo', 'dapo', 'dr_grpo'))
-    importance_sampling_level: str = knob('token', 'What grpo clips: each token, or the answer as a whole (GSPO)',
-                                          choices=('token', 'sequence'))
-    scale_rewards: str = knob('group', "What grpo divides by: the spread of the 'group', of the 'batch', or nothing ('none')",
-                              choices=('group', 'batch', 'none'))
-    rewards: list[str] = knob([], 'Reward functions by name, as in right_answer or right_length(200, 50), and folders of reward models; for a run from a config')
-    reward_weights: list[float] | None = knob(None, 'Weight of each reward function; unset: 1')
-    gamma: float = knob(1.0, 'ppo: what a reward one token later is worth', low=0, high=1)
-    lam: float = knob(0.95, 'ppo: trust in the value function (0) or in what came (1)', low=0, high=1)
-    vf_coef: float = knob(0.1, 'ppo: weight of the value loss', low=0)
-    cliprange_value: float = knob(0.2, 'ppo: how far a value may move; 0 does not clip', low=0)
-    whiten_rewards: bool = knob(False, 'ppo: bring rewards to spread 1')
-    whiten_advantages: bool = knob(False, 'ppo: bring advantages to mean 0 and spread 1; where all answers earn the same, this makes '
-                                   'signals of the errors of the value function')
-    entropy_coef: float = knob(0.0, 'Reward for staying undecided', low=0)
-    baseline_decay: float = knob(0.9, 'reinforce: memory of the moving average', low=0, high=0.9999)
-    seed: int = knob(0, 'Of the order of prompts and of the answers', low=0)
+
+    method: str = knob(
+        "grpo",
+        "Where advantages come from: the group (grpo), the other answers (rloo), a value function (ppo), "
+        "a moving average (reinforce)",
+        choices=METHODS,
+    )
+    num_prompts: int = knob(8, "Prompts answered at a time", low=1)
+    num_generations: int = knob(8, "Answers to each prompt", low=1)
+    num_iterations: int = knob(
+        1, "Times that each answer is learned from", low=1, aliases=("ppo_epochs", "num_ppo_epochs")
+    )
+    max_completion_length: int = knob(
+        256, "Longest answer, in tokens", low=1, aliases=("max_new_tokens", "response_length")
+    )
+    temperature: float = knob(1.0, "With which answers are drawn, and judged", low=0.01)
+    top_k: int = knob(0, "Answer with one of so many of the likeliest tokens; 0 for all", low=0)
+    top_p: float = knob(
+        1.0, "Answer with the likeliest tokens of this probability together", low=0.01, high=1
+    )
+    beta: float = knob(
+        0.0,
+        "Price of the divergence from the reference; 0 has none",
+        low=0,
+        aliases=("kl_coef", "init_kl_coef"),
+    )
+    kl_in_reward: bool | None = knob(
+        None, "Pay it out of the reward, not in the loss; unset: all but grpo do"
+    )
+    kl_estimator: str = knob(
+        "k3", "How the divergence is measured in the loss", choices=tuple(KL_ESTIMATORS)
+    )
+    use_bias_correction_kl: bool = knob(
+        True, "Weigh it by the ratio of probabilities, so that its gradient is right on average"
+    )
+    epsilon: float = knob(
+        0.2,
+        "How much less likely a token may become before it is clipped",
+        low=0,
+        aliases=("cliprange",),
+    )
+    epsilon_high: float | None = knob(
+        None, "How much likelier; unset: as epsilon, and 0.28 is what DAPO takes", low=0
+    )
+    loss_type: str = knob(
+        "grpo",
+        "Mean over tokens, then answers (grpo), over all tokens (dapo), or over the longest length "
+        "(dr_grpo)",
+        choices=("grpo", "dapo", "dr_grpo"),
+    )
+    importance_sampling_level: str = knob(
+        "token",
+        "What grpo clips: each token, or the answer as a whole (GSPO)",
+        choices=("token", "sequence"),
+    )
+    scale_rewards: str = knob(
+        "group",
+        "What grpo divides by: the spread of the 'group', of the 'batch', or nothing ('none')",
+        choices=("group", "batch", "none"),
+    )
+    rewards: list[str] = knob(
+        [],
+        "Reward functions by name, as in right_answer or right_length(200, 50), and folders of reward models; for a run from a config",
+    )
+    reward_weights: list[float] | None = knob(None, "Weight of each reward function; unset: 1")
+    gamma: float = knob(1.0, "ppo: what a reward one token later is worth", low=0, high=1)
+    lam: float = knob(
+        0.95, "ppo: trust in the value function (0) or in what came (1)", low=0, high=1
+    )
+    vf_coef: float = knob(0.1, "ppo: weight of the value loss", low=0)
+    cliprange_value: float = knob(0.2, "ppo: how far a value may move; 0 does not clip", low=0)
+    whiten_rewards: bool = knob(False, "ppo: bring rewards to spread 1")
+    whiten_advantages: bool = knob(
+        False,
+        "ppo: bring advantages to mean 0 and spread 1; where all answers earn the same, this makes "
+        "signals of the errors of the value function",
+    )
+    entropy_coef: float = knob(0.0, "Reward for staying undecided", low=0)
+    baseline_decay: float = knob(0.9, "reinforce: memory of the moving average", low=0, high=0.9999)
+    seed: int = knob(0, "Of the order of prompts and of the answers", low=0)
 
     def __post_init__(self):
         check_config(self)
         wrong = []
-        if self.method in ('grpo', 'rloo') and self.num_generations < 2:
-            wrong.append(Problem('num_generations', self.num_generations, f'must be at least 2: {self.method} compares answers'))
-        if self.beta and not (self.pays_in_reward or self.use_bias_correction_kl) and self.kl_estimator == 'k1':
-            wrong.append(Problem('kl_estimator', 'k1', 'has no gradient on average, so it holds nothing in a loss: k2 or k3, '
-                                                       'use_bias_correction_kl=True or kl_in_reward=True'))
-        if not wrong: wrong = self._without_effect()
-        if wrong: raise ConfigError(wrong, 'RLConfig')
+        if self.method in ("grpo", "rloo") and self.num_generations < 2:
+            wrong.append(
+                Problem(
+                    "num_generations",
+                    self.num_generations,
+                    f"must be at least 2: {self.method} compares answers",
+                )
+            )
+        if (
+            self.beta
+            and not (self.pays_in_reward or self.use_bias_correction_kl)
+            and self.kl_estimator == "k1"
+        ):
+            wrong.append(
+                Problem(
+                    "kl_estimator",
+                    "k1",
+                    "has no gradient on average, so it holds nothing in a loss: k2 or k3, "
+                    "use_bias_correction_kl=True or kl_in_reward=True",
+                )
+            )
+        if not wrong:
+            wrong = self._without_effect()
+        if wrong:
+            raise ConfigError(wrong, "RLConfig")
 
     def _without_effect(self) -> list[Problem]:
         "Knobs that this config would ignore."
+
         def changed(name: str) -> bool:
             return getattr(self, name) != self.__dataclass_fields__[name].default
-        def ignored(name: str, why: str) -> Problem: return Problem(name, getattr(self, name), f'has no effect {why}')
+
+        def ignored(name: str, why: str) -> Problem:
+            return Problem(name, getattr(self, name), f"has no effect {why}")
+
         wrong = []
         for name, users in READ_BY.items():
             if changed(name) and self.method not in users:
-                verb = 'reads' if len(users) == 1 else 'read'
-                wrong.append(ignored(name, f'on {self.method}: only {", ".join(sorted(users))} {verb} it'))
+                verb = "reads" if len(users) == 1 else "read"
+                wrong.append(
+                    ignored(name, f"on {self.method}: only {', '.join(sorted(users))} {verb} it")
+                )
         if self.beta and self.pays_in_reward:
-            for name in ('kl_estimator', 'use_bias_correction_kl'):
-                if changed(name): wrong.append(ignored(name, 'where the divergence is paid out of the reward: kl_in_reward = False'))
+            for name in ("kl_estimator", "use_bias_correction_kl"):
+                if changed(name):
+                    wrong.append(
+                        ignored(
+                            name,
+                            "where the divergence is paid out of the reward: kl_in_reward = False",
+                        )
+                    )
         return wrong
 
     @property
-    def pays_in_reward(self) -> bool: # Whether the divergence is taken off the reward
-        return self.method != 'grpo' if self.kl_in_reward is None else self.kl_in_reward
+    def pays_in_reward(self) -> bool:  # Whether the divergence is taken off the reward
+        return self.method != "grpo" if self.kl_in_reward is None else self.kl_in_reward
 
 # %% ../../nbs/08_align/11_rl.ipynb #a1e662ae
-def _mask(batch: dict) -> Tensor: return batch['labels'] != -100
+def _mask(batch: dict) -> Tensor:
+    return batch["labels"] != -100
 
-def _tokens(batch: dict) -> int: return int(_mask(batch).sum())
 
-def _averaging(config: RLConfig) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[dict], int]]:
+def _tokens(batch: dict) -> int:
+    return int(_mask(batch).sum())
+
+
+def _averaging(
+    config: RLConfig,
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[dict], int]]:
     "(values, mask) -> sum, and batch -> count."
-    rows, longest = lambda batch: len(batch['labels']), config.max_completion_length
-    return {'grpo': (lambda x, mask: ((x*mask).sum(1)/mask.sum(1).clamp(min=1)).sum(), rows),
-            'dapo': (lambda x, mask: (x*mask).sum(), _tokens),
-            'dr_grpo': (lambda x, mask: (x*mask).sum()/longest, rows)}[config.loss_type]
+    rows, longest = lambda batch: len(batch["labels"]), config.max_completion_length
+    return {
+        "grpo": (lambda x, mask: ((x * mask).sum(1) / mask.sum(1).clamp(min=1)).sum(), rows),
+        "dapo": (lambda x, mask: (x * mask).sum(), _tokens),
+        "dr_grpo": (lambda x, mask: (x * mask).sum() / longest, rows),
+    }[config.loss_type]
+
 
 def _scores(batch: dict) -> dict[str, Any]:
     "One number for each answer; NaN where a reward does not apply."
-    return {name: (x.nan_to_num().sum(), (~x.isnan()).sum()) for name, x in batch.items() if name.startswith(('reward', 'frac_', 'ended'))}
+    return {
+        name: (x.nan_to_num().sum(), (~x.isnan()).sum())
+        for name, x in batch.items()
+        if name.startswith(("reward", "frac_", "ended"))
+    }
 
-def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig) -> dict[str, Any]:
+
+def _metrics(
+    batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig
+) -> dict[str, Any]:
     "What to watch: sums and counts over tokens, or over answers."
-    mask, n = _mask(batch), len(batch['labels'])
+    mask, n = _mask(batch), len(batch["labels"])
     with torch.no_grad():
         tokens, ratio = mask.sum(), log_ratio.exp()
         high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-        spread = batch['advantages'] if batch['advantages'].ndim > 1 else batch['advantages'][:, None]
-        clipped = ((ratio < 1 - config.epsilon) & (spread < 0)) | ((ratio > 1 + high) & (spread > 0))
-        out = dict(entropy=(scores.entropy.sum(), tokens), ratio=((ratio*mask).sum(), tokens),
-                   clip_fraction=((clipped & mask).sum(), tokens), completion_length=(tokens, n))
-        if 'ref_log_probs' in batch:
-            out['kl'] = ((KL_ESTIMATORS['k3'](scores.log_probs - batch['ref_log_probs'])*mask).sum(), tokens)
+        spread = (
+            batch["advantages"] if batch["advantages"].ndim > 1 else batch["advantages"][:, None]
+        )
+        clipped = ((ratio < 1 - config.epsilon) & (spread < 0)) | (
+            (ratio > 1 + high) & (spread > 0)
+        )
+        out = dict(
+            entropy=(scores.entropy.sum(), tokens),
+            ratio=((ratio * mask).sum(), tokens),
+            clip_fraction=((clipped & mask).sum(), tokens),
+            completion_length=(tokens, n),
+        )
+        if "ref_log_probs" in batch:
+            out["kl"] = (
+                (KL_ESTIMATORS["k3"](scores.log_probs - batch["ref_log_probs"]) * mask).sum(),
+                tokens,
+            )
     return out | _scores(batch)
 
-def _leash(terms: dict, batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig, add: Callable, n: int) -> None:
+
+def _leash(
+    terms: dict,
+    batch: dict,
+    scores: TokenScores,
+    log_ratio: Tensor,
+    config: RLConfig,
+    add: Callable,
+    n: int,
+) -> None:
     "Terms of the loss for the divergence and for the entropy, where they are asked for."
     mask = _mask(batch)
     if config.beta and not config.pays_in_reward:
-        away = KL_ESTIMATORS[config.kl_estimator](scores.log_probs - batch['ref_log_probs'])
-        if config.use_bias_correction_kl: away = away*log_ratio.exp()
-        terms['kl_loss'] = add(away, mask), n, config.beta
-    if config.entropy_coef: terms['entropy_loss'] = (-scores.entropy*mask).sum(), _tokens(batch), config.entropy_coef
+        away = KL_ESTIMATORS[config.kl_estimator](scores.log_probs - batch["ref_log_probs"])
+        if config.use_bias_correction_kl:
+            away = away * log_ratio.exp()
+        terms["kl_loss"] = add(away, mask), n, config.beta
+    if config.entropy_coef:
+        terms["entropy_loss"] = (-scores.entropy * mask).sum(), _tokens(batch), config.entropy_coef
+
 
 def _counting(config: RLConfig, count: Callable[[dict], int]) -> Callable[[dict], dict]:
-    return lambda batch: dict(policy_loss=count(batch), kl_loss=count(batch), value_loss=_tokens(batch), entropy_loss=_tokens(batch))
+    return lambda batch: dict(
+        policy_loss=count(batch),
+        kl_loss=count(batch),
+        value_loss=_tokens(batch),
+        entropy_loss=_tokens(batch),
+    )
+
 
 def grpo_objective(
     config: RLConfig,
-) -> Callable: # (model, batch) -> Loss, of batches with `labels`, `advantages` (B,), perhaps `old_log_probs`, `ref_log_probs`
+) -> Callable:  # (model, batch) -> Loss, of batches with `labels`, `advantages` (B,), perhaps `old_log_probs`, `ref_log_probs`
     "Clipped tokens, compared with their group (Shao et al. 2024); its kin Dr. GRPO, DAPO and GSPO by the knobs."
     add, count = _averaging(config)
+
     @objective(counts=_counting(config, count))
     def grpo(model: nn.Module, batch: dict) -> Loss:
         batch = beside(model, batch)
-        scores, mask = token_scores(model, batch, config.temperature, config.entropy_coef > 0), _mask(batch)
-        log_ratio = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
+        scores, mask = (
+            token_scores(model, batch, config.temperature, config.entropy_coef > 0),
+            _mask(batch),
+        )
+        log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         weight = log_ratio
-        if config.importance_sampling_level == 'sequence': weight = (log_ratio.sum(1)/mask.sum(1).clamp(min=1))[:, None].expand_as(mask)
-        each = clipped_surrogate(weight, batch['advantages'][:, None], config.epsilon, config.epsilon_high)
-        terms = {'policy_loss': (add(each, mask), count(batch), 1.0)}
+        if config.importance_sampling_level == "sequence":
+            weight = (log_ratio.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(mask)
+        each = clipped_surrogate(
+            weight, batch["advantages"][:, None], config.epsilon, config.epsilon_high
+        )
+        terms = {"policy_loss": (add(each, mask), count(batch), 1.0)}
         _leash(terms, batch, scores, weight, config, add, count(batch))
-        return Loss(terms, _metrics(batch, scores, weight*mask, config))
+        return Loss(terms, _metrics(batch, scores, weight * mask, config))
+
     return grpo
 
 # %% ../../nbs/08_align/11_rl.ipynb #db5bb318
 def reinforce_objective(
     config: RLConfig,
-) -> Callable: # (model, batch) -> Loss, of batches as for `grpo_objective`
+) -> Callable:  # (model, batch) -> Loss, of batches as for `grpo_objective`
     "Advantage times log-probability of the answer (Williams 1992); meant for answers of the policy as it is."
-    @objective(counts=_counting(config, lambda batch: len(batch['labels'])))
+
+    @objective(counts=_counting(config, lambda batch: len(batch["labels"])))
     def reinforce(model: nn.Module, batch: dict) -> Loss:
         batch = beside(model, batch)
         scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
-        log_ratio = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
-        n, add = len(batch['labels']), lambda x, mask: (x*mask).sum()
-        terms = {'policy_loss': (-(batch['advantages']*scores.log_probs.sum(1)).sum(), n, 1.0)}
+        log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
+        n, add = len(batch["labels"]), lambda x, mask: (x * mask).sum()
+        terms = {"policy_loss": (-(batch["advantages"] * scores.log_probs.sum(1)).sum(), n, 1.0)}
         _leash(terms, batch, scores, log_ratio, config, add, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach(), config))
+
     return reinforce
+
 
 def rloo_objective(
     config: RLConfig,
-) -> Callable: # (model, batch) -> Loss, of batches as for `grpo_objective`
+) -> Callable:  # (model, batch) -> Loss, of batches as for `grpo_objective`
     "Answers clipped as a whole, compared with the others to the same question (Ahmadian et al. 2024)."
-    @objective(counts=_counting(config, lambda batch: len(batch['labels'])))
+
+    @objective(counts=_counting(config, lambda batch: len(batch["labels"])))
     def rloo(model: nn.Module, batch: dict) -> Loss:
         batch = beside(model, batch)
-        scores, mask = token_scores(model, batch, config.temperature, config.entropy_coef > 0), _mask(batch)
-        tokens = scores.log_probs - batch.get('old_log_probs', scores.log_probs.detach())
+        scores, mask = (
+            token_scores(model, batch, config.temperature, config.entropy_coef > 0),
+            _mask(batch),
+        )
+        tokens = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         log_ratio = tokens.sum(1)
-        each = clipped_surrogate(log_ratio, batch['advantages'], config.epsilon, config.epsilon_high)
-        n, add = len(batch['labels']), lambda x, mask: (x*mask).sum()
-        terms = {'policy_loss': (each.sum(), n, 1.0)}
+        each = clipped_surrogate(
+            log_ratio, batch["advantages"], config.epsilon, config.epsilon_high
+        )
+        n, add = len(batch["labels"]), lambda x, mask: (x * mask).sum()
+        terms = {"policy_loss": (each.sum(), n, 1.0)}
         _leash(terms, batch, scores, tokens, config, add, n)
-        return Loss(terms, _metrics(batch, scores, log_ratio.detach()[:, None]*mask, config))
+        return Loss(terms, _metrics(batch, scores, log_ratio.detach()[:, None] * mask, config))
+
     return rloo
 
 # %% ../../nbs/08_align/11_rl.ipynb #62997c67
 def ppo_objective(
     config: RLConfig,
-) -> Callable: # (ActorCritic, batch) -> Loss, of batches with `advantages`, `values`, `returns`, `old_log_probs` (B, T)
+) -> Callable:  # (ActorCritic, batch) -> Loss, of batches with `advantages`, `values`, `returns`, `old_log_probs` (B, T)
     "Clipped tokens with a value function beside them (Schulman et al. 2017, eq. 9)."
+
     @objective(counts=_counting(config, _tokens))
     def ppo(model: nn.Module, batch: dict) -> Loss:
         batch = beside(model, batch)
-        scores, mask, n = token_scores(model, batch, config.temperature, config.entropy_coef > 0), _mask(batch), _tokens(batch)
+        scores, mask, n = (
+            token_scores(model, batch, config.temperature, config.entropy_coef > 0),
+            _mask(batch),
+            _tokens(batch),
+        )
         if scores.values is None:
-            raise ValueError(f'ppo needs a value function, and {type(model).__name__} has none: wrap it, ActorCritic(model)')
-        log_ratio, add = scores.log_probs - batch['old_log_probs'], lambda x, mask: (x*mask).sum()
-        each = clipped_surrogate(log_ratio, batch['advantages'], config.epsilon, config.epsilon_high)
-        error = clipped_value_loss(scores.values, batch['values'], batch['returns'], config.cliprange_value)
-        terms = {'policy_loss': (add(each, mask), n, 1.0), 'value_loss': (add(error, mask), n, config.vf_coef)}
+            raise ValueError(
+                f"ppo needs a value function, and {type(model).__name__} has none: wrap it, ActorCritic(model)"
+            )
+        log_ratio, add = scores.log_probs - batch["old_log_probs"], lambda x, mask: (x * mask).sum()
+        each = clipped_surrogate(
+            log_ratio, batch["advantages"], config.epsilon, config.epsilon_high
+        )
+        error = clipped_value_loss(
+            scores.values, batch["values"], batch["returns"], config.cliprange_value
+        )
+        terms = {
+            "policy_loss": (add(each, mask), n, 1.0),
+            "value_loss": (add(error, mask), n, config.vf_coef),
+        }
         _leash(terms, batch, scores, log_ratio, config, add, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach(), config))
+
     return ppo
 
+
 OBJECTIVES: dict[str, Callable[[RLConfig], Callable]] = {
-    'grpo': grpo_objective, 'rloo': rloo_objective, 'ppo': ppo_objective, 'reinforce': reinforce_objective}
+    "grpo": grpo_objective,
+    "rloo": rloo_objective,
+    "ppo": ppo_objective,
+    "reinforce": reinforce_objective,
+}
+
 
 def rl_objective(
     config: RLConfig,
-) -> Callable: # (model, batch) -> Loss
+) -> Callable:  # (model, batch) -> Loss
     "The objective of the method that a config names."
     return OBJECTIVES[config.method](config)
 
+
 def telling_rewards(
-    function: Callable, # An objective of one's own: (model, batch) -> Loss
-) -> Callable: # The same, with the rewards of the batch among its metrics
+    function: Callable,  # An objective of one's own: (model, batch) -> Loss
+) -> Callable:  # The same, with the rewards of the batch among its metrics
     "Let evaluations know the mean reward, which says what model is the best, whatever the loss is."
+
     @wraps(function)
     def told(model: nn.Module, batch: dict) -> Loss:
         found = function(model, batch)
-        return replace(found, metrics=_scores(batch) | found.metrics) if isinstance(found, Loss) else found
-    for name in ('additive', 'counts'):
-        if hasattr(function, name): setattr(told, name, getattr(function, name))
+        return (
+            replace(found, metrics=_scores(batch) | found.metrics)
+            if isinstance(found, Loss)
+            else found
+        )
+
+    for name in ("additive", "counts"):
+        if hasattr(function, name):
+            setattr(told, name, getattr(function, name))
     return told

@@ -33,32 +33,39 @@ from ..train.step import precision, to_device
 
 # %% ../../nbs/08_align/12_rollouts.ipynb #d47e5519
 def encode_prompts(
-    prompts: Sequence, # Texts, lists of ids, lists of messages, or rows whose `prompt` is one of these
-    tokenizer: Any, # Has `encode`; None where all are ids
-    room: float, # Tokens that a prompt may have
-) -> tuple[list[list[int]], list[dict]]: # ids of each; its row
+    prompts: Sequence,  # Texts, lists of ids, lists of messages, or rows whose `prompt` is one of these
+    tokenizer: Any,  # Has `encode`; None where all are ids
+    room: float,  # Tokens that a prompt may have
+) -> tuple[list[list[int]], list[dict]]:  # ids of each; its row
     "Prompts as ids, and what the rewards shall know of them."
     rows = [dict(p) if isinstance(p, dict) else dict(prompt=p) for p in prompts]
-    if not rows: raise ValueError('there are no prompts')
+    if not rows:
+        raise ValueError("there are no prompts")
     ids = []
     for i, row in enumerate(rows):
-        prompt = row.get('prompt')
-        if not prompt: raise ValueError(f'row {i} has no prompt, only {", ".join(row) or "nothing"}')
-        if isinstance(prompt, str): found = text_to_ids(prompt, tokenizer)
-        elif isinstance(prompt[0], dict): found = render(prompt, tokenizer, add_generation_prompt=True)[0]
-        else: found = [int(t) for t in prompt]
+        prompt = row.get("prompt")
+        if not prompt:
+            raise ValueError(f"row {i} has no prompt, only {', '.join(row) or 'nothing'}")
+        if isinstance(prompt, str):
+            found = text_to_ids(prompt, tokenizer)
+        elif isinstance(prompt[0], dict):
+            found = render(prompt, tokenizer, add_generation_prompt=True)[0]
+        else:
+            found = [int(t) for t in prompt]
         if len(found) > room:
-            raise ValueError(f'prompt {i} has {len(found)} tokens, and with rl.max_completion_length taken off the context there is '
-                             f'room for {room}: cut it, or allow shorter answers')
+            raise ValueError(
+                f"prompt {i} has {len(found)} tokens, and with rl.max_completion_length taken off the context there is "
+                f"room for {room}: cut it, or allow shorter answers"
+            )
         ids.append(found)
     return ids, rows
 
 # %% ../../nbs/08_align/12_rollouts.ipynb #96db4d81
 def pack_answers(
-    prompts: Sequence[Sequence[int]], # ids of each question
-    answers: Sequence[Sequence[int]], # ids of each answer, at least one
-    pad_id: int = 0, # What stands in the padding; nothing depends on it
-) -> dict[str, Tensor]: # input_ids, labels, attention_mask (B, T)
+    prompts: Sequence[Sequence[int]],  # ids of each question
+    answers: Sequence[Sequence[int]],  # ids of each answer, at least one
+    pad_id: int = 0,  # What stands in the padding; nothing depends on it
+) -> dict[str, Tensor]:  # input_ids, labels, attention_mask (B, T)
     "Questions and answers side by side; labels are -100 outside the answers."
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids = torch.full((len(prompts), longest), pad_id)
@@ -66,225 +73,376 @@ def pack_answers(
     for i, (p, a) in enumerate(zip(prompts, answers, strict=True)):
         end = len(p) + len(a)
         ids[i, :end], mask[i, :end] = torch.tensor([*p, *a]), 1
-        labels[i, len(p):end] = torch.tensor(list(a))
+        labels[i, len(p) : end] = torch.tensor(list(a))
     return dict(input_ids=ids, labels=labels, attention_mask=mask)
+
 
 def take_rows(
     batch: dict[str, Tensor],
     rows: Sequence[int],
-) -> dict[str, Tensor]: # Without columns that only the other rows need
+) -> dict[str, Tensor]:  # Without columns that only the other rows need
     "Some rows of a batch."
     part = {k: v[list(rows)] for k, v in batch.items()}
-    longest = int(part['attention_mask'].sum(1).max())
+    longest = int(part["attention_mask"].sum(1).max())
     part = {k: v[:, :longest] if v.ndim > 1 else v for k, v in part.items()}
-    if part['attention_mask'].all(): del part['attention_mask']
+    if part["attention_mask"].all():
+        del part["attention_mask"]
     return part
 
 # %% ../../nbs/08_align/12_rollouts.ipynb #49b850ea
 class Rollouts:
     "Batches of answers that the model gives while it learns."
+
     def __init__(
         self,
-        model: Any, # The one that is trained; an `ActorCritic` for ppo
-        tokenizer: Any, # Has `encode`, `decode`, `eos_token_id`; None: prompts and completions are ids, and none ends early
-        prompts: Sequence, # As for `encode_prompts`
-        reward: Reward | Sequence[Reward], # Called with completions, prompts, completion_ids and the columns of the rows
+        model: Any,  # The one that is trained; an `ActorCritic` for ppo
+        tokenizer: Any,  # Has `encode`, `decode`, `eos_token_id`; None: prompts and completions are ids, and none ends early
+        prompts: Sequence,  # As for `encode_prompts`
+        reward: Reward
+        | Sequence[
+            Reward
+        ],  # Called with completions, prompts, completion_ids and the columns of the rows
         config: RLConfig | None = None,
-        batch_size: int | None = None, # Answers in a batch; None: all of a round
-        reference: Any = 'auto', # As for `make_reference`: 'auto', 'copy', 'adapter'; or what has `log_probs(batch)`
-        accelerator: Any = None, # The one that trains, so that old log-probabilities are in its number format
+        batch_size: int | None = None,  # Answers in a batch; None: all of a round
+        reference: Any = "auto",  # As for `make_reference`: 'auto', 'copy', 'adapter'; or what has `log_probs(batch)`
+        accelerator: Any = None,  # The one that trains, so that old log-probabilities are in its number format
     ):
-        self.model, self.policy, self.tokenizer, self.accelerator = model, getattr(model, 'policy', model), tokenizer, accelerator
+        self.model, self.policy, self.tokenizer, self.accelerator = (
+            model,
+            getattr(model, "policy", model),
+            tokenizer,
+            accelerator,
+        )
         self.config = config = config or RLConfig()
         room = context_length(self.policy) - config.max_completion_length
         self.prompt_ids, self.rows = encode_prompts(prompts, tokenizer, room)
         self.rewards = [reward] if callable(reward) else list(reward)
-        self.batch_size = batch_size or config.num_prompts*config.num_generations
+        self.batch_size = batch_size or config.num_prompts * config.num_generations
         if where := dropout_of(model):
-            raise ValueError(f'the model has dropout ({where[0]}), so a token has another probability each time it is asked: '
-                             'take model.dropout=0 (in Python: trainkit.align.policy.disable_dropout(model))')
-        if (config.method == 'ppo') != hasattr(model, 'value_head'):
-            raise ValueError(f'method is {config.method!r} and the model a {type(model).__name__}: ppo, and only ppo, takes an ActorCritic')
-        if config.beta and isinstance(reference, str): reference = make_reference(self.policy, reference)
+            raise ValueError(
+                f"the model has dropout ({where[0]}), so a token has another probability each time it is asked: "
+                "take model.dropout=0 (in Python: trainkit.align.policy.disable_dropout(model))"
+            )
+        if (config.method == "ppo") != hasattr(model, "value_head"):
+            raise ValueError(
+                f"method is {config.method!r} and the model a {type(model).__name__}: ppo, and only ppo, takes an ActorCritic"
+            )
+        if config.beta and isinstance(reference, str):
+            reference = make_reference(self.policy, reference)
         self.reference, self.epoch, self.index, self.baseline = reference, 0, 0, None
-        self.baselines: list[tuple[int, int, float | None]] = [] # Epoch and first batch of the last rounds; the baseline before each
-        self.judged, self.warned = False, False # Some answer, by some reward; that another was not
-        self.round: tuple[int, dict[str, Tensor]] | None = None # Index of its first batch; its answers
-        self.samples: list[dict] = [] # Of the last round: prompt, completion, reward
+        self.baselines: list[
+            tuple[int, int, float | None]
+        ] = []  # Epoch and first batch of the last rounds; the baseline before each
+        self.judged, self.warned = False, False  # Some answer, by some reward; that another was not
+        self.round: tuple[int, dict[str, Tensor]] | None = (
+            None  # Index of its first batch; its answers
+        )
+        self.samples: list[dict] = []  # Of the last round: prompt, completion, reward
 
     def order(self, epoch: int) -> list[list[int]]:
         "Which prompts each round of an epoch takes."
-        order = np.random.default_rng([self.config.seed, epoch]).permutation(len(self.rows)).tolist()
-        return [order[i:i + self.config.num_prompts] for i in range(0, len(order), self.config.num_prompts)]
+        order = (
+            np.random.default_rng([self.config.seed, epoch]).permutation(len(self.rows)).tolist()
+        )
+        return [
+            order[i : i + self.config.num_prompts]
+            for i in range(0, len(order), self.config.num_prompts)
+        ]
 
     def sizes(self) -> list[int]:
         "Batches of each round of an epoch."
-        rows = [len(part)*self.config.num_generations for part in self.order(0)]
-        return [self.config.num_iterations*-(-n//self.batch_size) for n in rows]
+        rows = [len(part) * self.config.num_generations for part in self.order(0)]
+        return [self.config.num_iterations * -(-n // self.batch_size) for n in rows]
 
-    def __len__(self) -> int: return sum(self.sizes())
+    def __len__(self) -> int:
+        return sum(self.sizes())
 
     def _ask(self, batch: dict, scorer: Callable[[dict], Any]) -> list[Any]:
         "Something of each part of a round, without gradient, as training would compute it."
         device, parts = next(self.policy.parameters()).device, []
-        with torch.no_grad(), speaking(self.model), precision(self.accelerator) if self.accelerator else nullcontext():
-            for at in range(0, len(batch['labels']), self.batch_size):
-                part = take_rows(batch, range(at, min(at + self.batch_size, len(batch['labels']))))
+        with (
+            torch.no_grad(),
+            speaking(self.model),
+            precision(self.accelerator) if self.accelerator else nullcontext(),
+        ):
+            for at in range(0, len(batch["labels"]), self.batch_size):
+                part = take_rows(batch, range(at, min(at + self.batch_size, len(batch["labels"]))))
                 parts.append(scorer(to_device(part, device)))
         return parts
 
-    def _spread(self, batch: dict, parts: list[Tensor]) -> Tensor: # (B, T)
-        wide = batch['labels'].shape[1]
-        return torch.cat([torch.nn.functional.pad(p.float().cpu(), (0, wide - p.shape[1])) for p in parts])
+    def _spread(self, batch: dict, parts: list[Tensor]) -> Tensor:  # (B, T)
+        wide = batch["labels"].shape[1]
+        return torch.cat(
+            [torch.nn.functional.pad(p.float().cpu(), (0, wide - p.shape[1])) for p in parts]
+        )
 
     def _copy(self, rows: int, policy: Any = None) -> str | None:
         "Which copy of the weights to answer with: rearranging them pays where many rows write many tokens."
         policy = policy or self.policy
         weight = next(policy.parameters())
-        if rows <= 8 or self.config.max_completion_length < 32 or weight.device.type != 'cpu' or weight.dtype != torch.float32: return None
-        with speaking(policy): return None if refusal(policy) or not torch.backends.mkldnn.is_available() else 'packed'
+        if (
+            rows <= 8
+            or self.config.max_completion_length < 32
+            or weight.device.type != "cpu"
+            or weight.dtype != torch.float32
+        ):
+            return None
+        with speaking(policy):
+            return None if refusal(policy) or not torch.backends.mkldnn.is_available() else "packed"
 
     def largest(
         self,
-        rows: int | None = None, # At most; None: as many as a batch has
+        rows: int | None = None,  # At most; None: as many as a batch has
     ) -> dict[str, Tensor]:
         "A batch of the longest prompts with answers of full length: none that comes takes more memory."
         c = self.config
-        rows = min(self.batch_size, len(self.prompt_ids)*c.num_generations, rows or self.batch_size)
-        prompts = sorted(self.prompt_ids, key=len)[-c.num_prompts:]
-        batch = pack_answers([prompts[-1 - i//c.num_generations % len(prompts)] for i in range(rows)], [[0]*c.max_completion_length]*rows)
-        each, fresh = torch.zeros(batch['labels'].shape), c.num_iterations == 1 and c.num_prompts*c.num_generations <= self.batch_size
-        batch |= dict(reward=each[:, 0].clone(), advantages=(each if c.method == 'ppo' else each[:, 0]).clone())
-        if c.method == 'ppo' or not fresh or (c.beta and c.pays_in_reward): batch['old_log_probs'] = each.clone()
-        if c.method == 'ppo': batch |= dict(values=each.clone(), returns=each.clone())
-        if c.beta: batch['ref_log_probs'] = each.clone()
+        rows = min(
+            self.batch_size, len(self.prompt_ids) * c.num_generations, rows or self.batch_size
+        )
+        prompts = sorted(self.prompt_ids, key=len)[-c.num_prompts :]
+        batch = pack_answers(
+            [prompts[-1 - i // c.num_generations % len(prompts)] for i in range(rows)],
+            [[0] * c.max_completion_length] * rows,
+        )
+        each, fresh = (
+            torch.zeros(batch["labels"].shape),
+            c.num_iterations == 1 and c.num_prompts * c.num_generations <= self.batch_size,
+        )
+        batch |= dict(
+            reward=each[:, 0].clone(),
+            advantages=(each if c.method == "ppo" else each[:, 0]).clone(),
+        )
+        if c.method == "ppo" or not fresh or (c.beta and c.pays_in_reward):
+            batch["old_log_probs"] = each.clone()
+        if c.method == "ppo":
+            batch |= dict(values=each.clone(), returns=each.clone())
+        if c.beta:
+            batch["ref_log_probs"] = each.clone()
         return take_rows(batch, range(rows))
 
     def widths(
         self,
-        count: int, # Batches
-    ) -> set[tuple[int, int]]: # Rows, and tokens of the longest of them
+        count: int,  # Batches
+    ) -> set[tuple[int, int]]:  # Rows, and tokens of the longest of them
         "The different sizes of the batches that come, as far as prompts make them."
-        return {(self.batch_size, len(p) + self.config.max_completion_length) for p in self.prompt_ids[:count*self.batch_size]}
+        return {
+            (self.batch_size, len(p) + self.config.max_completion_length)
+            for p in self.prompt_ids[: count * self.batch_size]
+        }
 
     def begin(
         self,
-        model: Any, # As the one that is trained, perhaps without numbers
-        batch: dict[str, Tensor], # Of a round, for its size
+        model: Any,  # As the one that is trained, perhaps without numbers
+        batch: dict[str, Tensor],  # Of a round, for its size
     ) -> None:
         "Take the memory that answering such a round takes: weights merged and rearranged, the cache, two tokens of each answer."
-        c, policy, width = self.config, getattr(model, 'policy', model), batch['input_ids'].shape[1]
-        count = min(c.num_prompts, len(self.prompt_ids))*c.num_generations
-        answer = min(c.max_completion_length, int((batch['labels'] != -100).sum(1).max()))
-        cpu = next(policy.parameters()).device.type == 'cpu'
+        c, policy, width = self.config, getattr(model, "policy", model), batch["input_ids"].shape[1]
+        count = min(c.num_prompts, len(self.prompt_ids)) * c.num_generations
+        answer = min(c.max_completion_length, int((batch["labels"] != -100).sum(1).max()))
+        cpu = next(policy.parameters()).device.type == "cpu"
         with merged_lora(policy) if cpu else nullcontext(), speaking(policy):
-            order = [torch.empty_like(p) for p in dict.fromkeys(policy.parameters())] if self._copy(count, policy) else []
-            knobs = SamplingConfig(max_new_tokens=answer, temperature=c.temperature, top_k=c.top_k, top_p=c.top_p, seed=0)
-            tokens: Any = decode_rows(policy, [[0]*max(1, width - answer)]*count, knobs, fast=False)
-            for _ in range(2): next(tokens, None)
+            order = (
+                [torch.empty_like(p) for p in dict.fromkeys(policy.parameters())]
+                if self._copy(count, policy)
+                else []
+            )
+            knobs = SamplingConfig(
+                max_new_tokens=answer,
+                temperature=c.temperature,
+                top_k=c.top_k,
+                top_p=c.top_p,
+                seed=0,
+            )
+            tokens: Any = decode_rows(
+                policy, [[0] * max(1, width - answer)] * count, knobs, fast=False
+            )
+            for _ in range(2):
+                next(tokens, None)
             tokens.close()
             del order
 
-    def refer(self, batch: dict) -> Tensor: # (B, T), 0 outside the answers
+    def refer(self, batch: dict) -> Tensor:  # (B, T), 0 outside the answers
         "Log-probabilities of the reference."
-        known = getattr(self.reference, 'log_probs', None)
-        if known is not None: return self._spread(batch, self._ask(batch, known))
+        known = getattr(self.reference, "log_probs", None)
+        if known is not None:
+            return self._spread(batch, self._ask(batch, known))
         asked, state = self.reference.place(self.policy, next(self.policy.parameters()).device)
         with state:
-            return self._spread(batch, self._ask(batch, lambda part: token_scores(asked, part, self.config.temperature).log_probs))
+            return self._spread(
+                batch,
+                self._ask(
+                    batch, lambda part: token_scores(asked, part, self.config.temperature).log_probs
+                ),
+            )
 
     def collect(
         self,
-        which: Sequence[int], # Prompts
+        which: Sequence[int],  # Prompts
         seed: int,
-    ) -> dict[str, Tensor]: # All answers of a round, with what the objective wants to know of them
+    ) -> dict[str, Tensor]:  # All answers of a round, with what the objective wants to know of them
         "Answer, score, compare."
-        c, size, end = self.config, self.config.num_generations, getattr(self.tokenizer, 'eos_token_id', None)
+        c, size, end = (
+            self.config,
+            self.config.num_generations,
+            getattr(self.tokenizer, "eos_token_id", None),
+        )
         asked = [i for i in which for _ in range(size)]
         prompts = [self.prompt_ids[i] for i in asked]
-        cpu = next(self.policy.parameters()).device.type == 'cpu' # There memory is cheap, and plain layers are faster to read
+        cpu = (
+            next(self.policy.parameters()).device.type == "cpu"
+        )  # There memory is cheap, and plain layers are faster to read
         with merged_lora(self.policy) if cpu else nullcontext():
-            texts = generate(self.policy, prompts, c.max_completion_length, c.temperature, c.top_k or None, c.top_p, seed=seed,
-                             eos_token_id=() if end is None else end, weights=self._copy(len(asked)))
-        answers = [text[len(p):] for text, p in zip(texts, prompts, strict=True)]
-        completions = answers if self.tokenizer is None else [self.tokenizer.decode(a, skip_special_tokens=True) for a in answers]
-        columns = {k: [self.rows[i].get(k) for i in asked] for k in dict.fromkeys(k for i in which for k in self.rows[i])}
-        columns |= dict(prompts=columns.pop('prompt'), completions=completions, completion_ids=answers)
+            texts = generate(
+                self.policy,
+                prompts,
+                c.max_completion_length,
+                c.temperature,
+                c.top_k or None,
+                c.top_p,
+                seed=seed,
+                eos_token_id=() if end is None else end,
+                weights=self._copy(len(asked)),
+            )
+        answers = [text[len(p) :] for text, p in zip(texts, prompts, strict=True)]
+        completions = (
+            answers
+            if self.tokenizer is None
+            else [self.tokenizer.decode(a, skip_special_tokens=True) for a in answers]
+        )
+        columns = {
+            k: [self.rows[i].get(k) for i in asked]
+            for k in dict.fromkeys(k for i in which for k in self.rows[i])
+        }
+        columns |= dict(
+            prompts=columns.pop("prompt"), completions=completions, completion_ids=answers
+        )
         rewards, parts = score(self.rewards, c.reward_weights, columns)
         self._check_judged(rewards, columns)
-        self.samples = [dict(prompt=p, completion=a, reward=r) for p, a, r in
-                        zip(columns['prompts'], completions, rewards.tolist(), strict=True)]
+        self.samples = [
+            dict(prompt=p, completion=a, reward=r)
+            for p, a, r in zip(columns["prompts"], completions, rewards.tolist(), strict=True)
+        ]
         batch = pack_answers(prompts, answers)
-        mask, scored = (batch['labels'] != -100).float(), {'reward': rewards, 'rewards/unjudged': rewards.isnan().float()}
-        if len(parts) > 1: scored |= {f'reward_{name}': value for name, value in parts.items()}
-        if size > 1: scored['frac_reward_zero_std'] = no_spread(rewards, size).float()
-        if end is not None: scored['ended'] = torch.tensor([float(a[-1] == end) for a in answers])
-        fresh = c.num_iterations == 1 and len(asked) <= self.batch_size # Used once, at once: the ratio is 1
-        if c.method == 'ppo' or not fresh or (c.beta and c.pays_in_reward):
+        mask, scored = (
+            (batch["labels"] != -100).float(),
+            {"reward": rewards, "rewards/unjudged": rewards.isnan().float()},
+        )
+        if len(parts) > 1:
+            scored |= {f"reward_{name}": value for name, value in parts.items()}
+        if size > 1:
+            scored["frac_reward_zero_std"] = no_spread(rewards, size).float()
+        if end is not None:
+            scored["ended"] = torch.tensor([float(a[-1] == end) for a in answers])
+        fresh = (
+            c.num_iterations == 1 and len(asked) <= self.batch_size
+        )  # Used once, at once: the ratio is 1
+        if c.method == "ppo" or not fresh or (c.beta and c.pays_in_reward):
             found = self._ask(batch, lambda part: token_scores(self.model, part, c.temperature))
-            batch['old_log_probs'] = self._spread(batch, [s.log_probs for s in found])
-            if c.method == 'ppo': batch['values'] = self._spread(batch, [s.values for s in found])
-        if c.beta: batch['ref_log_probs'] = self.refer(batch)
-        price = c.beta*(batch['old_log_probs'] - batch['ref_log_probs']) if c.beta and c.pays_in_reward else torch.zeros_like(mask)
+            batch["old_log_probs"] = self._spread(batch, [s.log_probs for s in found])
+            if c.method == "ppo":
+                batch["values"] = self._spread(batch, [s.values for s in found])
+        if c.beta:
+            batch["ref_log_probs"] = self.refer(batch)
+        price = (
+            c.beta * (batch["old_log_probs"] - batch["ref_log_probs"])
+            if c.beta and c.pays_in_reward
+            else torch.zeros_like(mask)
+        )
         return batch | scored | self.compare(batch, mask, rewards, price)
 
     def _check_judged(self, rewards: Tensor, columns: dict[str, list]) -> None:
         "Warn once of answers that no reward judges; where nobody judges any prompt, there is nothing to learn from."
         silent = rewards.isnan()
         if not self.judged and silent.all():
-            said = {k: columns[k][:1] for k in ('completions', 'completion_ids')} # The others are not answered yet
-            names = dict.fromkeys(k for row in self.rows for k in row if k != 'prompt')
-            asked = (dict(said, prompts=[row['prompt']], **{k: [row.get(k)] for k in names}) for row in self.rows)
-            if all(score(self.rewards, self.config.reward_weights, one)[0].isnan().all() for one in asked):
-                raise ValueError(f'no reward function judges any of the {len(self.rows):,} prompts: all of them said None, so there is nothing to learn from')
+            said = {
+                k: columns[k][:1] for k in ("completions", "completion_ids")
+            }  # The others are not answered yet
+            names = dict.fromkeys(k for row in self.rows for k in row if k != "prompt")
+            asked = (
+                dict(said, prompts=[row["prompt"]], **{k: [row.get(k)] for k in names})
+                for row in self.rows
+            )
+            if all(
+                score(self.rewards, self.config.reward_weights, one)[0].isnan().all()
+                for one in asked
+            ):
+                raise ValueError(
+                    f"no reward function judges any of the {len(self.rows):,} prompts: all of them said None, so there is nothing to learn from"
+                )
             self.judged = True
         self.judged = self.judged or not bool(silent.all())
         if silent.any() and not self.warned:
             self.warned = True
-            warnings.warn(f'{int(silent.sum()):,} of {len(silent):,} answers were judged by no reward function, the first to {columns["prompts"][int(silent.nonzero()[0])]!r}: '
-                          'their advantage is 0, and rewards/unjudged says their share', stacklevel=3)
+            warnings.warn(
+                f"{int(silent.sum()):,} of {len(silent):,} answers were judged by no reward function, the first to {columns['prompts'][int(silent.nonzero()[0])]!r}: "
+                "their advantage is 0, and rewards/unjudged says their share",
+                stacklevel=3,
+            )
 
     def compare(
         self,
         batch: dict[str, Tensor],
-        mask: Tensor, # (B, T), 1 where the answers are
-        rewards: Tensor, # (B,), NaN where nobody judged
-        price: Tensor, # (B, T), of the divergence, paid out of the reward
-    ) -> dict[str, Tensor]: # advantages, 0 where nobody judged; for ppo also returns
+        mask: Tensor,  # (B, T), 1 where the answers are
+        rewards: Tensor,  # (B,), NaN where nobody judged
+        price: Tensor,  # (B, T), of the divergence, paid out of the reward
+    ) -> dict[str, Tensor]:  # advantages, 0 where nobody judged; for ppo also returns
         "Advantages, as the method has them."
         c, net = self.config, rewards - price.sum(1)
-        if c.method == 'grpo': return dict(advantages=group_relative(net, c.num_generations, c.scale_rewards))
-        if c.method == 'rloo': return dict(advantages=leave_one_out(net, c.num_generations))
-        if c.method == 'reinforce':
+        if c.method == "grpo":
+            return dict(advantages=group_relative(net, c.num_generations, c.scale_rewards))
+        if c.method == "rloo":
+            return dict(advantages=leave_one_out(net, c.num_generations))
+        if c.method == "reinforce":
             mean = float(net.nanmean())
-            if math.isnan(mean): return dict(advantages=torch.zeros_like(net))
+            if math.isnan(mean):
+                return dict(advantages=torch.zeros_like(net))
             known = mean if self.baseline is None else self.baseline
-            self.baseline = c.baseline_decay*known + (1 - c.baseline_decay)*mean
+            self.baseline = c.baseline_decay * known + (1 - c.baseline_decay) * mean
             return dict(advantages=(net - known).nan_to_num())
         judged, rewards, everywhere = ~rewards.isnan()[:, None], rewards.nan_to_num(), mask
-        mask = mask*judged
-        if not judged.any(): return dict(advantages=torch.zeros_like(mask), returns=batch['values']*everywhere)
-        last = mask*(mask.flip(1).cumsum(1).flip(1) == 1) # The last token of each answer has the reward of all of it
-        each = last*rewards[:, None] - price
-        if c.whiten_rewards: each = whiten(each, mask, shift=False)
-        advantages, returns = gae(each, batch['values'], mask, c.gamma, c.lam)
-        returns = returns.where(judged, batch['values']*everywhere) # So that the value function learns nothing from them
-        return dict(advantages=whiten(advantages, mask) if c.whiten_advantages else advantages, returns=returns)
+        mask = mask * judged
+        if not judged.any():
+            return dict(advantages=torch.zeros_like(mask), returns=batch["values"] * everywhere)
+        last = mask * (
+            mask.flip(1).cumsum(1).flip(1) == 1
+        )  # The last token of each answer has the reward of all of it
+        each = last * rewards[:, None] - price
+        if c.whiten_rewards:
+            each = whiten(each, mask, shift=False)
+        advantages, returns = gae(each, batch["values"], mask, c.gamma, c.lam)
+        returns = returns.where(
+            judged, batch["values"] * everywhere
+        )  # So that the value function learns nothing from them
+        return dict(
+            advantages=whiten(advantages, mask) if c.whiten_advantages else advantages,
+            returns=returns,
+        )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         "The rest of this epoch; each round is answered by the model as it is then."
         starts = np.cumsum([0, *self.sizes()]).tolist()
         for number, which in enumerate(self.order(self.epoch)):
             start, stop = starts[number], starts[number + 1]
-            if self.index >= stop: continue
+            if self.index >= stop:
+                continue
             if self.round is None or self.round[0] != start:
-                seed = int(np.random.SeedSequence([self.config.seed, self.epoch, number]).generate_state(1)[0])
+                seed = int(
+                    np.random.SeedSequence([self.config.seed, self.epoch, number]).generate_state(
+                        1
+                    )[0]
+                )
                 self.baselines = [*self.baselines[-255:], (self.epoch, start, self.baseline)]
                 self.round = start, self.collect(which, seed)
             answers, plan = self.round[1], []
             for i in range(self.config.num_iterations):
-                rows = np.random.default_rng([self.config.seed, self.epoch, number, i]).permutation(len(answers['labels'])).tolist()
-                plan += [rows[at:at + self.batch_size] for at in range(0, len(rows), self.batch_size)]
+                rows = (
+                    np.random.default_rng([self.config.seed, self.epoch, number, i])
+                    .permutation(len(answers["labels"]))
+                    .tolist()
+                )
+                plan += [
+                    rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)
+                ]
             while self.index < stop:
                 batch = take_rows(answers, plan[self.index - start])
                 self.index += 1
@@ -298,21 +456,49 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         "The place, the answers it is in the middle of, and what they depend on."
         at, answers = self.round or (0, {})
-        return dict(epoch=self.epoch, index=self.index, baseline=self.baseline, baselines=[*self.baselines], start=at, answers=dict(answers), about=self._about())
+        return dict(
+            epoch=self.epoch,
+            index=self.index,
+            baseline=self.baseline,
+            baselines=[*self.baselines],
+            start=at,
+            answers=dict(answers),
+            about=self._about(),
+        )
 
     def load_state_dict(
         self,
-        state: dict[str, Any], # From `state_dict`; raises `ValueError` if it belongs to other prompts or another config
+        state: dict[
+            str, Any
+        ],  # From `state_dict`; raises `ValueError` if it belongs to other prompts or another config
     ) -> None:
         "Take up the place, which may be before the last rounds: the baseline is then what it was there."
-        here, then = ({**{k: v for k, v in x.items() if k != 'config'}, **{f'config.{k}': v for k, v in x['config'].items()}} for x in (self._about(), state['about']))
-        if wrong := [f'{k}: {then.get(k)} then, {here.get(k)} now' for k in {**here, **then} if then.get(k) != here.get(k)]:
-            raise ValueError(f'These are not the rollouts that the saved place belongs to ({"; ".join(wrong)}).')
-        self.epoch, self.index, self.baseline = state['epoch'], state['index'], state['baseline']
-        self.round = (state['start'], dict(state['answers'])) if state['answers'] else None
-        self.baselines = [tuple(b) for b in state.get('baselines', [])] # Older checkpoints have none
-        passed = sum((epoch, start) <= (self.epoch, self.index) for epoch, start, _ in self.baselines)
-        if passed < len(self.baselines): # The round at this place is not the last one: it is asked again
+        here, then = (
+            {
+                **{k: v for k, v in x.items() if k != "config"},
+                **{f"config.{k}": v for k, v in x["config"].items()},
+            }
+            for x in (self._about(), state["about"])
+        )
+        if wrong := [
+            f"{k}: {then.get(k)} then, {here.get(k)} now"
+            for k in {**here, **then}
+            if then.get(k) != here.get(k)
+        ]:
+            raise ValueError(
+                f"These are not the rollouts that the saved place belongs to ({'; '.join(wrong)})."
+            )
+        self.epoch, self.index, self.baseline = state["epoch"], state["index"], state["baseline"]
+        self.round = (state["start"], dict(state["answers"])) if state["answers"] else None
+        self.baselines = [
+            tuple(b) for b in state.get("baselines", [])
+        ]  # Older checkpoints have none
+        passed = sum(
+            (epoch, start) <= (self.epoch, self.index) for epoch, start, _ in self.baselines
+        )
+        if passed < len(
+            self.baselines
+        ):  # The round at this place is not the last one: it is asked again
             first = max(0, passed - 1)
             self.baseline, self.round = self.baselines[first][2], None
             del self.baselines[first:]

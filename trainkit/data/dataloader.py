@@ -39,31 +39,37 @@ def _greedy(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         room -= n
     return rows
 
+
 def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     "A tree over the rows holds the largest room below each node, so that the first row with enough is found in log steps."
     size = 1
-    while size < len(lengths): size *= 2
-    most, rows = [capacity] * (2*size), []
+    while size < len(lengths):
+        size *= 2
+    most, rows = [capacity] * (2 * size), []
     for i, n in enumerate(lengths):
         node = 1
-        while node < size: node = 2*node if most[2*node] >= n else 2*node + 1
-        if (row := node - size) == len(rows): rows.append([])
+        while node < size:
+            node = 2 * node if most[2 * node] >= n else 2 * node + 1
+        if (row := node - size) == len(rows):
+            rows.append([])
         rows[row].append(i)
         most[node] -= n
         while node > 1:
             node //= 2
-            most[node] = max(most[2*node], most[2*node + 1])
+            most[node] = max(most[2 * node], most[2 * node + 1])
     return rows
+
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     "Rows lie in buckets by the room that they have; a bit for each bucket that is not empty finds the right one at once."
     rows, buckets, filled = [], [[] for _ in range(capacity + 1)], 0
-    for i in np.argsort(-np.asarray(lengths), kind='stable').tolist():
+    for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         n = lengths[i]
         if above := filled >> n:
-            room = n + (above & -above).bit_length() - 1 # The lowest bit at or above n
+            room = n + (above & -above).bit_length() - 1  # The lowest bit at or above n
             row = buckets[room].pop()
-            if not buckets[room]: filled &= ~(1 << room)
+            if not buckets[room]:
+                filled &= ~(1 << room)
         else:
             row, room = len(rows), capacity
             rows.append([])
@@ -73,90 +79,105 @@ def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             filled |= 1 << (room - n)
     return rows
 
+
 STRATEGIES: dict[str, Callable[[Sequence[int], int], list[list[int]]]] = {
-    'greedy': _greedy, # One open row: keeps the order
-    'first_fit': _first_fit, # The first row with enough room
-    'best_fit': _best_fit, # Longest first, each into the row with the least room that is enough
+    "greedy": _greedy,  # One open row: keeps the order
+    "first_fit": _first_fit,  # The first row with enough room
+    "best_fit": _best_fit,  # Longest first, each into the row with the least room that is enough
 }
 
+
 def assign(
-    lengths: Sequence[int], # Tokens of each document
-    max_length: int, # Tokens in a row
-    strategy: str = 'best_fit', # A key of `STRATEGIES`
-) -> list[list[int]]: # The documents of each row, by their numbers
+    lengths: Sequence[int],  # Tokens of each document
+    max_length: int,  # Tokens in a row
+    strategy: str = "best_fit",  # A key of `STRATEGIES`
+) -> list[list[int]]:  # The documents of each row, by their numbers
     "Which documents share a row; raises `ValueError` for one that fits into none."
-    if strategy not in STRATEGIES: raise ValueError(f'strategy = {strategy!r}: must be one of {[*STRATEGIES]}')
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy = {strategy!r}: must be one of {[*STRATEGIES]}")
     if wrong := [i for i, n in enumerate(lengths) if not 0 < n <= max_length]:
-        raise ValueError(f'example {wrong[0]} has {lengths[wrong[0]]} tokens, and must have between 1 and '
-                         f'max_length = {max_length}: cut or drop long rows first, with tokenize_examples')
+        raise ValueError(
+            f"example {wrong[0]} has {lengths[wrong[0]]} tokens, and must have between 1 and "
+            f"max_length = {max_length}: cut or drop long rows first, with tokenize_examples"
+        )
     return STRATEGIES[strategy]([int(n) for n in lengths], max_length)
 
 # %% ../../nbs/02_data/15_packing.ipynb #c1d80db5
 def flatten_examples(
-    examples: Sequence[Mapping], # With `input_ids`, and perhaps `labels` and `position_ids`
-) -> dict[str, np.ndarray]: # input_ids, labels and position_ids, each (tokens,)
+    examples: Sequence[Mapping],  # With `input_ids`, and perhaps `labels` and `position_ids`
+) -> dict[str, np.ndarray]:  # input_ids, labels and position_ids, each (tokens,)
     "Examples one after another in a row, without padding; positions start again, first tokens have no label."
     parts: dict[str, list[np.ndarray]] = dict(input_ids=[], labels=[], position_ids=[])
     for number, example in enumerate(examples):
-        ids = np.asarray(example['input_ids'])
-        positions = np.asarray(example.get('position_ids', np.arange(len(ids))))
-        labels = np.asarray(example.get('labels', ids), dtype=np.int64 if ids.dtype.kind == 'u' else ids.dtype)
+        ids = np.asarray(example["input_ids"])
+        positions = np.asarray(example.get("position_ids", np.arange(len(ids))))
+        labels = np.asarray(
+            example.get("labels", ids), dtype=np.int64 if ids.dtype.kind == "u" else ids.dtype
+        )
         if not len(ids) == len(labels) == len(positions):
-            raise ValueError(f'example {number} has {len(ids)} input_ids, {len(labels)} labels and {len(positions)} positions')
-        parts['input_ids'].append(ids)
-        parts['labels'].append(np.where(positions == 0, -100, labels))
-        parts['position_ids'].append(positions)
-    if not examples: raise ValueError('there are no examples to join')
-    return {name: np.concatenate(pieces).astype(np.int32 if name == 'position_ids' else pieces[0].dtype)
-            for name, pieces in parts.items()}
+            raise ValueError(
+                f"example {number} has {len(ids)} input_ids, {len(labels)} labels and {len(positions)} positions"
+            )
+        parts["input_ids"].append(ids)
+        parts["labels"].append(np.where(positions == 0, -100, labels))
+        parts["position_ids"].append(positions)
+    if not examples:
+        raise ValueError("there are no examples to join")
+    return {
+        name: np.concatenate(pieces).astype(np.int32 if name == "position_ids" else pieces[0].dtype)
+        for name, pieces in parts.items()
+    }
+
 
 def pack(
-    examples: Sequence[Mapping], # With `input_ids`, and perhaps `labels`
-    max_length: int, # Tokens in a row at most
-    strategy: str = 'best_fit', # 'greedy', 'first_fit' or 'best_fit'
-) -> list[dict]: # Rows with input_ids, labels, position_ids, and `length`
+    examples: Sequence[Mapping],  # With `input_ids`, and perhaps `labels`
+    max_length: int,  # Tokens in a row at most
+    strategy: str = "best_fit",  # 'greedy', 'first_fit' or 'best_fit'
+) -> list[dict]:  # Rows with input_ids, labels, position_ids, and `length`
     "Several examples in each row; the same examples give the same rows."
-    rows = assign([len(example['input_ids']) for example in examples], max_length, strategy)
+    rows = assign([len(example["input_ids"]) for example in examples], max_length, strategy)
     packed = [flatten_examples([examples[i] for i in row]) for row in rows]
-    return [{**row, 'length': len(row['input_ids'])} for row in packed]
+    return [{**row, "length": len(row["input_ids"])} for row in packed]
+
 
 def packing_efficiency(
-    rows: Sequence[Mapping], # What `pack` gives, or any examples
+    rows: Sequence[Mapping],  # What `pack` gives, or any examples
     max_length: int,
-) -> float: # From 0 to 1
+) -> float:  # From 0 to 1
     "The share of the places in rows of `max_length` that hold a token."
-    return sum(len(row['input_ids']) for row in rows) / (max_length * len(rows))
+    return sum(len(row["input_ids"]) for row in rows) / (max_length * len(rows))
 
 # %% ../../nbs/02_data/16_curriculum.ipynb #786c04c3
 def shuffled(
-    count: int, # Of the rows
+    count: int,  # Of the rows
     seed: int,
-    *numbers: int, # Which shuffling it is: the epoch, say
-) -> np.ndarray: # (count,)
+    *numbers: int,  # Which shuffling it is: the epoch, say
+) -> np.ndarray:  # (count,)
     "An order that depends on nothing but these numbers."
     return np.random.default_rng((seed, *numbers)).permutation(count)
 
 # %% ../../nbs/02_data/16_curriculum.ipynb #0befd1a5
 def like_lengths(
-    order: np.ndarray, # (rows,) shuffled
-    lengths: np.ndarray, # (rows,) tokens of each row
-    window: int, # So many rows are sorted at a time
-) -> np.ndarray: # (rows,)
+    order: np.ndarray,  # (rows,) shuffled
+    lengths: np.ndarray,  # (rows,) tokens of each row
+    window: int,  # So many rows are sorted at a time
+) -> np.ndarray:  # (rows,)
     "The order with its rows sorted by length, longest first, a window at a time."
-    parts = [order[i:i + window] for i in range(0, len(order), window)]
-    return np.concatenate([part[np.argsort(-lengths[part], kind='stable')] for part in parts])
+    parts = [order[i : i + window] for i in range(0, len(order), window)]
+    return np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+
 
 def cut_batches(
-    order: np.ndarray, # (rows,)
-    batch_size: int, # Rows in a batch at most
-    lengths: np.ndarray | None = None, # (rows,) tokens of each row; needed with `max_tokens`
-    max_tokens: int | None = None, # Places in a batch at most, padding included
-    padding_free: bool = False, # There is no padding to include
-    drop_last: bool = False, # Leave out a last batch that is not full
-) -> list[np.ndarray]: # The rows of each batch
+    order: np.ndarray,  # (rows,)
+    batch_size: int,  # Rows in a batch at most
+    lengths: np.ndarray | None = None,  # (rows,) tokens of each row; needed with `max_tokens`
+    max_tokens: int | None = None,  # Places in a batch at most, padding included
+    padding_free: bool = False,  # There is no padding to include
+    drop_last: bool = False,  # Leave out a last batch that is not full
+) -> list[np.ndarray]:  # The rows of each batch
     "Cut an order into batches of so many rows, or of so many tokens if these are fewer."
     if max_tokens is None or lengths is None:
-        batches = [order[i:i + batch_size] for i in range(0, len(order), batch_size)]
+        batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
     borders, rows, longest, total = [0], 0, 0, 0
     for place, n in enumerate(lengths[order].tolist()):
@@ -171,40 +192,60 @@ def cut_batches(
 @dataclass
 class CurriculumConfig:
     "Easy rows first, for so many batches."
-    strategy: str = knob('length_based', 'What makes a row hard: its length, or what a function of yours says; none: no curriculum',
-                         choices=('none', 'length_based', 'difficulty_based'))
-    start_length: int = knob(64, 'Tokens that a row may have in the first batch (length_based)', low=2)
-    end_length: int = knob(512, 'Tokens that it may have in the last batch of the curriculum (length_based)', low=2)
-    start_share: float = knob(0.1, 'Share of the rows that is allowed in the first batch (difficulty_based)', low=0, high=1)
-    steps: int = knob(1000, 'Batches until all rows are allowed, and whole', low=1)
 
-    def __post_init__(self): check_config(self)
+    strategy: str = knob(
+        "length_based",
+        "What makes a row hard: its length, or what a function of yours says; none: no curriculum",
+        choices=("none", "length_based", "difficulty_based"),
+    )
+    start_length: int = knob(
+        64, "Tokens that a row may have in the first batch (length_based)", low=2
+    )
+    end_length: int = knob(
+        512, "Tokens that it may have in the last batch of the curriculum (length_based)", low=2
+    )
+    start_share: float = knob(
+        0.1,
+        "Share of the rows that is allowed in the first batch (difficulty_based)",
+        low=0,
+        high=1,
+    )
+    steps: int = knob(1000, "Batches until all rows are allowed, and whole", low=1)
+
+    def __post_init__(self):
+        check_config(self)
 
     def limit(
         self,
-        step: float, # Batches so far
-        levels: np.ndarray, # (rows,) the difficulties, sorted
+        step: float,  # Batches so far
+        levels: np.ndarray,  # (rows,) the difficulties, sorted
     ) -> float:
         "How hard a row may be."
-        if step >= self.steps: return math.inf
+        if step >= self.steps:
+            return math.inf
         done = step / self.steps
-        if self.strategy == 'length_based': return self.start_length + (self.end_length - self.start_length) * done
+        if self.strategy == "length_based":
+            return self.start_length + (self.end_length - self.start_length) * done
         share = self.start_share + (1 - self.start_share) * done
         return levels[min(max(math.ceil(share * len(levels)), 1), len(levels)) - 1]
 
+
 def easy_first(
-    order: np.ndarray, # (rows,) shuffled
-    difficulty: np.ndarray, # (rows,)
+    order: np.ndarray,  # (rows,) shuffled
+    difficulty: np.ndarray,  # (rows,)
     config: CurriculumConfig,
     batch_size: int,
-    done: int = 0, # Rows that were given out before, in earlier epochs
-) -> np.ndarray: # (rows,)
+    done: int = 0,  # Rows that were given out before, in earlier epochs
+) -> np.ndarray:  # (rows,)
     "The order with what is allowed first."
-    ladder, rank = np.argsort(difficulty, kind='stable').tolist(), np.argsort(order)
+    ladder, rank = np.argsort(difficulty, kind="stable").tolist(), np.argsort(order)
     levels, pool, out, at = difficulty[ladder], [], [], 0
     for start in range(0, len(order), batch_size):
-        limit, want = config.limit((done + start) / batch_size, levels), min(batch_size, len(order) - start)
-        if limit == math.inf: # All that is left, as it was shuffled
+        limit, want = (
+            config.limit((done + start) / batch_size, levels),
+            min(batch_size, len(order) - start),
+        )
+        if limit == math.inf:  # All that is left, as it was shuffled
             rest = [*(i for _, i in pool), *ladder[at:]]
             return np.array([*out, *sorted(rest, key=rank.__getitem__)])
         while at < len(ladder) and (difficulty[ladder[at]] <= limit or len(pool) < want):
@@ -215,91 +256,129 @@ def easy_first(
 
 # %% ../../nbs/02_data/16_curriculum.ipynb #490471da
 def cut_rows(
-    order: np.ndarray, # (rows,) shuffled
-    lengths: np.ndarray, # (rows,) tokens of each row
-    config: CurriculumConfig, # Of strategy 'length_based'
-    batch_size: int, # Rows or pieces in a batch at most
-    step: int = 0, # Batches that were given out before, in earlier epochs
-    max_tokens: int | None = None, # Places in a batch at most
-    drop_last: bool = False, # Leave out a last batch that is not full
-) -> list[np.ndarray]: # Batches: (pieces, 3) with row, start and stop; or (rows,) as soon as they are whole
+    order: np.ndarray,  # (rows,) shuffled
+    lengths: np.ndarray,  # (rows,) tokens of each row
+    config: CurriculumConfig,  # Of strategy 'length_based'
+    batch_size: int,  # Rows or pieces in a batch at most
+    step: int = 0,  # Batches that were given out before, in earlier epochs
+    max_tokens: int | None = None,  # Places in a batch at most
+    drop_last: bool = False,  # Leave out a last batch that is not full
+) -> list[
+    np.ndarray
+]:  # Batches: (pieces, 3) with row, start and stop; or (rows,) as soon as they are whole
     "Batches of pieces that are as long as the curriculum allows, in the order of the rows."
     out, at, start, longest = [], 0, 0, int(lengths.max())
     while at < len(order):
         limit = config.limit(step + len(out), lengths)
-        if limit == math.inf and not start: break
+        if limit == math.inf and not start:
+            break
         size, batch = int(min(limit, longest)), []
         room = batch_size if max_tokens is None else max(1, min(batch_size, max_tokens // size))
         while len(batch) < room and at < len(order):
-            row, left = int(order[at]), int(lengths[order[at]]) - start - 1 # so many are still to be predicted
+            row, left = (
+                int(order[at]),
+                int(lengths[order[at]]) - start - 1,
+            )  # so many are still to be predicted
             pieces = max(1, math.ceil(left / (size - 1)))
             stop = start + math.ceil(left / pieces) + 1
             batch.append((row, start, stop))
             at, start = (at + 1, 0) if pieces == 1 else (at, stop - 1)
-        if not drop_last or len(batch) == room: out.append(np.array(batch))
+        if not drop_last or len(batch) == room:
+            out.append(np.array(batch))
     return [*out, *cut_batches(order[at:], batch_size, lengths, max_tokens, False, drop_last)]
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #d4ffb627
 def encode_rows(
-    rows: Iterable[dict], # Rows with a `text`
-    tokenizer: Any, # With `encode_batch`, `vocab_size` and `eos_token_id`: a `BPETokenizer`
-    batch: int = 512, # Texts handed to the tokenizer at a time
-) -> np.ndarray: # (tokens,) uint16 where the vocabulary allows, else uint32
+    rows: Iterable[dict],  # Rows with a `text`
+    tokenizer: Any,  # With `encode_batch`, `vocab_size` and `eos_token_id`: a `BPETokenizer`
+    batch: int = 512,  # Texts handed to the tokenizer at a time
+) -> np.ndarray:  # (tokens,) uint16 where the vocabulary allows, else uint32
     "All texts as one array of ids, with the end-of-text token after each."
-    if tokenizer.eos_token_id is None: raise ValueError('The tokenizer has no end-of-text token: train it with '
-                                                        "special_tokens=['<|endoftext|>'].")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no end-of-text token: train it with "
+            "special_tokens=['<|endoftext|>']."
+        )
     kind, out, texts = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32, [], []
+
     def flush() -> None:
-        for ids in tokenizer.encode_batch(texts, allowed_special='none'):
+        for ids in tokenizer.encode_batch(texts, allowed_special="none"):
             out.append(np.array([*ids, tokenizer.eos_token_id], dtype=kind))
         texts.clear()
+
     for row in rows:
-        texts.append(row['text'])
-        if len(texts) == batch: flush()
+        texts.append(row["text"])
+        if len(texts) == batch:
+            flush()
     flush()
     return np.concatenate(out) if out else np.zeros(0, kind)
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #37274086
 def token_blocks(
-    ids: np.ndarray, # (tokens,) one long line of ids
-    max_length: int, # Tokens in a row, at least 2
-) -> list[np.ndarray]: # Views of (max_length,) each, overlapping by one token; the last may be shorter
+    ids: np.ndarray,  # (tokens,) one long line of ids
+    max_length: int,  # Tokens in a row, at least 2
+) -> list[
+    np.ndarray
+]:  # Views of (max_length,) each, overlapping by one token; the last may be shorter
     "Cut a line of ids into rows so that every token but the first is predicted exactly once."
     if max_length < 2:
-        raise ValueError(f'max_length = {max_length}: a row needs at least 2 tokens, one to predict the other')
-    if len(ids) < 2: raise ValueError(f'{len(ids)} tokens are too few to train on: at least 2 are needed')
-    return [ids[start:start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
+        raise ValueError(
+            f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the other"
+        )
+    if len(ids) < 2:
+        raise ValueError(f"{len(ids)} tokens are too few to train on: at least 2 are needed")
+    return [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #f756bb88
 def collate(
-    rows: Sequence, # Arrays of ids, or dicts with `input_ids` and perhaps `labels` and `position_ids`
-    pad_id: int = 0, # What stands in the padding; nothing depends on it
-    padding_free: bool = False, # All rows in one, with positions that start again, instead of a rectangle
-) -> dict[str, Tensor]: # input_ids, labels (rows, longest) int64; attention_mask where rows differ; position_ids if given
+    rows: Sequence,  # Arrays of ids, or dicts with `input_ids` and perhaps `labels` and `position_ids`
+    pad_id: int = 0,  # What stands in the padding; nothing depends on it
+    padding_free: bool = False,  # All rows in one, with positions that start again, instead of a rectangle
+) -> dict[
+    str, Tensor
+]:  # input_ids, labels (rows, longest) int64; attention_mask where rows differ; position_ids if given
     "Pad rows on the right into one batch; labels are -100 where there is nothing to learn."
     given = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
-    if padding_free: return {k: torch.as_tensor(v.astype(np.int64))[None] for k, v in flatten_examples(given).items()}
-    inputs = [torch.as_tensor(np.asarray(row['input_ids'], dtype=np.int64)) for row in given]
-    labels = [torch.as_tensor(np.asarray(row.get('labels', row['input_ids']), dtype=np.int64)) for row in given]
-    if wrong := [i for i, (x, y) in enumerate(zip(inputs, labels, strict=True)) if len(x) != len(y)]:
+    if padding_free:
+        return {
+            k: torch.as_tensor(v.astype(np.int64))[None] for k, v in flatten_examples(given).items()
+        }
+    inputs = [torch.as_tensor(np.asarray(row["input_ids"], dtype=np.int64)) for row in given]
+    labels = [
+        torch.as_tensor(np.asarray(row.get("labels", row["input_ids"]), dtype=np.int64))
+        for row in given
+    ]
+    if wrong := [
+        i for i, (x, y) in enumerate(zip(inputs, labels, strict=True)) if len(x) != len(y)
+    ]:
         i = wrong[0]
-        raise ValueError(f'row {i} has {len(inputs[i])} input_ids and {len(labels[i])} labels: they must be as many')
+        raise ValueError(
+            f"row {i} has {len(inputs[i])} input_ids and {len(labels[i])} labels: they must be as many"
+        )
     pad = torch.nn.utils.rnn.pad_sequence
-    batch = dict(input_ids=pad(inputs, batch_first=True, padding_value=pad_id),
-                 labels=pad(labels, batch_first=True, padding_value=-100))
-    lengths, longest = torch.tensor([len(x) for x in inputs]), batch['input_ids'].shape[1]
-    if any('position_ids' in row for row in given): # Of packed rows; padding is one more document
-        counted = [np.asarray(row.get('position_ids', np.arange(len(x)))) for row, x in zip(given, inputs, strict=True)]
-        batch['position_ids'] = torch.as_tensor(np.stack([
-            np.concatenate((places, np.arange(longest - len(places)))) for places in counted]).astype(np.int64))
+    batch = dict(
+        input_ids=pad(inputs, batch_first=True, padding_value=pad_id),
+        labels=pad(labels, batch_first=True, padding_value=-100),
+    )
+    lengths, longest = torch.tensor([len(x) for x in inputs]), batch["input_ids"].shape[1]
+    if any("position_ids" in row for row in given):  # Of packed rows; padding is one more document
+        counted = [
+            np.asarray(row.get("position_ids", np.arange(len(x))))
+            for row, x in zip(given, inputs, strict=True)
+        ]
+        batch["position_ids"] = torch.as_tensor(
+            np.stack(
+                [np.concatenate((places, np.arange(longest - len(places)))) for places in counted]
+            ).astype(np.int64)
+        )
     elif lengths.min() < lengths.max():
-        batch['attention_mask'] = (torch.arange(longest) < lengths[:, None]).long()
+        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     return batch
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #fd57971e
 @contextmanager
 def chance_of(
-    *place: int, # Seed, epoch and batch, say
+    *place: int,  # Seed, epoch and batch, say
 ) -> Iterator[None]:
     "All random numbers inside follow from `place` alone; outside nothing has happened."
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -307,74 +386,133 @@ def chance_of(
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    try: yield
+    try:
+        yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
 
+
 class _Planned(Dataset):
     "A data set for torch whose items are whole batches."
-    def __init__(self, batches: 'Batches', epoch: int):
-        self.rows, self.plan, self.join = batches.rows, batches.plan(epoch), batches.join
-        self.place = None if isinstance(batches.rows, (list, tuple, np.ndarray)) else (batches.seed, epoch) # Those draw nothing
 
-    def __len__(self) -> int: return len(self.plan)
+    def __init__(self, batches: "Batches", epoch: int):
+        self.rows, self.plan, self.join = batches.rows, batches.plan(epoch), batches.join
+        self.place = (
+            None if isinstance(batches.rows, (list, tuple, np.ndarray)) else (batches.seed, epoch)
+        )  # Those draw nothing
+
+    def __len__(self) -> int:
+        return len(self.plan)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         plan = self.plan[i]
         with nullcontext() if self.place is None else chance_of(*self.place, i):
-            if plan.ndim == 2: rows = [self.rows[r][start:stop] for r, start, stop in plan.tolist()] # pieces of running text
-            else: rows = [self.rows[r] for r in plan.tolist()]
+            if plan.ndim == 2:
+                rows = [
+                    self.rows[r][start:stop] for r, start, stop in plan.tolist()
+                ]  # pieces of running text
+            else:
+                rows = [self.rows[r] for r in plan.tolist()]
             return self.join(rows)
 
+
 def _length(row: Any) -> int:
-    return int(row['length']) if isinstance(row, dict) and 'length' in row else len(row['input_ids'] if isinstance(row, dict) else row)
+    return (
+        int(row["length"])
+        if isinstance(row, dict) and "length" in row
+        else len(row["input_ids"] if isinstance(row, dict) else row)
+    )
+
 
 class Batches:
     "Shuffled batches of `rows`, epoch after epoch, that know their place."
+
     def __init__(
         self,
-        rows: Sequence, # What `collate` takes: arrays of ids, or dicts
-        batch_size: int, # Rows in a batch
-        seed: int = 0, # Chooses the order of every epoch
-        shuffle: bool = True, # Keep the given order when False
-        drop_last: bool = False, # Leave out a last batch that is not full
+        rows: Sequence,  # What `collate` takes: arrays of ids, or dicts
+        batch_size: int,  # Rows in a batch
+        seed: int = 0,  # Chooses the order of every epoch
+        shuffle: bool = True,  # Keep the given order when False
+        drop_last: bool = False,  # Leave out a last batch that is not full
         pad_id: int = 0,
-        group_by_length: bool = False, # Rows of like length go together
-        curriculum: CurriculumConfig | None = None, # Easy rows first; bare arrays of ids are running text, and cut
-        difficulty_fn: Callable[[Any], float] | None = None, # How hard a row is, for a curriculum by difficulty
-        max_tokens: int | None = None, # Places in a batch at most; it may have fewer rows than `batch_size` then
-        padding_free: bool = False, # Each batch is one row with positions that start again
-        num_workers: int = 0, # Processes that prepare batches ahead
-        pin_memory: bool = False, # Put batches where a GPU fetches them faster
+        group_by_length: bool = False,  # Rows of like length go together
+        curriculum: CurriculumConfig
+        | None = None,  # Easy rows first; bare arrays of ids are running text, and cut
+        difficulty_fn: Callable[[Any], float]
+        | None = None,  # How hard a row is, for a curriculum by difficulty
+        max_tokens: int
+        | None = None,  # Places in a batch at most; it may have fewer rows than `batch_size` then
+        padding_free: bool = False,  # Each batch is one row with positions that start again
+        num_workers: int = 0,  # Processes that prepare batches ahead
+        pin_memory: bool = False,  # Put batches where a GPU fetches them faster
     ):
-        if batch_size < 1: raise ValueError(f'batch_size = {batch_size}: must be at least 1')
-        if not len(rows): raise ValueError('there are no rows to make batches of')
-        if curriculum and curriculum.strategy == 'none': curriculum = None
+        if batch_size < 1:
+            raise ValueError(f"batch_size = {batch_size}: must be at least 1")
+        if not len(rows):
+            raise ValueError("there are no rows to make batches of")
+        if curriculum and curriculum.strategy == "none":
+            curriculum = None
         if curriculum and (group_by_length or not shuffle):
-            raise ValueError('a curriculum chooses the order of the rows: leave out group_by_length and shuffle=False')
-        if (difficulty_fn is not None) != (curriculum is not None and curriculum.strategy == 'difficulty_based'):
-            raise ValueError("difficulty_fn goes with a curriculum whose strategy is 'difficulty_based', and only with it")
-        self.rows, self.batch_size, self.seed, self.shuffle, self.drop_last = rows, batch_size, seed, shuffle, drop_last
-        self.pad_id, self.padding_free, self.num_workers, self.pin_memory = pad_id, padding_free, num_workers, pin_memory
-        self.group_by_length, self.curriculum, self.max_tokens, self.epoch, self.index = group_by_length, curriculum, max_tokens, 0, 0
+            raise ValueError(
+                "a curriculum chooses the order of the rows: leave out group_by_length and shuffle=False"
+            )
+        if (difficulty_fn is not None) != (
+            curriculum is not None and curriculum.strategy == "difficulty_based"
+        ):
+            raise ValueError(
+                "difficulty_fn goes with a curriculum whose strategy is 'difficulty_based', and only with it"
+            )
+        self.rows, self.batch_size, self.seed, self.shuffle, self.drop_last = (
+            rows,
+            batch_size,
+            seed,
+            shuffle,
+            drop_last,
+        )
+        self.pad_id, self.padding_free, self.num_workers, self.pin_memory = (
+            pad_id,
+            padding_free,
+            num_workers,
+            pin_memory,
+        )
+        self.group_by_length, self.curriculum, self.max_tokens, self.epoch, self.index = (
+            group_by_length,
+            curriculum,
+            max_tokens,
+            0,
+            0,
+        )
         needed = group_by_length or max_tokens is not None or curriculum is not None
-        self.lengths = None if not needed else getattr(rows, 'lengths', None) # `TokenRows` knows them
-        if needed and self.lengths is None: self.lengths = np.array([_length(row) for row in rows], np.int64)
-        self.cut = bool(curriculum and curriculum.strategy == 'length_based' and not isinstance(rows[0], dict))
-        self.difficulty = np.array([difficulty_fn(row) for row in rows]) if difficulty_fn else self.lengths
+        self.lengths = (
+            None if not needed else getattr(rows, "lengths", None)
+        )  # `TokenRows` knows them
+        if needed and self.lengths is None:
+            self.lengths = np.array([_length(row) for row in rows], np.int64)
+        self.cut = bool(
+            curriculum and curriculum.strategy == "length_based" and not isinstance(rows[0], dict)
+        )
+        self.difficulty = (
+            np.array([difficulty_fn(row) for row in rows]) if difficulty_fn else self.lengths
+        )
         if max_tokens is not None and self.lengths is not None and self.lengths.max() > max_tokens:
-            raise ValueError(f'a row has {self.lengths.max()} tokens, more than max_tokens = {max_tokens}')
+            raise ValueError(
+                f"a row has {self.lengths.max()} tokens, more than max_tokens = {max_tokens}"
+            )
         self._plan: tuple[int, list[np.ndarray]] = (-1, [])
-        if not len(self): raise ValueError(f'{len(rows)} rows don\'t fill one batch of {batch_size}: '
-                                           'use a smaller batch, more data, or drop_last=False')
+        if not len(self):
+            raise ValueError(
+                f"{len(rows)} rows don't fill one batch of {batch_size}: "
+                "use a smaller batch, more data, or drop_last=False"
+            )
 
-    def __len__(self) -> int: return len(self.plan(self.epoch)) # batches in this epoch
+    def __len__(self) -> int:
+        return len(self.plan(self.epoch))  # batches in this epoch
 
     def join(
         self,
-        rows: Sequence, # Those of one batch
+        rows: Sequence,  # Those of one batch
     ) -> dict[str, Tensor]:
         "A batch of them; rows of another shape have a class of their own that joins them otherwise."
         return collate(rows, self.pad_id, self.padding_free)
@@ -382,34 +520,62 @@ class Batches:
     def order(
         self,
         epoch: int,
-    ) -> np.ndarray: # (rows,) which row comes when
+    ) -> np.ndarray:  # (rows,) which row comes when
         "The order of the rows in `epoch`: a function of it, the seed and the rows' lengths, and of nothing else."
-        if not self.shuffle: order = np.arange(len(self.rows))
-        else: order = shuffled(len(self.rows), self.seed, epoch)
-        if self.group_by_length and self.lengths is not None: return like_lengths(order, self.lengths, 50 * self.batch_size)
-        if self.curriculum is None or self.difficulty is None or self.cut: return order
-        return easy_first(order, self.difficulty, self.curriculum, self.batch_size, epoch * len(self.rows))
+        if not self.shuffle:
+            order = np.arange(len(self.rows))
+        else:
+            order = shuffled(len(self.rows), self.seed, epoch)
+        if self.group_by_length and self.lengths is not None:
+            return like_lengths(order, self.lengths, 50 * self.batch_size)
+        if self.curriculum is None or self.difficulty is None or self.cut:
+            return order
+        return easy_first(
+            order, self.difficulty, self.curriculum, self.batch_size, epoch * len(self.rows)
+        )
 
     def plan(
         self,
         epoch: int,
-    ) -> list[np.ndarray]: # The rows of each batch; (pieces, 3) with row, start and stop where rows are cut
+    ) -> list[
+        np.ndarray
+    ]:  # The rows of each batch; (pieces, 3) with row, start and stop where rows are cut
         "All batches of `epoch`."
         if self._plan[0] != epoch:
-            if self.cut: plan = self._pieces(epoch)
-            else: plan = cut_batches(self.order(epoch), self.batch_size, self.lengths, self.max_tokens, self.padding_free,
-                                     self.drop_last)
-            if self.group_by_length and self.shuffle: plan = [plan[i] for i in shuffled(len(plan), self.seed, epoch, 1)]
+            if self.cut:
+                plan = self._pieces(epoch)
+            else:
+                plan = cut_batches(
+                    self.order(epoch),
+                    self.batch_size,
+                    self.lengths,
+                    self.max_tokens,
+                    self.padding_free,
+                    self.drop_last,
+                )
+            if self.group_by_length and self.shuffle:
+                plan = [plan[i] for i in shuffled(len(plan), self.seed, epoch, 1)]
             self._plan = epoch, plan
         return self._plan[1]
 
     def _pieces(self, epoch: int) -> list[np.ndarray]:
         "The plan of running text: how far the curriculum is depends on how many batches the epochs before had."
         assert self.curriculum and self.lengths is not None
-        step, cut = 0, lambda e, step: cut_rows(self.order(e), self.lengths, self.curriculum, self.batch_size, step, # type: ignore
-                                                self.max_tokens, self.drop_last)
+        step, cut = (
+            0,
+            lambda e, step: cut_rows(
+                self.order(e),
+                self.lengths,
+                self.curriculum,
+                self.batch_size,
+                step,  # type: ignore
+                self.max_tokens,
+                self.drop_last,
+            ),
+        )
         for before in range(epoch):
-            if step >= self.curriculum.steps: break # whatever came then, rows are whole now
+            if step >= self.curriculum.steps:
+                break  # whatever came then, rows are whole now
             step += len(cut(before, step))
         return cut(epoch, step)
 
@@ -418,9 +584,14 @@ class Batches:
         plan = _Planned(self, self.epoch)
         pin = self.pin_memory and torch.cuda.is_available()
         # A generator of its own, for the loader would draw from torch's and change what dropout does
-        loader = DataLoader(plan, batch_size=None,
-                            sampler=range(self.index, len(plan)), num_workers=self.num_workers, pin_memory=pin,
-                            generator=torch.Generator().manual_seed(self.seed))
+        loader = DataLoader(
+            plan,
+            batch_size=None,
+            sampler=range(self.index, len(plan)),
+            num_workers=self.num_workers,
+            pin_memory=pin,
+            generator=torch.Generator().manual_seed(self.seed),
+        )
         for batch in loader:
             self.index += 1
             yield batch
@@ -428,17 +599,30 @@ class Batches:
 
     def largest(
         self,
-        rows: int | None = None, # At most; None: as many as a batch has
-    ) -> dict[str, Tensor] | None: # None where the rows are not in memory, or their number changes
+        rows: int | None = None,  # At most; None: as many as a batch has
+    ) -> dict[str, Tensor] | None:  # None where the rows are not in memory, or their number changes
         "A batch of the longest rows: none that comes takes more memory."
-        if not isinstance(self.rows, list) or not isinstance(self.rows[0], dict) or self.max_tokens is not None or self.padding_free or self.cut: return None
-        whole = lambda row: _length(row) if 'length' in row or 'input_ids' in row else sum(len(x) for x in row.values() if hasattr(x, '__len__'))
-        return self.join(sorted(self.rows, key=whole)[-min(self.batch_size, rows or self.batch_size):])
+        if (
+            not isinstance(self.rows, list)
+            or not isinstance(self.rows[0], dict)
+            or self.max_tokens is not None
+            or self.padding_free
+            or self.cut
+        ):
+            return None
+        whole = lambda row: (
+            _length(row)
+            if "length" in row or "input_ids" in row
+            else sum(len(x) for x in row.values() if hasattr(x, "__len__"))
+        )
+        return self.join(
+            sorted(self.rows, key=whole)[-min(self.batch_size, rows or self.batch_size) :]
+        )
 
     def widths(
         self,
-        count: int, # Batches
-    ) -> set[tuple[int, int]]: # Rows, and tokens of the longest of them
+        count: int,  # Batches
+    ) -> set[tuple[int, int]]:  # Rows, and tokens of the longest of them
         "The different sizes of the batches that come, for rows in memory of which each is one text."
         lengths, kept = np.array([_length(row) for row in self.rows]), self._plan
         found, epoch = set(), 0
@@ -460,19 +644,37 @@ class Batches:
     def state_dict(self) -> dict:
         "The place: which epoch, how many of its batches were given out, and what the order depends on."
         used = [x for x in (self.lengths, self.difficulty) if x is not None]
-        return dict(epoch=self.epoch, index=self.index, seed=self.seed, rows=len(self.rows), batch_size=self.batch_size,
-                    shuffle=self.shuffle, drop_last=self.drop_last, group_by_length=self.group_by_length,
-                    max_tokens=self.max_tokens, padding_free=self.padding_free, cut=self.cut,
-                    curriculum=asdict(self.curriculum) if self.curriculum else None,
-                    lengths=zlib.crc32(b''.join(x.tobytes() for x in used)) if used else None)
+        return dict(
+            epoch=self.epoch,
+            index=self.index,
+            seed=self.seed,
+            rows=len(self.rows),
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            group_by_length=self.group_by_length,
+            max_tokens=self.max_tokens,
+            padding_free=self.padding_free,
+            cut=self.cut,
+            curriculum=asdict(self.curriculum) if self.curriculum else None,
+            lengths=zlib.crc32(b"".join(x.tobytes() for x in used)) if used else None,
+        )
 
     def load_state_dict(
         self,
-        state: dict, # From `state_dict`; raises `ValueError` if it belongs to other data
+        state: dict,  # From `state_dict`; raises `ValueError` if it belongs to other data
     ) -> None:
         "Take up the order where `state` left it."
-        here, first = self.state_dict(), dict(drop_last=False, group_by_length=False, padding_free=False, cut=False)
-        if wrong := [f'{k}: {then} then, {here[k]} now' for k in here.keys() - {'epoch', 'index'}
-                     if (then := state.get(k, first.get(k))) != here[k]]:
-            raise ValueError(f"These are not the batches that the saved place belongs to ({'; '.join(sorted(wrong))}).")
-        self.epoch, self.index = state['epoch'], state['index']
+        here, first = (
+            self.state_dict(),
+            dict(drop_last=False, group_by_length=False, padding_free=False, cut=False),
+        )
+        if wrong := [
+            f"{k}: {then} then, {here[k]} now"
+            for k in here.keys() - {"epoch", "index"}
+            if (then := state.get(k, first.get(k))) != here[k]
+        ]:
+            raise ValueError(
+                f"These are not the batches that the saved place belongs to ({'; '.join(sorted(wrong))})."
+            )
+        self.epoch, self.index = state["epoch"], state["index"]

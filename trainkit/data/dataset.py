@@ -36,92 +36,147 @@ from ..parallel import in_order
 # %% ../../nbs/02_data/04_loading.ipynb #b0221376
 class LoadedRows(list):
     "A list of rows with the `report` of how they were read."
+
     report: LoadReport
 
     def _repr_html_(self) -> str:
-        shown = ''.join(f'<tr><td><b>{escape(str(k))}</b></td><td>{escape(str(v)[:300])}</td></tr>'
-                        for k, v in (self[0] if self else {}).items())
-        return f'{self.report._repr_html_()}<table>{shown}</table>'
+        shown = "".join(
+            f"<tr><td><b>{escape(str(k))}</b></td><td>{escape(str(v)[:300])}</td></tr>"
+            for k, v in (self[0] if self else {}).items()
+        )
+        return f"{self.report._repr_html_()}<table>{shown}</table>"
 
 # %% ../../nbs/02_data/04_loading.ipynb #af929ea5
 @dataclass
 class _Checker:
     "From raw rows to examples; picklable, so that processes can share the work."
+
     kind: str
     columns: Mapping[str, str] | None
-    told: bool # The kind was named, not found out
+    told: bool  # The kind was named, not found out
     keep_columns: bool | Collection[str]
 
-    def __call__(self, raw: list[Raw]) -> list[tuple[Any, str]]: return [self.check(*one) for one in raw]
+    def __call__(self, raw: list[Raw]) -> list[tuple[Any, str]]:
+        return [self.check(*one) for one in raw]
 
     def check(self, where: str, source: str, line: int | None, row: Any) -> tuple[Any, str]:
         "The example or the `ValueError` that says what is wrong, and another kind that the example fits."
-        if isinstance(row, ValueError): return row, ''
-        try: out = as_example(row, self.kind, self.columns)
+        if isinstance(row, ValueError):
+            return row, ""
+        try:
+            out = as_example(row, self.kind, self.columns)
         except ValueError as error:
-            more = '' if self.told else f' (the first row is of kind {self.kind})'
-            return ValueError(f'{where}: {error}{more}'), ''
-        fits, other = fitting_kinds(out), ''
-        if [*fits] != [self.kind] and self.kind != 'prompt':
+            more = "" if self.told else f" (the first row is of kind {self.kind})"
+            return ValueError(f"{where}: {error}{more}"), ""
+        fits, other = fitting_kinds(out), ""
+        if [*fits] != [self.kind] and self.kind != "prompt":
             if self.told:
-                foreign = {c for names in fits.values() for c in names.values()} - {*KINDS[self.kind], 'input', 'system'}
+                foreign = {c for names in fits.values() for c in names.values()} - {
+                    *KINDS[self.kind],
+                    "input",
+                    "system",
+                }
                 out = {c: v for c, v in out.items() if c not in foreign}
-            else: other = ' and '.join(fits)
+            else:
+                other = " and ".join(fits)
         if self.keep_columns is not True:
             kept = self.keep_columns or ()
-            out = {c: v for c, v in out.items() if c in KINDS[self.kind] or c in ('input', 'system', 'source', 'line', *kept)}
-        out.setdefault('source', source)
-        if line is not None: out.setdefault('line', line)
+            out = {
+                c: v
+                for c, v in out.items()
+                if c in KINDS[self.kind] or c in ("input", "system", "source", "line", *kept)
+            }
+        out.setdefault("source", source)
+        if line is not None:
+            out.setdefault("line", line)
         return out, other
+
 
 def _find_kind(raw: Iterator[Raw], columns: Mapping[str, str] | None) -> tuple[str, list[Raw]]:
     "The kind of the first row that has one, and the rows read until then."
-    seen, first, unsure = [], None, ''
+    seen, first, unsure = [], None, ""
     for one in raw:
         seen.append(one)
         where, *_, row = one
-        if isinstance(row, ValueError): first = first or row
+        if isinstance(row, ValueError):
+            first = first or row
         else:
-            try: kind = example_kind(as_example(row, None, columns))
+            try:
+                kind = example_kind(as_example(row, None, columns))
             except ValueError as error:
-                first = first or ValueError(f'{where}: {error}')
-                if isinstance(row, Mapping) and len(fitting_kinds(row)) > 1: raise first from None
-            else: # a null may hide what the other rows are
-                full = {c: c == 'label' or '' if v is None else v for c, v in row.items()}
-                if [*fitting_kinds(full)] == [*fitting_kinds(row)]: return kind, seen
+                first = first or ValueError(f"{where}: {error}")
+                if isinstance(row, Mapping) and len(fitting_kinds(row)) > 1:
+                    raise first from None
+            else:  # a null may hide what the other rows are
+                full = {c: c == "label" or "" if v is None else v for c, v in row.items()}
+                if [*fitting_kinds(full)] == [*fitting_kinds(row)]:
+                    return kind, seen
                 unsure = unsure or kind
-        if unsure and len(seen) >= 1000: break
-        if len(seen) >= 100_000: break # Nothing that is read so far says what it is, and all of it is kept
-    if unsure: return unsure, seen
-    if first: raise ValueError(f'none of {len(seen):,} row{"s"*(len(seen) != 1)} is an example. {first}')
-    return '', seen
+        if unsure and len(seen) >= 1000:
+            break
+        if len(seen) >= 100_000:
+            break  # Nothing that is read so far says what it is, and all of it is kept
+    if unsure:
+        return unsure, seen
+    if first:
+        raise ValueError(
+            f"none of {len(seen):,} row{'s' * (len(seen) != 1)} is an example. {first}"
+        )
+    return "", seen
+
 
 def _renamed(row: Mapping, kind: str, columns: Mapping[str, str] | None) -> dict[str, str]:
     "Usual name -> the name in this row, for the columns that have another one."
     given = dict(columns or {})
-    if 'system_prompt' in row and 'system' not in row and kind != 'text': given['system'] = 'system_prompt'
-    for column in (*KINDS[kind], 'input'):
-        other = next((n for n in ALIASES[kind].get(column, ()) if n in row and n not in given.values()), None)
-        if other and column not in row and column not in given: given[column] = other
+    if "system_prompt" in row and "system" not in row and kind != "text":
+        given["system"] = "system_prompt"
+    for column in (*KINDS[kind], "input"):
+        other = next(
+            (n for n in ALIASES[kind].get(column, ()) if n in row and n not in given.values()), None
+        )
+        if other and column not in row and column not in given:
+            given[column] = other
     return {own: name for own, name in given.items() if own != name}
 
-_KNOWN = frozenset(('input', 'system', 'label', *(name for kind in KINDS for column in KINDS[kind]
-                                                  for name in (column, *ALIASES[kind].get(column, ())))))
+
+_KNOWN = frozenset(
+    (
+        "input",
+        "system",
+        "label",
+        *(
+            name
+            for kind in KINDS
+            for column in KINDS[kind]
+            for name in (column, *ALIASES[kind].get(column, ()))
+        ),
+    )
+)
+
 
 @lru_cache(maxsize=1024)
 def _small(names: tuple[str, ...], own: frozenset[str]) -> dict[str, str]:
     "Columns that are known but for capitals or spaces -> their usual spelling."
     small = {name: name.strip().lower() for name in names if name not in own and name not in _KNOWN}
-    return {name: usual for name, usual in small.items() if usual in _KNOWN and usual not in names
-            and [*small.values()].count(usual) == 1}
+    return {
+        name: usual
+        for name, usual in small.items()
+        if usual in _KNOWN and usual not in names and [*small.values()].count(usual) == 1
+    }
 
-def _usual_spelling(raw: Iterator[Raw], columns: Mapping[str, str] | None, report: LoadReport) -> Iterator[Raw]:
+
+def _usual_spelling(
+    raw: Iterator[Raw], columns: Mapping[str, str] | None, report: LoadReport
+) -> Iterator[Raw]:
     "Rows whose `Instruction` is `instruction`; the report says so once."
     own, told = frozenset((columns or {}).values()), set()
     for where, source, line, row in raw:
         if isinstance(row, Mapping) and (small := _small(tuple(row), own)):
             if new := {*small} - told:
-                report.notes.append('column names are taken in small letters: ' + ', '.join(n for n in small if n in new))
+                report.notes.append(
+                    "column names are taken in small letters: "
+                    + ", ".join(n for n in small if n in new)
+                )
                 told |= new
             row = {small.get(name, name): value for name, value in row.items()}
         yield where, source, line, row
@@ -129,97 +184,160 @@ def _usual_spelling(raw: Iterator[Raw], columns: Mapping[str, str] | None, repor
 # %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc
 def _called(source: Any) -> str:
     "What a report and its errors call a path, a name, or rows in memory."
-    return str(source) if isinstance(source, (str, PathLike)) else f'{type(source).__name__} in memory'
+    return (
+        str(source) if isinstance(source, (str, PathLike)) else f"{type(source).__name__} in memory"
+    )
+
 
 def _rows_in_hand(rows: Any, split: str | None) -> Iterator[Raw]:
     "Rows that are in memory, such as a `datasets.Dataset`, as if they had been read."
     name = type(rows).__name__
-    if isinstance(rows, Mapping): # A `DatasetDict`
-        if not rows: raise ValueError(f'a {name} without splits: there are no rows')
-        split = split or ('train' if 'train' in rows else next(iter(rows)) if len(rows) == 1 else None)
-        if split not in rows: raise ValueError(f"split = {split!r}: this {name} has {', '.join(map(str, rows))}")
+    if isinstance(rows, Mapping):  # A `DatasetDict`
+        if not rows:
+            raise ValueError(f"a {name} without splits: there are no rows")
+        split = split or (
+            "train" if "train" in rows else next(iter(rows)) if len(rows) == 1 else None
+        )
+        if split not in rows:
+            raise ValueError(f"split = {split!r}: this {name} has {', '.join(map(str, rows))}")
         rows = rows[split]
-    elif split is not None: raise ValueError(f'split = {split!r}: a {name} has no splits')
+    elif split is not None:
+        raise ValueError(f"split = {split!r}: a {name} has no splits")
     if isinstance(rows, (bytes, str)) or not isinstance(rows, Iterable):
-        raise TypeError(f'a {name} is no path, no name of a corpus or data set, and holds no rows: give one of these, or a list of dicts, or a datasets.Dataset')
-    return ((f'row {number}', f'{name} in memory', None, row) for number, row in enumerate(rows, 1))
+        raise TypeError(
+            f"a {name} is no path, no name of a corpus or data set, and holds no rows: give one of these, or a list of dicts, or a datasets.Dataset"
+        )
+    return ((f"row {number}", f"{name} in memory", None, row) for number, row in enumerate(rows, 1))
+
 
 def stream_examples(
-    path_or_name: str | Path | Iterable[Mapping], # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
-    kind: str | None = None, # A key of `KINDS`; told by the first row when None
-    text_column: str | None = None, # The column that holds the text; says that the kind is text
-    split: str | None = None, # Of a folder or dataset; `train` where there are several
-    columns: Mapping[str, str] | None = None, # Usual name -> the file's, as in `{'prompt': 'frage'}`
-    dataset_config: str | None = None, # Which part of a Hugging Face dataset that has several
-    field: str | None = None, # Where in a JSON file the list of rows lies
-    encoding: str = 'utf-8', # How the characters of text files are written
-    on_bad: str = 'raise', # A row that is no example: 'raise', or 'skip' and count it
-    max_examples: int | None = None, # Stop after this many
-    keep_columns: bool | Collection[str] = True, # False keeps only those of the kind, and where the row is from; names keep these too
-    num_workers: int = 1, # Processes that check rows; the result is the same with any number
-    streaming: bool = True, # Read a Hugging Face dataset as it comes instead of downloading all of it first
-    report: LoadReport | None = None, # Filled in as rows are read
-) -> Iterator[dict]: # Examples with the usual columns, and `source` and `line`; raises `ValueError`
+    path_or_name: str
+    | Path
+    | Iterable[
+        Mapping
+    ],  # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    kind: str | None = None,  # A key of `KINDS`; told by the first row when None
+    text_column: str | None = None,  # The column that holds the text; says that the kind is text
+    split: str | None = None,  # Of a folder or dataset; `train` where there are several
+    columns: Mapping[str, str]
+    | None = None,  # Usual name -> the file's, as in `{'prompt': 'frage'}`
+    dataset_config: str | None = None,  # Which part of a Hugging Face dataset that has several
+    field: str | None = None,  # Where in a JSON file the list of rows lies
+    encoding: str = "utf-8",  # How the characters of text files are written
+    on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
+    max_examples: int | None = None,  # Stop after this many
+    keep_columns: bool
+    | Collection[
+        str
+    ] = True,  # False keeps only those of the kind, and where the row is from; names keep these too
+    num_workers: int = 1,  # Processes that check rows; the result is the same with any number
+    streaming: bool = True,  # Read a Hugging Face dataset as it comes instead of downloading all of it first
+    report: LoadReport | None = None,  # Filled in as rows are read
+) -> Iterator[
+    dict
+]:  # Examples with the usual columns, and `source` and `line`; raises `ValueError`
     "Examples one at a time, without holding them all."
-    in_hand = None if isinstance(path_or_name, (str, PathLike)) else _rows_in_hand(path_or_name, split)
-    if on_bad not in ('raise', 'skip'): raise ValueError(f"on_bad = {on_bad!r}: must be 'raise' or 'skip'")
-    if max_examples is not None and max_examples < 0: raise ValueError(f'max_examples = {max_examples}: must be 0 or more')
+    in_hand = (
+        None if isinstance(path_or_name, (str, PathLike)) else _rows_in_hand(path_or_name, split)
+    )
+    if on_bad not in ("raise", "skip"):
+        raise ValueError(f"on_bad = {on_bad!r}: must be 'raise' or 'skip'")
+    if max_examples is not None and max_examples < 0:
+        raise ValueError(f"max_examples = {max_examples}: must be 0 or more")
     if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}")
+        raise ValueError(
+            f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}"
+        )
     if text_column is not None:
-        if kind not in (None, 'text'): raise ValueError(f'text_column = {text_column!r} says kind text, but kind = {kind!r}')
-        kind, columns = 'text', {**(columns or {}), 'text': text_column}
+        if kind not in (None, "text"):
+            raise ValueError(f"text_column = {text_column!r} says kind text, but kind = {kind!r}")
+        kind, columns = "text", {**(columns or {}), "text": text_column}
     named = _called(path_or_name)
     report = report if report is not None else LoadReport(named)
-    raw = raw_rows(path_or_name, split, dataset_config, encoding, field, streaming, report) if in_hand is None else in_hand # type: ignore
+    raw = (
+        raw_rows(path_or_name, split, dataset_config, encoding, field, streaming, report)
+        if in_hand is None
+        else in_hand
+    )  # type: ignore
     others = Counter()
     raw = _usual_spelling(raw, columns, report)
     report.kind, seen = (kind, list(islice(raw, 1))) if kind else _find_kind(raw, columns)
-    if not seen: raise ValueError(f'{named}: there are no rows')
-    if isinstance(seen[-1][-1], Mapping): report.renamed = _renamed(seen[-1][-1], report.kind, columns)
+    if not seen:
+        raise ValueError(f"{named}: there are no rows")
+    if isinstance(seen[-1][-1], Mapping):
+        report.renamed = _renamed(seen[-1][-1], report.kind, columns)
     checker = _Checker(report.kind, columns, kind is not None, keep_columns)
     try:
-        for out, other in in_order(checker, chain(seen, raw), num_workers, 256 if num_workers > 1 else 32):
-            if report.rows == max_examples: break
+        for out, other in in_order(
+            checker, chain(seen, raw), num_workers, 256 if num_workers > 1 else 32
+        ):
+            if report.rows == max_examples:
+                break
             if isinstance(out, ValueError):
-                if on_bad == 'raise': raise out
+                if on_bad == "raise":
+                    raise out
                 report.skip(str(out))
                 continue
             report.rows += 1
             others[other] += 1
             yield out
     finally:
-        report.notes += [f'{n:,} of the rows would also fit the kind {other}' for other, n in others.items() if other]
+        report.notes += [
+            f"{n:,} of the rows would also fit the kind {other}"
+            for other, n in others.items()
+            if other
+        ]
     if not report.rows and max_examples != 0:
-        raise ValueError(f'{path_or_name}: none of {report.skipped:,} row{"s"*(report.skipped != 1)} is an example. ' + ''.join(report.bad[:1]))
+        raise ValueError(
+            f"{path_or_name}: none of {report.skipped:,} row{'s' * (report.skipped != 1)} is an example. "
+            + "".join(report.bad[:1])
+        )
+
 
 def load_examples(
-    path_or_name: str | Path | Iterable[Mapping], # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
-    kind: str | None = None, # A key of `KINDS`; told by the first row when None
-    text_column: str | None = None, # The column that holds the text; says that the kind is text
-    split: str | None = None, # Of a folder or dataset; `train` where there are several
-    max_chars: int | None = None, # Stop after this many characters; a text is cut there
-    on_bad: str = 'raise', # A row that is no example: 'raise', or 'skip' and count it
-    max_examples: int | None = None, # Stop after this many
-    **options, # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
-) -> LoadedRows: # A list of rows, with a `report`
+    path_or_name: str
+    | Path
+    | Iterable[
+        Mapping
+    ],  # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    kind: str | None = None,  # A key of `KINDS`; told by the first row when None
+    text_column: str | None = None,  # The column that holds the text; says that the kind is text
+    split: str | None = None,  # Of a folder or dataset; `train` where there are several
+    max_chars: int | None = None,  # Stop after this many characters; a text is cut there
+    on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
+    max_examples: int | None = None,  # Stop after this many
+    **options,  # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
+) -> LoadedRows:  # A list of rows, with a `report`
     "All examples of a file, a folder, a corpus or a dataset; what was left out is counted, and said."
     report = LoadReport(_called(path_or_name))
-    rows, left = LoadedRows(), max_chars if max_chars is not None else float('inf')
+    rows, left = LoadedRows(), max_chars if max_chars is not None else float("inf")
     rows.report = report
-    options.setdefault('streaming', max_examples is not None)
-    for row in stream_examples(path_or_name, kind, text_column, split, on_bad=on_bad, max_examples=max_examples, report=report, **options):
-        if report.kind == 'text' and len(row['text']) > left: row['text'] = row['text'][:int(left)]
+    options.setdefault("streaming", max_examples is not None)
+    for row in stream_examples(
+        path_or_name,
+        kind,
+        text_column,
+        split,
+        on_bad=on_bad,
+        max_examples=max_examples,
+        report=report,
+        **options,
+    ):
+        if report.kind == "text" and len(row["text"]) > left:
+            row["text"] = row["text"][: int(left)]
         rows.append(row)
         if max_chars is not None:
             left -= count_characters(row, report.kind)
-            if left <= 0: break
-    if report.bad: warnings.warn(str(report), stacklevel=2)
+            if left <= 0:
+                break
+    if report.bad:
+        warnings.warn(str(report), stacklevel=2)
     return rows
 
+
 def count_characters(
-    row: Mapping, # An example
-    kind: str | None = None, # Told by the columns when None
+    row: Mapping,  # An example
+    kind: str | None = None,  # Told by the columns when None
 ) -> int:
     "How many characters the texts of an example have, all together."
     counts: list[int] = []
@@ -228,144 +346,256 @@ def count_characters(
 
 # %% ../../nbs/02_data/05_splits.ipynb #9d77d466
 def side(
-    text: str, # What decides: the row's content
-    seed: int = 0, # Another seed is another split
-) -> float: # From 0 up to, but not including, 1
+    text: str,  # What decides: the row's content
+    seed: int = 0,  # Another seed is another split
+) -> float:  # From 0 up to, but not including, 1
     "A row's place on the scale by which it is split; depends on nothing but content and seed."
-    digest = hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=8, key=str(seed).encode()).digest()
-    return (int.from_bytes(digest, 'big') >> 11) / 2**53
+    digest = hashlib.blake2b(
+        text.encode("utf-8", "surrogatepass"), digest_size=8, key=str(seed).encode()
+    ).digest()
+    return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 # %% ../../nbs/02_data/05_splits.ipynb #1a516725
 def split_key(
-    row: Mapping, # An example of any kind
-    group: str | None = None, # A column that decides instead of the content: rows that share its value stay together
+    row: Mapping,  # An example of any kind
+    group: str
+    | None = None,  # A column that decides instead of the content: rows that share its value stay together
 ) -> str:
     "What decides on which side a row is: its text, or the question without the answer."
     if group is not None:
-        if group not in row: raise ValueError(f"a row has no column {group!r} to group by (it has {', '.join(row)})")
-        return f'{group}={row[group]}'
+        if group not in row:
+            raise ValueError(f"a row has no column {group!r} to group by (it has {', '.join(row)})")
+        return f"{group}={row[group]}"
     kind = example_kind(row)
-    if kind == 'text': return row['text']
-    if kind == 'instruction': asked: Any = f"{row['instruction']}\n\n{row.get('input') or ''}"
-    else: asked = row.get({'messages': 'messages', 'reasoning': 'question'}.get(kind, 'prompt'))
+    if kind == "text":
+        return row["text"]
+    if kind == "instruction":
+        asked: Any = f"{row['instruction']}\n\n{row.get('input') or ''}"
+    else:
+        asked = row.get({"messages": "messages", "reasoning": "question"}.get(kind, "prompt"))
     if not isinstance(asked, str):
-        begin = next((i for i, turn in enumerate(asked) if turn['role'] == 'user'), 0) # a greeting may come first
-        first = next((i for i, turn in enumerate(asked) if turn['role'] == 'assistant' and i > begin), len(asked))
-        asked = '\n\n'.join(turn['content'] for turn in asked[begin:first] if turn['role'] != 'system')
-    return ' '.join(unicodedata.normalize('NFKC', asked).casefold().split())
+        begin = next(
+            (i for i, turn in enumerate(asked) if turn["role"] == "user"), 0
+        )  # a greeting may come first
+        first = next(
+            (i for i, turn in enumerate(asked) if turn["role"] == "assistant" and i > begin),
+            len(asked),
+        )
+        asked = "\n\n".join(
+            turn["content"] for turn in asked[begin:first] if turn["role"] != "system"
+        )
+    return " ".join(unicodedata.normalize("NFKC", asked).casefold().split())
 
 # %% ../../nbs/02_data/05_splits.ipynb #f55c7762
 def _remedy(
-    places: list[float], # Of the rows that might have been taken
-    fraction: float, # The share that was asked for
-    knob: str = 'eval_fraction', # What sets it
+    places: list[float],  # Of the rows that might have been taken
+    fraction: float,  # The share that was asked for
+    knob: str = "eval_fraction",  # What sets it
 ) -> str:
     "How a part gets rows: by a share that reaches the first of them, or by more rows."
-    lowest, enough = min(places, default=1.0), math.ceil(math.log(0.05)/math.log(1 - fraction))
-    share = next((s for s in (round(n/100, 2) for n in range(1, 51)) if s > max(lowest, fraction)), None)
-    some = f'{knob}={share:g} sets {sum(p < share for p in {*places}):,} of their {len({*places}):,} questions or texts apart; ' if share else ''
-    return f'{some}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty one time in twenty'
+    lowest, enough = min(places, default=1.0), math.ceil(math.log(0.05) / math.log(1 - fraction))
+    share = next(
+        (s for s in (round(n / 100, 2) for n in range(1, 51)) if s > max(lowest, fraction)), None
+    )
+    some = (
+        f"{knob}={share:g} sets {sum(p < share for p in {*places}):,} of their {len({*places}):,} questions or texts apart; "
+        if share
+        else ""
+    )
+    return f"{some}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty one time in twenty"
+
 
 def _split_before(places: list[float]) -> str:
     "What to do with rows of which a split by the same rule has taken the first already; nothing, where chance explains it."
-    if (1 - min(places))**len({*places}) > 1e-4: return ''
-    return (f'None of {len({*places}):,} questions or texts lies in the first {min(places):.1%} of the scale: an earlier split has taken them, '
-            'and its other file belongs in eval_file (another seed would split what is left)')
+    if (1 - min(places)) ** len({*places}) > 1e-4:
+        return ""
+    return (
+        f"None of {len({*places}):,} questions or texts lies in the first {min(places):.1%} of the scale: an earlier split has taken them, "
+        "and its other file belongs in eval_file (another seed would split what is left)"
+    )
 
-def _check(rows: list[dict], eval_fraction: float, test_fraction: float, by: str | None, own: dict[str, float], on_empty: str) -> None:
+
+def _check(
+    rows: list[dict],
+    eval_fraction: float,
+    test_fraction: float,
+    by: str | None,
+    own: dict[str, float],
+    on_empty: str,
+) -> None:
     "Raise `ValueError` for what can't be meant."
-    if not rows: raise ValueError('no rows to split')
-    if on_empty not in ('warn', 'raise', 'train'): raise ValueError(f"on_empty = {on_empty!r}: must be 'warn', 'raise' or 'train'")
-    for name, share in (('eval_fraction', eval_fraction), *((f'fractions[{k!r}]', v) for k, v in own.items())):
-        if not 0 < share < 1: raise ValueError(f'{name} = {share}: must be between 0 and 1')
+    if not rows:
+        raise ValueError("no rows to split")
+    if on_empty not in ("warn", "raise", "train"):
+        raise ValueError(f"on_empty = {on_empty!r}: must be 'warn', 'raise' or 'train'")
+    for name, share in (
+        ("eval_fraction", eval_fraction),
+        *((f"fractions[{k!r}]", v) for k, v in own.items()),
+    ):
+        if not 0 < share < 1:
+            raise ValueError(f"{name} = {share}: must be between 0 and 1")
         if not 0 <= test_fraction < 1 - share:
-            raise ValueError(f'test_fraction = {test_fraction}: must be between 0 and what {name} = {share} leaves')
-    if by is None and own: raise ValueError('fractions are shares of the values of a column: name it in by')
+            raise ValueError(
+                f"test_fraction = {test_fraction}: must be between 0 and what {name} = {share} leaves"
+            )
+    if by is None and own:
+        raise ValueError("fractions are shares of the values of a column: name it in by")
     if by is not None and (lost := next((row for row in rows if by not in row), None)):
         raise ValueError(f"a row has no column {by!r} to split by (it has {', '.join(lost)})")
     if strange := {*own} - {str(row[by]) for row in rows if own}:
-        raise ValueError(f'fractions names {min(strange)!r}, which no row has as its {by}')
+        raise ValueError(f"fractions names {min(strange)!r}, which no row has as its {by}")
+
 
 def split_examples(
-    rows: Iterable[dict], # Examples of any kind
-    eval_fraction: float = 0.1, # About this share of the rows
-    seed: int = 0, # Another seed is another split
-    test_fraction: float = 0.0, # About this share for a last test, which nothing else should read
-    by: str | None = None, # A column such as `task` or `source`: those of its values that nothing is set apart of are named in a warning
-    group: str | None = None, # A column whose equal values must stay together, instead of equal questions
-    fractions: Mapping[str, float] | None = None, # Value of `by` -> a share of its own, instead of `eval_fraction`
-    on_empty: str = 'warn', # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate on, or only if there are none to 'train' on
-) -> tuple[list[dict], ...]: # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
+    rows: Iterable[dict],  # Examples of any kind
+    eval_fraction: float = 0.1,  # About this share of the rows
+    seed: int = 0,  # Another seed is another split
+    test_fraction: float = 0.0,  # About this share for a last test, which nothing else should read
+    by: str
+    | None = None,  # A column such as `task` or `source`: those of its values that nothing is set apart of are named in a warning
+    group: str
+    | None = None,  # A column whose equal values must stay together, instead of equal questions
+    fractions: Mapping[str, float]
+    | None = None,  # Value of `by` -> a share of its own, instead of `eval_fraction`
+    on_empty: str = "warn",  # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate on, or only if there are none to 'train' on
+) -> tuple[
+    list[dict], ...
+]:  # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
     "Set rows apart by a hash of what they ask, and by nothing else: added rows move no other; no question on both sides."
     rows, own = list(rows), dict(fractions or {})
     _check(rows, eval_fraction, test_fraction, by, own, on_empty)
-    values = ['' if by is None else str(row[by]) for row in rows]
+    values = ["" if by is None else str(row[by]) for row in rows]
     places = [side(split_key(row, group), seed) for row in rows]
-    where = [1 if p < own.get(v, eval_fraction) else 2 if p >= 1 - test_fraction else 0 for p, v in zip(places, values, strict=True)]
+    where = [
+        1 if p < own.get(v, eval_fraction) else 2 if p >= 1 - test_fraction else 0
+        for p, v in zip(places, values, strict=True)
+    ]
     if own and len({*places}) < len({*zip(places, where, strict=True)}):
         first: dict[float, int] = {}
-        i = next(i for i, p in enumerate(places) if first.setdefault(p, i) != i and where[first[p]] != where[i])
-        raise ValueError(f'{values[first[places[i]]]} and {values[i]} both ask {split_key(rows[i], group)[:80]!r}, and fractions '
-                         'would put it on both sides: give them one share')
-    said, wanted = [], dict(enumerate(('to train on', 'to evaluate on', 'for the test')[:3 if test_fraction else 2]))
+        i = next(
+            i
+            for i, p in enumerate(places)
+            if first.setdefault(p, i) != i and where[first[p]] != where[i]
+        )
+        raise ValueError(
+            f"{values[first[places[i]]]} and {values[i]} both ask {split_key(rows[i], group)[:80]!r}, and fractions "
+            "would put it on both sides: give them one share"
+        )
+    said, wanted = (
+        [],
+        dict(
+            enumerate(
+                ("to train on", "to evaluate on", "for the test")[: 3 if test_fraction else 2]
+            )
+        ),
+    )
     for part in [part for part in wanted if part not in where]:
-        why = (_split_before(places) or _remedy(places, eval_fraction) + '; or give a file of its own to evaluate on (eval_file)',
-               'Evaluation takes them all: make eval_fraction smaller, or take more rows')[part == 0]
-        if part == 2: why = _remedy([1 - p for p in places], test_fraction, 'test_fraction')
-        said.append(f'{len(rows):,} row{"s leave" if len(rows) != 1 else " leaves"} none {wanted[part]}, since the text of each alone decides its side. {why}')
-    if not {'raise': {0, 1}, 'train': {0}, 'warn': set()}[on_empty] <= {*where}: raise ValueError('. '.join(said))
-    if 1 in where and (taken := _split_before(places)): said.append(f'{where.count(1):,} of {len(rows):,} rows are set apart to evaluate on. {taken}')
+        why = (
+            _split_before(places)
+            or _remedy(places, eval_fraction)
+            + "; or give a file of its own to evaluate on (eval_file)",
+            "Evaluation takes them all: make eval_fraction smaller, or take more rows",
+        )[part == 0]
+        if part == 2:
+            why = _remedy([1 - p for p in places], test_fraction, "test_fraction")
+        said.append(
+            f"{len(rows):,} row{'s leave' if len(rows) != 1 else ' leaves'} none {wanted[part]}, since the text of each alone decides its side. {why}"
+        )
+    if not {"raise": {0, 1}, "train": {0}, "warn": set()}[on_empty] <= {*where}:
+        raise ValueError(". ".join(said))
+    if 1 in where and (taken := _split_before(places)):
+        said.append(
+            f"{where.count(1):,} of {len(rows):,} rows are set apart to evaluate on. {taken}"
+        )
     if by is not None and 1 in where:
-        for value in sorted({*values} - {v for v, at in zip(values, where, strict=True) if at == 1}):
+        for value in sorted(
+            {*values} - {v for v, at in zip(values, where, strict=True) if at == 1}
+        ):
             mine = [p for p, v in zip(places, values, strict=True) if v == value]
-            said.append(f'no row with {by} = {value} is set apart to evaluate on. ' + _remedy(mine, own.get(value, eval_fraction), f'fractions[{value!r}]'))
-    if said: warnings.warn('. '.join(said[:3]) + f' (and {len(said) - 3} more of the kind)'*(len(said) > 3), stacklevel=2)
-    return tuple([row for row, at in zip(rows, where, strict=True) if at == part] for part in wanted)
+            said.append(
+                f"no row with {by} = {value} is set apart to evaluate on. "
+                + _remedy(mine, own.get(value, eval_fraction), f"fractions[{value!r}]")
+            )
+    if said:
+        warnings.warn(
+            ". ".join(said[:3]) + f" (and {len(said) - 3} more of the kind)" * (len(said) > 3),
+            stacklevel=2,
+        )
+    return tuple(
+        [row for row, at in zip(rows, where, strict=True) if at == part] for part in wanted
+    )
 
 # %% ../../nbs/02_data/05_splits.ipynb #81dfb202
 def chunk_examples(
-    rows: Iterable[dict], # Rows with a `text`
-    max_chars: int = 4000, # No piece is longer
-) -> list[dict]: # Rows whose `source` ends in `#0`, `#1`, …; short rows are left as they are
+    rows: Iterable[dict],  # Rows with a `text`
+    max_chars: int = 4000,  # No piece is longer
+) -> list[dict]:  # Rows whose `source` ends in `#0`, `#1`, …; short rows are left as they are
     "Cut long texts at blank lines, else line ends, else spaces; `''.join` of the pieces is the text."
-    if max_chars < 1: raise ValueError(f'max_chars = {max_chars}: must be at least 1')
+    if max_chars < 1:
+        raise ValueError(f"max_chars = {max_chars}: must be at least 1")
     out = []
     for row in rows:
-        text, start, pieces = row['text'], 0, []
+        text, start, pieces = row["text"], 0, []
         while len(text) - start > max_chars:
-            window = text[start:start + max_chars]
-            end = next((at + len(mark) for mark in ('\n\n', '\n', ' ')
-                        if (at := window.rfind(mark)) > max_chars // 2), max_chars)
+            window = text[start : start + max_chars]
+            end = next(
+                (
+                    at + len(mark)
+                    for mark in ("\n\n", "\n", " ")
+                    if (at := window.rfind(mark)) > max_chars // 2
+                ),
+                max_chars,
+            )
             pieces.append(window[:end])
             start += end
-        if not pieces: out.append(row)
-        else: out += [{**row, 'text': piece, 'source': f"{row.get('source', '')}#{i}"}
-                      for i, piece in enumerate([*pieces, text[start:]])]
+        if not pieces:
+            out.append(row)
+        else:
+            out += [
+                {**row, "text": piece, "source": f"{row.get('source', '')}#{i}"}
+                for i, piece in enumerate([*pieces, text[start:]])
+            ]
     return out
 
 # %% ../../nbs/02_data/06_dataset.ipynb #65102f61
-_CONTROL = re.compile('\x1b\\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\xad\u180e\u2060-\u2064\ufeff]')
-_NO_BLANKS = '\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff' # Thai to Tibetan, Burmese, Khmer: a zero-width space parts their words
-_BREAKS = re.compile(f'(?<![{_NO_BLANKS}])\u200b(?![{_NO_BLANKS}])')
-_JOINERS = re.compile('(?<![^\x00-\u024f])[\u200c\u200d]+(?![^\x00-\u024f])') # between letters that never join
-_DIRECTION = re.compile('[\u200e\u200f\u202a-\u202e\u2066-\u2069]') # of use where some letters run to the left
-_TO_THE_LEFT = re.compile('[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]')
-_TAGS = re.compile('[\U000e0000-\U000e007f]') # of use after the black flag, as in Scotland's
+_CONTROL = re.compile(
+    "\x1b\\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\xad\u180e\u2060-\u2064\ufeff]"
+)
+_NO_BLANKS = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai to Tibetan, Burmese, Khmer: a zero-width space parts their words
+_BREAKS = re.compile(f"(?<![{_NO_BLANKS}])\u200b(?![{_NO_BLANKS}])")
+_JOINERS = re.compile(
+    "(?<![^\x00-\u024f])[\u200c\u200d]+(?![^\x00-\u024f])"
+)  # between letters that never join
+_DIRECTION = re.compile(
+    "[\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)  # of use where some letters run to the left
+_TO_THE_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
+_TAGS = re.compile("[\U000e0000-\U000e007f]")  # of use after the black flag, as in Scotland's
+
 
 def _show(text: str) -> str:
     "The text without what takes no room."
-    if text.isascii(): return _CONTROL.sub('', text)
-    if not _TO_THE_LEFT.search(text): text = _DIRECTION.sub('', text)
-    if '\U0001f3f4' not in text: text = _TAGS.sub('', text)
-    return _JOINERS.sub('', unicodedata.normalize('NFC', _BREAKS.sub('', _CONTROL.sub('', text))))
+    if text.isascii():
+        return _CONTROL.sub("", text)
+    if not _TO_THE_LEFT.search(text):
+        text = _DIRECTION.sub("", text)
+    if "\U0001f3f4" not in text:
+        text = _TAGS.sub("", text)
+    return _JOINERS.sub("", unicodedata.normalize("NFC", _BREAKS.sub("", _CONTROL.sub("", text))))
+
 
 def clean_text(
     text: str,
-) -> str: # NFC, `\n` line ends, plain spaces, no control characters, none without width where they mean nothing, at most two blank lines
+) -> str:  # NFC, `\n` line ends, plain spaces, no control characters, none without width where they mean nothing, at most two blank lines
     "Mend what has one right answer, leave the rest."
-    text = _show(text).replace('\r\n', '\n').replace('\r', '\n')
-    text = text.replace('\x85', '\n').replace('\u00a0', ' ').replace('\u2028', '\n').replace('\u2029', '\n\n')
-    return re.sub('\n{4,}', '\n\n\n', re.sub(r'[ \t]+(?=\n|\Z)', '', text))
+    text = _show(text).replace("\r\n", "\n").replace("\r", "\n")
+    text = (
+        text.replace("\x85", "\n")
+        .replace("\u00a0", " ")
+        .replace("\u2028", "\n")
+        .replace("\u2029", "\n\n")
+    )
+    return re.sub("\n{4,}", "\n\n\n", re.sub(r"[ \t]+(?=\n|\Z)", "", text))
 
 # %% ../../nbs/02_data/06_dataset.ipynb #d9309d57
 def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
@@ -373,29 +603,54 @@ def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
     out = []
     for row in rows:
         kind, old, new = example_kind(row), [], []
-        clean = map_texts(row, lambda text: old.append(text) or new.append(clean_text(text)) or new[-1], kind) # noqa: B023
-        digest = hashlib.blake2b(f"{kind}{row['label'] if kind == 'unpaired' else ''}".encode(), digest_size=16)
-        for text in new: digest.update(b'\0' + text.encode('utf-8', 'surrogatepass'))
+        clean = map_texts(
+            row, lambda text: old.append(text) or new.append(clean_text(text)) or new[-1], kind
+        )  # noqa: B023
+        digest = hashlib.blake2b(
+            f"{kind}{row['label'] if kind == 'unpaired' else ''}".encode(), digest_size=16
+        )
+        for text in new:
+            digest.update(b"\0" + text.encode("utf-8", "surrogatepass"))
         own = [clean.get(c) for c in KINDS[kind]]
         turns = [turn for value in own if isinstance(value, (list, tuple)) for turn in value]
-        digest.update(repr([{**turn, 'content': ''} for turn in turns]).encode('utf-8', 'surrogatepass')) # who speaks, which tools are called
-        empty = any(isinstance(v, str) and not v.strip() for v in own) or any( # a call or a thought may be without text
-            not str(t.get('content') or '').strip() and not t.get('tool_calls') and not t.get('reasoning_content') for t in turns)
-        out.append((clean, old != new, 0 if empty else sum(len(text.strip()) for text in new), digest.digest()))
+        digest.update(
+            repr([{**turn, "content": ""} for turn in turns]).encode("utf-8", "surrogatepass")
+        )  # who speaks, which tools are called
+        empty = any(
+            isinstance(v, str) and not v.strip() for v in own
+        ) or any(  # a call or a thought may be without text
+            not str(t.get("content") or "").strip()
+            and not t.get("tool_calls")
+            and not t.get("reasoning_content")
+            for t in turns
+        )
+        out.append(
+            (
+                clean,
+                old != new,
+                0 if empty else sum(len(text.strip()) for text in new),
+                digest.digest(),
+            )
+        )
     return out
 
+
 def clean_examples(
-    rows: Iterable[dict], # Examples of any kind
-    min_chars: int = 1, # Drop examples with fewer characters than this, all their texts together
-    num_workers: int = 1, # Processes; the result is the same with any number
-) -> tuple[list[dict], dict[str, int]]: # The clean rows, and how many were changed and dropped, and why
+    rows: Iterable[dict],  # Examples of any kind
+    min_chars: int = 1,  # Drop examples with fewer characters than this, all their texts together
+    num_workers: int = 1,  # Processes; the result is the same with any number
+) -> tuple[
+    list[dict], dict[str, int]
+]:  # The clean rows, and how many were changed and dropped, and why
     "Clean every text of every row, and drop empty, short and repeated rows; the counts say what happened."
     kept, seen, counts = [], set(), dict(rows=0, changed=0, too_short=0, repeated=0)
     for row, changed, length, key in in_order(_mend, rows, num_workers):
-        counts['rows'] += 1
-        counts['changed'] += changed
-        if length < max(1, min_chars): counts['too_short'] += 1
-        elif key in seen: counts['repeated'] += 1
+        counts["rows"] += 1
+        counts["changed"] += changed
+        if length < max(1, min_chars):
+            counts["too_short"] += 1
+        elif key in seen:
+            counts["repeated"] += 1
         else:
             seen.add(key)
             kept.append(row)
@@ -405,95 +660,231 @@ def clean_examples(
 @dataclass
 class DataConfig:
     "Which examples a run reads, how they are cleaned, and which are set apart."
-    path: str = knob('auto', 'A file, a folder, a corpus (bible, stdlib, factbook-questions, …) or a Hugging Face dataset '
-                     'owner/name; auto: the first text corpus that is installed', aliases=('dataset', 'dataset_name', 'train_file'))
-    eval_file: str = knob('', 'Rows to evaluate on, in a file of their own; empty: a part of the rows',
-                          aliases=('validation_file', 'eval_dataset'))
-    kind: str | None = knob(None, 'What the rows are; empty: told by their columns', choices=tuple(KINDS))
-    text_column: str | None = knob(None, 'The column that holds the text', aliases=('text_field', 'dataset_text_field'))
+
+    path: str = knob(
+        "auto",
+        "A file, a folder, a corpus (bible, stdlib, factbook-questions, …) or a Hugging Face dataset "
+        "owner/name; auto: the first text corpus that is installed",
+        aliases=("dataset", "dataset_name", "train_file"),
+    )
+    eval_file: str = knob(
+        "",
+        "Rows to evaluate on, in a file of their own; empty: a part of the rows",
+        aliases=("validation_file", "eval_dataset"),
+    )
+    kind: str | None = knob(
+        None, "What the rows are; empty: told by their columns", choices=tuple(KINDS)
+    )
+    text_column: str | None = knob(
+        None, "The column that holds the text", aliases=("text_field", "dataset_text_field")
+    )
     columns: dict[str, str] = knob({}, "Other names of columns, as in {prompt: question}")
-    dataset_config: str | None = knob(None, 'Which part of a Hugging Face dataset', aliases=('dataset_config_name',))
-    split: str | None = knob(None, 'The split to train on, of a folder or dataset', aliases=('dataset_split', 'train_split'))
-    validation_split: str | None = knob(None, 'The split to evaluate on', aliases=('eval_split',))
-    encoding: str = knob('utf-8', 'How the characters of your files are written')
-    on_bad: str = knob('raise', 'A row that is no example stops the run, or is left out and counted', choices=('raise', 'skip'))
-    max_examples: int | None = knob(None, 'Read at most this many rows, for a first small run', low=1,
-                                    aliases=('max_samples', 'max_train_samples'))
-    max_chars: int | None = knob(None, 'Read at most this many characters', low=1)
-    remove_unused_columns: bool = knob(False, 'Keep only the columns that the kind needs, and those that other knobs name')
-    clean: bool = knob(True, 'Normalise Unicode, line ends and spaces, drop control characters and repeated rows')
-    min_chars: int = knob(1, 'Drop rows with fewer characters than this', low=0)
-    min_length: int = knob(0, 'Drop rows with fewer tokens than this; for text and for method sft', low=0)
-    chunk_chars: int = knob(4000, 'Cut longer texts into rows of at most this many characters before splitting', low=1)
-    eval_fraction: float = knob(0.05, 'Share of the rows that is set apart for evaluation; 0: all rows train, and nothing is held out', low=0, high=0.9)
-    test_fraction: float = knob(0.0, 'Share of the rows that is set apart for a last test, which no run reads', low=0, high=0.9)
-    split_by: str | None = knob(None, 'A column, such as task: those of its values that have nothing to evaluate on are named')
-    eval_fractions: dict[str, float] = knob({}, 'Shares of their own for values of split_by, as in {sums: 0.3}')
-    group: str | None = knob(None, 'A column whose equal values stay on one side of the split')
-    max_length: int = knob(256, 'Tokens in one training row', low=2, aliases=('max_seq_length', 'seq_len'))
-    preprocessing_num_workers: int = knob(1, 'Processes that check and clean rows', low=1, aliases=('dataset_num_proc', 'num_proc'))
-    cache: str = knob('', 'A folder where the rendered rows of method sft are kept, and found by their content; empty: rendered each time',
-                      aliases=('dataset_prepared_path', 'tokenized_path'))
-    num_workers: int = knob(0, 'Processes that prepare batches; 0: the training process', low=0,
-                            aliases=('dataloader_num_workers',))
-    pin_memory: bool = knob(True, 'Keep batches where a GPU can fetch them fast; no effect without one',
-                            aliases=('dataloader_pin_memory',))
-    group_by_length: bool = knob(False, 'Put rows of similar length into a batch, so that less is padding')
-    length_column_name: str = knob('length', 'The column that holds the lengths by which rows are grouped')
+    dataset_config: str | None = knob(
+        None, "Which part of a Hugging Face dataset", aliases=("dataset_config_name",)
+    )
+    split: str | None = knob(
+        None,
+        "The split to train on, of a folder or dataset",
+        aliases=("dataset_split", "train_split"),
+    )
+    validation_split: str | None = knob(None, "The split to evaluate on", aliases=("eval_split",))
+    encoding: str = knob("utf-8", "How the characters of your files are written")
+    on_bad: str = knob(
+        "raise",
+        "A row that is no example stops the run, or is left out and counted",
+        choices=("raise", "skip"),
+    )
+    max_examples: int | None = knob(
+        None,
+        "Read at most this many rows, for a first small run",
+        low=1,
+        aliases=("max_samples", "max_train_samples"),
+    )
+    max_chars: int | None = knob(None, "Read at most this many characters", low=1)
+    remove_unused_columns: bool = knob(
+        False, "Keep only the columns that the kind needs, and those that other knobs name"
+    )
+    clean: bool = knob(
+        True, "Normalise Unicode, line ends and spaces, drop control characters and repeated rows"
+    )
+    min_chars: int = knob(1, "Drop rows with fewer characters than this", low=0)
+    min_length: int = knob(
+        0, "Drop rows with fewer tokens than this; for text and for method sft", low=0
+    )
+    chunk_chars: int = knob(
+        4000, "Cut longer texts into rows of at most this many characters before splitting", low=1
+    )
+    eval_fraction: float = knob(
+        0.05,
+        "Share of the rows that is set apart for evaluation; 0: all rows train, and nothing is held out",
+        low=0,
+        high=0.9,
+    )
+    test_fraction: float = knob(
+        0.0,
+        "Share of the rows that is set apart for a last test, which no run reads",
+        low=0,
+        high=0.9,
+    )
+    split_by: str | None = knob(
+        None,
+        "A column, such as task: those of its values that have nothing to evaluate on are named",
+    )
+    eval_fractions: dict[str, float] = knob(
+        {}, "Shares of their own for values of split_by, as in {sums: 0.3}"
+    )
+    group: str | None = knob(None, "A column whose equal values stay on one side of the split")
+    max_length: int = knob(
+        256, "Tokens in one training row", low=2, aliases=("max_seq_length", "seq_len")
+    )
+    preprocessing_num_workers: int = knob(
+        1, "Processes that check and clean rows", low=1, aliases=("dataset_num_proc", "num_proc")
+    )
+    cache: str = knob(
+        "",
+        "A folder where the rendered rows of method sft are kept, and found by their content; empty: rendered each time",
+        aliases=("dataset_prepared_path", "tokenized_path"),
+    )
+    num_workers: int = knob(
+        0,
+        "Processes that prepare batches; 0: the training process",
+        low=0,
+        aliases=("dataloader_num_workers",),
+    )
+    pin_memory: bool = knob(
+        True,
+        "Keep batches where a GPU can fetch them fast; no effect without one",
+        aliases=("dataloader_pin_memory",),
+    )
+    group_by_length: bool = knob(
+        False, "Put rows of similar length into a batch, so that less is padding"
+    )
+    length_column_name: str = knob(
+        "length", "The column that holds the lengths by which rows are grouped"
+    )
 
     def __post_init__(self):
         check_config(self)
-        if 0 < self.eval_fraction < 1e-4: raise ConfigError([Problem('eval_fraction', self.eval_fraction, 'must be 0, or from 0.0001 to 0.9')], 'DataConfig')
-        self.path, self.eval_file = (expanduser(p) if p[:1] == '~' else p for p in (self.path, self.eval_file)) # no shell does it after data.path=
+        if 0 < self.eval_fraction < 1e-4:
+            raise ConfigError(
+                [Problem("eval_fraction", self.eval_fraction, "must be 0, or from 0.0001 to 0.9")],
+                "DataConfig",
+            )
+        self.path, self.eval_file = (
+            expanduser(p) if p[:1] == "~" else p for p in (self.path, self.eval_file)
+        )  # no shell does it after data.path=
+
 
 def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict], dict, LoadReport]:
     "Rows as the config wants them, clean and cut."
-    used = [c for c in (config.split_by, config.group, config.length_column_name*config.group_by_length) if c]
-    rows = load_examples(path, config.kind, config.text_column, split, config.max_chars, config.on_bad, config.max_examples,
-                         columns=config.columns or None, dataset_config=config.dataset_config, encoding=config.encoding,
-                         keep_columns=not config.remove_unused_columns or used, num_workers=config.preprocessing_num_workers)
+    used = [
+        c
+        for c in (config.split_by, config.group, config.length_column_name * config.group_by_length)
+        if c
+    ]
+    rows = load_examples(
+        path,
+        config.kind,
+        config.text_column,
+        split,
+        config.max_chars,
+        config.on_bad,
+        config.max_examples,
+        columns=config.columns or None,
+        dataset_config=config.dataset_config,
+        encoding=config.encoding,
+        keep_columns=not config.remove_unused_columns or used,
+        num_workers=config.preprocessing_num_workers,
+    )
     report, facts, out = rows.report, {}, [*rows]
-    if config.clean: out, facts = clean_examples(out, config.min_chars, config.preprocessing_num_workers)
-    return chunk_examples(out, config.chunk_chars) if report.kind == 'text' else out, facts, report
+    if config.clean:
+        out, facts = clean_examples(out, config.min_chars, config.preprocessing_num_workers)
+    return chunk_examples(out, config.chunk_chars) if report.kind == "text" else out, facts, report
+
 
 def load_splits(
     config: DataConfig,
-    seed: int = 0, # Chooses the evaluation rows
-) -> tuple[dict[str, list[dict]], dict]: # Rows of `train`, `eval` and `test`, and facts about them
+    seed: int = 0,  # Chooses the evaluation rows
+) -> tuple[dict[str, list[dict]], dict]:  # Rows of `train`, `eval` and `test`, and facts about them
     "Read, clean, cut and split as `config` says."
-    path = best_corpus() if config.path == 'auto' else config.path
+    path = best_corpus() if config.path == "auto" else config.path
     rows, facts, report = _read(config, path, config.split)
     if config.eval_file and config.validation_split:
-        raise ValueError(f'eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: give one of them')
+        raise ValueError(
+            f"eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: give one of them"
+        )
     held: list[dict] = []
     if config.eval_file or config.validation_split:
         held, _, other = _read(config, config.eval_file or path, config.validation_split)
         if other.kind != report.kind:
-            raise ValueError(f'{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they must be the same')
-    if config.eval_file or config.validation_split or not (config.eval_fraction or config.eval_fractions):
+            raise ValueError(
+                f"{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they must be the same"
+            )
+    if (
+        config.eval_file
+        or config.validation_split
+        or not (config.eval_fraction or config.eval_fractions)
+    ):
         parts = dict(train=rows, eval=held, test=[])
         if config.test_fraction:
-            parts['train'], parts['test'] = split_examples(rows, config.test_fraction, seed, by=config.split_by, group=config.group, on_empty='raise')
-    else: # A small file may leave none to evaluate on: it trains, and that is said
-        split = split_examples(rows, config.eval_fraction, seed, config.test_fraction, config.split_by, config.group,
-                               config.eval_fractions, on_empty='train')
+            parts["train"], parts["test"] = split_examples(
+                rows,
+                config.test_fraction,
+                seed,
+                by=config.split_by,
+                group=config.group,
+                on_empty="raise",
+            )
+    else:  # A small file may leave none to evaluate on: it trains, and that is said
+        split = split_examples(
+            rows,
+            config.eval_fraction,
+            seed,
+            config.test_fraction,
+            config.split_by,
+            config.group,
+            config.eval_fractions,
+            on_empty="train",
+        )
         parts = dict(train=split[0], eval=split[1], test=split[2] if config.test_fraction else [])
-    asked = {split_key(row, config.group) for row in parts['train']}
-    shared = sum(split_key(row, config.group) in asked for part in ('eval', 'test') for row in parts[part])
-    if shared: warnings.warn(f'{shared:,} of the rows set apart ask what training rows ask too: the evaluation will look '
-                             'better than it is. Give one file, and it is split without this.', stacklevel=2)
+    asked = {split_key(row, config.group) for row in parts["train"]}
+    shared = sum(
+        split_key(row, config.group) in asked for part in ("eval", "test") for row in parts[part]
+    )
+    if shared:
+        warnings.warn(
+            f"{shared:,} of the rows set apart ask what training rows ask too: the evaluation will look "
+            "better than it is. Give one file, and it is split without this.",
+            stacklevel=2,
+        )
     digest = hashlib.sha256()
     for part in parts.values():
-        for row in part: map_texts(row, lambda t: digest.update(t.encode('utf-8', 'surrogatepass') + b'\0') or t, report.kind)
-    facts = dict(path=str(path), kind=report.kind, skipped=report.skipped, **facts, shared=shared, sha256=digest.hexdigest(),
-                 **{f'{name}_rows': len(part) for name, part in parts.items()},
-                 **{f'{name}_chars': sum(count_characters(row, report.kind) for row in part) for name, part in parts.items()})
+        for row in part:
+            map_texts(
+                row,
+                lambda t: digest.update(t.encode("utf-8", "surrogatepass") + b"\0") or t,
+                report.kind,
+            )
+    facts = dict(
+        path=str(path),
+        kind=report.kind,
+        skipped=report.skipped,
+        **facts,
+        shared=shared,
+        sha256=digest.hexdigest(),
+        **{f"{name}_rows": len(part) for name, part in parts.items()},
+        **{
+            f"{name}_chars": sum(count_characters(row, report.kind) for row in part)
+            for name, part in parts.items()
+        },
+    )
     return parts, facts
+
 
 def load_texts(
     config: DataConfig,
-    seed: int = 0, # Chooses the evaluation rows
-) -> tuple[list[dict], list[dict], dict]: # Rows to train on, rows to evaluate on, facts about both
+    seed: int = 0,  # Chooses the evaluation rows
+) -> tuple[list[dict], list[dict], dict]:  # Rows to train on, rows to evaluate on, facts about both
     "What a run reads: the parts of `load_splits` without the test."
     parts, facts = load_splits(config, seed)
-    return parts['train'], parts['eval'], facts
+    return parts["train"], parts["eval"], facts

@@ -18,110 +18,144 @@ from functools import lru_cache
 import numpy as np
 
 # %% ../../nbs/02_data/09_dedup.ipynb #c924e134
-def content_key(text: str) -> int: # From 0 to 2**64 - 1
+def content_key(text: str) -> int:  # From 0 to 2**64 - 1
     "A number that stands for the text: equal texts have equal ones, on every machine."
-    return int.from_bytes(hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=8).digest(), 'little')
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
+    )
+
 
 def exact_groups(
     texts: Iterable[str],
-) -> list[list[int]]: # Positions of equal texts, ascending; texts that occur once are in no group
+) -> list[list[int]]:  # Positions of equal texts, ascending; texts that occur once are in no group
     "Which texts are equal, character for character."
     keys = np.fromiter(map(content_key, texts), np.uint64)
-    order = np.argsort(keys, kind='stable')
+    order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.diff(keys[order])) + 1
     return sorted(run.tolist() for run in np.split(order, edges) if len(run) > 1)
 
 # %% ../../nbs/02_data/09_dedup.ipynb #85c81346
-_PIECE = re.compile('[^\\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff'
-                    '\U00020000-\U0003ffff]+|\\S')
+_PIECE = re.compile(
+    "[^\\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]+|\\S"
+)
 
-def pieces(text: str) -> list[str]: # Words, and each other visible character
+
+def pieces(text: str) -> list[str]:  # Words, and each other visible character
     "What counts when texts are compared: neither case nor white space."
     return _PIECE.findall(text.casefold())
 
+
 @lru_cache(1 << 16)
-def _number(piece: str) -> int: return zlib.crc32(piece.encode('utf-8', 'surrogatepass'))
+def _number(piece: str) -> int:
+    return zlib.crc32(piece.encode("utf-8", "surrogatepass"))
+
 
 def shingles(
     text: str,
-    size: int = 3, # Words in a shingle; a shorter text is one shingle
-) -> np.ndarray: # uint32, one for each position
+    size: int = 3,  # Words in a shingle; a shorter text is one shingle
+) -> np.ndarray:  # uint32, one for each position
     "Every run of `size` words as a number."
     words = np.fromiter(map(_number, pieces(text)), np.uint32)
     size = max(1, min(size, len(words)))
     out = np.zeros(max(1, len(words) - size + 1), np.uint32)
-    for i in range(size if len(words) else 0): # a polynomial in an odd number, modulo 2**32
-        out = out*np.uint32(0x9e3779b1) + words[i:len(words) - size + 1 + i]
-    for shift, odd in ((16, 0x85ebca6b), (13, 0xc2b2ae35)): # MurmurHash3's finaliser
-        out = (out ^ (out >> np.uint32(shift)))*np.uint32(odd)
+    for i in range(size if len(words) else 0):  # a polynomial in an odd number, modulo 2**32
+        out = out * np.uint32(0x9E3779B1) + words[i : len(words) - size + 1 + i]
+    for shift, odd in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):  # MurmurHash3's finaliser
+        out = (out ^ (out >> np.uint32(shift))) * np.uint32(odd)
     return out ^ (out >> np.uint32(16))
 
+
 def jaccard(
-    a: np.ndarray, # Shingles
+    a: np.ndarray,  # Shingles
     b: np.ndarray,
-    ignore: frozenset[int] = frozenset(), # Shingles that count only where one text has them and the other has not
-) -> float: # From 0, nothing in common, to 1
+    ignore: frozenset[
+        int
+    ] = frozenset(),  # Shingles that count only where one text has them and the other has not
+) -> float:  # From 0, nothing in common, to 1
     "The share of all shingles that both have."
     one, other = set(a.tolist()), set(b.tolist())
     shared, differ = one & other, one ^ other
-    if not (one <= ignore and other <= ignore): shared -= ignore
-    return len(shared)/(len(shared) + len(differ) or 1)
+    if not (one <= ignore and other <= ignore):
+        shared -= ignore
+    return len(shared) / (len(shared) + len(differ) or 1)
 
 # %% ../../nbs/02_data/09_dedup.ipynb #24422a51
 def signatures(
-    texts: Iterable[str], # Read once, a block at a time
-    num_hashes: int = 128, # Hash functions; the estimate is off by at most 0.5/√num_hashes on average
-    size: int = 3, # Words in a shingle
-    seed: int = 0, # Chooses the hash functions
-    ignore: Sequence[int] | np.ndarray = (), # Shingles that don't count, as from `common_shingles`
-) -> np.ndarray: # (texts, num_hashes) uint32
+    texts: Iterable[str],  # Read once, a block at a time
+    num_hashes: int = 128,  # Hash functions; the estimate is off by at most 0.5/√num_hashes on average
+    size: int = 3,  # Words in a shingle
+    seed: int = 0,  # Chooses the hash functions
+    ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
+) -> np.ndarray:  # (texts, num_hashes) uint32
     "MinHash: the smallest value that each hash function takes on a text's shingles (Broder 1997)."
     dice = np.random.default_rng(seed)
-    odd = dice.integers(0, 2**31, num_hashes, np.uint32)*np.uint32(2) + np.uint32(1)
+    odd = dice.integers(0, 2**31, num_hashes, np.uint32) * np.uint32(2) + np.uint32(1)
     add = dice.integers(0, 2**32, num_hashes, np.uint32)
-    ignore, blocks, block, room = np.unique(np.asarray(ignore, np.uint32)), [np.empty((0, num_hashes), np.uint32)], [], 0
+    ignore, blocks, block, room = (
+        np.unique(np.asarray(ignore, np.uint32)),
+        [np.empty((0, num_hashes), np.uint32)],
+        [],
+        0,
+    )
 
     def minima(block: list[np.ndarray]) -> np.ndarray:
         flat, starts = np.concatenate(block), np.cumsum([0, *map(len, block[:-1])])
         out = np.empty((num_hashes, len(block)), np.uint32)
-        for k in range(num_hashes): out[k] = np.minimum.reduceat(flat*odd[k] + add[k], starts)
+        for k in range(num_hashes):
+            out[k] = np.minimum.reduceat(flat * odd[k] + add[k], starts)
         return out.T
 
     for text in texts:
         block.append(rare(shingles(text, size), ignore))
-        if (room := room + len(block[-1])) > 1 << 16: # 256 kB: stays in a core's cache
+        if (room := room + len(block[-1])) > 1 << 16:  # 256 kB: stays in a core's cache
             blocks.append(minima(block))
             block, room = [], 0
     return np.concatenate([*blocks, minima(block)] if block else blocks)
 
+
 def rare(
-    found: np.ndarray, # Shingles of a text
-    ignore: np.ndarray, # Those that don't count, ascending
-) -> np.ndarray: # Never empty: a text of nothing else keeps them
+    found: np.ndarray,  # Shingles of a text
+    ignore: np.ndarray,  # Those that don't count, ascending
+) -> np.ndarray:  # Never empty: a text of nothing else keeps them
     "The shingles that count."
-    left = found[ignore[ignore.searchsorted(found).clip(max=len(ignore) - 1)] != found] if len(ignore) else found
+    left = (
+        found[ignore[ignore.searchsorted(found).clip(max=len(ignore) - 1)] != found]
+        if len(ignore)
+        else found
+    )
     return left if len(left) else found
 
 # %% ../../nbs/02_data/09_dedup.ipynb #842c5d4c
 def chance_found(
-    similarity: float | np.ndarray, # True Jaccard similarity
+    similarity: float | np.ndarray,  # True Jaccard similarity
     bands: int,
-    rows: int, # Hash functions in a band
+    rows: int,  # Hash functions in a band
 ) -> float | np.ndarray:
     "The probability that two texts share at least one band."
-    return 1 - (1 - similarity**rows)**bands
+    return 1 - (1 - similarity**rows) ** bands
+
 
 def choose_bands(
-    threshold: float, # Similarity from which on pairs shall be found
+    threshold: float,  # Similarity from which on pairs shall be found
     num_hashes: int = 128,
-    miss: float = 0.01, # How many of the pairs at the threshold may be missed; further above, fewer are
-) -> tuple[int, int]: # Bands, and rows in each: as many rows as `miss` allows, because more rows are less work
+    miss: float = 0.01,  # How many of the pairs at the threshold may be missed; further above, fewer are
+) -> tuple[
+    int, int
+]:  # Bands, and rows in each: as many rows as `miss` allows, because more rows are less work
     "Cut signatures into bands."
-    if not 0 < threshold <= 1: raise ValueError(f'threshold = {threshold}: must be above 0, and 1 at most')
-    fits = [(num_hashes//r, r) for r in range(1, num_hashes + 1) if 1 - chance_found(threshold, num_hashes//r, r) <= miss]
+    if not 0 < threshold <= 1:
+        raise ValueError(f"threshold = {threshold}: must be above 0, and 1 at most")
+    fits = [
+        (num_hashes // r, r)
+        for r in range(1, num_hashes + 1)
+        if 1 - chance_found(threshold, num_hashes // r, r) <= miss
+    ]
     if not fits:
-        raise ValueError(f'threshold = {threshold}: {num_hashes} hash functions find fewer than {1 - miss:.0%} of such '
-                         'pairs. Take more num_hashes, or a higher threshold.')
+        raise ValueError(
+            f"threshold = {threshold}: {num_hashes} hash functions find fewer than {1 - miss:.0%} of such "
+            "pairs. Take more num_hashes, or a higher threshold."
+        )
     return fits[-1]
 
 # %% ../../nbs/02_data/09_dedup.ipynb #21987712
@@ -130,136 +164,168 @@ def _band_keys(signature: np.ndarray, rows: int) -> Iterator[np.ndarray]:
     for at in range(0, signature.shape[1] - rows + 1, rows):
         key = np.zeros(len(signature), np.uint64)
         for k in range(at, at + rows):
-            key = (key ^ signature[:, k])*np.uint64(0x9e3779b97f4a7c15)
+            key = (key ^ signature[:, k]) * np.uint64(0x9E3779B97F4A7C15)
             key ^= key >> np.uint64(29)
         yield key
 
+
 def _alike(a: np.ndarray, b: np.ndarray, i: np.ndarray, j: np.ndarray, least: float) -> np.ndarray:
     "Which pairs of rows agree in a share of at least `least`; a block at a time, in bounded memory."
-    parts = [(a[i[k:k + 8192]] == b[j[k:k + 8192]]).mean(1) >= least for k in range(0, len(i), 8192)]
+    parts = [
+        (a[i[k : k + 8192]] == b[j[k : k + 8192]]).mean(1) >= least for k in range(0, len(i), 8192)
+    ]
     return np.concatenate(parts) if parts else np.zeros(0, bool)
 
+
 def candidates(
-    signature: np.ndarray, # (texts, num_hashes) from `signatures`
-    rows: int, # Hash functions in a band
-    least: float, # Estimated similarity that is worth a closer look
-    reach: int = 32, # Neighbours in a run of equal keys that are compared with each other
-) -> np.ndarray: # (pairs, 2), the smaller position first
+    signature: np.ndarray,  # (texts, num_hashes) from `signatures`
+    rows: int,  # Hash functions in a band
+    least: float,  # Estimated similarity that is worth a closer look
+    reach: int = 32,  # Neighbours in a run of equal keys that are compared with each other
+) -> np.ndarray:  # (pairs, 2), the smaller position first
     "Pairs of texts that share a band and whose signatures agree well enough."
     found, count = [np.empty(0, np.uint64)], np.uint64(max(1, len(signature)))
     for key in _band_keys(signature, rows):
-        order = np.argsort(key, kind='stable')
+        order = np.argsort(key, kind="stable")
         key = key[order]
         new = np.concatenate([[True], key[1:] != key[:-1]])
         for lag in range(1, min(reach, len(key) - 1) + 1):
             at = np.flatnonzero(key[lag:] == key[:-lag])
-            if not len(at): break
+            if not len(at):
+                break
             i, j = order[at], order[at + lag]
             keep = _alike(signature, signature, i, j, least)
-            found.append(i[keep].astype(np.uint64)*count + j[keep].astype(np.uint64))
-        else: # long runs
+            found.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
+        else:  # long runs
             head = np.maximum.accumulate(np.where(new, np.arange(len(key)), 0))
             at = np.flatnonzero(np.arange(len(key)) - head > reach)
             i, j = order[head[at]], order[at]
             keep = _alike(signature, signature, i, j, least)
-            found.append(i[keep].astype(np.uint64)*count + j[keep].astype(np.uint64))
+            found.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
         found = [np.unique(np.concatenate(found))]
-    return np.stack([found[0]//count, found[0] % count], 1).astype(np.int64)
+    return np.stack([found[0] // count, found[0] % count], 1).astype(np.int64)
 
 # %% ../../nbs/02_data/09_dedup.ipynb #37beaf7d
 def common_shingles(
     texts: list[str],
-    share: float = 0.02, # In more than this share of the texts, and in more than 20
+    share: float = 0.02,  # In more than this share of the texts, and in more than 20
     size: int = 3,
-    sample: int = 5000, # At most this many texts are looked at, spread evenly
-) -> np.ndarray: # Sorted uint32
+    sample: int = 5000,  # At most this many texts are looked at, spread evenly
+) -> np.ndarray:  # Sorted uint32
     "Shingles that belong to the form and not to the content: instructions, system prompts, templates."
-    texts = texts[::-(-len(texts)//sample)] if texts else []
-    own = [np.unique(shingles(text, size)) for text in texts] # a text counts once
+    texts = texts[:: -(-len(texts) // sample)] if texts else []
+    own = [np.unique(shingles(text, size)) for text in texts]  # a text counts once
     found, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
-    return found[counts > max(20, share*len(texts))] # ascending
+    return found[counts > max(20, share * len(texts))]  # ascending
+
 
 def near_pairs(
     texts: list[str],
-    threshold: float = 0.8, # Jaccard similarity from which on texts count as nearly the same
-    size: int = 3, # Words in a shingle
+    threshold: float = 0.8,  # Jaccard similarity from which on texts count as nearly the same
+    size: int = 3,  # Words in a shingle
     num_hashes: int = 128,
     seed: int = 0,
-    ignore: Sequence[int] | np.ndarray = (), # Shingles that don't count, as from `common_shingles`
-) -> list[tuple[int, int, float]]: # Positions and true similarity; of equal texts only the first takes part
+    ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
+) -> list[
+    tuple[int, int, float]
+]:  # Positions and true similarity; of equal texts only the first takes part
     "Every pair of different texts that are nearly the same, but for the share that `choose_bands` misses."
     ignore, first = np.asarray(ignore, np.uint32), {}
-    for i, text in enumerate(texts): first.setdefault(content_key(text), i)
+    for i, text in enumerate(texts):
+        first.setdefault(content_key(text), i)
     own = list(first.values())
     signature = signatures((texts[i] for i in own), num_hashes, size, seed, ignore)
-    slack = 3.5*(threshold*(1 - threshold)/num_hashes)**0.5 # an estimate may be this much too low
+    slack = (
+        3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
+    )  # an estimate may be this much too low
     pairs = candidates(signature, choose_bands(threshold, num_hashes)[1], threshold - slack)
     look, form = lru_cache(4096)(lambda i: shingles(texts[i], size)), frozenset(ignore.tolist())
     out = ((own[i], own[j], jaccard(look(own[i]), look(own[j]), form)) for i, j in pairs.tolist())
     return [(i, j, s) for i, j, s in out if s >= threshold]
 
+
 def join_groups(
-    pairs: Iterable[Sequence], # Two positions first, as from `near_pairs`
-) -> list[list[int]]: # Positions, ascending; what is linked through others is in one group
+    pairs: Iterable[Sequence],  # Two positions first, as from `near_pairs`
+) -> list[list[int]]:  # Positions, ascending; what is linked through others is in one group
     "Groups of texts that hang together."
     parent: dict[int, int] = {}
+
     def root(i: int) -> int:
-        while parent.setdefault(i, i) != i: parent[i] = i = parent[parent[i]]
+        while parent.setdefault(i, i) != i:
+            parent[i] = i = parent[parent[i]]
         return i
+
     for i, j, *_ in pairs:
         a, b = sorted((root(i), root(j)))
         parent[b] = a
     groups: dict[int, list[int]] = {}
-    for i in sorted(parent): groups.setdefault(root(i), []).append(i)
+    for i in sorted(parent):
+        groups.setdefault(root(i), []).append(i)
     return sorted(groups.values())
 
 # %% ../../nbs/02_data/09_dedup.ipynb #00c924da
 def find_leaks(
     eval_texts: list[str],
     train_texts: list[str],
-    threshold: float = 0.8, # Jaccard similarity; 1.0 finds the same words, whatever the case and the blanks
+    threshold: float = 0.8,  # Jaccard similarity; 1.0 finds the same words, whatever the case and the blanks
     size: int = 3,
     num_hashes: int = 128,
     seed: int = 0,
-    ignore: Sequence[int] | np.ndarray = (), # Shingles that don't count
-    reach: int = 32, # Training texts with one key that are compared with an evaluation text, for each band
-) -> list[tuple[int, int, float]]: # Position in eval_texts, best match in train_texts, true similarity
+    ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count
+    reach: int = 32,  # Training texts with one key that are compared with an evaluation text, for each band
+) -> list[
+    tuple[int, int, float]
+]:  # Position in eval_texts, best match in train_texts, true similarity
     "Evaluation texts that also are, equal or nearly, among the training texts."
     ignore, known, best = np.asarray(ignore, np.uint32), {}, {}
-    for j, text in enumerate(train_texts): known.setdefault(content_key(text), j)
+    for j, text in enumerate(train_texts):
+        known.setdefault(content_key(text), j)
     for i, text in enumerate(eval_texts):
-        if (j := known.get(content_key(text))) is not None: best[i] = (j, 1.)
+        if (j := known.get(content_key(text))) is not None:
+            best[i] = (j, 1.0)
     asked, own = [i for i in range(len(eval_texts)) if i not in best], list(known.values())
-    if not asked or not own: return [(i, *best[i]) for i in sorted(best)]
+    if not asked or not own:
+        return [(i, *best[i]) for i in sorted(best)]
     mine = signatures((eval_texts[i] for i in asked), num_hashes, size, seed, ignore)
     theirs = signatures((train_texts[j] for j in own), num_hashes, size, seed, ignore)
-    slack, rows = 3.5*(threshold*(1 - threshold)/num_hashes)**0.5, choose_bands(threshold, num_hashes)[1]
+    slack, rows = (
+        3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5,
+        choose_bands(threshold, num_hashes)[1],
+    )
     pairs: set[tuple[int, int]] = set()
     for a, b in zip(_band_keys(mine, rows), _band_keys(theirs, rows), strict=True):
-        order = np.argsort(b, kind='stable')
-        low, high = (np.searchsorted(b[order], a, side) for side in ('left', 'right'))
+        order = np.argsort(b, kind="stable")
+        low, high = (np.searchsorted(b[order], a, side) for side in ("left", "right"))
         for lag in range(reach):
             i = np.flatnonzero(low + lag < high)
-            if not len(i): break
+            if not len(i):
+                break
             j = order[low[i] + lag]
             keep = _alike(mine, theirs, i, j, threshold - slack)
             pairs.update(zip(i[keep].tolist(), j[keep].tolist(), strict=True))
     look, form = lru_cache(4096)(lambda text: shingles(text, size)), frozenset(ignore.tolist())
     for i, j in sorted(pairs):
         s = jaccard(look(eval_texts[asked[i]]), look(train_texts[own[j]]), form)
-        if s >= threshold and s > best.get(asked[i], (0, 0.))[1]: best[asked[i]] = (own[j], s)
+        if s >= threshold and s > best.get(asked[i], (0, 0.0))[1]:
+            best[asked[i]] = (own[j], s)
     return [(i, *best[i]) for i in sorted(best)]
 
 # %% ../../nbs/02_data/09_dedup.ipynb #2bfdd8ff
 def drop_duplicates(
     rows: Sequence[dict],
-    texts: list[str] | None = None, # What is compared, one for each row; the rows' `text` when None
-    threshold: float | None = 0.8, # Near duplicates go too, from this similarity on; None drops only equal ones
-) -> tuple[list[dict], list[int]]: # The rows that stay, in order, and the positions of those that went
+    texts: list[str]
+    | None = None,  # What is compared, one for each row; the rows' `text` when None
+    threshold: float
+    | None = 0.8,  # Near duplicates go too, from this similarity on; None drops only equal ones
+) -> tuple[
+    list[dict], list[int]
+]:  # The rows that stay, in order, and the positions of those that went
     "Keep the first row of every group of equal or nearly equal ones."
-    texts = [row['text'] for row in rows] if texts is None else texts
-    if len(texts) != len(rows): raise ValueError(f'{len(texts)} texts for {len(rows)} rows: one for each is needed')
+    texts = [row["text"] for row in rows] if texts is None else texts
+    if len(texts) != len(rows):
+        raise ValueError(f"{len(texts)} texts for {len(rows)} rows: one for each is needed")
     pairs = [(group[0], i) for group in exact_groups(texts) for i in group[1:]]
-    if threshold is not None: pairs += [p[:2] for p in near_pairs(texts, threshold, ignore=common_shingles(texts))]
+    if threshold is not None:
+        pairs += [p[:2] for p in near_pairs(texts, threshold, ignore=common_shingles(texts))]
     gone = {i for group in join_groups(pairs) for i in group[1:]}
     return [row for i, row in enumerate(rows) if i not in gone], sorted(gone)

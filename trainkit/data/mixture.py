@@ -19,102 +19,162 @@ from .schema import example_kind
 
 # %% ../../nbs/02_data/07_mixtures.ipynb #60fdcc10
 def shares(
-    sizes: Sequence[int], # Rows of each dataset
-    weights: Sequence[float] | None = None, # How much of each, in any unit; None: by size
-    temperature: float = 1.0, # Above 1 small datasets get more than their size says
-) -> list[float]: # One share each; they add up to 1
+    sizes: Sequence[int],  # Rows of each dataset
+    weights: Sequence[float] | None = None,  # How much of each, in any unit; None: by size
+    temperature: float = 1.0,  # Above 1 small datasets get more than their size says
+) -> list[float]:  # One share each; they add up to 1
     "Proportions of a mixture, by weights or by n^(1/T) (Xue et al. 2020)."
-    if weights is not None and temperature != 1: raise ValueError('weights and temperature both say how much of each: give one')
-    if temperature <= 0: raise ValueError(f'temperature = {temperature}: must be above 0')
-    if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float('inf')):
-        raise ValueError(f'weights = {list(weights)}: must be 0 or more, and not all 0')
+    if weights is not None and temperature != 1:
+        raise ValueError("weights and temperature both say how much of each: give one")
+    if temperature <= 0:
+        raise ValueError(f"temperature = {temperature}: must be above 0")
+    if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
+        raise ValueError(f"weights = {list(weights)}: must be 0 or more, and not all 0")
     largest = max(sizes)
-    raw = [(n/largest)**(1/temperature) for n in sizes] if weights is None else list(weights)
-    return [r/sum(raw) for r in raw]
+    raw = [(n / largest) ** (1 / temperature) for n in sizes] if weights is None else list(weights)
+    return [r / sum(raw) for r in raw]
 
 # %% ../../nbs/02_data/07_mixtures.ipynb #9f412a88
 def whole_parts(
-    total: int, # Rows to give away
-    parts: Sequence[float], # Shares that add up to 1
-) -> list[int]: # Whole numbers that add up to `total`, none further than 1 from its share
+    total: int,  # Rows to give away
+    parts: Sequence[float],  # Shares that add up to 1
+) -> list[int]:  # Whole numbers that add up to `total`, none further than 1 from its share
     "Split a number by shares, with the largest remainder method (Hamilton)."
-    exact = [total*p for p in parts]
+    exact = [total * p for p in parts]
     whole = [int(e) for e in exact]
     order = sorted(range(len(parts)), key=lambda i: (whole[i] - exact[i], i))
-    for i in order[:total - sum(whole)]: whole[i] += 1
+    for i in order[: total - sum(whole)]:
+        whole[i] += 1
     return whole
 
 # %% ../../nbs/02_data/07_mixtures.ipynb #d6daaa0b
 def add_prefix(
-    row: Mapping, # An example of any kind
-    prefix: str, # Such as '[TASK:SUMS] '
-) -> dict: # A changed copy
+    row: Mapping,  # An example of any kind
+    prefix: str,  # Such as '[TASK:SUMS] '
+) -> dict:  # A changed copy
     "Put a mark before what is asked: the text, the prompt, or what the user says first."
     kind, out = example_kind(row), dict(row)
-    column = {'instruction': 'instruction', 'reasoning': 'question', 'text': 'text', 'messages': 'messages'}.get(kind, 'prompt')
-    if isinstance(row[column], str): out[column] = prefix + row[column]
+    column = {
+        "instruction": "instruction",
+        "reasoning": "question",
+        "text": "text",
+        "messages": "messages",
+    }.get(kind, "prompt")
+    if isinstance(row[column], str):
+        out[column] = prefix + row[column]
     else:
-        first = next((i for i, turn in enumerate(row[column]) if turn['role'] == 'user'), None)
-        if first is None: raise ValueError(f'{column} has no turn of the user to mark with {prefix!r}')
-        out[column] = [{**turn, 'content': prefix + turn['content']} if i == first else turn for i, turn in enumerate(row[column])]
+        first = next((i for i, turn in enumerate(row[column]) if turn["role"] == "user"), None)
+        if first is None:
+            raise ValueError(f"{column} has no turn of the user to mark with {prefix!r}")
+        out[column] = [
+            {**turn, "content": prefix + turn["content"]} if i == first else turn
+            for i, turn in enumerate(row[column])
+        ]
     return out
 
 # %% ../../nbs/02_data/07_mixtures.ipynb #81a86e43
 @dataclass
 class MixReport:
     "What went into a mixture."
-    parts: dict[str, dict[str, Any]] # Task -> rows, used, share, epochs
+
+    parts: dict[str, dict[str, Any]]  # Task -> rows, used, share, epochs
 
     def __str__(self) -> str:
-        lines = [f"{name}: {p['used']:,} of {p['rows']:,} row{'s'*(p['rows'] != 1)}, {p['share']:.2%} of the mixture"
-                 + (f", each {p['epochs']:.1f} times" if p['epochs'] > 1 else '') for name, p in self.parts.items()]
-        return '\n'.join(lines)
+        lines = [
+            f"{name}: {p['used']:,} of {p['rows']:,} row{'s' * (p['rows'] != 1)}, {p['share']:.2%} of the mixture"
+            + (f", each {p['epochs']:.1f} times" if p["epochs"] > 1 else "")
+            for name, p in self.parts.items()
+        ]
+        return "\n".join(lines)
 
-    def _repr_html_(self) -> str: return '<br>'.join(escape(line) for line in str(self).split('\n'))
+    def _repr_html_(self) -> str:
+        return "<br>".join(escape(line) for line in str(self).split("\n"))
+
 
 class Mixture(list):
     "Rows of several tasks, with the `report` of what went in."
+
     report: MixReport
-    def _repr_html_(self) -> str: return self.report._repr_html_()
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
 
 def mix(
-    datasets: Mapping[str, Sequence[dict]], # Task -> its rows
-    weights: Mapping[str, float] | Sequence[float] | None = None, # How much of each, in any unit; None: by size
-    temperature: float = 1.0, # Above 1 small datasets get more than their size says
-    prefixes: bool | Mapping[str, str] = False, # True puts `[TASK:NAME] ` before each question; or your own marks
-    total: int | None = None, # Rows of the mixture; None: as many as the datasets have together
-    seed: int = 0, # Chooses rows and their order
-) -> Mixture: # Copies of rows, shuffled, each with its `task`; `source` stays what it was
+    datasets: Mapping[str, Sequence[dict]],  # Task -> its rows
+    weights: Mapping[str, float]
+    | Sequence[float]
+    | None = None,  # How much of each, in any unit; None: by size
+    temperature: float = 1.0,  # Above 1 small datasets get more than their size says
+    prefixes: bool
+    | Mapping[str, str] = False,  # True puts `[TASK:NAME] ` before each question; or your own marks
+    total: int | None = None,  # Rows of the mixture; None: as many as the datasets have together
+    seed: int = 0,  # Chooses rows and their order
+) -> Mixture:  # Copies of rows, shuffled, each with its `task`; `source` stays what it was
     "One dataset out of several, with exact proportions that are reported."
-    if not isinstance(datasets, Mapping): raise ValueError('datasets must have names, as in mix({"sums": rows, "code": others})')
-    if total is not None and total < 0: raise ValueError(f'total = {total}: must be 0 or more')
-    datasets = {name: rows if isinstance(rows, Sequence) else list(rows) for name, rows in datasets.items()}
+    if not isinstance(datasets, Mapping):
+        raise ValueError('datasets must have names, as in mix({"sums": rows, "code": others})')
+    if total is not None and total < 0:
+        raise ValueError(f"total = {total}: must be 0 or more")
+    datasets = {
+        name: rows if isinstance(rows, Sequence) else list(rows) for name, rows in datasets.items()
+    }
     if empty := [name for name, rows in datasets.items() if not len(rows)] or not datasets:
-        raise ValueError(f'no rows in {empty}' if datasets else 'there are no datasets to mix')
-    for given, what in ((weights, 'weights'), (prefixes, 'prefixes')):
+        raise ValueError(f"no rows in {empty}" if datasets else "there are no datasets to mix")
+    for given, what in ((weights, "weights"), (prefixes, "prefixes")):
         if isinstance(given, Mapping) and {*given} - {*datasets}:
-            raise ValueError(f'{what} name {sorted({*given} - {*datasets})}, the datasets are {list(datasets)}')
+            raise ValueError(
+                f"{what} name {sorted({*given} - {*datasets})}, the datasets are {list(datasets)}"
+            )
     if weights is not None:
         if isinstance(weights, Mapping) and {*datasets} - {*weights}:
-            raise ValueError(f'weights have none for {sorted({*datasets} - {*weights})}: 0 leaves a dataset out')
-        weights = [weights[name] for name in datasets] if isinstance(weights, Mapping) else list(weights)
-        if len(weights) != len(datasets): raise ValueError(f'{len(weights)} weights for {len(datasets)} datasets: give one for each')
+            raise ValueError(
+                f"weights have none for {sorted({*datasets} - {*weights})}: 0 leaves a dataset out"
+            )
+        weights = (
+            [weights[name] for name in datasets] if isinstance(weights, Mapping) else list(weights)
+        )
+        if len(weights) != len(datasets):
+            raise ValueError(
+                f"{len(weights)} weights for {len(datasets)} datasets: give one for each"
+            )
     kinds = {name: example_kind(rows[0]) for name, rows in datasets.items()}
-    chats = {'messages', 'instruction', 'reasoning', 'prompt_completion'} # all become conversations
+    chats = {
+        "messages",
+        "instruction",
+        "reasoning",
+        "prompt_completion",
+    }  # all become conversations
     if len({*kinds.values()}) > 1 and not {*kinds.values()} <= chats:
-        raise ValueError(f'these kinds do not train together: {", ".join(f"{name}: {kind}" for name, kind in kinds.items())}')
+        raise ValueError(
+            f"these kinds do not train together: {', '.join(f'{name}: {kind}' for name, kind in kinds.items())}"
+        )
     total = sum(map(len, datasets.values())) if total is None else total
-    counts = whole_parts(total, shares([len(rows) for rows in datasets.values()], weights, temperature))
-    marks = {name: f'[TASK:{name.upper()}] ' for name in datasets} if prefixes is True else dict(prefixes or {})
+    counts = whole_parts(
+        total, shares([len(rows) for rows in datasets.values()], weights, temperature)
+    )
+    marks = (
+        {name: f"[TASK:{name.upper()}] " for name in datasets}
+        if prefixes is True
+        else dict(prefixes or {})
+    )
     out, parts = Mixture(), {}
     for (name, rows), count in zip(datasets.items(), counts, strict=True):
-        draw, order = random.Random(f'{seed}/{name}'), []
-        while len(order) < count: order += draw.sample(range(len(rows)), min(len(rows), count - len(order)))
+        draw, order = random.Random(f"{seed}/{name}"), []
+        while len(order) < count:
+            order += draw.sample(range(len(rows)), min(len(rows), count - len(order)))
         mark = marks.get(name)
-        out += [{**(add_prefix(rows[i], mark) if mark else rows[i]), 'task': name} for i in order]
-        parts[name] = dict(rows=len(rows), used=count, share=count/max(1, total), epochs=count/len(rows))
+        out += [{**(add_prefix(rows[i], mark) if mark else rows[i]), "task": name} for i in order]
+        parts[name] = dict(
+            rows=len(rows), used=count, share=count / max(1, total), epochs=count / len(rows)
+        )
     random.Random(seed).shuffle(out)
     out.report = MixReport(parts)
-    if often := [f"{name} ({p['epochs']:.1f} times)" for name, p in parts.items() if p['epochs'] > 1]:
-        warnings.warn(f"a pass over this mixture sees some rows several times: {', '.join(often)}", stacklevel=2)
+    if often := [
+        f"{name} ({p['epochs']:.1f} times)" for name, p in parts.items() if p["epochs"] > 1
+    ]:
+        warnings.warn(
+            f"a pass over this mixture sees some rows several times: {', '.join(often)}",
+            stacklevel=2,
+        )
     return out

@@ -32,35 +32,53 @@ from . import text_checks as defects
 from ..tokenizer.chat_template import TEMPLATES, render_text
 
 # %% ../../nbs/02_data/11_proportions.ipynb #f36dcc13
-FORMS: dict[str, re.Pattern] = {name: re.compile(form) for name, form in { # Format -> the head of a turn in it
-    'chatml': r'<\|im_start\|>\s*(?:system|user|assistant|tool)\b',
-    'llama3': r'<\|start_header_id\|>\s*\w+\s*<\|end_header_id\|>',
-    'gemma': r'<start_of_turn>\s*(?:user|model)\b',
-    'llama2 or mistral': r'\[INST\]',
-    'alpaca': r'(?m)(?:^|(?<=>))### Instruction:[^\S\n]*\n',
-    'zephyr or phi': r'<\|(?:system|user|assistant)\|>',
-    'deepseek': r'<｜(?:User|Assistant)｜>',
-    'harmony': r'<\|start\|>(?:system|developer|user|assistant)\b',
-    'vicuna': r'(?m)^USER: '}.items()}
-ANSWERED: dict[str, re.Pattern] = {name: re.compile(form) for name, form in { # What must come after such a head
-    'llama2 or mistral': r'\[/INST\]', 'alpaca': r'(?m)^### Response:', 'vicuna': r'\bASSISTANT:'}.items()}
+FORMS: dict[str, re.Pattern] = {
+    name: re.compile(form)
+    for name, form in {  # Format -> the head of a turn in it
+        "chatml": r"<\|im_start\|>\s*(?:system|user|assistant|tool)\b",
+        "llama3": r"<\|start_header_id\|>\s*\w+\s*<\|end_header_id\|>",
+        "gemma": r"<start_of_turn>\s*(?:user|model)\b",
+        "llama2 or mistral": r"\[INST\]",
+        "alpaca": r"(?m)(?:^|(?<=>))### Instruction:[^\S\n]*\n",
+        "zephyr or phi": r"<\|(?:system|user|assistant)\|>",
+        "deepseek": r"<｜(?:User|Assistant)｜>",
+        "harmony": r"<\|start\|>(?:system|developer|user|assistant)\b",
+        "vicuna": r"(?m)^USER: ",
+    }.items()
+}
+ANSWERED: dict[str, re.Pattern] = {
+    name: re.compile(form)
+    for name, form in {  # What must come after such a head
+        "llama2 or mistral": r"\[/INST\]",
+        "alpaca": r"(?m)^### Response:",
+        "vicuna": r"\bASSISTANT:",
+    }.items()
+}
+
 
 def find_form(
     text: str,
-) -> tuple[str, tuple[int, int]] | None: # A key of `FORMS` and the place of the first head; None for text as people write it
+) -> (
+    tuple[str, tuple[int, int]] | None
+):  # A key of `FORMS` and the place of the first head; None for text as people write it
     "The chat format in which a text was rendered."
     hits = []
     for name, form in FORMS.items():
-        if (head := form.search(text)) is None: continue
-        last = ANSWERED[name].search(text, head.end()) if name in ANSWERED else head # After the first head, or after none
-        if last: hits.append((head.start(), name, (head.start(), last.end())))
+        if (head := form.search(text)) is None:
+            continue
+        last = (
+            ANSWERED[name].search(text, head.end()) if name in ANSWERED else head
+        )  # After the first head, or after none
+        if last:
+            hits.append((head.start(), name, (head.start(), last.end())))
     return min(hits)[1:] if hits else None
 
 # %% ../../nbs/02_data/11_proportions.ipynb #23f6e904
 def _own_template(tokenizer: Any) -> str | None:
-    own = getattr(tokenizer, 'chat_template', None)
-    own = own.get('default') if isinstance(own, dict) else own
+    own = getattr(tokenizer, "chat_template", None)
+    own = own.get("default") if isinstance(own, dict) else own
     return own if isinstance(own, str) and own else None
+
 
 def check_rendered(case: Case) -> Iterator[Finding]:
     "Rows that hold chats which some template has rendered already."
@@ -68,163 +86,302 @@ def check_rendered(case: Case) -> Iterator[Finding]:
     for rows in case.splits:
         for i in range(len(rows)):
             for role, text in rows.turns(i):
-                if '<' not in text and '[' not in text and ':' not in text or (hit := find_form(text)) is None: continue
-                tally.add(f'{rows.where(i, role)} ({hit[0]})', text, hit[1])
+                if (
+                    "<" not in text
+                    and "[" not in text
+                    and ":" not in text
+                    or (hit := find_form(text)) is None
+                ):
+                    continue
+                tally.add(f"{rows.where(i, role)} ({hit[0]})", text, hit[1])
                 forms[hit[0]] += 1
                 break
-    doubled = case.train.kind == 'messages' or case.template not in (None, 'plain') or bool(_own_template(case.tokenizer))
-    effect = ('The marks are read as plain characters, and questions are learned like answers.' if case.train.kind == 'text' else
-              'The template of the run comes on top: the model learns a doubled form, which nobody will ask it in.')
-    yield from tally.finding('template_in_rows', 'error' if doubled and case.train.kind != 'text' else 'warning',
-                             'Rows that were rendered already, with ' + ', '.join(f'{name} ({n:,})' for name, n in forms.most_common()) + '.',
-                             effect, 'Split them into messages, and let the run apply one template.')
+    doubled = (
+        case.train.kind == "messages"
+        or case.template not in (None, "plain")
+        or bool(_own_template(case.tokenizer))
+    )
+    effect = (
+        "The marks are read as plain characters, and questions are learned like answers."
+        if case.train.kind == "text"
+        else "The template of the run comes on top: the model learns a doubled form, which nobody will ask it in."
+    )
+    yield from tally.finding(
+        "template_in_rows",
+        "error" if doubled and case.train.kind != "text" else "warning",
+        "Rows that were rendered already, with "
+        + ", ".join(f"{name} ({n:,})" for name, n in forms.most_common())
+        + ".",
+        effect,
+        "Split them into messages, and let the run apply one template.",
+    )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #c5c78592
 def _chosen(rows: RowView, sample: int = 500) -> list[int]:
     "The first row of each order of roles, and others spread evenly."
     orders: dict[tuple, int] = {}
-    for i in range(len(rows)): orders.setdefault(tuple(role for role, _ in rows.turns(i)), i)
-    return sorted({*orders.values(), *range(0, len(rows), -(-len(rows)//sample) or 1)})
+    for i in range(len(rows)):
+        orders.setdefault(tuple(role for role, _ in rows.turns(i)), i)
+    return sorted({*orders.values(), *range(0, len(rows), -(-len(rows) // sample) or 1)})
+
 
 def _messages(rows: RowView, i: int) -> list[dict]:
-    return [dict(role=role, content=text) for role, text in rows.turns(i) if role not in ('rejected', 'reasoning')]
+    return [
+        dict(role=role, content=text)
+        for role, text in rows.turns(i)
+        if role not in ("rejected", "reasoning")
+    ]
+
 
 def _names(tokenizer: Any, template: str | None) -> dict[str, str]:
     "What a tokenizer calls its special tokens, once a named template is attached to it."
-    roles, form = ('bos_token', 'eos_token', 'pad_token', 'unk_token'), TEMPLATES.get(template or '')
-    names = {role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None}
-    if form and form.bos: names.setdefault('bos_token', form.bos)
-    return {'eos_token': '</s>', **names, **({'eos_token': form.eos} if form and form.eos else {})}
+    roles, form = (
+        ("bos_token", "eos_token", "pad_token", "unk_token"),
+        TEMPLATES.get(template or ""),
+    )
+    names = {
+        role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None
+    }
+    if form and form.bos:
+        names.setdefault("bos_token", form.bos)
+    return {"eos_token": "</s>", **names, **({"eos_token": form.eos} if form and form.eos else {})}
+
 
 def check_refused(
     case: Case,
-    jinja: str, # The template of the run
+    jinja: str,  # The template of the run
 ) -> Iterator[Finding]:
     "Rows that the template of the run does not render."
     names, tally, reasons = _names(case.tokenizer, case.template), FindingCounter(), Counter()
     for rows in case.splits:
         for i in _chosen(rows):
-            if not (chat := _messages(rows, i)): continue
+            if not (chat := _messages(rows, i)):
+                continue
             tally.total += 1
-            try: render_text(chat, jinja, names, 'last', rows.kind == 'prompt')
+            try:
+                render_text(chat, jinja, names, "last", rows.kind == "prompt")
             except ValueError as error:
                 reasons[str(error)] += 1
-                tally.add(rows.where(i), ' → '.join(m['role'] for m in chat))
-    yield from tally.finding('template_refuses', 'error', '; '.join(reason for reason, _ in reasons.most_common(3)) + '.',
-                             'A run stops at the first of them.', 'Change these rows, or render with a template that knows them.', unit='rows tried')
+                tally.add(rows.where(i), " → ".join(m["role"] for m in chat))
+    yield from tally.finding(
+        "template_refuses",
+        "error",
+        "; ".join(reason for reason, _ in reasons.most_common(3)) + ".",
+        "A run stops at the first of them.",
+        "Change these rows, or render with a template that knows them.",
+        unit="rows tried",
+    )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #6135edce
-_MARKS = re.compile(r'<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>')
+_MARKS = re.compile(r"<\|[^|<>\s]+\|>|<(?:start|end)_of_turn>")
+
 
 def _is_token(mark: str, tokenizer: Any) -> bool:
-    known = getattr(tokenizer, 'special_tokens', None)
+    known = getattr(tokenizer, "special_tokens", None)
     return mark in (known if isinstance(known, dict) else tokenizer.get_vocab())
+
 
 def check_ending(
     case: Case,
-    jinja: str, # The tokenizer's own template
+    jinja: str,  # The tokenizer's own template
 ) -> Iterator[Finding]:
     "Whether the tokenizer's template ends answers with its end of text, and writes marks that it knows."
     names, tok = _names(case.tokenizer, None), case.tokenizer
-    probe = [dict(role='user', content='a'), dict(role='assistant', content='b')]
-    try: text, [(start, end)] = render_text(probe, jinja, names, 'last')
-    except ValueError: return # `check_refused` says more
-    eos, shown = getattr(tok, 'eos_token', None), ascii(text[start:end].removeprefix('b')[-24:])
+    probe = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+    try:
+        text, [(start, end)] = render_text(probe, jinja, names, "last")
+    except ValueError:
+        return  # `check_refused` says more
+    eos, shown = getattr(tok, "eos_token", None), ascii(text[start:end].removeprefix("b")[-24:])
     if eos is None or not text[start:end].endswith(str(eos)):
         tally = FindingCounter()
-        tally.add('an answer `b`', text, (start, end))
-        yield from tally.finding('template_end', 'error', f"The template ends answers with {shown}, and the tokenizer's eos_token is {eos!r}.",
-                                 'The model never learns to say what stops it, and goes on until the limit.',
-                                 '`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, model)`).', unit='templates')
+        tally.add("an answer `b`", text, (start, end))
+        yield from tally.finding(
+            "template_end",
+            "error",
+            f"The template ends answers with {shown}, and the tokenizer's eos_token is {eos!r}.",
+            "The model never learns to say what stops it, and goes on until the limit.",
+            "`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, model)`).",
+            unit="templates",
+        )
     pieces = FindingCounter()
     for mark in dict.fromkeys(_MARKS.findall(text)):
-        if not _is_token(mark, tok): pieces.add(mark, text, (at := text.find(mark), at + len(mark)))
-    yield from pieces.finding('template_tokens', 'warning', 'The template writes marks that are no tokens of the tokenizer.',
-                              'Each is cut into pieces, and a text of a user can spell it.', '`sft.template` in the config adds them (in Python `set_template(tokenizer, …, model)`).', unit='marks')
+        if not _is_token(mark, tok):
+            pieces.add(mark, text, (at := text.find(mark), at + len(mark)))
+    yield from pieces.finding(
+        "template_tokens",
+        "warning",
+        "The template writes marks that are no tokens of the tokenizer.",
+        "Each is cut into pieces, and a text of a user can spell it.",
+        "`sft.template` in the config adds them (in Python `set_template(tokenizer, …, model)`).",
+        unit="marks",
+    )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #edec7855
 def check_other(
     case: Case,
-    jinja: str, # The template of the run
-    own: str, # The tokenizer's own
-    most: int = 20, # Rows that are compared
+    jinja: str,  # The template of the run
+    own: str,  # The tokenizer's own
+    most: int = 20,  # Rows that are compared
 ) -> Iterator[Finding]:
     "Whether the template of the run writes the same text as the tokenizer's own."
-    names, theirs, tally = _names(case.tokenizer, case.template), _names(case.tokenizer, None), FindingCounter()
-    for i in _chosen(case.train, most)[:2*most]:
-        chat, ask = _messages(case.train, i), case.train.kind == 'prompt'
-        try: a, b = (render_text(chat, form, called, 'last', ask)[0] for form, called in ((jinja, names), (own, theirs)))
-        except ValueError: continue # `check_refused` says more
+    names, theirs, tally = (
+        _names(case.tokenizer, case.template),
+        _names(case.tokenizer, None),
+        FindingCounter(),
+    )
+    for i in _chosen(case.train, most)[: 2 * most]:
+        chat, ask = _messages(case.train, i), case.train.kind == "prompt"
+        try:
+            a, b = (
+                render_text(chat, form, called, "last", ask)[0]
+                for form, called in ((jinja, names), (own, theirs))
+            )
+        except ValueError:
+            continue  # `check_refused` says more
         tally.total += 1
-        if a == b: continue
-        at = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        tally.add(f"{case.train.where(i)}, where the tokenizer's own has {ascii(b[at:at + 16])}", a, (at, min(at + 16, len(a))))
-    yield from tally.finding('template_differs', 'warning', "The run's template writes another text than the tokenizer's own.",
-                             'What the model has learned in its own format is put aside.',
-                             "Name no template, unless the model has seen no chats yet.", unit='rows tried')
+        if a == b:
+            continue
+        at = next(
+            (k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+        tally.add(
+            f"{case.train.where(i)}, where the tokenizer's own has {ascii(b[at : at + 16])}",
+            a,
+            (at, min(at + 16, len(a))),
+        )
+    yield from tally.finding(
+        "template_differs",
+        "warning",
+        "The run's template writes another text than the tokenizer's own.",
+        "What the model has learned in its own format is put aside.",
+        "Name no template, unless the model has seen no chats yet.",
+        unit="rows tried",
+    )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #13592fb8
 def check_template(case: Case) -> Iterator[Finding]:
     "Rows, template and tokenizer that do not agree about the chat format."
     yield from check_rendered(case)
-    if case.train.kind == 'text': return
+    if case.train.kind == "text":
+        return
     own = _own_template(case.tokenizer)
     jinja = TEMPLATES[case.template].jinja if case.template in TEMPLATES else case.template or own
-    if jinja: yield from check_refused(case, jinja)
-    if own and not case.template: yield from check_ending(case, own)
-    if own and jinja and jinja != own: yield from check_other(case, jinja, own)
-    if case.tokenizer is not None and not jinja and case.train.kind == 'messages':
-        yield Finding('template_missing', 'note', 1, 0, 'The tokenizer has no chat template.', 'A run gives it ChatML, whose tokens the model has never seen.',
-                      'Take the tokenizer of the tuned model, or train long enough to learn new tokens.', unit='tokenizers')
+    if jinja:
+        yield from check_refused(case, jinja)
+    if own and not case.template:
+        yield from check_ending(case, own)
+    if own and jinja and jinja != own:
+        yield from check_other(case, jinja, own)
+    if case.tokenizer is not None and not jinja and case.train.kind == "messages":
+        yield Finding(
+            "template_missing",
+            "note",
+            1,
+            0,
+            "The tokenizer has no chat template.",
+            "A run gives it ChatML, whose tokens the model has never seen.",
+            "Take the tokenizer of the tuned model, or train long enough to learn new tokens.",
+            unit="tokenizers",
+        )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #ebeec739
-ENOUGH: dict[str, tuple[int, int]] = { # Method -> too few below this, a try below that: distinct rows, for pretrain characters
-    'lora': (50, 100), 'sft': (100, 1000), 'dpo': (100, 1000), 'reward': (200, 2000), 'kto': (100, 1000),
-    'ppo': (100, 1000), 'grpo': (50, 500), 'rloo': (50, 500), 'pretrain': (100_000, 1_000_000)}
+ENOUGH: dict[
+    str, tuple[int, int]
+] = {  # Method -> too few below this, a try below that: distinct rows, for pretrain characters
+    "lora": (50, 100),
+    "sft": (100, 1000),
+    "dpo": (100, 1000),
+    "reward": (200, 2000),
+    "kto": (100, 1000),
+    "ppo": (100, 1000),
+    "grpo": (50, 500),
+    "rloo": (50, 500),
+    "pretrain": (100_000, 1_000_000),
+}
+
 
 def amount(case: Case) -> Iterator[Finding]:
     "Enough rows for the method, and for an evaluation that means something."
-    few, good = ENOUGH.get(case.method, ENOUGH['sft'])
-    train, unit = case.train, 'characters' if case.method == 'pretrain' else 'rows'
+    few, good = ENOUGH.get(case.method, ENOUGH["sft"])
+    train, unit = case.train, "characters" if case.method == "pretrain" else "rows"
     whole = {hash(text): len(text) for text in map(train.whole, range(len(train)))}
-    have = sum(whole.values()) if unit == 'characters' else len(whole)
+    have = sum(whole.values()) if unit == "characters" else len(whole)
     if have < good:
-        yield Finding('amount', 'error' if not have else 'warning' if have < few else 'note', have, 0, f'{case.method} wants {good:,} different {unit} '
-                      f'or more, and hardly works with fewer than {few:,}.',
-                      'The model learns these rows by heart before it learns the task.',
-                      'Collect or write more rows; till then train few epochs with a small adapter.', unit=f'different {unit}')
+        yield Finding(
+            "amount",
+            "error" if not have else "warning" if have < few else "note",
+            have,
+            0,
+            f"{case.method} wants {good:,} different {unit} "
+            f"or more, and hardly works with fewer than {few:,}.",
+            "The model learns these rows by heart before it learns the task.",
+            "Collect or write more rows; till then train few epochs with a small adapter.",
+            unit=f"different {unit}",
+        )
     if case.eval is not None and 0 < len(case.eval) < 20:
-        yield Finding('small_evaluation', 'note', len(case.eval), 0, 'Few rows to evaluate on.',
-                      f'One row more or less is a difference of {1/len(case.eval):.0%}.', 'Set more rows apart (`split_examples`).')
+        yield Finding(
+            "small_evaluation",
+            "note",
+            len(case.eval),
+            0,
+            "Few rows to evaluate on.",
+            f"One row more or less is a difference of {1 / len(case.eval):.0%}.",
+            "Set more rows apart (`split_examples`).",
+        )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #a015146a
 def lengths(case: Case) -> Iterator[Finding]:
     "Rows that are much longer or shorter than the others, and few rows that outweigh the rest."
     for rows in case.splits:
         size = np.array([len(rows.whole(i)) for i in range(len(rows))], float)
-        if len(size) < 20: continue
+        if len(size) < 20:
+            continue
         logs = np.log(size + 1)
         middle = float(np.median(logs))
-        spread = max(0.25, 1.4826*float(np.median(np.abs(logs - middle))))
-        far = (logs - middle)*(np.abs(logs - middle) > max(6*spread, math.log(10)))
+        spread = max(0.25, 1.4826 * float(np.median(np.abs(logs - middle))))
+        far = (logs - middle) * (np.abs(logs - middle) > max(6 * spread, math.log(10)))
         for name, severity, odd, effect in (
-                ('long_rows', 'warning', far > 0, 'They are cut, or set the memory that every batch needs.'),
-                ('short_rows', 'note', far < 0, 'Often they are broken, or the rest of something that was cut.')):
+            (
+                "long_rows",
+                "warning",
+                far > 0,
+                "They are cut, or set the memory that every batch needs.",
+            ),
+            (
+                "short_rows",
+                "note",
+                far < 0,
+                "Often they are broken, or the rest of something that was cut.",
+            ),
+        ):
             tally = FindingCounter(len(size))
-            for i in np.flatnonzero(odd)[np.argsort(-np.abs(far[odd]), kind='stable')].tolist():
-                tally.add(f'{rows.where(i)}, {size[i]:,.0f} characters', rows.whole(i))
-            yield from tally.finding(name, severity, f'Rows far from the median length of {math.exp(middle):,.0f} characters.', effect,
-                                     'Look at them; cut (`chunk_examples`) or drop (`clean_examples`, `min_chars`).')
-        top = max(1, len(size)//20)
-        share = float(np.sort(size)[-top:].sum()/max(1., size.sum()))
+            for i in np.flatnonzero(odd)[np.argsort(-np.abs(far[odd]), kind="stable")].tolist():
+                tally.add(f"{rows.where(i)}, {size[i]:,.0f} characters", rows.whole(i))
+            yield from tally.finding(
+                name,
+                severity,
+                f"Rows far from the median length of {math.exp(middle):,.0f} characters.",
+                effect,
+                "Look at them; cut (`chunk_examples`) or drop (`clean_examples`, `min_chars`).",
+            )
+        top = max(1, len(size) // 20)
+        share = float(np.sort(size)[-top:].sum() / max(1.0, size.sum()))
         if share > 0.5:
-            yield Finding('unbalanced_lengths', 'warning', top, len(size), f'The longest rows hold {share:.0%} of all characters.',
-                          'The loss counts tokens: these rows are what the model learns, the others hardly matter.',
-                          'Cut the long rows, or weigh the sources with `mix`.')
+            yield Finding(
+                "unbalanced_lengths",
+                "warning",
+                top,
+                len(size),
+                f"The longest rows hold {share:.0%} of all characters.",
+                "The loss counts tokens: these rows are what the model learns, the others hardly matter.",
+                "Cut the long rows, or weigh the sources with `mix`.",
+            )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #3a97e2ae
-def _answers(rows: RowView) -> list[str]: # Without case and outer blanks; '' where there is none
+def _answers(rows: RowView) -> list[str]:  # Without case and outer blanks; '' where there is none
     return [rows.parts(i)[1].strip().casefold() for i in range(len(rows))]
+
 
 def diversity(case: Case) -> Iterator[Finding]:
     "The same answer or the same opening again and again."
@@ -232,179 +389,361 @@ def diversity(case: Case) -> Iterator[Finding]:
     answers = _answers(rows)
     counts = Counter(a for a in answers if a)
     total = sum(counts.values())
-    if total < 20 or (len(counts) <= 20 and total >= 5*len(counts)): return # few, or classes
-    openings = Counter(' '.join(a.split(None, 4)[:4]) for a in answers if a.count(' ') >= 7)
-    (same, often), (opening, opens) = counts.most_common(1)[0], (openings.most_common(1) or [('', 0)])[0]
+    if total < 20 or (len(counts) <= 20 and total >= 5 * len(counts)):
+        return  # few, or classes
+    openings = Counter(" ".join(a.split(None, 4)[:4]) for a in answers if a.count(" ") >= 7)
+    (same, often), (opening, opens) = (
+        counts.most_common(1)[0],
+        (openings.most_common(1) or [("", 0)])[0],
+    )
     for name, hit, many, limit, says in (
-            ('same_answer', lambda a: a == same, often, 0.1, 'One and the same answer to many questions.'),
-            ('same_opening', lambda a: a.startswith(opening) and a.count(' ') >= 7, opens, 0.3, f'Answers that begin alike: “{opening[:50]}”.')):
-        if many < 5 or many <= limit*total: continue
+        (
+            "same_answer",
+            lambda a: a == same,
+            often,
+            0.1,
+            "One and the same answer to many questions.",
+        ),
+        (
+            "same_opening",
+            lambda a: a.startswith(opening) and a.count(" ") >= 7,
+            opens,
+            0.3,
+            f"Answers that begin alike: “{opening[:50]}”.",
+        ),
+    ):
+        if many < 5 or many <= limit * total:
+            continue
         tally = FindingCounter(total)
         for i, answer in enumerate(answers):
-            if hit(answer): tally.add(rows.where(i), rows.parts(i)[1])
-        yield from tally.finding(name, 'warning', says, 'It becomes the likeliest thing to say, whatever is asked.',
-                                 'Drop or rewrite most of them; ask for variety where answers are generated.')
+            if hit(answer):
+                tally.add(rows.where(i), rows.parts(i)[1])
+        yield from tally.finding(
+            name,
+            "warning",
+            says,
+            "It becomes the likeliest thing to say, whatever is asked.",
+            "Drop or rewrite most of them; ask for variety where answers are generated.",
+        )
+
 
 def classes(case: Case) -> Iterator[Finding]:
     "Labels, classes of answers and sources that are rare beside the others."
     rows = case.train
     labels: dict[str, list] = {}
-    if rows.kind == 'unpaired': labels['label'] = [row['label'] for row in rows.rows]
-    answers = _answers(rows) if rows.kind not in ('text', 'prompt', 'unpaired', 'preference') else []
-    if answers and 2 <= len({*answers}) <= 20 and max(map(len, answers)) <= 60: labels['answer'] = answers
-    for column in ('source', 'task', 'category', 'class', 'dataset', 'language', *(() if labels else ('label',))):
+    if rows.kind == "unpaired":
+        labels["label"] = [row["label"] for row in rows.rows]
+    answers = (
+        _answers(rows) if rows.kind not in ("text", "prompt", "unpaired", "preference") else []
+    )
+    if answers and 2 <= len({*answers}) <= 20 and max(map(len, answers)) <= 60:
+        labels["answer"] = answers
+    for column in (
+        "source",
+        "task",
+        "category",
+        "class",
+        "dataset",
+        "language",
+        *(() if labels else ("label",)),
+    ):
         values = [v for row in rows.rows if isinstance(v := row.get(column), (str, int))]
-        if len(values) > len(rows)/2 and len({*values}) <= 50: labels[column] = values
+        if len(values) > len(rows) / 2 and len({*values}) <= 50:
+            labels[column] = values
     for column, values in labels.items():
         counts = Counter(values).most_common()
-        if len(counts) < 2 or len(values) < 50: continue
+        if len(counts) < 2 or len(values) < 50:
+            continue
         (most, many), (least, few) = counts[0], counts[-1]
-        own = column in ('label', 'answer')
-        if many < (10 if own else 50)*few: continue
-        yield Finding('unbalanced_classes' if own else 'unbalanced_sources', 'warning' if own else 'note', few, len(values),
-                      f'{column} {least!r} is rare beside {most!r} ({many:,} rows).',
-                      'A model that always says the frequent thing has a small loss.',
-                      'Collect more of the rare kind' + (', or weigh the two (`desirable_weight` of KTO).' if rows.kind == 'unpaired'
-                                                         else ', or mix with weights (`mix`).'),
-                      [Evidence(f'{column} {value!r}', f'{n:,} rows') for value, n in (counts[0], *counts[-2:])])
+        own = column in ("label", "answer")
+        if many < (10 if own else 50) * few:
+            continue
+        yield Finding(
+            "unbalanced_classes" if own else "unbalanced_sources",
+            "warning" if own else "note",
+            few,
+            len(values),
+            f"{column} {least!r} is rare beside {most!r} ({many:,} rows).",
+            "A model that always says the frequent thing has a small loss.",
+            "Collect more of the rare kind"
+            + (
+                ", or weigh the two (`desirable_weight` of KTO)."
+                if rows.kind == "unpaired"
+                else ", or mix with weights (`mix`)."
+            ),
+            [
+                Evidence(f"{column} {value!r}", f"{n:,} rows")
+                for value, n in (counts[0], *counts[-2:])
+            ],
+        )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #432311e1
 def length_bias(case: Case) -> Iterator[Finding]:
     "Preference pairs that can be told apart by length alone."
     rows = case.train
-    if rows.kind != 'preference': return
+    if rows.kind != "preference":
+        return
     tally, shorter = FindingCounter(), 0
     for i in range(len(rows)):
         chosen, rejected = rows.parts(i)[1], rows.rejected(i)
-        if len(chosen) == len(rejected): continue
+        if len(chosen) == len(rejected):
+            continue
         tally.total += 1
-        if len(chosen) > len(rejected): tally.add(rows.where(i), chosen)
-        else: shorter += 1
-    side = tally.count/tally.total if tally.total else 0.5
-    if abs(side - 0.5) < max(0.15, 2/tally.total**0.5 if tally.total else 1): return # 2/√n is four standard deviations
-    which, count = ('longer', tally.count) if side > 0.5 else ('shorter', shorter)
-    yield Finding('length_bias', 'warning', count, tally.total, f'The chosen answer is the {which} one.',
-                  'The model learns the length instead of the quality.', 'Balance the pairs by length, or normalise by it (the losses of SimPO, LD-DPO).',
-                  tally.examples if which == 'longer' else [], unit='pairs')
+        if len(chosen) > len(rejected):
+            tally.add(rows.where(i), chosen)
+        else:
+            shorter += 1
+    side = tally.count / tally.total if tally.total else 0.5
+    if abs(side - 0.5) < max(0.15, 2 / tally.total**0.5 if tally.total else 1):
+        return  # 2/√n is four standard deviations
+    which, count = ("longer", tally.count) if side > 0.5 else ("shorter", shorter)
+    yield Finding(
+        "length_bias",
+        "warning",
+        count,
+        tally.total,
+        f"The chosen answer is the {which} one.",
+        "The model learns the length instead of the quality.",
+        "Balance the pairs by length, or normalise by it (the losses of SimPO, LD-DPO).",
+        tally.examples if which == "longer" else [],
+        unit="pairs",
+    )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #b70a0eb8
-TRAITS: dict[str, Callable[[str], bool]] = { # What a cleaning step changes
-    'white space at the ends': lambda t: t != t.strip(),
-    'double blanks': lambda t: '  ' in t.strip(),
-    'lower case only': lambda t: t == t.lower() and t != t.upper(),
-    'capitals only': lambda t: t == t.upper() and t != t.lower(),
-    'HTML': lambda t: bool(markup(t)),
-    'carriage returns': lambda t: '\r' in t,
-    'line breaks': lambda t: '\n' in t.strip(),
-    'curly quotes': lambda t: any(c in t for c in '’“”'),
-    'no final punctuation': lambda t: t.rstrip()[-1:].isalnum(),
-    'no punctuation at all': lambda t: not any(c in t for c in '.,;:!?'),
-    'letters in pieces (NFD)': lambda t: not t.isascii() and not unicodedata.is_normalized('NFC', t)}
+TRAITS: dict[str, Callable[[str], bool]] = {  # What a cleaning step changes
+    "white space at the ends": lambda t: t != t.strip(),
+    "double blanks": lambda t: "  " in t.strip(),
+    "lower case only": lambda t: t == t.lower() and t != t.upper(),
+    "capitals only": lambda t: t == t.upper() and t != t.lower(),
+    "HTML": lambda t: bool(markup(t)),
+    "carriage returns": lambda t: "\r" in t,
+    "line breaks": lambda t: "\n" in t.strip(),
+    "curly quotes": lambda t: any(c in t for c in "’“”"),
+    "no final punctuation": lambda t: t.rstrip()[-1:].isalnum(),
+    "no punctuation at all": lambda t: not any(c in t for c in ".,;:!?"),
+    "letters in pieces (NFD)": lambda t: (
+        not t.isascii() and not unicodedata.is_normalized("NFC", t)
+    ),
+}
+
 
 def split_cleaning(
     case: Case,
-    sample: int = 2000, # Rows looked at on each side
+    sample: int = 2000,  # Rows looked at on each side
 ) -> Iterator[Finding]:
     "Rows to evaluate on that were prepared in another way than rows to train on."
-    if case.eval is None: return
-    shown, splits = [], [(s, range(0, len(s), -(-len(s)//sample) or 1)) for s in case.splits]
-    if min(len(rows) for _, rows in splits) < 5: return
-    for part, what in ((0, 'question'), (1, 'answer')):
+    if case.eval is None:
+        return
+    shown, splits = [], [(s, range(0, len(s), -(-len(s) // sample) or 1)) for s in case.splits]
+    if min(len(rows) for _, rows in splits) < 5:
+        return
+    for part, what in ((0, "question"), (1, "answer")):
         texts = [[t for i in picked if (t := s.parts(i)[part])] for s, picked in splits]
         a, b = map(len, texts)
-        if min(a, b) < 5: continue
+        if min(a, b) < 5:
+            continue
         for trait, has in TRAITS.items():
             hits = [sum(map(has, side)) for side in texts]
-            p, q, both = hits[0]/a, hits[1]/b, sum(hits)/(a + b)
-            if abs(p - q) > 0.3 and abs(p - q) > 5*math.sqrt(both*(1 - both)*(1/a + 1/b)):
-                shown.append(Evidence(f'{trait} ({what})', f'{p:.0%} of the rows to train on, {q:.0%} of those to evaluate on'))
+            p, q, both = hits[0] / a, hits[1] / b, sum(hits) / (a + b)
+            if abs(p - q) > 0.3 and abs(p - q) > 5 * math.sqrt(both * (1 - both) * (1 / a + 1 / b)):
+                shown.append(
+                    Evidence(
+                        f"{trait} ({what})",
+                        f"{p:.0%} of the rows to train on, {q:.0%} of those to evaluate on",
+                    )
+                )
     if shown:
-        yield Finding('split_cleaning', 'warning', len(shown), 0, 'The two splits were prepared in different ways.',
-                      'The evaluation measures the difference in preparation.', 'Clean all rows in one way, then split: `clean_examples`, `split_examples`.',
-                      shown, unit='differences')
+        yield Finding(
+            "split_cleaning",
+            "warning",
+            len(shown),
+            0,
+            "The two splits were prepared in different ways.",
+            "The evaluation measures the difference in preparation.",
+            "Clean all rows in one way, then split: `clean_examples`, `split_examples`.",
+            shown,
+            unit="differences",
+        )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #49ce5613
 @lru_cache(1 << 14)
-def script(letter: str) -> str: # 'LATIN', 'CYRILLIC', …; Chinese and Japanese count as one
+def script(letter: str) -> str:  # 'LATIN', 'CYRILLIC', …; Chinese and Japanese count as one
     "The script of a letter, by its Unicode name."
-    name = unicodedata.name(letter, 'UNKNOWN').split()[0].split('-')[0]
-    return 'CJK' if name in ('HIRAGANA', 'KATAKANA', 'FULLWIDTH', 'HALFWIDTH') else name
+    name = unicodedata.name(letter, "UNKNOWN").split()[0].split("-")[0]
+    return "CJK" if name in ("HIRAGANA", "KATAKANA", "FULLWIDTH", "HALFWIDTH") else name
 
-def main_script(text: str) -> str: # '' without letters
+
+def main_script(text: str) -> str:  # '' without letters
     "The script of most of a text's letters."
-    if text.isascii(): return 'LATIN' if any(map(str.isalpha, text)) else ''
+    if text.isascii():
+        return "LATIN" if any(map(str.isalpha, text)) else ""
     counts = Counter(script(c) for c in text[:4000] if c.isalpha())
-    return counts.most_common(1)[0][0] if counts else ''
+    return counts.most_common(1)[0][0] if counts else ""
+
 
 def scripts(case: Case) -> Iterator[Finding]:
     "A few rows in another script than nearly all."
     for rows in case.splits:
         own = [main_script(rows.whole(i)) for i in range(len(rows))]
         counts = Counter(s for s in own if s)
-        if sum(counts.values()) < 20 or counts.most_common(1)[0][1] < 0.95*sum(counts.values()): continue
+        if sum(counts.values()) < 20 or counts.most_common(1)[0][1] < 0.95 * sum(counts.values()):
+            continue
         usual, tally = counts.most_common(1)[0][0], FindingCounter(len(rows))
         for i, s in enumerate(own):
-            if s not in ('', usual): tally.add(f'{rows.where(i)} {s}', rows.whole(i))
-        yield from tally.finding('scripts', 'note', f'Rows in another script than {usual}.', 'Too few to learn a language from.',
-                                 'Drop them, unless they are meant (names, translations).')
+            if s not in ("", usual):
+                tally.add(f"{rows.where(i)} {s}", rows.whole(i))
+        yield from tally.finding(
+            "scripts",
+            "note",
+            f"Rows in another script than {usual}.",
+            "Too few to learn a language from.",
+            "Drop them, unless they are meant (names, translations).",
+        )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #0331ac81
 def cut_answers(case: Case) -> Iterator[Finding]:
     "Answers that seem to have been cut."
     rows = case.train
-    if rows.kind == 'text': return # long texts are cut into rows on purpose
-    effect, remedy = 'The model learns to stop anywhere.', 'Generate or fetch them again with a higher limit, or drop them.'
+    if rows.kind == "text":
+        return  # long texts are cut into rows on purpose
+    effect, remedy = (
+        "The model learns to stop anywhere.",
+        "Generate or fetch them again with a higher limit, or drop them.",
+    )
     open_ended, size, tally = [], Counter(), FindingCounter()
     for i in range(len(rows)):
         answer = rows.parts(i)[1].rstrip()
         size[len(answer)] += 1
-        if answer.count(' ') < 7 or looks_like_code(answer): continue
+        if answer.count(" ") < 7 or looks_like_code(answer):
+            continue
         tally.total += 1
-        if answer[-1].isalnum() or answer[-1] in ',-–(/': open_ended.append(i)
-    if tally.total >= max(20, 0.2*len(rows)) and len(open_ended) <= 0.2*tally.total: # prose is the rule, and ends well
+        if answer[-1].isalnum() or answer[-1] in ",-–(/":
+            open_ended.append(i)
+    if (
+        tally.total >= max(20, 0.2 * len(rows)) and len(open_ended) <= 0.2 * tally.total
+    ):  # prose is the rule, and ends well
         for i in open_ended:
             answer = rows.parts(i)[1].rstrip()
-            tally.add(rows.where(i), answer, (answer.rfind(' ') + 1, len(answer)))
-        yield from tally.finding('cut_answers', 'warning' if len(open_ended) > 0.005*tally.total else 'note',
-                                 'Answers that end without punctuation, where most have it.', effect, remedy)
+            tally.add(rows.where(i), answer, (answer.rfind(" ") + 1, len(answer)))
+        yield from tally.finding(
+            "cut_answers",
+            "warning" if len(open_ended) > 0.005 * tally.total else "note",
+            "Answers that end without punctuation, where most have it.",
+            effect,
+            remedy,
+        )
     longest = max(size, default=0)
-    if longest >= 100 and size[longest] >= max(5, 0.01*len(rows)):
-        yield Finding('same_length', 'warning', size[longest], len(rows), f'Many answers have {longest:,} characters, and none has more.',
-                      effect, remedy)
+    if longest >= 100 and size[longest] >= max(5, 0.01 * len(rows)):
+        yield Finding(
+            "same_length",
+            "warning",
+            size[longest],
+            len(rows),
+            f"Many answers have {longest:,} characters, and none has more.",
+            effect,
+            remedy,
+        )
+
 
 def too_long(case: Case) -> Iterator[Finding]:
     "Rows with more tokens than fit; `length_report` in `lengths` says exactly what each would lose."
-    if case.tokenizer is None or case.max_length is None: return
+    if case.tokenizer is None or case.max_length is None:
+        return
     for rows in case.splits:
         tally = FindingCounter(len(rows))
         for i in range(len(rows)):
-            if len(text := rows.whole(i)) <= case.max_length//4: continue # a character has four bytes at most, a token one at least
-            if (n := len(case.tokenizer.encode(text))) > case.max_length: tally.add(f'{rows.where(i)}, {n:,} tokens', text)
-        yield from tally.finding('too_long', 'warning', f'Rows with more than max_length = {case.max_length:,} tokens.',
-                                 'They are cut, and an answer at the end is lost first.', 'See `length_report`; raise `max_length`, or cut texts (`chunk_examples`).')
+            if len(text := rows.whole(i)) <= case.max_length // 4:
+                continue  # a character has four bytes at most, a token one at least
+            if (n := len(case.tokenizer.encode(text))) > case.max_length:
+                tally.add(f"{rows.where(i)}, {n:,} tokens", text)
+        yield from tally.finding(
+            "too_long",
+            "warning",
+            f"Rows with more than max_length = {case.max_length:,} tokens.",
+            "They are cut, and an answer at the end is lost first.",
+            "See `length_report`; raise `max_length`, or cut texts (`chunk_examples`).",
+        )
+
 
 PROPORTIONS: dict[str, Callable[[Case], Iterator[Finding]]] = {
-    'amount': amount, 'lengths': lengths, 'diversity': diversity, 'classes': classes, 'length_bias': length_bias,
-    'split_cleaning': split_cleaning, 'scripts': scripts, 'cut_answers': cut_answers, 'too_long': too_long}
+    "amount": amount,
+    "lengths": lengths,
+    "diversity": diversity,
+    "classes": classes,
+    "length_bias": length_bias,
+    "split_cleaning": split_cleaning,
+    "scripts": scripts,
+    "cut_answers": cut_answers,
+    "too_long": too_long,
+}
 
 # %% ../../nbs/02_data/12_quality.ipynb #32117ca7
-_TEXTS: dict[str, tuple[str, str, str, str]] = { # Finder of `defects` -> severity, what was found, effect, remedy
-    'mojibake': ('error', 'UTF-8 that was read in another encoding.', 'The model learns to write these characters.',
-                 'Read the file as UTF-8 again, or undo it: `defects.repair`.'),
-    'control': ('warning', 'Control or replacement characters.', 'Letters were lost for good, or a terminal spoke.',
-                '`clean_examples` removes control characters; lost letters need the source.'),
-    'invisible': ('warning', 'Characters that take no room.', 'Words with one in them are other words to a tokenizer.',
-                  '`clean_examples`.'),
-    'homoglyphs': ('note', 'Latin words with Cyrillic letters.', 'They look right and are other tokens.', 'Replace them, or drop the rows.'),
-    'markup': ('warning', 'HTML tags or entities.', 'The model answers in HTML.', 'Strip tags and `html.unescape`, in every split, then `clean_examples`.'),
-    'special_tokens': ('error', 'Marks of a chat template inside the text.', 'The template of the run comes on top: the model learns two, and '
-                       'may stop in the wrong place.', 'Split such rows into messages and let `render` apply the template.'),
-    'role_words': ('warning', "Lines that begin with a speaker's name.", 'The model goes on to speak for the user.',
-                   'Split such rows into messages.'),
-    'secrets': ('error', 'Keys, tokens or passwords.', 'The model can be made to say them.', 'Withdraw them where they are valid, then '
-                'drop or `defects.mask` them.'),
-    'personal': ('note', 'E-mail addresses, phone, card or account numbers.', 'The model can be made to say them.', '`defects.mask`, or drop the rows.'),
-    'loops': ('warning', 'Texts that repeat themselves without a break.', 'The model learns to loop.', 'Drop the rows or cut the loop.')}
+_TEXTS: dict[
+    str, tuple[str, str, str, str]
+] = {  # Finder of `defects` -> severity, what was found, effect, remedy
+    "mojibake": (
+        "error",
+        "UTF-8 that was read in another encoding.",
+        "The model learns to write these characters.",
+        "Read the file as UTF-8 again, or undo it: `defects.repair`.",
+    ),
+    "control": (
+        "warning",
+        "Control or replacement characters.",
+        "Letters were lost for good, or a terminal spoke.",
+        "`clean_examples` removes control characters; lost letters need the source.",
+    ),
+    "invisible": (
+        "warning",
+        "Characters that take no room.",
+        "Words with one in them are other words to a tokenizer.",
+        "`clean_examples`.",
+    ),
+    "homoglyphs": (
+        "note",
+        "Latin words with Cyrillic letters.",
+        "They look right and are other tokens.",
+        "Replace them, or drop the rows.",
+    ),
+    "markup": (
+        "warning",
+        "HTML tags or entities.",
+        "The model answers in HTML.",
+        "Strip tags and `html.unescape`, in every split, then `clean_examples`.",
+    ),
+    "special_tokens": (
+        "error",
+        "Marks of a chat template inside the text.",
+        "The template of the run comes on top: the model learns two, and "
+        "may stop in the wrong place.",
+        "Split such rows into messages and let `render` apply the template.",
+    ),
+    "role_words": (
+        "warning",
+        "Lines that begin with a speaker's name.",
+        "The model goes on to speak for the user.",
+        "Split such rows into messages.",
+    ),
+    "secrets": (
+        "error",
+        "Keys, tokens or passwords.",
+        "The model can be made to say them.",
+        "Withdraw them where they are valid, then drop or `defects.mask` them.",
+    ),
+    "personal": (
+        "note",
+        "E-mail addresses, phone, card or account numbers.",
+        "The model can be made to say them.",
+        "`defects.mask`, or drop the rows.",
+    ),
+    "loops": (
+        "warning",
+        "Texts that repeat themselves without a break.",
+        "The model learns to loop.",
+        "Drop the rows or cut the loop.",
+    ),
+}
+
 
 def check_texts(case: Case) -> Iterator[Finding]:
     "Damage that shows in one text alone."
@@ -413,45 +752,96 @@ def check_texts(case: Case) -> Iterator[Finding]:
     for rows in case.splits:
         for i in range(len(rows)):
             turns, seen = rows.turns(i), set()
-            page = any(defects.looks_like_code(text) or 'html' in text[:2000].lower() for _, text in turns if '<' in text or '&' in text)
+            page = any(
+                defects.looks_like_code(text) or "html" in text[:2000].lower()
+                for _, text in turns
+                if "<" in text or "&" in text
+            )
             for role, text in turns:
                 for name, tally in tallies.items():
-                    if name in seen or (name == 'markup' and page) or (name == 'role_words' and role == 'text'): continue
+                    if (
+                        name in seen
+                        or (name == "markup" and page)
+                        or (name == "role_words" and role == "text")
+                    ):
+                        continue
                     if spans := defects.DEFECTS[name](text):
                         tally.add(rows.where(i, role), text, spans[0])
                         seen.add(name)
     for name, (severity, *words) in _TEXTS.items():
-        if severity == 'warning' and tallies[name].count < max(3, 0.002*total): severity = 'note' # a few odd rows among many
-        if name == 'special_tokens' and case.train.kind == 'text': severity = 'warning' # the text may be about them
+        if severity == "warning" and tallies[name].count < max(3, 0.002 * total):
+            severity = "note"  # a few odd rows among many
+        if name == "special_tokens" and case.train.kind == "text":
+            severity = "warning"  # the text may be about them
         yield from tallies[name].finding(name, severity, *words)
 
 # %% ../../nbs/02_data/12_quality.ipynb #ec2d4146
-PLACEHOLDERS = frozenset(('nan', 'null', 'undefined', '#n/a', '#ref!', '#value!', '[deleted]', '[removed]', 'todo', 'tbd', 'lorem ipsum', '<empty>'))
+PLACEHOLDERS = frozenset(
+    (
+        "nan",
+        "null",
+        "undefined",
+        "#n/a",
+        "#ref!",
+        "#value!",
+        "[deleted]",
+        "[removed]",
+        "todo",
+        "tbd",
+        "lorem ipsum",
+        "<empty>",
+    )
+)
+
 
 def check_malformed(case: Case) -> Iterator[Finding]:
     "Rows that are no examples of the kind of the others."
     for rows in case.splits:
         tally = FindingCounter(len(rows) + len(rows.malformed))
-        for place, reason in rows.malformed: tally.add(place, reason)
-        yield from tally.finding('malformed', 'error', f'Rows that are no example of kind {rows.kind}.', 'A run stops there.',
-                                 "Mend the columns, or read with `load_examples(..., on_bad='skip')`.")
+        for place, reason in rows.malformed:
+            tally.add(place, reason)
+        yield from tally.finding(
+            "malformed",
+            "error",
+            f"Rows that are no example of kind {rows.kind}.",
+            "A run stops there.",
+            "Mend the columns, or read with `load_examples(..., on_bad='skip')`.",
+        )
+
 
 def check_empty(case: Case) -> Iterator[Finding]:
     "Fields without text, and words that stand for nothing."
     empty, stands = (FindingCounter(sum(map(len, case.splits))) for _ in range(2))
     for rows in case.splits:
         for i, row in enumerate(rows.rows):
-            chat = row.get('messages')
-            called = {k for k, turn in enumerate(chat if isinstance(chat, list) else ()) if isinstance(turn, Mapping) and turn.get('tool_calls')}
+            chat = row.get("messages")
+            called = {
+                k
+                for k, turn in enumerate(chat if isinstance(chat, list) else ())
+                if isinstance(turn, Mapping) and turn.get("tool_calls")
+            }
             for k, (role, text) in enumerate(rows.turns(i)):
-                if not text.strip() and role != 'system' and k not in called:
-                    empty.add(f'{rows.where(i)} ({role})', rows.whole(i))
+                if not text.strip() and role != "system" and k not in called:
+                    empty.add(f"{rows.where(i)} ({role})", rows.whole(i))
                     break
                 if len(text) < 20 and text.strip().casefold() in PLACEHOLDERS:
                     stands.add(rows.where(i, role), text, (0, len(text)))
                     break
-    yield from empty.finding('empty', 'error', 'Fields without any text.', 'The model learns to say nothing, or is asked nothing.', 'Fill them, or drop the rows: `clean_examples`.')
-    yield from stands.finding('placeholders', 'warning', 'Words that stand for a missing value.', 'The model learns to say them.', 'Drop the rows.')
+    yield from empty.finding(
+        "empty",
+        "error",
+        "Fields without any text.",
+        "The model learns to say nothing, or is asked nothing.",
+        "Fill them, or drop the rows: `clean_examples`.",
+    )
+    yield from stands.finding(
+        "placeholders",
+        "warning",
+        "Words that stand for a missing value.",
+        "The model learns to say them.",
+        "Drop the rows.",
+    )
+
 
 def check_echo(case: Case) -> Iterator[Finding]:
     "Answers that repeat the question, and pairs whose answers are the same."
@@ -459,115 +849,257 @@ def check_echo(case: Case) -> Iterator[Finding]:
     for rows in case.splits:
         for i in range(len(rows)):
             asked, answer = rows.parts(i)
-            if rows.kind == 'messages': asked = next((t for role, t in reversed(rows.turns(i)) if role == 'user'), asked)
-            a, q = (' '.join(t.split()).casefold() for t in (answer, asked))
-            if rows.kind != 'text' and q:
-                if a == q: echo.add(rows.where(i), answer)
-                elif len(q) > 15 and a.startswith(q): begins.add(rows.where(i), answer, (0, len(asked.strip())))
-            if rows.kind == 'preference' and a == ' '.join(rows.rejected(i).split()).casefold(): same.add(rows.where(i), answer)
-    yield from echo.finding('answer_is_question', 'error', 'Answers that equal the question.', 'The model learns to repeat.', 'Drop the rows.')
-    yield from begins.finding('question_in_answer', 'warning', 'Answers that begin with the whole question.', 'The model repeats each question first.',
-                              'Cut the question off: the answer column must hold the answer alone.')
-    yield from same.finding('same_pair', 'error', 'Pairs whose chosen and rejected answers are the same.', 'Their gradient is zero, or noise.', 'Drop the pairs.')
+            if rows.kind == "messages":
+                asked = next((t for role, t in reversed(rows.turns(i)) if role == "user"), asked)
+            a, q = (" ".join(t.split()).casefold() for t in (answer, asked))
+            if rows.kind != "text" and q:
+                if a == q:
+                    echo.add(rows.where(i), answer)
+                elif len(q) > 15 and a.startswith(q):
+                    begins.add(rows.where(i), answer, (0, len(asked.strip())))
+            if rows.kind == "preference" and a == " ".join(rows.rejected(i).split()).casefold():
+                same.add(rows.where(i), answer)
+    yield from echo.finding(
+        "answer_is_question",
+        "error",
+        "Answers that equal the question.",
+        "The model learns to repeat.",
+        "Drop the rows.",
+    )
+    yield from begins.finding(
+        "question_in_answer",
+        "warning",
+        "Answers that begin with the whole question.",
+        "The model repeats each question first.",
+        "Cut the question off: the answer column must hold the answer alone.",
+    )
+    yield from same.finding(
+        "same_pair",
+        "error",
+        "Pairs whose chosen and rejected answers are the same.",
+        "Their gradient is zero, or noise.",
+        "Drop the pairs.",
+    )
 
 # %% ../../nbs/02_data/12_quality.ipynb #926977c5
 def check_duplicates(case: Case) -> Iterator[Finding]:
     "Equal and nearly equal rows, and contradictions."
-    rows, share = case.train, 1/max(1, len(case.train))
+    rows, share = case.train, 1 / max(1, len(case.train))
     texts = [rows.whole(i) for i in range(len(rows))]
-    exact, near, against = FindingCounter(len(rows)), FindingCounter(len(rows)), FindingCounter(len(rows))
+    exact, near, against = (
+        FindingCounter(len(rows)),
+        FindingCounter(len(rows)),
+        FindingCounter(len(rows)),
+    )
     for first, *others in exact_groups(texts):
-        for i in others: exact.add(f'{rows.where(i)} = {rows.where(first)}', texts[i])
+        for i in others:
+            exact.add(f"{rows.where(i)} = {rows.where(first)}", texts[i])
     for first, *others in join_groups(near_pairs(texts, ignore=common_shingles(texts))):
-        for i in others: near.add(f'{rows.where(i)} ≈ {rows.where(first)}', texts[i])
+        for i in others:
+            near.add(f"{rows.where(i)} ≈ {rows.where(first)}", texts[i])
     said: dict[tuple, int] = {}
-    for i, row in enumerate(rows.rows if rows.kind in ('preference', 'unpaired') else ()):
+    for i, row in enumerate(rows.rows if rows.kind in ("preference", "unpaired") else ()):
         asked, answer = rows.parts(i)
-        key, other = (((asked, answer, rows.rejected(i)), (asked, rows.rejected(i), answer)) if rows.kind == 'preference' else
-                      ((asked, answer, bool(row['label'])), (asked, answer, not row['label'])))
+        key, other = (
+            ((asked, answer, rows.rejected(i)), (asked, rows.rejected(i), answer))
+            if rows.kind == "preference"
+            else ((asked, answer, bool(row["label"])), (asked, answer, not row["label"]))
+        )
         said.setdefault(key, i)
-        if other in said and key != other: against.add(f'{rows.where(i)} against {rows.where(said[other])}', asked)
-    level = lambda tally, limit=0.005: 'warning' if tally.count*share >= limit else 'note'
-    yield from exact.finding('exact_duplicates', level(exact), 'Rows that are equal to an earlier one.',
-                             'They are learned more often than the others, and by heart.', '`clean_examples` keeps the first of each.')
-    yield from near.finding('near_duplicates', level(near, 0.02), 'Rows that are nearly the same as an earlier one.',
-                            'They count several times; split apart, they leak into the evaluation.', '`duplicates.drop_duplicates` keeps the first of each.')
-    yield from against.finding('contradictions', 'warning', 'Rows that say the opposite of an earlier one.', 'They cancel each other.', 'Decide, and drop one of the two.')
+        if other in said and key != other:
+            against.add(f"{rows.where(i)} against {rows.where(said[other])}", asked)
+    level = lambda tally, limit=0.005: "warning" if tally.count * share >= limit else "note"
+    yield from exact.finding(
+        "exact_duplicates",
+        level(exact),
+        "Rows that are equal to an earlier one.",
+        "They are learned more often than the others, and by heart.",
+        "`clean_examples` keeps the first of each.",
+    )
+    yield from near.finding(
+        "near_duplicates",
+        level(near, 0.02),
+        "Rows that are nearly the same as an earlier one.",
+        "They count several times; split apart, they leak into the evaluation.",
+        "`duplicates.drop_duplicates` keeps the first of each.",
+    )
+    yield from against.finding(
+        "contradictions",
+        "warning",
+        "Rows that say the opposite of an earlier one.",
+        "They cancel each other.",
+        "Decide, and drop one of the two.",
+    )
+
 
 def check_leaks(case: Case) -> Iterator[Finding]:
     "Rows to evaluate on that are among those to train on."
-    if case.eval is None: return
+    if case.eval is None:
+        return
     train, held = case.train, case.eval
     texts, others = ([s.whole(i) for i in range(len(s))] for s in (train, held))
-    exact, near, asked, leaked = FindingCounter(len(held)), FindingCounter(len(held)), FindingCounter(len(held)), set()
+    exact, near, asked, leaked = (
+        FindingCounter(len(held)),
+        FindingCounter(len(held)),
+        FindingCounter(len(held)),
+        set(),
+    )
     for i, j, likeness in find_leaks(others, texts, ignore=common_shingles(texts)):
-        (exact if likeness == 1 else near).add(f'{held.where(i)} ≈ {train.where(j)}', others[i])
+        (exact if likeness == 1 else near).add(f"{held.where(i)} ≈ {train.where(j)}", others[i])
         leaked.add(i)
-    if train.kind not in ('text', 'prompt'):
-        known, rest = [train.parts(i)[0] for i in range(len(train))], [i for i in range(len(held)) if i not in leaked]
-        for i, j, _ in find_leaks([held.parts(i)[0] for i in rest], known, ignore=common_shingles(known)):
-            if known[j].strip(): asked.add(f'{held.where(rest[i])} ≈ {train.where(j)}', known[j])
-    effect, remedy = 'The evaluation measures memory.', 'Drop them from the rows to train on, or split again: `split_examples` keeps equal questions on one side.'
-    yield from exact.finding('leak', 'error', 'Rows to evaluate on that are also trained on.', effect, remedy, unit='rows to evaluate on')
-    level = lambda tally: 'warning' if tally.count >= max(3, 0.01*len(held)) else 'note'
-    yield from near.finding('near_leak', level(near), 'Rows to evaluate on that are nearly the same as a row to train on.',
-                            effect, remedy, unit='rows to evaluate on')
-    yield from asked.finding('question_leak', level(asked), 'Questions to evaluate on that are trained on, with another answer.', effect, remedy, unit='rows to evaluate on')
+    if train.kind not in ("text", "prompt"):
+        known, rest = (
+            [train.parts(i)[0] for i in range(len(train))],
+            [i for i in range(len(held)) if i not in leaked],
+        )
+        for i, j, _ in find_leaks(
+            [held.parts(i)[0] for i in rest], known, ignore=common_shingles(known)
+        ):
+            if known[j].strip():
+                asked.add(f"{held.where(rest[i])} ≈ {train.where(j)}", known[j])
+    effect, remedy = (
+        "The evaluation measures memory.",
+        "Drop them from the rows to train on, or split again: `split_examples` keeps equal questions on one side.",
+    )
+    yield from exact.finding(
+        "leak",
+        "error",
+        "Rows to evaluate on that are also trained on.",
+        effect,
+        remedy,
+        unit="rows to evaluate on",
+    )
+    level = lambda tally: "warning" if tally.count >= max(3, 0.01 * len(held)) else "note"
+    yield from near.finding(
+        "near_leak",
+        level(near),
+        "Rows to evaluate on that are nearly the same as a row to train on.",
+        effect,
+        remedy,
+        unit="rows to evaluate on",
+    )
+    yield from asked.finding(
+        "question_leak",
+        level(asked),
+        "Questions to evaluate on that are trained on, with another answer.",
+        effect,
+        remedy,
+        unit="rows to evaluate on",
+    )
 
 # %% ../../nbs/02_data/12_quality.ipynb #14eaf001
 def check_roles(case: Case) -> Iterator[Finding]:
     "Turns in an order that no conversation has."
     problems, tally = Counter(), FindingCounter(sum(map(len, case.splits)))
     for rows in case.splits:
-        if rows.kind == 'text': continue
+        if rows.kind == "text":
+            continue
         for i in range(len(rows)):
-            roles = [role for role, _ in rows.turns(i) if role not in ('rejected', 'reasoning')]
-            talk = [role for role in roles if role != 'system']
+            roles = [role for role, _ in rows.turns(i) if role not in ("rejected", "reasoning")]
+            talk = [role for role in roles if role != "system"]
             wrong = []
-            if odd := [role for role in roles if role not in ('system', 'user', 'assistant', 'tool')]: wrong.append(f'unknown role {odd[0]!r}')
-            if 'system' in roles[1:]: wrong.append('a system turn that is not the first')
-            if talk and talk[0] != 'user': wrong.append(f'begins with {talk[0]}')
-            if any(a == b != 'tool' for a, b in zip(talk, talk[1:], strict=False)): wrong.append('the same role twice in a row')
-            if any(b == 'tool' and a not in ('assistant', 'tool') for a, b in zip(['', *talk], talk, strict=False)): wrong.append('a tool that nobody called')
-            last = 'user' if rows.kind == 'prompt' else 'assistant'
-            if not talk or (talk[-1] != last and not (rows.kind == 'prompt' and talk[-1] == 'tool')): wrong.append(f'does not end with {last}')
-            if not wrong: continue
+            if odd := [
+                role for role in roles if role not in ("system", "user", "assistant", "tool")
+            ]:
+                wrong.append(f"unknown role {odd[0]!r}")
+            if "system" in roles[1:]:
+                wrong.append("a system turn that is not the first")
+            if talk and talk[0] != "user":
+                wrong.append(f"begins with {talk[0]}")
+            if any(a == b != "tool" for a, b in zip(talk, talk[1:], strict=False)):
+                wrong.append("the same role twice in a row")
+            if any(
+                b == "tool" and a not in ("assistant", "tool")
+                for a, b in zip(["", *talk], talk, strict=False)
+            ):
+                wrong.append("a tool that nobody called")
+            last = "user" if rows.kind == "prompt" else "assistant"
+            if not talk or (
+                talk[-1] != last and not (rows.kind == "prompt" and talk[-1] == "tool")
+            ):
+                wrong.append(f"does not end with {last}")
+            if not wrong:
+                continue
             problems.update(wrong)
-            tally.add(f'{rows.where(i)} ({", ".join(wrong)})', ' → '.join(roles))
-    yield from tally.finding('roles', 'error', 'Turns out of order: ' + ', '.join(f'{p} ({n:,})' for p, n in problems.most_common()) + '.',
-                             'The model learns to speak out of turn, or there is no answer to learn.', 'Join turns of one speaker, drop what comes after the last answer.')
+            tally.add(f"{rows.where(i)} ({', '.join(wrong)})", " → ".join(roles))
+    yield from tally.finding(
+        "roles",
+        "error",
+        "Turns out of order: " + ", ".join(f"{p} ({n:,})" for p, n in problems.most_common()) + ".",
+        "The model learns to speak out of turn, or there is no answer to learn.",
+        "Join turns of one speaker, drop what comes after the last answer.",
+    )
 
 # %% ../../nbs/02_data/12_quality.ipynb #f8614465
 CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
-    'malformed': check_malformed, 'texts': check_texts, 'empty': check_empty, 'echo': check_echo, 'roles': check_roles,
-    'template_mismatch': check_template, 'duplicates': check_duplicates, 'leaks': check_leaks, **PROPORTIONS}
+    "malformed": check_malformed,
+    "texts": check_texts,
+    "empty": check_empty,
+    "echo": check_echo,
+    "roles": check_roles,
+    "template_mismatch": check_template,
+    "duplicates": check_duplicates,
+    "leaks": check_leaks,
+    **PROPORTIONS,
+}
+
 
 def check_examples(
-    rows: Iterable[Mapping], # Rows to train on, of any kind in `KINDS`, as `load_examples` gives them
-    eval_rows: Iterable[Mapping] | None = None, # Rows to evaluate on, for leaks and differences in preparation
-    kind: str | None = None, # A key of `KINDS`; told by the columns when None
-    method: str | None = None, # What the rows are for, a key of `ENOUGH`; by the kind when None
-    tokenizer: Any = None, # Its chat template is tried on the rows; with `max_length`, too long rows are counted
-    max_length: int | None = None, # Tokens
-    checks: Iterable[str] | None = None, # Keys of `CHECKS`; all when None
-    strict: bool = False, # Warnings make the exit code 1, too
-    template: str | None = None, # The run's chat format, a name or Jinja; the tokenizer's own when None
+    rows: Iterable[
+        Mapping
+    ],  # Rows to train on, of any kind in `KINDS`, as `load_examples` gives them
+    eval_rows: Iterable[Mapping]
+    | None = None,  # Rows to evaluate on, for leaks and differences in preparation
+    kind: str | None = None,  # A key of `KINDS`; told by the columns when None
+    method: str | None = None,  # What the rows are for, a key of `ENOUGH`; by the kind when None
+    tokenizer: Any = None,  # Its chat template is tried on the rows; with `max_length`, too long rows are counted
+    max_length: int | None = None,  # Tokens
+    checks: Iterable[str] | None = None,  # Keys of `CHECKS`; all when None
+    strict: bool = False,  # Warnings make the exit code 1, too
+    template: str
+    | None = None,  # The run's chat format, a name or Jinja; the tokenizer's own when None
 ) -> QualityReport:
     "What is wrong with these rows, with evidence and remedy."
     names = [*CHECKS] if checks is None else [*checks]
     if unknown := [n for n in names if n not in CHECKS]:
-        raise ValueError(f'checks = {unknown[0]!r}: known are {", ".join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}')
+        raise ValueError(
+            f"checks = {unknown[0]!r}: known are {', '.join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}"
+        )
     if isinstance(rows, (str, Path, Mapping)):
-        raise ValueError(f'rows = {str(rows)[:60]!r}: a list of rows is needed, as `load_examples` gives it')
-    if method is not None and method not in ENOUGH: raise ValueError(f"method = {method!r}: known are {', '.join(ENOUGH)}.{nearest(method, list(ENOUGH))}")
+        raise ValueError(
+            f"rows = {str(rows)[:60]!r}: a list of rows is needed, as `load_examples` gives it"
+        )
+    if method is not None and method not in ENOUGH:
+        raise ValueError(
+            f"method = {method!r}: known are {', '.join(ENOUGH)}.{nearest(method, list(ENOUGH))}"
+        )
     train = RowView(rows, kind)
-    held = None if eval_rows is None else RowView(eval_rows, train.kind, 'eval')
-    usual = {'text': 'pretrain', 'preference': 'dpo', 'unpaired': 'kto', 'prompt': 'grpo'}
-    case, found = Case(train, held, method or usual.get(train.kind, 'lora'), tokenizer, max_length, template), []
+    held = None if eval_rows is None else RowView(eval_rows, train.kind, "eval")
+    usual = {"text": "pretrain", "preference": "dpo", "unpaired": "kto", "prompt": "grpo"}
+    case, found = (
+        Case(train, held, method or usual.get(train.kind, "lora"), tokenizer, max_length, template),
+        [],
+    )
     for name in names:
-        try: found += CHECKS[name](case)
+        try:
+            found += CHECKS[name](case)
         except Exception as error:
-            found.append(Finding('check_failed', 'error', 1, 0, f'The check {name!r} itself failed: {type(error).__name__}: {error}',
-                                 remedy='Look at the rows; if they are right, this is a bug.', unit='checks'))
-    return QualityReport(found, len(train) + len(train.malformed), train.kind,
-                         None if held is None else len(held) + len(held.malformed), names, strict)
+            found.append(
+                Finding(
+                    "check_failed",
+                    "error",
+                    1,
+                    0,
+                    f"The check {name!r} itself failed: {type(error).__name__}: {error}",
+                    remedy="Look at the rows; if they are right, this is a bug.",
+                    unit="checks",
+                )
+            )
+    return QualityReport(
+        found,
+        len(train) + len(train.malformed),
+        train.kind,
+        None if held is None else len(held) + len(held.malformed),
+        names,
+        strict,
+    )

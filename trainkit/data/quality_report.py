@@ -20,76 +20,112 @@ from .text_checks import named_personal, named_secrets
 from ..display import PLAIN, Picture, clean
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #91bda5b8
-def readable(text: str) -> str: # On one line: `⏎` for a line end, `⟨200B⟩` for what has no shape
+def readable(text: str) -> str:  # On one line: `⏎` for a line end, `⟨200B⟩` for what has no shape
     "Text for a report."
-    if text.isprintable(): return text
-    return ''.join(c if c.isprintable() or c in '\u200c\u200d' else {'\n': '⏎', '\t': '→'}.get(c, f'⟨{ord(c):04X}⟩') for c in text)
+    if text.isprintable():
+        return text
+    return "".join(
+        c
+        if c.isprintable() or c in "\u200c\u200d"
+        else {"\n": "⏎", "\t": "→"}.get(c, f"⟨{ord(c):04X}⟩")
+        for c in text
+    )
+
 
 @dataclass
 class Evidence:
     "One place: where it is, and the text, with the bad part apart."
-    where: str # `file.jsonl:12 completion`
-    before: str = ''
-    bad: str = ''
-    after: str = ''
 
-    def __str__(self): return self.before + (f'⟦{self.bad}⟧' if self.bad else '') + self.after
+    where: str  # `file.jsonl:12 completion`
+    before: str = ""
+    bad: str = ""
+    after: str = ""
+
+    def __str__(self):
+        return self.before + (f"⟦{self.bad}⟧" if self.bad else "") + self.after
+
 
 def excerpt(
     where: str,
     text: str,
-    span: tuple[int, int] = (0, 0), # The bad part; an empty one marks nothing
-    width: int = 60, # Characters shown, about
+    span: tuple[int, int] = (0, 0),  # The bad part; an empty one marks nothing
+    width: int = 60,  # Characters shown, about
 ) -> Evidence:
     "The surroundings of a place, with secrets and personal data masked."
     start, end = span
-    stop = min(end, start + width//2) # a long bad part is cut
-    low = max(0, start - max(8, (width - (stop - start))//2)) if end > start else 0
+    stop = min(end, start + width // 2)  # a long bad part is cut
+    low = max(0, start - max(8, (width - (stop - start)) // 2)) if end > start else 0
     high = min(len(text), stop + width - (stop - low)) if stop == end else stop
     hidden = sorted([*named_secrets(text), *named_personal(text)])
+
     def part(a: int, b: int) -> str:
-        out, at = '', a
+        out, at = "", a
         for i, j, kind in hidden:
-            if j <= at or i >= b: continue
-            out += readable(text[at:max(i, at)]) + (f'[{kind}]' if i >= a or at == a else '')
+            if j <= at or i >= b:
+                continue
+            out += readable(text[at : max(i, at)]) + (f"[{kind}]" if i >= a or at == a else "")
             at = min(j, b)
         return out + readable(text[at:b])
-    return Evidence(where, ('…' if low else '') + part(low, start), part(start, stop) + ('…' if stop < end else ''),
-                    part(end, high) + ('…' if high < len(text) and stop == end else ''))
+
+    return Evidence(
+        where,
+        ("…" if low else "") + part(low, start),
+        part(start, stop) + ("…" if stop < end else ""),
+        part(end, high) + ("…" if high < len(text) and stop == end else ""),
+    )
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #c2073841
-SEVERITIES = ('error', 'warning', 'note') # A run would be spoiled; it would be worse than it could be; good to know
+SEVERITIES = (
+    "error",
+    "warning",
+    "note",
+)  # A run would be spoiled; it would be worse than it could be; good to know
+
 
 @dataclass
 class Finding:
     "What is wrong, how often, what it does and what helps."
-    name: str # In one word, as in `mojibake`
-    severity: str # One of `SEVERITIES`
+
+    name: str  # In one word, as in `mojibake`
+    severity: str  # One of `SEVERITIES`
     count: int
-    total: int # Of so many
-    says: str # What was found, as a sentence without the numbers
-    effect: str = '' # What it does to a run
-    remedy: str = ''
-    examples: list[Evidence] = field(default_factory=list) # Three at most
-    unit: str = 'rows' # What is counted
+    total: int  # Of so many
+    says: str  # What was found, as a sentence without the numbers
+    effect: str = ""  # What it does to a run
+    remedy: str = ""
+    examples: list[Evidence] = field(default_factory=list)  # Three at most
+    unit: str = "rows"  # What is counted
 
     def __post_init__(self):
-        if self.severity not in SEVERITIES: raise ValueError(f'severity = {self.severity!r}: choose one of {SEVERITIES}')
+        if self.severity not in SEVERITIES:
+            raise ValueError(f"severity = {self.severity!r}: choose one of {SEVERITIES}")
 
     @property
-    def share(self) -> float: # From 0 to 1
+    def share(self) -> float:  # From 0 to 1
         "How many of all."
-        return self.count/self.total if self.total else 0.
+        return self.count / self.total if self.total else 0.0
 
-    def counted(self) -> str: # `12 of 1,000 rows (1.2%)`
+    def counted(self) -> str:  # `12 of 1,000 rows (1.2%)`
         "The numbers in words."
-        if not self.total: return f'{self.count:,} {self.unit}'
-        percent = f'{self.share:.1%}' if 0.001 <= self.share <= 0.999 or self.share in (0, 1) else 'few' if self.share < 0.5 else 'nearly all'
-        return f'{self.count:,} of {self.total:,} {self.unit} ({percent})'
+        if not self.total:
+            return f"{self.count:,} {self.unit}"
+        percent = (
+            f"{self.share:.1%}"
+            if 0.001 <= self.share <= 0.999 or self.share in (0, 1)
+            else "few"
+            if self.share < 0.5
+            else "nearly all"
+        )
+        return f"{self.count:,} of {self.total:,} {self.unit} ({percent})"
 
     def to_dict(self) -> dict:
         "Plain values, for JSON."
-        return {**asdict(self), 'share': self.share, 'examples': [{'where': e.where, 'excerpt': str(e)} for e in self.examples]}
+        return {
+            **asdict(self),
+            "share": self.share,
+            "examples": [{"where": e.where, "excerpt": str(e)} for e in self.examples],
+        }
+
 
 class FindingCounter:
     "Counts rows as a check finds them, and keeps the first three as evidence."
@@ -100,12 +136,13 @@ class FindingCounter:
     def add(
         self,
         where: str,
-        text: str = '',
+        text: str = "",
         span: tuple[int, int] = (0, 0),
     ):
         "One more."
         self.count += 1
-        if len(self.examples) < 3: self.examples.append(excerpt(where, text, span))
+        if len(self.examples) < 3:
+            self.examples.append(excerpt(where, text, span))
 
     def finding(
         self,
@@ -115,9 +152,12 @@ class FindingCounter:
         effect: str,
         remedy: str,
         **more,
-    ) -> Iterator[Finding]: # Nothing if nothing was found
+    ) -> Iterator[Finding]:  # Nothing if nothing was found
         "The result."
-        if self.count: yield Finding(name, severity, self.count, self.total, says, effect, remedy, self.examples, **more)
+        if self.count:
+            yield Finding(
+                name, severity, self.count, self.total, says, effect, remedy, self.examples, **more
+            )
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #e65cd4fe
 class RowView:
@@ -126,87 +166,139 @@ class RowView:
     def __init__(
         self,
         rows: Iterable[Mapping],
-        kind: str | None = None, # A key of `KINDS`; the most frequent one when None
-        name: str = '', # Of the split, as in `eval`; said in front of each place
+        kind: str | None = None,  # A key of `KINDS`; the most frequent one when None
+        name: str = "",  # Of the split, as in `eval`; said in front of each place
     ):
         rows = list(rows)
         self.name, self.kinds, self.rows, self.places = name, Counter(), [], []
-        self.malformed: list[tuple[str, str]] = [] # Place and reason
+        self.malformed: list[tuple[str, str]] = []  # Place and reason
         for row in rows[:2000] if kind is None else ():
-            try: self.kinds[example_kind(row)] += 1
-            except (ValueError, TypeError, AttributeError): pass
-        self.kind: str = kind or (self.kinds.most_common(1)[0][0] if self.kinds else 'text')
-        if self.kind not in KINDS: raise ValueError(f"kind = {kind!r}: known are {', '.join(KINDS)}")
+            try:
+                self.kinds[example_kind(row)] += 1
+            except (ValueError, TypeError, AttributeError):
+                pass
+        self.kind: str = kind or (self.kinds.most_common(1)[0][0] if self.kinds else "text")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind = {kind!r}: known are {', '.join(KINDS)}")
         for i, row in enumerate(rows):
             self.places.append(self._place(i, row))
-            if not (isinstance(row, Mapping) and all(isinstance(row.get(c), (str, list, bool)) for c in KINDS[self.kind])):
-                try: row = as_example(row, self.kind)
+            if not (
+                isinstance(row, Mapping)
+                and all(isinstance(row.get(c), (str, list, bool)) for c in KINDS[self.kind])
+            ):
+                try:
+                    row = as_example(row, self.kind)
                 except (ValueError, TypeError) as error:
                     self.malformed.append((self.places.pop(), str(error)))
                     continue
             self.rows.append(row)
 
     def _place(self, i: int, row: Any) -> str:
-        file, line = (row.get('source'), row.get('line')) if isinstance(row, Mapping) else (None, None)
-        place = f'{file}:{line}' if file and line else f'row {i}' + (f' ({file})' if file else '')
-        return f'{self.name} {place}' if self.name else place
+        file, line = (
+            (row.get("source"), row.get("line")) if isinstance(row, Mapping) else (None, None)
+        )
+        place = f"{file}:{line}" if file and line else f"row {i}" + (f" ({file})" if file else "")
+        return f"{self.name} {place}" if self.name else place
 
-    def __len__(self): return len(self.rows)
+    def __len__(self):
+        return len(self.rows)
 
-    def turns(self, i: int) -> list[tuple[str, str]]: # Role and text; columns of text have the role that they will play
+    def turns(
+        self, i: int
+    ) -> list[tuple[str, str]]:  # Role and text; columns of text have the role that they will play
         "A row as a conversation, however it is written."
         row, out = self.rows[i], []
-        for column in (*(('system',) if 'system' in row else ()), *KINDS[self.kind]):
-            value, role = row.get(column), {'system': 'system', 'text': 'text', 'completion': 'assistant', 'output': 'assistant',
-                'answer': 'assistant', 'chosen': 'assistant', 'rejected': 'rejected', 'reasoning': 'reasoning'}.get(column, 'user')
+        for column in (*(("system",) if "system" in row else ()), *KINDS[self.kind]):
+            value, role = (
+                row.get(column),
+                {
+                    "system": "system",
+                    "text": "text",
+                    "completion": "assistant",
+                    "output": "assistant",
+                    "answer": "assistant",
+                    "chosen": "assistant",
+                    "rejected": "rejected",
+                    "reasoning": "reasoning",
+                }.get(column, "user"),
+            )
             if isinstance(value, str):
-                out.append((role, value + (f'\n\n{row["input"]}' if column == 'instruction' and row.get('input') else '')))
+                out.append(
+                    (
+                        role,
+                        value
+                        + (
+                            f"\n\n{row['input']}"
+                            if column == "instruction" and row.get("input")
+                            else ""
+                        ),
+                    )
+                )
             elif isinstance(value, (list, tuple)):
                 for turn in value:
-                    said = turn.get('role', turn.get('from')) if isinstance(turn, Mapping) else None
-                    text = turn.get('content', turn.get('value')) if isinstance(turn, Mapping) else None
-                    if isinstance(text, (list, tuple)): text = ''.join(str(p.get('text', '')) if isinstance(p, Mapping) else str(p) for p in text)
+                    said = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
+                    text = (
+                        turn.get("content", turn.get("value"))
+                        if isinstance(turn, Mapping)
+                        else None
+                    )
+                    if isinstance(text, (list, tuple)):
+                        text = "".join(
+                            str(p.get("text", "")) if isinstance(p, Mapping) else str(p)
+                            for p in text
+                        )
                     known = ROLES.get(str(said).lower(), str(said))
-                    if column == 'rejected' and known == 'assistant': known = 'rejected'
-                    out.append((known, text if isinstance(text, str) else ''))
+                    if column == "rejected" and known == "assistant":
+                        known = "rejected"
+                    out.append((known, text if isinstance(text, str) else ""))
         return out
 
-    def parts(self, i: int) -> tuple[str, str]: # The text, or of a pair the chosen answer, is the answer
+    def parts(
+        self, i: int
+    ) -> tuple[str, str]:  # The text, or of a pair the chosen answer, is the answer
         "A row's question, which is all before the last answer, and that answer."
-        turns = [t for t in self.turns(i) if t[0] not in ('rejected', 'reasoning')]
-        last = max((k for k, (role, _) in enumerate(turns) if role in ('assistant', 'text')), default=None)
-        if last is None: return '\n'.join(text for _, text in turns), ''
-        return '\n'.join(text for _, text in turns[:last]), turns[last][1]
+        turns = [t for t in self.turns(i) if t[0] not in ("rejected", "reasoning")]
+        last = max(
+            (k for k, (role, _) in enumerate(turns) if role in ("assistant", "text")), default=None
+        )
+        if last is None:
+            return "\n".join(text for _, text in turns), ""
+        return "\n".join(text for _, text in turns[:last]), turns[last][1]
 
     def rejected(self, i: int) -> str:
         "The rejected answer of a pair."
-        return '\n'.join(text for role, text in self.turns(i) if role == 'rejected')
+        return "\n".join(text for role, text in self.turns(i) if role == "rejected")
 
-    def texts(self, i: int) -> Iterator[tuple[str, str]]: # Column or role, and text
+    def texts(self, i: int) -> Iterator[tuple[str, str]]:  # Column or role, and text
         "All texts of a row."
-        for role, text in self.turns(i): yield role, text
+        for role, text in self.turns(i):
+            yield role, text
 
     def whole(self, i: int) -> str:
         "A row's texts as one."
-        return '\n'.join(text for _, text in self.turns(i))
+        return "\n".join(text for _, text in self.turns(i))
 
     def where(
         self,
         i: int,
-        part: str = '', # Role
+        part: str = "",  # Role
     ) -> str:
         "The row's place, for a person."
-        return f'{self.places[i]} {part}'.strip() if part not in ('', 'text') else self.places[i]
+        return f"{self.places[i]} {part}".strip() if part not in ("", "text") else self.places[i]
+
 
 @dataclass
 class Case:
     "What a check looks at."
+
     train: RowView
-    eval: RowView | None = None # Rows to evaluate on
-    method: str = 'lora' # What the rows are for
+    eval: RowView | None = None  # Rows to evaluate on
+    method: str = "lora"  # What the rows are for
     tokenizer: Any = None
-    max_length: int | None = None # Tokens
-    template: str | None = None # The run's chat format: a name, or Jinja; None: the tokenizer's own
+    max_length: int | None = None  # Tokens
+    template: str | None = (
+        None  # The run's chat format: a name, or Jinja; None: the tokenizer's own
+    )
 
     @property
     def splits(self) -> list[RowView]:
@@ -217,72 +309,105 @@ class Case:
 @dataclass
 class QualityReport:
     "All findings about some rows, worst first."
+
     findings: list[Finding]
     rows: int
     kind: str
     eval_rows: int | None = None
-    checks: list[str] = field(default_factory=list) # What was looked for
-    strict: bool = False # Warnings fail, too
+    checks: list[str] = field(default_factory=list)  # What was looked for
+    strict: bool = False  # Warnings fail, too
 
-    def __post_init__(self): self.findings.sort(key=lambda f: (SEVERITIES.index(f.severity), -f.share, -f.count))
+    def __post_init__(self):
+        self.findings.sort(key=lambda f: (SEVERITIES.index(f.severity), -f.share, -f.count))
 
-    def __getitem__(self, name: str) -> Finding: # Raises `KeyError` when it was not found
+    def __getitem__(self, name: str) -> Finding:  # Raises `KeyError` when it was not found
         "A finding by its name."
         return next((f for f in self.findings if f.name == name), None) or {}[name]
 
-    def __contains__(self, name: str) -> bool: return any(f.name == name for f in self.findings)
+    def __contains__(self, name: str) -> bool:
+        return any(f.name == name for f in self.findings)
 
     def of(
         self,
-        severity: str, # 'error', 'warning' or 'note'
+        severity: str,  # 'error', 'warning' or 'note'
     ) -> list[Finding]:
         "The findings of one severity."
         return [f for f in self.findings if f.severity == severity]
 
     @property
-    def exit_code(self) -> int: # 0 when clean or only notes, 1 with errors, and with `strict` also with warnings
+    def exit_code(
+        self,
+    ) -> int:  # 0 when clean or only notes, 1 with errors, and with `strict` also with warnings
         "For a shell."
-        return int(bool(self.of('error') or (self.strict and self.of('warning'))))
+        return int(bool(self.of("error") or (self.strict and self.of("warning"))))
 
     def title(self) -> str:
         "The result in a line."
-        many = [f'{n} {s}{"s"*(n != 1)}' for s in SEVERITIES if (n := len(self.of(s)))]
-        more = '' if self.eval_rows is None else f', {self.eval_rows:,} to evaluate on'
-        return f'{self.rows:,} row{"s"*(self.rows != 1)} of kind {self.kind}{more}: {", ".join(many) or "nothing found"}'
+        many = [f"{n} {s}{'s' * (n != 1)}" for s in SEVERITIES if (n := len(self.of(s)))]
+        more = "" if self.eval_rows is None else f", {self.eval_rows:,} to evaluate on"
+        return f"{self.rows:,} row{'s' * (self.rows != 1)} of kind {self.kind}{more}: {', '.join(many) or 'nothing found'}"
 
     def __str__(self):
         out = [*textwrap.wrap(self.title(), 80)]
         for f in self.findings:
-            out += ['', *textwrap.wrap(f'{f.severity.upper()} {f.name}: {f.counted()}', 80, subsequent_indent='  ')]
-            for words in (f.says, f.effect, f'Remedy: {f.remedy}' if f.remedy else ''):
-                out += textwrap.wrap(words, 80, initial_indent='  ', subsequent_indent='  ')
+            out += [
+                "",
+                *textwrap.wrap(
+                    f"{f.severity.upper()} {f.name}: {f.counted()}", 80, subsequent_indent="  "
+                ),
+            ]
+            for words in (f.says, f.effect, f"Remedy: {f.remedy}" if f.remedy else ""):
+                out += textwrap.wrap(words, 80, initial_indent="  ", subsequent_indent="  ")
             for e in f.examples:
-                line = f'    {e.where}: {e}'
-                out += [line] if len(line) <= 80 else [f'    {e.where}:'[:80], *textwrap.wrap(str(e), 72, initial_indent='      ',
-                                                                              subsequent_indent='      ')]
-        return '\n'.join(out)
+                line = f"    {e.where}: {e}"
+                out += (
+                    [line]
+                    if len(line) <= 80
+                    else [
+                        f"    {e.where}:"[:80],
+                        *textwrap.wrap(
+                            str(e), 72, initial_indent="      ", subsequent_indent="      "
+                        ),
+                    ]
+                )
+        return "\n".join(out)
 
     __repr__ = __str__
 
     @property
     def html(self) -> Picture:
         "For a notebook or a page."
-        colour = dict(error='#cf003e', warning='#d9640f', note='#1f77c9')
+        colour = dict(error="#cf003e", warning="#d9640f", note="#1f77c9")
         out = f'<div style="font-weight:600;padding:4px 0">{clean(self.title())}</div>'
-        if shown := {f.name: 100*f.share for f in self.findings if f.total and f.unit == 'rows'}:
-            out += bars(shown, 'Rows concerned', unit='%')
+        if shown := {f.name: 100 * f.share for f in self.findings if f.total and f.unit == "rows"}:
+            out += bars(shown, "Rows concerned", unit="%")
         for f in self.findings:
-            places = ''.join(f'<li><code>{clean(e.where)}</code> {clean(e.before)}' + (f'<mark>{clean(e.bad)}</mark>' if e.bad else '')
-                             + f'{clean(e.after)}</li>' for e in f.examples)
-            remedy = f'<br/><b>Remedy:</b> {clean(f.remedy)}' if f.remedy else ''
-            out += (f'<details{" open" * (f.severity == "error")}><summary><b style="color:{colour[f.severity]}">{f.severity}</b> '
-                    f'<b>{clean(f.name)}</b>: {clean(f.counted())}</summary><div style="padding:2px 0 8px 18px">{clean(f.says)} '
-                    f'{clean(f.effect)}{remedy}<ul style="margin:2px 0;overflow-wrap:anywhere">{places}</ul></div></details>')
-        return Picture(f'<div role="group" {PLAIN} aria-label="{clean(self.title())}" style="font:13px/1.5 system-ui,sans-serif">{out}</div>')
+            places = "".join(
+                f"<li><code>{clean(e.where)}</code> {clean(e.before)}"
+                + (f"<mark>{clean(e.bad)}</mark>" if e.bad else "")
+                + f"{clean(e.after)}</li>"
+                for e in f.examples
+            )
+            remedy = f"<br/><b>Remedy:</b> {clean(f.remedy)}" if f.remedy else ""
+            out += (
+                f'<details{" open" * (f.severity == "error")}><summary><b style="color:{colour[f.severity]}">{f.severity}</b> '
+                f'<b>{clean(f.name)}</b>: {clean(f.counted())}</summary><div style="padding:2px 0 8px 18px">{clean(f.says)} '
+                f'{clean(f.effect)}{remedy}<ul style="margin:2px 0;overflow-wrap:anywhere">{places}</ul></div></details>'
+            )
+        return Picture(
+            f'<div role="group" {PLAIN} aria-label="{clean(self.title())}" style="font:13px/1.5 system-ui,sans-serif">{out}</div>'
+        )
 
-    def _repr_html_(self) -> str: return str(self.html)
+    def _repr_html_(self) -> str:
+        return str(self.html)
 
     def to_dict(self) -> dict:
         "Plain values, for JSON."
-        return dict(rows=self.rows, eval_rows=self.eval_rows, kind=self.kind, exit_code=self.exit_code, checks=self.checks,
-                    findings=[f.to_dict() for f in self.findings])
+        return dict(
+            rows=self.rows,
+            eval_rows=self.eval_rows,
+            kind=self.kind,
+            exit_code=self.exit_code,
+            checks=self.checks,
+            findings=[f.to_dict() for f in self.findings],
+        )

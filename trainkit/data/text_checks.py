@@ -18,66 +18,110 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #b070191e
-Span = tuple[int, int] # Where something begins, and where it has ended
+Span = tuple[int, int]  # Where something begins, and where it has ended
 
 _BYTES = {chr(b): b for b in range(0x80, 0x100)} | {
-    c: 0x80 + i for i, c in enumerate('€\x81‚ƒ„…†‡ˆ‰Š‹Œ\x8dŽ\x8f\x90‘’“”•–—˜™š›œ\x9džŸ')}
-_TAIL = '[' + ''.join(c for c, b in _BYTES.items() if b < 0xc0).replace('\\', '') + ']'
-_PARTS = f'[\xc2-\xdf]{_TAIL}|[\xe0-\xef]{_TAIL}{{2}}|[\xf0-\xf4]{_TAIL}{{3}}'
-_MOJIBAKE = re.compile(f'(?:{_PARTS})+')
-_OTHERS = re.compile('‚Ä[ôöúùìîñò¶]|√[©®†°§¥≥∂ºß´]|¬†|(?:[РС][\u0401-\u040f\u0451-\u045f\xa0-\xbf‚„…†‡€‰‹‘’“”•–—™›]){3,}')
+    c: 0x80 + i for i, c in enumerate("€\x81‚ƒ„…†‡ˆ‰Š‹Œ\x8dŽ\x8f\x90‘’“”•–—˜™š›œ\x9džŸ")
+}
+_TAIL = "[" + "".join(c for c, b in _BYTES.items() if b < 0xC0).replace("\\", "") + "]"
+_PARTS = f"[\xc2-\xdf]{_TAIL}|[\xe0-\xef]{_TAIL}{{2}}|[\xf0-\xf4]{_TAIL}{{3}}"
+_MOJIBAKE = re.compile(f"(?:{_PARTS})+")
+_OTHERS = re.compile(
+    "‚Ä[ôöúùìîñò¶]|√[©®†°§¥≥∂ºß´]|¬†|(?:[РС][\u0401-\u040f\u0451-\u045f\xa0-\xbf‚„…†‡€‰‹‘’“”•–—™›]){3,}"
+)
 
-def _undo(run: str) -> str | None: # What was meant, or None if this is no damage
+
+def _undo(run: str) -> str | None:  # What was meant, or None if this is no damage
     "A run of characters as bytes of UTF-8."
-    try: meant = bytes(_BYTES[c] for c in run).decode('utf-8')
-    except UnicodeDecodeError: return None
-    one = meant[0] if len(meant) == 1 else ''
-    if not all(c.isprintable() or c in '\xa0\xad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\ufeff' or '\x80' <= c < '\xa0'
-               for c in meant): return None
-    sure = len(meant) > 1 or '\xa0' <= one < '\u0100' or '\u2000' <= one < '\u3000' or one in '\ufeff\ufffd' or one > '\uffff'
+    try:
+        meant = bytes(_BYTES[c] for c in run).decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    one = meant[0] if len(meant) == 1 else ""
+    if not all(
+        c.isprintable()
+        or c in "\xa0\xad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\ufeff"
+        or "\x80" <= c < "\xa0"
+        for c in meant
+    ):
+        return None
+    sure = (
+        len(meant) > 1
+        or "\xa0" <= one < "\u0100"
+        or "\u2000" <= one < "\u3000"
+        or one in "\ufeff\ufffd"
+        or one > "\uffff"
+    )
     return meant if sure else None
+
 
 def _mojibake(text: str) -> Iterator[tuple[int, int, str]]:
     for match in _MOJIBAKE.finditer(text):
-        before, after = text[max(0, match.start() - 1):match.start()], text[match.end():match.end() + 1]
-        if len(match[0]) == 2 and match[0][1] in '‘’“”–—…«»' and (not before or before.isupper()) and not after.isalpha(): continue
-        if (meant := _undo(match[0])) is not None: yield *match.span(), meant
+        before, after = (
+            text[max(0, match.start() - 1) : match.start()],
+            text[match.end() : match.end() + 1],
+        )
+        if (
+            len(match[0]) == 2
+            and match[0][1] in "‘’“”–—…«»"
+            and (not before or before.isupper())
+            and not after.isalpha()
+        ):
+            continue
+        if (meant := _undo(match[0])) is not None:
+            yield *match.span(), meant
+
 
 def mojibake(text: str) -> list[Span]:
     "UTF-8 that was read as Latin-1, Windows-1252, Mac Roman or Windows-1251."
-    if text.isascii(): return []
-    return [(start, end) for start, end, _ in _mojibake(text)] + [m.span() for m in _OTHERS.finditer(text)]
+    if text.isascii():
+        return []
+    return [(start, end) for start, end, _ in _mojibake(text)] + [
+        m.span() for m in _OTHERS.finditer(text)
+    ]
 
-def repair(text: str) -> str: # As it was before; also if it was broken twice
+
+def repair(text: str) -> str:  # As it was before; also if it was broken twice
     "Undo mojibake of Latin-1 and Windows-1252, and touch nothing else."
     while spans := list(_mojibake(text)):
-        for start, end, meant in reversed(spans): text = text[:start] + meant + text[end:]
+        for start, end, meant in reversed(spans):
+            text = text[:start] + meant + text[end:]
     return text
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #9df263fd
-_CONTROL = re.compile('\x1b\\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufff9-\uffff'
-                      '\ue000-\uf8ff]')
+_CONTROL = re.compile(
+    "\x1b\\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufff9-\uffff"
+    "\ue000-\uf8ff]"
+)
 _INVISIBLE = re.compile(
-    '[\ufeff\u2060-\u2064\u180e\xad]'
-    '|(?<![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])\u200b(?![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])'
-    '|(?<![^\x00-\u024f])[\u200c\u200d](?![^\x00-\u024f])') # between letters that never join
-_DIRECTION = re.compile('[\u200e\u200f\u202a-\u202e\u2066-\u2069]')
-_RIGHT_TO_LEFT = re.compile('[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]')
-_TAGS = re.compile('[\U000e0000-\U000e007f]+')
+    "[\ufeff\u2060-\u2064\u180e\xad]"
+    "|(?<![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])\u200b(?![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])"
+    "|(?<![^\x00-\u024f])[\u200c\u200d](?![^\x00-\u024f])"
+)  # between letters that never join
+_DIRECTION = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
+_TAGS = re.compile("[\U000e0000-\U000e007f]+")
+
 
 def control(text: str) -> list[Span]:
     "Control, private and replacement characters, halves of surrogate pairs, a terminal's colours."
     return [m.span() for m in _CONTROL.finditer(text)]
 
+
 def invisible(text: str) -> list[Span]:
     "Characters without width where they have no business."
-    if text.isascii(): return []
+    if text.isascii():
+        return []
     found = [m.span() for m in _INVISIBLE.finditer(text)]
-    if not _RIGHT_TO_LEFT.search(text): found += [m.span() for m in _DIRECTION.finditer(text)]
-    if '\U0001f3f4' not in text: found += [m.span() for m in _TAGS.finditer(text)] # the black flag begins regional ones
+    if not _RIGHT_TO_LEFT.search(text):
+        found += [m.span() for m in _DIRECTION.finditer(text)]
+    if "\U0001f3f4" not in text:
+        found += [m.span() for m in _TAGS.finditer(text)]  # the black flag begins regional ones
     return found
 
-_LOOKALIKE = re.compile(r'\b[A-Za-z]+[асеорхуАВЕКМНОРСТХіІјѕ]{1,2}[A-Za-z]+\b')
+
+_LOOKALIKE = re.compile(r"\b[A-Za-z]+[асеорхуАВЕКМНОРСТХіІјѕ]{1,2}[A-Za-z]+\b")
+
 
 def homoglyphs(text: str) -> list[Span]:
     "Latin words with a Cyrillic letter that looks the same."
@@ -85,146 +129,226 @@ def homoglyphs(text: str) -> list[Span]:
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #cb90c6bf
 _MARKUP = re.compile(
-    r'</?(?:p|br|div|span|a|b|i|u|em|strong|ul|ol|li|table|tbody|tr|td|th|h[1-6]|hr|img|script|style|font|body|html|head|blockquote'
-    r'|center|sup|sub)(?:\s[^<>]{0,200})?/?>|&(?:nbsp|amp|lt|gt|quot|apos|[nm]dash|[lr][sd]quo|hellip|bull|deg|copy|euro'
-    r'|[aeiouAEIOUnNcC](?:acute|grave|circ|uml|tilde|cedil)|#\d{2,6}|#x[0-9a-fA-F]{2,5});', re.I)
-_CODE = re.compile(r'(?m)^[^\S\n]*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var |#include|public |private '
-                   r'|static |SELECT |[<{}]|//|#!|@\w)|[;{}][^\S\n]*$|^[^\S\n]*(?:if|for|while|with|try|else)\b.*:[^\S\n]*$')
+    r"</?(?:p|br|div|span|a|b|i|u|em|strong|ul|ol|li|table|tbody|tr|td|th|h[1-6]|hr|img|script|style|font|body|html|head|blockquote"
+    r"|center|sup|sub)(?:\s[^<>]{0,200})?/?>|&(?:nbsp|amp|lt|gt|quot|apos|[nm]dash|[lr][sd]quo|hellip|bull|deg|copy|euro"
+    r"|[aeiouAEIOUnNcC](?:acute|grave|circ|uml|tilde|cedil)|#\d{2,6}|#x[0-9a-fA-F]{2,5});",
+    re.I,
+)
+_CODE = re.compile(
+    r"(?m)^[^\S\n]*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var |#include|public |private "
+    r"|static |SELECT |[<{}]|//|#!|@\w)|[;{}][^\S\n]*$|^[^\S\n]*(?:if|for|while|with|try|else)\b.*:[^\S\n]*$"
+)
+
 
 def looks_like_code(text: str) -> bool:
     "Whether some of the lines could be a program's or a page's source."
-    return '```' in text or len(_CODE.findall(text, 0, 20_000)) > 1
+    return "```" in text or len(_CODE.findall(text, 0, 20_000)) > 1
+
 
 def markup(text: str) -> list[Span]:
     "HTML tags and entities in what is no source code."
-    if '<' not in text and '&' not in text: return []
+    if "<" not in text and "&" not in text:
+        return []
     found = [m.span() for m in _MARKUP.finditer(text)]
     return [] if found and looks_like_code(text) else found
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #97d17c7d
 _SPECIAL = re.compile(
-    r'<\|[a-zA-Z_]{2,30}\|>|<｜[^｜\n]{2,30}｜>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>'
-    r'|\[(?:PAD|CLS|SEP|MASK|UNK|BOS|EOS)\]|\A\s*<s>|</s>\s*\Z|</s>(?=\s*<s>)|<s>(?=\s*\[INST\])'
-    r'|(?m:^#{2,3}\s*(?:Instruction|Response|Input|Human|Assistant|User|System)\s*:)')
-_ROLE_WORDS = re.compile(r'(?m)^[^\S\n]*(?:Human|User|Assistant|Bot|AI|HUMAN|USER|ASSISTANT|BOT)\s?:(?=\s)')
+    r"<\|[a-zA-Z_]{2,30}\|>|<｜[^｜\n]{2,30}｜>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>"
+    r"|\[(?:PAD|CLS|SEP|MASK|UNK|BOS|EOS)\]|\A\s*<s>|</s>\s*\Z|</s>(?=\s*<s>)|<s>(?=\s*\[INST\])"
+    r"|(?m:^#{2,3}\s*(?:Instruction|Response|Input|Human|Assistant|User|System)\s*:)"
+)
+_ROLE_WORDS = re.compile(
+    r"(?m)^[^\S\n]*(?:Human|User|Assistant|Bot|AI|HUMAN|USER|ASSISTANT|BOT)\s?:(?=\s)"
+)
+
 
 def special_tokens(text: str) -> list[Span]:
     "Marks of a chat template, and other models' special tokens."
-    return [m.span() for m in _SPECIAL.finditer(text)] if '<' in text or '[' in text or '##' in text else []
+    return (
+        [m.span() for m in _SPECIAL.finditer(text)]
+        if "<" in text or "[" in text or "##" in text
+        else []
+    )
+
 
 def role_words(text: str) -> list[Span]:
     "Lines that begin with a speaker's name, as in `Human:`."
-    return [m.span() for m in _ROLE_WORDS.finditer(text)] if ':' in text else []
+    return [m.span() for m in _ROLE_WORDS.finditer(text)] if ":" in text else []
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #a9f73657
-SECRETS: dict[str, str] = { # Kind -> pattern; a group named `x` must look random
-    'private key': r'-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*-----|\Z)',
-    'AWS access key': r'\b(?:AKIA|ASIA)[0-9A-Z]{16}\b',
-    'GitHub token': r'\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,})',
-    'GitLab token': r'\bglpat-[\w-]{20,}',
-    'Google API key': r'\bAIza[\w-]{35}',
-    'Hugging Face token': r'\bhf_[A-Za-z0-9]{30,}',
-    'Slack token': r'\bxox[abeoprs]-[\w-]{10,}',
-    'Stripe key': r'\b[sr]k_live_\w{20,}',
-    'package index token': r'\b(?:pypi-AgEI[\w-]{50,}|npm_[A-Za-z0-9]{36})',
-    'API key': r'\bsk-(?P<x0>[\w-]{20,})',
-    'web token': r'\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}',
-    'password in a URL': r'\b[a-z][a-z0-9+.-]{1,15}://[^\s/:@"\'<>{}\[\]]+:(?P<u0>[^\s/@"\'<>{}\[\]]{4,})@[\w.-]+',
-    'password or key': (r'(?:api[_-]?key|secret|access[_-]?key|token|password|passwd|pwd)(?:[_-]?[a-z]+)?["\']?\s{0,3}'
-                        r'(?::|=|=>|\bis\b)\s{0,3}["\']?(?P<x1>[A-Za-z0-9+/_!@#%^&*-]{10,}={0,2})(?![\w(.\[])')}
+SECRETS: dict[str, str] = {  # Kind -> pattern; a group named `x` must look random
+    "private key": r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*-----|\Z)",
+    "AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,})",
+    "GitLab token": r"\bglpat-[\w-]{20,}",
+    "Google API key": r"\bAIza[\w-]{35}",
+    "Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
+    "Slack token": r"\bxox[abeoprs]-[\w-]{10,}",
+    "Stripe key": r"\b[sr]k_live_\w{20,}",
+    "package index token": r"\b(?:pypi-AgEI[\w-]{50,}|npm_[A-Za-z0-9]{36})",
+    "API key": r"\bsk-(?P<x0>[\w-]{20,})",
+    "web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",
+    "password in a URL": r'\b[a-z][a-z0-9+.-]{1,15}://[^\s/:@"\'<>{}\[\]]+:(?P<u0>[^\s/@"\'<>{}\[\]]{4,})@[\w.-]+',
+    "password or key": (
+        r'(?:api[_-]?key|secret|access[_-]?key|token|password|passwd|pwd)(?:[_-]?[a-z]+)?["\']?\s{0,3}'
+        r'(?::|=|=>|\bis\b)\s{0,3}["\']?(?P<x1>[A-Za-z0-9+/_!@#%^&*-]{10,}={0,2})(?![\w(.\[])'
+    ),
+}
 PERSONAL: dict[str, str] = {
-    'e-mail address': r'\b[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}\b',
-    'phone number': (r'(?<![\w.+(-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}|\(\d{3}\) ?\d{3}[-. ]\d{4}'
-                     r'|\d{3}[-.]\d{3}[-.]\d{4})(?![\w-])'),
-    'bank card number': r'(?<![\d.-])\d{4}([ -])\d{4}\1\d{4}\1\d{4}(?![\d.-])',
-    'bank account number': r'\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b'}
-_SECRETS = {kind: re.compile(p, re.I if kind.startswith('password') else 0) for kind, p in SECRETS.items()}
+    "e-mail address": r"\b[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}\b",
+    "phone number": (
+        r"(?<![\w.+(-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}|\(\d{3}\) ?\d{3}[-. ]\d{4}"
+        r"|\d{3}[-.]\d{3}[-.]\d{4})(?![\w-])"
+    ),
+    "bank card number": r"(?<![\d.-])\d{4}([ -])\d{4}\1\d{4}\1\d{4}(?![\d.-])",
+    "bank account number": r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b",
+}
+_SECRETS = {
+    kind: re.compile(p, re.I if kind.startswith("password") else 0) for kind, p in SECRETS.items()
+}
 _PERSONAL = {kind: re.compile(p) for kind, p in PERSONAL.items()}
-_HINTS = re.compile('PRIVATE KEY|A[KS]IA|gh[pousr]_|github_pat|glpat|AIza|hf_|xox|_live_|pypi-|npm_|sk-|eyJ|://'
-                    '|(?i:api[_-]?key|secret|access[_-]?key|token|passw|pwd)') # one pass tells most texts that there is nothing
-_DUMMY = re.compile('(?i)example|dummy|placeholder|changeme|your[_-]|pass(?:word|wd)|secret|x{4}|1234567|abcdef|\\*{3}|\\.{3}|%[sr(]|[{$<]')
+_HINTS = re.compile(
+    "PRIVATE KEY|A[KS]IA|gh[pousr]_|github_pat|glpat|AIza|hf_|xox|_live_|pypi-|npm_|sk-|eyJ|://"
+    "|(?i:api[_-]?key|secret|access[_-]?key|token|passw|pwd)"
+)  # one pass tells most texts that there is nothing
+_DUMMY = re.compile(
+    "(?i)example|dummy|placeholder|changeme|your[_-]|pass(?:word|wd)|secret|x{4}|1234567|abcdef|\\*{3}|\\.{3}|%[sr(]|[{$<]"
+)
+
 
 def looks_random(
     value: str,
-) -> bool: # Letters and digits mixed, at least 3 bits a character
+) -> bool:  # Letters and digits mixed, at least 3 bits a character
     "Whether somebody's generator may have made this."
     counts = Counter(value).values()
-    bits = -sum(n/len(value)*math.log2(n/len(value)) for n in counts)
-    return bits >= 3 and bool(re.search(r'\d', value) and re.search('[A-Za-z]', value)) and not _DUMMY.search(value)
+    bits = -sum(n / len(value) * math.log2(n / len(value)) for n in counts)
+    return (
+        bits >= 3
+        and bool(re.search(r"\d", value) and re.search("[A-Za-z]", value))
+        and not _DUMMY.search(value)
+    )
 
-def checked(kind: str, found: str) -> bool: # Check digits hold: Luhn for cards, ISO 7064 for accounts
+
+def checked(
+    kind: str, found: str
+) -> bool:  # Check digits hold: Luhn for cards, ISO 7064 for accounts
     "Whether a number that looks like personal data is one."
-    digits = re.sub(r'\D', '', found)
-    if kind == 'bank card number':
+    digits = re.sub(r"\D", "", found)
+    if kind == "bank card number":
         odd, even = digits[-1::-2], digits[-2::-2]
-        return (sum(map(int, odd)) + sum(sum(divmod(2*int(d), 10)) for d in even)) % 10 == 0 and len({*digits}) > 2
-    if kind == 'bank account number':
-        plain = found.replace(' ', '')
-        return int(''.join(str(int(c, 36)) for c in plain[4:] + plain[:4])) % 97 == 1
-    if kind == 'phone number': return 9 <= len(digits) <= 15
-    return not re.search(r'(?i)@(?:[\w.-]*\.)?(?:example|domain|localhost|test|invalid|foo|bar|email)\.|no-?reply@|^git@', found)
+        return (
+            sum(map(int, odd)) + sum(sum(divmod(2 * int(d), 10)) for d in even)
+        ) % 10 == 0 and len({*digits}) > 2
+    if kind == "bank account number":
+        plain = found.replace(" ", "")
+        return int("".join(str(int(c, 36)) for c in plain[4:] + plain[:4])) % 97 == 1
+    if kind == "phone number":
+        return 9 <= len(digits) <= 15
+    return not re.search(
+        r"(?i)@(?:[\w.-]*\.)?(?:example|domain|localhost|test|invalid|foo|bar|email)\.|no-?reply@|^git@",
+        found,
+    )
 
-def named_secrets(text: str) -> list[tuple[int, int, str]]: # Start, end, kind
+
+def named_secrets(text: str) -> list[tuple[int, int, str]]:  # Start, end, kind
     "Keys, tokens and passwords."
-    if not _HINTS.search(text): return []
+    if not _HINTS.search(text):
+        return []
     out = []
     for kind, pattern in _SECRETS.items():
         for match in pattern.finditer(text):
-            value = next((v for v in match.groupdict().values() if v), '')
-            plain = 'u0' in match.groupdict() # people choose passwords themselves
-            if _DUMMY.search(value or match[0]) or (value and not plain and not looks_random(value)): continue
+            value = next((v for v in match.groupdict().values() if v), "")
+            plain = "u0" in match.groupdict()  # people choose passwords themselves
+            if _DUMMY.search(value or match[0]) or (
+                value and not plain and not looks_random(value)
+            ):
+                continue
             i, j = match.span(match.lastgroup) if value and match.lastgroup else match.span()
-            if all(j <= a or b <= i for a, b, _ in out): out.append((i, j, kind)) # one secret is one finding
+            if all(j <= a or b <= i for a, b, _ in out):
+                out.append((i, j, kind))  # one secret is one finding
     return out
 
-def named_personal(text: str) -> list[tuple[int, int, str]]: # Start, end, kind
+
+def named_personal(text: str) -> list[tuple[int, int, str]]:  # Start, end, kind
     "E-mail addresses, phone, card and account numbers."
-    if '@' not in text and not re.search(r'\d{4}', text): return []
-    return [(*m.span(), kind) for kind, pattern in _PERSONAL.items() if kind != 'e-mail address' or '@' in text
-            for m in pattern.finditer(text) if checked(kind, m[0])]
+    if "@" not in text and not re.search(r"\d{4}", text):
+        return []
+    return [
+        (*m.span(), kind)
+        for kind, pattern in _PERSONAL.items()
+        if kind != "e-mail address" or "@" in text
+        for m in pattern.finditer(text)
+        if checked(kind, m[0])
+    ]
+
 
 def secrets(text: str) -> list[Span]:
     "Where keys, tokens and passwords are."
     return [(i, j) for i, j, _ in named_secrets(text)]
 
+
 def personal(text: str) -> list[Span]:
     "Where addresses and numbers of people are."
     return [(i, j) for i, j, _ in named_personal(text)]
 
-def mask_personal(text: str) -> str: # `[GitHub token]` where one was
+
+def mask_personal(text: str) -> str:  # `[GitHub token]` where one was
     "The text without its secrets and personal data."
     end, out = 0, []
-    for i, j, kind in sorted([*named_secrets(text), *named_personal(text)], key=lambda s: (s[0], s[2] in PERSONAL, -s[1])):
-        if j <= end: continue
-        out += [text[end:i], f'[{kind}]'] if i >= end else [] # of two that overlap, the first is named
+    for i, j, kind in sorted(
+        [*named_secrets(text), *named_personal(text)], key=lambda s: (s[0], s[2] in PERSONAL, -s[1])
+    ):
+        if j <= end:
+            continue
+        out += (
+            [text[end:i], f"[{kind}]"] if i >= end else []
+        )  # of two that overlap, the first is named
         end = j
-    return ''.join([*out, text[end:]])
+    return "".join([*out, text[end:]])
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #fd77985e
 def loops(
     text: str,
-    repeats: int = 4, # So many times in a row, or more
-    share: float = 0.3, # And over at least this share of the text, and over 24 characters
-    longest: int = 200, # Characters in what is repeated
-) -> list[Span]: # The longest loop, if there is one
+    repeats: int = 4,  # So many times in a row, or more
+    share: float = 0.3,  # And over at least this share of the text, and over 24 characters
+    longest: int = 200,  # Characters in what is repeated
+) -> list[Span]:  # The longest loop, if there is one
     "Where a text repeats itself without a break."
     words = text.split()
-    spaced = len(text) < 15*len(words) # not so in Chinese
-    if len(text) < 24 or (spaced and len({*zip(words, words[1:], words[2:], strict=False)}) > 0.8*(len(words) - 2)): return []
-    start = max(0, len(text) - 20_000) # a loop is at the end
-    codes = np.frombuffer(text[start:].encode('utf-32-le', 'surrogatepass'), np.uint32)
+    spaced = len(text) < 15 * len(words)  # not so in Chinese
+    if len(text) < 24 or (
+        spaced and len({*zip(words, words[1:], words[2:], strict=False)}) > 0.8 * (len(words) - 2)
+    ):
+        return []
+    start = max(0, len(text) - 20_000)  # a loop is at the end
+    codes = np.frombuffer(text[start:].encode("utf-32-le", "surrogatepass"), np.uint32)
     best = (0, 0)
-    for period in range(1, min(longest, len(codes)//repeats) + 1):
+    for period in range(1, min(longest, len(codes) // repeats) + 1):
         same = codes[period:] == codes[:-period]
-        if same.mean() < share/4: continue
+        if same.mean() < share / 4:
+            continue
         breaks = np.flatnonzero(~np.concatenate([[False], same, [False]]))
         at = int(np.diff(breaks).argmax())
         length = int(breaks[at + 1] - breaks[at]) - 1 + period
-        if length >= max(24, repeats*period, share*len(text)) and length > best[1] - best[0] and any(
-                c.isalpha() for c in text[start + breaks[at]:start + breaks[at] + period]):
+        if (
+            length >= max(24, repeats * period, share * len(text))
+            and length > best[1] - best[0]
+            and any(c.isalpha() for c in text[start + breaks[at] : start + breaks[at] + period])
+        ):
             best = (start + int(breaks[at]), start + int(breaks[at]) + length)
     return [best] if best[1] else []
 
+
 DEFECTS: dict[str, Callable[[str], list[Span]]] = {
-    'mojibake': mojibake, 'control': control, 'invisible': invisible, 'homoglyphs': homoglyphs, 'markup': markup,
-    'special_tokens': special_tokens, 'role_words': role_words, 'secrets': secrets, 'personal': personal, 'loops': loops}
+    "mojibake": mojibake,
+    "control": control,
+    "invisible": invisible,
+    "homoglyphs": homoglyphs,
+    "markup": markup,
+    "special_tokens": special_tokens,
+    "role_words": role_words,
+    "secrets": secrets,
+    "personal": personal,
+    "loops": loops,
+}

@@ -33,178 +33,298 @@ from ..tokenizer.chat import find_template, is_ours, render_batch
 def _keep_end(mask: np.ndarray, limit: int, first: int) -> np.ndarray:
     end = int(mask.nonzero()[0].max(initial=len(mask) - 1 if not mask.any() else 0)) + 1
     start = max(end - limit, 0)
-    return np.arange(start, min(start + limit, len(mask))) if not start or not first else np.r_[0:first, start + first:end]
+    return (
+        np.arange(start, min(start + limit, len(mask)))
+        if not start or not first
+        else np.r_[0:first, start + first : end]
+    )
 
-TRUNCATIONS: dict[str, Callable[[np.ndarray, int, int], np.ndarray | None]] = { # What a row that is too long keeps:
-    'keep_end': _keep_end, # the end of its answer
-    'keep_start': lambda mask, limit, first: np.arange(limit), # its beginning
-    'drop': lambda mask, limit, first: None, # nothing
-    'error': lambda mask, limit, first: None, # and nobody else goes on
+
+TRUNCATIONS: dict[
+    str, Callable[[np.ndarray, int, int], np.ndarray | None]
+] = {  # What a row that is too long keeps:
+    "keep_end": _keep_end,  # the end of its answer
+    "keep_start": lambda mask, limit, first: np.arange(limit),  # its beginning
+    "drop": lambda mask, limit, first: None,  # nothing
+    "error": lambda mask, limit, first: None,  # and nobody else goes on
 }
 
+
 def truncate(
-    ids: np.ndarray, # (tokens,)
-    mask: np.ndarray, # (tokens,) bool, what is learned
-    max_length: int, # Tokens to be kept at most
-    truncation: str = 'keep_end', # A key of `TRUNCATIONS`
-    bos_token_id: int | None = None, # Kept in front if it is there
-) -> tuple[np.ndarray, np.ndarray] | None: # None: the row is dropped
+    ids: np.ndarray,  # (tokens,)
+    mask: np.ndarray,  # (tokens,) bool, what is learned
+    max_length: int,  # Tokens to be kept at most
+    truncation: str = "keep_end",  # A key of `TRUNCATIONS`
+    bos_token_id: int | None = None,  # Kept in front if it is there
+) -> tuple[np.ndarray, np.ndarray] | None:  # None: the row is dropped
     "Cut one row to `max_length`, if it is longer."
-    if len(ids) <= max_length: return ids, mask
+    if len(ids) <= max_length:
+        return ids, mask
     first = int(bos_token_id is not None and ids[0] == bos_token_id)
     kept = TRUNCATIONS[truncation](mask, max_length, first)
     return None if kept is None else (ids[kept], mask[kept])
 
 # %% ../../nbs/02_data/13_lengths.ipynb #7a731527
-def _wanted(mask: np.ndarray) -> int: return int(np.count_nonzero(mask[1:])) # The first token is predicted from nothing
+def _wanted(mask: np.ndarray) -> int:
+    return int(np.count_nonzero(mask[1:]))  # The first token is predicted from nothing
+
 
 @dataclass(frozen=True, repr=False)
 class LengthReport:
     "What a limit on the length does to rows."
-    max_length: int | None # None: no limit
+
+    max_length: int | None  # None: no limit
     truncation: str
-    lengths: np.ndarray # (rows,) tokens of each, as they were
-    kept: np.ndarray # (rows,) tokens that are left, 0 where the row is dropped
-    answers: np.ndarray # (rows,) learned tokens, as they were
-    answers_kept: np.ndarray # (rows,) those that are left
-    too_short: int = 0 # Rows that were dropped for their `min_length`
-    untrained: int = 0 # Rows that were dropped because nothing in them is learned
+    lengths: np.ndarray  # (rows,) tokens of each, as they were
+    kept: np.ndarray  # (rows,) tokens that are left, 0 where the row is dropped
+    answers: np.ndarray  # (rows,) learned tokens, as they were
+    answers_kept: np.ndarray  # (rows,) those that are left
+    too_short: int = 0  # Rows that were dropped for their `min_length`
+    untrained: int = 0  # Rows that were dropped because nothing in them is learned
 
     @property
-    def cut(self) -> int: return int(((self.kept < self.lengths) & (self.kept > 0)).sum()) # rows that are shortened
+    def cut(self) -> int:
+        return int(((self.kept < self.lengths) & (self.kept > 0)).sum())  # rows that are shortened
+
     @property
-    def dropped(self) -> int: return int((self.kept == 0).sum()) # rows that are gone
+    def dropped(self) -> int:
+        return int((self.kept == 0).sum())  # rows that are gone
+
     @property
-    def answers_cut(self) -> int: # rows that keep only a part of what is learned in them
+    def answers_cut(self) -> int:  # rows that keep only a part of what is learned in them
         return int(((self.answers_kept < self.answers) & (self.answers_kept > 0)).sum())
+
     @property
-    def answers_lost(self) -> int: # rows that had something to learn, and have nothing now
+    def answers_lost(self) -> int:  # rows that had something to learn, and have nothing now
         return int(((self.answers > 0) & (self.answers_kept == 0)).sum())
+
     @property
-    def tokens_lost(self) -> int: return int((self.answers - self.answers_kept).sum()) # learned tokens that are gone
+    def tokens_lost(self) -> int:
+        return int((self.answers - self.answers_kept).sum())  # learned tokens that are gone
 
     def limit(
         self,
-        share: float, # Of the rows, from 0 to 1
-    ) -> int: # The smallest max_length for which no more rows are too long
+        share: float,  # Of the rows, from 0 to 1
+    ) -> int:  # The smallest max_length for which no more rows are too long
         "Which `max_length` loses at most so many rows."
-        return int(np.sort(self.lengths)[max(int(np.ceil((1 - share) * len(self.lengths) - 1e-9)) - 1, 0)])
+        return int(
+            np.sort(self.lengths)[max(int(np.ceil((1 - share) * len(self.lengths) - 1e-9)) - 1, 0)]
+        )
 
     def facts(self) -> dict[str, str]:
         "The report as words, line by line."
-        n, of = len(self.lengths), lambda k, n: f'{k:,} ({100*k/max(n, 1):.1f} %)'
-        many = {'rows': f'{n:,}, {int(self.lengths.sum()):,} tokens, {int(self.answers.sum()):,} of them learned',
-                'length': f'median {int(np.median(self.lengths))}, longest {int(self.lengths.max())}'}
+        n, of = len(self.lengths), lambda k, n: f"{k:,} ({100 * k / max(n, 1):.1f} %)"
+        many = {
+            "rows": f"{n:,}, {int(self.lengths.sum()):,} tokens, {int(self.answers.sum()):,} of them learned",
+            "length": f"median {int(np.median(self.lengths))}, longest {int(self.lengths.max())}",
+        }
         if self.max_length is not None:
-            many |= {f'longer than {self.max_length}': of(int((self.lengths > self.max_length).sum()), n) + f", '{self.truncation}'",
-                     'rows cut': of(self.cut, n), 'rows dropped': of(self.dropped, n),
-                     'part of the answer lost': of(self.answers_cut, n), 'whole answer lost': of(self.answers_lost, n),
-                     'learned tokens lost': of(self.tokens_lost, int(self.answers.sum()))}
-        many['max_length that loses 0, 1, 5 % of the rows'] = ', '.join(str(self.limit(s)) for s in (0, 0.01, 0.05))
-        for words, count in (('dropped, too short', self.too_short), ('dropped, nothing to learn', self.untrained)):
-            if count: many[words] = of(count, n)
+            many |= {
+                f"longer than {self.max_length}": of(int((self.lengths > self.max_length).sum()), n)
+                + f", '{self.truncation}'",
+                "rows cut": of(self.cut, n),
+                "rows dropped": of(self.dropped, n),
+                "part of the answer lost": of(self.answers_cut, n),
+                "whole answer lost": of(self.answers_lost, n),
+                "learned tokens lost": of(self.tokens_lost, int(self.answers.sum())),
+            }
+        many["max_length that loses 0, 1, 5 % of the rows"] = ", ".join(
+            str(self.limit(s)) for s in (0, 0.01, 0.05)
+        )
+        for words, count in (
+            ("dropped, too short", self.too_short),
+            ("dropped, nothing to learn", self.untrained),
+        ):
+            if count:
+                many[words] = of(count, n)
         return many
 
     def histogram(self, parts: int = 12) -> Picture:
         "How many rows have which length."
         longest = int(self.lengths.max())
         top = max(int(np.quantile(self.lengths, 0.99)), parts)
-        edges = [int(e) for e in np.unique(np.linspace(0, top, parts + 1).round())] + [longest + 1] * (longest > top)
+        edges = [int(e) for e in np.unique(np.linspace(0, top, parts + 1).round())] + [
+            longest + 1
+        ] * (longest > top)
         counts = np.histogram(self.lengths, edges)[0]
-        names = [f'{a}–{b - 1}' for a, b in zip(edges, edges[1:], strict=False)]
-        return bars(dict(zip(names, map(int, counts), strict=True)), title='Rows by length, in tokens', unit='')
+        names = [f"{a}–{b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
+        return bars(
+            dict(zip(names, map(int, counts), strict=True)),
+            title="Rows by length, in tokens",
+            unit="",
+        )
 
-    def __str__(self) -> str: return '\n'.join(f'{name}: {fact}' for name, fact in self.facts().items())
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {fact}" for name, fact in self.facts().items())
+
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        facts = table([{'fact': name, 'value': fact} for name, fact in self.facts().items()], title='Lengths')
+        facts = table(
+            [{"fact": name, "value": fact} for name, fact in self.facts().items()], title="Lengths"
+        )
         return str(grid(facts, self.histogram()))
 
 # %% ../../nbs/02_data/13_lengths.ipynb #986360b1
-def _lay_out(row: Mapping, kind: str | None, template: str | None, reasoning: str) -> tuple[list[dict], str | None]:
+def _lay_out(
+    row: Mapping, kind: str | None, template: str | None, reasoning: str
+) -> tuple[list[dict], str | None]:
     "The messages of a row, and the template that they want."
     kind = kind or example_kind(row)
-    if kind == 'text': return [dict(role='assistant', content=row['text'])], 'plain'
-    messages = to_messages(row, reasoning != 'drop', kind)
-    if reasoning == 'read' and kind == 'reasoning':
-        answer = to_messages(row, False, kind)[-1]['content']
-        messages[-1] = {**messages[-1], 'untrained': len(messages[-1]['content']) - len(answer)}
+    if kind == "text":
+        return [dict(role="assistant", content=row["text"])], "plain"
+    messages = to_messages(row, reasoning != "drop", kind)
+    if reasoning == "read" and kind == "reasoning":
+        answer = to_messages(row, False, kind)[-1]["content"]
+        messages[-1] = {**messages[-1], "untrained": len(messages[-1]["content"]) - len(answer)}
     return messages, template
 
-def _place(row: Mapping, number: int) -> str:
-    where = ', '.join(f'line {row[k]}' if k == 'line' else str(row[k]) for k in ('source', 'line') if row.get(k))
-    return f'row {number}' + f' ({where})' * bool(where)
 
-def _render_rows(rows: Sequence[tuple[int, Mapping]], tokenizer: Any, kind: str | None, template: str | None,
-                 train_on: str, reasoning: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def _place(row: Mapping, number: int) -> str:
+    where = ", ".join(
+        f"line {row[k]}" if k == "line" else str(row[k]) for k in ("source", "line") if row.get(k)
+    )
+    return f"row {number}" + f" ({where})" * bool(where)
+
+
+def _render_rows(
+    rows: Sequence[tuple[int, Mapping]],
+    tokenizer: Any,
+    kind: str | None,
+    template: str | None,
+    train_on: str,
+    reasoning: str,
+) -> list[tuple[np.ndarray, np.ndarray]]:
     "Ids and mask of each row; an error says which row."
     groups: dict[str | None, list] = {}
     for place, (number, row) in enumerate(rows):
-        try: messages, own = _lay_out(row, kind, template, reasoning)
-        except (ValueError, TypeError, KeyError) as error: raise ValueError(f'{_place(row, number)}: {error}') from None
-        tools = row.get('tools')
-        groups.setdefault(own, []).append((place, messages, json.loads(tools) if isinstance(tools, str) else tools))
+        try:
+            messages, own = _lay_out(row, kind, template, reasoning)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{_place(row, number)}: {error}") from None
+        tools = row.get("tools")
+        groups.setdefault(own, []).append(
+            (place, messages, json.loads(tools) if isinstance(tools, str) else tools)
+        )
     out: list = [None] * len(rows)
     for own, group in groups.items():
         places, chats, tools = zip(*group, strict=True)
-        try: done = render_batch(chats, tokenizer, own, train_on, tools=tools)
+        try:
+            done = render_batch(chats, tokenizer, own, train_on, tools=tools)
         except ValueError:
-            for place, chat, tool in group: # Once more, to know which
-                try: render_batch([chat], tokenizer, own, train_on, tools=[tool])
-                except ValueError as error: raise ValueError(f'{_place(rows[place][1], rows[place][0])}: {error}') from None
+            for place, chat, tool in group:  # Once more, to know which
+                try:
+                    render_batch([chat], tokenizer, own, train_on, tools=[tool])
+                except ValueError as error:
+                    raise ValueError(f"{_place(rows[place][1], rows[place][0])}: {error}") from None
             raise
-        for place, pair in zip(places, done, strict=True): out[place] = pair
+        for place, pair in zip(places, done, strict=True):
+            out[place] = pair
     return out
 
-def _render_all(rows: Sequence[Mapping], tokenizer: Any, kind: str | None, template: str | None, train_on: str,
-                reasoning: str, num_workers: int, cache: str | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
-    if reasoning not in ('train', 'read', 'drop'): raise ValueError(f"reasoning = {reasoning!r}: must be 'train', 'read' or 'drop'")
-    if not rows: raise ValueError('there are no rows')
+
+def _render_all(
+    rows: Sequence[Mapping],
+    tokenizer: Any,
+    kind: str | None,
+    template: str | None,
+    train_on: str,
+    reasoning: str,
+    num_workers: int,
+    cache: str | None = None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    if reasoning not in ("train", "read", "drop"):
+        raise ValueError(f"reasoning = {reasoning!r}: must be 'train', 'read' or 'drop'")
+    if not rows:
+        raise ValueError("there are no rows")
     if not isinstance(rows[0], Mapping):
-        raise TypeError(f"a row is a dict of columns, and the first is {rows[0]!r:.60}: a DataFrame gives its rows by to_dict('records'), a DatasetDict by one of its splits")
-    plain = template is None and not getattr(tokenizer, 'chat_template', None)
-    if plain and all(isinstance(row.get(c, ''), str) for row in rows for c in ('prompt', 'messages')): template = 'plain'
-    elif (kind or example_kind(rows[0])) != 'text': template = find_template(tokenizer, template)
-    work = partial(_render_rows, tokenizer=tokenizer, kind=kind, template=template, train_on=train_on, reasoning=reasoning)
+        raise TypeError(
+            f"a row is a dict of columns, and the first is {rows[0]!r:.60}: a DataFrame gives its rows by to_dict('records'), a DatasetDict by one of its splits"
+        )
+    plain = template is None and not getattr(tokenizer, "chat_template", None)
+    if plain and all(
+        isinstance(row.get(c, ""), str) for row in rows for c in ("prompt", "messages")
+    ):
+        template = "plain"
+    elif (kind or example_kind(rows[0])) != "text":
+        template = find_template(tokenizer, template)
+    work = partial(
+        _render_rows,
+        tokenizer=tokenizer,
+        kind=kind,
+        template=template,
+        train_on=train_on,
+        reasoning=reasoning,
+    )
     render = lambda: in_order(work, enumerate(rows), num_workers, 512)
-    if cache is None: return list(render())
-    def rendered() -> list[dict]: return [dict(input_ids=ids, learned=mask.astype(np.int8)) for ids, mask in render()]
+    if cache is None:
+        return list(render())
+
+    def rendered() -> list[dict]:
+        return [dict(input_ids=ids, learned=mask.astype(np.int8)) for ids, mask in render()]
+
     depends_on = 1, rows, _content(tokenizer), kind, template, train_on, reasoning
-    return [(row['input_ids'], row['learned'] > 0) for row in cached(rendered, depends_on, cache)]
+    return [(row["input_ids"], row["learned"] > 0) for row in cached(rendered, depends_on, cache)]
+
 
 def _content(tokenizer: Any) -> str:
     "All that the ids depend on."
-    if not is_ours(tokenizer): parts = tokenizer.backend_tokenizer.to_str()
-    else: parts = (tokenizer.tokens, tokenizer.special_tokens, tokenizer.pattern, tokenizer.nfc, tokenizer.whole,
-                   [*tokenizer.encoder.pairs], [*tokenizer.encoder.ranks])
+    if not is_ours(tokenizer):
+        parts = tokenizer.backend_tokenizer.to_str()
+    else:
+        parts = (
+            tokenizer.tokens,
+            tokenizer.special_tokens,
+            tokenizer.pattern,
+            tokenizer.nfc,
+            tokenizer.whole,
+            [*tokenizer.encoder.pairs],
+            [*tokenizer.encoder.ranks],
+        )
     return repr((parts, tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template))
 
 # %% ../../nbs/02_data/13_lengths.ipynb #9b55d090
 def _check(max_length: int | None, truncation: str) -> None:
     if truncation not in TRUNCATIONS:
-        raise ValueError(f'truncation = {truncation!r}: must be one of {[*TRUNCATIONS]}')
+        raise ValueError(f"truncation = {truncation!r}: must be one of {[*TRUNCATIONS]}")
     if max_length is not None and max_length < 2:
-        raise ValueError(f'max_length = {max_length}: a row needs at least 2 tokens, one to predict the other')
+        raise ValueError(
+            f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the other"
+        )
 
-def _measure(pairs: Sequence, tokenizer: Any, max_length: int | None, truncation: str) -> tuple[list, LengthReport]:
-    limit, bos = max_length if max_length is not None else 1 << 62, getattr(tokenizer, 'bos_token_id', None)
+
+def _measure(
+    pairs: Sequence, tokenizer: Any, max_length: int | None, truncation: str
+) -> tuple[list, LengthReport]:
+    limit, bos = (
+        max_length if max_length is not None else 1 << 62,
+        getattr(tokenizer, "bos_token_id", None),
+    )
     cut = [truncate(ids, mask, limit, truncation, bos) for ids, mask in pairs]
-    numbers = lambda measure, rows: np.array([measure(*row) if row is not None else 0 for row in rows], np.int64)
+    numbers = lambda measure, rows: np.array(
+        [measure(*row) if row is not None else 0 for row in rows], np.int64
+    )
     size, wanted = lambda ids, mask: len(ids), lambda ids, mask: _wanted(mask)
-    return cut, LengthReport(max_length, truncation, numbers(size, pairs), numbers(size, cut), numbers(wanted, pairs),
-                             numbers(wanted, cut))
+    return cut, LengthReport(
+        max_length,
+        truncation,
+        numbers(size, pairs),
+        numbers(size, cut),
+        numbers(wanted, pairs),
+        numbers(wanted, cut),
+    )
+
 
 def length_report(
-    rows: Iterable[Mapping], # Rows of any kind that a chat model can be tuned on
+    rows: Iterable[Mapping],  # Rows of any kind that a chat model can be tuned on
     tokenizer: Any,
-    max_length: int | None = None, # Tokens in a row; None: only say how long they are
-    kind: str | None = None, # Their kind; None: told by the columns
-    train_on: str = 'assistant', # 'assistant', 'last' or 'all', as in `render`
-    truncation: str = 'keep_end', # What would be done to a row that is too long: a key of `TRUNCATIONS`
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    reasoning: str = 'train', # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
-    num_workers: int = 1, # Processes
+    max_length: int | None = None,  # Tokens in a row; None: only say how long they are
+    kind: str | None = None,  # Their kind; None: told by the columns
+    train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
+    truncation: str = "keep_end",  # What would be done to a row that is too long: a key of `TRUNCATIONS`
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    reasoning: str = "train",  # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    num_workers: int = 1,  # Processes
 ) -> LengthReport:
     "What a limit would do, without doing it."
     _check(max_length, truncation)
@@ -214,125 +334,202 @@ def length_report(
 # %% ../../nbs/02_data/13_lengths.ipynb #a48fb928
 class Examples(list):
     "A list of examples, each a dict with `input_ids`, `labels` and `length`; `report` says what became of the rows."
-    report: LengthReport
-    numbers: list[int] # Which row each was made of
 
-    def _repr_html_(self) -> str: return self.report._repr_html_()
-    def __repr__(self) -> str: return f'{len(self):,} examples\n{self.report}'
+    report: LengthReport
+    numbers: list[int]  # Which row each was made of
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
+    def __repr__(self) -> str:
+        return f"{len(self):,} examples\n{self.report}"
+
 
 def tokenize_examples(
-    rows: Iterable[Mapping], # Rows of kind text, prompt_completion, instruction, messages or reasoning
-    tokenizer: Any, # A `BPETokenizer`, or a fast tokenizer of transformers
-    max_length: int | None = None, # Tokens in an example at most
-    kind: str | None = None, # Their kind; None: told by the columns
-    train_on: str = 'assistant', # 'assistant', 'last' or 'all', as in `render`
-    truncation: str = 'error', # What is done to a row that is too long: a key of `TRUNCATIONS`
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    reasoning: str = 'train', # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
-    min_length: int = 1, # Rows with fewer tokens are dropped, and counted
-    untrained: str = 'error', # Rows in which nothing is learned: 'error' or 'drop'
-    num_workers: int = 1, # Processes (`preprocessing_num_workers`)
-    cache: str | None = None, # A folder: rows that were rendered in the same way are read from it
-) -> Examples: # With the report; warns of what was cut or dropped, raises `ValueError` for what must not be
+    rows: Iterable[
+        Mapping
+    ],  # Rows of kind text, prompt_completion, instruction, messages or reasoning
+    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    max_length: int | None = None,  # Tokens in an example at most
+    kind: str | None = None,  # Their kind; None: told by the columns
+    train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
+    truncation: str = "error",  # What is done to a row that is too long: a key of `TRUNCATIONS`
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    reasoning: str = "train",  # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    min_length: int = 1,  # Rows with fewer tokens are dropped, and counted
+    untrained: str = "error",  # Rows in which nothing is learned: 'error' or 'drop'
+    num_workers: int = 1,  # Processes (`preprocessing_num_workers`)
+    cache: str | None = None,  # A folder: rows that were rendered in the same way are read from it
+) -> (
+    Examples
+):  # With the report; warns of what was cut or dropped, raises `ValueError` for what must not be
     "Rows as ids and labels, and nothing lost without a word."
     _check(max_length, truncation)
-    if untrained not in ('error', 'drop'): raise ValueError(f"untrained = {untrained!r}: must be 'error' or 'drop'")
+    if untrained not in ("error", "drop"):
+        raise ValueError(f"untrained = {untrained!r}: must be 'error' or 'drop'")
     rows = [*rows]
     pairs = _render_all(rows, tokenizer, kind, template, train_on, reasoning, num_workers, cache)
     pairs, report = _measure(pairs, tokenizer, max_length, truncation)
-    if truncation == 'error' and report.dropped:
+    if truncation == "error" and report.dropped:
         i = int(report.lengths.argmax())
-        raise ValueError(f'{report.dropped:,} of {len(rows):,} rows are longer than max_length = {max_length} '
-                         f'({_place(rows[i], i)} has {report.lengths[i]} tokens); a max_length of {report.limit(0.01)} fits '
-                         "99 % of them. Raise it, or say truncation='keep_end', 'keep_start' or 'drop'")
+        raise ValueError(
+            f"{report.dropped:,} of {len(rows):,} rows are longer than max_length = {max_length} "
+            f"({_place(rows[i], i)} has {report.lengths[i]} tokens); a max_length of {report.limit(0.01)} fits "
+            "99 % of them. Raise it, or say truncation='keep_end', 'keep_start' or 'drop'"
+        )
     empty = [i for i, pair in enumerate(pairs) if pair is not None and not _wanted(pair[1])]
-    if empty and untrained == 'error':
-        raise ValueError(f'{len(empty):,} of {len(rows):,} rows teach nothing, the first is {_place(rows[empty[0]], empty[0])}: '
-                         + ('their answers are cut off: use a larger max_length' if report.answers[empty[0]] else
-                            "they have no answer: mend them, or say untrained='drop'"))
+    if empty and untrained == "error":
+        raise ValueError(
+            f"{len(empty):,} of {len(rows):,} rows teach nothing, the first is {_place(rows[empty[0]], empty[0])}: "
+            + (
+                "their answers are cut off: use a larger max_length"
+                if report.answers[empty[0]]
+                else "they have no answer: mend them, or say untrained='drop'"
+            )
+        )
     short = [i for i, pair in enumerate(pairs) if pair is not None and len(pair[0]) < min_length]
     out, gone = Examples(), {*empty, *short}
     for i, pair in enumerate(pairs):
-        if pair is None or i in gone: continue
+        if pair is None or i in gone:
+            continue
         ids = pair[0].astype(np.int32)
-        out.append(dict(input_ids=ids, labels=np.where(pair[1], ids, np.int32(-100)), length=len(ids)))
+        out.append(
+            dict(input_ids=ids, labels=np.where(pair[1], ids, np.int32(-100)), length=len(ids))
+        )
     out.numbers = [i for i, pair in enumerate(pairs) if pair is not None and i not in gone]
-    out.report = LengthReport(**{**vars(report), 'too_short': len(short), 'untrained': len({*empty} - {*short})})
-    if not out: raise ValueError(f'no row is left:\n{out.report}')
-    if gone or report.cut or report.dropped: warnings.warn(f'rows were cut or dropped\n{out.report}', stacklevel=2)
+    out.report = LengthReport(
+        **{**vars(report), "too_short": len(short), "untrained": len({*empty} - {*short})}
+    )
+    if not out:
+        raise ValueError(f"no row is left:\n{out.report}")
+    if gone or report.cut or report.dropped:
+        warnings.warn(f"rows were cut or dropped\n{out.report}", stacklevel=2)
     return out
 
 # %% ../../nbs/02_data/14_masks.ipynb #04bcc0aa
 def _row_of(example: Mapping, tokenizer: Any, how: dict) -> dict[str, np.ndarray]:
-    if 'input_ids' not in example:
-        try: [example] = tokenize_examples([example], tokenizer, **how)
+    if "input_ids" not in example:
+        try:
+            [example] = tokenize_examples([example], tokenizer, **how)
         except ValueError as error:
-            if 'teach nothing' not in str(error): raise
-            [example] = tokenize_examples([example], tokenizer, **{**how, 'train_on': 'all'}) # To be seen all the same
-            example = {**example, 'labels': np.full(len(example['input_ids']), -100)}
+            if "teach nothing" not in str(error):
+                raise
+            [example] = tokenize_examples(
+                [example], tokenizer, **{**how, "train_on": "all"}
+            )  # To be seen all the same
+            example = {**example, "labels": np.full(len(example["input_ids"]), -100)}
     flat = lambda name, other: np.asarray(example[name] if name in example else other).reshape(-1)
-    ids = flat('input_ids', ())
-    row = dict(ids=ids, labels=flat('labels', ids), real=flat('attention_mask', np.ones(len(ids), int)) > 0,
-               positions=flat('position_ids', np.arange(len(ids))))
+    ids = flat("input_ids", ())
+    row = dict(
+        ids=ids,
+        labels=flat("labels", ids),
+        real=flat("attention_mask", np.ones(len(ids), int)) > 0,
+        positions=flat("position_ids", np.arange(len(ids))),
+    )
     if wrong := {k: len(v) for k, v in row.items() if len(v) != len(ids)}:
-        raise ValueError(f'{len(ids)} input_ids, and {wrong}: show one row at a time')
+        raise ValueError(f"{len(ids)} input_ids, and {wrong}: show one row at a time")
     return row
 
+
 def mask_problems(
-    ids: np.ndarray, # (tokens,)
-    labels: np.ndarray, # (tokens,) -100 where nothing is learned
-    tokenizer: Any, # Its `bos_token_id` and `eos_token_id` are what matters
-) -> dict[str, str]: # What is wrong, and for each a sentence; empty where all is well
+    ids: np.ndarray,  # (tokens,)
+    labels: np.ndarray,  # (tokens,) -100 where nothing is learned
+    tokenizer: Any,  # Its `bos_token_id` and `eos_token_id` are what matters
+) -> dict[str, str]:  # What is wrong, and for each a sentence; empty where all is well
     "The mistakes that a row shows at a glance."
-    bos, eos, learned, found = tokenizer.bos_token_id, tokenizer.eos_token_id, np.asarray(labels).copy(), {}
-    learned[:1] = -100 # The first token is predicted from nothing
+    bos, eos, learned, found = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        np.asarray(labels).copy(),
+        {},
+    )
+    learned[:1] = -100  # The first token is predicted from nothing
     ids, kept = np.asarray(ids), learned[learned != -100]
     if bos is not None and bos != eos and ((ids[1:] == bos) & (ids[:-1] == bos)).any():
-        found['double BOS'] = 'two BOS tokens in a row: a text with one was tokenized by a tokenizer that adds one'
-    if not len(kept): found['nothing learned'] = 'no token is learned from this row'
-    elif eos is None: found['missing EOS'] = 'the tokenizer has no EOS token'
-    elif eos not in kept: found['missing EOS'] = 'no EOS is learned: the model would not learn to stop'
+        found["double BOS"] = (
+            "two BOS tokens in a row: a text with one was tokenized by a tokenizer that adds one"
+        )
+    if not len(kept):
+        found["nothing learned"] = "no token is learned from this row"
+    elif eos is None:
+        found["missing EOS"] = "the tokenizer has no EOS token"
+    elif eos not in kept:
+        found["missing EOS"] = "no EOS is learned: the model would not learn to stop"
     return found
 
-_COLOURS = {'learned': 'rgba(46,160,67,.35)', 'read': 'rgba(128,128,128,.14)', 'padding': 'transparent'}
+
+_COLOURS = {
+    "learned": "rgba(46,160,67,.35)",
+    "read": "rgba(128,128,128,.14)",
+    "padding": "transparent",
+}
+
 
 def show_mask(
-    example: Mapping, # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
+    example: Mapping,  # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
     tokenizer: Any,
-    max_length: int | None = None, # Draw a line where so many tokens end
-    title: str = '',
-    **how: Any, # For a row: what `tokenize_examples` takes, such as `template` or `train_on`
-) -> Picture: # HTML
+    max_length: int | None = None,  # Draw a line where so many tokens end
+    title: str = "",
+    **how: Any,  # For a row: what `tokenize_examples` takes, such as `template` or `train_on`
+) -> Picture:  # HTML
     "A row as tokens: green is learned, grey is read, faint is padding; lights for what is wrong."
     row = _row_of(example, tokenizer, how)
-    ids, labels, real, positions = row['ids'], np.where(row['real'], row['labels'], -100), row['real'], row['positions']
+    ids, labels, real, positions = (
+        row["ids"],
+        np.where(row["real"], row["labels"], -100),
+        row["real"],
+        row["positions"],
+    )
     problems = mask_problems(ids[real], labels[real], tokenizer)
     bare = is_ours(tokenizer)
-    ends = {tokenizer.bos_token_id: 'BOS', tokenizer.eos_token_id: 'EOS'}
-    spans, line = [], ('<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;height:1.2em;'
-                       'vertical-align:middle;margin:0 3px"></span>')
+    ends = {tokenizer.bos_token_id: "BOS", tokenizer.eos_token_id: "EOS"}
+    spans, line = (
+        [],
+        (
+            '<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;height:1.2em;'
+            'vertical-align:middle;margin:0 3px"></span>'
+        ),
+    )
     for k, i in enumerate(map(int, ids)):
-        state = 'padding' if not real[k] else 'learned' if labels[k] != -100 and k else 'read'
-        if max_length is not None and k == max_length: spans.append(line)
-        if k and positions[k] == 0 and real[k]: spans.append('<hr style="border:none;border-top:1px dashed;opacity:.4"/>')
+        state = "padding" if not real[k] else "learned" if labels[k] != -100 and k else "read"
+        if max_length is not None and k == max_length:
+            spans.append(line)
+        if k and positions[k] == 0 and real[k]:
+            spans.append('<hr style="border:none;border-top:1px dashed;opacity:.4"/>')
         role = ends.get(i) if real[k] and i is not None else None
-        style = (f'background:{_COLOURS[state]};border-radius:3px;padding:1px 2px;margin:1px;white-space:pre-wrap;'
-                 + 'outline:1px solid #8250df;' * bool(role) + 'opacity:.35;' * (state == 'padding')
-                 + 'opacity:.55;' * (max_length is not None and k >= max_length))
+        style = (
+            f"background:{_COLOURS[state]};border-radius:3px;padding:1px 2px;margin:1px;white-space:pre-wrap;"
+            + "outline:1px solid #8250df;" * bool(role)
+            + "opacity:.35;" * (state == "padding")
+            + "opacity:.55;" * (max_length is not None and k >= max_length)
+        )
         piece = visible(tokenizer.decode_bytes([int(i)]) if bare else tokenizer.decode([i]))
-        words = ', '.join(filter(None, (f'id {i}', state, role)))
-        spans.append(f'<span class="{state}" title="{words}" style="{style}">{clean(piece)}</span>'
-                     + '<br/>' * piece.endswith('⏎'))
+        words = ", ".join(filter(None, (f"id {i}", state, role)))
+        spans.append(
+            f'<span class="{state}" title="{words}" style="{style}">{clean(piece)}</span>'
+            + "<br/>" * piece.endswith("⏎")
+        )
     counts = {state: sum(f'class="{state}"' in s for s in spans) for state in _COLOURS}
-    light = lambda name: (f'<span style="margin-right:14px;white-space:nowrap" title="{clean(problems.get(name, "no"))}">'
-                          f'<span style="color:{"#cf222e" if name in problems else "#2da44e"}">●</span> '
-                          f'{name}: {"yes" if name in problems else "no"}</span>')
-    legend = ''.join(f'<span style="background:{colour};border-radius:3px;padding:1px 6px;margin-right:8px">{counts[state]} '
-                     f'{state}</span>' for state, colour in _COLOURS.items() if counts[state])
+    light = lambda name: (
+        f'<span style="margin-right:14px;white-space:nowrap" title="{clean(problems.get(name, "no"))}">'
+        f'<span style="color:{"#cf222e" if name in problems else "#2da44e"}">●</span> '
+        f"{name}: {'yes' if name in problems else 'no'}</span>"
+    )
+    legend = "".join(
+        f'<span style="background:{colour};border-radius:3px;padding:1px 6px;margin-right:8px">{counts[state]} '
+        f"{state}</span>"
+        for state, colour in _COLOURS.items()
+        if counts[state]
+    )
     head = f'<div style="font-weight:600">{clean(title)}</div>' * bool(title)
-    label = clean(f'{title or "row"}: ' + ', '.join(f'{n} {state}' for state, n in counts.items() if n)
-                  + ''.join(f'; {name}' for name in problems))
-    return Picture(f'<div role="img" {PLAIN} aria-label="{label}"><div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>'
-                   f'{" ".join(map(light, ("double BOS", "missing EOS", "nothing learned")))}</div>'
-                   '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
-                   f'{"".join(spans)}</div></div>')
+    label = clean(
+        f"{title or 'row'}: "
+        + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
+        + "".join(f"; {name}" for name in problems)
+    )
+    return Picture(
+        f'<div role="img" {PLAIN} aria-label="{label}"><div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>'
+        f"{' '.join(map(light, ('double BOS', 'missing EOS', 'nothing learned')))}</div>"
+        '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
+        f"{''.join(spans)}</div></div>"
+    )

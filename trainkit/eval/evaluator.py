@@ -38,324 +38,489 @@ from ..train.objectives import names_argument
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #03fc1f27
 class RatioSum:
     "A ratio of two sums over a stream, with its interval; memory does not grow with the stream."
-    KEEP = 2_000 # Rows that are kept for a bootstrap
 
-    def __init__(self): self.n, self.sums, self.kept = 0, np.zeros(5), []
+    KEEP = 2_000  # Rows that are kept for a bootstrap
+
+    def __init__(self):
+        self.n, self.sums, self.kept = 0, np.zeros(5), []
 
     def add(
         self,
         value: float,
-        weight: float = 1.0, # Bytes or tokens of the row; 1 for a mean
+        weight: float = 1.0,  # Bytes or tokens of the row; 1 for a mean
     ) -> None:
         self.n += 1
-        self.sums += (value, weight, value*value, value*weight, weight*weight)
-        if self.n <= self.KEEP: self.kept.append((value, weight))
+        self.sums += (value, weight, value * value, value * weight, weight * weight)
+        if self.n <= self.KEEP:
+            self.kept.append((value, weight))
 
     @property
-    def value(self) -> float: return float(self.sums[0] / self.sums[1]) if self.sums[1] else math.nan
+    def value(self) -> float:
+        return float(self.sums[0] / self.sums[1]) if self.sums[1] else math.nan
 
-    def linear(self) -> np.ndarray: # (n,) numbers whose mean is the ratio, and that vary as it does
+    def linear(
+        self,
+    ) -> np.ndarray:  # (n,) numbers whose mean is the ratio, and that vary as it does
         values, weights = np.array(self.kept, dtype=np.float64).T
-        return self.value + (values - self.value*weights)*self.n/self.sums[1]
+        return self.value + (values - self.value * weights) * self.n / self.sums[1]
 
     @property
-    def error(self) -> float: # Standard error by the sums alone
+    def error(self) -> float:  # Standard error by the sums alone
         v, w, vv, vw, ww = self.sums
-        return math.sqrt(max(0.0, float(vv - 2*self.value*vw + self.value**2*ww))) / float(w)
+        return math.sqrt(max(0.0, float(vv - 2 * self.value * vw + self.value**2 * ww))) / float(w)
 
     def interval(self, level: float = 0.95) -> Interval:
         "The ratio and how far it may be off."
-        if not self.sums[1]: raise ValueError('there is nothing to take a share of')
-        if self.sums[1] == self.n and self.sums[0] == self.sums[2] and 0 <= self.sums[0] <= self.n: # v² = v: yes or no each time
+        if not self.sums[1]:
+            raise ValueError("there is nothing to take a share of")
+        if (
+            self.sums[1] == self.n and self.sums[0] == self.sums[2] and 0 <= self.sums[0] <= self.n
+        ):  # v² = v: yes or no each time
             return proportion(float(self.sums[0]), self.n, level)
-        if self.n <= self.KEEP: return bootstrap(self.linear(), level=level)
+        if self.n <= self.KEEP:
+            return bootstrap(self.linear(), level=level)
         return proportion_like(self.value, self.error, self.n, level)
+
 
 def proportion_like(value: float, error: float, n: int, level: float) -> Interval:
     "An interval of a normal distribution."
     from statistics import NormalDist
-    z = NormalDist().inv_cdf((1 + level)/2)
-    return Interval(value, value - z*error, value + z*error, n, level)
+
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    return Interval(value, value - z * error, value + z * error, n, level)
+
 
 def tell_apart(
-    differences: RatioSum, # Of b - a, row by row
+    differences: RatioSum,  # Of b - a, row by row
     names: tuple[str, str],
     higher_is_better: bool,
     level: float = 0.95,
 ) -> Comparison:
     "A paired test of two models on a stream."
     n = differences.n
-    if n <= RatioSum.KEEP: return compare(np.zeros(n).tolist(), differences.linear().tolist(), names, higher_is_better, level)
+    if n <= RatioSum.KEEP:
+        return compare(
+            np.zeros(n).tolist(), differences.linear().tolist(), names, higher_is_better, level
+        )
     value, error = differences.value, differences.error
-    p = math.erfc(abs(value)/error/math.sqrt(2)) if error else float(value == 0)
-    ahead = 'b' if (value > 0) == higher_is_better else 'a'
-    return Comparison(proportion_like(value, error, n, level), p, ahead if p < 1 - level else '', names)
+    p = math.erfc(abs(value) / error / math.sqrt(2)) if error else float(value == 0)
+    ahead = "b" if (value > 0) == higher_is_better else "a"
+    return Comparison(
+        proportion_like(value, error, n, level), p, ahead if p < 1 - level else "", names
+    )
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #c6ac3a37
-LOWER = ('loss', 'bits_per_byte') # Better when lower; all else is better when higher
+LOWER = ("loss", "bits_per_byte")  # Better when lower; all else is better when higher
+
 
 def row_kind(
     row: str | Mapping,
-) -> str: # 'text', 'choices', 'preference', or 'answer'
+) -> str:  # 'text', 'choices', 'preference', or 'answer'
     "Which question a row asks of a model."
-    if isinstance(row, str): return 'text'
-    if 'choices' in row: return 'choices'
+    if isinstance(row, str):
+        return "text"
+    if "choices" in row:
+        return "choices"
     kind = example_kind(row)
-    if kind in ('prompt', 'unpaired'): raise ValueError(f'a row of kind {kind} has no answer to compare with')
-    return kind if kind in ('text', 'preference') else 'answer'
+    if kind in ("prompt", "unpaired"):
+        raise ValueError(f"a row of kind {kind} has no answer to compare with")
+    return kind if kind in ("text", "preference") else "answer"
+
 
 def ask_row(
-    row: Mapping, # Of kind prompt_completion, instruction, messages or reasoning
+    row: Mapping,  # Of kind prompt_completion, instruction, messages or reasoning
     tokenizer: Any,
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-) -> tuple[str, list[int], list[int], str]: # What is asked, its ids, those of the whole with the answer, the answer
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+) -> tuple[
+    str, list[int], list[int], str
+]:  # What is asked, its ids, those of the whole with the answer, the answer
     "A question as the model reads it: as a chat where the tokenizer has a chat format, else the bare text."
     turns = to_messages(row)
-    last = max(i for i, turn in enumerate(turns) if turn['role'] == 'assistant')
-    asked, said = turns[last - 1]['content'] if last else '', turns[last]['content']
-    if template or getattr(tokenizer, 'chat_template', None):
+    last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
+    asked, said = turns[last - 1]["content"] if last else "", turns[last]["content"]
+    if template or getattr(tokenizer, "chat_template", None):
         head = render(turns[:last], tokenizer, template, add_generation_prompt=True)[0]
-        return asked, head, render(turns[:last + 1], tokenizer, template)[0], said
+        return asked, head, render(turns[: last + 1], tokenizer, template)[0], said
     head, tail = text_to_ids(asked, tokenizer), text_to_ids(said, tokenizer)
     return asked, head, head + tail, said
+
 
 def score_rows(
     model: nn.Module,
     tokenizer: Any,
-    rows: Sequence[str | Mapping], # A chunk, of any kinds
-    kinds: Sequence[str], # From `row_kind`
+    rows: Sequence[str | Mapping],  # A chunk, of any kinds
+    kinds: Sequence[str],  # From `row_kind`
     max_length: int,
     template: str | None = None,
-) -> list[dict[str, tuple[float, float]]]: # Of each: measure -> (value, weight) for a `Tally`
+) -> list[dict[str, tuple[float, float]]]:  # Of each: measure -> (value, weight) for a `Tally`
     "How likely a model finds each row, by the measures of its kind."
     out: list[dict[str, tuple[float, float]]] = [{} for _ in rows]
     of = lambda kind: [i for i, k in enumerate(kinds) if k == kind]
+
     def put(i: int, nats: float, tokens: int, size: int, hits: int) -> None:
-        if tokens: out[i] = dict(loss=(nats, tokens), token_accuracy=(hits, tokens), bits_per_byte=(nats/math.log(2), max(1, size)))
-    texts: list[Any] = [rows[i] if isinstance(rows[i], str) else rows[i]['text'] for i in of('text')] # type: ignore
-    for i, score in zip(of('text'), score_texts(model, tokenizer, texts, max_length), strict=True):
+        if tokens:
+            out[i] = dict(
+                loss=(nats, tokens),
+                token_accuracy=(hits, tokens),
+                bits_per_byte=(nats / math.log(2), max(1, size)),
+            )
+
+    texts: list[Any] = [
+        rows[i] if isinstance(rows[i], str) else rows[i]["text"] for i in of("text")
+    ]  # type: ignore
+    for i, score in zip(of("text"), score_texts(model, tokenizer, texts, max_length), strict=True):
         put(i, score.nats, score.tokens, score.n_bytes, score.hits)
     pieces = []
-    for i in of('answer'):
-        _, head, whole, said = ask_row(rows[i], tokenizer, template) # type: ignore
+    for i in of("answer"):
+        _, head, whole, said = ask_row(rows[i], tokenizer, template)  # type: ignore
         cut = max(0, len(whole) - max_length)
         pieces.append((i, whole[cut:], max(1, len(head) - cut), len(said.encode())))
-    for (i, ids, first, size), (value, hits) in zip(pieces, score_pieces(model, [p[1:3] for p in pieces]), strict=True):
+    for (i, ids, first, size), (value, hits) in zip(
+        pieces, score_pieces(model, [p[1:3] for p in pieces]), strict=True
+    ):
         put(i, -value, len(ids) - first, size, hits)
-    if asked := of('choices'):
-        found = score_choices(model, tokenizer, [(rows[i]['question'], rows[i]['choices']) for i in asked], max_length) # type: ignore
+    if asked := of("choices"):
+        found = score_choices(
+            model, tokenizer, [(rows[i]["question"], rows[i]["choices"]) for i in asked], max_length
+        )  # type: ignore
         for i, choices in zip(asked, found, strict=True):
-            share, _ = best_share([choice.log_prob/max(1, choice.n_bytes) for choice in choices], rows[i]['answer']) # type: ignore
+            share, _ = best_share(
+                [choice.log_prob / max(1, choice.n_bytes) for choice in choices], rows[i]["answer"]
+            )  # type: ignore
             out[i] = dict(choice_accuracy=(share, 1))
     pairs = []
-    for i in of('preference'):
-        for side in ('chosen', 'rejected'):
-            prompt, answer = rows[i]['prompt'], rows[i][side] # type: ignore
+    for i in of("preference"):
+        for side in ("chosen", "rejected"):
+            prompt, answer = rows[i]["prompt"], rows[i][side]  # type: ignore
             _, head, whole, _ = ask_row(dict(prompt=prompt, completion=answer), tokenizer, template)
             cut = max(0, len(whole) - max_length)
             pairs.append((whole[cut:], max(1, len(head) - cut)))
     values = [value for value, _ in score_pieces(model, pairs)]
-    for i, chosen, rejected in zip(of('preference'), values[::2], values[1::2], strict=True):
-        out[i] = dict(preference_accuracy=(0.5 if chosen == rejected else float(chosen > rejected), 1))
+    for i, chosen, rejected in zip(of("preference"), values[::2], values[1::2], strict=True):
+        out[i] = dict(
+            preference_accuracy=(0.5 if chosen == rejected else float(chosen > rejected), 1)
+        )
     return out
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #02d8cacd
 @dataclass
 class EvalReport:
     "What one model or two are worth on some rows."
+
     names: tuple[str, ...]
     rows: int = 0
-    measures: dict[str, list[Interval | float]] = field(default_factory=dict) # One for each model; without an interval for a corpus
+    measures: dict[str, list[Interval | float]] = field(
+        default_factory=dict
+    )  # One for each model; without an interval for a corpus
     comparisons: dict[str, Comparison] = field(default_factory=dict)
-    answers: list[dict] = field(default_factory=list) # prompt, expected, and what each model said
+    answers: list[dict] = field(default_factory=list)  # prompt, expected, and what each model said
 
     @property
-    def metrics(self) -> dict[str, float]: # Of the first model, for a log
+    def metrics(self) -> dict[str, float]:  # Of the first model, for a log
         "Name -> number."
-        return {name: found[0].value if isinstance(found[0], Interval) else found[0] for name, found in self.measures.items()}
+        return {
+            name: found[0].value if isinstance(found[0], Interval) else found[0]
+            for name, found in self.measures.items()
+        }
 
     def table(self) -> list[dict]:
         "A row for each measure."
-        show = lambda x: str(x) if isinstance(x, Interval) else f'{x:.4g}'
-        return [{'measure': name, **dict(zip(self.names, map(show, found), strict=True)),
-                 **({'comparison': str(self.comparisons[name])} if name in self.comparisons else {})} for name, found in self.measures.items()]
+        show = lambda x: str(x) if isinstance(x, Interval) else f"{x:.4g}"
+        return [
+            {
+                "measure": name,
+                **dict(zip(self.names, map(show, found), strict=True)),
+                **({"comparison": str(self.comparisons[name])} if name in self.comparisons else {}),
+            }
+            for name, found in self.measures.items()
+        ]
 
-    def to_dict(self) -> dict: # For JSON
+    def to_dict(self) -> dict:  # For JSON
         "All of it as plain values."
         plain = lambda x: vars(x) if isinstance(x, Interval) else dict(value=x)
-        better = lambda c: dict(zip('ab', self.names, strict=False)).get(c.better)
-        return dict(rows=self.rows, measures={k: dict(zip(self.names, map(plain, v), strict=True)) for k, v in self.measures.items()},
-                    comparisons={k: dict(better=better(c), p_value=c.p_value, difference=vars(c.difference)) for k, c in self.comparisons.items()}, answers=self.answers)
+        better = lambda c: dict(zip("ab", self.names, strict=False)).get(c.better)
+        return dict(
+            rows=self.rows,
+            measures={
+                k: dict(zip(self.names, map(plain, v), strict=True))
+                for k, v in self.measures.items()
+            },
+            comparisons={
+                k: dict(better=better(c), p_value=c.p_value, difference=vars(c.difference))
+                for k, c in self.comparisons.items()
+            },
+            answers=self.answers,
+        )
 
     def __str__(self) -> str:
-        lines = [f'{self.rows:,} row{"s"*(self.rows != 1)}']
+        lines = [f"{self.rows:,} row{'s' * (self.rows != 1)}"]
         for row in self.table():
-            lines += [f"{row['measure']:20} " + '  |  '.join(row[name] for name in self.names)]
-            if 'comparison' in row: lines += [f"{'':20} {row['comparison']}"]
-        return '\n'.join(lines)
+            lines += [f"{row['measure']:20} " + "  |  ".join(row[name] for name in self.names)]
+            if "comparison" in row:
+                lines += [f"{'':20} {row['comparison']}"]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        said = str(table(self.answers[:20], 'Answers')) if self.answers else ''
-        return str(table(self.table(), f'{self.rows:,} row{"s"*(self.rows != 1)}')) + said
+        said = str(table(self.answers[:20], "Answers")) if self.answers else ""
+        return str(table(self.table(), f"{self.rows:,} row{'s' * (self.rows != 1)}")) + said
 
-    def html(self) -> Picture: return Picture(self._repr_html_())
+    def html(self) -> Picture:
+        return Picture(self._repr_html_())
 
     def save(
         self,
-        path: str | Path, # Of an HTML page
+        path: str | Path,  # Of an HTML page
     ) -> None:
-        title = clean(', '.join(self.names))
-        write_atomic(path, f'<!doctype html><meta charset="utf-8"><title>{title}</title><body style="font-family:system-ui;max-width:1000px;margin:auto">{self._repr_html_()}')
+        title = clean(", ".join(self.names))
+        write_atomic(
+            path,
+            f'<!doctype html><meta charset="utf-8"><title>{title}</title><body style="font-family:system-ui;max-width:1000px;margin:auto">{self._repr_html_()}',
+        )
 
-def _answer(model: nn.Module, tokenizer: Any, asked: Sequence[tuple], room: int | None) -> list[str]:
+
+def _answer(
+    model: nn.Module, tokenizer: Any, asked: Sequence[tuple], room: int | None
+) -> list[str]:
     "The likeliest text behind each question; half as many tokens again as the expected answer has, at most."
     most = context_length(model)
     longest = max(len(head) for _, head, _, _ in asked)
-    limit = room or math.ceil(1.5*max(len(whole) - len(head) for _, head, whole, _ in asked)) + 4
+    limit = room or math.ceil(1.5 * max(len(whole) - len(head) for _, head, whole, _ in asked)) + 4
     new = max(1, int(min(limit, most - longest)))
-    out = generate(model, [head for _, head, _, _ in asked], new, temperature=0, tokenizer=tokenizer)
-    return [tokenizer.decode(ids[len(head):], skip_special_tokens=True).strip() for ids, (_, head, _, _) in zip(out, asked, strict=True)]
+    out = generate(
+        model, [head for _, head, _, _ in asked], new, temperature=0, tokenizer=tokenizer
+    )
+    return [
+        tokenizer.decode(ids[len(head) :], skip_special_tokens=True).strip()
+        for ids, (_, head, _, _) in zip(out, asked, strict=True)
+    ]
+
 
 def evaluate(
-    model: nn.Module, # Ours, or one of transformers
+    model: nn.Module,  # Ours, or one of transformers
     tokenizer: Any,
-    rows: Iterable[str | Mapping], # Texts, or examples of any kind with an answer; read once
-    other: nn.Module | None = None, # To compare with, on the same rows and with the same tokenizer
-    metrics: Sequence[str | Callable] = ('exact_match', 'f1'), # Of answers: names of `METRICS`, or (predictions, references) -> numbers
-    answers: int | None = 100, # How many of the questions are answered in words; None for all, then all are kept
-    names: tuple[str, str] = ('model', 'other'),
-    max_new_tokens: int | None = None, # Of an answer; None: by the length of the expected one
-    max_length: int | None = None, # Tokens that are read at once; what the model can, up to 2,048
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    rows: Iterable[str | Mapping],  # Texts, or examples of any kind with an answer; read once
+    other: nn.Module | None = None,  # To compare with, on the same rows and with the same tokenizer
+    metrics: Sequence[str | Callable] = (
+        "exact_match",
+        "f1",
+    ),  # Of answers: names of `METRICS`, or (predictions, references) -> numbers
+    answers: int
+    | None = 100,  # How many of the questions are answered in words; None for all, then all are kept
+    names: tuple[str, str] = ("model", "other"),
+    max_new_tokens: int | None = None,  # Of an answer; None: by the length of the expected one
+    max_length: int | None = None,  # Tokens that are read at once; what the model can, up to 2,048
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     level: float = 0.95,
     progress: bool = False,
 ) -> EvalReport:
     "What a model is worth on these rows, how sure that is, and whether another is better."
-    if wrong := [m for m in metrics if isinstance(m, str) and m not in METRICS]: raise ValueError(f'metric {wrong[0]!r} is none of {", ".join(METRICS)}')
+    if wrong := [m for m in metrics if isinstance(m, str) and m not in METRICS]:
+        raise ValueError(f"metric {wrong[0]!r} is none of {', '.join(METRICS)}")
     models = [model] if other is None else [model, other]
     size = int(max_length or min(2048, *(context_length(m) for m in models)))
-    report, stream = EvalReport(tuple(names[:len(models)])), iter(rows)
+    report, stream = EvalReport(tuple(names[: len(models)])), iter(rows)
     tallies: dict[str, list[RatioSum]] = {}
     said: list[list[str]] = [[] for _ in models]
-    with Progress(None, 'Evaluating', 'row', enabled=progress) as bar:
+    with Progress(None, "Evaluating", "row", enabled=progress) as bar:
         while chunk := list(islice(stream, 64)):
             kinds = [row_kind(row) for row in chunk]
-            scored: list[Any] = [score_rows(m, tokenizer, chunk, kinds, size, template) for m in models]
+            scored: list[Any] = [
+                score_rows(m, tokenizer, chunk, kinds, size, template) for m in models
+            ]
             for found in zip(*scored, strict=True):
                 for name, (_, weight) in found[0].items():
-                    mine = tallies.setdefault(name, [RatioSum() for _ in range(2*len(models) - 1)])
+                    mine = tallies.setdefault(
+                        name, [RatioSum() for _ in range(2 * len(models) - 1)]
+                    )
                     values: list[float] = [f[name][0] for f in found]
-                    if other is not None: values.append(values[1] - values[0])
-                    for tally, value in zip(mine, values, strict=True): tally.add(value, weight)
+                    if other is not None:
+                        values.append(values[1] - values[0])
+                    for tally, value in zip(mine, values, strict=True):
+                        tally.add(value, weight)
             left = len(chunk) if answers is None else answers - len(report.answers)
-            asked = [q for q in (ask_row(row, tokenizer, template) for row, kind in zip(chunk, kinds, strict=True) if kind == 'answer') # type: ignore
-                     if len(q[1]) < min(size, *(context_length(m) for m in models))][:max(0, left)] if metrics else []
+            asked = (
+                [
+                    q
+                    for q in (
+                        ask_row(row, tokenizer, template)
+                        for row, kind in zip(chunk, kinds, strict=True)
+                        if kind == "answer"
+                    )  # type: ignore
+                    if len(q[1]) < min(size, *(context_length(m) for m in models))
+                ][: max(0, left)]
+                if metrics
+                else []
+            )
             for start in range(0, len(asked), 16):
-                for texts, m in zip(said, models, strict=True): texts += _answer(m, tokenizer, asked[start:start + 16], max_new_tokens)
+                for texts, m in zip(said, models, strict=True):
+                    texts += _answer(m, tokenizer, asked[start : start + 16], max_new_tokens)
             for k, (prompt, _, _, expected) in enumerate(asked, len(report.answers)):
-                report.answers.append(dict(prompt=prompt, expected=expected.strip(), **{n: s[k] for n, s in zip(report.names, said, strict=True)}))
+                report.answers.append(
+                    dict(
+                        prompt=prompt,
+                        expected=expected.strip(),
+                        **{n: s[k] for n, s in zip(report.names, said, strict=True)},
+                    )
+                )
             report.rows += len(chunk)
             bar.update(report.rows)
-    if not report.rows: raise ValueError('there are no rows to evaluate on')
+    if not report.rows:
+        raise ValueError("there are no rows to evaluate on")
     for name, (*mine, last) in tallies.items():
         own = [*mine, last] if other is None else mine
         report.measures[name] = [t.interval(level) for t in own]
-        if name == 'loss': report.measures['perplexity'] = [math.exp(t.value) if t.value < 700 else math.inf for t in own]
-        if other is not None: report.comparisons[name] = tell_apart(last, names, name not in LOWER, level)
-    if report.answers: _judge(report, said, [row['expected'] for row in report.answers], metrics, names, level)
+        if name == "loss":
+            report.measures["perplexity"] = [
+                math.exp(t.value) if t.value < 700 else math.inf for t in own
+            ]
+        if other is not None:
+            report.comparisons[name] = tell_apart(last, names, name not in LOWER, level)
+    if report.answers:
+        _judge(report, said, [row["expected"] for row in report.answers], metrics, names, level)
     return report
 
-def _judge(report: EvalReport, said: list[list[str]], expected: list[str], metrics: Sequence[str | Callable], names: tuple[str, str], level: float) -> None:
+
+def _judge(
+    report: EvalReport,
+    said: list[list[str]],
+    expected: list[str],
+    metrics: Sequence[str | Callable],
+    names: tuple[str, str],
+    level: float,
+) -> None:
     "Add what the metrics say of the answers."
     for metric in metrics:
-        name, function = (metric, METRICS[metric]) if isinstance(metric, str) else (metric.__name__, metric)
+        name, function = (
+            (metric, METRICS[metric]) if isinstance(metric, str) else (metric.__name__, metric)
+        )
         results = [function(texts, expected) for texts in said]
         results = [r if isinstance(r, Mapping) else {name: r} for r in results]
         for key in results[0]:
             found = [r[key] for r in results]
-            if isinstance(found[0], str): continue # A signature
-            if isinstance(found[0], (int, float)): report.measures[key] = [float(x) for x in found]
+            if isinstance(found[0], str):
+                continue  # A signature
+            if isinstance(found[0], (int, float)):
+                report.measures[key] = [float(x) for x in found]
             else:
                 pairs = [RatioSum() for _ in found]
                 for tally, values in zip(pairs, found, strict=True):
-                    for value in values: tally.add(float(value))
+                    for value in values:
+                        tally.add(float(value))
                 report.measures[key] = [t.interval(level) for t in pairs]
-                if len(found) == 2: report.comparisons[key] = compare(*found, names=names, level=level)
+                if len(found) == 2:
+                    report.comparisons[key] = compare(*found, names=names, level=level)
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #7184e532
 class AnswerMetrics:
     "A callback that adds metrics of the model's own answers to its evaluations."
+
     def __init__(
         self,
         tokenizer: Any,
-        rows: Sequence[Mapping], # Held-out questions with answers
-        metrics: Sequence[str | Callable] = ('exact_match', 'f1'), # As `evaluate` takes them
-        answers: int | None = 50, # How many are answered, of the first rows
-        every: int = 1, # How many evaluations apart
-        **options, # More of `evaluate`
+        rows: Sequence[Mapping],  # Held-out questions with answers
+        metrics: Sequence[str | Callable] = ("exact_match", "f1"),  # As `evaluate` takes them
+        answers: int | None = 50,  # How many are answered, of the first rows
+        every: int = 1,  # How many evaluations apart
+        **options,  # More of `evaluate`
     ):
-        if every < 1: raise ValueError(f'every = {every}: it is a number of evaluations, at least 1')
+        if every < 1:
+            raise ValueError(f"every = {every}: it is a number of evaluations, at least 1")
         self.tokenizer, self.rows, self.metrics = tokenizer, list(rows)[:answers], metrics
         self.every, self.options, self.seen, self.measured = every, options, 0, False
 
     def on_eval(self, trainer, record):
-        if not self.measured: self.on_measure(trainer, record)
+        if not self.measured:
+            self.on_measure(trainer, record)
         self.measured = False
 
-    def on_measure(self, trainer, record): # Before the trainer decides whether this is the best model
+    def on_measure(
+        self, trainer, record
+    ):  # Before the trainer decides whether this is the best model
         self.seen, self.measured = self.seen + 1, True
-        if (self.seen - 1) % self.every: return
-        found = evaluate(trainer.model, self.tokenizer, self.rows, metrics=self.metrics, answers=None, **self.options).metrics
-        record |= {f'eval_{name}': value for name, value in found.items() if f'eval_{name}' not in record}
+        if (self.seen - 1) % self.every:
+            return
+        found = evaluate(
+            trainer.model,
+            self.tokenizer,
+            self.rows,
+            metrics=self.metrics,
+            answers=None,
+            **self.options,
+        ).metrics
+        record |= {
+            f"eval_{name}": value for name, value in found.items() if f"eval_{name}" not in record
+        }
 
 # %% ../../nbs/09_eval/07_side_by_side.ipynb #e97f5fc1
 @torch.inference_mode()
 def next_log_probs(
-    model: nn.Module, # Ours, or one of transformers
-    ids: Sequence[int], # A text
-    first: int, # The first place that is looked at, at least 1
-) -> Tensor: # (len(ids) - first, V) log-probabilities of what comes at each place
+    model: nn.Module,  # Ours, or one of transformers
+    ids: Sequence[int],  # A text
+    first: int,  # The first place that is looked at, at least 1
+) -> Tensor:  # (len(ids) - first, V) log-probabilities of what comes at each place
     "What a model expects at each place of a text, from `first` on."
-    if not 1 <= first <= len(ids): raise ValueError(f'first = {first}: there are {len(ids)} tokens, and nothing predicts the first of them')
+    if not 1 <= first <= len(ids):
+        raise ValueError(
+            f"first = {first}: there are {len(ids)} tokens, and nothing predicts the first of them"
+        )
     row = torch.tensor([ids], device=next(model.parameters()).device)
-    more: dict[str, Any] = dict(use_cache=False) if names_argument(model, 'use_cache') else {}
-    if keep := names_argument(model, 'logits_to_keep'): more['logits_to_keep'] = len(ids) - first + 1
+    more: dict[str, Any] = dict(use_cache=False) if names_argument(model, "use_cache") else {}
+    if keep := names_argument(model, "logits_to_keep"):
+        more["logits_to_keep"] = len(ids) - first + 1
     out = model(row, **more)
-    logits = (out if isinstance(out, Tensor) else out.logits)[0, 0 if keep else first - 1:-1]
+    logits = (out if isinstance(out, Tensor) else out.logits)[0, 0 if keep else first - 1 : -1]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
+
 def kl_at_each(
-    log_p: Tensor, # (T, V) log-probabilities of the model that writes
-    log_q: Tensor, # (T, V) those of the model it is compared with
-) -> Tensor: # (T,) nats, at least 0
+    log_p: Tensor,  # (T, V) log-probabilities of the model that writes
+    log_q: Tensor,  # (T, V) those of the model it is compared with
+) -> Tensor:  # (T,) nats, at least 0
     "KL(p ‖ q) at each place."
-    return (log_p.exp()*(log_p - log_q).nan_to_num(0.0, posinf=float('inf'))).nan_to_num(0.0, posinf=float('inf')).sum(-1).clamp(min=0)
+    return (
+        (log_p.exp() * (log_p - log_q).nan_to_num(0.0, posinf=float("inf")))
+        .nan_to_num(0.0, posinf=float("inf"))
+        .sum(-1)
+        .clamp(min=0)
+    )
 
 # %% ../../nbs/09_eval/07_side_by_side.ipynb #1e41aecc
 @dataclass(frozen=True)
 class Sample:
     "What one model wrote behind one prompt, token by token."
-    model: str # Its name
+
+    model: str  # Its name
     prompt: str
-    text: str # Without the prompt
-    pieces: tuple[str, ...] # The text of each token
-    log_probs: tuple[float, ...] # Of each token, under the model that wrote it
-    reference: tuple[float, ...] # Of each token, under the first model
-    kl: tuple[float, ...] # KL(model ‖ first model) at each place
+    text: str  # Without the prompt
+    pieces: tuple[str, ...]  # The text of each token
+    log_probs: tuple[float, ...]  # Of each token, under the model that wrote it
+    reference: tuple[float, ...]  # Of each token, under the first model
+    kl: tuple[float, ...]  # KL(model ‖ first model) at each place
 
     @property
-    def mean_kl(self) -> float: return sum(self.kl) / max(1, len(self.kl))
+    def mean_kl(self) -> float:
+        return sum(self.kl) / max(1, len(self.kl))
 
     def table(self) -> list[dict]:
         "A row for each token."
         columns = zip(self.pieces, self.log_probs, self.reference, self.kl, strict=True)
-        return [{'token': t, 'log p': round(p, 4), 'log p, first model': round(r, 4), 'KL': float(f'{k:.4g}')} for t, p, r, k in columns]
+        return [
+            {
+                "token": t,
+                "log p": round(p, 4),
+                "log p, first model": round(r, 4),
+                "KL": float(f"{k:.4g}"),
+            }
+            for t, p, r, k in columns
+        ]
+
 
 @dataclass
 class SideBySide:
     "Samples of several models behind the same prompts."
-    names: tuple[str, ...] # The first is what the others are compared with
-    samples: list[list[Sample]] # For each prompt, one of each model
+
+    names: tuple[str, ...]  # The first is what the others are compared with
+    samples: list[list[Sample]]  # For each prompt, one of each model
 
     def summary(self) -> list[dict]:
         "A row for each model."
@@ -363,66 +528,112 @@ class SideBySide:
         for k, name in enumerate(self.names):
             mine = [row[k] for row in self.samples]
             same = sum(row[k].text == row[0].text for row in self.samples)
-            each = lambda what: float(f'{mean([x for s in mine for x in getattr(s, what)]):.4g}') # noqa: B023
-            rows.append({'model': name, 'tokens': sum(len(s.kl) for s in mine), 'log p a token': each('log_probs'),
-                         'log p, first model': each('reference'), 'KL a token': each('kl'), 'same text as the first': f'{same} of {len(mine)}'})
+            each = lambda what: float(f"{mean([x for s in mine for x in getattr(s, what)]):.4g}")  # noqa: B023
+            rows.append(
+                {
+                    "model": name,
+                    "tokens": sum(len(s.kl) for s in mine),
+                    "log p a token": each("log_probs"),
+                    "log p, first model": each("reference"),
+                    "KL a token": each("kl"),
+                    "same text as the first": f"{same} of {len(mine)}",
+                }
+            )
         return rows
 
     def __str__(self) -> str:
-        lines = [' · '.join(f'{k}: {v}' for k, v in row.items()) for row in self.summary()]
-        for row in self.samples: lines += [f'\n{row[0].prompt}', *(f'  {s.model:12} {s.text!r}' for s in row)]
-        return '\n'.join(lines)
+        lines = [" · ".join(f"{k}: {v}" for k, v in row.items()) for row in self.summary()]
+        for row in self.samples:
+            lines += [f"\n{row[0].prompt}", *(f"  {s.model:12} {s.text!r}" for s in row)]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        parts = [str(table(self.summary(), 'Side by side'))]
+        parts = [str(table(self.summary(), "Side by side"))]
         for row in self.samples:
             parts.append(f'<h4 style="margin:16px 0 4px">{clean(row[0].prompt)}</h4>')
-            for s in row: # Dark is what the model itself found unlikely
-                boxes = token_boxes(s.pieces, shade=[1 - math.exp(p) for p in s.log_probs], title=f'{s.model}: KL {s.mean_kl:.3g} a token') if s.pieces else ''
-                parts.append(f'{boxes}<details><summary>each token</summary>{table(s.table())}</details>')
-        return ''.join(map(str, parts))
+            for s in row:  # Dark is what the model itself found unlikely
+                boxes = (
+                    token_boxes(
+                        s.pieces,
+                        shade=[1 - math.exp(p) for p in s.log_probs],
+                        title=f"{s.model}: KL {s.mean_kl:.3g} a token",
+                    )
+                    if s.pieces
+                    else ""
+                )
+                parts.append(
+                    f"{boxes}<details><summary>each token</summary>{table(s.table())}</details>"
+                )
+        return "".join(map(str, parts))
 
-    def html(self) -> Picture: return Picture(self._repr_html_())
+    def html(self) -> Picture:
+        return Picture(self._repr_html_())
 
     def save(
         self,
-        path: str | Path, # Of an HTML page
+        path: str | Path,  # Of an HTML page
     ) -> None:
-        write_atomic(path, '<!doctype html><meta charset="utf-8"><title>Side by side</title>'
-                           f'<body style="font-family:system-ui;max-width:1000px;margin:auto">{self._repr_html_()}')
+        write_atomic(
+            path,
+            '<!doctype html><meta charset="utf-8"><title>Side by side</title>'
+            f'<body style="font-family:system-ui;max-width:1000px;margin:auto">{self._repr_html_()}',
+        )
+
 
 def side_by_side(
-    models: Mapping[str, nn.Module | tuple[nn.Module, Callable[[], AbstractContextManager]]], # By name; or with a context to enter, such as partial(adapters_off, model)
-    tokenizer: Any, # Of all of them
-    prompts: Sequence[str | Sequence[int]], # Texts, or ids such as those of a rendered chat
+    models: Mapping[
+        str, nn.Module | tuple[nn.Module, Callable[[], AbstractContextManager]]
+    ],  # By name; or with a context to enter, such as partial(adapters_off, model)
+    tokenizer: Any,  # Of all of them
+    prompts: Sequence[str | Sequence[int]],  # Texts, or ids such as those of a rendered chat
     max_new_tokens: int = 40,
-    seed: int = 0, # The same for each
-    **knobs, # More of `generate`, such as temperature=0
-) -> SideBySide: # Compared with the first of `models`
+    seed: int = 0,  # The same for each
+    **knobs,  # More of `generate`, such as temperature=0
+) -> SideBySide:  # Compared with the first of `models`
     "Let models continue the same prompts with the same random numbers, and compare them token by token."
-    if not models: raise ValueError('there are no models')
-    if not len(prompts): raise ValueError('there are no prompts')
+    if not models:
+        raise ValueError("there are no models")
+    if not len(prompts):
+        raise ValueError("there are no prompts")
     asked = [text_to_ids(p, tokenizer) if isinstance(p, str) else list(p) for p in prompts]
     shown = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
-    if empty := [i for i, ids in enumerate(asked) if not ids]: raise ValueError(f'prompt {empty[0]} is empty')
+    if empty := [i for i, ids in enumerate(asked) if not ids]:
+        raise ValueError(f"prompt {empty[0]} is empty")
     pairs = {name: m if isinstance(m, tuple) else (m, nullcontext) for name, m in models.items()}
     written = {}
     for name, (model, within) in pairs.items():
-        with within(): written[name] = generate(model, asked, max_new_tokens, tokenizer=tokenizer, seed=seed, **knobs)
+        with within():
+            written[name] = generate(
+                model, asked, max_new_tokens, tokenizer=tokenizer, seed=seed, **knobs
+            )
     (base, base_within), samples = next(iter(pairs.values())), []
     for i, head in enumerate(asked):
         row = []
         for name, (model, within) in pairs.items():
             ids, modes = written[name][i], [m.training for m in (model, base)]
-            new, T = ids[len(head):], len(head)
-            for m in (model, base): m.eval()
-            with within(): log_p = next_log_probs(model, ids, T)
-            with base_within(): log_q = next_log_probs(base, ids, T).to(log_p.device)
-            for m, mode in zip((model, base), modes, strict=True): m.train(mode)
+            new, T = ids[len(head) :], len(head)
+            for m in (model, base):
+                m.eval()
+            with within():
+                log_p = next_log_probs(model, ids, T)
+            with base_within():
+                log_q = next_log_probs(base, ids, T).to(log_p.device)
+            for m, mode in zip((model, base), modes, strict=True):
+                m.train(mode)
             at = torch.tensor(new, device=log_p.device, dtype=torch.int64)[:, None]
             own, other = (x.gather(-1, at)[:, 0].tolist() for x in (log_p, log_q))
             kl = kl_at_each(log_p, log_q).tolist()
             text = tokenizer.decode(new, skip_special_tokens=True)
-            row.append(Sample(name, shown[i], text, tuple(tokenizer.decode([t]) for t in new), tuple(own), tuple(other), tuple(kl)))
+            row.append(
+                Sample(
+                    name,
+                    shown[i],
+                    text,
+                    tuple(tokenizer.decode([t]) for t in new),
+                    tuple(own),
+                    tuple(other),
+                    tuple(kl),
+                )
+            )
         samples.append(row)
     return SideBySide(tuple(pairs), samples)

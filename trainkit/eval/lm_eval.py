@@ -20,107 +20,157 @@ from ..model.generation import context_length, generate, text_to_ids
 # %% ../../nbs/09_eval/05_lm_eval.ipynb #aaa0c252
 class Backend:
     "A model as the lm-evaluation-harness asks for it, without importing the harness."
+
     def __init__(
         self,
-        model: nn.Module, # Ours, or one of transformers
+        model: nn.Module,  # Ours, or one of transformers
         tokenizer: Any,
-        max_length: int | None = None, # Tokens that are read before the predicted one; what the model can, up to 2,048
-        batch_size: int = 16, # Answers that are written at once
+        max_length: int
+        | None = None,  # Tokens that are read before the predicted one; what the model can, up to 2,048
+        batch_size: int = 16,  # Answers that are written at once
     ):
         super().__init__()
         self.model, self.tokenizer, self.batch = model, tokenizer, batch_size
         self.max_length = int(max_length or min(2048, context_length(model) - 1))
 
-    def _ids(self, text: str) -> list[int]: return text_to_ids(text, self.tokenizer)
+    def _ids(self, text: str) -> list[int]:
+        return text_to_ids(text, self.tokenizer)
 
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], int]: # Ids, and where the continuation begins
-        if not continuation: raise ValueError(f'the continuation of {context[-40:]!r} is empty')
-        if not context: return [begin_token(self.tokenizer), *self._ids(continuation)], 1
-        kept = context.rstrip(' ')
-        if not kept: return [begin_token(self.tokenizer), *self._ids(context + continuation)], 1
+    def _pair(
+        self, context: str, continuation: str
+    ) -> tuple[list[int], int]:  # Ids, and where the continuation begins
+        if not continuation:
+            raise ValueError(f"the continuation of {context[-40:]!r} is empty")
+        if not context:
+            return [begin_token(self.tokenizer), *self._ids(continuation)], 1
+        kept = context.rstrip(" ")
+        if not kept:
+            return [begin_token(self.tokenizer), *self._ids(context + continuation)], 1
         whole, head = self._ids(context + continuation), len(self._ids(kept))
         return whole, min(head, len(whole) - 1)
 
     def loglikelihood(
         self,
-        requests: Sequence[Any], # Each with `args` (context, continuation)
+        requests: Sequence[Any],  # Each with `args` (context, continuation)
         disable_tqdm: bool = True,
-    ) -> list[tuple[float, bool]]: # Log-probability of each continuation; whether the model would write it
+    ) -> list[
+        tuple[float, bool]
+    ]:  # Log-probability of each continuation; whether the model would write it
         pieces = []
         for request in requests:
             ids, first = self._pair(*request.args)
             cut = max(0, len(ids) - self.max_length - 1)
-            if first - cut < 1: raise ValueError(f'a continuation of {len(ids) - first} tokens is more than the {self.max_length} that are read at once')
+            if first - cut < 1:
+                raise ValueError(
+                    f"a continuation of {len(ids) - first} tokens is more than the {self.max_length} that are read at once"
+                )
             pieces.append((ids[cut:], first - cut))
         found = score_pieces(self.model, pieces)
-        return [(value, hits == len(ids) - first) for (ids, first), (value, hits) in zip(pieces, found, strict=True)]
+        return [
+            (value, hits == len(ids) - first)
+            for (ids, first), (value, hits) in zip(pieces, found, strict=True)
+        ]
 
     def loglikelihood_rolling(
         self,
-        requests: Sequence[Any], # Each with `args` (text,)
+        requests: Sequence[Any],  # Each with `args` (text,)
         disable_tqdm: bool = True,
-    ) -> list[float]: # Log-probability of each text, its first token included
-        begin, pieces, owner, sums = begin_token(self.tokenizer), [], [], [0.0]*len(requests)
+    ) -> list[float]:  # Log-probability of each text, its first token included
+        begin, pieces, owner, sums = begin_token(self.tokenizer), [], [], [0.0] * len(requests)
         for i, request in enumerate(requests):
             ids = [begin, *self._ids(request.args[0])]
             for start, end, first in windows(len(ids), self.max_length + 1, self.max_length):
                 pieces.append((ids[start:end], first - start))
                 owner.append(i)
-        for i, (value, _) in zip(owner, score_pieces(self.model, pieces), strict=True): sums[i] += value
+        for i, (value, _) in zip(owner, score_pieces(self.model, pieces), strict=True):
+            sums[i] += value
         return sums
 
     def generate_until(
         self,
-        requests: Sequence[Any], # Each with `args` (context, {'until': [...], 'max_gen_toks': n, 'do_sample': …, 'temperature': …})
+        requests: Sequence[
+            Any
+        ],  # Each with `args` (context, {'until': [...], 'max_gen_toks': n, 'do_sample': …, 'temperature': …})
         disable_tqdm: bool = True,
     ) -> list[str]:
-        out, groups = [''] * len(requests), {}
-        for i, request in enumerate(requests): groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
+        out, groups = [""] * len(requests), {}
+        for i, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for members in groups.values():
             knobs: Mapping = requests[members[0]].args[1]
-            until = [knobs['until']] if isinstance(knobs.get('until'), str) else list(knobs.get('until') or ())
-            limit = int(knobs.get('max_gen_toks') or knobs.get('max_new_tokens') or 256)
-            heat = float(knobs.get('temperature') or 1.0) if knobs.get('do_sample') else 0.0
+            until = (
+                [knobs["until"]]
+                if isinstance(knobs.get("until"), str)
+                else list(knobs.get("until") or ())
+            )
+            limit = int(knobs.get("max_gen_toks") or knobs.get("max_new_tokens") or 256)
+            heat = float(knobs.get("temperature") or 1.0) if knobs.get("do_sample") else 0.0
             room = self.max_length - limit
-            if room < 1: raise ValueError(f'max_gen_toks = {limit}: this model reads {self.max_length} tokens, and some are needed for the question')
+            if room < 1:
+                raise ValueError(
+                    f"max_gen_toks = {limit}: this model reads {self.max_length} tokens, and some are needed for the question"
+                )
             for at in range(0, len(members), self.batch):
-                part = members[at:at + self.batch]
-                heads = [(self._ids(requests[i].args[0]) or [begin_token(self.tokenizer)])[-room:] for i in part]
-                rows = generate(self.model, heads, limit, heat, tokenizer=self.tokenizer, stop=until, seed=0)
+                part = members[at : at + self.batch]
+                heads = [
+                    (self._ids(requests[i].args[0]) or [begin_token(self.tokenizer)])[-room:]
+                    for i in part
+                ]
+                rows = generate(
+                    self.model, heads, limit, heat, tokenizer=self.tokenizer, stop=until, seed=0
+                )
                 for i, head, ids in zip(part, heads, rows, strict=True):
-                    text = self.tokenizer.decode(ids[len(head):], skip_special_tokens=True)
-                    out[i] = text[:min((text.find(stop) for stop in until if stop in text), default=len(text))]
+                    text = self.tokenizer.decode(ids[len(head) :], skip_special_tokens=True)
+                    out[i] = text[
+                        : min(
+                            (text.find(stop) for stop in until if stop in text), default=len(text)
+                        )
+                    ]
         return out
 
     @property
-    def eot_token_id(self) -> int: return begin_token(self.tokenizer)
+    def eot_token_id(self) -> int:
+        return begin_token(self.tokenizer)
+
     @property
-    def tokenizer_name(self) -> str: return type(self.tokenizer).__name__ # The harness names its cache by it
+    def tokenizer_name(self) -> str:
+        return type(self.tokenizer).__name__  # The harness names its cache by it
 
 # %% ../../nbs/09_eval/05_lm_eval.ipynb #cef4b38a
 def harness_model(
     model: nn.Module,
     tokenizer: Any,
-    **options, # Of `Backend`
-) -> Any: # For `lm_eval.simple_evaluate(model=…)`
+    **options,  # Of `Backend`
+) -> Any:  # For `lm_eval.simple_evaluate(model=…)`
     "A `Backend` that the harness accepts as its own."
-    try: from lm_eval.api.model import LM # type: ignore
-    except ImportError as error: raise ImportError('lm-evaluation-harness is missing: pip install lm-eval') from error
-    return type('TrainkitModel', (Backend, LM), {})(model, tokenizer, **options)
+    try:
+        from lm_eval.api.model import LM  # type: ignore
+    except ImportError as error:
+        raise ImportError("lm-evaluation-harness is missing: pip install lm-eval") from error
+    return type("TrainkitModel", (Backend, LM), {})(model, tokenizer, **options)
+
 
 def run_harness(
-    model: nn.Module, # Ours, or one of transformers
+    model: nn.Module,  # Ours, or one of transformers
     tokenizer: Any,
-    tasks: Sequence[str], # Names, as `lm-eval ls tasks` lists them
-    limit: int | None = None, # Examples of each; None for all
-    num_fewshot: int | None = None, # Solved examples before each question; None: as the task says
-    folder: str | Path | None = None, # With tasks of your own
-    **options, # More of `lm_eval.simple_evaluate`
-) -> dict[str, dict[str, Any]]: # Task -> its numbers
+    tasks: Sequence[str],  # Names, as `lm-eval ls tasks` lists them
+    limit: int | None = None,  # Examples of each; None for all
+    num_fewshot: int | None = None,  # Solved examples before each question; None: as the task says
+    folder: str | Path | None = None,  # With tasks of your own
+    **options,  # More of `lm_eval.simple_evaluate`
+) -> dict[str, dict[str, Any]]:  # Task -> its numbers
     "Run tests of the lm-evaluation-harness."
     ready = harness_model(model, tokenizer)
-    from lm_eval import simple_evaluate # type: ignore
-    from lm_eval.tasks import TaskManager # type: ignore
+    from lm_eval import simple_evaluate  # type: ignore
+    from lm_eval.tasks import TaskManager  # type: ignore
+
     manager = TaskManager(include_path=str(folder)) if folder else None
-    found = simple_evaluate(model=ready, tasks=list(tasks), limit=limit, num_fewshot=num_fewshot, task_manager=manager, **options)
-    return dict(found['results']) if found else {}
+    found = simple_evaluate(
+        model=ready,
+        tasks=list(tasks),
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=manager,
+        **options,
+    )
+    return dict(found["results"]) if found else {}

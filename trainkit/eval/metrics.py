@@ -30,284 +30,390 @@ from ..files import open_with
 # %% ../../nbs/09_eval/01_metrics.ipynb #5cd53e4c
 def with_references(
     predictions: Sequence[str],
-    references: Sequence[str | Sequence[str]], # One for each prediction, or several
+    references: Sequence[str | Sequence[str]],  # One for each prediction, or several
 ) -> list[tuple[str, list[str]]]:
     "Each prediction with all of its references."
     if len(predictions) != len(references):
-        raise ValueError(f'{len(predictions)} predictions and {len(references)} references: one for each is needed')
-    if not len(predictions): raise ValueError('there are no predictions')
-    return [(p, [r] if isinstance(r, str) else list(r)) for p, r in zip(predictions, references, strict=True)]
+        raise ValueError(
+            f"{len(predictions)} predictions and {len(references)} references: one for each is needed"
+        )
+    if not len(predictions):
+        raise ValueError("there are no predictions")
+    return [
+        (p, [r] if isinstance(r, str) else list(r))
+        for p, r in zip(predictions, references, strict=True)
+    ]
 
-def _sacrebleu(metric: str, predictions: Sequence[str], references: Sequence, options: Mapping[str, Any]) -> tuple[float, str]:
-    try: from sacrebleu import metrics
-    except ImportError as error: raise ImportError("sacrebleu is missing: pip install 'trainkit-llm[eval]'") from error
+
+def _sacrebleu(
+    metric: str, predictions: Sequence[str], references: Sequence, options: Mapping[str, Any]
+) -> tuple[float, str]:
+    try:
+        from sacrebleu import metrics
+    except ImportError as error:
+        raise ImportError("sacrebleu is missing: pip install 'trainkit-llm[eval]'") from error
     pairs = with_references(predictions, references)
     most = max(len(refs) for _, refs in pairs)
-    columns = [[refs[i] if i < len(refs) else None for _, refs in pairs] for i in range(most)] # None: one reference less
+    columns = [
+        [refs[i] if i < len(refs) else None for _, refs in pairs] for i in range(most)
+    ]  # None: one reference less
     scorer = getattr(metrics, metric)(**options)
     return scorer.corpus_score([p for p, _ in pairs], columns).score, str(scorer.get_signature())
+
 
 def bleu(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
-    **options, # sacrebleu's: tokenize, smooth_method, lowercase
-) -> dict[str, Any]: # bleu: 0 to 100, and the signature that makes it comparable
+    **options,  # sacrebleu's: tokenize, smooth_method, lowercase
+) -> dict[str, Any]:  # bleu: 0 to 100, and the signature that makes it comparable
     "BLEU of the whole corpus, by sacrebleu (Papineni et al. 2002, Post 2018)."
-    score, signature = _sacrebleu('BLEU', predictions, references, options)
-    return {'bleu': score, 'bleu_signature': signature}
+    score, signature = _sacrebleu("BLEU", predictions, references, options)
+    return {"bleu": score, "bleu_signature": signature}
+
 
 def chrf(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
-    **options, # sacrebleu's: word_order=2 for chrF++
-) -> dict[str, Any]: # chrf: 0 to 100
+    **options,  # sacrebleu's: word_order=2 for chrF++
+) -> dict[str, Any]:  # chrf: 0 to 100
     "chrF of the whole corpus, by sacrebleu (Popović 2015)."
-    score, signature = _sacrebleu('CHRF', predictions, references, options)
-    return {'chrf': score, 'chrf_signature': signature}
+    score, signature = _sacrebleu("CHRF", predictions, references, options)
+    return {"chrf": score, "chrf_signature": signature}
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #7b195574
 def rouge(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
-    types: Sequence[str] = ('rouge1', 'rouge2', 'rougeL'),
-    use_stemmer: bool = True, # 'reads' equals 'reading': for English only
-) -> dict[str, list[float]]: # F1 of each prediction, the best over references
+    types: Sequence[str] = ("rouge1", "rouge2", "rougeL"),
+    use_stemmer: bool = True,  # 'reads' equals 'reading': for English only
+) -> dict[str, list[float]]:  # F1 of each prediction, the best over references
     "ROUGE by Google's rouge-score (Lin 2004)."
-    try: from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error: raise ImportError("rouge-score is missing: pip install 'trainkit-llm[eval]'") from error
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ImportError("rouge-score is missing: pip install 'trainkit-llm[eval]'") from error
     scorer = RougeScorer(list(types), use_stemmer=use_stemmer)
     found = [scorer.score_multi(refs, p) for p, refs in with_references(predictions, references)]
     return {name: [scores[name].fmeasure for scores in found] for name in types}
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #be64ed56
-_ARTICLES = re.compile(r'\b(a|an|the)\b')
-_PUNCTUATION = str.maketrans('', '', string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
 
 def normalize_answer(
     text: str,
 ) -> str:
     "Lower case, without punctuation, articles and double blanks (SQuAD's evaluation script)."
-    return ' '.join(_ARTICLES.sub(' ', text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
 
 def exact_match(
     predictions: Sequence[str],
-    references: Sequence[str | Sequence[str]], # One each, or several of which one must be met
-    normalize: Callable[[str], str] = normalize_answer, # str.strip, to compare to the letter
-) -> list[float]: # 1 or 0 each; its mean is the score
+    references: Sequence[str | Sequence[str]],  # One each, or several of which one must be met
+    normalize: Callable[[str], str] = normalize_answer,  # str.strip, to compare to the letter
+) -> list[float]:  # 1 or 0 each; its mean is the score
     "Whether an answer equals a reference, once both are normalized (Rajpurkar et al. 2016)."
-    return [float(any(normalize(p) == normalize(r) for r in refs)) for p, refs in with_references(predictions, references)]
+    return [
+        float(any(normalize(p) == normalize(r) for r in refs))
+        for p, refs in with_references(predictions, references)
+    ]
+
 
 def token_f1(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
-) -> list[float]: # 0 to 1 each
+) -> list[float]:  # 0 to 1 each
     "Harmonic mean of precision and recall of words, the best over references (Rajpurkar et al. 2016)."
+
     def one(p: list[str], r: list[str]) -> float:
-        if not p or not r: return float(p == r)
+        if not p or not r:
+            return float(p == r)
         same = sum((Counter(p) & Counter(r)).values())
-        return 2*same / (len(p) + len(r)) # 2PR/(P + R) with P = same/|p| and R = same/|r|
+        return 2 * same / (len(p) + len(r))  # 2PR/(P + R) with P = same/|p| and R = same/|r|
+
     words = lambda text: normalize_answer(text).split()
-    return [max(one(words(p), words(r)) for r in refs) for p, refs in with_references(predictions, references)]
+    return [
+        max(one(words(p), words(r)) for r in refs)
+        for p, refs in with_references(predictions, references)
+    ]
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #e1e1a088
-_NUMBER = re.compile(r'-?\d[\d,]*(?:\.\d+)?|-?\.\d+')
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+
 
 def last_number(
     text: str,
-) -> float | None: # None where there is none
+) -> float | None:  # None where there is none
     "The last number in a text: what a spelled-out calculation comes to."
     found = _NUMBER.findall(text)
-    return float(found[-1].replace(',', '')) if found else None
+    return float(found[-1].replace(",", "")) if found else None
+
 
 def verified(
     predictions: Sequence[str],
-    rows: Sequence[Any], # What `check` needs to judge each
+    rows: Sequence[Any],  # What `check` needs to judge each
     check: Callable[[str, Any], bool | float],
 ) -> list[float]:
     "What a program says of each prediction; a checker that fails counts as a wrong answer only if it says so."
-    if len(predictions) != len(rows): raise ValueError(f'{len(predictions)} predictions and {len(rows)} rows')
+    if len(predictions) != len(rows):
+        raise ValueError(f"{len(predictions)} predictions and {len(rows)} rows")
     return [float(check(p, row)) for p, row in zip(predictions, rows, strict=True)]
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #88e275a2
 def distinct_n(
     predictions: Sequence[str],
     n: int = 2,
-) -> float: # 0 to 1; nan where no text has n words
+) -> float:  # 0 to 1; nan where no text has n words
     "Share of the runs of n words that are unlike any other, over all texts (Li et al. 2016)."
-    runs = [run for text in predictions for run in zip(*(text.split()[i:] for i in range(n)), strict=False)]
+    runs = [
+        run
+        for text in predictions
+        for run in zip(*(text.split()[i:] for i in range(n)), strict=False)
+    ]
     return len(set(runs)) / len(runs) if runs else math.nan
+
 
 def repetition(
     predictions: Sequence[str],
     n: int = 4,
-) -> list[float]: # 0 to 1 each, 0 for short texts
+) -> list[float]:  # 0 to 1 each, 0 for short texts
     "Share of the runs of n words that the same text had before (seq-rep-n, Welleck et al. 2020)."
+
     def one(words: list[str]) -> float:
         runs = [*zip(*(words[i:] for i in range(n)), strict=False)]
         return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
     return [one(text.split()) for text in predictions]
 
+
 def stop_rate(
-    token_ids: Sequence[Sequence[int]], # What was generated, without the prompt
+    token_ids: Sequence[Sequence[int]],  # What was generated, without the prompt
     eos_token_id: int | Sequence[int],
 ) -> float:
     "Share of the texts that the model itself ended."
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
-    if not len(token_ids): raise ValueError('there are no texts')
-    return sum(any(int(t) in ends for t in ids) for ids in token_ids) / len(token_ids) # A tensor's number is equal to none in a set
+    if not len(token_ids):
+        raise ValueError("there are no texts")
+    return sum(any(int(t) in ends for t in ids) for ids in token_ids) / len(
+        token_ids
+    )  # A tensor's number is equal to none in a set
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #d5731f6c
 def calibration(
-    confidence: Sequence[float], # (n,) probability that the model gave its answer
-    correct: Sequence[float], # (n,) 1 where it was right
+    confidence: Sequence[float],  # (n,) probability that the model gave its answer
+    correct: Sequence[float],  # (n,) 1 where it was right
     bins: int = 10,
-) -> list[tuple[float, float, int]]: # Of each bin that is not empty: mean confidence, share right, how many
+) -> list[
+    tuple[float, float, int]
+]:  # Of each bin that is not empty: mean confidence, share right, how many
     "What a reliability diagram shows."
-    if len(confidence) != len(correct): raise ValueError(f'{len(confidence)} probabilities and {len(correct)} answers')
+    if len(confidence) != len(correct):
+        raise ValueError(f"{len(confidence)} probabilities and {len(correct)} answers")
     groups: dict[int, list[tuple[float, float]]] = {}
     for p, right in zip(map(float, confidence), map(float, correct), strict=True):
-        if not 0 <= p <= 1: raise ValueError(f'confidence {p} is no probability')
-        groups.setdefault(min(int(p*bins), bins - 1), []).append((p, right))
+        if not 0 <= p <= 1:
+            raise ValueError(f"confidence {p} is no probability")
+        groups.setdefault(min(int(p * bins), bins - 1), []).append((p, right))
     mean = lambda values: sum(values) / len(values)
-    return [(mean([p for p, _ in g]), mean([r for _, r in g]), len(g)) for _, g in sorted(groups.items())]
+    return [
+        (mean([p for p, _ in g]), mean([r for _, r in g]), len(g))
+        for _, g in sorted(groups.items())
+    ]
+
 
 def calibration_error(
     confidence: Sequence[float],
     correct: Sequence[float],
     bins: int = 10,
-) -> float: # 0 is perfect
+) -> float:  # 0 is perfect
     "Expected calibration error (Guo et al. 2017, eq. 3)."
     found = calibration(confidence, correct, bins)
-    return sum(abs(p - right)*n for p, right, n in found) / max(1, len(confidence))
+    return sum(abs(p - right) * n for p, right, n in found) / max(1, len(confidence))
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #1da41477
 METRICS: dict[str, Callable[[Sequence[str], Sequence], Any]] = dict(
-    exact_match=exact_match, f1=token_f1, bleu=bleu, chrf=chrf, rouge=rouge,
+    exact_match=exact_match,
+    f1=token_f1,
+    bleu=bleu,
+    chrf=chrf,
+    rouge=rouge,
     distinct_2=lambda predictions, references: distinct_n(predictions, 2),
-    repetition_4=lambda predictions, references: repetition(predictions, 4))
+    repetition_4=lambda predictions, references: repetition(predictions, 4),
+)
+
 
 def compute_metrics(
     predictions: Sequence[str],
     references: Sequence,
-    metrics: Iterable[str | Callable] = ('exact_match', 'f1'), # Names of `METRICS`, or functions of your own
-) -> dict[str, float]: # Name -> number
+    metrics: Iterable[str | Callable] = (
+        "exact_match",
+        "f1",
+    ),  # Names of `METRICS`, or functions of your own
+) -> dict[str, float]:  # Name -> number
     "Several metrics of the same predictions."
     found: dict[str, float] = {}
     for metric in metrics:
         if isinstance(metric, str) and metric not in METRICS:
-            raise ValueError(f'metric {metric!r} is none of {", ".join(METRICS)}; a function of your own is given itself')
-        name, function = (metric, METRICS[metric]) if isinstance(metric, str) else (getattr(metric, '__name__', type(metric).__name__), metric)
+            raise ValueError(
+                f"metric {metric!r} is none of {', '.join(METRICS)}; a function of your own is given itself"
+            )
+        name, function = (
+            (metric, METRICS[metric])
+            if isinstance(metric, str)
+            else (getattr(metric, "__name__", type(metric).__name__), metric)
+        )
         result = function(predictions, references)
         parts = result if isinstance(result, Mapping) else {name: result}
         for key, value in parts.items():
-            if isinstance(value, str): continue # a signature
-            if value is None: raise ValueError(f'metric {key!r} gave None: a number is needed, or one for each prediction')
-            if key in found and not isinstance(metric, str): key = f'{key}_{len(found)}' # Two functions may have one name
-            values: Any = value if getattr(value, 'ndim', 0) > 0 or isinstance(value, Sequence) else [value] # A number is perhaps numpy's or torch's
+            if isinstance(value, str):
+                continue  # a signature
+            if value is None:
+                raise ValueError(
+                    f"metric {key!r} gave None: a number is needed, or one for each prediction"
+                )
+            if key in found and not isinstance(metric, str):
+                key = f"{key}_{len(found)}"  # Two functions may have one name
+            values: Any = (
+                value if getattr(value, "ndim", 0) > 0 or isinstance(value, Sequence) else [value]
+            )  # A number is perhaps numpy's or torch's
             found[key] = math.fsum(values) / len(values) if len(values) else math.nan
     return found
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #9adf92f7
 class Running:
     "Means over a stream: constant memory, whatever its length."
-    def __init__(self): self.sums: Counter[str] = Counter(); self.counts: Counter[str] = Counter()
+
+    def __init__(self):
+        self.sums: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def update(
         self,
-        values: Mapping[str, float | Sequence[float]], # Name -> a number, or one for each example
-        count: int = 1, # Examples behind a single number
+        values: Mapping[str, float | Sequence[float]],  # Name -> a number, or one for each example
+        count: int = 1,  # Examples behind a single number
     ) -> None:
         for name, value in values.items():
-            many = isinstance(value, Sequence) or getattr(value, 'ndim', 0) > 0
-            self.sums[name] += math.fsum(value) if many else float(value)*count # type: ignore
-            self.counts[name] += len(value) if many else count # type: ignore
+            many = isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0
+            self.sums[name] += math.fsum(value) if many else float(value) * count  # type: ignore
+            self.counts[name] += len(value) if many else count  # type: ignore
 
-    def compute(self) -> dict[str, float]: return {name: self.sums[name] / n for name, n in self.counts.items() if n}
+    def compute(self) -> dict[str, float]:
+        return {name: self.sums[name] / n for name, n in self.counts.items() if n}
 
 # %% ../../nbs/09_eval/02_bertscore.ipynb #e79f3003
 @lru_cache(maxsize=1)
 def load_encoder(
-    folder: str | Path, # What transformers' `AutoModel` opens
-) -> tuple[Any, Any]: # The model, ready to be asked, and its tokenizer; the last one is kept
+    folder: str | Path,  # What transformers' `AutoModel` opens
+) -> tuple[Any, Any]:  # The model, ready to be asked, and its tokenizer; the last one is kept
     "An encoder and its tokenizer."
-    if not (Path(folder)/'config.json').is_file(): raise FileNotFoundError(f"'{folder}' is no model folder: it has no config.json")
+    if not (Path(folder) / "config.json").is_file():
+        raise FileNotFoundError(f"'{folder}' is no model folder: it has no config.json")
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
+
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    try: return open_with(AutoModel, folder).eval(), open_with(AutoTokenizer, folder)
+    try:
+        return open_with(AutoModel, folder).eval(), open_with(AutoTokenizer, folder)
     finally:
-        if shown: logging.enable_progress_bar()
+        if shown:
+            logging.enable_progress_bar()
+
 
 @torch.inference_mode()
 def embed(
-    model: Any, # Of transformers: an encoder, or a causal model
-    rows: Sequence[Sequence[int]], # Ids of each text, with special tokens
-    layer: int | None = None, # Whose output is taken, 0 being the embeddings; the last when None
-) -> tuple[Tensor, Tensor]: # (B, T, C) vectors of length 1, and (B, T) whether there is a token
+    model: Any,  # Of transformers: an encoder, or a causal model
+    rows: Sequence[Sequence[int]],  # Ids of each text, with special tokens
+    layer: int | None = None,  # Whose output is taken, 0 being the embeddings; the last when None
+) -> tuple[Tensor, Tensor]:  # (B, T, C) vectors of length 1, and (B, T) whether there is a token
     "What a model makes of each token in its text."
-    most = getattr(model.config, 'num_hidden_layers', None)
-    if layer is not None and not 0 <= layer <= (most or layer): raise ValueError(f'layer = {layer}: this model has {most}')
+    most = getattr(model.config, "num_hidden_layers", None)
+    if layer is not None and not 0 <= layer <= (most or layer):
+        raise ValueError(f"layer = {layer}: this model has {most}")
     device, longest = next(model.parameters()).device, max(map(len, rows))
-    ids = torch.tensor([[*row, *[0]*(longest - len(row))] for row in rows], device=device)
-    real = torch.arange(longest, device=device) < torch.tensor([len(row) for row in rows], device=device)[:, None]
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    real = (
+        torch.arange(longest, device=device)
+        < torch.tensor([len(row) for row in rows], device=device)[:, None]
+    )
     out = model(ids, attention_mask=real.long(), output_hidden_states=True)
     return F.normalize(out.hidden_states[-1 if layer is None else layer].float(), dim=-1), real
 
 # %% ../../nbs/09_eval/02_bertscore.ipynb #a5760941
 def greedy_match(
-    similarity: Tensor, # (B, N, M) cosine of each token of the predictions with each of the references
-    weights: Tensor, # (B, N) how much each token of a prediction counts; 0 for padding and special tokens
-    ref_weights: Tensor, # (B, M)
-    real: Tensor, # (B, N) whether there is a token
-    ref_real: Tensor, # (B, M)
-) -> tuple[Tensor, Tensor, Tensor]: # (B,) precision, recall and F1; 0 where a text has no token that counts
+    similarity: Tensor,  # (B, N, M) cosine of each token of the predictions with each of the references
+    weights: Tensor,  # (B, N) how much each token of a prediction counts; 0 for padding and special tokens
+    ref_weights: Tensor,  # (B, M)
+    real: Tensor,  # (B, N) whether there is a token
+    ref_real: Tensor,  # (B, M)
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # (B,) precision, recall and F1; 0 where a text has no token that counts
     "Precision and recall of tokens that each take their best partner (Zhang et al. 2020, section 3)."
     similarity = similarity.masked_fill(~(real[:, :, None] & ref_real[:, None, :]), -1)
-    mean = lambda best, w: torch.nan_to_num((best*w).sum(1) / w.sum(1)) # 0/0: nothing counts
+    mean = lambda best, w: torch.nan_to_num((best * w).sum(1) / w.sum(1))  # 0/0: nothing counts
     p, r = mean(similarity.amax(2), weights), mean(similarity.amax(1), ref_weights)
     both = (weights.sum(1) > 0) & (ref_weights.sum(1) > 0)
-    p, r = p*both, r*both
-    return p, r, torch.nan_to_num(2*p*r / (p + r))
+    p, r = p * both, r * both
+    return p, r, torch.nan_to_num(2 * p * r / (p + r))
 
 # %% ../../nbs/09_eval/02_bertscore.ipynb #ae894ddb
 def idf_weights(
-    rows: Sequence[Sequence[int]], # Ids of each reference
-) -> dict[int | None, float]: # Id -> weight; that of an id which occurs nowhere under None
+    rows: Sequence[Sequence[int]],  # Ids of each reference
+) -> dict[int | None, float]:  # Id -> weight; that of an id which occurs nowhere under None
     "How much news a token is."
     counts = Counter(i for row in rows for i in set(row))
-    return {None: math.log(len(rows) + 1), **{i: math.log((len(rows) + 1)/(c + 1)) for i, c in counts.items()}}
+    return {
+        None: math.log(len(rows) + 1),
+        **{i: math.log((len(rows) + 1) / (c + 1)) for i, c in counts.items()},
+    }
+
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    most = min(int(getattr(tokenizer, 'model_max_length', 512)), 100_000)
+    most = min(int(getattr(tokenizer, "model_max_length", 512)), 100_000)
     return list(tokenizer.encode(text.strip(), truncation=True, max_length=most))
+
 
 def bert_score(
     predictions: Sequence[str],
-    references: Sequence[str | Sequence[str]], # One for each prediction, or several: the best counts
-    encoder: Any, # A folder that transformers opens, or (model, tokenizer)
-    layer: int | None = None, # Whose output is compared; the last when None. The paper lists the best of each model
-    idf: bool = False, # Rare words of the references count for more
-    batch_size: int = 32, # Pairs that are compared at once
-) -> dict[str, list[float]]: # bertscore_precision, bertscore_recall and bertscore_f1 of each
+    references: Sequence[
+        str | Sequence[str]
+    ],  # One for each prediction, or several: the best counts
+    encoder: Any,  # A folder that transformers opens, or (model, tokenizer)
+    layer: int
+    | None = None,  # Whose output is compared; the last when None. The paper lists the best of each model
+    idf: bool = False,  # Rare words of the references count for more
+    batch_size: int = 32,  # Pairs that are compared at once
+) -> dict[str, list[float]]:  # bertscore_precision, bertscore_recall and bertscore_f1 of each
     "How well each prediction matches its reference in an encoder's eyes (Zhang et al. 2020)."
     model, tokenizer = load_encoder(encoder) if isinstance(encoder, (str, Path)) else encoder
     asked = with_references(predictions, references)
     pairs: list[tuple[Any, ...]] = [(i, p, r) for i, (p, refs) in enumerate(asked) for r in refs]
-    special = {i for i in getattr(tokenizer, 'all_special_ids', ())} - {getattr(tokenizer, 'unk_token_id', None)}
+    special = {i for i in getattr(tokenizer, "all_special_ids", ())} - {
+        getattr(tokenizer, "unk_token_id", None)
+    }
     ids = {text: _encode(tokenizer, text) for _, p, r in pairs for text in (p, r)}
     table: Mapping = idf_weights([ids[r] for _, _, r in pairs]) if idf else {}
+
     def weigh(row: Sequence[int], size: int) -> list[float]:
         known = [0.0 if i in special else table.get(i, table[None]) if idf else 1.0 for i in row]
-        return known + [0.0]*(size - len(row))
-    best = [[0.0]*3 for _ in asked]
+        return known + [0.0] * (size - len(row))
+
+    best = [[0.0] * 3 for _ in asked]
     order = sorted(pairs, key=lambda pair: len(ids[pair[1]]) + len(ids[pair[2]]))
     for start in range(0, len(order), batch_size):
-        part = order[start:start + batch_size]
-        (x, real), (y, ref_real) = (embed(model, [ids[pair[k]] or [0] for pair in part], layer) for k in (1, 2))
-        w, v = (torch.tensor([weigh(ids[pair[k]], size) for pair in part], device=x.device)
-                for k, size in ((1, x.shape[1]), (2, y.shape[1])))
-        for (i, _, _), *found in zip(part, *(s.tolist() for s in greedy_match(x @ y.mT, w, v, real, ref_real)), strict=True):
+        part = order[start : start + batch_size]
+        (x, real), (y, ref_real) = (
+            embed(model, [ids[pair[k]] or [0] for pair in part], layer) for k in (1, 2)
+        )
+        w, v = (
+            torch.tensor([weigh(ids[pair[k]], size) for pair in part], device=x.device)
+            for k, size in ((1, x.shape[1]), (2, y.shape[1]))
+        )
+        for (i, _, _), *found in zip(
+            part, *(s.tolist() for s in greedy_match(x @ y.mT, w, v, real, ref_real)), strict=True
+        ):
             best[i] = [max(old, new) for old, new in zip(best[i], found, strict=True)]
-    names = ('bertscore_precision', 'bertscore_recall', 'bertscore_f1')
+    names = ("bertscore_precision", "bertscore_recall", "bertscore_f1")
     return {name: [row[k] for row in best] for k, name in enumerate(names)}

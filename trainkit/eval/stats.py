@@ -20,52 +20,71 @@ import numpy as np
 @dataclass(frozen=True)
 class Interval:
     "A score and how far it may be off."
+
     value: float
     low: float
     high: float
-    n: int # Examples behind it
-    level: float = 0.95 # Share of such intervals that hold the true value
+    n: int  # Examples behind it
+    level: float = 0.95  # Share of such intervals that hold the true value
 
-    def __str__(self) -> str: return f'{self.value:.3g} ({self.low:.3g} to {self.high:.3g}, n = {self.n})'
+    def __str__(self) -> str:
+        return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g}, n = {self.n})"
+
 
 def _check_level(level: float) -> None:
-    if not 0 < level < 1: raise ValueError(f'level = {level}: it is a share such as 0.95')
+    if not 0 < level < 1:
+        raise ValueError(f"level = {level}: it is a share such as 0.95")
+
 
 def proportion(
-    successes: float, # May hold halves, for ties
+    successes: float,  # May hold halves, for ties
     n: int,
     level: float = 0.95,
 ) -> Interval:
     "A share with its score interval (Wilson 1927)."
     _check_level(level)
-    if n < 1: raise ValueError('n = 0: there is nothing to take a share of')
-    if not 0 <= successes <= n: raise ValueError(f'{successes} successes out of {n}')
+    if n < 1:
+        raise ValueError("n = 0: there is nothing to take a share of")
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes out of {n}")
     p, z = successes / n, NormalDist().inv_cdf((1 + level) / 2)
-    centre, spread = p + z*z / (2*n), z * math.sqrt(p*(1 - p)/n + z*z / (4*n*n))
-    low, high = ((centre + s) / (1 + z*z/n) for s in (-spread, spread))
-    return Interval(p, low if successes else 0.0, high if successes < n else 1.0, n, level) # exact at the ends
+    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    low, high = ((centre + s) / (1 + z * z / n) for s in (-spread, spread))
+    return Interval(
+        p, low if successes else 0.0, high if successes < n else 1.0, n, level
+    )  # exact at the ends
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #a22dae81
 def _resamples(n: int, count: int, seed: int):
     "Rows of `n` indices drawn with repetition, a block at a time so that memory stays small."
     draw, block = np.random.default_rng(seed), max(1, 2**20 // n)
-    for start in range(0, count, block): yield draw.integers(0, n, size=(min(block, count - start), n))
+    for start in range(0, count, block):
+        yield draw.integers(0, n, size=(min(block, count - start), n))
 
-def _numbers(values: Any) -> np.ndarray: # Of a tensor too, wherever it lies
-    return np.asarray(values.tolist() if hasattr(values, 'tolist') else values, dtype=np.float64)
+
+def _numbers(values: Any) -> np.ndarray:  # Of a tensor too, wherever it lies
+    return np.asarray(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
+
 
 def bootstrap(
-    values: Sequence[float] | np.ndarray, # (n,) one score an example; a tensor will do
-    statistic: Callable[[np.ndarray], np.ndarray] | None = None, # (draws, n) -> (draws,); the mean if not given
+    values: Sequence[float] | np.ndarray,  # (n,) one score an example; a tensor will do
+    statistic: Callable[[np.ndarray], np.ndarray]
+    | None = None,  # (draws, n) -> (draws,); the mean if not given
     level: float = 0.95,
     resamples: int = 10_000,
-    seed: int = 0, # Same seed, same interval
+    seed: int = 0,  # Same seed, same interval
 ) -> Interval:
     "A score of examples with its percentile interval (Efron 1979)."
     _check_level(level)
     x = _numbers(values)
-    if x.ndim != 1 or not len(x): raise ValueError(f'values have shape {x.shape}: one number an example is needed, and at least one')
-    if not np.isfinite(x).all(): raise ValueError(f'example {np.flatnonzero(~np.isfinite(x))[0]} has the score {x[~np.isfinite(x)][0]}')
+    if x.ndim != 1 or not len(x):
+        raise ValueError(
+            f"values have shape {x.shape}: one number an example is needed, and at least one"
+        )
+    if not np.isfinite(x).all():
+        raise ValueError(
+            f"example {np.flatnonzero(~np.isfinite(x))[0]} has the score {x[~np.isfinite(x)][0]}"
+        )
     of = statistic or (lambda rows: rows.mean(axis=-1))
     drawn = np.concatenate([of(x[rows]) for rows in _resamples(len(x), resamples, seed)])
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
@@ -75,57 +94,69 @@ def bootstrap(
 @dataclass(frozen=True)
 class Comparison:
     "Two models on the same examples."
-    difference: Interval # Mean of b - a
-    p_value: float # How often chance alone makes a difference as large
-    better: str # 'a', 'b', or '' where none was seen
-    names: tuple[str, str] = ('a', 'b')
+
+    difference: Interval  # Mean of b - a
+    p_value: float  # How often chance alone makes a difference as large
+    better: str  # 'a', 'b', or '' where none was seen
+    names: tuple[str, str] = ("a", "b")
 
     def __str__(self) -> str:
         d = self.difference
-        found = {'a': f'{self.names[0]} is better', 'b': f'{self.names[1]} is better'}.get(self.better, f'no difference seen with n = {d.n}')
-        return f'{found}: {self.names[1]} − {self.names[0]} = {d.value:+.3g} ({d.low:+.3g} to {d.high:+.3g}), p = {self.p_value:.2g}'
+        found = {"a": f"{self.names[0]} is better", "b": f"{self.names[1]} is better"}.get(
+            self.better, f"no difference seen with n = {d.n}"
+        )
+        return f"{found}: {self.names[1]} − {self.names[0]} = {d.value:+.3g} ({d.low:+.3g} to {d.high:+.3g}), p = {self.p_value:.2g}"
+
 
 def sign_flip_p(
-    differences: np.ndarray, # (n,)
-    resamples: int = 10_000, # Where 2ⁿ is more
+    differences: np.ndarray,  # (n,)
+    resamples: int = 10_000,  # Where 2ⁿ is more
     seed: int = 0,
 ) -> float:
     "How often flipping signs at random makes a sum as large, in either direction (Fisher 1935)."
-    d = differences[differences != 0] # A tie has no sign
+    d = differences[differences != 0]  # A tie has no sign
     seen, n = abs(d.sum()) * (1 - 1e-12), len(d)
-    if not n: return 1.0
-    if n <= 14: # All of them
+    if not n:
+        return 1.0
+    if n <= 14:  # All of them
         signs = 1 - 2 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
         return float((abs(signs @ d) >= seen).mean())
     draw, hits, block = np.random.default_rng(seed), 0, max(1, 2**20 // n)
     for start in range(0, resamples, block):
         signs = draw.integers(0, 2, size=(min(block, resamples - start), n), dtype=np.int8) * 2 - 1
         hits += int((abs(signs @ d) >= seen).sum())
-    return (hits + 1) / (resamples + 1) # Phipson & Smyth 2010: never zero
+    return (hits + 1) / (resamples + 1)  # Phipson & Smyth 2010: never zero
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #5af4a727
 def compare(
-    a: Sequence[float], # (n,) the first model's score of each example
-    b: Sequence[float], # (n,) the second's, of the same examples in the same order
-    names: tuple[str, str] = ('a', 'b'),
+    a: Sequence[float],  # (n,) the first model's score of each example
+    b: Sequence[float],  # (n,) the second's, of the same examples in the same order
+    names: tuple[str, str] = ("a", "b"),
     higher_is_better: bool = True,
     level: float = 0.95,
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Comparison:
     "A paired test of two models, and its honest answer."
-    if len(a) != len(b): raise ValueError(f'{len(a)} scores and {len(b)}: both models must be judged on the same examples')
+    if len(a) != len(b):
+        raise ValueError(
+            f"{len(a)} scores and {len(b)}: both models must be judged on the same examples"
+        )
     d = _numbers(b) - _numbers(a)
-    interval, p = bootstrap(d, level=level, resamples=resamples, seed=seed), sign_flip_p(d, resamples, seed)
-    ahead = 'b' if (interval.value > 0) == higher_is_better else 'a'
-    return Comparison(interval, p, ahead if p < 1 - level else '', names)
+    interval, p = (
+        bootstrap(d, level=level, resamples=resamples, seed=seed),
+        sign_flip_p(d, resamples, seed),
+    )
+    ahead = "b" if (interval.value > 0) == higher_is_better else "a"
+    return Comparison(interval, p, ahead if p < 1 - level else "", names)
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #7f6239db
 def win_rate(
-    outcomes: Sequence[float], # (n,) 1 the new model wins, 0 it loses, 0.5 a tie
+    outcomes: Sequence[float],  # (n,) 1 the new model wins, 0 it loses, 0.5 a tie
     level: float = 0.95,
 ) -> Interval:
     "The share of wins, ties as halves, with its interval; 0.5 inside means that no difference was seen."
     for i, x in enumerate(outcomes):
-        if x not in (0, 0.5, 1): raise ValueError(f'outcome {i} is {x!r}: 1 is a win, 0 a loss, 0.5 a tie')
+        if x not in (0, 0.5, 1):
+            raise ValueError(f"outcome {i} is {x!r}: 1 is a win, 0 a loss, 0.5 a tie")
     return proportion(float(sum(outcomes)), len(outcomes), level)

@@ -26,275 +26,465 @@ if TYPE_CHECKING:
 # %% ../../nbs/10_interop/02_families.ipynb #472029fb
 Rule = Callable[[ModelConfig], bool]
 
-def _windows(config: ModelConfig) -> set[int]: return set(config.layer_windows or ()) - {0}
 
-def _stretched(config: ModelConfig) -> int: # How far transformers lets a dynamic scaling go, by its factor
+def _windows(config: ModelConfig) -> set[int]:
+    return set(config.layer_windows or ()) - {0}
+
+
+def _stretched(
+    config: ModelConfig,
+) -> int:  # How far transformers lets a dynamic scaling go, by its factor
     scaling = config.rope_scaling or {}
-    return int(scaling['factor'] * scaling['original_max_position_embeddings'])
+    return int(scaling["factor"] * scaling["original_max_position_embeddings"])
 
-_PLAIN: dict[str, Rule] = { # What all that descend from Llama have in common
-    'norm': lambda c: c.norm == 'rmsnorm', 'activation': lambda c: c.activation == 'swiglu',
-    'position': lambda c: c.position == 'rope', 'pre_norm': lambda c: c.pre_norm,
-    'sandwich_norm': lambda c: not c.sandwich_norm, 'scale_embeddings': lambda c: not c.scale_embeddings,
-    'query_pre_attn_scalar': lambda c: c.query_pre_attn_scalar in (None, c.head_width),
-    'rope_scaling': lambda c: (c.rope_scaling or {}).get('rope_type') != 'dynamic' or c.max_seq_len == _stretched(c),
-    'attn_softcap': lambda c: c.attn_softcap is None, 'logit_softcap': lambda c: c.logit_softcap is None,
-    'qk_norm': lambda c: not c.qk_norm, 'bias': lambda c: c.bias == 'none',
-    'layer_windows': lambda c: not _windows(c)}
 
-RULES: dict[str, dict[str, Rule]] = { # Class -> knob -> whether its value fits
-    'LlamaForCausalLM': _PLAIN | {
-        'bias': lambda c: c.bias in ('none', 'all'), 'head_dim': lambda c: c.d_model % c.n_heads == 0},
-    'MistralForCausalLM': _PLAIN | {'layer_windows': lambda c: len(set(c.layer_windows or [0])) == 1},
-    'Qwen2ForCausalLM': _PLAIN | {
-        'bias': lambda c: c.bias == 'qkv', 'layer_windows': lambda c: len(_windows(c)) <= 1},
-    'Qwen3ForCausalLM': _PLAIN | {
-        'qk_norm': lambda c: c.qk_norm, 'layer_windows': lambda c: len(_windows(c)) <= 1},
-    'Gemma2ForCausalLM': _PLAIN | {
-        'norm': lambda c: c.norm == 'rmsnorm1p', 'activation': lambda c: c.activation == 'geglu',
-        'sandwich_norm': lambda c: c.sandwich_norm, 'scale_embeddings': lambda c: c.scale_embeddings,
-        'query_pre_attn_scalar': lambda c: (c.query_pre_attn_scalar or c.head_width) % 1 == 0,
-        'attn_softcap': lambda c: True, 'logit_softcap': lambda c: True,
-        'layer_windows': lambda c: len(_windows(c)) <= 1, 'head_dim': lambda c: c.d_model % c.n_heads == 0},
-    'GPT2LMHeadModel': _PLAIN | {
-        'norm': lambda c: c.norm == 'layernorm', 'activation': lambda c: c.activation not in GATED,
-        'position': lambda c: c.position == 'learned', 'bias': lambda c: c.bias == 'all',
-        'n_kv_heads': lambda c: c.kv_heads == c.n_heads,
-        'head_dim': lambda c: c.head_width * c.n_heads == c.d_model}}
+_PLAIN: dict[str, Rule] = {  # What all that descend from Llama have in common
+    "norm": lambda c: c.norm == "rmsnorm",
+    "activation": lambda c: c.activation == "swiglu",
+    "position": lambda c: c.position == "rope",
+    "pre_norm": lambda c: c.pre_norm,
+    "sandwich_norm": lambda c: not c.sandwich_norm,
+    "scale_embeddings": lambda c: not c.scale_embeddings,
+    "query_pre_attn_scalar": lambda c: c.query_pre_attn_scalar in (None, c.head_width),
+    "rope_scaling": lambda c: (
+        (c.rope_scaling or {}).get("rope_type") != "dynamic" or c.max_seq_len == _stretched(c)
+    ),
+    "attn_softcap": lambda c: c.attn_softcap is None,
+    "logit_softcap": lambda c: c.logit_softcap is None,
+    "qk_norm": lambda c: not c.qk_norm,
+    "bias": lambda c: c.bias == "none",
+    "layer_windows": lambda c: not _windows(c),
+}
+
+RULES: dict[str, dict[str, Rule]] = {  # Class -> knob -> whether its value fits
+    "LlamaForCausalLM": _PLAIN
+    | {
+        "bias": lambda c: c.bias in ("none", "all"),
+        "head_dim": lambda c: c.d_model % c.n_heads == 0,
+    },
+    "MistralForCausalLM": _PLAIN
+    | {"layer_windows": lambda c: len(set(c.layer_windows or [0])) == 1},
+    "Qwen2ForCausalLM": _PLAIN
+    | {"bias": lambda c: c.bias == "qkv", "layer_windows": lambda c: len(_windows(c)) <= 1},
+    "Qwen3ForCausalLM": _PLAIN
+    | {"qk_norm": lambda c: c.qk_norm, "layer_windows": lambda c: len(_windows(c)) <= 1},
+    "Gemma2ForCausalLM": _PLAIN
+    | {
+        "norm": lambda c: c.norm == "rmsnorm1p",
+        "activation": lambda c: c.activation == "geglu",
+        "sandwich_norm": lambda c: c.sandwich_norm,
+        "scale_embeddings": lambda c: c.scale_embeddings,
+        "query_pre_attn_scalar": lambda c: (c.query_pre_attn_scalar or c.head_width) % 1 == 0,
+        "attn_softcap": lambda c: True,
+        "logit_softcap": lambda c: True,
+        "layer_windows": lambda c: len(_windows(c)) <= 1,
+        "head_dim": lambda c: c.d_model % c.n_heads == 0,
+    },
+    "GPT2LMHeadModel": _PLAIN
+    | {
+        "norm": lambda c: c.norm == "layernorm",
+        "activation": lambda c: c.activation not in GATED,
+        "position": lambda c: c.position == "learned",
+        "bias": lambda c: c.bias == "all",
+        "n_kv_heads": lambda c: c.kv_heads == c.n_heads,
+        "head_dim": lambda c: c.head_width * c.n_heads == c.d_model,
+    },
+}
+
 
 def obstacles(
     config: ModelConfig,
-) -> list[str]: # `knob = value`, for the class that misses the fewest; empty where one fits
+) -> list[str]:  # `knob = value`, for the class that misses the fewest; empty where one fits
     "Which knobs keep transformers from computing what `config` describes."
-    ways = [[f'{knob} = {getattr(config, knob)!r}' for knob, fits in rules.items() if not fits(config)]
-            for rules in RULES.values()]
+    ways = [
+        [f"{knob} = {getattr(config, knob)!r}" for knob, fits in rules.items() if not fits(config)]
+        for rules in RULES.values()
+    ]
     return min(ways, key=len)
+
 
 def hf_architecture(
     config: ModelConfig,
-) -> str | None: # Such as 'LlamaForCausalLM'; None where no class computes the same, and `obstacles` says why
+) -> (
+    str | None
+):  # Such as 'LlamaForCausalLM'; None where no class computes the same, and `obstacles` says why
     "The class of transformers that computes what `config` describes."
-    return next((name for name, rules in RULES.items() if all(fits(config) for fits in rules.values())), None)
+    return next(
+        (name for name, rules in RULES.items() if all(fits(config) for fits in rules.values())),
+        None,
+    )
 
 # %% ../../nbs/10_interop/02_families.ipynb #6c1de2fa
-_SHAPE = dict(vocab_size='vocab_size', d_model='hidden_size', n_heads='num_attention_heads',
-              n_layers='num_hidden_layers', max_seq_len='max_position_embeddings',
-              init_std='initializer_range', tie_embeddings='tie_word_embeddings')
-_LLAMA_NAMES = _SHAPE | dict(kv_heads='num_key_value_heads', head_width='head_dim', d_ff='intermediate_size',
-                             norm_eps='rms_norm_eps', attention_dropout='attention_dropout')
-_GPT2_NAMES = _SHAPE | dict(d_ff='n_inner', norm_eps='layer_norm_epsilon', dropout='resid_pdrop',
-                            attention_dropout='attn_pdrop')
+_SHAPE = dict(
+    vocab_size="vocab_size",
+    d_model="hidden_size",
+    n_heads="num_attention_heads",
+    n_layers="num_hidden_layers",
+    max_seq_len="max_position_embeddings",
+    init_std="initializer_range",
+    tie_embeddings="tie_word_embeddings",
+)
+_LLAMA_NAMES = _SHAPE | dict(
+    kv_heads="num_key_value_heads",
+    head_width="head_dim",
+    d_ff="intermediate_size",
+    norm_eps="rms_norm_eps",
+    attention_dropout="attention_dropout",
+)
+_GPT2_NAMES = _SHAPE | dict(
+    d_ff="n_inner",
+    norm_eps="layer_norm_epsilon",
+    dropout="resid_pdrop",
+    attention_dropout="attn_pdrop",
+)
 # GPT-2's word -> ours
-_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu', 'relu2': 'relu2'}
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+}
+
 
 def to_hf_config(
     config: ModelConfig,
-    **token_ids: Any, # bos_token_id, eos_token_id, pad_token_id; what is not given is None
-) -> 'transformers.PretrainedConfig': # Raises `ValueError` with the knobs in the way
+    **token_ids: Any,  # bos_token_id, eos_token_id, pad_token_id; what is not given is None
+) -> "transformers.PretrainedConfig":  # Raises `ValueError` with the knobs in the way
     "The same shape and choices in the words of transformers."
     import transformers
+
     name, windows = hf_architecture(config), sorted(_windows(config))
     if name is None:
         raise ValueError(f"no class of transformers computes this: {', '.join(obstacles(config))}")
-    names = _GPT2_NAMES if name == 'GPT2LMHeadModel' else _LLAMA_NAMES
+    names = _GPT2_NAMES if name == "GPT2LMHeadModel" else _LLAMA_NAMES
     values: dict[str, Any] = {theirs: getattr(config, ours) for ours, theirs in names.items()}
-    if name == 'GPT2LMHeadModel':
-        activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
+    if name == "GPT2LMHeadModel":
+        activation = next(
+            theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation
+        )
         values |= dict(embd_pdrop=config.dropout, activation_function=activation)
-    else: values |= dict(rope_theta=config.rope_theta)
+    else:
+        values |= dict(rope_theta=config.rope_theta)
     if scaling := dict(config.rope_scaling or {}):
-        if scaling['rope_type'] == 'dynamic': # Theirs takes the trained length from another place
-            values |= dict(max_position_embeddings=scaling.pop('original_max_position_embeddings'))
+        if scaling["rope_type"] == "dynamic":  # Theirs takes the trained length from another place
+            values |= dict(max_position_embeddings=scaling.pop("original_max_position_embeddings"))
         values |= dict(rope_scaling=scaling)
-    if name == 'Gemma2ForCausalLM':
-        values |= dict(query_pre_attn_scalar=int(config.query_pre_attn_scalar or config.head_width),
-                       attn_logit_softcapping=config.attn_softcap, final_logit_softcapping=config.logit_softcap,
-                       hidden_activation='gelu_pytorch_tanh')
-    biases = config.bias == 'all'
-    if name == 'LlamaForCausalLM': values |= dict(attention_bias=biases, mlp_bias=biases)
-    if name == 'MistralForCausalLM': values |= dict(sliding_window=windows[0] if windows else None)
-    layers = ['sliding_attention' if w else 'full_attention' for w in config.layer_windows or [0]*config.n_layers]
-    if name.startswith('Qwen') and windows:
+    if name == "Gemma2ForCausalLM":
+        values |= dict(
+            query_pre_attn_scalar=int(config.query_pre_attn_scalar or config.head_width),
+            attn_logit_softcapping=config.attn_softcap,
+            final_logit_softcapping=config.logit_softcap,
+            hidden_activation="gelu_pytorch_tanh",
+        )
+    biases = config.bias == "all"
+    if name == "LlamaForCausalLM":
+        values |= dict(attention_bias=biases, mlp_bias=biases)
+    if name == "MistralForCausalLM":
+        values |= dict(sliding_window=windows[0] if windows else None)
+    layers = [
+        "sliding_attention" if w else "full_attention"
+        for w in config.layer_windows or [0] * config.n_layers
+    ]
+    if name.startswith("Qwen") and windows:
         values |= dict(use_sliding_window=True, sliding_window=windows[0], layer_types=layers)
-    if name == 'Gemma2ForCausalLM': values |= dict(
-        sliding_window=windows[0] if windows else config.max_seq_len, layer_types=layers) # It always wants a number
+    if name == "Gemma2ForCausalLM":
+        values |= dict(
+            sliding_window=windows[0] if windows else config.max_seq_len, layer_types=layers
+        )  # It always wants a number
     ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None) | token_ids
     return getattr(transformers, name).config_class(**values, **ids, architectures=[name])
 
 # %% ../../nbs/10_interop/02_families.ipynb #93d6f436
-FAMILIES = {'llama': 'LlamaForCausalLM', 'mistral': 'MistralForCausalLM', 'qwen2': 'Qwen2ForCausalLM',
-             'qwen3': 'Qwen3ForCausalLM', 'gemma2': 'Gemma2ForCausalLM', 'gpt2': 'GPT2LMHeadModel'}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
 # Settings that do not change the function, or that `from_hf_config` reads under another name
-_FREE = {'model_type', 'bos_token_id', 'eos_token_id', 'pad_token_id', 'architectures', 'dtype', 'torch_dtype',
-         'transformers_version', 'use_cache', 'pretraining_tp', '_name_or_path', 'reorder_and_upcast_attn',
-         'use_sliding_window', 'sliding_window', 'max_window_layers', 'activation_function',
-         'quantization_config', 'id2label', 'label2id', 'problem_type', 'output_attentions',
-         'output_hidden_states', 'return_dict', 'chunk_size_feed_forward', 'is_encoder_decoder', 'tokenizer_class'}
+_FREE = {
+    "model_type",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "pretraining_tp",
+    "_name_or_path",
+    "reorder_and_upcast_attn",
+    "use_sliding_window",
+    "sliding_window",
+    "max_window_layers",
+    "activation_function",
+    "quantization_config",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder",
+    "tokenizer_class",
+}
+
 
 def from_hf_config(
-    hf: Any, # A config of transformers, or what stands in its config.json
-) -> ModelConfig: # Raises `ValueError` with the family or the settings that we do not compute
+    hf: Any,  # A config of transformers, or what stands in its config.json
+) -> ModelConfig:  # Raises `ValueError` with the family or the settings that we do not compute
     "The same shape and choices in our words."
-    kind = hf.get('model_type') if isinstance(hf, dict) else hf.model_type
-    remedy = 'open it with load_pretrained(…, native=False)'
+    kind = hf.get("model_type") if isinstance(hf, dict) else hf.model_type
+    remedy = "open it with load_pretrained(…, native=False)"
     if kind not in FAMILIES:
-        known = ', '.join(FAMILIES)
+        known = ", ".join(FAMILIES)
         raise ValueError(f"'{kind}' is none of the families that we compute ({known}): {remedy}")
     if isinstance(hf, dict):
         import transformers
+
         hf = getattr(transformers, FAMILIES[kind]).config_class.from_dict(hf)
-    ours = {'kv_heads': 'n_kv_heads', 'head_width': 'head_dim'}
-    names = _GPT2_NAMES if kind == 'gpt2' else _LLAMA_NAMES
+    ours = {"kv_heads": "n_kv_heads", "head_width": "head_dim"}
+    names = _GPT2_NAMES if kind == "gpt2" else _LLAMA_NAMES
     values: dict[str, Any] = {ours.get(a, a): getattr(hf, b, None) for a, b in names.items()}
-    if kind == 'gpt2':
+    if kind == "gpt2":
         word = hf.activation_function
         if word not in _ACTIVATIONS:
-            raise ValueError(f"this gpt2 has activation_function = '{word}', which we do not compute: {remedy}")
-        values |= dict(norm='layernorm', position='learned', bias='all', activation=_ACTIVATIONS[word],
-                       d_ff=hf.n_inner or 4*hf.n_embd)
+            raise ValueError(
+                f"this gpt2 has activation_function = '{word}', which we do not compute: {remedy}"
+            )
+        values |= dict(
+            norm="layernorm",
+            position="learned",
+            bias="all",
+            activation=_ACTIVATIONS[word],
+            d_ff=hf.n_inner or 4 * hf.n_embd,
+        )
     else:
-        rope = dict(getattr(hf, 'rope_parameters', None) or {})
-        if not rope: rope = {'rope_theta': hf.rope_theta, **(hf.rope_scaling or {})} # Before transformers 5
-        bias = 'qkv' if kind == 'qwen2' else 'all' if getattr(hf, 'mlp_bias', False) else 'none'
-        values |= dict(rope_theta=rope.pop('rope_theta'), qk_norm=kind == 'qwen3', bias=bias)
-        rope = {k: v for k, v in rope.items() if k != 'type' and v is not None} # An older word for rope_type
-        if rope.get('rope_type') == 'dynamic' and 'factor' in rope:
+        rope = dict(getattr(hf, "rope_parameters", None) or {})
+        if not rope:
+            rope = {"rope_theta": hf.rope_theta, **(hf.rope_scaling or {})}  # Before transformers 5
+        bias = "qkv" if kind == "qwen2" else "all" if getattr(hf, "mlp_bias", False) else "none"
+        values |= dict(rope_theta=rope.pop("rope_theta"), qk_norm=kind == "qwen3", bias=bias)
+        rope = {
+            k: v for k, v in rope.items() if k != "type" and v is not None
+        }  # An older word for rope_type
+        if rope.get("rope_type") == "dynamic" and "factor" in rope:
             rope |= dict(original_max_position_embeddings=hf.max_position_embeddings)
-            values |= dict(max_seq_len=int(rope['factor'] * hf.max_position_embeddings))
-        if rope.get('rope_type', 'default') != 'default': values |= dict(rope_scaling=rope)
-        if kind == 'gemma2':
-            values |= dict(norm='rmsnorm1p', activation='geglu', sandwich_norm=True, scale_embeddings=True,
-                           query_pre_attn_scalar=hf.query_pre_attn_scalar, attn_softcap=hf.attn_logit_softcapping,
-                           logit_softcap=hf.final_logit_softcapping)
-        window, layers = getattr(hf, 'sliding_window', None), getattr(hf, 'layer_types', None)
-        if layers is None: windows = [window or 0] * hf.num_hidden_layers
-        else: windows = [window if layer == 'sliding_attention' else 0 for layer in layers]
-        if any(windows): values |= dict(layer_windows=windows)
-    try: config = ModelConfig(**values)
+            values |= dict(max_seq_len=int(rope["factor"] * hf.max_position_embeddings))
+        if rope.get("rope_type", "default") != "default":
+            values |= dict(rope_scaling=rope)
+        if kind == "gemma2":
+            values |= dict(
+                norm="rmsnorm1p",
+                activation="geglu",
+                sandwich_norm=True,
+                scale_embeddings=True,
+                query_pre_attn_scalar=hf.query_pre_attn_scalar,
+                attn_softcap=hf.attn_logit_softcapping,
+                logit_softcap=hf.final_logit_softcapping,
+            )
+        window, layers = getattr(hf, "sliding_window", None), getattr(hf, "layer_types", None)
+        if layers is None:
+            windows = [window or 0] * hf.num_hidden_layers
+        else:
+            windows = [window if layer == "sliding_attention" else 0 for layer in layers]
+        if any(windows):
+            values |= dict(layer_windows=windows)
+    try:
+        config = ModelConfig(**values)
     except ConfigError as error:
-        raise ValueError(f'this {kind} is not one that we compute: {remedy}\n  {error}') from None
+        raise ValueError(f"this {kind} is not one that we compute: {remedy}\n  {error}") from None
     there, back = hf.to_dict(), to_hf_config(config).to_dict()
-    if isinstance(rope := there.get('rope_parameters'), dict):
-        there['rope_parameters'] = {k: v for k, v in rope.items() if k != 'type' and v is not None}
-    lost = [f'{k} = {v!r}' for k, v in there.items()
-            if k in back and k not in _FREE and v is not None and back[k] != v]
-    if lost: raise ValueError(f"this {kind} has {', '.join(lost)}, which we do not compute: {remedy}")
+    if isinstance(rope := there.get("rope_parameters"), dict):
+        there["rope_parameters"] = {k: v for k, v in rope.items() if k != "type" and v is not None}
+    lost = [
+        f"{k} = {v!r}"
+        for k, v in there.items()
+        if k in back and k not in _FREE and v is not None and back[k] != v
+    ]
+    if lost:
+        raise ValueError(f"this {kind} has {', '.join(lost)}, which we do not compute: {remedy}")
     return config
 
 # %% ../../nbs/10_interop/02_families.ipynb #5b23930c
-_QKV = ('.q_proj.', '.k_proj.', '.v_proj.')
+_QKV = (".q_proj.", ".k_proj.", ".v_proj.")
 _GPT2_LAYERS = [
-    ('model.embed_tokens.', 'transformer.wte.'), ('model.embed_positions.', 'transformer.wpe.'),
-    ('model.layers.', 'transformer.h.'), ('model.norm.', 'transformer.ln_f.'), ('.input_layernorm.', '.ln_1.'),
-    ('.post_attention_layernorm.', '.ln_2.'), ('.self_attn.qkv_proj.', '.attn.c_attn.'),
-    ('.self_attn.o_proj.', '.attn.c_proj.'), ('.mlp.up_proj.', '.mlp.c_fc.'),
-    ('.mlp.down_proj.', '.mlp.c_proj.')]
+    ("model.embed_tokens.", "transformer.wte."),
+    ("model.embed_positions.", "transformer.wpe."),
+    ("model.layers.", "transformer.h."),
+    ("model.norm.", "transformer.ln_f."),
+    (".input_layernorm.", ".ln_1."),
+    (".post_attention_layernorm.", ".ln_2."),
+    (".self_attn.qkv_proj.", ".attn.c_attn."),
+    (".self_attn.o_proj.", ".attn.c_proj."),
+    (".mlp.up_proj.", ".mlp.c_fc."),
+    (".mlp.down_proj.", ".mlp.c_proj."),
+]
+
 
 def to_hf_weights(
     config: ModelConfig,
-    weights: Mapping[str, Tensor], # A `Transformer`'s state dict
-) -> dict[str, Tensor]: # In the same memory where that is possible
+    weights: Mapping[str, Tensor],  # A `Transformer`'s state dict
+) -> dict[str, Tensor]:  # In the same memory where that is possible
     "Weights under the names, and in the layout, of the class that `hf_architecture` names."
-    if hf_architecture(config) != 'GPT2LMHeadModel': return dict(weights)
+    if hf_architecture(config) != "GPT2LMHeadModel":
+        return dict(weights)
     theirs = {}
     for name, tensor in weights.items():
-        if '.k_proj.' in name or '.v_proj.' in name: continue
-        if '.q_proj.' in name:
-            tensor = torch.cat([weights[name.replace('.q_proj.', part)] for part in _QKV])
-            name = name.replace('.q_proj.', '.qkv_proj.')
-        if name.endswith('_proj.weight'): tensor = tensor.T
-        for a, b in _GPT2_LAYERS: name = name.replace(a, b)
+        if ".k_proj." in name or ".v_proj." in name:
+            continue
+        if ".q_proj." in name:
+            tensor = torch.cat([weights[name.replace(".q_proj.", part)] for part in _QKV])
+            name = name.replace(".q_proj.", ".qkv_proj.")
+        if name.endswith("_proj.weight"):
+            tensor = tensor.T
+        for a, b in _GPT2_LAYERS:
+            name = name.replace(a, b)
         theirs[name] = tensor
     return theirs
 
-CONSTANTS = ('rotary_emb.inv_freq', '.attn.bias', '.attn.masked_bias') # Ends of names in old files: tables that are computed today
+
+CONSTANTS = (
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+)  # Ends of names in old files: tables that are computed today
+
 
 def from_hf_weights(
     config: ModelConfig,
-    weights: Mapping[str, Tensor], # Of a model of transformers, from memory or from its file
-) -> dict[str, Tensor]: # In the same memory where that is possible
+    weights: Mapping[str, Tensor],  # Of a model of transformers, from memory or from its file
+) -> dict[str, Tensor]:  # In the same memory where that is possible
     "Weights under the names, and in the layout, of our `Transformer`."
-    gpt2, ours = hf_architecture(config) == 'GPT2LMHeadModel', {}
+    gpt2, ours = hf_architecture(config) == "GPT2LMHeadModel", {}
     for name, tensor in weights.items():
-        if name.endswith(CONSTANTS): continue
+        if name.endswith(CONSTANTS):
+            continue
         if gpt2:
-            whole = name.startswith(('transformer.', 'lm_head.'))
-            name = name if whole else f'transformer.{name}' # OpenAI's own files leave it out
-            for a, b in _GPT2_LAYERS: name = name.replace(b, a)
-            if name.endswith('_proj.weight'): tensor = tensor.T
-        if '.qkv_proj.' in name:
+            whole = name.startswith(("transformer.", "lm_head."))
+            name = name if whole else f"transformer.{name}"  # OpenAI's own files leave it out
+            for a, b in _GPT2_LAYERS:
+                name = name.replace(b, a)
+            if name.endswith("_proj.weight"):
+                tensor = tensor.T
+        if ".qkv_proj." in name:
             for part, third in zip(_QKV, tensor.chunk(3), strict=True):
-                ours[name.replace('.qkv_proj.', part)] = third
-        else: ours[name] = tensor
-    embedding = ours.get('model.embed_tokens.weight')
-    return ours | {'lm_head.weight': embedding} if config.tie_embeddings and embedding is not None else ours
+                ours[name.replace(".qkv_proj.", part)] = third
+        else:
+            ours[name] = tensor
+    embedding = ours.get("model.embed_tokens.weight")
+    return (
+        ours | {"lm_head.weight": embedding}
+        if config.tie_embeddings and embedding is not None
+        else ours
+    )
+
 
 def stored_as(
     config: ModelConfig,
-    name: str, # Of a tensor of our `Transformer`
-) -> tuple[str, Callable[[Tensor], Tensor]]: # Its name in a file of transformers; what takes ours out of the tensor there
+    name: str,  # Of a tensor of our `Transformer`
+) -> tuple[
+    str, Callable[[Tensor], Tensor]
+]:  # Its name in a file of transformers; what takes ours out of the tensor there
     "Where one tensor is kept, for who reads one at a time."
-    if hf_architecture(config) != 'GPT2LMHeadModel': return name, lambda tensor: tensor
+    if hf_architecture(config) != "GPT2LMHeadModel":
+        return name, lambda tensor: tensor
     third = next((i for i, part in enumerate(_QKV) if part in name), None)
-    theirs = name if third is None else name.replace(_QKV[third], '.qkv_proj.')
-    for a, b in _GPT2_LAYERS: theirs = theirs.replace(a, b)
+    theirs = name if third is None else name.replace(_QKV[third], ".qkv_proj.")
+    for a, b in _GPT2_LAYERS:
+        theirs = theirs.replace(a, b)
+
     def ours(tensor: Tensor) -> Tensor:
-        if name.endswith('_proj.weight'): tensor = tensor.T
+        if name.endswith("_proj.weight"):
+            tensor = tensor.T
         return tensor if third is None else tensor.chunk(3)[third]
+
     return theirs, ours
 
 # %% ../../nbs/10_interop/02_families.ipynb #5b36e55f
 def check_family_weights(
     config: ModelConfig,
-    weights: Mapping[str, Tensor], # Under our names
-    source: str, # Where they come from, for messages
-    remedy: str, # What to do about it, for messages
-) -> Transformer: # Without memory; raises `ValueError` with tensors that are missing, misshapen or too many
+    weights: Mapping[str, Tensor],  # Under our names
+    source: str,  # Where they come from, for messages
+    remedy: str,  # What to do about it, for messages
+) -> (
+    Transformer
+):  # Without memory; raises `ValueError` with tensors that are missing, misshapen or too many
     "See whether a config and weights belong together."
-    with torch.device('meta'): model = Transformer(config)
+    with torch.device("meta"):
+        model = Transformer(config)
     expected = model.state_dict()
-    wrong = [f'{k} {tuple(weights[k].shape)} for {tuple(v.shape)}' for k, v in expected.items()
-             if k in weights and weights[k].shape != v.shape]
-    for words, names in (('lacks', [k for k in expected if k not in weights]), ('has a wrong shape:', wrong),
-                         ('has what its config does not ask for:', [k for k in weights if k not in expected])):
-        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-        if names: raise ValueError(f'{source} {words} {", ".join(names[:3])}{more}; {remedy}')
+    wrong = [
+        f"{k} {tuple(weights[k].shape)} for {tuple(v.shape)}"
+        for k, v in expected.items()
+        if k in weights and weights[k].shape != v.shape
+    ]
+    for words, names in (
+        ("lacks", [k for k in expected if k not in weights]),
+        ("has a wrong shape:", wrong),
+        ("has what its config does not ask for:", [k for k in weights if k not in expected]),
+    ):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        if names:
+            raise ValueError(f"{source} {words} {', '.join(names[:3])}{more}; {remedy}")
     return model
+
 
 def take_weights(
     config: ModelConfig,
-    weights: Mapping[str, Tensor], # Under our names; they become the model's own
-    source: str, # Where they come from, for messages
-) -> Transformer: # Raises `ValueError` as `check_weights` does
+    weights: Mapping[str, Tensor],  # Under our names; they become the model's own
+    source: str,  # Where they come from, for messages
+) -> Transformer:  # Raises `ValueError` as `check_weights` does
     "A model that is made of `weights`."
-    model = check_family_weights(config, weights, source, 'config and weights belong to different models, or the copy '
-                          'is incomplete: copy or download it again')
+    model = check_family_weights(
+        config,
+        weights,
+        source,
+        "config and weights belong to different models, or the copy "
+        "is incomplete: copy or download it again",
+    )
     model.load_state_dict({k: v.contiguous() for k, v in weights.items()}, assign=True)
-    if config.tie_embeddings: model.lm_head.weight = model.model.embed_tokens.weight
+    if config.tie_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
     return model.requires_grad_(True)
 
 # %% ../../nbs/10_interop/02_families.ipynb #68ba061c
 def to_hf(
     model: Transformer,
-    **token_ids: Any, # bos_token_id, eos_token_id, pad_token_id
-) -> 'transformers.PreTrainedModel': # With a copy of the weights; raises `ValueError` as `to_hf_config`
+    **token_ids: Any,  # bos_token_id, eos_token_id, pad_token_id
+) -> (
+    "transformers.PreTrainedModel"
+):  # With a copy of the weights; raises `ValueError` as `to_hf_config`
     "The same model as a class of transformers."
     import transformers
-    config, weights = to_hf_config(model.config, **token_ids), to_hf_weights(model.config, model.state_dict())
+
+    config, weights = (
+        to_hf_config(model.config, **token_ids),
+        to_hf_weights(model.config, model.state_dict()),
+    )
     kind = getattr(transformers, str(hf_architecture(model.config)))
-    with alone: hf = kind(config).to(model.device, model.lm_head.weight.dtype)
+    with alone:
+        hf = kind(config).to(model.device, model.lm_head.weight.dtype)
     hf.load_state_dict(weights)
-    if model.config.attn_softcap: hf.set_attn_implementation('eager') # the others of older versions leave the cap out
+    if model.config.attn_softcap:
+        hf.set_attn_implementation("eager")  # the others of older versions leave the cap out
     return hf.train(model.training)
 
+
 def from_hf(
-    model: 'transformers.PreTrainedModel', # Of a family that `from_hf_config` knows
-) -> Transformer: # With a copy of the weights; raises `ValueError` with what we do not compute
+    model: "transformers.PreTrainedModel",  # Of a family that `from_hf_config` knows
+) -> Transformer:  # With a copy of the weights; raises `ValueError` with what we do not compute
     "The same model as our `Transformer`."
     config, state = from_hf_config(model.config), model.state_dict()
     if packed := [k for k, v in state.items() if not v.is_floating_point()]:
-        raise ValueError(f'{packed[0]} holds {state[packed[0]].dtype}: load the model without quantization')
+        raise ValueError(
+            f"{packed[0]} holds {state[packed[0]].dtype}: load the model without quantization"
+        )
     weights = {name: tensor.clone() for name, tensor in from_hf_weights(config, state).items()}
     ours = take_weights(config, weights, type(model).__name__)
-    setattr(ours, 'generation_config', model.generation_config) # noqa: B010 - what ends a text, for `generate`
+    setattr(ours, "generation_config", model.generation_config)  # noqa: B010 - what ends a text, for `generate`
     return ours.train(model.training)

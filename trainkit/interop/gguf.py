@@ -38,157 +38,241 @@ from ..tokenizer.pretokenize import GPT4_PATTERN, PATTERNS
 @dataclass(frozen=True)
 class ChatParts:
     "A chat format that puts something around each message and nothing else."
-    start: str # Before everything
-    default: str # Then, if the chat has no system message
-    around: dict[str, tuple[str, str]] # Role -> in front of the content, behind it
-    prompt: str # What opens the assistant's turn
+
+    start: str  # Before everything
+    default: str  # Then, if the chat has no system message
+    around: dict[str, tuple[str, str]]  # Role -> in front of the content, behind it
+    prompt: str  # What opens the assistant's turn
 
     def render(
         self,
-        messages: Sequence[dict[str, str]], # With role and content
+        messages: Sequence[dict[str, str]],  # With role and content
         add_generation_prompt: bool = False,
     ) -> str:
         "What Ollama would give to the model."
-        turns = ''.join(''.join((self.around[m['role']][0], m['content'], self.around[m['role']][1])) for m in messages)
-        first = self.default if all(m['role'] != 'system' for m in messages) else ''
+        turns = "".join(
+            "".join((self.around[m["role"]][0], m["content"], self.around[m["role"]][1]))
+            for m in messages
+        )
+        first = self.default if all(m["role"] != "system" for m in messages) else ""
         return self.start + first + turns + self.prompt * add_generation_prompt
+
 
 def _common(a: str, b: str) -> str:
     n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]
 
-_PROBES = ['u', 'ua', 'uau', 'su', 'sua', 'suaua', 'uauaua']
-_ROLES = dict(s='system', u='user', a='assistant')
+
+_PROBES = ["u", "ua", "uau", "su", "sua", "suaua", "uauaua"]
+_ROLES = dict(s="system", u="user", a="assistant")
+
 
 def chat_parts(
-    template: str, # Jinja
-    bos_token: str = '', # What the template calls so
-    eos_token: str = '',
-) -> ChatParts: # Raises `ValueError` where a message is treated by where it stands, and not only by its role
+    template: str,  # Jinja
+    bos_token: str = "",  # What the template calls so
+    eos_token: str = "",
+) -> (
+    ChatParts
+):  # Raises `ValueError` where a message is treated by where it stands, and not only by its role
     "Take a chat format apart, and put it together again to see that nothing was missed."
     names = dict(bos_token=bos_token, eos_token=eos_token)
-    chat = lambda turns: [dict(role=_ROLES[t], content=f'«{i}»') for i, t in enumerate(turns)]
-    render = lambda turns, prompt=False: render_text(chat(turns), template, names, add_generation_prompt=prompt)[0]
-    why = 'this chat format is not the same text around each message: '
-    one, two, three = render('u'), render('ua'), render('uau')
-    if not (two.startswith(one) and three.startswith(two)): raise ValueError(why + 'a turn looks otherwise when another follows')
-    opening, closing = one.split('«0»')
-    before, after = two[len(one):].split('«1»')
-    front = three[len(two):].split('«2»')[0]
-    if not opening.endswith(front): raise ValueError(why + 'the first question looks otherwise than the next')
-    start, default = opening.removesuffix(front), ''
-    around = {'user': (front, closing), 'assistant': (before, after)}
-    try: system = render('su')
-    except ValueError: system = '' # Some formats have no such role
+    chat = lambda turns: [dict(role=_ROLES[t], content=f"«{i}»") for i, t in enumerate(turns)]
+    render = lambda turns, prompt=False: render_text(
+        chat(turns), template, names, add_generation_prompt=prompt
+    )[0]
+    why = "this chat format is not the same text around each message: "
+    one, two, three = render("u"), render("ua"), render("uau")
+    if not (two.startswith(one) and three.startswith(two)):
+        raise ValueError(why + "a turn looks otherwise when another follows")
+    opening, closing = one.split("«0»")
+    before, after = two[len(one) :].split("«1»")
+    front = three[len(two) :].split("«2»")[0]
+    if not opening.endswith(front):
+        raise ValueError(why + "the first question looks otherwise than the next")
+    start, default = opening.removesuffix(front), ""
+    around = {"user": (front, closing), "assistant": (before, after)}
+    try:
+        system = render("su")
+    except ValueError:
+        system = ""  # Some formats have no such role
     if system:
-        rest = front + '«1»' + closing
-        if not system.endswith(rest) or system.count('«0»') != 1: raise ValueError(why + 'the system message stands inside a question')
-        head, tail = system.removesuffix(rest).split('«0»')
-        shared = start if head.startswith(start) else bos_token if bos_token and head.startswith(bos_token) else ''
-        start, default = shared, start[len(shared):] # What only stands there without a system message
-        around = {'system': (head[len(shared):], tail)} | around
-    asked = render('u', True)
-    if not asked.startswith(one): raise ValueError(why + 'a question looks otherwise when an answer is wanted')
+        rest = front + "«1»" + closing
+        if not system.endswith(rest) or system.count("«0»") != 1:
+            raise ValueError(why + "the system message stands inside a question")
+        head, tail = system.removesuffix(rest).split("«0»")
+        shared = (
+            start
+            if head.startswith(start)
+            else bos_token
+            if bos_token and head.startswith(bos_token)
+            else ""
+        )
+        start, default = (
+            shared,
+            start[len(shared) :],
+        )  # What only stands there without a system message
+        around = {"system": (head[len(shared) :], tail)} | around
+    asked = render("u", True)
+    if not asked.startswith(one):
+        raise ValueError(why + "a question looks otherwise when an answer is wanted")
     parts = ChatParts(start, default, around, asked.removeprefix(one))
-    for turns in _PROBES: # Together again
-        if 's' in turns and not system: continue
+    for turns in _PROBES:  # Together again
+        if "s" in turns and not system:
+            continue
         for prompt in (False, True):
-            if parts.render(chat(turns), prompt) != render(turns, prompt): raise ValueError(why + 'a longer chat looks otherwise')
+            if parts.render(chat(turns), prompt) != render(turns, prompt):
+                raise ValueError(why + "a longer chat looks otherwise")
     return parts
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #7ee37252
 def _quoted(text: str) -> str:
     "Text as it stands, with what Go would read as its own put in quotes."
-    return text.replace('{{', '{{ "{{" }}')
+    return text.replace("{{", '{{ "{{" }}')
+
 
 def go_template(
     parts: ChatParts,
-    bos_token: str = '', # Left out at the start: llama.cpp puts it there itself where the file says so
+    bos_token: str = "",  # Left out at the start: llama.cpp puts it there itself where the file says so
 ) -> str:
     "The chat format in the template language of Ollama."
     start = parts.start.removeprefix(bos_token) if bos_token else parts.start
-    turns = ''
+    turns = ""
     for i, (role, (front, behind)) in enumerate(parts.around.items()):
         turns += f'{{{{ {"else " if i else ""}if eq .Role "{role}" }}}}{_quoted(front)}{{{{ .Content }}}}{_quoted(behind)}'
-    first = f'{{{{ if not .System }}}}{_quoted(parts.default)}{{{{ end }}}}' if parts.default else ''
-    return f'{_quoted(start)}{first}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{_quoted(parts.prompt)}'
+    first = (
+        f"{{{{ if not .System }}}}{_quoted(parts.default)}{{{{ end }}}}" if parts.default else ""
+    )
+    return f"{_quoted(start)}{first}{{{{ range .Messages }}}}{turns}{{{{ end }}}}{{{{ end }}}}{_quoted(parts.prompt)}"
 
-def _special(folder: Path) -> tuple[str, str, list[str]]: # bos, eos, and all tokens that end a text
-    read = lambda name: read_json(folder/name) if (folder/name).is_file() else {}
-    config, data = read('tokenizer_config.json'), read('tokenizer.json')
-    text = lambda token: (token.get('content') if isinstance(token, dict) else token) or ''
-    names = {t['id']: t['content'] for t in data.get('added_tokens', [])}
-    ends = read('generation_config.json').get('eos_token_id')
+
+def _special(
+    folder: Path,
+) -> tuple[str, str, list[str]]:  # bos, eos, and all tokens that end a text
+    read = lambda name: read_json(folder / name) if (folder / name).is_file() else {}
+    config, data = read("tokenizer_config.json"), read("tokenizer.json")
+    text = lambda token: (token.get("content") if isinstance(token, dict) else token) or ""
+    names = {t["id"]: t["content"] for t in data.get("added_tokens", [])}
+    ends = read("generation_config.json").get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    bos, eos = text(config.get('bos_token')), text(config.get('eos_token'))
-    return bos, eos, [*dict.fromkeys([*([eos] if eos else []), *(names[i] for i in ends if i in names)])]
+    bos, eos = text(config.get("bos_token")), text(config.get("eos_token"))
+    return (
+        bos,
+        eos,
+        [*dict.fromkeys([*([eos] if eos else []), *(names[i] for i in ends if i in names)])],
+    )
+
 
 def write_modelfile(
-    gguf_file: str | Path, # Beside which the Modelfile is written
-    folder: str | Path, # The model folder that it was made from: its template and its ends are used
+    gguf_file: str | Path,  # Beside which the Modelfile is written
+    folder: str
+    | Path,  # The model folder that it was made from: its template and its ends are used
     temperature: float = 0.7,
-    system: str | None = None, # What the model is told before every chat
+    system: str | None = None,  # What the model is told before every chat
 ) -> Path:
     "A Modelfile for `ollama create NAME -f Modelfile`, with the format of the training."
     gguf_file, folder = Path(gguf_file), Path(folder)
     template = read_template(folder)
-    if template is None: raise ValueError(f'{folder} has no chat template: a base model completes text, and Ollama needs no Modelfile for that')
+    if template is None:
+        raise ValueError(
+            f"{folder} has no chat template: a base model completes text, and Ollama needs no Modelfile for that"
+        )
     bos, eos, stops = _special(folder)
-    lines = [f'FROM ./{gguf_file.name}', f'TEMPLATE """{go_template(chat_parts(template, bos, eos), bos)}"""']
+    lines = [
+        f"FROM ./{gguf_file.name}",
+        f'TEMPLATE """{go_template(chat_parts(template, bos, eos), bos)}"""',
+    ]
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
-    lines += [f'PARAMETER temperature {temperature:g}'] + ([f'SYSTEM """{system}"""'] if system else [])
-    return write_atomic(gguf_file.parent/'Modelfile', '\n'.join(lines) + '\n')
+    lines += [f"PARAMETER temperature {temperature:g}"] + (
+        [f'SYSTEM """{system}"""'] if system else []
+    )
+    return write_atomic(gguf_file.parent / "Modelfile", "\n".join(lines) + "\n")
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #7ddf376f
-ARCHITECTURES = {'LlamaForCausalLM': 'llama', 'MistralForCausalLM': 'llama', 'Qwen2ForCausalLM': 'qwen2', 'Qwen3ForCausalLM': 'qwen3'}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
 
 def to_neighbours(
-    weight: np.ndarray, # (heads·D, …) rows of a query or key projection, pairs half a head apart
+    weight: np.ndarray,  # (heads·D, …) rows of a query or key projection, pairs half a head apart
     heads: int,
-) -> np.ndarray: # The same rows, pairs side by side
+) -> np.ndarray:  # The same rows, pairs side by side
     "The order of rows that llama.cpp's Llama wants."
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
+
 def gguf_names(
     config: ModelConfig,
-) -> dict[str, str]: # Name in the folder -> name in the file
+) -> dict[str, str]:  # Name in the folder -> name in the file
     "What each tensor is called in GGUF, by the gguf package's table."
     gguf = _gguf()
     kind = getattr(gguf.MODEL_ARCH, architecture_of(config).upper())
     known = gguf.get_tensor_name_map(kind, config.n_layers)
-    layer = ('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj', 'self_attn.o_proj', 'mlp.gate_proj', 'mlp.up_proj',
-             'mlp.down_proj', 'input_layernorm', 'post_attention_layernorm', 'self_attn.q_norm', 'self_attn.k_norm')
-    stems = ['model.embed_tokens', 'model.norm', 'lm_head'] + [f'model.layers.{i}.{name}' for i in range(config.n_layers) for name in layer]
-    return {f'{stem}.{end}': f'{name}.{end}' for stem in stems for end in ('weight', 'bias') if (name := known.get_name(stem))}
+    layer = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+    )
+    stems = ["model.embed_tokens", "model.norm", "lm_head"] + [
+        f"model.layers.{i}.{name}" for i in range(config.n_layers) for name in layer
+    ]
+    return {
+        f"{stem}.{end}": f"{name}.{end}"
+        for stem in stems
+        for end in ("weight", "bias")
+        if (name := known.get_name(stem))
+    }
+
 
 def architecture_of(
     config: ModelConfig,
-) -> str: # Raises `ValueError` with what llama.cpp would not compute
+) -> str:  # Raises `ValueError` with what llama.cpp would not compute
     "The family by GGUF's name."
     name = hf_architecture(config)
     if name not in ARCHITECTURES:
-        raise ValueError(f'{name or "this model"} is no family that is exported to GGUF; those are {", ".join(ARCHITECTURES)}')
-    if config.bias == 'all': raise ValueError("bias = 'all': GGUF's Llama has no biases")
-    if (config.rope_scaling or {}).get('rope_type') == 'dynamic': raise ValueError('dynamic rotary scaling has no place in GGUF')
-    if config.layer_windows and ARCHITECTURES[name] != 'llama': raise ValueError('sliding windows have no place in this family of GGUF')
+        raise ValueError(
+            f"{name or 'this model'} is no family that is exported to GGUF; those are {', '.join(ARCHITECTURES)}"
+        )
+    if config.bias == "all":
+        raise ValueError("bias = 'all': GGUF's Llama has no biases")
+    if (config.rope_scaling or {}).get("rope_type") == "dynamic":
+        raise ValueError("dynamic rotary scaling has no place in GGUF")
+    if config.layer_windows and ARCHITECTURES[name] != "llama":
+        raise ValueError("sliding windows have no place in this family of GGUF")
     return ARCHITECTURES[name]
 
+
 def _gguf() -> Any:
-    try: import gguf
-    except ImportError as error: raise ImportError("gguf is missing: pip install 'trainkit-llm[gguf]'") from error
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("gguf is missing: pip install 'trainkit-llm[gguf]'") from error
     return gguf
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #778cd421
 def describe_model(
-    writer: Any, # A `gguf.GGUFWriter`
+    writer: Any,  # A `gguf.GGUFWriter`
     config: ModelConfig,
-    name: str, # As people will see it
+    name: str,  # As people will see it
 ) -> None:
     "Write down all that the architecture's code must know."
     writer.add_name(name)
     writer.add_block_count(config.n_layers)
     windows = [w for w in config.layer_windows or () if w]
-    writer.add_context_length(min([config.max_seq_len, *windows])) # Within a window full attention computes the same
+    writer.add_context_length(
+        min([config.max_seq_len, *windows])
+    )  # Within a window full attention computes the same
     writer.add_embedding_length(config.d_model)
     writer.add_feed_forward_length(config.d_ff)
     writer.add_head_count(config.n_heads)
@@ -200,127 +284,201 @@ def describe_model(
     writer.add_rope_dimension_count(config.head_width)
     writer.add_vocab_size(config.vocab_size)
     scaling = config.rope_scaling or {}
-    if (kind := scaling.get('rope_type')) in ('linear', 'yarn'):
+    if (kind := scaling.get("rope_type")) in ("linear", "yarn"):
         gguf = _gguf()
         writer.add_rope_scaling_type(getattr(gguf.RopeScalingType, kind.upper()))
-        writer.add_rope_scaling_factor(scaling['factor'])
-        if kind == 'yarn':
-            writer.add_rope_scaling_orig_ctx_len(scaling['original_max_position_embeddings'])
-            for key, add in (('beta_fast', writer.add_rope_scaling_yarn_beta_fast), ('beta_slow', writer.add_rope_scaling_yarn_beta_slow),
-                             ('attention_factor', writer.add_rope_scaling_yarn_attn_factor)):
-                if scaling.get(key) is not None: add(scaling[key])
+        writer.add_rope_scaling_factor(scaling["factor"])
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+            for key, add in (
+                ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+                ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+                ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ):
+                if scaling.get(key) is not None:
+                    add(scaling[key])
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #3cf4a3bd
 _QWEN2 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
-_LLAMA3 = _QWEN2.replace(r'|\p{N}|', r'|\p{N}{1,3}|')
-PRE_TOKENIZERS = { # Our name of a pattern, or its text -> llama.cpp's name
-    'gpt2': 'gpt-2', 'cl100k': 'llama-bpe', 'o200k': 'gpt-4o', _LLAMA3: 'llama-bpe', _QWEN2: 'qwen2',
-    **{text: name for text, name in ((PATTERNS['gpt2'], 'gpt-2'), (GPT4_PATTERN, 'llama-bpe'), (PATTERNS['o200k'], 'gpt-4o'))}}
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+PRE_TOKENIZERS = {  # Our name of a pattern, or its text -> llama.cpp's name
+    "gpt2": "gpt-2",
+    "cl100k": "llama-bpe",
+    "o200k": "gpt-4o",
+    _LLAMA3: "llama-bpe",
+    _QWEN2: "qwen2",
+    **{
+        text: name
+        for text, name in (
+            (PATTERNS["gpt2"], "gpt-2"),
+            (GPT4_PATTERN, "llama-bpe"),
+            (PATTERNS["o200k"], "gpt-4o"),
+        )
+    },
+}
+
 
 def _pre_tokenizer(data: dict) -> str:
-    part = data.get('pre_tokenizer')
-    kinds = [p.get('type') for p in (part or {}).get('pretokenizers') or [part or {}]]
-    if kinds == ['Digits', 'ByteLevel']: return 'smollm'
+    part = data.get("pre_tokenizer")
+    kinds = [p.get("type") for p in (part or {}).get("pretokenizers") or [part or {}]]
+    if kinds == ["Digits", "ByteLevel"]:
+        return "smollm"
     pattern = read_pattern(part)
     if pattern not in PRE_TOKENIZERS:
-        raise ValueError(f'llama.cpp has no name for the pattern {pattern!r}: it knows those of {", ".join(sorted(set(PRE_TOKENIZERS.values())))} and smollm. '
-                         'Give pre= with its name if you know that it cuts alike')
+        raise ValueError(
+            f"llama.cpp has no name for the pattern {pattern!r}: it knows those of {', '.join(sorted(set(PRE_TOKENIZERS.values())))} and smollm. "
+            "Give pre= with its name if you know that it cuts alike"
+        )
     return PRE_TOKENIZERS[pattern]
 
-def _read(file: Path) -> Any: return read_json(file) if file.is_file() else {}
+
+def _read(file: Path) -> Any:
+    return read_json(file) if file.is_file() else {}
+
 
 def read_template(
     folder: str | Path,
 ) -> str | None:
     "The chat template of a model folder."
-    file = Path(folder)/'chat_template.jinja'
-    if file.is_file(): return file.read_text(encoding='utf-8')
-    return usual_template(_read(Path(folder)/'tokenizer_config.json').get('chat_template'))
+    file = Path(folder) / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return usual_template(_read(Path(folder) / "tokenizer_config.json").get("chat_template"))
+
 
 def describe_tokenizer(
-    writer: Any, # A `gguf.GGUFWriter`
-    folder: str | Path, # With tokenizer.json
-    vocab_size: int, # Rows of the model's embedding
-    pre: str | None = None, # llama.cpp's name of the splitting pattern; found out if not given
-) -> None: # Raises `ValueError` where llama.cpp would make other tokens of a text
+    writer: Any,  # A `gguf.GGUFWriter`
+    folder: str | Path,  # With tokenizer.json
+    vocab_size: int,  # Rows of the model's embedding
+    pre: str | None = None,  # llama.cpp's name of the splitting pattern; found out if not given
+) -> None:  # Raises `ValueError` where llama.cpp would make other tokens of a text
     "Write down tokens, kinds, merges, special ids and the chat template."
     gguf, folder = _gguf(), Path(folder)
-    data = _read(folder/'tokenizer.json')
-    if not data: raise FileNotFoundError(f'{folder} has no tokenizer.json')
-    if data['model'].get('type') != 'BPE' or data['model'].get('byte_fallback'):
-        raise ValueError(f"{folder/'tokenizer.json'} is {data['model'].get('type')}: byte-level BPE is what is exported")
-    kinds = {i: (token, gguf.TokenType.NORMAL) for token, i in data['model']['vocab'].items()}
-    for token in data['added_tokens']:
-        kinds[token['id']] = (token['content'], gguf.TokenType.CONTROL if token['special'] else gguf.TokenType.USER_DEFINED)
-    listed = [kinds.get(i, (f'[PAD{i}]', gguf.TokenType.UNUSED)) for i in range(vocab_size)]
-    writer.add_tokenizer_model('gpt2')
+    data = _read(folder / "tokenizer.json")
+    if not data:
+        raise FileNotFoundError(f"{folder} has no tokenizer.json")
+    if data["model"].get("type") != "BPE" or data["model"].get("byte_fallback"):
+        raise ValueError(
+            f"{folder / 'tokenizer.json'} is {data['model'].get('type')}: byte-level BPE is what is exported"
+        )
+    kinds = {i: (token, gguf.TokenType.NORMAL) for token, i in data["model"]["vocab"].items()}
+    for token in data["added_tokens"]:
+        kinds[token["id"]] = (
+            token["content"],
+            gguf.TokenType.CONTROL if token["special"] else gguf.TokenType.USER_DEFINED,
+        )
+    listed = [kinds.get(i, (f"[PAD{i}]", gguf.TokenType.UNUSED)) for i in range(vocab_size)]
+    writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre or _pre_tokenizer(data))
     writer.add_token_list([token for token, _ in listed])
     writer.add_token_types([int(kind) for _, kind in listed])
-    writer.add_token_merges([m if isinstance(m, str) else ' '.join(m) for m in data['model']['merges']])
-    ids = {**_read(folder/'config.json'), **_read(folder/'generation_config.json')}
-    end = ids.get('eos_token_id')
+    writer.add_token_merges(
+        [m if isinstance(m, str) else " ".join(m) for m in data["model"]["merges"]]
+    )
+    ids = {**_read(folder / "config.json"), **_read(folder / "generation_config.json")}
+    end = ids.get("eos_token_id")
     ends = end if isinstance(end, list) else [] if end is None else [end]
-    if ends and ids.get('bos_token_id') is None: ids['bos_token_id'] = ends[0] # Where nothing begins a text; transformers 5.15 and llama.cpp expect some id
-    for role, add in (('bos', writer.add_bos_token_id), ('pad', writer.add_pad_token_id)):
-        if ids.get(f'{role}_token_id') is not None: add(ids[f'{role}_token_id'])
-    if ends: writer.add_eos_token_id(ends[0])
-    if len(ends) > 1: writer.add_eot_token_id(ends[1])
-    first = next(iter((data.get('post_processor') or {}).get('single') or []), {})
-    writer.add_add_bos_token('SpecialToken' in first) # Whether encoding a plain text puts one in front
-    if template := read_template(folder): writer.add_chat_template(template)
+    if ends and ids.get("bos_token_id") is None:
+        ids["bos_token_id"] = ends[
+            0
+        ]  # Where nothing begins a text; transformers 5.15 and llama.cpp expect some id
+    for role, add in (("bos", writer.add_bos_token_id), ("pad", writer.add_pad_token_id)):
+        if ids.get(f"{role}_token_id") is not None:
+            add(ids[f"{role}_token_id"])
+    if ends:
+        writer.add_eos_token_id(ends[0])
+    if len(ends) > 1:
+        writer.add_eot_token_id(ends[1])
+    first = next(iter((data.get("post_processor") or {}).get("single") or []), {})
+    writer.add_add_bos_token(
+        "SpecialToken" in first
+    )  # Whether encoding a plain text puts one in front
+    if template := read_template(folder):
+        writer.add_chat_template(template)
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #46a6d4ac
-QUANT_TYPES = dict(f32='F32', f16='F16', bf16='BF16', q8_0='Q8_0', q4_0='Q4_0', q4_1='Q4_1')
-_FILE_TYPES = dict(f32=0, f16=1, q4_0=2, q4_1=3, q8_0=7, bf16=32) # llama.h: enum llama_ftype
+QUANT_TYPES = dict(f32="F32", f16="F16", bf16="BF16", q8_0="Q8_0", q4_0="Q4_0", q4_1="Q4_1")
+_FILE_TYPES = dict(f32=0, f16=1, q4_0=2, q4_1=3, q8_0=7, bf16=32)  # llama.h: enum llama_ftype
+
 
 def _whole(file: Path) -> Any:
     "A safetensors file, opened; an error names it."
-    try: return safe_open(file, 'pt')
-    except SafetensorError as error: raise ValueError(f'{file} is damaged or cut short: copy or download it again ({error})') from None
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is damaged or cut short: copy or download it again ({error})"
+        ) from None
 
-def _stored(folder: Path) -> dict[str, Path]: # Name of a tensor -> the file that holds it
-    index = _read(folder/'model.safetensors.index.json')
-    if index: return {name: folder/Path(file).name for name, file in index['weight_map'].items()}
-    file = folder/'model.safetensors'
-    if not file.is_file(): raise FileNotFoundError(f'{folder} has no model.safetensors: give a folder that save_pretrained wrote')
-    with _whole(file) as tensors: return dict.fromkeys(tensors.keys(), file)
+
+def _stored(folder: Path) -> dict[str, Path]:  # Name of a tensor -> the file that holds it
+    index = _read(folder / "model.safetensors.index.json")
+    if index:
+        return {name: folder / Path(file).name for name, file in index["weight_map"].items()}
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no model.safetensors: give a folder that save_pretrained wrote"
+        )
+    with _whole(file) as tensors:
+        return dict.fromkeys(tensors.keys(), file)
+
 
 def read_tensors(
     folder: str | Path,
     config: ModelConfig,
-) -> dict[str, tuple[list[int], Callable[[], np.ndarray]]]: # GGUF's name -> shape, and a function that reads it as float32
+) -> dict[
+    str, tuple[list[int], Callable[[], np.ndarray]]
+]:  # GGUF's name -> shape, and a function that reads it as float32
     "What goes into the file; nothing is read until it is asked for."
-    names, swap = gguf_names(config), architecture_of(config) == 'llama' # Qwen's keep their pairs half a head apart
-    heads, found = {'q_proj': config.n_heads, 'k_proj': config.kv_heads}, {}
+    names, swap = (
+        gguf_names(config),
+        architecture_of(config) == "llama",
+    )  # Qwen's keep their pairs half a head apart
+    heads, found = {"q_proj": config.n_heads, "k_proj": config.kv_heads}, {}
+
     def reader(name: str, file: Path) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
-            with safe_open(file, 'pt') as tensors: array = tensors.get_tensor(name).float().numpy()
-            part = name.split('.')[-2]
+            with safe_open(file, "pt") as tensors:
+                array = tensors.get_tensor(name).float().numpy()
+            part = name.split(".")[-2]
             return to_neighbours(array, heads[part]) if swap and part in heads else array
+
         return read
+
     for name, file in sorted(_stored(Path(folder)).items()):
-        if name == 'lm_head.weight' and config.tie_embeddings: continue # The embedding again
-        if name not in names: raise ValueError(f'{file} holds {name}, which has no place in GGUF')
-        with _whole(file) as tensors: found[names[name]] = list(tensors.get_slice(name).get_shape()), reader(name, file)
-    if (config.rope_scaling or {}).get('rope_type') == 'llama3': # By how much each pair is slowed
-        plain, slow = (rope_frequencies(config.head_width, config.rope_theta, x) for x in (None, config.rope_scaling))
-        found['rope_freqs.weight'] = [len(plain)], (plain / slow).numpy
+        if name == "lm_head.weight" and config.tie_embeddings:
+            continue  # The embedding again
+        if name not in names:
+            raise ValueError(f"{file} holds {name}, which has no place in GGUF")
+        with _whole(file) as tensors:
+            found[names[name]] = list(tensors.get_slice(name).get_shape()), reader(name, file)
+    if (config.rope_scaling or {}).get("rope_type") == "llama3":  # By how much each pair is slowed
+        plain, slow = (
+            rope_frequencies(config.head_width, config.rope_theta, x)
+            for x in (None, config.rope_scaling)
+        )
+        found["rope_freqs.weight"] = [len(plain)], (plain / slow).numpy
     return found
 
 # %% ../../nbs/10_interop/04_gguf.ipynb #b22555a2
 def export_gguf(
-    folder: str | Path, # A model folder with config.json, of the Llama, Mistral, Qwen2 or Qwen3 family
-    path: str | Path, # The file to write, `….gguf`
-    quant_type: str = 'q8_0', # One of `QUANT_TYPES`
-    name: str | None = None, # As people will see it; the folder's
-    pre: str | None = None, # llama.cpp's name of the splitting pattern; found out if not given
+    folder: str
+    | Path,  # A model folder with config.json, of the Llama, Mistral, Qwen2 or Qwen3 family
+    path: str | Path,  # The file to write, `….gguf`
+    quant_type: str = "q8_0",  # One of `QUANT_TYPES`
+    name: str | None = None,  # As people will see it; the folder's
+    pre: str | None = None,  # llama.cpp's name of the splitting pattern; found out if not given
     progress: bool = True,
-) -> dict[str, Any]: # path, bytes, tensors, and `wide`: matrices that could not be written in that type
+) -> dict[
+    str, Any
+]:  # path, bytes, tensors, and `wide`: matrices that could not be written in that type
     "Write a model folder as one GGUF file, read it back, and only then give it its name."
     gguf, folder, path = _gguf(), Path(folder), Path(path)
-    if quant_type not in QUANT_TYPES: raise ValueError(f'quant_type = {quant_type!r} is none of {", ".join(QUANT_TYPES)}')
-    if path.suffix != '.gguf': raise ValueError(f'{path} must end with .gguf: programs go by it')
+    if quant_type not in QUANT_TYPES:
+        raise ValueError(f"quant_type = {quant_type!r} is none of {', '.join(QUANT_TYPES)}")
+    if path.suffix != ".gguf":
+        raise ValueError(f"{path} must end with .gguf: programs go by it")
     config = read_config(folder)
     kinds, wanted, sums = gguf.GGMLQuantizationType, QUANT_TYPES[quant_type], {}
     writer = gguf.GGUFWriter(None, architecture_of(config))
@@ -331,31 +489,42 @@ def export_gguf(
     tensors, wide = read_tensors(folder, config), []
     types = {}
     for title, (shape, _) in tensors.items():
-        fits = shape[-1] % 32 == 0 or quant_type in ('f32', 'f16', 'bf16')
+        fits = shape[-1] % 32 == 0 or quant_type in ("f32", "f16", "bf16")
         types[title] = kinds.F32 if len(shape) == 1 else kinds[wanted] if fits else kinds.F16
-        if len(shape) > 1 and not fits: wide.append(title)
+        if len(shape) > 1 and not fits:
+            wide.append(title)
         plain = {kinds.F32: np.float32, kinds.F16: np.float16}.get(types[title])
         form = shape if plain else gguf.quant_shape_to_byte_shape(shape, types[title])
         dtype = np.dtype(plain or np.uint8)
-        writer.add_tensor_info(title, form, dtype, int(np.prod(form)) * dtype.itemsize, raw_dtype=types[title])
+        writer.add_tensor_info(
+            title, form, dtype, int(np.prod(form)) * dtype.itemsize, raw_dtype=types[title]
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     check = lambda data: zlib.crc32(np.ascontiguousarray(data).view(np.uint8).reshape(-1).data)
-    with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=f'.{path.stem}.') as home:
-        rough = Path(home)/path.name
+    with (
+        writing(path),
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as home,
+    ):
+        rough = Path(home) / path.name
         try:
             writer.write_header_to_file(rough)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            with Progress(len(tensors), 'Writing GGUF', 'tensor', enabled=progress) as bar:
+            with Progress(len(tensors), "Writing GGUF", "tensor", enabled=progress) as bar:
                 for title, (_, read) in tensors.items():
                     array = read()
-                    if not np.isfinite(array).all(): raise ValueError(f'{folder} holds NaN or Inf in {title}: its training broke down, and no quantized number says so')
+                    if not np.isfinite(array).all():
+                        raise ValueError(
+                            f"{folder} holds NaN or Inf in {title}: its training broke down, and no quantized number says so"
+                        )
                     data = gguf.quants.quantize(array, types[title])
                     sums[title] = check(data)
                     writer.write_tensor_data(data)
                     bar.update(len(sums))
-        finally: writer.close()
+        finally:
+            writer.close()
         again = {t.name: check(t.data) for t in gguf.GGUFReader(rough).tensors}
-        if wrong := {a for a, _ in sums.items() ^ again.items()}: raise OSError(f'{path} was not written: read again, {min(wrong)} differs')
+        if wrong := {a for a, _ in sums.items() ^ again.items()}:
+            raise OSError(f"{path} was not written: read again, {min(wrong)} differs")
         rough.replace(path)
     return dict(path=path, bytes=path.stat().st_size, tensors=len(sums), wide=wide)

@@ -39,23 +39,33 @@ from ..tokenizer.bpe_tokenizer import BPETokenizer
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #3df15b06
 def read_weights(
-    folder: str | Path, # With `model.safetensors`, or with parts and their index
-) -> dict[str, Tensor]: # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
+    folder: str | Path,  # With `model.safetensors`, or with parts and their index
+) -> dict[
+    str, Tensor
+]:  # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
     "The tensors of a model folder, as they are stored; pickles are never opened."
     folder, weights = Path(folder), {}
-    index = folder/'model.safetensors.index.json'
-    parts = {'model.safetensors'}
+    index = folder / "model.safetensors.index.json"
+    parts = {"model.safetensors"}
     if index.is_file():
-        with reading(index): parts = {str(name) for name in read_json(index)['weight_map'].values()}
-    for file in (folder/Path(name).name for name in sorted(parts)):
+        with reading(index):
+            parts = {str(name) for name in read_json(index)["weight_map"].values()}
+    for file in (folder / Path(name).name for name in sorted(parts)):
         if not file.is_file():
-            pickles = sorted(p.name for kind in ('*.bin', '*.pt', '*.pth', '*.pkl') for p in folder.glob(kind))
-            hint = '; {} is a pickle, which can run any code when it is opened: ask for safetensors'
-            raise FileNotFoundError(f'{folder} has no {file.name}{hint.format(pickles[0]) if pickles else ""}')
-        try: weights |= load_file(file)
+            pickles = sorted(
+                p.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl") for p in folder.glob(kind)
+            )
+            hint = "; {} is a pickle, which can run any code when it is opened: ask for safetensors"
+            raise FileNotFoundError(
+                f"{folder} has no {file.name}{hint.format(pickles[0]) if pickles else ''}"
+            )
+        try:
+            weights |= load_file(file)
         except SafetensorError as error:
-            raise ValueError(f'{file} is damaged or cut short at {file.stat().st_size:,} bytes: copy or download '
-                             f'it again ({error})') from None
+            raise ValueError(
+                f"{file} is damaged or cut short at {file.stat().st_size:,} bytes: copy or download "
+                f"it again ({error})"
+            ) from None
     return weights
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #5b82aec5
@@ -67,268 +77,473 @@ def _quiet() -> Iterator[None]:
         level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
         log.set_verbosity_error()
         log.disable_progress_bar()
-        try: yield
+        try:
+            yield
         finally:
             log.set_verbosity(level)
-            if bars: log.enable_progress_bar()
+            if bars:
+                log.enable_progress_bar()
+
 
 def _refuse_adapter(folder: Path) -> None:
     "An adapter by itself is no model."
-    try: said = read_json(folder/'adapter_config.json')
-    except (OSError, ValueError): return
-    base = said.get('base_model_name_or_path')
-    whole = f"the model with it folded in is {folder.parent/'model'}" if (folder.parent/'model'/'config.json').is_file() else \
-        f"fold it in with trainkit merge {base or 'BASE'} {folder} OUTPUT, and open that"
-    raise ValueError(f"{folder} is an adapter{f' of {base}' if base else ''}, and no model: {whole}")
+    try:
+        said = read_json(folder / "adapter_config.json")
+    except (OSError, ValueError):
+        return
+    base = said.get("base_model_name_or_path")
+    whole = (
+        f"the model with it folded in is {folder.parent / 'model'}"
+        if (folder.parent / "model" / "config.json").is_file()
+        else f"fold it in with trainkit merge {base or 'BASE'} {folder} OUTPUT, and open that"
+    )
+    raise ValueError(
+        f"{folder} is an adapter{f' of {base}' if base else ''}, and no model: {whole}"
+    )
 
-_SIZES = ('vocab_size', 'hidden_size', 'intermediate_size', 'num_attention_heads', 'num_key_value_heads', 'head_dim', 'max_position_embeddings',
-          'n_embd', 'n_head', 'n_inner', 'n_positions')
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "n_embd",
+    "n_head",
+    "n_inner",
+    "n_positions",
+)
+
 
 def read_model_settings(
-    folder: str | Path, # With a `config.json`
-) -> dict[str, Any]: # Raises `ValueError` for what is no config, and for numbers that no model has
+    folder: str | Path,  # With a `config.json`
+) -> dict[str, Any]:  # Raises `ValueError` for what is no config, and for numbers that no model has
     "What config.json says; what would take minutes to fail is refused before anything is made of it."
-    file = Path(folder)/'config.json'
+    file = Path(folder) / "config.json"
     data = read_json(file)
-    for names, most in ((('num_hidden_layers', 'n_layer'), MOST_LAYERS), (_SIZES, 2**31)):
+    for names, most in ((("num_hidden_layers", "n_layer"), MOST_LAYERS), (_SIZES, 2**31)):
         for name in names:
             if isinstance(count := data.get(name), int) and count > most:
-                raise ValueError(f'{file}: {name} = {count:,}: no model has more than {most:,}: copy or download it again')
+                raise ValueError(
+                    f"{file}: {name} = {count:,}: no model has more than {most:,}: copy or download it again"
+                )
     return data
 
+
 def read_config(
-    folder: str | Path, # With `config.json`, `trainkit.json`, or both
-) -> ModelConfig: # Raises `ValueError` with what we do not compute, `FileNotFoundError` without a config
+    folder: str | Path,  # With `config.json`, `trainkit.json`, or both
+) -> (
+    ModelConfig
+):  # Raises `ValueError` with what we do not compute, `FileNotFoundError` without a config
     "The shape and the choices of the model in a folder."
-    theirs, ours = Path(folder)/'config.json', Path(folder)/'trainkit.json'
+    theirs, ours = Path(folder) / "config.json", Path(folder) / "trainkit.json"
     if not theirs.is_file():
         _refuse_adapter(Path(folder))
         if ours.is_file():
-            with reading(ours): return load_config(ModelConfig, ours)
-        inside = f' No, but {theirs.parent/"model"} is one' if (theirs.parent/'model'/'config.json').is_file() else ''
-        raise FileNotFoundError(f'{folder} has neither config.json nor trainkit.json: is it a model?{inside}')
+            with reading(ours):
+                return load_config(ModelConfig, ours)
+        inside = (
+            f" No, but {theirs.parent / 'model'} is one"
+            if (theirs.parent / "model" / "config.json").is_file()
+            else ""
+        )
+        raise FileNotFoundError(
+            f"{folder} has neither config.json nor trainkit.json: is it a model?{inside}"
+        )
     data = read_model_settings(folder)
-    if 'quantization_config' in data:
-        raise ValueError(f'{theirs} says that the weights are quantized: open them with '
-                         'load_pretrained(…, native=False)')
-    with reading(theirs), _quiet(): config = from_hf_config(data)
-    with reading(ours): own = load_config(ModelConfig, ours) if ours.is_file() else config
-    same = hf_architecture(own) is not None and to_hf_config(own).to_dict() == to_hf_config(config).to_dict()
+    if "quantization_config" in data:
+        raise ValueError(
+            f"{theirs} says that the weights are quantized: open them with "
+            "load_pretrained(…, native=False)"
+        )
+    with reading(theirs), _quiet():
+        config = from_hf_config(data)
+    with reading(ours):
+        own = load_config(ModelConfig, ours) if ours.is_file() else config
+    same = (
+        hf_architecture(own) is not None
+        and to_hf_config(own).to_dict() == to_hf_config(config).to_dict()
+    )
     return own if same else config
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #6a225a69
-def _find(source: str | Path, cache_dir: str | Path | None = None, token: str | None = None, code: bool = False) -> Path:
+def _find(
+    source: str | Path,
+    cache_dir: str | Path | None = None,
+    token: str | None = None,
+    code: bool = False,
+) -> Path:
     "A folder or a GGUF file: here, else fetched from the hub."
     path, name = Path(source).expanduser(), str(source)
-    if path.suffix == '.gguf' and path.is_file() and not path.stat().st_size: raise ValueError(f'{path} is empty: copy or download it again')
-    if path.is_dir(): return path
-    if path.is_file() and path.suffix == '.gguf':
-        with open(path, 'rb') as file: gguf_version(file)
+    if path.suffix == ".gguf" and path.is_file() and not path.stat().st_size:
+        raise ValueError(f"{path} is empty: copy or download it again")
+    if path.is_dir():
         return path
-    if path.exists() or not re.fullmatch(r'\w[\w.-]*(/\w[\w.-]*)?', name):
-        raise FileNotFoundError(f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
-                                "'owner/name'")
-    return fetch_model(name, cache_dir or None, token, ('*.py',)*code)
+    if path.is_file() and path.suffix == ".gguf":
+        with open(path, "rb") as file:
+            gguf_version(file)
+        return path
+    if path.exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        raise FileNotFoundError(
+            f"'{name}' is no model: give a folder, a .gguf file, or a name on the hub such as "
+            "'owner/name'"
+        )
+    return fetch_model(name, cache_dir or None, token, ("*.py",) * code)
 
-def _split(path: Path) -> tuple[Path, dict[str, Any]]: # The folder, and what else transformers wants to know
-    return (path.parent, {'gguf_file': path.name}) if path.is_file() else (path, {})
 
-def _open_theirs(path: Path, dtype: torch.dtype | None, trust: bool = False, device_map: Any = None) -> transformers.PreTrainedModel:
+def _split(
+    path: Path,
+) -> tuple[Path, dict[str, Any]]:  # The folder, and what else transformers wants to know
+    return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+
+
+def _open_theirs(
+    path: Path, dtype: torch.dtype | None, trust: bool = False, device_map: Any = None
+) -> transformers.PreTrainedModel:
     folder, gguf = _split(path)
-    if not gguf and not (path/'config.json').is_file():
-        raise FileNotFoundError(f'{path} has no config.json, so transformers cannot open it'
-                                + '; load_pretrained(…, native=True) can' * (path/'trainkit.json').is_file())
-    bar = patch('transformers.modeling_gguf_pytorch_utils.tqdm', lambda items, **_: items) # One of its own, which nothing turns off
-    if not gguf: read_model_settings(path)
-    with reading(path), _quiet(), bar if gguf else nullcontext(): # The lock of `_quiet` is for what is patched, too
-        try: model, info = open_with(
-            transformers.AutoModelForCausalLM, folder, trust_remote_code=trust, use_safetensors=True, dtype=dtype or 'auto', output_loading_info=True,
-            ignore_mismatched_sizes=True, device_map=device_map, **gguf)
+    if not gguf and not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path} has no config.json, so transformers cannot open it"
+            + "; load_pretrained(…, native=True) can" * (path / "trainkit.json").is_file()
+        )
+    bar = patch(
+        "transformers.modeling_gguf_pytorch_utils.tqdm", lambda items, **_: items
+    )  # One of its own, which nothing turns off
+    if not gguf:
+        read_model_settings(path)
+    with (
+        reading(path),
+        _quiet(),
+        bar if gguf else nullcontext(),
+    ):  # The lock of `_quiet` is for what is patched, too
+        try:
+            model, info = open_with(
+                transformers.AutoModelForCausalLM,
+                folder,
+                trust_remote_code=trust,
+                use_safetensors=True,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                device_map=device_map,
+                **gguf,
+            )
         except SafetensorError as error:
-            raise ValueError(f'the weights in {path} are damaged or cut short: copy or download them again '
-                             f'({error})') from None
-    shapes = [str(name) for name, *_ in info['mismatched_keys']]
-    for words, names in (('lacks', info['missing_keys']), ('has a wrong shape:', shapes)):
-        if names: raise ValueError(f'{path} {words} {min(names)}: copy or download it again')
-    if not gguf: return model
+            raise ValueError(
+                f"the weights in {path} are damaged or cut short: copy or download them again "
+                f"({error})"
+            ) from None
+    shapes = [str(name) for name, *_ in info["mismatched_keys"]]
+    for words, names in (("lacks", info["missing_keys"]), ("has a wrong shape:", shapes)):
+        if names:
+            raise ValueError(f"{path} {words} {min(names)}: copy or download it again")
+    if not gguf:
+        return model
     weights, config, ending = model.state_dict(), copy(model.config), model.generation_config
-    if hasattr(config, 'quantization_config'): del config.quantization_config # Newer versions set it, and refuse to save what by now are plain numbers
-    with alone: model = type(model)(config).to(model.dtype)
+    if hasattr(config, "quantization_config"):
+        del (
+            config.quantization_config
+        )  # Newer versions set it, and refuse to save what by now are plain numbers
+    with alone:
+        model = type(model)(config).to(model.dtype)
     model.load_state_dict(weights)
     model.generation_config = ending
     return model
 
+
 def _open_tokenizer(path: Path, native: bool, trust: bool = False) -> Any:
     folder, gguf = _split(path)
-    names = ('tokenizer.json', 'tokenizer_config.json', 'tokenizer.model')
-    if not gguf and not any((folder/name).is_file() for name in names): return None
-    if native and (folder/'tokenizer.json').is_file():
-        try: return BPETokenizer.load(folder)
-        except ValueError: pass # Not byte-level BPE
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    if not gguf and not any((folder / name).is_file() for name in names):
+        return None
+    if native and (folder / "tokenizer.json").is_file():
+        try:
+            return BPETokenizer.load(folder)
+        except ValueError:
+            pass  # Not byte-level BPE
     # AutoTokenizer goes by the family: in a Qwen2's folder it splits as Qwen does, not as the tokenizer says
-    ours = (folder/'trainkit.json').is_file()
+    ours = (folder / "trainkit.json").is_file()
     opener = transformers.PreTrainedTokenizerFast if ours else transformers.AutoTokenizer
     try:
-        with _quiet(): tokenizer = open_with(opener, folder, trust_remote_code=trust, **gguf)
-    except (MemoryError, ImportError): raise
-    except Exception as error: # which do not say of what; those of tokenizers have no class of their own
-        why = str(error).strip().partition('\n')[0].rstrip(': ')
-        raise ValueError(f'{path} holds no tokenizer that can be opened ({type(error).__name__}: {why}): copy or save its tokenizer.json again') from None
-    if gguf and find_spec('transformers.integrations.gguf') is None and type(tokenizer.backend_tokenizer.pre_tokenizer).__name__ == 'ByteLevel':
-        warnings.warn(f'transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, whatever pattern the file names: '
-                      'ids may differ where there are digits or line ends. 5.23 reads the pattern; so does a folder', stacklevel=3)
+        with _quiet():
+            tokenizer = open_with(opener, folder, trust_remote_code=trust, **gguf)
+    except (MemoryError, ImportError):
+        raise
+    except (
+        Exception
+    ) as error:  # which do not say of what; those of tokenizers have no class of their own
+        why = str(error).strip().partition("\n")[0].rstrip(": ")
+        raise ValueError(
+            f"{path} holds no tokenizer that can be opened ({type(error).__name__}: {why}): copy or save its tokenizer.json again"
+        ) from None
+    if (
+        gguf
+        and find_spec("transformers.integrations.gguf") is None
+        and type(tokenizer.backend_tokenizer.pre_tokenizer).__name__ == "ByteLevel"
+    ):
+        warnings.warn(
+            f"transformers {transformers.__version__} cuts the text of {path.name} as GPT-2 does, whatever pattern the file names: "
+            "ids may differ where there are digits or line ends. 5.23 reads the pattern; so does a folder",
+            stacklevel=3,
+        )
     if native and gguf:
-        try: return BPETokenizer.from_hf(tokenizer)
-        except ValueError: pass
+        try:
+            return BPETokenizer.from_hf(tokenizer)
+        except ValueError:
+            pass
     return tokenizer
+
 
 def _check_sizes(tokenizer: Any, vocab_size: int) -> None:
     "A model may have some rows more than its tokenizer has ids, rounded up for speed; never fewer."
     size = vocab_size if tokenizer is None else len(tokenizer)
     if size != vocab_size and not (size < vocab_size < size + 1024 and vocab_size % 64 == 0):
-        raise ValueError(f'the tokenizer has {size} ids and the model {vocab_size}: they do not belong together; '
-                         f'make the model with vocab_size={size}, or take the tokenizer that it was trained with')
+        raise ValueError(
+            f"the tokenizer has {size} ids and the model {vocab_size}: they do not belong together; "
+            f"make the model with vocab_size={size}, or take the tokenizer that it was trained with"
+        )
+
 
 def _open_quantized(path: Path, dtype: torch.dtype | None, quant: QuantConfig) -> Transformer:
     config, files = read_config(path), tensor_files(path)
+
     def rename(name: str) -> str:
         theirs = stored_as(config, name)[0]
-        return theirs if theirs in files else theirs.removeprefix('transformer.') # OpenAI's own files leave it out
-    with reading(path): model = load_quantized(lambda: Transformer(config), path, quant, dtype, rename, lambda name, tensor: stored_as(config, name)[1](tensor), CONSTANTS)
+        return (
+            theirs if theirs in files else theirs.removeprefix("transformer.")
+        )  # OpenAI's own files leave it out
+
+    with reading(path):
+        model = load_quantized(
+            lambda: Transformer(config),
+            path,
+            quant,
+            dtype,
+            rename,
+            lambda name, tensor: stored_as(config, name)[1](tensor),
+            CONSTANTS,
+        )
     assert isinstance(model, Transformer)
     return model
 
-def _open_generation(file: Path) -> transformers.GenerationConfig: # What ends a text, for `generate`
+
+def _open_generation(
+    file: Path,
+) -> transformers.GenerationConfig:  # What ends a text, for `generate`
     read_json(file)
-    with reading(file), _quiet(): found = open_with(transformers.GenerationConfig, file.parent)
+    with reading(file), _quiet():
+        found = open_with(transformers.GenerationConfig, file.parent)
     ends = found.eos_token_id
     for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
-        if type(end) is not int or not 0 <= end < 2**31: raise ValueError(f'{file}: eos_token_id = {ends!r}: must be the number of a token, or a list of them')
+        if type(end) is not int or not 0 <= end < 2**31:
+            raise ValueError(
+                f"{file}: eos_token_id = {ends!r}: must be the number of a token, or a list of them"
+            )
     return found
 
+
 def load_pretrained(
-    source: str | Path, # A folder that we or transformers saved, a .gguf file, or a name on the hub
-    native: bool = True, # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
-    dtype: torch.dtype | None = None, # Of the weights in memory; None keeps that of the file
-    cache_dir: str | Path | None = None, # Where models of the hub are kept; None: where HF_HUB_CACHE says
-    device_map: Any = None, # 'auto', a device, or with native=False a dict from parts to devices; None: main memory
-    use_cache: bool | None = None, # What a model of transformers keeps while it reads; None: as its config says
-    token: str | None = None, # For the hub; None: that of the environment
-    trust_remote_code: bool = False, # Run the code that comes with a model, with native=False
-    quant: QuantConfig | None = None, # Few bits a weight: a folder is read a tensor at a time, all else is rounded when it is open
-) -> tuple[Any, Any]: # The model in eval mode, and the tokenizer or None; no pickle, and no code of theirs unless asked for
+    source: str
+    | Path,  # A folder that we or transformers saved, a .gguf file, or a name on the hub
+    native: bool = True,  # Our `Transformer` and, for byte-level BPE, our tokenizer; False for transformers'
+    dtype: torch.dtype | None = None,  # Of the weights in memory; None keeps that of the file
+    cache_dir: str
+    | Path
+    | None = None,  # Where models of the hub are kept; None: where HF_HUB_CACHE says
+    device_map: Any = None,  # 'auto', a device, or with native=False a dict from parts to devices; None: main memory
+    use_cache: bool
+    | None = None,  # What a model of transformers keeps while it reads; None: as its config says
+    token: str | None = None,  # For the hub; None: that of the environment
+    trust_remote_code: bool = False,  # Run the code that comes with a model, with native=False
+    quant: QuantConfig
+    | None = None,  # Few bits a weight: a folder is read a tensor at a time, all else is rounded when it is open
+) -> tuple[
+    Any, Any
+]:  # The model in eval mode, and the tokenizer or None; no pickle, and no code of theirs unless asked for
     "Open a model and its tokenizer."
-    if trust_remote_code and native: raise ValueError('trust_remote_code = True: our own model runs no code of others; say native=False')
-    if isinstance(device_map, dict) and native: raise ValueError(f'device_map = {device_map}: our own model lies on one device; say native=False to share it out')
+    if trust_remote_code and native:
+        raise ValueError(
+            "trust_remote_code = True: our own model runs no code of others; say native=False"
+        )
+    if isinstance(device_map, dict) and native:
+        raise ValueError(
+            f"device_map = {device_map}: our own model lies on one device; say native=False to share it out"
+        )
     path = _find(source, cache_dir, token, trust_remote_code)
-    if not native: model = _open_theirs(path, dtype, trust_remote_code, device_map)
-    elif path.is_file(): model = from_hf(_open_theirs(path, dtype))
-    elif quant: model = _open_quantized(path, dtype, quant)
+    if not native:
+        model = _open_theirs(path, dtype, trust_remote_code, device_map)
+    elif path.is_file():
+        model = from_hf(_open_theirs(path, dtype))
+    elif quant:
+        model = _open_quantized(path, dtype, quant)
     else:
         config = read_config(path)
         with reading(path):
             weights = from_hf_weights(config, read_weights(path))
-            model = take_weights(config, {k: v.to(dtype or v.dtype) for k, v in weights.items()}, str(path))
-    if native and (path/'generation_config.json').is_file(): model.generation_config = _open_generation(path/'generation_config.json') # type: ignore
+            model = take_weights(
+                config, {k: v.to(dtype or v.dtype) for k, v in weights.items()}, str(path)
+            )
+    if native and (path / "generation_config.json").is_file():
+        model.generation_config = _open_generation(path / "generation_config.json")  # type: ignore
     net: Any = quantize_model(model, quant) if quant and (path.is_file() or not native) else model
-    if native and device_map: net = net.to(pick_device() if device_map == 'auto' else device_map)
-    if not native and use_cache is not None: net.config.use_cache = use_cache
+    if native and device_map:
+        net = net.to(pick_device() if device_map == "auto" else device_map)
+    if not native and use_cache is not None:
+        net.config.use_cache = use_cache
     tokenizer = _open_tokenizer(path, native, trust_remote_code)
     _check_sizes(tokenizer, model.config.vocab_size)
     return model.eval(), tokenizer
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #8fa977b7
-_FILES = ('config.json', 'generation_config.json', 'trainkit.json', 'model*.safetensors',
-          'model.safetensors.index.json', 'tokenizer*', 'special_tokens_map.json', 'added_tokens.json',
-          'vocab.json', 'merges.txt', 'chat_template*')
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "trainkit.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+
 
 def _write_json(file: Path, data: dict) -> None:
-    write_atomic(file, json.dumps(data, indent=2, sort_keys=True) + '\n')
+    write_atomic(file, json.dumps(data, indent=2, sort_keys=True) + "\n")
+
 
 def _write_model(model: Transformer, folder: Path) -> None:
     config, weights = model.config, model.state_dict()
-    check_family_weights(config, weights, 'the model', 'merge or remove what was added to it, then save')
+    check_family_weights(
+        config, weights, "the model", "merge or remove what was added to it, then save"
+    )
     if hf_architecture(config) is not None:
         data = json.loads(to_hf_config(config).to_json_string(use_diff=False))
-        data |= dict(dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))
-        if config.position == 'rope': data |= dict(rope_theta=config.rope_theta) # Where older programs look for it
+        data |= dict(dtype=str(model.lm_head.weight.dtype).removeprefix("torch."))
+        if config.position == "rope":
+            data |= dict(rope_theta=config.rope_theta)  # Where older programs look for it
         if config.rope_scaling:
-            data |= dict(rope_scaling={k: v for k, v in data['rope_parameters'].items() if k != 'rope_theta'})
-        _write_json(folder/'config.json', data)
+            data |= dict(
+                rope_scaling={k: v for k, v in data["rope_parameters"].items() if k != "rope_theta"}
+            )
+        _write_json(folder / "config.json", data)
         weights = to_hf_weights(config, weights)
-    if config.tie_embeddings: del weights['lm_head.weight'] # It is the embedding, which is there already
+    if config.tie_embeddings:
+        del weights["lm_head.weight"]  # It is the embedding, which is there already
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
-    save_file(weights, folder/'model.safetensors', {'format': 'pt'})
-    save_config(config, folder/'trainkit.json')
-    (getattr(model, 'generation_config', None) or transformers.GenerationConfig()).save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save_config(config, folder / "trainkit.json")
+    (getattr(model, "generation_config", None) or transformers.GenerationConfig()).save_pretrained(
+        folder
+    )
 
-def _allow_cache(folder: Path) -> None: # Off while training; saved so, a model would write slowly for ever
-    for file in (folder/'config.json', folder/'generation_config.json'):
-        data = json.loads(file.read_text(encoding='utf-8')) if file.is_file() else {}
-        if data.get('use_cache') is False: _write_json(file, data | dict(use_cache=True))
+
+def _allow_cache(
+    folder: Path,
+) -> None:  # Off while training; saved so, a model would write slowly for ever
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        data = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if data.get("use_cache") is False:
+            _write_json(file, data | dict(use_cache=True))
+
 
 def _write_ids(tokenizer: Any, folder: Path) -> None:
-    roles = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+    roles = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {role: i for role in roles if (i := getattr(tokenizer, role, None)) is not None}
-    for file in (folder/'config.json', folder/'generation_config.json'):
-        if not file.is_file(): continue
-        data = json.loads(file.read_text(encoding='utf-8'))
-        ends = data.get('eos_token_id') # A chat model may have several, the tokenizer's among them
-        several = {'eos_token_id': ends} if isinstance(ends, list) and ids.get('eos_token_id') in ends else {}
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if not file.is_file():
+            continue
+        data = json.loads(file.read_text(encoding="utf-8"))
+        ends = data.get("eos_token_id")  # A chat model may have several, the tokenizer's among them
+        several = (
+            {"eos_token_id": ends}
+            if isinstance(ends, list) and ids.get("eos_token_id") in ends
+            else {}
+        )
         _write_json(file, data | ids | several)
 
 # %% ../../nbs/10_interop/01_hugging_face.ipynb #94f996a1
 @torch.no_grad()
 def _verify(model: nn.Module, tokenizer: Any, folder: Path) -> None:
     "Open what was written, and compare."
-    again, words = load_pretrained(folder, native=not (folder/'config.json').is_file())
+    again, words = load_pretrained(folder, native=not (folder / "config.json").is_file())
     first, config = next(model.parameters()), cast(Any, model.config)
-    length = min(16, getattr(config, 'max_seq_len', 16))
+    length = min(16, getattr(config, "max_seq_len", 16))
     ids = (torch.arange(1, length + 1, device=first.device) * 7919 % config.vocab_size)[None]
     training = [module for module in model.modules() if module.training]
     model.eval()
     ours, theirs = model(ids).logits.float(), again.to(first.device)(ids).logits.float()
-    for module in training: module.training = True
+    for module in training:
+        module.training = True
     gap, exact = (ours - theirs).abs().max().item(), first.dtype in (torch.float32, torch.float64)
     if not gap <= (1e-4 if exact else 0.05) * max(1.0, ours.abs().max().item()):
-        raise RuntimeError(f'nothing was saved: opened again, the model gives other logits, by up to {gap:.2g}')
-    if tokenizer is None: return
-    text = 'The naïve café — 你好, 😀!\n\tdef f(x): return x**2  # 12345'
+        raise RuntimeError(
+            f"nothing was saved: opened again, the model gives other logits, by up to {gap:.2g}"
+        )
+    if tokenizer is None:
+        return
+    text = "The naïve café — 你好, 😀!\n\tdef f(x): return x**2  # 12345"
+
     def encode(t: Any) -> list[int]:
-        return list(t.encode(text) if isinstance(t, BPETokenizer) else t.encode(text, add_special_tokens=False))
+        return list(
+            t.encode(text)
+            if isinstance(t, BPETokenizer)
+            else t.encode(text, add_special_tokens=False)
+        )
+
     if encode(tokenizer) != encode(words):
-        raise RuntimeError('nothing was saved: opened again, the tokenizer gives other ids')
-    with _quiet(): auto = open_with(transformers.AutoTokenizer, folder, trust_remote_code=False)
-    fast = [t.backend_tokenizer for t in (words, auto) if hasattr(t, 'backend_tokenizer')]
-    splits = [json.loads(t.to_str())['pre_tokenizer'] for t in fast]
+        raise RuntimeError("nothing was saved: opened again, the tokenizer gives other ids")
+    with _quiet():
+        auto = open_with(transformers.AutoTokenizer, folder, trust_remote_code=False)
+    fast = [t.backend_tokenizer for t in (words, auto) if hasattr(t, "backend_tokenizer")]
+    splits = [json.loads(t.to_str())["pre_tokenizer"] for t in fast]
     if splits[1:] and splits[0] != splits[1]:
-        warnings.warn(f'AutoTokenizer opens this folder as {type(auto).__name__}, which splits text otherwise '
-                      'than your tokenizer: open it with PreTrainedTokenizerFast or load_pretrained, or make the '
-                      "model with bias='none'", stacklevel=4)
+        warnings.warn(
+            f"AutoTokenizer opens this folder as {type(auto).__name__}, which splits text otherwise "
+            "than your tokenizer: open it with PreTrainedTokenizerFast or load_pretrained, or make the "
+            "model with bias='none'",
+            stacklevel=4,
+        )
+
 
 def save_pretrained(
-    model: nn.Module, # Our `Transformer`, or a model of transformers
-    tokenizer: Any, # Our `BPETokenizer`, one of transformers, or None
-    folder: str | Path, # Made, or replaced if it holds a model and nothing else
-    verify: bool = True, # Open what was written and compare logits and ids before it gets its name
-) -> Path: # The folder, whole or not at all
+    model: nn.Module,  # Our `Transformer`, or a model of transformers
+    tokenizer: Any,  # Our `BPETokenizer`, one of transformers, or None
+    folder: str | Path,  # Made, or replaced if it holds a model and nothing else
+    verify: bool = True,  # Open what was written and compare logits and ids before it gets its name
+) -> Path:  # The folder, whole or not at all
     "Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` open without our code."
     folder = Path(folder)
-    if folder.is_file(): raise FileExistsError(f'{folder} is a file: choose another name')
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file: choose another name")
     there = sorted(folder.iterdir()) if folder.is_dir() else []
     if strange := [p.name for p in there if not any(p.match(name) for name in _FILES)]:
-        raise FileExistsError(f"{folder} holds '{strange[0]}', which is no part of a model: choose another folder")
+        raise FileExistsError(
+            f"{folder} holds '{strange[0]}', which is no part of a model: choose another folder"
+        )
     _check_sizes(tokenizer, cast(Any, model.config).vocab_size)
     if isinstance(model, Transformer) and (why := obstacles(model.config)):
-        warnings.warn(f"no class of transformers computes {', '.join(why)}: {folder} gets model.safetensors and "
-                      'trainkit.json, which trainkit.interop.hf.load_pretrained opens', stacklevel=2)
+        warnings.warn(
+            f"no class of transformers computes {', '.join(why)}: {folder} gets model.safetensors and "
+            "trainkit.json, which trainkit.interop.hf.load_pretrained opens",
+            stacklevel=2,
+        )
     with atomic_folder(folder) as temporary:
-        if isinstance(model, Transformer): _write_model(model, temporary)
+        if isinstance(model, Transformer):
+            _write_model(model, temporary)
         else:
-            with _quiet(): model.save_pretrained(temporary) # type: ignore
+            with _quiet():
+                model.save_pretrained(temporary)  # type: ignore
             _allow_cache(temporary)
-        if isinstance(tokenizer, BPETokenizer): tokenizer.save(temporary)
-        elif tokenizer is not None: tokenizer.save_pretrained(temporary)
+        if isinstance(tokenizer, BPETokenizer):
+            tokenizer.save(temporary)
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
         _write_ids(tokenizer, temporary)
-        if verify: _verify(model, tokenizer, temporary)
+        if verify:
+            _verify(model, tokenizer, temporary)
     return folder

@@ -31,183 +31,281 @@ from ..tokenizer.bpe_tokenizer import BPETokenizer
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #a9e854e1
 def few_bit_layers(
     model: nn.Module,
-) -> dict[str, Any]: # Name in the base model -> our quantized layer
+) -> dict[str, Any]:  # Name in the base model -> our quantized layer
     "The layers that are stored in few bits."
-    return {name.replace('.base_layer', ''): layer for name, layer in model.named_modules()
-            if callable(getattr(layer, 'dequantize', None)) and hasattr(layer, 'in_features')}
+    return {
+        name.replace(".base_layer", ""): layer
+        for name, layer in model.named_modules()
+        if callable(getattr(layer, "dequantize", None)) and hasattr(layer, "in_features")
+    }
+
 
 def base_of(
-    model: nn.Module, # Stays as it is
-) -> Any: # Of the same class; what is not of few bits lies in the same memory
+    model: nn.Module,  # Stays as it is
+) -> Any:  # Of the same class; what is not of few bits lies in the same memory
     "The model without adapters, and in full precision."
-    shared = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters()} | {id(b): b for b in model.buffers()}
-    net: Any = deepcopy(model, shared) # type: ignore
-    for name, layer in adapted(net).items(): put(net, name, layer.base_layer if hasattr(layer, 'base_layer') else layer.original_module)
+    shared = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters()} | {
+        id(b): b for b in model.buffers()
+    }
+    net: Any = deepcopy(model, shared)  # type: ignore
+    for name, layer in adapted(net).items():
+        put(net, name, layer.base_layer if hasattr(layer, "base_layer") else layer.original_module)
     for name, layer in few_bit_layers(net).items():
-        plain = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device='meta')
+        plain = nn.Linear(
+            layer.in_features, layer.out_features, layer.bias is not None, device="meta"
+        )
         plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias
         put(net, name, plain)
     return net.requires_grad_(True)
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #c3fab06c
-def check_peft() -> None: # Raises `ImportError` with what to do
+def check_peft() -> None:  # Raises `ImportError` with what to do
     "Whether PEFT can attach an adapter here."
-    try: import peft # noqa: F401
-    except ModuleNotFoundError: raise ImportError("the engine trl needs peft: pip install 'trainkit-llm[trl]'") from None
-    try: found = version('torchao')
-    except PackageNotFoundError: return
-    if tuple(int(part) for part in found.split('.')[:2] if part.isdigit()) < (0, 16):
-        raise ImportError(f'torchao {found} is installed, and PEFT refuses every adapter beside one before 0.16: pip uninstall -y torchao')
+    try:
+        import peft  # noqa: F401
+    except ModuleNotFoundError:
+        raise ImportError("the engine trl needs peft: pip install 'trainkit-llm[trl]'") from None
+    try:
+        found = version("torchao")
+    except PackageNotFoundError:
+        return
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < (0, 16):
+        raise ImportError(
+            f"torchao {found} is installed, and PEFT refuses every adapter beside one before 0.16: pip uninstall -y torchao"
+        )
+
 
 def packs_weights(
     device: torch.device | str,
 ) -> bool:
     "Whether bitsandbytes loses gradients here after a forward pass in evaluation mode."
-    if torch.device(device).type != 'cpu': return False
+    if torch.device(device).type != "cpu":
+        return False
     from bitsandbytes.functional import has_avx512bf16
+
     return bool(has_avx512bf16())
+
 
 def check_few_bits(
     model: nn.Module,
     device: torch.device | str,
-) -> None: # Raises `ImportError` or `ValueError`
+) -> None:  # Raises `ImportError` or `ValueError`
     "Whether bitsandbytes can store the layers that we store in few bits."
     layers = few_bit_layers(model)
-    if not layers: return
-    try: import bitsandbytes # noqa: F401
-    except ModuleNotFoundError: raise ImportError("a model in few bits needs bitsandbytes: pip install 'trainkit-llm[trl]'") from None
+    if not layers:
+        return
+    try:
+        import bitsandbytes  # noqa: F401
+    except ModuleNotFoundError:
+        raise ImportError(
+            "a model in few bits needs bitsandbytes: pip install 'trainkit-llm[trl]'"
+        ) from None
     for name, layer in layers.items() if packs_weights(device) else ():
         if layer.out_features % 32 or layer.in_features % 64:
-            raise ValueError(f'{name} has {layer.out_features} x {layer.in_features} numbers: on this processor bitsandbytes needs '
-                             'multiples of 32 x 64. Take engine: trainkit, which does not')
+            raise ValueError(
+                f"{name} has {layer.out_features} x {layer.in_features} numbers: on this processor bitsandbytes needs "
+                "multiples of 32 x 64. Take engine: trainkit, which does not"
+            )
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #2475cabc
 @contextmanager
 def offline() -> Iterator[None]:
     "Nothing is sent anywhere, and transformers says only what is an error."
     import transformers
-    level, before = transformers.logging.get_verbosity(), os.environ.get('HF_HUB_DISABLE_TELEMETRY')
-    os.environ['HF_HUB_DISABLE_TELEMETRY'] = '1'
+
+    level, before = transformers.logging.get_verbosity(), os.environ.get("HF_HUB_DISABLE_TELEMETRY")
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     transformers.logging.set_verbosity_error()
-    try: yield
+    try:
+        yield
     finally:
         transformers.logging.set_verbosity(level)
-        if before is None: del os.environ['HF_HUB_DISABLE_TELEMETRY']
-        else: os.environ['HF_HUB_DISABLE_TELEMETRY'] = before
+        if before is None:
+            del os.environ["HF_HUB_DISABLE_TELEMETRY"]
+        else:
+            os.environ["HF_HUB_DISABLE_TELEMETRY"] = before
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #2accec47
-def _same_place(model: nn.Module, theirs: Any) -> Callable[[str], str]: # Our name of a parameter -> theirs
-    start = 'base_model.model.' if adapted(model) else ''
-    if not isinstance(model, RewardModel): return lambda name: start + name
-    body = (theirs.get_base_model() if start and hasattr(theirs, 'get_base_model') else theirs).base_model_prefix
-    learned = {'score.weight': 'score.modules_to_save.default.weight'} if start else {} # PEFT trains the head of scores in any case
-    return lambda name: start + (f'{body}.{name[5:]}' if name.startswith('body.') else learned.get(name, name))
+def _same_place(
+    model: nn.Module, theirs: Any
+) -> Callable[[str], str]:  # Our name of a parameter -> theirs
+    start = "base_model.model." if adapted(model) else ""
+    if not isinstance(model, RewardModel):
+        return lambda name: start + name
+    body = (
+        theirs.get_base_model() if start and hasattr(theirs, "get_base_model") else theirs
+    ).base_model_prefix
+    learned = (
+        {"score.weight": "score.modules_to_save.default.weight"} if start else {}
+    )  # PEFT trains the head of scores in any case
+    return lambda name: (
+        start + (f"{body}.{name[5:]}" if name.startswith("body.") else learned.get(name, name))
+    )
+
 
 def _pairs(model: nn.Module, theirs: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     place, there = _same_place(model, theirs), dict(theirs.named_parameters(remove_duplicate=False))
     for name, ours in model.named_parameters():
-        if place(name) in there: yield ours, there[place(name)]
+        if place(name) in there:
+            yield ours, there[place(name)]
 
-def _gpt2(model: nn.Module) -> bool: return isinstance(model, Transformer) and hf_architecture(model.config) == 'GPT2LMHeadModel'
+
+def _gpt2(model: nn.Module) -> bool:
+    return isinstance(model, Transformer) and hf_architecture(model.config) == "GPT2LMHeadModel"
+
 
 @torch.no_grad()
 def copy_back(
-    theirs: Any, # From `open_twin`
-    model: nn.Module, # The one that it was made of; what learns is changed in place
+    theirs: Any,  # From `open_twin`
+    model: nn.Module,  # The one that it was made of; what learns is changed in place
 ) -> nn.Module:
     "Take over what the twin has learned."
-    if _gpt2(model): model.load_state_dict(from_hf_weights(model.config, theirs.state_dict())) # type: ignore
+    if _gpt2(model):
+        model.load_state_dict(from_hf_weights(model.config, theirs.state_dict()))  # type: ignore
     for ours, other in _pairs(model, theirs) if not _gpt2(model) else ():
-        if ours.requires_grad and ours.data_ptr() != other.data_ptr(): ours.copy_(other)
+        if ours.requires_grad and ours.data_ptr() != other.data_ptr():
+            ours.copy_(other)
     return model
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd
 def _their_base(model: Any, **token_ids: Any) -> Any:
     import transformers
+
     if isinstance(model, RewardModel):
         model = base_of(model)
         name, config = type(model.body).__name__, model.config
-        if isinstance(config, transformers.PreTrainedConfig): config = deepcopy(config)
-        else: name, config = str(hf_architecture(config)).replace('ForCausalLM', 'Model'), to_hf_config(config, **token_ids)
-        if not name.endswith('Model') or name == 'GPT2LMHeadModel': raise ValueError(f'no class of transformers has the head for scores on {name}')
-        config.num_labels, config.pad_token_id = 1, token_ids.get('pad_token_id')
-        with alone: made = getattr(transformers, name.replace('Model', 'ForSequenceClassification'))(config)
+        if isinstance(config, transformers.PreTrainedConfig):
+            config = deepcopy(config)
+        else:
+            name, config = (
+                str(hf_architecture(config)).replace("ForCausalLM", "Model"),
+                to_hf_config(config, **token_ids),
+            )
+        if not name.endswith("Model") or name == "GPT2LMHeadModel":
+            raise ValueError(f"no class of transformers has the head for scores on {name}")
+        config.num_labels, config.pad_token_id = 1, token_ids.get("pad_token_id")
+        with alone:
+            made = getattr(transformers, name.replace("Model", "ForSequenceClassification"))(config)
         getattr(made, made.base_model_prefix).load_state_dict(model.body.state_dict())
         made.score.load_state_dict(model.score.state_dict())
         return made.to(model.score.weight.device)
     base = base_of(model)
     return to_hf(base, **token_ids) if isinstance(base, Transformer) else base
 
+
 def _their_layers(theirs: Any, layers: dict[str, Any], rename: Callable[[str], str]) -> None:
-    bnb: Any = importlib.import_module('bitsandbytes').nn if layers else None
+    bnb: Any = importlib.import_module("bitsandbytes").nn if layers else None
     for name, ours in layers.items():
         old = theirs.get_submodule(rename(name))
         shape: Any = (ours.in_features, ours.out_features, ours.bias is not None)
-        if hasattr(ours, 'quant_type'):
-            new: Any = bnb.Linear4bit(*shape, compute_dtype=ours.compute_dtype, quant_type=ours.quant_type,
-                                         compress_statistics=ours.nested_absmax is not None)
-            new.weight = bnb.Params4bit(old.weight.data, requires_grad=False, quant_type=ours.quant_type, blocksize=ours.blocksize,
-                                           compress_statistics=ours.nested_absmax is not None)
+        if hasattr(ours, "quant_type"):
+            new: Any = bnb.Linear4bit(
+                *shape,
+                compute_dtype=ours.compute_dtype,
+                quant_type=ours.quant_type,
+                compress_statistics=ours.nested_absmax is not None,
+            )
+            new.weight = bnb.Params4bit(
+                old.weight.data,
+                requires_grad=False,
+                quant_type=ours.quant_type,
+                blocksize=ours.blocksize,
+                compress_statistics=ours.nested_absmax is not None,
+            )
             theirs.is_loaded_in_4bit = True
         else:
             new = bnb.Linear8bitLt(*shape, has_fp16_weights=False, threshold=ours.threshold)
-            new.weight = bnb.Int8Params(old.weight.data, requires_grad=False, has_fp16_weights=False)
+            new.weight = bnb.Int8Params(
+                old.weight.data, requires_grad=False, has_fp16_weights=False
+            )
             theirs.is_loaded_in_8bit = True
-        if ours.bias is not None: new.bias = old.bias
+        if ours.bias is not None:
+            new.bias = old.bias
         put(theirs, rename(name), new.to(old.weight.device))
+
 
 def _share(model: nn.Module, theirs: Any) -> None:
     "What stands under several names in ours is one parameter in theirs, too: PEFT copies an embedding and its head apart."
-    place, first, there = _same_place(model, theirs), {}, dict(theirs.named_parameters(remove_duplicate=False))
+    place, first, there = (
+        _same_place(model, theirs),
+        {},
+        dict(theirs.named_parameters(remove_duplicate=False)),
+    )
     for name, ours in model.named_parameters(remove_duplicate=False):
-        if place(name) not in there: continue
+        if place(name) not in there:
+            continue
         one = first.setdefault(id(ours), there[place(name)])
         if there[place(name)] is not one:
-            layer, _, last = place(name).rpartition('.')
+            layer, _, last = place(name).rpartition(".")
             setattr(theirs.get_submodule(layer), last, one)
+
 
 @torch.no_grad()
 def open_twin(
-    model: Any, # Our `Transformer` or `RewardModel`, or a model of transformers; perhaps with `add_lora` and `quantize_model`
-    **token_ids: Any, # bos_token_id, eos_token_id, pad_token_id
-) -> Any: # Of transformers, or a `PeftModel`; raises `ValueError` where they have no such thing
+    model: Any,  # Our `Transformer` or `RewardModel`, or a model of transformers; perhaps with `add_lora` and `quantize_model`
+    **token_ids: Any,  # bos_token_id, eos_token_id, pad_token_id
+) -> Any:  # Of transformers, or a `PeftModel`; raises `ValueError` where they have no such thing
     "The same model in the classes of transformers, PEFT and bitsandbytes."
-    learns, device, adapters = adapted(model), next(model.parameters()).device, getattr(model, 'lora_configs', {})
-    if learns: check_peft()
+    learns, device, adapters = (
+        adapted(model),
+        next(model.parameters()).device,
+        getattr(model, "lora_configs", {}),
+    )
+    if learns:
+        check_peft()
     check_few_bits(model, device)
-    if len(adapters) > 1: raise ValueError(f"the model has the adapters {', '.join(adapters)}: the engine trl trains one")
+    if len(adapters) > 1:
+        raise ValueError(
+            f"the model has the adapters {', '.join(adapters)}: the engine trl trains one"
+        )
     if (learns or few_bit_layers(model)) and _gpt2(model):
-        raise ValueError('transformers has one matrix where our GPT-2 has three, so an adapter on it does not fit: take engine: trainkit, '
-                         'or open the model with native=False')
-    if any(len(getattr(layer, 'lora_start_A', ())) for layer in learns.values()):
-        raise ValueError(f"init_lora_weights = {next(iter(adapters.values())).init_lora_weights!r} starts from the base's own numbers, "
-                         'which PEFT takes out of the base: take engine: trainkit, or init_lora_weights: true')
+        raise ValueError(
+            "transformers has one matrix where our GPT-2 has three, so an adapter on it does not fit: take engine: trainkit, "
+            "or open the model with native=False"
+        )
+    if any(len(getattr(layer, "lora_start_A", ())) for layer in learns.values()):
+        raise ValueError(
+            f"init_lora_weights = {next(iter(adapters.values())).init_lora_weights!r} starts from the base's own numbers, "
+            "which PEFT takes out of the base: take engine: trainkit, or init_lora_weights: true"
+        )
     theirs = _their_base(model, **token_ids)
-    for layer in theirs.modules(): # A token that also pads, as the end of a text often does, would learn nothing as input
-        if isinstance(layer, nn.Embedding): layer.padding_idx = None
+    for layer in (
+        theirs.modules()
+    ):  # A token that also pads, as the end of a text often does, would learn nothing as input
+        if isinstance(layer, nn.Embedding):
+            layer.padding_idx = None
     plain = _same_place(base_of(model), theirs) if isinstance(model, RewardModel) else str
     _their_layers(theirs, few_bit_layers(model), plain)
     for name in adapters:
         from peft import LoraConfig, get_peft_model
-        said = {k: v for k, v in peft_config(model, name).items() if k != 'peft_type'}
+
+        said = {k: v for k, v in peft_config(model, name).items() if k != "peft_type"}
         if isinstance(model, RewardModel):
-            kept = [plain(n) for n in said['modules_to_save'] or ()]
-            said |= dict(task_type='SEQ_CLS', modules_to_save=[*kept, 'score'])
-            for key in ('rank_pattern', 'alpha_pattern'): said[key] = {plain(k): v for k, v in said[key].items()}
-            said['target_modules'] = [plain(n) for n in said['target_modules']]
-        theirs = get_peft_model(theirs, LoraConfig(**{**said, 'inference_mode': False}), name)
+            kept = [plain(n) for n in said["modules_to_save"] or ()]
+            said |= dict(task_type="SEQ_CLS", modules_to_save=[*kept, "score"])
+            for key in ("rank_pattern", "alpha_pattern"):
+                said[key] = {plain(k): v for k, v in said[key].items()}
+            said["target_modules"] = [plain(n) for n in said["target_modules"]]
+        theirs = get_peft_model(theirs, LoraConfig(**{**said, "inference_mode": False}), name)
     if not _gpt2(model):
         for ours, other in _pairs(model, theirs):
-            if type(other) is nn.Parameter and (ours.shape, ours.dtype) == (other.shape, other.dtype): other.data = ours.data # One memory for both
-            elif ours.requires_grad: other.copy_(ours)
+            if type(other) is nn.Parameter and (ours.shape, ours.dtype) == (
+                other.shape,
+                other.dtype,
+            ):
+                other.data = ours.data  # One memory for both
+            elif ours.requires_grad:
+                other.copy_(ours)
             other.requires_grad_(ours.requires_grad)
         _share(model, theirs)
     return theirs.train()
 
+
 def fast_tokenizer(
-    tokenizer: Any, # Our `BPETokenizer`, or a fast one of transformers
-) -> Any: # A copy with a token for padding
+    tokenizer: Any,  # Our `BPETokenizer`, or a fast one of transformers
+) -> Any:  # A copy with a token for padding
     "A tokenizer as transformers has it."
     theirs = tokenizer.to_hf() if isinstance(tokenizer, BPETokenizer) else copy(tokenizer)
-    if theirs.pad_token is None: theirs.pad_token = theirs.eos_token or theirs.convert_ids_to_tokens(0)
+    if theirs.pad_token is None:
+        theirs.pad_token = theirs.eos_token or theirs.convert_ids_to_tokens(0)
     return theirs

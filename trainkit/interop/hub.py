@@ -19,93 +19,159 @@ from ..config import ConfigError, Problem, check_config, knob, without_secrets
 
 # %% ../../nbs/10_interop/03_hub.ipynb #153650a5
 def explain(
-    error: BaseException, # What huggingface_hub raised
-    name: str, # Of the model or the repository
-) -> str: # Without the token
+    error: BaseException,  # What huggingface_hub raised
+    name: str,  # Of the model or the repository
+) -> str:  # Without the token
     "What the hub refused, and what to do about it."
     from huggingface_hub import constants
+
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    status = getattr(getattr(error, 'response', None), 'status_code', None)
-    is_offline = lambda: 'OfflineModeIsEnabled' in kinds or constants.HF_HUB_OFFLINE
-    if 'GatedRepoError' in kinds:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    is_offline = lambda: "OfflineModeIsEnabled" in kinds or constants.HF_HUB_OFFLINE
+    if "GatedRepoError" in kinds:
         return f"'{name}' is gated: accept its terms on its page on the hub, then put a token of the same account into HF_TOKEN"
-    if kinds & {'OfflineModeIsEnabled', 'LocalEntryNotFoundError'} and is_offline(): return f"'{name}' is not here, and HF_HUB_OFFLINE forbids asking the hub: unset it, or give a folder or a model that was fetched before"
-    if 'LocalTokenNotFoundError' in kinds or status == 401:
+    if kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} and is_offline():
+        return f"'{name}' is not here, and HF_HUB_OFFLINE forbids asking the hub: unset it, or give a folder or a model that was fetched before"
+    if "LocalTokenNotFoundError" in kinds or status == 401:
         return f"the hub wants to know who asks for '{name}': put a token into HF_TOKEN, or run hf auth login (or check the name: a private model looks like none)"
-    if 'RepositoryNotFoundError' in kinds or status == 404: return f"the hub has no '{name}', or not for you: check the name, and the token in HF_TOKEN"
-    if status == 403: return f"the token in HF_TOKEN may not write to '{name}': make one with write access, or take a name of your own"
-    if kinds & {'ConnectError', 'ConnectionError', 'ConnectTimeout', 'Timeout', 'TimeoutException', 'TransportError'}:
+    if "RepositoryNotFoundError" in kinds or status == 404:
+        return f"the hub has no '{name}', or not for you: check the name, and the token in HF_TOKEN"
+    if status == 403:
+        return f"the token in HF_TOKEN may not write to '{name}': make one with write access, or take a name of your own"
+    if kinds & {
+        "ConnectError",
+        "ConnectionError",
+        "ConnectTimeout",
+        "Timeout",
+        "TimeoutException",
+        "TransportError",
+    }:
         return f"the hub cannot be reached for '{name}': check the connection; models that were fetched before, and folders, open without it"
-    return f"the hub refused '{name}' ({type(error).__name__}{f', status {status}' if status else ''})"
+    return (
+        f"the hub refused '{name}' ({type(error).__name__}{f', status {status}' if status else ''})"
+    )
 
 # %% ../../nbs/10_interop/03_hub.ipynb #7e43a419
 def _api() -> Any:
     from huggingface_hub import HfApi
+
     return HfApi()
 
+
 def open_repo(
-    hub_model_id: str, # `owner/name`; a name alone is yours
+    hub_model_id: str,  # `owner/name`; a name alone is yours
     private: bool = True,
-) -> str: # `owner/name`; raises `OSError` with what to do
+) -> str:  # `owner/name`; raises `OSError` with what to do
     "Make the repository, if it is not there: so that no run finds at its end that it may not write."
     from huggingface_hub import get_token
-    if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?', hub_model_id) or '--' in hub_model_id or '..' in hub_model_id:
-        raise ValueError(f'hub_model_id = {hub_model_id!r}: must be owner/name, of letters, digits, and . _ - between them')
-    if not get_token(): raise OSError(f"to write to '{hub_model_id}' the hub wants a token: put one with write access into HF_TOKEN, or run hf auth login")
-    try: return _api().create_repo(hub_model_id, private=private, exist_ok=True).repo_id
-    except Exception as error: raise OSError(explain(error, hub_model_id)) from None # Its own text may quote the request
+
+    if (
+        not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_model_id)
+        or "--" in hub_model_id
+        or ".." in hub_model_id
+    ):
+        raise ValueError(
+            f"hub_model_id = {hub_model_id!r}: must be owner/name, of letters, digits, and . _ - between them"
+        )
+    if not get_token():
+        raise OSError(
+            f"to write to '{hub_model_id}' the hub wants a token: put one with write access into HF_TOKEN, or run hf auth login"
+        )
+    try:
+        return _api().create_repo(hub_model_id, private=private, exist_ok=True).repo_id
+    except Exception as error:
+        raise OSError(explain(error, hub_model_id)) from None  # Its own text may quote the request
+
 
 def push_to_hub(
-    folder: str | Path, # Of a model, or of an adapter
-    hub_model_id: str, # `owner/name`; a name alone is yours
+    folder: str | Path,  # Of a model, or of an adapter
+    hub_model_id: str,  # `owner/name`; a name alone is yours
     private: bool = True,
-    message: str = 'Upload a model',
-    path_in_repo: str = '', # A folder there; empty: the top
-) -> str: # Where it is; raises `OSError` with what to do, and nothing here is lost
+    message: str = "Upload a model",
+    path_in_repo: str = "",  # A folder there; empty: the top
+) -> str:  # Where it is; raises `OSError` with what to do, and nothing here is lost
     "Send a folder to the hub, in one commit."
-    if not Path(folder).is_dir(): raise FileNotFoundError(f'{folder} is no folder: save the model first')
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: save the model first")
     repo = open_repo(hub_model_id, private)
-    try: return str(_api().upload_folder(repo_id=repo, folder_path=str(folder), path_in_repo=path_in_repo or None, commit_message=message))
-    except Exception as error: raise OSError(explain(error, repo)) from None
+    try:
+        return str(
+            _api().upload_folder(
+                repo_id=repo,
+                folder_path=str(folder),
+                path_in_repo=path_in_repo or None,
+                commit_message=message,
+            )
+        )
+    except Exception as error:
+        raise OSError(explain(error, repo)) from None
 
 # %% ../../nbs/10_interop/03_hub.ipynb #97dbff3d
-_TOKENS = ('hub_token', 'token', 'use_auth_token')
+_TOKENS = ("hub_token", "token", "use_auth_token")
+
 
 @dataclass
 class HubConfig:
     "What of a run goes to the Hugging Face hub."
-    push_to_hub: bool = knob(False, 'Upload the model; who asks is said by HF_TOKEN in the environment')
-    hub_model_id: str = knob('', 'owner/name of the repository; empty: the name of the run, under your own name')
-    hub_strategy: str = knob('every_save', 'When: at the end; with every checkpoint; or with every checkpoint and with its files beside the model, to resume from',
-                             choices=('end', 'every_save', 'checkpoint'))
-    hub_private_repo: bool = knob(True, 'A new repository is for your eyes only')
 
-    def __post_init__(self): check_config(self)
+    push_to_hub: bool = knob(
+        False, "Upload the model; who asks is said by HF_TOKEN in the environment"
+    )
+    hub_model_id: str = knob(
+        "", "owner/name of the repository; empty: the name of the run, under your own name"
+    )
+    hub_strategy: str = knob(
+        "every_save",
+        "When: at the end; with every checkpoint; or with every checkpoint and with its files beside the model, to resume from",
+        choices=("end", "every_save", "checkpoint"),
+    )
+    hub_private_repo: bool = knob(True, "A new repository is for your eyes only")
+
+    def __post_init__(self):
+        check_config(self)
 
     @staticmethod
     def moved(
-        data: Mapping, # The group as it was written
-    ) -> Mapping: # The same without what names a token
+        data: Mapping,  # The group as it was written
+    ) -> Mapping:  # The same without what names a token
         "Other libraries let a config hold the token; here it may only point to the environment."
         for name in _TOKENS:
-            if without_secrets(data.get(name)) not in (None, False, True, '', '${HF_TOKEN}', '${HUGGING_FACE_HUB_TOKEN}'): # As it was written
-                raise ConfigError([Problem(name, ..., 'a token is a secret, and a config is not: put it into the environment, HF_TOKEN=… trainkit train …')], 'HubConfig')
+            if without_secrets(data.get(name)) not in (
+                None,
+                False,
+                True,
+                "",
+                "${HF_TOKEN}",
+                "${HUGGING_FACE_HUB_TOKEN}",
+            ):  # As it was written
+                raise ConfigError(
+                    [
+                        Problem(
+                            name,
+                            ...,
+                            "a token is a secret, and a config is not: put it into the environment, HF_TOKEN=… trainkit train …",
+                        )
+                    ],
+                    "HubConfig",
+                )
         return {k: v for k, v in data.items() if k not in _TOKENS}
 
-HubConfig.ELSEWHERE = dict.fromkeys(_TOKENS, 'belongs into the environment: HF_TOKEN') # type: ignore # so that it is looked for here
+
+HubConfig.ELSEWHERE = dict.fromkeys(_TOKENS, "belongs into the environment: HF_TOKEN")  # type: ignore # so that it is looked for here
 
 # %% ../../nbs/10_interop/03_hub.ipynb #ab15ee26
 class HubPush:
     "A trainer's callback that uploads what is saved."
+
     def __init__(
         self,
         config: HubConfig,
-        name: str = 'run', # Of the run, where `hub_model_id` is empty
-        adapter: bool = False, # Send the run's adapter beside its model
+        name: str = "run",  # Of the run, where `hub_model_id` is empty
+        adapter: bool = False,  # Send the run's adapter beside its model
         say: Callable[[str], Any] = print,
     ):
         self.config, self.adapter, self.say = config, adapter, say
-        self.repo = config.hub_model_id or re.sub(r'[^\w.-]+', '-', name)
+        self.repo = config.hub_model_id or re.sub(r"[^\w.-]+", "-", name)
 
     def on_start(self, trainer, record):
         "Make the repository."
@@ -115,38 +181,60 @@ class HubPush:
         self,
         folder: str | Path,
         message: str,
-        path_in_repo: str = '',
+        path_in_repo: str = "",
     ) -> None:
         "Upload, or say why not."
-        try: self.say(f'Hub         {push_to_hub(folder, self.repo, self.config.hub_private_repo, message, path_in_repo)}')
-        except OSError as error: self.say(f'Not uploaded: {error}. Later: hf upload {self.repo} {folder} {path_in_repo}'.rstrip())
+        try:
+            self.say(
+                f"Hub         {push_to_hub(folder, self.repo, self.config.hub_private_repo, message, path_in_repo)}"
+            )
+        except OSError as error:
+            self.say(
+                f"Not uploaded: {error}. Later: hf upload {self.repo} {folder} {path_in_repo}".rstrip()
+            )
 
     def on_save(self, trainer, record):
         "Upload what was saved, if this is the time."
-        path, step = Path(record['path']), record['step']
-        if record['kind'] == 'final':
-            self.push(path, f'The model after step {step}')
-            if self.adapter and (path.parent/'adapter').is_dir(): self.push(path.parent/'adapter', f'The adapter after step {step}', 'adapter')
-        elif record['kind'] == 'checkpoint' and self.config.hub_strategy != 'end':
-            if getattr(trainer, 'shards', None) is None: # A model that is shared out is whole at the end only
+        path, step = Path(record["path"]), record["step"]
+        if record["kind"] == "final":
+            self.push(path, f"The model after step {step}")
+            if self.adapter and (path.parent / "adapter").is_dir():
+                self.push(path.parent / "adapter", f"The adapter after step {step}", "adapter")
+        elif record["kind"] == "checkpoint" and self.config.hub_strategy != "end":
+            if (
+                getattr(trainer, "shards", None) is None
+            ):  # A model that is shared out is whole at the end only
                 with tempfile.TemporaryDirectory() as place:
-                    trainer.save_model(trainer.model, Path(place)/'model')
-                    self.push(Path(place)/'model', f'The model around step {step}')
-            if self.config.hub_strategy == 'checkpoint': self.push(path, f'The checkpoint of step {step}', 'last-checkpoint')
+                    trainer.save_model(trainer.model, Path(place) / "model")
+                    self.push(Path(place) / "model", f"The model around step {step}")
+            if self.config.hub_strategy == "checkpoint":
+                self.push(path, f"The checkpoint of step {step}", "last-checkpoint")
 
 # %% ../../nbs/10_interop/03_hub.ipynb #87556dd1
-_WANTED = ['*.json', 'model*.safetensors', '*.jinja', 'merges.txt', 'vocab.txt', '*.model']
+_WANTED = ["*.json", "model*.safetensors", "*.jinja", "merges.txt", "vocab.txt", "*.model"]
+
 
 def fetch_model(
-    name: str, # `owner/name`
-    cache_dir: str | Path | None = None, # Where models are kept; None: where HF_HUB_CACHE says
-    token: str | None = None, # None: that of the environment
-    more: tuple[str, ...] = (), # Further patterns of files
-) -> Path: # Its folder here; raises `OSError` with what to do
+    name: str,  # `owner/name`
+    cache_dir: str | Path | None = None,  # Where models are kept; None: where HF_HUB_CACHE says
+    token: str | None = None,  # None: that of the environment
+    more: tuple[str, ...] = (),  # Further patterns of files
+) -> Path:  # Its folder here; raises `OSError` with what to do
     "A model from the hub, or from what was fetched before."
     from huggingface_hub import snapshot_download
-    try: return Path(snapshot_download(name, cache_dir=cache_dir, token=token, allow_patterns=[*_WANTED, *more]))
-    except Exception as error: # Offline: the first error is the reason of the one that is raised
+
+    try:
+        return Path(
+            snapshot_download(
+                name, cache_dir=cache_dir, token=token, allow_patterns=[*_WANTED, *more]
+            )
+        )
+    except Exception as error:  # Offline: the first error is the reason of the one that is raised
         reasons = [error, *filter(None, (error.__cause__, error.__context__))]
-        words = next((w for e in reasons if not (w := explain(e, name)).startswith('the hub refused')), explain(error, name))
-        raise OSError(f"'{name}' is not a folder here, and the hub did not give it: {words}") from None
+        words = next(
+            (w for e in reasons if not (w := explain(e, name)).startswith("the hub refused")),
+            explain(error, name),
+        )
+        raise OSError(
+            f"'{name}' is not a folder here, and the hub did not give it: {words}"
+        ) from None

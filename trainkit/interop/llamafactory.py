@@ -35,270 +35,576 @@ from ..tokenizer.chat_template import missing_tokens
 from ..train.optim import warmup_steps
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #4c89e317
-STAGES = {'pretrain': 'pt', 'sft': 'sft', 'freeze': 'sft', 'lora': 'sft', 'qlora': 'sft', 'dpo': 'dpo', 'reward': 'rm', 'ppo': 'ppo'}
-PREFERENCES = {'sigmoid': 'sigmoid', 'hinge': 'hinge', 'ipo': 'ipo', 'orpo': 'orpo', 'simpo': 'simpo'} # Our loss -> theirs
-TEMPLATE_NAMES = {'plain': 'empty', **{name: name for name in ('chatml', 'smollm2', 'qwen', 'llama2', 'mistral', 'llama3', 'gemma', 'alpaca')}}
+STAGES = {
+    "pretrain": "pt",
+    "sft": "sft",
+    "freeze": "sft",
+    "lora": "sft",
+    "qlora": "sft",
+    "dpo": "dpo",
+    "reward": "rm",
+    "ppo": "ppo",
+}
+PREFERENCES = {
+    "sigmoid": "sigmoid",
+    "hinge": "hinge",
+    "ipo": "ipo",
+    "orpo": "orpo",
+    "simpo": "simpo",
+}  # Our loss -> theirs
+TEMPLATE_NAMES = {
+    "plain": "empty",
+    **{
+        name: name
+        for name in ("chatml", "smollm2", "qwen", "llama2", "mistral", "llama3", "gemma", "alpaca")
+    },
+}
+
 
 def stage_of(
-    config: Any, # A `RunConfig`
-) -> tuple[str, str]: # stage, finetuning_type; raises `ValueError` where it has no such method
+    config: Any,  # A `RunConfig`
+) -> tuple[str, str]:  # stage, finetuning_type; raises `ValueError` where it has no such method
     "What LLaMA-Factory calls a method."
     if config.method not in STAGES:
-        raise ValueError(f"method = '{config.method}': LLaMA-Factory has {', '.join(STAGES)}; take engine: trainkit or trl")
-    adapts = getattr(config, 'adapts', 'lora' in config.method)
-    stage = 'kto' if config.method == 'dpo' and list(config.dpo.loss_type) == ['kto'] else STAGES[config.method]
-    return stage, 'freeze' if config.method == 'freeze' else 'lora' if adapts else 'full'
+        raise ValueError(
+            f"method = '{config.method}': LLaMA-Factory has {', '.join(STAGES)}; take engine: trainkit or trl"
+        )
+    adapts = getattr(config, "adapts", "lora" in config.method)
+    stage = (
+        "kto"
+        if config.method == "dpo" and list(config.dpo.loss_type) == ["kto"]
+        else STAGES[config.method]
+    )
+    return stage, "freeze" if config.method == "freeze" else "lora" if adapts else "full"
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #f17e5074
 def _turns(messages: Sequence[Mapping], where: str, answered: bool = True) -> list[dict[str, str]]:
-    said = [dict(role=m['role'], content=m['content']) for m in messages]
-    spoken = said[1:] if said and said[0]['role'] == 'system' else said
-    wanted = [('user', 'assistant')[i % 2] for i in range(len(spoken))]
-    if [m['role'] for m in spoken] != wanted or len(spoken) % 2 == answered:
-        raise ValueError(f"{where} goes {' '.join(m['role'] for m in said) or 'nowhere'}: LLaMA-Factory skips what does not go user assistant, "
-                         'in turns' + ' and ending with an answer'*answered)
+    said = [dict(role=m["role"], content=m["content"]) for m in messages]
+    spoken = said[1:] if said and said[0]["role"] == "system" else said
+    wanted = [("user", "assistant")[i % 2] for i in range(len(spoken))]
+    if [m["role"] for m in spoken] != wanted or len(spoken) % 2 == answered:
+        raise ValueError(
+            f"{where} goes {' '.join(m['role'] for m in said) or 'nowhere'}: LLaMA-Factory skips what does not go user assistant, "
+            "in turns" + " and ending with an answer" * answered
+        )
     return said
+
 
 def stage_rows(
     stage: str,
-    rows: Iterable[Mapping], # As `load_splits` gives them
-    reasoning: bool = True, # Chains of thought are part of the answers
-) -> list[dict[str, Any]]: # Raises `ValueError` with the row that would be skipped
+    rows: Iterable[Mapping],  # As `load_splits` gives them
+    reasoning: bool = True,  # Chains of thought are part of the answers
+) -> list[dict[str, Any]]:  # Raises `ValueError` with the row that would be skipped
     "Rows as LLaMA-Factory reads them."
-    if stage == 'pt': return [dict(text=row['text']) for row in rows]
-    if stage == 'sft': return [dict(messages=_turns(to_messages(row, reasoning), f'row {i}')) for i, row in enumerate(rows)]
+    if stage == "pt":
+        return [dict(text=row["text"]) for row in rows]
+    if stage == "sft":
+        return [
+            dict(messages=_turns(to_messages(row, reasoning), f"row {i}"))
+            for i, row in enumerate(rows)
+        ]
     out: list[dict[str, Any]] = []
     for i, row in enumerate(rows):
-        if stage == 'ppo':
-            prompt = row['prompt'] if isinstance(row['prompt'], str) else _turns(row['prompt'], f'row {i}', False)[-1]['content']
-            if not isinstance(row['prompt'], str) and len(row['prompt']) > 1: raise ValueError(f'row {i} has several messages: a prompt for ppo is one')
-            out.append(dict(instruction=prompt, output=''))
+        if stage == "ppo":
+            prompt = (
+                row["prompt"]
+                if isinstance(row["prompt"], str)
+                else _turns(row["prompt"], f"row {i}", False)[-1]["content"]
+            )
+            if not isinstance(row["prompt"], str) and len(row["prompt"]) > 1:
+                raise ValueError(f"row {i} has several messages: a prompt for ppo is one")
+            out.append(dict(instruction=prompt, output=""))
             continue
-        single = stage == 'kto' and 'label' in row and 'chosen' not in row # An answer with a thumb up or down, as its kto wants them
-        row = as_example(row, 'unpaired' if single else 'preference')
-        before = [dict(role='user', content=row['prompt'])] if isinstance(row['prompt'], str) else list(row['prompt'])
-        before = [dict(role='system', content=s) for s in (row.get('system'),) if s] + _turns(before, f'row {i}', False)
-        sides, answers = {'completion': row['label']} if single else {'chosen': True, 'rejected': False}, {}
+        single = (
+            stage == "kto" and "label" in row and "chosen" not in row
+        )  # An answer with a thumb up or down, as its kto wants them
+        row = as_example(row, "unpaired" if single else "preference")
+        before = (
+            [dict(role="user", content=row["prompt"])]
+            if isinstance(row["prompt"], str)
+            else list(row["prompt"])
+        )
+        before = [dict(role="system", content=s) for s in (row.get("system"),) if s] + _turns(
+            before, f"row {i}", False
+        )
+        sides, answers = (
+            {"completion": row["label"]} if single else {"chosen": True, "rejected": False},
+            {},
+        )
         for side in sides:
-            if not isinstance(row[side], str) and len(row[side]) != 1: raise ValueError(f'row {i}: the {side} answer has {len(row[side])} messages, and must be one')
-            answers[side] = dict(role='assistant', content=row[side] if isinstance(row[side], str) else row[side][0]['content'])
-        if stage == 'kto': out += [dict(messages=[*before, answers[side]], label=liked) for side, liked in sides.items()]
-        else: out.append(dict(messages=before, **answers))
+            if not isinstance(row[side], str) and len(row[side]) != 1:
+                raise ValueError(
+                    f"row {i}: the {side} answer has {len(row[side])} messages, and must be one"
+                )
+            answers[side] = dict(
+                role="assistant",
+                content=row[side] if isinstance(row[side], str) else row[side][0]["content"],
+            )
+        if stage == "kto":
+            out += [
+                dict(messages=[*before, answers[side]], label=liked)
+                for side, liked in sides.items()
+            ]
+        else:
+            out.append(dict(messages=before, **answers))
     return out
 
-_TAGS = dict(role_tag='role', content_tag='content', user_tag='user', assistant_tag='assistant', system_tag='system')
+
+_TAGS = dict(
+    role_tag="role",
+    content_tag="content",
+    user_tag="user",
+    assistant_tag="assistant",
+    system_tag="system",
+)
+
 
 def dataset_info(
     stage: str,
-    files: Mapping[str, str], # Name of a dataset -> its file
-) -> dict[str, Any]: # Content of dataset_info.json
+    files: Mapping[str, str],  # Name of a dataset -> its file
+) -> dict[str, Any]:  # Content of dataset_info.json
     "What LLaMA-Factory has to know of the files."
-    if stage == 'pt': about: dict[str, Any] = dict(columns=dict(prompt='text'))
-    elif stage == 'ppo': about = dict(columns=dict(prompt='instruction', response='output'))
+    if stage == "pt":
+        about: dict[str, Any] = dict(columns=dict(prompt="text"))
+    elif stage == "ppo":
+        about = dict(columns=dict(prompt="instruction", response="output"))
     else:
-        more = dict(kto_tag='label') if stage == 'kto' else {} if stage == 'sft' else dict(chosen='chosen', rejected='rejected')
-        about = dict(formatting='sharegpt', columns=dict(messages='messages', **more), tags=_TAGS)
-    return {name: dict(file_name=file, **({'ranking': True} if stage in ('dpo', 'rm') else {}), **about) for name, file in files.items()}
+        more = (
+            dict(kto_tag="label")
+            if stage == "kto"
+            else {}
+            if stage == "sft"
+            else dict(chosen="chosen", rejected="rejected")
+        )
+        about = dict(formatting="sharegpt", columns=dict(messages="messages", **more), tags=_TAGS)
+    return {
+        name: dict(file_name=file, **({"ranking": True} if stage in ("dpo", "rm") else {}), **about)
+        for name, file in files.items()
+    }
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a
 def _adapter(config: Any) -> dict[str, Any]:
     c, found = config.lora, {}
-    for name in ('rank_pattern', 'alpha_pattern', 'layers_to_transform'):
-        if getattr(c, name, None): raise ValueError(f'lora.{name}: LLaMA-Factory has one rank for all layers; take engine: trainkit or trl')
+    for name in ("rank_pattern", "alpha_pattern", "layers_to_transform"):
+        if getattr(c, name, None):
+            raise ValueError(
+                f"lora.{name}: LLaMA-Factory has one rank for all layers; take engine: trainkit or trl"
+            )
     target = c.target_modules
-    found |= dict(lora_rank=c.r, lora_alpha=c.lora_alpha, lora_dropout=c.lora_dropout, use_rslora=c.use_rslora, use_dora=c.use_dora,
-                  lora_target='all' if target in (None, 'all-linear') else target if isinstance(target, str) else ','.join(target))
-    if c.modules_to_save: found['additional_target'] = ','.join(c.modules_to_save)
-    if str(c.init_lora_weights).startswith('pissa'): found['pissa_init'] = True
-    elif c.init_lora_weights is not True: raise ValueError(f'lora.init_lora_weights = {c.init_lora_weights!r}: LLaMA-Factory has true and pissa')
+    found |= dict(
+        lora_rank=c.r,
+        lora_alpha=c.lora_alpha,
+        lora_dropout=c.lora_dropout,
+        use_rslora=c.use_rslora,
+        use_dora=c.use_dora,
+        lora_target="all"
+        if target in (None, "all-linear")
+        else target
+        if isinstance(target, str)
+        else ",".join(target),
+    )
+    if c.modules_to_save:
+        found["additional_target"] = ",".join(c.modules_to_save)
+    if str(c.init_lora_weights).startswith("pissa"):
+        found["pissa_init"] = True
+    elif c.init_lora_weights is not True:
+        raise ValueError(
+            f"lora.init_lora_weights = {c.init_lora_weights!r}: LLaMA-Factory has true and pissa"
+        )
     factors = dict(config.optim.lr_factors)
-    if 'lora_B' in factors: found['loraplus_lr_ratio'] = factors.pop('lora_B')
-    if factors: raise ValueError(f'optim.lr_factors = {factors}: LLaMA-Factory has only that of lora_B')
+    if "lora_B" in factors:
+        found["loraplus_lr_ratio"] = factors.pop("lora_B")
+    if factors:
+        raise ValueError(f"optim.lr_factors = {factors}: LLaMA-Factory has only that of lora_B")
     return found
+
 
 def _new_tokens(folder: str, tuning: str, target: str | None) -> dict[str, Any]:
     "What makes room for the tokens of a chat format, and lets embedding and head learn where all else is frozen."
     from transformers import AutoConfig
+
     shape = open_with(AutoConfig, folder)
-    ends = ','.join(['wte' if shape.model_type == 'gpt2' else 'embed_tokens', *['lm_head']*(not shape.tie_word_embeddings)])
-    learns = {'full': {}, 'freeze': dict(freeze_extra_modules=ends), 'lora': dict(additional_target=f'{target},{ends}' if target else ends)}
+    ends = ",".join(
+        [
+            "wte" if shape.model_type == "gpt2" else "embed_tokens",
+            *["lm_head"] * (not shape.tie_word_embeddings),
+        ]
+    )
+    learns = {
+        "full": {},
+        "freeze": dict(freeze_extra_modules=ends),
+        "lora": dict(additional_target=f"{target},{ends}" if target else ends),
+    }
     return dict(resize_vocab=True, **learns[tuning])
+
 
 def _method(config: Any, stage: str) -> dict[str, Any]:
     d = config.dpo
-    if stage == 'kto': return dict(pref_beta=d.beta, kto_chosen_weight=d.desirable_weight, kto_rejected_weight=d.undesirable_weight)
-    if stage == 'dpo':
-        weights = dict(zip(d.loss_type, d.loss_weights or [1.0]*len(d.loss_type), strict=True))
-        ftx, [*losses] = weights.pop('sft', 0.0), weights
+    if stage == "kto":
+        return dict(
+            pref_beta=d.beta,
+            kto_chosen_weight=d.desirable_weight,
+            kto_rejected_weight=d.undesirable_weight,
+        )
+    if stage == "dpo":
+        weights = dict(zip(d.loss_type, d.loss_weights or [1.0] * len(d.loss_type), strict=True))
+        ftx, [*losses] = weights.pop("sft", 0.0), weights
         if len(losses) != 1 or losses[0] not in PREFERENCES or weights[losses[0]] != 1:
-            raise ValueError(f"dpo.loss_type = {d.loss_type}: LLaMA-Factory has one of {', '.join(PREFERENCES)}, perhaps with sft")
-        return dict(pref_beta=d.beta, pref_loss=PREFERENCES[losses[0]], pref_ftx=ftx, dpo_label_smoothing=d.label_smoothing, simpo_gamma=d.simpo_gamma,
-                    **({} if d.ld_alpha is None else dict(ld_alpha=d.ld_alpha)))
-    if stage == 'ppo':
+            raise ValueError(
+                f"dpo.loss_type = {d.loss_type}: LLaMA-Factory has one of {', '.join(PREFERENCES)}, perhaps with sft"
+            )
+        return dict(
+            pref_beta=d.beta,
+            pref_loss=PREFERENCES[losses[0]],
+            pref_ftx=ftx,
+            dpo_label_smoothing=d.label_smoothing,
+            simpo_gamma=d.simpo_gamma,
+            **({} if d.ld_alpha is None else dict(ld_alpha=d.ld_alpha)),
+        )
+    if stage == "ppo":
         r = config.rl
-        rewards = [str(name) for name in getattr(r, 'rewards', None) or ()]
-        if len(rewards) != 1: raise ValueError('LLaMA-Factory\'s ppo asks one reward model: say its folder in rl.rewards')
-        return dict(reward_model=rewards[0], ppo_epochs=r.num_iterations, ppo_whiten_rewards=r.whiten_rewards, max_new_tokens=r.max_completion_length,
-                    temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
+        rewards = [str(name) for name in getattr(r, "rewards", None) or ()]
+        if len(rewards) != 1:
+            raise ValueError(
+                "LLaMA-Factory's ppo asks one reward model: say its folder in rl.rewards"
+            )
+        return dict(
+            reward_model=rewards[0],
+            ppo_epochs=r.num_iterations,
+            ppo_whiten_rewards=r.whiten_rewards,
+            max_new_tokens=r.max_completion_length,
+            temperature=r.temperature,
+            top_p=r.top_p,
+            top_k=r.top_k,
+        )
     return {}
+
 
 def _schedule(o: Any, steps: int) -> dict[str, Any]:
     "The schedule and what it reads, in transformers' words."
-    kind = 'cosine_with_min_lr' if o.min_lr_ratio and o.lr_scheduler_type == 'cosine' else o.lr_scheduler_type
-    if o.min_lr_ratio and kind in ('linear', 'cosine_with_restarts'):
-        raise ValueError(f'optim.min_lr_ratio = {o.min_lr_ratio:g}: LLaMA-Factory ends {kind} at 0; take a cosine, or engine: trainkit')
+    kind = (
+        "cosine_with_min_lr"
+        if o.min_lr_ratio and o.lr_scheduler_type == "cosine"
+        else o.lr_scheduler_type
+    )
+    if o.min_lr_ratio and kind in ("linear", "cosine_with_restarts"):
+        raise ValueError(
+            f"optim.min_lr_ratio = {o.min_lr_ratio:g}: LLaMA-Factory ends {kind} at 0; take a cosine, or engine: trainkit"
+        )
     warmup, more = warmup_steps(o, steps), {}
-    if kind.startswith('cosine') or kind == 'warmup_stable_decay':
-        if o.num_cycles is not None: more['num_cycles'] = o.num_cycles
-    if kind == 'cosine_with_min_lr': more['min_lr_rate'] = o.min_lr_ratio
-    if kind == 'polynomial':
-        more['power'] = o.power
-        if o.min_lr_ratio: more['lr_end'] = o.min_lr_ratio*o.learning_rate
-    if kind == 'warmup_stable_decay': more |= dict(num_decay_steps=o.decay_ratio*max(0, steps - warmup), min_lr_ratio=o.min_lr_ratio)
-    return dict(lr_scheduler_type=kind, warmup_steps=warmup, **(dict(lr_scheduler_kwargs=more) if more else {}))
+    if kind.startswith("cosine") or kind == "warmup_stable_decay":
+        if o.num_cycles is not None:
+            more["num_cycles"] = o.num_cycles
+    if kind == "cosine_with_min_lr":
+        more["min_lr_rate"] = o.min_lr_ratio
+    if kind == "polynomial":
+        more["power"] = o.power
+        if o.min_lr_ratio:
+            more["lr_end"] = o.min_lr_ratio * o.learning_rate
+    if kind == "warmup_stable_decay":
+        more |= dict(
+            num_decay_steps=o.decay_ratio * max(0, steps - warmup), min_lr_ratio=o.min_lr_ratio
+        )
+    return dict(
+        lr_scheduler_type=kind,
+        warmup_steps=warmup,
+        **(dict(lr_scheduler_kwargs=more) if more else {}),
+    )
+
 
 def has_template(
-    model: str, # A folder, or a name on the hub
-) -> bool: # True where nobody can know
+    model: str,  # A folder, or a name on the hub
+) -> bool:  # True where nobody can know
     "Whether a model brings a chat format of its own."
     from transformers import AutoTokenizer
-    if Path(model).is_dir() and not (Path(model)/'tokenizer.json').is_file() and not (Path(model)/'tokenizer_config.json').is_file(): return True
-    try: return bool(open_with(AutoTokenizer, model, trust_remote_code=False).chat_template)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError): return True # Not here
+
+    if (
+        Path(model).is_dir()
+        and not (Path(model) / "tokenizer.json").is_file()
+        and not (Path(model) / "tokenizer_config.json").is_file()
+    ):
+        return True
+    try:
+        return bool(open_with(AutoTokenizer, model, trust_remote_code=False).chat_template)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return True  # Not here
+
 
 def _loop(config: Any, steps: int) -> dict[str, Any]:
     c, o = config.train, config.optim
-    for name, off in (('optimizer_in_backward', False), ('offload_optimizer', False), ('z_loss', 0), ('on_nan', 'raise')):
-        if (value := getattr(c, name)) != off: raise ValueError(f'train.{name} = {value!r}: LLaMA-Factory has no such thing; take engine: trainkit')
-    dtype = c.mixed_precision if c.mixed_precision != 'auto' else {'bfloat16': 'bf16', 'float16': 'fp16'}.get(str(pick_dtype(pick_device())).removeprefix('torch.'), 'no')
-    optim = {'adamw_8bit': 'adamw_bnb_8bit', 'muon': 'adamw_torch', 'adamw_torch_fused': 'adamw_torch'}.get(o.optim, o.optim)
+    for name, off in (
+        ("optimizer_in_backward", False),
+        ("offload_optimizer", False),
+        ("z_loss", 0),
+        ("on_nan", "raise"),
+    ):
+        if (value := getattr(c, name)) != off:
+            raise ValueError(
+                f"train.{name} = {value!r}: LLaMA-Factory has no such thing; take engine: trainkit"
+            )
+    dtype = (
+        c.mixed_precision
+        if c.mixed_precision != "auto"
+        else {"bfloat16": "bf16", "float16": "fp16"}.get(
+            str(pick_dtype(pick_device())).removeprefix("torch."), "no"
+        )
+    )
+    optim = {
+        "adamw_8bit": "adamw_bnb_8bit",
+        "muon": "adamw_torch",
+        "adamw_torch_fused": "adamw_torch",
+    }.get(o.optim, o.optim)
     found: dict[str, Any] = dict(
-        learning_rate=o.learning_rate, **_schedule(o, steps), optim=optim, weight_decay=o.weight_decay,
-        adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2, adam_epsilon=o.adam_epsilon, max_grad_norm=c.max_grad_norm,
-        per_device_train_batch_size=c.per_device_train_batch_size, per_device_eval_batch_size=c.per_device_eval_batch_size,
-        gradient_accumulation_steps=c.gradient_accumulation_steps, num_train_epochs=c.num_train_epochs, max_steps=c.max_steps,
-        bf16=dtype == 'bf16', fp16=dtype == 'fp16', seed=c.seed, logging_steps=c.logging_steps, save_strategy=c.save_strategy, save_steps=c.save_steps,
-        save_total_limit=c.save_total_limit or None, eval_strategy=c.eval_strategy, eval_steps=c.eval_steps,
-        load_best_model_at_end=c.load_best_model_at_end, report_to=list(config.report_to) or 'none')
-    if o.optim == 'muon': found['use_muon'] = True
-    if c.early_stopping_patience: found['early_stopping_steps'] = c.early_stopping_patience
+        learning_rate=o.learning_rate,
+        **_schedule(o, steps),
+        optim=optim,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_epsilon=o.adam_epsilon,
+        max_grad_norm=c.max_grad_norm,
+        per_device_train_batch_size=c.per_device_train_batch_size,
+        per_device_eval_batch_size=c.per_device_eval_batch_size,
+        gradient_accumulation_steps=c.gradient_accumulation_steps,
+        num_train_epochs=c.num_train_epochs,
+        max_steps=c.max_steps,
+        bf16=dtype == "bf16",
+        fp16=dtype == "fp16",
+        seed=c.seed,
+        logging_steps=c.logging_steps,
+        save_strategy=c.save_strategy,
+        save_steps=c.save_steps,
+        save_total_limit=c.save_total_limit or None,
+        eval_strategy=c.eval_strategy,
+        eval_steps=c.eval_steps,
+        load_best_model_at_end=c.load_best_model_at_end,
+        report_to=list(config.report_to) or "none",
+    )
+    if o.optim == "muon":
+        found["use_muon"] = True
+    if c.early_stopping_patience:
+        found["early_stopping_steps"] = c.early_stopping_patience
     return {k: v for k, v in found.items() if v is not None}
 
+
 def _steps(c: Any, rows: int) -> int:
-    windows = math.ceil(rows/(c.per_device_train_batch_size*c.gradient_accumulation_steps))
-    return c.max_steps if c.max_steps > 0 else max(1, math.ceil(c.num_train_epochs*windows))
+    windows = math.ceil(rows / (c.per_device_train_batch_size * c.gradient_accumulation_steps))
+    return c.max_steps if c.max_steps > 0 else max(1, math.ceil(c.num_train_epochs * windows))
+
 
 def llamafactory_arguments(
-    config: Any, # A `RunConfig`
-    rows: int, # That are trained on
-    datasets: Sequence[str] = ('train',), # Names in dataset_info.json: to train on, and to evaluate
-) -> dict[str, Any]: # Raises `ValueError` for what it cannot do
+    config: Any,  # A `RunConfig`
+    rows: int,  # That are trained on
+    datasets: Sequence[str] = (
+        "train",
+    ),  # Names in dataset_info.json: to train on, and to evaluate
+) -> dict[str, Any]:  # Raises `ValueError` for what it cannot do
     "A run as LLaMA-Factory's arguments."
     stage, tuning = stage_of(config)
-    if not config.init_from: raise ValueError('LLaMA-Factory tunes a trained model: say which with init_from (--model in a shell)')
-    if config.optim.weight_decays: raise ValueError('optim.weight_decays: LLaMA-Factory has one for all; take engine: trainkit or trl')
+    if not config.init_from:
+        raise ValueError(
+            "LLaMA-Factory tunes a trained model: say which with init_from (--model in a shell)"
+        )
+    if config.optim.weight_decays:
+        raise ValueError(
+            "optim.weight_decays: LLaMA-Factory has one for all; take engine: trainkit or trl"
+        )
     sft, c = config.sft, config.train
     steps = _steps(c, rows)
-    found: dict[str, Any] = dict(model_name_or_path=config.init_from, trust_remote_code=False, stage=stage, do_train=True, finetuning_type=tuning,
-                                 dataset=datasets[0], cutoff_len=config.data.max_length, overwrite_cache=True)
-    if len(datasets) > 1 and c.eval_strategy != 'no': found |= dict(eval_dataset=datasets[1], do_eval=True)
-    if sft.template and stage != 'pt':
-        if sft.template not in TEMPLATE_NAMES: raise ValueError(f"sft.template: LLaMA-Factory takes a name among {', '.join(TEMPLATE_NAMES)}, or the model's own")
-        found['template'] = TEMPLATE_NAMES[sft.template]
-    elif stage == 'sft' and not has_template(config.init_from): found['template'] = 'chatml' # as our run gives it, where LLaMA-Factory would take none
-    if stage == 'sft':
-        found |= dict(train_on_prompt=sft.train_on == 'all', mask_history=sft.train_on == 'last')
-        if sft.packing != 'none': found |= dict(packing=True, neat_packing=True)
-    if tuning == 'lora': found |= _adapter(config)
-    elif config.optim.lr_factors: raise ValueError(f'optim.lr_factors = {config.optim.lr_factors}: LLaMA-Factory has only that of lora_B')
-    if tuning == 'freeze': found['freeze_trainable_layers'] = sft.trainable_layers
-    if stage != 'pt' and (sft.template or stage == 'sft') and missing_tokens(config.init_from, sft.template or ''):
-        found |= _new_tokens(config.init_from, tuning, found.get('additional_target'))
+    found: dict[str, Any] = dict(
+        model_name_or_path=config.init_from,
+        trust_remote_code=False,
+        stage=stage,
+        do_train=True,
+        finetuning_type=tuning,
+        dataset=datasets[0],
+        cutoff_len=config.data.max_length,
+        overwrite_cache=True,
+    )
+    if len(datasets) > 1 and c.eval_strategy != "no":
+        found |= dict(eval_dataset=datasets[1], do_eval=True)
+    if sft.template and stage != "pt":
+        if sft.template not in TEMPLATE_NAMES:
+            raise ValueError(
+                f"sft.template: LLaMA-Factory takes a name among {', '.join(TEMPLATE_NAMES)}, or the model's own"
+            )
+        found["template"] = TEMPLATE_NAMES[sft.template]
+    elif stage == "sft" and not has_template(config.init_from):
+        found["template"] = "chatml"  # as our run gives it, where LLaMA-Factory would take none
+    if stage == "sft":
+        found |= dict(train_on_prompt=sft.train_on == "all", mask_history=sft.train_on == "last")
+        if sft.packing != "none":
+            found |= dict(packing=True, neat_packing=True)
+    if tuning == "lora":
+        found |= _adapter(config)
+    elif config.optim.lr_factors:
+        raise ValueError(
+            f"optim.lr_factors = {config.optim.lr_factors}: LLaMA-Factory has only that of lora_B"
+        )
+    if tuning == "freeze":
+        found["freeze_trainable_layers"] = sft.trainable_layers
+    if (
+        stage != "pt"
+        and (sft.template or stage == "sft")
+        and missing_tokens(config.init_from, sft.template or "")
+    ):
+        found |= _new_tokens(config.init_from, tuning, found.get("additional_target"))
     if q := config.quant.bits:
-        found |= dict(quantization_bit=q, quantization_method='bnb')
-        if q == 4: found |= dict(quantization_type=config.quant.quant_type, double_quantization=config.quant.double_quant)
+        found |= dict(quantization_bit=q, quantization_method="bnb")
+        if q == 4:
+            found |= dict(
+                quantization_type=config.quant.quant_type,
+                double_quantization=config.quant.double_quant,
+            )
     found |= _method(config, stage) | _loop(config, steps)
-    if len(datasets) < 2: found |= dict(eval_strategy='no', load_best_model_at_end=False) # Nothing is held out
-    found['disable_gradient_checkpointing'] = not getattr(config.model, 'gradient_checkpointing', False)
+    if len(datasets) < 2:
+        found |= dict(eval_strategy="no", load_best_model_at_end=False)  # Nothing is held out
+    found["disable_gradient_checkpointing"] = not getattr(
+        config.model, "gradient_checkpointing", False
+    )
     return found
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #8ca5159f
 def to_llamafactory(
-    config: Any, # A `RunConfig`
-    folder: str | Path, # Gets train.yaml, dataset_info.json and the rows
-) -> Path: # The YAML file
+    config: Any,  # A `RunConfig`
+    folder: str | Path,  # Gets train.yaml, dataset_info.json and the rows
+) -> Path:  # The YAML file
     "Write a run down for LLaMA-Factory."
     (stage, _), folder = stage_of(config), Path(folder)
     rows, _ = load_splits(config.data)
-    if stage == 'pt' and 'text' not in rows['train'][0]: raise ValueError(f'{config.data.path} has no texts, and pre-training reads text')
-    files = {name: f'{name}.json' for name in ('train', 'eval') if rows[name]}
-    written = {name: stage_rows(stage, rows[name], config.sft.reasoning != 'drop') for name in files}
-    said = llamafactory_arguments(config, len(written['train']), list(files))
-    said |= dict(dataset_dir=str(folder.resolve()), output_dir=str((folder/'output').resolve()), plot_loss=False)
+    if stage == "pt" and "text" not in rows["train"][0]:
+        raise ValueError(f"{config.data.path} has no texts, and pre-training reads text")
+    files = {name: f"{name}.json" for name in ("train", "eval") if rows[name]}
+    written = {
+        name: stage_rows(stage, rows[name], config.sft.reasoning != "drop") for name in files
+    }
+    said = llamafactory_arguments(config, len(written["train"]), list(files))
+    said |= dict(
+        dataset_dir=str(folder.resolve()),
+        output_dir=str((folder / "output").resolve()),
+        plot_loss=False,
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, file in files.items(): write_atomic(folder/file, json.dumps(written[name], ensure_ascii=False, indent=1))
-    write_atomic(folder/'dataset_info.json', json.dumps(dataset_info(stage, files), indent=2))
-    return write_atomic(folder/'train.yaml', yaml.safe_dump(said, sort_keys=False))
+    for name, file in files.items():
+        write_atomic(folder / file, json.dumps(written[name], ensure_ascii=False, indent=1))
+    write_atomic(folder / "dataset_info.json", json.dumps(dataset_info(stage, files), indent=2))
+    return write_atomic(folder / "train.yaml", yaml.safe_dump(said, sort_keys=False))
+
 
 def llamafactory_plan(
-    config: Any, # A `RunConfig`
-    folder: str | Path, # Of the run
-    command: str = 'llamafactory-cli',
-) -> tuple[list[str], int]: # Lines, and steps; raises `ValueError` as `to_llamafactory`
+    config: Any,  # A `RunConfig`
+    folder: str | Path,  # Of the run
+    command: str = "llamafactory-cli",
+) -> tuple[list[str], int]:  # Lines, and steps; raises `ValueError` as `to_llamafactory`
     "What `run_llamafactory` would write and start; nothing stays."
-    target = Path(folder)/'llamafactory'
+    target = Path(folder) / "llamafactory"
     with TemporaryDirectory() as place:
-        text = to_llamafactory(config, place).read_text(encoding='utf-8').replace(str(Path(place).resolve()), str(target.resolve()))
-        rows = {name: len(json.loads(file.read_text(encoding='utf-8'))) for name in ('train', 'eval') if (file := Path(place)/f'{name}.json').is_file()}
-    here = '' if shutil.which(command) else ' (not installed here: it needs an environment of its own)'
-    return [f"Files      {target}: train.yaml, dataset_info.json, {', '.join(f'{name}.json with {n:,} rows' for name, n in rows.items())}",
-            f"Command    {command} train {shlex.quote(str(target/'train.yaml'))}{here}",
-            'train.yaml', *(f'  {line}' for line in text.splitlines())], _steps(config.train, rows['train'])
+        text = (
+            to_llamafactory(config, place)
+            .read_text(encoding="utf-8")
+            .replace(str(Path(place).resolve()), str(target.resolve()))
+        )
+        rows = {
+            name: len(json.loads(file.read_text(encoding="utf-8")))
+            for name in ("train", "eval")
+            if (file := Path(place) / f"{name}.json").is_file()
+        }
+    here = (
+        "" if shutil.which(command) else " (not installed here: it needs an environment of its own)"
+    )
+    return [
+        f"Files      {target}: train.yaml, dataset_info.json, {', '.join(f'{name}.json with {n:,} rows' for name, n in rows.items())}",
+        f"Command    {command} train {shlex.quote(str(target / 'train.yaml'))}{here}",
+        "train.yaml",
+        *(f"  {line}" for line in text.splitlines()),
+    ], _steps(config.train, rows["train"])
+
 
 def run_llamafactory(
-    config: Any, # A `RunConfig`
-    folder: str | Path, # Of the run; files are written into its folder `llamafactory`
-    command: str = 'llamafactory-cli', # On the path, or with its path
-) -> list[dict[str, Any]] | None: # Its log records; None where it is not installed, and the command has been printed
+    config: Any,  # A `RunConfig`
+    folder: str | Path,  # Of the run; files are written into its folder `llamafactory`
+    command: str = "llamafactory-cli",  # On the path, or with its path
+) -> (
+    list[dict[str, Any]] | None
+):  # Its log records; None where it is not installed, and the command has been printed
     "Run it with LLaMA-Factory, in its own environment; raises `RuntimeError` if it fails."
-    file = to_llamafactory(config, Path(folder)/'llamafactory')
+    file = to_llamafactory(config, Path(folder) / "llamafactory")
     found = shutil.which(command)
     if found is None:
-        note(f'{command} is not here (it needs an environment of its own: pip install llamafactory). Where it is, run\n'
-            f'  {command} train {shlex.quote(str(file))}')
+        note(
+            f"{command} is not here (it needs an environment of its own: pip install llamafactory). Where it is, run\n"
+            f"  {command} train {shlex.quote(str(file))}"
+        )
         return None
-    done = subprocess.run([found, 'train', str(file)], env={**os.environ, 'HF_HUB_DISABLE_TELEMETRY': '1', 'WANDB_DISABLED': 'true'})
-    if done.returncode: raise RuntimeError(f'{shlex.join([found, "train", str(file)])} ended with code {done.returncode}')
-    log = file.parent/'output'/'trainer_log.jsonl'
-    return [json.loads(line) for line in log.read_text(encoding='utf-8').splitlines()] if log.is_file() else []
+    done = subprocess.run(
+        [found, "train", str(file)],
+        env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_DISABLED": "true"},
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{shlex.join([found, 'train', str(file)])} ended with code {done.returncode}"
+        )
+    log = file.parent / "output" / "trainer_log.jsonl"
+    return (
+        [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        if log.is_file()
+        else []
+    )
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #f5151a7d
 def known_arguments(
-    package: str | Path, # A folder that holds `llamafactory/hparams`, or a wheel
-) -> dict[str, set[str] | None]: # Argument -> the words it may be, None where that is free
+    package: str | Path,  # A folder that holds `llamafactory/hparams`, or a wheel
+) -> dict[str, set[str] | None]:  # Argument -> the words it may be, None where that is free
     "The arguments of LLaMA-Factory, read without importing it."
     package = Path(package)
     if package.is_file():
         with zipfile.ZipFile(package) as wheel:
-            texts = [wheel.read(n).decode() for n in wheel.namelist() if re.search(r'llamafactory/hparams/\w+_args\.py$', n)]
-    else: texts = [p.read_text(encoding='utf-8') for p in sorted(package.glob('**/llamafactory/hparams/*_args.py'))]
-    if not texts: raise FileNotFoundError(f'{package} has no llamafactory/hparams: it is not LLaMA-Factory')
+            texts = [
+                wheel.read(n).decode()
+                for n in wheel.namelist()
+                if re.search(r"llamafactory/hparams/\w+_args\.py$", n)
+            ]
+    else:
+        texts = [
+            p.read_text(encoding="utf-8")
+            for p in sorted(package.glob("**/llamafactory/hparams/*_args.py"))
+        ]
+    if not texts:
+        raise FileNotFoundError(f"{package} has no llamafactory/hparams: it is not LLaMA-Factory")
     found: dict[str, set[str] | None] = {}
     for text in texts:
         for node in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef)):
-            for field in (n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)):
-                choices = [n for n in ast.walk(field.annotation) if isinstance(n, ast.Subscript) and getattr(n.value, 'id', '') == 'Literal']
-                words = {c.value for n in choices for c in ast.walk(n.slice) if isinstance(c, ast.Constant)}
-                found[field.target.id] = words or None # type: ignore
+            for field in (
+                n
+                for n in node.body
+                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            ):
+                choices = [
+                    n
+                    for n in ast.walk(field.annotation)
+                    if isinstance(n, ast.Subscript) and getattr(n.value, "id", "") == "Literal"
+                ]
+                words = {
+                    c.value
+                    for n in choices
+                    for c in ast.walk(n.slice)
+                    if isinstance(c, ast.Constant)
+                }
+                found[field.target.id] = words or None  # type: ignore
     return found
 
+
 def check_names(
-    said: Mapping[str, Any], # From `llamafactory_arguments`
-    known: Mapping[str, set[str] | None], # From `known_arguments`
-) -> list[str]: # What is wrong, in words
+    said: Mapping[str, Any],  # From `llamafactory_arguments`
+    known: Mapping[str, set[str] | None],  # From `known_arguments`
+) -> list[str]:  # What is wrong, in words
     "Which arguments LLaMA-Factory would not take."
     from transformers import Seq2SeqTrainingArguments
+
     theirs = {*known, *Seq2SeqTrainingArguments.__dataclass_fields__}
-    wrong = [f'{name} is not known' for name in said if name not in theirs]
-    return wrong + [f"{name} = {value!r} is not among {', '.join(sorted(map(str, words)))}" for name, value in said.items()
-                    if (words := known.get(name)) and value not in words]
+    wrong = [f"{name} is not known" for name in said if name not in theirs]
+    return wrong + [
+        f"{name} = {value!r} is not among {', '.join(sorted(map(str, words)))}"
+        for name, value in said.items()
+        if (words := known.get(name)) and value not in words
+    ]

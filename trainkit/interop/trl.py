@@ -47,258 +47,523 @@ from ..train.step import count_tokens, tf32
 from ..train.trainer import Trainer
 
 # %% ../../nbs/10_interop/05_trl.ipynb #959d8403
-ENGINES = ('trainkit', 'trl', 'llamafactory')
-TRL_KINDS = {'pretrain': 'sft', 'sft': 'sft', 'freeze': 'sft', 'lora': 'sft', 'qlora': 'sft', 'dpo': 'dpo', 'reward': 'reward', 'grpo': 'grpo', 'rloo': 'rloo'}
+ENGINES = ("trainkit", "trl", "llamafactory")
+TRL_KINDS = {
+    "pretrain": "sft",
+    "sft": "sft",
+    "freeze": "sft",
+    "lora": "sft",
+    "qlora": "sft",
+    "dpo": "dpo",
+    "reward": "reward",
+    "grpo": "grpo",
+    "rloo": "rloo",
+}
+
 
 def trl_kind(
-    config: Any, # A `RunConfig`
-) -> tuple[str, Any]: # Which trainer of TRL, and the settings of the method; raises `ValueError` where it has none
+    config: Any,  # A `RunConfig`
+) -> tuple[
+    str, Any
+]:  # Which trainer of TRL, and the settings of the method; raises `ValueError` where it has none
     "Who runs a method in TRL."
     if config.method not in TRL_KINDS:
-        raise ValueError(f"method = '{config.method}': TRL has no trainer for it (its PPOTrainer was removed), only for {', '.join(TRL_KINDS)}; take engine: trainkit")
+        raise ValueError(
+            f"method = '{config.method}': TRL has no trainer for it (its PPOTrainer was removed), only for {', '.join(TRL_KINDS)}; take engine: trainkit"
+        )
     kind = TRL_KINDS[config.method]
-    if kind == 'dpo': return ('kto' if list(config.dpo.loss_type) == ['kto'] else 'dpo'), config.dpo
-    return kind, config.rl if kind in ('grpo', 'rloo') else None
+    if kind == "dpo":
+        return ("kto" if list(config.dpo.loss_type) == ["kto"] else "dpo"), config.dpo
+    return kind, config.rl if kind in ("grpo", "rloo") else None
 
-def check_trl() -> None: # Raises `ImportError` with what to do
+
+def check_trl() -> None:  # Raises `ImportError` with what to do
     "Whether TRL, and what it stands on, is installed."
-    if missing := [name for name in ('trl', 'peft', 'datasets') if find_spec(name) is None]:
-        raise ImportError(f"engine: trl needs {' and '.join(missing)}: pip install 'trainkit-llm[trl]', or take engine: trainkit")
+    if missing := [name for name in ("trl", "peft", "datasets") if find_spec(name) is None]:
+        raise ImportError(
+            f"engine: trl needs {' and '.join(missing)}: pip install 'trainkit-llm[trl]', or take engine: trainkit"
+        )
+
 
 def engine_line(
-    config: Any, # A `RunConfig`
-) -> str: # One line; raises `ValueError` where the engine has no such method, `ImportError` where it is not installed
+    config: Any,  # A `RunConfig`
+) -> str:  # One line; raises `ValueError` where the engine has no such method, `ImportError` where it is not installed
     "What a plan says of the engine."
+
     def at(name: str) -> str:
-        try: return version(name)
-        except PackageNotFoundError: return 'of some version'
-    if config.engine == 'trl':
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return "of some version"
+
+    if config.engine == "trl":
         kind, _ = trl_kind(config)
         check_trl()
         return f"trl {at('trl')}, {TRL_TRAINER_KINDS[kind][0]}, with peft {at('peft')}; evaluation, samples and files are trainkit's"
-    if config.engine == 'llamafactory': return f"LLaMA-Factory in an environment of its own, stage {' and finetuning_type '.join(stage_of(config))}"
-    return 'trainkit'
+    if config.engine == "llamafactory":
+        return f"LLaMA-Factory in an environment of its own, stage {' and finetuning_type '.join(stage_of(config))}"
+    return "trainkit"
 
 # %% ../../nbs/10_interop/05_trl.ipynb #05ea0b92
-TRL_TRAINER_KINDS = {'sft': ('SFTTrainer', 'SFTConfig'), 'dpo': ('DPOTrainer', 'DPOConfig'), 'reward': ('RewardTrainer', 'RewardConfig'),
-         'kto': ('KTOTrainer', 'KTOConfig'), 'grpo': ('GRPOTrainer', 'GRPOConfig'), 'rloo': ('RLOOTrainer', 'RLOOConfig')}
-OPTIMIZERS = {'adamw_torch': 'adamw_torch', 'adamw_torch_fused': 'adamw_torch_fused', 'adamw_8bit': 'adamw_bnb_8bit',
-              'paged_adamw_8bit': 'paged_adamw_8bit', 'sgd': 'sgd'} # Ours -> that of transformers; the rest we make ourselves
-DPO_LOSSES = ('sigmoid', 'hinge', 'ipo', 'exo_pair', 'nca_pair', 'robust', 'bco_pair', 'sppo_hard', 'aot', 'aot_unpaired', 'apo_zero',
-              'apo_down', 'discopop', 'sft', 'sigmoid_norm')
-METRICS = {'accuracy': 'rewards/accuracies', 'margin': 'rewards/margins', 'mean_reward': 'rewards/mean'} # RewardTrainer's -> ours
+TRL_TRAINER_KINDS = {
+    "sft": ("SFTTrainer", "SFTConfig"),
+    "dpo": ("DPOTrainer", "DPOConfig"),
+    "reward": ("RewardTrainer", "RewardConfig"),
+    "kto": ("KTOTrainer", "KTOConfig"),
+    "grpo": ("GRPOTrainer", "GRPOConfig"),
+    "rloo": ("RLOOTrainer", "RLOOConfig"),
+}
+OPTIMIZERS = {
+    "adamw_torch": "adamw_torch",
+    "adamw_torch_fused": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+    "sgd": "sgd",
+}  # Ours -> that of transformers; the rest we make ourselves
+DPO_LOSSES = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+)
+METRICS = {
+    "accuracy": "rewards/accuracies",
+    "margin": "rewards/margins",
+    "mean_reward": "rewards/mean",
+}  # RewardTrainer's -> ours
+
 
 def _dpo(s: Any) -> dict[str, Any]:
     if unknown := [name for name in s.loss_type if name not in DPO_LOSSES]:
-        raise ValueError(f"dpo.loss_type = {unknown[0]!r}: TRL's DPOTrainer has {', '.join(DPO_LOSSES)}; take engine: trainkit")
-    if s.reference_free: raise ValueError("dpo.reference_free = True: TRL's DPOTrainer always compares with a reference; take engine: trainkit")
-    return dict(beta=s.beta, loss_type=list(s.loss_type), loss_weights=list(s.loss_weights) or None, label_smoothing=s.label_smoothing,
-                f_divergence_type=s.f_divergence_type, f_alpha_divergence_coef=s.f_alpha_divergence_coef, ld_alpha=s.ld_alpha,
-                discopop_tau=s.discopop_tau, max_length=None, disable_dropout=False)
+        raise ValueError(
+            f"dpo.loss_type = {unknown[0]!r}: TRL's DPOTrainer has {', '.join(DPO_LOSSES)}; take engine: trainkit"
+        )
+    if s.reference_free:
+        raise ValueError(
+            "dpo.reference_free = True: TRL's DPOTrainer always compares with a reference; take engine: trainkit"
+        )
+    return dict(
+        beta=s.beta,
+        loss_type=list(s.loss_type),
+        loss_weights=list(s.loss_weights) or None,
+        label_smoothing=s.label_smoothing,
+        f_divergence_type=s.f_divergence_type,
+        f_alpha_divergence_coef=s.f_alpha_divergence_coef,
+        ld_alpha=s.ld_alpha,
+        discopop_tau=s.discopop_tau,
+        max_length=None,
+        disable_dropout=False,
+    )
+
 
 def _kto(s: Any) -> dict[str, Any]:
-    return dict(beta=s.beta, loss_type='kto', desirable_weight=s.desirable_weight, undesirable_weight=s.undesirable_weight, max_length=None,
-                disable_dropout=False)
+    return dict(
+        beta=s.beta,
+        loss_type="kto",
+        desirable_weight=s.desirable_weight,
+        undesirable_weight=s.undesirable_weight,
+        max_length=None,
+        disable_dropout=False,
+    )
+
 
 def _rl(s: Any, kind: str) -> dict[str, Any]:
-    pays = kind == 'rloo' if s.kl_in_reward is None else s.kl_in_reward
-    for name, lacks in (('kl_in_reward', s.beta and pays != (kind == 'rloo')), ('kl_estimator', s.beta and not pays and s.kl_estimator != 'k3'),
-                        ('entropy_coef', s.entropy_coef and kind == 'rloo')):
-        if lacks: raise ValueError(f"rl.{name} = {getattr(s, name)!r}: TRL's {TRL_TRAINER_KINDS[kind][0]} has no such thing; take engine: trainkit")
-    return dict(num_generations=s.num_generations, max_completion_length=s.max_completion_length, temperature=s.temperature,
-                top_k=s.top_k, top_p=s.top_p, beta=s.beta, epsilon=s.epsilon, epsilon_high=s.epsilon_high,
-                num_iterations=s.num_iterations, reward_weights=s.reward_weights, disable_dropout=False, shuffle_dataset=False,
-                generation_batch_size=s.num_prompts*s.num_generations)
+    pays = kind == "rloo" if s.kl_in_reward is None else s.kl_in_reward
+    for name, lacks in (
+        ("kl_in_reward", s.beta and pays != (kind == "rloo")),
+        ("kl_estimator", s.beta and not pays and s.kl_estimator != "k3"),
+        ("entropy_coef", s.entropy_coef and kind == "rloo"),
+    ):
+        if lacks:
+            raise ValueError(
+                f"rl.{name} = {getattr(s, name)!r}: TRL's {TRL_TRAINER_KINDS[kind][0]} has no such thing; take engine: trainkit"
+            )
+    return dict(
+        num_generations=s.num_generations,
+        max_completion_length=s.max_completion_length,
+        temperature=s.temperature,
+        top_k=s.top_k,
+        top_p=s.top_p,
+        beta=s.beta,
+        epsilon=s.epsilon,
+        epsilon_high=s.epsilon_high,
+        num_iterations=s.num_iterations,
+        reward_weights=s.reward_weights,
+        disable_dropout=False,
+        shuffle_dataset=False,
+        generation_batch_size=s.num_prompts * s.num_generations,
+    )
 
-SETTINGS = { # kind -> what our settings of the method are called there
-    'sft': lambda s: dict(max_length=None, packing=False, shuffle_dataset=False, dataset_kwargs=dict(skip_prepare_dataset=True)),
-    'dpo': _dpo, 'kto': _kto,
-    'reward': lambda s: dict(max_length=None, disable_dropout=False, center_rewards_coefficient=s or None),
-    'grpo': lambda s: _rl(s, 'grpo') | dict(loss_type=s.loss_type, scale_rewards=s.scale_rewards, importance_sampling_level=s.importance_sampling_level,
-                                            entropy_coef=s.entropy_coef, use_bias_correction_kl=s.use_bias_correction_kl),
-    'rloo': lambda s: _rl(s, 'rloo'),
+
+SETTINGS = {  # kind -> what our settings of the method are called there
+    "sft": lambda s: dict(
+        max_length=None,
+        packing=False,
+        shuffle_dataset=False,
+        dataset_kwargs=dict(skip_prepare_dataset=True),
+    ),
+    "dpo": _dpo,
+    "kto": _kto,
+    "reward": lambda s: dict(
+        max_length=None, disable_dropout=False, center_rewards_coefficient=s or None
+    ),
+    "grpo": lambda s: (
+        _rl(s, "grpo")
+        | dict(
+            loss_type=s.loss_type,
+            scale_rewards=s.scale_rewards,
+            importance_sampling_level=s.importance_sampling_level,
+            entropy_coef=s.entropy_coef,
+            use_bias_correction_kl=s.use_bias_correction_kl,
+        )
+    ),
+    "rloo": lambda s: _rl(s, "rloo"),
 }
+
 
 def refuse(
     config: TrainConfig,
-) -> None: # Raises `ValueError` naming the knob
+) -> None:  # Raises `ValueError` naming the knob
     "What our loop can do, and TRL's cannot."
-    for name, off in (('optimizer_in_backward', False), ('offload_optimizer', False), ('z_loss', 0), ('on_nan', 'raise')):
-        if (value := getattr(config, name)) != off: raise ValueError(f'train.{name} = {value!r} is for engine: trainkit, TRL has no such thing')
+    for name, off in (
+        ("optimizer_in_backward", False),
+        ("offload_optimizer", False),
+        ("z_loss", 0),
+        ("on_nan", "raise"),
+    ):
+        if (value := getattr(config, name)) != off:
+            raise ValueError(
+                f"train.{name} = {value!r} is for engine: trainkit, TRL has no such thing"
+            )
+
 
 def trl_arguments(
-    kind: str, # A key of `KINDS`
-    trainer: Any, # A `TRLTrainer`
-    settings: Any = None, # Of the method: a `DPOConfig`, an `RLConfig`, or the weight of centring for 'reward'
-) -> Any: # TRL's config
+    kind: str,  # A key of `KINDS`
+    trainer: Any,  # A `TRLTrainer`
+    settings: Any = None,  # Of the method: a `DPOConfig`, an `RLConfig`, or the weight of centring for 'reward'
+) -> Any:  # TRL's config
     "Our knobs in TRL's words, with nothing left to a default that matters."
-    trl, c, o, a = importlib.import_module('trl'), trainer.config, trainer.optim, trainer.accelerator
+    trl, c, o, a = (
+        importlib.import_module("trl"),
+        trainer.config,
+        trainer.optim,
+        trainer.accelerator,
+    )
     refuse(c)
     values: dict[str, Any] = dict(
-        output_dir=str(trainer.place), max_steps=trainer.total_steps,
-        per_device_train_batch_size=trainer.batch_size, gradient_accumulation_steps=c.gradient_accumulation_steps,
-        learning_rate=o.learning_rate, weight_decay=o.weight_decay, adam_beta1=o.adam_beta1, adam_beta2=o.adam_beta2,
-        adam_epsilon=o.adam_epsilon, optim=OPTIMIZERS.get(o.optim, 'adamw_torch'), lr_scheduler_type='constant', # the schedule is ours
-        max_grad_norm=c.max_grad_norm, seed=c.seed, bf16=a.mixed_precision == 'bf16', fp16=a.mixed_precision == 'fp16',
-        use_cpu=a.device.type == 'cpu', gradient_checkpointing=bool(getattr(trainer.model.config, 'gradient_checkpointing', False)),
-        torch_compile=c.torch_compile, torch_compile_backend=c.torch_compile_backend if c.torch_compile else None,
-        torch_compile_mode=c.torch_compile_mode, logging_steps=1, logging_strategy='steps', logging_nan_inf_filter=False,
-        eval_strategy='no', save_strategy='no', save_total_limit=c.save_total_limit or None, report_to=[], disable_tqdm=True,
-        remove_unused_columns=False, push_to_hub=False, dataloader_pin_memory=a.device.type == 'cuda')
-    if values['gradient_checkpointing']: values['gradient_checkpointing_kwargs'] = dict(use_reentrant=False)
-    try: return getattr(trl, TRL_TRAINER_KINDS[kind][1])(**values, **SETTINGS[kind](settings))
+        output_dir=str(trainer.place),
+        max_steps=trainer.total_steps,
+        per_device_train_batch_size=trainer.batch_size,
+        gradient_accumulation_steps=c.gradient_accumulation_steps,
+        learning_rate=o.learning_rate,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_epsilon=o.adam_epsilon,
+        optim=OPTIMIZERS.get(o.optim, "adamw_torch"),
+        lr_scheduler_type="constant",  # the schedule is ours
+        max_grad_norm=c.max_grad_norm,
+        seed=c.seed,
+        bf16=a.mixed_precision == "bf16",
+        fp16=a.mixed_precision == "fp16",
+        use_cpu=a.device.type == "cpu",
+        gradient_checkpointing=bool(getattr(trainer.model.config, "gradient_checkpointing", False)),
+        torch_compile=c.torch_compile,
+        torch_compile_backend=c.torch_compile_backend if c.torch_compile else None,
+        torch_compile_mode=c.torch_compile_mode,
+        logging_steps=1,
+        logging_strategy="steps",
+        logging_nan_inf_filter=False,
+        eval_strategy="no",
+        save_strategy="no",
+        save_total_limit=c.save_total_limit or None,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        push_to_hub=False,
+        dataloader_pin_memory=a.device.type == "cuda",
+    )
+    if values["gradient_checkpointing"]:
+        values["gradient_checkpointing_kwargs"] = dict(use_reentrant=False)
+    try:
+        return getattr(trl, TRL_TRAINER_KINDS[kind][1])(**values, **SETTINGS[kind](settings))
     except TypeError as error:
-        raise RuntimeError(f'trl {trl.__version__} has changed a name ({error}): pip install "trl==1.16.*", or take engine: trainkit') from None
+        raise RuntimeError(
+            f'trl {trl.__version__} has changed a name ({error}): pip install "trl==1.16.*", or take engine: trainkit'
+        ) from None
 
 # %% ../../nbs/10_interop/05_trl.ipynb #700bfef9
-def _ids(x: Any) -> list[int]: return np.asarray(x).tolist()
+def _ids(x: Any) -> list[int]:
+    return np.asarray(x).tolist()
+
 
 def _pair(row: Mapping) -> dict[str, Any]:
-    for side in ('chosen', 'rejected'):
-        if any(label == -100 for label in _ids(row.get(f'{side}_labels', row[side]))):
-            raise ValueError('a pair has an answer of which only some turns are learned, and TRL learns all of it: take engine: trainkit')
-    return dict(prompt=_ids(row['prompt']), chosen=_ids(row['chosen']), rejected=_ids(row['rejected']))
+    for side in ("chosen", "rejected"):
+        if any(label == -100 for label in _ids(row.get(f"{side}_labels", row[side]))):
+            raise ValueError(
+                "a pair has an answer of which only some turns are learned, and TRL learns all of it: take engine: trainkit"
+            )
+    return dict(
+        prompt=_ids(row["prompt"]), chosen=_ids(row["chosen"]), rejected=_ids(row["rejected"])
+    )
+
 
 def _judged(row: Mapping) -> dict[str, Any]:
     p = _pair(row)
-    return dict(chosen='', rejected='', chosen_ids=p['prompt'] + p['chosen'], rejected_ids=p['prompt'] + p['rejected'],
-                **(dict(margin=float(row['margin'])) if 'margin' in row else {}))
+    return dict(
+        chosen="",
+        rejected="",
+        chosen_ids=p["prompt"] + p["chosen"],
+        rejected_ids=p["prompt"] + p["rejected"],
+        **(dict(margin=float(row["margin"])) if "margin" in row else {}),
+    )
+
 
 def trl_rows(
     kind: str,
-    rows: Sequence, # Of our batches; for 'grpo' and 'rloo' texts or messages with further columns
-) -> list[dict[str, Any]]: # In the same order; two of each for 'kto'
+    rows: Sequence,  # Of our batches; for 'grpo' and 'rloo' texts or messages with further columns
+) -> list[dict[str, Any]]:  # In the same order; two of each for 'kto'
     "Rows as TRL's trainers read them."
-    if kind == 'sft': return [{k: _ids(v) for k, v in (row if isinstance(row, dict) else dict(input_ids=row)).items()
-                               if k in ('input_ids', 'labels', 'position_ids')} for row in rows]
-    if kind == 'reward': return [_judged(row) for row in rows]
-    if kind in ('grpo', 'rloo'):
-        if odd := [row['prompt'] for row in rows if not isinstance(row['prompt'], str) and not isinstance(row['prompt'][0], dict)]:
-            raise ValueError(f'the prompt {str(odd[0])[:60]} is a list of ids, and TRL wants texts or messages: take engine: trainkit')
+    if kind == "sft":
+        return [
+            {
+                k: _ids(v)
+                for k, v in (row if isinstance(row, dict) else dict(input_ids=row)).items()
+                if k in ("input_ids", "labels", "position_ids")
+            }
+            for row in rows
+        ]
+    if kind == "reward":
+        return [_judged(row) for row in rows]
+    if kind in ("grpo", "rloo"):
+        if odd := [
+            row["prompt"]
+            for row in rows
+            if not isinstance(row["prompt"], str) and not isinstance(row["prompt"][0], dict)
+        ]:
+            raise ValueError(
+                f"the prompt {str(odd[0])[:60]} is a list of ids, and TRL wants texts or messages: take engine: trainkit"
+            )
         return [dict(row) for row in rows]
     pairs = [_pair(row) for row in rows]
-    if kind == 'dpo': return [dict(prompt='', chosen='', rejected='', **{f'{k}_ids': v for k, v in p.items()}) for p in pairs]
-    return [dict(prompt='', prompt_ids=p['prompt'], completion_ids=p[side], KL_completion_ids=pairs[i - 1][side], label=side == 'chosen')
-            for i, p in enumerate(pairs) for side in ('chosen', 'rejected')]
+    if kind == "dpo":
+        return [
+            dict(prompt="", chosen="", rejected="", **{f"{k}_ids": v for k, v in p.items()})
+            for p in pairs
+        ]
+    return [
+        dict(
+            prompt="",
+            prompt_ids=p["prompt"],
+            completion_ids=p[side],
+            KL_completion_ids=pairs[i - 1][side],
+            label=side == "chosen",
+        )
+        for i, p in enumerate(pairs)
+        for side in ("chosen", "rejected")
+    ]
+
 
 def as_trl_reward(
-    function: Any, # (completions, prompts, completion_ids, further columns by name) -> numbers
-) -> Any: # The same, for completions that may be messages
+    function: Any,  # (completions, prompts, completion_ids, further columns by name) -> numbers
+) -> Any:  # The same, for completions that may be messages
     "A reward function of ours as TRL calls it."
+
     def reward(completions, **columns):
-        texts = [c if isinstance(c, str) else c[-1]['content'] for c in completions]
-        columns = {k: v for k, v in columns.items() if k not in ('trainer_state', 'log_extra', 'log_metric', 'environments')}
-        return [None if r is None else float(r) for r in rewards_of(function, dict(columns, completions=texts), reward.__name__)]
-    reward.__name__ = getattr(function, '__name__', type(function).__name__)
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        columns = {
+            k: v
+            for k, v in columns.items()
+            if k not in ("trainer_state", "log_extra", "log_metric", "environments")
+        }
+        return [
+            None if r is None else float(r)
+            for r in rewards_of(function, dict(columns, completions=texts), reward.__name__)
+        ]
+
+    reward.__name__ = getattr(function, "__name__", type(function).__name__)
     return reward
+
 
 class BatchOrderSampler(torch.utils.data.Sampler):
     "The rows of an epoch in the order of our batches."
+
     def __init__(
         self,
         batches: Batches,
     ):
         self.batches, self.epoch = batches, 0
 
-    def set_epoch(self, epoch: int) -> None: self.epoch = epoch
-    def __len__(self) -> int: return sum(map(len, self.batches.plan(self.epoch)))
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(map(len, self.batches.plan(self.epoch)))
 
     def __iter__(self) -> Iterator[int]:
         plan = self.batches.plan(self.epoch)
-        if any(p.ndim != 1 for p in plan) or any(len(p) != self.batches.batch_size for p in plan[:-1]):
-            raise ValueError('a curriculum that cuts rows, or batches filled by tokens, are for engine: trainkit')
+        if any(p.ndim != 1 for p in plan) or any(
+            len(p) != self.batches.batch_size for p in plan[:-1]
+        ):
+            raise ValueError(
+                "a curriculum that cuts rows, or batches filled by tokens, are for engine: trainkit"
+            )
         return (int(i) for part in plan for i in part)
+
 
 class Unpaired:
     "Batches of pairs as batches of twice as many single answers, each with a thumb up or down."
+
     def __init__(
         self,
-        batches: Batches, # Of pairs
+        batches: Batches,  # Of pairs
     ):
-        self.inner, self.rows, self.batch_size = batches, batches.rows, 2*batches.batch_size
+        self.inner, self.rows, self.batch_size = batches, batches.rows, 2 * batches.batch_size
 
-    def plan(self, epoch: int) -> list[np.ndarray]: return [np.stack((2*p, 2*p + 1), 1).reshape(-1) for p in self.inner.plan(epoch)]
+    def plan(self, epoch: int) -> list[np.ndarray]:
+        return [np.stack((2 * p, 2 * p + 1), 1).reshape(-1) for p in self.inner.plan(epoch)]
 
 # %% ../../nbs/10_interop/05_trl.ipynb #98d7d427
 @contextmanager
 def _unheard() -> Iterator[None]:
     "A bar of transformers for each checkpoint would fill the log of the run."
     from transformers.utils import logging
+
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    try: yield
+    try:
+        yield
     finally:
-        if shown: logging.enable_progress_bar()
+        if shown:
+            logging.enable_progress_bar()
+
 
 def _subclass(base: Any, ours: Any) -> Any:
     from transformers import TrainerCallback
 
     class Steps(base):
         "TRL's trainer, with our rows, order and schedule."
-        def get_decay_parameter_names(self, model): return [name for name, p in model.named_parameters() if p.ndim >= 2]
-        def _prepare_dataset(self, dataset, *args, **kwargs): return dataset
-        def _send_telemetry(self): pass
-        def create_model_card(self, *args, **kwargs): pass
+
+        def get_decay_parameter_names(self, model):
+            return [name for name, p in model.named_parameters() if p.ndim >= 2]
+
+        def _prepare_dataset(self, dataset, *args, **kwargs):
+            return dataset
+
+        def _send_telemetry(self):
+            pass
+
+        def create_model_card(self, *args, **kwargs):
+            pass
+
         def create_scheduler(self, num_training_steps, optimizer=None):
-            if self.lr_scheduler is None: self.lr_scheduler = make_schedule(self.optimizer, ours.optim, num_training_steps)
+            if self.lr_scheduler is None:
+                self.lr_scheduler = make_schedule(self.optimizer, ours.optim, num_training_steps)
             self._created_lr_scheduler = True
             return self.lr_scheduler
+
         def training_step(self, model, inputs, *args, **kwargs):
             loss = super().training_step(model, inputs, *args, **kwargs)
-            if isinstance(inputs, dict): ours.seen(inputs)
+            if isinstance(inputs, dict):
+                ours.seen(inputs)
             return loss
-        if ours.kind not in ('grpo', 'rloo'):
-            def _get_train_sampler(self, *args): return BatchOrderSampler(ours.batches)
+
+        if ours.kind not in ("grpo", "rloo"):
+
+            def _get_train_sampler(self, *args):
+                return BatchOrderSampler(ours.batches)
         else:
-            def _tokenize_prompts(self, prompts): return [list(ours.asked[json.dumps(p)]) for p in prompts], None, {}
+
+            def _tokenize_prompts(self, prompts):
+                return [list(ours.asked[json.dumps(p)]) for p in prompts], None, {}
 
     class Ear(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
-            if logs and 'loss' in logs: ours.heard(dict(logs), control)
+            if logs and "loss" in logs:
+                ours.heard(dict(logs), control)
 
     Steps.__name__ = base.__name__
     return Steps, Ear
+
 
 class TRLTrainer(Trainer):
     "A `Trainer` whose steps are taken by TRL."
 
     def __init__(
         self,
-        *args: Any, # This and the rest: as for `Trainer`
-        kind: str = 'sft', # A key of `KINDS`
-        settings: Any = None, # See `trl_arguments`
+        *args: Any,  # This and the rest: as for `Trainer`
+        kind: str = "sft",  # A key of `KINDS`
+        settings: Any = None,  # See `trl_arguments`
         tokenizer: Any = None,
-        rewards: Sequence = (), # Functions, for 'grpo' and 'rloo'
+        rewards: Sequence = (),  # Functions, for 'grpo' and 'rloo'
         **kwargs: Any,
     ):
-        if kind not in TRL_TRAINER_KINDS: raise ValueError(f"engine: trl has {', '.join(TRL_TRAINER_KINDS)}, and not {kind!r}: take engine: trainkit")
+        if kind not in TRL_TRAINER_KINDS:
+            raise ValueError(
+                f"engine: trl has {', '.join(TRL_TRAINER_KINDS)}, and not {kind!r}: take engine: trainkit"
+            )
         check_trl()
         super().__init__(*args, **kwargs)
-        if self.accelerator.num_processes > 1: raise ValueError('engine: trl runs in one process here: launch several with engine: trainkit')
+        if self.accelerator.num_processes > 1:
+            raise ValueError(
+                "engine: trl runs in one process here: launch several with engine: trainkit"
+            )
         refuse(self.config)
         check_few_bits(self.model, self.accelerator.device)
-        if kind in ('grpo', 'rloo') and few_bit_layers(self.model) and packs_weights(self.accelerator.device):
-            raise ValueError(f'{kind} lets the model answer between two steps, and on this processor a 4-bit layer of bitsandbytes gives no '
-                             'gradient after that: take engine: trainkit')
+        if (
+            kind in ("grpo", "rloo")
+            and few_bit_layers(self.model)
+            and packs_weights(self.accelerator.device)
+        ):
+            raise ValueError(
+                f"{kind} lets the model answer between two steps, and on this processor a 4-bit layer of bitsandbytes gives no "
+                "gradient after that: take engine: trainkit"
+            )
         self.batches: Any = self.train_batches
         self.kind, self.settings, self.tokenizer = kind, settings, tokenizer
-        self.rewards = list(rewards) or getattr(self.train_batches, 'rewards', [])
-        self.batch_size = getattr(self.train_batches, 'batch_size', self.config.per_device_train_batch_size)
-        self.wants_best, self.config = self.config.load_best_model_at_end, replace(self.config, load_best_model_at_end=False)
+        self.rewards = list(rewards) or getattr(self.train_batches, "rewards", [])
+        self.batch_size = getattr(
+            self.train_batches, "batch_size", self.config.per_device_train_batch_size
+        )
+        self.wants_best, self.config = (
+            self.config.load_best_model_at_end,
+            replace(self.config, load_best_model_at_end=False),
+        )
         self.best: dict[str, torch.Tensor] = {}
         self.theirs: Any = None
         self.shapes: list[tuple[int, ...]] = []
-        if kind == 'kto': self.batches, self.batch_size = Unpaired(self.train_batches), 2*self.batch_size
+        if kind == "kto":
+            self.batches, self.batch_size = Unpaired(self.train_batches), 2 * self.batch_size
 
     # --- before the first step
 
-    def find(self, resume: Any) -> Path | None: # The checkpoint to go on from
+    def find(self, resume: Any) -> Path | None:  # The checkpoint to go on from
         "The last whole checkpoint, or the one that is named."
-        if not resume: return None
-        if resume not in (True, 'auto'): found = [Path(resume)]
-        else: found = sorted((self.folder or Path()).glob('trl/checkpoint-*'), key=lambda p: int(p.name.split('-')[1]))
-        whole = [p for p in found if (p/'trainkit.json').is_file()]
-        if not whole and resume != 'auto': raise FileNotFoundError(f'{found[0] if found else self.folder} has no checkpoint of engine: trl to go on from')
+        if not resume:
+            return None
+        if resume not in (True, "auto"):
+            found = [Path(resume)]
+        else:
+            found = sorted(
+                (self.folder or Path()).glob("trl/checkpoint-*"),
+                key=lambda p: int(p.name.split("-")[1]),
+            )
+        whole = [p for p in found if (p / "trainkit.json").is_file()]
+        if not whole and resume != "auto":
+            raise FileNotFoundError(
+                f"{found[0] if found else self.folder} has no checkpoint of engine: trl to go on from"
+            )
         return whole[-1] if whole else None
 
     def check_resume(self, resume: Any, force: bool = False) -> None:
@@ -307,63 +572,113 @@ class TRLTrainer(Trainer):
 
     def recall(self, path: Path | None, force: bool) -> TrainState:
         "What a checkpoint remembers; another run is refused."
-        if path is None: return TrainState()
-        said, here = json.loads((path/'trainkit.json').read_text(encoding='utf-8')), self.identity()
-        if wrong := [k for k in here if said['identity'].get(k) != here[k]]:
+        if path is None:
+            return TrainState()
+        said, here = (
+            json.loads((path / "trainkit.json").read_text(encoding="utf-8")),
+            self.identity(),
+        )
+        if wrong := [k for k in here if said["identity"].get(k) != here[k]]:
             text = f"{path} is of another run: {wrong[0]} was {said['identity'].get(wrong[0])!r} and is {here[wrong[0]]!r}"
-            if not force: raise ValueError(f'{text}. Take the config that made it, or force_resume')
+            if not force:
+                raise ValueError(f"{text}. Take the config that made it, or force_resume")
             self.note(text)
-        return TrainState(**said['state'])
+        return TrainState(**said["state"])
 
     def identity(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dict(kind=self.kind, steps=self.total_steps, optim=to_dict(self.optim), facts=self.facts), default=str))
+        return json.loads(
+            json.dumps(
+                dict(
+                    kind=self.kind,
+                    steps=self.total_steps,
+                    optim=to_dict(self.optim),
+                    facts=self.facts,
+                ),
+                default=str,
+            )
+        )
 
     def begin(self, stack: ExitStack, resume: Any, force: bool = False) -> None:
         "Twin, TRL's trainer, and state as before the first step."
         c, path = self.config, self.find(resume)
         seed_everything(c.seed)
-        self.state, self.history, self.notes, self.pending, self.reason = self.recall(path, force), [], [], [], ''
-        self.checkpoint, self.came_from, self.waited = (str(path) if path else None), path, 0.
+        self.state, self.history, self.notes, self.pending, self.reason = (
+            self.recall(path, force),
+            [],
+            [],
+            [],
+            "",
+        )
+        self.checkpoint, self.came_from, self.waited = (str(path) if path else None), path, 0.0
         stack.enter_context(tf32(c.tf32))
         stack.enter_context(offline())
         stack.enter_context(_unheard())
         self.model.to(self.accelerator.device)
         self.scratch = Path(stack.enter_context(TemporaryDirectory()))
-        self.place = self.folder/'trl' if self.folder else self.scratch
+        self.place = self.folder / "trl" if self.folder else self.scratch
         self.theirs = self.build()
-        self.bar = stack.enter_context(Progress(self.total_steps, 'Training with TRL', 'step', enabled=c.progress))
+        self.bar = stack.enter_context(
+            Progress(self.total_steps, "Training with TRL", "step", enabled=c.progress)
+        )
         self.bar.start_at(self.state.step)
         self.before, self.mark = self.state.seconds, (time.monotonic(), self.state.tokens)
-        self.notify('on_start', total_steps=self.total_steps, start_step=self.state.step, config=to_dict(c), optim=to_dict(self.optim),
-                    groups=show_groups(self.theirs.optimizer), engine=f"trl {importlib.import_module('trl').__version__}")
+        self.notify(
+            "on_start",
+            total_steps=self.total_steps,
+            start_step=self.state.step,
+            config=to_dict(c),
+            optim=to_dict(self.optim),
+            groups=show_groups(self.theirs.optimizer),
+            engine=f"trl {importlib.import_module('trl').__version__}",
+        )
 
     def build(self) -> Any:
         "TRL's trainer."
         from datasets import Dataset
         from transformers import PrinterCallback
+
         words = fast_tokenizer(self.tokenizer)
         rows = trl_rows(self.kind, self.batches.rows)
-        if self.kind == 'reward': # Theirs reads the score at the last token that is no padding
-            last = {row[side][-1] for row in rows for side in ('chosen_ids', 'rejected_ids')}
-            words.pad_token = words.convert_ids_to_tokens(next(i for i in range(len(words)) if i not in last))
-        ids = {name: getattr(words, name) for name in ('bos_token_id', 'eos_token_id', 'pad_token_id')}
+        if self.kind == "reward":  # Theirs reads the score at the last token that is no padding
+            last = {row[side][-1] for row in rows for side in ("chosen_ids", "rejected_ids")}
+            words.pad_token = words.convert_ids_to_tokens(
+                next(i for i in range(len(words)) if i not in last)
+            )
+        ids = {
+            name: getattr(words, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        }
         twin = open_twin(self.model, **ids)
-        steps, ear = _subclass(getattr(importlib.import_module('trl'), TRL_TRAINER_KINDS[self.kind][0]), self)
+        steps, ear = _subclass(
+            getattr(importlib.import_module("trl"), TRL_TRAINER_KINDS[self.kind][0]), self
+        )
         more: dict[str, Any] = {}
-        if self.kind == 'sft': more['data_collator'] = self.collate
-        if self.kind in ('dpo', 'kto') and not hasattr(twin, 'peft_config'): more['ref_model'] = deepcopy(twin).eval().requires_grad_(False)
-        if self.kind in ('grpo', 'rloo'):
-            more['reward_funcs'] = [as_trl_reward(function) for function in self.rewards]
-            self.asked = {json.dumps(row['prompt']): ids for row, ids in zip(self.batches.rows, self.batches.prompt_ids, strict=True)}
-            if self.settings.beta and not hasattr(twin, 'peft_config'): # They open their reference by its name
-                twin.save_pretrained(self.scratch/'reference')
-                twin.config._name_or_path = twin.name_or_path = str(self.scratch/'reference')
+        if self.kind == "sft":
+            more["data_collator"] = self.collate
+        if self.kind in ("dpo", "kto") and not hasattr(twin, "peft_config"):
+            more["ref_model"] = deepcopy(twin).eval().requires_grad_(False)
+        if self.kind in ("grpo", "rloo"):
+            more["reward_funcs"] = [as_trl_reward(function) for function in self.rewards]
+            self.asked = {
+                json.dumps(row["prompt"]): ids
+                for row, ids in zip(self.batches.rows, self.batches.prompt_ids, strict=True)
+            }
+            if self.settings.beta and not hasattr(
+                twin, "peft_config"
+            ):  # They open their reference by its name
+                twin.save_pretrained(self.scratch / "reference")
+                twin.config._name_or_path = twin.name_or_path = str(self.scratch / "reference")
         if self.optim.optim not in OPTIMIZERS or self.optim.lr_factors or self.optim.weight_decays:
-            more['optimizers'] = (make_optimizer(twin, self.optim), None)
-        with alone, warnings.catch_warnings(): # The filters of the process
-            warnings.simplefilter('ignore', FutureWarning)
-            made = steps(model=twin, args=trl_arguments(self.kind, self, self.settings), train_dataset=Dataset.from_list(rows),
-                         processing_class=words, callbacks=[ear()], **more)
+            more["optimizers"] = (make_optimizer(twin, self.optim), None)
+        with alone, warnings.catch_warnings():  # The filters of the process
+            warnings.simplefilter("ignore", FutureWarning)
+            made = steps(
+                model=twin,
+                args=trl_arguments(self.kind, self, self.settings),
+                train_dataset=Dataset.from_list(rows),
+                processing_class=words,
+                callbacks=[ear()],
+                **more,
+            )
         made.remove_callback(PrinterCallback)
         made.create_optimizer()
         return made
@@ -373,44 +688,75 @@ class TRLTrainer(Trainer):
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         "Our batch, with the mask that TRL counts tokens by."
         batch = self.batches.join(rows)
-        return batch if batch.keys() & {'attention_mask', 'position_ids'} else batch | dict(attention_mask=torch.ones_like(batch['input_ids']))
+        return (
+            batch
+            if batch.keys() & {"attention_mask", "position_ids"}
+            else batch | dict(attention_mask=torch.ones_like(batch["input_ids"]))
+        )
 
     def seen(self, inputs: dict[str, Any]) -> None:
         "Count what a batch holds."
         self.state.tokens += count_tokens(inputs)
-        self.shapes += [tuple(x.shape) for k, x in inputs.items() if k.endswith('input_ids')]
+        self.shapes += [tuple(x.shape) for k, x in inputs.items() if k.endswith("input_ids")]
 
     def heard(self, logs: dict[str, Any], control: Any) -> None:
         "TRL has made a step: do what is due after it."
-        c, s, passed = self.config, self.state, float(logs.pop('epoch', 0.0))
+        c, s, passed = self.config, self.state, float(logs.pop("epoch", 0.0))
         s.step = self.theirs.state.global_step
-        if self.kind in ('grpo', 'rloo'): # TRL counts epochs of prompts, and we of answers
-            passed, s.tokens = s.step*c.gradient_accumulation_steps/(self.epoch_length or 1), int(logs.get('num_tokens', 0))
+        if self.kind in ("grpo", "rloo"):  # TRL counts epochs of prompts, and we of answers
+            passed, s.tokens = (
+                s.step * c.gradient_accumulation_steps / (self.epoch_length or 1),
+                int(logs.get("num_tokens", 0)),
+            )
         s.epoch = int(passed + 1e-6)
-        s.batch = round((passed - s.epoch)*(self.epoch_length or 0))
-        loss, norm, self.learning_rate = logs.pop('loss'), logs.pop('grad_norm', None), logs.pop('learning_rate')
-        if not math.isfinite(loss): raise TrainingError(f'the loss is {loss}, at step {s.step} of {self.total_steps}', s.step, self.checkpoint)
+        s.batch = round((passed - s.epoch) * (self.epoch_length or 0))
+        loss, norm, self.learning_rate = (
+            logs.pop("loss"),
+            logs.pop("grad_norm", None),
+            logs.pop("learning_rate"),
+        )
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss}, at step {s.step} of {self.total_steps}",
+                s.step,
+                self.checkpoint,
+            )
         self.grad_norm = norm
         s.losses.append(loss)
         for name, value in logs.items():
-            if not isinstance(value, (int, float)) or name == 'num_tokens': continue
-            had = s.metrics.setdefault(METRICS.get(name, name), [0., 0])
+            if not isinstance(value, (int, float)) or name == "num_tokens":
+                continue
+            had = s.metrics.setdefault(METRICS.get(name, name), [0.0, 0])
             had[0], had[1] = had[0] + value, had[1] + 1
-        self.notify('on_step', step=s.step, epoch=self.epoch, tokens=s.tokens, learning_rate=self.learning_rate, loss=loss, skipped_steps=0,
-                    shapes=self.shapes)
+        self.notify(
+            "on_step",
+            step=s.step,
+            epoch=self.epoch,
+            tokens=s.tokens,
+            learning_rate=self.learning_rate,
+            loss=loss,
+            skipped_steps=0,
+            shapes=self.shapes,
+        )
         self.shapes = []
         self.bar.update(s.step)
         ends, last = not s.batch, s.step == self.total_steps
-        if last or s.step % c.logging_steps == 0 or (s.step == 1 and c.logging_first_step): self.log()
+        if last or s.step % c.logging_steps == 0 or (s.step == 1 and c.logging_first_step):
+            self.log()
         with self.aside():
-            if due(c.eval_strategy, c.eval_steps, s.step, ends): self.weigh(self.evaluate())
-            if c.sample_steps > 0 and (last or s.step % c.sample_steps == 0): self.draw()
-            if self.folder is not None and due(c.save_strategy, c.save_steps, s.step, ends): self.save()
-        if reason := self.ended(): self.reason, control.should_training_stop = reason, True
+            if due(c.eval_strategy, c.eval_steps, s.step, ends):
+                self.weigh(self.evaluate())
+            if c.sample_steps > 0 and (last or s.step % c.sample_steps == 0):
+                self.draw()
+            if self.folder is not None and due(c.save_strategy, c.save_steps, s.step, ends):
+                self.save()
+        if reason := self.ended():
+            self.reason, control.should_training_stop = reason, True
 
     def pull(self) -> None:
         "Bring home what the twin has learned so far."
-        if self.theirs is not None: copy_back(self.theirs.accelerator.unwrap_model(self.theirs.model), self.model)
+        if self.theirs is not None:
+            copy_back(self.theirs.accelerator.unwrap_model(self.theirs.model), self.model)
 
     def evaluate(self) -> dict:
         self.pull()
@@ -424,64 +770,102 @@ class TRLTrainer(Trainer):
         "Keep the weights of the best evaluation."
         super().weigh(record)
         if self.wants_best and self.state.best_step == self.state.step:
-            self.best = {n: p.detach().cpu().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+            self.best = {
+                n: p.detach().cpu().clone()
+                for n, p in self.model.named_parameters()
+                if p.requires_grad
+            }
         return False
 
-    def check(self) -> None: pass # The numbers are here already
+    def check(self) -> None:
+        pass  # The numbers are here already
 
     def save(self, cursor: Any = ..., strict: bool = True) -> None:
         "Let TRL write its checkpoint, and what we know beside it, last."
-        if self.folder is None or self.theirs is None: return
-        self.state.seconds, path = self.seconds, self.folder/'trl'/f'checkpoint-{self.state.step}'
+        if self.folder is None or self.theirs is None:
+            return
+        self.state.seconds, path = (
+            self.seconds,
+            self.folder / "trl" / f"checkpoint-{self.state.step}",
+        )
         with alone, warnings.catch_warnings():
-            warnings.simplefilter('ignore', FutureWarning)
+            warnings.simplefilter("ignore", FutureWarning)
             self.theirs._save_checkpoint(self.theirs.model, None)
-        self.theirs.state.save_to_json(str(path/'trainer_state.json'))
-        write_atomic(path/'trainkit.json', json.dumps(dict(state=asdict(self.state), identity=self.identity())))
+        self.theirs.state.save_to_json(str(path / "trainer_state.json"))
+        write_atomic(
+            path / "trainkit.json",
+            json.dumps(dict(state=asdict(self.state), identity=self.identity())),
+        )
         self.checkpoint = str(path)
-        self.notify('on_save', step=self.state.step, path=str(path), kind='checkpoint')
+        self.notify("on_save", step=self.state.step, path=str(path), kind="checkpoint")
 
     # --- the run
 
     def loop(self) -> str:
         "All steps."
-        if self.state.step < self.total_steps: self.theirs.train(resume_from_checkpoint=str(self.came_from) if self.came_from else None)
+        if self.state.step < self.total_steps:
+            self.theirs.train(
+                resume_from_checkpoint=str(self.came_from) if self.came_from else None
+            )
         self.pull()
-        return self.reason or 'finished'
+        return self.reason or "finished"
 
     def finish(self, reason: str) -> Result:
         "As always; the twin goes."
         if self.best:
             with torch.no_grad():
                 for name, p in self.model.named_parameters():
-                    if name in self.best: p.copy_(self.best[name])
+                    if name in self.best:
+                        p.copy_(self.best[name])
         result = super().finish(reason)
         self.theirs = None
         return result
 
 # %% ../../nbs/10_interop/05_trl.ipynb #0146b276
 def make_loop(
-    parts: Any, # With `config`, `tokenizer` and `model`, as `prepare` gives them
-    *args: Any, # As for `Trainer`
-    engine: str = '', # trainkit or trl; that of the config when empty
+    parts: Any,  # With `config`, `tokenizer` and `model`, as `prepare` gives them
+    *args: Any,  # As for `Trainer`
+    engine: str = "",  # trainkit or trl; that of the config when empty
     **kwargs: Any,
-) -> Trainer: # Or a `TRLTrainer`, which is one too
+) -> Trainer:  # Or a `TRLTrainer`, which is one too
     "The loop that `config.engine` names."
     engine = engine or parts.config.engine
-    if engine == 'trainkit': return Trainer(*args, **kwargs)
-    if engine != 'trl': raise ValueError(f"engine = '{engine}' runs by itself: run_llamafactory(config, folder)")
+    if engine == "trainkit":
+        return Trainer(*args, **kwargs)
+    if engine != "trl":
+        raise ValueError(f"engine = '{engine}' runs by itself: run_llamafactory(config, folder)")
     kind, settings = trl_kind(parts.config)
-    inner = getattr(parts, 'causal', None) # A reward model's body carries the adapter, and the model around it what PEFT must know
-    if inner is not None and hasattr(inner, 'lora_configs') and not hasattr(parts.model, 'lora_configs'): parts.model.lora_configs = inner.lora_configs
+    inner = getattr(
+        parts, "causal", None
+    )  # A reward model's body carries the adapter, and the model around it what PEFT must know
+    if (
+        inner is not None
+        and hasattr(inner, "lora_configs")
+        and not hasattr(parts.model, "lora_configs")
+    ):
+        parts.model.lora_configs = inner.lora_configs
     return TRLTrainer(*args, kind=kind, settings=settings, tokenizer=parts.tokenizer, **kwargs)
 
+
 def run_trl(
-    parts: Any, # As `prepare` gives them, whatever engine their config names
-    **kwargs: Any, # Further arguments of `Trainer`
-) -> Result: # The model in `parts` is trained in place
+    parts: Any,  # As `prepare` gives them, whatever engine their config names
+    **kwargs: Any,  # Further arguments of `Trainer`
+) -> Result:  # The model in `parts` is trained in place
     "Train what was prepared with TRL."
     c, knobs = parts.config, parts.config.train
-    if parts.eval_batches is None: knobs = replace(knobs, eval_strategy='no', load_best_model_at_end=False) # Nothing is held out
-    return make_loop(parts, parts.model, getattr(parts, 'objective', None) or lm_objective(c.train.z_loss), parts.train_batches, parts.eval_batches,
-                     replace(knobs, output_dir=str(getattr(c, 'folder', knobs.output_dir))), getattr(parts, 'callbacks', ()), c.optim,
-                     engine='trl', **kwargs).train()
+    if parts.eval_batches is None:
+        knobs = replace(
+            knobs, eval_strategy="no", load_best_model_at_end=False
+        )  # Nothing is held out
+    return make_loop(
+        parts,
+        parts.model,
+        getattr(parts, "objective", None) or lm_objective(c.train.z_loss),
+        parts.train_batches,
+        parts.eval_batches,
+        replace(knobs, output_dir=str(getattr(c, "folder", knobs.output_dir))),
+        getattr(parts, "callbacks", ()),
+        c.optim,
+        engine="trl",
+        **kwargs,
+    ).train()

@@ -39,354 +39,580 @@ def adapter_names(
     model: nn.Module,
 ) -> list[str]:
     "The adapters that a model carries."
-    return list(getattr(model, 'lora_configs', {}))
+    return list(getattr(model, "lora_configs", {}))
+
 
 def active_adapters(
     model: nn.Module,
-) -> dict[str, float]: # Adapter -> weight
+) -> dict[str, float]:  # Adapter -> weight
     "Those that take part now."
-    return {name: weight for layer in adapted(model).values() for name, weight in layer.active.items()}
+    return {
+        name: weight for layer in adapted(model).values() for name, weight in layer.active.items()
+    }
+
 
 def use_adapter(
     model: nn.Module,
-    names: str | Sequence[str] | Mapping[str, float], # One, several, or weights; none for the bare model
-    trainable: bool = True, # Only what is active learns; make the optimizer afterwards
+    names: str
+    | Sequence[str]
+    | Mapping[str, float],  # One, several, or weights; none for the bare model
+    trainable: bool = True,  # Only what is active learns; make the optimizer afterwards
 ) -> nn.Module:
     "Choose the adapters that take part."
-    weights = {names: 1.0} if isinstance(names, str) else dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
-    configs = getattr(model, 'lora_configs', {})
+    weights = (
+        {names: 1.0}
+        if isinstance(names, str)
+        else dict(names)
+        if isinstance(names, Mapping)
+        else dict.fromkeys(names, 1.0)
+    )
+    configs = getattr(model, "lora_configs", {})
     for name in weights:
         if name not in configs:
-            raise ValueError(f"there is no adapter '{name}'; there are {', '.join(configs) or 'none'}.{nearest(name, list(configs))}")
+            raise ValueError(
+                f"there is no adapter '{name}'; there are {', '.join(configs) or 'none'}.{nearest(name, list(configs))}"
+            )
     if len(weights) > 1 or any(w != 1 for w in weights.values()):
         for name in weights:
             c = configs[name]
-            if wrong := 'use_dora' * c.use_dora or 'modules_to_save' * bool(c.modules_to_save) or 'bias' * (c.bias != 'none'):
-                raise ValueError(f"'{name}' cannot be weighted or stacked: with {wrong} it is more than a sum")
-    if any(isinstance(layer, LoRALayer) and layer.original is not None for layer in adapted(model).values()):
-        raise RuntimeError('an adapter is merged into the weights: unmerge_lora first')
+            if (
+                wrong := "use_dora" * c.use_dora
+                or "modules_to_save" * bool(c.modules_to_save)
+                or "bias" * (c.bias != "none")
+            ):
+                raise ValueError(
+                    f"'{name}' cannot be weighted or stacked: with {wrong} it is more than a sum"
+                )
+    if any(
+        isinstance(layer, LoRALayer) and layer.original is not None
+        for layer in adapted(model).values()
+    ):
+        raise RuntimeError("an adapter is merged into the weights: unmerge_lora first")
     activate(model, weights, trainable)
     return model
+
 
 def remove_adapter(
     model: nn.Module,
     name: str,
 ) -> nn.Module:
     "Take one adapter off; with the last one the layers are what they were."
-    if name not in adapter_names(model): use_adapter(model, name) # Says what there is
-    merged = [where for where, layer in adapted(model).items() if isinstance(layer, LoRALayer) and layer.original is not None]
-    if merged: raise RuntimeError(f'{merged[0]} is merged: unmerge_lora first')
-    if cast(Any, model).lora_configs[name].bias != 'none':
+    if name not in adapter_names(model):
+        use_adapter(model, name)  # Says what there is
+    merged = [
+        where
+        for where, layer in adapted(model).items()
+        if isinstance(layer, LoRALayer) and layer.original is not None
+    ]
+    if merged:
+        raise RuntimeError(f"{merged[0]} is merged: unmerge_lora first")
+    if cast(Any, model).lora_configs[name].bias != "none":
         with torch.no_grad():
             for where, p in model.named_parameters():
-                if where in cast(Any, model).lora_biases: p.copy_(cast(Any, model).lora_biases[where])
+                if where in cast(Any, model).lora_biases:
+                    p.copy_(cast(Any, model).lora_biases[where])
         del cast(Any, model).lora_biases
     for where, layer in adapted(model).items():
         layer.forget(name)
-        if not layer.adapters: put(model, where, layer.original_module if isinstance(layer, ModulesToSaveWrapper) else layer.base_layer)
+        if not layer.adapters:
+            put(
+                model,
+                where,
+                layer.original_module
+                if isinstance(layer, ModulesToSaveWrapper)
+                else layer.base_layer,
+            )
     left = {n: c for n, c in cast(Any, model).lora_configs.items() if n != name}
-    if left: cast(Any, model).lora_configs = left
-    else: del cast(Any, model).lora_configs
+    if left:
+        cast(Any, model).lora_configs = left
+    else:
+        del cast(Any, model).lora_configs
     return model
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #e17b943e
 @contextmanager
 def adapters_off(
     model: nn.Module,
-) -> Iterator[nn.Module]: # The same model
+) -> Iterator[nn.Module]:  # The same model
     "Within the block the model is the one without adapters."
     layers = list(adapted(model).values())
     if any(isinstance(layer, LoRALayer) and layer.original is not None for layer in layers):
-        raise RuntimeError('an adapter is merged into the weights, so it cannot be turned off: unmerge_lora first')
+        raise RuntimeError(
+            "an adapter is merged into the weights, so it cannot be turned off: unmerge_lora first"
+        )
     before = [layer.active for layer in layers]
-    biases = {name: p for name, p in model.named_parameters() if name in getattr(model, 'lora_biases', {})}
+    biases = {
+        name: p for name, p in model.named_parameters() if name in getattr(model, "lora_biases", {})
+    }
     trained = {name: p.detach().clone() for name, p in biases.items()}
     try:
-        for layer in layers: layer.active = {}
+        for layer in layers:
+            layer.active = {}
         with torch.no_grad():
-            for name, p in biases.items(): p.copy_(cast(Any, model).lora_biases[name])
+            for name, p in biases.items():
+                p.copy_(cast(Any, model).lora_biases[name])
         yield model
     finally:
-        for layer, active in zip(layers, before, strict=True): layer.active = active
+        for layer, active in zip(layers, before, strict=True):
+            layer.active = active
         with torch.no_grad():
-            for name, p in biases.items(): p.copy_(trained[name])
+            for name, p in biases.items():
+                p.copy_(trained[name])
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #026972c8
 @torch.no_grad()
 def combine_adapters(
     model: nn.Module,
-    weights: Mapping[str, float], # Adapter -> weight
-    name: str, # Of the sum
-) -> nn.Module: # With one adapter more, which is active; its rank is the sum of the ranks
+    weights: Mapping[str, float],  # Adapter -> weight
+    name: str,  # Of the sum
+) -> nn.Module:  # With one adapter more, which is active; its rank is the sum of the ranks
     "Make one adapter of a weighted sum of several, exactly."
-    if not name or '.' in name: raise ValueError(f'name = {name!r}: must be a name without dots')
-    if name in adapter_names(model): raise ValueError(f"there is an adapter '{name}' already: choose another name")
-    if not weights: raise ValueError('weights names no adapter: there is nothing to combine')
-    if alone := next((n for n in weights if (c := cast(Any, model).lora_configs.get(n)) and (c.use_dora or c.modules_to_save or c.bias != 'none')), None):
-        use_adapter(model, {alone: 0.5}) # Says why
+    if not name or "." in name:
+        raise ValueError(f"name = {name!r}: must be a name without dots")
+    if name in adapter_names(model):
+        raise ValueError(f"there is an adapter '{name}' already: choose another name")
+    if not weights:
+        raise ValueError("weights names no adapter: there is nothing to combine")
+    if alone := next(
+        (
+            n
+            for n in weights
+            if (c := cast(Any, model).lora_configs.get(n))
+            and (c.use_dora or c.modules_to_save or c.bias != "none")
+        ),
+        None,
+    ):
+        use_adapter(model, {alone: 0.5})  # Says why
     use_adapter(model, weights)
     total = 0
     for layer in adapted(model).values():
-        if not layer.active: continue
+        if not layer.active:
+            continue
         known = [(*layer.factors(n), layer.scaling[n] * w) for n, w in layer.active.items()]
-        A, B = torch.cat([A for A, _, _ in known]), torch.cat([B*s for _, B, s in known], 1)
+        A, B = torch.cat([A for A, _, _ in known]), torch.cat([B * s for _, B, s in known], 1)
         layer.place(name, A, B, False)
         layer.scaling[name], layer.dropout[name], total = 1.0, 0.0, max(total, len(A))
-    cast(Any, model).lora_configs = {**cast(Any, model).lora_configs, name: LoRAConfig(r=total, lora_alpha=total)}
+    cast(Any, model).lora_configs = {
+        **cast(Any, model).lora_configs,
+        name: LoRAConfig(r=total, lora_alpha=total),
+    }
     return use_adapter(model, name)
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #44e611d1
 def vocabulary_of(
     model: nn.Module,
-) -> int: # Rows of the input embedding; 0 where there is none
+) -> int:  # Rows of the input embedding; 0 where there is none
     "How many tokens a model knows."
-    embedding = model.get_input_embeddings() if hasattr(model, 'get_input_embeddings') else None # type: ignore
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore
     return 0 if embedding is None else cast(Any, embedding).weight.shape[0]
+
 
 @torch.no_grad()
 def resize_vocabulary(
-    model: nn.Module, # Ours or one of transformers', without adapters yet
-    vocab_size: int, # Tokens from now on, at least as many as before
-) -> nn.Module: # Changed in place; new rows are the mean of the old
+    model: nn.Module,  # Ours or one of transformers', without adapters yet
+    vocab_size: int,  # Tokens from now on, at least as many as before
+) -> nn.Module:  # Changed in place; new rows are the mean of the old
     "Make room for new tokens, in the embedding and in the head."
     old = vocabulary_of(model)
-    if vocab_size < old: raise ValueError(f'vocab_size = {vocab_size}: the model has {old} tokens already, and none may go')
-    if vocab_size == old: return model
-    if adapted(model): raise ValueError('resize the vocabulary before add_lora')
-    with all_or_nothing(model): return _resize(model, old, vocab_size)
+    if vocab_size < old:
+        raise ValueError(
+            f"vocab_size = {vocab_size}: the model has {old} tokens already, and none may go"
+        )
+    if vocab_size == old:
+        return model
+    if adapted(model):
+        raise ValueError("resize the vocabulary before add_lora")
+    with all_or_nothing(model):
+        return _resize(model, old, vocab_size)
+
 
 def _resize(model: nn.Module, old: int, vocab_size: int) -> nn.Module:
-    if hasattr(model, 'resize_token_embeddings'):
+    if hasattr(model, "resize_token_embeddings"):
         cast(Any, model).resize_token_embeddings(vocab_size, mean_resizing=False)
-        layers = [model.get_input_embeddings(), model.get_output_embeddings()] # type: ignore
+        layers = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore
     else:
         ours: Any = model
         tied = ours.lm_head.weight is ours.model.embed_tokens.weight
-        for parent, name in ((ours.model, 'embed_tokens'), (ours, 'lm_head')):
+        for parent, name in ((ours.model, "embed_tokens"), (ours, "lm_head")):
             layer = getattr(parent, name)
-            weight = torch.cat([layer.weight, layer.weight.new_zeros(vocab_size - old, layer.weight.shape[1])])
+            weight = torch.cat(
+                [layer.weight, layer.weight.new_zeros(vocab_size - old, layer.weight.shape[1])]
+            )
             layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
-            setattr(layer, 'num_embeddings' if name == 'embed_tokens' else 'out_features', vocab_size)
-        if tied: ours.lm_head.weight = ours.model.embed_tokens.weight
+            setattr(
+                layer, "num_embeddings" if name == "embed_tokens" else "out_features", vocab_size
+            )
+        if tied:
+            ours.lm_head.weight = ours.model.embed_tokens.weight
         ours.config.vocab_size, layers = vocab_size, [ours.model.embed_tokens, ours.lm_head]
     for layer in layers:
-        if layer is None: continue
+        if layer is None:
+            continue
         layer.weight[old:] = layer.weight[:old].float().mean(0).to(layer.weight.dtype)
-        if getattr(layer, 'bias', None) is not None: layer.bias[old:] = layer.bias[:old].mean()
+        if getattr(layer, "bias", None) is not None:
+            layer.bias[old:] = layer.bias[:old].mean()
     return model
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #69d301c1
-_PARTS = re.compile(r'^base_model\.model\.(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$')
-_VOCABULARY = ('embed_tokens.weight', 'wte.weight', 'lm_head.weight') # A row for each token
-_OURS = ('adapter_config.json', 'adapter_model.safetensors', 'trainkit.json', 'README.md')
-_STRANGE = ('lora_bias', 'use_qalora', 'use_bdlora', 'alora_invocation_tokens', 'layer_replication', 'trainable_token_indices',
-            'target_parameters', 'arrow_config', 'megatron_config', 'kasa_config', 'monteclora_config')
+_PARTS = re.compile(
+    r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$"
+)
+_VOCABULARY = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # A row for each token
+_OURS = ("adapter_config.json", "adapter_model.safetensors", "trainkit.json", "README.md")
+_STRANGE = (
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "arrow_config",
+    "megatron_config",
+    "kasa_config",
+    "monteclora_config",
+)
+
 
 def adapter_tensors(
     model: nn.Module,
-    adapter: str = 'default',
-) -> dict[str, Tensor]: # In PEFT's names
+    adapter: str = "default",
+) -> dict[str, Tensor]:  # In PEFT's names
     "The numbers of one adapter."
     found: dict[str, Tensor] = {}
     for name, layer in adapted(model).items():
-        if adapter not in layer.adapters: continue
-        start = f'base_model.model.{name}'
-        if isinstance(layer, ModulesToSaveWrapper):
-            found |= {f'{start}.{k}': v for k, v in layer.modules_to_save[adapter].state_dict().items()}
+        if adapter not in layer.adapters:
             continue
-        end = '.weight' if isinstance(layer, LoRALinear) else ''
-        for part, matrix in zip((layer.A_name, layer.B_name), layer.factors(adapter), strict=True): found[f'{start}.{part}{end}'] = matrix
+        start = f"base_model.model.{name}"
+        if isinstance(layer, ModulesToSaveWrapper):
+            found |= {
+                f"{start}.{k}": v for k, v in layer.modules_to_save[adapter].state_dict().items()
+            }
+            continue
+        end = ".weight" if isinstance(layer, LoRALinear) else ""
+        for part, matrix in zip((layer.A_name, layer.B_name), layer.factors(adapter), strict=True):
+            found[f"{start}.{part}{end}"] = matrix
         if adapter in layer.lora_magnitude_vector:
-            found[f'{start}.lora_magnitude_vector'] = cast(Any, layer.lora_magnitude_vector[adapter]).weight
-    biases = getattr(model, 'lora_biases', {}) if cast(Any, model).lora_configs[adapter].bias != 'none' else {}
-    found |= {f'base_model.model.{name}': p for name, p in model.named_parameters() if name in biases}
+            found[f"{start}.lora_magnitude_vector"] = cast(
+                Any, layer.lora_magnitude_vector[adapter]
+            ).weight
+    biases = (
+        getattr(model, "lora_biases", {})
+        if cast(Any, model).lora_configs[adapter].bias != "none"
+        else {}
+    )
+    found |= {
+        f"base_model.model.{name}": p for name, p in model.named_parameters() if name in biases
+    }
     return {name: t.detach().cpu().contiguous().clone() for name, t in found.items()}
+
 
 def peft_config(
     model: nn.Module,
-    adapter: str = 'default',
-    base: str | None = None, # Where the base model is
+    adapter: str = "default",
+    base: str | None = None,  # Where the base model is
 ) -> dict[str, Any]:
     "What PEFT has to know of one adapter."
     config: LoRAConfig = cast(Any, model).lora_configs[adapter]
     layers = {n: layer for n, layer in adapted(model).items() if adapter in layer.adapters}
     low = {n: layer for n, layer in layers.items() if isinstance(layer, LoRALayer)}
     sizes = {n: len(layer.factors(adapter)[0]) for n, layer in low.items()}
-    alphas = {n: layer.scaling[adapter] * (sizes[n]**0.5 if config.use_rslora else sizes[n]) for n, layer in low.items()}
+    alphas = {
+        n: layer.scaling[adapter] * (sizes[n] ** 0.5 if config.use_rslora else sizes[n])
+        for n, layer in low.items()
+    }
     alphas = {n: round(a) if abs(a - round(a)) < 1e-9 * max(1, a) else a for n, a in alphas.items()}
     r, alpha = (Counter(d.values()).most_common(1)[0][0] for d in (sizes, alphas))
-    ends = sorted({n.rsplit('.', 1)[-1] for n in low})
-    short = {n for n in adaptable(model) if n.rsplit('.', 1)[-1] in ends} == set(low)
+    ends = sorted({n.rsplit(".", 1)[-1] for n in low})
+    short = {n for n in adaptable(model) if n.rsplit(".", 1)[-1] in ends} == set(low)
     kept = [n for n, layer in layers.items() if isinstance(layer, ModulesToSaveWrapper)]
-    kept = [n if saved_layers(model, [n]) == [n] else f'base_model.model.{n}' for n in kept] # PEFT goes by how a name ends
+    kept = [
+        n if saved_layers(model, [n]) == [n] else f"base_model.model.{n}" for n in kept
+    ]  # PEFT goes by how a name ends
     return dict(
-        peft_type='LORA', task_type=config.task_type, inference_mode=True, base_model_name_or_path=base, r=r, lora_alpha=alpha,
-        rank_pattern={n: s for n, s in sizes.items() if s != r}, alpha_pattern={n: a for n, a in alphas.items() if a != alpha},
-        lora_dropout=config.lora_dropout, target_modules=ends if short else sorted(low), bias=config.bias,
-        use_rslora=config.use_rslora, use_dora=config.use_dora, init_lora_weights=True, modules_to_save=kept or None,
-        fan_in_fan_out=any(layer.kind == 'conv1d' for layer in low.values()))
+        peft_type="LORA",
+        task_type=config.task_type,
+        inference_mode=True,
+        base_model_name_or_path=base,
+        r=r,
+        lora_alpha=alpha,
+        rank_pattern={n: s for n, s in sizes.items() if s != r},
+        alpha_pattern={n: a for n, a in alphas.items() if a != alpha},
+        lora_dropout=config.lora_dropout,
+        target_modules=ends if short else sorted(low),
+        bias=config.bias,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        init_lora_weights=True,
+        modules_to_save=kept or None,
+        fan_in_fan_out=any(layer.kind == "conv1d" for layer in low.values()),
+    )
+
 
 def save_adapter(
     model: nn.Module,
-    folder: str | Path, # Made, or replaced if it holds an adapter and nothing else
-    adapter: str = 'default',
-    base: str | None = None, # Name or folder of the base model, for whoever loads it
-) -> Path: # The folder, whole or not at all
+    folder: str | Path,  # Made, or replaced if it holds an adapter and nothing else
+    adapter: str = "default",
+    base: str | None = None,  # Name or folder of the base model, for whoever loads it
+) -> Path:  # The folder, whole or not at all
     "Write an adapter that `PeftModel.from_pretrained` opens."
     folder = Path(folder)
-    if adapter not in adapter_names(model): use_adapter(model, adapter) # Says what there is
-    if folder.is_file(): raise FileExistsError(f'{folder} is a file: choose another name')
-    if folder.is_dir() and (strange := sorted(p.name for p in folder.iterdir() if p.name not in _OURS)):
-        raise FileExistsError(f"{folder} holds '{strange[0]}', which is no part of an adapter: choose another folder")
+    if adapter not in adapter_names(model):
+        use_adapter(model, adapter)  # Says what there is
+    if folder.is_file():
+        raise FileExistsError(f"{folder} is a file: choose another name")
+    if folder.is_dir() and (
+        strange := sorted(p.name for p in folder.iterdir() if p.name not in _OURS)
+    ):
+        raise FileExistsError(
+            f"{folder} holds '{strange[0]}', which is no part of an adapter: choose another folder"
+        )
     tensors, config = adapter_tensors(model, adapter), peft_config(model, adapter, base)
     if bad := [name for name, t in tensors.items() if not t.isfinite().all()]:
-        raise ValueError(f'{bad[0]} is not finite: the adapter is broken, and nothing was saved')
+        raise ValueError(f"{bad[0]} is not finite: the adapter is broken, and nothing was saved")
     facts = dict(vocab_size=vocabulary_of(model))
-    card = (f'---\nlibrary_name: peft\nbase_model: {json.dumps(base or "")}\ntags:\n- lora\n- trainkit\n---\n\n# Adapter\n\n'
-            f'LoRA of rank {config["r"]}, {sum(t.numel() for t in tensors.values()):,} numbers, for a vocabulary of '
-            f'{facts["vocab_size"]:,} tokens.\n')
+    card = (
+        f"---\nlibrary_name: peft\nbase_model: {json.dumps(base or '')}\ntags:\n- lora\n- trainkit\n---\n\n# Adapter\n\n"
+        f"LoRA of rank {config['r']}, {sum(t.numel() for t in tensors.values()):,} numbers, for a vocabulary of "
+        f"{facts['vocab_size']:,} tokens.\n"
+    )
     with atomic_folder(folder) as temporary:
-        save_file(tensors, temporary/'adapter_model.safetensors', {'format': 'pt'})
-        write_atomic(temporary/'adapter_config.json', json.dumps(config, indent=2, sort_keys=True) + '\n')
-        write_atomic(temporary/'trainkit.json', json.dumps(facts, indent=2) + '\n')
-        write_atomic(temporary/'README.md', card)
+        save_file(tensors, temporary / "adapter_model.safetensors", {"format": "pt"})
+        write_atomic(
+            temporary / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n"
+        )
+        write_atomic(temporary / "trainkit.json", json.dumps(facts, indent=2) + "\n")
+        write_atomic(temporary / "README.md", card)
     return folder
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab
 def lora_config(
-    config: Mapping[str, Any], # PEFT's
-    **changes: Any, # Fields to set otherwise
+    config: Mapping[str, Any],  # PEFT's
+    **changes: Any,  # Fields to set otherwise
 ) -> LoRAConfig:
     "PEFT's config in ours; what only PEFT knows and what changes nothing is left out."
     known = {f.name for f in fields(LoRAConfig)}
     given = {k: v for k, v in config.items() if k in known and v is not None}
     return LoRAConfig(**{**given, **changes})
 
+
 @dataclass
 class AdapterParts:
     "What the tensors of an adapter's folder are for; nothing else is in it."
-    low: dict[str, dict[str, Tensor]] # Layer -> 'lora_A', 'lora_B' and the like
-    whole: dict[str, Tensor] # Parameter of a layer that learned as a whole -> its value
-    layers: list[str] # Those layers, as far as the folder alone says which they are
-    biases: dict[str, Tensor] # Parameter -> its value
-    same: dict[str, Tensor] # Parameter -> the base's value, as PEFT saw it
+
+    low: dict[str, dict[str, Tensor]]  # Layer -> 'lora_A', 'lora_B' and the like
+    whole: dict[str, Tensor]  # Parameter of a layer that learned as a whole -> its value
+    layers: list[str]  # Those layers, as far as the folder alone says which they are
+    biases: dict[str, Tensor]  # Parameter -> its value
+    same: dict[str, Tensor]  # Parameter -> the base's value, as PEFT saw it
+
 
 def adapter_parts(
-    config: Mapping[str, Any], # PEFT's
-    tensors: Mapping[str, Tensor], # In PEFT's names
-) -> AdapterParts: # Raises `ValueError` for tensors that do not fit each other or the config
+    config: Mapping[str, Any],  # PEFT's
+    tensors: Mapping[str, Tensor],  # In PEFT's names
+) -> AdapterParts:  # Raises `ValueError` for tensors that do not fit each other or the config
     "Say of each tensor what it is for (peft.utils.save_and_load, the other way round)."
-    ours = lora_config(config, target_modules=None, exclude_modules=None, layers_to_transform=None, layers_pattern=None, init_lora_weights=True)
+    ours = lora_config(
+        config,
+        target_modules=None,
+        exclude_modules=None,
+        layers_to_transform=None,
+        layers_pattern=None,
+        init_lora_weights=True,
+    )
     words, found, copies = tuple(ours.modules_to_save or ()), AdapterParts({}, {}, [], {}, {}), {}
     for name, t in tensors.items():
-        if not t.isfinite().all(): raise ValueError(f'{name} is not finite: the adapter is broken')
-        plain = name.removeprefix('base_model.model.')
-        layer, _, last = plain.rpartition('.')
-        if part := _PARTS.match(f'base_model.model.{plain}'): found.low.setdefault(part[1], {})[part[2]] = t
-        elif '.original_module.' in plain: found.same[plain.replace('.original_module.', '.')] = t
-        elif '.modules_to_save.' in plain: copies[plain.replace('.modules_to_save.', '.')] = t # PEFT writes biases twice
-        elif layer.endswith('.base_layer') and (last == 'weight' or ours.bias == 'none'): found.same[plain.replace('.base_layer.', '.')] = t
-        elif layer.endswith('.base_layer'): found.biases[plain.replace('.base_layer.', '.')] = t
+        if not t.isfinite().all():
+            raise ValueError(f"{name} is not finite: the adapter is broken")
+        plain = name.removeprefix("base_model.model.")
+        layer, _, last = plain.rpartition(".")
+        if part := _PARTS.match(f"base_model.model.{plain}"):
+            found.low.setdefault(part[1], {})[part[2]] = t
+        elif ".original_module." in plain:
+            found.same[plain.replace(".original_module.", ".")] = t
+        elif ".modules_to_save." in plain:
+            copies[plain.replace(".modules_to_save.", ".")] = t  # PEFT writes biases twice
+        elif layer.endswith(".base_layer") and (last == "weight" or ours.bias == "none"):
+            found.same[plain.replace(".base_layer.", ".")] = t
+        elif layer.endswith(".base_layer"):
+            found.biases[plain.replace(".base_layer.", ".")] = t
         else:
-            above = ['.'.join(layer.split('.')[:i + 1]) for i in range(layer.count('.') + 1)] if layer else []
+            above = (
+                [".".join(layer.split(".")[: i + 1]) for i in range(layer.count(".") + 1)]
+                if layer
+                else []
+            )
             kept = next((path for path in above if path.endswith(words)), None) if words else None
-            if not layer: raise ValueError(f"'{name}' is in no layer")
-            if kept is None and last == 'bias' and ours.bias != 'none': found.biases[plain] = t
+            if not layer:
+                raise ValueError(f"'{name}' is in no layer")
+            if kept is None and last == "bias" and ours.bias != "none":
+                found.biases[plain] = t
             else:
-                found.whole[plain] = t # Named, or written because the vocabulary had grown
+                found.whole[plain] = t  # Named, or written because the vocabulary had grown
                 found.layers += [kept or layer] * ((kept or layer) not in found.layers)
     for name, t in copies.items():
-        if name not in found.whole or not torch.equal(found.whole[name], t): raise ValueError(f"there are two values for '{name}'")
-    for name, parts in found.low.items(): _check_low(name, parts, ours)
-    if twice := next((n for n in found.low if n in found.layers or f'{n}.weight' in found.whole), None):
+        if name not in found.whole or not torch.equal(found.whole[name], t):
+            raise ValueError(f"there are two values for '{name}'")
+    for name, parts in found.low.items():
+        _check_low(name, parts, ours)
+    if twice := next(
+        (n for n in found.low if n in found.layers or f"{n}.weight" in found.whole), None
+    ):
         raise ValueError(f"'{twice}' has an update, and is there as a whole, too")
     return found
 
+
 def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> None:
     "Do the tensors of one layer fit each other and the config?"
-    kind = 'lora_embedding_' if 'lora_embedding_A' in parts or 'lora_embedding_B' in parts else 'lora_'
-    A, B, m = (parts.get(part) for part in (f'{kind}A', f'{kind}B', 'lora_magnitude_vector'))
+    kind = (
+        "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
+    )
+    A, B, m = (parts.get(part) for part in (f"{kind}A", f"{kind}B", "lora_magnitude_vector"))
     shapes = [None if t is None else tuple(t.shape) for t in (A, B)]
     r, _, scale = rank_and_alpha(name, config)
     if A is None or B is None or len(parts) != 2 + (m is not None) or A.ndim != 2 or B.ndim != 2:
-        raise ValueError(f"'{name}' has A and B of {shapes} in {', '.join(parts)}: an update is two matrices")
+        raise ValueError(
+            f"'{name}' has A and B of {shapes} in {', '.join(parts)}: an update is two matrices"
+        )
     if len(A) != r or B.shape[1] != r:
-        raise ValueError(f"'{name}' has A and B of {shapes}, and its config says rank {r}: one of them is another adapter's")
-    if not math.isfinite(scale): raise ValueError(f"'{name}': the factor on its update is {scale}")
+        raise ValueError(
+            f"'{name}' has A and B of {shapes}, and its config says rank {r}: one of them is another adapter's"
+        )
+    if not math.isfinite(scale):
+        raise ValueError(f"'{name}': the factor on its update is {scale}")
     if (m is not None) != config.use_dora:
-        raise ValueError(f"'{name}' has {'a' if m is not None else 'no'} lora_magnitude_vector, and its config says use_dora = {config.use_dora}")
-    if m is not None and m.shape != (len(B),): raise ValueError(f"'{name}': lora_magnitude_vector has shape {tuple(m.shape)}, and must have {(len(B),)}")
+        raise ValueError(
+            f"'{name}' has {'a' if m is not None else 'no'} lora_magnitude_vector, and its config says use_dora = {config.use_dora}"
+        )
+    if m is not None and m.shape != (len(B),):
+        raise ValueError(
+            f"'{name}': lora_magnitude_vector has shape {tuple(m.shape)}, and must have {(len(B),)}"
+        )
+
 
 def differs(
-    base: Tensor, # What the model has
-    given: Tensor, # What the folder says of it
+    base: Tensor,  # What the model has
+    given: Tensor,  # What the folder says of it
 ) -> bool:
     "Whether two tensors are more than two roundings of the same numbers."
-    if base.shape != given.shape: return True
+    if base.shape != given.shape:
+        return True
     narrow = base.dtype if base.dtype.itemsize <= given.dtype.itemsize else given.dtype
     return not torch.equal(base.detach().cpu().to(narrow), given.cpu().to(narrow))
 
+
 def read_adapter(
     folder: str | Path,
-) -> tuple[dict[str, Any], dict[str, Tensor], int]: # PEFT's config, the tensors, tokens (0: not known)
+) -> tuple[
+    dict[str, Any], dict[str, Tensor], int
+]:  # PEFT's config, the tensors, tokens (0: not known)
     "What is in an adapter's folder; raises `FileNotFoundError` or `ValueError` with what is wrong; no pickles."
     folder = Path(folder)
-    file = folder/'adapter_model.safetensors'
-    for path in (folder/'adapter_config.json', file):
+    file = folder / "adapter_model.safetensors"
+    for path in (folder / "adapter_config.json", file):
         if not path.is_file():
-            pickle = '; adapter_model.bin is a pickle, which can run any code: ask for safetensors' * (folder/'adapter_model.bin').is_file()
-            raise FileNotFoundError(f'{folder} has no {path.name}: is it an adapter?{pickle}')
-    config = read_json(folder/'adapter_config.json')
-    if config.get('peft_type') != 'LORA': raise ValueError(f"{folder} holds a {config.get('peft_type')} adapter, and this is for LORA")
-    if odd := [k for k in _STRANGE if config.get(k)]: raise ValueError(f'{folder} uses {odd[0]}, which we do not compute: open it with peft')
-    with reading(folder/'adapter_config.json'): lora_config(config) # Whether its numbers can be
-    with reading(file): tensors = load_file(file)
-    facts = folder/'trainkit.json'
-    size = read_json(facts).get('vocab_size', 0) if facts.is_file() else 0
-    try: parts = adapter_parts(config, tensors)
-    except ValueError as error: raise ValueError(f'{folder}: {error}') from None
-    sizes = {name: len(t) for name, t in (parts.whole | parts.same).items() if name.endswith(_VOCABULARY)}
+            pickle = (
+                "; adapter_model.bin is a pickle, which can run any code: ask for safetensors"
+                * (folder / "adapter_model.bin").is_file()
+            )
+            raise FileNotFoundError(f"{folder} has no {path.name}: is it an adapter?{pickle}")
+    config = read_json(folder / "adapter_config.json")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(
+            f"{folder} holds a {config.get('peft_type')} adapter, and this is for LORA"
+        )
+    if odd := [k for k in _STRANGE if config.get(k)]:
+        raise ValueError(f"{folder} uses {odd[0]}, which we do not compute: open it with peft")
+    with reading(folder / "adapter_config.json"):
+        lora_config(config)  # Whether its numbers can be
+    with reading(file):
+        tensors = load_file(file)
+    facts = folder / "trainkit.json"
+    size = read_json(facts).get("vocab_size", 0) if facts.is_file() else 0
+    try:
+        parts = adapter_parts(config, tensors)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    sizes = {
+        name: len(t) for name, t in (parts.whole | parts.same).items() if name.endswith(_VOCABULARY)
+    }
     for name, part in parts.low.items():
-        if f'{name}.weight'.endswith(_VOCABULARY) and 'lora_embedding_A' in part: sizes[name] = part['lora_embedding_A'].shape[1]
+        if f"{name}.weight".endswith(_VOCABULARY) and "lora_embedding_A" in part:
+            sizes[name] = part["lora_embedding_A"].shape[1]
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise ValueError(f'{facts}: vocab_size = {size!r}: must be the number of tokens')
-    if wrong := next((name for name, rows in sizes.items() if rows != (size or max(sizes.values()))), None):
-        raise ValueError(f'{folder}: {wrong} has {sizes[wrong]} tokens, and the adapter is for {size or max(sizes.values())}')
+        raise ValueError(f"{facts}: vocab_size = {size!r}: must be the number of tokens")
+    if wrong := next(
+        (name for name, rows in sizes.items() if rows != (size or max(sizes.values()))), None
+    ):
+        raise ValueError(
+            f"{folder}: {wrong} has {sizes[wrong]} tokens, and the adapter is for {size or max(sizes.values())}"
+        )
     return config, tensors, size or max(sizes.values(), default=0)
 
-_STARTS = (None, True, False, 'true', 'false', 'gaussian', 'orthogonal', 'eva', 'pissa', 'olora') # Of the last two the base is known
+
+_STARTS = (
+    None,
+    True,
+    False,
+    "true",
+    "false",
+    "gaussian",
+    "orthogonal",
+    "eva",
+    "pissa",
+    "olora",
+)  # Of the last two the base is known
+
 
 def check_adapter_base(
-    config: Mapping[str, Any], # PEFT's
-    folder: str | Path, # For messages
-) -> str | None: # 'pissa' or 'olora': PEFT took this start out of the base; None: the base is what it was
+    config: Mapping[str, Any],  # PEFT's
+    folder: str | Path,  # For messages
+) -> (
+    str | None
+):  # 'pissa' or 'olora': PEFT took this start out of the base; None: the base is what it was
     "Whether the base that the adapter was trained over can be made again."
-    init = config.get('init_lora_weights')
-    if str(init).startswith('pissa_niter_'):
-        raise ValueError(f"{folder} began with a decomposition from random vectors (init_lora_weights = {init!r}), which are not in the "
-                         "folder: nobody can open it again for sure, and PEFT only with the same random state. Save it with PEFT's path_initial_model_for_weight_conversion, or train with 'pissa'")
+    init = config.get("init_lora_weights")
+    if str(init).startswith("pissa_niter_"):
+        raise ValueError(
+            f"{folder} began with a decomposition from random vectors (init_lora_weights = {init!r}), which are not in the "
+            "folder: nobody can open it again for sure, and PEFT only with the same random state. Save it with PEFT's path_initial_model_for_weight_conversion, or train with 'pissa'"
+        )
     if init not in _STARTS:
-        raise ValueError(f"{folder} was trained over a changed base (init_lora_weights = {init!r}), which is not in the folder: "
-                         "save it with PEFT's path_initial_model_for_weight_conversion")
-    return init if init in ('pissa', 'olora') else None
+        raise ValueError(
+            f"{folder} was trained over a changed base (init_lora_weights = {init!r}), which is not in the folder: "
+            "save it with PEFT's path_initial_model_for_weight_conversion"
+        )
+    return init if init in ("pissa", "olora") else None
+
 
 @torch.no_grad()
 def load_adapter(
-    model: nn.Module, # The base, perhaps with other adapters
-    folder: str | Path, # Ours or PEFT's
-    adapter: str = 'default', # Its name from now on
-    trainable: bool = False, # Learn on
-) -> nn.Module: # The same model, with this adapter active; where something is wrong, it is left as it was
+    model: nn.Module,  # The base, perhaps with other adapters
+    folder: str | Path,  # Ours or PEFT's
+    adapter: str = "default",  # Its name from now on
+    trainable: bool = False,  # Learn on
+) -> (
+    nn.Module
+):  # The same model, with this adapter active; where something is wrong, it is left as it was
     "Open an adapter; a model whose vocabulary is too small gets more rows first."
     config, tensors, vocab_size = read_adapter(folder)
     parts, init = adapter_parts(config, tensors), check_adapter_base(config, folder)
     with all_or_nothing(model):
         before = vocabulary_of(model)
-        if 0 < before < vocab_size: resize_vocabulary(model, vocab_size)
-        else: before = max(before, vocab_size)
+        if 0 < before < vocab_size:
+            resize_vocabulary(model, vocab_size)
+        else:
+            before = max(before, vocab_size)
         _check_base(model, parts, config, before, folder)
-        ours = lora_config(config, target_modules=list(parts.low) or None, exclude_modules=None, layers_to_transform=None,
-                           layers_pattern=None, modules_to_save=parts.layers or None, init_lora_weights=True)
+        ours = lora_config(
+            config,
+            target_modules=list(parts.low) or None,
+            exclude_modules=None,
+            layers_to_transform=None,
+            layers_pattern=None,
+            modules_to_save=parts.layers or None,
+            init_lora_weights=True,
+        )
         add_lora(model, ours, adapter, (list(parts.low), parts.layers))
         layers = adapted(model)
         for name, found in parts.low.items():
@@ -394,44 +620,85 @@ def load_adapter(
             A, B = (found.get(part) for part in (layer.A_name, layer.B_name))
             now = layer.factors(adapter)
             if A is None or B is None or A.shape != now[0].shape or B.shape != now[1].shape:
-                raise ValueError(f'{folder}: {name} has {({n: tuple(t.shape) for n, t in found.items()})}, and this model needs A and B of '
-                                 f'{[tuple(t.shape) for t in now]}')
+                raise ValueError(
+                    f"{folder}: {name} has { ({n: tuple(t.shape) for n, t in found.items()}) }, and this model needs A and B of "
+                    f"{[tuple(t.shape) for t in now]}"
+                )
             device = now[0].device
-            if init: # PEFT took the start out of the base
+            if init:  # PEFT took the start out of the base
                 start = start_of(init, layer.matrix().detach(), len(A), layer.scaling[adapter])
-                for part, matrix in zip((layer.lora_start_A, layer.lora_start_B), start[:2], strict=True): part[adapter] = Factor(matrix, False)
-            for part, matrix in ((layer.A_name, A), (layer.B_name, B), ('lora_magnitude_vector', found.get('lora_magnitude_vector'))):
-                if matrix is not None: getattr(layer, part)[adapter] = Factor(matrix.to(device, torch.float32))
+                for part, matrix in zip(
+                    (layer.lora_start_A, layer.lora_start_B), start[:2], strict=True
+                ):
+                    part[adapter] = Factor(matrix, False)
+            for part, matrix in (
+                (layer.A_name, A),
+                (layer.B_name, B),
+                ("lora_magnitude_vector", found.get("lora_magnitude_vector")),
+            ):
+                if matrix is not None:
+                    getattr(layer, part)[adapter] = Factor(matrix.to(device, torch.float32))
         _fill(model, parts, adapter)
-        for name, t in parts.same.items(): # The rows of new tokens are no part of the base
-            if name.endswith(_VOCABULARY) and len(t) > before: _plain_parameters(model)[name][before:] = t[before:].to(_plain_parameters(model)[name])
+        for name, t in parts.same.items():  # The rows of new tokens are no part of the base
+            if name.endswith(_VOCABULARY) and len(t) > before:
+                _plain_parameters(model)[name][before:] = t[before:].to(
+                    _plain_parameters(model)[name]
+                )
         activate(model, {adapter: 1.0}, trainable)
     return model
 
+
 def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     "The parameters of the base under the names that they have without adapters."
-    inside = re.compile(r'\.(modules_to_save|lora_\w+)\.')
-    return {name.replace('.base_layer.', '.').replace('.original_module.', '.'): p
-            for name, p in model.named_parameters(remove_duplicate=False) if not inside.search(name)}
+    inside = re.compile(r"\.(modules_to_save|lora_\w+)\.")
+    return {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): p
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if not inside.search(name)
+    }
 
-def _check_base(model: nn.Module, parts: AdapterParts, config: Mapping[str, Any], vocab_size: int, folder: str | Path) -> None:
+
+def _check_base(
+    model: nn.Module,
+    parts: AdapterParts,
+    config: Mapping[str, Any],
+    vocab_size: int,
+    folder: str | Path,
+) -> None:
     "Whether every tensor of a folder has its place in the model."
     there, params, kind = adaptable(model), _plain_parameters(model), type(model).__name__
     if missing := [n for n in parts.low if n not in there]:
-        raise ValueError(f"{folder} has an update for '{missing[0]}', and {kind} has no such layer."
-                         f'{nearest(missing[0], list(there))} Is it the right base model?')
+        raise ValueError(
+            f"{folder} has an update for '{missing[0]}', and {kind} has no such layer."
+            f"{nearest(missing[0], list(there))} Is it the right base model?"
+        )
     for name, t in (parts.whole | parts.biases).items():
-        if name not in params: raise ValueError(f"{folder} has '{name}', and {kind} has no such parameter. Is it the right base model?")
+        if name not in params:
+            raise ValueError(
+                f"{folder} has '{name}', and {kind} has no such parameter. Is it the right base model?"
+            )
         if params[name].shape != t.shape:
-            raise ValueError(f'{folder}: {name} has the shape {tuple(t.shape)}, and this model needs {tuple(params[name].shape)}')
-    for layer in {*parts.layers, *saved_layers(model, config.get('modules_to_save') or ())}: # PEFT demands all of them, too
-        if lost := next((n for n in params if n.startswith(f'{layer}.') and n not in parts.whole), None):
+            raise ValueError(
+                f"{folder}: {name} has the shape {tuple(t.shape)}, and this model needs {tuple(params[name].shape)}"
+            )
+    for layer in {
+        *parts.layers,
+        *saved_layers(model, config.get("modules_to_save") or ()),
+    }:  # PEFT demands all of them, too
+        if lost := next(
+            (n for n in params if n.startswith(f"{layer}.") and n not in parts.whole), None
+        ):
             raise ValueError(f"{folder}: {layer} learned as a whole, and its '{lost}' is missing")
     for name, t in parts.same.items():
         p = params.get(name)
-        rows = vocab_size if name.endswith(_VOCABULARY) else len(t) # Those of new tokens are not the base's
+        rows = (
+            vocab_size if name.endswith(_VOCABULARY) else len(t)
+        )  # Those of new tokens are not the base's
         if p is None or p.shape != t.shape or differs(p[:rows], t[:rows]):
-            raise ValueError(f"{folder} was trained over a base with another '{name}': is it the right base model?")
+            raise ValueError(
+                f"{folder} was trained over a base with another '{name}': is it the right base model?"
+            )
+
 
 def _fill(model: nn.Module, parts: AdapterParts, adapter: str) -> None:
     "Layers that learned as a whole, and biases."
@@ -440,10 +707,18 @@ def _fill(model: nn.Module, parts: AdapterParts, adapter: str) -> None:
     for where in parts.layers:
         module = layers[where].modules_to_save[adapter]
         for n, old in list(module.named_parameters()):
-            t = parts.whole[f'{where}.{n}']
-            if id(old) in done and not torch.equal(done[id(old)], t): # Tied in the base, and no more
-                inside, _, last = n.rpartition('.')
-                setattr(module.get_submodule(inside), last, nn.Parameter(t.to(old.device, torch.float32)))
-            else: old.copy_(t)
+            t = parts.whole[f"{where}.{n}"]
+            if id(old) in done and not torch.equal(
+                done[id(old)], t
+            ):  # Tied in the base, and no more
+                inside, _, last = n.rpartition(".")
+                setattr(
+                    module.get_submodule(inside),
+                    last,
+                    nn.Parameter(t.to(old.device, torch.float32)),
+                )
+            else:
+                old.copy_(t)
             done[id(old)] = t
-    for n, t in parts.biases.items(): params[n].copy_(t)
+    for n, t in parts.biases.items():
+        params[n].copy_(t)

@@ -24,34 +24,46 @@ from .targets import LoRAConfig, kind_of, rank_and_alpha, saved_layers, target_l
 # %% ../../nbs/05_lora/01_lora.ipynb #0039b957
 def adapted(
     model: nn.Module,
-) -> dict[str, Any]: # Name -> `LoRALinear`, `LoRAEmbedding` or `Kept`
+) -> dict[str, Any]:  # Name -> `LoRALinear`, `LoRAEmbedding` or `Kept`
     "The layers that carry adapters."
-    return {name: module for name, module in model.named_modules() if isinstance(module, (LoRALayer, ModulesToSaveWrapper))}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (LoRALayer, ModulesToSaveWrapper))
+    }
+
 
 def put(
     model: nn.Module,
-    name: str, # Of the layer to replace
+    name: str,  # Of the layer to replace
     module: nn.Module,
 ) -> None:
     "Put a layer into its place."
-    parent, _, last = name.rpartition('.')
+    parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
 
-def _sharing(model: nn.Module) -> dict[int, list[str]]: # Weights that stand under several names
+
+def _sharing(model: nn.Module) -> dict[int, list[str]]:  # Weights that stand under several names
     names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False): names.setdefault(id(p), []).append(name)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
     return {i: found for i, found in names.items() if len(found) > 1}
+
 
 @contextmanager
 def all_or_nothing(
     model: nn.Module,
 ) -> Iterator[None]:
     "If the block raises, the model is made of what it was made of before; only numbers written in place stay."
-    before = [(module, {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()}) for module in model.modules()]
+    before = [
+        (module, {k: v.copy() if isinstance(v, dict) else v for k, v in vars(module).items()})
+        for module in model.modules()
+    ]
     numbers = [(p, p.data, p.requires_grad) for p in model.parameters()]
-    config = getattr(model, 'config', None)
-    settings = dict(vars(config)) if hasattr(config, '__dict__') else None
-    try: yield
+    config = getattr(model, "config", None)
+    settings = dict(vars(config)) if hasattr(config, "__dict__") else None
+    try:
+        yield
     except BaseException:
         for module, attributes in before:
             vars(module).clear()
@@ -64,206 +76,334 @@ def all_or_nothing(
             vars(config).update(settings)
         raise
 
-def _whole_layers(model: nn.Module, config: LoRAConfig, names: Sequence[str], shared: Mapping[int, list[str]]) -> list[str]:
+
+def _whole_layers(
+    model: nn.Module, config: LoRAConfig, names: Sequence[str], shared: Mapping[int, list[str]]
+) -> list[str]:
     "The layers that learn as a whole: what `modules_to_save` means, and what shares a weight with that."
     keep = []
     for word in config.modules_to_save or ():
         found = saved_layers(model, [word])
-        if not found: raise ValueError(f'modules_to_save: the model has no {word!r}')
+        if not found:
+            raise ValueError(f"modules_to_save: the model has no {word!r}")
         for name in found:
             keep.append(name)
-            for p in (model.get_submodule(name).parameters() if shared else ()): # All that share learn together
-                keep += [n.removesuffix('.weight').removesuffix('.original_module') for n in shared.get(id(p), ()) if '.modules_to_save.' not in n]
+            for p in (
+                model.get_submodule(name).parameters() if shared else ()
+            ):  # All that share learn together
+                keep += [
+                    n.removesuffix(".weight").removesuffix(".original_module")
+                    for n in shared.get(id(p), ())
+                    if ".modules_to_save." not in n
+                ]
     return list(dict.fromkeys(keep))
+
 
 def _check_whole(model: nn.Module, keep: Sequence[str], names: Sequence[str]) -> None:
     low = [*names, *(n for n, layer in adapted(model).items() if isinstance(layer, LoRALayer))]
     for name in keep:
-        inside = next((other for other in (*keep, *low) if other.startswith(f'{name}.')), name if name in low else None)
-        if inside: raise ValueError(f'modules_to_save: {name} learns as a whole, and {inside} in it has a part of its own: name one of them')
-        if any(kind_of(module) == 'quantized' for module in model.get_submodule(name).modules()):
-            raise ValueError(f'modules_to_save: {name} is quantized, and cannot learn as a whole: leave it in full precision (skip_modules)')
+        inside = next(
+            (other for other in (*keep, *low) if other.startswith(f"{name}.")),
+            name if name in low else None,
+        )
+        if inside:
+            raise ValueError(
+                f"modules_to_save: {name} learns as a whole, and {inside} in it has a part of its own: name one of them"
+            )
+        if any(kind_of(module) == "quantized" for module in model.get_submodule(name).modules()):
+            raise ValueError(
+                f"modules_to_save: {name} is quantized, and cannot learn as a whole: leave it in full precision (skip_modules)"
+            )
+
 
 def add_lora(
-    model: nn.Module, # Ours or one of transformers'; changed in place: everything but the updates is frozen
+    model: nn.Module,  # Ours or one of transformers'; changed in place: everything but the updates is frozen
     config: LoRAConfig,
-    adapter: str = 'default', # Its name; a second one can be added beside it
-    places: tuple[Sequence[str], Sequence[str]] | None = None, # Full names of the layers with updates and of those that learn as a whole; None: what `config` means
-) -> nn.Module: # The same model; where something is wrong, it is left as it was
+    adapter: str = "default",  # Its name; a second one can be added beside it
+    places: tuple[Sequence[str], Sequence[str]]
+    | None = None,  # Full names of the layers with updates and of those that learn as a whole; None: what `config` means
+) -> nn.Module:  # The same model; where something is wrong, it is left as it was
     "Put low-rank updates beside the layers that `config` names (Hu et al. 2021)."
     there = adapted(model)
-    if not adapter or '.' in adapter: raise ValueError(f'adapter = {adapter!r}: must be a name without dots')
+    if not adapter or "." in adapter:
+        raise ValueError(f"adapter = {adapter!r}: must be a name without dots")
     if any(adapter in layer.adapters for layer in there.values()):
-        raise ValueError(f"there is an adapter '{adapter}' already: choose another name, or take that one off first")
-    known = getattr(model, 'lora_configs', {})
-    if owner := next((name for name, c in known.items() if c.bias != 'none'), None):
-        raise ValueError(f"the biases of the model are those of '{owner}', and a second adapter would share them: take '{owner}' off first")
-    if there and config.bias != 'none':
-        raise ValueError(f"bias = '{config.bias}': a second adapter would share the biases of the first; set bias to 'none'")
-    with all_or_nothing(model): return _add(model, config, adapter, places)
+        raise ValueError(
+            f"there is an adapter '{adapter}' already: choose another name, or take that one off first"
+        )
+    known = getattr(model, "lora_configs", {})
+    if owner := next((name for name, c in known.items() if c.bias != "none"), None):
+        raise ValueError(
+            f"the biases of the model are those of '{owner}', and a second adapter would share them: take '{owner}' off first"
+        )
+    if there and config.bias != "none":
+        raise ValueError(
+            f"bias = '{config.bias}': a second adapter would share the biases of the first; set bias to 'none'"
+        )
+    with all_or_nothing(model):
+        return _add(model, config, adapter, places)
 
-def _add(model: nn.Module, config: LoRAConfig, adapter: str, places: tuple[Sequence[str], Sequence[str]] | None) -> nn.Module:
+
+def _add(
+    model: nn.Module,
+    config: LoRAConfig,
+    adapter: str,
+    places: tuple[Sequence[str], Sequence[str]] | None,
+) -> nn.Module:
     shared = _sharing(model)
     names = target_layers(model, config) if places is None else places[0]
     for name in names:
-        together = shared.get(id(getattr(model.get_submodule(name), 'weight', None)))
+        together = shared.get(id(getattr(model.get_submodule(name), "weight", None)))
         if together:
-            other = next(n for n in together if n != f'{name}.weight')
-            raise ValueError(f'{name} shares its weight with {other.removesuffix(".weight")}: an update beside one of them '
-                             'cannot be merged. Leave it out of target_modules, make the model with tie_embeddings=False, '
-                             f"or let it learn as a whole: modules_to_save=['{name.rsplit('.', 1)[-1]}']")
+            other = next(n for n in together if n != f"{name}.weight")
+            raise ValueError(
+                f"{name} shares its weight with {other.removesuffix('.weight')}: an update beside one of them "
+                "cannot be merged. Leave it out of target_modules, make the model with tie_embeddings=False, "
+                f"or let it learn as a whole: modules_to_save=['{name.rsplit('.', 1)[-1]}']"
+            )
     keep = _whole_layers(model, config, names, shared) if places is None else places[1]
     _check_whole(model, keep, names)
     model.requires_grad_(False)
     for name in names:
         layer: Any = model.get_submodule(name)
         if not isinstance(layer, LoRALayer):
-            layer = (LoRAEmbedding if kind_of(layer) == 'embedding' else LoRALinear)(layer)
+            layer = (LoRAEmbedding if kind_of(layer) == "embedding" else LoRALinear)(layer)
             put(model, name, layer)
         r, _, scale = rank_and_alpha(name, config)
         layer.add(adapter, r, scale, config)
     copies: dict[int, nn.Parameter] = {}
     for name in keep:
         module: Any = model.get_submodule(name)
-        if not isinstance(module, ModulesToSaveWrapper): put(model, name, module := ModulesToSaveWrapper(module))
+        if not isinstance(module, ModulesToSaveWrapper):
+            put(model, name, module := ModulesToSaveWrapper(module))
         module.add(adapter, copies)
-        old, new = (dict(m.named_parameters()) for m in (module.original_module, module.modules_to_save[adapter]))
+        old, new = (
+            dict(m.named_parameters())
+            for m in (module.original_module, module.modules_to_save[adapter])
+        )
         copies |= {id(old[n]): cast(nn.Parameter, new[n]) for n in old}
-    cast(Any, model).lora_configs = {**getattr(model, 'lora_configs', {}), adapter: config}
+    cast(Any, model).lora_configs = {**getattr(model, "lora_configs", {}), adapter: config}
     activate(model, {adapter: 1.0})
-    if config.bias != 'none': # What they were, for whoever wants the model from before
-        cast(Any, model).lora_biases = {name: p.detach().clone() for name, p in model.named_parameters()
-                                        if p.requires_grad and (name == 'bias' or name.endswith('.bias'))
-                                        and not {'modules_to_save', 'original_module'} & {*name.split('.')}}
+    if config.bias != "none":  # What they were, for whoever wants the model from before
+        cast(Any, model).lora_biases = {
+            name: p.detach().clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+            and (name == "bias" or name.endswith(".bias"))
+            and not {"modules_to_save", "original_module"} & {*name.split(".")}
+        }
     return model
 
+
 def with_vocabulary(
-    model: Any, # With an embedding, and perhaps with a head
+    model: Any,  # With an embedding, and perhaps with a head
     config: LoRAConfig,
-    head: bool = True, # The head, too
-) -> LoRAConfig: # `config` itself where updates stand beside both
+    head: bool = True,  # The head, too
+) -> LoRAConfig:  # `config` itself where updates stand beside both
     "The same, and embedding and head learn as a whole: for tokens that the model has never seen."
-    ends = [model.get_input_embeddings(), *[model.get_output_embeddings()]*head]
+    ends = [model.get_input_embeddings(), *[model.get_output_embeddings()] * head]
     low = target_layers(model, config)
-    names = [name for name, module in model.named_modules() if any(module is end for end in ends) and name not in low]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if any(module is end for end in ends) and name not in low
+    ]
     known = config.modules_to_save or []
     more = [name for name in names if name not in saved_layers(model, known)]
     return replace(config, modules_to_save=[*known, *more]) if more else config
 
+
 def activate(
     model: nn.Module,
-    weights: Mapping[str, float], # Adapter -> weight in the sum; empty for the bare model
-    trainable: bool = True, # What is active learns, the rest is frozen
+    weights: Mapping[str, float],  # Adapter -> weight in the sum; empty for the bare model
+    trainable: bool = True,  # What is active learns, the rest is frozen
 ) -> None:
     "Say which adapters take part, and which of their parameters learn."
-    configs = getattr(model, 'lora_configs', {})
-    wide = any(configs[name].bias == 'all' for name in weights)
+    configs = getattr(model, "lora_configs", {})
+    wide = any(configs[name].bias == "all" for name in weights)
     for name, p in model.named_parameters():
-        p.requires_grad_(trainable and wide and (name == 'bias' or name.endswith('.bias')) and '.original_module.' not in name)
+        p.requires_grad_(
+            trainable
+            and wide
+            and (name == "bias" or name.endswith(".bias"))
+            and ".original_module." not in name
+        )
     for layer in adapted(model).values():
-        layer.active = {name: float(weight) for name, weight in weights.items() if name in layer.adapters}
+        layer.active = {
+            name: float(weight) for name, weight in weights.items() if name in layer.adapters
+        }
         for name in layer.active if trainable else ():
-            if isinstance(layer, ModulesToSaveWrapper): layer.modules_to_save[name].requires_grad_(True)
+            if isinstance(layer, ModulesToSaveWrapper):
+                layer.modules_to_save[name].requires_grad_(True)
             else:
-                for part in (layer.A_name, layer.B_name, 'lora_magnitude_vector'):
-                    if name in getattr(layer, part): getattr(layer, part)[name].requires_grad_(True)
-                bias = getattr(layer.base_layer, 'bias', None)
-                if bias is not None and configs[name].bias == 'lora_only': bias.requires_grad_(True)
+                for part in (layer.A_name, layer.B_name, "lora_magnitude_vector"):
+                    if name in getattr(layer, part):
+                        getattr(layer, part)[name].requires_grad_(True)
+                bias = getattr(layer.base_layer, "bias", None)
+                if bias is not None and configs[name].bias == "lora_only":
+                    bias.requires_grad_(True)
 
 # %% ../../nbs/05_lora/01_lora.ipynb #34c55715
 @dataclass
 class TrainableReport:
     "How much of a model learns."
-    trainable: int # Numbers that get a gradient
-    total: int # All numbers; those of a quantized layer counted as if they were plain
+
+    trainable: int  # Numbers that get a gradient
+    total: int  # All numbers; those of a quantized layer counted as if they were plain
     trainable_bytes: int
-    total_bytes: int # As they are stored now
+    total_bytes: int  # As they are stored now
 
     @property
-    def percent(self) -> float: return 100 * self.trainable / max(1, self.total)
+    def percent(self) -> float:
+        return 100 * self.trainable / max(1, self.total)
 
     def __str__(self) -> str:
-        return (f'trainable params: {self.trainable:,} || all params: {self.total:,} || trainable%: {self.percent:.4f} || '
-                f'{self.trainable_bytes/1e6:,.1f} of {self.total_bytes/1e6:,.1f} MB')
+        return (
+            f"trainable params: {self.trainable:,} || all params: {self.total:,} || trainable%: {self.percent:.4f} || "
+            f"{self.trainable_bytes / 1e6:,.1f} of {self.total_bytes / 1e6:,.1f} MB"
+        )
 
     __repr__ = __str__
+
 
 def trainable_report(
     model: nn.Module,
 ) -> TrainableReport:
     "Count what learns, and what it weighs."
     ps = list(model.parameters())
-    packed = [m for m in model.modules() if kind_of(m) == 'quantized' and not isinstance(m, LoRALayer)]
+    packed = [
+        m for m in model.modules() if kind_of(m) == "quantized" and not isinstance(m, LoRALayer)
+    ]
     stored = {id(t): t for m in packed for t in (*m.parameters(), *m.buffers())}
     some = [p for p in ps if p.requires_grad]
-    whole = sum(p.numel() for p in ps if id(p) not in stored) + sum(cast(Any, m).in_features * cast(Any, m).out_features for m in packed)
+    whole = sum(p.numel() for p in ps if id(p) not in stored) + sum(
+        cast(Any, m).in_features * cast(Any, m).out_features for m in packed
+    )
     size = lambda ts: sum(t.numel() * t.element_size() for t in ts)
-    return TrainableReport(sum(p.numel() for p in some), whole, size(some), size({**{id(p): p for p in ps}, **stored}.values()))
+    return TrainableReport(
+        sum(p.numel() for p in some),
+        whole,
+        size(some),
+        size({**{id(p): p for p in ps}, **stored}.values()),
+    )
 
 # %% ../../nbs/05_lora/01_lora.ipynb #7a6915de
 @torch.no_grad()
 def merge_lora(
-    model: nn.Module, # Changed in place: the active updates become part of the weights
-    keep: bool = False, # Keep the layers and the original weights, for `unmerge_lora`
-    dtype: torch.dtype | None = None, # Of a layer that was quantized, once it is merged; None: that of the layers around it
-) -> nn.Module: # The same model; without `keep` it has no adapters any more
+    model: nn.Module,  # Changed in place: the active updates become part of the weights
+    keep: bool = False,  # Keep the layers and the original weights, for `unmerge_lora`
+    dtype: torch.dtype
+    | None = None,  # Of a layer that was quantized, once it is merged; None: that of the layers around it
+) -> nn.Module:  # The same model; without `keep` it has no adapters any more
     "Fold every update into the layer beside it (Hu et al. 2021, section 4.1); a quantized layer becomes a plain one."
-    around = next((p.dtype for n, p in model.named_parameters() if p.is_floating_point() and '.lora_' not in n), torch.float32)
+    around = next(
+        (
+            p.dtype
+            for n, p in model.named_parameters()
+            if p.is_floating_point() and ".lora_" not in n
+        ),
+        torch.float32,
+    )
     layers = adapted(model)
     _check_merge(layers, keep, dtype or around)
     for name, layer in layers.items():
         if isinstance(layer, ModulesToSaveWrapper):
-            if not keep: put(model, name, layer.current.requires_grad_(False).to(next(layer.original_module.parameters()).dtype))
+            if not keep:
+                put(
+                    model,
+                    name,
+                    layer.current.requires_grad_(False).to(
+                        next(layer.original_module.parameters()).dtype
+                    ),
+                )
             continue
         base: Any = layer.base_layer
         if not layer.active and not keep:
             put(model, name, base)
             continue
         W = layer.merged_weight()
-        if layer.kind == 'quantized':
-            plain = nn.Linear(base.in_features, base.out_features, base.bias is not None, device=W.device, dtype=dtype or around)
+        if layer.kind == "quantized":
+            plain = nn.Linear(
+                base.in_features,
+                base.out_features,
+                base.bias is not None,
+                device=W.device,
+                dtype=dtype or around,
+            )
             plain.weight.copy_(W)
-            if base.bias is not None: plain.bias.copy_(base.bias)
+            if base.bias is not None:
+                plain.bias.copy_(base.bias)
             put(model, name, plain.requires_grad_(False))
             continue
-        if layer.kind != 'linear': W = W.T
-        if keep: layer.original = base.weight.detach().clone()
-        base.weight.copy_(W) # In place: a weight that is shared stays shared
-        if not keep: put(model, name, base)
-    for known in ('lora_configs', 'lora_biases') if not keep else ():
-        if hasattr(model, known): delattr(model, known)
-    if not keep: _say_untied(model)
+        if layer.kind != "linear":
+            W = W.T
+        if keep:
+            layer.original = base.weight.detach().clone()
+        base.weight.copy_(W)  # In place: a weight that is shared stays shared
+        if not keep:
+            put(model, name, base)
+    for known in ("lora_configs", "lora_biases") if not keep else ():
+        if hasattr(model, known):
+            delattr(model, known)
+    if not keep:
+        _say_untied(model)
     return model
+
 
 def _check_merge(layers: Mapping[str, Any], keep: bool, dtype: torch.dtype) -> None:
     "Everything that can be wrong is found before the first weight changes; each update is worked out twice for that."
     for name, layer in layers.items():
         if isinstance(layer, ModulesToSaveWrapper):
             stored = next(layer.original_module.parameters()).dtype
-            if not keep and any(not p.to(stored).isfinite().all() for p in layer.current.parameters()):
-                raise ValueError(f'{name} is not finite in {stored}: the adapter is broken, or too large for it; nothing was merged')
+            if not keep and any(
+                not p.to(stored).isfinite().all() for p in layer.current.parameters()
+            ):
+                raise ValueError(
+                    f"{name} is not finite in {stored}: the adapter is broken, or too large for it; nothing was merged"
+                )
             continue
-        if layer.original is not None: raise RuntimeError(f'{name} is merged already: unmerge_lora first')
-        if keep and layer.kind == 'quantized':
-            raise ValueError(f'{name} is quantized, and a merge into it cannot be taken back: leave out keep')
-        stored = dtype if layer.kind == 'quantized' else layer.base_layer.weight.dtype
+        if layer.original is not None:
+            raise RuntimeError(f"{name} is merged already: unmerge_lora first")
+        if keep and layer.kind == "quantized":
+            raise ValueError(
+                f"{name} is quantized, and a merge into it cannot be taken back: leave out keep"
+            )
+        stored = dtype if layer.kind == "quantized" else layer.base_layer.weight.dtype
         if (layer.active or keep) and not layer.merged_weight().to(stored).isfinite().all():
-            raise ValueError(f'the update of {name} is not finite in {stored}: the adapter is broken, or too large for it; nothing was merged')
+            raise ValueError(
+                f"the update of {name} is not finite in {stored}: the adapter is broken, or too large for it; nothing was merged"
+            )
+
 
 def _say_untied(model: Any) -> None:
     "Where only one of embedding and head learned, they are two from now on; a model that is saved as tied would lose one."
-    word = next((w for w in ('tie_embeddings', 'tie_word_embeddings') if getattr(getattr(model, 'config', None), w, False)), None)
-    if word is None or not hasattr(model, 'get_output_embeddings'): return
+    word = next(
+        (
+            w
+            for w in ("tie_embeddings", "tie_word_embeddings")
+            if getattr(getattr(model, "config", None), w, False)
+        ),
+        None,
+    )
+    if word is None or not hasattr(model, "get_output_embeddings"):
+        return
     ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if None not in ends and ends[0].weight is not ends[1].weight: setattr(model.config, word, False)
+    if None not in ends and ends[0].weight is not ends[1].weight:
+        setattr(model.config, word, False)
+
 
 @torch.no_grad()
 def unmerge_lora(
-    model: nn.Module, # Merged with `keep=True`
+    model: nn.Module,  # Merged with `keep=True`
 ) -> nn.Module:
     "Take the updates out of the weights again: bit for bit what was there before."
-    layers = [layer for layer in adapted(model).values() if isinstance(layer, LoRALayer) and layer.original is not None]
-    if not layers: raise ValueError('nothing here is merged, or not with merge_lora(model, keep=True)')
+    layers = [
+        layer
+        for layer in adapted(model).values()
+        if isinstance(layer, LoRALayer) and layer.original is not None
+    ]
+    if not layers:
+        raise ValueError("nothing here is merged, or not with merge_lora(model, keep=True)")
     for layer in layers:
         cast(Any, layer.base_layer).weight.copy_(layer.original)
         layer.original = None
@@ -272,19 +412,32 @@ def unmerge_lora(
 # %% ../../nbs/05_lora/01_lora.ipynb #fda57b73
 @contextmanager
 def merged_lora(
-    model: nn.Module, # With adapters or without; quantized and sharded layers stay as they are
-) -> Iterator[nn.Module]: # The same model, of plain layers; the adapted weights are in memory twice
+    model: nn.Module,  # With adapters or without; quantized and sharded layers stay as they are
+) -> Iterator[
+    nn.Module
+]:  # The same model, of plain layers; the adapted weights are in memory twice
     "Plain layers inside the block, with the active updates in copies of the weights; behind it all is what it was, bit for bit."
     layers = adapted(model)
     try:
         for name, layer in layers.items():
-            if isinstance(layer, ModulesToSaveWrapper): put(model, name, layer.current)
-            elif not layer.active or layer.original is not None: put(model, name, cast(nn.Module, layer.base_layer))
-            elif layer.kind != 'quantized' and type(layer.weight).__name__ in ('Parameter', 'FakeTensor'): # The other kind has no data
-                W, plain = layer.merged_weight().to(layer.weight.dtype), copy.copy(cast(nn.Module, layer.base_layer))
-                whole = nn.Parameter(W if layer.kind == 'linear' else W.T.contiguous(), requires_grad=False)
-                plain._parameters = {**plain._parameters, 'weight': whole}
+            if isinstance(layer, ModulesToSaveWrapper):
+                put(model, name, layer.current)
+            elif not layer.active or layer.original is not None:
+                put(model, name, cast(nn.Module, layer.base_layer))
+            elif layer.kind != "quantized" and type(layer.weight).__name__ in (
+                "Parameter",
+                "FakeTensor",
+            ):  # The other kind has no data
+                W, plain = (
+                    layer.merged_weight().to(layer.weight.dtype),
+                    copy.copy(cast(nn.Module, layer.base_layer)),
+                )
+                whole = nn.Parameter(
+                    W if layer.kind == "linear" else W.T.contiguous(), requires_grad=False
+                )
+                plain._parameters = {**plain._parameters, "weight": whole}
                 put(model, name, plain)
         yield model
     finally:
-        for name, layer in layers.items(): put(model, name, layer)
+        for name, layer in layers.items():
+            put(model, name, layer)

@@ -27,124 +27,203 @@ from .targets import LoRAConfig, kind_of
 from ..model.layers import autocast_dtype, fast_products
 
 # %% ../../nbs/05_lora/02_low_rank_layers.ipynb #2e235da9
-def _thin(tensor: Tensor | None, dtype: torch.dtype) -> Any: return tensor if tensor is None else tensor.to(dtype)
+def _thin(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    return tensor if tensor is None else tensor.to(dtype)
+
 
 class _Adapted(torch.autograd.Function):
     "xWᵀ + b + s·(drop(x)Aᵀ)Bᵀ with W frozen (Hu et al. 2021, eq. 3)."
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float, dropout: float):
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        A: Tensor,
+        B: Tensor,
+        scale: float,
+        dropout: float,
+    ):
         dtype = autocast_dtype(x)
         kept, noise = _thin(x, dtype), None
-        if dropout: noise = torch.empty_like(kept).bernoulli_(1 - dropout)
+        if dropout:
+            noise = torch.empty_like(kept).bernoulli_(1 - dropout)
         with fast_products():
-            low = (kept if noise is None else kept * noise.div_(1 - dropout)) @ _thin(A, dtype).T # (N, r)
+            low = (kept if noise is None else kept * noise.div_(1 - dropout)) @ _thin(
+                A, dtype
+            ).T  # (N, r)
             y = kept @ _thin(weight, dtype).T
         y.addmm_(low, _thin(B, dtype).T, alpha=scale)
-        if bias is not None: y += bias
+        if bias is not None:
+            y += bias
         ctx.save_for_backward(kept, weight, A, B, low, None if noise is None else noise != 0)
-        ctx.scale, ctx.dropout, ctx.dtypes = scale, dropout, (x.dtype, None if bias is None else bias.dtype)
+        ctx.scale, ctx.dropout, ctx.dtypes = (
+            scale,
+            dropout,
+            (x.dtype, None if bias is None else bias.dtype),
+        )
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor): # type: ignore
+    def backward(ctx, grad: Tensor):  # type: ignore
         x, weight, A, B, low, noise = ctx.saved_tensors
-        keep, need, A_, grad = 1 - ctx.dropout, ctx.needs_input_grad, _thin(A, x.dtype), grad.to(x.dtype)
+        keep, need, A_, grad = (
+            1 - ctx.dropout,
+            ctx.needs_input_grad,
+            _thin(A, x.dtype),
+            grad.to(x.dtype),
+        )
         with fast_products():
-            back = (grad @ _thin(B, x.dtype)).mul_(ctx.scale) # (N, r)
-            grad_B = (low.T @ grad).T.mul_(ctx.scale).to(B.dtype) if need[4] else None # The short side first is faster
-            grad_A = (back.T @ (x if noise is None else x * noise / keep)).to(A.dtype) if need[3] else None
+            back = (grad @ _thin(B, x.dtype)).mul_(ctx.scale)  # (N, r)
+            grad_B = (
+                (low.T @ grad).T.mul_(ctx.scale).to(B.dtype) if need[4] else None
+            )  # The short side first is faster
+            grad_A = (
+                (back.T @ (x if noise is None else x * noise / keep)).to(A.dtype)
+                if need[3]
+                else None
+            )
             grad_x = grad @ _thin(weight, x.dtype) if need[0] else None
         if grad_x is not None:
-            if noise is None: grad_x.addmm_(back, A_)
-            else: grad_x.add_((back @ A_).mul_(noise), alpha=1 / keep)
+            if noise is None:
+                grad_x.addmm_(back, A_)
+            else:
+                grad_x.add_((back @ A_).mul_(noise), alpha=1 / keep)
             grad_x = grad_x.to(ctx.dtypes[0])
-        return grad_x, None, grad.sum(0).to(ctx.dtypes[1]) if need[2] else None, grad_A, grad_B, None, None
+        return (
+            grad_x,
+            None,
+            grad.sum(0).to(ctx.dtypes[1]) if need[2] else None,
+            grad_A,
+            grad_B,
+            None,
+            None,
+        )
 
 # %% ../../nbs/05_lora/02_low_rank_layers.ipynb #9691c523
 class Factor(nn.Module):
     "One thin matrix under the name that PEFT gives it: `….weight`."
+
     def __init__(self, weight: Tensor, trainable: bool = True):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=trainable)
 
-    def extra_repr(self) -> str: return '×'.join(map(str, self.weight.shape))
+    def extra_repr(self) -> str:
+        return "×".join(map(str, self.weight.shape))
+
 
 class LoRALayer(nn.Module):
     "A frozen layer and what its adapters have in common."
-    A_name, B_name = 'lora_A', 'lora_B'
+
+    A_name, B_name = "lora_A", "lora_B"
 
     def __init__(
         self,
-        base: nn.Module, # The layer to adapt, which gets frozen
+        base: nn.Module,  # The layer to adapt, which gets frozen
     ):
         super().__init__()
         self.base_layer, self.kind = base.requires_grad_(False), kind_of(base)
         self.scaling: dict[str, float] = {}
         self.dropout: dict[str, float] = {}
-        self.active: dict[str, float] = {} # Adapter -> weight
-        self.original: Tensor | None = None # The weight before a merge that may be taken back
+        self.active: dict[str, float] = {}  # Adapter -> weight
+        self.original: Tensor | None = None  # The weight before a merge that may be taken back
 
-    def __getattr__(self, name: str) -> Any: # Whoever asks for the shape, the weight or the bias means the layer
-        if name in ('weight', 'bias', 'in_features', 'out_features', 'nf', 'num_embeddings', 'embedding_dim', 'padding_idx'):
-            return getattr(super().__getattr__('base_layer'), name)
+    def __getattr__(
+        self, name: str
+    ) -> Any:  # Whoever asks for the shape, the weight or the bias means the layer
+        if name in (
+            "weight",
+            "bias",
+            "in_features",
+            "out_features",
+            "nf",
+            "num_embeddings",
+            "embedding_dim",
+            "padding_idx",
+        ):
+            return getattr(super().__getattr__("base_layer"), name)
         return super().__getattr__(name)
 
     @property
-    def adapters(self) -> list[str]: return list(self.scaling)
+    def adapters(self) -> list[str]:
+        return list(self.scaling)
 
     def factors(
         self,
         adapter: str,
-    ) -> tuple[Tensor, Tensor]: # A and B; where a variant starts elsewhere, with minus the start beside them
+    ) -> tuple[
+        Tensor, Tensor
+    ]:  # A and B; where a variant starts elsewhere, with minus the start beside them
         "The two matrices of one adapter."
-        A, B = (cast(Any, getattr(self, name)[adapter]).weight for name in (self.A_name, self.B_name))
-        if adapter not in self.lora_start_A: return A, B
-        A0, B0 = (cast(Any, part[adapter]).weight for part in (self.lora_start_A, self.lora_start_B))
+        A, B = (
+            cast(Any, getattr(self, name)[adapter]).weight for name in (self.A_name, self.B_name)
+        )
+        if adapter not in self.lora_start_A:
+            return A, B
+        A0, B0 = (
+            cast(Any, part[adapter]).weight for part in (self.lora_start_A, self.lora_start_B)
+        )
         return torch.cat([A, A0]), torch.cat([B, -B0], 1)
 
-    def matrix(self) -> Tensor: # (out, in)
+    def matrix(self) -> Tensor:  # (out, in)
         "The frozen weight, whatever it is stored as; a copy only where it must be."
         base = cast(Any, self.base_layer)
-        if self.kind == 'quantized': return base.dequantize()
-        return base.weight.T if self.kind in ('conv1d', 'embedding') else base.weight
+        if self.kind == "quantized":
+            return base.dequantize()
+        return base.weight.T if self.kind in ("conv1d", "embedding") else base.weight
 
-    def update(self, adapter: str) -> Tensor: # (out, in), float32
+    def update(self, adapter: str) -> Tensor:  # (out, in), float32
         "The full-size update of one adapter, which only merging needs."
         A, B = self.factors(adapter)
         return self.scaling[adapter] * (B.float() @ A.float())
 
     def place(self, adapter: str, A: Tensor, B: Tensor, start: bool) -> None:
-        getattr(self, self.A_name)[adapter], getattr(self, self.B_name)[adapter] = Factor(A), Factor(B)
+        getattr(self, self.A_name)[adapter], getattr(self, self.B_name)[adapter] = (
+            Factor(A),
+            Factor(B),
+        )
         if start:
-            self.lora_start_A[adapter], self.lora_start_B[adapter] = (Factor(m.clone(), False) for m in (A, B))
+            self.lora_start_A[adapter], self.lora_start_B[adapter] = (
+                Factor(m.clone(), False) for m in (A, B)
+            )
 
     def forget(self, adapter: str) -> None:
         "Take one adapter off."
-        for part in (v for k, v in self._modules.items() if k.startswith('lora_')):
-            if adapter in cast(nn.ModuleDict, part): del cast(nn.ModuleDict, part)[adapter]
-        for known in (self.scaling, self.dropout, self.active): known.pop(adapter, None)
+        for part in (v for k, v in self._modules.items() if k.startswith("lora_")):
+            if adapter in cast(nn.ModuleDict, part):
+                del cast(nn.ModuleDict, part)[adapter]
+        for known in (self.scaling, self.dropout, self.active):
+            known.pop(adapter, None)
 
-    def merged_weight(self) -> Tensor: # (out, in), float32 or better
+    def merged_weight(self) -> Tensor:  # (out, in), float32 or better
         "What the active adapters make of the frozen weight (eq. 3)."
         W = self.matrix().detach()
         W = W.to(torch.promote_types(W.dtype, torch.float32))
         for adapter, weight in self.active.items():
             if adapter in self.lora_magnitude_vector:
                 W = W + self.update(adapter)
-                W = W * (cast(Any, self.lora_magnitude_vector[adapter]).weight / W.norm(dim=1)).unsqueeze(1)
-            else: W = W + weight * self.update(adapter)
+                W = W * (
+                    cast(Any, self.lora_magnitude_vector[adapter]).weight / W.norm(dim=1)
+                ).unsqueeze(1)
+            else:
+                W = W + weight * self.update(adapter)
         return W
 
     def extra_repr(self) -> str:
-        return ', '.join(f'{name}: rank {len(self.factors(name)[0])} × {scale:g}' for name, scale in self.scaling.items())
+        return ", ".join(
+            f"{name}: rank {len(self.factors(name)[0])} × {scale:g}"
+            for name, scale in self.scaling.items()
+        )
+
 
 class LoRALinear(LoRALayer):
     "A linear layer, of any kind, with low-rank updates."
+
     def __init__(self, base: nn.Module):
         super().__init__(base)
-        for name in ('lora_A', 'lora_B', 'lora_magnitude_vector', 'lora_start_A', 'lora_start_B'):
+        for name in ("lora_A", "lora_B", "lora_magnitude_vector", "lora_start_A", "lora_start_B"):
             setattr(self, name, nn.ModuleDict())
 
     def add(self, adapter: str, r: int, scale: float, config: LoRAConfig) -> None:
@@ -153,103 +232,155 @@ class LoRALinear(LoRALayer):
         A, B, start = start_of(config.init_lora_weights, W, r, scale)
         self.place(adapter, A, B, start)
         self.scaling[adapter], self.dropout[adapter] = scale, config.lora_dropout
-        if config.use_dora: self.lora_magnitude_vector[adapter] = Factor((W.float() + self.update(adapter)).detach().norm(dim=1))
+        if config.use_dora:
+            self.lora_magnitude_vector[adapter] = Factor(
+                (W.float() + self.update(adapter)).detach().norm(dim=1)
+            )
 
-    def forward(self, x: Tensor) -> Tensor: # (..., in) -> (..., out)
-        if not self.active or self.original is not None: return self.base_layer(x)
-        if any(name in self.lora_magnitude_vector for name in self.active): return self.by_length(x)
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        if not self.active or self.original is not None:
+            return self.base_layer(x)
+        if any(name in self.lora_magnitude_vector for name in self.active):
+            return self.by_length(x)
         drops = [self.dropout[name] if self.training else 0.0 for name in self.active]
-        plain = self.kind in ('linear', 'conv1d') and not torch.compiler.is_compiling()
-        known = [(*self.factors(name), self.scaling[name] * weight) for name, weight in self.active.items()]
+        plain = self.kind in ("linear", "conv1d") and not torch.compiler.is_compiling()
+        known = [
+            (*self.factors(name), self.scaling[name] * weight)
+            for name, weight in self.active.items()
+        ]
         A, B, scale = known[0]
-        if len(known) > 1 and not any(drops): # Side by side they are one
-            A, B, scale = torch.cat([a for a, _, _ in known]), torch.cat([b*s for _, b, s in known], 1), 1.0
+        if len(known) > 1 and not any(drops):  # Side by side they are one
+            A, B, scale = (
+                torch.cat([a for a, _, _ in known]),
+                torch.cat([b * s for _, b, s in known], 1),
+                1.0,
+            )
             known = known[:1]
-        if plain and len(known) == 1 and (x.dtype == A.dtype or torch.is_autocast_enabled(x.device.type)):
+        if (
+            plain
+            and len(known) == 1
+            and (x.dtype == A.dtype or torch.is_autocast_enabled(x.device.type))
+        ):
             W, bias = self.matrix(), cast(Any, self.base_layer).bias
-            return _Adapted.apply(x.flatten(0, -2), W, bias, A, B, scale, drops[0]).unflatten(0, x.shape[:-1]) # type: ignore
+            return _Adapted.apply(x.flatten(0, -2), W, bias, A, B, scale, drops[0]).unflatten(
+                0, x.shape[:-1]
+            )  # type: ignore
         y = self.base_layer(x)
-        if len(drops) > len(known): known = [(A, B, scale)]
+        if len(drops) > len(known):
+            known = [(A, B, scale)]
         for (a, b, s), p in zip(known, drops, strict=False):
             y = y + (F.linear(F.linear(F.dropout(x.to(a.dtype), p), a), b) * s).to(y.dtype)
         return y
 
-    def by_length(self, x: Tensor) -> Tensor: # (..., in) -> (..., out)
+    def by_length(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         "Direction and length apart (Liu et al. 2024, eq. 5); the norm counts as a constant (section 4.3)."
-        (name, _), = self.active.items()
+        ((name, _),) = self.active.items()
         A, B = self.factors(name)
-        W, bias, s = self.matrix().to(A.dtype), getattr(self.base_layer, 'bias', None), self.scaling[name]
-        m = cast(Any, self.lora_magnitude_vector[name]).weight / (W + s * (B @ A)).detach().norm(dim=1)
+        W, bias, s = (
+            self.matrix().to(A.dtype),
+            getattr(self.base_layer, "bias", None),
+            self.scaling[name],
+        )
+        m = cast(Any, self.lora_magnitude_vector[name]).weight / (W + s * (B @ A)).detach().norm(
+            dim=1
+        )
         p, wide = self.dropout[name] if self.training else 0.0, x.to(A.dtype)
         inside = F.dropout(wide, p)
-        y = F.linear(wide, W, _thin(bias, A.dtype)) + (m - 1) * F.linear(inside, W) \
+        y = (
+            F.linear(wide, W, _thin(bias, A.dtype))
+            + (m - 1) * F.linear(inside, W)
             + m * (F.linear(F.linear(inside, A), B) * s)
+        )
         return y.to(autocast_dtype(x))
+
 
 class LoRAEmbedding(LoRALayer):
     "An embedding with low-rank updates: row i gains s·B·A[:, i]."
-    A_name, B_name = 'lora_embedding_A', 'lora_embedding_B'
+
+    A_name, B_name = "lora_embedding_A", "lora_embedding_B"
 
     def __init__(self, base: nn.Module):
         super().__init__(base)
-        for name in ('lora_embedding_A', 'lora_embedding_B', 'lora_magnitude_vector', 'lora_start_A', 'lora_start_B'):
+        for name in (
+            "lora_embedding_A",
+            "lora_embedding_B",
+            "lora_magnitude_vector",
+            "lora_start_A",
+            "lora_start_B",
+        ):
             setattr(self, name, nn.ModuleDict())
 
     def add(self, adapter: str, r: int, scale: float, config: LoRAConfig) -> None:
         "One more adapter, which changes nothing yet: here A is what starts at zero."
-        if config.use_dora or config.init_lora_weights not in (True, False, 'gaussian'):
-            raise ValueError('an embedding knows plain LoRA only: leave use_dora and init_lora_weights as they are, or '
-                             'name no embedding in target_modules')
+        if config.use_dora or config.init_lora_weights not in (True, False, "gaussian"):
+            raise ValueError(
+                "an embedding knows plain LoRA only: leave use_dora and init_lora_weights as they are, or "
+                "name no embedding in target_modules"
+            )
         W = cast(Any, self.base_layer).weight
         A, B = torch.zeros(r, len(W), device=W.device), torch.randn(W.shape[1], r, device=W.device)
         self.place(adapter, A if config.init_lora_weights else torch.randn_like(A), B, False)
         self.scaling[adapter], self.dropout[adapter] = scale, 0.0
 
-    def forward(self, ids: Tensor) -> Tensor: # (...) -> (..., embedding_dim)
+    def forward(self, ids: Tensor) -> Tensor:  # (...) -> (..., embedding_dim)
         y = self.base_layer(ids)
         for name, weight in self.active.items() if self.original is None else ():
             A, B = self.factors(name)
-            low = F.embedding(ids, A.T, cast(Any, self.base_layer).padding_idx) # (..., r)
+            low = F.embedding(ids, A.T, cast(Any, self.base_layer).padding_idx)  # (..., r)
             y = y + (low @ B.T * (self.scaling[name] * weight)).to(y.dtype)
         return y
 
 # %% ../../nbs/05_lora/02_low_rank_layers.ipynb #52c9a326
 class ModulesToSaveWrapper(nn.Module):
     "A layer that learns as a whole: the old one, and a copy for each adapter."
+
     def __init__(self, module: nn.Module):
         super().__init__()
         self.original_module, self.modules_to_save = module.requires_grad_(False), nn.ModuleDict()
         self.active: dict[str, float] = {}
 
     def __getattr__(self, name: str) -> Any:
-        try: return super().__getattr__(name)
-        except AttributeError: return getattr(self.current, name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.current, name)
 
     @property
     def current(self) -> nn.Module:
-        return next((self.modules_to_save[name] for name in self.active if name in self.modules_to_save),
-                    cast(nn.Module, super().__getattr__('original_module')))
+        return next(
+            (self.modules_to_save[name] for name in self.active if name in self.modules_to_save),
+            cast(nn.Module, super().__getattr__("original_module")),
+        )
 
     @property
-    def adapters(self) -> list[str]: return list(self.modules_to_save)
+    def adapters(self) -> list[str]:
+        return list(self.modules_to_save)
 
-    def add(self, adapter: str, shared: Mapping[int, nn.Parameter] = {}) -> None: # noqa: B006
+    def add(self, adapter: str, shared: Mapping[int, nn.Parameter] = {}) -> None:  # noqa: B006
         "A trainable copy in float32; `shared` holds parameters that another copy has already."
         module = copy.deepcopy(self.original_module).requires_grad_(True)
-        for name, p in module.named_parameters(recurse=False): setattr(module, name, nn.Parameter(p.detach().float()))
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(p.detach().float()))
         for name, p in self.original_module.named_parameters(recurse=False):
-            if id(p) in shared: setattr(module, name, shared[id(p)])
+            if id(p) in shared:
+                setattr(module, name, shared[id(p)])
         self.modules_to_save[adapter] = module
 
     def forget(self, adapter: str) -> None:
         "Take one copy off."
-        if adapter in self.modules_to_save: del self.modules_to_save[adapter]
+        if adapter in self.modules_to_save:
+            del self.modules_to_save[adapter]
         self.active.pop(adapter, None)
 
     def forward(self, x: Tensor) -> Tensor:
         module = self.current
-        weight = getattr(module, 'weight', None)
-        if weight is not None and x.is_floating_point() and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        weight = getattr(module, "weight", None)
+        if (
+            weight is not None
+            and x.is_floating_point()
+            and x.dtype != weight.dtype
+            and not torch.is_autocast_enabled(x.device.type)
+        ):
             return module(x.to(weight.dtype)).to(x.dtype)
         return module(x)
 
@@ -258,83 +389,124 @@ def _plain(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     A = torch.empty(r, W.shape[1], device=W.device)
     return nn.init.kaiming_uniform_(A, a=math.sqrt(5)), torch.zeros(len(W), r, device=W.device)
 
+
 def _gaussian(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     return torch.randn(r, W.shape[1], device=W.device) / r, torch.zeros(len(W), r, device=W.device)
+
 
 def _pissa(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     U, S, Vt = torch.linalg.svd(W.float(), full_matrices=False)
     root = (S[:r] / scale).sqrt()
     return root[:, None] * Vt[:r], U[:, :r] * root
 
+
 def _olora(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     Q, R = torch.linalg.qr(W.float())
     return R[:r].contiguous(), Q[:, :r].contiguous()
 
+
 def _orthogonal(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
-    if r % 2: raise ValueError(f"init_lora_weights = 'orthogonal' needs an even rank, and r is {r}")
+    if r % 2:
+        raise ValueError(f"init_lora_weights = 'orthogonal' needs an even rank, and r is {r}")
     Q = torch.linalg.qr(torch.randn(r, r, device=W.device))[0]
     down, up = (torch.randn(n, r // 2, device=W.device) / 10 for n in W.T.shape)
-    return (down @ Q[0::2]).T.contiguous(), up @ Q[1::2] # The rows of Q are orthogonal, so BA = 0
+    return (down @ Q[0::2]).T.contiguous(), up @ Q[1::2]  # The rows of Q are orthogonal, so BA = 0
 
-STARTS: dict[Any, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = { # (W, r, scale) -> A, B
-    True: _plain, 'gaussian': _gaussian, 'pissa': _pissa, 'olora': _olora, 'orthogonal': _orthogonal, 'eva': _plain,
+
+STARTS: dict[
+    Any, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
+] = {  # (W, r, scale) -> A, B
+    True: _plain,
+    "gaussian": _gaussian,
+    "pissa": _pissa,
+    "olora": _olora,
+    "orthogonal": _orthogonal,
+    "eva": _plain,
 }
+
 
 @torch.no_grad()
 def start_of(
-    how: bool | str, # A key of `STARTS`, 'pissa_niter_N', or False for noise in both
-    W: Tensor, # (out, in), the frozen weight
+    how: bool | str,  # A key of `STARTS`, 'pissa_niter_N', or False for noise in both
+    W: Tensor,  # (out, in), the frozen weight
     r: int,
-    scale: float, # The factor on the update
-) -> tuple[Tensor, Tensor, bool]: # A (r, in), B (out, r), and whether BA has to be subtracted for the layer to start as it was
+    scale: float,  # The factor on the update
+) -> tuple[
+    Tensor, Tensor, bool
+]:  # A (r, in), B (out, r), and whether BA has to be subtracted for the layer to start as it was
     "The first values of the two matrices, in float32."
-    if how is False: # For tests: an update that is there from the start
+    if how is False:  # For tests: an update that is there from the start
         return _plain(W, r, scale)[0], torch.randn(len(W), r, device=W.device) / r, False
-    if isinstance(how, str) and how.startswith('pissa_niter_'): # Halko et al. 2011: near enough, and much faster
-        if not scale: raise ValueError('PiSSA divides by the factor on the update: lora_alpha must not be 0')
-        U, S, V = torch.svd_lowrank(W.float(), r, niter=int(how.rsplit('_', 1)[1]))
+    if isinstance(how, str) and how.startswith(
+        "pissa_niter_"
+    ):  # Halko et al. 2011: near enough, and much faster
+        if not scale:
+            raise ValueError("PiSSA divides by the factor on the update: lora_alpha must not be 0")
+        U, S, V = torch.svd_lowrank(W.float(), r, niter=int(how.rsplit("_", 1)[1]))
         root = (S / scale).sqrt()
         return root[:, None] * V.T, U * root, True
-    if how in ('pissa', 'olora') and r > min(W.shape):
-        raise ValueError(f'r = {r}: a weight of {tuple(W.shape)} has only {min(W.shape)} directions')
-    if how == 'pissa' and not scale: raise ValueError('PiSSA divides by the factor on the update: lora_alpha must not be 0')
+    if how in ("pissa", "olora") and r > min(W.shape):
+        raise ValueError(
+            f"r = {r}: a weight of {tuple(W.shape)} has only {min(W.shape)} directions"
+        )
+    if how == "pissa" and not scale:
+        raise ValueError("PiSSA divides by the factor on the update: lora_alpha must not be 0")
     A, B = STARTS[how](W, r, scale)
-    return A, B, how in ('pissa', 'olora')
+    return A, B, how in ("pissa", "olora")
 
 # %% ../../nbs/05_lora/03_variants.ipynb #094b069d
 @torch.no_grad()
 def eva_init(
-    model: nn.Module, # With LoRA in it, not yet trained
-    batches: Iterable[dict], # What the model takes: `input_ids` and the like; a few are enough
-    adapter: str = 'default',
-) -> dict[str, float]: # Layer -> the share of the inputs' energy that its A catches
+    model: nn.Module,  # With LoRA in it, not yet trained
+    batches: Iterable[dict],  # What the model takes: `input_ids` and the like; a few are enough
+    adapter: str = "default",
+) -> dict[str, float]:  # Layer -> the share of the inputs' energy that its A catches
     "Turn each A to the directions in which its inputs lie (Paischer et al. 2024)."
-    layers = {name: m for name, m in model.named_modules() if adapter in getattr(m, 'lora_A', {})}
-    if not layers: raise ValueError(f"no linear layer has an adapter '{adapter}': add_lora first")
-    sums: dict[str, tuple[Tensor, Tensor, int]] = {} # Of x'x, of x, and how many
+    layers = {name: m for name, m in model.named_modules() if adapter in getattr(m, "lora_A", {})}
+    if not layers:
+        raise ValueError(f"no linear layer has an adapter '{adapter}': add_lora first")
+    sums: dict[str, tuple[Tensor, Tensor, int]] = {}  # Of x'x, of x, and how many
+
     def watch(name: str):
         def hook(_, args):
-            x = args[0].detach().flatten(0, -2).to(torch.float64 if args[0].device.type == 'cpu' else torch.float32)
+            x = (
+                args[0]
+                .detach()
+                .flatten(0, -2)
+                .to(torch.float64 if args[0].device.type == "cpu" else torch.float32)
+            )
             squares, total, count = sums.get(name, (0, 0, 0))
             sums[name] = squares + x.T @ x, total + x.sum(0), count + len(x)
+
         return hook
-    hooks, training = [m.register_forward_pre_hook(watch(name)) for name, m in layers.items()], model.training
+
+    hooks, training = (
+        [m.register_forward_pre_hook(watch(name)) for name, m in layers.items()],
+        model.training,
+    )
     try:
         model.eval()
-        for batch in batches: model(**{k: v for k, v in batch.items() if k != 'labels'})
+        for batch in batches:
+            model(**{k: v for k, v in batch.items() if k != "labels"})
     finally:
-        for hook in hooks: hook.remove()
+        for hook in hooks:
+            hook.remove()
         model.train(training)
-    if not sums: raise ValueError('eva_init needs at least one batch')
+    if not sums:
+        raise ValueError("eva_init needs at least one batch")
     shares, rows = {}, {}
     for name, (squares, total, count) in sums.items():
         spread = squares - total[:, None] * total / count
         A = cast(Any, layers[name]).lora_A[adapter].weight
-        if len(A) > len(spread): raise ValueError(f'{name}: r = {len(A)}, and its inputs have only {len(spread)} directions')
-        if not spread.isfinite().all(): raise ValueError(f'{name} read numbers that are not finite')
-        values, vectors = torch.linalg.eigh(spread) # Ascending
-        rows[name] = vectors.flip(1)[:, :len(A)].T.to(A)
-        shares[name] = (values[-len(A):].sum() / values.sum()).item()
+        if len(A) > len(spread):
+            raise ValueError(
+                f"{name}: r = {len(A)}, and its inputs have only {len(spread)} directions"
+            )
+        if not spread.isfinite().all():
+            raise ValueError(f"{name} read numbers that are not finite")
+        values, vectors = torch.linalg.eigh(spread)  # Ascending
+        rows[name] = vectors.flip(1)[:, : len(A)].T.to(A)
+        shares[name] = (values[-len(A) :].sum() / values.sum()).item()
     for name, found in rows.items():
         module: Any = layers[name]
         module.lora_A[adapter].weight.copy_(found)
@@ -343,9 +515,12 @@ def eva_init(
 
 # %% ../../nbs/05_lora/03_variants.ipynb #befaded0
 def lora_plus(
-    config: Any, # An `OptimConfig`
-    ratio: float = 16.0, # How much faster B learns
-) -> Any: # A copy; its learning_rate is A's
+    config: Any,  # An `OptimConfig`
+    ratio: float = 16.0,  # How much faster B learns
+) -> Any:  # A copy; its learning_rate is A's
     "Let B learn faster than A (Hayou et al. 2024)."
-    if ratio <= 0: raise ValueError(f'ratio = {ratio}: must be above 0')
-    return replace(config, lr_factors={r'\.lora_(embedding_)?B\.': float(ratio), **config.lr_factors})
+    if ratio <= 0:
+        raise ValueError(f"ratio = {ratio}: must be above 0")
+    return replace(
+        config, lr_factors={r"\.lora_(embedding_)?B\.": float(ratio), **config.lr_factors}
+    )

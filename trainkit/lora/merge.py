@@ -32,237 +32,472 @@ from ..progress import note
 @dataclass
 class Agreement:
     "How alike two models predict."
-    kl: float # Mean of KL(first || second) over the tokens, in nats
-    same: float # Share of the tokens for which both have the same favourite
+
+    kl: float  # Mean of KL(first || second) over the tokens, in nats
+    same: float  # Share of the tokens for which both have the same favourite
     tokens: int
 
-    def __str__(self) -> str: return f'KL {self.kl:.2e} nats a token, same favourite for {self.same:.2%} of {self.tokens:,} tokens'
+    def __str__(self) -> str:
+        return f"KL {self.kl:.2e} nats a token, same favourite for {self.same:.2%} of {self.tokens:,} tokens"
 
     __repr__ = __str__
 
+
 def agreement(
-    first: Tensor, # (..., V) logits of the model that is right by definition
-    second: Tensor, # (..., V)
+    first: Tensor,  # (..., V) logits of the model that is right by definition
+    second: Tensor,  # (..., V)
 ) -> Agreement:
     "Compare what two models predict for the same text."
     p, q = (x.flatten(0, -2).double().log_softmax(-1) for x in (first, second))
-    return Agreement((p.exp() * (p - q)).sum(-1).mean().clamp(min=0).item(), (p.argmax(-1) == q.argmax(-1)).double().mean().item(), len(p))
+    return Agreement(
+        (p.exp() * (p - q)).sum(-1).mean().clamp(min=0).item(),
+        (p.argmax(-1) == q.argmax(-1)).double().mean().item(),
+        len(p),
+    )
 
 # %% ../../nbs/05_lora/07_merging.ipynb #744a0b29
-MERGE_TARGETS = ('dequantized', 'original', 'quantized')
+MERGE_TARGETS = ("dequantized", "original", "quantized")
+
 
 @torch.no_grad()
 def merge_quantized(
-    model: nn.Module, # With adapters over quantized layers; changed in place
-    input_ids: Tensor, # (B, T), some text to compare the two models on
-    target: str = 'dequantized', # What the update is added to, one of `MERGE_TARGETS`
-    original: Mapping[str, Tensor] | Callable[[str], Tensor] | None = None, # Layer's name + '.weight' -> its weight before it was quantized
-    quantize: Callable[[Tensor], nn.Module] | None = None, # (out, in) -> a quantized layer, for target='quantized'
-    dtype: torch.dtype | None = None, # Of the merged weights; None: that of the layers around them
-) -> Agreement: # Of the model as it was trained with the merged one; printed too
+    model: nn.Module,  # With adapters over quantized layers; changed in place
+    input_ids: Tensor,  # (B, T), some text to compare the two models on
+    target: str = "dequantized",  # What the update is added to, one of `MERGE_TARGETS`
+    original: Mapping[str, Tensor]
+    | Callable[[str], Tensor]
+    | None = None,  # Layer's name + '.weight' -> its weight before it was quantized
+    quantize: Callable[[Tensor], nn.Module]
+    | None = None,  # (out, in) -> a quantized layer, for target='quantized'
+    dtype: torch.dtype | None = None,  # Of the merged weights; None: that of the layers around them
+) -> Agreement:  # Of the model as it was trained with the merged one; printed too
     "Merge over a quantized base, by default into the weights that it stands for."
-    if target not in MERGE_TARGETS: raise ValueError(f"target = '{target}': must be one of {', '.join(MERGE_TARGETS)}")
-    if (target == 'original') != (original is not None):
-        raise ValueError("target='original' needs the original weights, and no other target takes them")
-    if (target == 'quantized') != (quantize is not None):
-        raise ValueError("target='quantized' needs quantize=, a function from a weight to a layer, and no other target takes it")
-    layers = {n: layer for n, layer in adapted(model).items() if isinstance(layer, LoRALayer) and layer.kind == 'quantized' and layer.active}
-    if not layers: raise ValueError('no quantized layer has an active adapter: use merge_lora')
+    if target not in MERGE_TARGETS:
+        raise ValueError(f"target = '{target}': must be one of {', '.join(MERGE_TARGETS)}")
+    if (target == "original") != (original is not None):
+        raise ValueError(
+            "target='original' needs the original weights, and no other target takes them"
+        )
+    if (target == "quantized") != (quantize is not None):
+        raise ValueError(
+            "target='quantized' needs quantize=, a function from a weight to a layer, and no other target takes it"
+        )
+    layers = {
+        n: layer
+        for n, layer in adapted(model).items()
+        if isinstance(layer, LoRALayer) and layer.kind == "quantized" and layer.active
+    }
+    if not layers:
+        raise ValueError("no quantized layer has an active adapter: use merge_lora")
     training = model.training
-    around = dtype or next((p.dtype for n, p in model.named_parameters() if p.is_floating_point() and '.lora_' not in n), torch.float32)
+    around = dtype or next(
+        (
+            p.dtype
+            for n, p in model.named_parameters()
+            if p.is_floating_point() and ".lora_" not in n
+        ),
+        torch.float32,
+    )
     weights, made = {}, {}
-    for name, layer in layers.items(): # What others give may be wrong: all of it is worked out before the model changes
+    for (
+        name,
+        layer,
+    ) in (
+        layers.items()
+    ):  # What others give may be wrong: all of it is worked out before the model changes
         if original is not None:
-            try: W = original(f'{name}.weight') if callable(original) else original[f'{name}.weight']
-            except LookupError: raise ValueError(f"original has no '{name}.weight'") from None
+            try:
+                W = original(f"{name}.weight") if callable(original) else original[f"{name}.weight"]
+            except LookupError:
+                raise ValueError(f"original has no '{name}.weight'") from None
             shape = (layer.out_features, layer.in_features)
-            if tuple(W.shape) != shape: raise ValueError(f"original: '{name}.weight' has shape {tuple(W.shape)}, and must have {shape}")
-            weights[name] = (W.to(layer.matrix().device).float() + (layer.merged_weight() - layer.matrix().float())).to(around)
-            if not weights[name].isfinite().all(): raise ValueError(f'{name}: the original and the update give numbers that are not finite in {around}')
+            if tuple(W.shape) != shape:
+                raise ValueError(
+                    f"original: '{name}.weight' has shape {tuple(W.shape)}, and must have {shape}"
+                )
+            weights[name] = (
+                W.to(layer.matrix().device).float()
+                + (layer.merged_weight() - layer.matrix().float())
+            ).to(around)
+            if not weights[name].isfinite().all():
+                raise ValueError(
+                    f"{name}: the original and the update give numbers that are not finite in {around}"
+                )
         if quantize is not None:
             made[name] = quantize(layer.merged_weight().to(around))
-            if layer.bias is not None: made[name].bias = nn.Parameter(layer.bias.detach().to(around), requires_grad=False)
+            if layer.bias is not None:
+                made[name].bias = nn.Parameter(layer.bias.detach().to(around), requires_grad=False)
     try:
         before = model.eval()(input_ids).logits
         merge_lora(model, dtype=dtype)
-        for name, W in weights.items(): cast(nn.Linear, model.get_submodule(name)).weight.copy_(W)
-        for name, layer in made.items(): put(model, name, layer)
+        for name, W in weights.items():
+            cast(nn.Linear, model.get_submodule(name)).weight.copy_(W)
+        for name, layer in made.items():
+            put(model, name, layer)
         found = agreement(before, model(input_ids).logits)
-    finally: model.train(training)
-    note(f'merged into the {target} weights: {found}')
+    finally:
+        model.train(training)
+    note(f"merged into the {target} weights: {found}")
     return found
 
 # %% ../../nbs/05_lora/07_merging.ipynb #9ac66673
-_DTYPES = {'F64': torch.float64, 'F32': torch.float32, 'F16': torch.float16, 'BF16': torch.bfloat16, 'I64': torch.int64,
-           'I32': torch.int32, 'I16': torch.int16, 'I8': torch.int8, 'U8': torch.uint8, 'BOOL': torch.bool}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
+
 def read_header(
-    path: Path, # Of a safetensors file
-) -> tuple[dict[str, dict], int]: # Name -> dtype, shape, data_offsets; where the data begins
+    path: Path,  # Of a safetensors file
+) -> tuple[dict[str, dict], int]:  # Name -> dtype, shape, data_offsets; where the data begins
     "What is in a file, without reading it."
-    with open(path, 'rb') as file:
-        size, whole = int.from_bytes(file.read(8), 'little'), path.stat().st_size
+    with open(path, "rb") as file:
+        size, whole = int.from_bytes(file.read(8), "little"), path.stat().st_size
         try:
             header = json.loads(file.read(size)) if size < whole else {}
-            end = max(facts['data_offsets'][1] for name, facts in header.items() if name != '__metadata__')
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError): end = -1
-        if 8 + size + end != whole: raise ValueError(f'{path} is damaged or cut short: copy it again')
+            end = max(
+                facts["data_offsets"][1] for name, facts in header.items() if name != "__metadata__"
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            end = -1
+        if 8 + size + end != whole:
+            raise ValueError(f"{path} is damaged or cut short: copy it again")
         return header, 8 + size
+
 
 def stream_tensors(
     file: BinaryIO,
-    header: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], # Name -> dtype and shape, in the order of writing
-    pieces: Iterator[tuple[str, Tensor]], # One after another, in the same order
+    header: Mapping[
+        str, tuple[torch.dtype, tuple[int, ...]]
+    ],  # Name -> dtype and shape, in the order of writing
+    pieces: Iterator[tuple[str, Tensor]],  # One after another, in the same order
 ) -> None:
     "Write a safetensors file a tensor at a time."
-    known, at = {'__metadata__': {'format': 'pt'}}, 0
+    known, at = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape) in header.items():
         size = math.prod(shape) * dtype.itemsize
-        known[name], at = dict(dtype=_CODES[dtype], shape=list(shape), data_offsets=[at, at + size]), at + size # type: ignore
+        known[name], at = (
+            dict(dtype=_CODES[dtype], shape=list(shape), data_offsets=[at, at + size]),
+            at + size,
+        )  # type: ignore
     text = json.dumps(known).encode()
-    text += b' ' * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, 'little') + text)
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
     for name, tensor in pieces:
-        if (tensor.dtype, tuple(tensor.shape)) != header[name]: raise ValueError(f'{name} is not what the header says')
-        if tensor.numel(): file.write(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy()).data)
+        if (tensor.dtype, tuple(tensor.shape)) != header[name]:
+            raise ValueError(f"{name} is not what the header says")
+        if tensor.numel():
+            file.write(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy()).data)
 
 # %% ../../nbs/05_lora/07_merging.ipynb #1a88bbaa
 def merged_tensor(
-    W: Tensor, # The weight as it is stored, (out, in), or (in, out) if `flipped`
-    parts: Mapping[str, Tensor], # What the adapter has for this layer
-    scale: float, # The factor on the update
+    W: Tensor,  # The weight as it is stored, (out, in), or (in, out) if `flipped`
+    parts: Mapping[str, Tensor],  # What the adapter has for this layer
+    scale: float,  # The factor on the update
     flipped: bool = False,
-) -> Tensor: # In the dtype of `W`
+) -> Tensor:  # In the dtype of `W`
     "One weight with its update (Hu et al. 2021, eq. 3; DoRA: Liu et al. 2024, eq. 5)."
-    if 'lora_embedding_A' in parts: return (W.float() + scale * (parts['lora_embedding_B'].float() @ parts['lora_embedding_A'].float()).T).to(W.dtype)
-    wide = (W.T if flipped else W).float() + scale * (parts['lora_B'].float() @ parts['lora_A'].float())
-    if (m := parts.get('lora_magnitude_vector')) is not None: wide = wide * (m.float() / wide.norm(dim=1)).unsqueeze(1)
+    if "lora_embedding_A" in parts:
+        return (
+            W.float()
+            + scale * (parts["lora_embedding_B"].float() @ parts["lora_embedding_A"].float()).T
+        ).to(W.dtype)
+    wide = (W.T if flipped else W).float() + scale * (
+        parts["lora_B"].float() @ parts["lora_A"].float()
+    )
+    if (m := parts.get("lora_magnitude_vector")) is not None:
+        wide = wide * (m.float() / wide.norm(dim=1)).unsqueeze(1)
     return (wide.T if flipped else wide).to(W.dtype)
 
-_CONV1D = ('gpt2', 'openai-gpt', 'imagegpt', 'decision_transformer') # Their matrices lie the other way round
+
+_CONV1D = (
+    "gpt2",
+    "openai-gpt",
+    "imagegpt",
+    "decision_transformer",
+)  # Their matrices lie the other way round
+
 
 def _read(path: Path, begin: int, facts: Mapping[str, Any]) -> Tensor:
     "One tensor of a file, which is not mapped: what is mapped stays in memory."
-    (first, last), dtype = facts['data_offsets'], _DTYPES[facts['dtype']]
-    with open(path, 'rb') as file:
+    (first, last), dtype = facts["data_offsets"], _DTYPES[facts["dtype"]]
+    with open(path, "rb") as file:
         file.seek(begin + first)
         raw = bytearray(file.read(last - first))
-    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(facts['shape'])
+    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(
+        facts["shape"]
+    )
 
-def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]: # What the ids of its roles are
+
+def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # What the ids of its roles are
     "The base's tokenizer does not know the new tokens; that of the adapter lies in its folder, or in that of its run."
-    source = next((p for p in (adapter, adapter.parent/'tokenizer') if (p/'tokenizer.json').is_file()), None)
-    if source is None: return {}
-    for name in ('tokenizer.json', 'tokenizer_config.json', 'chat_template.jinja', 'special_tokens_map.json', 'added_tokens.json'):
-        if (source/name).is_file(): shutil.copy(source/name, output/name)
-    with reading(source/'tokenizer.json'): ids = {t['content']: t['id'] for t in read_json(source/'tokenizer.json').get('added_tokens', ())}
-    said = read_json(source/'tokenizer_config.json') if (source/'tokenizer_config.json').is_file() else {}
-    words = {role: said.get(f'{role}_token') for role in ('bos', 'eos', 'pad')}
-    found = {f'{role}_token_id': ids[word] for role, word in words.items() if isinstance(word, str) and word in ids}
-    if (file := output/'generation_config.json').is_file():
-        file.write_text(json.dumps(json.loads(file.read_text(encoding='utf-8')) | found, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+    source = next(
+        (p for p in (adapter, adapter.parent / "tokenizer") if (p / "tokenizer.json").is_file()),
+        None,
+    )
+    if source is None:
+        return {}
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ):
+        if (source / name).is_file():
+            shutil.copy(source / name, output / name)
+    with reading(source / "tokenizer.json"):
+        ids = {
+            t["content"]: t["id"]
+            for t in read_json(source / "tokenizer.json").get("added_tokens", ())
+        }
+    said = (
+        read_json(source / "tokenizer_config.json")
+        if (source / "tokenizer_config.json").is_file()
+        else {}
+    )
+    words = {role: said.get(f"{role}_token") for role in ("bos", "eos", "pad")}
+    found = {
+        f"{role}_token_id": ids[word]
+        for role, word in words.items()
+        if isinstance(word, str) and word in ids
+    }
+    if (file := output / "generation_config.json").is_file():
+        file.write_text(
+            json.dumps(
+                json.loads(file.read_text(encoding="utf-8")) | found, indent=2, sort_keys=True
+            )
+            + "\n",
+            encoding="utf-8",
+        )
     return found
 
+
 def merge_folder(
-    base: str | Path, # A model's folder, whole or in parts
-    adapter: str | Path, # An adapter's folder, ours or PEFT's
-    output: str | Path, # A new folder
-    progress: Callable[[int, int], None] | None = None, # Called with tensors done and tensors in all
-) -> Path: # The output, whole or not at all
+    base: str | Path,  # A model's folder, whole or in parts
+    adapter: str | Path,  # An adapter's folder, ours or PEFT's
+    output: str | Path,  # A new folder
+    progress: Callable[[int, int], None]
+    | None = None,  # Called with tensors done and tensors in all
+) -> Path:  # The output, whole or not at all
     "Merge on disk, a tensor at a time; raises `OSError` before it begins if the disk has no room."
     base, output = Path(base), Path(output)
-    if output.exists(): raise FileExistsError(f'{output} is there already: choose a new folder')
+    if output.exists():
+        raise FileExistsError(f"{output} is there already: choose a new folder")
     config, tensors, vocab_size = read_adapter(adapter)
     if init := check_adapter_base(config, adapter):
-        raise ValueError(f'{adapter} was saved with init_lora_weights={init!r} against a changed base: load_adapter it, save_adapter it, and merge that')
+        raise ValueError(
+            f"{adapter} was saved with init_lora_weights={init!r} against a changed base: load_adapter it, save_adapter it, and merge that"
+        )
     ours, parts = lora_config(config, init_lora_weights=True), adapter_parts(config, tensors)
-    files = sorted(base.glob('*.safetensors'))
-    if not files: raise FileNotFoundError(f'{base} has no safetensors file: is it a model?')
+    files = sorted(base.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{base} has no safetensors file: is it a model?")
     opened = {path: read_header(path) for path in files}
     headers = {path: header for path, (header, _) in opened.items()}
-    there = {name: path for path, header in headers.items() for name in header if name != '__metadata__'}
-    def place(name: str) -> str | None: # Its name in the files; some leave out the first word
-        return next((n for n in (name, name.partition('.')[2]) if n in there), None)
-    settings, own = (read_json(base/file) if (base/file).is_file() else {} for file in ('config.json', 'trainkit.json'))
-    if settings.get('quantization_config'): raise ValueError(f'{base} is quantized: open it, and merge_quantized')
-    embedding = next((n for n in there if n.endswith(('embed_tokens.weight', 'wte.weight'))), None)
-    tied = embedding is not None and ('lm_head.weight' not in there or settings.get('tie_word_embeddings', own.get('tie_embeddings')) is True)
-    def where(name: str) -> str | None: # The base's tensor that the adapter means; a tied head is the embedding
-        return embedding if tied and name == 'lm_head.weight' else place(name)
-    def shape_of(name: str) -> tuple[int, ...]: # Once there is room for new tokens
-        shape = tuple(headers[there[name]][name]['shape'])
-        grows = name.endswith(('embed_tokens.weight', 'wte.weight', 'lm_head.weight')) and 0 < shape[0] < vocab_size
+    there = {
+        name: path for path, header in headers.items() for name in header if name != "__metadata__"
+    }
+
+    def place(name: str) -> str | None:  # Its name in the files; some leave out the first word
+        return next((n for n in (name, name.partition(".")[2]) if n in there), None)
+
+    settings, own = (
+        read_json(base / file) if (base / file).is_file() else {}
+        for file in ("config.json", "trainkit.json")
+    )
+    if settings.get("quantization_config"):
+        raise ValueError(f"{base} is quantized: open it, and merge_quantized")
+    embedding = next((n for n in there if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+    tied = embedding is not None and (
+        "lm_head.weight" not in there
+        or settings.get("tie_word_embeddings", own.get("tie_embeddings")) is True
+    )
+
+    def where(
+        name: str,
+    ) -> str | None:  # The base's tensor that the adapter means; a tied head is the embedding
+        return embedding if tied and name == "lm_head.weight" else place(name)
+
+    def shape_of(name: str) -> tuple[int, ...]:  # Once there is room for new tokens
+        shape = tuple(headers[there[name]][name]["shape"])
+        grows = (
+            name.endswith(("embed_tokens.weight", "wte.weight", "lm_head.weight"))
+            and 0 < shape[0] < vocab_size
+        )
         return (vocab_size, *shape[1:]) if grows else shape
-    changes = [*parts.whole, *parts.biases, *(f'{n}.weight' for n in parts.low)]
+
+    changes = [*parts.whole, *parts.biases, *(f"{n}.weight" for n in parts.low)]
     if missing := next((n for n in [*changes, *parts.same] if where(n) is None), None):
-        raise ValueError(f"{adapter} changes '{missing}', and {base} has no such layer: is it the right base model?")
+        raise ValueError(
+            f"{adapter} changes '{missing}', and {base} has no such layer: is it the right base model?"
+        )
     for name, t in (parts.whole | parts.biases | parts.same).items():
         if tuple(t.shape) != (shape := shape_of(cast(str, where(name)))):
-            raise ValueError(f"{adapter}: '{name}' has shape {tuple(t.shape)}, and in {base} it is {shape}: is it the right base model?")
+            raise ValueError(
+                f"{adapter}: '{name}' has shape {tuple(t.shape)}, and in {base} it is {shape}: is it the right base model?"
+            )
     given = {where(n) for n in parts.whole}
     for layer in parts.layers:
-        starts = (f'{layer}.', f"{layer.partition('.')[2]}.")
-        if lost := next((n for n in there if n.startswith(starts) and n not in given and not (tied and n == 'lm_head.weight')), None):
+        starts = (f"{layer}.", f"{layer.partition('.')[2]}.")
+        if lost := next(
+            (
+                n
+                for n in there
+                if n.startswith(starts) and n not in given and not (tied and n == "lm_head.weight")
+            ),
+            None,
+        ):
             raise ValueError(f"{adapter}: {layer} learned as a whole, and its '{lost}' is missing")
-    across = settings['model_type'] in _CONV1D if 'model_type' in settings else bool(config.get('fan_in_fan_out')) # PEFT asks the layer, too
-    flipped = {n: across and n != 'lm_head' and 'lora_A' in found for n, found in parts.low.items()}
+    across = (
+        settings["model_type"] in _CONV1D
+        if "model_type" in settings
+        else bool(config.get("fan_in_fan_out"))
+    )  # PEFT asks the layer, too
+    flipped = {n: across and n != "lm_head" and "lora_A" in found for n, found in parts.low.items()}
     for n, found in parts.low.items():
-        A, B = (found[k] for k in (('lora_A', 'lora_B') if 'lora_A' in found else ('lora_embedding_B', 'lora_embedding_A')))
-        shape = (len(B), A.shape[1]) if 'lora_A' in found else (B.shape[1], len(A))
-        if shape != (there_is := shape_of(cast(str, where(f'{n}.weight'))))[::-1 if flipped[n] else 1]:
-            raise ValueError(f"{adapter} changes '{n}', which is {shape} there, and in {base} it is {there_is}: is it the right base model?")
+        A, B = (
+            found[k]
+            for k in (
+                ("lora_A", "lora_B")
+                if "lora_A" in found
+                else ("lora_embedding_B", "lora_embedding_A")
+            )
+        )
+        shape = (len(B), A.shape[1]) if "lora_A" in found else (B.shape[1], len(A))
+        if (
+            shape
+            != (there_is := shape_of(cast(str, where(f"{n}.weight"))))[:: -1 if flipped[n] else 1]
+        ):
+            raise ValueError(
+                f"{adapter} changes '{n}', which is {shape} there, and in {base} it is {there_is}: is it the right base model?"
+            )
     ends = [n for n in changes if tied and where(n) == embedding]
-    alone = bool(ends) and not (len(ends) == 2 and all(n in parts.whole for n in ends) and torch.equal(*(parts.whole[n] for n in ends)))
-    untied = ['lm_head.weight'] if alone else [] # Only one of them changes, or each in its own way: they are two from now on
-    changed = {cast(str, where(n)): n for n in changes if not (alone and n == 'lm_head.weight')}
+    alone = bool(ends) and not (
+        len(ends) == 2
+        and all(n in parts.whole for n in ends)
+        and torch.equal(*(parts.whole[n] for n in ends))
+    )
+    untied = (
+        ["lm_head.weight"] if alone else []
+    )  # Only one of them changes, or each in its own way: they are two from now on
+    changed = {cast(str, where(n)): n for n in changes if not (alone and n == "lm_head.weight")}
     same = {cast(str, where(n)): t for n, t in parts.same.items()}
-    def value(source: str, W: Tensor, name: str | None) -> Tensor: # `name` is the adapter's
+
+    def value(source: str, W: Tensor, name: str | None) -> Tensor:  # `name` is the adapter's
         old = len(W) if W.ndim else 0
-        if shape_of(source) != tuple(W.shape): # New tokens start at the mean, as in resize_vocabulary
-            more = same[source][old:].to(W.dtype) if source in same else W.float().mean(0).to(W.dtype).expand(vocab_size - old, *W.shape[1:])
+        if shape_of(source) != tuple(
+            W.shape
+        ):  # New tokens start at the mean, as in resize_vocabulary
+            more = (
+                same[source][old:].to(W.dtype)
+                if source in same
+                else W.float().mean(0).to(W.dtype).expand(vocab_size - old, *W.shape[1:])
+            )
             W = torch.cat([W, more])
         if source in same and differs(W[:old], same[source][:old]):
-            raise ValueError(f"{adapter} was trained over a base with another '{source}': is it the right base model?")
-        if name is None: return W
-        if (t := parts.whole.get(name, parts.biases.get(name))) is not None: merged = t.to(W.dtype)
+            raise ValueError(
+                f"{adapter} was trained over a base with another '{source}': is it the right base model?"
+            )
+        if name is None:
+            return W
+        if (t := parts.whole.get(name, parts.biases.get(name))) is not None:
+            merged = t.to(W.dtype)
         else:
-            layer = name.removesuffix('.weight')
-            merged = merged_tensor(W, parts.low[layer], rank_and_alpha(layer, ours)[2], flipped[layer])
-        if not merged.isfinite().all(): raise ValueError(f"'{name}' is not finite in {W.dtype} once it is merged: the update is broken, or too large for it")
+            layer = name.removesuffix(".weight")
+            merged = merged_tensor(
+                W, parts.low[layer], rank_and_alpha(layer, ours)[2], flipped[layer]
+            )
+        if not merged.isfinite().all():
+            raise ValueError(
+                f"'{name}' is not finite in {W.dtype} once it is merged: the update is broken, or too large for it"
+            )
         return merged
-    need = sum(path.stat().st_size for path in files) + sum(math.prod(shape_of(cast(str, embedding))) * 4 for _ in untied) + 2**20
+
+    need = (
+        sum(path.stat().st_size for path in files)
+        + sum(math.prod(shape_of(cast(str, embedding))) * 4 for _ in untied)
+        + 2**20
+    )
     parent = next(p for p in (output.parent, *output.parent.parents) if p.exists())
     if (free := shutil.disk_usage(parent).free) < need:
-        raise OSError(f'{output} needs {show_bytes(need)}, and the disk has {show_bytes(free)}: free some space, or choose another folder')
+        raise OSError(
+            f"{output} needs {show_bytes(need)}, and the disk has {show_bytes(free)}: free some space, or choose another folder"
+        )
     done = 0
     with atomic_folder(output) as temporary:
         for path in base.iterdir():
-            if path.is_file() and path.suffix not in ('.safetensors', '.bin', '.pt', '.pth', '.pkl'): shutil.copy(path, temporary/path.name)
+            if path.is_file() and path.suffix not in (
+                ".safetensors",
+                ".bin",
+                ".pt",
+                ".pth",
+                ".pkl",
+            ):
+                shutil.copy(path, temporary / path.name)
         for path in files:
-            order = sorted((n for n in headers[path] if n != '__metadata__'), key=lambda n: headers[path][n]['data_offsets'][0])
+            order = sorted(
+                (n for n in headers[path] if n != "__metadata__"),
+                key=lambda n: headers[path][n]["data_offsets"][0],
+            )
             order += [n for n in untied if path == files[-1] and n not in there]
             sources = {n: cast(str, embedding) if n in untied else n for n in order}
-            header = {n: (_DTYPES[headers[there[s]][s]['dtype']], shape_of(s)) for n, s in sources.items()}
+            header = {
+                n: (_DTYPES[headers[there[s]][s]["dtype"]], shape_of(s)) for n, s in sources.items()
+            }
+
             def pieces(sources: dict[str, str] = sources):
                 nonlocal done
                 for name, source in sources.items():
-                    name_there = next((n for n in ends if n == name), None) if name in untied else changed.get(name)
-                    yield name, value(source, _read(there[source], opened[there[source]][1], headers[there[source]][source]), name_there)
+                    name_there = (
+                        next((n for n in ends if n == name), None)
+                        if name in untied
+                        else changed.get(name)
+                    )
+                    yield (
+                        name,
+                        value(
+                            source,
+                            _read(
+                                there[source],
+                                opened[there[source]][1],
+                                headers[there[source]][source],
+                            ),
+                            name_there,
+                        ),
+                    )
                     done += 1
-                    if progress: progress(done, len(there) + sum(n not in there for n in untied))
-            with open(temporary/path.name, 'wb') as file: stream_tensors(file, header, pieces())
-        for file in ('config.json', 'trainkit.json'):
-            if (temporary/file).is_file():
-                data = json.loads((temporary/file).read_text(encoding='utf-8'))
-                if vocab_size > data.get('vocab_size', vocab_size):
-                    data['vocab_size'] = vocab_size
-                    if file == 'config.json': data |= _take_tokenizer(Path(adapter), temporary)
-                if untied: data['tie_word_embeddings' if file == 'config.json' else 'tie_embeddings'] = False
-                (temporary/file).write_text(json.dumps(data, indent=2, sort_keys=True) + '\n', encoding='utf-8')
-        index = temporary/'model.safetensors.index.json'
+                    if progress:
+                        progress(done, len(there) + sum(n not in there for n in untied))
+
+            with open(temporary / path.name, "wb") as file:
+                stream_tensors(file, header, pieces())
+        for file in ("config.json", "trainkit.json"):
+            if (temporary / file).is_file():
+                data = json.loads((temporary / file).read_text(encoding="utf-8"))
+                if vocab_size > data.get("vocab_size", vocab_size):
+                    data["vocab_size"] = vocab_size
+                    if file == "config.json":
+                        data |= _take_tokenizer(Path(adapter), temporary)
+                if untied:
+                    data["tie_word_embeddings" if file == "config.json" else "tie_embeddings"] = (
+                        False
+                    )
+                (temporary / file).write_text(
+                    json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+                )
+        index = temporary / "model.safetensors.index.json"
         if untied and index.is_file():
-            data = json.loads(index.read_text(encoding='utf-8'))
-            data['weight_map'] |= {n: files[-1].name for n in untied if n not in there}
-            index.write_text(json.dumps(data, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+            data = json.loads(index.read_text(encoding="utf-8"))
+            data["weight_map"] |= {n: files[-1].name for n in untied if n not in there}
+            index.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return output

@@ -20,127 +20,186 @@ from .inject import adapted
 from .layers import Factor, LoRALayer, start_of
 
 # %% ../../nbs/05_lora/05_rank.ipynb #3726441d
-def _swap(optimizer: Optimizer | None, old: nn.Parameter, new: nn.Parameter, index: tuple[slice, ...] | None) -> None:
+def _swap(
+    optimizer: Optimizer | None,
+    old: nn.Parameter,
+    new: nn.Parameter,
+    index: tuple[slice, ...] | None,
+) -> None:
     "Put a parameter into another's place; what was remembered goes to `index`, or is forgotten where that is None."
-    if optimizer is None: return
+    if optimizer is None:
+        return
     for group in optimizer.param_groups:
-        group['params'] = [new if p is old else p for p in group['params']]
+        group["params"] = [new if p is old else p for p in group["params"]]
     state = optimizer.state.pop(old, None)
-    if not state or index is None: return
+    if not state or index is None:
+        return
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor) and value.shape == old.shape:
             kept[name] = value.new_zeros(new.shape)
             kept[name][index] = value
-        elif not isinstance(value, Tensor) or value.numel() == 1: kept[name] = value
-        else: return # Packed in a way that we do not know: this parameter begins again
+        elif not isinstance(value, Tensor) or value.numel() == 1:
+            kept[name] = value
+        else:
+            return  # Packed in a way that we do not know: this parameter begins again
     optimizer.state[new] = kept
 
+
 def _low(model: nn.Module, adapter: str) -> dict[str, LoRALayer]:
-    layers = {n: m for n, m in adapted(model).items() if isinstance(m, LoRALayer) and adapter in m.adapters}
-    if not layers: raise ValueError(f"no layer has an adapter '{adapter}'")
-    if merged := [n for n, m in layers.items() if m.original is not None]: raise RuntimeError(f'{merged[0]} is merged: unmerge_lora first')
+    layers = {
+        n: m
+        for n, m in adapted(model).items()
+        if isinstance(m, LoRALayer) and adapter in m.adapters
+    }
+    if not layers:
+        raise ValueError(f"no layer has an adapter '{adapter}'")
+    if merged := [n for n, m in layers.items() if m.original is not None]:
+        raise RuntimeError(f"{merged[0]} is merged: unmerge_lora first")
     return layers
 
-def _replace(layer: LoRALayer, part: str, adapter: str, weight: Tensor, optimizer: Optimizer | None, index: tuple[slice, ...] | None) -> None:
+
+def _replace(
+    layer: LoRALayer,
+    part: str,
+    adapter: str,
+    weight: Tensor,
+    optimizer: Optimizer | None,
+    index: tuple[slice, ...] | None,
+) -> None:
     factors = getattr(layer, part)
     old = factors[adapter].weight
     factors[adapter] = Factor(weight, old.requires_grad)
     _swap(optimizer, old, factors[adapter].weight, index)
 
+
 @torch.no_grad()
 def grow_rank(
     model: nn.Module,
-    r: int, # The new rank of every layer that has a smaller one
-    optimizer: Optimizer | None = None, # The one of the run, whose memory is carried along
-    adapter: str = 'default',
-) -> nn.Module: # Changed in place; it computes what it did before
+    r: int,  # The new rank of every layer that has a smaller one
+    optimizer: Optimizer | None = None,  # The one of the run, whose memory is carried along
+    adapter: str = "default",
+) -> nn.Module:  # Changed in place; it computes what it did before
     "Give an adapter more directions: noise in A, zeros in B, the factor as it was."
     layers = _low(model, adapter)
     ranks = {n: len(getattr(m, m.A_name)[adapter].weight) for n, m in layers.items()}
-    if all(old > r for old in ranks.values()): raise ValueError(f'r = {r}: the rank is {max(ranks.values())} already; shrink_rank makes it smaller')
+    if all(old > r for old in ranks.values()):
+        raise ValueError(
+            f"r = {r}: the rank is {max(ranks.values())} already; shrink_rank makes it smaller"
+        )
     for name, layer in layers.items():
-        if (old := ranks[name]) >= r: continue
+        if (old := ranks[name]) >= r:
+            continue
         A, B = (getattr(layer, part)[adapter].weight for part in (layer.A_name, layer.B_name))
         more, up = A.new_zeros(r - old, A.shape[1]), B.new_zeros(len(B), r - old)
-        if layer.kind == 'embedding': up.normal_() # There B has the noise, and A starts at zero
-        else: more = start_of(True, layer.matrix().detach(), r - old, 1.0)[0].to(A)
-        _replace(layer, layer.A_name, adapter, torch.cat([A, more]), optimizer, (slice(old), slice(None)))
-        _replace(layer, layer.B_name, adapter, torch.cat([B, up], 1), optimizer, (slice(None), slice(old)))
+        if layer.kind == "embedding":
+            up.normal_()  # There B has the noise, and A starts at zero
+        else:
+            more = start_of(True, layer.matrix().detach(), r - old, 1.0)[0].to(A)
+        _replace(
+            layer, layer.A_name, adapter, torch.cat([A, more]), optimizer, (slice(old), slice(None))
+        )
+        _replace(
+            layer,
+            layer.B_name,
+            adapter,
+            torch.cat([B, up], 1),
+            optimizer,
+            (slice(None), slice(old)),
+        )
     return model
 
 # %% ../../nbs/05_lora/05_rank.ipynb #cdfedcf1
 class GrowRank:
     "A callback that grows the rank at given steps of a run."
+
     def __init__(
         self,
-        plan: Mapping[int, int], # Step -> rank from then on, {100: 8, 200: 16} say
-        adapter: str = 'default',
+        plan: Mapping[int, int],  # Step -> rank from then on, {100: 8, 200: 16} say
+        adapter: str = "default",
     ):
         self.plan, self.adapter = dict(plan), adapter
 
     def on_step(self, trainer: Any, record: Mapping[str, Any]) -> None:
-        if (r := self.plan.get(record['step'])) is None: return
+        if (r := self.plan.get(record["step"])) is None:
+            return
         grow_rank(trainer.model, r, trainer.bare, self.adapter)
-        trainer.note(f'rank {r} from step {record["step"]} on')
+        trainer.note(f"rank {r} from step {record['step']} on")
 
 # %% ../../nbs/05_lora/05_rank.ipynb #7b07b521
 def thin_svd(
-    A: Tensor, # (r, in)
-    B: Tensor, # (out, r)
-) -> tuple[Tensor, Tensor, Tensor]: # (out, r), (r,) falling, (r, in)
+    A: Tensor,  # (r, in)
+    B: Tensor,  # (out, r)
+) -> tuple[Tensor, Tensor, Tensor]:  # (out, r), (r,) falling, (r, in)
     "The singular value decomposition of BA without ever making BA."
     QB, RB = torch.linalg.qr(B.double())
     QA, RA = torch.linalg.qr(A.double().T)
     U, S, Vt = torch.linalg.svd(RB @ RA.T)
     return (QB @ U).float(), S.float(), (Vt @ QA.T).float()
 
+
 @dataclass
 class Shrunk:
     "What a smaller rank costs one layer."
-    kept: int # Rank
-    bound: float # Largest change of the output for an input of length one: the first singular value left out
-    norm: float # Frobenius norm of what was dropped
-    share: float # Of the energy of the update that was dropped
+
+    kept: int  # Rank
+    bound: float  # Largest change of the output for an input of length one: the first singular value left out
+    norm: float  # Frobenius norm of what was dropped
+    share: float  # Of the energy of the update that was dropped
+
 
 @torch.no_grad()
 def shrink_rank(
     model: nn.Module,
-    r: int, # The new rank of every layer that has a larger one
-    optimizer: Optimizer | None = None, # Forgets what it knew of the old directions
-    adapter: str = 'default',
-) -> dict[str, Shrunk]: # Layer -> what it lost at most
+    r: int,  # The new rank of every layer that has a larger one
+    optimizer: Optimizer | None = None,  # Forgets what it knew of the old directions
+    adapter: str = "default",
+) -> dict[str, Shrunk]:  # Layer -> what it lost at most
     "Keep the r largest directions of every update (Eckart and Young 1936)."
-    if r < 1: raise ValueError(f'r = {r}: must be at least 1')
+    if r < 1:
+        raise ValueError(f"r = {r}: must be at least 1")
     report, layers = {}, _low(model, adapter)
-    for name, layer in layers.items(): # All of them, before the first one changes
-        if adapter in layer.lora_magnitude_vector: raise ValueError(f'{name} is a DoRA layer: its update is no product, merge it instead')
-        if not all(t.isfinite().all() for t in layer.factors(adapter)): raise ValueError(f'the update of {name} is not finite: the adapter is broken')
+    for name, layer in layers.items():  # All of them, before the first one changes
+        if adapter in layer.lora_magnitude_vector:
+            raise ValueError(f"{name} is a DoRA layer: its update is no product, merge it instead")
+        if not all(t.isfinite().all() for t in layer.factors(adapter)):
+            raise ValueError(f"the update of {name} is not finite: the adapter is broken")
     for name, layer in layers.items():
         A, B = layer.factors(adapter)
-        if len(A) <= r: continue
+        if len(A) <= r:
+            continue
         U, S, Vt = thin_svd(A, B)
         root, s = S[:r].sqrt(), layer.scaling[adapter]
         for part in (layer.lora_start_A, layer.lora_start_B):
-            if adapter in part: del cast(nn.ModuleDict, part)[adapter] # It is part of the product now
+            if adapter in part:
+                del cast(nn.ModuleDict, part)[adapter]  # It is part of the product now
         _replace(layer, layer.A_name, adapter, root[:, None] * Vt[:r], optimizer, None)
         _replace(layer, layer.B_name, adapter, U[:, :r] * root, optimizer, None)
         lost = S[r:].square().sum()
-        report[name] = Shrunk(r, s * S[r].item(), s * lost.sqrt().item(), (lost / S.square().sum().clamp(min=1e-30)).item())
+        report[name] = Shrunk(
+            r,
+            s * S[r].item(),
+            s * lost.sqrt().item(),
+            (lost / S.square().sum().clamp(min=1e-30)).item(),
+        )
     return report
 
 # %% ../../nbs/05_lora/05_rank.ipynb #83f8b8a1
 @torch.no_grad()
 def spectrum(
     model: nn.Module,
-    adapter: str = 'default',
-) -> dict[str, Tensor]: # Layer -> (r,) singular values of s·BA, falling
+    adapter: str = "default",
+) -> dict[str, Tensor]:  # Layer -> (r,) singular values of s·BA, falling
     "How strong each direction of each update is."
-    return {n: m.scaling[adapter] * thin_svd(*m.factors(adapter))[1] for n, m in _low(model, adapter).items()}
+    return {
+        n: m.scaling[adapter] * thin_svd(*m.factors(adapter))[1]
+        for n, m in _low(model, adapter).items()
+    }
+
 
 def effective_rank(
-    values: Iterable[float] | Tensor, # Singular values
-) -> float: # From 1 to their number
+    values: Iterable[float] | Tensor,  # Singular values
+) -> float:  # From 1 to their number
     "The number of directions that would carry as much entropy if they were equal (Roy and Vetterli 2007)."
     p = torch.as_tensor(list(values) if not isinstance(values, Tensor) else values).double()
     p = p / p.sum()
@@ -150,10 +209,10 @@ def effective_rank(
 @torch.no_grad()
 def intruders(
     model: nn.Module,
-    top: int = 10, # How many of the strongest directions to look at
-    threshold: float = 0.5, # Cosine below which a direction is new
-    adapter: str = 'default',
-) -> dict[str, int]: # Layer -> intruders among the `top`
+    top: int = 10,  # How many of the strongest directions to look at
+    threshold: float = 0.5,  # Cosine below which a direction is new
+    adapter: str = "default",
+) -> dict[str, int]:  # Layer -> intruders among the `top`
     "Strong directions of the changed weight that the weight did not know (Shuttleworth et al. 2024, section 3)."
     found = {}
     for name, layer in _low(model, adapter).items():

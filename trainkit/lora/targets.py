@@ -19,146 +19,234 @@ from ..config import check_config, knob, nearest
 # %% ../../nbs/05_lora/04_targets.ipynb #66a99dd9
 def kind_of(
     module: nn.Module,
-) -> str | None: # 'linear', 'conv1d' (a transposed matrix), 'embedding', 'quantized', or None
+) -> str | None:  # 'linear', 'conv1d' (a transposed matrix), 'embedding', 'quantized', or None
     "As what a layer can be adapted."
-    if hasattr(module, 'lora_A') or hasattr(module, 'lora_embedding_A'): return kind_of(module.base_layer) # type: ignore
-    if callable(getattr(module, 'dequantize', None)) and hasattr(module, 'in_features'): return 'quantized'
-    if isinstance(module, nn.Linear): return 'linear'
-    if isinstance(module, nn.Embedding): return 'embedding'
-    return 'conv1d' if type(module).__name__ == 'Conv1D' and hasattr(module, 'nf') else None
+    if hasattr(module, "lora_A") or hasattr(module, "lora_embedding_A"):
+        return kind_of(module.base_layer)  # type: ignore
+    if callable(getattr(module, "dequantize", None)) and hasattr(module, "in_features"):
+        return "quantized"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "conv1d" if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
+
 
 def adaptable(
-    model: nn.Module, # With adapters or without
-) -> dict[str, nn.Module]: # Name -> layer; never the insides of an adapter
+    model: nn.Module,  # With adapters or without
+) -> dict[str, nn.Module]:  # Name -> layer; never the insides of an adapter
     "The layers that an adapter can sit beside."
-    inside = re.compile(r'(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)')
-    return {name: module for name, module in model.named_modules() if name and kind_of(module) and not inside.search(name)}
+    inside = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name and kind_of(module) and not inside.search(name)
+    }
 
 # %% ../../nbs/05_lora/04_targets.ipynb #5e5c980c
-_QUERY_VALUE = 'q_proj v_proj query value q_lin v_lin wq wv c_attn query_key_value qkv_proj Wqkv'.split()
-_KEY = 'k_proj key k_lin wk'.split()
-_REST = ('o_proj out_proj c_proj dense wo gate_proj up_proj down_proj gate_up_proj c_fc fc1 fc2 '
-         'dense_h_to_4h dense_4h_to_h w1 w2 w3').split()
-TARGETS: dict[str, tuple[str, ...]] = { # Preset -> the last part of the names, in all families
-    'conservative': (*_QUERY_VALUE,),
-    'balanced': (*_QUERY_VALUE, *_KEY),
-    'aggressive': (*_QUERY_VALUE, *_KEY, *_REST),
+_QUERY_VALUE = (
+    "q_proj v_proj query value q_lin v_lin wq wv c_attn query_key_value qkv_proj Wqkv".split()
+)
+_KEY = "k_proj key k_lin wk".split()
+_REST = (
+    "o_proj out_proj c_proj dense wo gate_proj up_proj down_proj gate_up_proj c_fc fc1 fc2 "
+    "dense_h_to_4h dense_4h_to_h w1 w2 w3"
+).split()
+TARGETS: dict[str, tuple[str, ...]] = {  # Preset -> the last part of the names, in all families
+    "conservative": (*_QUERY_VALUE,),
+    "balanced": (*_QUERY_VALUE, *_KEY),
+    "aggressive": (*_QUERY_VALUE, *_KEY, *_REST),
 }
-INITS = ('gaussian', 'pissa', 'olora', 'orthogonal', 'eva')
+INITS = ("gaussian", "pissa", "olora", "orthogonal", "eva")
 
 # %% ../../nbs/05_lora/04_targets.ipynb #7b6e33fd
 @dataclass
 class LoRAConfig:
     "Where low-rank updates go, and how large they are; fields as in peft.LoraConfig."
-    r: int = knob(8, 'Rank of the update', low=1, aliases=('lora_r', 'lora_rank', 'rank'))
-    lora_alpha: float = knob(16.0, 'The update is multiplied by lora_alpha / r', low=0, aliases=('alpha',))
-    lora_dropout: float = knob(0.0, 'Dropout on the input of the update', low=0, high=0.99, aliases=('dropout',))
+
+    r: int = knob(8, "Rank of the update", low=1, aliases=("lora_r", "lora_rank", "rank"))
+    lora_alpha: float = knob(
+        16.0, "The update is multiplied by lora_alpha / r", low=0, aliases=("alpha",)
+    )
+    lora_dropout: float = knob(
+        0.0, "Dropout on the input of the update", low=0, high=0.99, aliases=("dropout",)
+    )
     target_modules: list[str] | str | None = knob(
-        None, "Names, 'a,b', a pattern, 'all-linear', or a preset: conservative (also when unset), balanced, "
-        'aggressive', aliases=('lora_target', 'targets'))
-    exclude_modules: list[str] | str | None = knob(None, 'Names or a pattern to leave out')
-    bias: str = knob('none', 'Which biases learn too', choices=('none', 'all', 'lora_only'))
-    use_rslora: bool = knob(False, 'Multiply by lora_alpha / √r instead (Kalajdzievski 2023)')
-    use_dora: bool = knob(False, 'Learn the length of each row apart from its direction (Liu et al. 2024)')
-    init_lora_weights: bool | str = knob(True, f'Where A and B start: true (B = 0), or {", ".join(INITS)}')
-    modules_to_save: list[str] | None = knob(None, 'Layers that learn as a whole and are saved with the adapter, by how their names end')
-    layers_to_transform: list[int] | int | None = knob(None, 'Only the blocks with these numbers')
-    layers_pattern: list[str] | str | None = knob(None, 'What stands before the number of a block, where that is not plain')
-    rank_pattern: dict = knob({}, 'Pattern of names -> a rank of its own')
-    alpha_pattern: dict = knob({}, 'Pattern of names -> a lora_alpha of its own')
-    task_type: str = knob('CAUSAL_LM', "PEFT's word for the kind of model")
+        None,
+        "Names, 'a,b', a pattern, 'all-linear', or a preset: conservative (also when unset), balanced, "
+        "aggressive",
+        aliases=("lora_target", "targets"),
+    )
+    exclude_modules: list[str] | str | None = knob(None, "Names or a pattern to leave out")
+    bias: str = knob("none", "Which biases learn too", choices=("none", "all", "lora_only"))
+    use_rslora: bool = knob(False, "Multiply by lora_alpha / √r instead (Kalajdzievski 2023)")
+    use_dora: bool = knob(
+        False, "Learn the length of each row apart from its direction (Liu et al. 2024)"
+    )
+    init_lora_weights: bool | str = knob(
+        True, f"Where A and B start: true (B = 0), or {', '.join(INITS)}"
+    )
+    modules_to_save: list[str] | None = knob(
+        None, "Layers that learn as a whole and are saved with the adapter, by how their names end"
+    )
+    layers_to_transform: list[int] | int | None = knob(None, "Only the blocks with these numbers")
+    layers_pattern: list[str] | str | None = knob(
+        None, "What stands before the number of a block, where that is not plain"
+    )
+    rank_pattern: dict = knob({}, "Pattern of names -> a rank of its own")
+    alpha_pattern: dict = knob({}, "Pattern of names -> a lora_alpha of its own")
+    task_type: str = knob("CAUSAL_LM", "PEFT's word for the kind of model")
 
     def __post_init__(self):
         check_config(self)
         if isinstance(self.init_lora_weights, str):
             name = self.init_lora_weights
-            if name.lower() in ('true', 'false'): self.init_lora_weights = name.lower() == 'true'
-            elif name not in INITS and not re.fullmatch(r'pissa_niter_\d+', name):
-                raise ValueError(f'init_lora_weights = {name!r}: must be true, false or one of {", ".join(INITS)}.'
-                                 f'{nearest(name, INITS)}')
+            if name.lower() in ("true", "false"):
+                self.init_lora_weights = name.lower() == "true"
+            elif name not in INITS and not re.fullmatch(r"pissa_niter_\d+", name):
+                raise ValueError(
+                    f"init_lora_weights = {name!r}: must be true, false or one of {', '.join(INITS)}."
+                    f"{nearest(name, INITS)}"
+                )
         if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError('layers_pattern says where the number of a block stands: set layers_to_transform too')
-        for word in ('rank_pattern', 'alpha_pattern'):
+            raise ValueError(
+                "layers_pattern says where the number of a block stands: set layers_to_transform too"
+            )
+        for word in ("rank_pattern", "alpha_pattern"):
             for pattern, value in getattr(self, word).items():
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 \
-                        or (word == 'rank_pattern' and value % 1):
-                    raise ValueError(f'{word}[{pattern!r}] = {value!r}: must be a number above 0')
+                if (
+                    isinstance(value, bool)
+                    or not isinstance(value, (int, float))
+                    or value <= 0
+                    or (word == "rank_pattern" and value % 1)
+                ):
+                    raise ValueError(f"{word}[{pattern!r}] = {value!r}: must be a number above 0")
 
 # %% ../../nbs/05_lora/04_targets.ipynb #dcbe895c
-def _fits(names: Iterable[str], key: str) -> bool: return any(key == name or key.endswith(f'.{name}') for name in names)
+def _fits(names: Iterable[str], key: str) -> bool:
+    return any(key == name or key.endswith(f".{name}") for name in names)
 
-def _words(value: list[str] | str) -> list[str] | str: # A list of names, or a pattern
-    if isinstance(value, str) and re.fullmatch(r'[\w.\-]+(\s*,\s*[\w.\-]+)*', value): return re.split(r'\s*,\s*', value)
+
+def _words(value: list[str] | str) -> list[str] | str:  # A list of names, or a pattern
+    if isinstance(value, str) and re.fullmatch(r"[\w.\-]+(\s*,\s*[\w.\-]+)*", value):
+        return re.split(r"\s*,\s*", value)
     return value
 
+
 def _refuse(knob: str, wrong: str, names: list[str]) -> ValueError:
-    ends = list(dict.fromkeys(name.rsplit('.', 1)[-1] for name in names))
-    return ValueError(f'{knob}: no layer fits {wrong!r}; there are {", ".join(ends)}.{nearest(wrong, ends)}')
+    ends = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
+    return ValueError(
+        f"{knob}: no layer fits {wrong!r}; there are {', '.join(ends)}.{nearest(wrong, ends)}"
+    )
+
 
 def _block(key: str, patterns: list[str] | str | None) -> int | None:
     "The number of the block that a layer is in."
-    ways = [r'.*?\.[^.]*'] if not patterns else [rf'(?:^|.*?\.){p}' for p in
-                                                 ([patterns] if isinstance(patterns, str) else patterns)]
-    return next((int(found[1]) for way in ways if (found := re.match(rf'{way}\.(\d+)\.', key))), None)
+    ways = (
+        [r".*?\.[^.]*"]
+        if not patterns
+        else [rf"(?:^|.*?\.){p}" for p in ([patterns] if isinstance(patterns, str) else patterns)]
+    )
+    return next(
+        (int(found[1]) for way in ways if (found := re.match(rf"{way}\.(\d+)\.", key))), None
+    )
+
 
 def heads(
     model: nn.Module,
-) -> set[str]: # Names of layers
+) -> set[str]:  # Names of layers
     "The layers that score the vocabulary."
-    head = model.get_output_embeddings() if hasattr(model, 'get_output_embeddings') else None # type: ignore
-    return {name for name, module in model.named_modules() if module is head or name == 'lm_head'}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore
+    return {name for name, module in model.named_modules() if module is head or name == "lm_head"}
+
 
 def saved_layers(
-    model: nn.Module, # With adapters or without
-    words: Iterable[str], # As in `modules_to_save`
-) -> list[str]: # Full names, in the order of the model; a layer that stands under two names has both
+    model: nn.Module,  # With adapters or without
+    words: Iterable[str],  # As in `modules_to_save`
+) -> list[
+    str
+]:  # Full names, in the order of the model; a layer that stands under two names has both
     "The layers whose names end so: PEFT asks for no whole word here, and 'norm' means every input_layernorm too."
-    inside = re.compile(r'(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)')
+    inside = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
     words = list(words)
-    return [name for name, _ in model.named_modules(remove_duplicate=False)
-            if name and any(name.endswith(word) for word in words) and not inside.search(name)]
+    return [
+        name
+        for name, _ in model.named_modules(remove_duplicate=False)
+        if name and any(name.endswith(word) for word in words) and not inside.search(name)
+    ]
+
 
 def target_layers(
-    model: nn.Module, # Ours or one of transformers'
+    model: nn.Module,  # Ours or one of transformers'
     config: LoRAConfig,
-) -> list[str]: # Full names, in the order of the model; raises `ValueError` where a word fits no layer
+) -> list[
+    str
+]:  # Full names, in the order of the model; raises `ValueError` where a word fits no layer
     "The layers that `config` means."
     layers, wanted = adaptable(model), config.target_modules
-    matrices = [name for name in layers if kind_of(layers[name]) != 'embedding']
-    if wanted is None: wanted = 'conservative'
-    if isinstance(wanted, str) and wanted.lower() == 'all-linear':
+    matrices = [name for name in layers if kind_of(layers[name]) != "embedding"]
+    if wanted is None:
+        wanted = "conservative"
+    if isinstance(wanted, str) and wanted.lower() == "all-linear":
         found = [name for name in matrices if name not in heads(model)]
     elif isinstance(wanted, str) and wanted.lower() in TARGETS:
-        found = [name for name in matrices if _fits(TARGETS[wanted.lower()], name) and name not in heads(model)]
+        found = [
+            name
+            for name in matrices
+            if _fits(TARGETS[wanted.lower()], name) and name not in heads(model)
+        ]
     elif isinstance(words := _words(wanted), str):
-        try: found = [name for name in layers if re.fullmatch(words, name)]
-        except re.error as error: raise ValueError(f'target_modules = {words!r} is no regular expression: {error}') from None
+        try:
+            found = [name for name in layers if re.fullmatch(words, name)]
+        except re.error as error:
+            raise ValueError(
+                f"target_modules = {words!r} is no regular expression: {error}"
+            ) from None
     else:
         for word in words:
-            if not any(_fits([word], name) for name in layers): raise _refuse('target_modules', word, list(layers))
+            if not any(_fits([word], name) for name in layers):
+                raise _refuse("target_modules", word, list(layers))
         found = [name for name in layers if _fits(words, name)]
     left_out = _words(config.exclude_modules) if config.exclude_modules else []
-    if isinstance(left_out, str): found = [name for name in found if not re.fullmatch(left_out, name)]
-    else: found = [name for name in found if not _fits(left_out, name)]
-    found = [name for name in found if not any(re.match(rf'(^|.*\.){re.escape(m)}($|\..*)', name)
-                                               for m in config.modules_to_save or ())]
+    if isinstance(left_out, str):
+        found = [name for name in found if not re.fullmatch(left_out, name)]
+    else:
+        found = [name for name in found if not _fits(left_out, name)]
+    found = [
+        name
+        for name in found
+        if not any(
+            re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", name) for m in config.modules_to_save or ()
+        )
+    ]
     if config.layers_to_transform is not None:
         numbers = config.layers_to_transform
-        numbers, blocks = [numbers] if isinstance(numbers, int) else numbers, {n: _block(n, config.layers_pattern) for n in found}
-        if missing := sorted(set(numbers) - set(blocks.values())): # type: ignore
+        numbers, blocks = (
+            [numbers] if isinstance(numbers, int) else numbers,
+            {n: _block(n, config.layers_pattern) for n in found},
+        )
+        if missing := sorted(set(numbers) - set(blocks.values())):  # type: ignore
             there = sorted({b for b in blocks.values() if b is not None})
-            raise ValueError(f'layers_to_transform: there is no block {missing[0]}; there are {there}')
+            raise ValueError(
+                f"layers_to_transform: there is no block {missing[0]}; there are {there}"
+            )
         found = [name for name in found if blocks[name] in numbers]
-    if not found: raise _refuse('target_modules', str(wanted), list(layers))
+    if not found:
+        raise _refuse("target_modules", str(wanted), list(layers))
     return found
 
 # %% ../../nbs/05_lora/04_targets.ipynb #3951273c
 def rank_and_alpha(
-    name: str, # Of a layer
+    name: str,  # Of a layer
     config: LoRAConfig,
-) -> tuple[int, float, float]: # Rank, alpha, and the factor on the update
+) -> tuple[int, float, float]:  # Rank, alpha, and the factor on the update
     "How large the update of one layer is."
+
     def rule(rules: dict, otherwise: float) -> float:
-        return next((rules[p] for p in rules if re.match(rf'(.*\.)?({p})$', name)), otherwise)
-    r, alpha = int(rule(config.rank_pattern, config.r)), rule(config.alpha_pattern, config.lora_alpha)
+        return next((rules[p] for p in rules if re.match(rf"(.*\.)?({p})$", name)), otherwise)
+
+    r, alpha = (
+        int(rule(config.rank_pattern, config.r)),
+        rule(config.alpha_pattern, config.lora_alpha),
+    )
     return r, alpha, alpha / (r**0.5 if config.use_rslora else r)

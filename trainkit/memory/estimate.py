@@ -42,198 +42,300 @@ from ..train.optim import quantize_blocks, step_in_backward
 from ..train import optim as adamw8bit
 
 # %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a
-def _convert(self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+def _convert(
+    self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
     "What `.to()` and `.half()` do, for fakes: torch's own would swap them, and refuses where a weak reference is."
     if recurse:
-        for child in self.children(): child._apply(change)
+        for child in self.children():
+            child._apply(change)
     for p in self._parameters.values():
-        if p is not None: p.data = change(p.data)
-    self._buffers.update({k: change(b) if b is not None else None for k, b in self._buffers.items()})
+        if p is not None:
+            p.data = change(p.data)
+    self._buffers.update(
+        {k: change(b) if b is not None else None for k, b in self._buffers.items()}
+    )
     return self
+
 
 def _fill_tables(device: str) -> None:
     "Some functions keep a table of numbers for later: it must not be made of fakes."
     onednn_is_exact()
-    for name in CODEBOOKS: dequantize_4bit(quantize_4bit(torch.ones(64), name))
-    for place in {'cpu', device if torch.cuda.is_available() else 'cpu'}:
+    for name in CODEBOOKS:
+        dequantize_4bit(quantize_4bit(torch.ones(64), name))
+    for place in {"cpu", device if torch.cuda.is_available() else "cpu"}:
         one = torch.ones(STATE_BLOCK, device=place)
-        for signed in (True, False): quantize_blocks(one.clone(), signed, one.to(torch.uint8), one[:1].clone())
+        for signed in (True, False):
+            quantize_blocks(one.clone(), signed, one.to(torch.uint8), one[:1].clone())
+
 
 _whole = adamw8bit._update
 
-def _first_piece(seen: set | None, p: Tensor, grad: Tensor, state: dict, fast: bool, **numbers: Any) -> None:
+
+def _first_piece(
+    seen: set | None, p: Tensor, grad: Tensor, state: dict, fast: bool, **numbers: Any
+) -> None:
     "AdamW8bit goes through a parameter in pieces of equal size; one is enough to know what they need, and where all gradients stay, one parameter of a kind."
-    kind = (state['step'], p.dtype, p.shape, p.stride(), state['state1'].dtype)
+    kind = (state["step"], p.dtype, p.shape, p.stride(), state["state1"].dtype)
     if seen is not None:
-        if kind in seen: return
+        if kind in seen:
+            return
         seen.add(kind)
-    if p.numel() > UPDATE_CHUNK and p.is_contiguous() and p.device.type == 'cpu':
-        cut = lambda name, x: x.view(-1)[:UPDATE_CHUNK//STATE_BLOCK if name.startswith('absmax') else UPDATE_CHUNK] if isinstance(x, Tensor) else x
-        p, grad, state = p.view(-1)[:UPDATE_CHUNK], grad.reshape(-1)[:UPDATE_CHUNK], {k: cut(k, x) for k, x in state.items()}
+    if p.numel() > UPDATE_CHUNK and p.is_contiguous() and p.device.type == "cpu":
+        cut = lambda name, x: (
+            x.view(-1)[: UPDATE_CHUNK // STATE_BLOCK if name.startswith("absmax") else UPDATE_CHUNK]
+            if isinstance(x, Tensor)
+            else x
+        )
+        p, grad, state = (
+            p.view(-1)[:UPDATE_CHUNK],
+            grad.reshape(-1)[:UPDATE_CHUNK],
+            {k: cut(k, x) for k, x in state.items()},
+        )
     _whole(p, grad, state, False, **numbers)
 
-_one = threading.RLock() # Two that change torch at once would not put back what was there
+
+_one = threading.RLock()  # Two that change torch at once would not put back what was there
+
 
 def _here(ours: Callable, theirs: Callable) -> Callable:
     "One function for this thread, and another one for a run that trains beside it."
     me = threading.get_ident()
     return lambda *args, **more: (ours if threading.get_ident() == me else theirs)(*args, **more)
 
-def _on_host(optimizer: Any) -> list: # Tensors
+
+def _on_host(optimizer: Any) -> list:  # Tensors
     "What an optimizer keeps in main memory, though the model may be on a device."
-    if hasattr(optimizer, 'copies'): return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
-    return tree_leaves(list(optimizer.state.values())) if getattr(optimizer, 'paged', False) else []
+    if hasattr(optimizer, "copies"):
+        return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
+    return tree_leaves(list(optimizer.state.values())) if getattr(optimizer, "paged", False) else []
+
 
 def _several_steps(
-    events: list[tuple[int, int]], # Of a ledger
-    marks: list[int], # Where in them something began: the gradients of a first step, its update, the next step, its update
-    in_backward: bool, # Then there are two whole steps instead
-    copies: list[int], # Bytes of what is copied for a checkpoint after the second step
-) -> list[tuple[int, int]]: # Of a run: the states of the optimizer are born in its first step, after the gradients were
+    events: list[tuple[int, int]],  # Of a ledger
+    marks: list[
+        int
+    ],  # Where in them something began: the gradients of a first step, its update, the next step, its update
+    in_backward: bool,  # Then there are two whole steps instead
+    copies: list[int],  # Bytes of what is copied for a checkpoint after the second step
+) -> list[
+    tuple[int, int]
+]:  # Of a run: the states of the optimizer are born in its first step, after the gradients were
     "Put the steps of a run together from what happened in one."
-    if in_backward: first, again = events[marks[0]:marks[3]], events[marks[3]:]
+    if in_backward:
+        first, again = events[marks[0] : marks[3]], events[marks[3] :]
     else:
         _, made, start, update = marks
-        last, given = [number for number, size in events[start:update] if size], events[marks[0]:made]
+        last, given = (
+            [number for number, size in events[start:update] if size],
+            events[marks[0] : made],
+        )
         outside, mine = {number for number, size in given if size}, set(last)
-        first = [*events[start:update], *((n, size) for n, size in events[made:start] if n not in outside),
-                 *((n, size) for n, size in events[update:] if not size and n in mine)]
+        first = [
+            *events[start:update],
+            *((n, size) for n, size in events[made:start] if n not in outside),
+            *((n, size) for n, size in events[update:] if not size and n in mine),
+        ]
         again = events[start:]
     born = {number for number, size in again if size}
-    out = [(('first', n) if n in born else n, size) for n, size in first]
+    out = [(("first", n) if n in born else n, size) for n, size in first]
     for step in range(2, 6):
         out += [((step, n) if n in born else n, size) for n, size in again]
-        if step == 2: out += [(('copy', i), size) for i, size in enumerate(copies)]
+        if step == 2:
+            out += [(("copy", i), size) for i, size in enumerate(copies)]
     numbers: dict[Any, int] = {}
     return [(numbers.setdefault(name, len(numbers)), size) for name, size in out]
 
+
 def _with_code(
-    steps: list[tuple[int, int]], # Of a run
-    count: int, # Products that code is written for
-    size: int, # Bytes for each
+    steps: list[tuple[int, int]],  # Of a run
+    count: int,  # Products that code is written for
+    size: int,  # Bytes for each
 ) -> list[tuple[int, int]]:
     "Put the code that oneDNN keeps between the tensors, evenly: it stays where they go, so the holes that they leave are cut up."
-    if not count or not steps: return steps
+    if not count or not steps:
+        return steps
     out: list[tuple[int, int]] = []
     placed = 0
     number = 1 + max(number for number, _ in steps)
     for i, event in enumerate(steps, 1):
         out.append(event)
-        while placed < count*i//len(steps):
-            out += [(number, size//2), (number + 1, size//2)] # The two buffers of a product
+        while placed < count * i // len(steps):
+            out += [(number, size // 2), (number + 1, size // 2)]  # The two buffers of a product
             number += 2
             placed += 1
     return out
 
-def _beside(peak: int, held: int, steps: list[tuple[int, int]], copied: int, count: int) -> dict[str, int]:
+
+def _beside(
+    peak: int, held: int, steps: list[tuple[int, int]], copied: int, count: int
+) -> dict[str, int]:
     "What the process takes besides the tensors of a step, where malloc can be asked."
     main = threading.current_thread() is threading.main_thread()
     size = product_memory() if count else 0
-    known = copied + count*size
+    known = copied + count * size
     most = heap_peak(_with_code(steps, count, size), kept=True, thread=not main)
     more = max(known, held + most - peak) if most is not None else known
-    return {'checkpoint': copied, 'kernels': count*size, 'allocator': more - known}
+    return {"checkpoint": copied, "kernels": count * size, "allocator": more - known}
+
 
 def predict_memory(
-    make_model: Callable[[], nn.Module], # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
-    batch_size: int, # Rows of one forward pass
-    seq_len: int, # Tokens of a row
-    optimizer: OptimConfig | Callable[[nn.Module], Optimizer] | None = None, # None: `OptimConfig()`
-    chunked_loss: bool = True, # By `lm_loss`, which needs not all logits where the model can do without
-    mixed_precision: str = 'no', # 'bf16' or 'fp16': computed in half the bits
-    in_backward: bool = False, # Each parameter moves as soon as its gradient is known
-    accumulation: int = 1, # Forward passes for one step
-    objective: Callable | None = None, # (model, batch) -> Loss, instead of those two
-    around: Callable[[nn.Module, Optimizer], Any] | None = None, # A context manager for the steps, an offload say
-    host: bool = False, # Leave out what an offloaded or paged optimizer keeps in main memory
-    device: str = 'cpu', # Whose sizes and kernels; 'cuda' needs a torch that was built for it
-    block: int | None = None, # Sizes are rounded up to it; None: 512 on a GPU
-    batch: Mapping[str, Any] | None = None, # A real one for the objective, instead of rows of ids; on the device its tensors have no data
-    before: Callable[[nn.Module], Any] | None = None, # What happens before each step, such as the answers that it learns from
-    resident: bool = False, # On a CPU: also what malloc keeps beside the tensors (`beside` of the report)
-    copies: bool = False, # With `resident`: a checkpoint is written while the run goes on
-    kernels: Callable[[set[tuple]], int] = len, # With `resident`: how many different products a run comes to, from those of this step
+    make_model: Callable[
+        [], nn.Module
+    ],  # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
+    batch_size: int,  # Rows of one forward pass
+    seq_len: int,  # Tokens of a row
+    optimizer: OptimConfig
+    | Callable[[nn.Module], Optimizer]
+    | None = None,  # None: `OptimConfig()`
+    chunked_loss: bool = True,  # By `lm_loss`, which needs not all logits where the model can do without
+    mixed_precision: str = "no",  # 'bf16' or 'fp16': computed in half the bits
+    in_backward: bool = False,  # Each parameter moves as soon as its gradient is known
+    accumulation: int = 1,  # Forward passes for one step
+    objective: Callable | None = None,  # (model, batch) -> Loss, instead of those two
+    around: Callable[[nn.Module, Optimizer], Any]
+    | None = None,  # A context manager for the steps, an offload say
+    host: bool = False,  # Leave out what an offloaded or paged optimizer keeps in main memory
+    device: str = "cpu",  # Whose sizes and kernels; 'cuda' needs a torch that was built for it
+    block: int | None = None,  # Sizes are rounded up to it; None: 512 on a GPU
+    batch: Mapping[str, Any]
+    | None = None,  # A real one for the objective, instead of rows of ids; on the device its tensors have no data
+    before: Callable[[nn.Module], Any]
+    | None = None,  # What happens before each step, such as the answers that it learns from
+    resident: bool = False,  # On a CPU: also what malloc keeps beside the tensors (`beside` of the report)
+    copies: bool = False,  # With `resident`: a checkpoint is written while the run goes on
+    kernels: Callable[
+        [set[tuple]], int
+    ] = len,  # With `resident`: how many different products a run comes to, from those of this step
 ) -> MemoryReport:
     "The peak of a training step, found by taking it with no data and no weights."
     if min(batch_size, seq_len, accumulation) < 1:
-        raise ValueError(f'batch_size = {batch_size}, seq_len = {seq_len}, accumulation = {accumulation}: '
-                         'must be 1 or more')
+        raise ValueError(
+            f"batch_size = {batch_size}, seq_len = {seq_len}, accumulation = {accumulation}: "
+            "must be 1 or more"
+        )
     halves = dict(no=None, bf16=torch.bfloat16, fp16=torch.float16)
     if mixed_precision not in halves:
-        raise ValueError(f"mixed_precision is '{mixed_precision}', and must be one of {', '.join(halves)}")
+        raise ValueError(
+            f"mixed_precision is '{mixed_precision}', and must be one of {', '.join(halves)}"
+        )
     _fill_tables(device)
-    plain = lambda model, batch: model(input_ids=batch['input_ids'], labels=batch['labels']).loss
+    plain = lambda model, batch: model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
     compute = objective or (lm_loss if chunked_loss else plain)
-    ledger = Ledger(block or (1 if device == 'cpu' else 512))
+    ledger = Ledger(block or (1 if device == "cpu" else 512))
     first = partial(_first_piece, None if in_backward else set())
-    with _one, patch.object(nn.Module, '_apply', _here(_convert, nn.Module._apply)), patch.object(adamw8bit, '_update', _here(first, _whole)), \
-            FakeTensorMode(allow_non_fake_inputs=True), ledger, ExitStack() as stack:
-        if device != torch.get_default_device().type: stack.enter_context(torch.device(device)) # Each call of torch takes longer within it
+    with (
+        _one,
+        patch.object(nn.Module, "_apply", _here(_convert, nn.Module._apply)),
+        patch.object(adamw8bit, "_update", _here(first, _whole)),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        ledger,
+        ExitStack() as stack,
+    ):
+        if device != torch.get_default_device().type:
+            stack.enter_context(torch.device(device))  # Each call of torch takes longer within it
         model = make_model().train()
-        if (theirs := sys.modules.get('transformers.utils.import_utils')) and hasattr(theirs, 'is_fake_tensor'):
-            stack.enter_context(patch.object(theirs, 'is_fake_tensor', lambda _: False)) # Or masks would be made for nothing
-        if optimizer is None or isinstance(optimizer, OptimConfig): made = make_optimizer(model, optimizer or OptimConfig())
-        else: made = optimizer(model)
+        if (theirs := sys.modules.get("transformers.utils.import_utils")) and hasattr(
+            theirs, "is_fake_tensor"
+        ):
+            stack.enter_context(
+                patch.object(theirs, "is_fake_tensor", lambda _: False)
+            )  # Or masks would be made for nothing
+        if optimizer is None or isinstance(optimizer, OptimConfig):
+            made = make_optimizer(model, optimizer or OptimConfig())
+        else:
+            made = optimizer(model)
         ids = torch.zeros(batch_size, seq_len, dtype=torch.long) if batch is None else None
         given = dict(input_ids=ids, labels=ids) if batch is None else ledger.tell(batch)
         ledger.follow(model, made, list(given.values()))
         held, marks = ledger.total, [len(ledger.events)]
-        if host: ledger.know('host', _on_host(made))
+        if host:
+            ledger.know("host", _on_host(made))
         ledger.mark(restart=True)
+
         def finish() -> None:
-            if not in_backward: made.step()
+            if not in_backward:
+                made.step()
             made.zero_grad(set_to_none=True)
-            if host and (kept := _on_host(made)): ledger.know('host', kept)
+            if host and (kept := _on_host(made)):
+                ledger.know("host", kept)
+
         with around(model, made) if around else nullcontext():
-            if not in_backward: # The states are born in a first step, whatever its gradients are
-                for p in (p for group in made.param_groups for p in group['params'] if p.requires_grad): p.grad = torch.zeros_like(p)
-                ledger.know('gradients', (p.grad for p in model.parameters()))
+            if not in_backward:  # The states are born in a first step, whatever its gradients are
+                for p in (
+                    p for group in made.param_groups for p in group["params"] if p.requires_grad
+                ):
+                    p.grad = torch.zeros_like(p)
+                ledger.know("gradients", (p.grad for p in model.parameters()))
                 marks.append(len(ledger.events))
                 finish()
-                if host and _on_host(made): ledger.mark(restart=True)
+                if host and _on_host(made):
+                    ledger.mark(restart=True)
             for number in range(2 if in_backward else 1):
                 marks.append(len(ledger.events))
-                if before: before(model)
+                if before:
+                    before(model)
                 for _ in range(min(accumulation, 2)):
-                    with torch.autocast(device, halves[mixed_precision]) if halves[mixed_precision] else nullcontext():
+                    with (
+                        torch.autocast(device, halves[mixed_precision])
+                        if halves[mixed_precision]
+                        else nullcontext()
+                    ):
                         loss = compute(model, given)
                     with step_in_backward(made) if in_backward else nullcontext():
-                        getattr(loss, 'total', loss).backward() # type: ignore
+                        getattr(loss, "total", loss).backward()  # type: ignore
                     del loss
                 marks.append(len(ledger.events))
                 finish()
-                if host and not number and in_backward and _on_host(made): ledger.mark(restart=True)
-        if resident and device == 'cpu':
-            saved = [x.untyped_storage() for x in (*model.state_dict().values(), *tree_leaves(list(made.state.values()))) if isinstance(x, Tensor)]
+                if host and not number and in_backward and _on_host(made):
+                    ledger.mark(restart=True)
+        if resident and device == "cpu":
+            saved = [
+                x.untyped_storage()
+                for x in (*model.state_dict().values(), *tree_leaves(list(made.state.values())))
+                if isinstance(x, Tensor)
+            ]
             kept = [*{x._cdata: x.nbytes() for x in saved}.values()] if copies else []
             steps = _several_steps([*ledger.events], marks, in_backward, kept)
     found = report(ledger)
-    if resident and device == 'cpu':
-        if found.peak > available_memory()[0]: found.beside = {'checkpoint': sum(kept), 'allocator': 0} # It will not run
-        else: found.beside = _beside(found.peak, held, steps, sum(kept), kernels(found.products))
+    if resident and device == "cpu":
+        if found.peak > available_memory()[0]:
+            found.beside = {"checkpoint": sum(kept), "allocator": 0}  # It will not run
+        else:
+            found.beside = _beside(found.peak, held, steps, sum(kept), kernels(found.products))
     return found
 
 # %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17
-def memory_used() -> int: # Bytes; 0 where the system does not tell
+def memory_used() -> int:  # Bytes; 0 where the system does not tell
     "What this process keeps in main memory now."
-    try: return int(Path('/proc/self/statm').read_text().split()[1]) * 4096
-    except (OSError, ValueError, IndexError): pass
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except (OSError, ValueError, IndexError):
+        pass
     try:
         import psutil
+
         return psutil.Process().memory_info().rss
-    except Exception: return 0
+    except Exception:
+        return 0
+
 
 def most_used(
-    forget: bool = False, # Begin anew from here
-) -> int | None: # Bytes; None where the system does not tell
+    forget: bool = False,  # Begin anew from here
+) -> int | None:  # Bytes; None where the system does not tell
     "The most main memory that this process has had at a time, as Linux counts."
     try:
-        if forget: Path('/proc/self/clear_refs').write_text('5')
-        lines = Path('/proc/self/status').read_text().splitlines()
-        return next(1024*int(line.split()[1]) for line in lines if line.startswith('VmHWM'))
-    except (OSError, ValueError, StopIteration): return None
+        if forget:
+            Path("/proc/self/clear_refs").write_text("5")
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, ValueError, StopIteration):
+        return None
 
-def library_memory() -> int: # Bytes; 0 where the system does not tell, or where all has been used before
+
+def library_memory() -> (
+    int
+):  # Bytes; 0 where the system does not tell, or where all has been used before
     "What kernels keep for themselves once they have worked: found by letting a few work, in a tenth of a second."
     give_back()
     begun = memory_used()
@@ -241,329 +343,497 @@ def library_memory() -> int: # Bytes; 0 where the system does not tell, or where
         x = torch.zeros(1, 256, 1024, requires_grad=True)
         weights = [torch.zeros(1024, 1024, requires_grad=True) for _ in range(2)]
         q = nn.functional.linear(x, weights[0]).view(1, 256, 16, 64).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+        y = (
+            nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         y = nn.functional.silu(nn.functional.layer_norm(y, (1024,))) @ weights[1].T
         nn.functional.cross_entropy(y[0], torch.zeros(256, dtype=torch.long)).backward()
-        with fast_products(): y.detach()[0] @ weights[1].detach()
+        with fast_products():
+            y.detach()[0] @ weights[1].detach()
     del x, weights, q, y
     give_back()
     return max(0, memory_used() - begun)
 
-PRODUCT_BYTES = 560_000 # Two buffers of 256 KiB that oneDNN writes code into, and what describes it
+
+PRODUCT_BYTES = (
+    560_000  # Two buffers of 256 KiB that oneDNN writes code into, and what describes it
+)
+
 
 @cache
-def product_memory() -> int: # Bytes; 0 where other products are used
+def product_memory() -> int:  # Bytes; 0 where other products are used
     "What oneDNN keeps for each different matrix product, its code above all: found by asking for a few that nobody needs."
-    if not onednn_pays(): return 0
+    if not onednn_pays():
+        return 0
     x, found = torch.zeros(1100, 64), []
     with torch.no_grad(), fast_products():
         x @ x[:64]
         for n in range(3):
             begun = malloc_used()
-            x[:1001 + 2*n] @ x[:64]
+            x[: 1001 + 2 * n] @ x[:64]
             found.append((malloc_used() or 0) - (begun or 0))
     usual = sorted(found)[1]
-    return usual if usual > PRODUCT_BYTES//4 else PRODUCT_BYTES # Less: its store is full, or nobody tells
+    return (
+        usual if usual > PRODUCT_BYTES // 4 else PRODUCT_BYTES
+    )  # Less: its store is full, or nobody tells
+
 
 def measure_memory(
-    step: Callable[[], Any], # Called once
-    *objects: Any, # Modules, optimizers and tensors that were there before it
-) -> MemoryReport: # `seen`: by how much the machine's count rose at most; on a GPU the allocator's own peak
+    step: Callable[[], Any],  # Called once
+    *objects: Any,  # Modules, optimizers and tensors that were there before it
+) -> (
+    MemoryReport
+):  # `seen`: by how much the machine's count rose at most; on a GPU the allocator's own peak
     "Count the tensors of a real step, and look at the machine meanwhile."
     gc.collect()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    if cuda: torch.cuda.reset_peak_memory_stats()
-    before = most_used(forget=True) # Forgetting sets it to what is used now
-    with Ledger(512 if cuda else 1).follow(*objects) as ledger: step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = most_used(forget=True)  # Forgetting sets it to what is used now
+    with Ledger(512 if cuda else 1).follow(*objects) as ledger:
+        step()
     after = most_used()
     seen = after - before if before is not None and after is not None else None
     return report(ledger, torch.cuda.max_memory_allocated() if cuda else seen)
 
-def memory_report() -> dict[str, int]: # {what: bytes}; what a machine does not tell is missing
+
+def memory_report() -> dict[str, int]:  # {what: bytes}; what a machine does not tell is missing
     "What is used and free: this process, main memory, CUDA, MPS. Never raises."
     found: dict[str, int] = {}
+
     def look(*names: str, at: Callable[[], Any]) -> None:
-        try: values = at()
-        except Exception: return
+        try:
+            values = at()
+        except Exception:
+            return
         found.update(zip(names, map(int, values), strict=True))
-    look('process', at=lambda: [memory_used()])
-    look('ram_total', 'ram_free', at=available_memory)
+
+    look("process", at=lambda: [memory_used()])
+    look("ram_total", "ram_free", at=available_memory)
     if torch.cuda.is_available():
-        look('cuda_free', 'cuda_total', at=torch.cuda.mem_get_info)
-        look('cuda_allocated', 'cuda_reserved', 'cuda_peak',
-             at=lambda: [torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()])
+        look("cuda_free", "cuda_total", at=torch.cuda.mem_get_info)
+        look(
+            "cuda_allocated",
+            "cuda_reserved",
+            "cuda_peak",
+            at=lambda: [
+                torch.cuda.memory_allocated(),
+                torch.cuda.memory_reserved(),
+                torch.cuda.max_memory_allocated(),
+            ],
+        )
     if torch.backends.mps.is_available():
-        look('mps_allocated', 'mps_driver', 'mps_limit', at=lambda: [torch.mps.current_allocated_memory(),
-            torch.mps.driver_allocated_memory(), torch.mps.recommended_max_memory()])
+        look(
+            "mps_allocated",
+            "mps_driver",
+            "mps_limit",
+            at=lambda: [
+                torch.mps.current_allocated_memory(),
+                torch.mps.driver_allocated_memory(),
+                torch.mps.recommended_max_memory(),
+            ],
+        )
     return found
 
 # %% ../../nbs/07_memory/01_memory.ipynb #ed3a64eb
 def free_memory(
-    *objects: Any, # Modules, optimizers and tensors, or lists, tuples, dictionaries and objects that hold them; unusable afterwards
+    *objects: Any,  # Modules, optimizers and tensors, or lists, tuples, dictionaries and objects that hold them; unusable afterwards
 ) -> None:
     "Give memory back to the machine, on every device, even where somebody still holds the objects."
     seen: set[int] = set()
+
     def empty(thing: Any, depth: int = 0) -> None:
-        if id(thing) in seen or depth > 4: return
+        if id(thing) in seen or depth > 4:
+            return
         seen.add(id(thing))
         if isinstance(thing, nn.Module):
-            for p in thing.parameters(): p.grad = None
-            thing.to('meta')
+            for p in thing.parameters():
+                p.grad = None
+            thing.to("meta")
         elif isinstance(thing, Optimizer):
-            for p in (p for group in thing.param_groups for p in group['params']): p.grad = None
+            for p in (p for group in thing.param_groups for p in group["params"]):
+                p.grad = None
             thing.state.clear()
         elif isinstance(thing, Tensor):
             thing.grad = None
             thing.data = torch.empty(0, dtype=thing.dtype, device=thing.device)
-        elif isinstance(thing, dict): [empty(x, depth + 1) for x in thing.values()]
-        elif isinstance(thing, (list, tuple)): [empty(x, depth + 1) for x in thing]
-        elif hasattr(thing, '__dict__') and not isinstance(thing, type): empty(vars(thing), depth + 1)
-    for thing in objects: empty(thing)
+        elif isinstance(thing, dict):
+            [empty(x, depth + 1) for x in thing.values()]
+        elif isinstance(thing, (list, tuple)):
+            [empty(x, depth + 1) for x in thing]
+        elif hasattr(thing, "__dict__") and not isinstance(thing, type):
+            empty(vars(thing), depth + 1)
+
+    for thing in objects:
+        empty(thing)
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized(): torch.cuda.empty_cache()
-    if torch.backends.mps.is_available(): torch.mps.empty_cache()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
     give_back()
 
 # %% ../../nbs/07_memory/02_forecast.ipynb #bf2195f9
 def _tensors(model: nn.Module) -> list[Tensor]:
     "Parameters, buffers, and what modules keep beside them."
-    beside = [x for m in model.modules() for x in tree_leaves(list(vars(m).values())) if isinstance(x, Tensor)]
+    beside = [
+        x
+        for m in model.modules()
+        for x in tree_leaves(list(vars(m).values()))
+        if isinstance(x, Tensor)
+    ]
     return [*model.parameters(), *model.buffers(), *beside]
 
+
 def twin(
-    model: nn.Module, # As it is trained
-) -> Callable[[], nn.Module]: # For `predict_memory`
+    model: nn.Module,  # As it is trained
+) -> Callable[[], nn.Module]:  # For `predict_memory`
     "What makes the model again, layer by layer, without its numbers."
+
     def make() -> nn.Module:
         memo: dict[int, Any] = {}
         for x in _tensors(model):
             empty = torch.empty(x.shape, dtype=x.dtype)
-            memo[id(x)] = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+            memo[id(x)] = (
+                nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+            )
         return copy.deepcopy(model, memo)
+
     return make
 
 # %% ../../nbs/07_memory/02_forecast.ipynb #43c56b98
 def _reference(trainer: Any) -> nn.Module | None:
     "A frozen copy of the model that the objective or the batches ask."
-    asked = (getattr(owner, 'reference', None) for owner in (trainer.objective, trainer.train_batches))
-    return next((model for x in asked if isinstance(model := getattr(x, 'model', None), nn.Module)), None)
+    asked = (
+        getattr(owner, "reference", None) for owner in (trainer.objective, trainer.train_batches)
+    )
+    return next(
+        (model for x in asked if isinstance(model := getattr(x, "model", None), nn.Module)), None
+    )
+
 
 def _saves(trainer: Any) -> bool:
     "Whether steps are taken while a checkpoint is being written."
     c = trainer.config
-    if trainer.folder is None or c.async_save is False or c.save_strategy == 'no': return False
-    return (c.save_steps if c.save_strategy == 'steps' else trainer.epoch_length or trainer.total_steps) < trainer.total_steps
+    if trainer.folder is None or c.async_save is False or c.save_strategy == "no":
+        return False
+    return (
+        c.save_steps if c.save_strategy == "steps" else trainer.epoch_length or trainer.total_steps
+    ) < trainer.total_steps
+
 
 def kernels_kept(
-    trainer: Any, # A `Trainer`
-    batch: Mapping[str, Any], # Of its run
-    products: set[tuple], # The different ones of a step with it
-) -> int: # At most what `bound_kernels` says
+    trainer: Any,  # A `Trainer`
+    batch: Mapping[str, Any],  # Of its run
+    products: set[tuple],  # The different ones of a step with it
+) -> int:  # At most what `bound_kernels` says
     "How many different matrix products a run comes to: batches of another size ask for others."
-    passes, most = trainer.total_steps*trainer.config.gradient_accumulation_steps, bound_kernels()
-    if 'input_ids' not in batch or 'liked' in batch or not hasattr(trainer.train_batches, 'widths'):
-        return min(most, len(products)*passes) # Pairs have another number of tokens each time
-    vocabulary = getattr(getattr(trainer.model, 'config', None), 'vocab_size', None)
-    head = sum(any(vocabulary in shape for shape, _ in product[1:]) for product in products) # Of the tokens that are learned
-    return min(most, head*passes + (len(products) - head)*len(trainer.train_batches.widths(passes)))
+    passes, most = trainer.total_steps * trainer.config.gradient_accumulation_steps, bound_kernels()
+    if "input_ids" not in batch or "liked" in batch or not hasattr(trainer.train_batches, "widths"):
+        return min(most, len(products) * passes)  # Pairs have another number of tokens each time
+    vocabulary = getattr(getattr(trainer.model, "config", None), "vocab_size", None)
+    head = sum(
+        any(vocabulary in shape for shape, _ in product[1:]) for product in products
+    )  # Of the tokens that are learned
+    return min(
+        most, head * passes + (len(products) - head) * len(trainer.train_batches.widths(passes))
+    )
+
 
 def predict_run(
-    trainer: Any, # A `Trainer`, before, in or after its run
-    rows: int = 1, # Of one forward pass
-    tokens: int = 2, # Of a row
-    batch: Mapping[str, Any] | None = None, # Instead of those, a batch of the run: for an objective that reads more than rows of text
-    resident: bool = True, # Also what malloc keeps on a CPU, which takes longer
-) -> MemoryReport: # Raises what the objective raises for a batch of `input_ids` and `labels`
+    trainer: Any,  # A `Trainer`, before, in or after its run
+    rows: int = 1,  # Of one forward pass
+    tokens: int = 2,  # Of a row
+    batch: Mapping[str, Any]
+    | None = None,  # Instead of those, a batch of the run: for an objective that reads more than rows of text
+    resident: bool = True,  # Also what malloc keeps on a CPU, which takes longer
+) -> MemoryReport:  # Raises what the objective raises for a batch of `input_ids` and `labels`
     "What a trainer's steps will take, without its numbers; on a CPU with what malloc keeps, as `resident` says."
     config, accelerator, batches = trainer.config, trainer.accelerator, trainer.train_batches
-    half = 'fp16' if accelerator.scaler is not None else accelerator.mixed_precision
-    device = 'cuda' if accelerator.device.type == 'cuda' else 'cpu'
-    if batch is not None and hasattr(trainer.objective, 'ready'): trainer.objective.ready(trainer.model) # Needs numbers
-    before = (lambda model: batches.begin(model, batch)) if batch is not None and hasattr(batches, 'begin') else None
-    found = predict_memory(twin(trainer.model), rows, tokens, lambda model: trainer.build_optimizer(model, trainer.optim),
-                           mixed_precision=half if half in ('bf16', 'fp16') else 'no', in_backward=config.optimizer_in_backward,
-                           accumulation=config.gradient_accumulation_steps, objective=trainer.objective, host=device == 'cuda', device=device,
-                           batch=batch, before=before, resident=resident, copies=_saves(trainer),
-                           kernels=len if batch is None else lambda products: kernels_kept(trainer, batch, products))
+    half = "fp16" if accelerator.scaler is not None else accelerator.mixed_precision
+    device = "cuda" if accelerator.device.type == "cuda" else "cpu"
+    if batch is not None and hasattr(trainer.objective, "ready"):
+        trainer.objective.ready(trainer.model)  # Needs numbers
+    before = (
+        (lambda model: batches.begin(model, batch))
+        if batch is not None and hasattr(batches, "begin")
+        else None
+    )
+    found = predict_memory(
+        twin(trainer.model),
+        rows,
+        tokens,
+        lambda model: trainer.build_optimizer(model, trainer.optim),
+        mixed_precision=half if half in ("bf16", "fp16") else "no",
+        in_backward=config.optimizer_in_backward,
+        accumulation=config.gradient_accumulation_steps,
+        objective=trainer.objective,
+        host=device == "cuda",
+        device=device,
+        batch=batch,
+        before=before,
+        resident=resident,
+        copies=_saves(trainer),
+        kernels=len if batch is None else lambda products: kernels_kept(trainer, batch, products),
+    )
     if (reference := _reference(trainer)) is not None:
         size = sum(x.nbytes for x in dict.fromkeys(_tensors(reference)))
-        found.parts['other'] += size
+        found.parts["other"] += size
         found.peak += size
     return found
 
 # %% ../../nbs/07_memory/02_forecast.ipynb #f5c08862
 def batch_size(
     batch: Mapping[str, Any],
-) -> tuple[int, int]: # (0, 0) where there are no ids
+) -> tuple[int, int]:  # (0, 0) where there are no ids
     "Rows of a batch, and tokens of a row; of a pair those of the prompt and of both answers."
-    shapes = [tuple(x.shape) for name, x in batch.items() if name.endswith('input_ids') and x.ndim == 2]
+    shapes = [
+        tuple(x.shape) for name, x in batch.items() if name.endswith("input_ids") and x.ndim == 2
+    ]
     return (shapes[0][0], sum(tokens for _, tokens in shapes)) if shapes else (0, 0)
 
-PROBE = 2**16 # Tokens of a batch from which on memory grows in proportion: chunks of the logits are full
+
+PROBE = (
+    2**16
+)  # Tokens of a batch from which on memory grows in proportion: chunks of the logits are full
+
 
 def rows_at_once(
-    trainer: Any, # A `Trainer`
+    trainer: Any,  # A `Trainer`
 ) -> int:
     "Rows of its largest batch: no more than there are."
     batches = trainer.train_batches
-    rows = getattr(batches, 'batch_size', trainer.config.per_device_train_batch_size)
-    known: Any = getattr(batches, 'rows', None)
-    return min(rows, len(known)) if hasattr(known, '__len__') and len(known) else rows
+    rows = getattr(batches, "batch_size", trainer.config.per_device_train_batch_size)
+    known: Any = getattr(batches, "rows", None)
+    return min(rows, len(known)) if hasattr(known, "__len__") and len(known) else rows
+
 
 def extrapolate(
-    trainer: Any, # A `Trainer`
-    rows: int, # Of its largest batch
-    tokens: int | None = None, # Of a row, where the batches do not tell
-) -> int | None: # Bytes; None for a batch that is predicted as it is
+    trainer: Any,  # A `Trainer`
+    rows: int,  # Of its largest batch
+    tokens: int | None = None,  # Of a row, where the batches do not tell
+) -> int | None:  # Bytes; None for a batch that is predicted as it is
     "The memory of a huge batch from two smaller ones: a prediction takes longer the more rows there are."
-    largest = getattr(trainer.train_batches, 'largest', None)
+    largest = getattr(trainer.train_batches, "largest", None)
     first = largest(1) if largest is not None else None
     width = batch_size(first)[1] if first is not None else tokens
-    if not width or rows*width < 8*PROBE: return None
-    few = max(1, PROBE//width)
-    if rows < 8*few: return None
+    if not width or rows * width < 8 * PROBE:
+        return None
+    few = max(1, PROBE // width)
+    if rows < 8 * few:
+        return None
     sizes = []
-    for count in (few, 2*few):
-        batch = largest(count) if first is not None else None # type: ignore
+    for count in (few, 2 * few):
+        batch = largest(count) if first is not None else None  # type: ignore
         sizes.append(predict_run(trainer, count, width, batch, resident=False).peak)
-    return sizes[0] + (sizes[1] - sizes[0])*(rows - few)//few
+    return sizes[0] + (sizes[1] - sizes[0]) * (rows - few) // few
+
 
 def room(
-    trainer: Any, # A `Trainer`
-) -> tuple[int, int]: # Bytes in all, bytes free for the tensors of a run
+    trainer: Any,  # A `Trainer`
+) -> tuple[int, int]:  # Bytes in all, bytes free for the tensors of a run
     "The memory of the device that a trainer computes on: a GPU's, or what this machine or its container has."
-    if trainer.accelerator.device.type == 'cuda':
+    if trainer.accelerator.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(trainer.accelerator.device)
         return total, free + torch.cuda.memory_reserved(trainer.accelerator.device)
     total, free = available_memory()
     held = sum(x.nbytes for x in dict.fromkeys(_tensors(trainer.model)))
     return total, free + held
 
+
 def check_size(
-    trainer: Any, # A `Trainer`
-    rows: int, # Of the batch
-    tokens: int, # Of a row; 0 where nobody knows
-    needs: int, # Bytes that a step was predicted to take
-    say: Callable[[str], Any], # Is told what may not fit
-) -> None: # Raises `MemoryError` for what cannot fit in main memory; a GPU retries with fewer rows
+    trainer: Any,  # A `Trainer`
+    rows: int,  # Of the batch
+    tokens: int,  # Of a row; 0 where nobody knows
+    needs: int,  # Bytes that a step was predicted to take
+    say: Callable[[str], Any],  # Is told what may not fit
+) -> None:  # Raises `MemoryError` for what cannot fit in main memory; a GPU retries with fewer rows
     "Compare the prediction with the memory there is, before the first step."
     total, free = room(trainer)
-    if needs <= free: return
-    gpu = trainer.accelerator.device.type == 'cuda'
-    size = f'{rows:,} x {tokens:,} tokens' if tokens else f'{rows:,} rows'
-    where = 'GPU' if gpu else 'machine'
-    has = f'this {where} has {show_bytes(total)}' if needs > total else f'{show_bytes(free)} are free on this {where}'
-    fewer = int(rows*min(free, needs)/needs)
-    if fewer: knob = (f'take train.per_device_train_batch_size = {fewer} or less '
-                      f'(train.gradient_accumulation_steps makes up for it)')
-    else: knob = 'take shorter rows (data.max_length), model.gradient_checkpointing = true, or a smaller model'
-    text = f'a training step of {size} needs {show_bytes(needs)}, as predicted, and {has}: {knob}'
+    if needs <= free:
+        return
+    gpu = trainer.accelerator.device.type == "cuda"
+    size = f"{rows:,} x {tokens:,} tokens" if tokens else f"{rows:,} rows"
+    where = "GPU" if gpu else "machine"
+    has = (
+        f"this {where} has {show_bytes(total)}"
+        if needs > total
+        else f"{show_bytes(free)} are free on this {where}"
+    )
+    fewer = int(rows * min(free, needs) / needs)
+    if fewer:
+        knob = (
+            f"take train.per_device_train_batch_size = {fewer} or less "
+            f"(train.gradient_accumulation_steps makes up for it)"
+        )
+    else:
+        knob = "take shorter rows (data.max_length), model.gradient_checkpointing = true, or a smaller model"
+    text = f"a training step of {size} needs {show_bytes(needs)}, as predicted, and {has}: {knob}"
     if needs > total and not gpu:
-        raise MemoryError(f'{text}; watch_memory = false trains without asking')
-    say(f'Memory     {text}')
+        raise MemoryError(f"{text}; watch_memory = false trains without asking")
+    say(f"Memory     {text}")
+
 
 class MemoryWatch:
     "A trainer's callback that adds to its records what a step was predicted to take, and what it took."
+
     def __init__(
         self,
-        tokens: int | None = None, # Of the longest row, to predict before the first step; None: the largest batch that came, at the end
-        say: Callable[[str], Any] = lambda line: None, # Is told the outcome in a line
+        tokens: int
+        | None = None,  # Of the longest row, to predict before the first step; None: the largest batch that came, at the end
+        say: Callable[[str], Any] = lambda line: None,  # Is told the outcome in a line
     ):
         self.tokens, self.say = tokens, say
-        self.predicted: int | None = None # Bytes; None where nobody knows
-        self.measured: int | None = None # Bytes, of the steps alone
-        self.report: MemoryReport | None = None # What was predicted, by what it is for
-        self.why, self.known, self.largest, self.before, self.highest, self.held = '', {}, (0, 0), 0, 0, 0
-        self.libraries, self.batch = 0, None # Bytes that kernels keep; the largest batch that came
+        self.predicted: int | None = None  # Bytes; None where nobody knows
+        self.measured: int | None = None  # Bytes, of the steps alone
+        self.report: MemoryReport | None = None  # What was predicted, by what it is for
+        self.why, self.known, self.largest, self.before, self.highest, self.held = (
+            "",
+            {},
+            (0, 0),
+            0,
+            0,
+            0,
+        )
+        self.libraries, self.batch = 0, None  # Bytes that kernels keep; the largest batch that came
 
-    def predict(self, trainer: Any, rows: int, tokens: int, batch: Mapping[str, Any] | None = None) -> None:
+    def predict(
+        self, trainer: Any, rows: int, tokens: int, batch: Mapping[str, Any] | None = None
+    ) -> None:
         "Of one size of batch, once."
         if (rows, tokens) not in self.known:
-            try: self.known[rows, tokens] = predict_run(trainer, rows, tokens, batch)
-            except Exception as error: # A run does not end of it
-                self.why = 'a step of this objective reads more than rows of text' if isinstance(error, KeyError) else \
-                    f'{type(error).__name__}: {str(error).partition(chr(10))[0]}'
+            try:
+                self.known[rows, tokens] = predict_run(trainer, rows, tokens, batch)
+            except Exception as error:  # A run does not end of it
+                self.why = (
+                    "a step of this objective reads more than rows of text"
+                    if isinstance(error, KeyError)
+                    else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                )
                 self.known[rows, tokens] = None
         self.report = self.known[rows, tokens]
-        if self.report is not None and self.libraries: self.report.beside['libraries'] = self.libraries
+        if self.report is not None and self.libraries:
+            self.report.beside["libraries"] = self.libraries
         self.predicted = None if self.report is None else self.report.resident
 
-    def foresee(self, trainer: Any) -> None: # Raises `MemoryError` for what cannot fit
+    def foresee(self, trainer: Any) -> None:  # Raises `MemoryError` for what cannot fit
         "Predict for the largest batch that can come, as far as anybody knows it, and compare it with the memory there is."
         rows = rows_at_once(trainer)
-        try: needs = extrapolate(trainer, rows, self.tokens)
-        except Exception: needs = None # Rows of another kind
-        if needs is not None and needs > room(trainer)[0]: # Nothing that takes minutes to predict exactly
-            self.why = 'the batch is too large'
+        try:
+            needs = extrapolate(trainer, rows, self.tokens)
+        except Exception:
+            needs = None  # Rows of another kind
+        if (
+            needs is not None and needs > room(trainer)[0]
+        ):  # Nothing that takes minutes to predict exactly
+            self.why = "the batch is too large"
             return check_size(trainer, rows, 0, needs, self.say)
-        largest = getattr(trainer.train_batches, 'largest', None)
-        try: batch = largest() if largest is not None else None
-        except Exception: batch = None # Rows of another kind
+        largest = getattr(trainer.train_batches, "largest", None)
+        try:
+            batch = largest() if largest is not None else None
+        except Exception:
+            batch = None  # Rows of another kind
         tokens = self.tokens
         if batch is not None:
             rows, tokens = batch_size(batch)
             self.predict(trainer, rows, tokens, batch)
-        elif tokens: self.predict(trainer, rows, tokens)
-        if self.predicted is not None: check_size(trainer, rows, tokens or 0, self.predicted, self.say)
+        elif tokens:
+            self.predict(trainer, rows, tokens)
+        if self.predicted is not None:
+            check_size(trainer, rows, tokens or 0, self.predicted, self.say)
 
     def restart(self, trainer: Any) -> None:
         "What comes next is measured; what was before is not, nor what it has left in the process."
-        if trainer.accelerator.device.type == 'cpu':
-            if self.held: self.before += max(0, memory_used() - self.held)
+        if trainer.accelerator.device.type == "cpu":
+            if self.held:
+                self.before += max(0, memory_used() - self.held)
             self.highest = max(self.highest, most_used() or 0)
             most_used(forget=True)
 
     def on_start(self, trainer: Any, record: dict) -> None:
         "Predict, and note what is there before the steps."
-        self.shared = trainer.shards is not None # Nobody predicts what several processes share
-        if not self.shared: self.foresee(trainer)
+        self.shared = trainer.shards is not None  # Nobody predicts what several processes share
+        if not self.shared:
+            self.foresee(trainer)
         here, reference = Ledger(), _reference(trainer)
-        here.know('other', [*_tensors(trainer.model), *tree_leaves(list(trainer.bare.state.values()))])
-        if reference is not None: here.know('other', _tensors(reference))
-        if trainer.accelerator.device.type == 'cpu': give_back() # What samples and evaluations before the first step left is no part of it
+        here.know(
+            "other", [*_tensors(trainer.model), *tree_leaves(list(trainer.bare.state.values()))]
+        )
+        if reference is not None:
+            here.know("other", _tensors(reference))
+        if trainer.accelerator.device.type == "cpu":
+            give_back()  # What samples and evaluations before the first step left is no part of it
         self.restart(trainer)
         self.before = memory_used() - here.total
-        if trainer.accelerator.device.type == 'cpu' and self.predicted is not None:
+        if trainer.accelerator.device.type == "cpu" and self.predicted is not None:
             self.libraries = library_memory()
             most_used(forget=True)
-            self.report.beside['libraries'] = self.libraries # type: ignore
-            self.predicted = self.report.resident # type: ignore
+            self.report.beside["libraries"] = self.libraries  # type: ignore
+            self.predicted = self.report.resident  # type: ignore
         self.note(record)
 
     def on_step(self, trainer: Any, record: dict) -> None:
         "Look how high it went."
-        for batch in getattr(trainer, 'group', None) or ():
-            if math.prod(size := batch_size(batch)) > math.prod(self.largest): self.largest, self.batch = size, batch
-        if trainer.accelerator.device.type == 'cuda': found = torch.cuda.max_memory_allocated()
-        elif trainer.accelerator.device.type == 'cpu' and (most := most_used()): found, self.held = most - self.before, memory_used()
-        else: return
+        for batch in getattr(trainer, "group", None) or ():
+            if math.prod(size := batch_size(batch)) > math.prod(self.largest):
+                self.largest, self.batch = size, batch
+        if trainer.accelerator.device.type == "cuda":
+            found = torch.cuda.max_memory_allocated()
+        elif trainer.accelerator.device.type == "cpu" and (most := most_used()):
+            found, self.held = most - self.before, memory_used()
+        else:
+            return
         self.measured = max(found, self.measured or 0)
 
-    def on_eval(self, trainer: Any, record: dict) -> None: self.restart(trainer)
-    def on_sample(self, trainer: Any, record: dict) -> None: self.restart(trainer)
-    def on_save(self, trainer: Any, record: dict) -> None: self.restart(trainer)
+    def on_eval(self, trainer: Any, record: dict) -> None:
+        self.restart(trainer)
+
+    def on_sample(self, trainer: Any, record: dict) -> None:
+        self.restart(trainer)
+
+    def on_save(self, trainer: Any, record: dict) -> None:
+        self.restart(trainer)
 
     def note(self, record: dict) -> None:
-        for name in ('predicted', 'measured'):
-            if (size := getattr(self, name)) is not None: record[f'step_memory_{name}_gib'] = size/2**30
+        for name in ("predicted", "measured"):
+            if (size := getattr(self, name)) is not None:
+                record[f"step_memory_{name}_gib"] = size / 2**30
 
     def on_log(self, trainer: Any, record: dict) -> None:
         "Add to the record; the peak of the whole process is that of before, if that was higher."
         self.note(record)
-        if 'memory_peak_gib' in record: record['memory_peak_gib'] = max(record['memory_peak_gib'], self.highest/2**30)
+        if "memory_peak_gib" in record:
+            record["memory_peak_gib"] = max(record["memory_peak_gib"], self.highest / 2**30)
 
     def on_end(self, trainer: Any, record: dict) -> None:
         "Predict for the largest batch that came, and say how it went."
-        if not self.before: return # It never began
-        if self.largest[0] and not self.shared and (':' not in str(record.get('reason')) or self.largest in self.known):
-            text = self.batch is not None and self.batch.keys() <= {'input_ids', 'labels'} and not (self.batch['labels'][:, 1:] == -100).any()
+        if not self.before:
+            return  # It never began
+        if (
+            self.largest[0]
+            and not self.shared
+            and (":" not in str(record.get("reason")) or self.largest in self.known)
+        ):
+            text = (
+                self.batch is not None
+                and self.batch.keys() <= {"input_ids", "labels"}
+                and not (self.batch["labels"][:, 1:] == -100).any()
+            )
             self.predict(trainer, *self.largest, None if text else self.batch)
         self.note(record)
-        if 'memory_peak_gib' in (peaks := record.get('peaks', {})): peaks['memory_peak_gib'] = max(peaks['memory_peak_gib'], self.highest/2**30)
-        if self.measured is not None: self.say(str(self))
+        if "memory_peak_gib" in (peaks := record.get("peaks", {})):
+            peaks["memory_peak_gib"] = max(peaks["memory_peak_gib"], self.highest / 2**30)
+        if self.measured is not None:
+            self.say(str(self))
 
     def __str__(self) -> str:
-        size = lambda n: 'unknown' if n is None else show_bytes(n)
-        batch = f' of {self.largest[0]} x {self.largest[1]} tokens' if self.largest[0] else ''
-        if self.predicted is None: return f'Memory     {size(self.measured)} measured for a step{batch}; not predicted' + f': {self.why}'*bool(self.why)
-        return f'Memory     {size(self.predicted)} predicted for a step{batch}, {size(self.measured)} measured'
+        size = lambda n: "unknown" if n is None else show_bytes(n)
+        batch = f" of {self.largest[0]} x {self.largest[1]} tokens" if self.largest[0] else ""
+        if self.predicted is None:
+            return (
+                f"Memory     {size(self.measured)} measured for a step{batch}; not predicted"
+                + f": {self.why}" * bool(self.why)
+            )
+        return f"Memory     {size(self.predicted)} predicted for a step{batch}, {size(self.measured)} measured"

@@ -25,151 +25,218 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from ..files import writing
 
 # %% ../../nbs/07_memory/04_offload.ipynb #bdaeab2d
-COSTLY = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default})
+COSTLY = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    }
+)
+
 
 def find_blocks(
-    model: nn.Module, # Ours, or one of transformers'
+    model: nn.Module,  # Ours, or one of transformers'
 ) -> nn.ModuleList:
     "The stack of layers: the longest `ModuleList` of modules of one kind."
-    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1]
-    if not stacks: raise ValueError(f'{type(model).__name__} has no nn.ModuleList of equal blocks: give them as blocks=')
+    stacks = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1
+    ]
+    if not stacks:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.ModuleList of equal blocks: give them as blocks="
+        )
     return max(stacks, key=len)
 
+
 def checkpoint_blocks(
-    model: nn.Module, # Its blocks are changed in place
-    keep: Collection | None = None, # Operations whose results are kept, `COSTLY` say; None: nothing inside a block
-    every: int = 1, # 2 checkpoints every second block
-    blocks: Iterable[nn.Module] | None = None, # None: `find_blocks`
-) -> Callable[[], None]: # Undoes it
+    model: nn.Module,  # Its blocks are changed in place
+    keep: Collection
+    | None = None,  # Operations whose results are kept, `COSTLY` say; None: nothing inside a block
+    every: int = 1,  # 2 checkpoints every second block
+    blocks: Iterable[nn.Module] | None = None,  # None: `find_blocks`
+) -> Callable[[], None]:  # Undoes it
     "Compute what is inside the blocks again in the backward pass (Chen et al. 2016)."
-    if every < 1: raise ValueError(f'every = {every}: must be 1 or more')
+    if every < 1:
+        raise ValueError(f"every = {every}: must be 1 or more")
+
     def policy(context, operation, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if operation in (keep or ()) else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operation in (keep or ())
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
+
     options: dict[str, Any] = dict(use_reentrant=False)
-    if keep: options['context_fn'] = partial(create_selective_checkpoint_contexts, policy)
+    if keep:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+
     def again(block: nn.Module, forward: Callable, *args, **kwargs):
         needed = block.training and torch.is_grad_enabled()
-        return checkpoint(forward, *args, **options, **kwargs) if needed else forward(*args, **kwargs)
+        return (
+            checkpoint(forward, *args, **options, **kwargs) if needed else forward(*args, **kwargs)
+        )
+
     chosen = list(find_blocks(model) if blocks is None else blocks)[::every]
-    for block in chosen: block.forward = partial(again, block, block.forward) # type: ignore
+    for block in chosen:
+        block.forward = partial(again, block, block.forward)  # type: ignore
+
     def undo() -> None:
-        for block in chosen: vars(block).pop('forward', None)
+        for block in chosen:
+            vars(block).pop("forward", None)
+
     return undo
 
 # %% ../../nbs/07_memory/04_offload.ipynb #dedd80cb
 @contextmanager
 def offload_activations(
-    model: nn.Module | None = None, # Whose parameters stay where they are
-    to: str = 'cpu', # 'cpu': main memory, for a model on a GPU; or a folder, for files that go when they are read
-    at_least: int = 2**16, # Bytes; smaller tensors stay
-) -> Iterator[dict[str, int]]: # {'tensors', 'bytes'}: what has travelled
+    model: nn.Module | None = None,  # Whose parameters stay where they are
+    to: str = "cpu",  # 'cpu': main memory, for a model on a GPU; or a folder, for files that go when they are read
+    at_least: int = 2**16,  # Bytes; smaller tensors stay
+) -> Iterator[dict[str, int]]:  # {'tensors', 'bytes'}: what has travelled
     "What autograd keeps for the backward pass is put away, and fetched when it is needed (Ren et al. 2021)."
     stays = {p.untyped_storage()._cdata for p in model.parameters()} if model is not None else set()
     moved = dict(tensors=0, bytes=0)
-    folder = None if to == 'cpu' else tempfile.TemporaryDirectory(prefix='activations-', dir=to)
-    away: dict[int, tuple] = {} # Storage -> (weak reference to it, where it is)
+    folder = None if to == "cpu" else tempfile.TemporaryDirectory(prefix="activations-", dir=to)
+    away: dict[int, tuple] = {}  # Storage -> (weak reference to it, where it is)
 
     def send(storage: torch.UntypedStorage, device: torch.device) -> Any:
-        moved['tensors'] += 1
-        moved['bytes'] += storage.nbytes()
+        moved["tensors"] += 1
+        moved["bytes"] += storage.nbytes()
         if folder is not None:
-            path = Path(folder.name)/str(moved['tensors'])
-            host = torch.empty(0, dtype=torch.uint8, device=device).set_(storage).cpu() # type: ignore
-            with writing(path): path.write_bytes(host.numpy().data)
+            path = Path(folder.name) / str(moved["tensors"])
+            host = torch.empty(0, dtype=torch.uint8, device=device).set_(storage).cpu()  # type: ignore
+            with writing(path):
+                path.write_bytes(host.numpy().data)
             return path
-        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == 'cuda')
-        host.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage)) # type: ignore
+        host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        host.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))  # type: ignore
         return host
 
     def pack(x: Tensor) -> Any:
         storage = x.untyped_storage()
-        if storage.nbytes() < at_least or storage._cdata in stays or (folder is None and x.device.type == 'cpu'): return x
+        if (
+            storage.nbytes() < at_least
+            or storage._cdata in stays
+            or (folder is None and x.device.type == "cpu")
+        ):
+            return x
         known = away.get(storage._cdata)
         if known is None or known[0]() is not storage or known[1] != x._version:
             known = away[storage._cdata] = weakref.ref(storage), x._version, send(storage, x.device)
         return known[2], x.dtype, x.size(), x.stride(), x.storage_offset(), x.device
 
     def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor): return kept
+        if isinstance(kept, Tensor):
+            return kept
         place, dtype, size, stride, offset, device = kept
         if isinstance(place, Path):
-            data = torch.from_file(str(place), shared=False, size=place.stat().st_size, dtype=torch.uint8).to(device)
-        else: data = place.to(device, non_blocking=True)
-        return torch.empty(0, dtype=dtype, device=device).set_(data.untyped_storage(), offset, size, stride) # type: ignore
+            data = torch.from_file(
+                str(place), shared=False, size=place.stat().st_size, dtype=torch.uint8
+            ).to(device)
+        else:
+            data = place.to(device, non_blocking=True)
+        return torch.empty(0, dtype=dtype, device=device).set_(
+            data.untyped_storage(), offset, size, stride
+        )  # type: ignore
 
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack): yield moved
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield moved
     finally:
-        if folder is not None: folder.cleanup()
+        if folder is not None:
+            folder.cleanup()
 
 # %% ../../nbs/07_memory/04_offload.ipynb #0b0b2fe4
 class OffloadedOptimizer(Optimizer):
     "Steps on a copy of the parameters in main memory; what trains on the device keeps no states (Ren et al. 2021)."
+
     def __init__(
         self,
-        params: Iterable, # Parameters or groups, on any device, of any precision
-        make: Callable[[list[dict]], Optimizer], # Makes the optimizer of the copy
+        params: Iterable,  # Parameters or groups, on any device, of any precision
+        make: Callable[[list[dict]], Optimizer],  # Makes the optimizer of the copy
     ):
         super().__init__(params, {})
         groups, self.copies = [], {}
         for group in self.param_groups:
-            for p in group['params']:
-                self.copies[p] = nn.Parameter(p.detach().to('cpu', torch.float32, copy=True))
-                if p.device.type == 'cuda': self.copies[p].data = self.copies[p].data.pin_memory()
-            groups.append({**group, 'params': [self.copies[p] for p in group['params']]})
+            for p in group["params"]:
+                self.copies[p] = nn.Parameter(p.detach().to("cpu", torch.float32, copy=True))
+                if p.device.type == "cuda":
+                    self.copies[p].data = self.copies[p].data.pin_memory()
+            groups.append({**group, "params": [self.copies[p] for p in group["params"]]})
         self.inner = make(groups)
         for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
-            own.update({k: v for k, v in group.items() if k != 'params'}) # Rates that a schedule finds here
+            own.update(
+                {k: v for k, v in group.items() if k != "params"}
+            )  # Rates that a schedule finds here
         self.defaults = self.inner.defaults
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None): # type: ignore
+    def step(self, closure: Callable | None = None):  # type: ignore
         "Fetch the gradients, step, send the weights back."
         loss = None
         if closure is not None:
-            with torch.enable_grad(): loss = closure()
-        whole = self.inner.param_groups # `step_in_backward` shows one parameter at a time
-        self.inner.param_groups = [{**group, 'params': [self.copies[p] for p in group['params']]} for group in self.param_groups]
-        shown = [p for group in self.param_groups for p in group['params']]
-        for p in shown: self.copies[p].grad = p.grad.to('cpu', torch.float32) if p.grad is not None else None
-        try: self.inner.step()
-        finally: self.inner.param_groups = whole
+            with torch.enable_grad():
+                loss = closure()
+        whole = self.inner.param_groups  # `step_in_backward` shows one parameter at a time
+        self.inner.param_groups = [
+            {**group, "params": [self.copies[p] for p in group["params"]]}
+            for group in self.param_groups
+        ]
+        shown = [p for group in self.param_groups for p in group["params"]]
         for p in shown:
-            if self.copies[p].grad is not None: p.copy_(self.copies[p], non_blocking=True)
+            self.copies[p].grad = p.grad.to("cpu", torch.float32) if p.grad is not None else None
+        try:
+            self.inner.step()
+        finally:
+            self.inner.param_groups = whole
+        for p in shown:
+            if self.copies[p].grad is not None:
+                p.copy_(self.copies[p], non_blocking=True)
             self.copies[p].grad = None
         return loss
 
-    def state_dict(self) -> dict: # type: ignore
+    def state_dict(self) -> dict:  # type: ignore
         "The inner optimizer's, with the float32 copies."
         for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update({k: v for k, v in own.items() if k != 'params'}) # Rates as a schedule left them
-        return {**self.inner.state_dict(), 'copies': [c.detach() for c in self.copies.values()]}
+            group.update(
+                {k: v for k, v in own.items() if k != "params"}
+            )  # Rates as a schedule left them
+        return {**self.inner.state_dict(), "copies": [c.detach() for c in self.copies.values()]}
 
-    def load_state_dict(self, state_dict: dict) -> None: # type: ignore
+    def load_state_dict(self, state_dict: dict) -> None:  # type: ignore
         "Also the copies, so that no digit is lost."
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != 'copies'})
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "copies"})
         for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
-            own.update({k: v for k, v in group.items() if k != 'params'})
+            own.update({k: v for k, v in group.items() if k != "params"})
         with torch.no_grad():
-            for copy, saved in zip(self.copies.values(), state_dict['copies'], strict=True): copy.copy_(saved)
+            for copy, saved in zip(self.copies.values(), state_dict["copies"], strict=True):
+                copy.copy_(saved)
 
 # %% ../../nbs/07_memory/04_offload.ipynb #24a94a06
 def freeze(
-    model: nn.Module, # Changed in place
-    last_n: int = 0, # So many blocks at the end stay trainable, with what comes after them; 0 freezes all
-) -> int: # How many parameters are trainable
+    model: nn.Module,  # Changed in place
+    last_n: int = 0,  # So many blocks at the end stay trainable, with what comes after them; 0 freezes all
+) -> int:  # How many parameters are trainable
     "Train the last `last_n` blocks, the last norm, and a head of its own."
     blocks = find_blocks(model)
     if not 0 <= last_n <= len(blocks):
-        raise ValueError(f'last_n = {last_n}: the model has {len(blocks)} blocks, so must be from 0 to {len(blocks)}')
+        raise ValueError(
+            f"last_n = {last_n}: the model has {len(blocks)} blocks, so must be from 0 to {len(blocks)}"
+        )
     model.requires_grad_(False)
     if last_n:
-        for block in blocks[len(blocks) - last_n:]: block.requires_grad_(True)
+        for block in blocks[len(blocks) - last_n :]:
+            block.requires_grad_(True)
         inside = {id(p) for p in blocks.parameters()}
-        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} # A tied head is one of them
+        tables = {
+            id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)
+        }  # A tied head is one of them
         for p in model.parameters():
-            if id(p) not in inside and id(p) not in tables: p.requires_grad_(True)
+            if id(p) not in inside and id(p) not in tables:
+                p.requires_grad_(True)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

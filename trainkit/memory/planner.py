@@ -39,138 +39,210 @@ from ..train.optim import OptimConfig, make_optimizer
 @dataclass(frozen=True)
 class Setup:
     "What decides how much memory a training step takes."
-    batch_size: int = 8 # Rows of one forward pass
-    seq_len: int = 512 # Tokens of a row
-    accumulation: int = 1 # Forward passes for one step
-    chunked_loss: bool = False # Never all logits at a time
-    mixed_precision: str = 'no' # 'bf16' or 'fp16'
-    checkpointing: bool = False # Compute what is inside the blocks again
-    optim: str = 'adamw_torch_fused' # A name of `trainkit.train.optim`
-    in_backward: bool = False # Each parameter moves as soon as its gradient is known
-    lora_rank: int = 0 # 0: all parameters learn
-    half_weights: bool = False # The frozen weights, beside LoRA, are in half precision
-    bits: int | None = None # The frozen weights, beside LoRA, are NF4 (4) or whole numbers (8)
-    offload: bool = False # The optimizer and its states are in main memory
-    lora: LoRAConfig | None = field(default=None, repr=False) # What is adapted and how; None: all linear layers
-    new_tokens: bool = False # Some were never seen, so beside adapters embedding and head learn as a whole
+
+    batch_size: int = 8  # Rows of one forward pass
+    seq_len: int = 512  # Tokens of a row
+    accumulation: int = 1  # Forward passes for one step
+    chunked_loss: bool = False  # Never all logits at a time
+    mixed_precision: str = "no"  # 'bf16' or 'fp16'
+    checkpointing: bool = False  # Compute what is inside the blocks again
+    optim: str = "adamw_torch_fused"  # A name of `trainkit.train.optim`
+    in_backward: bool = False  # Each parameter moves as soon as its gradient is known
+    lora_rank: int = 0  # 0: all parameters learn
+    half_weights: bool = False  # The frozen weights, beside LoRA, are in half precision
+    bits: int | None = None  # The frozen weights, beside LoRA, are NF4 (4) or whole numbers (8)
+    offload: bool = False  # The optimizer and its states are in main memory
+    lora: LoRAConfig | None = field(
+        default=None, repr=False
+    )  # What is adapted and how; None: all linear layers
+    new_tokens: bool = (
+        False  # Some were never seen, so beside adapters embedding and head learn as a whole
+    )
 
     def __post_init__(self):
         if (self.bits or self.half_weights) and not self.lora_rank:
-            raise ValueError(f'bits = {self.bits}, half_weights = {self.half_weights}: only frozen weights can be so small, '
-                             'so set lora_rank too')
-        if self.bits not in (None, 4, 8): raise ValueError(f'bits = {self.bits}: must be 4, 8 or empty')
+            raise ValueError(
+                f"bits = {self.bits}, half_weights = {self.half_weights}: only frozen weights can be so small, "
+                "so set lora_rank too"
+            )
+        if self.bits not in (None, 4, 8):
+            raise ValueError(f"bits = {self.bits}: must be 4, 8 or empty")
         if self.in_backward and self.accumulation > 1:
-            raise ValueError(f'in_backward with accumulation = {self.accumulation}: a parameter that moves in every backward '
-                             'pass cannot wait for the next one; choose one of them')
+            raise ValueError(
+                f"in_backward with accumulation = {self.accumulation}: a parameter that moves in every backward "
+                "pass cannot wait for the next one; choose one of them"
+            )
 
 # %% ../../nbs/07_memory/05_planner.ipynb #ac32a741
 def make_setup(
-    model: ModelConfig | Callable[[], nn.Module], # A shape, or what makes the model
+    model: ModelConfig | Callable[[], nn.Module],  # A shape, or what makes the model
     setup: Setup,
-) -> nn.Module: # Four-bit layers have shapes but no codes: to count with, not to train
+) -> nn.Module:  # Four-bit layers have shapes but no codes: to count with, not to train
     "The model as `setup` trains it."
     made: nn.Module = Transformer(model) if isinstance(model, ModelConfig) else model()
-    if setup.half_weights: made = made.to(torch.float16 if setup.mixed_precision == 'fp16' else torch.bfloat16)
+    if setup.half_weights:
+        made = made.to(torch.float16 if setup.mixed_precision == "fp16" else torch.bfloat16)
     if setup.bits:
-        kind = Linear4bit if setup.bits == 4 else partial(Linear8bit, threshold=0.0) # Outliers would be a question about data
+        kind = (
+            Linear4bit if setup.bits == 4 else partial(Linear8bit, threshold=0.0)
+        )  # Outliers would be a question about data
         for name, layer in quantizable(made, QuantConfig(bits=setup.bits)).items():
             old: Any = layer
-            inside, outside = old.weight.shape if hasattr(old, 'nf') else reversed(old.weight.shape) # GPT-2's are transposed
+            inside, outside = (
+                old.weight.shape if hasattr(old, "nf") else reversed(old.weight.shape)
+            )  # GPT-2's are transposed
             put(made, name, kind(inside, outside, old.bias is not None, dtype=old.weight.dtype))
     if setup.lora_rank:
-        lora = replace(setup.lora or LoRAConfig(target_modules='all-linear'), r=setup.lora_rank)
+        lora = replace(setup.lora or LoRAConfig(target_modules="all-linear"), r=setup.lora_rank)
         made = add_lora(made, with_vocabulary(made, lora) if setup.new_tokens else lora)
-    if setup.checkpointing: checkpoint_blocks(made)
+    if setup.checkpointing:
+        checkpoint_blocks(made)
     return made
 
+
 def setup_optimizer(
-    model: nn.Module, # From `make_setup`
+    model: nn.Module,  # From `make_setup`
     setup: Setup,
 ) -> Optimizer:
     "The optimizer that `setup` names, or one in main memory."
     config = OptimConfig(optim=setup.optim)
-    if not setup.offload: return make_optimizer(model, config)
-    return OffloadedOptimizer((p for p in model.parameters() if p.requires_grad), lambda groups: torch.optim.AdamW(groups, fused=True))
+    if not setup.offload:
+        return make_optimizer(model, config)
+    return OffloadedOptimizer(
+        (p for p in model.parameters() if p.requires_grad),
+        lambda groups: torch.optim.AdamW(groups, fused=True),
+    )
+
 
 _answers: dict[str, MemoryReport] = {}
 
+
 def predict_setup(
-    model: ModelConfig | Callable[[], nn.Module], # A shape, or what makes the model
+    model: ModelConfig | Callable[[], nn.Module],  # A shape, or what makes the model
     setup: Setup,
-) -> MemoryReport: # Of the device that computes; what is offloaded is not on it
+) -> MemoryReport:  # Of the device that computes; what is offloaded is not on it
     "The peak of a training step, without weights; the same question about a shape is answered once."
-    asked = repr((model, setup, setup.lora)) if isinstance(model, ModelConfig) else ''
-    if asked in _answers: return copy.deepcopy(_answers[asked])
-    found = predict_memory(lambda: make_setup(model, setup), setup.batch_size, setup.seq_len, lambda m: setup_optimizer(m, setup),
-                           setup.chunked_loss, setup.mixed_precision, setup.in_backward, setup.accumulation, host=True)
-    if asked: _answers[asked] = copy.deepcopy(found)
+    asked = repr((model, setup, setup.lora)) if isinstance(model, ModelConfig) else ""
+    if asked in _answers:
+        return copy.deepcopy(_answers[asked])
+    found = predict_memory(
+        lambda: make_setup(model, setup),
+        setup.batch_size,
+        setup.seq_len,
+        lambda m: setup_optimizer(m, setup),
+        setup.chunked_loss,
+        setup.mixed_precision,
+        setup.in_backward,
+        setup.accumulation,
+        host=True,
+    )
+    if asked:
+        _answers[asked] = copy.deepcopy(found)
     return found
 
 # %% ../../nbs/07_memory/05_planner.ipynb #4b2e8271
-LEVERS: dict[str, Callable[[Setup, str], Setup]] = { # From cheap to dear; what is wanted: setup, kind of half precision
-    'accumulate': lambda s, half: replace(s, batch_size=1, accumulation=1 if s.in_backward else s.accumulation*s.batch_size),
-    'chunked loss': lambda s, half: replace(s, chunked_loss=True),
-    'half precision': lambda s, half: replace(s, mixed_precision=half if s.mixed_precision == 'no' else s.mixed_precision),
-    'checkpointing': lambda s, half: replace(s, checkpointing=True),
-    '8-bit optimizer': lambda s, half: replace(s, optim='adamw_8bit'),
-    'step in backward': lambda s, half: replace(s, in_backward=True, accumulation=1),
-    'LoRA': lambda s, half: replace(s, lora_rank=s.lora_rank or 16, in_backward=False),
-    'half weights': lambda s, half: replace(s, half_weights=bool(s.lora_rank), mixed_precision=half if s.lora_rank else s.mixed_precision),
-    'NF4': lambda s, half: replace(s, bits=4 if s.lora_rank else s.bits),
-    'offload': lambda s, half: replace(s, offload=True),
-    'shorter rows': lambda s, half: replace(s, seq_len=s.seq_len//2) if s.seq_len >= 256 else s,
+LEVERS: dict[
+    str, Callable[[Setup, str], Setup]
+] = {  # From cheap to dear; what is wanted: setup, kind of half precision
+    "accumulate": lambda s, half: replace(
+        s, batch_size=1, accumulation=1 if s.in_backward else s.accumulation * s.batch_size
+    ),
+    "chunked loss": lambda s, half: replace(s, chunked_loss=True),
+    "half precision": lambda s, half: replace(
+        s, mixed_precision=half if s.mixed_precision == "no" else s.mixed_precision
+    ),
+    "checkpointing": lambda s, half: replace(s, checkpointing=True),
+    "8-bit optimizer": lambda s, half: replace(s, optim="adamw_8bit"),
+    "step in backward": lambda s, half: replace(s, in_backward=True, accumulation=1),
+    "LoRA": lambda s, half: replace(s, lora_rank=s.lora_rank or 16, in_backward=False),
+    "half weights": lambda s, half: replace(
+        s,
+        half_weights=bool(s.lora_rank),
+        mixed_precision=half if s.lora_rank else s.mixed_precision,
+    ),
+    "NF4": lambda s, half: replace(s, bits=4 if s.lora_rank else s.bits),
+    "offload": lambda s, half: replace(s, offload=True),
+    "shorter rows": lambda s, half: replace(s, seq_len=s.seq_len // 2) if s.seq_len >= 256 else s,
 }
 
 # %% ../../nbs/07_memory/05_planner.ipynb #329211eb
 @dataclass(frozen=True)
 class Machine:
     "What a device can hold."
-    gib: float # As on the data sheet, of one card
-    cards: int = 1 # Each holds a copy, and takes its share of the rows
-    half: str = 'bf16' # The half precision that it computes in
-    shared: bool = False # The memory is also the system's
+
+    gib: float  # As on the data sheet, of one card
+    cards: int = 1  # Each holds a copy, and takes its share of the rows
+    half: str = "bf16"  # The half precision that it computes in
+    shared: bool = False  # The memory is also the system's
 
     @property
-    def usable(self) -> int: # Bytes of one card
+    def usable(self) -> int:  # Bytes of one card
         "What is left for tensors: two thirds of a shared memory, else all but 8 % and half a GiB."
-        return int((self.gib*2/3 if self.shared else self.gib*0.92 - 0.5) * 2**30)
+        return int((self.gib * 2 / 3 if self.shared else self.gib * 0.92 - 0.5) * 2**30)
+
 
 MACHINES = {
-    'T4': Machine(16, half='fp16'), '2xT4': Machine(16, 2, 'fp16'), 'P100': Machine(16, half='fp16'), 'L4': Machine(24),
-    'A100-40': Machine(40), 'A100-80': Machine(80), 'H100': Machine(80), 'H200': Machine(131),
-    'RTX 3060': Machine(12), 'RTX 3070': Machine(8), 'RTX 3080': Machine(10), 'RTX 3090': Machine(24),
-    'RTX 4060': Machine(8), 'RTX 4070': Machine(12), 'RTX 4080': Machine(16), 'RTX 4090': Machine(24),
-    'RTX 5060': Machine(8), 'RTX 5070': Machine(12), 'RTX 5080': Machine(16), 'RTX 5090': Machine(32),
-    'Apple 16': Machine(16, half='fp16', shared=True), 'Apple 32': Machine(32, half='fp16', shared=True),
+    "T4": Machine(16, half="fp16"),
+    "2xT4": Machine(16, 2, "fp16"),
+    "P100": Machine(16, half="fp16"),
+    "L4": Machine(24),
+    "A100-40": Machine(40),
+    "A100-80": Machine(80),
+    "H100": Machine(80),
+    "H200": Machine(131),
+    "RTX 3060": Machine(12),
+    "RTX 3070": Machine(8),
+    "RTX 3080": Machine(10),
+    "RTX 3090": Machine(24),
+    "RTX 4060": Machine(8),
+    "RTX 4070": Machine(12),
+    "RTX 4080": Machine(16),
+    "RTX 4090": Machine(24),
+    "RTX 5060": Machine(8),
+    "RTX 5070": Machine(12),
+    "RTX 5080": Machine(16),
+    "RTX 5090": Machine(32),
+    "Apple 16": Machine(16, half="fp16", shared=True),
+    "Apple 32": Machine(32, half="fp16", shared=True),
 }
 
+
 def find_machine(
-    budget: str | float | Machine, # '15 GB', bytes, or a name of `MACHINES`
+    budget: str | float | Machine,  # '15 GB', bytes, or a name of `MACHINES`
 ) -> Machine:
     "The machine that is meant; a mere size is all usable."
-    if isinstance(budget, Machine): return budget
-    plain = lambda name: name.lower().replace(' ', '').replace('-', '')
+    if isinstance(budget, Machine):
+        return budget
+    plain = lambda name: name.lower().replace(" ", "").replace("-", "")
     if isinstance(budget, str):
         for name, machine in MACHINES.items():
-            if plain(name) == plain(budget): return machine
-    try: size = read_bytes(budget)
-    except ValueError as error: raise ValueError(f'{error}; or name a machine.{nearest(str(budget), list(MACHINES))}') from None
-    if size <= 0: raise ValueError(f'budget = {budget}: must be more than 0')
-    return Machine((size/2**30 + 0.5)/0.92)
+            if plain(name) == plain(budget):
+                return machine
+    try:
+        size = read_bytes(budget)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or name a machine.{nearest(str(budget), list(MACHINES))}"
+        ) from None
+    if size <= 0:
+        raise ValueError(f"budget = {budget}: must be more than 0")
+    return Machine((size / 2**30 + 0.5) / 0.92)
 
 # %% ../../nbs/07_memory/05_planner.ipynb #b348a855
 @dataclass
 class Plan:
     "What fits into a budget, and how it came to fit."
-    budget: int # Bytes that are usable on a card
-    setup: Setup # To train with, on each card
-    peak: int # Bytes that its step takes
-    waterfall: list[tuple[str, int]] # (lever, bytes after it), beginning with ('as asked', ...)
-    skipped: dict[str, str] = field(default_factory=dict) # Lever -> why not
+
+    budget: int  # Bytes that are usable on a card
+    setup: Setup  # To train with, on each card
+    peak: int  # Bytes that its step takes
+    waterfall: list[tuple[str, int]]  # (lever, bytes after it), beginning with ('as asked', ...)
+    skipped: dict[str, str] = field(default_factory=dict)  # Lever -> why not
     cards: int = 1
 
     @property
-    def fits(self) -> bool: return self.peak <= self.budget
+    def fits(self) -> bool:
+        return self.peak <= self.budget
 
     @property
     def levers(self) -> list[str]:
@@ -179,67 +251,108 @@ class Plan:
 
     def __str__(self) -> str:
         highest = max(self.budget, *(size for _, size in self.waterfall))
-        lines = [f'{name:<18}{show_bytes(size):>9}  {"█"*max(1, round(30*size/highest))}{" fits"*(size <= self.budget)}' for name, size in self.waterfall]
+        lines = [
+            f"{name:<18}{show_bytes(size):>9}  {'█' * max(1, round(30 * size / highest))}{' fits' * (size <= self.budget)}"
+            for name, size in self.waterfall
+        ]
         new, old = vars(self.setup), vars(Setup())
-        chosen = ', '.join(f'{k}={v!r}' for k, v in new.items() if k != 'lora' and (v != old[k] or k in ('batch_size', 'seq_len')))
-        if self.fits: end = f'fits into {show_bytes(self.budget)}'
-        else: end = f'does not fit into {show_bytes(self.budget)}: the smallest need is {show_bytes(self.peak)}. Take a smaller model or a larger machine'
-        each = f' on each of {self.cards} cards' if self.cards > 1 else ''
-        why = [f'not pulled: {"; ".join(f"{k} ({v})" for k, v in self.skipped.items())}'] if self.skipped else []
-        return '\n'.join([*lines, *why, f'Setup({chosen}){each}: {show_bytes(self.peak)}, {end}'])
+        chosen = ", ".join(
+            f"{k}={v!r}"
+            for k, v in new.items()
+            if k != "lora" and (v != old[k] or k in ("batch_size", "seq_len"))
+        )
+        if self.fits:
+            end = f"fits into {show_bytes(self.budget)}"
+        else:
+            end = f"does not fit into {show_bytes(self.budget)}: the smallest need is {show_bytes(self.peak)}. Take a smaller model or a larger machine"
+        each = f" on each of {self.cards} cards" if self.cards > 1 else ""
+        why = (
+            [f"not pulled: {'; '.join(f'{k} ({v})' for k, v in self.skipped.items())}"]
+            if self.skipped
+            else []
+        )
+        return "\n".join([*lines, *why, f"Setup({chosen}){each}: {show_bytes(self.peak)}, {end}"])
 
     def _repr_html_(self) -> Picture:
-        most = 1.02*max(self.budget, *(size for _, size in self.waterfall))
-        X, body, before = (lambda size: 130 + 330*size/most), '', 0
+        most = 1.02 * max(self.budget, *(size for _, size in self.waterfall))
+        X, body, before = (lambda size: 130 + 330 * size / most), "", 0
         for i, (name, size) in enumerate(self.waterfall):
-            y, colour = 26 + 24*i, PALETTE[0] if size > self.budget else PALETTE[2]
-            body += text(122, y + 14, name, 'end')
+            y, colour = 26 + 24 * i, PALETTE[0] if size > self.budget else PALETTE[2]
+            body += text(122, y + 14, name, "end")
             body += f'<rect x="130" y="{y + 2}" width="{X(size) - 130:.1f}" height="16" rx="2" fill="{colour}"/>'
-            if before > size: body += (f'<rect x="{X(size):.1f}" y="{y + 2}" width="{X(before) - X(size):.1f}" height="16" '
-                                       f'fill="{colour}" opacity=".2"/>')
+            if before > size:
+                body += (
+                    f'<rect x="{X(size):.1f}" y="{y + 2}" width="{X(before) - X(size):.1f}" height="16" '
+                    f'fill="{colour}" opacity=".2"/>'
+                )
             body += text(X(max(size, before)) + 6, y + 14, show_bytes(size))
             before = size
-        high = 30 + 24*len(self.waterfall)
-        body += (f'<line x1="{X(self.budget):.1f}" x2="{X(self.budget):.1f}" y1="22" y2="{high}" stroke="currentColor" stroke-dasharray="4 3"/>'
-                 + text(0, 13, f'Budget {show_bytes(self.budget)}: {"fits" if self.fits else "does not fit"}', more='font-weight="600"'))
+        high = 30 + 24 * len(self.waterfall)
+        body += (
+            f'<line x1="{X(self.budget):.1f}" x2="{X(self.budget):.1f}" y1="22" y2="{high}" stroke="currentColor" stroke-dasharray="4 3"/>'
+            + text(
+                0,
+                13,
+                f"Budget {show_bytes(self.budget)}: {'fits' if self.fits else 'does not fit'}",
+                more='font-weight="600"',
+            )
+        )
         return svg(540, high + 4, str(self), body)
 
+
 def plan_memory(
-    model: ModelConfig | Callable[[], nn.Module], # A shape, or what makes the model: `lambda: LlamaForCausalLM(config)`
-    budget: str | float | Machine, # '15 GB', bytes, or a name of `MACHINES`
-    start: Setup | None = None, # What you would like, or what has just failed; None: `Setup()`
-    levers: Collection[str] = tuple(LEVERS), # Which may be pulled; leave out 'LoRA' if all parameters shall learn
-    progress: Callable[[str, int], None] | None = None, # Is told each (lever, bytes)
-) -> Plan: # `.fits` is False if nothing helps
+    model: ModelConfig
+    | Callable[
+        [], nn.Module
+    ],  # A shape, or what makes the model: `lambda: LlamaForCausalLM(config)`
+    budget: str | float | Machine,  # '15 GB', bytes, or a name of `MACHINES`
+    start: Setup | None = None,  # What you would like, or what has just failed; None: `Setup()`
+    levers: Collection[str] = tuple(
+        LEVERS
+    ),  # Which may be pulled; leave out 'LoRA' if all parameters shall learn
+    progress: Callable[[str, int], None] | None = None,  # Is told each (lever, bytes)
+) -> Plan:  # `.fits` is False if nothing helps
     "Pull levers, the cheapest first, until a step fits; each bar is a prediction of its own."
     for name in levers:
-        if name not in LEVERS: raise ValueError(f"no lever '{name}'; there are {', '.join(LEVERS)}.{nearest(name, list(LEVERS))}")
+        if name not in LEVERS:
+            raise ValueError(
+                f"no lever '{name}'; there are {', '.join(LEVERS)}.{nearest(name, list(LEVERS))}"
+            )
     machine, now = find_machine(budget), start or Setup()
-    now = replace(now, batch_size=-(-now.batch_size//machine.cards))
+    now = replace(now, batch_size=-(-now.batch_size // machine.cards))
     room, rows, skipped = machine.usable, now.batch_size, {}
-    total = rows*now.accumulation # Rows of a step
+    total = rows * now.accumulation  # Rows of a step
     peak = predict_setup(model, now).peak
-    waterfall = [('as asked', peak)]
+    waterfall = [("as asked", peak)]
+
     def note(name: str, setup: Setup, found: int) -> None:
         nonlocal now, peak
         now, peak = setup, found
         waterfall.append((name, found))
-        if progress: progress(name, found)
+        if progress:
+            progress(name, found)
+
     for name, lever in LEVERS.items():
         while peak > room and name in levers:
             new = lever(now, machine.half)
-            if not new.in_backward: new = replace(new, accumulation=max(1, total//new.batch_size))
-            if new == now: break
+            if not new.in_backward:
+                new = replace(new, accumulation=max(1, total // new.batch_size))
+            if new == now:
+                break
             found = predict_setup(model, new).peak
-            if found > 0.98*peak:
-                skipped[name] = f'{show_bytes(found)} instead of {show_bytes(peak)}'
+            if found > 0.98 * peak:
+                skipped[name] = f"{show_bytes(found)} instead of {show_bytes(peak)}"
                 break
             note(name, new, found)
-            if name != 'shorter rows': break # The only one that can be pulled again
-    while peak <= room and now.batch_size < rows and 'accumulate' in (n for n, _ in waterfall): # Was it too much?
-        more = next(n for n in range(2*now.batch_size, rows + 1) if rows % n == 0)
-        new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total//more)
+            if name != "shorter rows":
+                break  # The only one that can be pulled again
+    while (
+        peak <= room and now.batch_size < rows and "accumulate" in (n for n, _ in waterfall)
+    ):  # Was it too much?
+        more = next(n for n in range(2 * now.batch_size, rows + 1) if rows % n == 0)
+        new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total // more)
         found = predict_setup(model, new).peak
-        if found > room: break
-        note(f'{more} rows at a time', new, found)
+        if found > room:
+            break
+        note(f"{more} rows at a time", new, found)
     return Plan(room, now, peak, waterfall, skipped, machine.cards)

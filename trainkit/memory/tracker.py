@@ -31,67 +31,91 @@ from ..display import Picture
 from ..files import show_bytes
 
 # %% ../../nbs/07_memory/03_tracker.ipynb #03af79b7
-MEMORY_KINDS = ('parameters', 'gradients', 'optimizer', 'activations', 'temporary', 'other')
-_until: ContextVar[float] = ContextVar('until', default=inf) # CPU time of this thread
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporary", "other")
+_until: ContextVar[float] = ContextVar("until", default=inf)  # CPU time of this thread
+
 
 @contextmanager
 def give_up_after(
-    seconds: float, # Of work of this thread
+    seconds: float,  # Of work of this thread
 ) -> Iterator[None]:
     "Within the block a ledger that is still counting then raises `TimeoutError`."
     token = _until.set(time.thread_time() + seconds)
-    try: yield
-    finally: _until.reset(token)
+    try:
+        yield
+    finally:
+        _until.reset(token)
 
-PRODUCTS = frozenset(('aten::mm', 'aten::addmm', 'aten::addmm_', 'aten::bmm', 'aten::baddbmm'))
-FOLLOWED = 2**24 # Numbers of a tensor whose values are followed at most
 
-def _value(x: Any) -> Any: # Or None
+PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm"))
+FOLLOWED = 2**24  # Numbers of a tensor whose values are followed at most
+
+
+def _value(x: Any) -> Any:  # Or None
     "What is in a tensor of whole numbers, where somebody knows."
-    if isinstance(x, FakeTensor): return vars(x).get('known')
-    return None if isinstance(x, nn.Parameter) or x.is_floating_point() or x.numel() > FOLLOWED else x
+    if isinstance(x, FakeTensor):
+        return vars(x).get("known")
+    return (
+        None if isinstance(x, nn.Parameter) or x.is_floating_point() or x.numel() > FOLLOWED else x
+    )
 
-def _places(index: Any) -> list: # Of whole numbers
+
+def _places(index: Any) -> list:  # Of whole numbers
     "An index, a mask of known values as the places where it is true."
-    if index is None or index.dtype != torch.bool or _value(index) is None: return [index]
-    with unset_fake_temporarily(): found = _value(index).nonzero(as_tuple=True)
+    if index is None or index.dtype != torch.bool or _value(index) is None:
+        return [index]
+    with unset_fake_temporarily():
+        found = _value(index).nonzero(as_tuple=True)
     told = [torch.empty(x.shape, dtype=x.dtype) for x in found]
-    for x, value in zip(told, found, strict=True): x.known = value # type: ignore
+    for x, value in zip(told, found, strict=True):
+        x.known = value  # type: ignore
     return told
+
 
 class Ledger(TorchDispatchMode):
     "Writes down each storage that an operation makes, from its birth to its death."
+
     def __init__(
         self,
-        block: int = 1, # Sizes are rounded up to a multiple of it; 512 as torch does on a GPU
+        block: int = 1,  # Sizes are rounded up to a multiple of it; 512 as torch does on a GPU
     ):
         super().__init__()
         self.block, self.alive, self.hooks = block, {}, []
         self.parts, self.total, self.stepping = Counter(), 0, False
         self.peak, self.at_peak, self.history = 0, Counter(), []
-        self.events: list[tuple[int, int]] = [] # (number, bytes) at a birth, (number, 0) at a death: for `trainkit.system.heap_peak`
-        self.born = 0 # How many were born
-        self.telling = False # Whether the values of some tensors without data are known
-        self.products: set[tuple] = set() # The different matrix products that oneDNN was asked for, each of which it keeps code for
+        self.events: list[
+            tuple[int, int]
+        ] = []  # (number, bytes) at a birth, (number, 0) at a death: for `trainkit.system.heap_peak`
+        self.born = 0  # How many were born
+        self.telling = False  # Whether the values of some tensors without data are known
+        self.products: set[tuple] = (
+            set()
+        )  # The different matrix products that oneDNN was asked for, each of which it keeps code for
 
     def know(self, kind: str, tensors: Iterable[Any]) -> None:
         "These are for `kind`, whatever they looked like."
         for x in tensors:
-            if not isinstance(x, Tensor): continue
+            if not isinstance(x, Tensor):
+                continue
             storage = x.untyped_storage()
             key = storage._cdata
-            if key in self.alive: # A new name
+            if key in self.alive:  # A new name
                 entry = self.alive[key]
                 self.parts[entry[1]] -= entry[2]
                 entry[1] = kind
             else:
                 self.born += 1
-                entry = [weakref.ref(storage, lambda _, key=key: self.forget(key)), kind,
-                         -(-storage.nbytes()//self.block)*self.block, self.born]
+                entry = [
+                    weakref.ref(storage, lambda _, key=key: self.forget(key)),
+                    kind,
+                    -(-storage.nbytes() // self.block) * self.block,
+                    self.born,
+                ]
                 self.alive[key] = entry
                 self.total += entry[2]
-                if entry[2]: self.events.append((self.born, entry[2]))
-            if kind == 'host': # In main memory, beside a device: not counted
+                if entry[2]:
+                    self.events.append((self.born, entry[2]))
+            if kind == "host":  # In main memory, beside a device: not counted
                 self.total -= entry[2]
                 entry[2] = 0
             self.parts[kind] += entry[2]
@@ -103,129 +127,214 @@ class Ledger(TorchDispatchMode):
         self.total -= size
         self.events.append((number, 0))
 
-    def follow(self, *objects: Any) -> 'Ledger': # Itself
+    def follow(self, *objects: Any) -> "Ledger":  # Itself
         "Know the parameters, gradients and states of modules and optimizers, now and later."
         for thing in objects:
             if isinstance(thing, nn.Module):
                 trained = [p for p in thing.parameters() if p.requires_grad]
-                self.know('other', thing.buffers())
-                self.know('other', (x for m in thing.modules() for x in vars(m).values())) # Tensors beside them
-                self.know('parameters', thing.parameters())
-                self.know('gradients', (p.grad for p in thing.parameters()))
-                see = lambda p: self.know('gradients', [p.grad])
+                self.know("other", thing.buffers())
+                self.know(
+                    "other", (x for m in thing.modules() for x in vars(m).values())
+                )  # Tensors beside them
+                self.know("parameters", thing.parameters())
+                self.know("gradients", (p.grad for p in thing.parameters()))
+                see = lambda p: self.know("gradients", [p.grad])
                 self.hooks += [p.register_post_accumulate_grad_hook(see) for p in trained]
             elif isinstance(thing, Optimizer):
-                def before(*_): self.stepping = True
+
+                def before(*_):
+                    self.stepping = True
+
                 def after(optimizer, *_):
                     self.stepping = False
-                    self.know('optimizer', tree_leaves(list(optimizer.state.values())))
+                    self.know("optimizer", tree_leaves(list(optimizer.state.values())))
+
                 after(thing)
-                self.hooks += [thing.register_step_pre_hook(before), thing.register_step_post_hook(after)]
-            else: self.know('other', tree_leaves(thing))
+                self.hooks += [
+                    thing.register_step_pre_hook(before),
+                    thing.register_step_post_hook(after),
+                ]
+            else:
+                self.know("other", tree_leaves(thing))
         self.mark()
         return self
 
     def mark(self, restart: bool = False) -> None:
         "Look whether this is the peak; or begin anew from here."
-        if restart: self.peak, self.history = 0, []
+        if restart:
+            self.peak, self.history = 0, []
         self.history.append(self.total)
-        if self.total > self.peak: self.peak, self.at_peak = self.total, Counter(self.parts)
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, Counter(self.parts)
 
     def tell(
         self,
-        batch: Mapping[str, Any], # Of a run, with tensors that have data
-    ) -> dict[str, Any]: # The same without data; what its whole numbers are is known where a shape depends on them
+        batch: Mapping[str, Any],  # Of a run, with tensors that have data
+    ) -> dict[
+        str, Any
+    ]:  # The same without data; what its whole numbers are is known where a shape depends on them
         "Take in a batch within a `FakeTensorMode`: ids, masks and what is computed of them alone keep their values."
         self.telling, told = True, {}
         for name, x in batch.items():
             told[name] = torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
-            if not isinstance(x, Tensor) or x.is_floating_point(): continue
-            with _disable_current_modes(): told[name].known = x.detach().cpu().clone()
+            if not isinstance(x, Tensor) or x.is_floating_point():
+                continue
+            with _disable_current_modes():
+                told[name].known = x.detach().cpu().clone()
         return told
 
     def work_out(self, function: Any, args: tuple, kwargs: dict) -> Any:
         "An operation on tensors without data, with that on their values where all are known."
-        if function is torch.ops.aten.index.Tensor: args = args[0], [j for i in args[1] for j in _places(i)]
+        if function is torch.ops.aten.index.Tensor:
+            args = args[0], [j for i in args[1] for j in _places(i)]
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         writes = function._schema.is_mutable
         known, real = all(_value(x) is not None for x in inputs), None
-        if known and not (writes and any(x is _value(x) for x in inputs)) and torch.Tag.nondeterministic_seeded not in function.tags:
+        if (
+            known
+            and not (writes and any(x is _value(x) for x in inputs))
+            and torch.Tag.nondeterministic_seeded not in function.tags
+        ):
             true = lambda x: _value(x) if isinstance(x, Tensor) else x
             with unset_fake_temporarily():
-                place = dict(device='cpu') if kwargs.get('device') is not None else {}
+                place = dict(device="cpu") if kwargs.get("device") is not None else {}
                 real = function(*tree_map(true, args), **(tree_map(true, kwargs) | place))
-        try: result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            if real is None: raise
-            result = tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x, real)
+            if real is None:
+                raise
+            result = tree_map(
+                lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x, real
+            )
         if writes and real is None:
-            for x in inputs: vars(x).pop('known', None)
+            for x in inputs:
+                vars(x).pop("known", None)
         elif real is not None:
             for x, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
-                if isinstance(x, FakeTensor) and not x.is_floating_point() and x.numel() <= FOLLOWED: x.known = value # type: ignore
+                if (
+                    isinstance(x, FakeTensor)
+                    and not x.is_floating_point()
+                    and x.numel() <= FOLLOWED
+                ):
+                    x.known = value  # type: ignore
         return result
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor): return args[0].fake_device # Makes nothing
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # Makes nothing
         scalar = function is torch.ops.aten._local_scalar_dense.default
-        if scalar and isinstance(args[0], FakeTensor): # A question about data that do not exist, unless they were told
+        if scalar and isinstance(
+            args[0], FakeTensor
+        ):  # A question about data that do not exist, unless they were told
             if self.telling and (value := _value(args[0])) is not None:
-                with unset_fake_temporarily(): return value.item()
-            return args[0].dtype != torch.bool or hasattr(args[0], 'every')
-        if time.thread_time() > _until.get(): raise TimeoutError('too large to be worked out here')
-        if function._schema.name in PRODUCTS and torch.backends.mkldnn.matmul.fp32_precision == 'bf16': # type: ignore
-            self.products.add((function, *((tuple(x.shape), x.stride()) for x in args if isinstance(x, Tensor))))
-        result = self.work_out(function, args, kwargs or {}) if self.telling else function(*args, **kwargs or {})
-        if isinstance(result, FakeTensor) and function in (torch.ops.aten.all.default, torch.ops.aten.all.dim): result.every = True # type: ignore
-        busy = self.stepping or torch._C._current_graph_task_id() != -1 # In the optimizer, or in a backward pass
+                with unset_fake_temporarily():
+                    return value.item()
+            return args[0].dtype != torch.bool or hasattr(args[0], "every")
+        if time.thread_time() > _until.get():
+            raise TimeoutError("too large to be worked out here")
+        if (
+            function._schema.name in PRODUCTS
+            and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+        ):  # type: ignore
+            self.products.add(
+                (function, *((tuple(x.shape), x.stride()) for x in args if isinstance(x, Tensor)))
+            )
+        result = (
+            self.work_out(function, args, kwargs or {})
+            if self.telling
+            else function(*args, **kwargs or {})
+        )
+        if isinstance(result, FakeTensor) and function in (
+            torch.ops.aten.all.default,
+            torch.ops.aten.all.dim,
+        ):
+            result.every = True  # type: ignore
+        busy = (
+            self.stepping or torch._C._current_graph_task_id() != -1
+        )  # In the optimizer, or in a backward pass
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.alive:
-                self.know('temporary' if busy else 'activations', [x])
+                self.know("temporary" if busy else "activations", [x])
         self.mark()
         return result
 
     def __exit__(self, *error):
-        for hook in self.hooks: hook.remove()
+        for hook in self.hooks:
+            hook.remove()
         self.hooks.clear()
         return super().__exit__(*error)
 
 # %% ../../nbs/07_memory/03_tracker.ipynb #504f30ef
 def read_bytes(
-    size: str | float, # '15 GB', '512 MiB', or a number of bytes
+    size: str | float,  # '15 GB', '512 MiB', or a number of bytes
 ) -> int:
     "A number of bytes; GB are powers of 1000, GiB powers of 1024."
-    if isinstance(size, (int, float)): return int(size)
-    units = {f'{letter}{i}B'.upper(): (1024 if i else 1000)**n for n, letter in enumerate('KMGT', 1) for i in ('', 'i')}
+    if isinstance(size, (int, float)):
+        return int(size)
+    units = {
+        f"{letter}{i}B".upper(): (1024 if i else 1000) ** n
+        for n, letter in enumerate("KMGT", 1)
+        for i in ("", "i")
+    }
     text = size.strip().upper()
-    unit = next((u for u in sorted(units, key=len, reverse=True) if text.endswith(u)), 'B' if text.endswith('B') else '')
-    try: return int(float(text.removesuffix(unit)) * units.get(unit, 1))
-    except ValueError: raise ValueError(f"'{size}' is no amount of memory: write '15 GB' or '512 MiB'") from None
+    unit = next(
+        (u for u in sorted(units, key=len, reverse=True) if text.endswith(u)),
+        "B" if text.endswith("B") else "",
+    )
+    try:
+        return int(float(text.removesuffix(unit)) * units.get(unit, 1))
+    except ValueError:
+        raise ValueError(f"'{size}' is no amount of memory: write '15 GB' or '512 MiB'") from None
+
 
 @dataclass
 class MemoryReport:
     "The most bytes that existed at a time, and what they were for."
-    parts: dict[str, int] # {one of `KINDS`: bytes at that moment}
-    peak: int # Their sum
-    history: list[int] = field(default_factory=list, repr=False) # Bytes after each operation
-    seen: int | None = None # By how much the machine's own count rose, where it was looked at
-    beside: dict[str, int] = field(default_factory=dict) # {what besides tensors takes main memory: bytes}, where that was asked for
-    products: set[tuple] = field(default_factory=set, repr=False) # The different matrix products that went to oneDNN
+
+    parts: dict[str, int]  # {one of `KINDS`: bytes at that moment}
+    peak: int  # Their sum
+    history: list[int] = field(default_factory=list, repr=False)  # Bytes after each operation
+    seen: int | None = None  # By how much the machine's own count rose, where it was looked at
+    beside: dict[str, int] = field(
+        default_factory=dict
+    )  # {what besides tensors takes main memory: bytes}, where that was asked for
+    products: set[tuple] = field(
+        default_factory=set, repr=False
+    )  # The different matrix products that went to oneDNN
 
     @property
-    def resident(self) -> int: # Bytes
+    def resident(self) -> int:  # Bytes
         "What the process will take: the tensors, and what is beside them."
         return self.peak + sum(self.beside.values())
 
     def __str__(self) -> str:
-        parts = ', '.join(f'{name} {show_bytes(size)}' for name, size in {**self.parts, **self.beside}.items() if size)
-        return f'{show_bytes(self.resident)} ({parts})' + (f'; seen: {show_bytes(self.seen)}' if self.seen is not None else '')
+        parts = ", ".join(
+            f"{name} {show_bytes(size)}"
+            for name, size in {**self.parts, **self.beside}.items()
+            if size
+        )
+        return f"{show_bytes(self.resident)} ({parts})" + (
+            f"; seen: {show_bytes(self.seen)}" if self.seen is not None else ""
+        )
 
     def _repr_html_(self) -> Picture:
-        return bars({k: v/1e6 for k, v in {**self.parts, **self.beside}.items() if v}, f'At the peak: {show_bytes(self.resident)}', 'MB')
+        return bars(
+            {k: v / 1e6 for k, v in {**self.parts, **self.beside}.items() if v},
+            f"At the peak: {show_bytes(self.resident)}",
+            "MB",
+        )
+
 
 def report(
     ledger: Ledger,
-    seen: int | None = None, # What the machine says
+    seen: int | None = None,  # What the machine says
 ) -> MemoryReport:
     "What a ledger found."
-    return MemoryReport({k: ledger.at_peak[k] for k in MEMORY_KINDS}, ledger.peak, ledger.history, seen, products=ledger.products)
+    return MemoryReport(
+        {k: ledger.at_peak[k] for k in MEMORY_KINDS},
+        ledger.peak,
+        ledger.history,
+        seen,
+        products=ledger.products,
+    )

@@ -27,6 +27,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
     return torch.cat(((a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)), -1)
 
+
 class _Rotate(torch.autograd.Function):
     "The way back is to turn the gradient back; nothing of `x` has to be remembered."
 
@@ -37,193 +38,285 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor): # type: ignore
+    def backward(ctx, grad: Tensor):  # type: ignore
         cos, sin = ctx.saved_tensors
         return _turn(grad, cos, -sin), None, None
 
+
 def rotate(
-    x: Tensor, # (..., D): the first half holds one number of each pair, the second half the other
-    cos: Tensor, # Cosines of the angles, broadcast to (..., D/2); no gradient reaches them
-    sin: Tensor, # Their sines
-) -> Tensor: # (..., D)
+    x: Tensor,  # (..., D): the first half holds one number of each pair, the second half the other
+    cos: Tensor,  # Cosines of the angles, broadcast to (..., D/2); no gradient reaches them
+    sin: Tensor,  # Their sines
+) -> Tensor:  # (..., D)
     "Turn each pair by its angle (Su et al. 2021, eq. 34)."
-    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turn(x, cos, sin) # type: ignore
+    return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turn(x, cos, sin)  # type: ignore
 
 # %% ../../nbs/03_model/02_rotary_positions.ipynb #b1fd2956
-ROPE_KEYS = { # What a `rope_scaling` of each type must say
-    'linear': ('factor',),
-    'dynamic': ('factor', 'original_max_position_embeddings'),
-    'yarn': ('factor', 'original_max_position_embeddings'),
-    'llama3': ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'),
+ROPE_KEYS = {  # What a `rope_scaling` of each type must say
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ROPE_OPTIONS = {'yarn': ('beta_fast', 'beta_slow', 'attention_factor', 'mscale', 'mscale_all_dim', 'truncate')} # What it may say
+ROPE_OPTIONS = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+}  # What it may say
 
-def _yarn_ramp(width: int, theta: float, scaling: dict) -> Tensor: # (width / 2,), 0 keeps a pair, 1 slows it
-    def pair(turns: float) -> float: # The one that turns so often within the trained length
-        return width * math.log(scaling['original_max_position_embeddings'] / (turns*2*math.pi)) / (2*math.log(theta))
-    low, high = pair(scaling.get('beta_fast') or 32), pair(scaling.get('beta_slow') or 1)
-    if scaling.get('truncate', True): low, high = math.floor(low), math.ceil(high)
+
+def _yarn_ramp(
+    width: int, theta: float, scaling: dict
+) -> Tensor:  # (width / 2,), 0 keeps a pair, 1 slows it
+    def pair(turns: float) -> float:  # The one that turns so often within the trained length
+        return (
+            width
+            * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
+
+    low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    return ((torch.arange(width // 2, device='cpu') - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return ((torch.arange(width // 2, device="cpu") - low) / max(high - low, 1e-3)).clamp(0, 1)
+
 
 def rope_frequencies(
-    width: int, # Numbers in one head
-    theta: float = 10000.0, # Base of the wavelengths
-    scaling: dict | None = None, # `rope_type`, one of `ROPE_KEYS`, and what it needs
-    length: int = 0, # Tokens in the present text; only `dynamic` asks
-) -> Tensor: # (width / 2,) float32, radians per token
+    width: int,  # Numbers in one head
+    theta: float = 10000.0,  # Base of the wavelengths
+    scaling: dict | None = None,  # `rope_type`, one of `ROPE_KEYS`, and what it needs
+    length: int = 0,  # Tokens in the present text; only `dynamic` asks
+) -> Tensor:  # (width / 2,) float32, radians per token
     "How fast each pair of numbers turns (Su et al. 2021, section 3.3), slowed as `scaling` says."
-    scaling = scaling or dict(rope_type='default')
-    kind, factor, trained = (scaling.get(k, 1) for k in ('rope_type', 'factor', 'original_max_position_embeddings'))
-    if kind == 'dynamic': # The base at which the slowest pair is slowed by length / trained, or more with the factor
-        theta = theta * (factor * max(length, trained) / trained - (factor - 1)) ** (width / (width - 2))
-    freq = 1 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device='cpu') / width)
-    if kind == 'linear': return freq / factor
-    if kind == 'yarn': # Peng et al. 2023, section 3.2
+    scaling = scaling or dict(rope_type="default")
+    kind, factor, trained = (
+        scaling.get(k, 1) for k in ("rope_type", "factor", "original_max_position_embeddings")
+    )
+    if (
+        kind == "dynamic"
+    ):  # The base at which the slowest pair is slowed by length / trained, or more with the factor
+        theta = theta * (factor * max(length, trained) / trained - (factor - 1)) ** (
+            width / (width - 2)
+        )
+    freq = 1 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
+    if kind == "linear":
+        return freq / factor
+    if kind == "yarn":  # Peng et al. 2023, section 3.2
         slow = _yarn_ramp(width, theta, scaling)
         return freq / factor * slow + freq * (1 - slow)
-    if kind != 'llama3': return freq
-    turns = trained * freq / (2*math.pi)
-    low, high = scaling['low_freq_factor'], scaling['high_freq_factor']
+    if kind != "llama3":
+        return freq
+    turns = trained * freq / (2 * math.pi)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * freq + (1 - keep) * freq / factor
 
+
 def rope_magnitude(
-    scaling: dict | None, # As for `rope_frequencies`
-) -> float: # 1 except for `yarn`
+    scaling: dict | None,  # As for `rope_frequencies`
+) -> float:  # 1 except for `yarn`
     "By how much queries and keys grow while they are turned (Peng et al. 2023, section 3.4)."
-    if scaling is None or scaling['rope_type'] != 'yarn': return 1.0
-    if scaling.get('attention_factor') is not None: return scaling['attention_factor']
-    factor = scaling['factor']
-    def grown(mscale: float) -> float: return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-    mscale, all_dim = scaling.get('mscale'), scaling.get('mscale_all_dim')
+    if scaling is None or scaling["rope_type"] != "yarn":
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    factor = scaling["factor"]
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     return grown(mscale) / grown(all_dim) if mscale and all_dim else grown(1)
 
+
 def rope_angles(
-    positions: Tensor, # (B, T) int64
-    frequencies: Tensor, # (D / 2,), what `rope_frequencies` gives
-    magnitude: float = 1.0, # What `rope_magnitude` gives
-    dtype: torch.dtype = torch.float32, # Of the result; the angles themselves are float32
-) -> tuple[Tensor, Tensor]: # (B, T, 1, D / 2) each, to be broadcast over heads
+    positions: Tensor,  # (B, T) int64
+    frequencies: Tensor,  # (D / 2,), what `rope_frequencies` gives
+    magnitude: float = 1.0,  # What `rope_magnitude` gives
+    dtype: torch.dtype = torch.float32,  # Of the result; the angles themselves are float32
+) -> tuple[Tensor, Tensor]:  # (B, T, 1, D / 2) each, to be broadcast over heads
     "Cosines and sines for `rotate`."
     angles = (positions[..., None].float() * frequencies).unsqueeze(2)
     cos, sin = angles.cos(), angles.sin()
-    return (cos.to(dtype), sin.to(dtype)) if magnitude == 1 else ((cos * magnitude).to(dtype), (sin * magnitude).to(dtype))
+    return (
+        (cos.to(dtype), sin.to(dtype))
+        if magnitude == 1
+        else ((cos * magnitude).to(dtype), (sin * magnitude).to(dtype))
+    )
 
 # %% ../../nbs/03_model/03_attention.ipynb #8fd521d2
 def make_mask(
-    queries: int, # How many tokens look
-    keys: int, # How many can be looked at; the queries are the last of them
-    window: int = 0, # How many tokens back a query sees, itself included; 0 for all
-    padding: Tensor | None = None, # (B, keys), False where there is no token
-    document: Tensor | None = None, # (B, keys), which document of a packed row a token belongs to
+    queries: int,  # How many tokens look
+    keys: int,  # How many can be looked at; the queries are the last of them
+    window: int = 0,  # How many tokens back a query sees, itself included; 0 for all
+    padding: Tensor | None = None,  # (B, keys), False where there is no token
+    document: Tensor | None = None,  # (B, keys), which document of a packed row a token belongs to
     device: torch.device | None = None,
-) -> Tensor | None: # (B or 1, 1, queries, keys), True where a query may look; None for plain causal attention
+) -> (
+    Tensor | None
+):  # (B or 1, 1, queries, keys), True where a query may look; None for plain causal attention
     "Who may look at whom."
     windowed = 0 < window < keys
-    if padding is None and document is None and not windowed and queries in (1, keys): return None
-    query, key = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
+    if padding is None and document is None and not windowed and queries in (1, keys):
+        return None
+    query, key = (
+        torch.arange(keys - queries, keys, device=device)[:, None],
+        torch.arange(keys, device=device),
+    )
     mask = (key <= query)[None, None]
-    if windowed: mask = mask & (key > query - window)
-    if padding is not None: mask = mask & padding[:, None, None, :]
-    if document is not None: mask = mask & (document[:, None, -queries:, None] == document[:, None, None, :])
-    return mask | (key == query) # Padding sees itself, for a softmax over nothing would be NaN
+    if windowed:
+        mask = mask & (key > query - window)
+    if padding is not None:
+        mask = mask & padding[:, None, None, :]
+    if document is not None:
+        mask = mask & (document[:, None, -queries:, None] == document[:, None, None, :])
+    return mask | (key == query)  # Padding sees itself, for a softmax over nothing would be NaN
 
 # %% ../../nbs/03_model/03_attention.ipynb #7dff20b0
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, softcap: float | None,
-              scale: float | None) -> Tensor:
+def _by_torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    softcap: float | None,
+    scale: float | None,
+) -> Tensor:
     causal = mask is None and q.shape[2] > 1
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, scale=scale,
-                                          enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
-def _by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, softcap: float | None,
-             scale: float | None) -> Tensor:
+
+def _by_hand(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    softcap: float | None,
+    scale: float | None,
+) -> Tensor:
     (H, T), (H_kv, S) = q.shape[1:3], k.shape[1:3]
-    if H != H_kv: k, v = (x.repeat_interleave(H // H_kv, 1) for x in (k, v))
-    scores = q @ k.mT * (scale or 1 / math.sqrt(q.shape[-1])) # (B, H, T, S)
-    if softcap is not None: scores = softcap * torch.tanh(scores / softcap)
-    if mask is None: mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if H != H_kv:
+        k, v = (x.repeat_interleave(H // H_kv, 1) for x in (k, v))
+    scores = q @ k.mT * (scale or 1 / math.sqrt(q.shape[-1]))  # (B, H, T, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return F.dropout(weights, dropout) @ v
 
 # %% ../../nbs/03_model/03_attention.ipynb #4e57ac9e
-QUERY_BLOCK = 256 # Queries at a time under a window
-DENSE = 2**18 # Up to so many numbers a matrix is cheaper than a list of documents
+QUERY_BLOCK = 256  # Queries at a time under a window
+DENSE = 2**18  # Up to so many numbers a matrix is cheaper than a list of documents
+
 
 @dataclass
 class Spans:
     "Whom each token may look at, without a matrix: documents side by side, in each of them a window."
-    lengths: list[int] | None = None # Of each document, those of the first row first; None where each row is one
-    window: int = 0 # How many tokens back a query sees, itself included; 0 for all
-    order: Tensor | None = None # Where each token goes so that documents of equal length stand together
-    masks: dict = field(default_factory=dict, repr=False) # Small ones under a window, kept for all blocks and layers
 
-    def batches(self) -> list[tuple[int, int]]: # (documents, length of each), in the order of `order`
+    lengths: list[int] | None = (
+        None  # Of each document, those of the first row first; None where each row is one
+    )
+    window: int = 0  # How many tokens back a query sees, itself included; 0 for all
+    order: Tensor | None = (
+        None  # Where each token goes so that documents of equal length stand together
+    )
+    masks: dict = field(
+        default_factory=dict, repr=False
+    )  # Small ones under a window, kept for all blocks and layers
+
+    def batches(
+        self,
+    ) -> list[tuple[int, int]]:  # (documents, length of each), in the order of `order`
         counts: dict[int, int] = {}
-        for n in sorted(self.lengths or ()): counts[n] = counts.get(n, 0) + 1
+        for n in sorted(self.lengths or ()):
+            counts[n] = counts.get(n, 0) + 1
         return [(count, n) for n, count in counts.items()]
 
-    def mask(self, queries: int, keys: int, like: Tensor) -> Tensor: # (1, 1, queries, keys), to be added to scores
+    def mask(
+        self, queries: int, keys: int, like: Tensor
+    ) -> Tensor:  # (1, 1, queries, keys), to be added to scores
         key = queries, keys, like.dtype, like.device
         if key not in self.masks:
             allowed = make_mask(queries, keys, self.window, device=like.device)
-            if allowed is None: allowed = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril()
+            if allowed is None:
+                allowed = torch.ones(
+                    1, 1, queries, keys, dtype=torch.bool, device=like.device
+                ).tril()
             self.masks[key] = like.new_zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
         return self.masks[key]
 
+
 def find_spans(
-    document: Tensor | None = None, # (B, T), which document of a packed row a token belongs to
-    padding: Tensor | None = None, # (B, T), False where there is no token
-) -> Spans | None: # None where a row has padding between its tokens
+    document: Tensor | None = None,  # (B, T), which document of a packed row a token belongs to
+    padding: Tensor | None = None,  # (B, T), False where there is no token
+) -> Spans | None:  # None where a row has padding between its tokens
     "The documents of rows, and what is padding, as a list of lengths."
     ids = document if document is not None else padding
-    if ids is None: return Spans()
+    if ids is None:
+        return Spans()
     border = torch.ones_like(ids, dtype=torch.bool)
     border[:, 1:] = ids[:, 1:] != ids[:, :-1]
     if padding is not None:
         real = padding.int()
-        if bool((real[:, 0] + (real.diff(dim=-1) == 1).sum(-1)).max() > 1): return None
+        if bool((real[:, 0] + (real.diff(dim=-1) == 1).sum(-1)).max() > 1):
+            return None
         border[:, 1:] |= real[:, 1:] != real[:, :-1]
     starts = border.flatten().nonzero().squeeze(1)
     lengths = F.pad(starts, (0, 1), value=border.numel()).diff()
     by_length = lengths.argsort(stable=True)
     order = None
-    if not torch.equal(by_length, torch.arange(len(lengths), device=lengths.device)): # Else they stand right already
+    if not torch.equal(
+        by_length, torch.arange(len(lengths), device=lengths.device)
+    ):  # Else they stand right already
         begin, sizes = starts[by_length], lengths[by_length]
         shift = (begin - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
         order = torch.arange(border.numel(), device=lengths.device) + shift
     return Spans(lengths.tolist(), 0, order)
 
+
 def make_masks(
-    queries: int, # How many tokens look
-    keys: int, # How many can be looked at; the queries are the last of them
-    windows: Iterable[int] = (0,), # How many tokens back, one for each kind of layer; 0 for all
-    padding: Tensor | None = None, # (B, keys), False where there is no token
-    document: Tensor | None = None, # (B, keys), which document of a packed row a token belongs to
+    queries: int,  # How many tokens look
+    keys: int,  # How many can be looked at; the queries are the last of them
+    windows: Iterable[int] = (0,),  # How many tokens back, one for each kind of layer; 0 for all
+    padding: Tensor | None = None,  # (B, keys), False where there is no token
+    document: Tensor | None = None,  # (B, keys), which document of a packed row a token belongs to
     device: torch.device | None = None,
-    dense: int | None = None, # Largest matrix, in numbers; `DENSE` when None
-) -> dict[int, Tensor | Spans | None]: # For each window what `attend` takes
+    dense: int | None = None,  # Largest matrix, in numbers; `DENSE` when None
+) -> dict[int, Tensor | Spans | None]:  # For each window what `attend` takes
     "Who may look at whom, as a matrix where that is small and as `Spans` where it is not."
     limit, each = DENSE if dense is None else dense, padding if document is None else document
     rows, spans = 1 if each is None else len(each), None
-    if queries == keys and rows * queries * keys > limit and queries > 1: # A cache looks back with few queries
+    if (
+        queries == keys and rows * queries * keys > limit and queries > 1
+    ):  # A cache looks back with few queries
         # How many documents there are is only known when they are there, so a compiled model takes the matrix
-        if not (each is not None and torch.compiler.is_compiling()): spans = find_spans(document, padding)
+        if not (each is not None and torch.compiler.is_compiling()):
+            spans = find_spans(document, padding)
+
     def choose(window: int) -> Tensor | Spans | None:
-        if spans is None: return make_mask(queries, keys, window, padding, document, device)
-        if spans.lengths is None and not 0 < window < keys: return None
+        if spans is None:
+            return make_mask(queries, keys, window, padding, document, device)
+        if spans.lengths is None and not 0 < window < keys:
+            return None
         return Spans(spans.lengths, window, spans.order)
+
     return {window: choose(window) for window in set(windows)}
 
 # %% ../../nbs/03_model/03_attention.ipynb #29f0b4c2
-Engine = Callable[..., Tensor] # (q, k, v, mask, dropout, softcap, scale) -> (B, H, T, D)
+Engine = Callable[..., Tensor]  # (q, k, v, mask, dropout, softcap, scale) -> (B, H, T, D)
+
 
 def _windowed(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest) -> Tensor:
     "Queries in blocks, each with the keys in its reach."
     window, T = spans.window, q.shape[2]
-    if not 0 < window < T: return engine(q, k, v, None, *rest)
-    if T <= 2*QUERY_BLOCK: return engine(q, k, v, spans.mask(T, T, q), *rest)
+    if not 0 < window < T:
+        return engine(q, k, v, None, *rest)
+    if T <= 2 * QUERY_BLOCK:
+        return engine(q, k, v, spans.mask(T, T, q), *rest)
     pieces = []
     for a in range(0, T, QUERY_BLOCK):
         b, first = min(a + QUERY_BLOCK, T), max(0, a - window + 1)
@@ -231,137 +324,211 @@ def _windowed(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *re
         pieces.append(engine(q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], mask, *rest))
     return torch.cat(pieces, 2)
 
+
 def _apart(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest) -> Tensor:
     "Each document by itself, those of equal length as a batch."
-    if spans.lengths is None: return _windowed(engine, q, k, v, spans, *rest)
+    if spans.lengths is None:
+        return _windowed(engine, q, k, v, spans, *rest)
     rows, batches, pieces = len(q), spans.batches(), []
-    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)] # (B·T, heads, D)
-    if spans.order is not None: flat = [x.index_select(0, spans.order) for x in flat]
-    for (count, length), *three in zip(batches, *(x.split([n * m for n, m in batches]) for x in flat), strict=True):
-        three = [x.unflatten(0, (count, length)).transpose(1, 2) for x in three] # (count, heads, length, D)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B·T, heads, D)
+    if spans.order is not None:
+        flat = [x.index_select(0, spans.order) for x in flat]
+    for (count, length), *three in zip(
+        batches, *(x.split([n * m for n, m in batches]) for x in flat), strict=True
+    ):
+        three = [
+            x.unflatten(0, (count, length)).transpose(1, 2) for x in three
+        ]  # (count, heads, length, D)
         pieces.append(_windowed(engine, *three, spans, *rest).transpose(1, 2).flatten(0, 1))
     out = torch.cat(pieces)
-    if spans.order is not None: out = out.index_select(0, spans.order.argsort())
+    if spans.order is not None:
+        out = out.index_select(0, spans.order.argsort())
     return out.unflatten(0, (rows, -1)).transpose(1, 2)
 
-def _lengths(spans: Spans, q: Tensor) -> tuple[Tensor, int]: # Where each document begins and the last ends; the longest
+
+def _lengths(
+    spans: Spans, q: Tensor
+) -> tuple[Tensor, int]:  # Where each document begins and the last ends; the longest
     lengths = spans.lengths or [q.shape[2]] * len(q)
-    return torch.tensor([0, *lengths], dtype=torch.int32, device=q.device).cumsum(0, dtype=torch.int32), max(lengths)
+    return torch.tensor([0, *lengths], dtype=torch.int32, device=q.device).cumsum(
+        0, dtype=torch.int32
+    ), max(lengths)
+
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
     "torch's kernel for documents of many lengths; GPUs only, half precision only."
     from torch.nn.attention.varlen import varlen_attn
+
     (begins, longest), left = _lengths(spans, q), spans.window - 1 if spans.window else -1
-    q_, k_, v_ = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)) # (B·T, heads, D)
-    out = varlen_attn(q_, k_, v_, begins, begins, longest, longest, scale=scale, window_size=(left, 0),
-                      enable_gqa=q.shape[1] != k.shape[1], num_splits=1)
-    return out.unflatten(0, (len(q), -1)).transpose(1, 2) # type: ignore
+    q_, k_, v_ = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·T, heads, D)
+    out = varlen_attn(
+        q_,
+        k_,
+        v_,
+        begins,
+        begins,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+        num_splits=1,
+    )
+    return out.unflatten(0, (len(q), -1)).transpose(1, 2)  # type: ignore
 
-def need_flash() -> None: # Raises `ImportError`
+
+def need_flash() -> None:  # Raises `ImportError`
     "Say early that flash-attn is not there."
-    if importlib.util.find_spec('flash_attn') is None:
-        raise ImportError("attention = 'flash_attention_2' needs the package flash-attn and a GPU: pip install "
-                          "flash-attn --no-build-isolation, or set attention to 'sdpa'")
+    if importlib.util.find_spec("flash_attn") is None:
+        raise ImportError(
+            "attention = 'flash_attention_2' needs the package flash-attn and a GPU: pip install "
+            "flash-attn --no-build-isolation, or set attention to 'sdpa'"
+        )
 
-def _by_flash(q: Tensor, k: Tensor, v: Tensor, mask: Spans | None, dropout: float, softcap: float | None,
-              scale: float | None) -> Tensor:
+
+def _by_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Spans | None,
+    dropout: float,
+    softcap: float | None,
+    scale: float | None,
+) -> Tensor:
     need_flash()
-    import flash_attn # type: ignore
+    import flash_attn  # type: ignore
+
     spans = mask or Spans()
-    more = dict(dropout_p=dropout, softmax_scale=scale, causal=True, softcap=softcap or 0.0,
-                window_size=(spans.window - 1, 0) if spans.window else (-1, -1))
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v)) # It wants (B, T, H, D)
-    if spans.lengths is None: return flash_attn.flash_attn_func(q, k, v, **more).transpose(1, 2)
+    more = dict(
+        dropout_p=dropout,
+        softmax_scale=scale,
+        causal=True,
+        softcap=softcap or 0.0,
+        window_size=(spans.window - 1, 0) if spans.window else (-1, -1),
+    )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # It wants (B, T, H, D)
+    if spans.lengths is None:
+        return flash_attn.flash_attn_func(q, k, v, **more).transpose(1, 2)
     begins, longest = _lengths(spans, q.transpose(1, 2))
-    out = flash_attn.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), begins, begins, longest, longest, **more)
+    out = flash_attn.flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), begins, begins, longest, longest, **more
+    )
     return out.unflatten(0, (len(q), -1)).transpose(1, 2)
 
+
 def attend(
-    q: Tensor, # (B, H, T, D)
-    k: Tensor, # (B, H_kv, S, D); H is a multiple of H_kv
-    v: Tensor, # (B, H_kv, S, D)
-    mask: Tensor | Spans | None = None, # What `make_mask` or `make_masks` gives
-    dropout: float = 0.0, # On the attention weights
-    softcap: float | None = None, # Scores become softcap·tanh(score / softcap) (Gemma 2)
-    scale: float | None = None, # Multiplies the scores; 1/√D when None
-    implementation: str = 'sdpa', # Or 'eager', or 'flash_attention_2' for half precision on a GPU
-) -> Tensor: # (B, H, T, D)
+    q: Tensor,  # (B, H, T, D)
+    k: Tensor,  # (B, H_kv, S, D); H is a multiple of H_kv
+    v: Tensor,  # (B, H_kv, S, D)
+    mask: Tensor | Spans | None = None,  # What `make_mask` or `make_masks` gives
+    dropout: float = 0.0,  # On the attention weights
+    softcap: float | None = None,  # Scores become softcap·tanh(score / softcap) (Gemma 2)
+    scale: float | None = None,  # Multiplies the scores; 1/√D when None
+    implementation: str = "sdpa",  # Or 'eager', or 'flash_attention_2' for half precision on a GPU
+) -> Tensor:  # (B, H, T, D)
     "softmax(QKᵀ/√D)V over the keys that the mask leaves (Vaswani et al. 2017, eq. 1)."
-    matrix = isinstance(mask, Tensor) # flash-attn knows none: a cache with padding, a hole in a row
-    if implementation == 'flash_attention_2' and not isinstance(mask, Tensor):
+    matrix = isinstance(
+        mask, Tensor
+    )  # flash-attn knows none: a cache with padding, a hole in a row
+    if implementation == "flash_attention_2" and not isinstance(mask, Tensor):
         return _by_flash(q, k, v, mask, dropout, softcap, scale)
-    by_hand = softcap is not None or implementation == 'eager'
+    by_hand = softcap is not None or implementation == "eager"
     engine: Engine = _by_hand if by_hand else _by_torch
-    if matrix or mask is None: return engine(q, k, v, mask, dropout, softcap, scale)
+    if matrix or mask is None:
+        return engine(q, k, v, mask, dropout, softcap, scale)
     kernel = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not (dropout or by_hand)
-    if kernel and mask.lengths is not None and importlib.util.find_spec('torch.nn.attention.varlen'):
+    if (
+        kernel
+        and mask.lengths is not None
+        and importlib.util.find_spec("torch.nn.attention.varlen")
+    ):
         return _varlen(q, k, v, mask, scale)
     return _apart(engine, q, k, v, mask, dropout, softcap, scale)
 
 # %% ../../nbs/03_model/04_kv_cache.ipynb #4ef1c03f
-BACK = 16 # Tokens that can be taken back from a layer with a window
+BACK = 16  # Tokens that can be taken back from a layer with a window
+
 
 class KVCache:
     "Keys and values of the tokens that a model has seen, in memory taken once, at the first of them."
+
     def __init__(
         self,
         n_layers: int,
-        max_length: int, # Tokens that there is room for
-        windows: Sequence[int] | None = None, # How many tokens back each layer sees, itself included; 0 for all
+        max_length: int,  # Tokens that there is room for
+        windows: Sequence[int]
+        | None = None,  # How many tokens back each layer sees, itself included; 0 for all
     ):
         self.max_length, self.length, self.windows = max_length, 0, list(windows or [0] * n_layers)
-        self.first = [0] * n_layers # Position of the first token that a layer still has
-        self.keys: list[Tensor | None] = [None] * n_layers # (B, H_kv, room, D)
+        self.first = [0] * n_layers  # Position of the first token that a layer still has
+        self.keys: list[Tensor | None] = [None] * n_layers  # (B, H_kv, room, D)
         self.values: list[Tensor | None] = [None] * n_layers
 
     def __repr__(self) -> str:
-        return f'KVCache({len(self.keys)} layers, {self.length} of {self.max_length} tokens)'
+        return f"KVCache({len(self.keys)} layers, {self.length} of {self.max_length} tokens)"
 
-    def get_seq_length(self, layer_idx: int = 0) -> int: return self.length
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
 
     @property
-    def nbytes(self) -> int: return sum(t.nbytes for t in (*self.keys, *self.values) if t is not None)
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values) if t is not None)
 
     def room(self, layer: int) -> int:
         "How many tokens a layer has memory for."
         window = self.windows[layer]
-        return min(self.max_length, window + BACK + max(16, window // 4)) if window else self.max_length
+        return (
+            min(self.max_length, window + BACK + max(16, window // 4))
+            if window
+            else self.max_length
+        )
 
     def update(
         self,
         layer: int,
-        k: Tensor, # (B, H_kv, T, D), keys of the new tokens
-        v: Tensor, # (B, H_kv, T, D)
-    ) -> tuple[Tensor, Tensor]: # (B, H_kv, S, D) each, the newest last; `length` moves on after the last layer
+        k: Tensor,  # (B, H_kv, T, D), keys of the new tokens
+        v: Tensor,  # (B, H_kv, T, D)
+    ) -> tuple[
+        Tensor, Tensor
+    ]:  # (B, H_kv, S, D) each, the newest last; `length` moves on after the last layer
         "Write the new tokens behind the old ones; gives all that the new ones may see, as views where it can."
         old_k, old_v, end = self.keys[layer], self.values[layer], self.length + k.shape[2]
         if end > self.max_length:
-            raise ValueError(f'the cache has room for {self.max_length} tokens, not for {end}')
+            raise ValueError(f"the cache has room for {self.max_length} tokens, not for {end}")
         if old_k is None or old_v is None:
-            old_k, old_v = (new.new_empty(*new.shape[:2], self.room(layer), new.shape[3]) for new in (k, v))
+            old_k, old_v = (
+                new.new_empty(*new.shape[:2], self.room(layer), new.shape[3]) for new in (k, v)
+            )
             self.keys[layer], self.values[layer] = old_k, old_v
         if len(old_k) != len(k):
-            raise ValueError(f'the cache holds {len(old_k)} rows, {len(k)} were given: begin a new one')
+            raise ValueError(
+                f"the cache holds {len(old_k)} rows, {len(k)} were given: begin a new one"
+            )
         first = self.first[layer]
-        begin, stop = self.length - first, end - first # Where the new tokens go
+        begin, stop = self.length - first, end - first  # Where the new tokens go
         if stop <= old_k.shape[2]:
             old_k[:, :, begin:stop], old_v[:, :, begin:stop] = k, v
             return old_k[:, :, :stop], old_v[:, :, :stop]
         kept = self.windows[layer] + BACK
-        k, v = (torch.cat((old[:, :, max(0, begin - kept + 1):begin], new), 2)
-                for old, new in ((old_k, k), (old_v, v)))
+        k, v = (
+            torch.cat((old[:, :, max(0, begin - kept + 1) : begin], new), 2)
+            for old, new in ((old_k, k), (old_v, v))
+        )
         self.first[layer] = end - min(kept, k.shape[2])
         old_k[:, :, :kept], old_v[:, :, :kept] = k[:, :, -kept:], v[:, :, -kept:]
         return k, v
 
     def crop(
         self,
-        length: int, # Tokens to keep
-    ) -> None: # Raises `ValueError` where a window has moved on
+        length: int,  # Tokens to keep
+    ) -> None:  # Raises `ValueError` where a window has moved on
         "Forget all tokens after the first `length`."
-        if not 0 <= length <= self.length: raise ValueError(f'cannot keep {length} of {self.length} tokens')
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot keep {length} of {self.length} tokens")
         for first, window in zip(self.first, self.windows, strict=True):
             if first > max(0, length - window + 1):
-                raise ValueError(f'cannot go back to {length} tokens: a layer with a window of {window} has '
-                                 f'forgotten what came before token {first}')
+                raise ValueError(
+                    f"cannot go back to {length} tokens: a layer with a window of {window} has "
+                    f"forgotten what came before token {first}"
+                )
         self.length = length

@@ -15,142 +15,309 @@ from ..config import ConfigError, Problem, check_config, knob, nearest
 from .attention import ROPE_KEYS, ROPE_OPTIONS
 
 # %% ../../nbs/03_model/01_model_config.ipynb #f265746b
-ACTIVATION_NAMES = ('swiglu', 'geglu', 'gelu', 'gelu_tanh', 'relu2') # Those with a gate first
-GATED = ('swiglu', 'geglu') # Three matrices in the MLP instead of two
-ATTENTION_NAMES = ('sdpa', 'eager', 'flash_attention_2')
+ACTIVATION_NAMES = ("swiglu", "geglu", "gelu", "gelu_tanh", "relu2")  # Those with a gate first
+GATED = ("swiglu", "geglu")  # Three matrices in the MLP instead of two
+ATTENTION_NAMES = ("sdpa", "eager", "flash_attention_2")
 
-def _rope_problem(scaling: dict) -> str: # What is wrong with a `rope_scaling`, or nothing
-    kind = scaling.get('rope_type', '')
-    if kind not in ROPE_KEYS: return f"needs a 'rope_type' out of {', '.join(ROPE_KEYS)}.{nearest(kind, list(ROPE_KEYS))}"
-    if missing := [k for k in ROPE_KEYS[kind] if not isinstance(scaling.get(k), (int, float)) or scaling[k] <= 0]:
+
+def _rope_problem(scaling: dict) -> str:  # What is wrong with a `rope_scaling`, or nothing
+    kind = scaling.get("rope_type", "")
+    if kind not in ROPE_KEYS:
+        return f"needs a 'rope_type' out of {', '.join(ROPE_KEYS)}.{nearest(kind, list(ROPE_KEYS))}"
+    if missing := [
+        k
+        for k in ROPE_KEYS[kind]
+        if not isinstance(scaling.get(k), (int, float)) or scaling[k] <= 0
+    ]:
         return f"needs {', '.join(missing)} > 0"
-    known = ['rope_type', *ROPE_KEYS[kind], *ROPE_OPTIONS.get(kind, ())]
+    known = ["rope_type", *ROPE_KEYS[kind], *ROPE_OPTIONS.get(kind, ())]
     unknown = [k for k in scaling if k not in known]
-    return f"has an unknown key '{unknown[0]}'.{nearest(unknown[0], known)}" if unknown else ''
+    return f"has an unknown key '{unknown[0]}'.{nearest(unknown[0], known)}" if unknown else ""
+
 
 MOST_LAYERS = 10_000
+
 
 @dataclass
 class ModelConfig:
     "The shape of a transformer, and the choices inside its block."
-    vocab_size: int = knob(0, 'Number of token ids; 0 until the tokenizer is known', low=0)
-    d_model: int = knob(256, 'Width of the residual stream', low=1, aliases=('hidden_size', 'n_embd'))
-    n_heads: int = knob(4, 'Attention heads', low=1, aliases=('num_attention_heads', 'n_head'))
-    n_layers: int = knob(4, 'Blocks', low=1, aliases=('num_hidden_layers', 'n_layer'))
-    d_ff: int = knob(1024, 'Width inside the MLP', low=1, aliases=('intermediate_size', 'n_inner'))
-    max_seq_len: int = knob(512, 'Longest sequence, in tokens', low=1,
-                            aliases=('max_position_embeddings', 'n_positions'))
-    n_kv_heads: int | None = knob(None, 'Heads of keys and values that the query heads share; n_heads when unset',
-                                  low=1, aliases=('num_key_value_heads',))
-    head_dim: int | None = knob(None, 'Width of one head; d_model / n_heads when unset', low=1)
-    dropout: float = knob(0.0, 'Dropout on the embeddings and on what each half of a block adds', low=0, high=1)
-    attention_dropout: float = knob(0.0, 'Dropout on the attention weights', low=0, high=1)
-    activation: str = knob('swiglu', 'What bends the MLP; swiglu and geglu have a gate', choices=ACTIVATION_NAMES)
-    norm: str = knob('rmsnorm', 'How activations are brought to size; rmsnorm1p keeps its weights around 0, not 1',
-                     choices=('rmsnorm', 'rmsnorm1p', 'layernorm'))
-    norm_eps: float = knob(1e-5, 'Added to the mean square before its root', low=0,
-                           aliases=('rms_norm_eps', 'layer_norm_epsilon', 'layer_norm_eps'))
-    pre_norm: bool = knob(True, 'Normalise before each half of a block; false: after the sum')
-    sandwich_norm: bool = knob(False, 'Normalise also what each half of a block adds')
-    position: str = knob('rope', 'How a token knows its place', choices=('rope', 'learned'))
-    rope_theta: float = knob(10000.0, 'Base of the rotary wavelengths', low=1)
+
+    vocab_size: int = knob(0, "Number of token ids; 0 until the tokenizer is known", low=0)
+    d_model: int = knob(
+        256, "Width of the residual stream", low=1, aliases=("hidden_size", "n_embd")
+    )
+    n_heads: int = knob(4, "Attention heads", low=1, aliases=("num_attention_heads", "n_head"))
+    n_layers: int = knob(4, "Blocks", low=1, aliases=("num_hidden_layers", "n_layer"))
+    d_ff: int = knob(1024, "Width inside the MLP", low=1, aliases=("intermediate_size", "n_inner"))
+    max_seq_len: int = knob(
+        512,
+        "Longest sequence, in tokens",
+        low=1,
+        aliases=("max_position_embeddings", "n_positions"),
+    )
+    n_kv_heads: int | None = knob(
+        None,
+        "Heads of keys and values that the query heads share; n_heads when unset",
+        low=1,
+        aliases=("num_key_value_heads",),
+    )
+    head_dim: int | None = knob(None, "Width of one head; d_model / n_heads when unset", low=1)
+    dropout: float = knob(
+        0.0, "Dropout on the embeddings and on what each half of a block adds", low=0, high=1
+    )
+    attention_dropout: float = knob(0.0, "Dropout on the attention weights", low=0, high=1)
+    activation: str = knob(
+        "swiglu", "What bends the MLP; swiglu and geglu have a gate", choices=ACTIVATION_NAMES
+    )
+    norm: str = knob(
+        "rmsnorm",
+        "How activations are brought to size; rmsnorm1p keeps its weights around 0, not 1",
+        choices=("rmsnorm", "rmsnorm1p", "layernorm"),
+    )
+    norm_eps: float = knob(
+        1e-5,
+        "Added to the mean square before its root",
+        low=0,
+        aliases=("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps"),
+    )
+    pre_norm: bool = knob(True, "Normalise before each half of a block; false: after the sum")
+    sandwich_norm: bool = knob(False, "Normalise also what each half of a block adds")
+    position: str = knob("rope", "How a token knows its place", choices=("rope", "learned"))
+    rope_theta: float = knob(10000.0, "Base of the rotary wavelengths", low=1)
     rope_scaling: dict | None = knob(
-        None, "Longer waves: {'rope_type': 'linear', 'dynamic', 'yarn' or 'llama3', 'factor': 8.0, …}")
-    layer_windows: list[int] | None = knob(None, 'How many tokens back each layer sees, a number each, 0 for all')
-    qk_norm: bool = knob(False, 'RMSNorm on each head of queries and keys')
-    bias: str = knob('none', 'Which layers have biases', choices=('none', 'qkv', 'all'))
+        None,
+        "Longer waves: {'rope_type': 'linear', 'dynamic', 'yarn' or 'llama3', 'factor': 8.0, …}",
+    )
+    layer_windows: list[int] | None = knob(
+        None, "How many tokens back each layer sees, a number each, 0 for all"
+    )
+    qk_norm: bool = knob(False, "RMSNorm on each head of queries and keys")
+    bias: str = knob("none", "Which layers have biases", choices=("none", "qkv", "all"))
     query_pre_attn_scalar: float | None = knob(
-        None, 'Attention scores are divided by the root of this; the width of a head when unset', low=1e-3)
-    attn_softcap: float | None = knob(None, 'Attention scores stay between ± this', low=1e-3,
-                                      aliases=('attn_logit_softcapping',))
-    logit_softcap: float | None = knob(None, 'Logits stay between ± this', low=1e-3,
-                                       aliases=('final_logit_softcapping',))
-    scale_embeddings: bool = knob(False, 'Multiply embeddings by the root of d_model')
-    tie_embeddings: bool = knob(True, 'One matrix reads tokens and scores them', aliases=('tie_word_embeddings',))
-    init_std: float = knob(0.02, 'Standard deviation of fresh weights', low=0, aliases=('initializer_range',))
-    attention: str = knob('sdpa', "Who computes attention: torch ('sdpa'), our own lines ('eager'), or the package "
-                          "flash-attn", choices=ATTENTION_NAMES, aliases=('attn_implementation', 'use_flash_attention'))
-    gradient_checkpointing: bool = knob(False, 'Keep only block inputs for backward; compute the rest twice')
+        None,
+        "Attention scores are divided by the root of this; the width of a head when unset",
+        low=1e-3,
+    )
+    attn_softcap: float | None = knob(
+        None, "Attention scores stay between ± this", low=1e-3, aliases=("attn_logit_softcapping",)
+    )
+    logit_softcap: float | None = knob(
+        None, "Logits stay between ± this", low=1e-3, aliases=("final_logit_softcapping",)
+    )
+    scale_embeddings: bool = knob(False, "Multiply embeddings by the root of d_model")
+    tie_embeddings: bool = knob(
+        True, "One matrix reads tokens and scores them", aliases=("tie_word_embeddings",)
+    )
+    init_std: float = knob(
+        0.02, "Standard deviation of fresh weights", low=0, aliases=("initializer_range",)
+    )
+    attention: str = knob(
+        "sdpa",
+        "Who computes attention: torch ('sdpa'), our own lines ('eager'), or the package "
+        "flash-attn",
+        choices=ATTENTION_NAMES,
+        aliases=("attn_implementation", "use_flash_attention"),
+    )
+    gradient_checkpointing: bool = knob(
+        False, "Keep only block inputs for backward; compute the rest twice"
+    )
 
     def __post_init__(self):
-        if isinstance(self.attention, bool): # `use_flash_attention: true`
-            self.attention = 'flash_attention_2' if self.attention else 'sdpa'
+        if isinstance(self.attention, bool):  # `use_flash_attention: true`
+            self.attention = "flash_attention_2" if self.attention else "sdpa"
         check_config(self)
         problems, windows = [], self.layer_windows
         if self.head_dim is None and self.d_model % self.n_heads:
             next_width = -(-self.d_model // self.n_heads) * self.n_heads
-            problems.append(Problem('d_model', self.d_model, f'must be divisible by n_heads = {self.n_heads}, '
-                                    f'for example {next_width}; or set head_dim'))
-        elif self.position == 'rope' and self.head_width % 2:
-            problems.append(Problem('head_dim', self.head_width, 'must be even: rotary positions turn pairs'))
+            problems.append(
+                Problem(
+                    "d_model",
+                    self.d_model,
+                    f"must be divisible by n_heads = {self.n_heads}, "
+                    f"for example {next_width}; or set head_dim",
+                )
+            )
+        elif self.position == "rope" and self.head_width % 2:
+            problems.append(
+                Problem("head_dim", self.head_width, "must be even: rotary positions turn pairs")
+            )
         if self.n_heads % self.kv_heads:
-            problems.append(Problem('n_kv_heads', self.n_kv_heads, f'must divide n_heads = {self.n_heads}'))
+            problems.append(
+                Problem("n_kv_heads", self.n_kv_heads, f"must divide n_heads = {self.n_heads}")
+            )
         if windows is not None and (len(windows) != self.n_layers or min(windows) < 0):
-            problems.append(Problem('layer_windows', windows, f'must hold n_layers = {self.n_layers} numbers ≥ 0'))
+            problems.append(
+                Problem(
+                    "layer_windows", windows, f"must hold n_layers = {self.n_layers} numbers ≥ 0"
+                )
+            )
         if self.rope_scaling is not None and (wrong := _rope_problem(self.rope_scaling)):
-            problems.append(Problem('rope_scaling', self.rope_scaling, wrong))
-        if self.n_layers > MOST_LAYERS: problems.append(Problem('n_layers', self.n_layers, f'must be {MOST_LAYERS:,} or less: no model is deeper, and to make it would take minutes'))
+            problems.append(Problem("rope_scaling", self.rope_scaling, wrong))
+        if self.n_layers > MOST_LAYERS:
+            problems.append(
+                Problem(
+                    "n_layers",
+                    self.n_layers,
+                    f"must be {MOST_LAYERS:,} or less: no model is deeper, and to make it would take minutes",
+                )
+            )
         if self.sandwich_norm and not self.pre_norm:
-            problems.append(Problem('sandwich_norm', True, 'needs pre_norm: true'))
-        if problems: raise ConfigError(problems, 'ModelConfig')
+            problems.append(Problem("sandwich_norm", True, "needs pre_norm: true"))
+        if problems:
+            raise ConfigError(problems, "ModelConfig")
 
     @property
-    def kv_heads(self) -> int: return self.n_kv_heads or self.n_heads
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
 
     @property
-    def head_width(self) -> int: return self.head_dim or self.d_model // self.n_heads
+    def head_width(self) -> int:
+        return self.head_dim or self.d_model // self.n_heads
 
     @classmethod
     def preset(
         cls,
-        name: str, # A key of `PRESETS`
-        **changes, # Knobs to set otherwise
-    ) -> 'ModelConfig':
+        name: str,  # A key of `PRESETS`
+        **changes,  # Knobs to set otherwise
+    ) -> "ModelConfig":
         "A shape that people know by name."
-        if name not in PRESETS: 
-            raise ValueError(f"no preset '{name}'; there are {', '.join(PRESETS)}.{nearest(name, list(PRESETS))}")
+        if name not in PRESETS:
+            raise ValueError(
+                f"no preset '{name}'; there are {', '.join(PRESETS)}.{nearest(name, list(PRESETS))}"
+            )
         return cls(**{**PRESETS[name], **changes})
 
 # %% ../../nbs/03_model/01_model_config.ipynb #52431b9a
-_LLAMA3 = dict(rope_type='llama3', factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
-               original_max_position_embeddings=8192)
+_LLAMA3 = dict(
+    rope_type="llama3",
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
 PRESETS = {
-    'small': dict(d_model=256, n_heads=4, n_layers=4, d_ff=1024, max_seq_len=512),
-    'medium': dict(d_model=768, n_heads=12, n_layers=12, d_ff=3072, max_seq_len=1024),
-    'large': dict(d_model=1024, n_heads=16, n_layers=24, d_ff=4096, max_seq_len=2048),
-    'smollm2-135m': dict(vocab_size=49152, d_model=576, n_heads=9, n_kv_heads=3, n_layers=30, d_ff=1536,
-                         max_seq_len=8192, rope_theta=1e5),
-    'gpt2': dict(vocab_size=50257, d_model=768, n_heads=12, n_layers=12, d_ff=3072, max_seq_len=1024, dropout=0.1,
-                 attention_dropout=0.1, activation='gelu_tanh', norm='layernorm', position='learned', bias='all'),
-    'llama-3.2-1b': dict(vocab_size=128256, d_model=2048, n_heads=32, n_kv_heads=8, head_dim=64, n_layers=16, d_ff=8192,
-                         max_seq_len=131072, rope_theta=5e5, rope_scaling=_LLAMA3),
-    'qwen2.5-0.5b': dict(vocab_size=151936, d_model=896, n_heads=14, n_kv_heads=2, n_layers=24, d_ff=4864,
-                         max_seq_len=32768, rope_theta=1e6, norm_eps=1e-6, bias='qkv'),
-    'qwen3-0.6b': dict(vocab_size=151936, d_model=1024, n_heads=16, n_kv_heads=8, head_dim=128, n_layers=28, d_ff=3072,
-                       max_seq_len=40960, rope_theta=1e6, norm_eps=1e-6, qk_norm=True),
-    'mistral-7b': dict(vocab_size=32000, d_model=4096, n_heads=32, n_kv_heads=8, n_layers=32, d_ff=14336,
-                       max_seq_len=32768, layer_windows=[4096]*32, tie_embeddings=False),
-    'gemma-2-2b': dict(vocab_size=256000, d_model=2304, n_heads=8, n_kv_heads=4, head_dim=256, n_layers=26, d_ff=9216,
-                       max_seq_len=8192, norm_eps=1e-6, activation='geglu', norm='rmsnorm1p', sandwich_norm=True,
-                       scale_embeddings=True, query_pre_attn_scalar=256, attn_softcap=50.0, logit_softcap=30.0,
-                       layer_windows=[4096, 0]*13),
+    "small": dict(d_model=256, n_heads=4, n_layers=4, d_ff=1024, max_seq_len=512),
+    "medium": dict(d_model=768, n_heads=12, n_layers=12, d_ff=3072, max_seq_len=1024),
+    "large": dict(d_model=1024, n_heads=16, n_layers=24, d_ff=4096, max_seq_len=2048),
+    "smollm2-135m": dict(
+        vocab_size=49152,
+        d_model=576,
+        n_heads=9,
+        n_kv_heads=3,
+        n_layers=30,
+        d_ff=1536,
+        max_seq_len=8192,
+        rope_theta=1e5,
+    ),
+    "gpt2": dict(
+        vocab_size=50257,
+        d_model=768,
+        n_heads=12,
+        n_layers=12,
+        d_ff=3072,
+        max_seq_len=1024,
+        dropout=0.1,
+        attention_dropout=0.1,
+        activation="gelu_tanh",
+        norm="layernorm",
+        position="learned",
+        bias="all",
+    ),
+    "llama-3.2-1b": dict(
+        vocab_size=128256,
+        d_model=2048,
+        n_heads=32,
+        n_kv_heads=8,
+        head_dim=64,
+        n_layers=16,
+        d_ff=8192,
+        max_seq_len=131072,
+        rope_theta=5e5,
+        rope_scaling=_LLAMA3,
+    ),
+    "qwen2.5-0.5b": dict(
+        vocab_size=151936,
+        d_model=896,
+        n_heads=14,
+        n_kv_heads=2,
+        n_layers=24,
+        d_ff=4864,
+        max_seq_len=32768,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        bias="qkv",
+    ),
+    "qwen3-0.6b": dict(
+        vocab_size=151936,
+        d_model=1024,
+        n_heads=16,
+        n_kv_heads=8,
+        head_dim=128,
+        n_layers=28,
+        d_ff=3072,
+        max_seq_len=40960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qk_norm=True,
+    ),
+    "mistral-7b": dict(
+        vocab_size=32000,
+        d_model=4096,
+        n_heads=32,
+        n_kv_heads=8,
+        n_layers=32,
+        d_ff=14336,
+        max_seq_len=32768,
+        layer_windows=[4096] * 32,
+        tie_embeddings=False,
+    ),
+    "gemma-2-2b": dict(
+        vocab_size=256000,
+        d_model=2304,
+        n_heads=8,
+        n_kv_heads=4,
+        head_dim=256,
+        n_layers=26,
+        d_ff=9216,
+        max_seq_len=8192,
+        norm_eps=1e-6,
+        activation="geglu",
+        norm="rmsnorm1p",
+        sandwich_norm=True,
+        scale_embeddings=True,
+        query_pre_attn_scalar=256,
+        attn_softcap=50.0,
+        logit_softcap=30.0,
+        layer_windows=[4096, 0] * 13,
+    ),
 }
 
 # %% ../../nbs/03_model/01_model_config.ipynb #c31f3263
 def parameters_by_part(
     config: ModelConfig,
-) -> dict[str, int]: # What the whole model holds in each kind of layer
+) -> dict[str, int]:  # What the whole model holds in each kind of layer
     "Where the numbers of a model are, in closed form."
     c = config
     d, queries, keys = c.d_model, c.n_heads * c.head_width, c.kv_heads * c.head_width
-    every, some = c.bias == 'all', c.bias != 'none'
-    attention = 2 * d * (queries + keys) + some * (queries + 2*keys) + every * d
-    mlp = d * c.d_ff * (3 if c.activation in GATED else 2) + every * (d + c.d_ff * (2 if c.activation in GATED else 1))
-    norm = d * (1 + (c.norm == 'layernorm' and every))
-    norms = c.n_layers * ((4 if c.sandwich_norm else 2) * norm + c.qk_norm * 2 * c.head_width) + c.pre_norm * norm
-    learned = c.max_seq_len if c.position == 'learned' else 0
-    return dict(embedding=d * (c.vocab_size + learned), attention=c.n_layers * attention, mlp=c.n_layers * mlp, norms=norms,
-                head=0 if c.tie_embeddings else d * c.vocab_size)
+    every, some = c.bias == "all", c.bias != "none"
+    attention = 2 * d * (queries + keys) + some * (queries + 2 * keys) + every * d
+    mlp = d * c.d_ff * (3 if c.activation in GATED else 2) + every * (
+        d + c.d_ff * (2 if c.activation in GATED else 1)
+    )
+    norm = d * (1 + (c.norm == "layernorm" and every))
+    norms = (
+        c.n_layers * ((4 if c.sandwich_norm else 2) * norm + c.qk_norm * 2 * c.head_width)
+        + c.pre_norm * norm
+    )
+    learned = c.max_seq_len if c.position == "learned" else 0
+    return dict(
+        embedding=d * (c.vocab_size + learned),
+        attention=c.n_layers * attention,
+        mlp=c.n_layers * mlp,
+        norms=norms,
+        head=0 if c.tie_embeddings else d * c.vocab_size,
+    )
+
 
 def count_parameters(
     config: ModelConfig,
@@ -160,36 +327,45 @@ def count_parameters(
 
 # %% ../../nbs/03_model/01_model_config.ipynb #b5a2a801
 def attention_pairs(
-    length: int, # Tokens that look
-    window: int = 0, # How many tokens back a query sees, itself included; 0 for all
-    cached: int = 0, # Tokens before them, from a cache
-    block: int = 256, # Queries at a time where a window makes it worth while, as in `trainkit.model.attention`
-) -> int: # For each head and row
+    length: int,  # Tokens that look
+    window: int = 0,  # How many tokens back a query sees, itself included; 0 for all
+    cached: int = 0,  # Tokens before them, from a cache
+    block: int = 256,  # Queries at a time where a window makes it worth while, as in `trainkit.model.attention`
+) -> int:  # For each head and row
     "How many products of a query with a key are computed, those that a mask throws away included."
-    if cached or not 0 < window < length or length <= 2*block: return length * (cached + length)
+    if cached or not 0 < window < length or length <= 2 * block:
+        return length * (cached + length)
     ends = ((a, min(a + block, length)) for a in range(0, length, block))
     return sum((b - a) * (b - max(0, a - window + 1)) for a, b in ends)
 
+
 def flops_by_part(
     config: ModelConfig,
-    batch: int = 1, # Rows
-    length: int | None = None, # Tokens in a row; the longest sequence when None
-    cached: int = 0, # Tokens of each row that a cache remembers already
-) -> dict[str, int]: # Of one forward pass, logits for all positions included
+    batch: int = 1,  # Rows
+    length: int | None = None,  # Tokens in a row; the longest sequence when None
+    cached: int = 0,  # Tokens of each row that a cache remembers already
+) -> dict[str, int]:  # Of one forward pass, logits for all positions included
     "Where the operations of a model go, in closed form: matrix products only, two for each multiplication."
     c, length = config, length or config.max_seq_len
     queries, keys, layers = c.n_heads * c.head_width, c.kv_heads * c.head_width, c.n_layers
     tokens, matrices = batch * length, 3 if c.activation in GATED else 2
-    pairs = sum(attention_pairs(length, window, cached) for window in c.layer_windows or [0] * layers)
-    return dict(projections=4 * tokens * layers * c.d_model * (queries + keys), attention=4 * batch * queries * pairs,
-                mlp=2 * tokens * layers * matrices * c.d_model * c.d_ff, head=2 * tokens * c.d_model * c.vocab_size)
+    pairs = sum(
+        attention_pairs(length, window, cached) for window in c.layer_windows or [0] * layers
+    )
+    return dict(
+        projections=4 * tokens * layers * c.d_model * (queries + keys),
+        attention=4 * batch * queries * pairs,
+        mlp=2 * tokens * layers * matrices * c.d_model * c.d_ff,
+        head=2 * tokens * c.d_model * c.vocab_size,
+    )
+
 
 def count_flops(
     config: ModelConfig,
-    batch: int = 1, # Rows
-    length: int | None = None, # Tokens in a row; the longest sequence when None
-    cached: int = 0, # Tokens of each row that a cache remembers already
-    training: bool = False, # Forward and backward; what gradient checkpointing computes again is not counted
+    batch: int = 1,  # Rows
+    length: int | None = None,  # Tokens in a row; the longest sequence when None
+    cached: int = 0,  # Tokens of each row that a cache remembers already
+    training: bool = False,  # Forward and backward; what gradient checkpointing computes again is not counted
 ) -> int:
     "Operations of one pass over a batch; rows packed from documents take the sum of what the documents take."
     return sum(flops_by_part(config, batch, length, cached).values()) * (3 if training else 1)

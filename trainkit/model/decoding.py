@@ -27,19 +27,25 @@ from torch import Tensor, nn
 from .attention import KVCache
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #a163c277
-Product = Callable[[Tensor], Tensor] # (B, in) -> (B, out), in memory that the next call writes over
+Product = Callable[
+    [Tensor], Tensor
+]  # (B, in) -> (B, out), in memory that the next call writes over
+
 
 def joint(
-    weights: Sequence[Tensor], # (out, in) each, of layers that read the same input
-    rows: int, # B
+    weights: Sequence[Tensor],  # (out, in) each, of layers that read the same input
+    rows: int,  # B
 ) -> Product:
     "All layers at once, side by side, from the weights as they are."
     sizes, first = [len(w) for w in weights], weights[0]
-    if first.dtype.itemsize < 4 or rows > 8: # Half precision, and many rows, have good routines
+    if first.dtype.itemsize < 4 or rows > 8:  # Half precision, and many rows, have good routines
         linear = F.linear
-        if first.dtype == torch.float32 and torch.backends.mkldnn.is_available(): # oneDNN's, which F.linear leaves out
-            linear = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, 'none', [], '')
-        if len(weights) == 1: return lambda x: linear(x, first)
+        if (
+            first.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        ):  # oneDNN's, which F.linear leaves out
+            linear = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+        if len(weights) == 1:
+            return lambda x: linear(x, first)
         return lambda x: torch.cat([linear(x, w) for w in weights], -1)
     out = first.new_empty(sum(sizes), rows)
     result, pairs = out.t(), []
@@ -47,80 +53,122 @@ def joint(
         even = len(weight) // 64 * 64 if rows == 1 else 0
         blocks, places = weight[:even].view(-1, 64, weight.shape[1]), part[:even].view(-1, 64, 1)
         pairs.append((blocks, places, weight[even:], part[even:]))
+
     def product(x: Tensor) -> Tensor:
         column = x.t()
         for blocks, places, rest, rest_place in pairs:
-            if len(blocks): torch.bmm(blocks, column.expand(len(blocks), -1, -1), out=places)
-            if len(rest): torch.mm(rest, column, out=rest_place)
+            if len(blocks):
+                torch.bmm(blocks, column.expand(len(blocks), -1, -1), out=places)
+            if len(rest):
+                torch.mm(rest, column, out=rest_place)
         return result
+
     return product
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #f3c6839b
 def _packed(weight: Tensor, rows: int) -> Product:
     ops = torch.ops.mkldnn
-    if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported(): # as before AVX-512
+    if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():  # as before AVX-512
         return lambda x: F.linear(x.to(weight.dtype), weight)
     order = ops._reorder_linear_weight(weight, rows)
-    return lambda x: ops._linear_pointwise(x.to(weight.dtype).contiguous(), order, None, 'none', [], '')
+    return lambda x: ops._linear_pointwise(
+        x.to(weight.dtype).contiguous(), order, None, "none", [], ""
+    )
+
 
 def _int8(weight: Tensor, rows: int) -> Product:
     scale = weight.abs().amax(1, keepdim=True).clamp_(min=1e-8).div_(127)
     steps, scales = torch.round(weight / scale).to(torch.int8), scale.flatten().bfloat16()
-    return lambda x: torch.ops.aten._weight_int8pack_mm(x.to(torch.bfloat16).contiguous(), steps, scales)
+    return lambda x: torch.ops.aten._weight_int8pack_mm(
+        x.to(torch.bfloat16).contiguous(), steps, scales
+    )
 
-PRODUCTS: dict[str, Callable[[Tensor, int], Product]] = { # From a weight (out, in) and the number of rows
-    'packed': _packed,
-    'bfloat16': lambda weight, rows: _packed(weight.bfloat16(), rows),
-    'int8': _int8,
+
+PRODUCTS: dict[
+    str, Callable[[Tensor, int], Product]
+] = {  # From a weight (out, in) and the number of rows
+    "packed": _packed,
+    "bfloat16": lambda weight, rows: _packed(weight.bfloat16(), rows),
+    "int8": _int8,
 }
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #e480a5ba
 def quick_norm(
-    norm: Any, # Any norm of our model
-) -> Callable[[Tensor], Tensor]: # (..., d) -> (..., d), a new tensor
+    norm: Any,  # Any norm of our model
+) -> Callable[[Tensor], Tensor]:  # (..., d) -> (..., d), a new tensor
     "RMSNorm of float32 in four operations; other norms as they are."
-    if type(norm).__name__ != 'RMSNorm' or norm.weight.dtype.itemsize < 4: return norm.forward
+    if type(norm).__name__ != "RMSNorm" or norm.weight.dtype.itemsize < 4:
+        return norm.forward
     weight, width = norm.weight.detach(), len(norm.weight)
-    eps, weight = weight.new_tensor((width * norm.eps) ** 0.5), weight * width ** 0.5
+    eps, weight = weight.new_tensor((width * norm.eps) ** 0.5), weight * width**0.5
     return lambda x: torch.mul(x, weight).div_(torch.linalg.vector_norm(x, 2, -1, True).hypot_(eps))
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #77dde938
-Look = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]] # Layer, new k, v -> all k, v, who may look
+Look = Callable[
+    [int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]
+]  # Layer, new k, v -> all k, v, who may look
+
 
 class _Layer:
     "One block, for one token a row."
-    def __init__(self, block: Any, config: Any, rows: int, make: Callable[[list[nn.Linear]], Product]):
+
+    def __init__(
+        self, block: Any, config: Any, rows: int, make: Callable[[list[nn.Linear]], Product]
+    ):
         attn, mlp, self.rows, self.index = block.self_attn, block.mlp, rows, block.self_attn.layer
-        self.heads, self.kv_heads, self.scale, self.softcap = config.n_heads, config.kv_heads, attn.scale, attn.softcap
+        self.heads, self.kv_heads, self.scale, self.softcap = (
+            config.n_heads,
+            config.kv_heads,
+            attn.scale,
+            attn.softcap,
+        )
         self.qkv, self.o = make([attn.q_proj, attn.k_proj, attn.v_proj]), make([attn.o_proj])
-        self.head_norms = (quick_norm(attn.q_norm), quick_norm(attn.k_norm)) if config.qk_norm else None
-        self.turned = attn.q_proj.weight.new_empty(rows, self.heads + self.kv_heads, config.head_width)
-        self.gated, self.bend, self.down = mlp.gate_proj is not None, mlp.bend, make([mlp.down_proj])
+        self.head_norms = (
+            (quick_norm(attn.q_norm), quick_norm(attn.k_norm)) if config.qk_norm else None
+        )
+        self.turned = attn.q_proj.weight.new_empty(
+            rows, self.heads + self.kv_heads, config.head_width
+        )
+        self.gated, self.bend, self.down = (
+            mlp.gate_proj is not None,
+            mlp.bend,
+            make([mlp.down_proj]),
+        )
         self.up = make([mlp.gate_proj, mlp.up_proj] if self.gated else [mlp.up_proj])
-        names = ['input_layernorm', 'post_attention_layernorm']
-        if config.sandwich_norm: names += ['pre_feedforward_layernorm', 'post_feedforward_layernorm']
+        names = ["input_layernorm", "post_attention_layernorm"]
+        if config.sandwich_norm:
+            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         norms = [quick_norm(getattr(block, name)) for name in names]
         same = lambda x: x
-        if config.sandwich_norm: self.before, self.after, self.end = norms[::2], norms[1::2], [same, same]
-        elif config.pre_norm: self.before, self.after, self.end = norms, [same, same], [same, same]
-        else: self.before, self.after, self.end = [same, same], [same, same], norms
+        if config.sandwich_norm:
+            self.before, self.after, self.end = norms[::2], norms[1::2], [same, same]
+        elif config.pre_norm:
+            self.before, self.after, self.end = norms, [same, same], [same, same]
+        else:
+            self.before, self.after, self.end = [same, same], [same, same], norms
 
     def attention(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, look: Look) -> Tensor:
         heads, kv_heads, turned = self.heads, self.kv_heads, self.turned
-        both = self.qkv(x).unflatten(1, (heads + 2*kv_heads, turned.shape[2])) # (B, H + 2·H_kv, D)
-        qk, v = both[:, :heads + kv_heads], both[:, heads + kv_heads:]
+        both = self.qkv(x).unflatten(
+            1, (heads + 2 * kv_heads, turned.shape[2])
+        )  # (B, H + 2·H_kv, D)
+        qk, v = both[:, : heads + kv_heads], both[:, heads + kv_heads :]
         if self.head_norms is not None:
             parts = zip(self.head_norms, qk.split([heads, kv_heads], 1), strict=True)
             qk = torch.cat([norm(part) for norm, part in parts], 1)
-        if angles is None: turned.copy_(qk)
+        if angles is None:
+            turned.copy_(qk)
         else:
             (cos, sin), half = angles, turned.shape[2] // 2
             torch.mul(qk, cos, out=turned)
             turned[..., :half].addcmul_(qk[..., half:], sin, value=-1)
             turned[..., half:].addcmul_(qk[..., :half], sin)
-        k, v, bias = look(self.index, turned[:, heads:, None], v[:, :, None].to(turned.dtype)) # (B, H_kv, S, D)
-        q = turned[:, :heads].unflatten(1, (kv_heads, -1)) # (B, H_kv, H / H_kv, D)
-        if self.softcap is None: out = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
+        k, v, bias = look(
+            self.index, turned[:, heads:, None], v[:, :, None].to(turned.dtype)
+        )  # (B, H_kv, S, D)
+        q = turned[:, :heads].unflatten(1, (kv_heads, -1))  # (B, H_kv, H / H_kv, D)
+        if self.softcap is None:
+            out = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
         else:
             scores = torch.tanh(q @ k.mT * (self.scale / self.softcap)).float().mul_(self.softcap)
             out = (scores if bias is None else scores + bias).softmax(-1).to(q.dtype) @ v
@@ -138,173 +186,260 @@ class _Layer:
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #41a65156
 class DecodePlan:
     "A `Transformer` for one more token a row, made for one cache."
+
     def __init__(
         self,
-        model: Any, # A `Transformer` that `refusal` has nothing against
-        cache: KVCache, # What the model has read so far; the plan goes on with it
-        rows: int = 1, # B
-        gaps: Tensor | None = None, # (B,), empty places at the left of each row
-        weights: str | None = None, # A copy to work with, out of `PRODUCTS`; None: the weights as they are
+        model: Any,  # A `Transformer` that `refusal` has nothing against
+        cache: KVCache,  # What the model has read so far; the plan goes on with it
+        rows: int = 1,  # B
+        gaps: Tensor | None = None,  # (B,), empty places at the left of each row
+        weights: str
+        | None = None,  # A copy to work with, out of `PRODUCTS`; None: the weights as they are
     ):
         config, decoder, head = model.config, model.model, model.lm_head
         if weights is not None and weights not in PRODUCTS:
-            raise ValueError(f"weights is '{weights}', and must be None or one of {', '.join(PRODUCTS)}")
+            raise ValueError(
+                f"weights is '{weights}', and must be None or one of {', '.join(PRODUCTS)}"
+            )
+
         def make(layers: list[nn.Linear]) -> Product:
             parts, bias = [layer.weight.detach() for layer in layers], layers[0].bias
-            product = joint(parts, rows) if weights is None else PRODUCTS[weights](torch.cat(parts), rows)
-            if bias is None: return product
+            product = (
+                joint(parts, rows) if weights is None else PRODUCTS[weights](torch.cat(parts), rows)
+            )
+            if bias is None:
+                return product
             bias = torch.cat([layer.bias.detach() for layer in layers])
             return lambda x: product(x).add_(bias)
+
         with torch.no_grad():
             self.layers = [_Layer(block, config, rows, make) for block in decoder.layers]
             self.head, self.norm = make([head]), quick_norm(decoder.norm)
             self.embed, self.places = decoder.embed_tokens.weight.detach(), decoder.embed_positions
-            self.scale = self.embed.new_tensor(config.d_model ** 0.5) if config.scale_embeddings else None
-            self.cache, self.gaps, self.softcap, self.bias, self.angles = cache, gaps, config.logit_softcap, None, None
+            self.scale = (
+                self.embed.new_tensor(config.d_model**0.5) if config.scale_embeddings else None
+            )
+            self.cache, self.gaps, self.softcap, self.bias, self.angles = (
+                cache,
+                gaps,
+                config.logit_softcap,
+                None,
+                None,
+            )
             room = torch.arange(cache.max_length, device=self.embed.device)
             if (angles := decoder.angles(room[None], self.embed.dtype)) is not None:
-                self.angles = torch.cat((angles[0], angles[0]), -1)[0], angles[1][0] # (length, 1, D or D/2)
-            if gaps is not None: # (B, 1, 1, length), minus infinity where a row has no token
+                self.angles = (
+                    torch.cat((angles[0], angles[0]), -1)[0],
+                    angles[1][0],
+                )  # (length, 1, D or D/2)
+            if gaps is not None:  # (B, 1, 1, length), minus infinity where a row has no token
                 self.bias = self.embed.new_zeros(rows, 1, 1, len(room))
                 self.bias.masked_fill_(room < gaps[:, None, None, None], -torch.inf)
 
     def _look(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         k, v = self.cache.update(layer, k, v)
-        if 0 < (window := self.cache.windows[layer]) < k.shape[2]: k, v = k[:, :, -window:], v[:, :, -window:]
-        if self.bias is None: return k, v, None
+        if 0 < (window := self.cache.windows[layer]) < k.shape[2]:
+            k, v = k[:, :, -window:], v[:, :, -window:]
+        if self.bias is None:
+            return k, v, None
         end = self.cache.length + 1
-        return k, v, self.bias[..., end - k.shape[2]:end]
+        return k, v, self.bias[..., end - k.shape[2] : end]
 
     @torch.no_grad()
     def step(
         self,
-        ids: Tensor, # (B,), the newest token of each row
-    ) -> Tensor: # (B, V), logits of the next
+        ids: Tensor,  # (B,), the newest token of each row
+    ) -> Tensor:  # (B, V), logits of the next
         "Read one token a row; the cache grows by it."
-        position: Any = self.cache.length if self.gaps is None else (self.cache.length - self.gaps).clamp_(min=0)
+        position: Any = (
+            self.cache.length
+            if self.gaps is None
+            else (self.cache.length - self.gaps).clamp_(min=0)
+        )
         x, angles = F.embedding(ids, self.embed), None
-        if self.scale is not None: x *= self.scale
-        if self.places is not None: x += self.places.weight[position]
-        if self.angles is not None: angles = self.angles[0][position], self.angles[1][position]
-        for layer in self.layers: x = layer(x, angles, self._look)
+        if self.scale is not None:
+            x *= self.scale
+        if self.places is not None:
+            x += self.places.weight[position]
+        if self.angles is not None:
+            angles = self.angles[0][position], self.angles[1][position]
+        for layer in self.layers:
+            x = layer(x, angles, self._look)
         self.cache.length += 1
         logits = self.head(self.norm(x)).clone(memory_format=torch.contiguous_format)
-        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return (
+            logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        )
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #204367ef
-HANDLED = frozenset('''vocab_size d_model n_heads n_layers d_ff max_seq_len n_kv_heads head_dim dropout attention_dropout
+HANDLED = frozenset(
+    """vocab_size d_model n_heads n_layers d_ff max_seq_len n_kv_heads head_dim dropout attention_dropout
     activation norm norm_eps pre_norm sandwich_norm position rope_theta rope_scaling layer_windows qk_norm bias
     query_pre_attn_scalar attn_softcap logit_softcap scale_embeddings tie_embeddings init_std
-    gradient_checkpointing'''.split())
-_PARTS = frozenset('Transformer Decoder Block Attention MLP RMSNorm RMSNorm1p LayerNorm Linear Embedding Dropout Identity '
-                   'ModuleList'.split())
+    gradient_checkpointing""".split()
+)
+_PARTS = frozenset(
+    "Transformer Decoder Block Attention MLP RMSNorm RMSNorm1p LayerNorm Linear Embedding Dropout Identity "
+    "ModuleList".split()
+)
+
 
 def refusal(
     model: nn.Module,
-) -> str: # Why there is no plan for it; '' where there can be one
+) -> str:  # Why there is no plan for it; '' where there can be one
     "What in a model a `DecodePlan` would pass over."
-    kind, config = type(model), getattr(model, 'config', None)
-    if config is None or (kind.__name__, kind.__module__) != ('Transformer', 'trainkit.model.transformer'):
-        return f'{kind.__name__} is not our Transformer'
+    kind, config = type(model), getattr(model, "config", None)
+    if config is None or (kind.__name__, kind.__module__) != (
+        "Transformer",
+        "trainkit.model.transformer",
+    ):
+        return f"{kind.__name__} is not our Transformer"
     weights, scaling = list(model.parameters()), config.rope_scaling or {}
     for field in fields(config):
         if field.name not in HANDLED and (value := getattr(config, field.name)) != field.default:
-            return f'{field.name} = {value!r} is not planned for'
-    if scaling.get('rope_type') == 'dynamic': return 'dynamic rotary scaling turns by the length of the text'
+            return f"{field.name} = {value!r} is not planned for"
+    if scaling.get("rope_type") == "dynamic":
+        return "dynamic rotary scaling turns by the length of the text"
     for name, module in model.named_modules():
         kind = type(module)
-        if kind.__name__ not in _PARTS or kind.__module__.split('.')[0] not in ('torch', 'trainkit'):
-            return f'{name} is a {kind.__name__}'
-        if module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
-            return f'{name or "the model"} has a hook or a forward of its own'
-        if module.training: return f'{name or "the model"} is in training mode'
-    if odd := next((p for p in weights if type(p).__name__ not in ('Parameter', 'FakeTensor')), None): return f'a weight is a {type(odd).__name__}'
-    if len({(p.dtype, p.device) for p in weights}) > 1: return 'its weights differ in number format or device'
-    if torch.is_autocast_enabled(weights[0].device.type): return 'autocast is on'
-    return ''
+        if kind.__name__ not in _PARTS or kind.__module__.split(".")[0] not in (
+            "torch",
+            "trainkit",
+        ):
+            return f"{name} is a {kind.__name__}"
+        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+            return f"{name or 'the model'} has a hook or a forward of its own"
+        if module.training:
+            return f"{name or 'the model'} is in training mode"
+    if odd := next(
+        (p for p in weights if type(p).__name__ not in ("Parameter", "FakeTensor")), None
+    ):
+        return f"a weight is a {type(odd).__name__}"
+    if len({(p.dtype, p.device) for p in weights}) > 1:
+        return "its weights differ in number format or device"
+    if torch.is_autocast_enabled(weights[0].device.type):
+        return "autocast is on"
+    return ""
 
 # %% ../../nbs/03_model/12_static_shapes.ipynb #88c380ea
 class _Memory:
     "A cache, as far as `Attention` knows: writes at one position, and gives all of its places."
+
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], position: Tensor):
         self.keys, self.values, self.position = keys, values, position
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        for old, new in ((self.keys, k), (self.values, v)): old[layer].index_copy_(2, self.position, new)
+        for old, new in ((self.keys, k), (self.values, v)):
+            old[layer].index_copy_(2, self.position, new)
         return self.keys[layer], self.values[layer]
 
+
 def fixed_step(
-    model: Any, # `Transformer` in eval mode
-    ids: Tensor, # (B,), the newest token of each row
-    position: Tensor, # (1,), its place in the cache
-    gaps: Tensor, # (B,), empty places at the left of each row
-    keys: Sequence[Tensor], # A layer each, (B, H_kv, length, D); written in place
+    model: Any,  # `Transformer` in eval mode
+    ids: Tensor,  # (B,), the newest token of each row
+    position: Tensor,  # (1,), its place in the cache
+    gaps: Tensor,  # (B,), empty places at the left of each row
+    keys: Sequence[Tensor],  # A layer each, (B, H_kv, length, D); written in place
     values: Sequence[Tensor],
-) -> Tensor: # (B, V), logits of the next
+) -> Tensor:  # (B, V), logits of the next
     "One token a row with tensors of the same shapes at every position."
     config, decoder = model.config, model.model
-    x, places = decoder.embed_tokens(ids)[:, None], (position - gaps).clamp(min=0)[:, None] # (B, 1, d), (B, 1)
-    if config.scale_embeddings: x = x * torch.tensor(config.d_model ** 0.5, dtype=x.dtype, device=x.device)
-    if decoder.embed_positions is not None: x = x + decoder.embed_positions(places)
+    x, places = (
+        decoder.embed_tokens(ids)[:, None],
+        (position - gaps).clamp(min=0)[:, None],
+    )  # (B, 1, d), (B, 1)
+    if config.scale_embeddings:
+        x = x * torch.tensor(config.d_model**0.5, dtype=x.dtype, device=x.device)
+    if decoder.embed_positions is not None:
+        x = x + decoder.embed_positions(places)
     angles, memory = decoder.angles(places, x.dtype), _Memory(keys, values, position)
     room = torch.arange(keys[0].shape[2], device=ids.device)
-    written = (room <= position) & (room >= gaps[:, None, None, None]) # (B, 1, 1, length)
-    for layer, window in zip(decoder.layers, config.layer_windows or [0] * config.n_layers, strict=True):
+    written = (room <= position) & (room >= gaps[:, None, None, None])  # (B, 1, 1, length)
+    for layer, window in zip(
+        decoder.layers, config.layer_windows or [0] * config.n_layers, strict=True
+    ):
         x = layer(x, angles, written & (room > position - window) if window else written, memory)
     logits, cap = model.lm_head(decoder.norm(x))[:, -1], config.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 # %% ../../nbs/03_model/12_static_shapes.ipynb #befa8672
-_KEPT: WeakKeyDictionary[Any, dict] = WeakKeyDictionary() # Model -> (rows, length, backend, format, device) -> a step
+_KEPT: WeakKeyDictionary[Any, dict] = (
+    WeakKeyDictionary()
+)  # Model -> (rows, length, backend, format, device) -> a step
+
 
 class CompiledStep:
     "`fixed_step` through `torch.compile`, and the cache that it writes to."
+
     def __init__(self, config: Any, like: Tensor, rows: int, length: int, backend: str):
-        cuda = like.device.type == 'cuda'
-        options: dict[str, Any] = dict(mode='reduce-overhead') if cuda and backend == 'inductor' else {}
-        if 'isolate_recompiles' in inspect.signature(torch.compile).parameters: options['isolate_recompiles'] = True
-        self.run = torch.compile(fixed_step, fullgraph=True, dynamic=False, backend=backend, **options)
-        self.cache, shape = KVCache(config.n_layers, length), (rows, config.kv_heads, length, config.head_width)
-        for held in (self.cache.keys, self.cache.values): held[:] = [like.new_zeros(shape) for _ in held]
+        cuda = like.device.type == "cuda"
+        options: dict[str, Any] = (
+            dict(mode="reduce-overhead") if cuda and backend == "inductor" else {}
+        )
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+            options["isolate_recompiles"] = True
+        self.run = torch.compile(
+            fixed_step, fullgraph=True, dynamic=False, backend=backend, **options
+        )
+        self.cache, shape = (
+            KVCache(config.n_layers, length),
+            (rows, config.kv_heads, length, config.head_width),
+        )
+        for held in (self.cache.keys, self.cache.values):
+            held[:] = [like.new_zeros(shape) for _ in held]
         self.position = torch.zeros(1, dtype=torch.int64, device=like.device)
         self.gaps = torch.zeros(rows, dtype=torch.int64, device=like.device)
-        if cuda: # A CUDA graph knows memory by its address
+        if cuda:  # A CUDA graph knows memory by its address
             for held in (*self.cache.keys, *self.cache.values, self.position, self.gaps):
-                torch._dynamo.mark_static_address(held) # type: ignore
+                torch._dynamo.mark_static_address(held)  # type: ignore
 
     def clear(self) -> None:
         "Forget the last text; zeros, for what is masked is multiplied by 0, and 0 times a NaN of that text is NaN."
         self.cache.length = 0
         for held in (*self.cache.keys, *self.cache.values):
-            if held is not None: held.zero_()
+            if held is not None:
+                held.zero_()
 
     def step(
         self,
-        model: nn.Module, # The one that it was made for
-        ids: Tensor, # (B,), the newest token of each row
-    ) -> Tensor: # (B, V), logits of the next
+        model: nn.Module,  # The one that it was made for
+        ids: Tensor,  # (B,), the newest token of each row
+    ) -> Tensor:  # (B, V), logits of the next
         "Read one token a row; the cache grows by it."
         self.position.fill_(self.cache.length)
-        logits = self.run(model, ids.contiguous(), self.position, self.gaps, self.cache.keys, self.cache.values) # type: ignore
+        logits = self.run(
+            model, ids.contiguous(), self.position, self.gaps, self.cache.keys, self.cache.values
+        )  # type: ignore
         self.cache.length += 1
-        return logits.clone() # The next step writes over a CUDA graph's results
+        return logits.clone()  # The next step writes over a CUDA graph's results
+
 
 def find_backend(
-    compile: bool | str, # True: 'inductor'; or a name out of `torch.compiler.list_backends(())`
-) -> str | None: # None where nothing is to be compiled; raises `ValueError` for an unknown name
+    compile: bool | str,  # True: 'inductor'; or a name out of `torch.compiler.list_backends(())`
+) -> str | None:  # None where nothing is to be compiled; raises `ValueError` for an unknown name
     "What `torch.compile` should work with."
-    if compile is False: return None
-    backend, names = 'inductor' if compile is True else compile, torch.compiler.list_backends(exclude_tags=()) # type: ignore
-    if backend in names: return backend
-    raise ValueError(f"compile is '{backend}', and must be True, False or one of {', '.join(names)}")
+    if compile is False:
+        return None
+    backend, names = (
+        "inductor" if compile is True else compile,
+        torch.compiler.list_backends(exclude_tags=()),
+    )  # type: ignore
+    if backend in names:
+        return backend
+    raise ValueError(
+        f"compile is '{backend}', and must be True, False or one of {', '.join(names)}"
+    )
+
 
 @contextmanager
 def compiled_step(
-    model: nn.Module, # In eval mode
-    rows: int, # B
-    length: int, # Tokens of the longest row at its end
-    backend: str = 'inductor', # What `find_backend` gives; 'eager' compiles nothing
-) -> Iterator[CompiledStep | None]: # With an empty cache for the prompts; None where a warning has said why not
+    model: nn.Module,  # In eval mode
+    rows: int,  # B
+    length: int,  # Tokens of the longest row at its end
+    backend: str = "inductor",  # What `find_backend` gives; 'eager' compiles nothing
+) -> Iterator[
+    CompiledStep | None
+]:  # With an empty cache for the prompts; None where a warning has said why not
     "A step for the texts written inside the block."
     reason, step, like = refusal(model), None, next(model.parameters())
     length = max(64, 1 << (length - 1).bit_length())
@@ -312,14 +447,17 @@ def compiled_step(
     if not reason and (step := kept.pop(key, None)) is None:
         try:
             step = CompiledStep(model.config, like.detach(), rows, length, backend)
-            with torch.no_grad(): step.step(model, torch.zeros(rows, dtype=torch.int64, device=like.device))
-        except Exception as error: # Whatever a compiler may fail with
-            step, error = None, getattr(error, 'inner_exception', error)
-            reason = f'{type(error).__name__}: {next(iter(str(error).strip().splitlines()), "no message")}'
+            with torch.no_grad():
+                step.step(model, torch.zeros(rows, dtype=torch.int64, device=like.device))
+        except Exception as error:  # Whatever a compiler may fail with
+            step, error = None, getattr(error, "inner_exception", error)
+            reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
     if step is None:
-        warnings.warn(f'compile is left out: {reason}', stacklevel=4)
+        warnings.warn(f"compile is left out: {reason}", stacklevel=4)
         yield None
         return
     step.clear()
-    try: yield step
-    finally: kept[key] = step
+    try:
+        yield step
+    finally:
+        kept[key] = step

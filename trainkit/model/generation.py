@@ -32,53 +32,57 @@ from .transformer import Transformer
 
 # %% ../../nbs/03_model/09_sampling.ipynb #f2132e1f
 def draw(
-    logits: Tensor, # (B, V); minus infinity is never drawn
-    u: Tensor, # (B,), uniform in (0, 1]
-) -> Tensor: # (B,) ids
+    logits: Tensor,  # (B, V); minus infinity is never drawn
+    u: Tensor,  # (B,), uniform in (0, 1]
+) -> Tensor:  # (B,) ids
     "Draw one token a row by inverting the cumulative distribution."
     mass = logits.softmax(-1).cumsum(-1)
     return torch.searchsorted(mass, u[:, None] * mass[:, -1:]).squeeze(-1)
 
 # %% ../../nbs/03_model/09_sampling.ipynb #a96e2ebe
 def keep_top_k(
-    logits: Tensor, # (B, V)
-    k: int, # How many tokens stay possible, more where they tie
-) -> Tensor: # (B, V)
+    logits: Tensor,  # (B, V)
+    k: int,  # How many tokens stay possible, more where they tie
+) -> Tensor:  # (B, V)
     "Cut all but the `k` likeliest tokens (Fan et al. 2018)."
-    if k >= logits.shape[-1]: return logits
+    if k >= logits.shape[-1]:
+        return logits
     return logits.masked_fill(logits < logits.topk(k).values[..., -1:], -torch.inf)
 
 # %% ../../nbs/03_model/09_sampling.ipynb #d98724ee
 def keep_top_p(
-    logits: Tensor, # (B, V)
-    p: float, # Mass to keep, in (0, 1]
-) -> Tensor: # (B, V)
+    logits: Tensor,  # (B, V)
+    p: float,  # Mass to keep, in (0, 1]
+) -> Tensor:  # (B, V)
     "Cut all but the smallest set of tokens with mass `p` (Holtzman et al. 2020)."
-    if p >= 1: return logits
+    if p >= 1:
+        return logits
     probs, size, count = logits.softmax(-1), logits.shape[-1], 128
     while True:
-        likeliest, ids = probs.topk(min(count, size)) # (B, count), descending
+        likeliest, ids = probs.topk(min(count, size))  # (B, count), descending
         mass = likeliest.cumsum(-1)
-        if count >= size or (mass[..., -1] >= p).all(): break
+        if count >= size or (mass[..., -1] >= p).all():
+            break
         count *= 8
     nucleus = logits.gather(-1, ids).masked_fill(mass - likeliest >= p, -torch.inf)
     return torch.full_like(logits, -torch.inf).scatter(-1, ids, nucleus)
 
 # %% ../../nbs/03_model/09_sampling.ipynb #7b5f816c
 def keep_min_p(
-    logits: Tensor, # (B, V)
-    p: float, # Part of the likeliest token's probability, in [0, 1]
-) -> Tensor: # (B, V)
+    logits: Tensor,  # (B, V)
+    p: float,  # Part of the likeliest token's probability, in [0, 1]
+) -> Tensor:  # (B, V)
     "Cut tokens less likely than `p` times the likeliest one (Nguyen et al. 2024)."
-    if p <= 0: return logits
+    if p <= 0:
+        return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -torch.inf)
 
 # %% ../../nbs/03_model/09_sampling.ipynb #990b8c04
 def penalize_repetition(
-    logits: Tensor, # (B, V)
-    ids: Tensor, # (B, T), all that has been read and written
-    penalty: float, # Above 1 discourages, below 1 encourages
-) -> Tensor: # (B, V)
+    logits: Tensor,  # (B, V)
+    ids: Tensor,  # (B, T), all that has been read and written
+    penalty: float,  # Above 1 discourages, below 1 encourages
+) -> Tensor:  # (B, V)
     "Divide positive logits of seen tokens by `penalty`, multiply negative ones (Keskar et al. 2019)."
     seen = logits.gather(-1, ids)
     return logits.scatter(-1, ids, torch.where(seen < 0, seen * penalty, seen / penalty))
@@ -87,58 +91,93 @@ def penalize_repetition(
 @dataclass
 class SamplingConfig:
     "How the next token is chosen."
-    max_new_tokens: int = knob(100, 'How many tokens to write at most', low=1)
-    min_new_tokens: int = knob(0, 'How many tokens to write at least: before them, no text ends by EOS', low=0)
-    temperature: float = knob(1.0, 'Divides the logits: 0 takes the likeliest, above 1 takes risks', low=0)
-    top_k: int = knob(0, 'Choose among this many of the likeliest tokens; 0 for all', low=0)
-    top_p: float = knob(1.0, 'Choose among the likeliest tokens of this probability together', low=0, high=1)
-    min_p: float = knob(0.0, 'Drop tokens less likely than this part of the likeliest one', low=0, high=1)
-    repetition_penalty: float = knob(1.0, 'Above 1 makes tokens that were there less likely', low=0)
-    seed: int | None = knob(None, 'The same seed gives the same text; none a new one each time', low=0)
-    use_cache: bool = knob(True, 'Keys and values of what was read are kept; else each token costs as much as reading all of it again')
+
+    max_new_tokens: int = knob(100, "How many tokens to write at most", low=1)
+    min_new_tokens: int = knob(
+        0, "How many tokens to write at least: before them, no text ends by EOS", low=0
+    )
+    temperature: float = knob(
+        1.0, "Divides the logits: 0 takes the likeliest, above 1 takes risks", low=0
+    )
+    top_k: int = knob(0, "Choose among this many of the likeliest tokens; 0 for all", low=0)
+    top_p: float = knob(
+        1.0, "Choose among the likeliest tokens of this probability together", low=0, high=1
+    )
+    min_p: float = knob(
+        0.0, "Drop tokens less likely than this part of the likeliest one", low=0, high=1
+    )
+    repetition_penalty: float = knob(1.0, "Above 1 makes tokens that were there less likely", low=0)
+    seed: int | None = knob(
+        None, "The same seed gives the same text; none a new one each time", low=0
+    )
+    use_cache: bool = knob(
+        True,
+        "Keys and values of what was read are kept; else each token costs as much as reading all of it again",
+    )
 
     def __post_init__(self):
         check_config(self)
-        off = [Problem(name, 0, 'must be > 0; 1 turns it off')
-               for name in ('top_p', 'repetition_penalty') if not getattr(self, name)]
+        off = [
+            Problem(name, 0, "must be > 0; 1 turns it off")
+            for name in ("top_p", "repetition_penalty")
+            if not getattr(self, name)
+        ]
         if self.min_new_tokens > self.max_new_tokens:
-            off.append(Problem('min_new_tokens', self.min_new_tokens, f'must be ≤ max_new_tokens = {self.max_new_tokens}'))
-        if off: raise ConfigError(off, 'SamplingConfig')
+            off.append(
+                Problem(
+                    "min_new_tokens",
+                    self.min_new_tokens,
+                    f"must be ≤ max_new_tokens = {self.max_new_tokens}",
+                )
+            )
+        if off:
+            raise ConfigError(off, "SamplingConfig")
 
 # %% ../../nbs/03_model/09_sampling.ipynb #75c8d155
 # (ids (B, T), logits (B, V)) -> logits, as transformers' LogitsProcessor
 Processor = Callable[[Tensor, Tensor], Tensor]
 
+
 def adjust(
-    logits: Tensor, # (B, V) in float32, of the last position
-    ids: Tensor, # (B, T), all that has been read and written
+    logits: Tensor,  # (B, V) in float32, of the last position
+    ids: Tensor,  # (B, T), all that has been read and written
     config: SamplingConfig,
-    processors: Sequence[Processor] = (), # Called in turn as `process(ids, logits)`
-    forbidden: Sequence[int] = (), # Tokens that must not come
-) -> Tensor: # (B, V), whose softmax is drawn from; raises `FloatingPointError` for a row without a finite best logit
+    processors: Sequence[Processor] = (),  # Called in turn as `process(ids, logits)`
+    forbidden: Sequence[int] = (),  # Tokens that must not come
+) -> Tensor:  # (B, V), whose softmax is drawn from; raises `FloatingPointError` for a row without a finite best logit
     "What the knobs make of the logits."
     if config.repetition_penalty != 1:
         logits = penalize_repetition(logits, ids, config.repetition_penalty)
-    for process in processors: logits = process(ids, logits)
-    if forbidden: logits = logits.index_fill(-1, torch.tensor(list(forbidden), device=logits.device), -torch.inf)
+    for process in processors:
+        logits = process(ids, logits)
+    if forbidden:
+        logits = logits.index_fill(
+            -1, torch.tensor(list(forbidden), device=logits.device), -torch.inf
+        )
     best = logits.amax(-1)
     if not best.isfinite().all():
         sick = best[~best.isfinite()][0].item()
-        raise FloatingPointError(f'the best logit is {sick}: the weights hold NaN or Inf, float16 overflowed '
-                                 '(try bfloat16 or float32), or a processor left no token')
-    if config.temperature == 0: return logits
-    if config.temperature != 1: logits = logits / config.temperature
-    if config.top_k: logits = keep_top_k(logits, config.top_k)
+        raise FloatingPointError(
+            f"the best logit is {sick}: the weights hold NaN or Inf, float16 overflowed "
+            "(try bfloat16 or float32), or a processor left no token"
+        )
+    if config.temperature == 0:
+        return logits
+    if config.temperature != 1:
+        logits = logits / config.temperature
+    if config.top_k:
+        logits = keep_top_k(logits, config.top_k)
     return keep_min_p(keep_top_p(logits, config.top_p), config.min_p)
 
+
 def choose(
-    logits: Tensor, # (B, V) in float32, of the last position
-    ids: Tensor, # (B, T), all that has been read and written
+    logits: Tensor,  # (B, V) in float32, of the last position
+    ids: Tensor,  # (B, T), all that has been read and written
     config: SamplingConfig,
-    u: Tensor, # (B,), uniform in (0, 1]
-    processors: Sequence[Processor] = (), # As in `adjust`
+    u: Tensor,  # (B,), uniform in (0, 1]
+    processors: Sequence[Processor] = (),  # As in `adjust`
     forbidden: Sequence[int] = (),
-) -> Tensor: # (B,) ids
+) -> Tensor:  # (B,) ids
     "Choose the next token of every row."
     logits = adjust(logits, ids, config, processors, forbidden)
     return logits.argmax(-1) if config.temperature == 0 else draw(logits, u)
@@ -146,133 +185,192 @@ def choose(
 # %% ../../nbs/03_model/10_generation.ipynb #7cf724b0
 class TextPieces:
     "Ids in, pieces of text out: only whole characters, and nothing from a stop string on."
+
     def __init__(
         self,
-        tokenizer: Any, # Has `decode`
-        prompt: Sequence[int] = (), # What the ids continue
-        stop: Sequence[str] = (), # The text ends before any of these
+        tokenizer: Any,  # Has `decode`
+        prompt: Sequence[int] = (),  # What the ids continue
+        stop: Sequence[str] = (),  # The text ends before any of these
     ):
         self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        self.ids = list(prompt)[-8:] # A few are enough for a tokenizer to know that this is no beginning
-        self.start, self.shown, self.held = 0, len(self.ids), ''
+        self.ids = list(prompt)[
+            -8:
+        ]  # A few are enough for a tokenizer to know that this is no beginning
+        self.start, self.shown, self.held = 0, len(self.ids), ""
 
     def push(
         self,
-        token: int, # The next id
-    ) -> str: # What can be shown now, often nothing
+        token: int,  # The next id
+    ) -> str:  # What can be shown now, often nothing
         self.ids.append(token)
-        return '' if self.stopped else self._release(self._decode(last=False), last=False)
+        return "" if self.stopped else self._release(self._decode(last=False), last=False)
 
-    def finish(self) -> str: # What was held back to the end
-        return '' if self.stopped else self._release(self._decode(last=True), last=True)
+    def finish(self) -> str:  # What was held back to the end
+        return "" if self.stopped else self._release(self._decode(last=True), last=True)
 
     def _decode(self, last: bool) -> str:
-        before = self.tokenizer.decode(self.ids[self.start:self.shown])
-        text = self.tokenizer.decode(self.ids[self.start:])
-        if len(text) <= len(before) or (text.endswith('\ufffd') and not last): return ''
+        before = self.tokenizer.decode(self.ids[self.start : self.shown])
+        text = self.tokenizer.decode(self.ids[self.start :])
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not last):
+            return ""
         self.start, self.shown = self.shown, len(self.ids)
-        return text[len(before):]
+        return text[len(before) :]
 
     def _release(self, text: str, last: bool) -> str:
         self.held += text
         found = [at for s in self.stop if (at := self.held.find(s)) >= 0]
-        begun = [] if last else [n for s in self.stop for n in range(1, len(s)) if self.held.endswith(s[:n])]
+        begun = (
+            []
+            if last
+            else [n for s in self.stop for n in range(1, len(s)) if self.held.endswith(s[:n])]
+        )
         self.stopped = bool(found)
         cut = min(found) if found else len(self.held) - max(begun, default=0)
-        piece, self.held = self.held[:cut], '' if found else self.held[cut:]
+        piece, self.held = self.held[:cut], "" if found else self.held[cut:]
         return piece
 
 # %% ../../nbs/03_model/10_generation.ipynb #efa1b532
 def text_to_ids(
-    text: str, # From anyone: a prompt, a document, an answer
-    tokenizer: Any, # Ours, one of transformers, or any with `encode`
-    plain: bool = False, # Special tokens that the text spells out are ordinary text, and nothing is added around it
-) -> list[int]: # Raises `ValueError` for a special token in the text, whatever tokenizer reads it; only templates write them
+    text: str,  # From anyone: a prompt, a document, an answer
+    tokenizer: Any,  # Ours, one of transformers, or any with `encode`
+    plain: bool = False,  # Special tokens that the text spells out are ordinary text, and nothing is added around it
+) -> list[
+    int
+]:  # Raises `ValueError` for a special token in the text, whatever tokenizer reads it; only templates write them
     "The ids of a text that is no template's."
-    ours = hasattr(tokenizer, 'special_tokens') and hasattr(tokenizer, 'cut')
-    added = None if ours else getattr(tokenizer, 'added_tokens_decoder', None)
-    if plain and ours: return list(tokenizer.encode(text, (), ()))
+    ours = hasattr(tokenizer, "special_tokens") and hasattr(tokenizer, "cut")
+    added = None if ours else getattr(tokenizer, "added_tokens_decoder", None)
+    if plain and ours:
+        return list(tokenizer.encode(text, (), ()))
     if plain and added is not None:
         return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
     ids = list(tokenizer.encode(text))
     special = {i: str(token) for i, token in (added or {}).items() if token.special}
-    if special.keys().isdisjoint(ids): return ids
-    inside = tokenizer.encode(text, add_special_tokens=False) # Without those that begin and end every text
-    unknown = getattr(tokenizer, 'unk_token_id', None) # A letter that the tokenizer does not have
+    if special.keys().isdisjoint(ids):
+        return ids
+    inside = tokenizer.encode(
+        text, add_special_tokens=False
+    )  # Without those that begin and end every text
+    unknown = getattr(tokenizer, "unk_token_id", None)  # A letter that the tokenizer does not have
     for i in inside:
         if i in special and (i != unknown or special[i] in text):
-            raise ValueError(f'the text holds the special token {special[i]!r}, which only a chat template may write: '
-                             'clean the text, or pass ids, from tokenizer.encode(text), where it is meant')
+            raise ValueError(
+                f"the text holds the special token {special[i]!r}, which only a chat template may write: "
+                "clean the text, or pass ids, from tokenizer.encode(text), where it is meant"
+            )
     return ids
 
+
 def read_prompts(
-    prompts: Any, # Text or a list of texts, ids or a list of lists of ids, or a tensor (T,) or (B, T)
-    tokenizer: Any = None, # Has `encode` and `decode`; needed for text
-) -> list[list[int]]: # A row a prompt; raises `ValueError` for an empty one, `TypeError` for anything else
+    prompts: Any,  # Text or a list of texts, ids or a list of lists of ids, or a tensor (T,) or (B, T)
+    tokenizer: Any = None,  # Has `encode` and `decode`; needed for text
+) -> list[
+    list[int]
+]:  # A row a prompt; raises `ValueError` for an empty one, `TypeError` for anything else
     "Rows of ids from whatever a prompt may be."
-    if isinstance(prompts, Tensor): prompts = prompts.tolist()
-    if isinstance(prompts, str): prompts = [prompts]
+    if isinstance(prompts, Tensor):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        prompts = [prompts]
     if not isinstance(prompts, Sequence):
-        hint = "; of a tokenizer's output take ['input_ids']" if hasattr(prompts, 'keys') else ''
+        hint = "; of a tokenizer's output take ['input_ids']" if hasattr(prompts, "keys") else ""
         name = type(prompts).__name__
-        raise TypeError(f'prompts must be text, ids, lists of these, or a tensor, not {name}{hint}')
-    if prompts and isinstance(prompts[0], Integral): prompts = [prompts]
+        raise TypeError(f"prompts must be text, ids, lists of these, or a tensor, not {name}{hint}")
+    if prompts and isinstance(prompts[0], Integral):
+        prompts = [prompts]
     if tokenizer is None and any(isinstance(p, str) for p in prompts):
-        raise ValueError('a prompt of text needs a tokenizer: pass tokenizer=')
-    rows = [text_to_ids(p, tokenizer) if isinstance(p, str) else list(p) for p in prompts] # type: ignore
+        raise ValueError("a prompt of text needs a tokenizer: pass tokenizer=")
+    rows = [text_to_ids(p, tokenizer) if isinstance(p, str) else list(p) for p in prompts]  # type: ignore
     if empty := [i for i, row in enumerate(rows) if not row] or [0] * (not rows):
-        raise ValueError(f'prompt {empty[0]} is empty: a model continues at least one token, such as the one '
-                         'that begins a text')
+        raise ValueError(
+            f"prompt {empty[0]} is empty: a model continues at least one token, such as the one "
+            "that begins a text"
+        )
     return [[operator.index(i) for i in row] for row in rows]
 
+
 def context_length(
-    model: nn.Module, # `Transformer` or any causal model of transformers
-) -> float: # In tokens; infinity where the model names no limit
+    model: nn.Module,  # `Transformer` or any causal model of transformers
+) -> float:  # In tokens; infinity where the model names no limit
     "How many tokens, prompt and continuation together, a model may read and write."
-    names = ('max_seq_len', 'max_position_embeddings')
+    names = ("max_seq_len", "max_position_embeddings")
     return next((n for name in names if (n := getattr(model.config, name, None))), math.inf)
 
 # %% ../../nbs/03_model/10_generation.ipynb #91cc4253
-def _may_plan(model: nn.Module, fast: bool, weights: str | None, compiled: bool, use_cache: bool) -> bool:
-    reason = 'a compiled step reads the weights as they are' if compiled else refusal(model) if fast else 'fast is False'
-    if not use_cache: reason = 'use_cache is False'
-    if not reason and next(model.parameters()).device.type != 'cpu': reason = 'plans are for the CPU'
-    if reason and weights is not None: warnings.warn(f"weights='{weights}' is left out: {reason}", stacklevel=3)
+def _may_plan(
+    model: nn.Module, fast: bool, weights: str | None, compiled: bool, use_cache: bool
+) -> bool:
+    reason = (
+        "a compiled step reads the weights as they are"
+        if compiled
+        else refusal(model)
+        if fast
+        else "fast is False"
+    )
+    if not use_cache:
+        reason = "use_cache is False"
+    if not reason and next(model.parameters()).device.type != "cpu":
+        reason = "plans are for the CPU"
+    if reason and weights is not None:
+        warnings.warn(f"weights='{weights}' is left out: {reason}", stacklevel=3)
     return not reason
+
 
 @torch.no_grad()
 def decode_rows(
-    model: nn.Module, # `Transformer` or any causal model of transformers, in eval mode
-    rows: list[list[int]], # Prompts, of any lengths
+    model: nn.Module,  # `Transformer` or any causal model of transformers, in eval mode
+    rows: list[list[int]],  # Prompts, of any lengths
     config: SamplingConfig,
-    eos: Sequence[int] = (), # A row ends with any of these
+    eos: Sequence[int] = (),  # A row ends with any of these
     processors: Sequence[Processor] = (),
-    fast: bool = True, # Use a `DecodePlan` where there can be one
-    weights: str | None = None, # The copy of the weights that it works with, out of `trainkit.model.decoding.PRODUCTS`
-    backend: str | None = None, # For a compiled step instead, what `trainkit.model.decoding.find_backend` gives
-) -> Iterator[tuple[Tensor, Tensor]]: # (B,) ids; (B,) bool, the rows alive: set one False to end that row
+    fast: bool = True,  # Use a `DecodePlan` where there can be one
+    weights: str
+    | None = None,  # The copy of the weights that it works with, out of `trainkit.model.decoding.PRODUCTS`
+    backend: str
+    | None = None,  # For a compiled step instead, what `trainkit.model.decoding.find_backend` gives
+) -> Iterator[
+    tuple[Tensor, Tensor]
+]:  # (B,) ids; (B,) bool, the rows alive: set one False to end that row
     "Continue all rows, a column a step, until all have ended, enough is written or the context is full."
     device, limit = next(model.parameters()).device, context_length(model)
     lengths = torch.tensor([len(row) for row in rows])
     width = int(lengths.max())
     steps = int(min(config.max_new_tokens, limit - width))
-    if backend is not None and not config.use_cache: raise ValueError('use_cache = False: a compiled step writes into a cache; leave out one of the two')
-    ids = torch.tensor([row[:1]*(width - len(row)) + row + [0]*steps for row in rows], device=device)
+    if backend is not None and not config.use_cache:
+        raise ValueError(
+            "use_cache = False: a compiled step writes into a cache; leave out one of the two"
+        )
+    ids = torch.tensor(
+        [row[:1] * (width - len(row)) + row + [0] * steps for row in rows], device=device
+    )
     ragged, gaps = int(lengths.min()) < width, (width - lengths).to(device)
     ends = torch.tensor(list(eos), dtype=torch.int64, device=device)
     alive = torch.ones(len(rows), dtype=torch.bool, device=device)
     generator = torch.Generator()
-    if config.seed is None: generator.seed()
-    else: generator.manual_seed(config.seed)
+    if config.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(config.seed)
     u = (1 - torch.rand(steps, len(rows), generator=generator)).to(device)
-    base: Any = getattr(model, 'get_base_model', lambda: model)() # What peft wrapped
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # What peft wrapped
     accepts = inspect.signature(base.forward).parameters
-    inputs: dict[str, Any] = {'logits_to_keep': 1} if 'logits_to_keep' in accepts else {}
-    places, start, cache, plan = torch.arange(width + steps, device=device) - gaps[:, None], 0, None, None
+    inputs: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
+    places, start, cache, plan = (
+        torch.arange(width + steps, device=device) - gaps[:, None],
+        0,
+        None,
+        None,
+    )
     known: dict[tuple, int] = {}
-    where = [known.setdefault(tuple(row), len(known)) for row in rows] # Which of the different prompts each row is
+    where = [
+        known.setdefault(tuple(row), len(known)) for row in rows
+    ]  # Which of the different prompts each row is
     want_step = backend is not None and steps > 1
-    with compiled_step(model, len(rows), width + steps - 1, backend) if want_step else nullcontext() as step: # type: ignore
+    with (
+        compiled_step(model, len(rows), width + steps - 1, backend)
+        if want_step
+        else nullcontext() as step
+    ):  # type: ignore
         may_plan = _may_plan(model, fast, weights, step is not None, config.use_cache)
         if step is not None:
             cache = step.cache
@@ -280,141 +378,218 @@ def decode_rows(
         elif isinstance(base, Transformer) and config.use_cache:
             cache = KVCache(base.config.n_layers, width + steps - 1, base.config.layer_windows)
         for end in range(width, width + steps):
-            if start and step is not None: logits = step.step(model, ids[:, start])
+            if start and step is not None:
+                logits = step.step(model, ids[:, start])
             elif start and may_plan:
-                if plan is None: plan = DecodePlan(model, cache, len(rows), gaps if ragged else None, weights) # type: ignore
+                if plan is None:
+                    plan = DecodePlan(model, cache, len(rows), gaps if ragged else None, weights)  # type: ignore
                 logits = plan.step(ids[:, start])
             else:
-                once = not start and len(known) < len(rows) and isinstance(cache, KVCache) and step is None
+                once = (
+                    not start
+                    and len(known) < len(rows)
+                    and isinstance(cache, KVCache)
+                    and step is None
+                )
                 read = [where.index(i) for i in range(len(known))] if once else slice(None)
                 if ragged:
-                    inputs['attention_mask'] = (places[read, :end] >= 0).long()
-                    if 'position_ids' in accepts: inputs['position_ids'] = places[read, start:end].clamp(min=0)
-                output = model(input_ids=ids[read, start:end], past_key_values=cache, use_cache=config.use_cache, **inputs)
-                cache, logits = output.past_key_values if config.use_cache else None, output.logits[:, -1]
+                    inputs["attention_mask"] = (places[read, :end] >= 0).long()
+                    if "position_ids" in accepts:
+                        inputs["position_ids"] = places[read, start:end].clamp(min=0)
+                output = model(
+                    input_ids=ids[read, start:end],
+                    past_key_values=cache,
+                    use_cache=config.use_cache,
+                    **inputs,
+                )
+                cache, logits = (
+                    output.past_key_values if config.use_cache else None,
+                    output.logits[:, -1],
+                )
                 if once:
                     logits = logits[where]
-                    cache.keys, cache.values = ([x[where] for x in side] for side in (cache.keys, cache.values)) # type: ignore
-            start, forbidden = end*config.use_cache, eos if end - width < config.min_new_tokens else ()
-            ids[:, end] = choose(logits.float(), ids[:, :end], config, u[end - width], processors, forbidden)
+                    cache.keys, cache.values = (
+                        [x[where] for x in side] for side in (cache.keys, cache.values)
+                    )  # type: ignore
+            start, forbidden = (
+                end * config.use_cache,
+                eos if end - width < config.min_new_tokens else (),
+            )
+            ids[:, end] = choose(
+                logits.float(), ids[:, :end], config, u[end - width], processors, forbidden
+            )
             yield ids[:, end], alive
-            if eos: alive &= ~torch.isin(ids[:, end], ends)
-            if not alive.any(): return
+            if eos:
+                alive &= ~torch.isin(ids[:, end], ends)
+            if not alive.any():
+                return
 
 # %% ../../nbs/03_model/10_generation.ipynb #05fe5c72
 @contextmanager
 def speaking(
-    model: nn.Module, # In any mode
+    model: nn.Module,  # In any mode
 ) -> Iterator[None]:
     "Eval mode inside the block; afterwards every layer is as it was."
     training = [module for module in model.modules() if module.training]
     model.eval()
-    try: yield
+    try:
+        yield
     finally:
-        for module in training: module.training = True
+        for module in training:
+            module.training = True
 
-def check_request(model: nn.Module, prompts: Any, tokenizer: Any, stop: Sequence[str] | str, eos_token_id: Any,
-           knobs: dict[str, Any]):
+
+def check_request(
+    model: nn.Module,
+    prompts: Any,
+    tokenizer: Any,
+    stop: Sequence[str] | str,
+    eos_token_id: Any,
+    knobs: dict[str, Any],
+):
     "All checked: rows, config, the ids that end a row, the id that fills a tensor, a `TextPieces` a row."
     config = SamplingConfig(**{name: value for name, value in knobs.items() if value is not None})
     rows, limit = read_prompts(prompts, tokenizer), context_length(model)
-    size = getattr(model.config, 'vocab_size', math.inf)
+    size = getattr(model.config, "vocab_size", math.inf)
     for i, row in enumerate(rows):
         if wrong := [token for token in row if not 0 <= token < size]:
-            raise ValueError(f'prompt {i} holds the id {wrong[0]}, and ids go from 0 to {size - 1}: does the '
-                             'tokenizer belong to this model?')
+            raise ValueError(
+                f"prompt {i} holds the id {wrong[0]}, and ids go from 0 to {size - 1}: does the "
+                "tokenizer belong to this model?"
+            )
         if len(row) >= limit:
-            raise ValueError(f'prompt {i} has {len(row)} tokens, and the model reads {limit}, of which one '
-                             f'must be free: keep the last {limit - 1} at most')
+            raise ValueError(
+                f"prompt {i} has {len(row)} tokens, and the model reads {limit}, of which one "
+                f"must be free: keep the last {limit - 1} at most"
+            )
     stop = [stop] if isinstance(stop, str) else list(stop)
-    if stop and tokenizer is None: raise ValueError('stop strings need a tokenizer: pass tokenizer=')
-    if '' in stop: raise ValueError("stop holds '', which every text begins with: leave it out")
-    owners = [getattr(model, 'generation_config', None), tokenizer]
+    if stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: pass tokenizer=")
+    if "" in stop:
+        raise ValueError("stop holds '', which every text begins with: leave it out")
+    owners = [getattr(model, "generation_config", None), tokenizer]
+
     def named(name: str) -> list[int]:
         found = [ids for owner in owners if (ids := getattr(owner, name, None)) is not None]
         return [i for ids in found for i in ([ids] if isinstance(ids, int) else ids)]
-    if eos_token_id is None: eos = named('eos_token_id')
-    else: eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
-    fill = [*named('pad_token_id'), *eos, 0][0]
+
+    if eos_token_id is None:
+        eos = named("eos_token_id")
+    else:
+        eos = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    fill = [*named("pad_token_id"), *eos, 0][0]
     return rows, config, eos, fill, [TextPieces(tokenizer, row, stop) for row in rows]
 
 # %% ../../nbs/03_model/10_generation.ipynb #0e393d2d
 def generate(
-    model: nn.Module, # `Transformer` or any causal model of transformers
-    input_ids: Any, # One prompt or many: text, texts, ids, lists of ids, a tensor (T,) or (B, T)
-    max_new_tokens: int = 100, # Fewer where the context fills up: a text ends there, nothing slides out
-    temperature: float = 1.0, # 0 takes the likeliest token
-    top_k: int | None = None, # These, the seed and `min_new_tokens` are knobs of `SamplingConfig`
+    model: nn.Module,  # `Transformer` or any causal model of transformers
+    input_ids: Any,  # One prompt or many: text, texts, ids, lists of ids, a tensor (T,) or (B, T)
+    max_new_tokens: int = 100,  # Fewer where the context fills up: a text ends there, nothing slides out
+    temperature: float = 1.0,  # 0 takes the likeliest token
+    top_k: int | None = None,  # These, the seed and `min_new_tokens` are knobs of `SamplingConfig`
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float | None = None,
-    eos_token_id: int | Sequence[int] | None = None, # Ends a row; None: as model and tokenizer say, (): never
-    seed: int | None = None, # The same seed, the same text; the global generator is never touched
-    tokenizer: Any = None, # Has `encode` and `decode`; needed for prompts of text and for `stop`
-    stop: Sequence[str] | str = (), # A row ends where its new text holds any of these
-    processors: Sequence[Processor] = (), # Your own changes to the logits, before temperature and cuts
-    min_new_tokens: int | None = None, # EOS cannot come before; a stop string can
-    weights: str | None = None, # 'int8', 'bfloat16', 'packed': a copy that a CPU reads faster (see `DecodePlan`)
-    fast: bool = True, # False: let the model itself compute each token
-    compile: bool | str = False, # Each token by a step through torch.compile, the first text waits for it; or a backend
-    use_cache: bool = True, # False: all is read again for each token, in less memory and much more time
-) -> Any: # Prompt and continuation, in the form of `input_ids`
+    eos_token_id: int
+    | Sequence[int]
+    | None = None,  # Ends a row; None: as model and tokenizer say, (): never
+    seed: int | None = None,  # The same seed, the same text; the global generator is never touched
+    tokenizer: Any = None,  # Has `encode` and `decode`; needed for prompts of text and for `stop`
+    stop: Sequence[str] | str = (),  # A row ends where its new text holds any of these
+    processors: Sequence[
+        Processor
+    ] = (),  # Your own changes to the logits, before temperature and cuts
+    min_new_tokens: int | None = None,  # EOS cannot come before; a stop string can
+    weights: str
+    | None = None,  # 'int8', 'bfloat16', 'packed': a copy that a CPU reads faster (see `DecodePlan`)
+    fast: bool = True,  # False: let the model itself compute each token
+    compile: bool
+    | str = False,  # Each token by a step through torch.compile, the first text waits for it; or a backend
+    use_cache: bool = True,  # False: all is read again for each token, in less memory and much more time
+) -> Any:  # Prompt and continuation, in the form of `input_ids`
     """Continue prompts with new tokens.
 
     Texts end before EOS or a stop string. Lists of ids end with EOS, or with the token that completed a stop
     string. A tensor stays a rectangle: behind a row's end it holds the padding id, EOS where there is none.
     """
-    knobs = dict(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                 min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, min_new_tokens=min_new_tokens, use_cache=use_cache)
-    rows, config, eos, fill, pieces = check_request(model, input_ids, tokenizer, stop, eos_token_id, knobs)
+    knobs = dict(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        min_new_tokens=min_new_tokens,
+        use_cache=use_cache,
+    )
+    rows, config, eos, fill, pieces = check_request(
+        model, input_ids, tokenizer, stop, eos_token_id, knobs
+    )
     backend = find_backend(compile)
     tensor = isinstance(input_ids, Tensor)
     single = isinstance(input_ids, str) or (not tensor and isinstance(input_ids[0], Integral))
-    texts, new, counts = [''] * len(rows), [], torch.zeros(len(rows), dtype=torch.int64)
+    texts, new, counts = [""] * len(rows), [], torch.zeros(len(rows), dtype=torch.int64)
     with speaking(model):
         for ids, alive in decode_rows(model, rows, config, eos, processors, fast, weights, backend):
             new.append(ids.where(alive, fill))
             counts += alive.cpu()
-            if tokenizer is None: continue
+            if tokenizer is None:
+                continue
             for i, token in enumerate(ids.tolist()):
-                if not alive[i] or token in eos: continue
+                if not alive[i] or token in eos:
+                    continue
                 texts[i] += pieces[i].push(token)
-                if pieces[i].stopped: alive[i] = False
+                if pieces[i].stopped:
+                    alive[i] = False
     written = torch.stack(new, 1)
     if tensor:
         return torch.cat([input_ids, written.to(input_ids).reshape(*input_ids.shape[:-1], -1)], -1)
     results = []
     for i, prompt in enumerate([input_ids] if single else input_ids):
-        if isinstance(prompt, str): results.append(prompt + texts[i] + pieces[i].finish())
-        else: results.append(rows[i] + written[i, :counts[i]].tolist())
+        if isinstance(prompt, str):
+            results.append(prompt + texts[i] + pieces[i].finish())
+        else:
+            results.append(rows[i] + written[i, : counts[i]].tolist())
     return results[0] if single else results
 
 # %% ../../nbs/03_model/10_generation.ipynb #e0bb5073
 def stream(
-    model: nn.Module, # `Transformer` or any causal model of transformers
-    input_ids: Any, # One prompt: a text, ids, or a tensor (T,) or (1, T)
+    model: nn.Module,  # `Transformer` or any causal model of transformers
+    input_ids: Any,  # One prompt: a text, ids, or a tensor (T,) or (1, T)
     max_new_tokens: int = 100,
     temperature: float = 1.0,
-    tokenizer: Any = None, # With it pieces of text come out, without it ids
-    stop: Sequence[str] | str = (), # The text ends before any of these
-    eos_token_id: int | Sequence[int] | None = None, # As in `generate`
+    tokenizer: Any = None,  # With it pieces of text come out, without it ids
+    stop: Sequence[str] | str = (),  # The text ends before any of these
+    eos_token_id: int | Sequence[int] | None = None,  # As in `generate`
     processors: Sequence[Processor] = (),
-    weights: str | None = None, # As in `generate`
+    weights: str | None = None,  # As in `generate`
     fast: bool = True,
     compile: bool | str = False,
-    **knobs: Any, # The other knobs of `SamplingConfig`
-) -> Iterator: # What is new: whole characters, without EOS and stop strings; or ids, EOS included
+    **knobs: Any,  # The other knobs of `SamplingConfig`
+) -> Iterator:  # What is new: whole characters, without EOS and stop strings; or ids, EOS included
     "Continue one prompt, piece by piece; the model stays in eval mode until the iterator ends or is closed."
     knobs |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
-    rows, config, eos, _, (text, *more) = check_request(model, input_ids, tokenizer, stop, eos_token_id, knobs)
+    rows, config, eos, _, (text, *more) = check_request(
+        model, input_ids, tokenizer, stop, eos_token_id, knobs
+    )
     backend = find_backend(compile)
-    if more: raise ValueError(f'stream takes one prompt, not {len(rows)}: call it for each, or use generate')
+    if more:
+        raise ValueError(
+            f"stream takes one prompt, not {len(rows)}: call it for each, or use generate"
+        )
+
     def pieces() -> Iterator:
         with speaking(model):
             for ids, _ in decode_rows(model, rows, config, eos, processors, fast, weights, backend):
                 token = int(ids)
-                if tokenizer is None: yield token
-                elif token not in eos and (piece := text.push(token)): yield piece
-                if text.stopped: return
-        if tokenizer is not None and (rest := text.finish()): yield rest
+                if tokenizer is None:
+                    yield token
+                elif token not in eos and (piece := text.push(token)):
+                    yield piece
+                if text.stopped:
+                    return
+        if tokenizer is not None and (rest := text.finish()):
+            yield rest
+
     return pieces()

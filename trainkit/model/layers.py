@@ -27,13 +27,18 @@ from ..system import bound_kernels
 # %% ../../nbs/03_model/05_layers.ipynb #fb40e22b
 def by_hand(
     x: Tensor,
-) -> bool: # On a CPU, in full precision, and nobody compiles
+) -> bool:  # On a CPU, in full precision, and nobody compiles
     "Whether a derivative worked out by hand is worth its while for `x`."
-    return x.device.type == 'cpu' and x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling()
+    return (
+        x.device.type == "cpu"
+        and x.dtype in (torch.float32, torch.float64)
+        and not torch.compiler.is_compiling()
+    )
+
 
 def autocast_dtype(
     x: Tensor,
-) -> torch.dtype: # `x`'s own without autocast
+) -> torch.dtype:  # `x`'s own without autocast
     "What a matrix product over `x` computes in."
     kind = x.device.type
     narrow = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
@@ -45,34 +50,50 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            .square_()
+            .div_(x.shape[-1])
+            .add_(eps)
+            .rsqrt_()
+        )
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight).to(dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor): # type: ignore
+    def backward(ctx, grad: Tensor):  # type: ignore
         x, weight, scale = ctx.saved_tensors
         grad = grad.to(x.dtype)
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None,
-            [True, ctx.needs_input_grad[1], False])
+            grad,
+            x,
+            weight.shape,
+            torch.zeros_like(scale),
+            scale,
+            weight,
+            None,
+            [True, ctx.needs_input_grad[1], False],
+        )
         # LayerNorm takes out the mean, we do not
         centred = (grad @ weight).unsqueeze_(-1).mul_(scale).div_(len(weight))
         return grad_x.add_(centred), grad_weight, None, None
 
+
 class RMSNorm(nn.Module):
     "Divide by the root of the mean square (Zhang & Sennrich 2019)."
+
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
-    def extra_repr(self) -> str: return f'{len(self.weight)}, eps={self.eps:g}'
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps:g}"
 
-    def forward(self, x: Tensor) -> Tensor: # (..., dim) -> (..., dim)
+    def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
         dtype = autocast_dtype(x)
         if by_hand(x) and x.dtype == self.weight.dtype:
-            return _RMSNorm.apply(x, self.weight, self.eps, dtype) # type: ignore
+            return _RMSNorm.apply(x, self.weight, self.eps, dtype)  # type: ignore
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps).to(dtype)
 
 # %% ../../nbs/03_model/05_layers.ipynb #e2a5116e
@@ -86,42 +107,55 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor): # type: ignore
+    def backward(ctx, grad: Tensor):  # type: ignore
         gate, up = ctx.saved_tensors
-        slope = grad * up # becomes the gradient of the gate in place
-        return torch.ops.aten.silu_backward.grad_input(slope, gate, grad_input=slope), F.silu(gate).mul_(grad)
+        slope = grad * up  # becomes the gradient of the gate in place
+        return torch.ops.aten.silu_backward.grad_input(slope, gate, grad_input=slope), F.silu(
+            gate
+        ).mul_(grad)
+
 
 def swiglu(
-    gate: Tensor, # (..., D)
-    up: Tensor, # (..., D)
-) -> Tensor: # (..., D)
+    gate: Tensor,  # (..., D)
+    up: Tensor,  # (..., D)
+) -> Tensor:  # (..., D)
     "silu(gate)·up (Shazeer 2020, eq. 6)."
-    if torch.compiler.is_compiling(): return F.silu(gate) * up
-    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up) # type: ignore
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)  # type: ignore
 
 # %% ../../nbs/03_model/05_layers.ipynb #d1442f0c
 @contextmanager
 def _onednn():
     "Float32 products may be rounded to bfloat16, and so go to oneDNN."
-    matmul = torch.backends.mkldnn.matmul # type: ignore
-    before, matmul.fp32_precision = matmul.fp32_precision, 'bf16'
-    try: yield
-    finally: matmul.fp32_precision = before
+    matmul = torch.backends.mkldnn.matmul  # type: ignore
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
 
 @cache
 def onednn_is_exact() -> bool:
     "Whether oneDNN multiplies in full float32 here even where it may round."
-    bound_kernels() # The first product says for all how many shapes are kept
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.backends.mkldnn, 'matmul'): return False
-    x = torch.full((256, 256), 1 + 2**-12, device='cpu')
-    with torch.no_grad(), torch.autocast('cpu', enabled=False), _onednn(): found = x @ x
-    return torch.allclose(found, torch.full_like(found, 256 * (1 + 2**-12)**2), rtol=1e-6, atol=0)
+    bound_kernels()  # The first product says for all how many shapes are kept
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.backends.mkldnn, "matmul"):
+        return False
+    x = torch.full((256, 256), 1 + 2**-12, device="cpu")
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), _onednn():
+        found = x @ x
+    return torch.allclose(found, torch.full_like(found, 256 * (1 + 2**-12) ** 2), rtol=1e-6, atol=0)
+
 
 def onednn_pays() -> bool:
     "Whether float32 products should go to oneDNN here."
-    return torch.backends.cpu.get_cpu_capability() != 'AVX2' and onednn_is_exact()
+    return torch.backends.cpu.get_cpu_capability() != "AVX2" and onednn_is_exact()
 
-def fast_products() -> AbstractContextManager: # Within it float32 products go to oneDNN where that pays
+
+def fast_products() -> (
+    AbstractContextManager
+):  # Within it float32 products go to oneDNN where that pays
     "The faster of the two libraries for products on a CPU."
     return nullcontext() if torch.compiler.is_compiling() or not onednn_pays() else _onednn()
 
@@ -132,26 +166,39 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        with fast_products(): return x @ weight.T
+        with fast_products():
+            return x @ weight.T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor): # type: ignore
+    def backward(ctx, grad: Tensor):  # type: ignore
         x, weight = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad
-        with fast_products(): return grad @ weight if need_x else None, grad.T @ x if need_weight else None
+        with fast_products():
+            return grad @ weight if need_x else None, grad.T @ x if need_weight else None
+
 
 class Linear(nn.Linear):
     "`nn.Linear`, by the faster product on a CPU."
-    def forward(self, x: Tensor) -> Tensor: # (..., in_features) -> (..., out_features)
-        few = x.numel() < 64*self.in_features # A token or two are not worth the way
-        if self.bias is not None or few or not by_hand(x) or autocast_dtype(x) != x.dtype or not onednn_pays():
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in_features) -> (..., out_features)
+        few = x.numel() < 64 * self.in_features  # A token or two are not worth the way
+        if (
+            self.bias is not None
+            or few
+            or not by_hand(x)
+            or autocast_dtype(x) != x.dtype
+            or not onednn_pays()
+        ):
             return F.linear(x, self.weight, self.bias)
-        return _Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1]) # type: ignore
+        return _Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])  # type: ignore
 
 # %% ../../nbs/03_model/05_layers.ipynb #4694e304
-SHORT, QUERIES = 512, 128 # Longest row for `short_attention`; queries in one block
-BY_FLOAT32 = torch.backends.cpu.get_cpu_capability() == 'AVX2' # Whether bfloat16 is computed by way of float32; `torch.compile` cannot ask
+SHORT, QUERIES = 512, 128  # Longest row for `short_attention`; queries in one block
+BY_FLOAT32 = (
+    torch.backends.cpu.get_cpu_capability() == "AVX2"
+)  # Whether bfloat16 is computed by way of float32; `torch.compile` cannot ask
+
 
 class _ShortAttention(torch.autograd.Function):
     "Causal attention that keeps its weights, a block of queries at a time."
@@ -159,13 +206,13 @@ class _ShortAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         B, H, T, D = q.shape
-        q, k, v = (x.reshape(B*H, T, D) for x in (q * scale, k, v))
+        q, k, v = (x.reshape(B * H, T, D) for x in (q * scale, k, v))
         future = q.new_full((QUERIES, QUERIES), -math.inf).triu_(1)
         out, weights = q.new_empty(B, T, H, D), []
         for a in range(0, T, QUERIES):
             b = min(a + QUERIES, T)
             scores = q[:, a:b] @ k[:, :b].mT
-            scores[:, :, a:].add_(future[:b - a, :b - a])
+            scores[:, :, a:].add_(future[: b - a, : b - a])
             weights.append(scores.softmax(-1))
             out[:, a:b] = (weights[-1] @ v[:, :b]).view(B, H, b - a, D).transpose(1, 2)
         ctx.save_for_backward(q, k, v, *weights)
@@ -174,57 +221,79 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor): # type: ignore
+    def backward(ctx, grad: Tensor):  # type: ignore
         q, k, v, *weights = ctx.saved_tensors
         B, H, T, D = grad.shape
-        grad, grads = grad.reshape(B*H, T, D), [torch.empty_like(x) for x in (q, k, v)]
-        for w, a in reversed(list(zip(weights, range(0, T, QUERIES), strict=True))): # The last block reaches all keys
+        grad, grads = grad.reshape(B * H, T, D), [torch.empty_like(x) for x in (q, k, v)]
+        for w, a in reversed(
+            list(zip(weights, range(0, T, QUERIES), strict=True))
+        ):  # The last block reaches all keys
             b = min(a + QUERIES, T)
             part = grad[:, a:b]
             slope = torch.ops.aten._softmax_backward_data(part @ v[:, :b].mT, w, -1, w.dtype)
             grads[0][:, a:b] = slope @ k[:, :b]
             for total, more in ((grads[1], slope.mT @ q[:, a:b]), (grads[2], w.mT @ part)):
-                if b == T: total.copy_(more)
-                else: total[:, :b] += more
+                if b == T:
+                    total.copy_(more)
+                else:
+                    total[:, :b] += more
         grads[0].mul_(ctx.scale)
         return *(x.view(B, H, T, D) for x in grads), None
 
+
 def is_short(
-    q: Tensor, # (B, H, T, D)
-) -> bool: # bfloat16 on a CPU, rows of 2 to `SHORT` tokens
+    q: Tensor,  # (B, H, T, D)
+) -> bool:  # bfloat16 on a CPU, rows of 2 to `SHORT` tokens
     "Whether `short_attention` is clearly the faster way."
-    return q.device.type == 'cpu' and q.dtype == torch.bfloat16 and 1 < q.shape[2] <= SHORT and not BY_FLOAT32
+    return (
+        q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and 1 < q.shape[2] <= SHORT
+        and not BY_FLOAT32
+    )
+
 
 def short_attention(
-    q: Tensor, # (B, H, T, D)
-    k: Tensor, # (B, H_kv, T, D); H is a multiple of H_kv
-    v: Tensor, # (B, H_kv, T, D)
-    scale: float, # Multiplies the scores, mostly 1/√D
-) -> Tensor: # (B, H, T, D)
+    q: Tensor,  # (B, H, T, D)
+    k: Tensor,  # (B, H_kv, T, D); H is a multiple of H_kv
+    v: Tensor,  # (B, H_kv, T, D)
+    scale: float,  # Multiplies the scores, mostly 1/√D
+) -> Tensor:  # (B, H, T, D)
     "softmax(QKᵀ·scale)V over each token and those before it (Vaswani et al. 2017, eq. 1)."
-    if (groups := q.shape[1] // k.shape[1]) > 1: k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    return _ShortAttention.apply(q, k, v, scale) # type: ignore
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return _ShortAttention.apply(q, k, v, scale)  # type: ignore
 
 # %% ../../nbs/03_model/06_cross_entropy.ipynb #61fdc63b
 def check_ids(
-    name: str, # What holds the ids, for the message
-    ids: Tensor, # Any shape
-    size: int, # How many there are; the last one is size - 1
-    remedy: str, # What to do or to ask oneself
-) -> None: # Raises `ValueError`
+    name: str,  # What holds the ids, for the message
+    ids: Tensor,  # Any shape
+    size: int,  # How many there are; the last one is size - 1
+    remedy: str,  # What to do or to ask oneself
+) -> None:  # Raises `ValueError`
     "Refuse ids that do not exist; only on a CPU, for a GPU would have to stop and wait."
-    if ids.device.type != 'cpu' or torch.compiler.is_compiling() or not ids.numel(): return
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
+        return
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= size:
         wrong = high if high >= size else low
-        raise ValueError(f'{name} holds {wrong}, and must be from 0 to {size - 1}: {remedy}')
+        raise ValueError(f"{name} holds {wrong}, and must be from 0 to {size - 1}: {remedy}")
+
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     "Sum of the losses; each chunk leaves its gradient behind in the forward pass, while its logits are there."
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float | None, z_loss: float,
-                rows: int, learn: bool):
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        softcap: float | None,
+        z_loss: float,
+        rows: int,
+        learn: bool,
+    ):
         need_hidden, need_weight = (learn and need for need in ctx.needs_input_grad[:2])
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -233,11 +302,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         squares = torch.zeros_like(total)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        store = head.new_empty(min(rows, len(hidden)), len(head)) # One chunk of logits, used again and again
+        store = head.new_empty(
+            min(rows, len(hidden)), len(head)
+        )  # One chunk of logits, used again and again
         for start in range(0, len(hidden), rows):
-            h, y = hidden[start:start + rows].to(dtype), labels[start:start + rows, None]
-            logits = torch.mm(h, head.T, out=store[:len(h)]).to(wide)
-            if softcap is not None: logits.div_(softcap).tanh_().mul_(softcap)
+            h, y = hidden[start : start + rows].to(dtype), labels[start : start + rows, None]
+            logits = torch.mm(h, head.T, out=store[: len(h)]).to(wide)
+            if softcap is not None:
+                logits.div_(softcap).tanh_().mul_(softcap)
             slope = 1 - (logits / softcap).square() if softcap is not None else None
             trained, y = y >= 0, y.clamp(min=0)
             top = logits.amax(-1, keepdim=True)
@@ -246,15 +318,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += ((size.log() - chosen) * trained).sum()
             share = trained / size
             if z_loss:
-                norm = size.log().add_(top) # log Z
+                norm = size.log().add_(top)  # log Z
                 squares += (norm.square() * trained).sum()
-                share = share.addcmul_(share, norm, value=2*z_loss)
-            if not (need_hidden or need_weight): continue
-            grad = logits.mul_(share).scatter_add_(1, y, -trained.to(wide)) # softmax - one-hot
+                share = share.addcmul_(share, norm, value=2 * z_loss)
+            if not (need_hidden or need_weight):
+                continue
+            grad = logits.mul_(share).scatter_add_(1, y, -trained.to(wide))  # softmax - one-hot
             grad = (grad if slope is None else grad.mul_(slope)).to(dtype)
-            if grad_hidden is not None: grad_hidden[start:start + rows] = grad @ head
-            if grad_weight is not None and dtype == wide: grad_weight.addmm_(grad.T, h)
-            elif grad_weight is not None: grad_weight += grad.T @ h
+            if grad_hidden is not None:
+                grad_hidden[start : start + rows] = grad @ head
+            if grad_weight is not None and dtype == wide:
+                grad_weight.addmm_(grad.T, h)
+            elif grad_weight is not None:
+                grad_weight += grad.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         ctx.mark_non_differentiable(squares)
@@ -262,33 +338,51 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor, _): # type: ignore
-        return *((g * grad).to(dtype) if g is not None else None
-                 for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)), None, None, None, None, None
+    def backward(ctx, grad: Tensor, _):  # type: ignore
+        return (
+            *(
+                (g * grad).to(dtype) if g is not None else None
+                for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            ),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
 
 def chunked_cross_entropy(
-    hidden: Tensor, # (..., D)
-    weight: Tensor, # (V, D), the output embedding
-    labels: Tensor, # (...) int64, the id that each position should predict; ignore_index where there is none
-    ignore_index: int = -100, # A label to leave out
-    reduction: str = 'mean', # 'mean' over the labels that count, or 'sum'
-    softcap: float | None = None, # Logits become softcap·tanh(logits / softcap)
-    chunk_size: int | None = None, # Positions at a time; None chooses
-    z_loss: float = 0.0, # Adds so much of (log Z)², where Z is the sum of the exponentials of the logits
-    return_squares: bool = False, # Also give the mean (or sum) of (log Z)², without gradient; 0 without z_loss
-) -> Any: # A scalar, at least float32, or two
+    hidden: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D), the output embedding
+    labels: Tensor,  # (...) int64, the id that each position should predict; ignore_index where there is none
+    ignore_index: int = -100,  # A label to leave out
+    reduction: str = "mean",  # 'mean' over the labels that count, or 'sum'
+    softcap: float | None = None,  # Logits become softcap·tanh(logits / softcap)
+    chunk_size: int | None = None,  # Positions at a time; None chooses
+    z_loss: float = 0.0,  # Adds so much of (log Z)², where Z is the sum of the exponentials of the logits
+    return_squares: bool = False,  # Also give the mean (or sum) of (log Z)², without gradient; 0 without z_loss
+) -> Any:  # A scalar, at least float32, or two
     "`F.cross_entropy(hidden @ weight.T, labels)` that never holds more than a chunk of the logits."
-    if reduction not in ('mean', 'sum'):
+    if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is '{reduction}', and must be 'mean' or 'sum'")
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    trained, on_cpu = labels != ignore_index, hidden.device.type == 'cpu'
-    check_ids('labels', labels.masked_fill(~trained, 0), len(weight), 'do they come from this vocabulary?')
+    trained, on_cpu = labels != ignore_index, hidden.device.type == "cpu"
+    check_ids(
+        "labels", labels.masked_fill(~trained, 0), len(weight), "do they come from this vocabulary?"
+    )
     count, targets = trained.sum(), labels.masked_fill(~trained, -1)
-    if on_cpu and not torch.compiler.is_compiling() and count < len(labels): # A GPU would have to stop and wait
+    if (
+        on_cpu and not torch.compiler.is_compiling() and count < len(labels)
+    ):  # A GPU would have to stop and wait
         some = trained.nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, some), targets[some]
-    rows = chunk_size or max(256, 2**(21 if on_cpu else 27) // len(weight)) # A short product reads the whole vocabulary for little
+    rows = chunk_size or max(
+        256, 2 ** (21 if on_cpu else 27) // len(weight)
+    )  # A short product reads the whole vocabulary for little
     with fast_products():
-        found = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, z_loss, rows, torch.is_grad_enabled())
-    total, squares = found if reduction == 'sum' else (x / count for x in found) # type: ignore
+        found = _ChunkedCrossEntropy.apply(
+            hidden, weight, targets, softcap, z_loss, rows, torch.is_grad_enabled()
+        )
+    total, squares = found if reduction == "sum" else (x / count for x in found)  # type: ignore
     return (total, squares) if return_squares else total

@@ -23,115 +23,170 @@ from .transformer import Transformer
 
 # %% ../../nbs/03_model/13_speculative_decoding.ipynb #ddd9f627
 def verify(
-    p: Tensor, # (N, V), probabilities of the model
-    q: Tensor, # (N, V), probabilities that the guesses were drawn from
-    guess: Tensor, # (N,) ids
-    u: Tensor, # (N, 2), uniform in (0, 1]
-) -> tuple[Tensor, Tensor]: # (N,) bool, which guesses stay; (N,) ids, each guess or what replaces it
+    p: Tensor,  # (N, V), probabilities of the model
+    q: Tensor,  # (N, V), probabilities that the guesses were drawn from
+    guess: Tensor,  # (N,) ids
+    u: Tensor,  # (N, 2), uniform in (0, 1]
+) -> tuple[
+    Tensor, Tensor
+]:  # (N,) bool, which guesses stay; (N,) ids, each guess or what replaces it
     "Guesses drawn from `q` become draws from `p` (Leviathan et al. 2023, section 2.3)."
     ratio = p.gather(1, guess[:, None]) / q.gather(1, guess[:, None])
     keep = u[:, 0] <= ratio[:, 0]
     rest = (p - q).clamp_(min=0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p) # Equal but for rounding: then every guess stays
+    rest = torch.where(
+        rest.sum(-1, keepdim=True) > 0, rest, p
+    )  # Equal but for rounding: then every guess stays
     return keep, torch.where(keep, guess, draw(rest.log(), u[:, 1]))
 
 # %% ../../nbs/03_model/13_speculative_decoding.ipynb #fe41899b
 class _Reader:
     "A model and its cache, which reads what it has not read yet."
+
     def __init__(self, model: Transformer, room: int):
-        self.model, self.cache = model, KVCache(model.config.n_layers, room, model.config.layer_windows)
-        planned = not refusal(model) and model.device.type == 'cpu'
+        self.model, self.cache = (
+            model,
+            KVCache(model.config.n_layers, room, model.config.layer_windows),
+        )
+        planned = not refusal(model) and model.device.type == "cpu"
         self.plan = DecodePlan(model, self.cache) if planned else None
 
-    def read(self, ids: Tensor, last: int = 1) -> Tensor: # (T,), of which the cache holds the beginning -> (last, V)
-        new = ids[self.cache.length:]
-        if self.plan is not None and len(new) == 1: return self.plan.step(new).float()
-        return self.model(new[None], past_key_values=self.cache, logits_to_keep=last).logits[0].float()
+    def read(
+        self, ids: Tensor, last: int = 1
+    ) -> Tensor:  # (T,), of which the cache holds the beginning -> (last, V)
+        new = ids[self.cache.length :]
+        if self.plan is not None and len(new) == 1:
+            return self.plan.step(new).float()
+        return (
+            self.model(new[None], past_key_values=self.cache, logits_to_keep=last).logits[0].float()
+        )
+
 
 @torch.no_grad()
 def speculate_row(
-    model: Transformer, # In eval mode
-    draft_model: Transformer, # Smaller, with the same vocabulary, in eval mode
-    row: list[int], # The prompt
+    model: Transformer,  # In eval mode
+    draft_model: Transformer,  # Smaller, with the same vocabulary, in eval mode
+    row: list[int],  # The prompt
     config: SamplingConfig,
-    eos: Sequence[int] = (), # The row ends with any of these
-    processors: Sequence[Processor] = (), # Asked about both models, since the guesses have to fit them too
-    draft_tokens: int = 4, # Guesses in a round
-) -> Iterator[tuple[list[int], int]]: # What a round has written, all but the last of it guessed; how many guesses it made
+    eos: Sequence[int] = (),  # The row ends with any of these
+    processors: Sequence[
+        Processor
+    ] = (),  # Asked about both models, since the guesses have to fit them too
+    draft_tokens: int = 4,  # Guesses in a round
+) -> Iterator[
+    tuple[list[int], int]
+]:  # What a round has written, all but the last of it guessed; how many guesses it made
     "Continue one row, a round at a time, until EOS, or until enough is written or a context is full."
-    limit = min(model.config.max_seq_len, draft_model.config.max_seq_len, len(row) + config.max_new_tokens)
+    limit = min(
+        model.config.max_seq_len, draft_model.config.max_seq_len, len(row) + config.max_new_tokens
+    )
     device, begin, length = model.device, len(row), len(row)
     ids = torch.tensor(row + [0] * (limit - begin), device=device)
     generator = torch.Generator()
-    if config.seed is None: generator.seed()
-    else: generator.manual_seed(config.seed)
+    if config.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(config.seed)
     target, draft = _Reader(model, limit), _Reader(draft_model, limit)
-    def probabilities(logits: Tensor, end: int) -> Tensor: # (V,), for the token at position `end`
+
+    def probabilities(logits: Tensor, end: int) -> Tensor:  # (V,), for the token at position `end`
         forbidden = eos if end - begin < config.min_new_tokens else ()
         logits = adjust(logits[None], ids[None, :end], config, processors, forbidden)[0]
-        if config.temperature: return logits.softmax(-1)
+        if config.temperature:
+            return logits.softmax(-1)
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1)
+
     while length < limit:
         guesses, q = min(draft_tokens, limit - length - 1), []
         u = (1 - torch.rand(guesses + 1, 3, generator=generator)).to(device)
         for i in range(guesses):
-            q.append(probabilities(draft.read(ids[:length + i])[-1], length + i))
+            q.append(probabilities(draft.read(ids[: length + i])[-1], length + i))
             ids[length + i] = draw(q[-1].log()[None], u[i, :1])[0]
-        logits, new = target.read(ids[:length + guesses], guesses + 1), []
+        logits, new = target.read(ids[: length + guesses], guesses + 1), []
         for i in range(guesses + 1):
             p = probabilities(logits[i - guesses - 1], length + i)
-            if i == guesses: keep, token = torch.tensor(False), draw(p.log()[None], u[i, :1])[0]
-            else: (keep,), (token,) = verify(p[None], q[i][None], ids[length + i, None], u[i, None, 1:])
+            if i == guesses:
+                keep, token = torch.tensor(False), draw(p.log()[None], u[i, :1])[0]
+            else:
+                (keep,), (token,) = verify(
+                    p[None], q[i][None], ids[length + i, None], u[i, None, 1:]
+                )
             ids[length + i] = token
             new.append(int(token))
-            if not keep or new[-1] in eos: break
+            if not keep or new[-1] in eos:
+                break
         yield new, guesses
-        if new[-1] in eos: return
+        if new[-1] in eos:
+            return
         length += len(new)
-        for reader in (target, draft): reader.cache.crop(min(reader.cache.length, length - 1))
+        for reader in (target, draft):
+            reader.cache.crop(min(reader.cache.length, length - 1))
 
 # %% ../../nbs/03_model/13_speculative_decoding.ipynb #1e0aa81d
 def speculate(
     model: Transformer,
-    draft_model: Transformer, # Smaller, with the same vocabulary
-    input_ids: Any, # One prompt: a text, ids, or a tensor (T,) or (1, T)
+    draft_model: Transformer,  # Smaller, with the same vocabulary
+    input_ids: Any,  # One prompt: a text, ids, or a tensor (T,) or (1, T)
     max_new_tokens: int = 100,
-    temperature: float = 1.0, # 0 takes the likeliest token
-    draft_tokens: int = 4, # Guesses in a round
-    tokenizer: Any = None, # As in `generate`, like all that follows
+    temperature: float = 1.0,  # 0 takes the likeliest token
+    draft_tokens: int = 4,  # Guesses in a round
+    tokenizer: Any = None,  # As in `generate`, like all that follows
     stop: Sequence[str] | str = (),
     eos_token_id: int | Sequence[int] | None = None,
     processors: Sequence[Processor] = (),
-    rounds: list | None = None, # Gets a pair for each round: the tokens it wrote, how many were guessed
-    **knobs: Any, # The other knobs of `SamplingConfig`
-) -> Any: # Prompt and continuation, in the form of `input_ids`
+    rounds: list
+    | None = None,  # Gets a pair for each round: the tokens it wrote, how many were guessed
+    **knobs: Any,  # The other knobs of `SamplingConfig`
+) -> Any:  # Prompt and continuation, in the form of `input_ids`
     "Continue a prompt with the help of a draft model: tokens of `model`, in fewer of its steps."
-    for name, each in (('model', model), ('draft_model', draft_model)):
+    for name, each in (("model", model), ("draft_model", draft_model)):
         if not isinstance(each, Transformer):
-            raise TypeError(f'{name} is a {type(each).__name__}, and must be our Transformer (load_pretrained '
-                            'makes one of a folder); transformers has generate(assistant_model=…) for its own')
-        if (each.config.rope_scaling or {}).get('rope_type') == 'dynamic':
-            raise ValueError(f'{name} has dynamic rotary scaling, which turns by the length of the text: read several tokens '
-                             'at a time, the text would be another one. Use generate')
+            raise TypeError(
+                f"{name} is a {type(each).__name__}, and must be our Transformer (load_pretrained "
+                "makes one of a folder); transformers has generate(assistant_model=…) for its own"
+            )
+        if (each.config.rope_scaling or {}).get("rope_type") == "dynamic":
+            raise ValueError(
+                f"{name} has dynamic rotary scaling, which turns by the length of the text: read several tokens "
+                "at a time, the text would be another one. Use generate"
+            )
     sizes = [each.config.vocab_size for each in (model, draft_model)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f'the models have vocabularies of {sizes[0]} and {sizes[1]} tokens, and must share one')
-    if not 1 <= draft_tokens < BACK: raise ValueError(f'draft_tokens is {draft_tokens}, and must be 1 to {BACK - 1}')
+        raise ValueError(
+            f"the models have vocabularies of {sizes[0]} and {sizes[1]} tokens, and must share one"
+        )
+    if not 1 <= draft_tokens < BACK:
+        raise ValueError(f"draft_tokens is {draft_tokens}, and must be 1 to {BACK - 1}")
     knobs |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
-    rows, config, eos, _, (text, *more) = check_request(model, input_ids, tokenizer, stop, eos_token_id, knobs)
+    rows, config, eos, _, (text, *more) = check_request(
+        model, input_ids, tokenizer, stop, eos_token_id, knobs
+    )
     check_request(draft_model, rows, None, (), (), {})
-    if more: raise ValueError(f'speculate takes one prompt, not {len(rows)}: call it for each, or use generate')
-    new, shown = [], ''
+    if more:
+        raise ValueError(
+            f"speculate takes one prompt, not {len(rows)}: call it for each, or use generate"
+        )
+    new, shown = [], ""
     with speaking(model), speaking(draft_model):
-        for round_ in speculate_row(model, draft_model, rows[0], config, eos, processors, draft_tokens):
-            if rounds is not None: rounds.append(round_)
+        for round_ in speculate_row(
+            model, draft_model, rows[0], config, eos, processors, draft_tokens
+        ):
+            if rounds is not None:
+                rounds.append(round_)
             for token in round_[0]:
-                if text.stopped: break
+                if text.stopped:
+                    break
                 new.append(token)
-                if tokenizer is not None and token not in eos: shown += text.push(token)
-            if text.stopped: break
+                if tokenizer is not None and token not in eos:
+                    shown += text.push(token)
+            if text.stopped:
+                break
     if isinstance(input_ids, Tensor):
-        return torch.cat([input_ids, torch.tensor(new).to(input_ids).expand(*input_ids.shape[:-1], -1)], -1)
-    if isinstance(input_ids, str): return input_ids + shown + text.finish()
-    if isinstance(input_ids[0], str): return [input_ids[0] + shown + text.finish()]
+        return torch.cat(
+            [input_ids, torch.tensor(new).to(input_ids).expand(*input_ids.shape[:-1], -1)], -1
+        )
+    if isinstance(input_ids, str):
+        return input_ids + shown + text.finish()
+    if isinstance(input_ids[0], str):
+        return [input_ids[0] + shown + text.finish()]
     return rows[0] + new if isinstance(input_ids[0], Integral) else [rows[0] + new]

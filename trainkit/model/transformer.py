@@ -29,102 +29,134 @@ from .layers import short_attention, swiglu
 # %% ../../nbs/03_model/07_transformer.ipynb #95af941e
 class RMSNorm1p(RMSNorm):
     "RMSNorm whose weights are kept around 0: it multiplies by 1 + weight (Gemma)."
+
     def __init__(self, dim: int, eps: float = 1e-5):
         super().__init__(dim, eps)
         nn.init.zeros_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor: # (..., dim) -> (..., dim)
+    def forward(self, x: Tensor) -> Tensor:  # (..., dim) -> (..., dim)
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(x.dtype)
+        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(
+            x.dtype
+        )
+
 
 def make_norm(
     config: ModelConfig,
-    width: int | None = None, # Of what is normalised; d_model when None, and always an RMSNorm otherwise
-) -> nn.Module: # (..., width) -> (..., width)
+    width: int
+    | None = None,  # Of what is normalised; d_model when None, and always an RMSNorm otherwise
+) -> nn.Module:  # (..., width) -> (..., width)
     "The norm that `config.norm` names; LayerNorm has a bias where all layers have one."
-    if config.norm == 'layernorm' and width is None:
-        return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias == 'all')
-    return (RMSNorm1p if config.norm == 'rmsnorm1p' else RMSNorm)(width or config.d_model, config.norm_eps)
+    if config.norm == "layernorm" and width is None:
+        return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.bias == "all")
+    return (RMSNorm1p if config.norm == "rmsnorm1p" else RMSNorm)(
+        width or config.d_model, config.norm_eps
+    )
+
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    'swiglu': swiglu, # Of two layers, one of them the gate
-    'geglu': lambda gate, up: F.gelu(gate, approximate='tanh') * up,
-    'gelu': F.gelu,
-    'gelu_tanh': partial(F.gelu, approximate='tanh'),
-    'relu2': lambda x: F.relu(x).square(),
+    "swiglu": swiglu,  # Of two layers, one of them the gate
+    "geglu": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 # %% ../../nbs/03_model/07_transformer.ipynb #b825328f
 class Attention(nn.Module):
     "Each token gathers from those before it; groups of query heads share keys and values (Ainslie et al. 2023)."
+
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        width, bias, d_model = config.head_width, config.bias != 'none', config.d_model
+        width, bias, d_model = config.head_width, config.bias != "none", config.d_model
         self.layer, self.head_width = layer, width
         self.dropout, self.softcap = config.attention_dropout, config.attn_softcap
-        self.scale, self.implementation = (config.query_pre_attn_scalar or width) ** -0.5, config.attention
+        self.scale, self.implementation = (
+            (config.query_pre_attn_scalar or width) ** -0.5,
+            config.attention,
+        )
         self.q_proj = Linear(d_model, config.n_heads * width, bias)
         self.k_proj = Linear(d_model, config.kv_heads * width, bias)
         self.v_proj = Linear(d_model, config.kv_heads * width, bias)
-        self.o_proj = Linear(config.n_heads * width, d_model, config.bias == 'all')
+        self.o_proj = Linear(config.n_heads * width, d_model, config.bias == "all")
         self.q_norm = make_norm(config, width) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, width) if config.qk_norm else nn.Identity()
 
     def forward(
         self,
-        x: Tensor, # (B, T, d_model)
-        angles: tuple[Tensor, Tensor] | None = None, # cos and sin, (B or 1, T, 1, D/2)
-        mask: Tensor | Spans | None = None, # What `make_masks` gives
+        x: Tensor,  # (B, T, d_model)
+        angles: tuple[Tensor, Tensor] | None = None,  # cos and sin, (B or 1, T, 1, D/2)
+        mask: Tensor | Spans | None = None,  # What `make_masks` gives
         cache: KVCache | None = None,
-    ) -> Tensor: # (B, T, d_model)
+    ) -> Tensor:  # (B, T, d_model)
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_width)) for proj in projections)
         q, k = self.q_norm(q), self.k_norm(k)
-        if angles is not None: q, k = (rotate(t, *(a.to(t.dtype) for a in angles)) for t in (q, k))
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v)) # (B, T, H, D) -> (B, H, T, D)
+        if angles is not None:
+            q, k = (rotate(t, *(a.to(t.dtype) for a in angles)) for t in (q, k))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, T, H, D) -> (B, H, T, D)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
-            if isinstance(mask, Tensor): mask = mask[..., -k.shape[2]:] # A window may have forgotten the first ones
+            if isinstance(mask, Tensor):
+                mask = mask[..., -k.shape[2] :]  # A window may have forgotten the first ones
         dropout = self.dropout if self.training else 0.0
-        plain = mask is None and cache is None and self.softcap is None and self.implementation == 'sdpa'
-        if plain and not dropout and torch.is_grad_enabled() and is_short(q): # Faster on the way back
+        plain = (
+            mask is None
+            and cache is None
+            and self.softcap is None
+            and self.implementation == "sdpa"
+        )
+        if (
+            plain and not dropout and torch.is_grad_enabled() and is_short(q)
+        ):  # Faster on the way back
             out = short_attention(q, k, v, self.scale)
-        else: out = attend(q, k, v, mask, dropout, self.softcap, self.scale, self.implementation)
+        else:
+            out = attend(q, k, v, mask, dropout, self.softcap, self.scale, self.implementation)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 # %% ../../nbs/03_model/07_transformer.ipynb #9f31576c
 class MLP(nn.Module):
     "Each token by itself: wider, bent, and back (with a gate: Shazeer 2020)."
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        bias, self.bend = config.bias == 'all', ACTIVATIONS[config.activation]
-        self.gate_proj = Linear(config.d_model, config.d_ff, bias) if config.activation in GATED else None
+        bias, self.bend = config.bias == "all", ACTIVATIONS[config.activation]
+        self.gate_proj = (
+            Linear(config.d_model, config.d_ff, bias) if config.activation in GATED else None
+        )
         self.up_proj = Linear(config.d_model, config.d_ff, bias)
         self.down_proj = Linear(config.d_ff, config.d_model, bias)
 
-    def forward(self, x: Tensor) -> Tensor: # (B, T, d_model) -> (B, T, d_model)
-        if self.gate_proj is None: return self.down_proj(self.bend(self.up_proj(x)))
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, d_model) -> (B, T, d_model)
+        if self.gate_proj is None:
+            return self.down_proj(self.bend(self.up_proj(x)))
         return self.down_proj(self.bend(self.gate_proj(x), self.up_proj(x)))
 
 # %% ../../nbs/03_model/07_transformer.ipynb #fdd78798
 class Block(nn.Module):
     "Attention, then an MLP, each added to the stream."
+
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.self_attn, self.mlp = Attention(config, layer), MLP(config)
         self.input_layernorm, self.post_attention_layernorm = make_norm(config), make_norm(config)
-        if config.sandwich_norm: # Names of Gemma 2, where `post_attention_layernorm` comes after attention
-            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = make_norm(config), make_norm(config)
+        if (
+            config.sandwich_norm
+        ):  # Names of Gemma 2, where `post_attention_layernorm` comes after attention
+            self.pre_feedforward_layernorm, self.post_feedforward_layernorm = (
+                make_norm(config),
+                make_norm(config),
+            )
         self.pre_norm, self.sandwich = config.pre_norm, config.sandwich_norm
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
         self,
-        x: Tensor, # (B, T, d_model)
-        angles: tuple[Tensor, Tensor] | None = None, # cos and sin, (B or 1, T, 1, D/2)
-        mask: Tensor | Spans | None = None, # What `make_masks` gives
+        x: Tensor,  # (B, T, d_model)
+        angles: tuple[Tensor, Tensor] | None = None,  # cos and sin, (B or 1, T, 1, D/2)
+        mask: Tensor | Spans | None = None,  # What `make_masks` gives
         cache: KVCache | None = None,
-    ) -> Tensor: # (B, T, d_model)
+    ) -> Tensor:  # (B, T, d_model)
         if self.sandwich:
             found = self.self_attn(self.input_layernorm(x), angles, mask, cache)
             x = x + self.dropout(self.post_attention_layernorm(found))
@@ -140,185 +172,311 @@ class Block(nn.Module):
 def _padding(attention_mask: Tensor, rows: int, total: int, past: int) -> Tensor | None:
     "(rows, total), False where there is no token; None where causal attention needs no telling."
     if attention_mask.shape != (rows, total):
-        raise ValueError(f'attention_mask has shape {tuple(attention_mask.shape)}, and must have {(rows, total)}: '
-                         'a column for each cached token and each new one')
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, and must have {(rows, total)}: "
+            "a column for each cached token and each new one"
+        )
     padding = attention_mask.bool()
-    if padding.all(): return None
+    if padding.all():
+        return None
     # Padding on the right comes after every token, so nobody would look at it anyway
     right = not past and padding[:, 0].all() and not (padding[:, 1:] > padding[:, :-1]).any()
     return None if right else padding
 
-def _matrix(attention_mask: Tensor | None, new: int, total: int, config: ModelConfig) -> Tensor | None:
+
+def _matrix(
+    attention_mask: Tensor | None, new: int, total: int, config: ModelConfig
+) -> Tensor | None:
     "A mask of four dimensions, which says of each pair of tokens whether one sees the other; None where it has fewer."
-    if attention_mask is None or attention_mask.ndim != 4: return None
+    if attention_mask is None or attention_mask.ndim != 4:
+        return None
     if attention_mask.dtype != torch.bool or attention_mask.shape[1:] != (1, new, total):
-        raise ValueError(f'attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, and must be '
-                         f'torch.bool of shape (rows, 1, {new}, {total})')
-    if any(config.layer_windows or ()): raise ValueError('a model with layer_windows takes no attention_mask of four dimensions')
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}, and must be "
+            f"torch.bool of shape (rows, 1, {new}, {total})"
+        )
+    if any(config.layer_windows or ()):
+        raise ValueError("a model with layer_windows takes no attention_mask of four dimensions")
     return attention_mask
+
 
 class Decoder(nn.Module):
     "From token ids to hidden states: embeddings, blocks, a last norm."
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config, learned = config, config.position == 'learned'
-        if config.attention == 'flash_attention_2': need_flash()
+        self.config, learned = config, config.position == "learned"
+        if config.attention == "flash_attention_2":
+            need_flash()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.embed_positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
         # No buffer: `.bfloat16()` would round it
-        self.frequencies = None if learned else rope_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
+        self.frequencies = (
+            None
+            if learned
+            else rope_frequencies(config.head_width, config.rope_theta, config.rope_scaling)
+        )
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = make_norm(config) if config.pre_norm else nn.Identity()
 
     def angles(
         self,
-        position_ids: Tensor, # (B, T)
+        position_ids: Tensor,  # (B, T)
         dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor] | None: # cos and sin, (B, T, 1, D/2); None where positions are learned
+    ) -> (
+        tuple[Tensor, Tensor] | None
+    ):  # cos and sin, (B, T, 1, D/2); None where positions are learned
         "By how much queries and keys turn."
-        if self.frequencies is None: return None
-        if self.frequencies.device != position_ids.device: self.frequencies = self.frequencies.to(position_ids.device)
+        if self.frequencies is None:
+            return None
+        if self.frequencies.device != position_ids.device:
+            self.frequencies = self.frequencies.to(position_ids.device)
         frequencies, scaling = self.frequencies, self.config.rope_scaling
-        if scaling is not None and scaling['rope_type'] == 'dynamic': # The only one that depends on the text
+        if (
+            scaling is not None and scaling["rope_type"] == "dynamic"
+        ):  # The only one that depends on the text
             length = int(position_ids.max()) + 1
-            frequencies = rope_frequencies(self.config.head_width, self.config.rope_theta, scaling, length)
+            frequencies = rope_frequencies(
+                self.config.head_width, self.config.rope_theta, scaling, length
+            )
             frequencies = frequencies.to(position_ids.device)
         return rope_angles(position_ids, frequencies, rope_magnitude(scaling), dtype)
 
     def forward(
         self,
-        input_ids: Tensor, # (B, T) int64
-        attention_mask: Tensor | None = None, # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), who sees whom
-        position_ids: Tensor | None = None, # (B, T); where they do not go up by one, a new document begins
-        past_key_values: KVCache | None = None, # Extended in place
-    ) -> Tensor: # (B, T, d_model)
+        input_ids: Tensor,  # (B, T) int64
+        attention_mask: Tensor
+        | None = None,  # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), who sees whom
+        position_ids: Tensor
+        | None = None,  # (B, T); where they do not go up by one, a new document begins
+        past_key_values: KVCache | None = None,  # Extended in place
+    ) -> Tensor:  # (B, T, d_model)
         config, cache, document = self.config, past_key_values, None
         if input_ids.ndim != 2:
-            raise ValueError(f'input_ids has shape {tuple(input_ids.shape)}, and must have (batch, tokens)')
-        (rows, new), past, device = input_ids.shape, cache.length if cache is not None else 0, input_ids.device
+            raise ValueError(
+                f"input_ids has shape {tuple(input_ids.shape)}, and must have (batch, tokens)"
+            )
+        (rows, new), past, device = (
+            input_ids.shape,
+            cache.length if cache is not None else 0,
+            input_ids.device,
+        )
         total = past + new
-        if total > config.max_seq_len and position_ids is None: # a row of several documents may be longer than each
-            raise ValueError(f'{total} tokens are more than max_seq_len = {config.max_seq_len}: cut the sequence, '
-                             'or make a model with a larger max_seq_len')
-        check_ids('input_ids', input_ids, config.vocab_size, 'does the tokenizer belong to this model?')
+        if (
+            total > config.max_seq_len and position_ids is None
+        ):  # a row of several documents may be longer than each
+            raise ValueError(
+                f"{total} tokens are more than max_seq_len = {config.max_seq_len}: cut the sequence, "
+                "or make a model with a larger max_seq_len"
+            )
+        check_ids(
+            "input_ids", input_ids, config.vocab_size, "does the tokenizer belong to this model?"
+        )
         matrix = _matrix(attention_mask, new, total, config)
-        padding = None if attention_mask is None or matrix is not None else _padding(attention_mask, rows, total, past)
+        padding = (
+            None
+            if attention_mask is None or matrix is not None
+            else _padding(attention_mask, rows, total, past)
+        )
         if position_ids is not None:
-            if position_ids.ndim != 2 or position_ids.shape[0] not in (1, rows) or position_ids.shape[1] != new:
-                raise ValueError(f'position_ids has shape {tuple(position_ids.shape)}, '
-                                 f'and must have {(rows, new)}')
-            check_ids('position_ids', position_ids, config.max_seq_len, 'raise max_seq_len?')
+            if (
+                position_ids.ndim != 2
+                or position_ids.shape[0] not in (1, rows)
+                or position_ids.shape[1] != new
+            ):
+                raise ValueError(
+                    f"position_ids has shape {tuple(position_ids.shape)}, "
+                    f"and must have {(rows, new)}"
+                )
+            check_ids("position_ids", position_ids, config.max_seq_len, "raise max_seq_len?")
             breaks = position_ids.diff(dim=-1) != 1
-            if not past and matrix is None and breaks.any(): document = F.pad(breaks.cumsum(-1), (1, 0)).expand(rows, -1)
-        elif padding is not None: position_ids = padding.long().cumsum(-1).sub(1).clamp(min=0)[:, past:]
-        else: position_ids = torch.arange(past, total, device=device)[None]
+            if not past and matrix is None and breaks.any():
+                document = F.pad(breaks.cumsum(-1), (1, 0)).expand(rows, -1)
+        elif padding is not None:
+            position_ids = padding.long().cumsum(-1).sub(1).clamp(min=0)[:, past:]
+        else:
+            position_ids = torch.arange(past, total, device=device)[None]
 
         x = self.embed_tokens(input_ids)
-        if config.scale_embeddings: x = x * torch.tensor(config.d_model**0.5, dtype=x.dtype, device=device)
-        if self.embed_positions is not None: x = x + self.embed_positions(position_ids)
+        if config.scale_embeddings:
+            x = x * torch.tensor(config.d_model**0.5, dtype=x.dtype, device=device)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(position_ids)
         angles = self.angles(position_ids, x.dtype)
         windows = config.layer_windows or [0] * config.n_layers
-        never = 0 if config.attention == 'flash_attention_2' else None # It takes no matrix
-        masks = make_masks(new, total, windows, padding, document, device, never) if matrix is None else dict.fromkeys(windows, matrix)
-        again = config.gradient_checkpointing and self.training and torch.is_grad_enabled() and cache is None
+        never = 0 if config.attention == "flash_attention_2" else None  # It takes no matrix
+        masks = (
+            make_masks(new, total, windows, padding, document, device, never)
+            if matrix is None
+            else dict.fromkeys(windows, matrix)
+        )
+        again = (
+            config.gradient_checkpointing
+            and self.training
+            and torch.is_grad_enabled()
+            and cache is None
+        )
         x = self.dropout(x)
         for layer, window in zip(self.layers, windows, strict=True):
-            if again: x = checkpoint(layer, x, angles, masks[window], use_reentrant=False)
-            else: x = layer(x, angles, masks[window], cache)
-        if cache is not None: cache.length = total
+            if again:
+                x = checkpoint(layer, x, angles, masks[window], use_reentrant=False)
+            else:
+                x = layer(x, angles, masks[window], cache)
+        if cache is not None:
+            cache.length = total
         return self.norm(x)
 
 # %% ../../nbs/03_model/07_transformer.ipynb #35c7ab03
 @dataclass
 class ModelOutput:
     "What `Transformer` returns; also read as `output['logits']` and, without what is None, as a tuple."
-    loss: Tensor | None = None # Scalar
-    logits: Tensor | None = None # (B, T, vocab_size)
+
+    loss: Tensor | None = None  # Scalar
+    logits: Tensor | None = None  # (B, T, vocab_size)
     past_key_values: KVCache | None = None
-    squares: Tensor | None = None # Of log Z, summed and divided as the loss is, when z_loss was asked for
+    squares: Tensor | None = (
+        None  # Of log Z, summed and divided as the loss is, when z_loss was asked for
+    )
 
     def __getitem__(self, key: str | int | slice):
-        if isinstance(key, str): return getattr(self, key)
-        return tuple(x for x in (self.loss, self.logits, self.past_key_values) if x is not None)[key]
+        if isinstance(key, str):
+            return getattr(self, key)
+        return tuple(x for x in (self.loss, self.logits, self.past_key_values) if x is not None)[
+            key
+        ]
+
 
 class Transformer(nn.Module):
     "A decoder-only language model; with the default config the one of Llama, weight for weight."
+
     def __init__(self, config: ModelConfig):
         super().__init__()
-        if not config.vocab_size: raise ValueError("vocab_size is 0: set it to the tokenizer's vocab_size")
+        if not config.vocab_size:
+            raise ValueError("vocab_size is 0: set it to the tokenizer's vocab_size")
         self.config, self.model = config, Decoder(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        if config.tie_embeddings: self.lm_head.weight = self.model.embed_tokens.weight
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
         self.init_weights()
 
     @property
-    def device(self) -> torch.device: return self.model.embed_tokens.weight.device
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
 
-    def get_input_embeddings(self) -> nn.Module: return self.model.embed_tokens
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
 
-    def get_output_embeddings(self) -> nn.Module: return self.lm_head
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
 
     @torch.no_grad()
     def init_weights(self) -> None:
         "Normal weights, zero biases; what writes to the stream starts smaller (Radford et al. 2019, section 2.3)."
-        if self.device.type == 'meta': return # Shapes have no numbers
+        if self.device.type == "meta":
+            return  # Shapes have no numbers
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                writes = name.endswith(('o_proj', 'down_proj'))
-                module.weight.normal_(0, self.config.init_std / math.sqrt(2*self.config.n_layers if writes else 1))
-            elif isinstance(module, (RMSNorm, nn.LayerNorm)): module.weight.fill_(not isinstance(module, RMSNorm1p))
-            if isinstance(bias := getattr(module, 'bias', None), nn.Parameter): bias.zero_()
+                writes = name.endswith(("o_proj", "down_proj"))
+                module.weight.normal_(
+                    0, self.config.init_std / math.sqrt(2 * self.config.n_layers if writes else 1)
+                )
+            elif isinstance(module, (RMSNorm, nn.LayerNorm)):
+                module.weight.fill_(not isinstance(module, RMSNorm1p))
+            if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
+                bias.zero_()
 
     def num_parameters(
         self,
-        only_trainable: bool = False, # Leave out what is frozen
-        exclude_embeddings: bool = False, # Leave out the token and position embeddings
+        only_trainable: bool = False,  # Leave out what is frozen
+        exclude_embeddings: bool = False,  # Leave out the token and position embeddings
     ) -> int:
         "How many numbers the model holds; a shared matrix counts once."
         embeddings = {id(m.weight) for m in self.modules() if isinstance(m, nn.Embedding)}
-        return sum(p.numel() for p in self.parameters()
-                   if (p.requires_grad or not only_trainable) and not (exclude_embeddings and id(p) in embeddings))
+        return sum(
+            p.numel()
+            for p in self.parameters()
+            if (p.requires_grad or not only_trainable)
+            and not (exclude_embeddings and id(p) in embeddings)
+        )
 
     def forward(
         self,
-        input_ids: Tensor, # (B, T) int64
-        attention_mask: Tensor | None = None, # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), who sees whom
-        position_ids: Tensor | None = None, # (B, T); where they do not go up by one, a new document begins
-        labels: Tensor | None = None, # (B, T) int64, the input itself, -100 where nothing is to be learned
-        past_key_values: KVCache | None = None, # Extended in place
-        use_cache: bool = False, # Make a cache for max_seq_len tokens if none is given
-        num_items_in_batch: int | Tensor | None = None, # Divides the summed loss; None: the mean over the labels
-        return_logits: bool = True, # False with labels: the loss alone, in chunks
-        logits_to_keep: int | Tensor = 0, # Only so many last positions get logits, or those that a tensor (places,) names; 0 for all
-        z_loss: float = 0.0, # Adds so much of (log Z)² to the loss
+        input_ids: Tensor,  # (B, T) int64
+        attention_mask: Tensor
+        | None = None,  # (B, cached + T), 0 where there is padding; or bool (B, 1, T, cached + T), who sees whom
+        position_ids: Tensor
+        | None = None,  # (B, T); where they do not go up by one, a new document begins
+        labels: Tensor
+        | None = None,  # (B, T) int64, the input itself, -100 where nothing is to be learned
+        past_key_values: KVCache | None = None,  # Extended in place
+        use_cache: bool = False,  # Make a cache for max_seq_len tokens if none is given
+        num_items_in_batch: int
+        | Tensor
+        | None = None,  # Divides the summed loss; None: the mean over the labels
+        return_logits: bool = True,  # False with labels: the loss alone, in chunks
+        logits_to_keep: int
+        | Tensor = 0,  # Only so many last positions get logits, or those that a tensor (places,) names; 0 for all
+        z_loss: float = 0.0,  # Adds so much of (log Z)² to the loss
     ) -> ModelOutput:
         config, cache = self.config, past_key_values
-        if use_cache and cache is None: cache = KVCache(config.n_layers, config.max_seq_len, config.layer_windows)
+        if use_cache and cache is None:
+            cache = KVCache(config.n_layers, config.max_seq_len, config.layer_windows)
         if labels is not None and labels.shape != input_ids.shape:
-            raise ValueError(f'labels has shape {tuple(labels.shape)}, and must have that of input_ids, '
-                             f'{tuple(input_ids.shape)}: the model shifts them itself')
+            raise ValueError(
+                f"labels has shape {tuple(labels.shape)}, and must have that of input_ids, "
+                f"{tuple(input_ids.shape)}: the model shifts them itself"
+            )
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
-            raise ValueError('a loss needs all logits: leave out logits_to_keep')
-        hidden, cap = self.model(input_ids, attention_mask, position_ids, cache), config.logit_softcap
-        loss, squares, targets = None, None, labels[:, 1:] if labels is not None else None # Position t predicts token t + 1
+            raise ValueError("a loss needs all logits: leave out logits_to_keep")
+        hidden, cap = (
+            self.model(input_ids, attention_mask, position_ids, cache),
+            config.logit_softcap,
+        )
+        loss, squares, targets = (
+            None,
+            None,
+            labels[:, 1:] if labels is not None else None,
+        )  # Position t predicts token t + 1
         # A head that somebody wrapped (LoRA, 4 bits) is more than its weight, so it has to be called
         if targets is not None and not return_logits and type(self.lm_head) is nn.Linear:
             logits = None
-            loss, squares = chunked_cross_entropy(hidden[:, :-1], self.lm_head.weight, targets, reduction='sum',
-                                                  softcap=cap, z_loss=z_loss, return_squares=True)
+            loss, squares = chunked_cross_entropy(
+                hidden[:, :-1],
+                self.lm_head.weight,
+                targets,
+                reduction="sum",
+                softcap=cap,
+                z_loss=z_loss,
+                return_squares=True,
+            )
         else:
-            logits = self.lm_head(hidden[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep])
-            if cap is not None: logits = cap * torch.tanh(logits / cap)
+            logits = self.lm_head(
+                hidden[
+                    :,
+                    slice(-logits_to_keep, None)
+                    if isinstance(logits_to_keep, int)
+                    else logits_to_keep,
+                ]
+            )
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
             if targets is not None:
                 real = targets.masked_fill(targets == -100, 0)
-                check_ids('labels', real, logits.shape[-1], 'do they come from this vocabulary?')
+                check_ids("labels", real, logits.shape[-1], "do they come from this vocabulary?")
                 wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-                loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction='sum')
+                loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
                 if z_loss:
                     squares = (wide.logsumexp(-1).square() * (targets != -100)).sum()
-                    loss, squares = loss + z_loss*squares, squares.detach()
+                    loss, squares = loss + z_loss * squares, squares.detach()
         if loss is not None and targets is not None:
-            count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
-            loss, squares = loss / count, squares / count if z_loss and squares is not None else None
-        return ModelOutput(loss, logits if return_logits or targets is None else None, cache, squares)
+            count = (
+                num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
+            )
+            loss, squares = (
+                loss / count,
+                squares / count if z_loss and squares is not None else None,
+            )
+        return ModelOutput(
+            loss, logits if return_logits or targets is None else None, cache, squares
+        )

@@ -19,32 +19,35 @@ from torch import Tensor, nn
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #30004cef
 def make_grid(
-    weight: Tensor, # (out, group)
+    weight: Tensor,  # (out, group)
     bits: int,
-) -> tuple[Tensor, Tensor]: # (out, 1) scale, and the code that stands for 0.0, not rounded
+) -> tuple[Tensor, Tensor]:  # (out, 1) scale, and the code that stands for 0.0, not rounded
     "Even steps from the smallest number of each row to the largest."
     low, high = weight.amin(1, keepdim=True).clamp(max=0), weight.amax(1, keepdim=True).clamp(min=0)
     scale = ((high - low) / (2**bits - 1)).clamp(min=1e-12)
     return scale, -low / scale
 
+
 def to_grid(
-    weight: Tensor, # (out, n)
-    scale: Tensor, # (out, 1)
-    zero: Tensor, # (out, 1)
+    weight: Tensor,  # (out, n)
+    scale: Tensor,  # (out, 1)
+    zero: Tensor,  # (out, 1)
     bits: int,
-) -> Tensor: # (out, n): the nearest numbers on the grid
+) -> Tensor:  # (out, n): the nearest numbers on the grid
     "Round to codes and back."
     return scale * ((weight / scale + zero).round().clamp(0, 2**bits - 1) - zero)
 
+
 def round_to_nearest(
-    weight: Tensor, # (out_features, in_features)
-    inputs: 'Inputs | None' = None, # Not looked at
+    weight: Tensor,  # (out_features, in_features)
+    inputs: "Inputs | None" = None,  # Not looked at
     bits: int = 3,
-    group: int = 64, # Weights of a row that share a grid
-) -> Tensor: # (out_features, in_features)
+    group: int = 64,  # Weights of a row that share a grid
+) -> Tensor:  # (out_features, in_features)
     "Each weight goes to the nearest number of its group's grid."
     parts = (part for part in weight.detach().float().split(group, 1))
     return torch.cat([to_grid(part, *make_grid(part, bits), bits) for part in parts], 1)
+
 
 def bits_per_weight(
     bits: int,
@@ -57,70 +60,105 @@ def bits_per_weight(
 @dataclass
 class Inputs:
     "What a layer read, summed up."
-    gram: Tensor # (in_features, in_features), the mean of x·xᵀ
-    size: Tensor # (in_features,), the mean of |x|
-    count: int = 0 # Tokens
+
+    gram: Tensor  # (in_features, in_features), the mean of x·xᵀ
+    size: Tensor  # (in_features,), the mean of |x|
+    count: int = 0  # Tokens
+
 
 def _layers(model: nn.Module) -> dict[str, nn.Linear]:
-    head = getattr(model, 'get_output_embeddings', lambda: None)()
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return {
+        name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head
+    }
+
 
 @torch.no_grad()
 def collect_inputs(
     model: nn.Module,
-    batches: Iterable[Tensor], # (B, T) token ids, text like that which the model will read
-) -> dict[str, Inputs]: # For each linear layer but the head
+    batches: Iterable[Tensor],  # (B, T) token ids, text like that which the model will read
+) -> dict[str, Inputs]:  # For each linear layer but the head
     "Run the model and sum up what its linear layers read."
     found: dict[str, Inputs] = {}
+
     def watch(name: str) -> Any:
         def hook(module: Any, args: tuple) -> None:
             x = args[0].detach().reshape(-1, module.in_features).float()
-            old = found.setdefault(name, Inputs(x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(x.shape[1])))
+            old = found.setdefault(
+                name, Inputs(x.new_zeros(x.shape[1], x.shape[1]), x.new_zeros(x.shape[1]))
+            )
             total = old.count + len(x)
             old.gram += (x.T @ x - len(x) * old.gram) / total
             old.size += (x.abs().sum(0) - len(x) * old.size) / total
             old.count = total
+
         return hook
-    handles = [module.register_forward_pre_hook(watch(name)) for name, module in _layers(model).items()]
+
+    handles = [
+        module.register_forward_pre_hook(watch(name)) for name, module in _layers(model).items()
+    ]
     try:
-        for batch in batches: model(batch)
+        for batch in batches:
+            model(batch)
     finally:
-        for handle in handles: handle.remove()
-    if not found: raise ValueError('no batch went through a linear layer: give some token ids')
+        for handle in handles:
+            handle.remove()
+    if not found:
+        raise ValueError("no batch went through a linear layer: give some token ids")
     return found
 
-class _Complete(Exception): "All layers are rounded; nobody needs the rest of the pass."
+
+class _Complete(Exception):
+    "All layers are rounded; nobody needs the rest of the pass."
+
 
 def _round_in_turn(
-    model: nn.Module, # As it was, when this returns or raises
-    input_ids: Tensor, # (B, T)
+    model: nn.Module,  # As it was, when this returns or raises
+    input_ids: Tensor,  # (B, T)
     round_layer: Callable[[str, Inputs], Tensor],
-) -> dict[str, Tensor]: # For each linear layer but the head
+) -> dict[str, Tensor]:  # For each linear layer but the head
     "One pass over all rows at once. Each layer is rounded when its input arrives, and hands on what its rounded weight makes of it."
     layers, rounded = _layers(model), {}
     full = {name: layer.weight.data for name, layer in layers.items()}
+
     def watch(name: str) -> Any:
         def hook(layer: Any, args: tuple) -> None:
             x = args[0].detach().reshape(-1, layer.in_features).float()
-            if name in rounded or not len(x): return
+            if name in rounded or not len(x):
+                return
             known = [other for other in rounded if layers[other].weight is layer.weight]
-            if known: rounded[name] = rounded[known[0]]
-            else: rounded[name] = layer.weight.data = round_layer(name, Inputs(x.T @ x / len(x), x.abs().mean(0), len(x)))
-            if len(rounded) == len(layers): raise _Complete
+            if known:
+                rounded[name] = rounded[known[0]]
+            else:
+                rounded[name] = layer.weight.data = round_layer(
+                    name, Inputs(x.T @ x / len(x), x.abs().mean(0), len(x))
+                )
+            if len(rounded) == len(layers):
+                raise _Complete
+
         return hook
+
     handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
-    try: model(input_ids)
-    except _Complete: pass
+    try:
+        model(input_ids)
+    except _Complete:
+        pass
     finally:
-        for handle in handles: handle.remove()
-        for name, layer in layers.items(): layer.weight.data = full[name]
+        for handle in handles:
+            handle.remove()
+        for name, layer in layers.items():
+            layer.weight.data = full[name]
     for name in layers:
-        if name not in rounded: raise ValueError(f'{name}: none of the text went through it, so nothing was rounded: give more text')
+        if name not in rounded:
+            raise ValueError(
+                f"{name}: none of the text went through it, so nothing was rounded: give more text"
+            )
     return rounded
 
+
 def output_error(
-    weight: Tensor, # (out, in)
-    rounded: Tensor, # (out, in)
+    weight: Tensor,  # (out, in)
+    rounded: Tensor,  # (out, in)
     inputs: Inputs,
 ) -> float:
     "The mean square of what the layer's output is off by."
@@ -129,13 +167,13 @@ def output_error(
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #4dfce632
 def hqq(
-    weight: Tensor, # (out_features, in_features)
-    inputs: Inputs | None = None, # Not looked at
+    weight: Tensor,  # (out_features, in_features)
+    inputs: Inputs | None = None,  # Not looked at
     bits: int = 3,
     group: int = 64,
     steps: int = 20,
-    p: float = 0.7, # Below 1: a few large errors are cheaper than many small ones
-) -> Tensor: # (out_features, in_features)
+    p: float = 0.7,  # Below 1: a few large errors are cheaper than many small ones
+) -> Tensor:  # (out_features, in_features)
     "The zero points that suit most weights (Badri & Shaji 2023)."
     done = []
     for part in weight.detach().float().split(group, 1):
@@ -146,8 +184,12 @@ def hqq(
             now = (part - made).abs().pow(p).sum(1, keepdim=True)
             best = made if cost is None else torch.where(now < cost, made, best)
             cost = now if cost is None else torch.minimum(cost, now)
-            off = (part - made) / scale # In steps of the grid, so that beta means the same everywhere
-            allowed = off.sign() * (off.abs() - off.abs().clamp(min=1e-8).pow(p - 1) / beta).clamp(min=0)
+            off = (
+                part - made
+            ) / scale  # In steps of the grid, so that beta means the same everywhere
+            allowed = off.sign() * (off.abs() - off.abs().clamp(min=1e-8).pow(p - 1) / beta).clamp(
+                min=0
+            )
             codes = made / scale + zero
             zero = (codes - (part / scale - allowed)).mean(1, keepdim=True)
             beta *= 1.01
@@ -155,11 +197,17 @@ def hqq(
     return torch.cat(done, 1)
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #133ea5dd
-def _cut_off(weight: Tensor, gram: Tensor, bits: int, group: int) -> Tensor: # Rounded
+def _cut_off(weight: Tensor, gram: Tensor, bits: int, group: int) -> Tensor:  # Rounded
     "Each group of each row may lose its largest weights, up to half of its range, where a finer grid for the others is worth it."
     done = []
-    for part, columns in zip(weight.split(group, 1), torch.arange(len(gram)).split(group), strict=True):
-        block, best, least = gram[columns][:, columns], part, part.new_full((len(part), 1), math.inf)
+    for part, columns in zip(
+        weight.split(group, 1), torch.arange(len(gram)).split(group), strict=True
+    ):
+        block, best, least = (
+            gram[columns][:, columns],
+            part,
+            part.new_full((len(part), 1), math.inf),
+        )
         for step in range(10):
             made = to_grid(part, *make_grid((1 - step / 20) * part, bits), bits)
             error = (((made - part) @ block) * (made - part)).sum(1, keepdim=True)
@@ -167,106 +215,146 @@ def _cut_off(weight: Tensor, gram: Tensor, bits: int, group: int) -> Tensor: # R
         done.append(best)
     return torch.cat(done, 1)
 
+
 def awq(
-    weight: Tensor, # (out_features, in_features)
+    weight: Tensor,  # (out_features, in_features)
     inputs: Inputs | None,
     bits: int = 3,
     group: int = 64,
-    tries: int = 20, # Powers between 0 and 1
-) -> Tensor: # (out_features, in_features)
+    tries: int = 20,  # Powers between 0 and 1
+) -> Tensor:  # (out_features, in_features)
     "Columns with loud inputs are made larger before rounding, and smaller after it (Lin et al. 2023, eq. 5)."
-    if inputs is None: raise ValueError('awq looks at the inputs: give what collect_inputs found')
+    if inputs is None:
+        raise ValueError("awq looks at the inputs: give what collect_inputs found")
     weight, best, chosen, least = weight.detach().float(), None, inputs.size, math.inf
     for i in range(tries):
         scale = inputs.size.clamp(min=1e-6).pow(i / tries)
         scale = scale / (scale.max() * scale.min()).sqrt()
         made = round_to_nearest(weight * scale, None, bits, group) / scale
-        if (error := output_error(weight, made, inputs)) < least: best, chosen, least = made, scale, error
-    if best is None: raise ValueError('the inputs hold numbers that are not finite')
+        if (error := output_error(weight, made, inputs)) < least:
+            best, chosen, least = made, scale, error
+    if best is None:
+        raise ValueError("the inputs hold numbers that are not finite")
     cut = _cut_off(weight * chosen, inputs.gram / chosen / chosen[:, None], bits, group) / chosen
-    return cut if output_error(weight, cut, inputs) < least else best # What suits each group need not suit their sum
+    return (
+        cut if output_error(weight, cut, inputs) < least else best
+    )  # What suits each group need not suit their sum
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #6ffcff69
-def _inverse_factor(gram: Tensor, damp: float) -> Tensor: # (n, n), upper triangular
+def _inverse_factor(gram: Tensor, damp: float) -> Tensor:  # (n, n), upper triangular
     "Of the inverse, the Cholesky factor. Inputs of real text lie so close to few directions that float32 is too narrow to invert their matrix."
-    wide = gram.to(torch.float32 if gram.device.type == 'mps' else torch.float64, copy=True)
+    wide = gram.to(torch.float32 if gram.device.type == "mps" else torch.float64, copy=True)
     diagonal = wide.diagonal()
-    diagonal[diagonal == 0] = 1 # A column that is always silent is alone
+    diagonal[diagonal == 0] = 1  # A column that is always silent is alone
     mean = diagonal.mean()
     more = damp / 10
     while more < 1:
         more *= 10
-        lower, wrong = torch.linalg.cholesky_ex(wide + more * mean * torch.eye(len(wide), dtype=wide.dtype, device=wide.device))
-        if wrong: continue
+        lower, wrong = torch.linalg.cholesky_ex(
+            wide + more * mean * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
+        )
+        if wrong:
+            continue
         factor, wrong = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not wrong and factor.isfinite().all(): return factor
-    raise ValueError(f"the inputs' matrix has no inverse, even with {more:g} of its mean on the diagonal: does it hold numbers that are not finite?")
+        if not wrong and factor.isfinite().all():
+            return factor
+    raise ValueError(
+        f"the inputs' matrix has no inverse, even with {more:g} of its mean on the diagonal: does it hold numbers that are not finite?"
+    )
+
 
 def gptq(
-    weight: Tensor, # (out_features, in_features)
+    weight: Tensor,  # (out_features, in_features)
     inputs: Inputs | None,
     bits: int = 3,
     group: int = 64,
-    damp: float = 0.01, # Share of the mean diagonal that is added to it, for a safe inverse; ten times more wherever that is not enough
-) -> Tensor: # (out_features, in_features)
+    damp: float = 0.01,  # Share of the mean diagonal that is added to it, for a safe inverse; ten times more wherever that is not enough
+) -> Tensor:  # (out_features, in_features)
     "Column by column, each error made up for by the columns that are left (Frantar et al. 2022, algorithm 1)."
-    if inputs is None: raise ValueError('gptq looks at the inputs: give what collect_inputs found')
-    if damp <= 0: raise ValueError(f'damp = {damp}: must be above 0')
+    if inputs is None:
+        raise ValueError("gptq looks at the inputs: give what collect_inputs found")
+    if damp <= 0:
+        raise ValueError(f"damp = {damp}: must be above 0")
     left, n = weight.detach().float().clone(), weight.shape[1]
     factor = _inverse_factor(inputs.gram, damp).to(left)
     for start in range(0, n, group):
         end = min(start + group, n)
-        part = left[:, start:end] # Its grid is that of the columns as they are by now
+        part = left[:, start:end]  # Its grid is that of the columns as they are by now
         scale, zero = make_grid(part, bits)
         errors = torch.zeros_like(part)
         for i in range(end - start):
             row = factor[start + i, start:end]
-            rounded = to_grid(part[:, i:i+1], scale, zero, bits)
-            errors[:, i:i+1] = (part[:, i:i+1] - rounded) / row[i]
-            part[:, i+1:] -= errors[:, i:i+1] * row[i+1:]
-            part[:, i:i+1] = rounded
-        left[:, end:] -= errors @ factor[start:end, end:] # All later groups at once: the same sum, and far less to move
+            rounded = to_grid(part[:, i : i + 1], scale, zero, bits)
+            errors[:, i : i + 1] = (part[:, i : i + 1] - rounded) / row[i]
+            part[:, i + 1 :] -= errors[:, i : i + 1] * row[i + 1 :]
+            part[:, i : i + 1] = rounded
+        left[:, end:] -= (
+            errors @ factor[start:end, end:]
+        )  # All later groups at once: the same sum, and far less to move
     return left
 
-METHODS: dict[str, Callable[..., Tensor]] = {'nearest': round_to_nearest, 'hqq': hqq, 'awq': awq, 'gptq': gptq}
+
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "nearest": round_to_nearest,
+    "hqq": hqq,
+    "awq": awq,
+    "gptq": gptq,
+}
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #85b9a016
 @torch.no_grad()
 def calibrate(
-    model: nn.Module, # Changed in place, once all is worked out: the weights of all linear layers but the head
-    method: str, # One of `METHODS`
-    inputs: dict[str, Inputs] | None = None, # What `collect_inputs` found in the unrounded model; for awq and gptq, in place of `input_ids`
+    model: nn.Module,  # Changed in place, once all is worked out: the weights of all linear layers but the head
+    method: str,  # One of `METHODS`
+    inputs: dict[str, Inputs]
+    | None = None,  # What `collect_inputs` found in the unrounded model; for awq and gptq, in place of `input_ids`
     bits: int = 3,
-    group: int = 64, # Weights of a row that share a grid
-    input_ids: Tensor | None = None, # (B, T), text like that which the model will read: each layer is rounded for what the rounded ones before it make of it
+    group: int = 64,  # Weights of a row that share a grid
+    input_ids: Tensor
+    | None = None,  # (B, T), text like that which the model will read: each layer is rounded for what the rounded ones before it make of it
 ) -> nn.Module:
     "Put every linear layer on a grid of few bits."
-    if method not in METHODS: raise ValueError(f"method='{method}': choose {', '.join(METHODS)}")
-    if inputs is not None and input_ids is not None: raise ValueError('inputs and input_ids: give one of them')
-    looks, layers = method in ('awq', 'gptq'), _layers(model)
-    if looks and inputs is None and input_ids is None: raise ValueError(f'{method} looks at the inputs: give input_ids, or what collect_inputs found')
+    if method not in METHODS:
+        raise ValueError(f"method='{method}': choose {', '.join(METHODS)}")
+    if inputs is not None and input_ids is not None:
+        raise ValueError("inputs and input_ids: give one of them")
+    looks, layers = method in ("awq", "gptq"), _layers(model)
+    if looks and inputs is None and input_ids is None:
+        raise ValueError(
+            f"{method} looks at the inputs: give input_ids, or what collect_inputs found"
+        )
+
     def round_layer(name: str, read: Inputs | None) -> Tensor:
         weight = layers[name].weight
-        try: made = METHODS[method](weight, read, bits=bits, group=group).to(weight.dtype)
-        except ValueError as error: raise ValueError(f'{name}: {error}') from error
-        if not made.isfinite().all(): raise ValueError(f'{name} has numbers that are not finite: nothing was rounded')
+        try:
+            made = METHODS[method](weight, read, bits=bits, group=group).to(weight.dtype)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if not made.isfinite().all():
+            raise ValueError(f"{name} has numbers that are not finite: nothing was rounded")
         return made
-    if looks and input_ids is not None: rounded = _round_in_turn(model, input_ids, round_layer)
-    else: rounded = {name: round_layer(name, (inputs or {}).get(name)) for name in layers}
-    for name, layer in layers.items(): layer.weight.copy_(rounded[name])
+
+    if looks and input_ids is not None:
+        rounded = _round_in_turn(model, input_ids, round_layer)
+    else:
+        rounded = {name: round_layer(name, (inputs or {}).get(name)) for name in layers}
+    for name, layer in layers.items():
+        layer.weight.copy_(rounded[name])
     return model
 
 # %% ../../nbs/06_quant/06_calibration.ipynb #74fa7e31
 def fake_quantize(
-    weight: Tensor, # (out_features, in_features)
+    weight: Tensor,  # (out_features, in_features)
     bits: int = 3,
     group: int = 64,
-) -> Tensor: # The same shape, on the grid; its gradient goes to `weight` unchanged
+) -> Tensor:  # The same shape, on the grid; its gradient goes to `weight` unchanged
     "Round on the way forward only (Bengio et al. 2013, the straight-through estimator)."
     return weight + (round_to_nearest(weight, None, bits, group).to(weight.dtype) - weight).detach()
 
+
 class QuantizationAware(nn.Module):
     "A parametrization for `torch.nn.utils.parametrize`: the layer computes with the rounded weight, and the full one learns."
+
     def __init__(
         self,
         bits: int = 3,
@@ -275,4 +363,5 @@ class QuantizationAware(nn.Module):
         super().__init__()
         self.bits, self.group = bits, group
 
-    def forward(self, weight: Tensor) -> Tensor: return fake_quantize(weight, self.bits, self.group)
+    def forward(self, weight: Tensor) -> Tensor:
+        return fake_quantize(weight, self.bits, self.group)

@@ -21,99 +21,165 @@ import numpy as np
 from ..files import reading
 
 # %% ../../nbs/06_quant/03_ggml_blocks.ipynb #af6869bf
-def _floats(blocks: np.ndarray, at: int) -> np.ndarray: # (blocks, bytes) uint8 -> (blocks, 1): a 16-bit float in each
-    return blocks[:, at:at+2].copy().view(np.float16).astype(np.float32)
+def _floats(
+    blocks: np.ndarray, at: int
+) -> np.ndarray:  # (blocks, bytes) uint8 -> (blocks, 1): a 16-bit float in each
+    return blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)
 
-def _halves(blocks: np.ndarray, at: int) -> np.ndarray: # (blocks, bytes) uint8 -> (blocks, 32) codes below 16
+
+def _halves(
+    blocks: np.ndarray, at: int
+) -> np.ndarray:  # (blocks, bytes) uint8 -> (blocks, 32) codes below 16
     return np.concatenate((blocks[:, at:] & 15, blocks[:, at:] >> 4), 1).astype(np.float32)
 
-def _bfloat16(blocks: np.ndarray) -> np.ndarray: # The upper half of a 32-bit float
+
+def _bfloat16(blocks: np.ndarray) -> np.ndarray:  # The upper half of a 32-bit float
     return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
-Unpack = Callable[[np.ndarray], np.ndarray] # (blocks, bytes) uint8 -> (blocks, numbers) float32
-BLOCKS: dict[int, tuple[str, int, int, Unpack]] = { # Number in the file -> name, numbers and bytes of a block, w = …
-    0: ('F32', 1, 4, lambda b: b.view(np.float32)),
-    1: ('F16', 1, 2, lambda b: b.view(np.float16).astype(np.float32)),
-    2: ('Q4_0', 32, 18, lambda b: _floats(b, 0) * (_halves(b, 2) - 8)),
-    3: ('Q4_1', 32, 20, lambda b: _floats(b, 0) * _halves(b, 4) + _floats(b, 2)),
-    8: ('Q8_0', 32, 34, lambda b: _floats(b, 0) * b[:, 2:].view(np.int8)),
-    30: ('BF16', 1, 2, _bfloat16),
+
+Unpack = Callable[[np.ndarray], np.ndarray]  # (blocks, bytes) uint8 -> (blocks, numbers) float32
+BLOCKS: dict[
+    int, tuple[str, int, int, Unpack]
+] = {  # Number in the file -> name, numbers and bytes of a block, w = …
+    0: ("F32", 1, 4, lambda b: b.view(np.float32)),
+    1: ("F16", 1, 2, lambda b: b.view(np.float16).astype(np.float32)),
+    2: ("Q4_0", 32, 18, lambda b: _floats(b, 0) * (_halves(b, 2) - 8)),
+    3: ("Q4_1", 32, 20, lambda b: _floats(b, 0) * _halves(b, 4) + _floats(b, 2)),
+    8: ("Q8_0", 32, 34, lambda b: _floats(b, 0) * b[:, 2:].view(np.int8)),
+    30: ("BF16", 1, 2, _bfloat16),
 }
 
+
 def unpack_blocks(
-    data: np.ndarray, # uint8, whole blocks
-    kind: str, # A name in `BLOCKS`, such as 'Q4_1'
-) -> np.ndarray: # (n,) float32
+    data: np.ndarray,  # uint8, whole blocks
+    kind: str,  # A name in `BLOCKS`, such as 'Q4_1'
+) -> np.ndarray:  # (n,) float32
     "The numbers in blocks of llama.cpp."
     known = {row[0]: row for row in BLOCKS.values()}
-    if kind not in known: raise ValueError(f"kind='{kind}': known are {', '.join(known)}")
+    if kind not in known:
+        raise ValueError(f"kind='{kind}': known are {', '.join(known)}")
     _, _, size, unpack = known[kind]
     flat = np.ascontiguousarray(data).reshape(-1)
-    if len(flat) % size: raise ValueError(f'{len(flat)} bytes are no whole blocks of {kind}, which have {size}')
+    if len(flat) % size:
+        raise ValueError(f"{len(flat)} bytes are no whole blocks of {kind}, which have {size}")
     return unpack(flat.reshape(-1, size)).reshape(-1)
 
 # %% ../../nbs/06_quant/03_ggml_blocks.ipynb #5613f9ef
-_SCALARS = ('B', 'b', 'H', 'h', 'I', 'i', 'f', '?', '', '', 'Q', 'q', 'd') # struct's letters by GGUF's numbers; 8: text, 9: list
+_SCALARS = (
+    "B",
+    "b",
+    "H",
+    "h",
+    "I",
+    "i",
+    "f",
+    "?",
+    "",
+    "",
+    "Q",
+    "q",
+    "d",
+)  # struct's letters by GGUF's numbers; 8: text, 9: list
+
 
 @dataclass(frozen=True)
 class Stored:
     "A tensor as it lies in a file."
-    name: str
-    kind: str # As in `BLOCKS`, or the file's number for a kind that is not there
-    shape: tuple[int, ...] # As in torch: (out_features, in_features)
-    data: np.ndarray # uint8, in the mapped file
 
-    def numbers(self) -> np.ndarray: # float32; raises `ValueError` for a kind that is not in `BLOCKS`
+    name: str
+    kind: str  # As in `BLOCKS`, or the file's number for a kind that is not there
+    shape: tuple[int, ...]  # As in torch: (out_features, in_features)
+    data: np.ndarray  # uint8, in the mapped file
+
+    def numbers(
+        self,
+    ) -> np.ndarray:  # float32; raises `ValueError` for a kind that is not in `BLOCKS`
         "Unpacked."
         return unpack_blocks(self.data, self.kind).reshape(self.shape)
 
-def _read(file: BinaryIO, letter: str) -> Any:
-    size = struct.calcsize('<' + letter)
-    if size > os.fstat(file.fileno()).st_size: raise ValueError(f'{file.name} names a text of {size:,} bytes, which is more than it has: copy it again')
-    data = file.read(size)
-    if len(data) < size: raise ValueError(f'{file.name} is cut short at {file.tell():,} bytes: copy it again')
-    return struct.unpack('<' + letter, data)[0]
 
-def _text(file: BinaryIO) -> str: return _read(file, f"{_read(file, 'Q')}s").decode('utf-8', 'replace')
+def _read(file: BinaryIO, letter: str) -> Any:
+    size = struct.calcsize("<" + letter)
+    if size > os.fstat(file.fileno()).st_size:
+        raise ValueError(
+            f"{file.name} names a text of {size:,} bytes, which is more than it has: copy it again"
+        )
+    data = file.read(size)
+    if len(data) < size:
+        raise ValueError(f"{file.name} is cut short at {file.tell():,} bytes: copy it again")
+    return struct.unpack("<" + letter, data)[0]
+
+
+def _text(file: BinaryIO) -> str:
+    return _read(file, f"{_read(file, 'Q')}s").decode("utf-8", "replace")
+
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == 8: return _text(file)
+    if kind == 8:
+        return _text(file)
     if kind == 9:
-        inner, count = _read(file, 'I'), _read(file, 'Q')
+        inner, count = _read(file, "I"), _read(file, "Q")
         return [_value(file, inner) for _ in range(count)]
-    if kind >= len(_SCALARS): raise ValueError(f'{file.name} has a value of type {kind}: it is damaged, or newer than this reader')
+    if kind >= len(_SCALARS):
+        raise ValueError(
+            f"{file.name} has a value of type {kind}: it is damaged, or newer than this reader"
+        )
     return _read(file, _SCALARS[kind])
 
+
 def gguf_version(
-    file: BinaryIO, # Read from its beginning
-) -> int: # 2 or 3; raises `ValueError` for any other
+    file: BinaryIO,  # Read from its beginning
+) -> int:  # 2 or 3; raises `ValueError` for any other
     "What the first eight bytes of a GGUF file say."
-    if file.read(4) != b'GGUF': raise ValueError(f'{file.name} is no GGUF file: it does not begin with those letters')
-    if (version := _read(file, 'I')) in (2, 3): return version
-    raise ValueError(f'{file.name} has GGUF version {version}, and 2 and 3 are known: '
-                     + ('it is of the first weeks of GGUF, make it again' if version == 1 else
-                        'it is big-endian, take a little-endian one' if version in (2 << 24, 3 << 24) else
-                        'it is probably damaged, copy or download it again'))
+    if file.read(4) != b"GGUF":
+        raise ValueError(f"{file.name} is no GGUF file: it does not begin with those letters")
+    if (version := _read(file, "I")) in (2, 3):
+        return version
+    raise ValueError(
+        f"{file.name} has GGUF version {version}, and 2 and 3 are known: "
+        + (
+            "it is of the first weeks of GGUF, make it again"
+            if version == 1
+            else "it is big-endian, take a little-endian one"
+            if version in (2 << 24, 3 << 24)
+            else "it is probably damaged, copy or download it again"
+        )
+    )
+
 
 def open_gguf(
     path: str | Path,
-) -> tuple[dict, dict[str, Stored]]: # The facts, and the tensors by name; raises `ValueError` where it is no GGUF file
+) -> tuple[
+    dict, dict[str, Stored]
+]:  # The facts, and the tensors by name; raises `ValueError` where it is no GGUF file
     "The table of contents of a GGUF file (version 2 or 3, little-endian)."
-    with reading(path): return _open_gguf(Path(path))
+    with reading(path):
+        return _open_gguf(Path(path))
+
 
 def _open_gguf(path: Path) -> tuple[dict, dict[str, Stored]]:
-    with open(path, 'rb') as file:
+    with open(path, "rb") as file:
         gguf_version(file)
-        tensors, count = _read(file, 'Q'), _read(file, 'Q')
-        facts = {_text(file): _value(file, _read(file, 'I')) for _ in range(count)}
-        listed = [(_text(file), [_read(file, 'Q') for _ in range(_read(file, 'I'))], _read(file, 'I'), _read(file, 'Q'))
-                  for _ in range(tensors)]
-        align: int = facts.get('general.alignment', 32)
+        tensors, count = _read(file, "Q"), _read(file, "Q")
+        facts = {_text(file): _value(file, _read(file, "I")) for _ in range(count)}
+        listed = [
+            (
+                _text(file),
+                [_read(file, "Q") for _ in range(_read(file, "I"))],
+                _read(file, "I"),
+                _read(file, "Q"),
+            )
+            for _ in range(tensors)
+        ]
+        align: int = facts.get("general.alignment", 32)
         start = -(-file.tell() // align) * align
-    data, found = np.memmap(path, np.uint8, 'r'), {}
+    data, found = np.memmap(path, np.uint8, "r"), {}
     for name, shape, kind, offset in listed:
         label, numbers, size, _ = BLOCKS.get(kind, (str(kind), 1, 0, None))
         length = prod(shape) // numbers * size
-        if start + offset + length > len(data): raise ValueError(f"{path} is cut short: '{name}' ends beyond its {len(data):,} bytes")
-        found[name] = Stored(name, label, tuple(reversed(shape)), data[start + offset:start + offset + length])
+        if start + offset + length > len(data):
+            raise ValueError(f"{path} is cut short: '{name}' ends beyond its {len(data):,} bytes")
+        found[name] = Stored(
+            name, label, tuple(reversed(shape)), data[start + offset : start + offset + length]
+        )
     return facts, found

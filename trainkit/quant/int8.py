@@ -17,49 +17,74 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Int8Tensor:
     "A tensor as whole numbers, with a step for each group of them."
-    codes: Tensor # int8, with the shape of the tensor
-    step: Tensor # float32: (), (rows, 1) or (blocks,)
-    zero: Tensor | None = None # The code that stands for 0.0, like `step`; None: 0
-    dtype: torch.dtype = torch.float32 # Of the numbers that it was made from
-    blocksize: int = 0 # Numbers to a step; 0 where `step` broadcasts
+
+    codes: Tensor  # int8, with the shape of the tensor
+    step: Tensor  # float32: (), (rows, 1) or (blocks,)
+    zero: Tensor | None = None  # The code that stands for 0.0, like `step`; None: 0
+    dtype: torch.dtype = torch.float32  # Of the numbers that it was made from
+    blocksize: int = 0  # Numbers to a step; 0 where `step` broadcasts
 
     @property
     def nbytes(self) -> int:
         "What it takes to keep."
         return self.codes.nbytes + self.step.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
-def _grouped(x: Tensor, blocksize: int) -> Tensor: # (blocks, blocksize), the last one filled with zeros
+
+def _grouped(
+    x: Tensor, blocksize: int
+) -> Tensor:  # (blocks, blocksize), the last one filled with zeros
     flat = x.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % blocksize)).view(-1, blocksize)
 
+
 def quantize_int8(
-    x: Tensor, # Any shape, floating point
-    per: str = 'row', # 'tensor', 'row' (of the last dimension) or 'block'
-    blocksize: int = 64, # Of `per='block'`
-    symmetric: bool = True, # Zero is code 0; False: the codes reach from the smallest number to the largest
-) -> Int8Tensor: # Raises `ValueError` for numbers that are not finite
+    x: Tensor,  # Any shape, floating point
+    per: str = "row",  # 'tensor', 'row' (of the last dimension) or 'block'
+    blocksize: int = 64,  # Of `per='block'`
+    symmetric: bool = True,  # Zero is code 0; False: the codes reach from the smallest number to the largest
+) -> Int8Tensor:  # Raises `ValueError` for numbers that are not finite
     "Round to whole numbers of steps."
-    if per not in ('tensor', 'row', 'block'): raise ValueError(f"per='{per}': choose 'tensor', 'row' or 'block'")
-    if not x.is_floating_point(): raise ValueError(f'x holds {x.dtype}: quantize floating-point numbers')
+    if per not in ("tensor", "row", "block"):
+        raise ValueError(f"per='{per}': choose 'tensor', 'row' or 'block'")
+    if not x.is_floating_point():
+        raise ValueError(f"x holds {x.dtype}: quantize floating-point numbers")
     wide = x.detach().float()
     if not wide.isfinite().all():
-        raise ValueError(f'x has {int((~wide.isfinite()).sum())} numbers that are not finite: a step cannot be made of them')
-    groups = _grouped(wide, blocksize) if per == 'block' else wide.reshape(1, -1) if per == 'tensor' else wide.reshape(-1, x.shape[-1])
+        raise ValueError(
+            f"x has {int((~wide.isfinite()).sum())} numbers that are not finite: a step cannot be made of them"
+        )
+    groups = (
+        _grouped(wide, blocksize)
+        if per == "block"
+        else wide.reshape(1, -1)
+        if per == "tensor"
+        else wide.reshape(-1, x.shape[-1])
+    )
     if symmetric:
         absmax = groups.abs().amax(1, keepdim=True).clamp(min=1e-30)
         codes, step, zero = (groups * (127 / absmax)).round(), absmax / 127, None
     else:
-        low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0) # 0.0 needs a code
+        low, high = (
+            groups.amin(1, keepdim=True).clamp(max=0),
+            groups.amax(1, keepdim=True).clamp(min=0),
+        )  # 0.0 needs a code
         step = ((high - low) / 255).clamp(min=1e-30)
         zero = (-128 - low / step).round()
         codes = ((groups / step).round() + zero).clamp(-128, 127)
-    codes = codes.to(torch.int8).view(-1)[:x.numel()].view(x.shape)
+    codes = codes.to(torch.int8).view(-1)[: x.numel()].view(x.shape)
     shape = dict(tensor=(), row=(*x.shape[:-1], 1), block=(-1,))[per]
-    return Int8Tensor(codes, step.view(shape), None if zero is None else zero.view(shape), x.dtype, blocksize if per == 'block' else 0)
+    return Int8Tensor(
+        codes,
+        step.view(shape),
+        None if zero is None else zero.view(shape),
+        x.dtype,
+        blocksize if per == "block" else 0,
+    )
+
 
 def dequantize_int8(
     quantized: Int8Tensor,
-    dtype: torch.dtype | None = None, # Of the result; None: that of the numbers it was made from
+    dtype: torch.dtype | None = None,  # Of the result; None: that of the numbers it was made from
 ) -> Tensor:
     "The numbers that the codes stand for."
     q = quantized
@@ -67,52 +92,75 @@ def dequantize_int8(
     step, zero = (t[:, None] if q.blocksize and t is not None else t for t in (q.step, q.zero))
     assert step is not None
     values = (values if zero is None else values - zero) * step
-    return values.reshape(-1)[:q.codes.numel()].view(q.codes.shape).to(dtype or q.dtype)
+    return values.reshape(-1)[: q.codes.numel()].view(q.codes.shape).to(dtype or q.dtype)
 
 # %% ../../nbs/06_quant/02_int8.ipynb #4b2a3c7c
 def quantize_rows(
-    x: Tensor, # (rows, columns)
-    threshold: float = 0.0, # Numbers from here on are outliers; 0: there are none
-) -> tuple[Tensor, Tensor, Tensor]: # int8 codes, (rows,) float32 absmax, and the outlier columns, whose codes are 0
+    x: Tensor,  # (rows, columns)
+    threshold: float = 0.0,  # Numbers from here on are outliers; 0: there are none
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # int8 codes, (rows,) float32 absmax, and the outlier columns, whose codes are 0
     "A step for each row, made without the outliers (Dettmers et al. 2022, section 3)."
     loud = x.abs() >= threshold if threshold > 0 else None
-    columns = loud.any(0).nonzero().view(-1) if loud is not None else torch.empty(0, dtype=torch.long, device=x.device)
-    if loud is not None and len(columns): x = x.masked_fill(loud, 0)
+    columns = (
+        loud.any(0).nonzero().view(-1)
+        if loud is not None
+        else torch.empty(0, dtype=torch.long, device=x.device)
+    )
+    if loud is not None and len(columns):
+        x = x.masked_fill(loud, 0)
     absmax = x.abs().amax(1).float()
     codes = (x * (127 / absmax.clamp(min=1e-30))[:, None]).round().to(torch.int8)
-    if len(columns) and len(x) > 1: codes[:, columns] = 0
+    if len(columns) and len(x) > 1:
+        codes[:, columns] = 0
     return codes, absmax, columns
+
 
 def _multiplies_bytes(a: Tensor, b: Tensor) -> bool:
     "Whether the machine has a product of bytes that is faster than one of floats; a CPU without AVX-512 may take thirty times as long."
-    if a.device.type == 'cpu': return torch.backends.cpu.get_cpu_capability().startswith(('AVX512', 'AVX10', 'AMX'))
+    if a.device.type == "cpu":
+        return torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AVX10", "AMX"))
     return a.is_cuda and len(a) > 16 and not (a.shape[1] % 8 or len(b) % 8)
 
-def _float_product(a: Tensor, b: Tensor) -> Tensor: # (n, k) and (m, k) int8 -> (n, m) int32
+
+def _float_product(a: Tensor, b: Tensor) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m) int32
     "The same whole numbers by way of float32, which holds all of them up to 2²⁴, and 128² · 1024 is no more."
     total = torch.zeros(len(a), len(b), dtype=torch.int32, device=a.device)
-    rows = len(b) if a.device.type != 'cpu' else max(2**18 // min(max(a.shape[1], 1), 1024), 1) # A piece fits the cache
+    rows = (
+        len(b) if a.device.type != "cpu" else max(2**18 // min(max(a.shape[1], 1), 1024), 1)
+    )  # A piece fits the cache
     with torch.autocast(a.device.type, enabled=False):
         for at in range(0, a.shape[1], 1024):
-            left = a[:, at:at+1024].float()
-            for i in range(0, len(b), rows): total[:, i:i+rows] += (left @ b[i:i+rows, at:at+1024].float().T).to(torch.int32)
+            left = a[:, at : at + 1024].float()
+            for i in range(0, len(b), rows):
+                total[:, i : i + rows] += (left @ b[i : i + rows, at : at + 1024].float().T).to(
+                    torch.int32
+                )
     return total
 
-def _product(a: Tensor, b: Tensor) -> Tensor: # (n, k) and (m, k) int8 -> (n, m) int32, the same on every machine
+
+def _product(
+    a: Tensor, b: Tensor
+) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m) int32, the same on every machine
     return torch.ops.aten._int_mm(a, b.T) if _multiplies_bytes(a, b) else _float_product(a, b)
 
+
 def int8_linear(
-    x: Tensor, # (..., in_features)
-    codes: Tensor, # (out_features, in_features) int8, the weight's
-    absmax: Tensor, # (out_features,) float32, of the weight's rows
-    bias: Tensor | None = None, # (out_features,)
-    threshold: float = 6.0, # From here on an activation is an outlier
-) -> Tensor: # (..., out_features), in the dtype of `x`
+    x: Tensor,  # (..., in_features)
+    codes: Tensor,  # (out_features, in_features) int8, the weight's
+    absmax: Tensor,  # (out_features,) float32, of the weight's rows
+    bias: Tensor | None = None,  # (out_features,)
+    threshold: float = 6.0,  # From here on an activation is an outlier
+) -> Tensor:  # (..., out_features), in the dtype of `x`
     "LLM.int8(): whole numbers for all columns but the loud ones (Dettmers et al. 2022, eq. 8)."
     flat = x.reshape(-1, x.shape[-1])
     mine, scale, columns = quantize_rows(flat, threshold)
-    if len(flat) == 1: mine[:, columns] = 0
+    if len(flat) == 1:
+        mine[:, columns] = 0
     out = (_product(mine, codes).float() * (scale[:, None] * (absmax / 127**2))).to(x.dtype)
-    if len(columns): out += flat[:, columns] @ (codes[:, columns] * (absmax / 127)[:, None]).to(x.dtype).T
-    if bias is not None: out += bias.to(x.dtype)
+    if len(columns):
+        out += flat[:, columns] @ (codes[:, columns] * (absmax / 127)[:, None]).to(x.dtype).T
+    if bias is not None:
+        out += bias.to(x.dtype)
     return out.view(*x.shape[:-1], -1)

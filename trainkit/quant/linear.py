@@ -31,158 +31,256 @@ from .nf4 import quantize_4bit
 triton: Any = None
 tl: Any = None
 try:
-    import triton # type: ignore
-    import triton.language as tl # type: ignore
-except ImportError: pass
+    import triton  # type: ignore
+    import triton.language as tl  # type: ignore
+except ImportError:
+    pass
 
 # %% ../../nbs/06_quant/04_quantized_layers.ipynb #0d5de9de
 if triton is not None:
+
     @triton.jit
-    def _kernel(x, codes, scales, book, y, rows, wide, deep, columns, back: tl.constexpr, blocksize: tl.constexpr, # type: ignore
-                tile_rows: tl.constexpr, tile_wide: tl.constexpr, tile_deep: tl.constexpr): # type: ignore
-        i = tl.program_id(0)*tile_rows + tl.arange(0, tile_rows)
-        j = tl.program_id(1)*tile_wide + tl.arange(0, tile_wide)
+    def _kernel(
+        x,
+        codes,
+        scales,
+        book,
+        y,
+        rows,
+        wide,
+        deep,
+        columns,
+        back: tl.constexpr,
+        blocksize: tl.constexpr,  # type: ignore
+        tile_rows: tl.constexpr,
+        tile_wide: tl.constexpr,
+        tile_deep: tl.constexpr,
+    ):  # type: ignore
+        i = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
+        j = tl.program_id(1) * tile_wide + tl.arange(0, tile_wide)
         total = tl.zeros((tile_rows, tile_wide), tl.float32)
         for start in range(0, deep, tile_deep):
             k = start + tl.arange(0, tile_deep)
-            left = tl.load(x + i[:, None]*deep + k[None, :], mask=(i[:, None] < rows) & (k[None, :] < deep), other=0.0)
-            if back: place = k[:, None]*columns + j[None, :] # W[k, j]
-            else: place = j[None, :]*columns + k[:, None] # W[j, k]
+            left = tl.load(
+                x + i[:, None] * deep + k[None, :],
+                mask=(i[:, None] < rows) & (k[None, :] < deep),
+                other=0.0,
+            )
+            if back:
+                place = k[:, None] * columns + j[None, :]  # W[k, j]
+            else:
+                place = j[None, :] * columns + k[:, None]  # W[j, k]
             inside = (k[:, None] < deep) & (j[None, :] < wide)
-            pair = tl.load(codes + place//2, mask=inside, other=0).to(tl.int32)
+            pair = tl.load(codes + place // 2, mask=inside, other=0).to(tl.int32)
             code = tl.where(place % 2 == 0, pair >> 4, pair & 15)
-            value = tl.load(book + code)*tl.load(scales + place//blocksize, mask=inside, other=0.0)
-            total += tl.dot(left, value.to(left.dtype), input_precision='ieee')
-        tl.store(y + i[:, None]*wide + j[None, :], total.to(y.dtype.element_ty), mask=(i[:, None] < rows) & (j[None, :] < wide))
+            value = tl.load(book + code) * tl.load(
+                scales + place // blocksize, mask=inside, other=0.0
+            )
+            total += tl.dot(left, value.to(left.dtype), input_precision="ieee")
+        tl.store(
+            y + i[:, None] * wide + j[None, :],
+            total.to(y.dtype.element_ty),
+            mask=(i[:, None] < rows) & (j[None, :] < wide),
+        )
+
 
 def can_fuse(
     x: Tensor,
-) -> bool: # On a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)
+) -> bool:  # On a GPU, or anywhere in Triton's interpreter (TRITON_INTERPRET=1)
     "Whether `fused_product` is wanted and can be had."
-    if triton is None or os.environ.get('TRAINKIT_FUSED') != '1': return False
-    return x.is_cuda or (os.environ.get('TRITON_INTERPRET') == '1' and x.device.type == 'cpu')
+    if triton is None or os.environ.get("TRAINKIT_FUSED") != "1":
+        return False
+    return x.is_cuda or (os.environ.get("TRITON_INTERPRET") == "1" and x.device.type == "cpu")
+
 
 def fused_product(
-    x: Tensor, # (..., in_features), or with `back` (..., out_features)
-    q: QuantizedTensor, # (out_features, in_features), fewer than 2³¹ numbers
-    back: bool = False, # x·W, the way of a gradient, instead of x·Wᵀ
-) -> Tensor: # (..., out_features), or with `back` (..., in_features); of x's dtype
+    x: Tensor,  # (..., in_features), or with `back` (..., out_features)
+    q: QuantizedTensor,  # (out_features, in_features), fewer than 2³¹ numbers
+    back: bool = False,  # x·W, the way of a gradient, instead of x·Wᵀ
+) -> Tensor:  # (..., out_features), or with `back` (..., in_features); of x's dtype
     "The product with a four-bit weight that is unpacked a tile at a time (after Dettmers et al. 2023, eq. 5)."
-    if triton is None: raise ModuleNotFoundError('fused_product needs Triton, which comes with torch for CUDA: pip install triton')
-    if x.dtype == torch.bfloat16 and os.environ.get('TRITON_INTERPRET') == '1': # The interpreter multiplies their bits
+    if triton is None:
+        raise ModuleNotFoundError(
+            "fused_product needs Triton, which comes with torch for CUDA: pip install triton"
+        )
+    if (
+        x.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1"
+    ):  # The interpreter multiplies their bits
         return fused_product(x.float(), q, back).to(x.dtype)
     columns = q.shape[1]
     deep, wide = (q.shape[0], columns) if back else (columns, q.shape[0])
-    if x.shape[-1] != deep: raise ValueError(f'x has shape {tuple(x.shape)}, and its last dimension must be {deep}')
+    if x.shape[-1] != deep:
+        raise ValueError(f"x has shape {tuple(x.shape)}, and its last dimension must be {deep}")
     flat = x.reshape(-1, deep).contiguous()
     y = torch.empty(len(flat), wide, dtype=x.dtype, device=x.device)
-    if not y.numel(): return y.view(*x.shape[:-1], wide)
+    if not y.numel():
+        return y.view(*x.shape[:-1], wide)
     book = CODEBOOKS[q.quant_type].to(x.device, torch.float32)
     tiles = dict(tile_rows=16 if len(flat) <= 16 else 64, tile_wide=64, tile_deep=32)
-    grid = (triton.cdiv(len(flat), tiles['tile_rows']), triton.cdiv(wide, tiles['tile_wide']))
-    _kernel[grid](flat, q.packed.contiguous(), q.scales().contiguous(), book, y, len(flat), wide, deep, columns, back, q.blocksize, **tiles) # type: ignore
+    grid = (triton.cdiv(len(flat), tiles["tile_rows"]), triton.cdiv(wide, tiles["tile_wide"]))
+    _kernel[grid](
+        flat,
+        q.packed.contiguous(),
+        q.scales().contiguous(),
+        book,
+        y,
+        len(flat),
+        wide,
+        deep,
+        columns,
+        back,
+        q.blocksize,
+        **tiles,
+    )  # type: ignore
     return y.view(*x.shape[:-1], wide)
 
 # %% ../../nbs/06_quant/04_quantized_layers.ipynb #b13beb09
-def _fused(x: Tensor) -> Any: # `fused_product`, or None
+def _fused(x: Tensor) -> Any:  # `fused_product`, or None
     "The product in one kernel, where somebody asks for it and it can be had."
-    if os.environ.get('TRAINKIT_FUSED') != '1': return None
+    if os.environ.get("TRAINKIT_FUSED") != "1":
+        return None
     return fused_product if can_fuse(x) else None
+
 
 class _FrozenProduct(torch.autograd.Function):
     "x·Wᵀ for a weight that is made when it is needed, on the way there and on the way back."
 
     @staticmethod
-    def forward(ctx, x: Tensor, layer: Any, product: Any) -> Tensor: # type: ignore
+    def forward(ctx, x: Tensor, layer: Any, product: Any) -> Tensor:  # type: ignore
         ctx.layer = layer
         return product(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor): # type: ignore
-        if isinstance(ctx.layer, Linear4bit) and (fused := _fused(grad)): return fused(grad, ctx.layer.quantized, True), None, None
+    def backward(ctx, grad: Tensor):  # type: ignore
+        if isinstance(ctx.layer, Linear4bit) and (fused := _fused(grad)):
+            return fused(grad, ctx.layer.quantized, True), None, None
         weight = ctx.layer.dequantize(grad.dtype)
         with fast_products() if by_hand(grad) else nullcontext():
-            return (grad.reshape(-1, grad.shape[-1]) @ weight).view(*grad.shape[:-1], -1), None, None
+            return (
+                (grad.reshape(-1, grad.shape[-1]) @ weight).view(*grad.shape[:-1], -1),
+                None,
+                None,
+            )
+
 
 class _FrozenLinear(nn.Module):
     "What layers of codes have in common."
+
     in_features: int
     out_features: int
-    weight: Tensor # Codes
+    weight: Tensor  # Codes
     bias: nn.Parameter | None
     compute_dtype: torch.dtype | None = None
 
-    def _product(self, x: Tensor) -> Tensor: raise NotImplementedError
+    def _product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor: # (..., in_features) -> (..., out_features)
+    def forward(self, x: Tensor) -> Tensor:  # (..., in_features) -> (..., out_features)
         if x.shape[-1] != self.in_features:
-            raise ValueError(f'x has shape {tuple(x.shape)}, and its last dimension must be in_features = {self.in_features}')
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, and its last dimension must be in_features = {self.in_features}"
+            )
         narrow = autocast_dtype(x)
-        wanted = self.compute_dtype if narrow == x.dtype and self.compute_dtype is not None else narrow
+        wanted = (
+            self.compute_dtype if narrow == x.dtype and self.compute_dtype is not None else narrow
+        )
         inner = x.to(wanted)
         with torch.autocast(x.device.type, enabled=False):
-            out = _FrozenProduct.apply(inner, self, self._product) if x.requires_grad else self._product(inner)
-            if self.bias is not None: out = out + self.bias.to(out.dtype) # type: ignore
-        return out.to(narrow) # type: ignore
+            out = (
+                _FrozenProduct.apply(inner, self, self._product)
+                if x.requires_grad
+                else self._product(inner)
+            )
+            if self.bias is not None:
+                out = out + self.bias.to(out.dtype)  # type: ignore
+        return out.to(narrow)  # type: ignore
 
     def _apply(self, fn: Any, recurse: bool = True):
         "Move to a device, but keep the scales in full precision when the model is cast."
-        scales = {name: b for name, b in self._buffers.items() if b is not None and b.is_floating_point()}
+        scales = {
+            name: b for name, b in self._buffers.items() if b is not None and b.is_floating_point()
+        }
         super()._apply(fn, recurse)
         for name, scale in scales.items():
-            if self._buffers[name].dtype != scale.dtype: self._buffers[name] = scale.to(self.weight.device) # type: ignore
+            if self._buffers[name].dtype != scale.dtype:
+                self._buffers[name] = scale.to(self.weight.device)  # type: ignore
         return self
 
-    def extra_repr(self) -> str: return f'{self.in_features}, {self.out_features}, bias={self.bias is not None}'
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 # %% ../../nbs/06_quant/04_quantized_layers.ipynb #f3232588
 class Linear4bit(_FrozenLinear):
     "A linear layer whose frozen weight takes four bits a number (Dettmers et al. 2023, eq. 5)."
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        compute_dtype: torch.dtype | None = None, # Of the product; None: that of the input
-        quant_type: str = 'nf4', # Or 'fp4'
-        blocksize: int = 64, # Numbers that share a scale
-        double_quant: bool = True, # Quantize the scales too
-        dtype: torch.dtype = torch.float32, # Of `dequantize()` and of the bias
+        compute_dtype: torch.dtype | None = None,  # Of the product; None: that of the input
+        quant_type: str = "nf4",  # Or 'fp4'
+        blocksize: int = 64,  # Numbers that share a scale
+        double_quant: bool = True,  # Quantize the scales too
+        dtype: torch.dtype = torch.float32,  # Of `dequantize()` and of the bias
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        self.in_features, self.out_features, self.compute_dtype = in_features, out_features, compute_dtype
+        self.in_features, self.out_features, self.compute_dtype = (
+            in_features,
+            out_features,
+            compute_dtype,
+        )
         self.quant_type, self.blocksize, self.dtype = quant_type, blocksize, dtype
         n = in_features * out_features
         blocks = -(-n // blocksize)
-        scale = torch.empty(blocks, dtype=torch.uint8 if double_quant else torch.float32, device=device)
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        self.register_buffer('weight', torch.empty(-(-n // 2), 1, dtype=torch.uint8, device=device))
-        self.register_buffer('absmax', scale, persistent=False)
+        scale = torch.empty(
+            blocks, dtype=torch.uint8 if double_quant else torch.float32, device=device
+        )
+        self.bias = (
+            nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        )
+        self.register_buffer("weight", torch.empty(-(-n // 2), 1, dtype=torch.uint8, device=device))
+        self.register_buffer("absmax", scale, persistent=False)
         nested = torch.empty(-(-blocks // 256), device=device) if double_quant else None
-        self.register_buffer('nested_absmax', nested, persistent=False)
-        self.register_buffer('offset', torch.zeros((), device=device) if double_quant else None, persistent=False)
+        self.register_buffer("nested_absmax", nested, persistent=False)
+        self.register_buffer(
+            "offset", torch.zeros((), device=device) if double_quant else None, persistent=False
+        )
 
     @classmethod
     def from_weight(
         cls,
-        weight: Tensor, # (out_features, in_features)
-        bias: Tensor | None = None, # (out_features,); a parameter is taken over as it is
+        weight: Tensor,  # (out_features, in_features)
+        bias: Tensor | None = None,  # (out_features,); a parameter is taken over as it is
         compute_dtype: torch.dtype | None = None,
-        quant_type: str = 'nf4',
+        quant_type: str = "nf4",
         blocksize: int = 64,
         double_quant: bool = True,
-    ) -> 'Linear4bit':
+    ) -> "Linear4bit":
         "The layer with this weight, quantized."
-        made = cls(weight.shape[1], weight.shape[0], False, compute_dtype, quant_type, blocksize, double_quant, weight.dtype, 'meta')
+        made = cls(
+            weight.shape[1],
+            weight.shape[0],
+            False,
+            compute_dtype,
+            quant_type,
+            blocksize,
+            double_quant,
+            weight.dtype,
+            "meta",
+        )
         made.hold(quantize_4bit(weight, quant_type, blocksize, double_quant))
-        if bias is not None: made.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
+        if bias is not None:
+            made.bias = (
+                bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
+            )
         return made
 
     def hold(
         self,
-        q: QuantizedTensor, # (out_features, in_features)
+        q: QuantizedTensor,  # (out_features, in_features)
     ) -> None:
         "Take these codes for a weight."
         self.weight, self.absmax, self.dtype = q.packed[:, None], q.absmax, q.dtype
@@ -192,112 +290,195 @@ class Linear4bit(_FrozenLinear):
     @property
     def quantized(self) -> QuantizedTensor:
         "The weight as `quantize_4bit` gives it."
-        return QuantizedTensor(self.weight.view(-1), self.absmax, torch.Size((self.out_features, self.in_features)), self.dtype,
-                               self.quant_type, self.blocksize, self.nested_absmax, self.offset)
+        return QuantizedTensor(
+            self.weight.view(-1),
+            self.absmax,
+            torch.Size((self.out_features, self.in_features)),
+            self.dtype,
+            self.quant_type,
+            self.blocksize,
+            self.nested_absmax,
+            self.offset,
+        )
 
     def dequantize(
         self,
-        dtype: torch.dtype | None = None, # None: that of the weight before it was quantized
-    ) -> Tensor: # (out_features, in_features)
+        dtype: torch.dtype | None = None,  # None: that of the weight before it was quantized
+    ) -> Tensor:  # (out_features, in_features)
         "The matrix that the codes stand for."
         return dequantize_4bit(self.quantized, dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        if fused := _fused(x): return fused(x, self.quantized)
+        if fused := _fused(x):
+            return fused(x, self.quantized)
         weight = self.dequantize(x.dtype)
-        with fast_products() if by_hand(x) else nullcontext(): return F.linear(x, weight)
+        with fast_products() if by_hand(x) else nullcontext():
+            return F.linear(x, weight)
 
     def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, {self.quant_type}, blocks of {self.blocksize}{", scales quantized" * (self.offset is not None)}'
+        return f"{super().extra_repr()}, {self.quant_type}, blocks of {self.blocksize}{', scales quantized' * (self.offset is not None)}"
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        facts = dict(quant_type=self.quant_type, blocksize=self.blocksize, dtype=str(self.dtype).removeprefix('torch.'),
-                     shape=[self.out_features, self.in_features])
-        parts: dict[str, Any] = dict(absmax=self.absmax, quant_map=CODEBOOKS[self.quant_type].clone())
+        facts = dict(
+            quant_type=self.quant_type,
+            blocksize=self.blocksize,
+            dtype=str(self.dtype).removeprefix("torch."),
+            shape=[self.out_features, self.in_features],
+        )
+        parts: dict[str, Any] = dict(
+            absmax=self.absmax, quant_map=CODEBOOKS[self.quant_type].clone()
+        )
         if self.offset is not None:
-            facts |= dict(nested_blocksize=256, nested_dtype='float32', nested_offset=0.0 if self.offset.is_meta else self.offset.item())
-            parts |= dict(nested_absmax=self.nested_absmax, nested_quant_map=dynamic_codebook().clone())
-        parts[f'quant_state.bitsandbytes__{self.quant_type}'] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
-        for name, part in parts.items(): destination[f'{prefix}weight.{name}'] = part.to(self.weight.device)
+            facts |= dict(
+                nested_blocksize=256,
+                nested_dtype="float32",
+                nested_offset=0.0 if self.offset.is_meta else self.offset.item(),
+            )
+            parts |= dict(
+                nested_absmax=self.nested_absmax, nested_quant_map=dynamic_codebook().clone()
+            )
+        parts[f"quant_state.bitsandbytes__{self.quant_type}"] = torch.tensor(
+            list(json.dumps(facts).encode()), dtype=torch.uint8
+        )
+        for name, part in parts.items():
+            destination[f"{prefix}weight.{name}"] = part.to(self.weight.device)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, meta: Any, strict: Any, missing: Any, unexpected: Any, errors: Any):
-        start = f'{prefix}weight.'
-        parts = {k.removeprefix(start): state_dict.pop(k) for k in [k for k in state_dict if k.startswith(start)]}
-        packed, facts = state_dict.get(f'{prefix}weight'), [v for k, v in parts.items() if k.startswith('quant_state.')]
-        if packed is None or not facts or 'absmax' not in parts:
-            missing.append(f'{prefix}weight.quant_state')
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        meta: Any,
+        strict: Any,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ):
+        start = f"{prefix}weight."
+        parts = {
+            k.removeprefix(start): state_dict.pop(k)
+            for k in [k for k in state_dict if k.startswith(start)]
+        }
+        packed, facts = (
+            state_dict.get(f"{prefix}weight"),
+            [v for k, v in parts.items() if k.startswith("quant_state.")],
+        )
+        if packed is None or not facts or "absmax" not in parts:
+            missing.append(f"{prefix}weight.quant_state")
             if packed is not None and packed.is_floating_point():
-                errors.append(f'{prefix}weight holds {packed.dtype}: it is not quantized yet; load it first, then quantize_model')
+                errors.append(
+                    f"{prefix}weight holds {packed.dtype}: it is not quantized yet; load it first, then quantize_model"
+                )
             return
         info = json.loads(bytes(facts[0].tolist()))
-        if info['shape'] != [self.out_features, self.in_features]:
-            errors.append(f"{prefix}weight has shape {info['shape']}, and must have {[self.out_features, self.in_features]}")
+        if info["shape"] != [self.out_features, self.in_features]:
+            errors.append(
+                f"{prefix}weight has shape {info['shape']}, and must have {[self.out_features, self.in_features]}"
+            )
             return
         device = packed.device if self.weight.is_meta else self.weight.device
-        nested = 'nested_offset' in info
-        q = QuantizedTensor(packed.reshape(-1), parts['absmax'], torch.Size(info['shape']), getattr(torch, info['dtype']),
-                            info['quant_type'], info['blocksize'], parts['nested_absmax'] if nested else None,
-                            torch.tensor(info['nested_offset']) if nested else None)
-        if not torch.allclose(parts.get('quant_map', CODEBOOKS[q.quant_type]).cpu().float(), CODEBOOKS[q.quant_type], atol=1e-6):
-            errors.append(f'{prefix}weight has a codebook other than {q.quant_type}')
+        nested = "nested_offset" in info
+        q = QuantizedTensor(
+            packed.reshape(-1),
+            parts["absmax"],
+            torch.Size(info["shape"]),
+            getattr(torch, info["dtype"]),
+            info["quant_type"],
+            info["blocksize"],
+            parts["nested_absmax"] if nested else None,
+            torch.tensor(info["nested_offset"]) if nested else None,
+        )
+        if not torch.allclose(
+            parts.get("quant_map", CODEBOOKS[q.quant_type]).cpu().float(),
+            CODEBOOKS[q.quant_type],
+            atol=1e-6,
+        ):
+            errors.append(f"{prefix}weight has a codebook other than {q.quant_type}")
         self.hold(q.to(device))
-        rest = {k: v for k, v in state_dict.items() if k == f'{prefix}bias'}
-        super()._load_from_state_dict(rest | {f'{prefix}weight': self.weight}, prefix, meta, strict, missing, unexpected, errors)
+        rest = {k: v for k, v in state_dict.items() if k == f"{prefix}bias"}
+        super()._load_from_state_dict(
+            rest | {f"{prefix}weight": self.weight},
+            prefix,
+            meta,
+            strict,
+            missing,
+            unexpected,
+            errors,
+        )
 
 # %% ../../nbs/06_quant/04_quantized_layers.ipynb #87d55e24
 class Linear8bit(_FrozenLinear):
     "A linear layer of whole numbers whose outlier columns stay in full precision (Dettmers et al. 2022)."
-    SCB: Tensor # (out_features,) as bitsandbytes calls the rows' absmax
+
+    SCB: Tensor  # (out_features,) as bitsandbytes calls the rows' absmax
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        threshold: float = 6.0, # Activations from here on are outliers; 0: all are rounded
-        dtype: torch.dtype = torch.float32, # Of `dequantize()` and of the bias
+        threshold: float = 6.0,  # Activations from here on are outliers; 0: all are rounded
+        dtype: torch.dtype = torch.float32,  # Of `dequantize()` and of the bias
         device: torch.device | str | None = None,
     ):
         super().__init__()
-        self.in_features, self.out_features, self.threshold, self.dtype = in_features, out_features, threshold, dtype
-        self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        self.register_buffer('weight', torch.empty(out_features, in_features, dtype=torch.int8, device=device))
-        self.register_buffer('SCB', torch.empty(out_features, device=device))
+        self.in_features, self.out_features, self.threshold, self.dtype = (
+            in_features,
+            out_features,
+            threshold,
+            dtype,
+        )
+        self.bias = (
+            nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        )
+        self.register_buffer(
+            "weight", torch.empty(out_features, in_features, dtype=torch.int8, device=device)
+        )
+        self.register_buffer("SCB", torch.empty(out_features, device=device))
 
     @classmethod
     def from_weight(
         cls,
-        weight: Tensor, # (out_features, in_features)
-        bias: Tensor | None = None, # (out_features,); a parameter is taken over as it is
+        weight: Tensor,  # (out_features, in_features)
+        bias: Tensor | None = None,  # (out_features,); a parameter is taken over as it is
         threshold: float = 6.0,
-    ) -> 'Linear8bit':
+    ) -> "Linear8bit":
         "The layer with this weight, quantized."
-        if not weight.isfinite().all(): raise ValueError('a weight has numbers that are not finite')
-        made = cls(weight.shape[1], weight.shape[0], False, threshold, weight.dtype, 'meta')
+        if not weight.isfinite().all():
+            raise ValueError("a weight has numbers that are not finite")
+        made = cls(weight.shape[1], weight.shape[0], False, threshold, weight.dtype, "meta")
         made.weight, made.SCB, _ = quantize_rows(weight.detach())
-        if bias is not None: made.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
+        if bias is not None:
+            made.bias = (
+                bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
+            )
         return made
 
     def dequantize(
         self,
-        dtype: torch.dtype | None = None, # None: that of the weight before it was quantized
-    ) -> Tensor: # (out_features, in_features)
+        dtype: torch.dtype | None = None,  # None: that of the weight before it was quantized
+    ) -> Tensor:  # (out_features, in_features)
         "The matrix that the codes stand for."
         return (self.weight * (self.SCB / 127)[:, None]).to(dtype or self.dtype)
 
-    def _product(self, x: Tensor) -> Tensor: return int8_linear(x, self.weight, self.SCB, None, self.threshold)
+    def _product(self, x: Tensor) -> Tensor:
+        return int8_linear(x, self.weight, self.SCB, None, self.threshold)
 
-    def extra_repr(self) -> str: return f'{super().extra_repr()}, int8, threshold={self.threshold}'
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, int8, threshold={self.threshold}"
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f'{prefix}weight_format'] = torch.tensor(0, dtype=torch.uint8) # Rows, says bitsandbytes
+        destination[f"{prefix}weight_format"] = torch.tensor(
+            0, dtype=torch.uint8
+        )  # Rows, says bitsandbytes
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any):
-        state_dict.pop(f'{prefix}weight_format', None)
-        codes = state_dict.get(f'{prefix}weight')
+        state_dict.pop(f"{prefix}weight_format", None)
+        codes = state_dict.get(f"{prefix}weight")
         if codes is not None and codes.dtype != torch.int8:
-            args[-1].append(f'{prefix}weight holds {codes.dtype}: it is not quantized yet; load it first, then quantize_model')
+            args[-1].append(
+                f"{prefix}weight holds {codes.dtype}: it is not quantized yet; load it first, then quantize_model"
+            )
             return
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -18,103 +18,139 @@ import torch
 from torch import Tensor
 
 # %% ../../nbs/06_quant/01_nf4.ipynb #bc5f9681
-def normal_codebook() -> Tensor: # (16,) float32, from -1 to 1
+def normal_codebook() -> Tensor:  # (16,) float32, from -1 to 1
     "NF4: eight quantiles of the normal distribution above zero, seven below (Dettmers et al. 2023, section 3)."
-    outermost = 0.9677083 # 1 - (1/30 + 1/32)/2: halfway between the last of 15 and of 16 equal shares
-    quantiles = [torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, device='cpu')[:-1].double()) for n in (8, 7)]
-    values = torch.cat((-quantiles[1], torch.zeros(1, device='cpu'), quantiles[0].flip(0))).float()
+    outermost = (
+        0.9677083  # 1 - (1/30 + 1/32)/2: halfway between the last of 15 and of 16 equal shares
+    )
+    quantiles = [
+        torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, device="cpu")[:-1].double())
+        for n in (8, 7)
+    ]
+    values = torch.cat((-quantiles[1], torch.zeros(1, device="cpu"), quantiles[0].flip(0))).float()
     return values / values.max()
 
-CODEBOOKS: dict[str, Tensor] = {'nf4': normal_codebook(), 'fp4': torch.tensor(
-    [s * v for s in (1, -1) for v in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)], device='cpu') / 12}
+
+CODEBOOKS: dict[str, Tensor] = {
+    "nf4": normal_codebook(),
+    "fp4": torch.tensor(
+        [s * v for s in (1, -1) for v in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)], device="cpu"
+    )
+    / 12,
+}
 
 # %% ../../nbs/06_quant/01_nf4.ipynb #52043f34
 def scale_blocks(
-    x: Tensor, # (n,) float32, whole blocks or one shorter than a block
+    x: Tensor,  # (n,) float32, whole blocks or one shorter than a block
     blocksize: int,
-) -> tuple[Tensor, Tensor]: # (blocks, blocksize or n) numbers within [-1, 1], and (blocks,) absmax
+) -> tuple[Tensor, Tensor]:  # (blocks, blocksize or n) numbers within [-1, 1], and (blocks,) absmax
     "Divide each block by its largest absolute value, in the order of arithmetic of bitsandbytes."
     blocks = x.view(-1, min(blocksize, len(x)))
     absmax = torch.linalg.vector_norm(blocks, math.inf, dim=1)
     divisor = absmax.clamp(min=1e-38)
-    if len(x) < blocksize: return blocks / divisor[:, None], divisor
+    if len(x) < blocksize:
+        return blocks / divisor[:, None], divisor
     return blocks * (1 / divisor)[:, None], absmax
 
+
 def nearest_codes(
-    x: Tensor, # Numbers within [-1, 1], contiguous
-    codebook: Tensor, # (16,) what the codes mean, in any order
-) -> Tensor: # uint8 codes, with the shape of `x`
+    x: Tensor,  # Numbers within [-1, 1], contiguous
+    codebook: Tensor,  # (16,) what the codes mean, in any order
+) -> Tensor:  # uint8 codes, with the shape of `x`
     "The code of the value that is nearest to each number."
     values, order = codebook.sort(stable=True)
     codes = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     above = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-    for midpoint in ((values[1:] + values[:-1]) / 2).tolist(): codes += torch.gt(x, midpoint, out=above).view(torch.uint8)
+    for midpoint in ((values[1:] + values[:-1]) / 2).tolist():
+        codes += torch.gt(x, midpoint, out=above).view(torch.uint8)
     in_order = torch.equal(order, torch.arange(len(order), device=order.device))
     return codes if in_order else order.to(device=x.device, dtype=torch.uint8)[codes.int()]
 
+
 def pack_codes(
-    codes: Tensor, # (n,) uint8 below 16, n even
-) -> Tensor: # (n / 2,) uint8
+    codes: Tensor,  # (n,) uint8 below 16, n even
+) -> Tensor:  # (n / 2,) uint8
     "Two codes in a byte."
     pairs = codes.view(-1, 2)
     return (pairs[:, 0] << 4) | pairs[:, 1]
 
+
 def unpack_codes(
-    packed: Tensor, # (n / 2,) uint8
-) -> Tensor: # (n,) uint8 below 16
+    packed: Tensor,  # (n / 2,) uint8
+) -> Tensor:  # (n,) uint8 below 16
     "The two codes of each byte."
     return torch.stack((packed >> 4, packed & 15), -1).flatten()
 
 # %% ../../nbs/06_quant/01_nf4.ipynb #61dcbb9a
 @cache
-def dynamic_codebook() -> Tensor: # (256,) float32, sorted
+def dynamic_codebook() -> Tensor:  # (256,) float32, sorted
     "The dynamic 8-bit map (Dettmers et al. 2021, section 2.1)."
     data = [0.0, 1.0]
-    for power in range(7): # 2 ** power values between 10 ** (power - 7) and 10 ** (power - 6), of each sign
-        edges = torch.linspace(0.1, 1, 2**power + 1, device='cpu')
+    for power in range(
+        7
+    ):  # 2 ** power values between 10 ** (power - 7) and 10 ** (power - 6), of each sign
+        edges = torch.linspace(0.1, 1, 2**power + 1, device="cpu")
         means = 10.0 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)
         data += means.tolist() + (-means).tolist()
-    return torch.tensor(sorted(data), device='cpu')
+    return torch.tensor(sorted(data), device="cpu")
+
 
 @cache
-def _dynamic_table() -> Tensor: # (65536,) uint8: the code of each of as many places from -1 to 1
+def _dynamic_table() -> Tensor:  # (65536,) uint8: the code of each of as many places from -1 to 1
     code = dynamic_codebook()
-    return torch.bucketize(torch.arange(65536, device='cpu') * (2 / 65535) - 1, (code[1:] + code[:-1]) / 2).to(torch.uint8)
+    return torch.bucketize(
+        torch.arange(65536, device="cpu") * (2 / 65535) - 1, (code[1:] + code[:-1]) / 2
+    ).to(torch.uint8)
+
 
 def quantize_scales(
-    scales: Tensor, # (n,) float32
+    scales: Tensor,  # (n,) float32
     blocksize: int = 256,
-) -> tuple[Tensor, Tensor, Tensor]: # (n,) uint8 codes, (blocks,) float32 absmax of what was coded, and the mean
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # (n,) uint8 codes, (blocks,) float32 absmax of what was coded, and the mean
     "Eight bits for each scale: its distance from the mean, in blocks, by the dynamic codebook (Dettmers et al. 2023)."
     mean = scales.mean()
-    groups = torch.nn.functional.pad(scales - mean, (0, -len(scales) % blocksize)).view(-1, blocksize)
+    groups = torch.nn.functional.pad(scales - mean, (0, -len(scales) % blocksize)).view(
+        -1, blocksize
+    )
     absmax = groups.abs().amax(1)
-    places = (groups / absmax[:, None]).nan_to_num(-1).add(1).mul(32767.5).add(0.5).int().view(-1)[:len(scales)]
+    places = (
+        (groups / absmax[:, None])
+        .nan_to_num(-1)
+        .add(1)
+        .mul(32767.5)
+        .add(0.5)
+        .int()
+        .view(-1)[: len(scales)]
+    )
     return _dynamic_table().to(scales.device)[places], absmax, mean
 
+
 def dequantize_scales(
-    codes: Tensor, # (n,) uint8
-    absmax: Tensor, # (blocks,) float32
-    mean: Tensor, # What was taken away
+    codes: Tensor,  # (n,) uint8
+    absmax: Tensor,  # (blocks,) float32
+    mean: Tensor,  # What was taken away
     blocksize: int = 256,
-) -> Tensor: # (n,) float32
+) -> Tensor:  # (n,) float32
     "The scales that `quantize_scales` coded."
     values = dynamic_codebook().to(codes.device)[codes.int()]
-    return values * absmax.repeat_interleave(blocksize)[:len(codes)] + mean
+    return values * absmax.repeat_interleave(blocksize)[: len(codes)] + mean
 
 # %% ../../nbs/06_quant/01_nf4.ipynb #5b0953e9
 @dataclass(frozen=True)
 class QuantizedTensor:
     "A tensor in four bits a number."
-    packed: Tensor # (ceil(n / 2),) uint8, two codes each
-    absmax: Tensor # (blocks,) float32, or uint8 where the scales are quantized too
+
+    packed: Tensor  # (ceil(n / 2),) uint8, two codes each
+    absmax: Tensor  # (blocks,) float32, or uint8 where the scales are quantized too
     shape: torch.Size
-    dtype: torch.dtype # Of the numbers that it was made from
-    quant_type: str = 'nf4'
+    dtype: torch.dtype  # Of the numbers that it was made from
+    quant_type: str = "nf4"
     blocksize: int = 64
-    nested_absmax: Tensor | None = None # (ceil(blocks / 256),) float32, of the scales
-    offset: Tensor | None = None # (), the mean of the scales
-    codebook: Tensor | None = None # (16,), where it is none of `CODEBOOKS`
+    nested_absmax: Tensor | None = None  # (ceil(blocks / 256),) float32, of the scales
+    offset: Tensor | None = None  # (), the mean of the scales
+    codebook: Tensor | None = None  # (16,), where it is none of `CODEBOOKS`
 
     @property
     def nbytes(self) -> int:
@@ -122,91 +158,146 @@ class QuantizedTensor:
         parts = (self.packed, self.absmax, self.nested_absmax, self.offset, self.codebook)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def scales(self) -> Tensor: # (blocks,) float32
+    def scales(self) -> Tensor:  # (blocks,) float32
         "The largest absolute value of each block."
-        if self.nested_absmax is None or self.offset is None: return self.absmax
+        if self.nested_absmax is None or self.offset is None:
+            return self.absmax
         return dequantize_scales(self.absmax, self.nested_absmax, self.offset)
 
     def to(
         self,
         device: torch.device | str,
-    ) -> 'QuantizedTensor':
+    ) -> "QuantizedTensor":
         "The same on another device."
-        parts = {name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        parts = {
+            name: part.to(device) for name, part in vars(self).items() if isinstance(part, Tensor)
+        }
         return replace(self, **parts)
 
     def __repr__(self) -> str:
-        return (f'QuantizedTensor({self.quant_type}, {tuple(self.shape)}, blocks of {self.blocksize}, '
-                f'{8 * self.nbytes / max(self.shape.numel(), 1):.3f} bits a number)')
+        return (
+            f"QuantizedTensor({self.quant_type}, {tuple(self.shape)}, blocks of {self.blocksize}, "
+            f"{8 * self.nbytes / max(self.shape.numel(), 1):.3f} bits a number)"
+        )
+
 
 def quantize_4bit(
-    x: Tensor, # Any shape; float32, bfloat16 or float16
-    quant_type: str = 'nf4', # One of `CODEBOOKS`, or a name of your own beside `codebook`
-    blocksize: int = 64, # Numbers that share a scale, in the order of memory; even
-    double_quant: bool = True, # Quantize the scales too
-    codebook: Tensor | None = None, # (16,) values within [-1, 1], in place of those that `quant_type` names
-) -> QuantizedTensor: # Raises `ValueError` for numbers that are not finite
+    x: Tensor,  # Any shape; float32, bfloat16 or float16
+    quant_type: str = "nf4",  # One of `CODEBOOKS`, or a name of your own beside `codebook`
+    blocksize: int = 64,  # Numbers that share a scale, in the order of memory; even
+    double_quant: bool = True,  # Quantize the scales too
+    codebook: Tensor
+    | None = None,  # (16,) values within [-1, 1], in place of those that `quant_type` names
+) -> QuantizedTensor:  # Raises `ValueError` for numbers that are not finite
     "Four bits a number and a scale a block (Dettmers et al. 2023, section 3)."
     if codebook is None and quant_type not in CODEBOOKS:
-        raise ValueError(f"quant_type='{quant_type}': choose {' or '.join(map(repr, CODEBOOKS))}, or give a codebook of your own")
-    if not x.is_floating_point(): raise ValueError(f'x holds {x.dtype}: quantize floating-point numbers')
-    if blocksize < 2 or blocksize % 2: raise ValueError(f'blocksize={blocksize}: must be even, such as 64')
-    if not x.numel(): raise ValueError(f'x has shape {tuple(x.shape)}: there is nothing to quantize')
+        raise ValueError(
+            f"quant_type='{quant_type}': choose {' or '.join(map(repr, CODEBOOKS))}, or give a codebook of your own"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"x holds {x.dtype}: quantize floating-point numbers")
+    if blocksize < 2 or blocksize % 2:
+        raise ValueError(f"blocksize={blocksize}: must be even, such as 64")
+    if not x.numel():
+        raise ValueError(f"x has shape {tuple(x.shape)}: there is nothing to quantize")
     book = CODEBOOKS[quant_type] if codebook is None else codebook.detach().float().cpu()
-    if book.shape != (16,) or not book.abs().max() <= 1: raise ValueError('a codebook is 16 values within [-1, 1]')
+    if book.shape != (16,) or not book.abs().max() <= 1:
+        raise ValueError("a codebook is 16 values within [-1, 1]")
     flat, n = x.detach().reshape(-1), x.numel()
     blocks, whole = -(-n // blocksize), n // blocksize * blocksize
     packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=x.device)
     absmax = torch.empty(blocks, device=x.device)
-    step = max((1 << 16 if x.device.type == 'cpu' else 1 << 26) // blocksize, 1) * blocksize # A piece fits the cache
+    step = (
+        max((1 << 16 if x.device.type == "cpu" else 1 << 26) // blocksize, 1) * blocksize
+    )  # A piece fits the cache
     for start in range(0, n, step):
-        for a, b in ((start, min(start + step, whole)), (max(start, whole), min(start + step, n))): # Whole blocks, a rest
-            if a >= b: continue
-            scaled, absmax[a // blocksize:-(-b // blocksize)] = scale_blocks(flat[a:b].float(), blocksize)
+        for a, b in (
+            (start, min(start + step, whole)),
+            (max(start, whole), min(start + step, n)),
+        ):  # Whole blocks, a rest
+            if a >= b:
+                continue
+            scaled, absmax[a // blocksize : -(-b // blocksize)] = scale_blocks(
+                flat[a:b].float(), blocksize
+            )
             scaled = scaled.view(-1)
-            if len(scaled) % 2: scaled = torch.cat((scaled, scaled.new_zeros(1)))
-            packed[a // 2:-(-b // 2)] = pack_codes(nearest_codes(scaled, book))
+            if len(scaled) % 2:
+                scaled = torch.cat((scaled, scaled.new_zeros(1)))
+            packed[a // 2 : -(-b // 2)] = pack_codes(nearest_codes(scaled, book))
     if not absmax.isfinite().all():
-        raise ValueError(f'x has {int((~x.isfinite()).sum())} numbers that are not finite: a scale cannot be made of them')
-    made = QuantizedTensor(packed, absmax, x.shape, x.dtype, quant_type, blocksize, codebook=None if codebook is None else book)
-    if not double_quant: return made
+        raise ValueError(
+            f"x has {int((~x.isfinite()).sum())} numbers that are not finite: a scale cannot be made of them"
+        )
+    made = QuantizedTensor(
+        packed,
+        absmax,
+        x.shape,
+        x.dtype,
+        quant_type,
+        blocksize,
+        codebook=None if codebook is None else book,
+    )
+    if not double_quant:
+        return made
     codes, nested, mean = quantize_scales(absmax)
     return replace(made, absmax=codes, nested_absmax=nested, offset=mean)
 
+
 @cache
-def _pairs(book: tuple[float, ...]) -> Tensor: # (256,): the two float32 values of each byte, as one int64
-    values = torch.tensor(book, dtype=torch.float32, device='cpu')
-    return values[unpack_codes(torch.arange(256, dtype=torch.uint8, device='cpu')).int()].view(torch.int64)
+def _pairs(
+    book: tuple[float, ...],
+) -> Tensor:  # (256,): the two float32 values of each byte, as one int64
+    values = torch.tensor(book, dtype=torch.float32, device="cpu")
+    return values[unpack_codes(torch.arange(256, dtype=torch.uint8, device="cpu")).int()].view(
+        torch.int64
+    )
+
 
 def dequantize_4bit(
     quantized: QuantizedTensor,
-    dtype: torch.dtype | None = None, # Of the result; None: that of the numbers it was made from
-) -> Tensor: # With the shape of the numbers it was made from
+    dtype: torch.dtype | None = None,  # Of the result; None: that of the numbers it was made from
+) -> Tensor:  # With the shape of the numbers it was made from
     "The values that the codes stand for, times the scale of their block."
     q, n = quantized, quantized.shape.numel()
     book = CODEBOOKS[q.quant_type] if q.codebook is None else q.codebook
-    values = _pairs(tuple(book.tolist())).to(q.packed.device).index_select(0, q.packed.int()).view(torch.float32)[:n]
+    values = (
+        _pairs(tuple(book.tolist()))
+        .to(q.packed.device)
+        .index_select(0, q.packed.int())
+        .view(torch.float32)[:n]
+    )
     whole, scales = n // q.blocksize * q.blocksize, q.scales()
-    values[:whole].view(-1, q.blocksize).mul_(scales[:whole // q.blocksize, None])
-    if whole < n: values[whole:] *= scales[-1]
+    values[:whole].view(-1, q.blocksize).mul_(scales[: whole // q.blocksize, None])
+    if whole < n:
+        values[whole:] *= scales[-1]
     return values.view(q.shape).to(dtype or q.dtype)
 
 # %% ../../nbs/06_quant/01_nf4.ipynb #ed44f58b
 def learn_codebook(
-    x: Tensor, # The numbers to be quantized, or a good sample of them
+    x: Tensor,  # The numbers to be quantized, or a good sample of them
     blocksize: int = 64,
-    steps: int = 20, # Rounds of k-means
-) -> tuple[Tensor, list[float]]: # (16,) values from -1 to 1, and the mean squared error before each round and at the end
+    steps: int = 20,  # Rounds of k-means
+) -> tuple[
+    Tensor, list[float]
+]:  # (16,) values from -1 to 1, and the mean squared error before each round and at the end
     "The sixteen values that k-means finds for these numbers (Lloyd 1982), from NF4 on."
-    flat = x.detach().reshape(-1).float()[:max(x.numel() // blocksize * blocksize, min(blocksize, x.numel()))]
+    flat = (
+        x.detach()
+        .reshape(-1)
+        .float()[: max(x.numel() // blocksize * blocksize, min(blocksize, x.numel()))]
+    )
     scaled, absmax = scale_blocks(flat, blocksize)
     numbers, weights = scaled.reshape(-1), absmax.square().repeat_interleave(scaled.shape[1])
-    book, history, fixed = CODEBOOKS['nf4'].clone(), [], [0, 7, 15]
+    book, history, fixed = CODEBOOKS["nf4"].clone(), [], [0, 7, 15]
     for step in range(steps + 1):
         codes = nearest_codes(numbers, book).int()
         history.append(((book[codes] - numbers).square() * weights).mean().item())
-        if step == steps: break
-        counts, sums = torch.bincount(codes, weights, 16), torch.bincount(codes, weights * numbers, 16)
+        if step == steps:
+            break
+        counts, sums = (
+            torch.bincount(codes, weights, 16),
+            torch.bincount(codes, weights * numbers, 16),
+        )
         moved = torch.where(counts > 0, sums / counts.clamp(min=1e-30), book.double()).float()
         moved[fixed] = book[fixed]
         book = moved

@@ -23,176 +23,308 @@ from ..files import read_json, reading
 from .linear import Linear4bit, Linear8bit
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #95343467
-_DTYPES = ('float32', 'bfloat16', 'float16')
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass
 class QuantConfig:
     "How the linear layers of a model are stored."
-    bits: int | None = knob(None, '4 or 8 bits a weight; empty: full precision', choices=(4, 8), aliases=('quantization_bit',))
-    load_in_4bit: bool = knob(False, 'The same as bits: 4')
-    load_in_8bit: bool = knob(False, 'The same as bits: 8')
-    quant_type: str = knob('nf4', 'The sixteen values of four bits', choices=('nf4', 'fp4'), aliases=('bnb_4bit_quant_type',))
-    blocksize: int = knob(64, 'Weights that share a scale, with 4 bits', choices=(32, 64, 128, 256, 512, 1024, 2048, 4096),
-                          aliases=('bnb_4bit_blocksize',))
-    double_quant: bool = knob(True, 'Store the scales in 8 bits too, with 4 bits', aliases=('bnb_4bit_use_double_quant', 'double_quantization'))
-    compute_dtype: str | None = knob(None, 'What the products are computed in, with 4 bits; empty: what the input is', choices=_DTYPES,
-                                     aliases=('bnb_4bit_compute_dtype',))
-    threshold: float = knob(6.0, 'Activations from here on stay in full precision, with 8 bits; 0: none', low=0, aliases=('llm_int8_threshold',))
-    skip_modules: list[str] | None = knob(None, 'Layers that stay as they are, by name or part of it; empty: the head',
-                                          aliases=('llm_int8_skip_modules',))
+
+    bits: int | None = knob(
+        None,
+        "4 or 8 bits a weight; empty: full precision",
+        choices=(4, 8),
+        aliases=("quantization_bit",),
+    )
+    load_in_4bit: bool = knob(False, "The same as bits: 4")
+    load_in_8bit: bool = knob(False, "The same as bits: 8")
+    quant_type: str = knob(
+        "nf4",
+        "The sixteen values of four bits",
+        choices=("nf4", "fp4"),
+        aliases=("bnb_4bit_quant_type",),
+    )
+    blocksize: int = knob(
+        64,
+        "Weights that share a scale, with 4 bits",
+        choices=(32, 64, 128, 256, 512, 1024, 2048, 4096),
+        aliases=("bnb_4bit_blocksize",),
+    )
+    double_quant: bool = knob(
+        True,
+        "Store the scales in 8 bits too, with 4 bits",
+        aliases=("bnb_4bit_use_double_quant", "double_quantization"),
+    )
+    compute_dtype: str | None = knob(
+        None,
+        "What the products are computed in, with 4 bits; empty: what the input is",
+        choices=_DTYPES,
+        aliases=("bnb_4bit_compute_dtype",),
+    )
+    threshold: float = knob(
+        6.0,
+        "Activations from here on stay in full precision, with 8 bits; 0: none",
+        low=0,
+        aliases=("llm_int8_threshold",),
+    )
+    skip_modules: list[str] | None = knob(
+        None,
+        "Layers that stay as they are, by name or part of it; empty: the head",
+        aliases=("llm_int8_skip_modules",),
+    )
 
     def __post_init__(self) -> None:
         check_config(self)
         wishes = {bits for bits, on in ((4, self.load_in_4bit), (8, self.load_in_8bit)) if on}
         if len(wishes | ({self.bits} - {None})) > 1:
-            raise ConfigError([Problem('bits', self.bits, 'load_in_4bit, load_in_8bit and bits must agree')], 'QuantConfig')
-        if wishes: self.bits = wishes.pop()
+            raise ConfigError(
+                [Problem("bits", self.bits, "load_in_4bit, load_in_8bit and bits must agree")],
+                "QuantConfig",
+            )
+        if wishes:
+            self.bits = wishes.pop()
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #3329fa5a
-def _is_linear(module: nn.Module) -> bool: return isinstance(module, nn.Linear) or _is_conv1d(module)
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
 
-def _is_conv1d(module: nn.Module) -> bool: # GPT-2's, in transformers
-    return type(module).__name__ == 'Conv1D' and hasattr(module, 'nf')
 
-def _weight(module: Any) -> Tensor: # (out_features, in_features)
+def _is_conv1d(module: nn.Module) -> bool:  # GPT-2's, in transformers
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _weight(module: Any) -> Tensor:  # (out_features, in_features)
     return module.weight.T if _is_conv1d(module) else module.weight
+
 
 def quantizable(
     model: nn.Module,
     config: QuantConfig,
-) -> dict[str, nn.Module]: # Name -> layer
+) -> dict[str, nn.Module]:  # Name -> layer
     "The layers that `quantize_model` replaces."
     names = [name for name, _ in model.named_modules()]
-    head, skip = getattr(model, 'get_output_embeddings', lambda: None)(), config.skip_modules
+    head, skip = getattr(model, "get_output_embeddings", lambda: None)(), config.skip_modules
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for word in skip or []:
-        if not any(f'.{word}.' in f'.{name}.' for name in names):
-            raise ValueError(f"skip_modules names '{word}', and the model has no such layer.{nearest(word, names)}")
+        if not any(f".{word}." in f".{name}." for name in names):
+            raise ValueError(
+                f"skip_modules names '{word}', and the model has no such layer.{nearest(word, names)}"
+            )
+
     def stays(name: str, module: Any) -> bool:
-        if id(module.weight) in embeddings: return True # A tied head
-        if skip is None: return module is head or name.split('.')[-1] == 'lm_head'
-        return any(f'.{word}.' in f'.{name}.' for word in skip)
-    return {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m) and not stays(name, m)}
+        if id(module.weight) in embeddings:
+            return True  # A tied head
+        if skip is None:
+            return module is head or name.split(".")[-1] == "lm_head"
+        return any(f".{word}." in f".{name}." for word in skip)
+
+    return {
+        name: m
+        for name, m in model.named_modules(remove_duplicate=False)
+        if _is_linear(m) and not stays(name, m)
+    }
+
 
 def quantize_layer(
-    weight: Tensor, # (out_features, in_features)
+    weight: Tensor,  # (out_features, in_features)
     bias: Tensor | None,
     config: QuantConfig,
 ) -> Linear4bit | Linear8bit:
     "The layer that `config` asks for, with this weight."
-    if config.bits == 8: return Linear8bit.from_weight(weight, bias, config.threshold)
+    if config.bits == 8:
+        return Linear8bit.from_weight(weight, bias, config.threshold)
     compute = getattr(torch, config.compute_dtype) if config.compute_dtype else None
-    return Linear4bit.from_weight(weight, bias, compute, config.quant_type, config.blocksize, config.double_quant)
+    return Linear4bit.from_weight(
+        weight, bias, compute, config.quant_type, config.blocksize, config.double_quant
+    )
+
 
 def _check(model: nn.Module, config: QuantConfig | None) -> QuantConfig:
     config = config or QuantConfig(bits=4)
-    if config.bits is None: raise ValueError('QuantConfig.bits is empty: say QuantConfig(bits=4) or QuantConfig(bits=8)')
+    if config.bits is None:
+        raise ValueError(
+            "QuantConfig.bits is empty: say QuantConfig(bits=4) or QuantConfig(bits=8)"
+        )
     for name, module in model.named_modules():
-        if hasattr(module, 'lora_A'):
-            raise ValueError(f"'{name}' carries LoRA already: first quantize_model, then add_lora (or merge_lora before)")
+        if hasattr(module, "lora_A"):
+            raise ValueError(
+                f"'{name}' carries LoRA already: first quantize_model, then add_lora (or merge_lora before)"
+            )
         if isinstance(module, (Linear4bit, Linear8bit)):
-            raise ValueError(f"'{name}' is quantized already: begin with the model in full precision")
+            raise ValueError(
+                f"'{name}' is quantized already: begin with the model in full precision"
+            )
     return config
 
+
 def _put(model: nn.Module, name: str, layer: nn.Module, like: nn.Module) -> None:
-    parent, _, last = name.rpartition('.')
+    parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, layer.train(like.training))
 
+
 def quantize_model(
-    model: nn.Module, # Changed in place: ours or one of transformers', in full precision
-    config: QuantConfig | None = None, # None: four bits, NF4
+    model: nn.Module,  # Changed in place: ours or one of transformers', in full precision
+    config: QuantConfig | None = None,  # None: four bits, NF4
 ) -> nn.Module:
     "Swap the linear layers, all but the head, for layers of few bits; what is quantized does not train."
     config = _check(model, config)
     layers, made = quantizable(model, config), {}
-    if not layers: raise ValueError('the model has no linear layer to quantize')
-    for name, module in layers.items(): # Before the first one changes: each is let go of once it is quantized
-        weight: Tensor = module.weight # type: ignore
-        if not weight.is_floating_point(): raise ValueError(f'{name} holds {weight.dtype}: quantize floating-point numbers')
-        if not weight.is_meta and not weight.float().isfinite().all(): raise ValueError(f'{name} has numbers that are not finite: a scale cannot be made of them')
+    if not layers:
+        raise ValueError("the model has no linear layer to quantize")
+    for (
+        name,
+        module,
+    ) in layers.items():  # Before the first one changes: each is let go of once it is quantized
+        weight: Tensor = module.weight  # type: ignore
+        if not weight.is_floating_point():
+            raise ValueError(f"{name} holds {weight.dtype}: quantize floating-point numbers")
+        if not weight.is_meta and not weight.float().isfinite().all():
+            raise ValueError(
+                f"{name} has numbers that are not finite: a scale cannot be made of them"
+            )
     while layers:
         name, module = layers.popitem()
-        if id(module) not in made: # Its own bias goes on as it is
-            made[id(module)] = module, quantize_layer(_weight(module), module.bias, config) # type: ignore
+        if id(module) not in made:  # Its own bias goes on as it is
+            made[id(module)] = module, quantize_layer(_weight(module), module.bias, config)  # type: ignore
         _put(model, name, made[id(module)][1], module)
-        if not any(module is other for other in layers.values()): made.pop(id(module))
+        if not any(module is other for other in layers.values()):
+            made.pop(id(module))
     return model
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #2002452b
 def layer_errors(
-    model: nn.Module, # In full precision; left as it is
-    config: QuantConfig | None = None, # None: four bits, NF4
-) -> list[dict[str, Any]]: # For `table`: layer, relative error, mse, max, and the largest weight in standard deviations
+    model: nn.Module,  # In full precision; left as it is
+    config: QuantConfig | None = None,  # None: four bits, NF4
+) -> list[
+    dict[str, Any]
+]:  # For `table`: layer, relative error, mse, max, and the largest weight in standard deviations
     "What quantization would change in each layer, the worst first."
     config, rows = _check(model, config), []
     for name, module in quantizable(model, config).items():
         weight = _weight(module).detach().float()
         off = quantize_layer(weight, None, config).dequantize() - weight
-        rows.append({'layer': name, 'relative error': (off.norm() / weight.norm().clamp(min=1e-30)).item(), 'mse': off.square().mean().item(),
-                     'max': off.abs().max().item(), 'largest / std': (weight.abs().max() / weight.std().clamp(min=1e-30)).item()})
-    return sorted(rows, key=lambda row: -row['relative error'])
+        rows.append(
+            {
+                "layer": name,
+                "relative error": (off.norm() / weight.norm().clamp(min=1e-30)).item(),
+                "mse": off.square().mean().item(),
+                "max": off.abs().max().item(),
+                "largest / std": (weight.abs().max() / weight.std().clamp(min=1e-30)).item(),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["relative error"])
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #34d99fd3
 @contextmanager
 def _no_weights() -> Iterator[None]:
     "Parameters that modules make here have shapes and no memory; buffers are real."
     register = nn.Module.register_parameter
+
     def empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta: param = nn.Parameter(param.to('meta'), param.requires_grad)
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
         register(self, name, param)
-    nn.Module.register_parameter = empty # type: ignore
-    try: yield
-    finally: nn.Module.register_parameter = register
+
+    nn.Module.register_parameter = empty  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
 
 def tensor_files(
-    folder: str | Path, # With `model.safetensors`, or with parts and their index
-) -> dict[str, Path]: # Name of a tensor -> file; nothing else is read
+    folder: str | Path,  # With `model.safetensors`, or with parts and their index
+) -> dict[str, Path]:  # Name of a tensor -> file; nothing else is read
     "Where each tensor of a model folder lies."
     folder = Path(folder)
-    index, single = folder/'model.safetensors.index.json', folder/'model.safetensors'
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        with reading(index): return {k: folder/Path(v).name for k, v in read_json(index)['weight_map'].items()}
-    if not single.is_file(): raise FileNotFoundError(f'{folder} has no model.safetensors: give the folder of a model')
-    with reading(single), safe_open(single, 'pt') as file: return dict.fromkeys(file.keys(), single)
+        with reading(index):
+            return {k: folder / Path(v).name for k, v in read_json(index)["weight_map"].items()}
+    if not single.is_file():
+        raise FileNotFoundError(f"{folder} has no model.safetensors: give the folder of a model")
+    with reading(single), safe_open(single, "pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
 
 def load_quantized(
-    make_model: Callable[[], nn.Module], # Builds the model, such as `lambda: Transformer(read_config(folder))`
-    folder: str | Path, # With `model.safetensors`, or with parts and their index
-    config: QuantConfig | None = None, # None: four bits, NF4
-    dtype: torch.dtype | None = None, # Of what is not quantized; None: as it is stored
-    rename: Callable[[str], str] = str, # The model's name of a tensor -> the folder's
-    cut: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor, # The model's name, what the folder has under it -> what the model takes
-    ignore: tuple[str, ...] = (), # How names end that a folder may have and nobody needs
-) -> nn.Module: # In eval mode; raises `ValueError` for tensors that are missing, wrong or left over
+    make_model: Callable[
+        [], nn.Module
+    ],  # Builds the model, such as `lambda: Transformer(read_config(folder))`
+    folder: str | Path,  # With `model.safetensors`, or with parts and their index
+    config: QuantConfig | None = None,  # None: four bits, NF4
+    dtype: torch.dtype | None = None,  # Of what is not quantized; None: as it is stored
+    rename: Callable[[str], str] = str,  # The model's name of a tensor -> the folder's
+    cut: Callable[[str, Tensor], Tensor] = lambda name, tensor: (
+        tensor
+    ),  # The model's name, what the folder has under it -> what the model takes
+    ignore: tuple[str, ...] = (),  # How names end that a folder may have and nobody needs
+) -> (
+    nn.Module
+):  # In eval mode; raises `ValueError` for tensors that are missing, wrong or left over
     "Open a model with few bits a weight; in full precision there is never more than one layer."
-    with _no_weights(): model = make_model()
+    with _no_weights():
+        model = make_model()
     config, folder = _check(model, config), Path(folder)
     where, layers, made, used = tensor_files(folder), quantizable(model, config), {}, set()
+
     def read(name: str, like: Tensor) -> Tensor:
         key = rename(name)
-        if key not in where: raise ValueError(f"{folder} has no tensor '{key}'.{nearest(key, list(where))} Where its names are others, say rename=")
+        if key not in where:
+            raise ValueError(
+                f"{folder} has no tensor '{key}'.{nearest(key, list(where))} Where its names are others, say rename="
+            )
         used.add(key)
-        try: # Opened anew for each tensor, so that the file's pages do not stay in memory
-            with safe_open(where[key], 'pt') as file: tensor = cut(name, file.get_tensor(key)).clone(memory_format=torch.contiguous_format)
-        except SafetensorError as error: raise ValueError(f'{where[key]} is damaged or cut short: copy it again ({error})') from None
-        if tensor.shape != like.shape: raise ValueError(f"'{key}' in {folder} has shape {tuple(tensor.shape)}, and must have {tuple(like.shape)}")
+        try:  # Opened anew for each tensor, so that the file's pages do not stay in memory
+            with safe_open(where[key], "pt") as file:
+                tensor = cut(name, file.get_tensor(key)).clone(
+                    memory_format=torch.contiguous_format
+                )
+        except SafetensorError as error:
+            raise ValueError(
+                f"{where[key]} is damaged or cut short: copy it again ({error})"
+            ) from None
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"'{key}' in {folder} has shape {tuple(tensor.shape)}, and must have {tuple(like.shape)}"
+            )
         return tensor
+
     for name, module in list(model.named_modules()):
-        prefix = f'{name}.' if name else ''
+        prefix = f"{name}." if name else ""
         for part, param in list(module.named_parameters(recurse=False)):
-            if name in layers and part == 'weight': continue
-            if id(param) not in made: # Tied parameters are one, under the first of their names
+            if name in layers and part == "weight":
+                continue
+            if id(param) not in made:  # Tied parameters are one, under the first of their names
                 tensor = read(prefix + part, param)
-                made[id(param)] = param, nn.Parameter(tensor.to(dtype or tensor.dtype), param.requires_grad)
+                made[id(param)] = (
+                    param,
+                    nn.Parameter(tensor.to(dtype or tensor.dtype), param.requires_grad),
+                )
             setattr(module, part, made[id(param)][1])
         for part, buffer in list(module.named_buffers(recurse=False)):
-            if rename(prefix + part) in where: setattr(module, part, read(prefix + part, buffer))
+            if rename(prefix + part) in where:
+                setattr(module, part, read(prefix + part, buffer))
         if name in layers:
-            weight = read(f'{prefix}weight', module.weight) # type: ignore
+            weight = read(f"{prefix}weight", module.weight)  # type: ignore
             weight = weight.to(dtype or weight.dtype)
-            _put(model, name, quantize_layer(weight.T if _is_conv1d(module) else weight, module.bias, config), module) # type: ignore
-    if hasattr(model, 'tie_weights'): model.tie_weights() # type: ignore
+            _put(
+                model,
+                name,
+                quantize_layer(weight.T if _is_conv1d(module) else weight, module.bias, config),
+                module,
+            )  # type: ignore
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # type: ignore
     tied = {name for name, param in model.named_parameters(remove_duplicate=False)}
-    if left := [key for key in where if key not in used and key not in {rename(name) for name in tied} and not key.endswith(ignore)]:
-        raise ValueError(f"{folder} has tensors that the model does not: {', '.join(sorted(left)[:3])}")
+    if left := [
+        key
+        for key in where
+        if key not in used
+        and key not in {rename(name) for name in tied}
+        and not key.endswith(ignore)
+    ]:
+        raise ValueError(
+            f"{folder} has tensors that the model does not: {', '.join(sorted(left)[:3])}"
+        )
     return model.eval()

@@ -28,126 +28,264 @@ from typer.core import TyperCommand, TyperGroup
 from ..files import say, to_json
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #057d37c0
-_HELP: dict[str, Any] = dict(context_settings=dict(help_option_names=['-h', '--help']), no_args_is_help=True, pretty_exceptions_enable=False)
-config = typer.Typer(name='config', help='Show a config, translate one of another library, list presets.', **_HELP)
-tokenizer = typer.Typer(name='tokenizer', help='Learn a tokenizer, try one, look at one.', **_HELP)
-export = typer.Typer(name='export', help='Write a model for other programs.', **_HELP)
+_HELP: dict[str, Any] = dict(
+    context_settings=dict(help_option_names=["-h", "--help"]),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+config = typer.Typer(
+    name="config", help="Show a config, translate one of another library, list presets.", **_HELP
+)
+tokenizer = typer.Typer(name="tokenizer", help="Learn a tokenizer, try one, look at one.", **_HELP)
+export = typer.Typer(name="export", help="Write a model for other programs.", **_HELP)
 
-_AsJson = Annotated[bool, typer.Option('--json', help='For programs.')]
-_Force = Annotated[bool, typer.Option('--force', help='Write over what is there.')]
+_AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+_Force = Annotated[bool, typer.Option("--force", help="Write over what is there.")]
 
-_LAUNCHER = {'num_processes': '--processes', 'nproc_per_node': '--processes', 'num_gpus': '--processes', 'n_gpu': '--processes', 'nnodes': '--nodes', 'num_nodes': '--nodes',
-             'num_machines': '--nodes', 'machine_rank': '--node-rank', 'main_process_ip': '--main-address', 'master_addr': '--main-address',
-             'main_process_port': '--port', 'master_port': '--port'}
-_SAME = {**_LAUNCHER, **dict.fromkeys(('model_name_or_path', 'model_name', 'model_path', 'base_model', 'pretrained_model_name_or_path', 'checkpoint_path', 'ckpt'), '--model'),
-         'dataset_name': '--dataset', 'data_path': '--dataset', 'adapter_name_or_path': '--adapter', 'system_prompt': '--system', 'output_file': '--output',
-         'num_train_epochs': '--epochs', 'resume_from_checkpoint': '--resume'}
+_LAUNCHER = {
+    "num_processes": "--processes",
+    "nproc_per_node": "--processes",
+    "num_gpus": "--processes",
+    "n_gpu": "--processes",
+    "nnodes": "--nodes",
+    "num_nodes": "--nodes",
+    "num_machines": "--nodes",
+    "machine_rank": "--node-rank",
+    "main_process_ip": "--main-address",
+    "master_addr": "--main-address",
+    "main_process_port": "--port",
+    "master_port": "--port",
+}
+_SAME = {
+    **_LAUNCHER,
+    **dict.fromkeys(
+        (
+            "model_name_or_path",
+            "model_name",
+            "model_path",
+            "base_model",
+            "pretrained_model_name_or_path",
+            "checkpoint_path",
+            "ckpt",
+        ),
+        "--model",
+    ),
+    "dataset_name": "--dataset",
+    "data_path": "--dataset",
+    "adapter_name_or_path": "--adapter",
+    "system_prompt": "--system",
+    "output_file": "--output",
+    "num_train_epochs": "--epochs",
+    "resume_from_checkpoint": "--resume",
+}
+
 
 class FlagCommand(TyperCommand):
     "A command that also takes the flags of other libraries, or says what to type instead."
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        flags: dict[str, bool] = {} # Option -> it takes a value
+        flags: dict[str, bool] = {}  # Option -> it takes a value
         for option in self.get_params(ctx):
             for name in (*option.opts, *option.secondary_opts):
-                if name.startswith('-'): flags[name] = not (getattr(option, 'is_flag', False) or getattr(option, 'count', False))
-        knobs = any(option.name == 'overrides' for option in self.get_params(ctx))
+                if name.startswith("-"):
+                    flags[name] = not (
+                        getattr(option, "is_flag", False) or getattr(option, "count", False)
+                    )
+        knobs = any(option.name == "overrides" for option in self.get_params(ctx))
         kept, foreign, rest = [], [], list(args)
         while rest:
             word = rest.pop(0)
-            name, equals, text = word.partition('=')
-            if word == '--':
+            name, equals, text = word.partition("=")
+            if word == "--":
                 kept += [word, *rest]
                 break
-            if not name.startswith('--') or name in flags or name in ('--help', '--'):
+            if not name.startswith("--") or name in flags or name in ("--help", "--"):
                 kept.append(word)
-                if flags.get(name) and not equals and rest: kept.append(rest.pop(0))
+                if flags.get(name) and not equals and rest:
+                    kept.append(rest.pop(0))
                 continue
-            plain = name[2:].replace('-', '_')
-            same = next((o for o in (f"--{plain.replace('_', '-')}", _SAME.get(plain, '')) if o in flags), None)
-            if same and not (same == '--resume' and (text if equals else ''.join(rest[:1])).lower() in ('true', 'false', '')):
+            plain = name[2:].replace("-", "_")
+            same = next(
+                (o for o in (f"--{plain.replace('_', '-')}", _SAME.get(plain, "")) if o in flags),
+                None,
+            )
+            if same and not (
+                same == "--resume"
+                and (text if equals else "".join(rest[:1])).lower() in ("true", "false", "")
+            ):
                 kept.append(same + equals + text)
-                if flags[same] and not equals and rest: kept.append(rest.pop(0))
-            elif not knobs: ctx.fail(f'No such option: {name}. {self._instead(plain, [*flags])}')
-            elif plain in ('config', 'config_file', 'config_path'): kept.append(text if equals else rest.pop(0) if rest else '')
-            elif plain in _LAUNCHER or plain in ('deepspeed', 'fsdp', 'deepspeed_config', 'accelerate_config'): ctx.fail(
-                f'{name} is about processes. Say: trainkit launch FILE --processes N --strategy ddp, fsdp, zero1, zero2 or zero3' +
-                ', with a line `deepspeed: FILE` in the config'*plain.startswith('deepspeed'))
-            else: foreign.append((plain if '.' not in plain else name[2:], text if equals else _value_of(plain, rest)))
-        return super().parse_args(ctx, [*kept, *(_changes(ctx, foreign, [*flags]) if foreign else ())])
+                if flags[same] and not equals and rest:
+                    kept.append(rest.pop(0))
+            elif not knobs:
+                ctx.fail(f"No such option: {name}. {self._instead(plain, [*flags])}")
+            elif plain in ("config", "config_file", "config_path"):
+                kept.append(text if equals else rest.pop(0) if rest else "")
+            elif plain in _LAUNCHER or plain in (
+                "deepspeed",
+                "fsdp",
+                "deepspeed_config",
+                "accelerate_config",
+            ):
+                ctx.fail(
+                    f"{name} is about processes. Say: trainkit launch FILE --processes N --strategy ddp, fsdp, zero1, zero2 or zero3"
+                    + ", with a line `deepspeed: FILE` in the config"
+                    * plain.startswith("deepspeed")
+                )
+            else:
+                foreign.append(
+                    (
+                        plain if "." not in plain else name[2:],
+                        text if equals else _value_of(plain, rest),
+                    )
+                )
+        return super().parse_args(
+            ctx, [*kept, *(_changes(ctx, foreign, [*flags]) if foreign else ())]
+        )
 
     def _instead(self, word: str, flags: list[str]) -> str:
         from trainkit.config import nearest
-        places = ' '.join(str(p.name).upper() for p in self.params if p.param_type_name == 'argument')
-        if _SAME.get(word) == '--model' and places: return f'The folder of the model stands without a flag: {self.name} {places}'
-        return nearest(f'--{word}', flags).strip() or f"It has {', '.join(f for f in flags if f.startswith('--'))}"
+
+        places = " ".join(
+            str(p.name).upper() for p in self.params if p.param_type_name == "argument"
+        )
+        if _SAME.get(word) == "--model" and places:
+            return f"The folder of the model stands without a flag: {self.name} {places}"
+        return (
+            nearest(f"--{word}", flags).strip()
+            or f"It has {', '.join(f for f in flags if f.startswith('--'))}"
+        )
+
 
 def _value_of(word: str, rest: list[str]) -> str | None:
     "What belongs to a flag, taken from the words after it; None where it stands alone."
+
     def ends(text: str) -> bool:
-        number = text[1:2].isdigit() or text[1:2] == '.'
-        return (text.startswith('-') and not number) or re.match(r'[\w.]+=', text) is not None or text.endswith(('.yaml', '.yml'))
-    if not rest or ends(rest[0]): return None
+        number = text[1:2].isdigit() or text[1:2] == "."
+        return (
+            (text.startswith("-") and not number)
+            or re.match(r"[\w.]+=", text) is not None
+            or text.endswith((".yaml", ".yml"))
+        )
+
+    if not rest or ends(rest[0]):
+        return None
     values = [rest.pop(0)]
-    if values[0].endswith('.json') or not rest or ends(rest[0]): return values[0]
+    if values[0].endswith(".json") or not rest or ends(rest[0]):
+        return values[0]
     from trainkit.recipes.converter import takes_list
-    while takes_list(word) and rest and not ends(rest[0]): values.append(rest.pop(0))
-    return values[0] if len(values) == 1 else f'[{", ".join(values)}]'
+
+    while takes_list(word) and rest and not ends(rest[0]):
+        values.append(rest.pop(0))
+    return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+
 
 def _changes(ctx: Any, foreign: list[tuple[str, str | None]], flags: list[str]) -> list[str]:
     from trainkit.config import nearest
     from trainkit.recipes.converter import flag_changes
-    try: changes, notes = flag_changes(foreign)
+
+    try:
+        changes, notes = flag_changes(foreign)
     except ValueError as error:
-        word, _, why = str(error).partition(': ')
-        if why.startswith('is not known'): why = f"No such option: {why.removeprefix('is not known.').strip() or nearest(word, flags).strip() or 'a knob is written group.knob=value, and trainkit config show lists them'}"
-        ctx.fail(f'{word}: {why}')
-    for note in notes: typer.echo(f'({note})', err=True)
+        word, _, why = str(error).partition(": ")
+        if why.startswith("is not known"):
+            why = f"No such option: {why.removeprefix('is not known.').strip() or nearest(word, flags).strip() or 'a knob is written group.knob=value, and trainkit config show lists them'}"
+        ctx.fail(f"{word}: {why}")
+    for note in notes:
+        typer.echo(f"({note})", err=True)
     return changes
+
 
 class Group(TyperGroup):
     "A group of commands that says which it has."
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        try: return super().resolve_command(ctx, args)
+        try:
+            return super().resolve_command(ctx, args)
         except typer.TyperException as error:
-            if 'Did you mean' not in getattr(error, 'message', 'Did you mean'):
+            if "Did you mean" not in getattr(error, "message", "Did you mean"):
                 error.message = f"{error.message.rstrip('.')}. Say: {', or '.join(f'{ctx.command_path} {name}' for name in self.commands)}"
             raise
 
+
 def with_flags(
-    program: typer.Typer, # With all its commands
+    program: typer.Typer,  # With all its commands
 ) -> None:
     "Let every command of a program take the flags of other libraries, or say what to type instead."
     for command in program.registered_commands:
-        if command.cls in (None, TyperCommand) and not (command.context_settings or {}).get('ignore_unknown_options'): command.cls = FlagCommand
+        if command.cls in (None, TyperCommand) and not (command.context_settings or {}).get(
+            "ignore_unknown_options"
+        ):
+            command.cls = FlagCommand
     for group in program.registered_groups:
-        if not group.typer_instance: continue
+        if not group.typer_instance:
+            continue
         group.cls = Group
         with_flags(group.typer_instance)
 
-def _new(path: Path, force: bool | None, source: Path | None = None) -> None: # None where there is no --force
-    "Refuse to lose what is there."
-    if source is not None and path.resolve() == source.resolve(): raise ValueError(f'{path}: this is what is read')
-    if path.exists() and not force: raise FileExistsError(f'{path} is there already: choose another name' + ', or --force'*(force is not None))
 
-@config.command(name='show')
+def _new(
+    path: Path, force: bool | None, source: Path | None = None
+) -> None:  # None where there is no --force
+    "Refuse to lose what is there."
+    if source is not None and path.resolve() == source.resolve():
+        raise ValueError(f"{path}: this is what is read")
+    if path.exists() and not force:
+        raise FileExistsError(
+            f"{path} is there already: choose another name" + ", or --force" * (force is not None)
+        )
+
+
+@config.command(name="show")
 def show_config(
-    file: Annotated[Optional[str], typer.Argument(help='A YAML or JSON file.', show_default=False)] = None,
-    overrides: Annotated[Optional[list[str]], typer.Argument(metavar='[GROUP.KNOB=VALUE]...', show_default=False)] = None,
+    file: Annotated[
+        Optional[str], typer.Argument(help="A YAML or JSON file.", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(metavar="[GROUP.KNOB=VALUE]...", show_default=False)
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     "The whole config of a run, as file, preset, method and changes make it."
     from trainkit.config import dump_config
     from trainkit.recipes.config import method_config
-    changes = [*([file] if file and '=' in file else []), *(overrides or [])]
-    say(dump_config(method_config(Path(file) if file and '=' not in file else None, changes), 'json' if as_json else 'yaml'), nl=False)
 
-@config.command(name='convert')
+    changes = [*([file] if file and "=" in file else []), *(overrides or [])]
+    say(
+        dump_config(
+            method_config(Path(file) if file and "=" not in file else None, changes),
+            "json" if as_json else "yaml",
+        ),
+        nl=False,
+    )
+
+
+@config.command(name="convert")
 def convert_command(
-    file: Annotated[Path, typer.Argument(help='YAML, JSON or a Python script of another library; the script is not run.', show_default=False)],
-    output: Annotated[Optional[Path], typer.Option('--output', '-o', help='Write the translation here.', show_default=False)] = None,
-    method: Annotated[Optional[str], typer.Option(help='Which one, where the file describes several.', show_default=False)] = None,
-    device: Annotated[Optional[str], typer.Option(help='Whose part of the file counts: cuda, mps or cpu [default: this machine].', show_default=False)] = None,
-    strict: Annotated[bool, typer.Option('--strict', help='Exit code 1 if anything is refused.')] = False,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="YAML, JSON or a Python script of another library; the script is not run.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Optional[Path],
+        typer.Option("--output", "-o", help="Write the translation here.", show_default=False),
+    ] = None,
+    method: Annotated[
+        Optional[str],
+        typer.Option(help="Which one, where the file describes several.", show_default=False),
+    ] = None,
+    device: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Whose part of the file counts: cuda, mps or cpu [default: this machine].",
+            show_default=False,
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 if anything is refused.")
+    ] = False,
     as_json: _AsJson = False,
     force: _Force = False,
 ) -> None:
@@ -156,145 +294,292 @@ def convert_command(
 
     from trainkit.files import write_atomic
     from trainkit.recipes.converter import convert_config
-    if output: _new(output, force, file)
-    _, account = convert_config(file, method, device)
-    if as_json: say(to_json(dict(rows=account.table(), config=account.given, command=account.command), indent=1, ensure_ascii=False, default=str))
-    else: say(str(account).replace('FILE', str(output or 'FILE')))
-    if output:
-        text = json.dumps(account.given, indent=1) if output.suffix == '.json' else yaml.safe_dump(account.given, sort_keys=False, allow_unicode=True)
-        write_atomic(output, text)
-        say(f'Config  {output}', err=True)
-    if strict and account.named('refused'): raise typer.Exit(1)
 
-@config.command(name='presets')
+    if output:
+        _new(output, force, file)
+    _, account = convert_config(file, method, device)
+    if as_json:
+        say(
+            to_json(
+                dict(rows=account.table(), config=account.given, command=account.command),
+                indent=1,
+                ensure_ascii=False,
+                default=str,
+            )
+        )
+    else:
+        say(str(account).replace("FILE", str(output or "FILE")))
+    if output:
+        text = (
+            json.dumps(account.given, indent=1)
+            if output.suffix == ".json"
+            else yaml.safe_dump(account.given, sort_keys=False, allow_unicode=True)
+        )
+        write_atomic(output, text)
+        say(f"Config  {output}", err=True)
+    if strict and account.named("refused"):
+        raise typer.Exit(1)
+
+
+@config.command(name="presets")
 def presets_command(as_json: _AsJson = False) -> None:
     "Sets of knobs by name, for `preset: NAME` in a file or `train --strategy NAME`."
     import textwrap
 
     from trainkit.recipes.config import PRESETS, own_presets
+
     known = {**PRESETS, **own_presets()}
-    if as_json: say(to_json({name: p._asdict() for name, p in known.items()}, indent=1))
+    if as_json:
+        say(to_json({name: p._asdict() for name, p in known.items()}, indent=1))
     else:
-        for name, p in known.items(): say('\n'.join(textwrap.wrap(f'{name:20} {p.doc}', 110, subsequent_indent=' '*21)))
+        for name, p in known.items():
+            say("\n".join(textwrap.wrap(f"{name:20} {p.doc}", 110, subsequent_indent=" " * 21)))
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #35103807
-Folder = Annotated[Path, typer.Argument(metavar='TOKENIZER', help='A folder with a tokenizer.json, such as that of a model.', show_default=False)]
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TOKENIZER",
+        help="A folder with a tokenizer.json, such as that of a model.",
+        show_default=False,
+    ),
+]
 
-@tokenizer.command(name='train')
+
+@tokenizer.command(name="train")
 def train_tokenizer(
-    file: Annotated[str, typer.Argument(help='Text to learn from: a file, a folder or the name of a corpus.', show_default=False)],
-    folder: Annotated[Path, typer.Argument(help='Where the tokenizer goes.', show_default=False)],
-    vocab_size: Annotated[int, typer.Option(help='Tokens, special ones included.', min=257)] = 4096,
-    pattern: Annotated[str, typer.Option(help='How text is split into words: gpt2, cl100k, o200k or a regular expression.')] = 'cl100k',
-    special: Annotated[Optional[list[str]], typer.Option(help='A special token; may be given several times [default: <|endoftext|>].', show_default=False)] = None,
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="Text to learn from: a file, a folder or the name of a corpus.", show_default=False
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(help="Where the tokenizer goes.", show_default=False)],
+    vocab_size: Annotated[int, typer.Option(help="Tokens, special ones included.", min=257)] = 4096,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            help="How text is split into words: gpt2, cl100k, o200k or a regular expression."
+        ),
+    ] = "cl100k",
+    special: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help="A special token; may be given several times [default: <|endoftext|>].",
+            show_default=False,
+        ),
+    ] = None,
     force: _Force = False,
 ) -> None:
     "Learn a byte-level BPE tokenizer."
     from trainkit.data.schema import to_messages
     from trainkit.recipes.data_commands import read_file
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    _new(folder/'tokenizer.json', force)
-    texts = (t for row in read_file(file) for t in ([row['text']] if 'text' in row else [m['content'] for m in to_messages(row)]))
-    made = BPETokenizer.train(texts, vocab_size, pattern, special or ['<|endoftext|>'], progress=sys.stderr.isatty())
-    made.save(folder)
-    say(f'{folder}: {made.vocab_size:,} tokens')
 
-@tokenizer.command(name='encode')
+    _new(folder / "tokenizer.json", force)
+    texts = (
+        t
+        for row in read_file(file)
+        for t in ([row["text"]] if "text" in row else [m["content"] for m in to_messages(row)])
+    )
+    made = BPETokenizer.train(
+        texts, vocab_size, pattern, special or ["<|endoftext|>"], progress=sys.stderr.isatty()
+    )
+    made.save(folder)
+    say(f"{folder}: {made.vocab_size:,} tokens")
+
+
+@tokenizer.command(name="encode")
 def encode_command(
     folder: Folder,
-    text: Annotated[Optional[str], typer.Argument(help='Read from standard input when left out.', show_default=False)] = None,
+    text: Annotated[
+        Optional[str],
+        typer.Argument(help="Read from standard input when left out.", show_default=False),
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     "Show how a text is cut into tokens."
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
     tok = BPETokenizer.load(folder)
     said: str = sys.stdin.read() if text is None else text
-    ids = tok.encode(said, allowed_special='all')
-    if as_json: say(to_json(ids))
+    ids = tok.encode(said, allowed_special="all")
+    if as_json:
+        say(to_json(ids))
     else:
-        for i in ids: say(f'{i:8}  {tok.decode_bytes([i]).decode("utf-8", "backslashreplace")!r}')
-        say(f'{len(ids):,} token{"s"*(len(ids) != 1)}, {len(said.encode())/max(1, len(ids)):.2f} bytes each', err=True)
+        for i in ids:
+            say(f"{i:8}  {tok.decode_bytes([i]).decode('utf-8', 'backslashreplace')!r}")
+        say(
+            f"{len(ids):,} token{'s' * (len(ids) != 1)}, {len(said.encode()) / max(1, len(ids)):.2f} bytes each",
+            err=True,
+        )
 
-@tokenizer.command(name='show')
+
+@tokenizer.command(name="show")
 def show_tokenizer(folder: Folder, as_json: _AsJson = False) -> None:
     "What a tokenizer holds."
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
     tok = BPETokenizer.load(folder)
     sizes = [len(tok.decode_bytes([i])) for i in range(tok.vocab_size)]
-    facts: dict[str, Any] = dict(vocab_size=tok.vocab_size, special_tokens=tok.special_tokens, eos_token=tok.eos_token, chat_format=bool(tok.chat_template),
-                                 longest=tok.decode_bytes([sizes.index(max(sizes))]).decode('utf-8', 'backslashreplace'))
-    say(to_json(facts, indent=1, ensure_ascii=False) if as_json else '\n'.join(f'{name:15} {value}' for name, value in facts.items()))
+    facts: dict[str, Any] = dict(
+        vocab_size=tok.vocab_size,
+        special_tokens=tok.special_tokens,
+        eos_token=tok.eos_token,
+        chat_format=bool(tok.chat_template),
+        longest=tok.decode_bytes([sizes.index(max(sizes))]).decode("utf-8", "backslashreplace"),
+    )
+    say(
+        to_json(facts, indent=1, ensure_ascii=False)
+        if as_json
+        else "\n".join(f"{name:15} {value}" for name, value in facts.items())
+    )
 
 # %% ../../nbs/11_recipes/17_commands.ipynb #8aad5951
 def merge(
     base: Annotated[Path, typer.Argument(help="The base model's folder.", show_default=False)],
-    adapter: Annotated[Path, typer.Argument(help="The adapter's folder, such as runs/NAME/adapter.", show_default=False)],
-    output: Annotated[Path, typer.Argument(help='A new folder for the model.', show_default=False)],
+    adapter: Annotated[
+        Path,
+        typer.Argument(help="The adapter's folder, such as runs/NAME/adapter.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Argument(help="A new folder for the model.", show_default=False)],
 ) -> None:
     "Fold an adapter into its base model, on disk, a tensor at a time."
     from trainkit.lora.merge import merge_folder
-    for folder, what in ((base, 'a saved model'), (adapter, 'an adapter, such as runs/NAME/adapter')):
-        if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder: give that of {what}')
-    if not (adapter/'adapter_config.json').is_file(): raise FileNotFoundError(f'{adapter} is no adapter: it has no adapter_config.json')
-    say(f'Model   {merge_folder(base, adapter, output)}')
 
-@export.command(name='gguf')
+    for folder, what in (
+        (base, "a saved model"),
+        (adapter, "an adapter, such as runs/NAME/adapter"),
+    ):
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is no folder: give that of {what}")
+    if not (adapter / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{adapter} is no adapter: it has no adapter_config.json")
+    say(f"Model   {merge_folder(base, adapter, output)}")
+
+
+@export.command(name="gguf")
 def export_gguf_command(
-    folder: Annotated[Path, typer.Argument(help='A model folder, such as runs/demo/model.', show_default=False)],
-    path: Annotated[Path, typer.Argument(metavar='FILE.gguf', help='Where it goes.', show_default=False)],
-    quant_type: Annotated[str, typer.Option('--type', '-t', help='f32, f16, bf16, q8_0, q4_0 or q4_1.')] = 'q8_0',
-    modelfile: Annotated[bool, typer.Option('--modelfile', help='Write a Modelfile for Ollama beside it.')] = False,
+    folder: Annotated[
+        Path, typer.Argument(help="A model folder, such as runs/demo/model.", show_default=False)
+    ],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE.gguf", help="Where it goes.", show_default=False)
+    ],
+    quant_type: Annotated[
+        str, typer.Option("--type", "-t", help="f32, f16, bf16, q8_0, q4_0 or q4_1.")
+    ] = "q8_0",
+    modelfile: Annotated[
+        bool, typer.Option("--modelfile", help="Write a Modelfile for Ollama beside it.")
+    ] = False,
     force: _Force = False,
 ) -> None:
     "One file for llama.cpp, Ollama and LM Studio."
     from trainkit.interop.gguf import export_gguf
-    if not folder.is_dir(): raise FileNotFoundError(f'{folder} is no folder: give that of a saved model, such as runs/NAME/model')
+
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder: give that of a saved model, such as runs/NAME/model"
+        )
     _new(path, force)
     made = export_gguf(folder, path, quant_type, progress=sys.stderr.isatty())
     from trainkit.files import show_bytes
-    say(f"{path}: {show_bytes(made['bytes'])}, {len(made['tensors']) if hasattr(made['tensors'], '__len__') else made['tensors']:,} tensors")
+
+    say(
+        f"{path}: {show_bytes(made['bytes'])}, {len(made['tensors']) if hasattr(made['tensors'], '__len__') else made['tensors']:,} tensors"
+    )
     if modelfile:
         from trainkit.interop.gguf import write_modelfile
-        say(f'Modelfile  {write_modelfile(path, folder)}')
 
-@export.command(name='hf')
+        say(f"Modelfile  {write_modelfile(path, folder)}")
+
+
+@export.command(name="hf")
 def export_hf_command(
-    source: Annotated[str, typer.Argument(help='A model folder, a .gguf file or a name on the hub.', show_default=False)],
-    output: Annotated[Path, typer.Argument(help='A new folder.', show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A model folder, a .gguf file or a name on the hub.", show_default=False
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
 ) -> None:
     "A folder that transformers, vLLM and SGLang open."
     from trainkit.interop.hf import load_pretrained, save_pretrained
+
     _new(output, None)
     model, tok = load_pretrained(source)
     save_pretrained(model, tok, output)
-    say(f'Model   {output}')
+    say(f"Model   {output}")
+
 
 def names_model(
-    command: Callable, # With a parameter `model`
-) -> Callable: # The same command
+    command: Callable,  # With a parameter `model`
+) -> Callable:  # The same command
     "What a model's numbers or its chat template make fail is said with the name of its folder."
+
     @wraps(command)
     def named(*args: Any, **words: Any) -> Any:
-        try: return command(*args, **words)
+        try:
+            return command(*args, **words)
         except (FloatingPointError, ValueError) as error:
-            text, model = str(error), str(words.get('model'))
-            theirs = type(error) is FloatingPointError or (type(error) is ValueError and 'chat template' in text)
-            if not theirs or model in text: raise
-            raise type(error)(f'{model}: {text}') from error
+            text, model = str(error), str(words.get("model"))
+            theirs = type(error) is FloatingPointError or (
+                type(error) is ValueError and "chat template" in text
+            )
+            if not theirs or model in text:
+                raise
+            raise type(error)(f"{model}: {text}") from error
+
     return named
+
 
 @names_model
 def evaluate(
-    model: Annotated[Path, typer.Argument(help='A model folder, such as runs/demo/model.', show_default=False)],
-    data: Annotated[str, typer.Argument(help='Texts, questions with answers, or preference pairs: a file, a folder, or the name of a corpus.', show_default=False)],
-    base: Annotated[Optional[Path], typer.Option(help='A model to compare with, on the same rows.', show_default=False)] = None,
-    metric: Annotated[Optional[list[str]], typer.Option(show_default=False,
-        help='Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …; may be given several times [default: exact_match and f1]')] = None,
-    encoder: Annotated[Optional[Path], typer.Option(help='The folder of the encoder that bertscore compares with.', show_default=False)] = None,
-    rows: Annotated[Optional[int], typer.Option(help='How many rows to read.', min=1, show_default=False)] = None,
-    answers: Annotated[int, typer.Option(help='How many questions are answered in words.', min=0)] = 100,
-    max_new_tokens: Annotated[Optional[int], typer.Option(help='Tokens of an answer at most [default: by the expected one]', min=1, show_default=False)] = None,
-    html: Annotated[Optional[Path], typer.Option(help='Write the report to this page.', show_default=False)] = None,
+    model: Annotated[
+        Path, typer.Argument(help="A model folder, such as runs/demo/model.", show_default=False)
+    ],
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Texts, questions with answers, or preference pairs: a file, a folder, or the name of a corpus.",
+            show_default=False,
+        ),
+    ],
+    base: Annotated[
+        Optional[Path],
+        typer.Option(help="A model to compare with, on the same rows.", show_default=False),
+    ] = None,
+    metric: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            show_default=False,
+            help="Of answers: exact_match, f1, bleu, chrf, rouge, bertscore, …; may be given several times [default: exact_match and f1]",
+        ),
+    ] = None,
+    encoder: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="The folder of the encoder that bertscore compares with.", show_default=False
+        ),
+    ] = None,
+    rows: Annotated[
+        Optional[int], typer.Option(help="How many rows to read.", min=1, show_default=False)
+    ] = None,
+    answers: Annotated[
+        int, typer.Option(help="How many questions are answered in words.", min=0)
+    ] = 100,
+    max_new_tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Tokens of an answer at most [default: by the expected one]",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    html: Annotated[
+        Optional[Path], typer.Option(help="Write the report to this page.", show_default=False)
+    ] = None,
     as_json: _AsJson = False,
 ) -> None:
     "Judge a model on your data: loss, perplexity, bits per byte, its answers; with --base, a paired test of the two."
@@ -302,59 +587,107 @@ def evaluate(
     from trainkit.data.dataset import load_examples
     from trainkit.interop.hf import load_pretrained
     from trainkit.eval.evaluator import evaluate as judge
-    asked = bool(metric) and 'bertscore' in metric
-    if asked and encoder is None: raise ValueError('--metric bertscore compares by an encoder: say its folder with --encoder (any model that transformers opens)')
-    if encoder is not None and metric and not asked: raise ValueError('--encoder is for bertscore: add --metric bertscore')
-    if encoder: load_encoder(encoder) # It fails now if it does
+
+    asked = bool(metric) and "bertscore" in metric
+    if asked and encoder is None:
+        raise ValueError(
+            "--metric bertscore compares by an encoder: say its folder with --encoder (any model that transformers opens)"
+        )
+    if encoder is not None and metric and not asked:
+        raise ValueError("--encoder is for bertscore: add --metric bertscore")
+    if encoder:
+        load_encoder(encoder)  # It fails now if it does
     for folder in (model, *([base] if base else [])):
-        if not folder.exists(): raise FileNotFoundError(f'{folder} is not there: give the folder of a model')
+        if not folder.exists():
+            raise FileNotFoundError(f"{folder} is not there: give the folder of a model")
     examples = load_examples(data, max_examples=rows)
     network, tok = load_pretrained(model)
     other = load_pretrained(base) if base else None
-    if other and tok.encode('The same 123 words?') != other[1].encode('The same 123 words?'):
-        raise ValueError(f'{base} has another tokenizer than {model}: judge each alone, and compare bits per byte')
-    names = (model.name, base.name if base and base.name != model.name else f'{base}')
-    wanted: list[Any] = [m for m in metric or ('exact_match', 'f1') if m != 'bertscore']
-    if encoder: wanted.append(lambda said, expected: bert_score(said, expected, encoder))
-    report = judge(network, tok, examples, other[0] if other else None, wanted, answers, names,
-                   max_new_tokens, progress=sys.stderr.isatty())
-    if html: report.save(html)
+    if other and tok.encode("The same 123 words?") != other[1].encode("The same 123 words?"):
+        raise ValueError(
+            f"{base} has another tokenizer than {model}: judge each alone, and compare bits per byte"
+        )
+    names = (model.name, base.name if base and base.name != model.name else f"{base}")
+    wanted: list[Any] = [m for m in metric or ("exact_match", "f1") if m != "bertscore"]
+    if encoder:
+        wanted.append(lambda said, expected: bert_score(said, expected, encoder))
+    report = judge(
+        network,
+        tok,
+        examples,
+        other[0] if other else None,
+        wanted,
+        answers,
+        names,
+        max_new_tokens,
+        progress=sys.stderr.isatty(),
+    )
+    if html:
+        report.save(html)
     say(to_json(report.to_dict(), indent=1, ensure_ascii=False) if as_json else str(report))
+
 
 @names_model
 def chat(
-    model: Annotated[Path, typer.Option('--model', '-m', help='A model that was taught to answer, such as runs/NAME/model.')],
-    base: Annotated[Optional[Path], typer.Option(help='The model that it was made from, to /compare with.', show_default=False)] = None,
-    system: Annotated[str, typer.Option(help='What the model is told before everything.')] = '',
-    max_new_tokens: Annotated[int, typer.Option(help='Tokens of an answer at most.', min=1)] = 200,
-    temperature: Annotated[float, typer.Option(help='0 takes the likeliest token.', min=0)] = 0.7,
-    seed: Annotated[Optional[int], typer.Option(help='The same seed gives the same answers.', show_default=False)] = None,
+    model: Annotated[
+        Path,
+        typer.Option(
+            "--model", "-m", help="A model that was taught to answer, such as runs/NAME/model."
+        ),
+    ],
+    base: Annotated[
+        Optional[Path],
+        typer.Option(help="The model that it was made from, to /compare with.", show_default=False),
+    ] = None,
+    system: Annotated[str, typer.Option(help="What the model is told before everything.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.", min=0)] = 0.7,
+    seed: Annotated[
+        Optional[int],
+        typer.Option(help="The same seed gives the same answers.", show_default=False),
+    ] = None,
 ) -> None:
     "Talk with a model: /retry, /compare, /reset, /system TEXT, /help, /exit. Without a terminal each line of input is a question."
     from trainkit.interop.hf import load_pretrained
     from trainkit.recipes.conversation import Conversation
-    talk = Conversation(*load_pretrained(model), load_pretrained(base) if base else None, system, max_new_tokens, temperature=temperature, seed=seed)
+
+    talk = Conversation(
+        *load_pretrained(model),
+        load_pretrained(base) if base else None,
+        system,
+        max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
     person, failed = sys.stdin.isatty(), False
-    if person: say('/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.', err=True)
+    if person:
+        say("/help lists the commands, Ctrl-C ends an answer, Ctrl-D the chat.", err=True)
     while True:
-        if person: say('> ', nl=False, err=True)
-        if not (line := sys.stdin.readline()): break
-        if not line.strip(): continue
-        if line.startswith('/') and line.strip() != '/retry':
-            if (said := talk.command(line)) is None: break
+        if person:
+            say("> ", nl=False, err=True)
+        if not (line := sys.stdin.readline()):
+            break
+        if not line.strip():
+            continue
+        if line.startswith("/") and line.strip() != "/retry":
+            if (said := talk.command(line)) is None:
+                break
             say(said, err=True)
             continue
-        speaker = ''
+        speaker = ""
         try:
-            for who, piece in talk.again() if line.strip() == '/retry' else talk.say(line.strip()):
-                if who != speaker: say('\n'*bool(speaker) + f'[{who}] '*talk.comparing, nl=False)
+            for who, piece in talk.again() if line.strip() == "/retry" else talk.say(line.strip()):
+                if who != speaker:
+                    say("\n" * bool(speaker) + f"[{who}] " * talk.comparing, nl=False)
                 speaker = who
                 say(piece, nl=False)
                 sys.stdout.flush()
-        except ValueError as error: # Too long, or nothing to repeat; the chat goes on
+        except ValueError as error:  # Too long, or nothing to repeat; the chat goes on
             say(str(error), err=True)
             failed = True
-        except KeyboardInterrupt: # Enough of this answer
-            if not person: raise
+        except KeyboardInterrupt:  # Enough of this answer
+            if not person:
+                raise
         say()
-    if failed and not person: raise typer.Exit(1) # A program that asks hears of it
+    if failed and not person:
+        raise typer.Exit(1)  # A program that asks hears of it

@@ -39,503 +39,1129 @@ from ..train.config import TrainConfig
 from ..train.optim import OptimConfig
 
 # %% ../../nbs/11_recipes/02_run_config.ipynb #c855dfbd
-METHOD_NAMES = {'from_scratch': 'pretrain', 'pretraining': 'pretrain', 'pt': 'pretrain', 'full': 'sft', 'supervised': 'sft',
-                'rm': 'reward', 'reward_model': 'reward', 'reward_modeling': 'reward'} # what other libraries call them
-NAMING = ('method', 'training_type', 'stage', 'finetuning_type')
-ALIGNED = ('dpo', 'reward', 'grpo', 'rloo', 'ppo', 'reinforce') # by the whole model, or by an adapter
-FAMILY = ('kto', 'orpo', 'simpo', 'cpo', 'ipo') # losses of dpo that are known as methods
-_BITS = {'quantization_bit', 'load_in_8bit', 'load_in_4bit', 'bits'}
+METHOD_NAMES = {
+    "from_scratch": "pretrain",
+    "pretraining": "pretrain",
+    "pt": "pretrain",
+    "full": "sft",
+    "supervised": "sft",
+    "rm": "reward",
+    "reward_model": "reward",
+    "reward_modeling": "reward",
+}  # what other libraries call them
+NAMING = ("method", "training_type", "stage", "finetuning_type")
+ALIGNED = (
+    "dpo",
+    "reward",
+    "grpo",
+    "rloo",
+    "ppo",
+    "reinforce",
+)  # by the whole model, or by an adapter
+FAMILY = ("kto", "orpo", "simpo", "cpo", "ipo")  # losses of dpo that are known as methods
+_BITS = {"quantization_bit", "load_in_8bit", "load_in_4bit", "bits"}
+
 
 def _group(data: Mapping, name: str) -> dict[str, Any]:
     found = data.get(name) or {}
     return dict(found) if isinstance(found, Mapping) else to_dict(found)
 
+
 def method_words(
-    data: Mapping, # A config as nested dicts
-) -> Mapping: # The same, with one `method` by the name that it has here; perhaps `use_lora`, bits and a loss
+    data: Mapping,  # A config as nested dicts
+) -> (
+    Mapping
+):  # The same, with one `method` by the name that it has here; perhaps `use_lora`, bits and a loss
     "Read `stage: sft` with `finetuning_type: lora` and the like as one word."
-    said = {k: METHOD_NAMES.get(data[k], data[k]) if isinstance(data[k], str) else data[k] for k in NAMING if k in data}
-    if len(said) > 1 and data.get('finetuning_type') == 'full': del said['finetuning_type'] # The whole model, whatever it learns
-    if not said: return data
-    rest, found = {k: v for k, v in data.items() if k not in NAMING}, list(dict.fromkeys(said.values()))
+    said = {
+        k: METHOD_NAMES.get(data[k], data[k]) if isinstance(data[k], str) else data[k]
+        for k in NAMING
+        if k in data
+    }
+    if len(said) > 1 and data.get("finetuning_type") == "full":
+        del said["finetuning_type"]  # The whole model, whatever it learns
+    if not said:
+        return data
+    rest, found = (
+        {k: v for k, v in data.items() if k not in NAMING},
+        list(dict.fromkeys(said.values())),
+    )
     for loss in [name for name in found if name in FAMILY]:
-        found[found.index(loss)], dpo = 'dpo', _group(data, 'dpo')
-        if dpo.get('loss_type', loss) not in (loss, [loss], 'sigmoid', ['sigmoid']):
-            raise ConfigError([Problem('dpo.loss_type', dpo['loss_type'], f'does not go with {loss}, which is a loss itself')], 'RunConfig')
-        rest['dpo'] = {**dpo, 'loss_type': [loss]}
+        found[found.index(loss)], dpo = "dpo", _group(data, "dpo")
+        if dpo.get("loss_type", loss) not in (loss, [loss], "sigmoid", ["sigmoid"]):
+            raise ConfigError(
+                [
+                    Problem(
+                        "dpo.loss_type",
+                        dpo["loss_type"],
+                        f"does not go with {loss}, which is a loss itself",
+                    )
+                ],
+                "RunConfig",
+            )
+        rest["dpo"] = {**dpo, "loss_type": [loss]}
     found = list(dict.fromkeys(found))
-    adapter = [name for name in found if name in ('lora', 'qlora')]
+    adapter = [name for name in found if name in ("lora", "qlora")]
     if len(found) == 2 and adapter and {*found} & {*ALIGNED}:
         found.remove(adapter[0])
-        if data.get('use_lora') is False:
-            raise ConfigError([Problem('use_lora', False, f"does not go with 'finetuning_type', which says {adapter[0]!r}")], 'RunConfig')
-        rest['use_lora'] = True
-        quant = _group(data, 'quant')
-        if adapter == ['qlora'] and not _BITS & {*data, *quant}: rest['quant'] = {**quant, 'bits': 4}
-    if len(found) == 2 and 'sft' in found and {'freeze', 'lora', 'qlora'} & {*found}: found.remove('sft')
+        if data.get("use_lora") is False:
+            raise ConfigError(
+                [
+                    Problem(
+                        "use_lora",
+                        False,
+                        f"does not go with 'finetuning_type', which says {adapter[0]!r}",
+                    )
+                ],
+                "RunConfig",
+            )
+        rest["use_lora"] = True
+        quant = _group(data, "quant")
+        if adapter == ["qlora"] and not _BITS & {*data, *quant}:
+            rest["quant"] = {**quant, "bits": 4}
+    if len(found) == 2 and "sft" in found and {"freeze", "lora", "qlora"} & {*found}:
+        found.remove("sft")
     if len(found) > 1:
         (first, _), *_, (last, other) = said.items()
-        raise ConfigError([Problem(last, data[last], f"does not go with '{first}', which says {data[first]!r}")], 'RunConfig')
-    return {**rest, 'method': found[0]}
+        raise ConfigError(
+            [Problem(last, data[last], f"does not go with '{first}', which says {data[first]!r}")],
+            "RunConfig",
+        )
+    return {**rest, "method": found[0]}
 
 # %% ../../nbs/11_recipes/02_run_config.ipynb #e8c0e991
-_LORA_NAMES = {name: k.name for k in knobs(LoRAConfig) for name in (k.name, *k.aliases) if name.startswith(('lora_', 'use_'))}
+_LORA_NAMES = {
+    name: k.name
+    for k in knobs(LoRAConfig)
+    for name in (k.name, *k.aliases)
+    if name.startswith(("lora_", "use_"))
+}
+
 
 def lora_words(
-    data: Mapping, # A config as nested dicts
-) -> Mapping: # The same, with one `method`, and for those of `ALIGNED` with `use_lora`; and a group `lora`
+    data: Mapping,  # A config as nested dicts
+) -> (
+    Mapping
+):  # The same, with one `method`, and for those of `ALIGNED` with `use_lora`; and a group `lora`
     "Read `use_lora`, `lora.enabled` and `lora_r` as other libraries mean them: an adapter learns."
-    data, group = method_words(data), data.get('lora')
-    if group is not None: group = _group(data, 'lora')
-    top, aligned = {k: v for k, v in data.items() if k in _LORA_NAMES}, data.get('method') in ALIGNED
-    switches = {k: v for k, v in (('use_lora', data.get('use_lora')), ('lora.enabled', (group or {}).pop('enabled', None))) if v is not None}
-    if not top and not switches and not (aligned and group): return data
-    rest = {k: v for k, v in data.items() if k not in top and k != 'use_lora'}
-    if top or group is not None: rest['lora'] = {**(group or {}), **{_LORA_NAMES[k]: v for k, v in top.items()}}
+    data, group = method_words(data), data.get("lora")
+    if group is not None:
+        group = _group(data, "lora")
+    top, aligned = (
+        {k: v for k, v in data.items() if k in _LORA_NAMES},
+        data.get("method") in ALIGNED,
+    )
+    switches = {
+        k: v
+        for k, v in (
+            ("use_lora", data.get("use_lora")),
+            ("lora.enabled", (group or {}).pop("enabled", None)),
+        )
+        if v is not None
+    }
+    if not top and not switches and not (aligned and group):
+        return data
+    rest = {k: v for k, v in data.items() if k not in top and k != "use_lora"}
+    if top or group is not None:
+        rest["lora"] = {**(group or {}), **{_LORA_NAMES[k]: v for k, v in top.items()}}
     if wrong := [k for k, v in switches.items() if not isinstance(v, bool)]:
-        raise ConfigError([Problem(wrong[0], switches[wrong[0]], 'must be true or false')], 'RunConfig')
-    if aligned: rest['use_lora'] = any(switches.values()) if switches else True
+        raise ConfigError(
+            [Problem(wrong[0], switches[wrong[0]], "must be true or false")], "RunConfig"
+        )
+    if aligned:
+        rest["use_lora"] = any(switches.values()) if switches else True
     elif any(switches.values()):
-        if rest.get('method', 'sft') not in ('sft', 'lora', 'qlora'):
-            raise ConfigError([Problem('use_lora', True, f"an adapter learns answers: set method to lora, and not to {rest['method']}")], 'RunConfig')
-        if rest.get('method') != 'qlora': rest['method'] = 'lora'
-    elif switches and rest.get('method') in ('lora', 'qlora'): rest['method'] = 'sft'
+        if rest.get("method", "sft") not in ("sft", "lora", "qlora"):
+            raise ConfigError(
+                [
+                    Problem(
+                        "use_lora",
+                        True,
+                        f"an adapter learns answers: set method to lora, and not to {rest['method']}",
+                    )
+                ],
+                "RunConfig",
+            )
+        if rest.get("method") != "qlora":
+            rest["method"] = "lora"
+    elif switches and rest.get("method") in ("lora", "qlora"):
+        rest["method"] = "sft"
     return rest
 
 # %% ../../nbs/11_recipes/02_run_config.ipynb #983e659a
-METHODS: dict[str, dict[str, dict[str, Any]]] = { # method -> group -> what it changes of the group's defaults
-    'pretrain': {},
-    'sft': {'data': dict(eval_fraction=0.1, max_length=1024),
-            'optim': dict(learning_rate=2e-5, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type='cosine',
-                          warmup_ratio=0.03, min_lr_ratio=0.0),
-            'train': dict(max_steps=-1, num_train_epochs=3.0, per_device_train_batch_size=8,
-                          per_device_eval_batch_size=8, eval_strategy='epoch', sample_steps=0)},
+METHODS: dict[
+    str, dict[str, dict[str, Any]]
+] = {  # method -> group -> what it changes of the group's defaults
+    "pretrain": {},
+    "sft": {
+        "data": dict(eval_fraction=0.1, max_length=1024),
+        "optim": dict(
+            learning_rate=2e-5,
+            weight_decay=0.0,
+            adam_beta2=0.999,
+            lr_scheduler_type="cosine",
+            warmup_ratio=0.03,
+            min_lr_ratio=0.0,
+        ),
+        "train": dict(
+            max_steps=-1,
+            num_train_epochs=3.0,
+            per_device_train_batch_size=8,
+            per_device_eval_batch_size=8,
+            eval_strategy="epoch",
+            sample_steps=0,
+        ),
+    },
 }
-METHODS['freeze'] = METHODS['sft'] # of some blocks
-METHODS['lora'] = {**METHODS['sft'], 'optim': {**METHODS['sft']['optim'], 'learning_rate': 2e-4}} # of an adapter
-METHODS['qlora'] = METHODS['lora'] # of an adapter over few bits
+METHODS["freeze"] = METHODS["sft"]  # of some blocks
+METHODS["lora"] = {
+    **METHODS["sft"],
+    "optim": {**METHODS["sft"]["optim"], "learning_rate": 2e-4},
+}  # of an adapter
+METHODS["qlora"] = METHODS["lora"]  # of an adapter over few bits
 
-def _aligned(rate: float, rows: int, windows: int, best: str = 'loss', **optim: Any) -> dict[str, dict[str, Any]]:
-    return {'data': METHODS['sft']['data'], 'optim': {**METHODS['sft']['optim'], 'learning_rate': rate, 'lr_scheduler_type': 'linear', **optim},
-            'train': {**METHODS['sft']['train'], 'num_train_epochs': 1.0, 'per_device_train_batch_size': rows, 'gradient_accumulation_steps': windows,
-                      **({} if best == 'loss' else {'metric_for_best_model': best})}}
 
-METHODS |= {'dpo': _aligned(1e-6, 2, 16, warmup_ratio=0.1), 'reward': _aligned(1e-5, 8, 1),
-            **{name: {**_aligned(1e-6, 8, 8, 'reward', warmup_ratio=0.0), 'rl': dict(method=name, **more)} for name, more in dict( # Their loss is about 0, however good the answers are
-                grpo={}, rloo=dict(beta=0.05), ppo=dict(num_prompts=64, num_generations=1, num_iterations=4, beta=0.05),
-                reinforce=dict(num_prompts=64, num_generations=1, beta=0.05)).items()}}
-ADAPTER_RATES = {'dpo': 5e-6, 'reward': 1e-4, 'grpo': 1e-5, 'rloo': 1e-5, 'ppo': 1e-5, 'reinforce': 1e-5} # where an adapter learns
+def _aligned(
+    rate: float, rows: int, windows: int, best: str = "loss", **optim: Any
+) -> dict[str, dict[str, Any]]:
+    return {
+        "data": METHODS["sft"]["data"],
+        "optim": {
+            **METHODS["sft"]["optim"],
+            "learning_rate": rate,
+            "lr_scheduler_type": "linear",
+            **optim,
+        },
+        "train": {
+            **METHODS["sft"]["train"],
+            "num_train_epochs": 1.0,
+            "per_device_train_batch_size": rows,
+            "gradient_accumulation_steps": windows,
+            **({} if best == "loss" else {"metric_for_best_model": best}),
+        },
+    }
+
+
+METHODS |= {
+    "dpo": _aligned(1e-6, 2, 16, warmup_ratio=0.1),
+    "reward": _aligned(1e-5, 8, 1),
+    **{
+        name: {**_aligned(1e-6, 8, 8, "reward", warmup_ratio=0.0), "rl": dict(method=name, **more)}
+        for name, more in dict(  # Their loss is about 0, however good the answers are
+            grpo={},
+            rloo=dict(beta=0.05),
+            ppo=dict(num_prompts=64, num_generations=1, num_iterations=4, beta=0.05),
+            reinforce=dict(num_prompts=64, num_generations=1, beta=0.05),
+        ).items()
+    },
+}
+ADAPTER_RATES = {
+    "dpo": 5e-6,
+    "reward": 1e-4,
+    "grpo": 1e-5,
+    "rloo": 1e-5,
+    "ppo": 1e-5,
+    "reinforce": 1e-5,
+}  # where an adapter learns
+
 
 def defaults_of(
-    method: str, # A key of `METHODS`
-    adapter: bool = False, # It trains an adapter
-    losses: Sequence[str] = (), # Of method dpo; some compare the rows of a batch, which then has to be whole
-) -> dict[str, dict[str, Any]]: # Group -> what is changed of the group's defaults
+    method: str,  # A key of `METHODS`
+    adapter: bool = False,  # It trains an adapter
+    losses: Sequence[
+        str
+    ] = (),  # Of method dpo; some compare the rows of a batch, which then has to be whole
+) -> dict[str, dict[str, Any]]:  # Group -> what is changed of the group's defaults
     "The defaults of a method."
     found = METHODS[method]
-    if 'optim' in found: found = {**found, 'optim': {**vars(OptimConfig()), **found['optim']}} # nothing is left of a profile's, which is for pre-training
-    if method == 'dpo' and COUPLED & {*losses}: found = {**found, 'train': {**found['train'], 'per_device_train_batch_size': 16, 'gradient_accumulation_steps': 1}}
-    return {**found, 'optim': {**found['optim'], 'learning_rate': ADAPTER_RATES[method]}} if adapter and method in ADAPTER_RATES else found
+    if "optim" in found:
+        found = {
+            **found,
+            "optim": {**vars(OptimConfig()), **found["optim"]},
+        }  # nothing is left of a profile's, which is for pre-training
+    if method == "dpo" and COUPLED & {*losses}:
+        found = {
+            **found,
+            "train": {
+                **found["train"],
+                "per_device_train_batch_size": 16,
+                "gradient_accumulation_steps": 1,
+            },
+        }
+    return (
+        {**found, "optim": {**found["optim"], "learning_rate": ADAPTER_RATES[method]}}
+        if adapter and method in ADAPTER_RATES
+        else found
+    )
+
 
 def _losses(*layers: Mapping) -> list[str]:
     "The losses of dpo that the last of these configs names."
     for data in reversed(layers):
         data = method_words(data)
-        inner = data.get('dpo') if isinstance(data.get('dpo'), Mapping) else {}
-        said = data.get('dpo.loss_type', data.get('loss_type', inner.get('loss_type'))) # type: ignore
-        if said: return [said] if isinstance(said, str) and not said.startswith('[') else [n.strip(' \'"') for n in split_list(said.strip('[]'))] if isinstance(said, str) else [*said]
+        inner = data.get("dpo") if isinstance(data.get("dpo"), Mapping) else {}
+        said = data.get("dpo.loss_type", data.get("loss_type", inner.get("loss_type")))  # type: ignore
+        if said:
+            return (
+                [said]
+                if isinstance(said, str) and not said.startswith("[")
+                else [n.strip(" '\"") for n in split_list(said.strip("[]"))]
+                if isinstance(said, str)
+                else [*said]
+            )
     return []
 
 # %% ../../nbs/11_recipes/02_run_config.ipynb #edbe9faf
 @dataclass
 class TokenizerConfig:
     "Which tokenizer a run takes or learns."
-    path: str = knob('', 'A folder with a tokenizer.json to take; empty: that of the model, or one learned from the text')
-    vocab_size: int = knob(4096, 'Tokens to learn, special ones included', low=257)
-    pattern: str = knob('cl100k', 'How text is split into words: gpt2, cl100k, o200k or a regular expression')
 
-    def __post_init__(self): check_config(self)
+    path: str = knob(
+        "",
+        "A folder with a tokenizer.json to take; empty: that of the model, or one learned from the text",
+    )
+    vocab_size: int = knob(4096, "Tokens to learn, special ones included", low=257)
+    pattern: str = knob(
+        "cl100k", "How text is split into words: gpt2, cl100k, o200k or a regular expression"
+    )
+
+    def __post_init__(self):
+        check_config(self)
+
 
 @dataclass
 class SFTConfig:
     "How examples of questions and answers become rows."
-    template: str = knob('', "A chat format such as chatml, or Jinja; empty: the tokenizer's own, chatml where it has none",
-                         aliases=('chat_template',))
-    train_on: str = knob('assistant', 'Which turns are learned: each answer, the last one, or all', choices=('assistant', 'last', 'all'))
-    reasoning: str = knob('train', 'Chains of thought are learned, only read, or left out', choices=('train', 'read', 'drop'))
-    truncation: str = knob('error', 'What becomes of an example longer than data.max_length',
-                           choices=('error', 'keep_end', 'keep_start', 'drop'))
-    packing: str = knob('none', 'Whether short examples share a row, and by which strategy; true in a file is best_fit',
-                        choices=('none', 'greedy', 'first_fit', 'best_fit'), aliases=('pack_sequences', 'packing_strategy'))
-    trainable_layers: int = knob(2, 'Blocks that learn, for method freeze: the last ones; below 0: the first ones',
-                                 aliases=('freeze_trainable_layers', 'num_layer_trainable'))
-    questions: int = knob(32, 'Held-out questions that are asked before and after; 0 asks none', low=0)
 
-    def __post_init__(self): check_config(self)
+    template: str = knob(
+        "",
+        "A chat format such as chatml, or Jinja; empty: the tokenizer's own, chatml where it has none",
+        aliases=("chat_template",),
+    )
+    train_on: str = knob(
+        "assistant",
+        "Which turns are learned: each answer, the last one, or all",
+        choices=("assistant", "last", "all"),
+    )
+    reasoning: str = knob(
+        "train",
+        "Chains of thought are learned, only read, or left out",
+        choices=("train", "read", "drop"),
+    )
+    truncation: str = knob(
+        "error",
+        "What becomes of an example longer than data.max_length",
+        choices=("error", "keep_end", "keep_start", "drop"),
+    )
+    packing: str = knob(
+        "none",
+        "Whether short examples share a row, and by which strategy; true in a file is best_fit",
+        choices=("none", "greedy", "first_fit", "best_fit"),
+        aliases=("pack_sequences", "packing_strategy"),
+    )
+    trainable_layers: int = knob(
+        2,
+        "Blocks that learn, for method freeze: the last ones; below 0: the first ones",
+        aliases=("freeze_trainable_layers", "num_layer_trainable"),
+    )
+    questions: int = knob(
+        32, "Held-out questions that are asked before and after; 0 asks none", low=0
+    )
+
+    def __post_init__(self):
+        check_config(self)
+
 
 _SFT_NAMES = {name: k.name for k in knobs(SFTConfig) for name in (k.name, *k.aliases)}
 
-def _packing(asked: Mapping[str, Any]) -> set: # The answers that differ from 'none'
+
+def _packing(asked: Mapping[str, Any]) -> set:  # The answers that differ from 'none'
     "One strategy out of what other libraries say with a switch, and with a name beside it."
     switches = {value for value in asked.values() if isinstance(value, bool)}
-    names = lambda beside: {v for k, v in asked.items() if not isinstance(v, bool) and k.endswith('packing_strategy') == beside} - {'none'}
-    if names(False) or (switches == {False}): return names(False)
-    return names(True) or ({'best_fit'} if switches else set())
+    names = lambda beside: (
+        {
+            v
+            for k, v in asked.items()
+            if not isinstance(v, bool) and k.endswith("packing_strategy") == beside
+        }
+        - {"none"}
+    )
+    if names(False) or (switches == {False}):
+        return names(False)
+    return names(True) or ({"best_fit"} if switches else set())
 
-_FIRST = {'seed': 'train', 'dropout': 'model', 'bias': 'model', 'r': 'lora', 'kind': 'data', 'path': 'data', 'max_length': 'data'} # Words of several groups
+
+_FIRST = {
+    "seed": "train",
+    "dropout": "model",
+    "bias": "model",
+    "r": "lora",
+    "kind": "data",
+    "path": "data",
+    "max_length": "data",
+}  # Words of several groups
+
 
 def flat_words(
-    cls: Any, # The config class
-    data: Mapping, # A config as nested dicts
-) -> Mapping: # The same, with every knob in its group; raises `ConfigError` where it stands there otherwise
+    cls: Any,  # The config class
+    data: Mapping,  # A config as nested dicts
+) -> (
+    Mapping
+):  # The same, with every knob in its group; raises `ConfigError` where it stands there otherwise
     "Read knobs that stand at the top, as in libraries with one long list of arguments."
-    stay = {name for k in declared(cls) for name in (k.name, *k.aliases)} | {*_SFT_NAMES} # `moved` knows what those mean together
-    if stay.issuperset(data): return data
+    stay = {name for k in declared(cls) for name in (k.name, *k.aliases)} | {
+        *_SFT_NAMES
+    }  # `moved` knows what those mean together
+    if stay.issuperset(data):
+        return data
     groups = {k.name: k.type for k in declared(cls) if is_dataclass(k.type)}
-    names = {g: {name: {k.name, *k.aliases} for k in declared(kind) for name in (k.name, *k.aliases)} for g, kind in groups.items()}
-    out, own = {key: value for key, value in data.items() if key in stay}, 'rl' if data.get('method') in RL_METHODS else data.get('method')
+    names = {
+        g: {name: {k.name, *k.aliases} for k in declared(kind) for name in (k.name, *k.aliases)}
+        for g, kind in groups.items()
+    }
+    out, own = (
+        {key: value for key, value in data.items() if key in stay},
+        "rl" if data.get("method") in RL_METHODS else data.get("method"),
+    )
     for key, value in data.items():
-        if key in stay: continue
-        homes = [g for g in groups if key in names[g]] or [g for g in groups if key in getattr(groups[g], 'ELSEWHERE', {})]
-        if len(homes) > 1 and key in _FIRST: homes = [_FIRST[key]]
-        elif len(homes) > 1: homes = [g for g in homes if g == own] or [g for g in homes if g not in ('dpo', 'rl')]
+        if key in stay:
+            continue
+        homes = [g for g in groups if key in names[g]] or [
+            g for g in groups if key in getattr(groups[g], "ELSEWHERE", {})
+        ]
+        if len(homes) > 1 and key in _FIRST:
+            homes = [_FIRST[key]]
+        elif len(homes) > 1:
+            homes = [g for g in homes if g == own] or [g for g in homes if g not in ("dpo", "rl")]
         if len(homes) != 1:
             out[key] = value
             continue
         inner = out.get(homes[0]) or {}
         inner = dict(inner) if isinstance(inner, Mapping) else to_dict(inner)
         for other in names[homes[0]].get(key, {key}) & {*inner}:
-            if inner[other] != value: raise ConfigError([Problem(key, value, f"means the same as '{homes[0]}.{other}', which says {inner[other]!r}")], cls.__name__)
+            if inner[other] != value:
+                raise ConfigError(
+                    [
+                        Problem(
+                            key,
+                            value,
+                            f"means the same as '{homes[0]}.{other}', which says {inner[other]!r}",
+                        )
+                    ],
+                    cls.__name__,
+                )
         out[homes[0]] = {**inner, key: value}
     return out
+
 
 def _lists(data: Mapping) -> Mapping:
     "`wandb,tensorboard` where a list is meant; the commas between brackets belong to a reward."
     split = lambda v: split_list(v) if isinstance(v, str) else v
-    data = {k: split(v) if k in ('report_to', 'log_with') else v for k, v in data.items()}
-    return {**data, 'rl': {**rl, 'rewards': split(rl['rewards'])}} if isinstance(rl := data.get('rl'), Mapping) and rl.get('rewards') else data
+    data = {k: split(v) if k in ("report_to", "log_with") else v for k, v in data.items()}
+    return (
+        {**data, "rl": {**rl, "rewards": split(rl["rewards"])}}
+        if isinstance(rl := data.get("rl"), Mapping) and rl.get("rewards")
+        else data
+    )
 
 
 def _unset(cls: type, doc: str) -> Any:
     "A group of knobs that knows whether somebody gave it."
+
     def make():
         group = cls()
-        object.__setattr__(group, '_unset', True)
+        object.__setattr__(group, "_unset", True)
         return group
+
     return field(default_factory=make, metadata=knob(cls, doc).metadata)
+
 
 @dataclass
 class RunConfig:
     "Everything about one run."
-    name: str = knob('run', 'Name of the run; its folder is runs_dir/name', aliases=('run_name', 'wandb_name'))
-    runs_dir: str = knob('runs', 'Where run folders are')
-    method: str = knob('pretrain', 'What is learned: text from the first word on (pretrain), or answers, by the whole model (sft), some blocks '
-                       '(freeze), an adapter (lora) or an adapter over 4 bits (qlora); which of two answers is better, by the model (dpo) or by a judge of it (reward); '
-                       'or what a reward says (grpo, rloo, ppo, reinforce)', choices=tuple(METHODS), aliases=('training_type', 'stage'))
-    preset: str | list[str] = knob('', 'Sets of knobs by name, such as minimal-memory or cpu,small; what the config says itself wins', aliases=('presets',))
-    engine: str = knob('trainkit', 'Whose loop runs: our own, that of TRL with PEFT and bitsandbytes, or LLaMA-Factory in its own environment',
-                       choices=('trainkit', 'trl', 'llamafactory'))
-    init_from: str = knob('', 'A trained model to begin with: a folder, a .gguf file or a name on the hub; empty: a new one',
-                          aliases=('model_name_or_path', 'base_model', 'model_name', 'base_model_name', 'huggingface_id'))
-    cache_dir: str = knob('', 'Where models of the hub are kept; empty: where HF_HUB_CACHE says')
-    device_map: str = knob('', 'Where a trained model is opened: auto for the device that trains, or its name; empty: in main memory, from where the loop takes it')
-    use_cache: bool = knob(False, 'Keys and values are kept while training: never, since no loss reads them; what is saved says that generation may keep them')
-    data: DataConfig = _unset(DataConfig, 'The text or the examples')
-    curriculum: CurriculumConfig = field(default_factory=lambda: CurriculumConfig('none'),
-                                         metadata=knob(CurriculumConfig, 'Easy rows first').metadata)
-    sft: SFTConfig = knob(SFTConfig, 'How examples become rows, for methods sft and lora')
-    dpo: DPOConfig = knob(DPOConfig, 'How preferences are learned, for method dpo; lengths and truncation for method reward too')
-    rl: RLConfig = _unset(RLConfig, 'How scores are learned from, for methods grpo, rloo, ppo and reinforce')
-    use_lora: bool | None = knob(None, 'An adapter learns, for the methods dpo, reward, grpo, rloo, ppo and reinforce; unset: if the config has a group lora')
-    lora: LoRAConfig = knob(LoRAConfig, 'The adapter, for methods lora and qlora, and with use_lora')
-    quant: QuantConfig = knob(QuantConfig, 'In how many bits the frozen model is kept, under an adapter')
-    tokenizer: TokenizerConfig = knob(TokenizerConfig, 'The tokenizer')
-    model: ModelConfig = knob(ModelConfig, 'A new model; its vocab_size comes from the tokenizer')
-    optim: OptimConfig = _unset(OptimConfig, 'The optimizer and its schedule')
-    train: TrainConfig = _unset(TrainConfig, 'The loop')
-    sampling: SamplingConfig = knob(SamplingConfig, 'How samples are drawn')
-    prompts: list[str] = knob([], 'What samples begin with; empty: the first words of two held-out texts')
-    report_to: list[str] = knob([], 'Trackers: tensorboard, trackio, wandb', aliases=('log_with',))
-    watch_memory: bool = knob(True, 'Predict what a step takes of the memory, measure it, and log both')
-    hub: HubConfig = knob(HubConfig, 'What goes to the Hugging Face hub')
+
+    name: str = knob(
+        "run", "Name of the run; its folder is runs_dir/name", aliases=("run_name", "wandb_name")
+    )
+    runs_dir: str = knob("runs", "Where run folders are")
+    method: str = knob(
+        "pretrain",
+        "What is learned: text from the first word on (pretrain), or answers, by the whole model (sft), some blocks "
+        "(freeze), an adapter (lora) or an adapter over 4 bits (qlora); which of two answers is better, by the model (dpo) or by a judge of it (reward); "
+        "or what a reward says (grpo, rloo, ppo, reinforce)",
+        choices=tuple(METHODS),
+        aliases=("training_type", "stage"),
+    )
+    preset: str | list[str] = knob(
+        "",
+        "Sets of knobs by name, such as minimal-memory or cpu,small; what the config says itself wins",
+        aliases=("presets",),
+    )
+    engine: str = knob(
+        "trainkit",
+        "Whose loop runs: our own, that of TRL with PEFT and bitsandbytes, or LLaMA-Factory in its own environment",
+        choices=("trainkit", "trl", "llamafactory"),
+    )
+    init_from: str = knob(
+        "",
+        "A trained model to begin with: a folder, a .gguf file or a name on the hub; empty: a new one",
+        aliases=(
+            "model_name_or_path",
+            "base_model",
+            "model_name",
+            "base_model_name",
+            "huggingface_id",
+        ),
+    )
+    cache_dir: str = knob("", "Where models of the hub are kept; empty: where HF_HUB_CACHE says")
+    device_map: str = knob(
+        "",
+        "Where a trained model is opened: auto for the device that trains, or its name; empty: in main memory, from where the loop takes it",
+    )
+    use_cache: bool = knob(
+        False,
+        "Keys and values are kept while training: never, since no loss reads them; what is saved says that generation may keep them",
+    )
+    data: DataConfig = _unset(DataConfig, "The text or the examples")
+    curriculum: CurriculumConfig = field(
+        default_factory=lambda: CurriculumConfig("none"),
+        metadata=knob(CurriculumConfig, "Easy rows first").metadata,
+    )
+    sft: SFTConfig = knob(SFTConfig, "How examples become rows, for methods sft and lora")
+    dpo: DPOConfig = knob(
+        DPOConfig,
+        "How preferences are learned, for method dpo; lengths and truncation for method reward too",
+    )
+    rl: RLConfig = _unset(
+        RLConfig, "How scores are learned from, for methods grpo, rloo, ppo and reinforce"
+    )
+    use_lora: bool | None = knob(
+        None,
+        "An adapter learns, for the methods dpo, reward, grpo, rloo, ppo and reinforce; unset: if the config has a group lora",
+    )
+    lora: LoRAConfig = knob(
+        LoRAConfig, "The adapter, for methods lora and qlora, and with use_lora"
+    )
+    quant: QuantConfig = knob(
+        QuantConfig, "In how many bits the frozen model is kept, under an adapter"
+    )
+    tokenizer: TokenizerConfig = knob(TokenizerConfig, "The tokenizer")
+    model: ModelConfig = knob(ModelConfig, "A new model; its vocab_size comes from the tokenizer")
+    optim: OptimConfig = _unset(OptimConfig, "The optimizer and its schedule")
+    train: TrainConfig = _unset(TrainConfig, "The loop")
+    sampling: SamplingConfig = knob(SamplingConfig, "How samples are drawn")
+    prompts: list[str] = knob(
+        [], "What samples begin with; empty: the first words of two held-out texts"
+    )
+    report_to: list[str] = knob([], "Trackers: tensorboard, trackio, wandb", aliases=("log_with",))
+    watch_memory: bool = knob(
+        True, "Predict what a step takes of the memory, measure it, and log both"
+    )
+    hub: HubConfig = knob(HubConfig, "What goes to the Hugging Face hub")
 
     def __post_init__(self):
         check_config(self)
-        outside = Path(self.name).is_absolute() or PureWindowsPath(self.name).anchor or self.name.startswith('~') or '..' in Path(self.name).parts
-        if not self.train.output_dir and (self.name in ('', '.') or outside or '\0' in self.name):
-            raise ConfigError([Problem('name', self.name, 'names the folder of the run in runs_dir: give a word, or folders inside it as in a/b; runs_dir says where')], 'RunConfig')
-        if self.use_cache: raise ConfigError([Problem('use_cache', True, 'no loss reads a cache while it learns: leave it out; generation keeps one by itself (sampling.use_cache)')], 'RunConfig')
-        if self.method in ALIGNED: self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
-        elif self.use_lora and self.method not in ('sft', 'lora', 'qlora'):
-            raise ConfigError([Problem('use_lora', True, f'does not go with method {self.method}: it trains no adapter')], 'RunConfig')
-        else: self.method, self.use_lora = 'lora' if self.use_lora and self.method == 'sft' else self.method, None
+        outside = (
+            Path(self.name).is_absolute()
+            or PureWindowsPath(self.name).anchor
+            or self.name.startswith("~")
+            or ".." in Path(self.name).parts
+        )
+        if not self.train.output_dir and (self.name in ("", ".") or outside or "\0" in self.name):
+            raise ConfigError(
+                [
+                    Problem(
+                        "name",
+                        self.name,
+                        "names the folder of the run in runs_dir: give a word, or folders inside it as in a/b; runs_dir says where",
+                    )
+                ],
+                "RunConfig",
+            )
+        if self.use_cache:
+            raise ConfigError(
+                [
+                    Problem(
+                        "use_cache",
+                        True,
+                        "no loss reads a cache while it learns: leave it out; generation keeps one by itself (sampling.use_cache)",
+                    )
+                ],
+                "RunConfig",
+            )
+        if self.method in ALIGNED:
+            self.use_lora = bool(self.use_lora or (self.use_lora is None and self.quant.bits))
+        elif self.use_lora and self.method not in ("sft", "lora", "qlora"):
+            raise ConfigError(
+                [
+                    Problem(
+                        "use_lora",
+                        True,
+                        f"does not go with method {self.method}: it trains no adapter",
+                    )
+                ],
+                "RunConfig",
+            )
+        else:
+            self.method, self.use_lora = (
+                "lora" if self.use_lora and self.method == "sft" else self.method,
+                None,
+            )
         for name, group in list(vars(self).items()):
-            if not hasattr(group, '__dict__') or not vars(group).pop('_unset', False): continue
-            if changes := defaults_of(self.method, bool(self.use_lora), self.dpo.loss_type).get(name): setattr(self, name, type(group)(**{**vars(group), **changes}))
-        if self.method == 'qlora' and self.quant.bits is None: self.quant = replace(self.quant, bits=4)
-        if self.method in RL_METHODS: self.rl = replace(self.rl, method=self.method)
-        if self.data.min_length and (self.method in ALIGNED or self.engine == 'llamafactory'):
-            whose = f'method {self.method}' if self.method in ALIGNED else 'engine llamafactory'
-            raise ConfigError([Problem('data.min_length', self.data.min_length, f'counts tokens, and {whose} does not read it: say data.min_chars, in characters')], 'RunConfig')
-        if self.method in ('dpo', 'reward'): self._one_length()
+            if not hasattr(group, "__dict__") or not vars(group).pop("_unset", False):
+                continue
+            if changes := defaults_of(self.method, bool(self.use_lora), self.dpo.loss_type).get(
+                name
+            ):
+                setattr(self, name, type(group)(**{**vars(group), **changes}))
+        if self.method == "qlora" and self.quant.bits is None:
+            self.quant = replace(self.quant, bits=4)
+        if self.method in RL_METHODS:
+            self.rl = replace(self.rl, method=self.method)
+        if self.data.min_length and (self.method in ALIGNED or self.engine == "llamafactory"):
+            whose = f"method {self.method}" if self.method in ALIGNED else "engine llamafactory"
+            raise ConfigError(
+                [
+                    Problem(
+                        "data.min_length",
+                        self.data.min_length,
+                        f"counts tokens, and {whose} does not read it: say data.min_chars, in characters",
+                    )
+                ],
+                "RunConfig",
+            )
+        if self.method in ("dpo", "reward"):
+            self._one_length()
         if self.quant.bits is not None and not self.adapts:
-            raise ConfigError([Problem('quant.bits', self.quant.bits, 'a model of few bits does not learn by itself: '
-                                       f"say method: qlora, for an adapter, and not {self.method}" if self.method not in ALIGNED else
-                                       'say use_lora: true, for an adapter')], 'RunConfig')
-        if self.method == 'pretrain' and not self.init_from and self.data.max_length > self.model.max_seq_len:
-            why = f'must be at most model.max_seq_len = {self.model.max_seq_len}'
-            raise ConfigError([Problem('data.max_length', self.data.max_length, why)], 'RunConfig')
+            raise ConfigError(
+                [
+                    Problem(
+                        "quant.bits",
+                        self.quant.bits,
+                        "a model of few bits does not learn by itself: "
+                        f"say method: qlora, for an adapter, and not {self.method}"
+                        if self.method not in ALIGNED
+                        else "say use_lora: true, for an adapter",
+                    )
+                ],
+                "RunConfig",
+            )
+        if (
+            self.method == "pretrain"
+            and not self.init_from
+            and self.data.max_length > self.model.max_seq_len
+        ):
+            why = f"must be at most model.max_seq_len = {self.model.max_seq_len}"
+            raise ConfigError([Problem("data.max_length", self.data.max_length, why)], "RunConfig")
 
     def _one_length(self) -> None:
         "A pair is as long as `dpo.max_length` or `data.max_length` says; one of them may be as it was."
         lengths = {self.dpo.max_length, self.data.max_length}
         if len(lengths) > 1 and len(lengths := lengths - {DPOConfig.max_length}) > 1:
-            raise ConfigError([Problem('dpo.max_length', self.dpo.max_length, f"means the same as 'data.max_length', which says {self.data.max_length}")], 'RunConfig')
-        self.dpo, self.data = replace(self.dpo, max_length=(n := lengths.pop())), replace(self.data, max_length=n)
+            raise ConfigError(
+                [
+                    Problem(
+                        "dpo.max_length",
+                        self.dpo.max_length,
+                        f"means the same as 'data.max_length', which says {self.data.max_length}",
+                    )
+                ],
+                "RunConfig",
+            )
+        self.dpo, self.data = (
+            replace(self.dpo, max_length=(n := lengths.pop())),
+            replace(self.data, max_length=n),
+        )
 
     @staticmethod
-    def layers(data: Mapping, overrides: Sequence[str]) -> tuple[dict, list[str]]: return _layered(data, overrides) # for `load_config`
+    def layers(data: Mapping, overrides: Sequence[str]) -> tuple[dict, list[str]]:
+        return _layered(data, overrides)  # for `load_config`
 
     @staticmethod
     def moved(
-        data: Mapping, # A config as nested dicts
-    ) -> Mapping: # The same, with each knob in its group
+        data: Mapping,  # A config as nested dicts
+    ) -> Mapping:  # The same, with each knob in its group
         "Knobs may also stand at the top, and those of `sft` in `data`, where other libraries have them."
         data = _lists(flat_words(RunConfig, lora_words(data)))
-        if data.get('method') in RL_METHODS and isinstance(data.get('rl'), Mapping): data = {**data, 'rl': {**data['rl'], 'method': data['method']}}
-        places = {place: data.get(place) or {} for place in ('sft', 'data')}
-        if not isinstance(places['sft'], Mapping): places['sft'] = to_dict(places['sft'])
+        if data.get("method") in RL_METHODS and isinstance(data.get("rl"), Mapping):
+            data = {**data, "rl": {**data["rl"], "method": data["method"]}}
+        places = {place: data.get(place) or {} for place in ("sft", "data")}
+        if not isinstance(places["sft"], Mapping):
+            places["sft"] = to_dict(places["sft"])
         asked: dict[str, dict[str, Any]] = {}
-        for place, group in (*places.items(), ('', data)):
+        for place, group in (*places.items(), ("", data)):
             for key in group if isinstance(group, Mapping) else ():
-                if key in _SFT_NAMES and group[key] is not None: asked.setdefault(_SFT_NAMES[key], {})[f'{place}.{key}'.lstrip('.')] = group[key]
-        if all(where.startswith('sft.') and not isinstance(v, bool) for says in asked.values() for where, v in says.items()): return data
-        defaults, sft = {k.name: k.value for k in knobs(SFTConfig)}, {k: v for k, v in places['sft'].items() if k not in _SFT_NAMES}
+                if key in _SFT_NAMES and group[key] is not None:
+                    asked.setdefault(_SFT_NAMES[key], {})[f"{place}.{key}".lstrip(".")] = group[key]
+        if all(
+            where.startswith("sft.") and not isinstance(v, bool)
+            for says in asked.values()
+            for where, v in says.items()
+        ):
+            return data
+        defaults, sft = (
+            {k.name: k.value for k in knobs(SFTConfig)},
+            {k: v for k, v in places["sft"].items() if k not in _SFT_NAMES},
+        )
         for name, says in asked.items():
-            values = _packing(says) if name == 'packing' else {v for v in says.values() if v != defaults[name]}
+            values = (
+                _packing(says)
+                if name == "packing"
+                else {v for v in says.values() if v != defaults[name]}
+            )
             if len(values) > 1:
                 (first, value), *_, (last, other) = [(k, v) for k, v in says.items() if v in values]
-                raise ConfigError([Problem(last, other, f"means the same as '{first}', which says {value!r}")], 'RunConfig')
+                raise ConfigError(
+                    [Problem(last, other, f"means the same as '{first}', which says {value!r}")],
+                    "RunConfig",
+                )
             sft[name] = [*values, defaults[name]][0]
         rest = {k: v for k, v in data.items() if k not in _SFT_NAMES}
-        if isinstance(data.get('data'), Mapping): rest['data'] = {k: v for k, v in data['data'].items() if k not in _SFT_NAMES}
-        return {**rest, 'sft': sft}
+        if isinstance(data.get("data"), Mapping):
+            rest["data"] = {k: v for k, v in data["data"].items() if k not in _SFT_NAMES}
+        return {**rest, "sft": sft}
 
     @property
-    def adapts(self) -> bool: return 'lora' in self.method or bool(self.use_lora) # what learns is an adapter
+    def adapts(self) -> bool:
+        return "lora" in self.method or bool(self.use_lora)  # what learns is an adapter
 
     @property
-    def folder(self) -> Path: return Path(self.train.output_dir or Path(self.runs_dir)/self.name).expanduser()
+    def folder(self) -> Path:
+        return Path(self.train.output_dir or Path(self.runs_dir) / self.name).expanduser()
 
-def _tracker(name: str) -> Callable[[Any], dict]: return lambda on: {'report_to': [name]} if on else {}
 
-RunConfig.ELSEWHERE = {f'use_{name}': _tracker(name) for name in ('wandb', 'tensorboard', 'trackio')} # type: ignore
-RunConfig.ELSEWHERE |= {'wandb_project': lambda project: f'the environment names the project: WANDB_PROJECT={project}', # type: ignore
-                        'wandb_entity': lambda entity: f'the environment names the team: WANDB_ENTITY={entity}'}
+def _tracker(name: str) -> Callable[[Any], dict]:
+    return lambda on: {"report_to": [name]} if on else {}
+
+
+RunConfig.ELSEWHERE = {
+    f"use_{name}": _tracker(name) for name in ("wandb", "tensorboard", "trackio")
+}  # type: ignore
+RunConfig.ELSEWHERE |= {
+    "wandb_project": lambda project: f"the environment names the project: WANDB_PROJECT={project}",  # type: ignore
+    "wandb_entity": lambda entity: f"the environment names the team: WANDB_ENTITY={entity}",
+}
 
 # %% ../../nbs/11_recipes/02_run_config.ipynb #c5a441a5
 def _merge(under: dict, over: Mapping) -> dict:
     "Nested dicts, of which the second wins."
     out = deepcopy(under)
     for key, value in over.items():
-        out[key] = _merge(out[key], value) if isinstance(value, Mapping) and isinstance(out.get(key), dict) else value
+        out[key] = (
+            _merge(out[key], value)
+            if isinstance(value, Mapping) and isinstance(out.get(key), dict)
+            else value
+        )
     return out
 
+
 def _layered(
-    given: Mapping, # A config as nested dicts
+    given: Mapping,  # A config as nested dicts
     overrides: Sequence[str],
-    under: Mapping = {}, # What lies below all # noqa: B006
-    **defaults: Any, # Knobs of the run itself, below `given`
-) -> tuple[dict, list[str]]: # The config whole, and the overrides, each with its group
+    under: Mapping = {},  # What lies below all # noqa: B006
+    **defaults: Any,  # Knobs of the run itself, below `given`
+) -> tuple[dict, list[str]]:  # The config whole, and the overrides, each with its group
     "What was not said comes from the preset, else from the method."
-    typed = {name.strip(): value.strip().strip('"\'') for name, _, value in (o.partition('=') for o in overrides)}
+    typed = {
+        name.strip(): value.strip().strip("\"'")
+        for name, _, value in (o.partition("=") for o in overrides)
+    }
     named = method_words({k: v for k, v in typed.items() if k in NAMING})
-    if 'method' in named and not any(k in given for k in NAMING): given = {**given, 'method': named['method']}
+    if "method" in named and not any(k in given for k in NAMING):
+        given = {**given, "method": named["method"]}
     given = flat_words(RunConfig, lora_words(given))
-    on = [v.lower() == 'true' for k, v in typed.items() if k in ('use_lora', 'lora.enabled')]
-    asked = next((typed[k] for k in ('preset', 'presets') if k in typed), None)
-    preset = preset_knobs([n.strip(' \'"[]') for n in asked.split(',')] if asked else given.get('preset') or given.get('presets') or defaults.get('preset'))
-    method = [preset.get('method', 'pretrain'), *(where['method'] for where in (defaults, given, named) if 'method' in where)][-1]
-    if method not in METHODS: return dict(given), [*overrides] # which says what is wrong when it is built
+    on = [v.lower() == "true" for k, v in typed.items() if k in ("use_lora", "lora.enabled")]
+    asked = next((typed[k] for k in ("preset", "presets") if k in typed), None)
+    preset = preset_knobs(
+        [n.strip(" '\"[]") for n in asked.split(",")]
+        if asked
+        else given.get("preset") or given.get("presets") or defaults.get("preset")
+    )
+    method = [
+        preset.get("method", "pretrain"),
+        *(where["method"] for where in (defaults, given, named) if "method" in where),
+    ][-1]
+    if method not in METHODS:
+        return dict(given), [*overrides]  # which says what is wrong when it is built
     extra: dict[str, Any] = {}
     if method in ALIGNED:
-        says = [*on, *(x['use_lora'] for x in (named, given) if x.get('use_lora') is not None)]
-        extra = dict(use_lora=says[0] if says else bool({'lora', 'quant'} & {*preset} or given.get('quant')) or any(
-            k.startswith(('lora.', 'lora_', 'quant.', 'load_in_')) for k in typed))
-    elif any(on): method, overrides = 'qlora' if method == 'qlora' else 'lora', [*overrides, f"method={'qlora' if method == 'qlora' else 'lora'}"]
-    low = _merge(_merge(dict(under), defaults_of(method, bool(extra.get('use_lora')), _losses(defaults, given, typed))), preset)
-    data = {k: v for k, v in _under(_merge(low, {**defaults, 'method': method, **extra}), given).items() if v != {}}
+        says = [*on, *(x["use_lora"] for x in (named, given) if x.get("use_lora") is not None)]
+        extra = dict(
+            use_lora=says[0]
+            if says
+            else bool({"lora", "quant"} & {*preset} or given.get("quant"))
+            or any(k.startswith(("lora.", "lora_", "quant.", "load_in_")) for k in typed)
+        )
+    elif any(on):
+        method, overrides = (
+            "qlora" if method == "qlora" else "lora",
+            [*overrides, f"method={'qlora' if method == 'qlora' else 'lora'}"],
+        )
+    low = _merge(
+        _merge(
+            dict(under),
+            defaults_of(method, bool(extra.get("use_lora")), _losses(defaults, given, typed)),
+        ),
+        preset,
+    )
+    data = {
+        k: v
+        for k, v in _under(_merge(low, {**defaults, "method": method, **extra}), given).items()
+        if v != {}
+    }
     return data, _placed(data, overrides)
 
+
 def method_config(
-    source: str | Path | Mapping | None = None, # A YAML or JSON file, or a dict
-    overrides: Sequence[str] = (), # `group.knob=value`, which win over all
-    profile: str | None = None, # 'quick' or 'full'; with a file: its own values only, unless one is named
-    **defaults: Any, # Knobs of the run itself, below file and overrides
-) -> RunConfig: # Raises `ConfigError` with every problem
+    source: str | Path | Mapping | None = None,  # A YAML or JSON file, or a dict
+    overrides: Sequence[str] = (),  # `group.knob=value`, which win over all
+    profile: str
+    | None = None,  # 'quick' or 'full'; with a file: its own values only, unless one is named
+    **defaults: Any,  # Knobs of the run itself, below file and overrides
+) -> RunConfig:  # Raises `ConfigError` with every problem
     "A run's config out of its layers: profile, method, preset, file, overrides."
     under: dict = {}
     if source is None or profile:
         plain = {k.name: to_dict(k.value) for k in knobs(RunConfig) if is_dataclass(k.type)}
-        under = {k: v for k, v in to_dict(from_profile(RunConfig, profile)).items() if v != plain.get(k)} # a group that nobody names stays unnamed
-    return load_config(RunConfig, source or {}, overrides, partial(_layered, under=under, **defaults))
+        under = {
+            k: v for k, v in to_dict(from_profile(RunConfig, profile)).items() if v != plain.get(k)
+        }  # a group that nobody names stays unnamed
+    return load_config(
+        RunConfig, source or {}, overrides, partial(_layered, under=under, **defaults)
+    )
+
 
 def _meant(
-    kind: Any, # A config class
+    kind: Any,  # A config class
     word: str,
     value: Any,
-) -> set: # Of names
+) -> set:  # Of names
     "The knobs that a word is about, which may be one of another library."
     for k in declared(kind):
-        if word in (names := {k.name, *k.aliases}): return names
-    found = getattr(kind, 'ELSEWHERE', {}).get(word)
-    if callable(found): found = found(value)
+        if word in (names := {k.name, *k.aliases}):
+            return names
+    found = getattr(kind, "ELSEWHERE", {}).get(word)
+    if callable(found):
+        found = found(value)
     return set(found) if isinstance(found, Mapping) else {word}
 
+
 def _placed(
-    data: dict, # Nested dicts; what they say of the same knobs is taken out
+    data: dict,  # Nested dicts; what they say of the same knobs is taken out
     overrides: Sequence[str],
-) -> list[str]: # The same, with each knob in its group
+) -> list[str]:  # The same, with each knob in its group
     "A change at the top is one of the group that the knob is in, and wins over what is said there."
     out, groups = [], {k.name: k.type for k in declared(RunConfig) if is_dataclass(k.type)}
     for setting in overrides:
-        key, equals, text = setting.partition('=')
-        group, _, word = key.strip().rpartition('.')
-        if not group: group = next(iter(flat_words(RunConfig, {'method': data.get('method'), word: text}).keys() - {'method', word}), '')
+        key, equals, text = setting.partition("=")
+        group, _, word = key.strip().rpartition(".")
+        if not group:
+            group = next(
+                iter(
+                    flat_words(RunConfig, {"method": data.get("method"), word: text}).keys()
+                    - {"method", word}
+                ),
+                "",
+            )
         value: Any = text
-        with suppress(ConfigError): value = parse_config(f'it: {text}')[0]['it']
-        if word in _SFT_NAMES and group in ('', 'sft', 'data'):
-            for place in (data, data.get('sft'), data.get('data')):
-                for name in [n for n in place or () if _SFT_NAMES.get(n) == _SFT_NAMES[word]]: del place[name] # type: ignore
+        with suppress(ConfigError):
+            value = parse_config(f"it: {text}")[0]["it"]
+        if word in _SFT_NAMES and group in ("", "sft", "data"):
+            for place in (data, data.get("sft"), data.get("data")):
+                for name in [n for n in place or () if _SFT_NAMES.get(n) == _SFT_NAMES[word]]:
+                    del place[name]  # type: ignore
         elif group in groups and isinstance(inner := data.get(group), dict):
             says = _meant(groups[group], word, value)
-            for name in [n for n, v in inner.items() if n == word or set() < _meant(groups[group], n, v) <= says]: del inner[name]
+            for name in [
+                n
+                for n, v in inner.items()
+                if n == word or set() < _meant(groups[group], n, v) <= says
+            ]:
+                del inner[name]
         out.append(f"{group}{'.' * bool(group)}{word}{equals}{text}")
     return out
 
+
 def _under(
-    low: Mapping, # Nested dicts by the names of knobs
-    given: Mapping, # What wins, under any of a knob's names
+    low: Mapping,  # Nested dicts by the names of knobs
+    given: Mapping,  # What wins, under any of a knob's names
 ) -> dict:
     "The second laid over the first."
     low, names = deepcopy(dict(low)), {k.name: {k.name, *k.aliases} for k in declared(RunConfig)}
     types = {k.name: k.type for k in declared(RunConfig)}
-    given = {k: v for k, v in given.items() if v is not None or not is_dataclass(types.get(k))} # a group that is left empty
+    given = {
+        k: v for k, v in given.items() if v is not None or not is_dataclass(types.get(k))
+    }  # a group that is left empty
     for group in list(low):
         inner = given.get(group) or {}
-        if names.get(group, {group}) & {*given} and not isinstance(low[group], Mapping): del low[group]
+        if names.get(group, {group}) & {*given} and not isinstance(low[group], Mapping):
+            del low[group]
         elif isinstance(inner, Mapping) and is_dataclass(types.get(group)):
-            for name in {name for word, value in inner.items() for name in _meant(types[group], word, value)}: low[group].pop(name, None)
+            for name in {
+                name for word, value in inner.items() for name in _meant(types[group], word, value)
+            }:
+                low[group].pop(name, None)
     return _merge(low, given)
-
-
 
 # %% ../../nbs/11_recipes/03_presets.ipynb #945272f7
 class Preset(NamedTuple):
     "A set of knobs with a name."
-    kind: str # 'size', 'economy', 'look' or 'hardware'
-    doc: str # What it is for, and what it costs
-    knobs: dict[str, Any] # Group -> knob -> value
+
+    kind: str  # 'size', 'economy', 'look' or 'hardware'
+    doc: str  # What it is for, and what it costs
+    knobs: dict[str, Any]  # Group -> knob -> value
+
 
 def _run(rows: int, windows: int, **more: Any) -> dict[str, Any]:
     return dict(per_device_train_batch_size=rows, gradient_accumulation_steps=windows, **more)
 
-_SEVENTY = ('A model of 70 billion parameters is 140 GB of weights in bf16, more than any one card has: it needs several '
-            '(trainkit launch --strategy fsdp or zero3), or 4 bits (method: qlora, 35 GB of weights) on one of 80 GB.')
+
+_SEVENTY = (
+    "A model of 70 billion parameters is 140 GB of weights in bf16, more than any one card has: it needs several "
+    "(trainkit launch --strategy fsdp or zero3), or 4 bits (method: qlora, 35 GB of weights) on one of 80 GB."
+)
 
 PRESETS: dict[str, Preset] = {
-    'small': Preset('size', '17 million parameters at 50,000 tokens: learns to write on a laptop, in an hour or a night. Goes with wikitext-2 '
-        '(data.path=Salesforce/wikitext data.dataset_config=wikitext-2-raw-v1).', dict(
-        method='pretrain', model=dict(d_model=256, n_heads=4, n_layers=4, d_ff=1024, max_seq_len=512), tokenizer=dict(vocab_size=50_000),
-        data=dict(max_length=512), optim=dict(learning_rate=5e-4), train=_run(16, 2, max_steps=-1, num_train_epochs=3.0))),
-    'medium': Preset('size', "152 million parameters: GPT-2's smallest shape. Wants a GPU, and days.", dict(
-        method='pretrain', model=dict(d_model=768, n_heads=12, n_layers=12, d_ff=3072, max_seq_len=1024, gradient_checkpointing=True),
-        tokenizer=dict(vocab_size=50_000), data=dict(max_length=1024), optim=dict(learning_rate=1e-4),
-        train=_run(8, 8, max_steps=-1, num_train_epochs=3.0, mixed_precision='auto'))),
-    'large': Preset('size', '454 million parameters. Wants several GPUs (trainkit launch --strategy zero2), and a corpus that is not read twice.', dict(
-        method='pretrain', model=dict(d_model=1024, n_heads=16, n_layers=24, d_ff=4096, max_seq_len=2048, gradient_checkpointing=True),
-        tokenizer=dict(vocab_size=50_000), data=dict(max_length=2048), optim=dict(learning_rate=1e-4),
-        train=_run(4, 16, max_steps=-1, num_train_epochs=1.0, mixed_precision='auto'))),
-    'minimal-memory': Preset('economy', 'The least memory: 4 bits, a thin adapter, one short row at a time, activations computed twice. For a '
-        'consumer GPU; slower than the others by half or more. ' + _SEVENTY, dict(
-        method='qlora', lora=dict(r=8, lora_alpha=16, target_modules='conservative'), quant=dict(bits=4, quant_type='nf4', double_quant=True),
-        model=dict(gradient_checkpointing=True), data=dict(max_length=512), optim=dict(optim='paged_adamw_8bit'), train=_run(1, 16))),
-    'memory-efficient': Preset('economy', 'Little memory, in full precision: an adapter, 8-bit optimizer states, activations computed twice.', dict(
-        method='lora', lora=dict(r=8, lora_alpha=16, target_modules='balanced'), model=dict(gradient_checkpointing=True),
-        optim=dict(optim='adamw_8bit'), train=_run(2, 16))),
-    'high-performance': Preset('economy', 'Fast, where memory is not short: big batches without accumulation, rows of one length together, two processes '
-        'that prepare data, compiled.', dict(
-        data=dict(group_by_length=True, num_workers=2), model=dict(gradient_checkpointing=False), optim=dict(optim='adamw_torch_fused'),
-        train=_run(16, 1, torch_compile=True, tf32=True, mixed_precision='auto'))),
-    'maximum-performance': Preset('economy', 'The best result that one A100 or H100 gives: a wide adapter on every layer, long rows. ' + _SEVENTY, dict(
-        method='lora', lora=dict(r=64, lora_alpha=128, target_modules='all-linear'), data=dict(max_length=4096, num_workers=4),
-        optim=dict(optim='adamw_torch_fused', warmup_ratio=0.03), train=_run(8, 4, tf32=True, mixed_precision='auto'))),
-    'experimental': Preset('look', 'A first look: a thousand rows, a hundred steps, everything logged. Try whatever is new with it, before it costs a night.', dict(
-        data=dict(max_examples=1000), train=dict(max_steps=100, logging_steps=1, logging_first_step=True, eval_strategy='steps', eval_steps=25,
-                                                 save_strategy='no'))),
-    'cuda': Preset('hardware', 'NVIDIA from Ampere on (compute capability 8: A100, RTX 30, L4 and later): bf16, TF32, an 8-bit optimizer.', dict(
-        model=dict(attention='sdpa', gradient_checkpointing=True), optim=dict(optim='adamw_8bit'), data=dict(num_workers=2, pin_memory=True),
-        train=_run(8, 1, mixed_precision='bf16', tf32=True))),
-    'cuda-t4': Preset('hardware', 'NVIDIA before Ampere (T4, V100, RTX 20): fp16, because these have no bf16 in hardware, whatever torch says.', dict(
-        model=dict(attention='sdpa', gradient_checkpointing=True), optim=dict(optim='adamw_8bit'), data=dict(num_workers=2, pin_memory=True),
-        train=_run(4, 2, mixed_precision='fp16'))),
-    'mps': Preset('hardware', "Apple's GPUs: float32, small batches, the optimizer's states in main memory.", dict(
-        optim=dict(optim='adamw_torch'), data=dict(pin_memory=False), train=_run(2, 8, mixed_precision='no'))),
-    'cpu': Preset('hardware', 'No GPU: float32, one row at a time, sixteen to a step.', dict(
-        optim=dict(optim='adamw_torch'), data=dict(num_workers=0, pin_memory=False), train=_run(1, 16, mixed_precision='no'))),
+    "small": Preset(
+        "size",
+        "17 million parameters at 50,000 tokens: learns to write on a laptop, in an hour or a night. Goes with wikitext-2 "
+        "(data.path=Salesforce/wikitext data.dataset_config=wikitext-2-raw-v1).",
+        dict(
+            method="pretrain",
+            model=dict(d_model=256, n_heads=4, n_layers=4, d_ff=1024, max_seq_len=512),
+            tokenizer=dict(vocab_size=50_000),
+            data=dict(max_length=512),
+            optim=dict(learning_rate=5e-4),
+            train=_run(16, 2, max_steps=-1, num_train_epochs=3.0),
+        ),
+    ),
+    "medium": Preset(
+        "size",
+        "152 million parameters: GPT-2's smallest shape. Wants a GPU, and days.",
+        dict(
+            method="pretrain",
+            model=dict(
+                d_model=768,
+                n_heads=12,
+                n_layers=12,
+                d_ff=3072,
+                max_seq_len=1024,
+                gradient_checkpointing=True,
+            ),
+            tokenizer=dict(vocab_size=50_000),
+            data=dict(max_length=1024),
+            optim=dict(learning_rate=1e-4),
+            train=_run(8, 8, max_steps=-1, num_train_epochs=3.0, mixed_precision="auto"),
+        ),
+    ),
+    "large": Preset(
+        "size",
+        "454 million parameters. Wants several GPUs (trainkit launch --strategy zero2), and a corpus that is not read twice.",
+        dict(
+            method="pretrain",
+            model=dict(
+                d_model=1024,
+                n_heads=16,
+                n_layers=24,
+                d_ff=4096,
+                max_seq_len=2048,
+                gradient_checkpointing=True,
+            ),
+            tokenizer=dict(vocab_size=50_000),
+            data=dict(max_length=2048),
+            optim=dict(learning_rate=1e-4),
+            train=_run(4, 16, max_steps=-1, num_train_epochs=1.0, mixed_precision="auto"),
+        ),
+    ),
+    "minimal-memory": Preset(
+        "economy",
+        "The least memory: 4 bits, a thin adapter, one short row at a time, activations computed twice. For a "
+        "consumer GPU; slower than the others by half or more. " + _SEVENTY,
+        dict(
+            method="qlora",
+            lora=dict(r=8, lora_alpha=16, target_modules="conservative"),
+            quant=dict(bits=4, quant_type="nf4", double_quant=True),
+            model=dict(gradient_checkpointing=True),
+            data=dict(max_length=512),
+            optim=dict(optim="paged_adamw_8bit"),
+            train=_run(1, 16),
+        ),
+    ),
+    "memory-efficient": Preset(
+        "economy",
+        "Little memory, in full precision: an adapter, 8-bit optimizer states, activations computed twice.",
+        dict(
+            method="lora",
+            lora=dict(r=8, lora_alpha=16, target_modules="balanced"),
+            model=dict(gradient_checkpointing=True),
+            optim=dict(optim="adamw_8bit"),
+            train=_run(2, 16),
+        ),
+    ),
+    "high-performance": Preset(
+        "economy",
+        "Fast, where memory is not short: big batches without accumulation, rows of one length together, two processes "
+        "that prepare data, compiled.",
+        dict(
+            data=dict(group_by_length=True, num_workers=2),
+            model=dict(gradient_checkpointing=False),
+            optim=dict(optim="adamw_torch_fused"),
+            train=_run(16, 1, torch_compile=True, tf32=True, mixed_precision="auto"),
+        ),
+    ),
+    "maximum-performance": Preset(
+        "economy",
+        "The best result that one A100 or H100 gives: a wide adapter on every layer, long rows. "
+        + _SEVENTY,
+        dict(
+            method="lora",
+            lora=dict(r=64, lora_alpha=128, target_modules="all-linear"),
+            data=dict(max_length=4096, num_workers=4),
+            optim=dict(optim="adamw_torch_fused", warmup_ratio=0.03),
+            train=_run(8, 4, tf32=True, mixed_precision="auto"),
+        ),
+    ),
+    "experimental": Preset(
+        "look",
+        "A first look: a thousand rows, a hundred steps, everything logged. Try whatever is new with it, before it costs a night.",
+        dict(
+            data=dict(max_examples=1000),
+            train=dict(
+                max_steps=100,
+                logging_steps=1,
+                logging_first_step=True,
+                eval_strategy="steps",
+                eval_steps=25,
+                save_strategy="no",
+            ),
+        ),
+    ),
+    "cuda": Preset(
+        "hardware",
+        "NVIDIA from Ampere on (compute capability 8: A100, RTX 30, L4 and later): bf16, TF32, an 8-bit optimizer.",
+        dict(
+            model=dict(attention="sdpa", gradient_checkpointing=True),
+            optim=dict(optim="adamw_8bit"),
+            data=dict(num_workers=2, pin_memory=True),
+            train=_run(8, 1, mixed_precision="bf16", tf32=True),
+        ),
+    ),
+    "cuda-t4": Preset(
+        "hardware",
+        "NVIDIA before Ampere (T4, V100, RTX 20): fp16, because these have no bf16 in hardware, whatever torch says.",
+        dict(
+            model=dict(attention="sdpa", gradient_checkpointing=True),
+            optim=dict(optim="adamw_8bit"),
+            data=dict(num_workers=2, pin_memory=True),
+            train=_run(4, 2, mixed_precision="fp16"),
+        ),
+    ),
+    "mps": Preset(
+        "hardware",
+        "Apple's GPUs: float32, small batches, the optimizer's states in main memory.",
+        dict(
+            optim=dict(optim="adamw_torch"),
+            data=dict(pin_memory=False),
+            train=_run(2, 8, mixed_precision="no"),
+        ),
+    ),
+    "cpu": Preset(
+        "hardware",
+        "No GPU: float32, one row at a time, sixteen to a step.",
+        dict(
+            optim=dict(optim="adamw_torch"),
+            data=dict(num_workers=0, pin_memory=False),
+            train=_run(1, 16, mixed_precision="no"),
+        ),
+    ),
 }
 
 # %% ../../nbs/11_recipes/03_presets.ipynb #286dccf5
-def own_presets() -> dict[str, Preset]: # Sections `[strategy.NAME]` of settings.ini
+def own_presets() -> dict[str, Preset]:  # Sections `[strategy.NAME]` of settings.ini
     "The presets that a user has written: `doc = …` and a line `group.knob = value` each."
-    ini, paths = ConfigParser(interpolation=None, default_section=''), find_settings()
-    ini.optionxform = str # type: ignore
-    try: ini.read(paths, encoding='utf-8')
-    except (IniError, UnicodeDecodeError): return {} # `from_profile` says what is wrong
+    ini, paths = ConfigParser(interpolation=None, default_section=""), find_settings()
+    ini.optionxform = str  # type: ignore
+    try:
+        ini.read(paths, encoding="utf-8")
+    except (IniError, UnicodeDecodeError):
+        return {}  # `from_profile` says what is wrong
     out = {}
     for section in ini.sections():
-        kind, _, name = section.partition('.')
-        if kind not in ('strategy', 'preset') or not name: continue
+        kind, _, name = section.partition(".")
+        if kind not in ("strategy", "preset") or not name:
+            continue
         lines = dict(ini.items(section))
-        doc = lines.pop('doc', f'Your own, from {paths[-1]}')
-        out[name] = Preset('own', doc, _nested({key: parse_config(f'it: {text}', section)[0]['it'] for key, text in lines.items()}))
+        doc = lines.pop("doc", f"Your own, from {paths[-1]}")
+        out[name] = Preset(
+            "own",
+            doc,
+            _nested(
+                {key: parse_config(f"it: {text}", section)[0]["it"] for key, text in lines.items()}
+            ),
+        )
     return out
 
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]: # {'optim.learning_rate': 1} -> {'optim': {'learning_rate': 1}}
+
+def _nested(
+    flat: Mapping[str, Any],
+) -> dict[str, Any]:  # {'optim.learning_rate': 1} -> {'optim': {'learning_rate': 1}}
     out: dict[str, Any] = {}
     for key, value in flat.items():
-        group, _, name = key.rpartition('.')
+        group, _, name = key.rpartition(".")
         (out.setdefault(group, {}) if group else out)[name] = value
     return out
 
+
 def _file_preset(path: Path) -> dict[str, Any]:
     "The knobs of a file that serves as a preset, as groups or as `group.knob: value`."
-    if not path.is_file(): raise ConfigError([Problem('preset', str(path), 'there is no such file')], 'presets')
-    data = parse_config(path.read_text(encoding='utf-8'), str(path))[0]
-    return _nested({k: v for k, v in data.items() if k != 'doc'})
+    if not path.is_file():
+        raise ConfigError([Problem("preset", str(path), "there is no such file")], "presets")
+    data = parse_config(path.read_text(encoding="utf-8"), str(path))[0]
+    return _nested({k: v for k, v in data.items() if k != "doc"})
+
 
 def preset_knobs(
-    names: str | list[str] | None, # 'cpu,small', or a list; 'auto' is this machine's, 'mine.yaml' a file with knobs, others are in settings.ini
-) -> dict[str, Any]: # Group -> knob -> value; raises `ConfigError` that names the nearest preset
+    names: str
+    | list[str]
+    | None,  # 'cpu,small', or a list; 'auto' is this machine's, 'mine.yaml' a file with knobs, others are in settings.ini
+) -> dict[str, Any]:  # Group -> knob -> value; raises `ConfigError` that names the nearest preset
     "What one or more presets set together, the last one over the others."
     out: dict[str, Any] = {}
-    for name in [n.strip() for n in names.split(',')] if isinstance(names, str) else names or []:
-        if name == 'auto': name = this_machine()
-        if not name: continue
-        if name.endswith(('.yaml', '.yml', '.json')): knobs = _file_preset(Path(name).expanduser())
-        elif name in PRESETS: knobs = PRESETS[name].knobs
+    for name in [n.strip() for n in names.split(",")] if isinstance(names, str) else names or []:
+        if name == "auto":
+            name = this_machine()
+        if not name:
+            continue
+        if name.endswith((".yaml", ".yml", ".json")):
+            knobs = _file_preset(Path(name).expanduser())
+        elif name in PRESETS:
+            knobs = PRESETS[name].knobs
         else:
             known = {**PRESETS, **own_presets()}
             if name not in known:
-                raise ConfigError([Problem('preset', name, f'must be one of {", ".join(known)}, a section [strategy.{name}] in settings.ini, or a file .yaml with knobs.{nearest(name, list(known))}')], 'presets')
+                raise ConfigError(
+                    [
+                        Problem(
+                            "preset",
+                            name,
+                            f"must be one of {', '.join(known)}, a section [strategy.{name}] in settings.ini, or a file .yaml with knobs.{nearest(name, list(known))}",
+                        )
+                    ],
+                    "presets",
+                )
             knobs = known[name].knobs
         for group, value in knobs.items():
-            out[group] = {**out.get(group, {}), **deepcopy(value)} if isinstance(value, Mapping) else value
+            out[group] = (
+                {**out.get(group, {}), **deepcopy(value)} if isinstance(value, Mapping) else value
+            )
     return out
+
 
 def this_machine() -> str:
     "The preset for the hardware at hand; a GPU's generation decides between `cuda` and `cuda-t4`."
     from trainkit.config import pick_device, pick_dtype
+
     device = pick_device()
-    if device.type != 'cuda': return device.type
-    return 'cuda' if str(pick_dtype(device)) == 'torch.bfloat16' else 'cuda-t4'
+    if device.type != "cuda":
+        return device.type
+    return "cuda" if str(pick_dtype(device)) == "torch.bfloat16" else "cuda-t4"

@@ -25,42 +25,55 @@ from ..files import write_atomic
 from ..progress import note
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #3d72adcd
-ORDERS = ('pause', 'resume', 'stop', 'save', 'sample')
+ORDERS = ("pause", "resume", "stop", "save", "sample")
+
 
 def send(
-    folder: str | Path, # Of a run
-    order: str, # One of `ORDERS`
-    text: str = '', # What goes with it: the prompt of a sample
-) -> Path: # The file, which is gone when the run has obeyed
+    folder: str | Path,  # Of a run
+    order: str,  # One of `ORDERS`
+    text: str = "",  # What goes with it: the prompt of a sample
+) -> Path:  # The file, which is gone when the run has obeyed
     "Tell a run in another process what to do."
-    if order not in ORDERS: raise ValueError(f"order = {order!r} must be one of {', '.join(ORDERS)}.{nearest(order, ORDERS)}")
-    if not Path(folder).is_dir(): raise FileNotFoundError(f'{folder} is no run folder: it is not there')
-    where = Path(folder)/'.control'
+    if order not in ORDERS:
+        raise ValueError(
+            f"order = {order!r} must be one of {', '.join(ORDERS)}.{nearest(order, ORDERS)}"
+        )
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{folder} is no run folder: it is not there")
+    where = Path(folder) / ".control"
     where.mkdir(exist_ok=True)
-    return write_atomic(where/f'{time.time_ns()}-{os.getpid()}.{order}', text)
+    return write_atomic(where / f"{time.time_ns()}-{os.getpid()}.{order}", text)
+
 
 def received(
-    folder: str | Path, # Of this run
-) -> Iterator[tuple[str, str]]: # (order, text), the oldest first
+    folder: str | Path,  # Of this run
+) -> Iterator[tuple[str, str]]:  # (order, text), the oldest first
     "Take the orders that are there; each is given once."
-    where = Path(folder)/'.control'
-    for path in sorted(where.glob('[0-9]*')) if where.is_dir() else ():
-        if (order := path.suffix[1:]) not in ORDERS: continue
-        with contextlib.suppress(OSError): # Gone meanwhile
-            text = path.read_text(encoding='utf-8')
+    where = Path(folder) / ".control"
+    for path in sorted(where.glob("[0-9]*")) if where.is_dir() else ():
+        if (order := path.suffix[1:]) not in ORDERS:
+            continue
+        with contextlib.suppress(OSError):  # Gone meanwhile
+            text = path.read_text(encoding="utf-8")
             path.unlink()
             yield order, text
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #fba4d3d8
 def note_state(
-    folder: str | Path, # Of a run
-    state: str, # 'preparing', 'running', 'paused', 'stopping' or 'finishing'
-    pid: int | None = None, # Of its process; this one when None
+    folder: str | Path,  # Of a run
+    state: str,  # 'preparing', 'running', 'paused', 'stopping' or 'finishing'
+    pid: int | None = None,  # Of its process; this one when None
 ) -> Path:
     "Write down what the run in `folder` is doing."
-    (Path(folder)/'.control').mkdir(parents=True, exist_ok=True)
-    facts = dict(state=state, pid=os.getpid() if pid is None else pid, host=socket.gethostname(), time=time.time())
-    return write_atomic(Path(folder)/'.control'/'state.json', json.dumps(facts))
+    (Path(folder) / ".control").mkdir(parents=True, exist_ok=True)
+    facts = dict(
+        state=state,
+        pid=os.getpid() if pid is None else pid,
+        host=socket.gethostname(),
+        time=time.time(),
+    )
+    return write_atomic(Path(folder) / ".control" / "state.json", json.dumps(facts))
+
 
 def is_alive(
     pid: int,
@@ -68,22 +81,35 @@ def is_alive(
     "Whether this machine has such a process, and it has not ended."
     try:
         import psutil
+
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except ImportError: pass
-    except Exception: return False # psutil.NoSuchProcess
-    if sys.platform == 'win32': return True # Where asking for it would end it
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return False
-    except OSError: return True # Somebody else's
+    except ImportError:
+        pass
+    except Exception:
+        return False  # psutil.NoSuchProcess
+    if sys.platform == "win32":
+        return True  # Where asking for it would end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # Somebody else's
     return True
 
+
 def state_of(
-    folder: str | Path, # Of a run
-) -> dict[str, Any]: # With `state`, `pid`, `host`; empty when the run never said; state 'gone' when its process has ended
+    folder: str | Path,  # Of a run
+) -> dict[
+    str, Any
+]:  # With `state`, `pid`, `host`; empty when the run never said; state 'gone' when its process has ended
     "What a run said last of what it does, checked against the processes of this machine."
-    try: facts = json.loads((Path(folder)/'.control'/'state.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError): return {}
-    if facts['host'] == socket.gethostname() and not is_alive(facts['pid']): facts['state'] = 'gone'
+    try:
+        facts = json.loads((Path(folder) / ".control" / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if facts["host"] == socket.gethostname() and not is_alive(facts["pid"]):
+        facts["state"] = "gone"
     return facts
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #7aa5134a
@@ -92,51 +118,67 @@ class Remote:
 
     def __init__(
         self,
-        folder: str | Path, # Of the run
-        every: float = 0.1, # Seconds between two looks
+        folder: str | Path,  # Of the run
+        every: float = 0.1,  # Seconds between two looks
     ):
-        self.folder, self.every, self.thread, self.said = Path(folder), every, None, ''
+        self.folder, self.every, self.thread, self.said = Path(folder), every, None, ""
 
     def obey(self, trainer: Any, order: str, text: str):
         "Press the button."
+
         def kindly(do):
             def attempt(trainer):
-                try: do(trainer)
-                except Exception as error: note(f'{order}: {type(error).__name__}: {error}')
+                try:
+                    do(trainer)
+                except Exception as error:
+                    note(f"{order}: {type(error).__name__}: {error}")
+
             trainer.control.ask(attempt)
-        if order == 'save': kindly(lambda t: (t.save(strict=False), t.settle(strict=False))) # Written, and told of
-        elif order == 'sample': kindly(lambda t: t.draw(*([text] if text else [])))
-        else: getattr(trainer.control, order)()
+
+        if order == "save":
+            kindly(lambda t: (t.save(strict=False), t.settle(strict=False)))  # Written, and told of
+        elif order == "sample":
+            kindly(lambda t: t.draw(*([text] if text else [])))
+        else:
+            getattr(trainer.control, order)()
 
     def look(self, trainer: Any):
         "Obey what has come, and tell of a change."
-        for order, text in received(self.folder): self.obey(trainer, order, text)
-        if (state := trainer.control.state) != self.said and state != 'idle':
+        for order, text in received(self.folder):
+            self.obey(trainer, order, text)
+        if (state := trainer.control.state) != self.said and state != "idle":
             note_state(self.folder, state)
             self.said = state
 
     def watch(self, trainer: Any, done: threading.Event):
         "What the thread does."
         while not done.wait(self.every):
-            with contextlib.suppress(OSError): self.look(trainer) # A full disk must not end the run
+            with contextlib.suppress(OSError):
+                self.look(trainer)  # A full disk must not end the run
 
     def on_start(self, trainer, record):
         "Begin to listen."
-        self.done, self.said = threading.Event(), ''
-        if state_of(self.folder).get('pid') != os.getpid(): # What was meant for a run that was killed
-            shutil.rmtree(self.folder/'.control', ignore_errors=True)
+        self.done, self.said = threading.Event(), ""
+        if (
+            state_of(self.folder).get("pid") != os.getpid()
+        ):  # What was meant for a run that was killed
+            shutil.rmtree(self.folder / ".control", ignore_errors=True)
         self.look(trainer)
-        self.thread = threading.Thread(target=self.watch, args=(trainer, self.done), name='remote', daemon=True)
+        self.thread = threading.Thread(
+            target=self.watch, args=(trainer, self.done), name="remote", daemon=True
+        )
         self.thread.start()
 
     def on_end(self, trainer, record):
         "Listen no more; what comes too late is thrown away."
-        if self.thread is None: return
+        if self.thread is None:
+            return
         self.done.set()
         self.thread.join()
         self.thread = None
-        shutil.rmtree(self.folder/'.control', ignore_errors=True)
-        with contextlib.suppress(OSError): note_state(self.folder, 'finishing')
+        shutil.rmtree(self.folder / ".control", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            note_state(self.folder, "finishing")
 
 # %% ../../nbs/11_recipes/14_remote_control.ipynb #7757aa4f
 class Tail:
@@ -144,21 +186,27 @@ class Tail:
 
     def __init__(
         self,
-        path: str | Path, # It may not be there yet
+        path: str | Path,  # It may not be there yet
     ):
         self.path, self.place, self.file = Path(path), 0, None
 
-    def read(self) -> tuple[bool, list[str]]: # Whether to forget what came before, and the new lines
+    def read(
+        self,
+    ) -> tuple[bool, list[str]]:  # Whether to forget what came before, and the new lines
         "What is new since the last call."
         try:
-            with open(self.path, 'rb') as file:
+            with open(self.path, "rb") as file:
                 found = os.fstat(file.fileno())
-                again = self.file is not None and (found.st_ino != self.file or found.st_size < self.place)
-                if again: self.place = 0
+                again = self.file is not None and (
+                    found.st_ino != self.file or found.st_size < self.place
+                )
+                if again:
+                    self.place = 0
                 self.file = found.st_ino
                 file.seek(self.place)
                 text = file.read()
-        except FileNotFoundError: return False, []
-        whole = text[:text.rfind(b'\n') + 1]
+        except FileNotFoundError:
+            return False, []
+        whole = text[: text.rfind(b"\n") + 1]
         self.place += len(whole)
-        return again, whole.decode('utf-8', errors='replace').splitlines()
+        return again, whole.decode("utf-8", errors="replace").splitlines()

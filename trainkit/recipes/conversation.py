@@ -20,92 +20,127 @@ from ..model.generation import context_length, stream
 from ..tokenizer.chat import render
 
 # %% ../../nbs/11_recipes/16_conversation.ipynb #73919c7f
-COMMANDS = {'/retry': 'another answer to the last question', '/reset': 'forget the conversation', '/system TEXT': 'tell the model who it is, and begin anew', '/compare': 'show the base model\'s answers too, or no longer',
-            '/help': 'this list', '/exit': 'end; so do /quit and Ctrl-D'}
+COMMANDS = {
+    "/retry": "another answer to the last question",
+    "/reset": "forget the conversation",
+    "/system TEXT": "tell the model who it is, and begin anew",
+    "/compare": "show the base model's answers too, or no longer",
+    "/help": "this list",
+    "/exit": "end; so do /quit and Ctrl-D",
+}
+
 
 class Conversation:
     "A chat with a model, and perhaps with its base beside it."
+
     def __init__(
         self,
-        model: Any, # `Transformer` or any causal model of transformers
-        tokenizer: Any, # With a chat format
-        base: tuple[Any, Any] | None = None, # A model and its tokenizer to compare with
-        system: str = '', # What the model is told before everything
-        max_new_tokens: int = 200, # Of an answer
-        **knobs: Any, # Of `SamplingConfig`, such as temperature
+        model: Any,  # `Transformer` or any causal model of transformers
+        tokenizer: Any,  # With a chat format
+        base: tuple[Any, Any] | None = None,  # A model and its tokenizer to compare with
+        system: str = "",  # What the model is told before everything
+        max_new_tokens: int = 200,  # Of an answer
+        **knobs: Any,  # Of `SamplingConfig`, such as temperature
     ):
         self.model, self.tokenizer, self.base, self.comparing = model, tokenizer, base, False
         self.max_new_tokens, self.knobs, self.messages = max_new_tokens, knobs, []
-        if not getattr(tokenizer, 'chat_template', None): raise ValueError('the model has no chat format: it continues text (trainkit generate), and was not taught to answer')
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "the model has no chat format: it continues text (trainkit generate), and was not taught to answer"
+            )
         self.reset(system)
 
-    def reset(self, system: str | None = None) -> None: # None keeps the system message
+    def reset(self, system: str | None = None) -> None:  # None keeps the system message
         "Begin anew."
-        old = next((m['content'] for m in self.messages if m['role'] == 'system'), '')
+        old = next((m["content"] for m in self.messages if m["role"] == "system"), "")
         text = old if system is None else system
-        self.messages = [dict(role='system', content=text)] if text else []
+        self.messages = [dict(role="system", content=text)] if text else []
 
-    def prompt(self, tokenizer: Any, model: Any) -> list[int]: # Ids
+    def prompt(self, tokenizer: Any, model: Any) -> list[int]:  # Ids
         "The chat as the model reads it; the oldest turns are left out until it fits."
-        head = [m for m in self.messages if m['role'] == 'system']
-        turns = self.messages[len(head):]
-        room = context_length(model) - min(self.max_new_tokens, context_length(model)//2)
+        head = [m for m in self.messages if m["role"] == "system"]
+        turns = self.messages[len(head) :]
+        room = context_length(model) - min(self.max_new_tokens, context_length(model) // 2)
         while True:
             ids = render([*head, *turns], tokenizer, add_generation_prompt=True)[0]
-            if len(ids) <= room: return ids
-            if len(turns) < 3: raise ValueError(f'{len(ids)} tokens are more than the {room:.0f} that this model can read and still answer: say it shorter')
+            if len(ids) <= room:
+                return ids
+            if len(turns) < 3:
+                raise ValueError(
+                    f"{len(ids)} tokens are more than the {room:.0f} that this model can read and still answer: say it shorter"
+                )
             turns = turns[2:]
 
     def _answer(self, model: Any, tokenizer: Any) -> Iterator[str]:
         ids = self.prompt(tokenizer, model)
         limit = int(min(self.max_new_tokens, context_length(model) - len(ids)))
-        yield from stream(model, ids, tokenizer=tokenizer, eos_token_id=tokenizer.eos_token_id, **{**self.knobs, 'max_new_tokens': limit})
+        yield from stream(
+            model,
+            ids,
+            tokenizer=tokenizer,
+            eos_token_id=tokenizer.eos_token_id,
+            **{**self.knobs, "max_new_tokens": limit},
+        )
 
     def say(
         self,
         text: str,
-    ) -> Iterator[tuple[str, str]]: # ('model' or 'base', a piece of its answer); the chat goes on with the model's
+    ) -> Iterator[
+        tuple[str, str]
+    ]:  # ('model' or 'base', a piece of its answer); the chat goes on with the model's
         "Say something, and hear the answer as it is written."
-        self.messages.append(dict(role='user', content=text))
-        answer = ''
+        self.messages.append(dict(role="user", content=text))
+        answer = ""
         try:
             if self.comparing and self.base:
-                for piece in self._answer(*self.base): yield 'base', piece
+                for piece in self._answer(*self.base):
+                    yield "base", piece
             for piece in self._answer(self.model, self.tokenizer):
                 answer += piece
-                yield 'model', piece
+                yield "model", piece
         except BaseException:
-            if not answer: self.messages.pop() # A question without an answer is not remembered
+            if not answer:
+                self.messages.pop()  # A question without an answer is not remembered
             raise
         finally:
-            if answer: self.messages.append(dict(role='assistant', content=answer))
-        if not answer: self.messages.pop()
+            if answer:
+                self.messages.append(dict(role="assistant", content=answer))
+        if not answer:
+            self.messages.pop()
 
-    def again(self) -> Iterator[tuple[str, str]]: # As `say`; raises `ValueError` where nothing was asked
+    def again(
+        self,
+    ) -> Iterator[tuple[str, str]]:  # As `say`; raises `ValueError` where nothing was asked
         "Take the last answer back, and hear another."
-        if not self.messages or self.messages[-1]['role'] != 'assistant': raise ValueError('nothing was answered yet, so there is no other answer')
-        text = self.messages[-2]['content']
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise ValueError("nothing was answered yet, so there is no other answer")
+        text = self.messages[-2]["content"]
         del self.messages[-2:]
-        if self.knobs.get('seed') is not None: self.knobs['seed'] += 1 # The same seed would say the same
+        if self.knobs.get("seed") is not None:
+            self.knobs["seed"] += 1  # The same seed would say the same
         return self.say(text)
 
     def command(
         self,
-        line: str, # Begins with a slash
-    ) -> str | None: # What to tell the user; None ends the conversation
+        line: str,  # Begins with a slash
+    ) -> str | None:  # What to tell the user; None ends the conversation
         "Obey a command."
-        word, _, rest = line.strip().partition(' ')
-        if word in ('/exit', '/quit'): return None
-        if word == '/reset':
+        word, _, rest = line.strip().partition(" ")
+        if word in ("/exit", "/quit"):
+            return None
+        if word == "/reset":
             self.reset()
-            return 'The conversation is forgotten.'
-        if word == '/system':
+            return "The conversation is forgotten."
+        if word == "/system":
             self.reset(rest.strip())
-            return f'The model is told: {rest.strip()}' if rest.strip() else 'No system message.'
-        if word == '/compare':
-            if self.base is None: return 'There is no base model to compare with: trainkit chat -m MODEL --base FOLDER'
+            return f"The model is told: {rest.strip()}" if rest.strip() else "No system message."
+        if word == "/compare":
+            if self.base is None:
+                return (
+                    "There is no base model to compare with: trainkit chat -m MODEL --base FOLDER"
+                )
             self.comparing = not self.comparing
             return f"The base model answers {'too' if self.comparing else 'no longer'}."
         names = [name.split()[0] for name in COMMANDS]
-        lead = '' if word == '/help' else f'{word} is no command.{nearest(word, names)}\n'
-        return lead + '\n'.join(f'{name:13} {what}' for name, what in COMMANDS.items())
+        lead = "" if word == "/help" else f"{word} is no command.{nearest(word, names)}\n"
+        return lead + "\n".join(f"{name:13} {what}" for name, what in COMMANDS.items())

@@ -39,1011 +39,2329 @@ from ..train.runs import text_table
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #99940a67
 class Setting(NamedTuple):
     "One value of a config."
-    path: tuple[str, ...] # The names above it, then its own
+
+    path: tuple[str, ...]  # The names above it, then its own
     value: Any
     line: int | None = None
-    siblings: Mapping[str, Any] = {} # What stands beside it
+    siblings: Mapping[str, Any] = {}  # What stands beside it
 
     @property
-    def name(self) -> str: return '.'.join(self.path)
+    def name(self) -> str:
+        return ".".join(self.path)
 
-WHOLE_VALUES = frozenset({ # groups that are one value
-    'deepspeed', 'deepspeed_config', 'rope_scaling', 'rank_pattern', 'alpha_pattern', 'columns', 'lr_factors', 'weight_decays',
-    'special_tokens', 'fsdp_config', 'lr_scheduler_kwargs', 'optim_args', 'profiler', 'loss'})
+
+WHOLE_VALUES = frozenset(
+    {  # groups that are one value
+        "deepspeed",
+        "deepspeed_config",
+        "rope_scaling",
+        "rank_pattern",
+        "alpha_pattern",
+        "columns",
+        "lr_factors",
+        "weight_decays",
+        "special_tokens",
+        "fsdp_config",
+        "lr_scheduler_kwargs",
+        "optim_args",
+        "profiler",
+        "loss",
+    }
+)
+
 
 def flatten_words(
-    data: Mapping, # Nested groups
-    lines: Mapping[str, int] = {}, # Dotted name -> line # noqa: B006
+    data: Mapping,  # Nested groups
+    lines: Mapping[str, int] = {},  # Dotted name -> line # noqa: B006
     above: tuple[str, ...] = (),
 ) -> Iterator[Setting]:
     "All values of nested groups."
     for key, value in data.items():
         path = (*above, str(key))
-        if isinstance(value, Mapping) and value and key not in WHOLE_VALUES: yield from flatten_words(value, lines, path)
-        else: yield Setting(path, value, lines.get('.'.join(path)), data)
+        if isinstance(value, Mapping) and value and key not in WHOLE_VALUES:
+            yield from flatten_words(value, lines, path)
+        else:
+            yield Setting(path, value, lines.get(".".join(path)), data)
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #6a401dd0
 class Computed(str):
     "An expression whose value only a run would tell."
 
+
 class Made(Computed):
     "An object that the script makes somewhere else, such as a model or the rows of a data set."
+
 
 class _Unknown(Exception):
     "A value that cannot be read off the script."
 
+
 _OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow}
-_ENUMS = ('IntervalStrategy', 'SaveStrategy', 'SchedulerType', 'OptimizerNames', 'HubStrategy', 'EvaluationStrategy')
-_CHANGES = ('append', 'extend', 'insert', 'remove', 'pop', 'clear', 'update', 'setdefault', 'add', 'sort', 'reverse')
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_ENUMS = (
+    "IntervalStrategy",
+    "SaveStrategy",
+    "SchedulerType",
+    "OptimizerNames",
+    "HubStrategy",
+    "EvaluationStrategy",
+)
+_CHANGES = (
+    "append",
+    "extend",
+    "insert",
+    "remove",
+    "pop",
+    "clear",
+    "update",
+    "setdefault",
+    "add",
+    "sort",
+    "reverse",
+)
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-def _last(node: ast.AST | None) -> str: # Of a dotted name
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
 
-def _makes_itself(owner: ast.ClassDef) -> bool: return any(isinstance(n, _FUNCTIONS) and n.name == '__init__' for n in owner.body)
+def _last(node: ast.AST | None) -> str:  # Of a dotted name
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _makes_itself(owner: ast.ClassDef) -> bool:
+    return any(isinstance(n, _FUNCTIONS) and n.name == "__init__" for n in owner.body)
+
 
 class _Script:
     "What the expressions of a script are, as far as its constants say so; where two places disagree, nothing is known."
+
     def __init__(self, tree: ast.Module):
         self.above: dict[ast.AST, ast.AST] = {}
-        self.names: dict[tuple[ast.AST, str], list[ast.AST | None]] = {} # (scope, name) -> what it is set to; None: unknown
-        self.attributes: dict[str, list[ast.AST | None]] = {} # 'config.lr' -> the same
+        self.names: dict[
+            tuple[ast.AST, str], list[ast.AST | None]
+        ] = {}  # (scope, name) -> what it is set to; None: unknown
+        self.attributes: dict[str, list[ast.AST | None]] = {}  # 'config.lr' -> the same
         self.calls: dict[str, list[ast.Call]] = {}
         self.classes: dict[str, ast.ClassDef] = {}
-        self.options: dict[str, ast.AST | None] = {} # of argparse: name -> default
-        self.handed: set[str] = set() # Functions that somebody else calls
-        self.loose: set[str] = set() # Objects whose attributes are set by names that a run would tell
+        self.options: dict[str, ast.AST | None] = {}  # of argparse: name -> default
+        self.handed: set[str] = set()  # Functions that somebody else calls
+        self.loose: set[str] = (
+            set()
+        )  # Objects whose attributes are set by names that a run would tell
         self.busy: set[ast.AST] = set()
         for node in ast.walk(tree):
-            for child in ast.iter_child_nodes(node): self.above[child] = node
-        for node in ast.walk(tree): self._note(node)
+            for child in ast.iter_child_nodes(node):
+                self.above[child] = node
+        for node in ast.walk(tree):
+            self._note(node)
 
     def _note(self, node: ast.AST) -> None:
         "Remember what a node says about names."
         if isinstance(node, ast.Assign):
-            for target in node.targets: self._bind(target, node.value)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None: self._bind(node.target, node.value)
-        elif isinstance(node, ast.NamedExpr): self._bind(node.target, node.value)
-        elif isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension)): self._bind(node.target, None)
-        elif isinstance(node, ast.withitem) and node.optional_vars: self._bind(node.optional_vars, None)
+            for target in node.targets:
+                self._bind(target, node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._bind(node.target, node.value)
+        elif isinstance(node, ast.NamedExpr):
+            self._bind(node.target, node.value)
+        elif isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension)):
+            self._bind(node.target, None)
+        elif isinstance(node, ast.withitem) and node.optional_vars:
+            self._bind(node.optional_vars, None)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            for alias in node.names: self._set(self._scope(node), (alias.asname or alias.name).partition('.')[0], None)
-        elif isinstance(node, ast.ExceptHandler) and node.name: self._set(self._scope(node), node.name, None)
-        elif isinstance(node, ast.arg): self._set(self._scope(node), node.arg, node)
-        elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)): self._set(self._scope(node), node.name, node)
+            for alias in node.names:
+                self._set(self._scope(node), (alias.asname or alias.name).partition(".")[0], None)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            self._set(self._scope(node), node.name, None)
+        elif isinstance(node, ast.arg):
+            self._set(self._scope(node), node.arg, node)
+        elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            self._set(self._scope(node), node.name, node)
         elif isinstance(node, (ast.Global, ast.Nonlocal)):
             at = self._scope(node)
             while True:
-                for name in node.names: self._set(at, name, None)
-                if isinstance(at, ast.Module): break
+                for name in node.names:
+                    self._set(at, name, None)
+                if isinstance(at, ast.Module):
+                    break
                 at = self._scope(at)
-        if isinstance(node, ast.ClassDef): self.classes[node.name] = node
-        if isinstance(node, ast.Call): self._note_call(node)
+        if isinstance(node, ast.ClassDef):
+            self.classes[node.name] = node
+        if isinstance(node, ast.Call):
+            self._note_call(node)
 
     def _note_call(self, node: ast.Call) -> None:
         "Who is called with what, and which objects a call may change."
         self.calls.setdefault(_last(node.func), []).append(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES: self._bind(node.func.value, None)
-        if _last(node.func) == 'setattr' and len(node.args) == 3:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+            self._bind(node.func.value, None)
+        if _last(node.func) == "setattr" and len(node.args) == 3:
             owner, name = ast.unparse(node.args[0]), node.args[1]
-            if isinstance(name, ast.Constant): self.attributes.setdefault(f'{owner}.{name.value}', []).append(node.args[2])
-            else: self.loose.add(owner)
-        if _last(node.func) not in ('isinstance', 'issubclass') and len(node.args) + len(node.keywords) > 1: self.handed |= {a.id for a in node.args if isinstance(a, ast.Name)} # submit(train, 1e-3)
-        if _last(node.func) == 'add_argument' and node.args:
+            if isinstance(name, ast.Constant):
+                self.attributes.setdefault(f"{owner}.{name.value}", []).append(node.args[2])
+            else:
+                self.loose.add(owner)
+        if (
+            _last(node.func) not in ("isinstance", "issubclass")
+            and len(node.args) + len(node.keywords) > 1
+        ):
+            self.handed |= {
+                a.id for a in node.args if isinstance(a, ast.Name)
+            }  # submit(train, 1e-3)
+        if _last(node.func) == "add_argument" and node.args:
             given = {k.arg: k.value for k in node.keywords}
-            flags = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-            name = next((f for f in flags if f.startswith('--')), flags[0] if flags else '').lstrip('-').replace('-', '_')
-            if isinstance(dest := given.get('dest'), ast.Constant): name = str(dest.value)
-            action = given.get('action')
+            flags = [
+                a.value
+                for a in node.args
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            ]
+            name = (
+                next((f for f in flags if f.startswith("--")), flags[0] if flags else "")
+                .lstrip("-")
+                .replace("-", "_")
+            )
+            if isinstance(dest := given.get("dest"), ast.Constant):
+                name = str(dest.value)
+            action = given.get("action")
             switch = action.value if isinstance(action, ast.Constant) else None
-            off = ast.Constant(switch == 'store_false') if switch in ('store_true', 'store_false') else None
-            self.options[name] = None if name in self.options else given.get('default', off)
+            off = (
+                ast.Constant(switch == "store_false")
+                if switch in ("store_true", "store_false")
+                else None
+            )
+            self.options[name] = None if name in self.options else given.get("default", off)
 
     def _scope(self, node: ast.AST) -> ast.AST:
         "What a name in this place belongs to."
         at = self.above[node]
-        if isinstance(node, ast.arg): at = self.above[at] # (arguments, then the function)
-        while not isinstance(at, _SCOPES): at = self.above[at]
+        if isinstance(node, ast.arg):
+            at = self.above[at]  # (arguments, then the function)
+        while not isinstance(at, _SCOPES):
+            at = self.above[at]
         return at
 
     def _set(self, scope: ast.AST, name: str, value: ast.AST | None) -> None:
         self.names.setdefault((scope, name), []).append(value)
 
     def _bind(self, target: ast.AST, value: ast.AST | None) -> None:
-        if isinstance(target, ast.Name): self._set(self._scope(target), target.id, value)
-        elif isinstance(target, ast.Attribute): self.attributes.setdefault(ast.unparse(target), []).append(value)
-        elif isinstance(target, ast.Starred): self._bind(target.value, None)
+        if isinstance(target, ast.Name):
+            self._set(self._scope(target), target.id, value)
+        elif isinstance(target, ast.Attribute):
+            self.attributes.setdefault(ast.unparse(target), []).append(value)
+        elif isinstance(target, ast.Starred):
+            self._bind(target.value, None)
         elif isinstance(target, (ast.Tuple, ast.List)):
             parts: Any = value.elts if isinstance(value, (ast.Tuple, ast.List)) else ()
-            parts = parts if len(parts) == len(target.elts) else [None]*len(target.elts)
-            for inner, part in zip(target.elts, parts, strict=True): self._bind(inner, part)
+            parts = parts if len(parts) == len(target.elts) else [None] * len(target.elts)
+            for inner, part in zip(target.elts, parts, strict=True):
+                self._bind(inner, part)
         elif isinstance(target, ast.Subscript):
-            base = target.value # CONFIG['lr'] = 1: CONFIG is no constant
+            base = target.value  # CONFIG['lr'] = 1: CONFIG is no constant
             self._bind(base, None)
 
     def value(self, node: ast.AST) -> Any:
         "What an expression is; `Computed` where a run would have to tell."
-        try: return self.known(node)
-        except _Unknown: return Computed(ast.unparse(node))
+        try:
+            return self.known(node)
+        except _Unknown:
+            return Computed(ast.unparse(node))
 
     def known(self, node: ast.AST | None) -> Any:
-        if node is None or node in self.busy or len(self.busy) > 100: raise _Unknown
+        if node is None or node in self.busy or len(self.busy) > 100:
+            raise _Unknown
         self.busy.add(node)
         try:
-            value = getattr(self, f'_{type(node).__name__}', self._other)(node)
-            if isinstance(value, Computed): raise _Unknown
+            value = getattr(self, f"_{type(node).__name__}", self._other)(node)
+            if isinstance(value, Computed):
+                raise _Unknown
             return value
-        except (TypeError, ValueError, ArithmeticError, LookupError): raise _Unknown from None
-        finally: self.busy.discard(node)
+        except (TypeError, ValueError, ArithmeticError, LookupError):
+            raise _Unknown from None
+        finally:
+            self.busy.discard(node)
 
-    def _agreed(self, nodes: Iterable[ast.AST | None]) -> Any: # raises where they differ
+    def _agreed(self, nodes: Iterable[ast.AST | None]) -> Any:  # raises where they differ
         values = [self.known(node) for node in nodes]
-        if not values or any(type(v) is not type(values[0]) or v != values[0] for v in values): raise _Unknown
+        if not values or any(type(v) is not type(values[0]) or v != values[0] for v in values):
+            raise _Unknown
         return values[0]
 
-    def _other(self, node: ast.AST) -> Any: raise _Unknown
+    def _other(self, node: ast.AST) -> Any:
+        raise _Unknown
 
     def _Constant(self, node: ast.Constant) -> Any:
-        if node.value is ... or isinstance(node.value, (bytes, complex)): raise _Unknown
+        if node.value is ... or isinstance(node.value, (bytes, complex)):
+            raise _Unknown
         return node.value
 
-    def _List(self, node: Any) -> list: return [self.known(n) for n in node.elts]
-    _Set = _List
-    def _Tuple(self, node: ast.Tuple) -> tuple: return tuple(self.known(n) for n in node.elts)
+    def _List(self, node: Any) -> list:
+        return [self.known(n) for n in node.elts]
 
-    def _Dict(self, node: ast.Dict) -> dict: # of which a value may be `Computed`
+    _Set = _List
+
+    def _Tuple(self, node: ast.Tuple) -> tuple:
+        return tuple(self.known(n) for n in node.elts)
+
+    def _Dict(self, node: ast.Dict) -> dict:  # of which a value may be `Computed`
         found: dict = {}
         for key, value in zip(node.keys, node.values, strict=True):
-            if key is None: found |= self.known(value)
-            else: found[self.known(key)] = self.value(value)
+            if key is None:
+                found |= self.known(value)
+            else:
+                found[self.known(key)] = self.value(value)
         return found
 
     def _UnaryOp(self, node: ast.UnaryOp) -> Any:
         value = self.known(node.operand)
-        if isinstance(node.op, ast.Not): return not value
+        if isinstance(node.op, ast.Not):
+            return not value
         return -value if isinstance(node.op, ast.USub) else +value
 
     def _BinOp(self, node: ast.BinOp) -> Any:
         left: Any = self.known(node.left)
         right: Any = self.known(node.right)
         kind = type(node.op)
-        if kind is ast.Div and isinstance(left, str) and isinstance(right, str): return f'{left.rstrip("/")}/{right}'
+        if kind is ast.Div and isinstance(left, str) and isinstance(right, str):
+            return f"{left.rstrip('/')}/{right}"
         if kind is ast.Pow:
-            if not isinstance(left, (int, float)) or not isinstance(right, (int, float)): raise _Unknown
-            if abs(left) > 1e6 or abs(right) > 64: raise _Unknown
-        if kind is ast.Mult and not all(isinstance(v, (int, float)) for v in (left, right)): raise _Unknown
-        if kind is ast.Mod and isinstance(left, str) and re.search(r'%[^sdr]', left): raise _Unknown
+            if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+                raise _Unknown
+            if abs(left) > 1e6 or abs(right) > 64:
+                raise _Unknown
+        if kind is ast.Mult and not all(isinstance(v, (int, float)) for v in (left, right)):
+            raise _Unknown
+        if kind is ast.Mod and isinstance(left, str) and re.search(r"%[^sdr]", left):
+            raise _Unknown
         return _OPERATORS[kind](left, right)
 
     def _BoolOp(self, node: ast.BoolOp) -> Any:
         for part in node.values:
             value = self.known(part)
-            if bool(value) is isinstance(node.op, ast.Or): break
+            if bool(value) is isinstance(node.op, ast.Or):
+                break
         return value
 
     def _IfExp(self, node: ast.IfExp) -> Any:
-        try: test = self.known(node.test)
-        except _Unknown: return self._agreed([node.body, node.orelse])
+        try:
+            test = self.known(node.test)
+        except _Unknown:
+            return self._agreed([node.body, node.orelse])
         return self.known(node.body if test else node.orelse)
 
-    def _JoinedStr(self, node: ast.JoinedStr) -> str: return ''.join(str(self.known(part)) for part in node.values)
+    def _JoinedStr(self, node: ast.JoinedStr) -> str:
+        return "".join(str(self.known(part)) for part in node.values)
 
     def _FormattedValue(self, node: ast.FormattedValue) -> str:
         value = self.known(node.value)
-        if node.conversion in (ord('r'), ord('a')): value = repr(value)
-        form = self.known(node.format_spec) if node.format_spec else ''
-        if re.search(r'\d{4}', form): raise _Unknown
+        if node.conversion in (ord("r"), ord("a")):
+            value = repr(value)
+        form = self.known(node.format_spec) if node.format_spec else ""
+        if re.search(r"\d{4}", form):
+            raise _Unknown
         return format(value, form)
 
     def _Subscript(self, node: ast.Subscript) -> Any:
-        if ast.unparse(node.value).endswith('environ'): return f'${{{self.known(node.slice)}}}'
+        if ast.unparse(node.value).endswith("environ"):
+            return f"${{{self.known(node.slice)}}}"
         return self.known(node.value)[self.known(node.slice)]
 
-    def _Name(self, node: ast.Name) -> Any: return self._agreed(self.bound(node))
+    def _Name(self, node: ast.Name) -> Any:
+        return self._agreed(self.bound(node))
 
     def bound(self, node: ast.Name) -> list[ast.AST | None]:
         "All that a name is set to in the nearest scope that sets it."
         scope, first = self._scope(node), True
         while True:
-            if first or not isinstance(scope, ast.ClassDef): # A method does not see the names of its class
-                if found := self.names.get((scope, node.id)): return found
-            if isinstance(scope, ast.Module): return []
+            if first or not isinstance(
+                scope, ast.ClassDef
+            ):  # A method does not see the names of its class
+                if found := self.names.get((scope, node.id)):
+                    return found
+            if isinstance(scope, ast.Module):
+                return []
             scope, first = self._scope(scope), False
 
     def _arg(self, node: ast.arg) -> Any:
         "A parameter: what its function is called with in this file, else its default."
         function: Any = self.above[self.above[node]]
-        if isinstance(function, ast.Lambda): raise _Unknown
+        if isinstance(function, ast.Lambda):
+            raise _Unknown
         names, inside = function.args, self.above[function]
         ordered = [*names.posonlyargs, *names.args]
         defaults = dict(zip([*reversed(ordered)], [*reversed(names.defaults)], strict=False))
-        defaults |= {k: v for k, v in zip(names.kwonlyargs, names.kw_defaults, strict=True) if v is not None}
-        if node not in (*ordered, *names.kwonlyargs): raise _Unknown # *args, **more
-        method = isinstance(inside, ast.ClassDef) and not any(_last(d) == 'staticmethod' for d in function.decorator_list)
-        own = inside.name if method and function.name == '__init__' else function.name # type: ignore
+        defaults |= {
+            k: v for k, v in zip(names.kwonlyargs, names.kw_defaults, strict=True) if v is not None
+        }
+        if node not in (*ordered, *names.kwonlyargs):
+            raise _Unknown  # *args, **more
+        method = isinstance(inside, ast.ClassDef) and not any(
+            _last(d) == "staticmethod" for d in function.decorator_list
+        )
+        own = inside.name if method and function.name == "__init__" else function.name  # type: ignore
         place = ordered.index(node) - method if node in ordered else None
         calls = self.calls.get(own, [])
-        if function.name == '__init__': # those of a class that inherits it
+        if function.name == "__init__":  # those of a class that inherits it
             heirs = [c for c in self.classes.values() if own in map(_last, c.bases)]
-            calls = [*calls, *(call for heir in heirs for call in self.calls.get(heir.name, []) if not _makes_itself(heir)),
-                     *(call for heir in heirs for call in self.calls.get('__init__', []) if self._inside(call, heir))]
-        if function.name in self.handed or own in self.handed: raise _Unknown
-        return self._agreed([self._passed(call, node.arg, place, defaults.get(node)) for call in calls] or [defaults.get(node)])
+            calls = [
+                *calls,
+                *(
+                    call
+                    for heir in heirs
+                    for call in self.calls.get(heir.name, [])
+                    if not _makes_itself(heir)
+                ),
+                *(
+                    call
+                    for heir in heirs
+                    for call in self.calls.get("__init__", [])
+                    if self._inside(call, heir)
+                ),
+            ]
+        if function.name in self.handed or own in self.handed:
+            raise _Unknown
+        return self._agreed(
+            [self._passed(call, node.arg, place, defaults.get(node)) for call in calls]
+            or [defaults.get(node)]
+        )
 
-    def _passed(self, call: ast.Call, name: str, place: int | None, default: ast.AST | None) -> ast.AST | None:
+    def _passed(
+        self, call: ast.Call, name: str, place: int | None, default: ast.AST | None
+    ) -> ast.AST | None:
         "What a call gives for a parameter."
-        if any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords): return None
-        if place is not None and 0 <= place < len(call.args): return call.args[place]
+        if any(isinstance(a, ast.Starred) for a in call.args) or any(
+            k.arg is None for k in call.keywords
+        ):
+            return None
+        if place is not None and 0 <= place < len(call.args):
+            return call.args[place]
         return next((k.value for k in call.keywords if k.arg == name), default)
 
     def _Attribute(self, node: ast.Attribute) -> Any:
         base, dotted = node.value, ast.unparse(node)
-        if isinstance(base, ast.Name) and not any(n is not None for n in self.bound(base)): # imported, or from elsewhere
-            if base.id == 'torch' or base.id == 'TaskType': return node.attr
-            if base.id in _ENUMS: return node.attr.lower()
+        if isinstance(base, ast.Name) and not any(
+            n is not None for n in self.bound(base)
+        ):  # imported, or from elsewhere
+            if base.id == "torch" or base.id == "TaskType":
+                return node.attr
+            if base.id in _ENUMS:
+                return node.attr.lower()
         owner = self._class_of(base)
-        if ast.unparse(base) in self.loose: raise _Unknown
-        if dotted in self.attributes and not (owner and self._is_self(base)): return self._agreed(self.attributes[dotted])
-        if isinstance(owner, ast.ClassDef): return self._agreed(self._field(owner, node.attr))
-        if isinstance(owner, ast.Call): # SimpleNamespace(lr=1), or parser.parse_args()
-            if _last(owner.func) in ('parse_args', 'parse_known_args'): return self.known(self.options.get(node.attr))
+        if ast.unparse(base) in self.loose:
+            raise _Unknown
+        if dotted in self.attributes and not (owner and self._is_self(base)):
+            return self._agreed(self.attributes[dotted])
+        if isinstance(owner, ast.ClassDef):
+            return self._agreed(self._field(owner, node.attr))
+        if isinstance(owner, ast.Call):  # SimpleNamespace(lr=1), or parser.parse_args()
+            if _last(owner.func) in ("parse_args", "parse_known_args"):
+                return self.known(self.options.get(node.attr))
             return self.known(self._passed(owner, node.attr, None, None))
         raise _Unknown
 
     def _is_self(self, node: ast.AST) -> bool:
-        return isinstance(node, ast.Name) and node.id in ('self', 'cls')
+        return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
     def _class_of(self, node: ast.AST | None) -> ast.AST | None:
         "The class in this file of which an expression is an instance, or the call that makes it."
-        if node is None or node in self.busy: return None
+        if node is None or node in self.busy:
+            return None
         if self._is_self(node):
             at = node
-            while at in self.above and not isinstance(at, ast.ClassDef): at = self.above[at]
+            while at in self.above and not isinstance(at, ast.ClassDef):
+                at = self.above[at]
             return at if isinstance(at, ast.ClassDef) else None
         sources: list[ast.AST | None] = []
-        if isinstance(node, ast.Name): sources = self.bound(node)
+        if isinstance(node, ast.Name):
+            sources = self.bound(node)
         elif isinstance(node, ast.Attribute):
             owner = self._class_of(node.value)
-            sources = self._field(owner, node.attr) if isinstance(owner, ast.ClassDef) else self.attributes.get(ast.unparse(node), [])
-        elif isinstance(node, ast.Call): sources = [node]
-        if len(sources) != 1: return None
+            sources = (
+                self._field(owner, node.attr)
+                if isinstance(owner, ast.ClassDef)
+                else self.attributes.get(ast.unparse(node), [])
+            )
+        elif isinstance(node, ast.Call):
+            sources = [node]
+        if len(sources) != 1:
+            return None
         source = sources[0]
-        if isinstance(source, ast.ClassDef): return source
-        if isinstance(source, ast.arg): return self.classes.get(_last(source.annotation))
+        if isinstance(source, ast.ClassDef):
+            return source
+        if isinstance(source, ast.arg):
+            return self.classes.get(_last(source.annotation))
         if isinstance(source, ast.Call):
             name = _last(source.func)
-            if name == 'field':
-                source = next((k.value for k in source.keywords if k.arg == 'default_factory'), None)
+            if name == "field":
+                source = next(
+                    (k.value for k in source.keywords if k.arg == "default_factory"), None
+                )
                 return self.classes.get(_last(source))
-            if name in self.classes: return self.classes[name]
-            return source if name in ('parse_args', 'SimpleNamespace', 'Namespace') else None
+            if name in self.classes:
+                return self.classes[name]
+            return source if name in ("parse_args", "SimpleNamespace", "Namespace") else None
         if isinstance(source, (ast.Name, ast.Attribute)):
             self.busy.add(node)
-            try: return self._class_of(source)
-            finally: self.busy.discard(node)
+            try:
+                return self._class_of(source)
+            finally:
+                self.busy.discard(node)
         return None
 
     def _field(self, owner: ast.ClassDef, name: str) -> list[ast.AST | None]:
         "All that an attribute of a class may be set to."
-        set_by_it = [v for key, found in self.attributes.items() if key in (f'self.{name}', f'cls.{name}', f'{owner.name}.{name}')
-                     for v in found if v is None or self._inside(v, owner) or key.startswith(f'{owner.name}.')]
+        set_by_it = [
+            v
+            for key, found in self.attributes.items()
+            if key in (f"self.{name}", f"cls.{name}", f"{owner.name}.{name}")
+            for v in found
+            if v is None or self._inside(v, owner) or key.startswith(f"{owner.name}.")
+        ]
         own = self.names.get((owner, name), [])
-        if set_by_it: return set_by_it
+        if set_by_it:
+            return set_by_it
         if not own:
             bases = [self.classes[_last(b)] for b in owner.bases if _last(b) in self.classes]
-            return next((found for base in bases if base is not owner and (found := self._field(base, name))), [])
-        if _makes_itself(owner): return own
-        fields = [n.target.id for n in owner.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
-        if name not in fields: return own
-        return [v for call in self.calls.get(owner.name, []) for v in
-                ([self._passed(call, name, fields.index(name), None)] if self._gives(call, name, fields.index(name)) else own)] or own
+            return next(
+                (
+                    found
+                    for base in bases
+                    if base is not owner and (found := self._field(base, name))
+                ),
+                [],
+            )
+        if _makes_itself(owner):
+            return own
+        fields = [
+            n.target.id
+            for n in owner.body
+            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+        ]
+        if name not in fields:
+            return own
+        return [
+            v
+            for call in self.calls.get(owner.name, [])
+            for v in (
+                [self._passed(call, name, fields.index(name), None)]
+                if self._gives(call, name, fields.index(name))
+                else own
+            )
+        ] or own
 
     def _gives(self, call: ast.Call, name: str, place: int) -> bool:
-        stars = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
+        stars = any(isinstance(a, ast.Starred) for a in call.args) or any(
+            k.arg is None for k in call.keywords
+        )
         return stars or place < len(call.args) or any(k.arg == name for k in call.keywords)
 
     def _inside(self, node: ast.AST, owner: ast.AST) -> bool:
-        while node in self.above and node is not owner: node = self.above[node]
+        while node in self.above and node is not owner:
+            node = self.above[node]
         return node is owner
 
     def _Call(self, node: ast.Call) -> Any:
         name, whole = _last(node.func), ast.unparse(node.func)
-        if whole.endswith(('environ.get', 'getenv')) and node.args:
+        if whole.endswith(("environ.get", "getenv")) and node.args:
             default = [self.known(a) for a in node.args[1:]]
-            return f'${{{self.known(node.args[0])}{"".join(f":-{d}" for d in default)}}}'
+            return f"${{{self.known(node.args[0])}{''.join(f':-{d}' for d in default)}}}"
         given = {k.arg: k.value for k in node.keywords}
-        if name == 'field':
-            if 'default' in given: return self.known(given['default'])
-            made = given.get('default_factory')
-            if isinstance(made, ast.Lambda): return self.known(made.body)
-            return {'list': [], 'dict': {}}[_last(made)]
-        if name == 'dict' and not node.args: return {k.arg: self.value(k.value) for k in node.keywords if k.arg or self._other(node)}
-        if name == 'join' and whole.endswith('path.join'): return '/'.join(str(self.known(a)) for a in node.args)
-        if name in ('expanduser', 'resolve', 'absolute', 'as_posix') and isinstance(node.func, ast.Attribute) and not node.args:
+        if name == "field":
+            if "default" in given:
+                return self.known(given["default"])
+            made = given.get("default_factory")
+            if isinstance(made, ast.Lambda):
+                return self.known(made.body)
+            return {"list": [], "dict": {}}[_last(made)]
+        if name == "dict" and not node.args:
+            return {k.arg: self.value(k.value) for k in node.keywords if k.arg or self._other(node)}
+        if name == "join" and whole.endswith("path.join"):
+            return "/".join(str(self.known(a)) for a in node.args)
+        if (
+            name in ("expanduser", "resolve", "absolute", "as_posix")
+            and isinstance(node.func, ast.Attribute)
+            and not node.args
+        ):
             return self.known(node.func.value)
-        kinds: dict[str, Callable] = {'Path': str, 'str': str, 'int': int, 'float': float, 'bool': bool, 'list': list, 'tuple': tuple}
-        if len(node.args) == 1 and not given and name in kinds: return kinds[name](self.known(node.args[0]))
-        if name == 'Path' and not given: return '/'.join(str(self.known(a)) for a in node.args)
+        kinds: dict[str, Callable] = {
+            "Path": str,
+            "str": str,
+            "int": int,
+            "float": float,
+            "bool": bool,
+            "list": list,
+            "tuple": tuple,
+        }
+        if len(node.args) == 1 and not given and name in kinds:
+            return kinds[name](self.known(node.args[0]))
+        if name == "Path" and not given:
+            return "/".join(str(self.known(a)) for a in node.args)
         raise _Unknown
 
-_POSITIONS = {'from_pretrained': ('model_name_or_path',), 'load_dataset': ('dataset_name', 'dataset_config'), 'SmoLoRA': ('base_model_name',)}
-_ALSO = ('Trainer', 'Pipeline', 'Callback', 'Accelerator', 'SmoLoRA', 'from_pretrained', 'load_dataset', 'prepare_training', 'prepare_dataset', 'train')
-_OBJECTS = {'model', 'args', 'config', 'tokenizer', 'processing_class', 'train_dataset', 'eval_dataset', 'dataset', 'peft_config', 'quantization_config', 'ref_model'}
-_NAMED = ('Config', 'Arguments', 'Args')
+
+_POSITIONS = {
+    "from_pretrained": ("model_name_or_path",),
+    "load_dataset": ("dataset_name", "dataset_config"),
+    "SmoLoRA": ("base_model_name",),
+}
+_ALSO = (
+    "Trainer",
+    "Pipeline",
+    "Callback",
+    "Accelerator",
+    "SmoLoRA",
+    "from_pretrained",
+    "load_dataset",
+    "prepare_training",
+    "prepare_dataset",
+    "train",
+)
+_OBJECTS = {
+    "model",
+    "args",
+    "config",
+    "tokenizer",
+    "processing_class",
+    "train_dataset",
+    "eval_dataset",
+    "dataset",
+    "peft_config",
+    "quantization_config",
+    "ref_model",
+}
+_NAMED = ("Config", "Arguments", "Args")
+
 
 def read_python(
-    text: str, # A script, or a snippet of one
-    source: str = 'script', # For messages
-) -> list[Setting]: # Nothing of it is executed
+    text: str,  # A script, or a snippet of one
+    source: str = "script",  # For messages
+) -> list[Setting]:  # Nothing of it is executed
     "The settings in a Python script: arguments of configs and trainers, attributes that are set, fields of dataclasses."
-    try: tree = ast.parse(text)
+    try:
+        tree = ast.parse(text)
     except SyntaxError as error:
-        raise ConfigError([Problem('Python', ..., str(error.msg), error.lineno)], source) from None
-    except RecursionError: raise ConfigError([Problem('Python', ..., 'is nested too deep')], source) from None
+        raise ConfigError([Problem("Python", ..., str(error.msg), error.lineno)], source) from None
+    except RecursionError:
+        raise ConfigError([Problem("Python", ..., "is nested too deep")], source) from None
     found: list[Setting] = []
     script = _Script(tree)
+
     def add(path: tuple[str, ...], node: ast.AST, call: bool = False) -> None:
         value = script.value(node)
-        if isinstance(value, Mapping) and path[-1] not in WHOLE_VALUES: found.extend(s._replace(line=node.lineno) for s in flatten_words(value, {}, path)) # type: ignore
-        elif call and isinstance(value, Computed) and path[-1] in _OBJECTS: found.append(Setting(path, Made(value), node.lineno)) # type: ignore
-        else: found.append(Setting(path, value, node.lineno)) # type: ignore
+        if isinstance(value, Mapping) and path[-1] not in WHOLE_VALUES:
+            found.extend(s._replace(line=node.lineno) for s in flatten_words(value, {}, path))  # type: ignore
+        elif call and isinstance(value, Computed) and path[-1] in _OBJECTS:
+            found.append(Setting(path, Made(value), node.lineno))  # type: ignore
+        else:
+            found.append(Setting(path, value, node.lineno))  # type: ignore
+
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = _last(node.func)
-            if not name.endswith((*_NAMED, *_ALSO)): continue
-            tokenizer = name == 'from_pretrained' and 'Tokenizer' in ast.dump(node.func)
+            if not name.endswith((*_NAMED, *_ALSO)):
+                continue
+            tokenizer = name == "from_pretrained" and "Tokenizer" in ast.dump(node.func)
             for i, argument in enumerate(node.args):
                 known = _POSITIONS.get(name, ())
-                if i < len(known) and not tokenizer: add((name, known[i]), argument)
+                if i < len(known) and not tokenizer:
+                    add((name, known[i]), argument)
             for keyword in node.keywords:
-                if keyword.arg: add((name, keyword.arg), keyword.value, True)
-                elif isinstance(rest := script.value(keyword.value), Mapping): found.extend(s._replace(line=node.lineno) for s in flatten_words(rest, {}, (name,)))
-                else: found.append(Setting((name, f'**{rest}'), rest, node.lineno))
-        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Attribute):
-            path = ast.unparse(node.targets[0]).split('.')
-            if path[0] in ('config', 'cfg', 'args', 'training_args'): add(tuple(path[1:]), node.value)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and 'config' in _last(node.targets[0]).lower():
+                if keyword.arg:
+                    add((name, keyword.arg), keyword.value, True)
+                elif isinstance(rest := script.value(keyword.value), Mapping):
+                    found.extend(
+                        s._replace(line=node.lineno) for s in flatten_words(rest, {}, (name,))
+                    )
+                else:
+                    found.append(Setting((name, f"**{rest}"), rest, node.lineno))
+        elif (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Attribute)
+        ):
+            path = ast.unparse(node.targets[0]).split(".")
+            if path[0] in ("config", "cfg", "args", "training_args"):
+                add(tuple(path[1:]), node.value)
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Dict)
+            and "config" in _last(node.targets[0]).lower()
+        ):
             add((_last(node.targets[0]),), node.value)
         elif isinstance(node, ast.ClassDef) and node.name.endswith(_NAMED):
-            given = {k.arg for call in script.calls.get(node.name, []) for k in call.keywords} # A call says it anew
+            given = {
+                k.arg for call in script.calls.get(node.name, []) for k in call.keywords
+            }  # A call says it anew
             for line in node.body:
-                target = line.target if isinstance(line, ast.AnnAssign) else line.targets[0] if isinstance(line, ast.Assign) else None
-                if target is None or line.value is None or _last(target) in given: continue # type: ignore
-                if script._class_of(line.value) is None: add((node.name, _last(target)), line.value) # type: ignore
+                target = (
+                    line.target
+                    if isinstance(line, ast.AnnAssign)
+                    else line.targets[0]
+                    if isinstance(line, ast.Assign)
+                    else None
+                )
+                if target is None or line.value is None or _last(target) in given:
+                    continue  # type: ignore
+                if script._class_of(line.value) is None:
+                    add((node.name, _last(target)), line.value)  # type: ignore
     beside: dict[tuple, dict[str, Any]] = {}
-    for s in found: beside.setdefault(s.path[:-1], {})[s.path[-1]] = s.value
-    return sorted((s._replace(siblings=beside[s.path[:-1]]) for s in found), key=lambda s: s.line or 0)
+    for s in found:
+        beside.setdefault(s.path[:-1], {})[s.path[-1]] = s.value
+    return sorted(
+        (s._replace(siblings=beside[s.path[:-1]]) for s in found), key=lambda s: s.line or 0
+    )
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #4e002c80
-_NOT_RUNS = { # keys that tell what a file is -> what it is, and what would be right
-    ('architectures', 'model_type'): 'is the config of a model, and says nothing about a run: give its folder as init_from=FOLDER',
-    ('tokenizer_class', 'model_max_length'): 'is the config of a tokenizer, and says nothing about a run: give its folder as tokenizer.path=FOLDER',
-    ('log_history', 'global_step'): 'is the log of a run of transformers, and not its config: give the YAML, or the script, that began it',
-    ('weight_map', 'metadata'): "is the list of a model's files, and says nothing about a run: give the folder as init_from=FOLDER",
+_NOT_RUNS = {  # keys that tell what a file is -> what it is, and what would be right
+    (
+        "architectures",
+        "model_type",
+    ): "is the config of a model, and says nothing about a run: give its folder as init_from=FOLDER",
+    (
+        "tokenizer_class",
+        "model_max_length",
+    ): "is the config of a tokenizer, and says nothing about a run: give its folder as tokenizer.path=FOLDER",
+    (
+        "log_history",
+        "global_step",
+    ): "is the log of a run of transformers, and not its config: give the YAML, or the script, that began it",
+    (
+        "weight_map",
+        "metadata",
+    ): "is the list of a model's files, and says nothing about a run: give the folder as init_from=FOLDER",
 }
 
-def _recognized(data: Mapping, source: str) -> Mapping: # raises `ConfigError` for a file that describes no run
+
+def _recognized(
+    data: Mapping, source: str
+) -> Mapping:  # raises `ConfigError` for a file that describes no run
     "A file that another library reads next to a config, as a config would name it."
-    zero = data.get('zero_optimization')
-    halves = [data[k] for k in ('fp16', 'bf16') if isinstance(data.get(k), Mapping)]
-    if isinstance(zero, Mapping) or 'train_micro_batch_size_per_gpu' in data or any('enabled' in half for half in halves): return {'deepspeed': dict(data)}
-    if 'compute_environment' in data and 'distributed_type' in data: # accelerate's
-        nodes, inner = data.get('num_machines') or 1, data.get('deepspeed_config') or {}
-        said: dict[str, Any] = dict(num_processes=max(1, (data.get('num_processes') or 1)//nodes), num_nodes=nodes, mixed_precision=data.get('mixed_precision') or 'no')
-        if data['distributed_type'] == 'FSDP': said['fsdp'] = True
-        if 'zero_stage' in inner: said['zero_stage'] = inner['zero_stage']
-        if 'deepspeed_config_file' in inner: said['deepspeed_config'] = inner['deepspeed_config_file']
-        for name in ('offload_optimizer', 'offload_param'):
-            if (device := inner.get(f'{name}_device')) not in (None, 'none'): said[name] = device
+    zero = data.get("zero_optimization")
+    halves = [data[k] for k in ("fp16", "bf16") if isinstance(data.get(k), Mapping)]
+    if (
+        isinstance(zero, Mapping)
+        or "train_micro_batch_size_per_gpu" in data
+        or any("enabled" in half for half in halves)
+    ):
+        return {"deepspeed": dict(data)}
+    if "compute_environment" in data and "distributed_type" in data:  # accelerate's
+        nodes, inner = data.get("num_machines") or 1, data.get("deepspeed_config") or {}
+        said: dict[str, Any] = dict(
+            num_processes=max(1, (data.get("num_processes") or 1) // nodes),
+            num_nodes=nodes,
+            mixed_precision=data.get("mixed_precision") or "no",
+        )
+        if data["distributed_type"] == "FSDP":
+            said["fsdp"] = True
+        if "zero_stage" in inner:
+            said["zero_stage"] = inner["zero_stage"]
+        if "deepspeed_config_file" in inner:
+            said["deepspeed_config"] = inner["deepspeed_config_file"]
+        for name in ("offload_optimizer", "offload_param"):
+            if (device := inner.get(f"{name}_device")) not in (None, "none"):
+                said[name] = device
         return said
     for keys, remedy in _NOT_RUNS.items():
-        if all(key in data for key in keys): raise ConfigError([Problem('file', ..., remedy)], source)
-    if data and all(isinstance(v, Mapping) and {'file_name', 'hf_hub_url', 'script_url'} & {*v} for v in data.values()):
-        raise ConfigError([Problem('file', ..., "is LLaMA-Factory's list of data sets, and says nothing about a run: give the YAML with its name, and data.path=FILE")], source)
+        if all(key in data for key in keys):
+            raise ConfigError([Problem("file", ..., remedy)], source)
+    if data and all(
+        isinstance(v, Mapping) and {"file_name", "hf_hub_url", "script_url"} & {*v}
+        for v in data.values()
+    ):
+        raise ConfigError(
+            [
+                Problem(
+                    "file",
+                    ...,
+                    "is LLaMA-Factory's list of data sets, and says nothing about a run: give the YAML with its name, and data.path=FILE",
+                )
+            ],
+            source,
+        )
     return data
 
+
 def read_settings(
-    source: str | Path | Mapping, # A YAML, JSON or Python file, or nested dicts
-) -> list[Setting]: # Raises `ConfigError` where a key is given twice
+    source: str | Path | Mapping,  # A YAML, JSON or Python file, or nested dicts
+) -> list[Setting]:  # Raises `ConfigError` where a key is given twice
     "The settings of a config, in the order in which they stand there."
-    if isinstance(source, Mapping): return list(flatten_words(_recognized(json.loads(json.dumps(source, default=str)), 'config')))
+    if isinstance(source, Mapping):
+        return list(
+            flatten_words(_recognized(json.loads(json.dumps(source, default=str)), "config"))
+        )
     path = Path(source)
-    if not path.is_file(): raise FileNotFoundError(f"No config file at '{path}'. Give the path of a YAML, JSON or Python file.")
-    try: text = path.read_text(encoding='utf-8')
-    except UnicodeDecodeError: raise ConfigError([Problem('file', ..., 'is not UTF-8 text')], str(path)) from None
-    if path.suffix == '.py': return read_python(text, str(path))
-    if path.suffix not in ('.yaml', '.yml', '.json', ''): raise ValueError(f'{path}: must be a .yaml, .json or .py file')
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"No config file at '{path}'. Give the path of a YAML, JSON or Python file."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError([Problem("file", ..., "is not UTF-8 text")], str(path)) from None
+    if path.suffix == ".py":
+        return read_python(text, str(path))
+    if path.suffix not in (".yaml", ".yml", ".json", ""):
+        raise ValueError(f"{path}: must be a .yaml, .json or .py file")
     data, lines = parse_config(text, str(path))
     return list(flatten_words(_recognized(data, str(path)), lines))
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #68eb40df
-class No(str): "Why a setting is refused."
+class No(str):
+    "Why a setting is refused."
 
-class Always(str): "Why a setting needs no knob."
 
-Meaning = dict[str, Any] | No | Always # {'group.knob': value}; '@…' is a word about the method, '?…' counts only where nobody else says it
+class Always(str):
+    "Why a setting needs no knob."
 
-PRECISIONS = {'float16': 'fp16', 'half': 'fp16', 'fp16': 'fp16', 'bfloat16': 'bf16', 'bf16': 'bf16', 'float32': 'no', 'fp32': 'no', 'auto': 'auto'}
+
+Meaning = (
+    dict[str, Any] | No | Always
+)  # {'group.knob': value}; '@…' is a word about the method, '?…' counts only where nobody else says it
+
+PRECISIONS = {
+    "float16": "fp16",
+    "half": "fp16",
+    "fp16": "fp16",
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float32": "no",
+    "fp32": "no",
+    "auto": "auto",
+}
+
 
 def _dtype(value: Any, _: Mapping) -> Meaning:
-    form = PRECISIONS.get(str(value).removeprefix('torch.'))
-    return {'train.mixed_precision': form} if form else No(f'must be one of {", ".join(PRECISIONS)}')
+    form = PRECISIONS.get(str(value).removeprefix("torch."))
+    return (
+        {"train.mixed_precision": form} if form else No(f"must be one of {', '.join(PRECISIONS)}")
+    )
 
-def _if(on: Callable[[Any], Meaning] | Meaning, off: str = 'off is the default') -> Callable[[Any, Mapping], Meaning]:
+
+def _if(
+    on: Callable[[Any], Meaning] | Meaning, off: str = "off is the default"
+) -> Callable[[Any, Mapping], Meaning]:
     "A meaning for a switch that is on."
-    return lambda value, _: (on(value) if callable(on) else on) if value not in (False, None, 0, 'false', 'no', 'none') else Always(off)
+    return lambda value, _: (
+        (on(value) if callable(on) else on)
+        if value not in (False, None, 0, "false", "no", "none")
+        else Always(off)
+    )
+
 
 def _stopping(value: Any, beside: Mapping) -> Meaning:
-    if not value: return Always('off is the default')
-    return {'?train.early_stopping_patience': 3 if value is True else value, '?train.eval_strategy': 'epoch'}
+    if not value:
+        return Always("off is the default")
+    return {
+        "?train.early_stopping_patience": 3 if value is True else value,
+        "?train.eval_strategy": "epoch",
+    }
+
 
 def _trackers(value: Any, _: Mapping) -> Meaning:
     names = [value] if isinstance(value, str) else list(value or [])
-    return {'report_to': [{'swanlab': 'wandb'}.get(n, n) for n in names if n not in ('none', 'None', 'all')]}
+    return {
+        "report_to": [
+            {"swanlab": "wandb"}.get(n, n) for n in names if n not in ("none", "None", "all")
+        ]
+    }
+
 
 def _packing(value: Any, beside: Mapping) -> Meaning:
-    names = {'bfd': 'best_fit', 'bfd-requeue': 'best_fit', 'bfd_split': 'best_fit', 'ffd': 'first_fit', 'best_fit_decreasing': 'best_fit'}
-    if value == 'wrapped': return No('cuts examples in two: take first_fit or best_fit')
-    if any(beside.get(k) is False for k in _SWITCHES): return Always('packing is off')
-    return {'sft.packing': names.get(value, value)}
+    names = {
+        "bfd": "best_fit",
+        "bfd-requeue": "best_fit",
+        "bfd_split": "best_fit",
+        "ffd": "first_fit",
+        "best_fit_decreasing": "best_fit",
+    }
+    if value == "wrapped":
+        return No("cuts examples in two: take first_fit or best_fit")
+    if any(beside.get(k) is False for k in _SWITCHES):
+        return Always("packing is off")
+    return {"sft.packing": names.get(value, value)}
+
 
 def _rope(value: Any, _: Mapping) -> Meaning:
-    if isinstance(value, Mapping): return {'model.rope_scaling': {'rope_type' if k == 'type' else k: v for k, v in value.items()}}
-    if value in (None, False, 'none'): return Always('the model keeps its own')
-    return No(f'says no factor: model.rope_scaling="{{rope_type: {value}, factor: 2.0, original_max_position_embeddings: 4096}}" for a new model; one that was trained keeps its own')
+    if isinstance(value, Mapping):
+        return {
+            "model.rope_scaling": {"rope_type" if k == "type" else k: v for k, v in value.items()}
+        }
+    if value in (None, False, "none"):
+        return Always("the model keeps its own")
+    return No(
+        f'says no factor: model.rope_scaling="{{rope_type: {value}, factor: 2.0, original_max_position_embeddings: 4096}}" for a new model; one that was trained keeps its own'
+    )
 
-_FLASH = {'fa2': 'flash_attention_2', 'flash_attention_2': 'flash_attention_2', 'True': 'flash_attention_2', 'disabled': 'eager', 'eager': 'eager', 'auto': 'sdpa', 'sdpa': 'sdpa', 'False': 'sdpa', 'None': 'sdpa'}
+
+_FLASH = {
+    "fa2": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "True": "flash_attention_2",
+    "disabled": "eager",
+    "eager": "eager",
+    "auto": "sdpa",
+    "sdpa": "sdpa",
+    "False": "sdpa",
+    "None": "sdpa",
+}
+
 
 def _flash(value: Any, _: Mapping) -> Meaning:
-    return {'model.attention': _FLASH[str(value)]} if str(value) in _FLASH else No(f'must be one of {", ".join(_FLASH)}')
+    return (
+        {"model.attention": _FLASH[str(value)]}
+        if str(value) in _FLASH
+        else No(f"must be one of {', '.join(_FLASH)}")
+    )
+
 
 def _half(form: str) -> Callable[[Any, Mapping], Meaning]:
     "`bf16: true`, `bf16: auto`, and nothing else; both of them off is full precision."
+
     def meaning(value: Any, beside: Mapping) -> Meaning:
-        other = beside.get('fp16' if form == 'bf16' else 'bf16')
-        if value in (False, 'false', 'no') and other in (None, False, 'false', 'no'): return {'?train.mixed_precision': 'no'}
-        if value in (None, False, 'false', 'no'): return Always('off is the default')
-        if value == 'auto': return {'train.mixed_precision': 'auto'}
-        return {'train.mixed_precision': form} if value in (True, 'true', 'yes', 'full') else No('must be true, false or auto')
+        other = beside.get("fp16" if form == "bf16" else "bf16")
+        if value in (False, "false", "no") and other in (None, False, "false", "no"):
+            return {"?train.mixed_precision": "no"}
+        if value in (None, False, "false", "no"):
+            return Always("off is the default")
+        if value == "auto":
+            return {"train.mixed_precision": "auto"}
+        return (
+            {"train.mixed_precision": form}
+            if value in (True, "true", "yes", "full")
+            else No("must be true, false or auto")
+        )
+
     return meaning
 
-def _schedule(value: Any, beside: Mapping) -> Meaning:
-    lowest = beside.get('lr_scheduler_kwargs')
-    known = value == 'cosine_with_min_lr' and isinstance(lowest, Mapping) and _floor(lowest, beside) is not None
-    return {'optim.lr_scheduler_type': 'cosine' if known else value}
 
-def _floor(given: Mapping, beside: Mapping) -> float | None: # as a share of the learning rate
-    if set(given) == {'min_lr_rate'}: return given['min_lr_rate']
-    return given['min_lr']/float(beside['learning_rate']) if set(given) == {'min_lr'} and beside.get('learning_rate') else None
+def _schedule(value: Any, beside: Mapping) -> Meaning:
+    lowest = beside.get("lr_scheduler_kwargs")
+    known = (
+        value == "cosine_with_min_lr"
+        and isinstance(lowest, Mapping)
+        and _floor(lowest, beside) is not None
+    )
+    return {"optim.lr_scheduler_type": "cosine" if known else value}
+
+
+def _floor(given: Mapping, beside: Mapping) -> float | None:  # as a share of the learning rate
+    if set(given) == {"min_lr_rate"}:
+        return given["min_lr_rate"]
+    return (
+        given["min_lr"] / float(beside["learning_rate"])
+        if set(given) == {"min_lr"} and beside.get("learning_rate")
+        else None
+    )
+
 
 def _schedule_knobs(value: Any, beside: Mapping) -> Meaning:
-    if not value: return Always('empty is the default')
-    if isinstance(value, Mapping) and (lowest := _floor(value, beside)) is not None: return {'optim.min_lr_ratio': lowest}
-    return No('only min_lr_rate has a like here, optim.min_lr_ratio')
+    if not value:
+        return Always("empty is the default")
+    if isinstance(value, Mapping) and (lowest := _floor(value, beside)) is not None:
+        return {"optim.min_lr_ratio": lowest}
+    return No("only min_lr_rate has a like here, optim.min_lr_ratio")
+
 
 def _preference(value: Any, beside: Mapping) -> Meaning:
-    weight = beside.get('pref_ftx') or 0
-    return {'dpo.loss_type': [value, 'sft'], 'dpo.loss_weights': [1.0, float(weight)]} if weight else {'dpo.loss_type': value}
+    weight = beside.get("pref_ftx") or 0
+    return (
+        {"dpo.loss_type": [value, "sft"], "dpo.loss_weights": [1.0, float(weight)]}
+        if weight
+        else {"dpo.loss_type": value}
+    )
+
 
 def _trained(value: Any, beside: Mapping) -> Meaning:
-    if not value and beside.get('mask_history'): return Always('said by mask_history')
-    return {'sft.train_on': 'all' if value else 'assistant'}
+    if not value and beside.get("mask_history"):
+        return Always("said by mask_history")
+    return {"sft.train_on": "all" if value else "assistant"}
+
 
 def _rewards(value: Any, _: Mapping) -> Meaning:
     names = [value] if isinstance(value, str) else list(value)
-    return {'rl.rewards': [{'accuracy_reward': 'right_answer', 'think_format_reward': 'right_format'}.get(name, name) for name in names]}
+    return {
+        "rl.rewards": [
+            {"accuracy_reward": "right_answer", "think_format_reward": "right_format"}.get(
+                name, name
+            )
+            for name in names
+        ]
+    }
 
-_SWITCHES = ('packing', 'pack_sequences', 'sample_packing', 'neat_packing', 'packed')
+
+_SWITCHES = ("packing", "pack_sequences", "sample_packing", "neat_packing", "packed")
+
 
 def _packs(value: Any, beside: Mapping) -> Meaning:
-    if not isinstance(value, bool): return _packing(value, {})
-    if not value: return {'sft.packing': 'none'}
-    return Always('said by packing_strategy') if beside.get('packing_strategy') else {'sft.packing': 'best_fit'}
+    if not isinstance(value, bool):
+        return _packing(value, {})
+    if not value:
+        return {"sft.packing": "none"}
+    return (
+        Always("said by packing_strategy")
+        if beside.get("packing_strategy")
+        else {"sft.packing": "best_fit"}
+    )
+
 
 def _targets(value: Any, beside: Mapping) -> Meaning:
-    if value in ('all', 'all_linear', 'all-linear', ['all-linear'], ['all']): return {'lora.target_modules': 'all-linear'}
-    names = {'output_proj': 'o_proj', 'attn_output': 'o_proj'} # torchtune's
+    if value in ("all", "all_linear", "all-linear", ["all-linear"], ["all"]):
+        return {"lora.target_modules": "all-linear"}
+    names = {"output_proj": "o_proj", "attn_output": "o_proj"}  # torchtune's
     words = split_list(value) if isinstance(value, str) and len(split_list(value)) > 1 else value
-    if not isinstance(words, list): return {'lora.target_modules': words}
-    more = ['gate_proj', 'up_proj', 'down_proj'] * bool(beside.get('apply_lora_to_mlp'))
-    return {'lora.target_modules': [names.get(w.strip(), w.strip()) for w in words] + more}
+    if not isinstance(words, list):
+        return {"lora.target_modules": words}
+    more = ["gate_proj", "up_proj", "down_proj"] * bool(beside.get("apply_lora_to_mlp"))
+    return {"lora.target_modules": [names.get(w.strip(), w.strip()) for w in words] + more}
+
 
 def _held_out(value: Any, _: Mapping) -> Meaning:
-    if not value: return No('must be above 0: a run judges itself on rows that it has not seen')
-    return {'data.eval_fraction': value} if value < 1 else No(f'is a share here, below 1, and not a number of rows such as {value}')
+    if not value:
+        return No("must be above 0: a run judges itself on rows that it has not seen")
+    return (
+        {"data.eval_fraction": value}
+        if value < 1
+        else No(f"is a share here, below 1, and not a number of rows such as {value}")
+    )
+
 
 def _template(value: Any, _: Mapping) -> Meaning:
-    if value in (None, 'default', 'auto', 'tokenizer_default'): return Always("the tokenizer's own chat format is taken")
-    near = {'empty': 'plain', 'qwen2': 'qwen', 'qwen2_5': 'qwen', 'qwen25': 'qwen', 'llama-3': 'llama3', 'llama3.1': 'llama3', 'llama-2': 'llama2', 'gemma2': 'gemma'}.get(value, value)
-    if near in TEMPLATES or '{' in str(value): return {'sft.template': near}
-    return No(f'is no chat format that is known here ({", ".join(TEMPLATES)}); without one the tokenizer\'s own is taken')
+    if value in (None, "default", "auto", "tokenizer_default"):
+        return Always("the tokenizer's own chat format is taken")
+    near = {
+        "empty": "plain",
+        "qwen2": "qwen",
+        "qwen2_5": "qwen",
+        "qwen25": "qwen",
+        "llama-3": "llama3",
+        "llama3.1": "llama3",
+        "llama-2": "llama2",
+        "gemma2": "gemma",
+    }.get(value, value)
+    if near in TEMPLATES or "{" in str(value):
+        return {"sft.template": near}
+    return No(
+        f"is no chat format that is known here ({', '.join(TEMPLATES)}); without one the tokenizer's own is taken"
+    )
+
 
 def _every(event: str) -> Callable[[Any, Mapping], Meaning]:
     def meaning(value: Any, _: Mapping) -> Meaning:
-        if not value: return {f'train.{event}_strategy': 'no'}
-        return {f'train.{event}_strategy': 'epoch'} if value == 1 else No(f'more than one in an epoch is said in steps: train.{event}_strategy=steps train.{event}_steps=N')
+        if not value:
+            return {f"train.{event}_strategy": "no"}
+        return (
+            {f"train.{event}_strategy": "epoch"}
+            if value == 1
+            else No(
+                f"more than one in an epoch is said in steps: train.{event}_strategy=steps train.{event}_steps=N"
+            )
+        )
+
     return meaning
+
 
 def _component(place: str) -> Callable[[Any, Mapping], Meaning]:
     "What torchtune's `_component_` names: a class or a function."
+
     def meaning(value: Any, beside: Mapping) -> Meaning:
-        last = str(value).rsplit('.', 1)[-1]
-        if place == 'optim':
-            known = {'AdamW': 'adamw_torch', 'AdamW8bit': 'adamw_8bit', 'PagedAdamW8bit': 'paged_adamw_8bit', 'SGD': 'sgd'}
-            return {'optim.optim': known[last]} if last in known else No(f'must be one of {", ".join(known)}')
-        if place == 'schedule':
-            name = last.removeprefix('get_').removesuffix('_schedule_with_warmup').removesuffix('_with_warmup')
-            return {'optim.lr_scheduler_type': 'constant_with_warmup' if name == 'constant' else name}
-        if place == 'model': return {'@finetuning_type': 'qlora' if last.startswith('qlora') else 'lora'} if 'lora' in last else Always('the shape is in the folder of the model')
-        if place == 'data': return {'data.kind': {'alpaca_dataset': 'instruction', 'instruct_dataset': 'instruction', 'chat_dataset': 'messages', 'text_completion_dataset': 'text',
-                                                  'preference_dataset': 'preference'}[last]} if last in ('alpaca_dataset', 'instruct_dataset', 'chat_dataset', 'text_completion_dataset', 'preference_dataset') else Always('the rows say by their columns what they are')
-        return Always('taken from the run')
+        last = str(value).rsplit(".", 1)[-1]
+        if place == "optim":
+            known = {
+                "AdamW": "adamw_torch",
+                "AdamW8bit": "adamw_8bit",
+                "PagedAdamW8bit": "paged_adamw_8bit",
+                "SGD": "sgd",
+            }
+            return (
+                {"optim.optim": known[last]}
+                if last in known
+                else No(f"must be one of {', '.join(known)}")
+            )
+        if place == "schedule":
+            name = (
+                last.removeprefix("get_")
+                .removesuffix("_schedule_with_warmup")
+                .removesuffix("_with_warmup")
+            )
+            return {
+                "optim.lr_scheduler_type": "constant_with_warmup" if name == "constant" else name
+            }
+        if place == "model":
+            return (
+                {"@finetuning_type": "qlora" if last.startswith("qlora") else "lora"}
+                if "lora" in last
+                else Always("the shape is in the folder of the model")
+            )
+        if place == "data":
+            return (
+                {
+                    "data.kind": {
+                        "alpaca_dataset": "instruction",
+                        "instruct_dataset": "instruction",
+                        "chat_dataset": "messages",
+                        "text_completion_dataset": "text",
+                        "preference_dataset": "preference",
+                    }[last]
+                }
+                if last
+                in (
+                    "alpaca_dataset",
+                    "instruct_dataset",
+                    "chat_dataset",
+                    "text_completion_dataset",
+                    "preference_dataset",
+                )
+                else Always("the rows say by their columns what they are")
+            )
+        return Always("taken from the run")
+
     return meaning
 
-def _datasets(value: Any, _: Mapping) -> Meaning: # axolotl's
-    if not isinstance(value, list) or len(value) != 1: return No('several data sets are mixed first (trainkit data mix), and their file is named here')
-    one = value[0] if isinstance(value[0], Mapping) else {'path': value[0]}
-    kind = {'alpaca': 'instruction', 'completion': 'text', 'chat_template': 'messages', 'sharegpt': 'messages'}.get(str(one.get('type', '')).split('.')[0])
-    out: dict[str, Any] = {'data.path': one['path'], **({'data.kind': kind} if kind else {})}
-    for theirs, ours in (('name', 'dataset_config'), ('split', 'split'), ('field', 'text_column')):
-        if one.get(theirs): out[f'data.{ours}'] = one[theirs]
-    if one.get('data_files'): out['data.path'] = one['data_files'][0] if isinstance(one['data_files'], list) else one['data_files']
+
+def _datasets(value: Any, _: Mapping) -> Meaning:  # axolotl's
+    if not isinstance(value, list) or len(value) != 1:
+        return No(
+            "several data sets are mixed first (trainkit data mix), and their file is named here"
+        )
+    one = value[0] if isinstance(value[0], Mapping) else {"path": value[0]}
+    kind = {
+        "alpaca": "instruction",
+        "completion": "text",
+        "chat_template": "messages",
+        "sharegpt": "messages",
+    }.get(str(one.get("type", "")).split(".")[0])
+    out: dict[str, Any] = {"data.path": one["path"], **({"data.kind": kind} if kind else {})}
+    for theirs, ours in (("name", "dataset_config"), ("split", "split"), ("field", "text_column")):
+        if one.get(theirs):
+            out[f"data.{ours}"] = one[theirs]
+    if one.get("data_files"):
+        out["data.path"] = (
+            one["data_files"][0] if isinstance(one["data_files"], list) else one["data_files"]
+        )
     return out
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #b07b9959
-_MODEL = 'init_from'
+_MODEL = "init_from"
 WORDS: dict[str, str | Callable[[Any, Mapping], Meaning] | No | Always] = {
     # the method
-    'training_type': '@training_type', 'stage': '@stage', 'finetuning_type': '@finetuning_type', 'method': '@method', 'rl': '@stage', 'adapter': '@finetuning_type',
-    'lora.type': '@finetuning_type', 'use_lora': '@use_lora', 'use_peft': '@use_lora', 'lora.enabled': '@use_lora', 'peft_type': Always('adapters are LoRA'),
-    'fine_tuner.type': lambda v, _: {'engine': {'pytorch': 'trainkit'}.get(v, v)}, 'do_train': Always('a run trains'), 'do_eval': Always('a run judges itself'),
+    "training_type": "@training_type",
+    "stage": "@stage",
+    "finetuning_type": "@finetuning_type",
+    "method": "@method",
+    "rl": "@stage",
+    "adapter": "@finetuning_type",
+    "lora.type": "@finetuning_type",
+    "use_lora": "@use_lora",
+    "use_peft": "@use_lora",
+    "lora.enabled": "@use_lora",
+    "peft_type": Always("adapters are LoRA"),
+    "fine_tuner.type": lambda v, _: {"engine": {"pytorch": "trainkit"}.get(v, v)},
+    "do_train": Always("a run trains"),
+    "do_eval": Always("a run judges itself"),
     # the model
-    'base.name': lambda v, beside: Always('a label') if beside.get('huggingface_id') or beside.get('path') else {_MODEL: v}, 'base.path': _MODEL, 'model.name': _MODEL, 'model.model_name': _MODEL, 'model': _MODEL, 'hf_model_id': _MODEL, 'model.type': Always('told by the model itself'),
-    'torch_dtype': _dtype, 'dtype': _dtype, 'base.dtype': _dtype, 'use_bf16': _if({'train.mixed_precision': 'bf16'}), 'use_fp16': _if({'train.mixed_precision': 'fp16'}),
-    'model_type': Always('told by the model itself'), 'tokenizer_type': Always('told by the model itself'), 'is_llama_derived_model': Always('told by the model itself'),
-    'device_map': lambda v, _: {'device_map': v} if isinstance(v, str) else Always('a run finds its device; trainkit launch shares a model out'), 'device': Always('a run finds its device'), 'use_cuda': Always('a run finds its device'),
-    **dict.fromkeys(('generation.use_cache', 'sampling.use_cache'), lambda v, _: {'sampling.use_cache': v}), # elsewhere it is about training
-    'use_cache': Always('training keeps no cache, and what is saved is left as it was'), 'use_fast': Always('tokenizers are always fast'),
-    'low_cpu_mem_usage': Always('weights are read one at a time'), 'use_auth_token': 'token', 'hf_token': 'token', 'hub_token': 'token',
-    'token': _if(Always('the hub reads the token from the environment: HF_TOKEN=… trainkit train …'), 'no token is the default'),
-    'trust_remote_code': _if(No('code that comes with a model is never run')),
-    'use_flash_attention': lambda v, _: {'model.attention': 'flash_attention_2' if v else 'sdpa'}, 'flash_attention': lambda v, _: {'model.attention': 'flash_attention_2' if v else 'sdpa'},
-    'flash_attn': _flash, 'rope_scaling': _rope, 'sdp_attention': _if({'model.attention': 'sdpa'}),
-    'use_flash_attention_2': lambda v, _: {'model.attention': 'flash_attention_2' if v else 'sdpa'}, 'xformers_attention': _if(No('is gone: the torch of today has its own, model.attention=sdpa')),
-    'use_unsloth': _if(No('is a library of its own: this run does what it says in plain torch')), 'use_ipex': _if(No('is gone from transformers: its gains are in torch itself')),
-    'no_cuda': _if(No('is gone: CUDA_VISIBLE_DEVICES= before the command')), 'use_mps_device': Always('found by itself'), 'upcast_layernorm': Always('weights and norms are float32'),
-    'enable_liger_kernel': _if(No('is a library of its own; the loss is computed in pieces here as well')), 'cut_cross_entropy': Always('the loss is computed in pieces'),
-    'model.vocab_size': 'tokenizer.vocab_size', 'num_layers': 'model.n_layers', 'num_heads': 'model.n_heads', 'hidden_dim': 'model.d_ff', 'embed_dim': 'model.d_model',
-    'model.max_seq_length': 'model.max_seq_len', 'model.preset': 'preset', 'model.size': 'preset', 'tokenizer.name': 'tokenizer.path', 'tokenizer.type': Always('tokenizers are byte-pair encodings'),
-    'enable_activation_checkpointing': 'model.gradient_checkpointing', 'use_gradient_checkpointing': 'model.gradient_checkpointing', 'activation_checkpointing': 'model.gradient_checkpointing',
-    'gradient_checkpointing_kwargs': Always('never reentrant'), 'resize_vocab': _if(No('trainkit.lora.adapters.resize_vocabulary, before the run')),
+    "base.name": lambda v, beside: (
+        Always("a label") if beside.get("huggingface_id") or beside.get("path") else {_MODEL: v}
+    ),
+    "base.path": _MODEL,
+    "model.name": _MODEL,
+    "model.model_name": _MODEL,
+    "model": _MODEL,
+    "hf_model_id": _MODEL,
+    "model.type": Always("told by the model itself"),
+    "torch_dtype": _dtype,
+    "dtype": _dtype,
+    "base.dtype": _dtype,
+    "use_bf16": _if({"train.mixed_precision": "bf16"}),
+    "use_fp16": _if({"train.mixed_precision": "fp16"}),
+    "model_type": Always("told by the model itself"),
+    "tokenizer_type": Always("told by the model itself"),
+    "is_llama_derived_model": Always("told by the model itself"),
+    "device_map": lambda v, _: (
+        {"device_map": v}
+        if isinstance(v, str)
+        else Always("a run finds its device; trainkit launch shares a model out")
+    ),
+    "device": Always("a run finds its device"),
+    "use_cuda": Always("a run finds its device"),
+    **dict.fromkeys(
+        ("generation.use_cache", "sampling.use_cache"), lambda v, _: {"sampling.use_cache": v}
+    ),  # elsewhere it is about training
+    "use_cache": Always("training keeps no cache, and what is saved is left as it was"),
+    "use_fast": Always("tokenizers are always fast"),
+    "low_cpu_mem_usage": Always("weights are read one at a time"),
+    "use_auth_token": "token",
+    "hf_token": "token",
+    "hub_token": "token",
+    "token": _if(
+        Always("the hub reads the token from the environment: HF_TOKEN=… trainkit train …"),
+        "no token is the default",
+    ),
+    "trust_remote_code": _if(No("code that comes with a model is never run")),
+    "use_flash_attention": lambda v, _: {"model.attention": "flash_attention_2" if v else "sdpa"},
+    "flash_attention": lambda v, _: {"model.attention": "flash_attention_2" if v else "sdpa"},
+    "flash_attn": _flash,
+    "rope_scaling": _rope,
+    "sdp_attention": _if({"model.attention": "sdpa"}),
+    "use_flash_attention_2": lambda v, _: {"model.attention": "flash_attention_2" if v else "sdpa"},
+    "xformers_attention": _if(No("is gone: the torch of today has its own, model.attention=sdpa")),
+    "use_unsloth": _if(No("is a library of its own: this run does what it says in plain torch")),
+    "use_ipex": _if(No("is gone from transformers: its gains are in torch itself")),
+    "no_cuda": _if(No("is gone: CUDA_VISIBLE_DEVICES= before the command")),
+    "use_mps_device": Always("found by itself"),
+    "upcast_layernorm": Always("weights and norms are float32"),
+    "enable_liger_kernel": _if(
+        No("is a library of its own; the loss is computed in pieces here as well")
+    ),
+    "cut_cross_entropy": Always("the loss is computed in pieces"),
+    "model.vocab_size": "tokenizer.vocab_size",
+    "num_layers": "model.n_layers",
+    "num_heads": "model.n_heads",
+    "hidden_dim": "model.d_ff",
+    "embed_dim": "model.d_model",
+    "model.max_seq_length": "model.max_seq_len",
+    "model.preset": "preset",
+    "model.size": "preset",
+    "tokenizer.name": "tokenizer.path",
+    "tokenizer.type": Always("tokenizers are byte-pair encodings"),
+    "enable_activation_checkpointing": "model.gradient_checkpointing",
+    "use_gradient_checkpointing": "model.gradient_checkpointing",
+    "activation_checkpointing": "model.gradient_checkpointing",
+    "gradient_checkpointing_kwargs": Always("never reentrant"),
+    "resize_vocab": _if(No("trainkit.lora.adapters.resize_vocabulary, before the run")),
     # the adapter and the bits
-    'lora_target_modules': _targets, 'target_modules': _targets, 'lora_target': _targets, 'lora_attn_modules': _targets, 'lora_target_linear': _if({'lora.target_modules': 'all-linear'}),
-    'apply_lora_to_mlp': lambda v, beside: Always('is in lora.target_modules') if beside.get('lora_attn_modules') or not v else {'lora.target_modules': ['gate_proj', 'up_proj', 'down_proj']},
-    'apply_lora_to_output': _if(No('name the head in lora.target_modules')), 'lora_task_type': 'lora.task_type', 'lora_modules_to_save': 'lora.modules_to_save', 'lora_bias': 'lora.bias',
-    'use_bnb_nested_quant': 'quant.double_quant', 'quantization_method': lambda v, _: Always('the same codes') if v in ('bnb', 'bitsandbytes') else No('only bnb has a like here'),
-    'quant.type': lambda v, _: {'quant.bits': {'4bit': 4, '8bit': 8, 'int4': 4, 'int8': 8, 'nf4': 4}.get(str(v), v)}, 'quant.enabled': Always('said by the bits'),
-    'inference_mode': Always('set when an adapter is opened'), 'fan_in_fan_out': Always('told by the layer itself'), 'lora_fan_in_fan_out': Always('told by the layer itself'),
-    'loraplus_lr_ratio': lambda v, _: {'optim.lr_factors': {'lora_B': float(v)}} if v else Always('off is the default'), 'save_adapter_weights_only': Always('the adapter and the merged model are both saved'),
+    "lora_target_modules": _targets,
+    "target_modules": _targets,
+    "lora_target": _targets,
+    "lora_attn_modules": _targets,
+    "lora_target_linear": _if({"lora.target_modules": "all-linear"}),
+    "apply_lora_to_mlp": lambda v, beside: (
+        Always("is in lora.target_modules")
+        if beside.get("lora_attn_modules") or not v
+        else {"lora.target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    ),
+    "apply_lora_to_output": _if(No("name the head in lora.target_modules")),
+    "lora_task_type": "lora.task_type",
+    "lora_modules_to_save": "lora.modules_to_save",
+    "lora_bias": "lora.bias",
+    "use_bnb_nested_quant": "quant.double_quant",
+    "quantization_method": lambda v, _: (
+        Always("the same codes") if v in ("bnb", "bitsandbytes") else No("only bnb has a like here")
+    ),
+    "quant.type": lambda v, _: {
+        "quant.bits": {"4bit": 4, "8bit": 8, "int4": 4, "int8": 8, "nf4": 4}.get(str(v), v)
+    },
+    "quant.enabled": Always("said by the bits"),
+    "inference_mode": Always("set when an adapter is opened"),
+    "fan_in_fan_out": Always("told by the layer itself"),
+    "lora_fan_in_fan_out": Always("told by the layer itself"),
+    "loraplus_lr_ratio": lambda v, _: (
+        {"optim.lr_factors": {"lora_B": float(v)}} if v else Always("off is the default")
+    ),
+    "save_adapter_weights_only": Always("the adapter and the merged model are both saved"),
     # data
-    'datasets': _datasets, 'dataset_dir': No('say the whole path in data.path'),
-    'sequence_len': 'data.max_length', 'cutoff_len': 'data.max_length', 'max_seq_len': 'data.max_length', 'tokenizer.max_seq_len': 'data.max_length', 'block_size': 'data.max_length', 'tokenizer_model_max_length': 'data.max_length',
-    'val_set_size': _held_out, 'val_size': _held_out, 'test_size': _held_out, 'eval_split_ratio': _held_out, 'validation_split_percentage': lambda v, _: _held_out(v/100, {}),
-    'eval_percentage': lambda v, _: _held_out(v/100, {}), 'data.source': 'data.path', 'data.name': 'data.path', 'data.type': Always('told by the columns'), 'data_files': 'data.path',
-    'dataset_train_split': 'data.split', 'dataset_test_split': 'data.validation_split', 'data.max_seq_len': 'data.max_length', 'test_file': No('a run reads no test data: data.test_fraction sets some apart'),
-    'packing_strategy': _packing, **dict.fromkeys(_SWITCHES, _packs), 'eval_sample_packing': Always('held-out rows are not packed'), 'pad_to_sequence_len': Always('rows are padded to the longest of their batch'),
-    'template': _template, 'chat_template': _template, 'train_on_inputs': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'}, 'train_on_prompt': _trained,
-    'train_on_input': lambda v, _: {'sft.train_on': 'all' if v else 'assistant'}, 'assistant_only_loss': lambda v, _: {'sft.train_on': 'assistant' if v else 'all'},
-    'completion_only_loss': lambda v, _: {'sft.train_on': 'assistant' if v else 'all'}, 'mask_history': _if({'sft.train_on': 'last'}), 'overwrite_cache': Always('there is no stale cache'),
-    'train_sampling_strategy': lambda v, _: {'data.group_by_length': True} if v == 'group_by_length' else Always('rows are shuffled'), 'shuffle': lambda v, _: Always('rows are shuffled') if v else No('rows are shuffled, unless a curriculum orders them'),
-    'special_tokens': No('the tokenizer keeps its own; trainkit.lora.adapters.resize_vocabulary adds some before a run'), 'padding_side': Always('right for training, left for generation'),
-    'data.seed': 'train.data_seed', 'curriculum.enabled': lambda v, _: Always('said by its strategy') if v else {'curriculum.strategy': 'none'}, 'truncation': lambda v, _: Always('see sft.truncation') if v is True else {'sft.truncation': v},
-    'padding': Always('to the longest row of a batch'), 'use_multiprocessing': Always('see data.preprocessing_num_workers'),
+    "datasets": _datasets,
+    "dataset_dir": No("say the whole path in data.path"),
+    "sequence_len": "data.max_length",
+    "cutoff_len": "data.max_length",
+    "max_seq_len": "data.max_length",
+    "tokenizer.max_seq_len": "data.max_length",
+    "block_size": "data.max_length",
+    "tokenizer_model_max_length": "data.max_length",
+    "val_set_size": _held_out,
+    "val_size": _held_out,
+    "test_size": _held_out,
+    "eval_split_ratio": _held_out,
+    "validation_split_percentage": lambda v, _: _held_out(v / 100, {}),
+    "eval_percentage": lambda v, _: _held_out(v / 100, {}),
+    "data.source": "data.path",
+    "data.name": "data.path",
+    "data.type": Always("told by the columns"),
+    "data_files": "data.path",
+    "dataset_train_split": "data.split",
+    "dataset_test_split": "data.validation_split",
+    "data.max_seq_len": "data.max_length",
+    "test_file": No("a run reads no test data: data.test_fraction sets some apart"),
+    "packing_strategy": _packing,
+    **dict.fromkeys(_SWITCHES, _packs),
+    "eval_sample_packing": Always("held-out rows are not packed"),
+    "pad_to_sequence_len": Always("rows are padded to the longest of their batch"),
+    "template": _template,
+    "chat_template": _template,
+    "train_on_inputs": lambda v, _: {"sft.train_on": "all" if v else "assistant"},
+    "train_on_prompt": _trained,
+    "train_on_input": lambda v, _: {"sft.train_on": "all" if v else "assistant"},
+    "assistant_only_loss": lambda v, _: {"sft.train_on": "assistant" if v else "all"},
+    "completion_only_loss": lambda v, _: {"sft.train_on": "assistant" if v else "all"},
+    "mask_history": _if({"sft.train_on": "last"}),
+    "overwrite_cache": Always("there is no stale cache"),
+    "train_sampling_strategy": lambda v, _: (
+        {"data.group_by_length": True} if v == "group_by_length" else Always("rows are shuffled")
+    ),
+    "shuffle": lambda v, _: (
+        Always("rows are shuffled")
+        if v
+        else No("rows are shuffled, unless a curriculum orders them")
+    ),
+    "special_tokens": No(
+        "the tokenizer keeps its own; trainkit.lora.adapters.resize_vocabulary adds some before a run"
+    ),
+    "padding_side": Always("right for training, left for generation"),
+    "data.seed": "train.data_seed",
+    "curriculum.enabled": lambda v, _: (
+        Always("said by its strategy") if v else {"curriculum.strategy": "none"}
+    ),
+    "truncation": lambda v, _: Always("see sft.truncation") if v is True else {"sft.truncation": v},
+    "padding": Always("to the longest row of a batch"),
+    "use_multiprocessing": Always("see data.preprocessing_num_workers"),
     # the loop
-    'micro_batch_size': 'train.per_device_train_batch_size', 'optim.type': 'optim.optim', 'optim.name': 'optim.optim', 'schedule.type': 'optim.lr_scheduler_type', 'schedule.name': 'optim.lr_scheduler_type',
-    'scheduler': 'optim.lr_scheduler_type', 'scheduler_type': 'optim.lr_scheduler_type', 'lr_schedule': 'optim.lr_scheduler_type', 'num_warmup_steps': 'optim.warmup_steps', 'optimizer_type': 'optim.optim',
-    'betas': lambda v, _: {'optim.adam_beta1': v[0], 'optim.adam_beta2': v[1]}, 'optim.eps': 'optim.adam_epsilon', 'beta1': 'optim.adam_beta1', 'beta2': 'optim.adam_beta2', 'epsilon': 'optim.adam_epsilon', 'fused': lambda v, beside: {'optim.optim': 'adamw_torch_fused'} if v and '_component_' not in beside else Always('chosen by the device'),
-    'cosine_min_lr_ratio': 'optim.min_lr_ratio', 'clip_grad_norm': lambda v, _: {'train.max_grad_norm': v or 0.0}, # torchtune clips only where it is told to
-    'bf16': _half('bf16'), 'fp16': _half('fp16'),
-     'gradient_clipping': 'train.max_grad_norm', 'grad_clip': 'train.max_grad_norm', 'gradient_clip': 'train.max_grad_norm', 'gradient_clip_val': 'train.max_grad_norm',
-    'accumulate_grad_batches': 'train.gradient_accumulation_steps', 'accumulation_steps': 'train.gradient_accumulation_steps', 'log_every_n_steps': 'train.logging_steps', 'log_steps': 'train.logging_steps', 'compile': 'train.torch_compile', 'use_compile': 'train.torch_compile', 'compile_model': 'train.torch_compile',
-    'max_steps_per_epoch': _if(No('train.max_steps counts the steps of the whole run')), 'evals_per_epoch': _every('eval'), 'saves_per_epoch': _every('save'), 'strict': Always('unknown keys are always refused'),
-    'early_stopping': _stopping, 'stopping.enabled': _stopping, 'stopping.patience': 'train.early_stopping_patience', 'stopping.threshold': 'train.early_stopping_threshold', 'stopping.metric': 'train.metric_for_best_model', 'stopping.min_delta': 'train.early_stopping_threshold',
-    'use_cpu_offload': 'train.offload_optimizer', 'offload_optimizer_states': 'train.offload_optimizer', 'empty_cache': Always('done between phases'), 'enable_activation_offloading': _if(No('trainkit.memory.offload, around the loop in Python')),
-    'resume_from_checkpoint': _if(No('is no property of a run: trainkit train --resume FOLDER')), 'auto_resume_from_checkpoints': _if(No('is no property of a run: trainkit train --resume FOLDER')), 'save_only_model': _if(No('checkpoints hold all that a resume needs; the model alone is in model/')), 'save_safetensors': Always('nothing else is written'),
-    'save_best': Always('best_model/ is always kept'), 'save_last': Always('the last checkpoint is always kept'), 'plot_loss': Always('curves are drawn from the first step on'), 'include_num_input_tokens_seen': Always('always counted'), 'ddp_timeout': Always('the default is long enough'),
-    'eval_on_start': Always('the base model is judged first'), 'disable_tqdm': lambda v, _: {'train.progress': not v}, 'compute_metrics': Always('metrics are computed'), 'average_tokens_across_devices': Always('the loss is weighted by tokens'),
+    "micro_batch_size": "train.per_device_train_batch_size",
+    "optim.type": "optim.optim",
+    "optim.name": "optim.optim",
+    "schedule.type": "optim.lr_scheduler_type",
+    "schedule.name": "optim.lr_scheduler_type",
+    "scheduler": "optim.lr_scheduler_type",
+    "scheduler_type": "optim.lr_scheduler_type",
+    "lr_schedule": "optim.lr_scheduler_type",
+    "num_warmup_steps": "optim.warmup_steps",
+    "optimizer_type": "optim.optim",
+    "betas": lambda v, _: {"optim.adam_beta1": v[0], "optim.adam_beta2": v[1]},
+    "optim.eps": "optim.adam_epsilon",
+    "beta1": "optim.adam_beta1",
+    "beta2": "optim.adam_beta2",
+    "epsilon": "optim.adam_epsilon",
+    "fused": lambda v, beside: (
+        {"optim.optim": "adamw_torch_fused"}
+        if v and "_component_" not in beside
+        else Always("chosen by the device")
+    ),
+    "cosine_min_lr_ratio": "optim.min_lr_ratio",
+    "clip_grad_norm": lambda v, _: {
+        "train.max_grad_norm": v or 0.0
+    },  # torchtune clips only where it is told to
+    "bf16": _half("bf16"),
+    "fp16": _half("fp16"),
+    "gradient_clipping": "train.max_grad_norm",
+    "grad_clip": "train.max_grad_norm",
+    "gradient_clip": "train.max_grad_norm",
+    "gradient_clip_val": "train.max_grad_norm",
+    "accumulate_grad_batches": "train.gradient_accumulation_steps",
+    "accumulation_steps": "train.gradient_accumulation_steps",
+    "log_every_n_steps": "train.logging_steps",
+    "log_steps": "train.logging_steps",
+    "compile": "train.torch_compile",
+    "use_compile": "train.torch_compile",
+    "compile_model": "train.torch_compile",
+    "max_steps_per_epoch": _if(No("train.max_steps counts the steps of the whole run")),
+    "evals_per_epoch": _every("eval"),
+    "saves_per_epoch": _every("save"),
+    "strict": Always("unknown keys are always refused"),
+    "early_stopping": _stopping,
+    "stopping.enabled": _stopping,
+    "stopping.patience": "train.early_stopping_patience",
+    "stopping.threshold": "train.early_stopping_threshold",
+    "stopping.metric": "train.metric_for_best_model",
+    "stopping.min_delta": "train.early_stopping_threshold",
+    "use_cpu_offload": "train.offload_optimizer",
+    "offload_optimizer_states": "train.offload_optimizer",
+    "empty_cache": Always("done between phases"),
+    "enable_activation_offloading": _if(No("trainkit.memory.offload, around the loop in Python")),
+    "resume_from_checkpoint": _if(No("is no property of a run: trainkit train --resume FOLDER")),
+    "auto_resume_from_checkpoints": _if(
+        No("is no property of a run: trainkit train --resume FOLDER")
+    ),
+    "save_only_model": _if(
+        No("checkpoints hold all that a resume needs; the model alone is in model/")
+    ),
+    "save_safetensors": Always("nothing else is written"),
+    "save_best": Always("best_model/ is always kept"),
+    "save_last": Always("the last checkpoint is always kept"),
+    "plot_loss": Always("curves are drawn from the first step on"),
+    "include_num_input_tokens_seen": Always("always counted"),
+    "ddp_timeout": Always("the default is long enough"),
+    "eval_on_start": Always("the base model is judged first"),
+    "disable_tqdm": lambda v, _: {"train.progress": not v},
+    "compute_metrics": Always("metrics are computed"),
+    "average_tokens_across_devices": Always("the loss is weighted by tokens"),
     # what a run tells
-    'report_to': _trackers, 'log_with': _trackers, 'use_wandb': _if({'report_to': ['wandb']}), 'use_tensorboard': _if({'report_to': ['tensorboard']}), 'wandb_project': _if(lambda v: Always(f'the environment names the project: WANDB_PROJECT={v} trainkit train …'), 'none'),
-    'wandb_name': 'name', 'wandb_run_id': 'name', 'run_name': 'name', 'wandb_entity': _if(No('WANDB_ENTITY in the environment')), 'wandb_watch': _if(No('gradients are in the log of the run')), 'wandb_log_model': _if(No('weights stay here')),
-    'tensorboard_dir': 'logging_dir', 'log_level': Always('the log has everything'), 'log_dir': Always('logs are in the folder of the run'),
-    'logging_dir': Always('logs are in the folder of the run'), 'logging_strategy': Always('see train.logging_steps'),
-    'checkpointer.output_dir': 'train.output_dir', 'checkpointer.checkpoint_dir': _MODEL, 'checkpointer.checkpoint_files': Always('told by the index of the folder'), 'checkpointer.recipe_checkpoint': Always('trainkit train --resume FOLDER'), 'checkpointer.model_type': Always('told by the model itself'),
-    'optim._component_': _component('optim'), 'schedule._component_': _component('schedule'), 'model._component_': _component('model'), 'data._component_': _component('data'), '_component_': _component(''), 'profiler': Always('off'), 'loss': Always('the loss is that of the method'),
+    "report_to": _trackers,
+    "log_with": _trackers,
+    "use_wandb": _if({"report_to": ["wandb"]}),
+    "use_tensorboard": _if({"report_to": ["tensorboard"]}),
+    "wandb_project": _if(
+        lambda v: Always(f"the environment names the project: WANDB_PROJECT={v} trainkit train …"),
+        "none",
+    ),
+    "wandb_name": "name",
+    "wandb_run_id": "name",
+    "run_name": "name",
+    "wandb_entity": _if(No("WANDB_ENTITY in the environment")),
+    "wandb_watch": _if(No("gradients are in the log of the run")),
+    "wandb_log_model": _if(No("weights stay here")),
+    "tensorboard_dir": "logging_dir",
+    "log_level": Always("the log has everything"),
+    "log_dir": Always("logs are in the folder of the run"),
+    "logging_dir": Always("logs are in the folder of the run"),
+    "logging_strategy": Always("see train.logging_steps"),
+    "checkpointer.output_dir": "train.output_dir",
+    "checkpointer.checkpoint_dir": _MODEL,
+    "checkpointer.checkpoint_files": Always("told by the index of the folder"),
+    "checkpointer.recipe_checkpoint": Always("trainkit train --resume FOLDER"),
+    "checkpointer.model_type": Always("told by the model itself"),
+    "optim._component_": _component("optim"),
+    "schedule._component_": _component("schedule"),
+    "model._component_": _component("model"),
+    "data._component_": _component("data"),
+    "_component_": _component(""),
+    "profiler": Always("off"),
+    "loss": Always("the loss is that of the method"),
     # preferences
-    'pref_beta': 'dpo.beta', 'pref_loss': _preference, 'pref_ftx': lambda v, beside: Always('is a weight in dpo.loss_weights') if 'pref_loss' in beside or not v else _preference('sigmoid', dict(pref_ftx=v)),
-    'dpo_label_smoothing': 'dpo.label_smoothing', 'kto_chosen_weight': 'dpo.desirable_weight', 'kto_rejected_weight': 'dpo.undesirable_weight', 'ppo_whiten_rewards': 'rl.whiten_rewards',
-    'early_stopping_steps': 'train.early_stopping_patience', 'disable_gradient_checkpointing': lambda v, _: {'model.gradient_checkpointing': not v}, 'quantization_type': 'quant.quant_type',
-    'additional_target': lambda v, _: {'lora.modules_to_save': split_list(v) if isinstance(v, str) else v}, 'pissa_init': _if({'lora.init_lora_weights': 'pissa'}), 'lr_scheduler_kwargs': _schedule_knobs, 'lr_scheduler_type': _schedule,
-    'use_muon': _if({'optim.optim': 'muon'}), 'optim': lambda v, beside: Always('said by use_muon') if beside.get('use_muon') else {'optim.optim': v}, 'dpo_beta': 'dpo.beta', 'rl_beta': 'dpo.beta', 'max_prompt_length': 'dpo.max_prompt_length', 'max_completion_length': 'rl.max_completion_length',
-    'use_auxiliary_loss': _if(No('an objective of your own is a function: Trainer(model, objective, …)')), 'auxiliary_loss_weight': Always('see use_auxiliary_loss'),
-    'ref_model': Always('the reference is the model as it began'), 'precompute_ref_log_probs': 'dpo.precompute_ref_log_probs',
+    "pref_beta": "dpo.beta",
+    "pref_loss": _preference,
+    "pref_ftx": lambda v, beside: (
+        Always("is a weight in dpo.loss_weights")
+        if "pref_loss" in beside or not v
+        else _preference("sigmoid", dict(pref_ftx=v))
+    ),
+    "dpo_label_smoothing": "dpo.label_smoothing",
+    "kto_chosen_weight": "dpo.desirable_weight",
+    "kto_rejected_weight": "dpo.undesirable_weight",
+    "ppo_whiten_rewards": "rl.whiten_rewards",
+    "early_stopping_steps": "train.early_stopping_patience",
+    "disable_gradient_checkpointing": lambda v, _: {"model.gradient_checkpointing": not v},
+    "quantization_type": "quant.quant_type",
+    "additional_target": lambda v, _: {
+        "lora.modules_to_save": split_list(v) if isinstance(v, str) else v
+    },
+    "pissa_init": _if({"lora.init_lora_weights": "pissa"}),
+    "lr_scheduler_kwargs": _schedule_knobs,
+    "lr_scheduler_type": _schedule,
+    "use_muon": _if({"optim.optim": "muon"}),
+    "optim": lambda v, beside: (
+        Always("said by use_muon") if beside.get("use_muon") else {"optim.optim": v}
+    ),
+    "dpo_beta": "dpo.beta",
+    "rl_beta": "dpo.beta",
+    "max_prompt_length": "dpo.max_prompt_length",
+    "max_completion_length": "rl.max_completion_length",
+    "use_auxiliary_loss": _if(
+        No("an objective of your own is a function: Trainer(model, objective, …)")
+    ),
+    "auxiliary_loss_weight": Always("see use_auxiliary_loss"),
+    "ref_model": Always("the reference is the model as it began"),
+    "precompute_ref_log_probs": "dpo.precompute_ref_log_probs",
 }
 
-_LACKS = '''lr_scheduler_kwargs optim_args optim_target_modules label_smoothing_factor liger_kernel_config neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size
+_LACKS = """lr_scheduler_kwargs optim_args optim_target_modules label_smoothing_factor liger_kernel_config neftune_noise_alpha torch_empty_cache_steps auto_find_batch_size
     log_on_each_node log_level_replica project trackio_space_id eval_delay prediction_loss_only include_for_metrics batch_eval_metrics save_on_each_node enable_jit_checkpoint
     hub_revision ignore_data_skip restore_callback_states_from_checkpoint accelerator_config parallelism_config dataloader_drop_last dataloader_persistent_workers dataloader_prefetch_factor
     label_names ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph debug skip_memory_metrics do_predict sortish_sampler predict_with_generate
     generation_max_length generation_num_beams model_init_kwargs router_aux_loss_coef dataset_kwargs pad_to_multiple_of precompute_ref_batch_size use_weighting sync_ref_model ref_model_mixup_alpha
     ref_model_sync_steps steps_per_generation generation_kwargs chat_template_kwargs cache_implementation mask_truncated_completions top_entropy_quantile log_completions
     num_completions_to_print dataset_streaming streaming layer_replication loftq_config eva_config corda_config trainable_token_indices target_parameters megatron_config ensure_weight_tying
-    mixture_of_depths use_badam use_galore use_apollo use_adam_mini use_llama_pro shift_attn moe_aux_loss_coef freeze_vision_tower compute_accuracy'''.split() # of transformers, TRL, PEFT and LLaMA-Factory
-_LACK = 'has no like here: leave it out, or run the config by the library that it is from'
+    mixture_of_depths use_badam use_galore use_apollo use_adam_mini use_llama_pro shift_attn moe_aux_loss_coef freeze_vision_tower compute_accuracy""".split()  # of transformers, TRL, PEFT and LLaMA-Factory
+_LACK = "has no like here: leave it out, or run the config by the library that it is from"
 WORDS |= {word: _if(No(_LACK)) for word in _LACKS if word not in WORDS}
-WORDS |= {word: _if(No('vLLM is a library of its own: rollouts are written by the model that learns')) for word in ('use_vllm', 'vllm_mode', 'vllm_gpu_memory_utilization', 'vllm_server_host', 'vllm_server_port', 'vllm_tensor_parallel_size')}
-WORDS |= {'use_liger_kernel': _if(No('is a library of its own; the loss is computed in pieces here as well')), 'use_cpu': _if(No('is said before the command: ACCELERATE_USE_CPU=true trainkit train …')),
-          'full_determinism': Always('a run on one device is the same for the same seed'), 'bf16_full_eval': Always('held-out rows are read in the precision of the run'), 'fp16_full_eval': Always('held-out rows are read in the precision of the run'),
-          'logging_nan_inf_filter': Always('see train.on_nan'), 'ddp_backend': Always('follows from the device'), 'local_rank': Always('the launcher sets it'), 'padding_free': Always('see sft.packing'),
-          'eval_packing': Always('held-out rows are not packed'), 'shuffle_dataset': Always('rows are shuffled'), 'activation_offloading': _if(No('trainkit.memory.offload, around the loop in Python')), 'disable_dropout': _if(No('model.dropout is 0 unless you set it')),
-          'truncation_mode': lambda v, _: {'sft.truncation': v} if v in ('keep_end', 'keep_start') else No('must be keep_end or keep_start'), 'chat_template_path': 'sft.template', 'eos_token': Always('comes with the chat format'), 'pad_token': Always('comes with the tokenizer'),
-          'center_rewards_coefficient': _if(No('is an argument in Python, and no knob: reward_objective(center=0.01)')), 'generation_batch_size': No('is rl.num_prompts times rl.num_generations here'), 'model_revision': Always('the folder of the model holds one revision'), 'revision': Always('the folder of the model holds one revision'),
-          **dict.fromkeys(('data_path', 'dataset_path', 'train_data_path', 'train_data'), 'data.path'), 'ignore_bias_buffers': Always('DistributedDataParallel is never told of them'),
-          'reward_funcs': _rewards, 'reward_model': _rewards, 'reward_model_name_or_path': _rewards, 'base_model_name_or_path': _MODEL, 'max_samples': 'data.max_examples', 'peft_version': Always('a label'), 'auto_mapping': Always('told by the model itself'), 'hub_always_push': Always('see hub.hub_strategy'),
-          'fsdp': _if(No('is about processes: trainkit launch FILE --processes N --strategy fsdp')), 'deepspeed': _if(No('is about processes: trainkit launch FILE --processes N --strategy zero2'))}
+WORDS |= {
+    word: _if(No("vLLM is a library of its own: rollouts are written by the model that learns"))
+    for word in (
+        "use_vllm",
+        "vllm_mode",
+        "vllm_gpu_memory_utilization",
+        "vllm_server_host",
+        "vllm_server_port",
+        "vllm_tensor_parallel_size",
+    )
+}
+WORDS |= {
+    "use_liger_kernel": _if(
+        No("is a library of its own; the loss is computed in pieces here as well")
+    ),
+    "use_cpu": _if(No("is said before the command: ACCELERATE_USE_CPU=true trainkit train …")),
+    "full_determinism": Always("a run on one device is the same for the same seed"),
+    "bf16_full_eval": Always("held-out rows are read in the precision of the run"),
+    "fp16_full_eval": Always("held-out rows are read in the precision of the run"),
+    "logging_nan_inf_filter": Always("see train.on_nan"),
+    "ddp_backend": Always("follows from the device"),
+    "local_rank": Always("the launcher sets it"),
+    "padding_free": Always("see sft.packing"),
+    "eval_packing": Always("held-out rows are not packed"),
+    "shuffle_dataset": Always("rows are shuffled"),
+    "activation_offloading": _if(No("trainkit.memory.offload, around the loop in Python")),
+    "disable_dropout": _if(No("model.dropout is 0 unless you set it")),
+    "truncation_mode": lambda v, _: (
+        {"sft.truncation": v}
+        if v in ("keep_end", "keep_start")
+        else No("must be keep_end or keep_start")
+    ),
+    "chat_template_path": "sft.template",
+    "eos_token": Always("comes with the chat format"),
+    "pad_token": Always("comes with the tokenizer"),
+    "center_rewards_coefficient": _if(
+        No("is an argument in Python, and no knob: reward_objective(center=0.01)")
+    ),
+    "generation_batch_size": No("is rl.num_prompts times rl.num_generations here"),
+    "model_revision": Always("the folder of the model holds one revision"),
+    "revision": Always("the folder of the model holds one revision"),
+    **dict.fromkeys(("data_path", "dataset_path", "train_data_path", "train_data"), "data.path"),
+    "ignore_bias_buffers": Always("DistributedDataParallel is never told of them"),
+    "reward_funcs": _rewards,
+    "reward_model": _rewards,
+    "reward_model_name_or_path": _rewards,
+    "base_model_name_or_path": _MODEL,
+    "max_samples": "data.max_examples",
+    "peft_version": Always("a label"),
+    "auto_mapping": Always("told by the model itself"),
+    "hub_always_push": Always("see hub.hub_strategy"),
+    "fsdp": _if(No("is about processes: trainkit launch FILE --processes N --strategy fsdp")),
+    "deepspeed": _if(No("is about processes: trainkit launch FILE --processes N --strategy zero2")),
+}
 
-CONTEXTS = {'lora': 'lora', 'lora_config': 'lora', 'loraconfig': 'lora', 'peft': 'lora', 'peft_config': 'lora', 'method': 'lora', 'adapter_config': 'lora', 'quantization': 'quant', 'quantization_config': 'quant', 'quant': 'quant',
-            'bnb_config': 'quant', 'bitsandbytes': 'quant', 'bitsandbytesconfig': 'quant', 'model': 'model', 'model_config': 'model', 'modelconfig': 'model', 'architecture': 'model', 'base_model': 'base', 'from_pretrained': 'base',
-            'data': 'data', 'dataset': 'data', 'dataset_config': 'data', 'data_config': 'data', 'dataconfig': 'data', 'load_dataset': 'data', 'tokenizer': 'tokenizer', 'tokenizer_config': 'tokenizer', 'optimizer': 'optim', 'optim': 'optim', 'optimizer_config': 'optim',
-            'scheduler': 'schedule', 'lr_scheduler': 'schedule', 'early_stopping': 'stopping', 'earlystoppingcallback': 'stopping', 'curriculum': 'curriculum', 'curriculum_learning': 'curriculum', 'dpo': 'dpo', 'dpoconfig': 'dpo', 'dpo_config': 'dpo',
-            'fine_tuner': 'fine_tuner', 'checkpointer': 'checkpointer', 'metric_logger': 'metric_logger', 'training': 'train', 'train': 'train', 'training_args': 'train', 'trainingarguments': 'train', 'sampling': 'sampling', 'generation': 'sampling', 'sft': 'sft'}
+CONTEXTS = {
+    "lora": "lora",
+    "lora_config": "lora",
+    "loraconfig": "lora",
+    "peft": "lora",
+    "peft_config": "lora",
+    "method": "lora",
+    "adapter_config": "lora",
+    "quantization": "quant",
+    "quantization_config": "quant",
+    "quant": "quant",
+    "bnb_config": "quant",
+    "bitsandbytes": "quant",
+    "bitsandbytesconfig": "quant",
+    "model": "model",
+    "model_config": "model",
+    "modelconfig": "model",
+    "architecture": "model",
+    "base_model": "base",
+    "from_pretrained": "base",
+    "data": "data",
+    "dataset": "data",
+    "dataset_config": "data",
+    "data_config": "data",
+    "dataconfig": "data",
+    "load_dataset": "data",
+    "tokenizer": "tokenizer",
+    "tokenizer_config": "tokenizer",
+    "optimizer": "optim",
+    "optim": "optim",
+    "optimizer_config": "optim",
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "early_stopping": "stopping",
+    "earlystoppingcallback": "stopping",
+    "curriculum": "curriculum",
+    "curriculum_learning": "curriculum",
+    "dpo": "dpo",
+    "dpoconfig": "dpo",
+    "dpo_config": "dpo",
+    "fine_tuner": "fine_tuner",
+    "checkpointer": "checkpointer",
+    "metric_logger": "metric_logger",
+    "training": "train",
+    "train": "train",
+    "training_args": "train",
+    "trainingarguments": "train",
+    "sampling": "sampling",
+    "generation": "sampling",
+    "sft": "sft",
+}
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #33505646
-_FIRST = {'seed': 'train', 'dropout': 'model', 'bias': 'model', 'r': 'lora', 'path': 'data', 'beta': 'dpo', 'loss_type': 'dpo', 'lora_dropout': 'lora', 'alpha': 'lora', 'max_length': 'data', 'num_workers': 'data',
-          'max_new_tokens': 'sampling', 'temperature': 'sampling', 'top_p': 'sampling', 'top_k': 'sampling', 'eval_batch_size': 'train', 'batch_size': 'train', 'learning_rate': 'optim', 'gradient_checkpointing': 'model', 'train_on': 'sft', 'reasoning': 'sft'}
+_FIRST = {
+    "seed": "train",
+    "dropout": "model",
+    "bias": "model",
+    "r": "lora",
+    "path": "data",
+    "beta": "dpo",
+    "loss_type": "dpo",
+    "lora_dropout": "lora",
+    "alpha": "lora",
+    "max_length": "data",
+    "num_workers": "data",
+    "max_new_tokens": "sampling",
+    "temperature": "sampling",
+    "top_p": "sampling",
+    "top_k": "sampling",
+    "eval_batch_size": "train",
+    "batch_size": "train",
+    "learning_rate": "optim",
+    "gradient_checkpointing": "model",
+    "train_on": "sft",
+    "reasoning": "sft",
+}
+
 
 @cache
-def _homes() -> dict[str, dict[str, str]]: # name -> group -> knob
+def _homes() -> dict[str, dict[str, str]]:  # name -> group -> knob
     found: dict[str, dict[str, str]] = {}
     for k in declared(RunConfig):
         for name in (k.name, *k.aliases):
-            if not is_dataclass(k.type): found.setdefault(name, {})[''] = k.name
+            if not is_dataclass(k.type):
+                found.setdefault(name, {})[""] = k.name
         for inner in declared(k.type) if is_dataclass(k.type) else ():
-            for name in (inner.name, *inner.aliases): found.setdefault(name, {})[k.name] = inner.name
+            for name in (inner.name, *inner.aliases):
+                found.setdefault(name, {})[k.name] = inner.name
     return found
 
+
 def look_up(
-    key: str, # A word
+    key: str,  # A word
     value: Any,
-    above: tuple[str, ...] = (), # The names above it
-    beside: Mapping[str, Any] = {}, # What stands with it # noqa: B006
+    above: tuple[str, ...] = (),  # The names above it
+    beside: Mapping[str, Any] = {},  # What stands with it # noqa: B006
 ) -> Meaning:
     "What a setting means here."
     places = [CONTEXTS[name.lower()] for name in reversed(above) if name.lower() in CONTEXTS]
-    homes, elsewhere = _homes().get(key, {}), getattr(next(k.type for k in declared(RunConfig) if k.name == 'train'), 'ELSEWHERE', {})
-    word: Any = next((WORDS[f'{p}.{key}'] for p in places if f'{p}.{key}' in WORDS), None)
-    inside = next((p for p in places if p in homes and p != 'train'), None)
-    if word is None and inside and key not in ('target_modules', 'attention'): word = f'{inside}.{homes[inside]}'
-    if word is None: word = WORDS.get(key)
-    if isinstance(word, str) and not isinstance(word, (No, Always)) and word in WORDS and word not in homes: return look_up(word, value)
+    homes, elsewhere = (
+        _homes().get(key, {}),
+        getattr(next(k.type for k in declared(RunConfig) if k.name == "train"), "ELSEWHERE", {}),
+    )
+    word: Any = next((WORDS[f"{p}.{key}"] for p in places if f"{p}.{key}" in WORDS), None)
+    inside = next((p for p in places if p in homes and p != "train"), None)
+    if word is None and inside and key not in ("target_modules", "attention"):
+        word = f"{inside}.{homes[inside]}"
+    if word is None:
+        word = WORDS.get(key)
+    if (
+        isinstance(word, str)
+        and not isinstance(word, (No, Always))
+        and word in WORDS
+        and word not in homes
+    ):
+        return look_up(word, value)
     if word is None and homes:
-        group = '' if '' in homes else next(iter(homes)) if len(homes) == 1 else next((p for p in places if p in homes), _FIRST.get(key, ''))
-        word = f'{group}.{homes[group]}'.lstrip('.') if group in homes else No(f'could be meant for {" or ".join(homes)}: put it into its group')
+        group = (
+            ""
+            if "" in homes
+            else next(iter(homes))
+            if len(homes) == 1
+            else next((p for p in places if p in homes), _FIRST.get(key, ""))
+        )
+        word = (
+            f"{group}.{homes[group]}".lstrip(".")
+            if group in homes
+            else No(f"could be meant for {' or '.join(homes)}: put it into its group")
+        )
     if word is None and callable(elsewhere.get(key)):
         meant = elsewhere[key](value)
-        return No(meant) if isinstance(meant, str) else {f'train.{k}': v for k, v in meant.items()} or Always('as it is by default')
-    if word is None and key in elsewhere: return No(elsewhere[key])
-    if word is None: return No(f'is not known.{nearest(key, [*_homes(), *(w for w in WORDS if "." not in w)])}' if value is not None else 'is not known, and empty')
-    if isinstance(word, (No, Always)): return word
-    if callable(word): return cast(Meaning, word(value, beside))
-    return Always('empty is the default') if value is None else {str(word): value}
+        return (
+            No(meant)
+            if isinstance(meant, str)
+            else {f"train.{k}": v for k, v in meant.items()} or Always("as it is by default")
+        )
+    if word is None and key in elsewhere:
+        return No(elsewhere[key])
+    if word is None:
+        return No(
+            f"is not known.{nearest(key, [*_homes(), *(w for w in WORDS if '.' not in w)])}"
+            if value is not None
+            else "is not known, and empty"
+        )
+    if isinstance(word, (No, Always)):
+        return word
+    if callable(word):
+        return cast(Meaning, word(value, beside))
+    return Always("empty is the default") if value is None else {str(word): value}
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #5d1f0a02
 @cache
-def _kinds() -> dict[str, Any]: # 'group.knob' -> its declared type
-    return {f'{k.name}.{inner.name}' if is_dataclass(k.type) else k.name: inner.type
-            for k in declared(RunConfig) for inner in (declared(k.type) if is_dataclass(k.type) else (k,))}
+def _kinds() -> dict[str, Any]:  # 'group.knob' -> its declared type
+    return {
+        f"{k.name}.{inner.name}" if is_dataclass(k.type) else k.name: inner.type
+        for k in declared(RunConfig)
+        for inner in (declared(k.type) if is_dataclass(k.type) else (k,))
+    }
+
 
 def takes_list(
-    word: str, # Of any library
+    word: str,  # Of any library
 ) -> bool:
     "Whether a word takes several values, as in `--lora_target_modules q_proj v_proj`."
-    meaning = _tried(word, 'x')
-    return isinstance(meaning, dict) and any('list' in str(_kinds().get(k, '')) for k in meaning)
+    meaning = _tried(word, "x")
+    return isinstance(meaning, dict) and any("list" in str(_kinds().get(k, "")) for k in meaning)
+
 
 def _tried(word: str, value: Any) -> Meaning:
-    try: return look_up(word, value)
-    except (TypeError, ValueError, LookupError, AttributeError): return No(f'has a value that it does not take: {value!r}')
+    try:
+        return look_up(word, value)
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return No(f"has a value that it does not take: {value!r}")
+
 
 def flag_changes(
-    flags: Sequence[tuple[str, str | None]], # Words of any library with their text; None where nothing was said
-) -> tuple[list[str], list[str]]: # `group.knob=value` each, and notes; raises `ValueError` for what has no like here
+    flags: Sequence[
+        tuple[str, str | None]
+    ],  # Words of any library with their text; None where nothing was said
+) -> tuple[
+    list[str], list[str]
+]:  # `group.knob=value` each, and notes; raises `ValueError` for what has no like here
     "Flags as other libraries spell them, such as `--per_device_train_batch_size 4`, as changes to a config."
     changes, notes, naming = [], [], {}
     for word, text in flags:
         value: Any = True
         if text is not None:
             value = text
-            with suppress(ConfigError, KeyError): value = parse_config(f'it: {text}')[0]['it']
+            with suppress(ConfigError, KeyError):
+                value = parse_config(f"it: {text}")[0]["it"]
         meaning = {word: value} if word in _kinds() else _tried(word, value)
-        if isinstance(meaning, No): raise ValueError(f'--{word}{"" if text is None else " " + text}: {meaning}')
-        if isinstance(meaning, Always): notes.append(f'--{word}: {meaning}')
+        if isinstance(meaning, No):
+            raise ValueError(f"--{word}{'' if text is None else ' ' + text}: {meaning}")
+        if isinstance(meaning, Always):
+            notes.append(f"--{word}: {meaning}")
         else:
             for knob_name, said in meaning.items():
-                if knob_name[0] == '@': naming[knob_name[1:]] = said
-                elif text is None and said is True and _kinds().get(knob_name.lstrip('?'), bool) not in (bool, bool | None): raise ValueError(f'--{word}: give a value, as in {knob_name.lstrip("?")}=VALUE')
+                if knob_name[0] == "@":
+                    naming[knob_name[1:]] = said
+                elif (
+                    text is None
+                    and said is True
+                    and _kinds().get(knob_name.lstrip("?"), bool) not in (bool, bool | None)
+                ):
+                    raise ValueError(f"--{word}: give a value, as in {knob_name.lstrip('?')}=VALUE")
                 else:
-                    shared = len(_homes().get(word, ())) > 1 and len(meaning) == 1 # Whose it is, the method decides
-                    changes.append(f'{word if shared else knob_name.lstrip("?")}={text if said is value and text is not None else json.dumps(said)}')
-    if set(naming) == {'use_lora'}: changes.append(f"use_lora={json.dumps(naming['use_lora'])}")
-    elif naming: changes += _flat(lora_words(method_words(naming)))
+                    shared = (
+                        len(_homes().get(word, ())) > 1 and len(meaning) == 1
+                    )  # Whose it is, the method decides
+                    changes.append(
+                        f"{word if shared else knob_name.lstrip('?')}={text if said is value and text is not None else json.dumps(said)}"
+                    )
+    if set(naming) == {"use_lora"}:
+        changes.append(f"use_lora={json.dumps(naming['use_lora'])}")
+    elif naming:
+        changes += _flat(lora_words(method_words(naming)))
     return changes, notes
 
-def _flat(data: Mapping, above: str = '') -> list[str]:
-    return [change for k, v in data.items() for change in (_flat(v, f'{above}{k}.') if isinstance(v, Mapping) else [f'{above}{k}={json.dumps(v)}'])]
+
+def _flat(data: Mapping, above: str = "") -> list[str]:
+    return [
+        change
+        for k, v in data.items()
+        for change in (
+            _flat(v, f"{above}{k}.") if isinstance(v, Mapping) else [f"{above}{k}={json.dumps(v)}"]
+        )
+    ]
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #612e8c14
-METHOD_GROUPS = {'from_scratch', 'pretrain', 'sft', 'lora', 'qlora', 'freeze', 'full', 'dpo', 'reward', 'ppo', 'grpo', 'rloo', 'kto'}
-_TRAINING = {'training', 'train', 'training_config'}
+METHOD_GROUPS = {
+    "from_scratch",
+    "pretrain",
+    "sft",
+    "lora",
+    "qlora",
+    "freeze",
+    "full",
+    "dpo",
+    "reward",
+    "ppo",
+    "grpo",
+    "rloo",
+    "kto",
+}
+_TRAINING = {"training", "train", "training_config"}
+
 
 def method_group(
     path: tuple[str, ...],
-) -> str: # '' if there is none
+) -> str:  # '' if there is none
     "The method for which a setting is meant, if it stands in a method's own group."
-    return next((b for a, b in zip(path, path[1:-1], strict=False) if a in _TRAINING and b in METHOD_GROUPS), '')
+    return next(
+        (
+            b
+            for a, b in zip(path, path[1:-1], strict=False)
+            if a in _TRAINING and b in METHOD_GROUPS
+        ),
+        "",
+    )
+
 
 def device_group(
     path: tuple[str, ...],
-) -> str: # 'cuda', 'mps', 'cpu' or ''
+) -> str:  # 'cuda', 'mps', 'cpu' or ''
     "The device for which a setting is meant."
-    return next((b for a, b in zip(path, path[1:-1], strict=False) if a == 'optimization' and b in ('cuda', 'mps', 'cpu')), '')
+    return next(
+        (
+            b
+            for a, b in zip(path, path[1:-1], strict=False)
+            if a == "optimization" and b in ("cuda", "mps", "cpu")
+        ),
+        "",
+    )
+
 
 def height(
     path: tuple[str, ...],
-) -> int: # The higher wins
+) -> int:  # The higher wins
     "How much a setting counts, by where it stands."
-    if device_group(path): return 3
-    if method_group(path): return 2
+    if device_group(path):
+        return 3
+    if method_group(path):
+        return 2
     return 0 if len(path) == 2 and path[0] in _TRAINING else 1
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #7d323e04
 class SettingVerdict(NamedTuple):
     "What became of one setting."
-    setting: str # Its name in the file, dotted
+
+    setting: str  # Its name in the file, dotted
     value: Any
-    verdict: str # 'kept', 'renamed', 'replaced' or 'refused'
-    becomes: str # Knobs and values, or nothing
-    why: str = ''
+    verdict: str  # 'kept', 'renamed', 'replaced' or 'refused'
+    becomes: str  # Knobs and values, or nothing
+    why: str = ""
     line: int | None = None
+
 
 @dataclass
 class Translation:
     "What became of every setting of a config."
-    rows: list[SettingVerdict] = field(default_factory=list)
-    given: dict[str, Any] = field(default_factory=dict, repr=False) # What a file of this kit would say
-    launch: LaunchConfig | None = None # Where the file speaks of several processes
 
-    def named(self, verdict: str) -> list[SettingVerdict]: return [row for row in self.rows if row.verdict == verdict]
+    rows: list[SettingVerdict] = field(default_factory=list)
+    given: dict[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # What a file of this kit would say
+    launch: LaunchConfig | None = None  # Where the file speaks of several processes
+
+    def named(self, verdict: str) -> list[SettingVerdict]:
+        return [row for row in self.rows if row.verdict == verdict]
 
     @property
-    def command(self) -> str: # With FILE for the file
+    def command(self) -> str:  # With FILE for the file
         "How to start the run."
-        if self.launch is None or self.launch.world_size == 1: return 'trainkit train FILE'
-        return f'trainkit launch FILE --processes {self.launch.num_processes} --strategy {self.launch.strategy}' + f' --nodes {self.launch.num_nodes}'*(self.launch.num_nodes > 1)
+        if self.launch is None or self.launch.world_size == 1:
+            return "trainkit train FILE"
+        return (
+            f"trainkit launch FILE --processes {self.launch.num_processes} --strategy {self.launch.strategy}"
+            + f" --nodes {self.launch.num_nodes}" * (self.launch.num_nodes > 1)
+        )
 
     def table(self) -> list[dict]:
-        return [dict(line=r.line or '', setting=r.setting, value=str(r.value), verdict=r.verdict, becomes=r.becomes, why=r.why) for r in self.rows]
+        return [
+            dict(
+                line=r.line or "",
+                setting=r.setting,
+                value=str(r.value),
+                verdict=r.verdict,
+                becomes=r.becomes,
+                why=r.why,
+            )
+            for r in self.rows
+        ]
 
     def __str__(self) -> str:
-        count = ', '.join(f'{len(found)} {v}' for v in ('kept', 'renamed', 'replaced', 'refused') if (found := self.named(v)))
-        lines = text_table([{k: v for k, v in row.items() if k != 'why'} for row in self.table()], 60).splitlines()
-        wide = max(map(len, lines), default=0) # The reasons are never cut
-        shown = [f'{line.ljust(wide)}  {why}'.rstrip() for line, why in zip(lines, ['why', *(r.why for r in self.rows)], strict=False)]
-        return '\n'.join([*shown, f'{count}. Start it with: {self.command}'])
+        count = ", ".join(
+            f"{len(found)} {v}"
+            for v in ("kept", "renamed", "replaced", "refused")
+            if (found := self.named(v))
+        )
+        lines = text_table(
+            [{k: v for k, v in row.items() if k != "why"} for row in self.table()], 60
+        ).splitlines()
+        wide = max(map(len, lines), default=0)  # The reasons are never cut
+        shown = [
+            f"{line.ljust(wide)}  {why}".rstrip()
+            for line, why in zip(lines, ["why", *(r.why for r in self.rows)], strict=False)
+        ]
+        return "\n".join([*shown, f"{count}. Start it with: {self.command}"])
 
-    def _repr_html_(self) -> str: return table(self.table())._repr_html_()
+    def _repr_html_(self) -> str:
+        return table(self.table())._repr_html_()
 
 # %% ../../nbs/11_recipes/04_convert_configs.ipynb #6a7f2e0b
-_LAUNCH = {'use_deepspeed', 'deepspeed', 'deepspeed_config', 'distributed', 'num_gpus', 'world_size', 'distributed_backend', 'zero_stage',
-           'offload_optimizer', 'offload_param', 'nproc_per_node', 'num_processes', 'num_nodes', 'fsdp', 'fsdp_config', 'n_gpu'}
+_LAUNCH = {
+    "use_deepspeed",
+    "deepspeed",
+    "deepspeed_config",
+    "distributed",
+    "num_gpus",
+    "world_size",
+    "distributed_backend",
+    "zero_stage",
+    "offload_optimizer",
+    "offload_param",
+    "nproc_per_node",
+    "num_processes",
+    "num_nodes",
+    "fsdp",
+    "fsdp_config",
+    "n_gpu",
+}
 
-_COUNTS = {'num_processes', 'num_gpus', 'world_size'}
+_COUNTS = {"num_processes", "num_gpus", "world_size"}
 
-def _processes(settings: list[Setting], report: Translation) -> tuple[list[Setting], dict[str, Any]]:
+
+def _processes(
+    settings: list[Setting], report: Translation
+) -> tuple[list[Setting], dict[str, Any]]:
     "Take out what is said about processes; what that says about the run."
-    mine = [s for s in settings if {*s.path[-2:]} & _LAUNCH and s.value is not None and not isinstance(s.value, Computed) and s.name != 'deepspeed.enabled']
+    mine = [
+        s
+        for s in settings
+        if {*s.path[-2:]} & _LAUNCH
+        and s.value is not None
+        and not isinstance(s.value, Computed)
+        and s.name != "deepspeed.enabled"
+    ]
     said: dict[str, Any] = {}
     for s in mine:
         key, value = s.path[-1], s.value
-        key = {'enabled': 'distributed', 'backend': 'distributed_backend', 'nproc_per_node': 'num_gpus', 'n_gpu': 'num_gpus'}.get(key, key)
-        if key in ('fsdp', 'fsdp_config'): key, value = 'strategy', 'fsdp'
-        if value is False and key in ('distributed', 'use_deepspeed', 'deepspeed', 'offload_optimizer', 'offload_param'): continue
-        if said.setdefault(key, value) != value: raise ConfigError([Problem(s.name, value, f'stands there twice, also as {said[key]}', s.line)], 'processes')
-    why, rest, notes, how = '', {}, [], 'the launcher shares out the work'
+        key = {
+            "enabled": "distributed",
+            "backend": "distributed_backend",
+            "nproc_per_node": "num_gpus",
+            "n_gpu": "num_gpus",
+        }.get(key, key)
+        if key in ("fsdp", "fsdp_config"):
+            key, value = "strategy", "fsdp"
+        if value is False and key in (
+            "distributed",
+            "use_deepspeed",
+            "deepspeed",
+            "offload_optimizer",
+            "offload_param",
+        ):
+            continue
+        if said.setdefault(key, value) != value:
+            raise ConfigError(
+                [Problem(s.name, value, f"stands there twice, also as {said[key]}", s.line)],
+                "processes",
+            )
+    why, rest, notes, how = "", {}, [], "the launcher shares out the work"
     if said:
-        try: report.launch, rest = _launch(said, notes)
+        try:
+            report.launch, rest = _launch(said, notes)
         except (ConfigError, FileNotFoundError, ValueError, TypeError, AttributeError) as error:
-            why = '; '.join(p.remedy for p in getattr(error, 'problems', [])) or str(error)
-        more = {k: v for k, v in (report.launch.deepspeed if report.launch else {}).items() if k != 'zero_optimization' or set(v) - {'stage'}}
-        if more: notes.append(Problem('', json.dumps(more), f"is DeepSpeed's own: add `deepspeed: {json.dumps(more)}` to the file that trainkit launch gets"))
+            why = "; ".join(p.remedy for p in getattr(error, "problems", [])) or str(error)
+        more = {
+            k: v
+            for k, v in (report.launch.deepspeed if report.launch else {}).items()
+            if k != "zero_optimization" or set(v) - {"stage"}
+        }
+        if more:
+            notes.append(
+                Problem(
+                    "",
+                    json.dumps(more),
+                    f"is DeepSpeed's own: add `deepspeed: {json.dumps(more)}` to the file that trainkit launch gets",
+                )
+            )
         if not why and not _COUNTS & {*said} and report.launch and report.launch.world_size > 1:
-            how = f'the launcher shares out the work; how many processes is not said: {report.launch.num_processes} by its batch, else one for each GPU, two at least'
-    knobs = {f'{group}.{key}': value for group, inner in rest.items() for key, value in inner.items()}
+            how = f"the launcher shares out the work; how many processes is not said: {report.launch.num_processes} by its batch, else one for each GPU, two at least"
+    knobs = {
+        f"{group}.{key}": value for group, inner in rest.items() for key, value in inner.items()
+    }
     for s in mine:
-        report.rows.append(SettingVerdict(s.name, s.value, 'refused' if why else 'replaced', '' if why else report.command, why or how, s.line))
-        if s.path[-1] in ('deepspeed', 'deepspeed_config'): report.rows += [SettingVerdict(s.name, v, 'replaced', f'{k} = {v}', '', s.line) for k, v in knobs.items()]
+        report.rows.append(
+            SettingVerdict(
+                s.name,
+                s.value,
+                "refused" if why else "replaced",
+                "" if why else report.command,
+                why or how,
+                s.line,
+            )
+        )
+        if s.path[-1] in ("deepspeed", "deepspeed_config"):
+            report.rows += [
+                SettingVerdict(s.name, v, "replaced", f"{k} = {v}", "", s.line)
+                for k, v in knobs.items()
+            ]
     for p in notes:
-        half = p.path == 'fp16.enabled' # For which bf16 is taken
-        report.rows.append(SettingVerdict(f'deepspeed.{p.path}'.rstrip('.'), p.value, 'replaced' if half else 'refused', 'train.mixed_precision = bf16'*half, p.remedy))
+        half = p.path == "fp16.enabled"  # For which bf16 is taken
+        report.rows.append(
+            SettingVerdict(
+                f"deepspeed.{p.path}".rstrip("."),
+                p.value,
+                "replaced" if half else "refused",
+                "train.mixed_precision = bf16" * half,
+                p.remedy,
+            )
+        )
     return [s for s in settings if s not in mine], knobs
+
 
 def _launch(said: Mapping[str, Any], notes: list[Problem]) -> tuple[LaunchConfig, dict[str, Any]]:
     "A launch; where a file does not say over how many processes it shares the model out, its batch tells, else one for each GPU, two at least."
-    if _COUNTS & {*said}: return about_processes(said, notes)
-    key = next((k for k in ('deepspeed_config', 'deepspeed') if isinstance(said.get(k), (str, Mapping))), '')
+    if _COUNTS & {*said}:
+        return about_processes(said, notes)
+    key = next(
+        (k for k in ("deepspeed_config", "deepspeed") if isinstance(said.get(k), (str, Mapping))),
+        "",
+    )
     theirs = said.get(key) or {}
-    if isinstance(theirs, str) and Path(theirs).is_file(): theirs = json.loads(Path(theirs).read_text(encoding='utf-8'))
-    if not isinstance(theirs, Mapping): theirs = {}
-    total, *parts = (theirs.get(name) for name in ('train_batch_size', 'train_micro_batch_size_per_gpu', 'gradient_accumulation_steps'))
+    if isinstance(theirs, str) and Path(theirs).is_file():
+        theirs = json.loads(Path(theirs).read_text(encoding="utf-8"))
+    if not isinstance(theirs, Mapping):
+        theirs = {}
+    total, *parts = (
+        theirs.get(name)
+        for name in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
+    )
     rows, windows = (part if isinstance(part, int) else 1 for part in parts)
-    number = total//(rows*windows) if isinstance(total, int) and isinstance(parts[0], int) else 0
-    if number == 1: # Nothing to share
-        notes.append(Problem('zero_optimization', theirs.get('zero_optimization', ...), 'one process has nothing to share out: left out'))
-        return about_processes({**said, key: {k: v for k, v in theirs.items() if k != 'zero_optimization'} | {'zero_optimization': {'stage': 0}}}, notes)
-    try: return about_processes(said, notes, num_processes=number or 1)
+    number = (
+        total // (rows * windows) if isinstance(total, int) and isinstance(parts[0], int) else 0
+    )
+    if number == 1:  # Nothing to share
+        notes.append(
+            Problem(
+                "zero_optimization",
+                theirs.get("zero_optimization", ...),
+                "one process has nothing to share out: left out",
+            )
+        )
+        return about_processes(
+            {
+                **said,
+                key: {k: v for k, v in theirs.items() if k != "zero_optimization"}
+                | {"zero_optimization": {"stage": 0}},
+            },
+            notes,
+        )
+    try:
+        return about_processes(said, notes, num_processes=number or 1)
     except ConfigError as error:
-        if number or not any('this is one: give num_processes' in p.remedy for p in error.problems): raise
+        if number or not any("this is one: give num_processes" in p.remedy for p in error.problems):
+            raise
         notes.clear()
     import torch
+
     return about_processes(said, notes, num_processes=max(2, torch.cuda.device_count()))
+
 
 def _meaning(s: Setting, file: str) -> Meaning:
     "What one setting says here; a value that its word does not take is refused, and not the whole file."
-    try: meaning = look_up(s.path[-1], s.value, s.path[:-1], s.siblings)
-    except (TypeError, ValueError, LookupError, AttributeError): return No(f'has a value that this word does not take: {s.value!r}')
-    if not isinstance(s.value, Computed) or isinstance(WORDS.get(s.path[-1]), Always): return meaning
-    knob_name = next((k for k in meaning if k[0] not in '@?'), '') if isinstance(meaning, dict) else ''
-    return No(f'is computed in the script ({file}, line {s.line}), and not translated' + f': say {knob_name}=VALUE'*bool(knob_name))
+    try:
+        meaning = look_up(s.path[-1], s.value, s.path[:-1], s.siblings)
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return No(f"has a value that this word does not take: {s.value!r}")
+    if not isinstance(s.value, Computed) or isinstance(WORDS.get(s.path[-1]), Always):
+        return meaning
+    knob_name = (
+        next((k for k in meaning if k[0] not in "@?"), "") if isinstance(meaning, dict) else ""
+    )
+    return No(
+        f"is computed in the script ({file}, line {s.line}), and not translated"
+        + f": say {knob_name}=VALUE" * bool(knob_name)
+    )
+
 
 def _object(s: Setting, file: str, named: set[str]) -> Meaning:
     "An object that a script makes: what it is made with is read there, if anything is."
-    wanted = {'model': 'init_from', 'train_dataset': 'data.path', 'dataset': 'data.path'}.get(s.path[-1])
-    if wanted is None or wanted in named: return Always('the script makes it; what it is made with is read there')
-    return No(f'is made in the script ({file}, line {s.line}), and not translated: say {wanted}={"FOLDER" if wanted == "init_from" else "FILE"}')
+    wanted = {"model": "init_from", "train_dataset": "data.path", "dataset": "data.path"}.get(
+        s.path[-1]
+    )
+    if wanted is None or wanted in named:
+        return Always("the script makes it; what it is made with is read there")
+    return No(
+        f"is made in the script ({file}, line {s.line}), and not translated: say {wanted}={'FOLDER' if wanted == 'init_from' else 'FILE'}"
+    )
 
-def _accepted(given: Mapping[str, Any], best: Mapping[str, Setting]) -> tuple[RunConfig, dict[str, Any], dict[str, str]]:
+
+def _accepted(
+    given: Mapping[str, Any], best: Mapping[str, Setting]
+) -> tuple[RunConfig, dict[str, Any], dict[str, str]]:
     "The config, what is given without what no knob takes, and why that is not taken; raises where the values do not go together."
     given, wrong = deepcopy(dict(given)), {}
     while True:
-        try: return method_config(given), given, wrong
+        try:
+            return method_config(given), given, wrong
         except ConfigError as error:
-            alone = {p.path: p.remedy for p in error.problems if p.path in best and _is_wrong_alone(given, p.path)}
-            if not alone: raise
+            alone = {
+                p.path: p.remedy
+                for p in error.problems
+                if p.path in best and _is_wrong_alone(given, p.path)
+            }
+            if not alone:
+                raise
             wrong |= alone
             for path in alone:
-                group, _, name = path.rpartition('.')
+                group, _, name = path.rpartition(".")
                 del (given[group] if group else given)[name]
+
 
 def _is_wrong_alone(given: Mapping[str, Any], path: str) -> bool:
     "Whether a value is wrong whatever else the config says."
-    group, _, name = path.rpartition('.')
+    group, _, name = path.rpartition(".")
     inner = given.get(group, {}) if group else given
-    if name not in inner or path == 'method': return False
-    method = 'qlora' if group == 'quant' else given.get('method', 'pretrain') # Bits go with an adapter only
-    try: method_config({'method': method, **({group: {name: inner[name]}} if group else {name: inner[name]})})
-    except ConfigError as error: return any(p.path == path for p in error.problems)
+    if name not in inner or path == "method":
+        return False
+    method = (
+        "qlora" if group == "quant" else given.get("method", "pretrain")
+    )  # Bits go with an adapter only
+    try:
+        method_config(
+            {"method": method, **({group: {name: inner[name]}} if group else {name: inner[name]})}
+        )
+    except ConfigError as error:
+        return any(p.path == path for p in error.problems)
     return False
 
-def _find_method(words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None) -> tuple[str, str]: # The method, and how it was told
-    if asked: return METHOD_NAMES.get(asked, asked), 'asked for'
+
+def _find_method(
+    words: Mapping[str, Any], settings: list[Setting], knobs: set[str], asked: str | None
+) -> tuple[str, str]:  # The method, and how it was told
+    if asked:
+        return METHOD_NAMES.get(asked, asked), "asked for"
     said = {k: v for k, v in words.items() if k in NAMING}
     switch = {k: v for k, v in words.items() if k not in NAMING}
     if said or any(switch.values()):
-        if (method := lora_words({**method_words(said), **switch}).get('method')): return method, ''
+        if method := lora_words({**method_words(said), **switch}).get("method"):
+            return method, ""
     groups = list(dict.fromkeys(g for s in settings if (g := method_group(s.path))))
-    if len(groups) > 1: raise ConfigError([Problem('training', ', '.join(groups), 'are several methods, and nothing says which of them runs: say method=')], 'convert')
-    if groups: return METHOD_NAMES.get(groups[0], groups[0]), f'told by training.{groups[0]}'
-    if any(k.startswith('dpo.') for k in knobs): return 'dpo', 'told by its beta'
-    if any(k.startswith('lora.') for k in knobs) and not switch: return 'lora', 'told by the adapter'
-    return ('sft', 'a trained model is tuned') if 'init_from' in knobs else ('pretrain', 'there is no model to begin with')
+    if len(groups) > 1:
+        raise ConfigError(
+            [
+                Problem(
+                    "training",
+                    ", ".join(groups),
+                    "are several methods, and nothing says which of them runs: say method=",
+                )
+            ],
+            "convert",
+        )
+    if groups:
+        return METHOD_NAMES.get(groups[0], groups[0]), f"told by training.{groups[0]}"
+    if any(k.startswith("dpo.") for k in knobs):
+        return "dpo", "told by its beta"
+    if any(k.startswith("lora.") for k in knobs) and not switch:
+        return "lora", "told by the adapter"
+    return (
+        ("sft", "a trained model is tuned")
+        if "init_from" in knobs
+        else ("pretrain", "there is no model to begin with")
+    )
+
 
 def convert_config(
-    source: str | Path | Mapping, # A YAML, JSON or Python file, or nested dicts
-    method: str | None = None, # Needed only where the file describes several
-    device: str | None = None, # Whose part of `optimization` counts; None: this machine's
-) -> tuple[RunConfig, Translation]: # Raises `ConfigError` where the file contradicts itself
+    source: str | Path | Mapping,  # A YAML, JSON or Python file, or nested dicts
+    method: str | None = None,  # Needed only where the file describes several
+    device: str | None = None,  # Whose part of `optimization` counts; None: this machine's
+) -> tuple[RunConfig, Translation]:  # Raises `ConfigError` where the file contradicts itself
     "Translate a config of another library."
     report, settings = Translation(), read_settings(source)
-    file = 'config' if isinstance(source, Mapping) else str(source)
-    if not settings: raise ConfigError([Problem('file', ..., 'holds no setting that could be read')], file)
+    file = "config" if isinstance(source, Mapping) else str(source)
+    if not settings:
+        raise ConfigError([Problem("file", ..., "holds no setting that could be read")], file)
     if device is None and any(device_group(s.path) for s in settings):
         from trainkit.config import pick_device
+
         device = pick_device().type
     settings, values = _processes(settings, report)
-    meant = [(s, Always('') if isinstance(s.value, Made) else _meaning(s, file)) for s in settings]
+    meant = [(s, Always("") if isinstance(s.value, Made) else _meaning(s, file)) for s in settings]
     some = {k for _, m in meant if isinstance(m, dict) for k in m}
     meant = [(s, _object(s, file, some) if isinstance(s.value, Made) else m) for s, m in meant]
-    shared = report.launch.strategy if report.launch else ''
-    if shared.startswith('zero'): # The loop refuses the two together
-        meant = [(s, {**m, 'train.mixed_precision': 'bf16'} if isinstance(m, dict) and m.get('train.mixed_precision') == 'fp16' else m) for s, m in meant]
+    shared = report.launch.strategy if report.launch else ""
+    if shared.startswith("zero"):  # The loop refuses the two together
+        meant = [
+            (
+                s,
+                {**m, "train.mixed_precision": "bf16"}
+                if isinstance(m, dict) and m.get("train.mixed_precision") == "fp16"
+                else m,
+            )
+            for s, m in meant
+        ]
     words: dict[str, Any] = {}
     for s, meaning in meant:
-        if device_group(s.path) not in ('', device) or not isinstance(meaning, dict): continue
+        if device_group(s.path) not in ("", device) or not isinstance(meaning, dict):
+            continue
         for key, value in meaning.items():
-            if key.startswith('@') and value is not None and words.setdefault(key[1:], value) != value:
-                raise ConfigError([Problem(s.name, value, f'contradicts what the file says before: {words[key[1:]]!r}', s.line)], file)
-    if METHOD_NAMES.get(str(words.get('stage')), words.get('stage')) in RL_METHODS: # There the words about writing are about answers that are scored
-        meant = [(s, {_SCORED.get(k, k): v for k, v in m.items()} if isinstance(m, dict) and not {'sampling', 'generation'} & {*s.path[:-1]} else m) for s, m in meant]
+            if (
+                key.startswith("@")
+                and value is not None
+                and words.setdefault(key[1:], value) != value
+            ):
+                raise ConfigError(
+                    [
+                        Problem(
+                            s.name,
+                            value,
+                            f"contradicts what the file says before: {words[key[1:]]!r}",
+                            s.line,
+                        )
+                    ],
+                    file,
+                )
+    if (
+        METHOD_NAMES.get(str(words.get("stage")), words.get("stage")) in RL_METHODS
+    ):  # There the words about writing are about answers that are scored
+        meant = [
+            (
+                s,
+                {_SCORED.get(k, k): v for k, v in m.items()}
+                if isinstance(m, dict) and not {"sampling", "generation"} & {*s.path[:-1]}
+                else m,
+            )
+            for s, m in meant
+        ]
     named = {k for _, m in meant if isinstance(m, dict) for k in m}
     chosen, how = _find_method(words, settings, named, method)
-    silent = not settings and report.launch is not None and not method # A DeepSpeed file alone
-    if silent: how = 'the file says only how processes share the work: say method=, init_from= and data.path= next to it'
-    if chosen not in METHODS: raise ConfigError([Problem('method', chosen, f'must be one of {", ".join(METHODS)}')], file)
-    best: dict[str, tuple[int, Setting, Any]] = {name: (1, Setting(('deepspeed',), value), value) for name, value in values.items()}
-    ours = {'qlora': ('qlora', 'lora'), 'lora': ('lora', 'qlora')}.get(chosen, (chosen, *[k for k, v in METHOD_NAMES.items() if v == chosen]))
-    for s, meaning in meant: # The winner of each knob
-        if not isinstance(meaning, dict) or device_group(s.path) not in ('', device) or (method_group(s.path) and method_group(s.path) not in ours): continue
+    silent = not settings and report.launch is not None and not method  # A DeepSpeed file alone
+    if silent:
+        how = "the file says only how processes share the work: say method=, init_from= and data.path= next to it"
+    if chosen not in METHODS:
+        raise ConfigError([Problem("method", chosen, f"must be one of {', '.join(METHODS)}")], file)
+    best: dict[str, tuple[int, Setting, Any]] = {
+        name: (1, Setting(("deepspeed",), value), value) for name, value in values.items()
+    }
+    ours = {"qlora": ("qlora", "lora"), "lora": ("lora", "qlora")}.get(
+        chosen, (chosen, *[k for k, v in METHOD_NAMES.items() if v == chosen])
+    )
+    for s, meaning in meant:  # The winner of each knob
+        if (
+            not isinstance(meaning, dict)
+            or device_group(s.path) not in ("", device)
+            or (method_group(s.path) and method_group(s.path) not in ours)
+        ):
+            continue
         for key, value in meaning.items():
-            if key[0] in '@?': continue
+            if key[0] in "@?":
+                continue
             level, old, was = best.get(key, (-1, s, value))
-            if key == 'report_to' and level == height(s.path) and was and value: # use_wandb and use_tensorboard: both
+            if (
+                key == "report_to" and level == height(s.path) and was and value
+            ):  # use_wandb and use_tensorboard: both
                 best[key] = level, old, [*dict.fromkeys([*was, *value])]
             elif level == height(s.path) and was != value:
-                where = f'{old.name} (line {old.line})' if old.line else old.name
-                raise ConfigError([Problem(s.name, s.value, f"contradicts {where}, which says {old.value!r}: both are {key}", s.line)], file)
-            if level < height(s.path): best[key] = height(s.path), s, value
-    soft = {k[1:]: v for _, m in meant if isinstance(m, dict) for k, v in m.items() if k[0] == '?'}
+                where = f"{old.name} (line {old.line})" if old.line else old.name
+                raise ConfigError(
+                    [
+                        Problem(
+                            s.name,
+                            s.value,
+                            f"contradicts {where}, which says {old.value!r}: both are {key}",
+                            s.line,
+                        )
+                    ],
+                    file,
+                )
+            if level < height(s.path):
+                best[key] = height(s.path), s, value
+    soft = {k[1:]: v for _, m in meant if isinstance(m, dict) for k, v in m.items() if k[0] == "?"}
     final = {**_implied(words), **soft, **{k: v for k, (_, _, v) in best.items()}}
-    if final.get('train.eval_steps') and 'train.eval_strategy' not in final: final['train.eval_strategy'] = 'steps'
-    report.given = {**({} if silent else {'method': chosen}), **_adapter(words, chosen)}
+    if final.get("train.eval_steps") and "train.eval_strategy" not in final:
+        final["train.eval_strategy"] = "steps"
+    report.given = {**({} if silent else {"method": chosen}), **_adapter(words, chosen)}
     for key, value in final.items():
-        group, _, name = key.rpartition('.')
+        group, _, name = key.rpartition(".")
         (report.given.setdefault(group, {}) if group else report.given)[name] = value
-    origin = {**{k[1:]: s for s, m in meant if isinstance(m, dict) for k in m if k[0] == '?'}, **{key: s for key, (_, s, _) in best.items()}}
-    try: config, report.given, wrong = _accepted(report.given, origin)
+    origin = {
+        **{k[1:]: s for s, m in meant if isinstance(m, dict) for k in m if k[0] == "?"},
+        **{key: s for key, (_, s, _) in best.items()},
+    }
+    try:
+        config, report.given, wrong = _accepted(report.given, origin)
     except ConfigError as error:
-        raise ConfigError([p._replace(path=origin[p.path].name, line=origin[p.path].line, remedy=f'{p.remedy} [{p.path}]') if p.path in origin else p for p in error.problems], file) from None
+        raise ConfigError(
+            [
+                p._replace(
+                    path=origin[p.path].name,
+                    line=origin[p.path].line,
+                    remedy=f"{p.remedy} [{p.path}]",
+                )
+                if p.path in origin
+                else p
+                for p in error.problems
+            ],
+            file,
+        ) from None
     for s, meaning in meant:
         group, hardware = method_group(s.path), device_group(s.path)
-        say = lambda verdict, becomes='', why='', s=s: report.rows.append(SettingVerdict(s.name, s.value, verdict, becomes, why, s.line))
-        if hardware not in ('', device): say('refused', '', f'is for {hardware}, and this run is on {device}')
-        elif group and group not in ours: say('refused', '', f'is for {group}, and this run is {chosen}')
-        elif isinstance(meaning, No): say('refused', '', str(meaning))
-        elif isinstance(meaning, Always): say('replaced', '', str(meaning))
-        elif all(k[0] == '@' for k in meaning): say('kept' if s.value == chosen and s.path[-1] == 'method' else 'renamed', f'method = {chosen}')
-        elif lost := {k.lstrip('?'): wrong[k.lstrip('?')] for k in meaning if k.lstrip('?') in wrong and origin[k.lstrip('?')] is s}:
-            kept = ', '.join(f'{k} = {final.get(k)}' for k in (k.lstrip('?') for k in meaning) if k not in wrong)
-            say('refused', kept, '; '.join(f'{k}: {why}' for k, why in lost.items()))
+        say = lambda verdict, becomes="", why="", s=s: report.rows.append(
+            SettingVerdict(s.name, s.value, verdict, becomes, why, s.line)
+        )
+        if hardware not in ("", device):
+            say("refused", "", f"is for {hardware}, and this run is on {device}")
+        elif group and group not in ours:
+            say("refused", "", f"is for {group}, and this run is {chosen}")
+        elif isinstance(meaning, No):
+            say("refused", "", str(meaning))
+        elif isinstance(meaning, Always):
+            say("replaced", "", str(meaning))
+        elif all(k[0] == "@" for k in meaning):
+            say(
+                "kept" if s.value == chosen and s.path[-1] == "method" else "renamed",
+                f"method = {chosen}",
+            )
+        elif lost := {
+            k.lstrip("?"): wrong[k.lstrip("?")]
+            for k in meaning
+            if k.lstrip("?") in wrong and origin[k.lstrip("?")] is s
+        }:
+            kept = ", ".join(
+                f"{k} = {final.get(k)}" for k in (k.lstrip("?") for k in meaning) if k not in wrong
+            )
+            say("refused", kept, "; ".join(f"{k}: {why}" for k, why in lost.items()))
         else:
-            names = [k.lstrip('?') for k in meaning]
-            beaten = [best[k][1].name for k in names if k in best and best[k][0] > height(s.path) and best[k][2] != meaning.get(k)]
-            becomes = ', '.join(f'{k} = {final.get(k)}' for k in names)
+            names = [k.lstrip("?") for k in meaning]
+            beaten = [
+                best[k][1].name
+                for k in names
+                if k in best and best[k][0] > height(s.path) and best[k][2] != meaning.get(k)
+            ]
+            becomes = ", ".join(f"{k} = {final.get(k)}" for k in names)
             same = len(names) == 1 and list(meaning.values())[0] == s.value
-            if beaten: say('replaced', becomes, f'{beaten[0]} wins')
-            else: say('kept' if same and names[0].rsplit('.', 1)[-1] == s.path[-1] else 'renamed' if same else 'replaced', becomes, _override_rule(names[0], final, shared))
-    if how: report.rows.append(SettingVerdict('method', '', 'replaced', '' if silent else f'method = {chosen}', how))
+            if beaten:
+                say("replaced", becomes, f"{beaten[0]} wins")
+            else:
+                say(
+                    "kept"
+                    if same and names[0].rsplit(".", 1)[-1] == s.path[-1]
+                    else "renamed"
+                    if same
+                    else "replaced",
+                    becomes,
+                    _override_rule(names[0], final, shared),
+                )
+    if how:
+        report.rows.append(
+            SettingVerdict("method", "", "replaced", "" if silent else f"method = {chosen}", how)
+        )
     report.rows.sort(key=lambda row: row.line or 10**9)
     return config, report
 
-_SCORED = {'sampling.max_new_tokens': 'rl.max_completion_length', **{f'sampling.{name}': f'rl.{name}' for name in ('temperature', 'top_p', 'top_k')}}
 
-def _implied(words: Mapping[str, Any]) -> dict[str, Any]: # {knob: value}
+_SCORED = {
+    "sampling.max_new_tokens": "rl.max_completion_length",
+    **{f"sampling.{name}": f"rl.{name}" for name in ("temperature", "top_p", "top_k")},
+}
+
+
+def _implied(words: Mapping[str, Any]) -> dict[str, Any]:  # {knob: value}
     "What the name of a method says besides: `stage: kto` is a loss, and `qlora` four bits."
     said = method_words({k: v for k, v in words.items() if k in NAMING})
-    return {f'{group}.{k}': v for group in ('dpo', 'quant') for k, v in (said.get(group) or {}).items()}
+    return {
+        f"{group}.{k}": v for group in ("dpo", "quant") for k, v in (said.get(group) or {}).items()
+    }
+
 
 def _adapter(words: Mapping[str, Any], method: str) -> dict[str, Any]:
     "Whether an adapter learns, for a method that goes either way."
-    if method not in ALIGNED: return {}
-    if words.get('finetuning_type') in ('lora', 'qlora'): return {'use_lora': True}
-    return {'use_lora': words['use_lora']} if isinstance(words.get('use_lora'), bool) else {}
+    if method not in ALIGNED:
+        return {}
+    if words.get("finetuning_type") in ("lora", "qlora"):
+        return {"use_lora": True}
+    return {"use_lora": words["use_lora"]} if isinstance(words.get("use_lora"), bool) else {}
 
-def _override_rule(name: str, final: Mapping[str, Any], shared: str = '') -> str:
+
+def _override_rule(name: str, final: Mapping[str, Any], shared: str = "") -> str:
     "Where one knob makes another one count for nothing."
-    if name == 'train.mixed_precision' and shared.startswith('zero') and final.get(name) == 'bf16': return f'with {shared}, 16 bits are bf16'
-    if name == 'train.num_train_epochs' and (final.get('train.max_steps') or -1) > 0: return f"counts for nothing: max_steps = {final['train.max_steps']} decides"
-    if name == 'optim.warmup_ratio' and final.get('optim.warmup_steps'): return f"counts for nothing: warmup_steps = {final['optim.warmup_steps']} decides"
-    if name == 'optim.warmup_steps' and final.get('optim.warmup_ratio') and not final.get(name): return '0 is unset: warmup_ratio decides'
-    return ''
+    if name == "train.mixed_precision" and shared.startswith("zero") and final.get(name) == "bf16":
+        return f"with {shared}, 16 bits are bf16"
+    if name == "train.num_train_epochs" and (final.get("train.max_steps") or -1) > 0:
+        return f"counts for nothing: max_steps = {final['train.max_steps']} decides"
+    if name == "optim.warmup_ratio" and final.get("optim.warmup_steps"):
+        return f"counts for nothing: warmup_steps = {final['optim.warmup_steps']} decides"
+    if name == "optim.warmup_steps" and final.get("optim.warmup_ratio") and not final.get(name):
+        return "0 is unset: warmup_ratio decides"
+    return ""

@@ -18,48 +18,86 @@ import typer
 from ..files import say, to_json
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #9fa152e0
-data = typer.Typer(name='data', no_args_is_help=True, pretty_exceptions_enable=False,
-                   help='Look at data, check it, split it, mix it, convert it, encode it.')
+data = typer.Typer(
+    name="data",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Look at data, check it, split it, mix it, convert it, encode it.",
+)
 
-File = Annotated[str, typer.Argument(metavar='FILE', show_default=False,
-                 help='JSON, JSONL, CSV, Parquet or text, also .gz; a folder; or the name of a corpus.')]
-Kind = Annotated[Optional[str], typer.Option(show_default=False,
-                 help='What the rows are, such as prompt_completion or messages; told by their columns when left out.')]
-Column = Annotated[Optional[list[str]], typer.Option('--column', metavar='NAME=COLUMN', show_default=False,
-                   help='Another name of a column, as in prompt=question; may be given several times.')]
-Encoding = Annotated[str, typer.Option(help='How the characters of the file are written.')]
-_Force = Annotated[bool, typer.Option('--force', help='Write over files that are there.')]
+File = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE",
+        show_default=False,
+        help="JSON, JSONL, CSV, Parquet or text, also .gz; a folder; or the name of a corpus.",
+    ),
+]
+Kind = Annotated[
+    Optional[str],
+    typer.Option(
+        show_default=False,
+        help="What the rows are, such as prompt_completion or messages; told by their columns when left out.",
+    ),
+]
+Column = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--column",
+        metavar="NAME=COLUMN",
+        show_default=False,
+        help="Another name of a column, as in prompt=question; may be given several times.",
+    ),
+]
+Encoding = Annotated[str, typer.Option(help="How the characters of the file are written.")]
+_Force = Annotated[bool, typer.Option("--force", help="Write over files that are there.")]
+
 
 def read_file(
     file: str,
-    kind: str | None = None, # A key of `KINDS`
-    column: list[str] | None = None, # `usual=own` each
-    encoding: str = 'utf-8',
-    on_bad: str = 'raise', # Or 'skip': what is no example is counted in the report
+    kind: str | None = None,  # A key of `KINDS`
+    column: list[str] | None = None,  # `usual=own` each
+    encoding: str = "utf-8",
+    on_bad: str = "raise",  # Or 'skip': what is no example is counted in the report
     max_examples: int | None = None,
-) -> Any: # Rows, with a `report`
+) -> Any:  # Rows, with a `report`
     "The examples of a file, as the options of the commands say."
     import warnings
 
     from trainkit.data.dataset import load_examples
-    columns = {pair.partition('=')[0]: pair.partition('=')[2] for pair in column or []}
+
+    columns = {pair.partition("=")[0]: pair.partition("=")[2] for pair in column or []}
     if wrong := [name for name, own in columns.items() if not own]:
-        raise ValueError(f'--column {wrong[0]}: is written NAME=COLUMN, as in prompt=question')
+        raise ValueError(f"--column {wrong[0]}: is written NAME=COLUMN, as in prompt=question")
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore') # the commands show the report
-        return load_examples(file, kind, columns=columns or None, encoding=encoding, on_bad=on_bad, max_examples=max_examples)
+        warnings.simplefilter("ignore")  # the commands show the report
+        return load_examples(
+            file,
+            kind,
+            columns=columns or None,
+            encoding=encoding,
+            on_bad=on_bad,
+            max_examples=max_examples,
+        )
+
 
 def _may_write(paths: list[Path], source: str, force: bool, forms: tuple[str, ...] = ()) -> None:
     "Before anything is read: refuse to lose what is there, and names that say no form."
     from trainkit.data.readers import written_as
-    for path in paths:
-        if (form := written_as(path)) not in (forms or (form,)): raise ValueError(f'{path}: these rows are written as {", ".join(forms)}')
-        if Path(source).exists() and path.resolve() == Path(source).resolve():
-            raise ValueError(f'{path}: this is the file that is read')
-        if path.exists() and not force: raise FileExistsError(f'{path} is there already: choose another name, or --force')
-    if len({path.resolve() for path in paths}) < len(paths): raise ValueError(f'{paths[0]} is named twice')
 
-def _rows(count: int, noun: str = 'row') -> str: return f'{count:,} {noun}{"s"*(count != 1)}'
+    for path in paths:
+        if (form := written_as(path)) not in (forms or (form,)):
+            raise ValueError(f"{path}: these rows are written as {', '.join(forms)}")
+        if Path(source).exists() and path.resolve() == Path(source).resolve():
+            raise ValueError(f"{path}: this is the file that is read")
+        if path.exists() and not force:
+            raise FileExistsError(f"{path} is there already: choose another name, or --force")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"{paths[0]} is named twice")
+
+
+def _rows(count: int, noun: str = "row") -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #8c8af581
 @data.command()
@@ -67,137 +105,278 @@ def show(
     file: File,
     kind: Kind = None,
     column: Column = None,
-    encoding: Encoding = 'utf-8',
-    count: Annotated[int, typer.Option('--rows', '-n', help='How many rows to show.', min=0)] = 3,
+    encoding: Encoding = "utf-8",
+    count: Annotated[int, typer.Option("--rows", "-n", help="How many rows to show.", min=0)] = 3,
 ) -> None:
     "Show what a file holds: kind, columns, lengths, a few rows."
     from statistics import median
 
     from trainkit.data.dataset import count_characters
-    rows = read_file(file, kind, column, encoding, 'skip')
+
+    rows = read_file(file, kind, column, encoding, "skip")
     say(str(rows.report))
     columns: dict[str, int] = {}
     for row in rows:
-        for name, value in row.items(): columns[name] = columns.get(name, 0) + (value not in (None, ''))
-    say('columns: ' + ', '.join(f'{name} ({n:,})' for name, n in columns.items()))
+        for name, value in row.items():
+            columns[name] = columns.get(name, 0) + (value not in (None, ""))
+    say("columns: " + ", ".join(f"{name} ({n:,})" for name, n in columns.items()))
     sizes = sorted(count_characters(row, rows.report.kind) for row in rows)
-    say(f'characters a row: {sizes[0]:,} to {sizes[-1]:,}, median {median(sizes):,.0f}, {sum(sizes):,} in all')
+    say(
+        f"characters a row: {sizes[0]:,} to {sizes[-1]:,}, median {median(sizes):,.0f}, {sum(sizes):,} in all"
+    )
     for row in rows[:count]:
         say(f"\n{row.get('source', '')}{', line ' + str(row['line']) if 'line' in row else ''}")
         for name, value in row.items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            if name not in ('source', 'line'): say(f'  {name}: {text[:300]}{"…" if len(text) > 300 else ""}')
+            if name not in ("source", "line"):
+                say(f"  {name}: {text[:300]}{'…' if len(text) > 300 else ''}")
+
 
 def _tokenizer(folder: Path) -> Any:
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    try: return BPETokenizer.load(folder)
-    except ValueError as error: # Not a byte-level BPE, or damaged
+
+    try:
+        return BPETokenizer.load(folder)
+    except ValueError as error:  # Not a byte-level BPE, or damaged
         from transformers import AutoTokenizer
 
         from trainkit.files import open_with
-        try: return open_with(AutoTokenizer, folder, trust_remote_code=False)
-        except (MemoryError, ImportError): raise
-        except Exception: raise ValueError(f'{folder}/tokenizer.json: {error}') from None # Those of tokenizers have no class of their own
+
+        try:
+            return open_with(AutoTokenizer, folder, trust_remote_code=False)
+        except (MemoryError, ImportError):
+            raise
+        except Exception:
+            raise ValueError(
+                f"{folder}/tokenizer.json: {error}"
+            ) from None  # Those of tokenizers have no class of their own
+
 
 @data.command()
 def check(
-    files: Annotated[list[str], typer.Argument(metavar='FILE...', help='Files to train on.', show_default=False)],
-    eval_file: Annotated[Optional[list[str]], typer.Option('--eval', metavar='FILE', show_default=False,
-        help='A file to evaluate on, to find what stands in both; may be given several times.')] = None,
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Files to train on.", show_default=False)
+    ],
+    eval_file: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--eval",
+            metavar="FILE",
+            show_default=False,
+            help="A file to evaluate on, to find what stands in both; may be given several times.",
+        ),
+    ] = None,
     kind: Kind = None,
     column: Column = None,
-    encoding: Encoding = 'utf-8',
-    method: Annotated[Optional[str], typer.Option(show_default=False,
-        help='What the rows are for (sft, lora, dpo, pretrain, …): says how many are enough.')] = None,
-    model: Annotated[Optional[Path], typer.Option(show_default=False,
-        help='A model or tokenizer folder: does its chat format fit the rows? Counts tokens for --max-length, too.')] = None,
-    template: Annotated[Optional[str], typer.Option(show_default=False,
-        help="The chat format of the run, such as chatml; the tokenizer's own when left out.")] = None,
-    max_length: Annotated[Optional[int], typer.Option(help='Tokens in a row at most.', min=2, show_default=False)] = None,
-    strict: Annotated[bool, typer.Option('--strict', help='Warnings make the exit code 1, too.')] = False,
-    as_json: Annotated[bool, typer.Option('--json', help='For programs.')] = False,
-    html: Annotated[Optional[Path], typer.Option(help='Write the report to this page.', show_default=False)] = None,
+    encoding: Encoding = "utf-8",
+    method: Annotated[
+        Optional[str],
+        typer.Option(
+            show_default=False,
+            help="What the rows are for (sft, lora, dpo, pretrain, …): says how many are enough.",
+        ),
+    ] = None,
+    model: Annotated[
+        Optional[Path],
+        typer.Option(
+            show_default=False,
+            help="A model or tokenizer folder: does its chat format fit the rows? Counts tokens for --max-length, too.",
+        ),
+    ] = None,
+    template: Annotated[
+        Optional[str],
+        typer.Option(
+            show_default=False,
+            help="The chat format of the run, such as chatml; the tokenizer's own when left out.",
+        ),
+    ] = None,
+    max_length: Annotated[
+        Optional[int], typer.Option(help="Tokens in a row at most.", min=2, show_default=False)
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Warnings make the exit code 1, too.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    html: Annotated[
+        Optional[Path], typer.Option(help="Write the report to this page.", show_default=False)
+    ] = None,
 ) -> None:
     "Ask the data doctor: damage, duplicates, leaks, empty fields, secrets, chat formats. Exit code 1 if something is wrong."
     from trainkit.data.quality import check_examples
-    if max_length and model is None: raise ValueError('--max-length counts tokens: say whose, with --model FOLDER')
+
+    if max_length and model is None:
+        raise ValueError("--max-length counts tokens: say whose, with --model FOLDER")
     from trainkit.tokenizer.chat_template import TEMPLATES
-    if template and template not in TEMPLATES and '{' not in template: # Else it is Jinja
+
+    if template and template not in TEMPLATES and "{" not in template:  # Else it is Jinja
         from trainkit.config import nearest
-        raise ValueError(f'--template {template}: known are {", ".join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}')
+
+        raise ValueError(
+            f"--template {template}: known are {', '.join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}"
+        )
     bad: list[str] = []
+
     def rows_of(names: list[str]) -> list[dict]:
         out = []
         for name in names:
-            found = read_file(name, kind, column, encoding, 'skip')
+            found = read_file(name, kind, column, encoding, "skip")
             bad.extend(found.report.bad)
             out += found
         return out
+
     tokenizer = None
-    if model: tokenizer = _tokenizer(model)
-    report = check_examples(rows_of(files), rows_of(eval_file) if eval_file else None, kind, method, tokenizer, max_length,
-                            strict=strict, template=template)
+    if model:
+        tokenizer = _tokenizer(model)
+    report = check_examples(
+        rows_of(files),
+        rows_of(eval_file) if eval_file else None,
+        kind,
+        method,
+        tokenizer,
+        max_length,
+        strict=strict,
+        template=template,
+    )
     code = max(report.exit_code, int(bool(bad)))
     if html:
         from trainkit.files import write_atomic
-        write_atomic(html, f'<!doctype html><meta charset="utf-8"><title>{len(bad)} bad rows</title>{report._repr_html_()}')
-    if as_json: say(to_json(report.to_dict() | dict(bad=bad, exit_code=code), indent=1, ensure_ascii=False))
+
+        write_atomic(
+            html,
+            f'<!doctype html><meta charset="utf-8"><title>{len(bad)} bad rows</title>{report._repr_html_()}',
+        )
+    if as_json:
+        say(to_json(report.to_dict() | dict(bad=bad, exit_code=code), indent=1, ensure_ascii=False))
     else:
-        for line in bad[:5]: say(line)
-        if bad: say(f'{_rows(len(bad))} {"are no examples" if len(bad) > 1 else "is no example"}' + ', the first of them above\n' * (len(bad) > 5))
+        for line in bad[:5]:
+            say(line)
+        if bad:
+            say(
+                f"{_rows(len(bad))} {'are no examples' if len(bad) > 1 else 'is no example'}"
+                + ", the first of them above\n" * (len(bad) > 5)
+            )
         say(str(report))
-    if code: raise typer.Exit(code)
+    if code:
+        raise typer.Exit(code)
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #bc7beb98
 @data.command()
 def split(
     file: File,
-    train_output: Annotated[Path, typer.Option(help='Where the rows to train on go.', show_default=False)],
-    eval_output: Annotated[Path, typer.Option(help='Where the rows to evaluate on go.', show_default=False)],
-    eval_percentage: Annotated[float, typer.Option(help='About this part of the rows, in percent.')] = 10.0,
-    test_output: Annotated[Optional[Path], typer.Option(show_default=False,
-        help='Where rows for a last test go, which nothing else should read.')] = None,
-    test_percentage: Annotated[Optional[float], typer.Option(help='About this part of the rows; 10 with --test-output.',
-        show_default=False)] = None,
-    stratify: Annotated[Optional[str], typer.Option(metavar='COLUMN', show_default=False,
-        help='A column, such as task: those of its values that have nothing to evaluate on are named.')] = None,
-    group: Annotated[Optional[str], typer.Option(metavar='COLUMN', show_default=False,
-        help='A column whose equal values stay together.')] = None,
-    seed: Annotated[int, typer.Option(help='Another seed is another split.')] = 0,
+    train_output: Annotated[
+        Path, typer.Option(help="Where the rows to train on go.", show_default=False)
+    ],
+    eval_output: Annotated[
+        Path, typer.Option(help="Where the rows to evaluate on go.", show_default=False)
+    ],
+    eval_percentage: Annotated[
+        float, typer.Option(help="About this part of the rows, in percent.")
+    ] = 10.0,
+    test_output: Annotated[
+        Optional[Path],
+        typer.Option(
+            show_default=False,
+            help="Where rows for a last test go, which nothing else should read.",
+        ),
+    ] = None,
+    test_percentage: Annotated[
+        Optional[float],
+        typer.Option(
+            help="About this part of the rows; 10 with --test-output.", show_default=False
+        ),
+    ] = None,
+    stratify: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="COLUMN",
+            show_default=False,
+            help="A column, such as task: those of its values that have nothing to evaluate on are named.",
+        ),
+    ] = None,
+    group: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="COLUMN", show_default=False, help="A column whose equal values stay together."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Another seed is another split.")] = 0,
     kind: Kind = None,
     column: Column = None,
-    encoding: Encoding = 'utf-8',
+    encoding: Encoding = "utf-8",
     force: _Force = False,
 ) -> None:
     "Split a file into rows to train on and rows to evaluate on: stable, and without a leak."
     from trainkit.data.dataset import split_examples
     from trainkit.data.readers import write_examples
-    if test_percentage is not None and test_output is None: raise ValueError('--test-percentage needs --test-output')
+
+    if test_percentage is not None and test_output is None:
+        raise ValueError("--test-percentage needs --test-output")
     outputs = [train_output, eval_output, *([test_output] if test_output else [])]
     _may_write(outputs, file, force)
     percent = 10.0 if test_output and test_percentage is None else test_percentage or 0.0
-    for name, value in (('--eval-percentage', eval_percentage), ('--test-percentage', percent if test_output else 1)):
-        if not 0 < value < 100: raise ValueError(f'{name} {value:g}: must be between 0 and 100')
-    parts = split_examples(read_file(file, kind, column, encoding), eval_percentage/100, seed, percent/100, stratify, group,
-                           on_empty='raise')
+    for name, value in (
+        ("--eval-percentage", eval_percentage),
+        ("--test-percentage", percent if test_output else 1),
+    ):
+        if not 0 < value < 100:
+            raise ValueError(f"{name} {value:g}: must be between 0 and 100")
+    parts = split_examples(
+        read_file(file, kind, column, encoding),
+        eval_percentage / 100,
+        seed,
+        percent / 100,
+        stratify,
+        group,
+        on_empty="raise",
+    )
     total = sum(map(len, parts))
     for path, rows in zip(outputs, parts, strict=False):
         write_examples(rows, path)
-        say(f'{path}: {_rows(len(rows))} ({len(rows)/total:.1%})')
-    say(f'A run reads both: --dataset {train_output} data.eval_file={eval_output}')
+        say(f"{path}: {_rows(len(rows))} ({len(rows) / total:.1%})")
+    say(f"A run reads both: --dataset {train_output} data.eval_file={eval_output}")
+
 
 @data.command()
 def mix(
-    parts: Annotated[list[str], typer.Argument(metavar='NAME=FILE...', help='The files, each with the name of its task.', show_default=False)],
-    output: Annotated[Path, typer.Option(help='Where the rows go, .jsonl, .json, .csv, .tsv or .parquet.', show_default=False)],
-    weight: Annotated[Optional[list[str]], typer.Option(metavar='NAME=NUMBER', show_default=False,
-        help='How much of a task, in any unit, once for each; by size when left out.')] = None,
-    temperature: Annotated[float, typer.Option(help='Above 1 small files get more than their size says.')] = 1.0,
-    prefix: Annotated[bool, typer.Option('--prefix', help='Put [TASK:NAME] before each question.')] = False,
-    total: Annotated[Optional[int], typer.Option(help='Rows to write; as many as the files have when left out.', min=1, show_default=False)] = None,
-    seed: Annotated[int, typer.Option(help='Chooses rows and their order.')] = 0,
+    parts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME=FILE...",
+            help="The files, each with the name of its task.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="Where the rows go, .jsonl, .json, .csv, .tsv or .parquet.", show_default=False
+        ),
+    ],
+    weight: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            metavar="NAME=NUMBER",
+            show_default=False,
+            help="How much of a task, in any unit, once for each; by size when left out.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Above 1 small files get more than their size says.")
+    ] = 1.0,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Put [TASK:NAME] before each question.")
+    ] = False,
+    total: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Rows to write; as many as the files have when left out.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Chooses rows and their order.")] = 0,
     kind: Kind = None,
-    encoding: Encoding = 'utf-8',
+    encoding: Encoding = "utf-8",
     force: _Force = False,
 ) -> None:
     "Make one file out of several tasks, with exact shares; each row says in `task` where it is from."
@@ -205,54 +384,108 @@ def mix(
 
     from trainkit.data.readers import write_examples
     from trainkit.data.mixture import mix as mixture
-    split_up = lambda words: {name: value for name, _, value in (word.partition('=') for word in words)}
+
+    split_up = lambda words: {
+        name: value for name, _, value in (word.partition("=") for word in words)
+    }
     files, shares = split_up(parts), split_up(weight or [])
-    for option, named in (('', files), ('--weight ', shares)):
-        if wrong := [name for name, value in named.items() if not value]: raise ValueError(f'{option}{wrong[0]}: is written NAME={"NUMBER" if option else "FILE"}')
-        if len(named) < len(weight or [] if option else parts): raise ValueError(f'{option}{", ".join(named)}: a name stands there twice')
-    for file in files.values(): _may_write([output], file, force)
-    try: weights = {name: float(value) for name, value in shares.items()}
-    except ValueError as error: raise ValueError(f'--weight: {error}') from None
+    for option, named in (("", files), ("--weight ", shares)):
+        if wrong := [name for name, value in named.items() if not value]:
+            raise ValueError(
+                f"{option}{wrong[0]}: is written NAME={'NUMBER' if option else 'FILE'}"
+            )
+        if len(named) < len(weight or [] if option else parts):
+            raise ValueError(f"{option}{', '.join(named)}: a name stands there twice")
+    for file in files.values():
+        _may_write([output], file, force)
+    try:
+        weights = {name: float(value) for name, value in shares.items()}
+    except ValueError as error:
+        raise ValueError(f"--weight: {error}") from None
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore') # the report says it
-        rows = mixture({name: read_file(file, kind, None, encoding) for name, file in files.items()}, weights or None, temperature, prefix, total, seed)
+        warnings.simplefilter("ignore")  # the report says it
+        rows = mixture(
+            {name: read_file(file, kind, None, encoding) for name, file in files.items()},
+            weights or None,
+            temperature,
+            prefix,
+            total,
+            seed,
+        )
     write_examples(rows, output)
-    say(f'{rows.report}\n{output}: {_rows(len(rows))}')
+    say(f"{rows.report}\n{output}: {_rows(len(rows))}")
+
 
 @data.command()
 def convert(
     file: File,
-    output: Annotated[Path, typer.Argument(help='.jsonl, .json, .csv, .tsv or .parquet.', show_default=False)],
-    to: Annotated[Optional[str], typer.Option(metavar='KIND', show_default=False,
-        help="'messages' makes conversations of questions with answers.")] = None,
+    output: Annotated[
+        Path, typer.Argument(help=".jsonl, .json, .csv, .tsv or .parquet.", show_default=False)
+    ],
+    to: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="KIND",
+            show_default=False,
+            help="'messages' makes conversations of questions with answers.",
+        ),
+    ] = None,
     kind: Kind = None,
     column: Column = None,
-    encoding: Encoding = 'utf-8',
+    encoding: Encoding = "utf-8",
     force: _Force = False,
 ) -> None:
     "Write the rows of a file in another format, with the usual column names."
     from trainkit.data.schema import to_messages
     from trainkit.data.readers import write_examples
-    if to not in (None, 'messages'): raise ValueError(f"--to {to}: only 'messages' can be made of other kinds")
+
+    if to not in (None, "messages"):
+        raise ValueError(f"--to {to}: only 'messages' can be made of other kinds")
     _may_write([output], file, force)
     rows = read_file(file, kind, column, encoding)
-    if to == 'messages': rows = [{'messages': to_messages(row), **{k: row[k] for k in ('source', 'line') if k in row}} for row in rows]
+    if to == "messages":
+        rows = [
+            {"messages": to_messages(row), **{k: row[k] for k in ("source", "line") if k in row}}
+            for row in rows
+        ]
     write_examples(rows, output)
-    say(f'{output}: {_rows(len(rows))}')
+    say(f"{output}: {_rows(len(rows))}")
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #77f3dc2e
 @data.command()
 def pack(
     file: File,
-    tokenizer: Annotated[Path, typer.Option(help='A folder with a tokenizer.json, such as that of a model.', show_default=False)],
-    output: Annotated[Optional[Path], typer.Argument(help='Where the rows go, .jsonl or .parquet; only counted when left out.', show_default=False)] = None,
-    max_length: Annotated[int, typer.Option(help='Tokens in a row.', min=2)] = 1024,
-    strategy: Annotated[str, typer.Option(help='greedy, first_fit or best_fit.')] = 'best_fit',
-    template: Annotated[Optional[str], typer.Option(help="The chat format; the tokenizer's own, or chatml, when left out.", show_default=False)] = None,
-    drop: Annotated[bool, typer.Option('--drop', help='Leave out what is longer than a row, instead of refusing the file.')] = False,
+    tokenizer: Annotated[
+        Path,
+        typer.Option(
+            help="A folder with a tokenizer.json, such as that of a model.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Optional[Path],
+        typer.Argument(
+            help="Where the rows go, .jsonl or .parquet; only counted when left out.",
+            show_default=False,
+        ),
+    ] = None,
+    max_length: Annotated[int, typer.Option(help="Tokens in a row.", min=2)] = 1024,
+    strategy: Annotated[str, typer.Option(help="greedy, first_fit or best_fit.")] = "best_fit",
+    template: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The chat format; the tokenizer's own, or chatml, when left out.",
+            show_default=False,
+        ),
+    ] = None,
+    drop: Annotated[
+        bool,
+        typer.Option(
+            "--drop", help="Leave out what is longer than a row, instead of refusing the file."
+        ),
+    ] = False,
     kind: Kind = None,
     column: Column = None,
-    encoding: Encoding = 'utf-8',
+    encoding: Encoding = "utf-8",
     force: _Force = False,
 ) -> None:
     "Put several examples into each row of ids: how full rows are, and perhaps a file of them."
@@ -265,45 +498,91 @@ def pack(
     from trainkit.data.dataloader import STRATEGIES, packing_efficiency
     from trainkit.data.dataloader import pack as make_rows
     from trainkit.tokenizer.chat_template import TEMPLATES
-    if strategy not in STRATEGIES: raise ValueError(f'--strategy {strategy}: must be one of {", ".join(STRATEGIES)}.{nearest(strategy, list(STRATEGIES))}')
-    if template and template not in TEMPLATES and '{' not in template:
-        raise ValueError(f'--template {template}: known are {", ".join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}')
-    if output: _may_write([output], file, force, ('.jsonl', '.json', '.parquet')) # in a table of texts ids would be texts
+
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"--strategy {strategy}: must be one of {', '.join(STRATEGIES)}.{nearest(strategy, list(STRATEGIES))}"
+        )
+    if template and template not in TEMPLATES and "{" not in template:
+        raise ValueError(
+            f"--template {template}: known are {', '.join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}"
+        )
+    if output:
+        _may_write(
+            [output], file, force, (".jsonl", ".json", ".parquet")
+        )  # in a table of texts ids would be texts
     tok, rows = _tokenizer(tokenizer), read_file(file, kind, column, encoding)
-    if template or (rows.report.kind != 'text' and not tok.chat_template): set_template(tok, template or 'chatml')
+    if template or (rows.report.kind != "text" and not tok.chat_template):
+        set_template(tok, template or "chatml")
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore') # said below
-        try: examples = tokenize_examples(rows, tok, max_length, rows.report.kind, truncation='drop' if drop else 'error')
+        warnings.simplefilter("ignore")  # said below
+        try:
+            examples = tokenize_examples(
+                rows, tok, max_length, rows.report.kind, truncation="drop" if drop else "error"
+            )
         except ValueError as error:
-            if not drop and 'longer than' in str(error): error.add_note('(in a shell: --max-length, --drop)')
+            if not drop and "longer than" in str(error):
+                error.add_note("(in a shell: --max-length, --drop)")
             raise
     left_out = len(rows) - len(examples)
-    say(f"{_rows(len(examples), 'example')} of {sum(len(e['input_ids']) for e in examples):,} tokens" + f', {left_out:,} too long and left out'*bool(left_out))
+    say(
+        f"{_rows(len(examples), 'example')} of {sum(len(e['input_ids']) for e in examples):,} tokens"
+        + f", {left_out:,} too long and left out" * bool(left_out)
+    )
     made = {name: make_rows(examples, max_length, name) for name in STRATEGIES}
-    for name, packed in {'a row each': examples, **made}.items():
-        say(f'{name:12} {_rows(len(packed)):>13}, {packing_efficiency(packed, max_length):6.1%} full')
+    for name, packed in {"a row each": examples, **made}.items():
+        say(
+            f"{name:12} {_rows(len(packed)):>13}, {packing_efficiency(packed, max_length):6.1%} full"
+        )
     if output:
         write_examples(made[strategy], output)
-        say(f'{output}: {_rows(len(made[strategy]))} by {strategy}')
+        say(f"{output}: {_rows(len(made[strategy]))} by {strategy}")
 
 # %% ../../nbs/11_recipes/15_data_commands.ipynb #d48a8249
 @data.command()
 def tokenize(
     file: File,
-    folder: Annotated[Path, typer.Argument(help='Where the shards go.', show_default=False)],
-    tokenizer: Annotated[Path, typer.Option(help='A folder with a tokenizer.json, such as that of a model.', show_default=False)],
-    num_proc: Annotated[Optional[int], typer.Option(help='Processes; all cores when left out.', min=1, show_default=False)] = None,
-    text_column: Annotated[Optional[str], typer.Option(help='The column that holds the text.', show_default=False)] = None,
-    encoding: Encoding = 'utf-8',
-    overwrite: Annotated[bool, typer.Option('--overwrite', help='Begin anew where other shards are.')] = False,
-    verify: Annotated[bool, typer.Option('--verify', help='Read all bytes again at the end and compare checksums.')] = False,
+    folder: Annotated[Path, typer.Argument(help="Where the shards go.", show_default=False)],
+    tokenizer: Annotated[
+        Path,
+        typer.Option(
+            help="A folder with a tokenizer.json, such as that of a model.", show_default=False
+        ),
+    ],
+    num_proc: Annotated[
+        Optional[int],
+        typer.Option(help="Processes; all cores when left out.", min=1, show_default=False),
+    ] = None,
+    text_column: Annotated[
+        Optional[str], typer.Option(help="The column that holds the text.", show_default=False)
+    ] = None,
+    encoding: Encoding = "utf-8",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew where other shards are.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Read all bytes again at the end and compare checksums."),
+    ] = False,
 ) -> None:
     "Encode a corpus into shards of ids, from which `train data.path=FOLDER` reads; killed and called again, it goes on."
     from trainkit.data.shards import tokenize_to_disk, verify_shards
-    shards = tokenize_to_disk(file, _tokenizer(tokenizer), folder, num_proc, encoding=encoding, text_column=text_column, overwrite=overwrite)
-    text = sum(record['text_bytes'] for record in shards.index['shards'])
-    say(f'{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {_rows(len(shards.maps), "file")}, '
-               f'{text/len(shards):.2f} bytes of text a token')
+
+    shards = tokenize_to_disk(
+        file,
+        _tokenizer(tokenizer),
+        folder,
+        num_proc,
+        encoding=encoding,
+        text_column=text_column,
+        overwrite=overwrite,
+    )
+    text = sum(record["text_bytes"] for record in shards.index["shards"])
+    say(
+        f"{folder}: {len(shards):,} tokens of {shards.dtype.itemsize} bytes in {_rows(len(shards.maps), 'file')}, "
+        f"{text / len(shards):.2f} bytes of text a token"
+    )
     if verify:
-        if wrong := verify_shards(folder): raise ValueError('; '.join(wrong))
-        say('All checksums are right.')
+        if wrong := verify_shards(folder):
+            raise ValueError("; ".join(wrong))
+        say("All checksums are right.")

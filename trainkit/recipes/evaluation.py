@@ -41,62 +41,112 @@ from ..train.step import evaluating
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #14dd5428
 class TextJudge:
     "Text in bits per byte; it also serves examples of which nothing can be asked."
+
     def __init__(self, parts: Parts):
         config, tokenizer = parts.config, parts.tokenizer
         self.parts, self.before, self.after = parts, [], []
         self.callbacks: list[Any] = []
-        last = lambda prompt: prompt if isinstance(prompt, str) else prompt[-1]['content']
-        first = lambda row: row['text'] if 'text' in row else last(row['prompt']) if 'prompt' in row else to_messages(row)[0]['content']
-        texts = [first(row) for row in parts.eval_rows or parts.train_rows[:50]] # where nothing is held out, its samples begin as it has read
+        last = lambda prompt: prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        first = lambda row: (
+            row["text"]
+            if "text" in row
+            else last(row["prompt"])
+            if "prompt" in row
+            else to_messages(row)[0]["content"]
+        )
+        texts = [
+            first(row) for row in parts.eval_rows or parts.train_rows[:50]
+        ]  # where nothing is held out, its samples begin as it has read
         prompts = config.prompts or list(dict.fromkeys(map(opening, texts)))[:2]
-        self.sample: Callable = lambda model, step, *own: make_sampler(tokenizer, own or prompts, config.sampling)(model, step)
-        if parts.examples is None and parts.objective is None: self.callbacks = [Bits(sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts))]
+        self.sample: Callable = lambda model, step, *own: make_sampler(
+            tokenizer, own or prompts, config.sampling
+        )(model, step)
+        if parts.examples is None and parts.objective is None:
+            self.callbacks = [
+                Bits(sum(len(text.encode("utf-8", "surrogatepass")) for text in texts))
+            ]
 
     @property
-    def measured_on(self) -> str: # Of the figures in the report; empty where they say it themselves
+    def measured_on(
+        self,
+    ) -> str:  # Of the figures in the report; empty where they say it themselves
         "Which text, or which questions."
         p = self.parts
-        if p.asked and p.examples is not None: return f'{len(p.asked)} questions that were set apart'
-        return name_text(p.facts, p.config.data.max_length) if p.facts.get('kind') == 'text' else ''
+        if p.asked and p.examples is not None:
+            return f"{len(p.asked)} questions that were set apart"
+        return name_text(p.facts, p.config.data.max_length) if p.facts.get("kind") == "text" else ""
 
-    def begin(self) -> list[str]: return [] # what there is to say of the model as it was
+    def begin(self) -> list[str]:
+        return []  # what there is to say of the model as it was
 
     def end(
         self,
-        evaluation: dict, # An on_eval record
-    ) -> tuple[dict[str, float], list[str]]: # Metrics, and what to say of them
+        evaluation: dict,  # An on_eval record
+    ) -> tuple[dict[str, float], list[str]]:  # Metrics, and what to say of them
         "Judge the trained model."
-        p, loss = self.parts, evaluation['eval_loss']
-        if p.examples is not None: return {'eval_loss': loss, 'perplexity': perplexity(loss)}, [f'Loss of held-out examples: {loss:.3f}']
-        if 'eval_bits_per_byte' not in evaluation: # somebody's own objective need not be in nats a token
-            return {'eval_loss': loss}, [f'Loss of {self.measured_on}: {loss:.3f}']
-        texts = [[row['text'] for row in rows] for rows in (p.train_rows, p.eval_rows)]
-        metrics = judge_text(evaluation, texts[0], texts[1], p.train_ids, p.eval_ids[1:], p.tokenizer.vocab_size)
-        return metrics, [f'Bits per byte of {self.measured_on} (fewer is better):',
-                         *(f'  {bits:.3f}  {name.replace("bits_per_byte", "this model")}' for name, bits in metrics.items()
-                           if name not in ('eval_loss', 'perplexity'))]
+        p, loss = self.parts, evaluation["eval_loss"]
+        if p.examples is not None:
+            return {"eval_loss": loss, "perplexity": perplexity(loss)}, [
+                f"Loss of held-out examples: {loss:.3f}"
+            ]
+        if (
+            "eval_bits_per_byte" not in evaluation
+        ):  # somebody's own objective need not be in nats a token
+            return {"eval_loss": loss}, [f"Loss of {self.measured_on}: {loss:.3f}"]
+        texts = [[row["text"] for row in rows] for rows in (p.train_rows, p.eval_rows)]
+        metrics = judge_text(
+            evaluation, texts[0], texts[1], p.train_ids, p.eval_ids[1:], p.tokenizer.vocab_size
+        )
+        return metrics, [
+            f"Bits per byte of {self.measured_on} (fewer is better):",
+            *(
+                f"  {bits:.3f}  {name.replace('bits_per_byte', 'this model')}"
+                for name, bits in metrics.items()
+                if name not in ("eval_loss", "perplexity")
+            ),
+        ]
 
     def sections(
         self,
-        run: Run | None = None, # What was logged
-    ) -> list[tuple[str, str]]: # (heading, HTML)
+        run: Run | None = None,  # What was logged
+    ) -> list[tuple[str, str]]:  # (heading, HTML)
         "What the report shows besides."
         p = self.parts
-        if p.examples is None: return []
-        return [('Data', f"<p>{p.facts['train_rows']:,} examples of kind {p.facts['kind']}; what is learned is dark:"
-                 f'</p>{mask_picture(p.examples, p.tokenizer)}{p.examples.report._repr_html_()}')]
+        if p.examples is None:
+            return []
+        return [
+            (
+                "Data",
+                f"<p>{p.facts['train_rows']:,} examples of kind {p.facts['kind']}; what is learned is dark:"
+                f"</p>{mask_picture(p.examples, p.tokenizer)}{p.examples.report._repr_html_()}",
+            )
+        ]
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #264a0251
-def answering(parts: Parts, most: int = 2) -> Callable: # What `Trainer` calls to let the model speak
+def answering(
+    parts: Parts, most: int = 2
+) -> Callable:  # What `Trainer` calls to let the model speak
     "Lets a model answer prompts of the config, or held-out questions."
-    tokenizer, chat = parts.tokenizer, bool(getattr(parts.tokenizer, 'chat_template', None))
-    head = lambda text: render([dict(role='user', content=text)], tokenizer, add_generation_prompt=True)[0] if chat else text_to_ids(text, tokenizer)
-    asked = lambda prompts: [dict(prompt=p, ids=head(p), expected='', tokens=60) for p in prompts] or parts.asked[:most]
-    answers = lambda model, own: zip((q['prompt'] for q in own), ask(getattr(model, 'policy', model), tokenizer, own), strict=True)
+    tokenizer, chat = parts.tokenizer, bool(getattr(parts.tokenizer, "chat_template", None))
+    head = lambda text: (
+        render([dict(role="user", content=text)], tokenizer, add_generation_prompt=True)[0]
+        if chat
+        else text_to_ids(text, tokenizer)
+    )
+    asked = lambda prompts: (
+        [dict(prompt=p, ids=head(p), expected="", tokens=60) for p in prompts] or parts.asked[:most]
+    )
+    answers = lambda model, own: zip(
+        (q["prompt"] for q in own),
+        ask(getattr(model, "policy", model), tokenizer, own),
+        strict=True,
+    )
     return lambda model, step, *own: list(answers(model, asked(own or parts.config.prompts)))
+
 
 class AnswerJudge(TextJudge):
     "Held-out questions, right to the letter."
+
     def __init__(self, parts: Parts):
         self.parts, self.before, self.after, self.callbacks = parts, [], [], []
         self.sample = answering(parts)
@@ -104,305 +154,532 @@ class AnswerJudge(TextJudge):
     def begin(self) -> list[str]:
         p = self.parts
         self.before = ask(p.model, p.tokenizer, p.asked)
-        return [f'The base model answers {count_exact(self.before, p.asked):.1%} of {len(self.before)} held-out questions right to the letter']
+        return [
+            f"The base model answers {count_exact(self.before, p.asked):.1%} of {len(self.before)} held-out questions right to the letter"
+        ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
         p, (metrics, words) = self.parts, super().end(evaluation)
         self.after = ask(p.model, p.tokenizer, p.asked)
-        marks = {'base_exact_match': count_exact(self.before, p.asked), 'exact_match': count_exact(self.after, p.asked)}
+        marks = {
+            "base_exact_match": count_exact(self.before, p.asked),
+            "exact_match": count_exact(self.after, p.asked),
+        }
         ended = sum(answer.ended for answer in self.after)
-        words = [f"{words[0]}. Of {len(p.asked)} held-out questions the base model answers {marks['base_exact_match']:.1%} right to the "
-                 f"letter, the tuned one {marks['exact_match']:.1%}; it ended {ended} of its answers by itself"]
-        if 2*ended < len(self.after): words.append('Most answers ran on until they were cut off: they are longer than expected, or the '
-                                                   'model has not learned to stop; train longer, and see in the report whether the end is learned')
-        return metrics | marks | ({'ended': ended/len(self.after)} if self.after else {}), words
+        words = [
+            f"{words[0]}. Of {len(p.asked)} held-out questions the base model answers {marks['base_exact_match']:.1%} right to the "
+            f"letter, the tuned one {marks['exact_match']:.1%}; it ended {ended} of its answers by itself"
+        ]
+        if 2 * ended < len(self.after):
+            words.append(
+                "Most answers ran on until they were cut off: they are longer than expected, or the "
+                "model has not learned to stop; train longer, and see in the report whether the end is learned"
+            )
+        return metrics | marks | ({"ended": ended / len(self.after)} if self.after else {}), words
 
     def sections(self, run: Run | None = None) -> list[tuple[str, str]]:
-        answers = [('Answers', answer_table(self.parts.asked, self.before, self.after))] if self.after else []
+        answers = (
+            [("Answers", answer_table(self.parts.asked, self.before, self.after))]
+            if self.after
+            else []
+        )
         return [*answers, *super().sections(run)]
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #7722e218
 def prefers(
     model: Any,
-    pairs: Sequence, # From `tokenize_pairs`
+    pairs: Sequence,  # From `tokenize_pairs`
     batch_size: int = 8,
-) -> float: # From 0 to 1; a tie is a half
+) -> float:  # From 0 to 1; a tie is a half
     "In how many pairs a language model finds the chosen answer likelier."
     right, device = 0.0, next(model.parameters()).device
     with evaluating(model):
         for at in range(0, len(pairs), batch_size):
-            found = pair_log_probs(model, {k: v.to(device) for k, v in collate_pairs(pairs[at:at + batch_size]).items()}, False)
-            right += float((found.chosen > found.rejected).sum() + (found.chosen == found.rejected).sum()/2)
-    return right/max(1, len(pairs))
+            found = pair_log_probs(
+                model,
+                {k: v.to(device) for k, v in collate_pairs(pairs[at : at + batch_size]).items()},
+                False,
+            )
+            right += float(
+                (found.chosen > found.rejected).sum() + (found.chosen == found.rejected).sum() / 2
+            )
+    return right / max(1, len(pairs))
+
 
 class PairJudge(TextJudge):
     "Held-out pairs."
-    most = 256 # Pairs that are asked about before and after
+
+    most = 256  # Pairs that are asked about before and after
 
     def __init__(self, parts: Parts):
         if isinstance(parts.model, RewardModel) or parts.asked:
             self.parts, self.before, self.after, self.callbacks = parts, [], [], []
             self.sample = self.scored if isinstance(parts.model, RewardModel) else answering(parts)
-        else: super().__init__(parts)
+        else:
+            super().__init__(parts)
 
     def scored(self, model: Any, step: int, *own: str) -> list[tuple[str, str]]:
         "Two held-out pairs with their rewards; a reward model says nothing else."
-        some, decode = self.parts.eval_pairs[:2], lambda ids: self.parts.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        some, decode = (
+            self.parts.eval_pairs[:2],
+            lambda ids: self.parts.tokenizer.decode(
+                [int(i) for i in ids], skip_special_tokens=True
+            ),
+        )
         rewards = score_pairs(model, some)[0].tolist()
-        return [(decode(pair['prompt']), f' {decode(pair[side])}  [{reward:+.2f}]') for pair, both in zip(some, rewards, strict=True)
-                for side, reward in zip(('chosen', 'rejected'), both, strict=True)]
+        return [
+            (decode(pair["prompt"]), f" {decode(pair[side])}  [{reward:+.2f}]")
+            for pair, both in zip(some, rewards, strict=True)
+            for side, reward in zip(("chosen", "rejected"), both, strict=True)
+        ]
 
     def right(self) -> float:
         "The share of held-out pairs that the model sees as the people did."
-        some = self.parts.eval_pairs[:self.most]
-        return score_pairs(self.parts.model, some)[1] if isinstance(self.parts.model, RewardModel) else prefers(self.parts.model, some)
+        some = self.parts.eval_pairs[: self.most]
+        return (
+            score_pairs(self.parts.model, some)[1]
+            if isinstance(self.parts.model, RewardModel)
+            else prefers(self.parts.model, some)
+        )
 
     def begin(self) -> list[str]:
         self.before = [self.right()]
-        return [f'Before training, the model prefers the chosen answer in {self.before[0]:.1%} of {min(self.most, len(self.parts.eval_pairs))} held-out pairs']
+        return [
+            f"Before training, the model prefers the chosen answer in {self.before[0]:.1%} of {min(self.most, len(self.parts.eval_pairs))} held-out pairs"
+        ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
-        self.after, found = [self.right()], {k[5:]: v for k, v in evaluation.items() if k.startswith(('eval_rewards/', 'eval_kl/'))}
-        metrics = {'eval_loss': evaluation['eval_loss'], 'base_accuracy': self.before[0] if self.before else float('nan'), 'accuracy': self.after[0],
-                   'reward_margin': found['rewards/margins'], 'reward_accuracy': found['rewards/accuracies'],
-                   **{k.replace('/', '_'): v for k, v in found.items() if k.startswith('kl/')}}
-        return metrics, [f"Held-out pairs: the chosen answer is preferred in {metrics['base_accuracy']:.1%} before training and {metrics['accuracy']:.1%} after; "
-                         f"reward margin {metrics['reward_margin']:.3f}, reward accuracy {metrics['reward_accuracy']:.1%}"]
+        self.after, found = (
+            [self.right()],
+            {
+                k[5:]: v
+                for k, v in evaluation.items()
+                if k.startswith(("eval_rewards/", "eval_kl/"))
+            },
+        )
+        metrics = {
+            "eval_loss": evaluation["eval_loss"],
+            "base_accuracy": self.before[0] if self.before else float("nan"),
+            "accuracy": self.after[0],
+            "reward_margin": found["rewards/margins"],
+            "reward_accuracy": found["rewards/accuracies"],
+            **{k.replace("/", "_"): v for k, v in found.items() if k.startswith("kl/")},
+        }
+        return metrics, [
+            f"Held-out pairs: the chosen answer is preferred in {metrics['base_accuracy']:.1%} before training and {metrics['accuracy']:.1%} after; "
+            f"reward margin {metrics['reward_margin']:.3f}, reward accuracy {metrics['reward_accuracy']:.1%}"
+        ]
 
     def sections(self, run: Run | None = None) -> list[tuple[str, str]]:
         out = []
-        if self.after: out.append(('Held-out pairs', '<p>The chosen answer is preferred, before training and after.</p>'
-                                   f"{bars({'before': 100*self.before[0] if self.before else 0, 'after': 100*self.after[0]}, 'Accuracy', '%', highlight='after')}"))
-        names = {'chosen': 'rewards/chosen', 'rejected': 'rewards/rejected', 'margin': 'rewards/margins'}
-        lines = {name: run.series(key) for name, key in names.items() if run is not None and key in run.keys()}
-        if lines: out.append(('Rewards', f"{curves(lines, 'Rewards of the answers, and their margin', 'step', 'reward')}"))
-        report = getattr(self.parts.pairs, 'report', None)
-        return [*out, *([('Data', report._repr_html_())] if report else [])]
+        if self.after:
+            out.append(
+                (
+                    "Held-out pairs",
+                    "<p>The chosen answer is preferred, before training and after.</p>"
+                    f"{bars({'before': 100 * self.before[0] if self.before else 0, 'after': 100 * self.after[0]}, 'Accuracy', '%', highlight='after')}",
+                )
+            )
+        names = {
+            "chosen": "rewards/chosen",
+            "rejected": "rewards/rejected",
+            "margin": "rewards/margins",
+        }
+        lines = {
+            name: run.series(key)
+            for name, key in names.items()
+            if run is not None and key in run.keys()
+        }
+        if lines:
+            out.append(
+                (
+                    "Rewards",
+                    f"{curves(lines, 'Rewards of the answers, and their margin', 'step', 'reward')}",
+                )
+            )
+        report = getattr(self.parts.pairs, "report", None)
+        return [*out, *([("Data", report._repr_html_())] if report else [])]
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #7d1a0c12
 def likes(
     model: Any,
-    rows: Sequence, # From `tokenize_unpaired`
+    rows: Sequence,  # From `tokenize_unpaired`
     batch_size: int = 8,
-) -> float: # From 0 to 1; NaN where all rows are of one sort
+) -> float:  # From 0 to 1; NaN where all rows are of one sort
     "Of all twos of a liked answer and one that was not, in how many a model finds the liked one likelier per token."
     found, device = ([], []), next(model.parameters()).device
     with evaluating(model):
         for at in range(0, len(rows), batch_size):
-            part = rows[at:at + batch_size]
-            batch = {k: v[:len(part)].to(device) for k, v in collate_unpaired(part).items()}
-            total, count = sequence_log_probs(model, {k: v for k, v in batch.items() if k != 'liked'})
-            for value, row in zip((total/count.clamp(min=1)).tolist(), part, strict=True): found[not row['label']].append(value)
-    twos = [(a > b) + (a == b)/2 for a in found[0] for b in found[1]]
-    return sum(twos)/len(twos) if twos else float('nan')
+            part = rows[at : at + batch_size]
+            batch = {k: v[: len(part)].to(device) for k, v in collate_unpaired(part).items()}
+            total, count = sequence_log_probs(
+                model, {k: v for k, v in batch.items() if k != "liked"}
+            )
+            for value, row in zip((total / count.clamp(min=1)).tolist(), part, strict=True):
+                found[not row["label"]].append(value)
+    twos = [(a > b) + (a == b) / 2 for a in found[0] for b in found[1]]
+    return sum(twos) / len(twos) if twos else float("nan")
+
 
 class LabelJudge(PairJudge):
     "Held-out answers, each with a thumb up or down."
-    def right(self) -> float: return likes(self.parts.model, self.parts.eval_pairs[:self.most])
+
+    def right(self) -> float:
+        return likes(self.parts.model, self.parts.eval_pairs[: self.most])
 
     def begin(self) -> list[str]:
         self.before = [self.right()]
-        return [f'Before training, a held-out answer that was liked is likelier than one that was not in {self.before[0]:.1%} of all twos']
+        return [
+            f"Before training, a held-out answer that was liked is likelier than one that was not in {self.before[0]:.1%} of all twos"
+        ]
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
         self.after = [self.right()]
-        metrics = {'eval_loss': evaluation['eval_loss'], 'base_accuracy': self.before[0] if self.before else float('nan'), 'accuracy': self.after[0],
-                   'reward_margin': evaluation.get('eval_rewards/margins', float('nan')), **({'kl': evaluation['eval_kl']} if 'eval_kl' in evaluation else {})}
-        return metrics, [f"Held-out answers: a liked one is likelier than one that was not in {metrics['base_accuracy']:.1%} of all twos before training and "
-                         f"{metrics['accuracy']:.1%} after; reward margin {metrics['reward_margin']:.3f}"]
+        metrics = {
+            "eval_loss": evaluation["eval_loss"],
+            "base_accuracy": self.before[0] if self.before else float("nan"),
+            "accuracy": self.after[0],
+            "reward_margin": evaluation.get("eval_rewards/margins", float("nan")),
+            **({"kl": evaluation["eval_kl"]} if "eval_kl" in evaluation else {}),
+        }
+        return metrics, [
+            f"Held-out answers: a liked one is likelier than one that was not in {metrics['base_accuracy']:.1%} of all twos before training and "
+            f"{metrics['accuracy']:.1%} after; reward margin {metrics['reward_margin']:.3f}"
+        ]
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #f41e195a
 class PromptJudge(TextJudge):
     "Held-out prompts, scored by the rewards of the run."
+
     def __init__(self, parts: Parts):
         self.parts, self.before, self.after, self.callbacks = parts, [], [], []
         self.sample, self.marks = answering(parts), {}
 
-    def marked(self) -> tuple[Sequence[str], dict[str, float]]: # Answers; the mean of each reward
+    def marked(self) -> tuple[Sequence[str], dict[str, float]]:  # Answers; the mean of each reward
         "Answer and score."
         p, asked = self.parts, self.parts.asked
-        if not asked: return [], {}
+        if not asked:
+            return [], {}
         answers = ask(p.causal, p.tokenizer, asked)
-        rows = [q['row'] for q in asked]
-        columns = {k: [row.get(k) for row in rows] for k in dict.fromkeys(k for row in rows for k in row)}
-        columns |= dict(prompts=columns.pop('prompt'), completions=answers, completion_ids=[text_to_ids(a, p.tokenizer, plain=True) for a in answers])
+        rows = [q["row"] for q in asked]
+        columns = {
+            k: [row.get(k) for row in rows] for k in dict.fromkeys(k for row in rows for k in row)
+        }
+        columns |= dict(
+            prompts=columns.pop("prompt"),
+            completions=answers,
+            completion_ids=[text_to_ids(a, p.tokenizer, plain=True) for a in answers],
+        )
         total, each = score(p.rewards, p.config.rl.reward_weights, columns)
-        right = [float(x.nanmean()) for name, x in each.items() if name in ('right_answer', 'passes_tests')][:1]
-        marks = {'reward': float(total.nanmean()), **dict(zip(['accuracy'], right, strict=False))}
+        right = [
+            float(x.nanmean())
+            for name, x in each.items()
+            if name in ("right_answer", "passes_tests")
+        ][:1]
+        marks = {"reward": float(total.nanmean()), **dict(zip(["accuracy"], right, strict=False))}
         return answers, marks
 
     def begin(self) -> list[str]:
         self.before, found = self.marked()
-        self.marks = {f'base_{name}': value for name, value in found.items()}
-        return [f'Before training, {len(self.before)} held-out prompts: ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items())] if found else []
+        self.marks = {f"base_{name}": value for name, value in found.items()}
+        return (
+            [
+                f"Before training, {len(self.before)} held-out prompts: "
+                + ", ".join(f"{k} {v:.3f}" for k, v in found.items())
+            ]
+            if found
+            else []
+        )
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
         self.after, found = self.marked()
-        sampled = {'sampled_reward': evaluation['eval_reward']} if 'eval_reward' in evaluation else {}
-        metrics = {'eval_loss': evaluation['eval_loss'], **self.marks, **found, **sampled, **({'kl': evaluation['eval_kl']} if 'eval_kl' in evaluation else {})}
-        return metrics, ['Held-out prompts, with the likeliest answers: ' + ', '.join(
-            f"{k} {metrics.get(f'base_{k}', float('nan')):.3f} before and {v:.3f} after" for k, v in found.items())] if found else []
+        sampled = (
+            {"sampled_reward": evaluation["eval_reward"]} if "eval_reward" in evaluation else {}
+        )
+        metrics = {
+            "eval_loss": evaluation["eval_loss"],
+            **self.marks,
+            **found,
+            **sampled,
+            **({"kl": evaluation["eval_kl"]} if "eval_kl" in evaluation else {}),
+        }
+        return metrics, [
+            "Held-out prompts, with the likeliest answers: "
+            + ", ".join(
+                f"{k} {metrics.get(f'base_{k}', float('nan')):.3f} before and {v:.3f} after"
+                for k, v in found.items()
+            )
+        ] if found else []
 
     def sections(self, run: Run | None = None) -> list[tuple[str, str]]:
         out = []
-        if self.after: out.append(('Answers', str(table([{'asked': q['prompt'], 'expected': q['expected'], 'before': b, 'after': a} for q, b, a in
-                                                         zip(self.parts.asked[:8], self.before or ['']*8, self.after, strict=False)]))))
-        names = {'Reward': 'reward', 'Divergence from the reference': 'kl', 'Length of the answers, in tokens': 'completion_length'}
-        drawn = [str(curves({title.lower(): run.series(key)}, title, 'step', '')) for title, key in names.items() if run is not None and key in run.keys()]
-        return [*out, *([('Rewards', ''.join(drawn))] if drawn else [])]
+        if self.after:
+            out.append(
+                (
+                    "Answers",
+                    str(
+                        table(
+                            [
+                                {
+                                    "asked": q["prompt"],
+                                    "expected": q["expected"],
+                                    "before": b,
+                                    "after": a,
+                                }
+                                for q, b, a in zip(
+                                    self.parts.asked[:8],
+                                    self.before or [""] * 8,
+                                    self.after,
+                                    strict=False,
+                                )
+                            ]
+                        )
+                    ),
+                )
+            )
+        names = {
+            "Reward": "reward",
+            "Divergence from the reference": "kl",
+            "Length of the answers, in tokens": "completion_length",
+        }
+        drawn = [
+            str(curves({title.lower(): run.series(key)}, title, "step", ""))
+            for title, key in names.items()
+            if run is not None and key in run.keys()
+        ]
+        return [*out, *([("Rewards", "".join(drawn))] if drawn else [])]
+
 
 class NoJudge(TextJudge):
     "Where nothing is held out: the model speaks, and nothing says how good it is on what it has not seen."
+
     def __init__(self, parts: Parts):
-        if parts.pairs is None and not parts.rewards: super().__init__(parts)
-        elif isinstance(parts.model, RewardModel): self.sample = lambda model, step, *own: [] # it has no words
-        else: self.sample = answering(parts)
+        if parts.pairs is None and not parts.rewards:
+            super().__init__(parts)
+        elif isinstance(parts.model, RewardModel):
+            self.sample = lambda model, step, *own: []  # it has no words
+        else:
+            self.sample = answering(parts)
         self.parts, self.before, self.after, self.callbacks = parts, [], [], []
 
     def end(self, evaluation: dict) -> tuple[dict[str, float], list[str]]:
-        return {}, ['Nothing was held out, so nothing says how good the model is on what it has not seen']
+        return {}, [
+            "Nothing was held out, so nothing says how good the model is on what it has not seen"
+        ]
+
 
 def make_judge(
     parts: Parts,
 ) -> TextJudge:
     "The judge for the method of a run."
-    if parts.eval_batches is None: return NoJudge(parts)
-    if parts.pairs is not None: return LabelJudge(parts) if isinstance(parts.pairs, list) and 'label' in parts.pairs[0] else PairJudge(parts)
-    if parts.rewards: return PromptJudge(parts)
+    if parts.eval_batches is None:
+        return NoJudge(parts)
+    if parts.pairs is not None:
+        return (
+            LabelJudge(parts)
+            if isinstance(parts.pairs, list) and "label" in parts.pairs[0]
+            else PairJudge(parts)
+        )
+    if parts.rewards:
+        return PromptJudge(parts)
     return AnswerJudge(parts) if parts.examples is not None and parts.asked else TextJudge(parts)
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #9a64ba33
 def opening(
     text: str,
     words: int = 6,
-) -> str: # Up to the end of that word, blanks as they are
+) -> str:  # Up to the end of that word, blanks as they are
     "The first words of a text."
-    found = re.match(r'\s*\S+(?:\s+\S+){0,%d}' % (words - 1), text)
+    found = re.match(r"\s*\S+(?:\s+\S+){0,%d}" % (words - 1), text)
     return found[0] if found else text
+
 
 def make_sampler(
     tokenizer: Any,
     prompts: Sequence[str],
     config: SamplingConfig,
-) -> Callable[[nn.Module, int], list[tuple[str, str]]]: # (model, step) -> [(prompt, what the model adds), …]
+) -> Callable[
+    [nn.Module, int], list[tuple[str, str]]
+]:  # (model, step) -> [(prompt, what the model adds), …]
     "What `Trainer` calls to let the model speak: always with the same seed, so that texts can be compared."
-    knobs = {k: v for k, v in vars(config).items() if k != 'seed'}
+    knobs = {k: v for k, v in vars(config).items() if k != "seed"}
+
     def sample(model: nn.Module, step: int) -> list[tuple[str, str]]:
         texts = generate(model, list(prompts), tokenizer=tokenizer, seed=config.seed or 0, **knobs)
-        return [(prompt, text[len(prompt):]) for prompt, text in zip(prompts, texts, strict=True)]
+        return [(prompt, text[len(prompt) :]) for prompt, text in zip(prompts, texts, strict=True)]
+
     return sample
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #df14473b
 class Bits:
     "A callback that adds bits per byte to every evaluation."
+
     def __init__(
         self,
-        n_bytes: int, # Of the evaluation texts
+        n_bytes: int,  # Of the evaluation texts
     ):
         self.n_bytes = n_bytes
 
     def on_eval(self, trainer, record):
-        record['eval_bits_per_byte'] = bits_per_byte(record['eval_loss'], record['eval_tokens'], self.n_bytes)
+        record["eval_bits_per_byte"] = bits_per_byte(
+            record["eval_loss"], record["eval_tokens"], self.n_bytes
+        )
+
 
 def name_text(
-    facts: Mapping[str, Any], # What `load_splits` says of the data
-    length: int, # Tokens in a row
+    facts: Mapping[str, Any],  # What `load_splits` says of the data
+    length: int,  # Tokens in a row
 ) -> str:
     "Which text the bits per byte of a run are about."
     return f"the {facts['eval_chars']:,} held-out characters of {facts['path']}, read in rows of {length} tokens"
 
+
 def judge_text(
-    evaluation: Mapping[str, float], # An on_eval record, with `eval_bits_per_byte`
+    evaluation: Mapping[str, float],  # An on_eval record, with `eval_bits_per_byte`
     train_texts: Sequence[str],
     eval_texts: Sequence[str],
-    train_ids: np.ndarray, # The same, as ids
+    train_ids: np.ndarray,  # The same, as ids
     eval_ids: np.ndarray,
     vocab_size: int,
-) -> dict[str, float]: # Bits per byte and perplexity of the model; bits per byte of the baselines
+) -> dict[str, float]:  # Bits per byte and perplexity of the model; bits per byte of the baselines
     "The model beside what needs no neural network."
     marks = baselines(train_texts, eval_texts, train_ids, eval_ids, vocab_size)
-    return {'eval_loss': evaluation['eval_loss'], 'perplexity': perplexity(evaluation['eval_loss']),
-            'bits_per_byte': evaluation['eval_bits_per_byte'], **marks}
+    return {
+        "eval_loss": evaluation["eval_loss"],
+        "perplexity": perplexity(evaluation["eval_loss"]),
+        "bits_per_byte": evaluation["eval_bits_per_byte"],
+        **marks,
+    }
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #31061de8
 class ModelAnswer(str):
     "What a model said; `ended` says whether it stopped by itself."
+
     ended = True
+
 
 def ask(
     model: nn.Module,
     tokenizer: Any,
-    asked: Sequence[Mapping], # From `questions`
+    asked: Sequence[Mapping],  # From `questions`
     batch_size: int = 16,
-) -> list[ModelAnswer]: # The answer to each, without special tokens
+) -> list[ModelAnswer]:  # The answer to each, without special tokens
     "Let a model answer, with its likeliest token each time; half as many again as the expected answer has, at most."
     answers = []
     for at in range(0, len(asked), batch_size):
-        part = asked[at:at + batch_size]
-        room = int(min(1.5*max(q['tokens'] for q in part), context_length(model) - max(len(q['ids']) for q in part)))
-        rows = generate(model, [q['ids'] for q in part], max(1, room), temperature=0, tokenizer=tokenizer)
+        part = asked[at : at + batch_size]
+        room = int(
+            min(
+                1.5 * max(q["tokens"] for q in part),
+                context_length(model) - max(len(q["ids"]) for q in part),
+            )
+        )
+        rows = generate(
+            model, [q["ids"] for q in part], max(1, room), temperature=0, tokenizer=tokenizer
+        )
         for q, row in zip(part, rows, strict=True):
-            said = row[len(q['ids']):]
+            said = row[len(q["ids"]) :]
             answers.append(ModelAnswer(tokenizer.decode(said, skip_special_tokens=True).strip()))
             answers[-1].ended = tokenizer.eos_token_id in said
     return answers
 
+
 def count_exact(
     answers: Sequence[str],
-    asked: Sequence[Mapping], # From `questions`
-) -> float: # From 0 to 1
+    asked: Sequence[Mapping],  # From `questions`
+) -> float:  # From 0 to 1
     "The share of the answers that are the expected ones, to the letter, blanks at their ends aside."
-    right = [a.strip() == q['expected'].strip() for a, q in zip(answers, asked, strict=True)]
-    return sum(right)/max(1, len(right))
+    right = [a.strip() == q["expected"].strip() for a, q in zip(answers, asked, strict=True)]
+    return sum(right) / max(1, len(right))
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #56c0aae2
 def mask_picture(
-    examples: Sequence[Mapping], # With `input_ids` and `labels`
+    examples: Sequence[Mapping],  # With `input_ids` and `labels`
     tokenizer: Any,
-    count: int = 3, # How many
-) -> str: # HTML
+    count: int = 3,  # How many
+) -> str:  # HTML
     "A few examples as the loss sees them: what is learned is dark."
     pictures = []
     for number, example in enumerate(examples[:count]):
-        ids = [int(i) for i in example['input_ids']]
-        labels = [int(i) for i in example.get('labels', ids)]
+        ids = [int(i) for i in example["input_ids"]]
+        labels = [int(i) for i in example.get("labels", ids)]
         learned = sum(label != -100 for label in labels[1:])
-        pictures.append(token_boxes([tokenizer.decode([i]) for i in ids], ids, [float(label != -100) for label in labels],
-                                    f'Row {number}: {learned} of {len(ids)} tokens are learned'))
-    return ''.join(map(str, pictures))
+        pictures.append(
+            token_boxes(
+                [tokenizer.decode([i]) for i in ids],
+                ids,
+                [float(label != -100) for label in labels],
+                f"Row {number}: {learned} of {len(ids)} tokens are learned",
+            )
+        )
+    return "".join(map(str, pictures))
 
 # %% ../../nbs/11_recipes/08_evaluation.ipynb #f1abf37a
 def answer_table(
-    asked: Sequence[Mapping], # From `questions`
-    before: Sequence[str], # Answers of the base model
-    after: Sequence[str], # Answers of the tuned one
-    count: int = 8, # How many rows
-) -> str: # HTML
+    asked: Sequence[Mapping],  # From `questions`
+    before: Sequence[str],  # Answers of the base model
+    after: Sequence[str],  # Answers of the tuned one
+    count: int = 8,  # How many rows
+) -> str:  # HTML
     "Questions with the expected answer, and what the model said before and after."
-    mark = lambda answer, q: ('✓ ' if answer.strip() == q['expected'].strip() else '') + answer
-    return str(table([{'asked': q['prompt'], 'expected': q['expected'], 'base': mark(b, q), 'tuned': mark(a, q)}
-                      for q, b, a in zip(asked[:count], before, after, strict=False)]))
+    mark = lambda answer, q: ("✓ " if answer.strip() == q["expected"].strip() else "") + answer
+    return str(
+        table(
+            [
+                {
+                    "asked": q["prompt"],
+                    "expected": q["expected"],
+                    "base": mark(b, q),
+                    "tuned": mark(a, q),
+                }
+                for q, b, a in zip(asked[:count], before, after, strict=False)
+            ]
+        )
+    )
+
 
 def write_run_report(
     folder: RunFolder,
-    name: str, # Title of the page
-    metrics: Mapping[str, float], # From `judge_text`, or with exact_match; may be empty after an interruption
-    seconds: Mapping[str, float], # Phase -> how long it took
-    sections: Sequence[tuple[str, str]] = (), # (heading, HTML) to stand behind the result
-    measured_on: str = '', # Which texts or questions, and how many
+    name: str,  # Title of the page
+    metrics: Mapping[
+        str, float
+    ],  # From `judge_text`, or with exact_match; may be empty after an interruption
+    seconds: Mapping[str, float],  # Phase -> how long it took
+    sections: Sequence[tuple[str, str]] = (),  # (heading, HTML) to stand behind the result
+    measured_on: str = "",  # Which texts or questions, and how many
 ) -> Path:
     "`report.html`: the verdict, then curves, samples, timings, config and machine."
-    shown, narrow = run_sections(read_run(folder.path)), '<div style="max-width:560px">{}</div>'.format
-    own, words = ('eval_loss', 'perplexity', 'bits_per_byte'), ''
-    if 'bits_per_byte' in metrics:
-        bits = {'this model': metrics['bits_per_byte']} | {k: v for k, v in metrics.items() if k not in own}
-        words = (f'<p>Bits that are needed to write down one byte of {clean(measured_on or "text that the model has not seen")}; '
-                 f'fewer is better.</p>{narrow(bars(bits, "Bits per byte", "bits", highlight="this model"))}')
-    elif 'exact_match' in metrics:
-        share = {k: 100*metrics[n] for k, n in (('base', 'base_exact_match'), ('tuned', 'exact_match'))}
-        words = (f'<p>Answers to {clean(measured_on or "questions that were set apart")}, right to the letter.</p>'
-                 f'{narrow(bars(share, "Exact match", "%", highlight="tuned"))}')
-    shown[1:1] = [*([('Held-out text' if 'bits_per_byte' in metrics else 'Held-out questions', words)] if words else []), *sections]
-    phases = narrow(bars(seconds, 'Seconds for each part', 's'))
-    shown = [(heading, f'{phases}{html}' if heading == 'Timings' else html) for heading, html in shown]
+    shown, narrow = (
+        run_sections(read_run(folder.path)),
+        '<div style="max-width:560px">{}</div>'.format,
+    )
+    own, words = ("eval_loss", "perplexity", "bits_per_byte"), ""
+    if "bits_per_byte" in metrics:
+        bits = {"this model": metrics["bits_per_byte"]} | {
+            k: v for k, v in metrics.items() if k not in own
+        }
+        words = (
+            f"<p>Bits that are needed to write down one byte of {clean(measured_on or 'text that the model has not seen')}; "
+            f"fewer is better.</p>{narrow(bars(bits, 'Bits per byte', 'bits', highlight='this model'))}"
+        )
+    elif "exact_match" in metrics:
+        share = {
+            k: 100 * metrics[n] for k, n in (("base", "base_exact_match"), ("tuned", "exact_match"))
+        }
+        words = (
+            f"<p>Answers to {clean(measured_on or 'questions that were set apart')}, right to the letter.</p>"
+            f"{narrow(bars(share, 'Exact match', '%', highlight='tuned'))}"
+        )
+    shown[1:1] = [
+        *(
+            [("Held-out text" if "bits_per_byte" in metrics else "Held-out questions", words)]
+            if words
+            else []
+        ),
+        *sections,
+    ]
+    phases = narrow(bars(seconds, "Seconds for each part", "s"))
+    shown = [
+        (heading, f"{phases}{html}" if heading == "Timings" else html) for heading, html in shown
+    ]
     return write_report(folder, name, shown)

@@ -46,434 +46,792 @@ from ..train.sharding import STRATEGIES
 @dataclass
 class LaunchConfig:
     "How many processes run a script, where, and how they share the work."
-    num_processes: int = knob(1, 'Processes on this machine, one for each GPU', low=1, aliases=('num_gpus', 'nproc_per_node'))
-    strategy: str = knob('ddp', 'How they share the model', choices=STRATEGIES)
-    num_nodes: int = knob(1, 'Machines', low=1, aliases=('num_machines', 'nnodes'))
-    node_rank: int = knob(0, 'Which of them this is', low=0, aliases=('machine_rank',))
-    main_address: str = knob('127.0.0.1', 'Where the machine with rank 0 is', aliases=('main_process_ip', 'master_addr'))
-    port: int = knob(0, 'Its port; 0 takes a free one, on one machine', low=0, high=65535, aliases=('main_process_port', 'master_port'))
-    max_restarts: int = knob(0, 'How often all processes begin again from the last checkpoint when one dies', low=0)
+
+    num_processes: int = knob(
+        1,
+        "Processes on this machine, one for each GPU",
+        low=1,
+        aliases=("num_gpus", "nproc_per_node"),
+    )
+    strategy: str = knob("ddp", "How they share the model", choices=STRATEGIES)
+    num_nodes: int = knob(1, "Machines", low=1, aliases=("num_machines", "nnodes"))
+    node_rank: int = knob(0, "Which of them this is", low=0, aliases=("machine_rank",))
+    main_address: str = knob(
+        "127.0.0.1", "Where the machine with rank 0 is", aliases=("main_process_ip", "master_addr")
+    )
+    port: int = knob(
+        0,
+        "Its port; 0 takes a free one, on one machine",
+        low=0,
+        high=65535,
+        aliases=("main_process_port", "master_port"),
+    )
+    max_restarts: int = knob(
+        0, "How often all processes begin again from the last checkpoint when one dies", low=0
+    )
     deepspeed: dict = knob({}, "What else goes into DeepSpeed's file")
 
     def __post_init__(self):
         check_config(self)
-        wrong, stage = [], self.deepspeed.get('zero_optimization', {}).get('stage')
+        wrong, stage = [], self.deepspeed.get("zero_optimization", {}).get("stage")
         if self.node_rank >= self.num_nodes:
-            wrong.append(Problem('node_rank', self.node_rank, f'must be below num_nodes = {self.num_nodes}'))
-        if self.num_nodes > 1 and self.main_address in ('', 'auto'):
-            wrong.append(Problem('main_address', self.main_address, 'must be the address of the machine with rank 0'))
-        if self.strategy != 'ddp' and self.world_size == 1:
-            wrong.append(Problem('strategy', self.strategy, 'shares a model out over processes, and this is one: give num_processes'))
-        if self.deepspeed and not self.strategy.startswith('zero'):
-            wrong.append(Problem('deepspeed', '{…}', f'belongs to zero1, zero2 and zero3, and the strategy is {self.strategy}'))
-        elif stage not in (None, 'auto') and f'zero{stage}' != self.strategy:
-            wrong.append(Problem('deepspeed.zero_optimization.stage', stage, f'contradicts strategy {self.strategy}'))
-        if wrong: raise ConfigError(wrong, 'LaunchConfig')
+            wrong.append(
+                Problem("node_rank", self.node_rank, f"must be below num_nodes = {self.num_nodes}")
+            )
+        if self.num_nodes > 1 and self.main_address in ("", "auto"):
+            wrong.append(
+                Problem(
+                    "main_address",
+                    self.main_address,
+                    "must be the address of the machine with rank 0",
+                )
+            )
+        if self.strategy != "ddp" and self.world_size == 1:
+            wrong.append(
+                Problem(
+                    "strategy",
+                    self.strategy,
+                    "shares a model out over processes, and this is one: give num_processes",
+                )
+            )
+        if self.deepspeed and not self.strategy.startswith("zero"):
+            wrong.append(
+                Problem(
+                    "deepspeed",
+                    "{…}",
+                    f"belongs to zero1, zero2 and zero3, and the strategy is {self.strategy}",
+                )
+            )
+        elif stage not in (None, "auto") and f"zero{stage}" != self.strategy:
+            wrong.append(
+                Problem(
+                    "deepspeed.zero_optimization.stage",
+                    stage,
+                    f"contradicts strategy {self.strategy}",
+                )
+            )
+        if wrong:
+            raise ConfigError(wrong, "LaunchConfig")
 
     @property
-    def world_size(self) -> int: return self.num_processes*self.num_nodes
+    def world_size(self) -> int:
+        return self.num_processes * self.num_nodes
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #78a90594
-_ABOUT_RUN = {'train_micro_batch_size_per_gpu': 'train.per_device_train_batch_size',
-              'gradient_accumulation_steps': 'train.gradient_accumulation_steps', 'gradient_clipping': 'train.max_grad_norm'}
-_OPTIMIZER = {'lr': 'optim.learning_rate', 'eps': 'optim.adam_epsilon', 'weight_decay': 'optim.weight_decay'}
-_SCHEDULERS = {'WarmupLR': 'constant_with_warmup', 'WarmupDecayLR': 'linear', 'WarmupCosineLR': 'cosine'}
+_ABOUT_RUN = {
+    "train_micro_batch_size_per_gpu": "train.per_device_train_batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "gradient_clipping": "train.max_grad_norm",
+}
+_OPTIMIZER = {
+    "lr": "optim.learning_rate",
+    "eps": "optim.adam_epsilon",
+    "weight_decay": "optim.weight_decay",
+}
+_SCHEDULERS = {
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
 
-NO_FP16 = '{} is not combined with it here, and bf16 takes its place (strategy fsdp takes fp16)'
+NO_FP16 = "{} is not combined with it here, and bf16 takes its place (strategy fsdp takes fp16)"
+
 
 def translate_deepspeed(
-    given: Mapping[str, Any], # DeepSpeed's JSON
-    world_size: int | None = None, # To check `train_batch_size`
-    notes: list[Problem] | None = None, # Where there is a list, what has no like here is noted in it and left out, and not raised
-) -> tuple[str, dict[str, Any], dict[str, Any]]: # Strategy; {knob: value}; what is left for DeepSpeed
+    given: Mapping[str, Any],  # DeepSpeed's JSON
+    world_size: int | None = None,  # To check `train_batch_size`
+    notes: list[Problem]
+    | None = None,  # Where there is a list, what has no like here is noted in it and left out, and not raised
+) -> tuple[
+    str, dict[str, Any], dict[str, Any]
+]:  # Strategy; {knob: value}; what is left for DeepSpeed
     "Take apart a DeepSpeed file into how processes share the work, and what the run does."
-    left, knobs, wrong = {k: v for k, v in given.items() if v != 'auto'}, {}, []
+    left, knobs, wrong = {k: v for k, v in given.items() if v != "auto"}, {}, []
     lacks = wrong if notes is None else notes
-    stage = left.get('zero_optimization', {}).get('stage', 0)
-    strategy = 'ddp' if stage == 0 else f'zero{stage}'
-    if strategy not in STRATEGIES: wrong.append(Problem('zero_optimization.stage', stage, 'must be 0, 1, 2 or 3'))
+    stage = left.get("zero_optimization", {}).get("stage", 0)
+    strategy = "ddp" if stage == 0 else f"zero{stage}"
+    if strategy not in STRATEGIES:
+        wrong.append(Problem("zero_optimization.stage", stage, "must be 0, 1, 2 or 3"))
     for name, knob_name in _ABOUT_RUN.items():
-        if name in left: knobs[knob_name] = left.pop(name)
-    total = left.pop('train_batch_size', None)
+        if name in left:
+            knobs[knob_name] = left.pop(name)
+    total = left.pop("train_batch_size", None)
     parts = [knobs.get(_ABOUT_RUN[name]) for name in list(_ABOUT_RUN)[:2]]
     if total and world_size:
-        if parts[0] is None: knobs[_ABOUT_RUN['train_micro_batch_size_per_gpu']] = max(1, total//(world_size*(parts[1] or 1)))
-        elif parts[1] is None: knobs[_ABOUT_RUN['gradient_accumulation_steps']] = max(1, total//(world_size*parts[0]))
+        if parts[0] is None:
+            knobs[_ABOUT_RUN["train_micro_batch_size_per_gpu"]] = max(
+                1, total // (world_size * (parts[1] or 1))
+            )
+        elif parts[1] is None:
+            knobs[_ABOUT_RUN["gradient_accumulation_steps"]] = max(
+                1, total // (world_size * parts[0])
+            )
         rows, steps = (knobs.get(_ABOUT_RUN[name], 1) for name in list(_ABOUT_RUN)[:2])
-        if rows*steps*world_size != total:
-            wrong.append(Problem('train_batch_size', total, f'is not {rows} rows x {steps} accumulated x {world_size} processes'))
-    on = [kind for kind in ('fp16', 'bf16') if left.pop(kind, {}).get('enabled') is True]
-    if len(on) == 2: wrong.append(Problem('fp16.enabled', True, 'contradicts bf16.enabled = true'))
-    if on: knobs['train.mixed_precision'] = on[-1]
-    if on == ['fp16'] and strategy != 'ddp':
-        knobs['train.mixed_precision'] = 'bf16'
-        if notes is None: warnings.warn(f'fp16 in the DeepSpeed file: {NO_FP16.format(strategy)}', stacklevel=2)
-        else: notes.append(Problem('fp16.enabled', True, f'is not combined with {strategy} here: take bf16'))
-    if optimizer := left.pop('optimizer', None):
-        kind, values = optimizer.get('type', 'AdamW'), {k: v for k, v in optimizer.get('params', {}).items() if v != 'auto'}
-        if kind.lower() not in ('adam', 'adamw'): lacks.append(Problem('optimizer.type', kind, 'must be Adam or AdamW'))
+        if rows * steps * world_size != total:
+            wrong.append(
+                Problem(
+                    "train_batch_size",
+                    total,
+                    f"is not {rows} rows x {steps} accumulated x {world_size} processes",
+                )
+            )
+    on = [kind for kind in ("fp16", "bf16") if left.pop(kind, {}).get("enabled") is True]
+    if len(on) == 2:
+        wrong.append(Problem("fp16.enabled", True, "contradicts bf16.enabled = true"))
+    if on:
+        knobs["train.mixed_precision"] = on[-1]
+    if on == ["fp16"] and strategy != "ddp":
+        knobs["train.mixed_precision"] = "bf16"
+        if notes is None:
+            warnings.warn(f"fp16 in the DeepSpeed file: {NO_FP16.format(strategy)}", stacklevel=2)
+        else:
+            notes.append(
+                Problem("fp16.enabled", True, f"is not combined with {strategy} here: take bf16")
+            )
+    if optimizer := left.pop("optimizer", None):
+        kind, values = (
+            optimizer.get("type", "AdamW"),
+            {k: v for k, v in optimizer.get("params", {}).items() if v != "auto"},
+        )
+        if kind.lower() not in ("adam", "adamw"):
+            lacks.append(Problem("optimizer.type", kind, "must be Adam or AdamW"))
         knobs |= {_OPTIMIZER[k]: v for k, v in values.items() if k in _OPTIMIZER}
-        if 'betas' in values: knobs['optim.adam_beta1'], knobs['optim.adam_beta2'] = values['betas']
-    if scheduler := left.pop('scheduler', None):
-        kind, values = scheduler.get('type'), scheduler.get('params', {})
-        if kind in _SCHEDULERS: knobs['optim.lr_scheduler_type'] = _SCHEDULERS[kind]
-        else: lacks.append(Problem('scheduler.type', kind, f'must be one of {", ".join(_SCHEDULERS)}'))
-        for name, knob_name in (('warmup_num_steps', 'optim.warmup_steps'), ('total_num_steps', 'train.max_steps')):
-            if values.get(name, 'auto') != 'auto': knobs[knob_name] = values[name]
-    zero = left.get('zero_optimization', {})
-    if _offloads(zero.get('offload_param')) and stage != 3:
-        wrong.append(Problem('zero_optimization.offload_param', zero['offload_param'], f'needs stage 3, and this is stage {stage}'))
-    for name in ('offload_optimizer', 'offload_param'):
+        if "betas" in values:
+            knobs["optim.adam_beta1"], knobs["optim.adam_beta2"] = values["betas"]
+    if scheduler := left.pop("scheduler", None):
+        kind, values = scheduler.get("type"), scheduler.get("params", {})
+        if kind in _SCHEDULERS:
+            knobs["optim.lr_scheduler_type"] = _SCHEDULERS[kind]
+        else:
+            lacks.append(
+                Problem("scheduler.type", kind, f"must be one of {', '.join(_SCHEDULERS)}")
+            )
+        for name, knob_name in (
+            ("warmup_num_steps", "optim.warmup_steps"),
+            ("total_num_steps", "train.max_steps"),
+        ):
+            if values.get(name, "auto") != "auto":
+                knobs[knob_name] = values[name]
+    zero = left.get("zero_optimization", {})
+    if _offloads(zero.get("offload_param")) and stage != 3:
+        wrong.append(
+            Problem(
+                "zero_optimization.offload_param",
+                zero["offload_param"],
+                f"needs stage 3, and this is stage {stage}",
+            )
+        )
+    for name in ("offload_optimizer", "offload_param"):
         place = zero.get(name)
-        if isinstance(place, Mapping) and place.get('device') == 'nvme' and not place.get('nvme_path'):
-            wrong.append(Problem(f'zero_optimization.{name}.nvme_path', None, 'must be a folder on the fast disk'))
-    if wrong: raise ConfigError(wrong, "DeepSpeed's file")
-    return strategy, knobs, left if strategy != 'ddp' else {}
+        if (
+            isinstance(place, Mapping)
+            and place.get("device") == "nvme"
+            and not place.get("nvme_path")
+        ):
+            wrong.append(
+                Problem(
+                    f"zero_optimization.{name}.nvme_path", None, "must be a folder on the fast disk"
+                )
+            )
+    if wrong:
+        raise ConfigError(wrong, "DeepSpeed's file")
+    return strategy, knobs, left if strategy != "ddp" else {}
 
-def _offloads(value: Any) -> bool: return bool(value) and (not isinstance(value, Mapping) or value.get('device') != 'none')
+
+def _offloads(value: Any) -> bool:
+    return bool(value) and (not isinstance(value, Mapping) or value.get("device") != "none")
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #a6b9b3ed
 def translate(
-    config: Mapping[str, Any], # A run's config as it stands in a file
-    notes: list[Problem] | None = None, # Of `translate_deepspeed`
-    **asked: Any, # Fields of `LaunchConfig` from the command line; None where nothing was said
-) -> tuple[LaunchConfig, dict[str, Any]]: # The launch; the config without it, with the knobs that came out of it
+    config: Mapping[str, Any],  # A run's config as it stands in a file
+    notes: list[Problem] | None = None,  # Of `translate_deepspeed`
+    **asked: Any,  # Fields of `LaunchConfig` from the command line; None where nothing was said
+) -> tuple[
+    LaunchConfig, dict[str, Any]
+]:  # The launch; the config without it, with the knobs that came out of it
     "Take what a config says about processes out of it."
     rest = {k: dict(v) if isinstance(v, Mapping) else v for k, v in config.items()}
-    names = ('use_deepspeed', 'deepspeed', 'deepspeed_config', 'distributed', 'num_gpus', 'world_size', 'distributed_backend',
-             'zero_stage', 'offload_optimizer', 'offload_param', 'strategy', 'num_processes', 'num_nodes')
+    names = (
+        "use_deepspeed",
+        "deepspeed",
+        "deepspeed_config",
+        "distributed",
+        "num_gpus",
+        "world_size",
+        "distributed_backend",
+        "zero_stage",
+        "offload_optimizer",
+        "offload_param",
+        "strategy",
+        "num_processes",
+        "num_nodes",
+    )
     found, wrong = {}, []
-    for group in [rest, *(v for k, v in rest.items() if k in ('train', 'launch') and isinstance(v, dict))]:
+    for group in [
+        rest,
+        *(v for k, v in rest.items() if k in ("train", "launch") and isinstance(v, dict)),
+    ]:
         for name in names:
-            if name not in group: continue
+            if name not in group:
+                continue
             value = group.pop(name)
-            if found.get(name, value) != value: wrong.append(Problem(name, value, f'stands there twice, also as {found[name]}'))
+            if found.get(name, value) != value:
+                wrong.append(Problem(name, value, f"stands there twice, also as {found[name]}"))
             found[name] = value
-    if rest.get('launch') == {}: del rest['launch']
+    if rest.get("launch") == {}:
+        del rest["launch"]
     asked = {k: v for k, v in asked.items() if v is not None}
+
     def said(name: str, value: Any, other: str, meant: Any) -> None:
-        wrong.append(Problem(name, value, f'contradicts {other} = {meant}'))
-    inline = found.get('deepspeed')
-    file = found.get('deepspeed_config')
-    if isinstance(inline, (str, Path)): file, inline = inline, None # LLaMA-Factory and transformers: a path
-    if isinstance(inline, bool): found.setdefault('use_deepspeed', inline); inline = None
+        wrong.append(Problem(name, value, f"contradicts {other} = {meant}"))
+
+    inline = found.get("deepspeed")
+    file = found.get("deepspeed_config")
+    if isinstance(inline, (str, Path)):
+        file, inline = inline, None  # LLaMA-Factory and transformers: a path
+    if isinstance(inline, bool):
+        found.setdefault("use_deepspeed", inline)
+        inline = None
     if isinstance(file, (str, Path)):
-        if not Path(file).is_file(): raise FileNotFoundError(f"No DeepSpeed file at '{file}'")
-        file = json.loads(Path(file).read_text(encoding='utf-8'))
-    flat = {k: found[k] for k in ('zero_stage', 'offload_optimizer', 'offload_param') if k in found} | dict(inline or {})
-    theirs: dict[str, Any] = {k: v for k, v in (file or {}).items() if k not in ('zero_stage', 'offload_optimizer', 'offload_param')}
-    flat = {k: v for k, v in (file or {}).items() if k not in theirs} | flat # `deepspeed_config: {zero_stage: 3}`
-    if 'zero_optimization' in flat or set(flat) - {'zero_stage', 'offload_optimizer', 'offload_param'}:
-        theirs |= {k: v for k, v in flat.items() if k not in ('zero_stage', 'offload_optimizer', 'offload_param')}
-    zero = dict(theirs.get('zero_optimization', {}))
-    if (stage := flat.get('zero_stage')) is not None:
-        if zero.get('stage', stage) != stage: said('zero_stage', stage, 'stage of deepspeed_config', zero['stage'])
-        zero['stage'] = stage
-    for name in ('offload_optimizer', 'offload_param'):
-        if flat.get(name): zero[name] = {'device': 'cpu'} if flat[name] is True else \
-            {'device': flat[name]} if isinstance(flat[name], str) else flat[name]
-    wants = found.get('use_deepspeed', bool(theirs or zero))
-    if wants and 'stage' not in zero:
-        zero['stage'] = int(asked.get('strategy', found.get('strategy', 'zero2'))[-1:] if
-                            str(asked.get('strategy', found.get('strategy', 'zero2'))).startswith('zero') else 2)
-    if not wants and (theirs or zero): said('use_deepspeed', False, 'deepspeed', theirs or zero)
-    if zero: theirs['zero_optimization'] = zero
-    nodes = asked.get('num_nodes', found.get('num_nodes', 1))
-    processes = [(k, found[k]) for k in ('num_processes', 'num_gpus') if k in found]
-    if 'world_size' in found: processes.append(('world_size', found['world_size']//nodes))
-    number = asked.get('num_processes', processes[0][1] if processes else 1)
-    wrong += [Problem(k, v, f'contradicts num_processes = {number}') for k, v in processes if v != number]
-    if found.get('distributed') is False and number > 1: said('distributed', False, 'num_processes', number)
-    if (backend := found.get('distributed_backend')) not in (None, 'auto', 'nccl', 'gloo'):
-        wrong.append(Problem('distributed_backend', backend, 'must be nccl (GPUs) or gloo (CPUs); it follows from the device'))
-    if wrong: raise ConfigError(wrong, 'processes')
-    strategy, knobs, left = translate_deepspeed(theirs, number*nodes, notes) if theirs else ('', {}, {})
-    half = theirs.get('fp16') if strategy not in ('', 'ddp') else None
-    if isinstance(half, Mapping) and half.get('enabled') is True: # The same word in the run gives way as well
-        for group in (rest, rest.get('train') or {}):
-            if group.get('fp16') is True: group.pop('fp16')
-            if group.get('mixed_precision') in ('fp16', 'float16'): group.pop('mixed_precision')
-    named = asked.get('strategy', found.get('strategy'))
-    if named and strategy and named != strategy: said('strategy', named, 'zero_stage', zero.get('stage'))
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"No DeepSpeed file at '{file}'")
+        file = json.loads(Path(file).read_text(encoding="utf-8"))
+    flat = {
+        k: found[k] for k in ("zero_stage", "offload_optimizer", "offload_param") if k in found
+    } | dict(inline or {})
+    theirs: dict[str, Any] = {
+        k: v
+        for k, v in (file or {}).items()
+        if k not in ("zero_stage", "offload_optimizer", "offload_param")
+    }
+    flat = {
+        k: v for k, v in (file or {}).items() if k not in theirs
+    } | flat  # `deepspeed_config: {zero_stage: 3}`
+    if "zero_optimization" in flat or set(flat) - {
+        "zero_stage",
+        "offload_optimizer",
+        "offload_param",
+    }:
+        theirs |= {
+            k: v
+            for k, v in flat.items()
+            if k not in ("zero_stage", "offload_optimizer", "offload_param")
+        }
+    zero = dict(theirs.get("zero_optimization", {}))
+    if (stage := flat.get("zero_stage")) is not None:
+        if zero.get("stage", stage) != stage:
+            said("zero_stage", stage, "stage of deepspeed_config", zero["stage"])
+        zero["stage"] = stage
+    for name in ("offload_optimizer", "offload_param"):
+        if flat.get(name):
+            zero[name] = (
+                {"device": "cpu"}
+                if flat[name] is True
+                else {"device": flat[name]}
+                if isinstance(flat[name], str)
+                else flat[name]
+            )
+    wants = found.get("use_deepspeed", bool(theirs or zero))
+    if wants and "stage" not in zero:
+        zero["stage"] = int(
+            asked.get("strategy", found.get("strategy", "zero2"))[-1:]
+            if str(asked.get("strategy", found.get("strategy", "zero2"))).startswith("zero")
+            else 2
+        )
+    if not wants and (theirs or zero):
+        said("use_deepspeed", False, "deepspeed", theirs or zero)
+    if zero:
+        theirs["zero_optimization"] = zero
+    nodes = asked.get("num_nodes", found.get("num_nodes", 1))
+    processes = [(k, found[k]) for k in ("num_processes", "num_gpus") if k in found]
+    if "world_size" in found:
+        processes.append(("world_size", found["world_size"] // nodes))
+    number = asked.get("num_processes", processes[0][1] if processes else 1)
+    wrong += [
+        Problem(k, v, f"contradicts num_processes = {number}") for k, v in processes if v != number
+    ]
+    if found.get("distributed") is False and number > 1:
+        said("distributed", False, "num_processes", number)
+    if (backend := found.get("distributed_backend")) not in (None, "auto", "nccl", "gloo"):
+        wrong.append(
+            Problem(
+                "distributed_backend",
+                backend,
+                "must be nccl (GPUs) or gloo (CPUs); it follows from the device",
+            )
+        )
+    if wrong:
+        raise ConfigError(wrong, "processes")
+    strategy, knobs, left = (
+        translate_deepspeed(theirs, number * nodes, notes) if theirs else ("", {}, {})
+    )
+    half = theirs.get("fp16") if strategy not in ("", "ddp") else None
+    if (
+        isinstance(half, Mapping) and half.get("enabled") is True
+    ):  # The same word in the run gives way as well
+        for group in (rest, rest.get("train") or {}):
+            if group.get("fp16") is True:
+                group.pop("fp16")
+            if group.get("mixed_precision") in ("fp16", "float16"):
+                group.pop("mixed_precision")
+    named = asked.get("strategy", found.get("strategy"))
+    if named and strategy and named != strategy:
+        said("strategy", named, "zero_stage", zero.get("stage"))
     for name, value in knobs.items():
-        group, _, key = name.partition('.')
+        group, _, key = name.partition(".")
         inner = rest.setdefault(group, {})
-        if inner.get(key, value) != value: said(name, inner[key], "DeepSpeed's file", value)
+        if inner.get(key, value) != value:
+            said(name, inner[key], "DeepSpeed's file", value)
         inner[key] = value
-    if wrong: raise ConfigError(wrong, 'processes')
-    fields = dict(asked, num_processes=number, num_nodes=nodes, strategy=named or strategy or 'ddp', deepspeed=left)
+    if wrong:
+        raise ConfigError(wrong, "processes")
+    fields = dict(
+        asked,
+        num_processes=number,
+        num_nodes=nodes,
+        strategy=named or strategy or "ddp",
+        deepspeed=left,
+    )
     return LaunchConfig(**fields), rest
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #f45e84dc
 def free_port() -> int:
     "A port on which nobody listens now."
     with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
+        s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
+
 def told(
-    rank: int, # Number of the process, from 0
-    world_size: int, # How many there are
-    port: int, # Where number 0 waits
-    strategy: str = '', # As in `trainkit.train.sharding`, or nothing
+    rank: int,  # Number of the process, from 0
+    world_size: int,  # How many there are
+    port: int,  # Where number 0 waits
+    strategy: str = "",  # As in `trainkit.train.sharding`, or nothing
 ) -> dict[str, str]:
     "Environment variables of one process."
-    found = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size, MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
-    return {k: str(v) for k, v in found.items()} | ({'TRAINKIT_STRATEGY': strategy} if strategy else {})
+    found = dict(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        WORLD_SIZE=world_size,
+        LOCAL_WORLD_SIZE=world_size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
+    )
+    return {k: str(v) for k, v in found.items()} | (
+        {"TRAINKIT_STRATEGY": strategy} if strategy else {}
+    )
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #f52f7dad
 def _child(function: Callable, args: tuple, env: dict[str, str], pipe: Any) -> None:
     os.environ.update(env)
-    if 'accelerate' in sys.modules: # what it found out about the process before the fork is no longer true
+    if (
+        "accelerate" in sys.modules
+    ):  # what it found out about the process before the fork is no longer true
         from accelerate.state import AcceleratorState
+
         AcceleratorState._reset_state(True)
-    try: found = (True, function(*args))
-    except BaseException as error: found = (False, (f'{type(error).__name__}: {error}', traceback.format_exc()))
-    try: packed = pickle.dumps(found)
-    except Exception as error: packed = pickle.dumps((False, (f'its result cannot be sent: {error}', '')))
-    if torch.distributed.is_initialized() and found[0]: # nobody leaves while another still asks
+    try:
+        found = (True, function(*args))
+    except BaseException as error:
+        found = (False, (f"{type(error).__name__}: {error}", traceback.format_exc()))
+    try:
+        packed = pickle.dumps(found)
+    except Exception as error:
+        packed = pickle.dumps((False, (f"its result cannot be sent: {error}", "")))
+    if torch.distributed.is_initialized() and found[0]:  # nobody leaves while another still asks
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     pipe.send_bytes(packed)
     pipe.close()
-    with suppress(OSError, ValueError, AttributeError): sys.stdout.flush() # It may be closed, or full
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()  # It may be closed, or full
     os._exit(0)
+
 
 class ProcessFailed(RuntimeError):
     "A process of a `notebook_launch` died; `rank`, and `trace`, its traceback."
-    def __init__(self, rank: int, why: str, trace: str = ''):
-        super().__init__(f'Process {rank} died: {why}' + f'\n{trace}' * bool(trace))
+
+    def __init__(self, rank: int, why: str, trace: str = ""):
+        super().__init__(f"Process {rank} died: {why}" + f"\n{trace}" * bool(trace))
         self.rank, self.why, self.trace = rank, why, trace
 
-    def __reduce__(self): return type(self), (self.rank, self.why, self.trace), vars(self) # Another process reads it whole
+    def __reduce__(self):
+        return (
+            type(self),
+            (self.rank, self.why, self.trace),
+            vars(self),
+        )  # Another process reads it whole
+
 
 def notebook_launch(
-    function: Callable, # Makes its model and trainer itself
-    *args: Any, # Of the function
-    num_processes: int = 2, # One for each GPU; ACCELERATE_USE_CPU=true in the environment leaves GPUs alone
-    strategy: str = 'ddp', # 'fsdp', 'zero1', … share a model out
-) -> list[Any]: # What each process returned
+    function: Callable,  # Makes its model and trainer itself
+    *args: Any,  # Of the function
+    num_processes: int = 2,  # One for each GPU; ACCELERATE_USE_CPU=true in the environment leaves GPUs alone
+    strategy: str = "ddp",  # 'fsdp', 'zero1', … share a model out
+) -> list[Any]:  # What each process returned
     "The same function in several processes on this machine, as accelerate's `notebook_launcher`."
-    if num_processes < 1: raise ValueError(f'num_processes = {num_processes}: must be at least 1')
-    if 'fork' not in multiprocessing.get_all_start_methods():
-        raise OSError('This system cannot fork a process: write the function to a file and use trainkit.recipes.launcher.start')
+    if num_processes < 1:
+        raise ValueError(f"num_processes = {num_processes}: must be at least 1")
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise OSError(
+            "This system cannot fork a process: write the function to a file and use trainkit.recipes.launcher.start"
+        )
     from accelerate.utils import parse_flag_from_env
-    gpus = 0 if parse_flag_from_env('ACCELERATE_USE_CPU') else torch.cuda.device_count()
+
+    gpus = 0 if parse_flag_from_env("ACCELERATE_USE_CPU") else torch.cuda.device_count()
     if gpus and torch.cuda.is_initialized():
-        raise RuntimeError('This notebook has used the GPU already, and a GPU does not survive a fork: restart the kernel, '
-                           'and make the model inside the function')
+        raise RuntimeError(
+            "This notebook has used the GPU already, and a GPU does not survive a fork: restart the kernel, "
+            "and make the model inside the function"
+        )
     if 0 < gpus < num_processes:
-        raise ValueError(f'num_processes = {num_processes}, and this machine has {gpus} GPUs: at most one process for each')
-    context, port, pipes, running = multiprocessing.get_context('fork'), free_port(), [], []
+        raise ValueError(
+            f"num_processes = {num_processes}, and this machine has {gpus} GPUs: at most one process for each"
+        )
+    context, port, pipes, running = multiprocessing.get_context("fork"), free_port(), [], []
     try:
         for rank in range(num_processes):
             ours, theirs = context.Pipe(duplex=False)
-            env = told(rank, num_processes, port, strategy if num_processes > 1 else '') | ({} if gpus else {'ACCELERATE_USE_CPU': 'true'})
-            running.append(context.Process(target=_child, args=(function, args, env, theirs), daemon=True))
+            env = told(rank, num_processes, port, strategy if num_processes > 1 else "") | (
+                {} if gpus else {"ACCELERATE_USE_CPU": "true"}
+            )
+            running.append(
+                context.Process(target=_child, args=(function, args, env, theirs), daemon=True)
+            )
             running[-1].start()
             theirs.close()
             pipes.append(ours)
         found: dict[int, Any] = {}
         while len(found) < num_processes:
             for pipe in wait([pipes[rank] for rank in range(num_processes) if rank not in found]):
-                rank = pipes.index(pipe) # type: ignore
-                try: good, value = pickle.loads(pipe.recv_bytes()) # type: ignore
+                rank = pipes.index(pipe)  # type: ignore
+                try:
+                    good, value = pickle.loads(pipe.recv_bytes())  # type: ignore
                 except EOFError:
                     running[rank].join()
-                    raise ProcessFailed(rank, f'exit code {running[rank].exitcode}') from None
-                if not good: raise ProcessFailed(rank, *value)
+                    raise ProcessFailed(rank, f"exit code {running[rank].exitcode}") from None
+                if not good:
+                    raise ProcessFailed(rank, *value)
                 found[rank] = value
         return [found[rank] for rank in range(num_processes)]
     finally:
         for process in running:
-            if len(pipes) < num_processes or len(found) < num_processes: process.kill()
+            if len(pipes) < num_processes or len(found) < num_processes:
+                process.kill()
             process.join()
-        for pipe in pipes: pipe.close()
+        for pipe in pipes:
+            pipe.close()
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #f4f4d1d8
 def launch_files(
     launch: LaunchConfig,
-    gpu: bool, # Whether the processes have a GPU each
-) -> dict[str, str]: # Name -> text
+    gpu: bool,  # Whether the processes have a GPU each
+) -> dict[str, str]:  # Name -> text
     "What accelerate and DeepSpeed read."
-    kind = ('MULTI_GPU' if gpu else 'MULTI_CPU') if launch.world_size > 1 else 'NO'
+    kind = ("MULTI_GPU" if gpu else "MULTI_CPU") if launch.world_size > 1 else "NO"
     facts: dict[str, Any] = dict(
-        compute_environment='LOCAL_MACHINE', distributed_type=kind, use_cpu=not gpu, num_processes=launch.world_size,
-        num_machines=launch.num_nodes, machine_rank=launch.node_rank, main_process_ip=launch.main_address,
-        main_process_port=launch.port or None, mixed_precision='no', main_training_function='main')
-    files = {'accelerate.yaml': yaml.safe_dump(facts, sort_keys=False)}
-    if launch.strategy.startswith('zero'):
-        zero = {**launch.deepspeed.get('zero_optimization', {}), 'stage': int(launch.strategy[-1])}
-        ours = dict(train_micro_batch_size_per_gpu='auto', gradient_accumulation_steps='auto', gradient_clipping='auto')
-        files['deepspeed.json'] = json.dumps({**ours, **launch.deepspeed, 'zero_optimization': zero}, indent=1) + '\n'
+        compute_environment="LOCAL_MACHINE",
+        distributed_type=kind,
+        use_cpu=not gpu,
+        num_processes=launch.world_size,
+        num_machines=launch.num_nodes,
+        machine_rank=launch.node_rank,
+        main_process_ip=launch.main_address,
+        main_process_port=launch.port or None,
+        mixed_precision="no",
+        main_training_function="main",
+    )
+    files = {"accelerate.yaml": yaml.safe_dump(facts, sort_keys=False)}
+    if launch.strategy.startswith("zero"):
+        zero = {**launch.deepspeed.get("zero_optimization", {}), "stage": int(launch.strategy[-1])}
+        ours = dict(
+            train_micro_batch_size_per_gpu="auto",
+            gradient_accumulation_steps="auto",
+            gradient_clipping="auto",
+        )
+        files["deepspeed.json"] = (
+            json.dumps({**ours, **launch.deepspeed, "zero_optimization": zero}, indent=1) + "\n"
+        )
     return files
+
 
 def own_address(
     launch: LaunchConfig,
-) -> str: # Empty if there is no way to the machine with rank 0
+) -> str:  # Empty if there is no way to the machine with rank 0
     "Where the other machines find this one; its name, which torchrun would take, need not be known to them."
-    if launch.node_rank == 0: return launch.main_address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way: # sends nothing, only asks for the way
-        try: way.connect((launch.main_address, launch.port or 29500))
-        except OSError: return ''
+    if launch.node_rank == 0:
+        return launch.main_address
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as way:  # sends nothing, only asks for the way
+        try:
+            way.connect((launch.main_address, launch.port or 29500))
+        except OSError:
+            return ""
         return way.getsockname()[0]
 
+
 def launch_command(
-    program: Sequence[str], # What each process runs, after `python`: a script with its arguments, or -m and a module
+    program: Sequence[
+        str
+    ],  # What each process runs, after `python`: a script with its arguments, or -m and a module
     launch: LaunchConfig,
-    folder: Path, # Where files and logs go
+    folder: Path,  # Where files and logs go
     gpu: bool = False,
-) -> tuple[list[str], dict[str, str]]: # The command; what it needs in its environment
+) -> tuple[list[str], dict[str, str]]:  # The command; what it needs in its environment
     "How torchrun is asked for these processes."
-    words = [sys.executable, '-m', 'torch.distributed.run', f'--nproc-per-node={launch.num_processes}']
-    if launch.num_nodes == 1 and not launch.port: words += ['--standalone']
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={launch.num_processes}",
+    ]
+    if launch.num_nodes == 1 and not launch.port:
+        words += ["--standalone"]
     elif launch.num_nodes == 1 or not launch.max_restarts:
-        words += [f'--nnodes={launch.num_nodes}', f'--node-rank={launch.node_rank}', f'--master-addr={launch.main_address}',
-                  f'--master-port={launch.port or 29500}']
-    else: # machines that may all begin again have to meet anew
-        words += [f'--nnodes={launch.num_nodes}', '--rdzv-backend=c10d', f'--rdzv-endpoint={launch.main_address}:{launch.port or 29500}',
-                  f'--rdzv-conf=is_host={int(launch.node_rank == 0)}']
-        if address := own_address(launch): words += [f'--local-addr={address}']
-    words += [f'--max-restarts={launch.max_restarts}', f'--log-dir={folder/"logs"}', '--redirects=3', '--tee=0:3']
-    env = {'TRAINKIT_STRATEGY': launch.strategy} if launch.world_size > 1 else {}
+        words += [
+            f"--nnodes={launch.num_nodes}",
+            f"--node-rank={launch.node_rank}",
+            f"--master-addr={launch.main_address}",
+            f"--master-port={launch.port or 29500}",
+        ]
+    else:  # machines that may all begin again have to meet anew
+        words += [
+            f"--nnodes={launch.num_nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={launch.main_address}:{launch.port or 29500}",
+            f"--rdzv-conf=is_host={int(launch.node_rank == 0)}",
+        ]
+        if address := own_address(launch):
+            words += [f"--local-addr={address}"]
+    words += [
+        f"--max-restarts={launch.max_restarts}",
+        f"--log-dir={folder / 'logs'}",
+        "--redirects=3",
+        "--tee=0:3",
+    ]
+    env = {"TRAINKIT_STRATEGY": launch.strategy} if launch.world_size > 1 else {}
     # the store of the first meeting still holds what was said there, and those who meet again would believe it
-    if launch.num_nodes > 1 and launch.max_restarts: env['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
-    if launch.strategy.startswith('zero'): env['TRAINKIT_DEEPSPEED_CONFIG'] = str(folder/'deepspeed.json')
-    if not gpu: env['ACCELERATE_USE_CPU'] = 'true'
-    if not os.environ.get('OMP_NUM_THREADS'):
-        env['OMP_NUM_THREADS'] = str(max(1, (os.cpu_count() or 1)//launch.num_processes))
+    if launch.num_nodes > 1 and launch.max_restarts:
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if launch.strategy.startswith("zero"):
+        env["TRAINKIT_DEEPSPEED_CONFIG"] = str(folder / "deepspeed.json")
+    if not gpu:
+        env["ACCELERATE_USE_CPU"] = "true"
+    if not os.environ.get("OMP_NUM_THREADS"):
+        env["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // launch.num_processes))
     return [*words, *program], env
+
 
 def command_line(
     command: Sequence[str],
     env: Mapping[str, str],
 ) -> str:
     "The line to type, without secrets."
-    return mask_secrets(' '.join([*(f'{k}={shlex.quote(v)}' for k, v in env.items()), *map(shlex.quote, command)]))
+    return mask_secrets(
+        " ".join([*(f"{k}={shlex.quote(v)}" for k, v in env.items()), *map(shlex.quote, command)])
+    )
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #dbb45343
 class WorkerDied(RuntimeError):
     "A process of the job ended with an error; `rank`, `exit_code`, `log`."
-    def __init__(self, rank: int | None, exit_code: int | None, log: Path | None, restarts: int = 0):
-        self.rank, self.exit_code, self.log = rank, exit_code, log
-        signals = {-2: 'interrupted', -6: 'aborted', -9: 'killed, perhaps because the memory was full', -11: 'a crash', -15: 'terminated'}
-        how = signals.get(exit_code or 0, f'exit code {exit_code}')
-        again = f' after {restarts} restart{"s"[:restarts != 1]}' if restarts else ''
-        said = [line for line in log.read_text(errors='replace').splitlines() if line.strip()][-8:] if log and log.exists() else []
-        tail = f'Its log is {log}, and ends:\n' + mask_secrets('\n'.join(f'  {line}' for line in said)) if said else \
-            f'It said nothing in {log}' if log else 'It left no log'
-        super().__init__(f'Process {"?" if rank is None else rank} died{again} ({how}). {tail}')
 
-    def __reduce__(self): # Another process reads what was said, though the log be gone
+    def __init__(
+        self, rank: int | None, exit_code: int | None, log: Path | None, restarts: int = 0
+    ):
+        self.rank, self.exit_code, self.log = rank, exit_code, log
+        signals = {
+            -2: "interrupted",
+            -6: "aborted",
+            -9: "killed, perhaps because the memory was full",
+            -11: "a crash",
+            -15: "terminated",
+        }
+        how = signals.get(exit_code or 0, f"exit code {exit_code}")
+        again = f" after {restarts} restart{'s'[: restarts != 1]}" if restarts else ""
+        said = (
+            [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-8:]
+            if log and log.exists()
+            else []
+        )
+        tail = (
+            f"Its log is {log}, and ends:\n" + mask_secrets("\n".join(f"  {line}" for line in said))
+            if said
+            else f"It said nothing in {log}"
+            if log
+            else "It left no log"
+        )
+        super().__init__(f"Process {'?' if rank is None else rank} died{again} ({how}). {tail}")
+
+    def __reduce__(self):  # Another process reads what was said, though the log be gone
         return type(self), (self.rank, self.exit_code, None), vars(self) | dict(args=self.args)
 
+
 def find_failure(
-    said: str, # What torchrun wrote
-    logs: Path, # Its --log-dir
-) -> tuple[int | None, int | None, Path | None, int]: # Rank, exit code, log, restarts
+    said: str,  # What torchrun wrote
+    logs: Path,  # Its --log-dir
+) -> tuple[int | None, int | None, Path | None, int]:  # Rank, exit code, log, restarts
     "Who died first."
-    root = said[said.rfind('Root Cause'):] if 'Root Cause' in said else said
-    rank = re.search(r'rank\s*:\s*(\d+)\s*\(local_rank:\s*(\d+)\)', root)
-    code = re.search(r'exitcode\s*:\s*(-?\d+)', root)
-    number = lambda path: int(path.name.split('_')[1])
-    attempts = sorted(logs.glob('*/attempt_*'), key=lambda path: (path.stat().st_mtime, number(path)))
-    if not attempts: return (int(rank[1]) if rank else None), (int(code[1]) if code else None), None, 0
-    local = rank[2] if rank else '0'
-    log = attempts[-1]/str(local)/'stderr.log'
-    return (int(rank[1]) if rank else None), (int(code[1]) if code else None), log, number(attempts[-1])
+    root = said[said.rfind("Root Cause") :] if "Root Cause" in said else said
+    rank = re.search(r"rank\s*:\s*(\d+)\s*\(local_rank:\s*(\d+)\)", root)
+    code = re.search(r"exitcode\s*:\s*(-?\d+)", root)
+    number = lambda path: int(path.name.split("_")[1])
+    attempts = sorted(
+        logs.glob("*/attempt_*"), key=lambda path: (path.stat().st_mtime, number(path))
+    )
+    if not attempts:
+        return (int(rank[1]) if rank else None), (int(code[1]) if code else None), None, 0
+    local = rank[2] if rank else "0"
+    log = attempts[-1] / str(local) / "stderr.log"
+    return (
+        (int(rank[1]) if rank else None),
+        (int(code[1]) if code else None),
+        log,
+        number(attempts[-1]),
+    )
+
 
 def run_command(
     command: Sequence[str],
     env: Mapping[str, str],
-    folder: Path, # Of `launch_command`
-) -> None: # Raises `WorkerDied`
+    folder: Path,  # Of `launch_command`
+) -> None:  # Raises `WorkerDied`
     "Run torchrun, show what the first process says, and name the one that dies."
     process = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    said = b''
+    said = b""
     try:
         while part := os.read(process.stderr.fileno(), 65536):
             said = (said + part)[-200_000:]
-            if b'torch/distributed' not in part and b'ChildFailedError' not in part and b'Root Cause' not in part:
-                print(part.decode(errors='replace'), end='', file=Lasting(sys.stderr), flush=True) # with the colours and bars of the child
-    except KeyboardInterrupt: # torchrun has heard it too, and lets the processes save
+            if (
+                b"torch/distributed" not in part
+                and b"ChildFailedError" not in part
+                and b"Root Cause" not in part
+            ):
+                print(
+                    part.decode(errors="replace"), end="", file=Lasting(sys.stderr), flush=True
+                )  # with the colours and bars of the child
+    except KeyboardInterrupt:  # torchrun has heard it too, and lets the processes save
         process.wait(timeout=120)
         raise
-    if process.wait() == 0: return
-    raise WorkerDied(*find_failure(said.decode(errors='replace'), folder/'logs'))
+    if process.wait() == 0:
+        return
+    raise WorkerDied(*find_failure(said.decode(errors="replace"), folder / "logs"))
 
 # %% ../../nbs/11_recipes/13_launch.ipynb #000fe2a4
 def as_script(
-    files: Mapping[str | Path, str], # Path -> text
-    line: str, # The command that reads them
+    files: Mapping[str | Path, str],  # Path -> text
+    line: str,  # The command that reads them
 ) -> str:
     "Lines for a shell that write the files and run the command: what a dry run shows, since it writes nothing."
-    lines = [f'mkdir -p {shlex.quote(str(folder))}' for folder in dict.fromkeys(Path(path).parent for path in files)]
+    lines = [
+        f"mkdir -p {shlex.quote(str(folder))}"
+        for folder in dict.fromkeys(Path(path).parent for path in files)
+    ]
     for path, text in files.items():
-        end = next(word for word in ('END', 'END_OF_FILE', 'END_OF_THIS_FILE') if word not in text.splitlines())
+        end = next(
+            word
+            for word in ("END", "END_OF_FILE", "END_OF_THIS_FILE")
+            if word not in text.splitlines()
+        )
         lines.append(f"cat > {shlex.quote(str(path))} <<'{end}'\n{text.rstrip()}\n{end}")
-    return '\n'.join([*lines, line])
+    return "\n".join([*lines, line])
+
 
 def start(
-    program: Sequence[str], # What each process runs, after `python`
+    program: Sequence[str],  # What each process runs, after `python`
     launch: LaunchConfig,
-    folder: str | Path, # Where files and logs of the launch go
-    dry_run: bool = False, # Only show the command, and before it what writes the files that it reads
+    folder: str | Path,  # Where files and logs of the launch go
+    dry_run: bool = False,  # Only show the command, and before it what writes the files that it reads
     say: Callable[[str], Any] = note,
-    env: Mapping[str, str] | None = None, # More for the environment of the processes
-    files: Mapping[str | Path, str] | None = None, # Path -> text: what else the program reads
-) -> str: # What was shown
+    env: Mapping[str, str] | None = None,  # More for the environment of the processes
+    files: Mapping[str | Path, str] | None = None,  # Path -> text: what else the program reads
+) -> str:  # What was shown
     "Write the files, show the command, run it."
-    gpu, folder = pick_device().type == 'cuda', Path(folder)
-    if launch.num_nodes > 1: folder = folder/f'node-{launch.node_rank}'
+    gpu, folder = pick_device().type == "cuda", Path(folder)
+    if launch.num_nodes > 1:
+        folder = folder / f"node-{launch.node_rank}"
     if gpu and not dry_run:
         import torch
+
         if launch.num_processes > torch.cuda.device_count():
-            raise ValueError(f'num_processes = {launch.num_processes}, and this machine has {torch.cuda.device_count()} GPUs: at most '
-                             'one process for each')
-    if launch.strategy.startswith('zero') and not dry_run:
+            raise ValueError(
+                f"num_processes = {launch.num_processes}, and this machine has {torch.cuda.device_count()} GPUs: at most "
+                "one process for each"
+            )
+    if launch.strategy.startswith("zero") and not dry_run:
         from importlib.util import find_spec
-        if find_spec('deepspeed') is None:
-            raise ImportError(f'{launch.strategy} needs DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation '
-                              '"trainkit-llm[deepspeed]", or take strategy fsdp')
+
+        if find_spec("deepspeed") is None:
+            raise ImportError(
+                f"{launch.strategy} needs DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation "
+                '"trainkit-llm[deepspeed]", or take strategy fsdp'
+            )
     command, more = launch_command(program, launch, folder, gpu)
     more = {**more, **(env or {})}
     line = command_line(command, more)
-    needed = {**(files or {}), **{folder/name: text for name, text in launch_files(launch, gpu).items()}}
+    needed = {
+        **(files or {}),
+        **{folder / name: text for name, text in launch_files(launch, gpu).items()},
+    }
     if dry_run:
-        read = [*command, *more.values()] # accelerate's file is for people
-        say(shown := as_script({path: mask_secrets(text) for path, text in needed.items() if str(path) in read}, line))
+        read = [*command, *more.values()]  # accelerate's file is for people
+        say(
+            shown := as_script(
+                {path: mask_secrets(text) for path, text in needed.items() if str(path) in read},
+                line,
+            )
+        )
         return shown
-    for path, text in needed.items(): write_atomic(path, text)
-    write_atomic(folder/'command.sh', line + '\n')
+    for path, text in needed.items():
+        write_atomic(path, text)
+    write_atomic(folder / "command.sh", line + "\n")
     say(line)
     run_command(command, more, folder)
     return line
+
 
 def _differences(given: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
     "What a config says that its class would not say by itself."
     out = {}
     for key, value in given.items():
-        if isinstance(value, Mapping) and isinstance(plain.get(key), Mapping) and plain[key]: value = _differences(value, plain[key]) or plain[key]
-        if key not in plain or value != plain[key]: out[key] = value
+        if isinstance(value, Mapping) and isinstance(plain.get(key), Mapping) and plain[key]:
+            value = _differences(value, plain[key]) or plain[key]
+        if key not in plain or value != plain[key]:
+            out[key] = value
     return out
 
+
 def launch(
-    config: Any, # A `RunConfig`
+    config: Any,  # A `RunConfig`
     num_processes: int = 1,
-    strategy: str = 'ddp', # One of `STRATEGIES`
-    dry_run: bool = False, # Only show the command, and before it what writes the files that it reads
+    strategy: str = "ddp",  # One of `STRATEGIES`
+    dry_run: bool = False,  # Only show the command, and before it what writes the files that it reads
     say: Callable[[str], Any] = note,
-    **more: Any, # Other fields of `LaunchConfig`
-) -> Path: # The run folder; raises `WorkerDied`
+    **more: Any,  # Other fields of `LaunchConfig`
+) -> Path:  # The run folder; raises `WorkerDied`
     "Run a config in several processes."
     plan, wanted = LaunchConfig(num_processes, strategy, **more), Path(config.folder)
-    if plan.num_nodes > 1: folder = wanted
-    else: folder = next(free_folders(wanted)) if dry_run else new_folder(wanted)
-    where = folder/'launch'/(f'node-{plan.node_rank}' if plan.node_rank else '')/'config.yaml'
+    if plan.num_nodes > 1:
+        folder = wanted
+    else:
+        folder = next(free_folders(wanted)) if dry_run else new_folder(wanted)
+    where = folder / "launch" / (f"node-{plan.node_rank}" if plan.node_rank else "") / "config.yaml"
     text = dump_config(config)
-    if dry_run: # Short enough to read
-        kind, named = type(config), {'method': config.method} if hasattr(config, 'method') else {}
-        text = yaml.safe_dump({**named, **_differences(to_dict(config), to_dict(kind(**named)))}, sort_keys=False, allow_unicode=True)
-    start(['-m', 'trainkit', 'train', str(where)], plan, folder/'launch', dry_run, say, dict(TRAINKIT_RUN_FOLDER=str(folder)), {where: text})
+    if dry_run:  # Short enough to read
+        kind, named = type(config), {"method": config.method} if hasattr(config, "method") else {}
+        text = yaml.safe_dump(
+            {**named, **_differences(to_dict(config), to_dict(kind(**named)))},
+            sort_keys=False,
+            allow_unicode=True,
+        )
+    start(
+        ["-m", "trainkit", "train", str(where)],
+        plan,
+        folder / "launch",
+        dry_run,
+        say,
+        dict(TRAINKIT_RUN_FOLDER=str(folder)),
+        {where: text},
+    )
     return folder

@@ -24,191 +24,401 @@ from ..files import alone, open_with, reading, say, to_json
 @dataclass
 class Needs:
     "What of a config decides about memory."
-    model: Any # A `ModelConfig`, or a function that makes the model
-    setup: Any # A `Setup`
-    note: str = '' # Where the count is not the whole truth
+
+    model: Any  # A `ModelConfig`, or a function that makes the model
+    setup: Any  # A `Setup`
+    note: str = ""  # Where the count is not the whole truth
+
 
 def find_model(
-    name: str, # A model folder, or one of `PRESETS`; empty: the config's own
-    config: Any, # A `RunConfig`
-) -> Any: # A `ModelConfig`, or for an architecture that is not ours a function that makes the model
+    name: str,  # A model folder, or one of `PRESETS`; empty: the config's own
+    config: Any,  # A `RunConfig`
+) -> (
+    Any
+):  # A `ModelConfig`, or for an architecture that is not ours a function that makes the model
     "The shape of the model that a run begins with; weights are not read."
     from trainkit.model.config import PRESETS, ModelConfig
-    if not name: return replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
+
+    if not name:
+        return replace(
+            config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size
+        )
     if name in PRESETS:
         shape = ModelConfig.preset(name)
         return replace(shape, vocab_size=shape.vocab_size or config.tokenizer.vocab_size)
     if not Path(name).is_dir():
-        raise FileNotFoundError(f"'{name}' is no model here: give a folder with a config.json, or one of {', '.join(PRESETS)}."
-                                f'{nearest(name, list(PRESETS))}')
+        raise FileNotFoundError(
+            f"'{name}' is no model here: give a folder with a config.json, or one of {', '.join(PRESETS)}."
+            f"{nearest(name, list(PRESETS))}"
+        )
     from trainkit.interop.hf import read_config, read_model_settings
-    try: return read_config(name)
+
+    try:
+        return read_config(name)
     except ValueError as error:
         from transformers import AutoConfig, AutoModelForCausalLM
-        try: theirs = open_with(AutoConfig, name)
-        except Exception: raise error from None
+
+        try:
+            theirs = open_with(AutoConfig, name)
+        except Exception:
+            raise error from None
         read_model_settings(name)
+
         def make() -> Any:
-            with alone, reading(Path(name)/'config.json'): return AutoModelForCausalLM.from_config(theirs)
+            with alone, reading(Path(name) / "config.json"):
+                return AutoModelForCausalLM.from_config(theirs)
+
         return make
 
+
 def read_setup(
-    config: Any, # A `RunConfig`
-) -> Needs: # Raises `FileNotFoundError` where the model is not
+    config: Any,  # A `RunConfig`
+) -> Needs:  # Raises `FileNotFoundError` where the model is not
     "Read what memory depends on."
     from trainkit.memory.planner import Setup
+
     shape, train = find_model(config.init_from, config), config.train
-    length, note, rows = config.data.max_length, '', train.per_device_train_batch_size
-    longest = getattr(shape, 'max_seq_len', length)
-    if config.method in ('dpo', 'reward'): rows, note = 2*rows, 'each row is a pair of answers, counted as two; a reference model is not counted'
-    elif config.method not in ('pretrain', 'sft', 'freeze', 'lora', 'qlora'): note = 'the training step alone; answering has a cache of its own'
+    length, note, rows = config.data.max_length, "", train.per_device_train_batch_size
+    longest = getattr(shape, "max_seq_len", length)
+    if config.method in ("dpo", "reward"):
+        rows, note = (
+            2 * rows,
+            "each row is a pair of answers, counted as two; a reference model is not counted",
+        )
+    elif config.method not in ("pretrain", "sft", "freeze", "lora", "qlora"):
+        note = "the training step alone; answering has a cache of its own"
     new = _new_tokens(config)
-    if new and hasattr(shape, 'vocab_size'): shape = replace(shape, vocab_size=shape.vocab_size + new)
+    if new and hasattr(shape, "vocab_size"):
+        shape = replace(shape, vocab_size=shape.vocab_size + new)
     model: Any = shape
-    if config.method == 'freeze': model = _frozen(shape, config.sft.trainable_layers, new > 0)
-    return Needs(model, Setup(
-        batch_size=rows, seq_len=min(length, longest), accumulation=train.gradient_accumulation_steps, chunked_loss=True,
-        mixed_precision=train.mixed_precision if train.mixed_precision in ('bf16', 'fp16') else 'no',
-        checkpointing=config.model.gradient_checkpointing, optim=config.optim.optim, in_backward=train.optimizer_in_backward,
-        lora_rank=config.lora.r if config.adapts else 0, bits=config.quant.bits if config.adapts else None,
-        offload=train.offload_optimizer, lora=config.lora if config.adapts else None, new_tokens=new > 0), note)
+    if config.method == "freeze":
+        model = _frozen(shape, config.sft.trainable_layers, new > 0)
+    return Needs(
+        model,
+        Setup(
+            batch_size=rows,
+            seq_len=min(length, longest),
+            accumulation=train.gradient_accumulation_steps,
+            chunked_loss=True,
+            mixed_precision=train.mixed_precision
+            if train.mixed_precision in ("bf16", "fp16")
+            else "no",
+            checkpointing=config.model.gradient_checkpointing,
+            optim=config.optim.optim,
+            in_backward=train.optimizer_in_backward,
+            lora_rank=config.lora.r if config.adapts else 0,
+            bits=config.quant.bits if config.adapts else None,
+            offload=train.offload_optimizer,
+            lora=config.lora if config.adapts else None,
+            new_tokens=new > 0,
+        ),
+        note,
+    )
+
 
 def _new_tokens(config: Any) -> int:
     "How many tokens the chat format of a run brings, as far as the tokenizer's files tell."
     from trainkit.tokenizer.chat_template import missing_tokens
-    asks = config.method in ('sft', 'freeze', 'lora', 'qlora') or config.sft.template # Opinions are read in the model's own format
+
+    asks = (
+        config.method in ("sft", "freeze", "lora", "qlora") or config.sft.template
+    )  # Opinions are read in the model's own format
     folder = config.tokenizer.path or config.init_from
-    return len(missing_tokens(folder, config.sft.template or '')) if config.init_from and asks and config.method != 'pretrain' else 0
+    return (
+        len(missing_tokens(folder, config.sft.template or ""))
+        if config.init_from and asks and config.method != "pretrain"
+        else 0
+    )
+
 
 def _frozen(shape: Any, count: int, ends: bool = False) -> Callable[[], Any]:
     "Only some blocks learn: the last ones, or the first ones below 0; with new tokens embedding and head, too."
+
     def make() -> Any:
         from trainkit.model.transformer import Transformer
         from trainkit.memory.offload import find_blocks
+
         made: Any = shape() if callable(shape) else Transformer(shape)
         made.requires_grad_(False)
         blocks = list(find_blocks(made))
-        for block in blocks[-count:] if count > 0 else blocks[:-count]: block.requires_grad_(True)
-        for layer in (made.get_input_embeddings(), made.get_output_embeddings()) if ends else (): layer.requires_grad_(True)
+        for block in blocks[-count:] if count > 0 else blocks[:-count]:
+            block.requires_grad_(True)
+        for layer in (made.get_input_embeddings(), made.get_output_embeddings()) if ends else ():
+            layer.requires_grad_(True)
         return made
+
     return make
 
 # %% ../../nbs/11_recipes/12_memory_commands.ipynb #38a06897
 def predict_needs(
-    config: Any, # A `RunConfig`
-) -> Any: # A `MemoryReport`
+    config: Any,  # A `RunConfig`
+) -> Any:  # A `MemoryReport`
     "The peak of a step, without data and weights."
     from trainkit.memory.planner import predict_setup
+
     needs = read_setup(config)
     return predict_setup(needs.model, needs.setup)
 
+
 def plan_needs(
-    config: Any, # A `RunConfig`
-    budget: str | float | Any, # '15 GB', bytes, a machine or its name
-    progress: Callable[[str, int], None] | None = None, # Is told each (lever, bytes)
-    host: bool = False, # The budget is main memory itself, so nothing can be moved there
-) -> Any: # A `Plan`
+    config: Any,  # A `RunConfig`
+    budget: str | float | Any,  # '15 GB', bytes, a machine or its name
+    progress: Callable[[str, int], None] | None = None,  # Is told each (lever, bytes)
+    host: bool = False,  # The budget is main memory itself, so nothing can be moved there
+) -> Any:  # A `Plan`
     "The cheapest knobs to turn, until a step fits."
     from trainkit.memory.planner import LEVERS, plan_memory
+
     needs = read_setup(config)
-    if host: needs.setup = replace(needs.setup, offload=False)
-    never = ('chunked loss', 'half weights', *['offload']*host)
-    levers = [name for name in LEVERS if name not in never and (name != 'LoRA' or config.method in ('sft', 'lora', 'qlora', 'dpo', 'reward'))]
+    if host:
+        needs.setup = replace(needs.setup, offload=False)
+    never = ("chunked loss", "half weights", *["offload"] * host)
+    levers = [
+        name
+        for name in LEVERS
+        if name not in never
+        and (name != "LoRA" or config.method in ("sft", "lora", "qlora", "dpo", "reward"))
+    ]
     return plan_memory(needs.model, budget, needs.setup, levers, progress)
 
+
 def knobs_of(
-    plan: Any, # A `Plan` from `plan_needs`
-    config: Any, # The `RunConfig` that was planned
-) -> dict[str, Any]: # Knob -> value, those that change
+    plan: Any,  # A `Plan` from `plan_needs`
+    config: Any,  # The `RunConfig` that was planned
+) -> dict[str, Any]:  # Knob -> value, those that change
     "A plan in the words of a config."
-    old, new, rows = read_setup(config).setup, plan.setup, 2 if config.method in ('dpo', 'reward') else 1
+    old, new, rows = (
+        read_setup(config).setup,
+        plan.setup,
+        2 if config.method in ("dpo", "reward") else 1,
+    )
     words: dict[str, Any] = {}
+
     def say(name: str, field: str, value: Any = None) -> None:
-        if getattr(old, field) != getattr(new, field): words[name] = getattr(new, field) if value is None else value
-    say('train.per_device_train_batch_size', 'batch_size', max(1, new.batch_size//rows))
-    say('train.gradient_accumulation_steps', 'accumulation')
-    say('train.mixed_precision', 'mixed_precision')
-    say('model.gradient_checkpointing', 'checkpointing')
-    say('optim.optim', 'optim')
-    say('train.optimizer_in_backward', 'in_backward')
-    if new.in_backward and config.train.max_grad_norm: words['train.max_grad_norm'] = 0.0 # A common norm needs all gradients, and the first are gone before the last
-    say('train.offload_optimizer', 'offload')
-    say('data.max_length', 'seq_len')
-    if new.lora_rank and not config.adapts: # Then it learns otherwise
-        words |= {'method': 'qlora' if new.bits else 'lora'} if config.method == 'sft' else {'use_lora': True}
-        words |= {'lora.r': new.lora_rank, 'lora.target_modules': 'all-linear'}
-    if new.bits != old.bits and words.get('method') != 'qlora': words['quant.bits'] = new.bits
+        if getattr(old, field) != getattr(new, field):
+            words[name] = getattr(new, field) if value is None else value
+
+    say("train.per_device_train_batch_size", "batch_size", max(1, new.batch_size // rows))
+    say("train.gradient_accumulation_steps", "accumulation")
+    say("train.mixed_precision", "mixed_precision")
+    say("model.gradient_checkpointing", "checkpointing")
+    say("optim.optim", "optim")
+    say("train.optimizer_in_backward", "in_backward")
+    if new.in_backward and config.train.max_grad_norm:
+        words["train.max_grad_norm"] = (
+            0.0  # A common norm needs all gradients, and the first are gone before the last
+        )
+    say("train.offload_optimizer", "offload")
+    say("data.max_length", "seq_len")
+    if new.lora_rank and not config.adapts:  # Then it learns otherwise
+        words |= (
+            {"method": "qlora" if new.bits else "lora"}
+            if config.method == "sft"
+            else {"use_lora": True}
+        )
+        words |= {"lora.r": new.lora_rank, "lora.target_modules": "all-linear"}
+    if new.bits != old.bits and words.get("method") != "qlora":
+        words["quant.bits"] = new.bits
     return words
 
 # %% ../../nbs/11_recipes/12_memory_commands.ipynb #add7c089
-memory = typer.Typer(name='memory', help='How much memory a run will take, and what would make it fit; no data and no weights are read.',
-                     context_settings=dict(help_option_names=['-h', '--help']), no_args_is_help=True, pretty_exceptions_enable=False)
+memory = typer.Typer(
+    name="memory",
+    help="How much memory a run will take, and what would make it fit; no data and no weights are read.",
+    context_settings=dict(help_option_names=["-h", "--help"]),
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
-Config = Annotated[Optional[str], typer.Argument(help='A YAML or JSON file; without one, the profile and your changes.', show_default=False)]
-Changes = Annotated[Optional[list[str]], typer.Argument(metavar='[GROUP.KNOB=VALUE]...', show_default=False, help='Changes to the config.')]
-Model = Annotated[Optional[str], typer.Option('--model', '-m', show_default=False,
-                  help='A model folder (config.json is enough), or a shape by name: smollm2-135m, gpt2, small, …')]
-Method = Annotated[Optional[str], typer.Option(show_default=False, help='What is learned: pretrain, sft, freeze, lora, qlora, dpo, …')]
-BatchSize = Annotated[Optional[int], typer.Option('--batch-size', min=1, show_default=False, help='Rows of one forward pass.')]
-Accumulation = Annotated[Optional[int], typer.Option(min=1, show_default=False, help='Forward passes for one step.')]
-MaxLength = Annotated[Optional[int], typer.Option('--max-length', min=2, show_default=False, help='Tokens of a row.')]
-_AsJson = Annotated[bool, typer.Option('--json', help='For programs.')]
+Config = Annotated[
+    Optional[str],
+    typer.Argument(
+        help="A YAML or JSON file; without one, the profile and your changes.", show_default=False
+    ),
+]
+Changes = Annotated[
+    Optional[list[str]],
+    typer.Argument(
+        metavar="[GROUP.KNOB=VALUE]...", show_default=False, help="Changes to the config."
+    ),
+]
+Model = Annotated[
+    Optional[str],
+    typer.Option(
+        "--model",
+        "-m",
+        show_default=False,
+        help="A model folder (config.json is enough), or a shape by name: smollm2-135m, gpt2, small, …",
+    ),
+]
+Method = Annotated[
+    Optional[str],
+    typer.Option(
+        show_default=False, help="What is learned: pretrain, sft, freeze, lora, qlora, dpo, …"
+    ),
+]
+BatchSize = Annotated[
+    Optional[int],
+    typer.Option("--batch-size", min=1, show_default=False, help="Rows of one forward pass."),
+]
+Accumulation = Annotated[
+    Optional[int], typer.Option(min=1, show_default=False, help="Forward passes for one step.")
+]
+MaxLength = Annotated[
+    Optional[int], typer.Option("--max-length", min=2, show_default=False, help="Tokens of a row.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
 
 def _config(file: str | None, changes: list[str] | None, **options: Any) -> Any:
     from trainkit.recipes.config import method_config
-    short = {'method': 'method', 'model': 'init_from', 'batch_size': 'train.per_device_train_batch_size',
-             'accumulation': 'train.gradient_accumulation_steps', 'max_length': 'data.max_length'}
-    said = [f'{short[name]}={json.dumps(value)}' for name, value in options.items() if value is not None]
-    changes = [*said, *([file] if file and '=' in file else []), *(changes or [])]
-    return method_config(Path(file) if file and '=' not in file else None, changes)
+
+    short = {
+        "method": "method",
+        "model": "init_from",
+        "batch_size": "train.per_device_train_batch_size",
+        "accumulation": "train.gradient_accumulation_steps",
+        "max_length": "data.max_length",
+    }
+    said = [
+        f"{short[name]}={json.dumps(value)}" for name, value in options.items() if value is not None
+    ]
+    changes = [*said, *([file] if file and "=" in file else []), *(changes or [])]
+    return method_config(Path(file) if file and "=" not in file else None, changes)
+
 
 @memory.command()
-def predict(config: Config = None, changes: Changes = None, model: Model = None, method: Method = None, batch_size: BatchSize = None,
-            accumulation: Accumulation = None, max_length: MaxLength = None, as_json: _AsJson = False) -> None:
+def predict(
+    config: Config = None,
+    changes: Changes = None,
+    model: Model = None,
+    method: Method = None,
+    batch_size: BatchSize = None,
+    accumulation: Accumulation = None,
+    max_length: MaxLength = None,
+    as_json: _AsJson = False,
+) -> None:
     "The peak of a training step, by what it is for, and the machines that have room for it."
-    whole = _config(config, changes, model=model, method=method, batch_size=batch_size, accumulation=accumulation, max_length=max_length)
+    whole = _config(
+        config,
+        changes,
+        model=model,
+        method=method,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        max_length=max_length,
+    )
     from trainkit.files import show_bytes
     from trainkit.memory.planner import MACHINES
+
     needs, found = read_setup(whole), predict_needs(whole)
     fits = {name: found.peak <= machine.usable for name, machine in MACHINES.items()}
     if as_json:
-        say(to_json(dict(peak=found.peak, parts=found.parts, setup={k: v for k, v in vars(needs.setup).items() if k != 'lora'},
-                                   fits=fits, note=needs.note), indent=1))
+        say(
+            to_json(
+                dict(
+                    peak=found.peak,
+                    parts=found.parts,
+                    setup={k: v for k, v in vars(needs.setup).items() if k != "lora"},
+                    fits=fits,
+                    note=needs.note,
+                ),
+                indent=1,
+            )
+        )
         return
-    say(f'A step of {needs.setup.batch_size} x {needs.setup.seq_len} tokens, method {whole.method}, {needs.setup.optim}')
-    for name, size in [*found.parts.items(), ('at the peak', found.peak)]:
-        if size: say(f'  {name:<14}{show_bytes(size):>9}  {size/found.peak:6.1%}')
-    if needs.note: say(f'Note: {needs.note}')
-    say(f"Has room: {', '.join(name for name, yes in fits.items() if yes) or 'none of the machines known here'}")
-    if small := [name for name, yes in fits.items() if not yes]: say(f"Too small: {', '.join(small)} (trainkit memory plan … --machine '{small[0]}')")
+    say(
+        f"A step of {needs.setup.batch_size} x {needs.setup.seq_len} tokens, method {whole.method}, {needs.setup.optim}"
+    )
+    for name, size in [*found.parts.items(), ("at the peak", found.peak)]:
+        if size:
+            say(f"  {name:<14}{show_bytes(size):>9}  {size / found.peak:6.1%}")
+    if needs.note:
+        say(f"Note: {needs.note}")
+    say(
+        f"Has room: {', '.join(name for name, yes in fits.items() if yes) or 'none of the machines known here'}"
+    )
+    if small := [name for name, yes in fits.items() if not yes]:
+        say(f"Too small: {', '.join(small)} (trainkit memory plan … --machine '{small[0]}')")
+
 
 @memory.command()
-def plan(config: Config = None, changes: Changes = None, model: Model = None, method: Method = None, batch_size: BatchSize = None,
-         accumulation: Accumulation = None, max_length: MaxLength = None,
-         budget: Annotated[Optional[str], typer.Option(show_default=False, help="An amount of memory, such as '15 GB'.")] = None,
-         machine: Annotated[Optional[str], typer.Option(show_default=False, help="A machine by name, such as T4, 2xT4, 'RTX 4090' or 'Apple 16'; "
-                            'without it and --budget, what is free on this one.')] = None,
-         as_json: _AsJson = False) -> None:
+def plan(
+    config: Config = None,
+    changes: Changes = None,
+    model: Model = None,
+    method: Method = None,
+    batch_size: BatchSize = None,
+    accumulation: Accumulation = None,
+    max_length: MaxLength = None,
+    budget: Annotated[
+        Optional[str],
+        typer.Option(show_default=False, help="An amount of memory, such as '15 GB'."),
+    ] = None,
+    machine: Annotated[
+        Optional[str],
+        typer.Option(
+            show_default=False,
+            help="A machine by name, such as T4, 2xT4, 'RTX 4090' or 'Apple 16'; "
+            "without it and --budget, what is free on this one.",
+        ),
+    ] = None,
+    as_json: _AsJson = False,
+) -> None:
     "What to change, the cheapest first, until a step fits. Exit code 1 if nothing helps."
-    if budget and machine: raise ValueError('--budget and --machine: give one of them')
-    whole = _config(config, changes, model=model, method=method, batch_size=batch_size, accumulation=accumulation, max_length=max_length)
+    if budget and machine:
+        raise ValueError("--budget and --machine: give one of them")
+    whole = _config(
+        config,
+        changes,
+        model=model,
+        method=method,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        max_length=max_length,
+    )
     from trainkit.memory.planner import MACHINES, find_machine
+
     if machine and find_machine(machine) not in MACHINES.values():
-        raise ValueError(f'--machine {machine}: an amount of memory is a --budget')
+        raise ValueError(f"--machine {machine}: an amount of memory is a --budget")
     room, on_gpu = free_here()
     found = plan_needs(whole, budget or machine or room, host=not (budget or machine or on_gpu))
     words = knobs_of(found, whole)
     if as_json:
-        say(to_json(dict(fits=found.fits, budget=found.budget, peak=found.peak, waterfall=found.waterfall, skipped=found.skipped,
-                                   setup={k: v for k, v in vars(found.setup).items() if k != 'lora'}, cards=found.cards, knobs=words), indent=1))
+        say(
+            to_json(
+                dict(
+                    fits=found.fits,
+                    budget=found.budget,
+                    peak=found.peak,
+                    waterfall=found.waterfall,
+                    skipped=found.skipped,
+                    setup={k: v for k, v in vars(found.setup).items() if k != "lora"},
+                    cards=found.cards,
+                    knobs=words,
+                ),
+                indent=1,
+            )
+        )
     else:
         say(str(found))
-        if words and found.fits: say('Say     ' + ' '.join(f'{k}={v if isinstance(v, str) else to_json(v)}' for k, v in words.items()))
-    if not found.fits: raise typer.Exit(1)
+        if words and found.fits:
+            say(
+                "Say     "
+                + " ".join(
+                    f"{k}={v if isinstance(v, str) else to_json(v)}" for k, v in words.items()
+                )
+            )
+    if not found.fits:
+        raise typer.Exit(1)
 
-def free_here() -> tuple[int, bool]: # Bytes of the GPU, or of main memory where there is none; whether it is a GPU's
+
+def free_here() -> tuple[
+    int, bool
+]:  # Bytes of the GPU, or of main memory where there is none; whether it is a GPU's
     "What this machine has to give now."
     from trainkit.system import look_at_device
     from trainkit.system import available_memory as main_memory
+
     device = look_at_device()
-    return int(device['vram'][1] if 'vram' in device else main_memory()[1]), 'vram' in device
+    return int(device["vram"][1] if "vram" in device else main_memory()[1]), "vram" in device

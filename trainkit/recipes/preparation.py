@@ -55,80 +55,118 @@ from ..tokenizer.chat import render, set_template
 from ..train.config import TrainConfig
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #b7bc6c0e
-EOS = '<|endoftext|>'
+EOS = "<|endoftext|>"
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #home-questions
 def questions(
-    rows: Sequence[Mapping], # Of kind prompt_completion, instruction, messages or reasoning
-    tokenizer: Any, # With a chat template
-    limit: float, # Tokens that the model reads and writes
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    train_reasoning: bool = True, # The answer holds the chain of thought, too
-) -> list[dict]: # `prompt` as it is asked, `ids`, `expected`, and how many tokens the answer has
+    rows: Sequence[Mapping],  # Of kind prompt_completion, instruction, messages or reasoning
+    tokenizer: Any,  # With a chat template
+    limit: float,  # Tokens that the model reads and writes
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    train_reasoning: bool = True,  # The answer holds the chain of thought, too
+) -> list[dict]:  # `prompt` as it is asked, `ids`, `expected`, and how many tokens the answer has
     "What to ask of a model, and what it should say."
     out = []
     for row in rows:
         messages = to_messages(row, train_reasoning)
-        last = max((i for i, m in enumerate(messages) if m['role'] == 'assistant'), default=0)
-        if not last: continue # nothing is asked, or nothing answered
+        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
+        if not last:
+            continue  # nothing is asked, or nothing answered
         ids = render(messages[:last], tokenizer, template, add_generation_prompt=True)[0]
-        expected = messages[last]['content']
+        expected = messages[last]["content"]
         size = len(text_to_ids(expected, tokenizer, plain=True)) + 4
         if len(ids) + size <= limit:
-            out.append(dict(prompt=messages[last - 1]['content'], ids=ids, expected=expected, tokens=size))
+            out.append(
+                dict(prompt=messages[last - 1]["content"], ids=ids, expected=expected, tokens=size)
+            )
     return out
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #bb256abb
 @dataclass
 class Parts:
     "What a run is made of."
+
     config: RunConfig
     tokenizer: Any
-    model: Any # A `Transformer`, or anything that `Trainer` takes
+    model: Any  # A `Transformer`, or anything that `Trainer` takes
     train_batches: Batches
-    eval_batches: Batches | None # None where nothing is held out
-    facts: dict # What `load_splits` says of the data
+    eval_batches: Batches | None  # None where nothing is held out
+    facts: dict  # What `load_splits` says of the data
     train_rows: list[dict] = field(default_factory=list)
     eval_rows: list[dict] = field(default_factory=list)
-    test_rows: list[dict] = field(default_factory=list) # Set apart, and read by nobody
-    train_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint16)) # (tokens,) of text, for baselines
+    test_rows: list[dict] = field(default_factory=list)  # Set apart, and read by nobody
+    train_ids: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.uint16)
+    )  # (tokens,) of text, for baselines
     eval_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint16))
-    examples: Any = None # Of sft: what `tokenize_examples` made, with its report
-    asked: list[dict] = field(default_factory=list) # Held-out questions, of sft and of whatever answers
-    objective: Any = None # (model, batch) -> `Loss`; None: next tokens
-    pairs: Any = None # Of dpo and reward: what `tokenize_pairs` made of the rows to train on, with its report
+    examples: Any = None  # Of sft: what `tokenize_examples` made, with its report
+    asked: list[dict] = field(
+        default_factory=list
+    )  # Held-out questions, of sft and of whatever answers
+    objective: Any = None  # (model, batch) -> `Loss`; None: next tokens
+    pairs: Any = None  # Of dpo and reward: what `tokenize_pairs` made of the rows to train on, with its report
     eval_pairs: Any = None
-    rewards: list = field(default_factory=list) # Of grpo and its kin: the functions that score answers
-    causal: Any = None # The language model itself, where `model` is one with another head
-    about: list[str] = field(default_factory=list) # What the plan says of data and reference; empty: it is text, or sft
-    callbacks: list = field(default_factory=list) # For the trainer
-    keep: dict[str, Path] = field(default_factory=dict) # Files that go into the run folder, by their names there
-    seconds: dict[str, float] = field(default_factory=dict) # Phase -> how long it took
+    rewards: list = field(
+        default_factory=list
+    )  # Of grpo and its kin: the functions that score answers
+    causal: Any = None  # The language model itself, where `model` is one with another head
+    about: list[str] = field(
+        default_factory=list
+    )  # What the plan says of data and reference; empty: it is text, or sft
+    callbacks: list = field(default_factory=list)  # For the trainer
+    keep: dict[str, Path] = field(
+        default_factory=dict
+    )  # Files that go into the run folder, by their names there
+    seconds: dict[str, float] = field(default_factory=dict)  # Phase -> how long it took
 
     @property
-    def identity(self) -> dict[str, Any]: # As JSON can hold it
+    def identity(self) -> dict[str, Any]:  # As JSON can hold it
         "What makes it this run besides model and loop: the data, and how they become rows."
         c = self.config
-        names = ['curriculum', *['sft']*(self.examples is not None), *['lora', 'quant']*c.adapts, *['dpo']*(self.pairs is not None), *['rl']*bool(self.rewards)]
+        names = [
+            "curriculum",
+            *["sft"] * (self.examples is not None),
+            *["lora", "quant"] * c.adapts,
+            *["dpo"] * (self.pairs is not None),
+            *["rl"] * bool(self.rewards),
+        ]
         found = {name: to_dict(getattr(c, name)) for name in names}
-        for group, name in (('sft', 'questions'), ('dpo', 'converged_patience'), ('dpo', 'converged_threshold')):
-            found.get(group, {}).pop(name, None) # which change no row
+        for group, name in (
+            ("sft", "questions"),
+            ("dpo", "converged_patience"),
+            ("dpo", "converged_threshold"),
+        ):
+            found.get(group, {}).pop(name, None)  # which change no row
         short = dict(min_length=c.data.min_length) if c.data.min_length else {}
-        return dict(data=self.facts['sha256'], method=c.method, max_length=c.data.max_length,
-                    group_by_length=c.data.group_by_length, **short, **found)
+        return dict(
+            data=self.facts["sha256"],
+            method=c.method,
+            max_length=c.data.max_length,
+            group_by_length=c.data.group_by_length,
+            **short,
+            **found,
+        )
+
 
 def loop_config(
     parts: Parts,
-) -> TrainConfig: # Raises `ValueError` for what nothing but an evaluation can decide
+) -> TrainConfig:  # Raises `ValueError` for what nothing but an evaluation can decide
     "The knobs of the loop; a run that holds nothing out evaluates nothing."
     c, blind = parts.config.train, parts.eval_batches is None
-    for name, value in (('train.early_stopping_patience', c.early_stopping_patience), ('dpo.converged_patience', parts.config.dpo.converged_patience)):
-        if blind and value: raise ValueError(f'{name} = {value} needs rows to evaluate on, and nothing is held out: name some with data.eval_file')
-    return replace(c, eval_strategy='no', load_best_model_at_end=False) if blind else c
+    for name, value in (
+        ("train.early_stopping_patience", c.early_stopping_patience),
+        ("dpo.converged_patience", parts.config.dpo.converged_patience),
+    ):
+        if blind and value:
+            raise ValueError(
+                f"{name} = {value} needs rows to evaluate on, and nothing is held out: name some with data.eval_file"
+            )
+    return replace(c, eval_strategy="no", load_best_model_at_end=False) if blind else c
+
 
 @contextmanager
 def timed(
-    seconds: dict[str, float], # Gets an entry
+    seconds: dict[str, float],  # Gets an entry
     phase: str,
 ) -> Iterator[None]:
     "Note how long the block takes."
@@ -139,365 +177,767 @@ def timed(
 # %% ../../nbs/11_recipes/06_preparation.ipynb #f3cf5255
 def prepare_tokenizer(
     config: TokenizerConfig,
-    rows: list[dict], # To learn from: rows of text, or of questions and answers
-    saved: Path | None = None, # Where an interrupted run may have left one
+    rows: list[dict],  # To learn from: rows of text, or of questions and answers
+    saved: Path | None = None,  # Where an interrupted run may have left one
 ) -> Any:
     "Take a tokenizer from a folder, or learn one."
-    if saved and (saved/'tokenizer.json').exists(): return BPETokenizer.load(saved)
-    if config.path: return BPETokenizer.load(config.path)
-    texts = (text for row in rows for text in ([row['text']] if 'text' in row else [m['content'] for m in to_messages(row)]))
+    if saved and (saved / "tokenizer.json").exists():
+        return BPETokenizer.load(saved)
+    if config.path:
+        return BPETokenizer.load(config.path)
+    texts = (
+        text
+        for row in rows
+        for text in ([row["text"]] if "text" in row else [m["content"] for m in to_messages(row)])
+    )
     return BPETokenizer.train(texts, config.vocab_size, config.pattern, special_tokens=[EOS])
+
 
 def prepare_model(
     config: ModelConfig,
-    tokenizer: Any, # Says how many token ids there are
+    tokenizer: Any,  # Says how many token ids there are
 ) -> Transformer:
     "A fresh model for the tokenizer; raises `ValueError` if its vocabulary was set to another size."
     if config.vocab_size not in (0, tokenizer.vocab_size):
-        raise ValueError(f'model.vocab_size = {config.vocab_size}, but the tokenizer has {tokenizer.vocab_size} '
-                         'tokens: leave it out')
+        raise ValueError(
+            f"model.vocab_size = {config.vocab_size}, but the tokenizer has {tokenizer.vocab_size} "
+            "tokens: leave it out"
+        )
     return Transformer(replace(config, vocab_size=tokenizer.vocab_size))
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #c7fb7c25
-_HELD_OUT = 1 << 20 # tokens of shards at most
+_HELD_OUT = 1 << 20  # tokens of shards at most
+
 
 def make_batches(
     config: RunConfig,
-    train: Sequence, # Rows
+    train: Sequence,  # Rows
     test: Sequence,
-    tokenizer: Any, # Says what stands in the padding
-    grouped: bool = False, # Rows of one length together
+    tokenizer: Any,  # Says what stands in the padding
+    grouped: bool = False,  # Rows of one length together
     kind: type[Batches] = Batches,
-) -> tuple[Batches, Batches | None]: # To train on, and to evaluate on; None where there are no rows for it
+) -> tuple[
+    Batches, Batches | None
+]:  # To train on, and to evaluate on; None where there are no rows for it
     "Rows in batches, as the config says."
     c, pad = config.train, tokenizer.pad_token_id
-    order, pad = c.seed if c.data_seed is None else c.data_seed, tokenizer.eos_token_id if pad is None else pad
-    more: dict[str, Any] = dict(pad_id=pad, num_workers=config.data.num_workers, pin_memory=config.data.pin_memory)
-    if config.curriculum.strategy == 'difficulty_based':
-        raise ValueError('curriculum.strategy = difficulty_based needs a function of yours: give Batches a difficulty_fn, in Python')
-    return (kind(train, c.per_device_train_batch_size, order, group_by_length=grouped, curriculum=config.curriculum, **more),
-            kind(test, c.per_device_eval_batch_size, shuffle=False, **more) if len(test) else None)
+    order, pad = (
+        c.seed if c.data_seed is None else c.data_seed,
+        tokenizer.eos_token_id if pad is None else pad,
+    )
+    more: dict[str, Any] = dict(
+        pad_id=pad, num_workers=config.data.num_workers, pin_memory=config.data.pin_memory
+    )
+    if config.curriculum.strategy == "difficulty_based":
+        raise ValueError(
+            "curriculum.strategy = difficulty_based needs a function of yours: give Batches a difficulty_fn, in Python"
+        )
+    return (
+        kind(
+            train,
+            c.per_device_train_batch_size,
+            order,
+            group_by_length=grouped,
+            curriculum=config.curriculum,
+            **more,
+        ),
+        kind(test, c.per_device_eval_batch_size, shuffle=False, **more) if len(test) else None,
+    )
+
 
 def _with_lengths(examples: Examples, rows: list[dict], config: DataConfig) -> list[dict]:
     "Examples with the lengths that a column of the rows says, by which they are grouped; their own where it says none."
     name = config.length_column_name
     if not config.group_by_length or not any(name in row for row in rows):
-        if config.group_by_length and name != 'length':
-            raise ValueError(f"data.length_column_name = {name!r}: the rows have no such column ({', '.join(rows[0])})")
+        if config.group_by_length and name != "length":
+            raise ValueError(
+                f"data.length_column_name = {name!r}: the rows have no such column ({', '.join(rows[0])})"
+            )
         return examples
     said = [rows[i].get(name) for i in examples.numbers]
-    if all(isinstance(n, int) for n in said): return [{**e, 'length': n} for e, n in zip(examples, said, strict=True)]
-    if name != 'length': raise ValueError(f'data.length_column_name = {name!r}: whole numbers are needed, here is '
-                                          f'{next(n for n in said if not isinstance(n, int))!r}')
+    if all(isinstance(n, int) for n in said):
+        return [{**e, "length": n} for e, n in zip(examples, said, strict=True)]
+    if name != "length":
+        raise ValueError(
+            f"data.length_column_name = {name!r}: whole numbers are needed, here is "
+            f"{next(n for n in said if not isinstance(n, int))!r}"
+        )
     return examples
 
+
 def drop_short(
-    rows: list[dict], # With a `text`
-    tokenizer: Any, # With `encode_batch`
-    min_length: int, # Tokens that a text must have
-    part: str = 'train', # What the warning calls them
-) -> list[dict]: # Raises `ValueError` where none is left
+    rows: list[dict],  # With a `text`
+    tokenizer: Any,  # With `encode_batch`
+    min_length: int,  # Tokens that a text must have
+    part: str = "train",  # What the warning calls them
+) -> list[dict]:  # Raises `ValueError` where none is left
     "Rows of text that are long enough; a warning counts the others."
     kept = []
     for start in range(0, len(rows) if min_length > 1 else 0, 512):
-        some = rows[start:start + 512]
-        coded = tokenizer.encode_batch([row['text'] for row in some], allowed_special='none')
+        some = rows[start : start + 512]
+        coded = tokenizer.encode_batch([row["text"] for row in some], allowed_special="none")
         kept += [row for row, ids in zip(some, coded, strict=True) if len(ids) >= min_length]
-    if min_length <= 1 or len(kept) == len(rows): return rows
-    said = f'{len(rows) - len(kept):,} of {len(rows):,} rows of {part} have fewer than data.min_length = {min_length:,} tokens'
-    if not kept: raise ValueError(f'{said}, and none is left: make it smaller')
-    warnings.warn(f'{said}, and are left out', stacklevel=2)
+    if min_length <= 1 or len(kept) == len(rows):
+        return rows
+    said = f"{len(rows) - len(kept):,} of {len(rows):,} rows of {part} have fewer than data.min_length = {min_length:,} tokens"
+    if not kept:
+        raise ValueError(f"{said}, and none is left: make it smaller")
+    warnings.warn(f"{said}, and are left out", stacklevel=2)
     return kept
+
 
 def prepare_text(
     config: RunConfig,
-    base: tuple[Any, Any] | None = None, # A trained model and its tokenizer to begin with; None: new ones
-    saved: Path | None = None, # The folder of an interrupted run, whose tokenizer is taken
+    base: tuple[Any, Any]
+    | None = None,  # A trained model and its tokenizer to begin with; None: new ones
+    saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is taken
 ) -> Parts:
     "Text: read, learn the tokenizer, encode, build."
     seconds: dict[str, float] = {}
-    with timed(seconds, 'reading'): rows, facts = load_splits(config.data)
-    if facts['kind'] != 'text':
-        raise ValueError(f"data.path = {facts['path']!r} holds rows of kind {facts['kind']}, and pre-training reads text: "
-                         'say method=sft to learn the answers')
-    with timed(seconds, 'tokenizer'):
-        model, tokenizer = base or (None, prepare_tokenizer(config.tokenizer, rows['train'], saved/'tokenizer' if saved else None))
-    with timed(seconds, 'encoding'):
+    with timed(seconds, "reading"):
+        rows, facts = load_splits(config.data)
+    if facts["kind"] != "text":
+        raise ValueError(
+            f"data.path = {facts['path']!r} holds rows of kind {facts['kind']}, and pre-training reads text: "
+            "say method=sft to learn the answers"
+        )
+    with timed(seconds, "tokenizer"):
+        model, tokenizer = base or (
+            None,
+            prepare_tokenizer(
+                config.tokenizer, rows["train"], saved / "tokenizer" if saved else None
+            ),
+        )
+    with timed(seconds, "encoding"):
         if config.data.min_length > 1:
-            for part in ('train', *['eval']*bool(rows['eval'])):
+            for part in ("train", *["eval"] * bool(rows["eval"])):
                 rows[part] = drop_short(rows[part], tokenizer, config.data.min_length, part)
-                facts |= {f'{part}_rows': len(rows[part]), f'{part}_chars': sum(len(row['text']) for row in rows[part])}
-        first = np.array([tokenizer.eos_token_id], dtype=np.uint32) # so that the first real token is predicted
-        ids = {part: np.concatenate([first, encode_rows(rows[part], tokenizer)]) for part in ('train', 'eval')}
+                facts |= {
+                    f"{part}_rows": len(rows[part]),
+                    f"{part}_chars": sum(len(row["text"]) for row in rows[part]),
+                }
+        first = np.array(
+            [tokenizer.eos_token_id], dtype=np.uint32
+        )  # so that the first real token is predicted
+        ids = {
+            part: np.concatenate([first, encode_rows(rows[part], tokenizer)])
+            for part in ("train", "eval")
+        }
     seed_everything(config.train.seed)
     model, length = model or prepare_model(config.model, tokenizer), config.data.max_length
-    held = token_blocks(ids['eval'], length) if rows['eval'] else []
-    train, test = make_batches(config, token_blocks(ids['train'], length), held, tokenizer)
-    return Parts(config, tokenizer, model, train, test, facts, rows['train'], rows['eval'], rows['test'], ids['train'],
-                 ids['eval'], seconds=seconds)
+    held = token_blocks(ids["eval"], length) if rows["eval"] else []
+    train, test = make_batches(config, token_blocks(ids["train"], length), held, tokenizer)
+    return Parts(
+        config,
+        tokenizer,
+        model,
+        train,
+        test,
+        facts,
+        rows["train"],
+        rows["eval"],
+        rows["test"],
+        ids["train"],
+        ids["eval"],
+        seconds=seconds,
+    )
+
 
 def prepare_shards(
-    config: RunConfig, # Whose `data.path` is a folder of shards
-    base: tuple[Any, Any] | None = None, # A trained model to begin with, and its tokenizer; None: a new one
+    config: RunConfig,  # Whose `data.path` is a folder of shards
+    base: tuple[Any, Any]
+    | None = None,  # A trained model to begin with, and its tokenizer; None: a new one
 ) -> Parts:
     "Shards: map the files, take their tokenizer, build."
     seconds: dict[str, float] = {}
-    if config.data.min_length: raise ValueError(f'data.min_length = {config.data.min_length}: shards are encoded already, and their rows are not looked at again')
-    with timed(seconds, 'reading'): shards = open_shards(config.data.path)
-    tokenizer = BPETokenizer.load(config.tokenizer.path or shards.folder/'tokenizer')
-    if config.tokenizer.path and tokenizer.vocab_size != BPETokenizer.load(shards.folder/'tokenizer').vocab_size:
-        raise ValueError(f'{config.tokenizer.path} is not the tokenizer that made the shards: leave tokenizer.path out')
+    if config.data.min_length:
+        raise ValueError(
+            f"data.min_length = {config.data.min_length}: shards are encoded already, and their rows are not looked at again"
+        )
+    with timed(seconds, "reading"):
+        shards = open_shards(config.data.path)
+    tokenizer = BPETokenizer.load(config.tokenizer.path or shards.folder / "tokenizer")
+    if (
+        config.tokenizer.path
+        and tokenizer.vocab_size != BPETokenizer.load(shards.folder / "tokenizer").vocab_size
+    ):
+        raise ValueError(
+            f"{config.tokenizer.path} is not the tokenizer that made the shards: leave tokenizer.path out"
+        )
     seed_everything(config.train.seed)
     model = base[0] if base else prepare_model(config.model, tokenizer)
     if tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(f'the shards have {tokenizer.vocab_size} tokens and the model {model.config.vocab_size}')
-    size = min(max(2, int(len(shards)*config.data.eval_fraction)), _HELD_OUT) if config.data.eval_fraction else 0
-    ends = np.zeros(0) if not size else np.flatnonzero(shards[len(shards) - 2*size:-1] == tokenizer.eos_token_id) # hold out whole documents where that is possible
-    cut = len(shards) - 2*size + int(ends[np.abs(ends - size).argmin()]) if len(ends) else len(shards) - size
+        raise ValueError(
+            f"the shards have {tokenizer.vocab_size} tokens and the model {model.config.vocab_size}"
+        )
+    size = (
+        min(max(2, int(len(shards) * config.data.eval_fraction)), _HELD_OUT)
+        if config.data.eval_fraction
+        else 0
+    )
+    ends = (
+        np.zeros(0)
+        if not size
+        else np.flatnonzero(shards[len(shards) - 2 * size : -1] == tokenizer.eos_token_id)
+    )  # hold out whole documents where that is possible
+    cut = (
+        len(shards) - 2 * size + int(ends[np.abs(ends - size).argmin()])
+        if len(ends)
+        else len(shards) - size
+    )
     decode = lambda ids: [text for text in tokenizer.decode(ids).split(tokenizer.eos_token) if text]
-    recent, held = shards[max(0, cut - 2*_HELD_OUT):cut], shards[cut:]
+    recent, held = shards[max(0, cut - 2 * _HELD_OUT) : cut], shards[cut:]
     rows = [[dict(text=text) for text in decode(ids)] for ids in (recent, held)]
-    facts = dict(path=str(shards.folder), kind='text', sha256=shards.index['shards'][0]['text_sha256'], train_rows=0,
-                 train_chars=sum(r['text_bytes'] for r in shards.index['shards']), eval_chars=sum(len(r['text']) for r in rows[1]))
+    facts = dict(
+        path=str(shards.folder),
+        kind="text",
+        sha256=shards.index["shards"][0]["text_sha256"],
+        train_rows=0,
+        train_chars=sum(r["text_bytes"] for r in shards.index["shards"]),
+        eval_chars=sum(len(r["text"]) for r in rows[1]),
+    )
     length = config.data.max_length
-    train, test = make_batches(config, shards.rows(length, 0, min(cut + 1, len(shards))), shards.rows(length, cut) if size else [], tokenizer)
-    return Parts(config, tokenizer, model, train, test, facts, rows[0], rows[1], [], recent, held, seconds=seconds)
+    train, test = make_batches(
+        config,
+        shards.rows(length, 0, min(cut + 1, len(shards))),
+        shards.rows(length, cut) if size else [],
+        tokenizer,
+    )
+    return Parts(
+        config,
+        tokenizer,
+        model,
+        train,
+        test,
+        facts,
+        rows[0],
+        rows[1],
+        [],
+        recent,
+        held,
+        seconds=seconds,
+    )
+
 
 def prepare_sft(
     config: RunConfig,
-    base: tuple[Any, Any] | None = None, # A trained model and its tokenizer to begin with; None: new ones
-    saved: Path | None = None, # The folder of an interrupted run, whose tokenizer is taken
-) -> Parts: # Raises `ValueError` if a row is too long, or teaches nothing
+    base: tuple[Any, Any]
+    | None = None,  # A trained model and its tokenizer to begin with; None: new ones
+    saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is taken
+) -> Parts:  # Raises `ValueError` if a row is too long, or teaches nothing
     "Examples: read, attach a chat format, render, mask, pack."
     seconds: dict[str, float] = {}
     c, sft = config.data, config.sft
-    with timed(seconds, 'reading'): rows, facts = load_splits(c)
+    with timed(seconds, "reading"):
+        rows, facts = load_splits(c)
     seed_everything(config.train.seed)
-    with timed(seconds, 'model'):
-        model, tokenizer = base or (None, prepare_tokenizer(config.tokenizer, rows['train'], saved/'tokenizer' if saved else None))
+    with timed(seconds, "model"):
+        model, tokenizer = base or (
+            None,
+            prepare_tokenizer(
+                config.tokenizer, rows["train"], saved / "tokenizer" if saved else None
+            ),
+        )
         known = len(tokenizer)
-        if sft.template or not tokenizer.chat_template: set_template(tokenizer, sft.template or 'chatml', model)
+        if sft.template or not tokenizer.chat_template:
+            set_template(tokenizer, sft.template or "chatml", model)
         new_tokens = len(tokenizer) - known if model else 0
         model = model or prepare_model(config.model, tokenizer)
     length = int(min(c.max_length, context_length(model)))
-    with timed(seconds, 'encoding'):
-        train, test = (tokenize_examples(rows[part], tokenizer, length, facts['kind'], sft.train_on, sft.truncation,
-                                         reasoning=sft.reasoning, min_length=max(1, c.min_length), num_workers=c.preprocessing_num_workers, cache=c.cache or None)
-                       if rows[part] else Examples() for part in ('train', 'eval'))
-        packed = _with_lengths(train, rows['train'], c) if sft.packing == 'none' else pack(train, length, sft.packing)
-    asked = [] if facts['kind'] == 'text' or not sft.questions else questions(
-        rows['eval'], tokenizer, context_length(model), train_reasoning=sft.reasoning != 'drop')[:sft.questions]
-    longest = length if sft.packing != 'none' else min(length, int(train.report.lengths.max()))
-    facts |= dict(max_length=length, longest=longest, rows=len(packed), full=packing_efficiency(packed, length), new_tokens=new_tokens)
+    with timed(seconds, "encoding"):
+        train, test = (
+            tokenize_examples(
+                rows[part],
+                tokenizer,
+                length,
+                facts["kind"],
+                sft.train_on,
+                sft.truncation,
+                reasoning=sft.reasoning,
+                min_length=max(1, c.min_length),
+                num_workers=c.preprocessing_num_workers,
+                cache=c.cache or None,
+            )
+            if rows[part]
+            else Examples()
+            for part in ("train", "eval")
+        )
+        packed = (
+            _with_lengths(train, rows["train"], c)
+            if sft.packing == "none"
+            else pack(train, length, sft.packing)
+        )
+    asked = (
+        []
+        if facts["kind"] == "text" or not sft.questions
+        else questions(
+            rows["eval"], tokenizer, context_length(model), train_reasoning=sft.reasoning != "drop"
+        )[: sft.questions]
+    )
+    longest = length if sft.packing != "none" else min(length, int(train.report.lengths.max()))
+    facts |= dict(
+        max_length=length,
+        longest=longest,
+        rows=len(packed),
+        full=packing_efficiency(packed, length),
+        new_tokens=new_tokens,
+    )
     batches, held = make_batches(config, packed, test, tokenizer, c.group_by_length)
-    return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], examples=train,
-                 asked=asked, seconds=seconds)
+    return Parts(
+        config,
+        tokenizer,
+        model,
+        batches,
+        held,
+        facts,
+        rows["train"],
+        rows["eval"],
+        rows["test"],
+        examples=train,
+        asked=asked,
+        seconds=seconds,
+    )
 
 # %% ../../nbs/11_recipes/06_preparation.ipynb #44b1924b
 def adapt(
-    model: Any, # Changed in place
+    model: Any,  # Changed in place
     config: RunConfig,
-    new_tokens: int = 0, # Tokens that the model has never seen: with some, embedding and head learn as a whole
-) -> Any: # The model
+    new_tokens: int = 0,  # Tokens that the model has never seen: with some, embedding and head learn as a whole
+) -> Any:  # The model
     "Few bits where the config wants them, and an adapter beside them: in this order."
-    if not config.adapts: return model
-    if config.quant.bits and not any(isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()): quantize_model(model, config.quant)
-    return add_lora(model, with_vocabulary(model, config.lora, config.method != 'reward') if new_tokens else config.lora)
+    if not config.adapts:
+        return model
+    if config.quant.bits and not any(
+        isinstance(m, (Linear4bit, Linear8bit)) for m in model.modules()
+    ):
+        quantize_model(model, config.quant)
+    return add_lora(
+        model,
+        with_vocabulary(model, config.lora, config.method != "reward")
+        if new_tokens
+        else config.lora,
+    )
 
 # %% ../../nbs/11_recipes/07_alignment_runs.ipynb #b84390f3
 def pair_up(
-    rows: Sequence[Mapping], # Of kind unpaired: prompt, completion, label
-) -> list[dict]: # Of kind preference; raises `ValueError` where no prompt has both sorts
+    rows: Sequence[Mapping],  # Of kind unpaired: prompt, completion, label
+) -> list[dict]:  # Of kind preference; raises `ValueError` where no prompt has both sorts
     "Each liked answer beside a disliked one to the same prompt."
     sides: dict[str, tuple[list, list]] = {}
-    for row in rows: sides.setdefault(repr(row['prompt']), ([], []))[not row['label']].append(row)
-    found = [dict(prompt=good['prompt'], chosen=good['completion'], rejected=bad['completion'])
-             for liked, disliked in sides.values() for good, bad in zip(liked, disliked, strict=False)]
-    if not found: raise ValueError(f'{len(rows)} rows have a label each, and no prompt has both a liked and a disliked answer, '
-                                   'so there is no pair to learn from: give rows with prompt, chosen and rejected')
+    for row in rows:
+        sides.setdefault(repr(row["prompt"]), ([], []))[not row["label"]].append(row)
+    found = [
+        dict(prompt=good["prompt"], chosen=good["completion"], rejected=bad["completion"])
+        for liked, disliked in sides.values()
+        for good, bad in zip(liked, disliked, strict=False)
+    ]
+    if not found:
+        raise ValueError(
+            f"{len(rows)} rows have a label each, and no prompt has both a liked and a disliked answer, "
+            "so there is no pair to learn from: give rows with prompt, chosen and rejected"
+        )
     return found
 
 # %% ../../nbs/11_recipes/07_alignment_runs.ipynb #60050f1b
-_NUMBERS = 'reference.npz'
+_NUMBERS = "reference.npz"
 
-def _base(config: RunConfig, base: tuple[Any, Any] | None) -> tuple[Any, Any, int]: # The last: tokens that the model has never seen
-    if base is None: raise ValueError(f"method = '{config.method}' goes on from a trained model: say which with init_from (--model in a shell)")
+
+def _base(
+    config: RunConfig, base: tuple[Any, Any] | None
+) -> tuple[Any, Any, int]:  # The last: tokens that the model has never seen
+    if base is None:
+        raise ValueError(
+            f"method = '{config.method}' goes on from a trained model: say which with init_from (--model in a shell)"
+        )
     model, tokenizer = base
     known = len(tokenizer)
-    if config.sft.template: set_template(tokenizer, config.sft.template, model)
+    if config.sft.template:
+        set_template(tokenizer, config.sft.template, model)
     return model, tokenizer, len(tokenizer) - known
+
 
 def _asked(rows: Sequence[Mapping], tokenizer: Any, model: Any, most: int) -> list[dict]:
     "Held-out prompts as questions, with the chosen answer as what is expected."
-    if not most or not getattr(tokenizer, 'chat_template', None): return []
-    talks = [dict(prompt=r['prompt'], completion=r['chosen']) if isinstance(r['prompt'], str) else dict(messages=[*r['prompt'], *r['chosen']]) for r in rows]
+    if not most or not getattr(tokenizer, "chat_template", None):
+        return []
+    talks = [
+        dict(prompt=r["prompt"], completion=r["chosen"])
+        if isinstance(r["prompt"], str)
+        else dict(messages=[*r["prompt"], *r["chosen"]])
+        for r in rows
+    ]
     return questions(talks, tokenizer, context_length(model))[:most]
+
 
 class _Margins:
     "Adds the margin to records of rewards that are means over two sorts of rows."
-    def on_log(self, trainer: Any, record: dict, start: str = '') -> None:
-        if all(f'{start}rewards/{side}' in record for side in ('chosen', 'rejected')):
-            record[f'{start}rewards/margins'] = record[f'{start}rewards/chosen'] - record[f'{start}rewards/rejected']
 
-    def on_eval(self, trainer: Any, record: dict) -> None: self.on_log(trainer, record, 'eval_')
+    def on_log(self, trainer: Any, record: dict, start: str = "") -> None:
+        if all(f"{start}rewards/{side}" in record for side in ("chosen", "rejected")):
+            record[f"{start}rewards/margins"] = (
+                record[f"{start}rewards/chosen"] - record[f"{start}rewards/rejected"]
+            )
 
-def _prepare_labels(config: RunConfig, model: Any, tokenizer: Any, rows: dict[str, list], facts: dict, seconds: dict[str, float]) -> Parts:
+    def on_eval(self, trainer: Any, record: dict) -> None:
+        self.on_log(trainer, record, "eval_")
+
+
+def _prepare_labels(
+    config: RunConfig,
+    model: Any,
+    tokenizer: Any,
+    rows: dict[str, list],
+    facts: dict,
+    seconds: dict[str, float],
+) -> Parts:
     "Thumbs: encode, adapt, copy the reference."
     c, d, length = config.data, config.dpo, int(min(config.dpo.max_length, context_length(model)))
-    if d.precompute_ref_log_probs: raise ValueError('dpo.precompute_ref_log_probs: kto asks the reference about mismatched answers too, at each step: leave it out')
-    with alone, warnings.catch_warnings(record=True) as heard, timed(seconds, 'encoding'): # Filters belong to the process: two that put them back would do so in the wrong order
-        warnings.simplefilter('always')
-        train, test = (tokenize_unpaired(some, tokenizer, length, d.max_prompt_length, d.truncation, num_workers=c.preprocessing_num_workers) if some else []
-                       for some in (rows['train'], rows['eval']))
-    liked = [dict(row, chosen=row['completion']) for row in rows['eval'] if row['label']]
-    asked, causal = _asked(liked, tokenizer, model, config.sft.questions), adapt(model, config, facts['new_tokens'])
+    if d.precompute_ref_log_probs:
+        raise ValueError(
+            "dpo.precompute_ref_log_probs: kto asks the reference about mismatched answers too, at each step: leave it out"
+        )
+    with (
+        alone,
+        warnings.catch_warnings(record=True) as heard,
+        timed(seconds, "encoding"),
+    ):  # Filters belong to the process: two that put them back would do so in the wrong order
+        warnings.simplefilter("always")
+        train, test = (
+            tokenize_unpaired(
+                some,
+                tokenizer,
+                length,
+                d.max_prompt_length,
+                d.truncation,
+                num_workers=c.preprocessing_num_workers,
+            )
+            if some
+            else []
+            for some in (rows["train"], rows["eval"])
+        )
+    liked = [dict(row, chosen=row["completion"]) for row in rows["eval"] if row["label"]]
+    asked, causal = (
+        _asked(liked, tokenizer, model, config.sft.questions),
+        adapt(model, config, facts["new_tokens"]),
+    )
     batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, UnpairedBatches)
     reference = make_reference(causal, d.reference)
     facts |= dict(max_length=length, rows=len(train), reference=reference.kind)
-    about = [f"Answers    {facts['path']}: {len(train):,} to train on, {sum(r['label'] for r in train):,} of them liked; {len(test):,} held out",
-             *(f'Cut        {w.message}' for w in heard), f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}, without pairs; reference: {reference.kind}"]
-    callbacks = [_Margins(), *([Converged('eval_rewards/margins', d.converged_patience, d.converged_threshold)] if d.converged_patience else [])]
-    return Parts(config, tokenizer, causal, batches, held, facts, rows['train'], rows['eval'], rows['test'], asked=asked, objective=kto_objective(reference, d),
-                 pairs=train, eval_pairs=test, causal=causal, about=about, callbacks=callbacks, seconds=seconds)
+    about = [
+        f"Answers    {facts['path']}: {len(train):,} to train on, {sum(r['label'] for r in train):,} of them liked; {len(test):,} held out",
+        *(f"Cut        {w.message}" for w in heard),
+        f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}, without pairs; reference: {reference.kind}",
+    ]
+    callbacks = [
+        _Margins(),
+        *(
+            [Converged("eval_rewards/margins", d.converged_patience, d.converged_threshold)]
+            if d.converged_patience
+            else []
+        ),
+    ]
+    return Parts(
+        config,
+        tokenizer,
+        causal,
+        batches,
+        held,
+        facts,
+        rows["train"],
+        rows["eval"],
+        rows["test"],
+        asked=asked,
+        objective=kto_objective(reference, d),
+        pairs=train,
+        eval_pairs=test,
+        causal=causal,
+        about=about,
+        callbacks=callbacks,
+        seconds=seconds,
+    )
+
 
 def prepare_pairs(
-    config: RunConfig, # With method dpo or reward
-    base: tuple[Any, Any] | None = None, # A trained model and its tokenizer
-    saved: Path | None = None, # The folder of an interrupted run, where the reference's numbers may be
+    config: RunConfig,  # With method dpo or reward
+    base: tuple[Any, Any] | None = None,  # A trained model and its tokenizer
+    saved: Path
+    | None = None,  # The folder of an interrupted run, where the reference's numbers may be
 ) -> Parts:
     "Preferences: read, encode, adapt, ask the reference."
     seconds: dict[str, float] = {}
     c, d, (model, tokenizer, new) = config.data, config.dpo, _base(config, base)
-    with timed(seconds, 'reading'): rows, facts = load_splits(c)
-    facts['new_tokens'] = new
-    if facts['kind'] == 'unpaired' and config.method == 'dpo' and {*d.loss_type} <= {*UNPAIRED} and not d.reference_free and config.engine == 'trainkit':
+    with timed(seconds, "reading"):
+        rows, facts = load_splits(c)
+    facts["new_tokens"] = new
+    if (
+        facts["kind"] == "unpaired"
+        and config.method == "dpo"
+        and {*d.loss_type} <= {*UNPAIRED}
+        and not d.reference_free
+        and config.engine == "trainkit"
+    ):
         seed_everything(config.train.seed)
         return _prepare_labels(config, model, tokenizer, rows, facts, seconds)
-    if facts['kind'] == 'unpaired': rows = {part: pair_up(some) if some else some for part, some in rows.items()}
-    elif facts['kind'] != 'preference':
-        raise ValueError(f"data.path = {facts['path']!r} holds rows of kind {facts['kind']}, and method = '{config.method}' learns from pairs: "
-                         "columns prompt, chosen and rejected" + '; say method=sft to learn the answers'*(facts['kind'] not in ('text', 'prompt')))
+    if facts["kind"] == "unpaired":
+        rows = {part: pair_up(some) if some else some for part, some in rows.items()}
+    elif facts["kind"] != "preference":
+        raise ValueError(
+            f"data.path = {facts['path']!r} holds rows of kind {facts['kind']}, and method = '{config.method}' learns from pairs: "
+            "columns prompt, chosen and rejected"
+            + "; say method=sft to learn the answers"
+            * (facts["kind"] not in ("text", "prompt"))
+        )
     seed_everything(config.train.seed)
     length = int(min(d.max_length, context_length(model)))
+
     def encode(some: list[dict]) -> Pairs:
-        pairs = tokenize_pairs(some, tokenizer, length, d.max_prompt_length, d.truncation, num_workers=c.preprocessing_num_workers)
+        pairs = tokenize_pairs(
+            some,
+            tokenizer,
+            length,
+            d.max_prompt_length,
+            d.truncation,
+            num_workers=c.preprocessing_num_workers,
+        )
         for pair, i in zip(pairs, pairs.numbers, strict=True):
-            if all(row.get('margin') is not None for row in some): pair['margin'] = float(some[i]['margin'])
+            if all(row.get("margin") is not None for row in some):
+                pair["margin"] = float(some[i]["margin"])
         return pairs
-    with timed(seconds, 'encoding'): train, test = encode(rows['train']), encode(rows['eval']) if rows['eval'] else Pairs()
-    asked = _asked(rows['eval'], tokenizer, model, config.sft.questions) if config.method == 'dpo' else []
+
+    with timed(seconds, "encoding"):
+        train, test = encode(rows["train"]), encode(rows["eval"]) if rows["eval"] else Pairs()
+    asked = (
+        _asked(rows["eval"], tokenizer, model, config.sft.questions)
+        if config.method == "dpo"
+        else []
+    )
     causal = model = adapt(model, config, new)
-    keep, callbacks, reference, kind = {}, [], None, 'none is needed'
-    if config.method == 'reward':
-        model, objective, kind = RewardModel(causal), reward_objective(), ''
+    keep, callbacks, reference, kind = {}, [], None, "none is needed"
+    if config.method == "reward":
+        model, objective, kind = RewardModel(causal), reward_objective(), ""
     else:
-        if d.converged_patience: callbacks = [Converged('eval_rewards/margins', d.converged_patience, d.converged_threshold)]
+        if d.converged_patience:
+            callbacks = [
+                Converged("eval_rewards/margins", d.converged_patience, d.converged_threshold)
+            ]
         if d.needs_reference and d.precompute_ref_log_probs:
-            there = saved/_NUMBERS if saved and (saved/_NUMBERS).is_file() else Path(tempfile.mkdtemp())/_NUMBERS
-            with timed(seconds, 'reference'): reference = precompute_reference(model, [*train, *test], there)
+            there = (
+                saved / _NUMBERS
+                if saved and (saved / _NUMBERS).is_file()
+                else Path(tempfile.mkdtemp()) / _NUMBERS
+            )
+            with timed(seconds, "reference"):
+                reference = precompute_reference(model, [*train, *test], there)
             keep = {_NUMBERS: there}
-        elif d.needs_reference: reference = make_reference(model, d.reference)
+        elif d.needs_reference:
+            reference = make_reference(model, d.reference)
         objective, kind = dpo_objective(reference, d), reference.kind if reference else kind
     batches, held = make_batches(config, train, test, tokenizer, c.group_by_length, PairBatches)
     r = train.report
     facts |= dict(max_length=length, rows=len(train), reference=kind)
-    about = [f"Pairs      {facts['path']}: {len(train):,} to train on, {len(test):,} held out; prompt and answer have {int((r.prompts_kept + r.answers_kept.max(1)).max()):,} "
-             f'of {length:,} tokens at most; {r.prompts_cut:,} prompts and {r.answers_cut:,} answers cut, {r.dropped:,} pairs left out']
-    if kind: about.append(f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}; reference: {kind}")
-    return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], asked=asked, objective=objective, pairs=train,
-                 eval_pairs=test, causal=causal, about=about, callbacks=callbacks, keep=keep, seconds=seconds)
+    about = [
+        f"Pairs      {facts['path']}: {len(train):,} to train on, {len(test):,} held out; prompt and answer have {int((r.prompts_kept + r.answers_kept.max(1)).max()):,} "
+        f"of {length:,} tokens at most; {r.prompts_cut:,} prompts and {r.answers_cut:,} answers cut, {r.dropped:,} pairs left out"
+    ]
+    if kind:
+        about.append(f"Loss       {', '.join(d.loss_type)} with β = {d.beta:g}; reference: {kind}")
+    return Parts(
+        config,
+        tokenizer,
+        model,
+        batches,
+        held,
+        facts,
+        rows["train"],
+        rows["eval"],
+        rows["test"],
+        asked=asked,
+        objective=objective,
+        pairs=train,
+        eval_pairs=test,
+        causal=causal,
+        about=about,
+        callbacks=callbacks,
+        keep=keep,
+        seconds=seconds,
+    )
 
 # %% ../../nbs/11_recipes/07_alignment_runs.ipynb #c5d7fb06
 def _code_reward(
-    column: str = 'test', # Of the row, where its tests are
-    isolation: str = 'auto', # As for `run_code`; 'namespace' refuses to start where there is none
-    timeout: float = 5.0, # Seconds for a program
-) -> Reward: # Its `note` says what keeps the programs in
+    column: str = "test",  # Of the row, where its tests are
+    isolation: str = "auto",  # As for `run_code`; 'namespace' refuses to start where there is none
+    timeout: float = 5.0,  # Seconds for a program
+) -> Reward:  # Its `note` says what keeps the programs in
     "1 where the completion passes the row's tests, in the sandbox."
     found = find_isolation(isolation)
     reward = passes_tests(partial(run_code, timeout=timeout, isolation=found.kind), column)
-    reward.note = found.note # type: ignore
+    reward.note = found.note  # type: ignore
     return reward
 
-REWARDS: dict[str, Callable[..., Reward]] = {'right_answer': right_answer, 'right_format': right_format, 'right_length': right_length,
-                                             'passes_tests': _code_reward}
+
+REWARDS: dict[str, Callable[..., Reward]] = {
+    "right_answer": right_answer,
+    "right_format": right_format,
+    "right_length": right_length,
+    "passes_tests": _code_reward,
+}
+
 
 def judged_by(
-    folder: str | Path, # Of a reward model
+    folder: str | Path,  # Of a reward model
 ) -> Reward:
     "The scores of a reward model, as a reward function."
     model, tokenizer = load_reward_model(folder)
+
     def reward_model(prompts: Sequence, completions: Sequence[str], **columns: Any) -> list[float]:
         return score_answers(model, tokenizer, prompts, completions)
+
     return reward_model
 
+
 def find_reward(
-    text: str, # right_answer, right_length(200, 50), or the folder of a reward model
-) -> Reward: # Raises `ValueError` that names the nearest one
+    text: str,  # right_answer, right_length(200, 50), or the folder of a reward model
+) -> Reward:  # Raises `ValueError` that names the nearest one
     "The reward that a config calls by this name."
-    if Path(text).is_dir(): return judged_by(text)
-    try: call: Any = ast.parse(text.strip(), mode='eval').body
-    except SyntaxError: call = None
-    name = getattr(call if isinstance(call, ast.Name) else getattr(call, 'func', None), 'id', None)
-    if name not in REWARDS:
-        raise ValueError(f'rl.rewards: {text!r} is neither a folder nor one of {", ".join(REWARDS)}.{nearest(name or text, list(REWARDS))}')
+    if Path(text).is_dir():
+        return judged_by(text)
     try:
-        args = [ast.literal_eval(a) for a in getattr(call, 'args', ())]
-        return REWARDS[name](*args, **{str(k.arg): ast.literal_eval(k.value) for k in getattr(call, 'keywords', ())})
-    except (TypeError, ValueError, RuntimeError) as error: raise ValueError(f'rl.rewards: {text!r} cannot be called: {error}') from None
+        call: Any = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        call = None
+    name = getattr(call if isinstance(call, ast.Name) else getattr(call, "func", None), "id", None)
+    if name not in REWARDS:
+        raise ValueError(
+            f"rl.rewards: {text!r} is neither a folder nor one of {', '.join(REWARDS)}.{nearest(name or text, list(REWARDS))}"
+        )
+    try:
+        args = [ast.literal_eval(a) for a in getattr(call, "args", ())]
+        return REWARDS[name](
+            *args, **{str(k.arg): ast.literal_eval(k.value) for k in getattr(call, "keywords", ())}
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"rl.rewards: {text!r} cannot be called: {error}") from None
 
 # %% ../../nbs/11_recipes/07_alignment_runs.ipynb #991c941a
 def as_prompt(
     row: Mapping,
-    kind: str, # Of the row
-    chat: bool, # Prompts are turns of a chat, for a model with a chat format
-) -> dict: # `prompt` and what the rewards may want to know
+    kind: str,  # Of the row
+    chat: bool,  # Prompts are turns of a chat, for a model with a chat format
+) -> dict:  # `prompt` and what the rewards may want to know
     "What is asked, and perhaps what should be answered."
-    if kind in ('prompt', 'preference', 'unpaired'): out = {k: v for k, v in row.items() if k not in ('chosen', 'rejected', 'completion', 'label')}
+    if kind in ("prompt", "preference", "unpaired"):
+        out = {
+            k: v for k, v in row.items() if k not in ("chosen", "rejected", "completion", "label")
+        }
     else:
         talk = to_messages(row, False, kind)
-        last = max((i for i, m in enumerate(talk) if m['role'] == 'assistant'), default=len(talk))
-        plain = kind == 'prompt_completion' and isinstance(row['prompt'], str) and not chat
-        out = {**{k: v for k, v in row.items() if k not in ('prompt', 'completion', 'messages')}, 'prompt': row['prompt'] if plain else talk[:last]}
-        if last < len(talk): out['answer'] = talk[last]['content']
-    if chat and isinstance(out['prompt'], str): out['prompt'] = [dict(role='user', content=out['prompt'])]
+        last = max((i for i, m in enumerate(talk) if m["role"] == "assistant"), default=len(talk))
+        plain = kind == "prompt_completion" and isinstance(row["prompt"], str) and not chat
+        out = {
+            **{k: v for k, v in row.items() if k not in ("prompt", "completion", "messages")},
+            "prompt": row["prompt"] if plain else talk[:last],
+        }
+        if last < len(talk):
+            out["answer"] = talk[last]["content"]
+    if chat and isinstance(out["prompt"], str):
+        out["prompt"] = [dict(role="user", content=out["prompt"])]
     return out
 
+
 def prepare_prompts(
-    config: RunConfig, # With method grpo, rloo, ppo or reinforce
-    base: tuple[Any, Any] | None = None, # A trained model and its tokenizer
-    rewards: Sequence[Reward] = (), # Functions besides those that the config names
+    config: RunConfig,  # With method grpo, rloo, ppo or reinforce
+    base: tuple[Any, Any] | None = None,  # A trained model and its tokenizer
+    rewards: Sequence[Reward] = (),  # Functions besides those that the config names
 ) -> Parts:
     "Prompts: read, adapt, find the rewards, let the model write its own batches."
     seconds: dict[str, float] = {}
     c, (model, tokenizer, new) = config.train, _base(config, base)
-    with timed(seconds, 'reading'): rows, facts = load_splits(config.data)
-    facts['new_tokens'] = new
-    if facts['kind'] == 'text':
-        raise ValueError(f"data.path = {facts['path']!r} holds text, and method = '{config.method}' asks the model something: give rows with a prompt")
+    with timed(seconds, "reading"):
+        rows, facts = load_splits(config.data)
+    facts["new_tokens"] = new
+    if facts["kind"] == "text":
+        raise ValueError(
+            f"data.path = {facts['path']!r} holds text, and method = '{config.method}' asks the model something: give rows with a prompt"
+        )
     seed_everything(c.seed)
-    chat = bool(getattr(tokenizer, 'chat_template', None))
-    prompts = {part: [as_prompt(row, facts['kind'], chat) for row in some] for part, some in rows.items()}
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    prompts = {
+        part: [as_prompt(row, facts["kind"], chat) for row in some] for part, some in rows.items()
+    }
     found = [*map(find_reward, config.rl.rewards), *rewards]
-    if not found and all('answer' in row for some in (prompts['train'], prompts['eval']) for row in some): found = [right_answer()]
-    if not found: raise ValueError(f"rl.rewards is empty, and the rows have no column answer to compare with: name a reward, such as {', '.join(REWARDS)}, or the folder of a reward model")
+    if not found and all(
+        "answer" in row for some in (prompts["train"], prompts["eval"]) for row in some
+    ):
+        found = [right_answer()]
+    if not found:
+        raise ValueError(
+            f"rl.rewards is empty, and the rows have no column answer to compare with: name a reward, such as {', '.join(REWARDS)}, or the folder of a reward model"
+        )
     model = disable_dropout(adapt(model, config, new))
-    causal, model = model, ActorCritic(model) if config.method == 'ppo' else model
-    batches = Rollouts(model, tokenizer, prompts['train'], found, config.rl, c.per_device_train_batch_size)
+    causal, model = model, ActorCritic(model) if config.method == "ppo" else model
+    batches = Rollouts(
+        model, tokenizer, prompts["train"], found, config.rl, c.per_device_train_batch_size
+    )
     few = replace(config.rl, num_generations=min(2, config.rl.num_generations), num_iterations=1)
-    held, few_rows = None, prompts['eval'][:max(1, config.sft.questions)]
+    held, few_rows = None, prompts["eval"][: max(1, config.sft.questions)]
     if few_rows:
-        held = Rollouts(model, tokenizer, few_rows, found, few, c.per_device_eval_batch_size, batches.reference)
-        held.judged = True # It is the training prompts that have to be judged
-    asked = [] if held is None else [dict(row=row, prompt=row['prompt'] if isinstance(row['prompt'], str) else row['prompt'][-1]['content'], ids=ids, expected=str(row.get('answer', '')),
-                  tokens=config.rl.max_completion_length) for row, ids in zip(held.rows, held.prompt_ids, strict=True)][:config.sft.questions]
-    names = [getattr(f, '__name__', type(f).__name__) for f in found]
-    kind = batches.reference.kind if config.rl.beta else 'none, since rl.beta is 0'
-    facts |= dict(max_length=int(max(map(len, batches.prompt_ids))) + config.rl.max_completion_length, rows=len(batches.rows), reference=kind, rewards=names)
-    about = [f"Prompts    {facts['path']}: {len(batches.rows):,} to answer, {len(prompts['eval']):,} held out; {config.rl.num_prompts} at a time, "
-             f'{config.rl.num_generations} answers to each, of {config.rl.max_completion_length:,} tokens at most',
-             f"Rewards    {', '.join(names)}; reference: {kind}" + f', β = {config.rl.beta:g}'*bool(config.rl.beta)]
-    about += [f'Sandbox    {note}' for note in dict.fromkeys(getattr(f, 'note', '') for f in found) if note]
-    if c.eval_strategy != 'no' and held is not None: about.append(f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, of answers to {len(held.rows):,} held-out prompts")
-    return Parts(config, tokenizer, model, batches, held, facts, rows['train'], rows['eval'], rows['test'], asked=asked, objective=rl_objective(config.rl), # type: ignore
-                 rewards=found, causal=causal, about=about, seconds=seconds)
+        held = Rollouts(
+            model, tokenizer, few_rows, found, few, c.per_device_eval_batch_size, batches.reference
+        )
+        held.judged = True  # It is the training prompts that have to be judged
+    asked = (
+        []
+        if held is None
+        else [
+            dict(
+                row=row,
+                prompt=row["prompt"]
+                if isinstance(row["prompt"], str)
+                else row["prompt"][-1]["content"],
+                ids=ids,
+                expected=str(row.get("answer", "")),
+                tokens=config.rl.max_completion_length,
+            )
+            for row, ids in zip(held.rows, held.prompt_ids, strict=True)
+        ][: config.sft.questions]
+    )
+    names = [getattr(f, "__name__", type(f).__name__) for f in found]
+    kind = batches.reference.kind if config.rl.beta else "none, since rl.beta is 0"
+    facts |= dict(
+        max_length=int(max(map(len, batches.prompt_ids))) + config.rl.max_completion_length,
+        rows=len(batches.rows),
+        reference=kind,
+        rewards=names,
+    )
+    about = [
+        f"Prompts    {facts['path']}: {len(batches.rows):,} to answer, {len(prompts['eval']):,} held out; {config.rl.num_prompts} at a time, "
+        f"{config.rl.num_generations} answers to each, of {config.rl.max_completion_length:,} tokens at most",
+        f"Rewards    {', '.join(names)}; reference: {kind}"
+        + f", β = {config.rl.beta:g}" * bool(config.rl.beta),
+    ]
+    about += [
+        f"Sandbox    {note}"
+        for note in dict.fromkeys(getattr(f, "note", "") for f in found)
+        if note
+    ]
+    if c.eval_strategy != "no" and held is not None:
+        about.append(
+            f"Best by    eval_{c.metric_for_best_model.removeprefix('eval_')}, of answers to {len(held.rows):,} held-out prompts"
+        )
+    return Parts(
+        config,
+        tokenizer,
+        model,
+        batches,
+        held,
+        facts,
+        rows["train"],
+        rows["eval"],
+        rows["test"],
+        asked=asked,
+        objective=rl_objective(config.rl),  # type: ignore
+        rewards=found,
+        causal=causal,
+        about=about,
+        seconds=seconds,
+    )

@@ -62,96 +62,151 @@ from ..train.trainer import Trainer
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #8db0c820
 def open_trained(
-    config: RunConfig, # With `init_from`
-) -> tuple[Any, Any]: # The model in float32, and its tokenizer
+    config: RunConfig,  # With `init_from`
+) -> tuple[Any, Any]:  # The model in float32, and its tokenizer
     "A trained model to go on with; one that will be of few bits is read a layer at a time."
-    from trainkit.interop.hf import load_pretrained # transformers takes seconds to import
+    from trainkit.interop.hf import load_pretrained  # transformers takes seconds to import
+
     quant = config.quant if config.quant.bits and config.adapts else None
-    model, tokenizer = load_pretrained(config.init_from, dtype=torch.float32, cache_dir=config.cache_dir or None, device_map=config.device_map or None, quant=quant)
-    if config.tokenizer.path: tokenizer = BPETokenizer.load(config.tokenizer.path)
-    if tokenizer is None: raise ValueError(f'{config.init_from} has no tokenizer: say tokenizer.path')
+    model, tokenizer = load_pretrained(
+        config.init_from,
+        dtype=torch.float32,
+        cache_dir=config.cache_dir or None,
+        device_map=config.device_map or None,
+        quant=quant,
+    )
+    if config.tokenizer.path:
+        tokenizer = BPETokenizer.load(config.tokenizer.path)
+    if tokenizer is None:
+        raise ValueError(f"{config.init_from} has no tokenizer: say tokenizer.path")
     if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(f'the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}: they do not '
-                         'belong together')
-    if config.model.gradient_checkpointing: model.config.gradient_checkpointing = True
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}: they do not "
+            "belong together"
+        )
+    if config.model.gradient_checkpointing:
+        model.config.gradient_checkpointing = True
     return model.train(), tokenizer
 
+
 def freeze_layers(
-    model: nn.Module, # Changed in place
-    count: int, # Blocks that go on learning: the last ones, or the first ones below 0
+    model: nn.Module,  # Changed in place
+    count: int,  # Blocks that go on learning: the last ones, or the first ones below 0
 ) -> nn.Module:
     "Freeze everything but some blocks."
-    blocks = {name: int(found[1]) for name, _ in model.named_parameters() if (found := re.search(r'(?:^|\.)(?:layers|h|blocks)\.(\d+)\.', name))}
+    blocks = {
+        name: int(found[1])
+        for name, _ in model.named_parameters()
+        if (found := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name))
+    }
     total = max(blocks.values(), default=-1) + 1
-    if not 0 < abs(count) <= total: raise ValueError(f'trainable_layers = {count}: must be from 1 to {total}, or below 0 for the first blocks')
+    if not 0 < abs(count) <= total:
+        raise ValueError(
+            f"trainable_layers = {count}: must be from 1 to {total}, or below 0 for the first blocks"
+        )
     learn = range(total - count, total) if count > 0 else range(-count)
-    for name, param in model.named_parameters(): param.requires_grad_(blocks.get(name, -1) in learn)
+    for name, param in model.named_parameters():
+        param.requires_grad_(blocks.get(name, -1) in learn)
     return model
+
 
 def prepare(
     config: RunConfig,
-    saved: Path | None = None, # The folder of an interrupted run, whose tokenizer is taken
-    base: tuple[Any, Any] | None = None, # A model and its tokenizer in hand, instead of `init_from`
-    rewards: Sequence[Callable] = (), # Reward functions besides those of `config.rl.rewards`
+    saved: Path | None = None,  # The folder of an interrupted run, whose tokenizer is taken
+    base: tuple[Any, Any]
+    | None = None,  # A model and its tokenizer in hand, instead of `init_from`
+    rewards: Sequence[Callable] = (),  # Reward functions besides those of `config.rl.rewards`
 ) -> Parts:
     "Everything that comes before the first step."
-    shape = base and getattr(base[0], 'config', None)
-    if base and not hasattr(shape, 'n_layers') and getattr(shape, 'model_type', None) in (None, *FAMILIES): # Others stay as they are
-        raise TypeError(f'base holds a {type(base[0]).__name__}, and a run is of a Transformer: from_hf(model) of trainkit.interop.hf makes one of what transformers has '
-                        '(an adapter of PEFT merged first), and Trainer takes any module')
+    shape = base and getattr(base[0], "config", None)
+    if (
+        base
+        and not hasattr(shape, "n_layers")
+        and getattr(shape, "model_type", None) in (None, *FAMILIES)
+    ):  # Others stay as they are
+        raise TypeError(
+            f"base holds a {type(base[0]).__name__}, and a run is of a Transformer: from_hf(model) of trainkit.interop.hf makes one of what transformers has "
+            "(an adapter of PEFT merged first), and Trainer takes any module"
+        )
     base = base or (open_trained(config) if config.init_from else None)
-    if config.method in ('dpo', 'reward'): return prepare_pairs(config, base, saved)
-    if config.method in ('grpo', 'rloo', 'ppo', 'reinforce'): return prepare_prompts(config, base, rewards)
-    if rewards: raise ValueError(f"rewards are for the methods grpo, rloo, ppo and reinforce, and this is {config.method}")
-    if 'lora' in config.method and base is None:
-        raise ValueError(f"method = '{config.method}' adapts a trained model: say which with init_from (--model in a shell)")
-    if config.method in ('sft', 'freeze', 'lora', 'qlora'):
+    if config.method in ("dpo", "reward"):
+        return prepare_pairs(config, base, saved)
+    if config.method in ("grpo", "rloo", "ppo", "reinforce"):
+        return prepare_prompts(config, base, rewards)
+    if rewards:
+        raise ValueError(
+            f"rewards are for the methods grpo, rloo, ppo and reinforce, and this is {config.method}"
+        )
+    if "lora" in config.method and base is None:
+        raise ValueError(
+            f"method = '{config.method}' adapts a trained model: say which with init_from (--model in a shell)"
+        )
+    if config.method in ("sft", "freeze", "lora", "qlora"):
         parts = prepare_sft(config, base, saved)
-        new = parts.facts['new_tokens']
-        if config.method == 'freeze': freeze_layers(parts.model, config.sft.trainable_layers)
-        if config.method == 'freeze' and new: # Frozen, they would all mean the same for ever
-            for layer in (parts.model.get_input_embeddings(), parts.model.get_output_embeddings()): layer.requires_grad_(True)
+        new = parts.facts["new_tokens"]
+        if config.method == "freeze":
+            freeze_layers(parts.model, config.sft.trainable_layers)
+        if config.method == "freeze" and new:  # Frozen, they would all mean the same for ever
+            for layer in (parts.model.get_input_embeddings(), parts.model.get_output_embeddings()):
+                layer.requires_grad_(True)
         adapt(parts.model, config, new)
         return parts
-    if (Path(config.data.path)/'index.json').is_file(): return prepare_shards(config, base)
+    if (Path(config.data.path) / "index.json").is_file():
+        return prepare_shards(config, base)
     return prepare_text(config, base, saved)
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #db343780
 @dataclass
 class RunResult(Result):
     "What a run came to, with the things that it made."
+
     folder: Path = Path()
     model: Any = field(default=None, repr=False)
     tokenizer: Any = field(default=None, repr=False)
-    metrics: dict[str, float] = field(default_factory=dict) # eval_loss, bits_per_byte, perplexity, baselines
-    samples: list[tuple[str, str]] = field(default_factory=list, repr=False) # After training
-    report: Path | None = None # report.html
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # eval_loss, bits_per_byte, perplexity, baselines
+    samples: list[tuple[str, str]] = field(default_factory=list, repr=False)  # After training
+    report: Path | None = None  # report.html
 
     @property
-    def model_path(self) -> Path: return self.folder/'model'
+    def model_path(self) -> Path:
+        return self.folder / "model"
+
     @property
-    def reward_margin(self) -> float | None: return self.metrics.get('reward_margin') # of held-out pairs, for methods dpo and reward
+    def reward_margin(self) -> float | None:
+        return self.metrics.get("reward_margin")  # of held-out pairs, for methods dpo and reward
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #263e958d
 def rounding_note(
     config: RunConfig,
-) -> list[str]: # A line, or none
+) -> list[str]:  # A line, or none
     "What is lost where a model is rounded that an adapter over few bits was folded into."
-    mark = Path(config.init_from)/'merged.json'
-    if not (config.init_from and config.quant.bits and mark.is_file()): return []
-    was = json.loads(mark.read_text(encoding='utf-8'))
-    return [f"Note       {config.init_from} holds an adapter that was trained over {was['bits']} bits and folded in. To round it to "
-            f"{config.quant.bits} bits again loses part of what that adapter learned: adapt it in full precision instead (method: lora, no quant), "
-            f"or begin with {was['base'] or 'its base'} and train on both sets of data"]
+    mark = Path(config.init_from) / "merged.json"
+    if not (config.init_from and config.quant.bits and mark.is_file()):
+        return []
+    was = json.loads(mark.read_text(encoding="utf-8"))
+    return [
+        f"Note       {config.init_from} holds an adapter that was trained over {was['bits']} bits and folded in. To round it to "
+        f"{config.quant.bits} bits again loses part of what that adapter learned: adapt it in full precision instead (method: lora, no quant), "
+        f"or begin with {was['base'] or 'its base'} and train on both sets of data"
+    ]
+
 
 def _new_tokens_note(
     parts: Parts,
-) -> list[str]: # A line, or none
+) -> list[str]:  # A line, or none
     "What learns besides, since a chat format brought tokens that the model has never seen."
-    new, c = parts.facts.get('new_tokens', 0), parts.config
-    if not new or not (c.adapts or c.method == 'freeze'): return []
-    return [f'Note       The chat format brings {new} token{"s"*(new != 1)} that the model has never seen, so its embedding ' + ('learns' if c.method == 'reward' else 'and its head learn')
-            + ' as a whole' + ', and go with the adapter'*c.adapts]
+    new, c = parts.facts.get("new_tokens", 0), parts.config
+    if not new or not (c.adapts or c.method == "freeze"):
+        return []
+    return [
+        f"Note       The chat format brings {new} token{'s' * (new != 1)} that the model has never seen, so its embedding "
+        + ("learns" if c.method == "reward" else "and its head learn")
+        + " as a whole"
+        + ", and go with the adapter" * c.adapts
+    ]
+
 
 def plan_lines(
     parts: Parts,
@@ -160,34 +215,65 @@ def plan_lines(
     "What is going to happen, in a few lines."
     c, f, model = parts.config.train, parts.facts, parts.model.config
     rows = c.per_device_train_batch_size * trainer.window_size
-    s = lambda count: 's'*(count != 1)
-    kind = hf_architecture(model) or f"trainkit's own: no transformers class has {', '.join(obstacles(model))}"
-    size = f'{parts.tokenizer.vocab_size:,} tokens'
-    if parts.about: lines = [*parts.about, f'Tokenizer  {size}']
+    s = lambda count: "s" * (count != 1)
+    kind = (
+        hf_architecture(model)
+        or f"trainkit's own: no transformers class has {', '.join(obstacles(model))}"
+    )
+    size = f"{parts.tokenizer.vocab_size:,} tokens"
+    if parts.about:
+        lines = [*parts.about, f"Tokenizer  {size}"]
     elif parts.examples is None:
-        tokens = len(parts.train_ids) if f['train_rows'] else len(parts.train_batches.rows)*(parts.config.data.max_length - 1)
-        lines = [f"Text       {f['path']}: {f['train_chars']:,} characters to train on, {f['eval_chars']:,} held out",
-                 f"Tokenizer  {size}, {f['train_chars'] / max(1, tokens):.1f} characters a token; {tokens:,} tokens of text"]
+        tokens = (
+            len(parts.train_ids)
+            if f["train_rows"]
+            else len(parts.train_batches.rows) * (parts.config.data.max_length - 1)
+        )
+        lines = [
+            f"Text       {f['path']}: {f['train_chars']:,} characters to train on, {f['eval_chars']:,} held out",
+            f"Tokenizer  {size}, {f['train_chars'] / max(1, tokens):.1f} characters a token; {tokens:,} tokens of text",
+        ]
     else:
         r, packing = parts.examples.report, parts.config.sft.packing
-        tested = f", {f['test_rows']:,} for a test that this run does not read" if f['test_rows'] else ''
-        form = f"packed into {f['rows']:,} row{s(f['rows'])} ({packing}), {f['full']:.1%} full" if packing != 'none' else 'a row each'
-        lines = [f"Data       {f['path']}: {f['train_rows']:,} example{s(f['train_rows'])} of kind {f['kind']} to train on, "
-                 f"{f['eval_rows']:,} held out{tested}",
-                 f'Examples   {int(r.kept.sum()):,} tokens, {int(r.answers_kept.sum()):,} of them learned; the longest has '
-                 f"{int(r.lengths.max()):,} of {f['max_length']:,}; {form}",
-                 f'Tokenizer  {size}, answers end with {parts.tokenizer.eos_token}']
-    begun = f' from {parts.config.init_from}' * bool(parts.config.init_from)
-    return [*lines, f'Model      {sum(p.numel() for p in parts.model.parameters()):,} parameters{begun}: '
-            f'{model.n_layers} layer{s(model.n_layers)}, {model.d_model} wide, {model.n_heads} head{s(model.n_heads)}; format {kind}',
-            *([f'Learns     {trainable_report(parts.model)}'] if parts.config.method == 'freeze' or parts.config.adapts else []),
-            *rounding_note(parts.config), *_new_tokens_note(parts),
-            *(['Note       Nothing is held out, so this run is not evaluated: data.eval_file names rows for that, data.eval_fraction sets some apart']
-              if parts.eval_batches is None else []),
-            f'Training   {trainer.total_steps:,} step{s(trainer.total_steps)} of {c.per_device_train_batch_size} x '
-            f'{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} row{s(rows)} '
-            f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * ('max_length' in f)}, "
-            f'on {trainer.accelerator.device}, engine {engine_line(parts.config)}']
+        tested = (
+            f", {f['test_rows']:,} for a test that this run does not read" if f["test_rows"] else ""
+        )
+        form = (
+            f"packed into {f['rows']:,} row{s(f['rows'])} ({packing}), {f['full']:.1%} full"
+            if packing != "none"
+            else "a row each"
+        )
+        lines = [
+            f"Data       {f['path']}: {f['train_rows']:,} example{s(f['train_rows'])} of kind {f['kind']} to train on, "
+            f"{f['eval_rows']:,} held out{tested}",
+            f"Examples   {int(r.kept.sum()):,} tokens, {int(r.answers_kept.sum()):,} of them learned; the longest has "
+            f"{int(r.lengths.max()):,} of {f['max_length']:,}; {form}",
+            f"Tokenizer  {size}, answers end with {parts.tokenizer.eos_token}",
+        ]
+    begun = f" from {parts.config.init_from}" * bool(parts.config.init_from)
+    return [
+        *lines,
+        f"Model      {sum(p.numel() for p in parts.model.parameters()):,} parameters{begun}: "
+        f"{model.n_layers} layer{s(model.n_layers)}, {model.d_model} wide, {model.n_heads} head{s(model.n_heads)}; format {kind}",
+        *(
+            [f"Learns     {trainable_report(parts.model)}"]
+            if parts.config.method == "freeze" or parts.config.adapts
+            else []
+        ),
+        *rounding_note(parts.config),
+        *_new_tokens_note(parts),
+        *(
+            [
+                "Note       Nothing is held out, so this run is not evaluated: data.eval_file names rows for that, data.eval_fraction sets some apart"
+            ]
+            if parts.eval_batches is None
+            else []
+        ),
+        f"Training   {trainer.total_steps:,} step{s(trainer.total_steps)} of {c.per_device_train_batch_size} x "
+        f"{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} row{s(rows)} "
+        f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * ('max_length' in f)}, "
+        f"on {trainer.accelerator.device}, engine {engine_line(parts.config)}",
+    ]
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #a5ec7822
 def offloaded_optimizer(
@@ -195,196 +281,404 @@ def offloaded_optimizer(
     config: OptimConfig,
 ) -> OffloadedOptimizer:
     "What `make_optimizer` makes, on a copy of the parameters in main memory."
-    return OffloadedOptimizer(make_optimizer(model, config).param_groups, lambda groups: OPTIMIZERS[config.optim](groups, config))
+    return OffloadedOptimizer(
+        make_optimizer(model, config).param_groups,
+        lambda groups: OPTIMIZERS[config.optim](groups, config),
+    )
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #4b09d6b3
 def make_trainer(
     parts: Parts,
-    judge: TextJudge | None = None, # What is asked on the way; None: `make_judge`
-    save: Callable[[nn.Module, Path], None] | None = None, # Writes a model folder; None: `save_trained`
-    control: Control | None = None, # Buttons for the loop
+    judge: TextJudge | None = None,  # What is asked on the way; None: `make_judge`
+    save: Callable[[nn.Module, Path], None]
+    | None = None,  # Writes a model folder; None: `save_trained`
+    control: Control | None = None,  # Buttons for the loop
 ) -> Trainer:
     "The loop for what was prepared."
     config, judge = parts.config, judge or make_judge(parts)
-    return make_loop(parts, parts.model, parts.objective or lm_objective(config.train.z_loss), parts.train_batches, parts.eval_batches,
-                   replace(loop_config(parts), output_dir=str(config.folder)), [*judge.callbacks, *parts.callbacks], config.optim, judge.sample,
-                   save or (lambda model, where: save_trained(parts, where, model=model)), control, facts=parts.identity,
-                          build_optimizer=offloaded_optimizer if config.train.offload_optimizer else None)
+    return make_loop(
+        parts,
+        parts.model,
+        parts.objective or lm_objective(config.train.z_loss),
+        parts.train_batches,
+        parts.eval_batches,
+        replace(loop_config(parts), output_dir=str(config.folder)),
+        [*judge.callbacks, *parts.callbacks],
+        config.optim,
+        judge.sample,
+        save or (lambda model, where: save_trained(parts, where, model=model)),
+        control,
+        facts=parts.identity,
+        build_optimizer=offloaded_optimizer if config.train.offload_optimizer else None,
+    )
+
 
 def own_metrics(
     parts: Parts,
-    compute_metrics: Callable, # (predictions, references) -> numbers, or a list of them
-) -> AnswerMetrics: # A callback
+    compute_metrics: Callable,  # (predictions, references) -> numbers, or a list of them
+) -> AnswerMetrics:  # A callback
     "Judge the answers to held-out questions as somebody wants; raises `ValueError` where none can be asked."
     if not parts.asked or parts.rewards or parts.pairs is not None:
-        raise ValueError(f'compute_metrics judges answers to held-out questions, and method {parts.config.method} asks none here')
+        raise ValueError(
+            f"compute_metrics judges answers to held-out questions, and method {parts.config.method} asks none here"
+        )
     return AnswerMetrics(parts.tokenizer, parts.eval_rows, [compute_metrics], len(parts.asked))
 
+
 def run_elsewhere(
-    config: RunConfig, # With engine llamafactory
-) -> RunResult: # Of what its log says; nothing was trained where its command is not here
+    config: RunConfig,  # With engine llamafactory
+) -> RunResult:  # Of what its log says; nothing was trained where its command is not here
     "Write the run down for another program, and start that where it is installed."
     began = time.monotonic()
     with RunFolder(config.folder, dump_config(config), environment()) as folder:
         found = run_llamafactory(config, folder.path)
-        for record in (history := [dict(step=r['current_steps'], epoch=r.get('epoch'), loss=r['loss'], learning_rate=r.get('lr'))
-                                   for r in found or () if 'loss' in r]): folder.record('log', record)
-        steps = history[-1]['step'] if history else 0
-        reason = 'finished' if found is not None else 'written for llamafactory-cli'
-        folder.record('end', dict(step=steps, reason=reason))
-    return RunResult(history[-1]['loss'] if history else None, None, None, None, steps, 0, time.monotonic() - began, reason, history, folder=folder.path)
+        for record in (
+            history := [
+                dict(
+                    step=r["current_steps"],
+                    epoch=r.get("epoch"),
+                    loss=r["loss"],
+                    learning_rate=r.get("lr"),
+                )
+                for r in found or ()
+                if "loss" in r
+            ]
+        ):
+            folder.record("log", record)
+        steps = history[-1]["step"] if history else 0
+        reason = "finished" if found is not None else "written for llamafactory-cli"
+        folder.record("end", dict(step=steps, reason=reason))
+    return RunResult(
+        history[-1]["loss"] if history else None,
+        None,
+        None,
+        None,
+        steps,
+        0,
+        time.monotonic() - began,
+        reason,
+        history,
+        folder=folder.path,
+    )
+
 
 def run(
     config: RunConfig,
-    resume: bool = False, # Go on in `config.folder` from its last checkpoint, if there is one
-    callbacks: Sequence = (), # More callbacks for the trainer
-    control: Control | None = None, # Buttons for the loop
-    verbose: bool = True, # Print what is going on
-    force_resume: bool = False, # Go on even where config or data make another run of it
-    base: tuple[Any, Any] | None = None, # A model and its tokenizer in hand, instead of `config.init_from`
-    rewards: Sequence[Callable] = (), # Reward functions besides those of `config.rl.rewards`
-    objective: Callable | None = None, # A loss of yours instead of the method's: (model, batch) -> `Loss`
-    compute_metrics: Callable | None = None, # (predictions, references) -> numbers, of the answers to held-out questions at each evaluation
-) -> RunResult: # Raises `ValueError` for another run, `RuntimeError` where one is going on; nothing is written then
+    resume: bool = False,  # Go on in `config.folder` from its last checkpoint, if there is one
+    callbacks: Sequence = (),  # More callbacks for the trainer
+    control: Control | None = None,  # Buttons for the loop
+    verbose: bool = True,  # Print what is going on
+    force_resume: bool = False,  # Go on even where config or data make another run of it
+    base: tuple[Any, Any]
+    | None = None,  # A model and its tokenizer in hand, instead of `config.init_from`
+    rewards: Sequence[Callable] = (),  # Reward functions besides those of `config.rl.rewards`
+    objective: Callable
+    | None = None,  # A loss of yours instead of the method's: (model, batch) -> `Loss`
+    compute_metrics: Callable
+    | None = None,  # (predictions, references) -> numbers, of the answers to held-out questions at each evaluation
+) -> RunResult:  # Raises `ValueError` for another run, `RuntimeError` where one is going on; nothing is written then
     "Do everything that `config` says, in a run folder that can show and repeat it."
     recheck(config)
-    check_report_to(config.report_to) # before the first hour, not after it
+    check_report_to(config.report_to)  # before the first hour, not after it
     check_callbacks(callbacks)
     engine_line(config)
-    if config.engine == 'llamafactory': return run_elsewhere(config)
-    given, main = os.environ.get('TRAINKIT_RUN_FOLDER', ''), os.environ.get('RANK', '0') == '0' # of `trainkit launch`
+    if config.engine == "llamafactory":
+        return run_elsewhere(config)
+    given, main = (
+        os.environ.get("TRAINKIT_RUN_FOLDER", ""),
+        os.environ.get("RANK", "0") == "0",
+    )  # of `trainkit launch`
     if given:
         config = replace(config, train=replace(config.train, output_dir=given))
-        resume = resume or any((config.folder/'checkpoints').glob('checkpoint-*')) # begun again after an accident
-    elif int(os.environ.get('WORLD_SIZE', '1')) > 1:
-        raise ValueError('Several processes share one run folder, and nobody named it: start them with trainkit launch')
+        resume = resume or any(
+            (config.folder / "checkpoints").glob("checkpoint-*")
+        )  # begun again after an accident
+    elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "Several processes share one run folder, and nobody named it: start them with trainkit launch"
+        )
     verbose = verbose and main
     with ExitStack() as stack:
-        lock = stack.enter_context(ExitStack()) # until the trainer has it
-        if main and (given or (resume and config.folder.is_dir())): lock.enter_context(run_lock(config.folder))
+        lock = stack.enter_context(ExitStack())  # until the trainer has it
+        if main and (given or (resume and config.folder.is_dir())):
+            lock.enter_context(run_lock(config.folder))
         parts = prepare(config, config.folder if resume else None, base, rewards)
-        if objective: parts.objective = telling_rewards(objective) if parts.rewards else objective
-        if compute_metrics: parts.callbacks.append(own_metrics(parts, compute_metrics))
-        facts, seconds, model, tokenizer, judge = environment(), parts.seconds, parts.model, parts.tokenizer, make_judge(parts)
-        trainer = make_trainer(parts, judge, lambda model, where: save_trained(parts, where, folder.path/'adapter', model), control)
-        if resume: trainer.check_resume('auto', force_resume)
-        folder = stack.enter_context(RunFolder(config.folder if main else tempfile.mkdtemp(), dump_config(config), facts,
-                                               parts.facts['sha256'][:16], resume or bool(given)))
-        if main: trainer.folder, trainer.config = folder.path, replace(trainer.config, output_dir=str(folder.path))
+        if objective:
+            parts.objective = telling_rewards(objective) if parts.rewards else objective
+        if compute_metrics:
+            parts.callbacks.append(own_metrics(parts, compute_metrics))
+        facts, seconds, model, tokenizer, judge = (
+            environment(),
+            parts.seconds,
+            parts.model,
+            parts.tokenizer,
+            make_judge(parts),
+        )
+        trainer = make_trainer(
+            parts,
+            judge,
+            lambda model, where: save_trained(parts, where, folder.path / "adapter", model),
+            control,
+        )
+        if resume:
+            trainer.check_resume("auto", force_resume)
+        folder = stack.enter_context(
+            RunFolder(
+                config.folder if main else tempfile.mkdtemp(),
+                dump_config(config),
+                facts,
+                parts.facts["sha256"][:16],
+                resume or bool(given),
+            )
+        )
+        if main:
+            trainer.folder, trainer.config = (
+                folder.path,
+                replace(trainer.config, output_dir=str(folder.path)),
+            )
+
         def say(*lines: str) -> None:
             for line in lines:
                 folder.log(line)
-                if verbose: note(line)
-        (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(folder.path/'tokenizer')
+                if verbose:
+                    note(line)
+
+        (tokenizer.save if hasattr(tokenizer, "save") else tokenizer.save_pretrained)(
+            folder.path / "tokenizer"
+        )
         for name, file in parts.keep.items():
-            if file != folder.path/name: shutil.copyfile(file, folder.path/name)
-        if parts.test_rows: write_examples(parts.test_rows, folder.path/'test.jsonl')
-        lines = verbose and not config.train.progress and find_place() in ('lines', 'terminal') # instead of a bar
+            if file != folder.path / name:
+                shutil.copyfile(file, folder.path / name)
+        if parts.test_rows:
+            write_examples(parts.test_rows, folder.path / "test.jsonl")
+        lines = (
+            verbose and not config.train.progress and find_place() in ("lines", "terminal")
+        )  # instead of a bar
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
-        longest = parts.facts.get('longest') or parts.facts.get('max_length') or config.data.max_length
-        watch = [MemoryWatch(int(longest), say)] if config.watch_memory and config.engine == 'trainkit' else []
-        trainer.callbacks += [SystemMonitor(), *watch, *callbacks, log, # which writes what those before it have added to a record
-                              HealthCheck(lambda line: note(line) if verbose else None), *([Remote(folder.path)] if main else [])]
-        if config.hub.push_to_hub: trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
+        longest = (
+            parts.facts.get("longest") or parts.facts.get("max_length") or config.data.max_length
+        )
+        watch = (
+            [MemoryWatch(int(longest), say)]
+            if config.watch_memory and config.engine == "trainkit"
+            else []
+        )
+        trainer.callbacks += [
+            SystemMonitor(),
+            *watch,
+            *callbacks,
+            log,  # which writes what those before it have added to a record
+            HealthCheck(lambda line: note(line) if verbose else None),
+            *([Remote(folder.path)] if main else []),
+        ]
+        if config.hub.push_to_hub:
+            trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
         say(*plan_lines(parts, trainer))
-        if trainer.accelerator.num_processes == 1: model.to(trainer.accelerator.device) # where it answers sooner
+        if trainer.accelerator.num_processes == 1:
+            model.to(trainer.accelerator.device)  # where it answers sooner
+
         def show(title: str) -> list[tuple[str, str]]:
-            if not main: return []
+            if not main:
+                return []
             drawn = read_run(folder.path).samples
-            if not drawn or drawn[-1][0] != trainer.state.step or config.train.load_best_model_at_end:
+            if (
+                not drawn
+                or drawn[-1][0] != trainer.state.step
+                or config.train.load_best_model_at_end
+            ):
                 trainer.draw()
             samples = read_run(folder.path).samples[-1][1]
-            say('', title, *(f'  {prompt}|{text}'.replace('\n', '\n  ') for prompt, text in samples), '')
+            say(
+                "",
+                title,
+                *(f"  {prompt}|{text}".replace("\n", "\n  ") for prompt, text in samples),
+                "",
+            )
             return samples
-        with timed(seconds, 'base answers'): say(*judge.begin())
-        if not resume: show('Before training, the model goes on like this:')
+
+        with timed(seconds, "base answers"):
+            say(*judge.begin())
+        if not resume:
+            show("Before training, the model goes on like this:")
         lock.close()
-        with timed(seconds, 'training'): result = trainer.train('auto' if resume else None, force_resume)
+        with timed(seconds, "training"):
+            result = trainer.train("auto" if resume else None, force_resume)
         metrics, samples, words = {}, [], []
-        if result.stop_reason in EXIT_CODES: say(f'Go on with: trainkit train --resume {folder.path}')
+        if result.stop_reason in EXIT_CODES:
+            say(f"Go on with: trainkit train --resume {folder.path}")
         else:
-            with timed(seconds, 'evaluation'):
+            with timed(seconds, "evaluation"):
                 evaluation = trainer.evaluate() if trainer.eval_batches is not None else {}
-                if evaluation: trainer.notify('on_eval', **evaluation, best=False)
-                if main: metrics, words = judge.end({**evaluation, **(trainer.history or [{}])[-1]})
-                if compute_metrics: metrics |= {k[5:]: v for k, v in trainer.history[-1].items() if k.startswith('eval_') and k not in evaluation and k[5:] not in metrics}
-            samples = show('After training:')
+                if evaluation:
+                    trainer.notify("on_eval", **evaluation, best=False)
+                if main:
+                    metrics, words = judge.end({**evaluation, **(trainer.history or [{}])[-1]})
+                if compute_metrics:
+                    metrics |= {
+                        k[5:]: v
+                        for k, v in trainer.history[-1].items()
+                        if k.startswith("eval_") and k not in evaluation and k[5:] not in metrics
+                    }
+            samples = show("After training:")
             say(*words)
-        if not main: return RunResult(**vars(result), folder=config.folder, model=model, tokenizer=tokenizer, metrics=metrics)
+        if not main:
+            return RunResult(
+                **vars(result),
+                folder=config.folder,
+                model=model,
+                tokenizer=tokenizer,
+                metrics=metrics,
+            )
         write_curves(folder)
-        report = write_run_report(folder, config.name, metrics, seconds, judge.sections(read_run(folder.path)), judge.measured_on)
-        say('', f"Model   {folder.path/'model'}", f'Report  {report}')
-    return RunResult(**vars(result), folder=folder.path, model=model, tokenizer=tokenizer, metrics=metrics,
-                     samples=samples, report=report)
+        report = write_run_report(
+            folder,
+            config.name,
+            metrics,
+            seconds,
+            judge.sections(read_run(folder.path)),
+            judge.measured_on,
+        )
+        say("", f"Model   {folder.path / 'model'}", f"Report  {report}")
+    return RunResult(
+        **vars(result),
+        folder=folder.path,
+        model=model,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        samples=samples,
+        report=report,
+    )
 
 # %% ../../nbs/11_recipes/10_rehearsal.ipynb #0ebdfbd2
 @dataclass
 class Rehearsal:
     "What a run would do, and what it would cost."
-    plan: list[str] # In words
-    steps: int # Of the optimizer
-    tokens: int # Read in all steps at most
-    effective_batch: int # Rows of one step: batch x accumulation x processes
-    step_seconds: float | None # Of one step; None where another program takes it
-    seconds: float | None # Of all steps, without evaluations
-    loss: float | None # Of the first steps
-    memory: int | None = None # Bytes of a step at the peak; None where it could not be predicted
+
+    plan: list[str]  # In words
+    steps: int  # Of the optimizer
+    tokens: int  # Read in all steps at most
+    effective_batch: int  # Rows of one step: batch x accumulation x processes
+    step_seconds: float | None  # Of one step; None where another program takes it
+    seconds: float | None  # Of all steps, without evaluations
+    loss: float | None  # Of the first steps
+    memory: int | None = None  # Bytes of a step at the peak; None where it could not be predicted
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        if self.step_seconds is None or self.seconds is None: return '\n'.join([*self.plan, *(f'Note       {note}' for note in self.notes)])
-        hours = f'{self.seconds:.0f} s' if self.seconds < 120 else f'{self.seconds/60:.0f} min' if self.seconds < 7200 else f'{self.seconds/3600:.1f} h'
-        memory = 'could not be predicted' if self.memory is None else f'{show_bytes(self.memory)} at the peak of a step, predicted'
-        return '\n'.join([*self.plan, f'Batch      {self.effective_batch:,} row{"s"*(self.effective_batch != 1)} in a step; {self.tokens:,} tokens at most in {self.steps:,} step{"s"*(self.steps != 1)}',
-                          f'Memory     {memory}', f'Time       {hours}: {self.step_seconds:.3g} s a step, measured here; evaluations and samples come on top',
-                          *(f'Note       {note}' for note in self.notes)])
+        if self.step_seconds is None or self.seconds is None:
+            return "\n".join([*self.plan, *(f"Note       {note}" for note in self.notes)])
+        hours = (
+            f"{self.seconds:.0f} s"
+            if self.seconds < 120
+            else f"{self.seconds / 60:.0f} min"
+            if self.seconds < 7200
+            else f"{self.seconds / 3600:.1f} h"
+        )
+        memory = (
+            "could not be predicted"
+            if self.memory is None
+            else f"{show_bytes(self.memory)} at the peak of a step, predicted"
+        )
+        return "\n".join(
+            [
+                *self.plan,
+                f"Batch      {self.effective_batch:,} row{'s' * (self.effective_batch != 1)} in a step; {self.tokens:,} tokens at most in {self.steps:,} step{'s' * (self.steps != 1)}",
+                f"Memory     {memory}",
+                f"Time       {hours}: {self.step_seconds:.3g} s a step, measured here; evaluations and samples come on top",
+                *(f"Note       {note}" for note in self.notes),
+            ]
+        )
 
-    def to_dict(self) -> dict[str, Any]: return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 class _Clock:
     "Notes when each step ended."
-    def __init__(self): self.at, self.losses = [time.monotonic()], []
 
-    def on_step(self, trainer: Any, record: dict) -> None: self.at.append(time.monotonic())
+    def __init__(self):
+        self.at, self.losses = [time.monotonic()], []
 
-    def on_log(self, trainer: Any, record: dict) -> None: self.losses.append(record['loss'])
+    def on_step(self, trainer: Any, record: dict) -> None:
+        self.at.append(time.monotonic())
+
+    def on_log(self, trainer: Any, record: dict) -> None:
+        self.losses.append(record["loss"])
+
 
 def rehearse(
     config: RunConfig,
-    steps: int = 3, # To take and to time; the first is left out
-) -> Rehearsal: # Nothing is written
+    steps: int = 3,  # To take and to time; the first is left out
+) -> Rehearsal:  # Nothing is written
     "Prepare a run, take a few steps, and throw them away."
-    if steps < 2: raise ValueError(f'steps = {steps}: must be at least 2, since the first is left out')
-    if config.engine == 'llamafactory': return _elsewhere(config)
-    engine_line(config) # what is not installed is said before the data are read
+    if steps < 2:
+        raise ValueError(f"steps = {steps}: must be at least 2, since the first is left out")
+    if config.engine == "llamafactory":
+        return _elsewhere(config)
+    engine_line(config)  # what is not installed is said before the data are read
     parts = prepare(config)
     trainer = make_trainer(parts)
-    plan, total, rows = plan_lines(parts, trainer), trainer.total_steps, config.train.per_device_train_batch_size * trainer.window_size
-    length, notes = int(parts.facts.get('max_length', config.data.max_length)), []
+    plan, total, rows = (
+        plan_lines(parts, trainer),
+        trainer.total_steps,
+        config.train.per_device_train_batch_size * trainer.window_size,
+    )
+    length, notes = int(parts.facts.get("max_length", config.data.max_length)), []
     memory = None
-    largest = getattr(trainer.train_batches, 'largest', lambda: None)
+    largest = getattr(trainer.train_batches, "largest", lambda: None)
     try:
         memory = extrapolate(trainer, rows_at_once(trainer), length)
         if memory is None or memory <= room(trainer)[0]:
             memory = predict_run(trainer, rows_at_once(trainer), length, largest()).resident
-    except Exception as error: # Such as a loss whose shapes depend on what the model has written
-        notes.append(f'memory: a step of method {config.method} cannot be predicted ({type(error).__name__}); the run measures it')
+    except Exception as error:  # Such as a loss whose shapes depend on what the model has written
+        notes.append(
+            f"memory: a step of method {config.method} cannot be predicted ({type(error).__name__}); the run measures it"
+        )
     if memory is not None and config.watch_memory:
         check_size(trainer, rows_at_once(trainer), 0, memory, notes.append)
-    short = replace(config.train, max_steps=steps, output_dir='', eval_strategy='no', save_strategy='no', logging_steps=1, sample_steps=0, progress=False,
-                    early_stopping_patience=0, load_best_model_at_end=False)
+    short = replace(
+        config.train,
+        max_steps=steps,
+        output_dir="",
+        eval_strategy="no",
+        save_strategy="no",
+        logging_steps=1,
+        sample_steps=0,
+        progress=False,
+        early_stopping_patience=0,
+        load_best_model_at_end=False,
+    )
     clock = _Clock()
     parts.config = replace(config, train=short)
     tried = make_trainer(parts)
     tried.config, tried.callbacks, tried.folder = short, [clock], None
-    if tried.train().stop_reason in EXIT_CODES: raise KeyboardInterrupt # Stopped by hand: there is nothing to tell
+    if tried.train().stop_reason in EXIT_CODES:
+        raise KeyboardInterrupt  # Stopped by hand: there is nothing to tell
     each = median(b - a for a, b in zip(clock.at[1:], clock.at[2:], strict=False))
-    return Rehearsal(plan, total, total*rows*length, rows, each, each*total, clock.losses[0], memory, notes)
+    return Rehearsal(
+        plan, total, total * rows * length, rows, each, each * total, clock.losses[0], memory, notes
+    )
+
 
 def _elsewhere(config: RunConfig) -> Rehearsal:
     "What another program would be given."
     engine, c = engine_line(config), config.train
     lines, steps = llamafactory_plan(config, config.folder)
-    rows = c.per_device_train_batch_size*c.gradient_accumulation_steps
-    plan = [f'Engine     {engine}', *lines[:2], f'Training   {steps:,} step{"s"*(steps != 1)} of {rows:,} row{"s"*(rows != 1)} of {config.data.max_length:,} tokens at most', *lines[2:]]
-    return Rehearsal(plan, steps, steps*rows*config.data.max_length, rows, None, None, None, None, ['memory and time are not foretold for a program of its own'])
+    rows = c.per_device_train_batch_size * c.gradient_accumulation_steps
+    plan = [
+        f"Engine     {engine}",
+        *lines[:2],
+        f"Training   {steps:,} step{'s' * (steps != 1)} of {rows:,} row{'s' * (rows != 1)} of {config.data.max_length:,} tokens at most",
+        *lines[2:],
+    ]
+    return Rehearsal(
+        plan,
+        steps,
+        steps * rows * config.data.max_length,
+        rows,
+        None,
+        None,
+        None,
+        None,
+        ["memory and time are not foretold for a program of its own"],
+    )

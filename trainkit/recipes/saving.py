@@ -31,140 +31,214 @@ from ..train.step import evaluating
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #c4c49ac6
 def whole(
-    model: nn.Module, # Left as it is
-) -> Any: # A copy with plain layers
+    model: nn.Module,  # Left as it is
+) -> Any:  # A copy with plain layers
     "The model with its adapter folded in, in full precision."
     net = merge_lora(deepcopy(model))
     layers: list[tuple[str, Any]] = list(net.named_modules())
-    for name, layer in layers: # What has no adapter is still in few bits
-        if callable(getattr(layer, 'dequantize', None)) and hasattr(layer, 'in_features'):
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device='meta')
-            plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias # type: ignore
+    for name, layer in layers:  # What has no adapter is still in few bits
+        if callable(getattr(layer, "dequantize", None)) and hasattr(layer, "in_features"):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias  # type: ignore
             put(net, name, plain)
     return net
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #cc75e223
 def _padding(tokenizer: Any) -> int | None:
     "A token that ends no answer; None: texts are scored one at a time."
-    end, pad = getattr(tokenizer, 'eos_token_id', None), getattr(tokenizer, 'pad_token_id', None)
-    if pad is not None and pad != end: return pad
-    special = getattr(tokenizer, 'special_tokens', None) or {}
-    return next((i for i in (special.values() if isinstance(special, dict) else ()) if i != end), None)
+    end, pad = getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "pad_token_id", None)
+    if pad is not None and pad != end:
+        return pad
+    special = getattr(tokenizer, "special_tokens", None) or {}
+    return next(
+        (i for i in (special.values() if isinstance(special, dict) else ()) if i != end), None
+    )
+
 
 def save_reward_model(
-    model: RewardModel, # Perhaps with an adapter, perhaps of few bits
+    model: RewardModel,  # Perhaps with an adapter, perhaps of few bits
     tokenizer: Any,
     folder: str | Path,
-    causal: Any, # The language model that it was made of
-) -> Path: # The folder, whole or not at all; raises `ValueError` where transformers has no such class
+    causal: Any,  # The language model that it was made of
+) -> (
+    Path
+):  # The folder, whole or not at all; raises `ValueError` where transformers has no such class
     "Write a reward model that `AutoModelForSequenceClassification` opens."
     import transformers
 
-    from trainkit.interop.families import to_hf # transformers takes seconds to import
+    from trainkit.interop.families import to_hf  # transformers takes seconds to import
+
     net, shell = whole(model), copy(causal)
     if isinstance(causal, Transformer):
         shell._modules = dict(causal._modules)
         shell.model = net.body
-        if causal.config.tie_embeddings: shell.lm_head = nn.Linear(1, 1, bias=False)
-        if causal.config.tie_embeddings: shell.lm_head.weight = net.body.embed_tokens.weight
+        if causal.config.tie_embeddings:
+            shell.lm_head = nn.Linear(1, 1, bias=False)
+        if causal.config.tie_embeddings:
+            shell.lm_head.weight = net.body.embed_tokens.weight
         theirs = to_hf(shell)
-    else: theirs = causal
+    else:
+        theirs = causal
     config = deepcopy(theirs.config)
     config.num_labels, config.pad_token_id = 1, _padding(tokenizer)
     try:
-        with alone: judge: Any = transformers.AutoModelForSequenceClassification.from_config(config)
-    except ValueError as error: raise ValueError(f'transformers has no class for a reward model of this kind, so it cannot be saved: {error}') from None
-    body = theirs.base_model.state_dict() if isinstance(causal, Transformer) else net.body.state_dict()
+        with alone:
+            judge: Any = transformers.AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise ValueError(
+            f"transformers has no class for a reward model of this kind, so it cannot be saved: {error}"
+        ) from None
+    body = (
+        theirs.base_model.state_dict() if isinstance(causal, Transformer) else net.body.state_dict()
+    )
     getattr(judge, judge.base_model_prefix).load_state_dict(body)
-    judge.score.weight = nn.Parameter(net.score.weight.detach().to(next(iter(body.values())).dtype).cpu())
+    judge.score.weight = nn.Parameter(
+        net.score.weight.detach().to(next(iter(body.values())).dtype).cpu()
+    )
     folder = Path(folder)
     with atomic_folder(folder) as temporary:
         judge.save_pretrained(temporary)
-        (tokenizer.save if hasattr(tokenizer, 'save') else tokenizer.save_pretrained)(temporary)
+        (tokenizer.save if hasattr(tokenizer, "save") else tokenizer.save_pretrained)(temporary)
     return folder
+
 
 def save_reward_adapter(
-    model: RewardModel, # With an adapter
+    model: RewardModel,  # With an adapter
     folder: str | Path,
-    causal: Any, # The language model that it was made of
-    base: str | None = None, # Where that is
-) -> Path: # The folder, whole or not at all
+    causal: Any,  # The language model that it was made of
+    base: str | None = None,  # Where that is
+) -> Path:  # The folder, whole or not at all
     "Write the adapter and the head, as PEFT keeps those of `AutoModelForSequenceClassification`."
     config = peft_config(causal, base=base)
-    ends = [n for n, m in causal.named_modules() if m is causal.get_output_embeddings()] # Which theirs has not
-    config |= dict(task_type='SEQ_CLS', modules_to_save=[*(n for n in config['modules_to_save'] or () if n not in ends), 'score'])
-    learned = {n: t for n, t in adapter_tensors(causal).items() if not any(n.startswith(f'base_model.model.{end}.') for end in ends)}
-    tensors = learned | {'base_model.model.score.weight': model.score.weight.detach().float().cpu().contiguous().clone()}
-    if bad := [name for name, t in tensors.items() if not t.isfinite().all()]: raise ValueError(f'{bad[0]} is not finite: the adapter is broken, and nothing was saved')
+    ends = [
+        n for n, m in causal.named_modules() if m is causal.get_output_embeddings()
+    ]  # Which theirs has not
+    config |= dict(
+        task_type="SEQ_CLS",
+        modules_to_save=[*(n for n in config["modules_to_save"] or () if n not in ends), "score"],
+    )
+    learned = {
+        n: t
+        for n, t in adapter_tensors(causal).items()
+        if not any(n.startswith(f"base_model.model.{end}.") for end in ends)
+    }
+    tensors = learned | {
+        "base_model.model.score.weight": model.score.weight.detach()
+        .float()
+        .cpu()
+        .contiguous()
+        .clone()
+    }
+    if bad := [name for name, t in tensors.items() if not t.isfinite().all()]:
+        raise ValueError(f"{bad[0]} is not finite: the adapter is broken, and nothing was saved")
     with atomic_folder(folder := Path(folder)) as temporary:
-        save_file(tensors, temporary/'adapter_model.safetensors', {'format': 'pt'})
-        write_atomic(temporary/'adapter_config.json', json.dumps(config, indent=2, sort_keys=True) + '\n')
+        save_file(tensors, temporary / "adapter_model.safetensors", {"format": "pt"})
+        write_atomic(
+            temporary / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n"
+        )
     return folder
 
+
 def load_reward_model(
-    folder: str | Path, # From `save_reward_model`, or of the run that saved it there
-) -> tuple[Any, Any]: # A model of transformers with one label, in eval mode, and its tokenizer
+    folder: str | Path,  # From `save_reward_model`, or of the run that saved it there
+) -> tuple[Any, Any]:  # A model of transformers with one label, in eval mode, and its tokenizer
     "Open a reward model."
     import transformers
 
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    folder = next((f for f in (Path(folder), Path(folder)/'model') if (f/'config.json').is_file()), None) or Path(folder)
-    if not (folder/'config.json').is_file(): raise FileNotFoundError(f'{folder} has no config.json, and no model/ that has one: is it a reward model?')
-    model = open_with(transformers.AutoModelForSequenceClassification, folder, trust_remote_code=False)
-    if model.config.num_labels != 1 or not hasattr(model, 'score'):
-        raise ValueError(f'{folder} says {model.config.num_labels} numbers of a text, and a reward is one: is it a reward model?')
-    try: tokenizer: Any = BPETokenizer.load(folder)
-    except ValueError: tokenizer = open_with(transformers.AutoTokenizer, folder)
+
+    folder = next(
+        (f for f in (Path(folder), Path(folder) / "model") if (f / "config.json").is_file()), None
+    ) or Path(folder)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.json, and no model/ that has one: is it a reward model?"
+        )
+    model = open_with(
+        transformers.AutoModelForSequenceClassification, folder, trust_remote_code=False
+    )
+    if model.config.num_labels != 1 or not hasattr(model, "score"):
+        raise ValueError(
+            f"{folder} says {model.config.num_labels} numbers of a text, and a reward is one: is it a reward model?"
+        )
+    try:
+        tokenizer: Any = BPETokenizer.load(folder)
+    except ValueError:
+        tokenizer = open_with(transformers.AutoTokenizer, folder)
     return model.eval(), tokenizer
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #7b17303b
 def score_answers(
-    model: Any, # A `RewardModel`, or what `load_reward_model` opens
+    model: Any,  # A `RewardModel`, or what `load_reward_model` opens
     tokenizer: Any,
-    prompts: Sequence, # Texts, or lists of messages
+    prompts: Sequence,  # Texts, or lists of messages
     completions: Sequence[str],
     batch_size: int = 16,
-) -> list[float]: # A reward for each
+) -> list[float]:  # A reward for each
     "What a reward model thinks of answers."
-    rows = [dict(prompt=p, completion=c if isinstance(p, str) else [dict(role='assistant', content=c)]) # An answer may be empty
-            for p, c in zip(prompts, completions, strict=True)]
-    texts, room, long, bos = [], context_length(model), 0, getattr(tokenizer, 'bos_token_id', None)
+    rows = [
+        dict(
+            prompt=p, completion=c if isinstance(p, str) else [dict(role="assistant", content=c)]
+        )  # An answer may be empty
+        for p, c in zip(prompts, completions, strict=True)
+    ]
+    texts, room, long, bos = [], context_length(model), 0, getattr(tokenizer, "bos_token_id", None)
     for row in tokenize_examples(rows, tokenizer):
-        places = (row['labels'] != -100).nonzero()[0] # Nothing that follows an answer is judged
-        prompt, answer = row['input_ids'][:places[0]], row['input_ids'][places[0]:places[-1] + 1]
-        if len(prompt) + len(answer) > room: # As `tokenize_pairs` cuts what a judge learns from
+        places = (row["labels"] != -100).nonzero()[0]  # Nothing that follows an answer is judged
+        prompt, answer = row["input_ids"][: places[0]], row["input_ids"][places[0] : places[-1] + 1]
+        if len(prompt) + len(answer) > room:  # As `tokenize_pairs` cuts what a judge learns from
             long, kept = long + 1, max(1, int(room) - len(answer))
             first = prompt[:1] if kept > 1 and prompt[0] == bos else prompt[:0]
-            prompt, answer = np.concatenate((first, prompt[len(prompt) - kept + len(first):])), answer[:int(room) - kept]
-        texts.append(torch.as_tensor(np.concatenate((prompt, answer)).astype('int64')))
-    if long: warnings.warn(f'{long:,} of {len(texts):,} texts are longer than the {int(room):,} tokens that the reward model reads: their prompts lost their beginning, '
-                           'and answers that are too long even so their end', stacklevel=2)
+            prompt, answer = (
+                np.concatenate((first, prompt[len(prompt) - kept + len(first) :])),
+                answer[: int(room) - kept],
+            )
+        texts.append(torch.as_tensor(np.concatenate((prompt, answer)).astype("int64")))
+    if long:
+        warnings.warn(
+            f"{long:,} of {len(texts):,} texts are longer than the {int(room):,} tokens that the reward model reads: their prompts lost their beginning, "
+            "and answers that are too long even so their end",
+            stacklevel=2,
+        )
     out, device = [], next(model.parameters()).device
-    pad = getattr(model.config, 'pad_token_id', None)
-    for at in range(0, len(texts), batch_size if pad is not None or isinstance(model, RewardModel) else 1):
-        part = texts[at:at + (batch_size if pad is not None or isinstance(model, RewardModel) else 1)]
+    pad = getattr(model.config, "pad_token_id", None)
+    for at in range(
+        0, len(texts), batch_size if pad is not None or isinstance(model, RewardModel) else 1
+    ):
+        part = texts[
+            at : at + (batch_size if pad is not None or isinstance(model, RewardModel) else 1)
+        ]
         ids: Tensor = nn.utils.rnn.pad_sequence(part, True, pad or 0).to(device)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in part], True, 0).to(device)
-        with evaluating(model): found = model(ids, attention_mask=mask)
+        with evaluating(model):
+            found = model(ids, attention_mask=mask)
         out += (found if isinstance(found, Tensor) else found.logits[:, 0]).float().tolist()
     return out
 
 # %% ../../nbs/11_recipes/09_saving.ipynb #64763ceb
 def save_trained(
-    parts: Any, # `Parts`
-    where: Path, # A folder for the model, whole: an adapter is folded in
-    adapter: Path | None = None, # A folder for the adapter by itself
-    model: nn.Module | None = None, # The model as it is now, where that is not `parts.model`
+    parts: Any,  # `Parts`
+    where: Path,  # A folder for the model, whole: an adapter is folded in
+    adapter: Path | None = None,  # A folder for the adapter by itself
+    model: nn.Module | None = None,  # The model as it is now, where that is not `parts.model`
 ) -> None:
     "Save what was learned as Hugging Face has it, and as PEFT has it."
-    from trainkit.interop.hf import save_pretrained # transformers takes seconds to import
+    from trainkit.interop.hf import save_pretrained  # transformers takes seconds to import
+
     net: Any = parts.model if model is None else model
-    net = getattr(net, 'policy', net) # The critic of ppo is of no use without its policy's rewards
+    net = getattr(net, "policy", net)  # The critic of ppo is of no use without its policy's rewards
     if isinstance(net, RewardModel):
         save_reward_model(net, parts.tokenizer, where, parts.causal)
-        if parts.config.adapts and adapter: save_reward_adapter(net, adapter, parts.causal, parts.config.init_from)
+        if parts.config.adapts and adapter:
+            save_reward_adapter(net, adapter, parts.causal, parts.config.init_from)
         return
-    if parts.config.adapts and adapter: save_adapter(net, adapter, base=parts.config.init_from)
+    if parts.config.adapts and adapter:
+        save_adapter(net, adapter, base=parts.config.init_from)
     save_pretrained(whole(net) if parts.config.adapts else net, parts.tokenizer, where)
-    if parts.config.adapts and parts.config.quant.bits: # Whoever rounds these weights again should know it
-        write_atomic(where/'merged.json', json.dumps(dict(bits=parts.config.quant.bits, base=parts.config.init_from)) + '\n')
+    if (
+        parts.config.adapts and parts.config.quant.bits
+    ):  # Whoever rounds these weights again should know it
+        write_atomic(
+            where / "merged.json",
+            json.dumps(dict(bits=parts.config.quant.bits, base=parts.config.init_from)) + "\n",
+        )

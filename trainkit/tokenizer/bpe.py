@@ -38,7 +38,11 @@ def count_kernel(data, ends, classes, kind):
     "Where each distinct word first begins, its length, and how often it is there; `ends` are the ends of the texts in `data`."
     slots = np.full(1 << 12, -1, np.int32)
     hashes = np.empty(1 << 11, np.uint64)
-    starts, sizes, counts = np.empty(1 << 11, np.int64), np.empty(1 << 11, np.int64), np.empty(1 << 11, np.int64)
+    starts, sizes, counts = (
+        np.empty(1 << 11, np.int64),
+        np.empty(1 << 11, np.int64),
+        np.empty(1 << 11, np.int64),
+    )
     used = i = 0
     for end in ends:
         while i < end:
@@ -47,92 +51,134 @@ def count_kernel(data, ends, classes, kind):
             at = h & mask
             while True:
                 k = slots[at]
-                if k < 0 or hashes[k] == h and sizes[k] == e - i and same_bytes(data, i, data, starts[k], e - i):
+                if (
+                    k < 0
+                    or hashes[k] == h
+                    and sizes[k] == e - i
+                    and same_bytes(data, i, data, starts[k], e - i)
+                ):
                     break
                 at = (at + np.uint64(1)) & mask
-            if k >= 0: counts[k] += 1
+            if k >= 0:
+                counts[k] += 1
             else:
-                slots[at], hashes[used], starts[used], sizes[used], counts[used] = used, h, i, e - i, 1
+                slots[at], hashes[used], starts[used], sizes[used], counts[used] = (
+                    used,
+                    h,
+                    i,
+                    e - i,
+                    1,
+                )
                 used += 1
-                if used == len(counts): # full: twice the room, and the slots anew
-                    hashes, starts = np.concatenate((hashes, hashes)), np.concatenate((starts, starts))
+                if used == len(counts):  # full: twice the room, and the slots anew
+                    hashes, starts = (
+                        np.concatenate((hashes, hashes)),
+                        np.concatenate((starts, starts)),
+                    )
                     sizes, counts = np.concatenate((sizes, sizes)), np.concatenate((counts, counts))
-                    slots = np.full(2*len(slots), -1, np.int32)
+                    slots = np.full(2 * len(slots), -1, np.int32)
                     mask = np.uint64(len(slots) - 1)
                     for k in range(used):
                         at = hashes[k] & mask
-                        while slots[at] >= 0: at = (at + np.uint64(1)) & mask
+                        while slots[at] >= 0:
+                            at = (at + np.uint64(1)) & mask
                         slots[at] = k
             i = e
     return starts[:used], sizes[:used], counts[:used]
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #cb46af3a
 @functools.cache
-def _word_kernels(): return compile_kernels((*PATTERN_KERNELS, hash_bytes, same_bytes, count_kernel))
+def _word_kernels():
+    return compile_kernels((*PATTERN_KERNELS, hash_bytes, same_bytes, count_kernel))
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #c58894c4
-_BLOCK = 1 << 22 # characters
+_BLOCK = 1 << 22  # characters
+
 
 def _blocks(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
     "Lists of texts of about `_BLOCK` characters together."
     block, size = [], 0
     for text in texts:
-        if not isinstance(text, str): to_utf8(text) # a clear TypeError
+        if not isinstance(text, str):
+            to_utf8(text)  # a clear TypeError
         for piece in safe_pieces(text, pattern, _BLOCK):
             block.append(piece)
             size += len(piece)
             if size >= _BLOCK:
                 yield block
                 block, size = [], 0
-    if block: yield block
+    if block:
+        yield block
+
 
 def _count_block(block: list[str], pattern: str, lane: str) -> Counter:
     "The words of a few texts."
     counts = Counter()
-    if pattern in PATTERN_KINDS and lane == 'compiled':
+    if pattern in PATTERN_KINDS and lane == "compiled":
         parts = [to_utf8(text) for text in block]
-        joined, ends = b''.join(parts), np.cumsum([len(part) for part in parts])
-        found = _word_kernels().count_kernel(np.frombuffer(joined, np.uint8), ends, char_classes(), PATTERN_KINDS[pattern])
+        joined, ends = b"".join(parts), np.cumsum([len(part) for part in parts])
+        found = _word_kernels().count_kernel(
+            np.frombuffer(joined, np.uint8), ends, char_classes(), PATTERN_KINDS[pattern]
+        )
         for start, size, count in zip(*(a.tolist() for a in found), strict=True):
-            counts[joined[start:start + size].decode()] = count
+            counts[joined[start : start + size].decode()] = count
         return counts
     for text in block:
-        if not text.isascii(): text = join_pairs(text)
+        if not text.isascii():
+            text = join_pairs(text)
         counts.update(split_words(text, pattern))
     return counts
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #5b40bb73
 def count_words(
-    texts: Iterable[str], # Any iterable, taken a few megabytes at a time; one str counts as one text
-    pattern: str = 'cl100k', # A name from `PATTERNS` or a regular expression
-    num_proc: int | None = None, # Processes; None is one in the compiled lane, and else all cores from 64 MB on
-    lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal results
-    progress: bool = False, # Show a bar
-) -> Counter: # Words as str; counts of several inputs add up to the counts of all
+    texts: Iterable[
+        str
+    ],  # Any iterable, taken a few megabytes at a time; one str counts as one text
+    pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
+    num_proc: int
+    | None = None,  # Processes; None is one in the compiled lane, and else all cores from 64 MB on
+    lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results
+    progress: bool = False,  # Show a bar
+) -> Counter:  # Words as str; counts of several inputs add up to the counts of all
     "Count the words of texts; raises `ValueError` on a lone surrogate."
-    if num_proc is not None and num_proc < 1: raise ValueError(f'num_proc={num_proc}: use at least 1 process')
+    if num_proc is not None and num_proc < 1:
+        raise ValueError(f"num_proc={num_proc}: use at least 1 process")
     find_pattern(pattern)
-    blocks, counts, done, pool = _blocks([texts] if isinstance(texts, str) else texts, pattern), Counter(), 0, None
+    blocks, counts, done, pool = (
+        _blocks([texts] if isinstance(texts, str) else texts, pattern),
+        Counter(),
+        0,
+        None,
+    )
     waiting = deque()
-    with Progress(None, 'Counting words', 'characters', enabled=progress) as bar:
+    with Progress(None, "Counting words", "characters", enabled=progress) as bar:
         try:
             for block in blocks:
                 size = sum(map(len, block))
                 taken = pick_lane(lane, size + done)
-                crowd = num_proc or (1 if taken == 'compiled' or done < 1 << 26 else os.cpu_count() or 1)
-                if pool is None and crowd > 1: pool = ProcessPoolExecutor(crowd, multiprocessing.get_context())
-                if pool is None: counts.update(_count_block(block, pattern, taken))
-                else: waiting.append(pool.submit(_count_block, block, pattern, taken))
-                while len(waiting) > crowd + 1: counts.update(waiting.popleft().result())
+                crowd = num_proc or (
+                    1 if taken == "compiled" or done < 1 << 26 else os.cpu_count() or 1
+                )
+                if pool is None and crowd > 1:
+                    pool = ProcessPoolExecutor(crowd, multiprocessing.get_context())
+                if pool is None:
+                    counts.update(_count_block(block, pattern, taken))
+                else:
+                    waiting.append(pool.submit(_count_block, block, pattern, taken))
+                while len(waiting) > crowd + 1:
+                    counts.update(waiting.popleft().result())
                 done += size
                 bar.update(done)
-            while waiting: counts.update(waiting.popleft().result())
+            while waiting:
+                counts.update(waiting.popleft().result())
         finally:
-            if pool is not None: pool.shutdown(cancel_futures=True)
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
     return counts
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #41155c57
-_MOST = 0x110000 # characters, and so tokens, that a Python string can tell apart
+_MOST = 0x110000  # characters, and so tokens, that a Python string can tell apart
+
 
 def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
     "Words of two bytes and more, their counts, and for each of their bytes the number of its word."
@@ -140,96 +186,126 @@ def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
     words = [(w, n) for w, n in words if len(w) > 1 and n > 0]
     sizes = np.fromiter((len(w) for w, _ in words), np.int64, len(words))
     if sizes.sum() >= 1 << 30:
-        raise ValueError(f'{sizes.sum():,} bytes of distinct words, at most {(1 << 30) - 1:,}: drop the rarest')
-    return [w for w, _ in words], np.fromiter((n for _, n in words), np.int64, len(words)), \
-        np.repeat(np.arange(len(words), dtype=np.int32), sizes)
+        raise ValueError(
+            f"{sizes.sum():,} bytes of distinct words, at most {(1 << 30) - 1:,}: drop the rarest"
+        )
+    return (
+        [w for w, _ in words],
+        np.fromiter((n for _, n in words), np.int64, len(words)),
+        np.repeat(np.arange(len(words), dtype=np.int32), sizes),
+    )
+
 
 def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tuple[dict, dict]:
     "Every pair of bytes as a string of two characters: its count, and the numbers of the words that hold it."
-    flat = np.frombuffer(b''.join(words), np.uint8)
+    flat = np.frombuffer(b"".join(words), np.uint8)
     inside = np.flatnonzero(number[1:] == number[:-1]).astype(np.int32)
     code, word = flat[inside].astype(np.uint16) << 8 | flat[inside + 1], number[inside]
-    order = np.argsort(code, kind='stable').astype(np.int32)
+    order = np.argsort(code, kind="stable").astype(np.int32)
     code, word = code[order], word[order]
     starts = np.flatnonzero(np.diff(code, prepend=-1)) if len(code) else code
     totals = np.add.reduceat(freq[word], starts) if len(code) else code
     pairs = [chr(c >> 8) + chr(c & 255) for c in code[starts].tolist()]
-    return dict(zip(pairs, totals.tolist(), strict=True)), \
-        dict(zip(pairs, np.split(word, starts[1:]) if pairs else [], strict=True))
+    return dict(zip(pairs, totals.tolist(), strict=True)), dict(
+        zip(pairs, np.split(word, starts[1:]) if pairs else [], strict=True)
+    )
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #e5258ce4
 def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, with strings whose characters are tokens."
     if 256 + n_merges > _MOST:
-        raise ValueError(f'{n_merges:,} merges: the pure lane learns at most {_MOST - 256:,}')
+        raise ValueError(f"{n_merges:,} merges: the pure lane learns at most {_MOST - 256:,}")
     found, freq, number = _join_bytes(counts)
     count, where = _first_pairs(found, freq, number)
-    words, weight = [w.decode('latin-1') for w in found], freq.tolist().__getitem__
-    shared = [*range(len(words))] # one object for each number, in however many lists it stands
+    words, weight = [w.decode("latin-1") for w in found], freq.tolist().__getitem__
+    shared = [*range(len(words))]  # one object for each number, in however many lists it stands
     heap, pairs, tops = [(-n, pair) for pair, n in count.items()], [], []
     del found, freq, number
     heapify(heap)
     while heap and len(pairs) < n_merges:
         top, pair = -heap[0][0], heap[0][1]
-        if (now := count.get(pair, 0)) != top: # the entry is out of date
-            if now > 0: heapreplace(heap, (-now, pair))
-            else: heappop(heap)
+        if (now := count.get(pair, 0)) != top:  # the entry is out of date
+            if now > 0:
+                heapreplace(heap, (-now, pair))
+            else:
+                heappop(heap)
             continue
         heappop(heap)
         a, b, new = pair[0], pair[1], chr(256 + len(pairs))
         left, right, long = defaultdict(list), defaultdict(list), -1
         held = where.pop(pair)
         for i in [shared[i] for i in held.tolist()] if isinstance(held, np.ndarray) else held:
-            if i == long: continue
-            k = (word := words[i]).find(pair) # a word stands in the list once for each time that it holds the pair
-            if k < 0: continue
-            if len(word) > 100: # all its places at once: a text without spaces is one long word
+            if i == long:
+                continue
+            k = (word := words[i]).find(
+                pair
+            )  # a word stands in the list once for each time that it holds the pair
+            if k < 0:
+                continue
+            if len(word) > 100:  # all its places at once: a text without spaces is one long word
                 long, (before, *parts) = i, word.split(pair)
                 words[i] = new.join((before, *parts))
                 for j, after in enumerate(parts, 1):
-                    if before: left[before[-1]].append(i)
-                    elif j > 1: left[new].append(i) # joined a moment ago
-                    if after: right[after[0]].append(i)
-                    elif j < len(parts): right[a].append(i) # joined in a moment
+                    if before:
+                        left[before[-1]].append(i)
+                    elif j > 1:
+                        left[new].append(i)  # joined a moment ago
+                    if after:
+                        right[after[0]].append(i)
+                    elif j < len(parts):
+                        right[a].append(i)  # joined in a moment
                     before = after
                 continue
-            rest = word[k+2:]
-            if k: left[word[k-1]].append(i)
-            if rest: right[rest[0]].append(i)
+            rest = word[k + 2 :]
+            if k:
+                left[word[k - 1]].append(i)
+            if rest:
+                right[rest[0]].append(i)
             words[i] = word[:k] + new + rest
         for y, held in right.items():
             n = sum(map(weight, held))
             count[b + y] -= n
             count[new + y], where[new + y] = n, held
-        for x, held in left.items(): # after `right`: `x` may be `new` itself, as in abab
+        for x, held in left.items():  # after `right`: `x` may be `new` itself, as in abab
             n = sum(map(weight, held))
             count[x + a] -= n
             count[x + new], where[x + new] = n, held
         del count[pair]
         for born in (*(new + y for y in right), *(x + new for x in left)):
-            if count[born] > 0: heappush(heap, (-count[born], born))
+            if count[born] > 0:
+                heappush(heap, (-count[born], born))
         pairs.append((ord(a), ord(b)))
         tops.append(top)
-        if len(pairs) % 64 == 0: bar.update(len(pairs))
+        if len(pairs) % 64 == 0:
+            bar.update(len(pairs))
     return pairs, tops
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f
 def learn_kernel(sym, word, freq, n_merges):
     "Merges as `left << 32 | right`, and their counts; `sym` are the bytes of all words, which it changes."
     n = len(sym)
-    size = np.ones(256 + n_merges, np.int32) # bytes of a token
-    room = 16 # of the hash table: four places for each pair of bytes that can be there
-    while room < 4*min(n, 1 << 16): room *= 2
-    keys, count, head = np.full(room, -1, np.int64), np.zeros(room, np.int64), np.full(room, -1, np.int32)
-    first, second = np.empty(room, np.int64), np.empty(room, np.int64) # the heap: (-count, pair)
-    node_at, node_next = np.empty(2*n + 1, np.int32), np.empty(2*n + 1, np.int32) # lists of places
-    here, fresh = np.empty(n, np.int32), np.empty(2*(256 + n_merges) + 2, np.int64)
+    size = np.ones(256 + n_merges, np.int32)  # bytes of a token
+    room = 16  # of the hash table: four places for each pair of bytes that can be there
+    while room < 4 * min(n, 1 << 16):
+        room *= 2
+    keys, count, head = (
+        np.full(room, -1, np.int64),
+        np.zeros(room, np.int64),
+        np.full(room, -1, np.int32),
+    )
+    first, second = np.empty(room, np.int64), np.empty(room, np.int64)  # the heap: (-count, pair)
+    node_at, node_next = (
+        np.empty(2 * n + 1, np.int32),
+        np.empty(2 * n + 1, np.int32),
+    )  # lists of places
+    here, fresh = np.empty(n, np.int32), np.empty(2 * (256 + n_merges) + 2, np.int64)
     pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)
     used = n_heap = n_nodes = done = 0
     free = -1
     for p in range(n - 1):
-        if word[p] != word[p+1]: continue
-        key = np.int64(sym[p]) << 32 | sym[p+1]
+        if word[p] != word[p + 1]:
+            continue
+        key = np.int64(sym[p]) << 32 | sym[p + 1]
         at = find_key(keys, key)
         if keys[at] < 0:
             keys[at] = key
@@ -246,13 +322,13 @@ def learn_kernel(sym, word, freq, n_merges):
         heap_pop(first, second, n_heap)
         n_heap -= 1
         at = find_key(keys, key)
-        if count[at] != top: # the entry is out of date
+        if count[at] != top:  # the entry is out of date
             if count[at] > 0:
                 heap_push(first, second, n_heap, -count[at], key)
                 n_heap += 1
             continue
         m, node = 0, head[at]
-        while node >= 0: # take the places out of their list, which is from last to first
+        while node >= 0:  # take the places out of their list, which is from last to first
             here[m] = node_at[node]
             m += 1
             after = node_next[node]
@@ -261,13 +337,13 @@ def learn_kernel(sym, word, freq, n_merges):
         head[at] = -1
         a, b, new = key >> 32, key & 0xFFFFFFFF, 256 + done
         size[new] = size[a] + size[b]
-        room = min(2*m, 2*new + 2) # at most so many pairs are new
+        room = min(2 * m, 2 * new + 2)  # at most so many pairs are new
         if n_heap + room > len(first):
             first = np.concatenate((first, np.empty(len(first) + room, np.int64)))
             second = np.concatenate((second, np.empty(len(second) + room, np.int64)))
-        if 2*(used + room) > len(keys): # a bigger table, without the pairs that are gone
+        if 2 * (used + room) > len(keys):  # a bigger table, without the pairs that are gone
             old_keys, old_count, old_head = keys, count, head
-            keys, count = np.full(2*len(keys), -1, np.int64), np.zeros(2*len(keys), np.int64)
+            keys, count = np.full(2 * len(keys), -1, np.int64), np.zeros(2 * len(keys), np.int64)
             head, used = np.full(len(keys), -1, np.int32), 0
             for k in range(len(old_keys)):
                 if old_keys[k] >= 0 and old_count[k] > 0:
@@ -277,19 +353,23 @@ def learn_kernel(sym, word, freq, n_merges):
         n_fresh = 0
         for j in range(m - 1, -1, -1):
             p = here[j]
-            if sym[p] != a: continue # gone since
+            if sym[p] != a:
+                continue  # gone since
             q, w = p + size[a], word[p]
-            if q >= n or word[q] != w or sym[q] != b: continue
+            if q >= n or word[q] != w or sym[q] != b:
+                continue
             end, f = q + size[b], freq[w]
-            sym[q-1] = sym[q] = -1
-            sym[p] = sym[end-1] = new
+            sym[q - 1] = sym[q] = -1
+            sym[p] = sym[end - 1] = new
             for side in range(2):
                 if side == 0:
-                    if p == 0 or word[p-1] != w: continue
-                    x = np.int64(sym[p-1])
+                    if p == 0 or word[p - 1] != w:
+                        continue
+                    x = np.int64(sym[p - 1])
                     start, gone, made = p - size[x], x << 32 | a, x << 32 | new
                 else:
-                    if end == n or word[end] != w: continue
+                    if end == n or word[end] != w:
+                        continue
                     y = np.int64(sym[end])
                     start, gone, made = p, b << 32 | y, np.int64(new) << 32 | y
                 count[find_key(keys, gone)] -= f
@@ -300,7 +380,8 @@ def learn_kernel(sym, word, freq, n_merges):
                     n_fresh += 1
                 count[at] += f
                 node = free
-                if node >= 0: free = node_next[node]
+                if node >= 0:
+                    free = node_next[node]
                 else:
                     node = n_nodes
                     n_nodes += 1
@@ -315,45 +396,55 @@ def learn_kernel(sym, word, freq, n_merges):
         done += 1
     return pairs[:done], counts[:done]
 
+
 @functools.cache
-def _kernels(): return compile_kernels((find_key, heap_push, heap_pop, learn_kernel))
+def _kernels():
+    return compile_kernels((find_key, heap_push, heap_pop, learn_kernel))
+
 
 def _learn_compiled(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, from the compiled kernel."
     words, freq, number = _join_bytes(counts)
-    sym = np.frombuffer(b''.join(words), np.uint8).astype(np.int32)
+    sym = np.frombuffer(b"".join(words), np.uint8).astype(np.int32)
     del words
     keys, tops = _kernels().learn_kernel(sym, number, freq, n_merges)
-    return list(zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True)), tops.tolist()
+    return list(
+        zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True)
+    ), tops.tolist()
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #0f74d693
 @dataclass
 class Merges:
     "What `learn_merges` found."
-    pairs: list[tuple[int, int]] # Merge `i` joins these two tokens to token `256 + i`
-    counts: list[int] # How often the pair occurred when it was joined
-    lane: str # 'pure' or 'compiled'
-    seconds: float # Time it took
 
-    def tokens(self) -> list[bytes]: # Token `i` at place `i`
+    pairs: list[tuple[int, int]]  # Merge `i` joins these two tokens to token `256 + i`
+    counts: list[int]  # How often the pair occurred when it was joined
+    lane: str  # 'pure' or 'compiled'
+    seconds: float  # Time it took
+
+    def tokens(self) -> list[bytes]:  # Token `i` at place `i`
         "The bytes of all tokens: the 256 bytes, then one for each merge."
         out = [bytes([i]) for i in range(256)]
-        for left, right in self.pairs: out.append(out[left] + out[right])
+        for left, right in self.pairs:
+            out.append(out[left] + out[right])
         return out
 
-    def __repr__(self): return f'Merges({len(self.pairs):,} pairs, lane={self.lane!r}, {self.seconds:.2f} s)'
+    def __repr__(self):
+        return f"Merges({len(self.pairs):,} pairs, lane={self.lane!r}, {self.seconds:.2f} s)"
+
 
 def learn_merges(
-    counts: Mapping, # Words (str or bytes) and how often each occurs, as from `count_words`
-    n_merges: int, # Tokens to learn; fewer are learned when no pair is left
-    lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal results
-    progress: bool = False, # Show a bar
-) -> Merges: # The pairs in the order in which they were joined
+    counts: Mapping,  # Words (str or bytes) and how often each occurs, as from `count_words`
+    n_merges: int,  # Tokens to learn; fewer are learned when no pair is left
+    lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results
+    progress: bool = False,  # Show a bar
+) -> Merges:  # The pairs in the order in which they were joined
     "Learn byte-pair encoding; the highest count goes first, ties to the smaller left, then the smaller right token."
-    if n_merges < 0: raise ValueError(f'n_merges={n_merges}: use 0 or more')
+    if n_merges < 0:
+        raise ValueError(f"n_merges={n_merges}: use 0 or more")
     start, lane = perf_counter(), pick_lane(lane, sum(map(len, counts)))
-    with Progress(n_merges, 'Learning merges', 'merge', enabled=progress) as bar:
-        learn = _learn_compiled if lane == 'compiled' else _learn_pure
+    with Progress(n_merges, "Learning merges", "merge", enabled=progress) as bar:
+        learn = _learn_compiled if lane == "compiled" else _learn_pure
         pairs, tops = learn(counts, n_merges, bar)
         bar.update(len(pairs))
     return Merges(pairs, tops, lane, perf_counter() - start)

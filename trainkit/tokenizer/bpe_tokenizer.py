@@ -34,47 +34,69 @@ class BPETokenizer:
 
     def __init__(
         self,
-        tokens: Mapping[bytes, int], # Bytes of each token -> its id, without the special ones
-        pairs: Sequence[tuple[int, int]], # Pairs of ids that may be joined
-        pattern: str = 'cl100k', # A name from `PATTERNS` or a regular expression
-        special_tokens: Mapping[str, int] | None = None, # Special token -> its id
-        ranks: Sequence[int] | None = None, # The rank of each pair, the lowest is joined first; their order when None
-        whole: bool = True, # A word that is a token needs no merges (Hugging Face's `ignore_merges`)
-        nfc: bool = False, # Bring text into Unicode's normal form C first
-        plain: Collection[str] = (), # Special tokens that are shown when special ones are skipped
-        post_processor: dict | None = None, # Passed on to Hugging Face; `encode` adds nothing to a text
-        normalized: Collection[str] = (), # Special tokens that are looked for after `nfc`, the others before it
-        bos_token: str | None = None, # These four are special tokens with a role
+        tokens: Mapping[bytes, int],  # Bytes of each token -> its id, without the special ones
+        pairs: Sequence[tuple[int, int]],  # Pairs of ids that may be joined
+        pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
+        special_tokens: Mapping[str, int] | None = None,  # Special token -> its id
+        ranks: Sequence[int]
+        | None = None,  # The rank of each pair, the lowest is joined first; their order when None
+        whole: bool = True,  # A word that is a token needs no merges (Hugging Face's `ignore_merges`)
+        nfc: bool = False,  # Bring text into Unicode's normal form C first
+        plain: Collection[str] = (),  # Special tokens that are shown when special ones are skipped
+        post_processor: dict
+        | None = None,  # Passed on to Hugging Face; `encode` adds nothing to a text
+        normalized: Collection[
+            str
+        ] = (),  # Special tokens that are looked for after `nfc`, the others before it
+        bos_token: str | None = None,  # These four are special tokens with a role
         eos_token: str | None = None,
         pad_token: str | None = None,
         unk_token: str | None = None,
-        lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal ids
+        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
     ):
         self.tokens, self.special_tokens = dict(tokens), dict(special_tokens or {})
         text = {i: token for token, i in self.tokens.items()}
-        try: made = [self.tokens[text[left] + text[right]] for left, right in pairs]
+        try:
+            made = [self.tokens[text[left] + text[right]] for left, right in pairs]
         except KeyError as error:
-            raise ValueError(f'a pair asks for {error.args[0]!r}, which the vocabulary has not') from None
+            raise ValueError(
+                f"a pair asks for {error.args[0]!r}, which the vocabulary has not"
+            ) from None
         self.encoder = Encoder(self.tokens, pairs, made, ranks, pattern, whole, lane)
         self.pattern, self.whole, self.nfc = pattern, whole, nfc
         self.plain, self.post_processor, self.normalized = {*plain}, post_processor, {*normalized}
-        self.bos_token, self.eos_token, self.pad_token, self.unk_token = bos_token, eos_token, pad_token, unk_token
+        self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
+            bos_token,
+            eos_token,
+            pad_token,
+            unk_token,
+        )
         self.chat_template: str | None = None
-        self.trained: Merges | None = None # what `train` found, with its lane and time
-        self._bytes, self._sizes = text, (0, np.zeros(0, np.int64)) # how many tokens were measured, their sizes
+        self.trained: Merges | None = None  # what `train` found, with its lane and time
+        self._bytes, self._sizes = (
+            text,
+            (0, np.zeros(0, np.int64)),
+        )  # how many tokens were measured, their sizes
         for token, i in self.special_tokens.items():
-            if not token: raise ValueError('a special token must not be empty')
-            other = self._bytes.setdefault(i, to_utf8(token)) != token.encode() # Two names of one token, as in o200k_harmony, are fine
+            if not token:
+                raise ValueError("a special token must not be empty")
+            other = (
+                self._bytes.setdefault(i, to_utf8(token)) != token.encode()
+            )  # Two names of one token, as in o200k_harmony, are fine
             if other and self.tokens.get(self._bytes[i]) == i:
-                raise ValueError(f'special token {token!r}: the vocabulary has its id {i} for {self._bytes[i]!r} already')
-        for token in (bos_token, eos_token, pad_token, unk_token): self._id(token)
+                raise ValueError(
+                    f"special token {token!r}: the vocabulary has its id {i} for {self._bytes[i]!r} already"
+                )
+        for token in (bos_token, eos_token, pad_token, unk_token):
+            self._id(token)
 
     @property
     def vocab_size(self) -> int:
         "Rows that a model's embedding needs: the highest id and one."
         return max(self._bytes) + 1
 
-    def __len__(self): return self.vocab_size
+    def __len__(self):
+        return self.vocab_size
 
     @property
     def lane(self) -> str:
@@ -84,37 +106,50 @@ class BPETokenizer:
     def _id(self, token: str | None) -> int | None:
         if token is None or token in self.special_tokens:
             return None if token is None else self.special_tokens[token]
-        raise ValueError(f'{token!r} is no special token of this tokenizer: choose from {[*self.special_tokens]}')
+        raise ValueError(
+            f"{token!r} is no special token of this tokenizer: choose from {[*self.special_tokens]}"
+        )
 
     @property
-    def bos_token_id(self) -> int | None: return self._id(self.bos_token)
-    @property
-    def eos_token_id(self) -> int | None: return self._id(self.eos_token)
-    @property
-    def pad_token_id(self) -> int | None: return self._id(self.pad_token)
-    @property
-    def unk_token_id(self) -> int | None: return self._id(self.unk_token)
+    def bos_token_id(self) -> int | None:
+        return self._id(self.bos_token)
 
     @property
-    def token_sizes(self) -> np.ndarray: # (vocab_size,) int64, 0 where no token has the id
+    def eos_token_id(self) -> int | None:
+        return self._id(self.eos_token)
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id(self.pad_token)
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self._id(self.unk_token)
+
+    @property
+    def token_sizes(self) -> np.ndarray:  # (vocab_size,) int64, 0 where no token has the id
         "How many bytes each token stands for: their sums say where in a text a token lies."
         if self._sizes[0] != len(self._bytes):
             sizes = np.zeros(self.vocab_size, np.int64)
-            for i, token in self._bytes.items(): sizes[i] = len(token)
+            for i, token in self._bytes.items():
+                sizes[i] = len(token)
             self._sizes = len(self._bytes), sizes
         return self._sizes[1]
 
     def add_special_tokens(
         self,
-        tokens: Iterable[str], # Those that are there already stay as they are
-    ) -> int: # How many are new: as many rows a model's embedding lacks now
+        tokens: Iterable[str],  # Those that are there already stay as they are
+    ) -> int:  # How many are new: as many rows a model's embedding lacks now
         "Give special tokens the next free ids."
-        if isinstance(tokens, str): raise TypeError(f'tokens must be a list, such as [{tokens!r}]')
+        if isinstance(tokens, str):
+            raise TypeError(f"tokens must be a list, such as [{tokens!r}]")
         new = [token for token in dict.fromkeys(tokens) if token not in self.special_tokens]
         for token in new:
             if not token or to_utf8(token) in self.tokens:
-                raise ValueError(f'special token {token!r}: ' + ('the vocabulary has this text already' if token
-                                                                 else 'it must not be empty'))
+                raise ValueError(
+                    f"special token {token!r}: "
+                    + ("the vocabulary has this text already" if token else "it must not be empty")
+                )
             self.special_tokens[token] = self.vocab_size
             self._bytes[self.special_tokens[token]] = token.encode()
         return len(new)
@@ -122,41 +157,60 @@ class BPETokenizer:
     @classmethod
     def train(
         cls,
-        texts: Iterable[str] | Mapping[str, int], # Texts, taken a few megabytes at a time, or the counts of their words
-        vocab_size: int, # All tokens: 256 bytes, the merges, the special tokens
-        pattern: str = 'cl100k', # A name from `PATTERNS` or a regular expression
-        special_tokens: Sequence[str] = (), # They get the last ids; the first is the `eos_token`
-        num_proc: int | None = None, # Processes that count words; see `count_words`
-        lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal results. `trained.lane` says which
-        progress: bool = True, # Show bars
-    ) -> 'BPETokenizer':
+        texts: Iterable[str]
+        | Mapping[str, int],  # Texts, taken a few megabytes at a time, or the counts of their words
+        vocab_size: int,  # All tokens: 256 bytes, the merges, the special tokens
+        pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
+        special_tokens: Sequence[str] = (),  # They get the last ids; the first is the `eos_token`
+        num_proc: int | None = None,  # Processes that count words; see `count_words`
+        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results. `trained.lane` says which
+        progress: bool = True,  # Show bars
+    ) -> "BPETokenizer":
         "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
-        if isinstance(special_tokens, str): raise TypeError(f'special_tokens must be a list, such as [{special_tokens!r}]')
+        if isinstance(special_tokens, str):
+            raise TypeError(f"special_tokens must be a list, such as [{special_tokens!r}]")
         n_merges, special = vocab_size - 256 - len(special_tokens), [*special_tokens]
         if n_merges < 0:
-            raise ValueError(f'vocab_size={vocab_size}: a byte-level vocabulary has 256 bytes '
-                             f'and here {len(special)} special tokens, so use at least {256 + len(special)}')
+            raise ValueError(
+                f"vocab_size={vocab_size}: a byte-level vocabulary has 256 bytes "
+                f"and here {len(special)} special tokens, so use at least {256 + len(special)}"
+            )
         if len({*special}) < len(special):
-            raise ValueError(f'special_tokens={special}: each may be there only once')
-        counts = texts if isinstance(texts, Mapping) else count_words(texts, pattern, num_proc, lane, progress)
+            raise ValueError(f"special_tokens={special}: each may be there only once")
+        counts = (
+            texts
+            if isinstance(texts, Mapping)
+            else count_words(texts, pattern, num_proc, lane, progress)
+        )
         merges = learn_merges(counts, n_merges, lane, progress)
         if len(merges.pairs) < n_merges:
-            raise ValueError(f'vocab_size={vocab_size} asks for {n_merges:,} merges, '
-                             f'but the text holds only {len(merges.pairs):,}: '
-                             f'use vocab_size={256 + len(special) + len(merges.pairs)} or less, or more text')
-        tok = cls({token: i for i, token in enumerate(merges.tokens())}, merges.pairs, pattern,
-                  {token: 256 + n_merges + i for i, token in enumerate(special)}, lane=lane,
-                  eos_token=special[0] if special else None)
+            raise ValueError(
+                f"vocab_size={vocab_size} asks for {n_merges:,} merges, "
+                f"but the text holds only {len(merges.pairs):,}: "
+                f"use vocab_size={256 + len(special) + len(merges.pairs)} or less, or more text"
+            )
+        tok = cls(
+            {token: i for i, token in enumerate(merges.tokens())},
+            merges.pairs,
+            pattern,
+            {token: 256 + n_merges + i for i, token in enumerate(special)},
+            lane=lane,
+            eos_token=special[0] if special else None,
+        )
         if known := next((token for token in special if token.encode() in tok.tokens), None):
-            raise ValueError(f'special token {known!r}: the vocabulary has this text already')
+            raise ValueError(f"special token {known!r}: the vocabulary has this text already")
         tok.trained = merges
         return tok
 
     def encode(
         self,
         text: str,
-        allowed_special: str | Collection[str] = (), # 'all', 'none', or the special tokens that count as such
-        disallowed_special: str | Collection[str] = 'all', # Those that are an error; 'all' is every one that is not allowed
+        allowed_special: str
+        | Collection[str] = (),  # 'all', 'none', or the special tokens that count as such
+        disallowed_special: str
+        | Collection[
+            str
+        ] = "all",  # Those that are an error; 'all' is every one that is not allowed
     ) -> list[int]:
         "The ids of a text; as in `tiktoken`, a special token that is not allowed is a `ValueError`, unless 'none' are."
         return self.encode_batch([text], allowed_special, disallowed_special)[0]
@@ -164,200 +218,311 @@ class BPETokenizer:
     def encode_batch(
         self,
         texts: Sequence[str],
-        allowed_special: str | Collection[str] = (), # As for `encode`
-        disallowed_special: str | Collection[str] = 'all',
-    ) -> list[list[int]]: # The ids of each text
+        allowed_special: str | Collection[str] = (),  # As for `encode`
+        disallowed_special: str | Collection[str] = "all",
+    ) -> list[list[int]]:  # The ids of each text
         "Encode many texts at once, which is faster than one by one."
-        if isinstance(texts, str): raise TypeError('encode_batch takes a list of texts; for one text use encode')
+        if isinstance(texts, str):
+            raise TypeError("encode_batch takes a list of texts; for one text use encode")
         for text in texts:
-            if not isinstance(text, str): to_utf8(text) # a clear TypeError
+            if not isinstance(text, str):
+                to_utf8(text)  # a clear TypeError
         cut = [self.cut(text, allowed_special, disallowed_special) for text in texts]
-        if all(len(pieces) == 1 for pieces in cut): return self.encoder.encode([text for [text] in cut])
+        if all(len(pieces) == 1 for pieces in cut):
+            return self.encoder.encode([text for [text] in cut])
         ids = iter(self.encoder.encode([piece for pieces in cut for piece in pieces[::2]]))
         out = []
         for pieces in cut:
             out.append(next(ids))
-            for token in pieces[1::2]: out[-1] = [*out[-1], self.special_tokens[token], *next(ids)]
+            for token in pieces[1::2]:
+                out[-1] = [*out[-1], self.special_tokens[token], *next(ids)]
         return out
 
     def cut(
         self,
         text: str,
-        allowed_special: str | Collection[str] = (), # As for `encode`
-        disallowed_special: str | Collection[str] = 'all',
-    ) -> list[str]: # Ordinary text and special tokens by turns, beginning and ending with text
+        allowed_special: str | Collection[str] = (),  # As for `encode`
+        disallowed_special: str | Collection[str] = "all",
+    ) -> list[str]:  # Ordinary text and special tokens by turns, beginning and ending with text
         "Cut a text at its special tokens, and bring what lies between them into the normal form."
-        if not self.nfc: return cut_specials(text, self.special_tokens, allowed_special, disallowed_special)
-        out = cut_specials(text, self.special_tokens, allowed_special, disallowed_special, {*self.special_tokens} - self.normalized)
-        out[::2] = [normalize('NFC', join_pairs(piece)) for piece in out[::2]]
-        if not self.normalized: return out
+        if not self.nfc:
+            return cut_specials(text, self.special_tokens, allowed_special, disallowed_special)
+        out = cut_specials(
+            text,
+            self.special_tokens,
+            allowed_special,
+            disallowed_special,
+            {*self.special_tokens} - self.normalized,
+        )
+        out[::2] = [normalize("NFC", join_pairs(piece)) for piece in out[::2]]
+        if not self.normalized:
+            return out
         late: list[str] = []
-        for i, piece in enumerate(out): # Those that are looked for in the normal form
-            parts = [piece] if i % 2 else cut_specials(piece, self.special_tokens, allowed_special, disallowed_special, self.normalized)
+        for i, piece in enumerate(out):  # Those that are looked for in the normal form
+            parts = (
+                [piece]
+                if i % 2
+                else cut_specials(
+                    piece, self.special_tokens, allowed_special, disallowed_special, self.normalized
+                )
+            )
             late += parts
         return late
 
     def decode_bytes(
         self,
-        ids: Iterable[int], # A list, an array or a tensor
-        skip_special_tokens: bool = False, # Leave special tokens out
+        ids: Iterable[int],  # A list, an array or a tensor
+        skip_special_tokens: bool = False,  # Leave special tokens out
     ) -> bytes:
         "The bytes of tokens, exactly; an id that the vocabulary has not is a `ValueError`."
-        ids = ids.tolist() if hasattr(ids, 'tolist') else ids # type: ignore
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids  # type: ignore
         if skip_special_tokens:
             skip = {i for token, i in self.special_tokens.items() if token not in self.plain}
             ids = [i for i in ids if i not in skip]
-        try: return b''.join(map(self._bytes.__getitem__, ids))
+        try:
+            return b"".join(map(self._bytes.__getitem__, ids))
         except KeyError as error:
-            raise ValueError(f'token id {error.args[0]} is not in the vocabulary, '
-                             f'which has ids from 0 to {self.vocab_size - 1}') from None
+            raise ValueError(
+                f"token id {error.args[0]} is not in the vocabulary, "
+                f"which has ids from 0 to {self.vocab_size - 1}"
+            ) from None
 
     def decode(
         self,
-        ids: Iterable[int], # A list, an array or a tensor
-        skip_special_tokens: bool = False, # Leave special tokens out
-        errors: str = 'replace', # What to do with bytes that are no UTF-8, such as half a character: 'replace' or 'strict'
+        ids: Iterable[int],  # A list, an array or a tensor
+        skip_special_tokens: bool = False,  # Leave special tokens out
+        errors: str = "replace",  # What to do with bytes that are no UTF-8, such as half a character: 'replace' or 'strict'
     ) -> str:
         "The text of tokens."
-        return self.decode_bytes(ids, skip_special_tokens).decode('utf-8', errors)
+        return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors)
 
     def save(
         self,
-        folder: str | Path, # Made if it is not there
+        folder: str | Path,  # Made if it is not there
     ) -> Path:
         "Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` opens without remote code."
         folder = Path(folder)
-        config = dict(tokenizer_class='PreTrainedTokenizerFast', clean_up_tokenization_spaces=False, **self._names())
-        write_atomic(folder/'tokenizer.json', json.dumps(self._parts(), ensure_ascii=False, indent=1))
-        write_atomic(folder/'tokenizer_config.json', json.dumps(config, ensure_ascii=False, indent=1))
-        if self.chat_template: write_atomic(folder/'chat_template.jinja', self.chat_template)
+        config = dict(
+            tokenizer_class="PreTrainedTokenizerFast",
+            clean_up_tokenization_spaces=False,
+            **self._names(),
+        )
+        write_atomic(
+            folder / "tokenizer.json", json.dumps(self._parts(), ensure_ascii=False, indent=1)
+        )
+        write_atomic(
+            folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1)
+        )
+        if self.chat_template:
+            write_atomic(folder / "chat_template.jinja", self.chat_template)
         return folder
 
     def _parts(self) -> dict:
         "What stands in tokenizer.json."
-        pairs = [pair for _, pair in sorted(zip(self.encoder.ranks, self.encoder.pairs, strict=True))]
-        return tokenizer_json(self.tokens, pairs, self.pattern, self.special_tokens, self.whole, self.nfc, self.plain,
-                       self.post_processor, self.normalized)
+        pairs = [
+            pair for _, pair in sorted(zip(self.encoder.ranks, self.encoder.pairs, strict=True))
+        ]
+        return tokenizer_json(
+            self.tokens,
+            pairs,
+            self.pattern,
+            self.special_tokens,
+            self.whole,
+            self.nfc,
+            self.plain,
+            self.post_processor,
+            self.normalized,
+        )
 
     def _names(self) -> dict[str, str]:
         "Role -> token, for those that have one."
-        roles = dict(bos_token=self.bos_token, eos_token=self.eos_token,
-                     pad_token=self.pad_token, unk_token=self.unk_token)
+        roles = dict(
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+            pad_token=self.pad_token,
+            unk_token=self.unk_token,
+        )
         return {role: token for role, token in roles.items() if token is not None}
 
     @classmethod
     def load(
         cls,
-        folder: str | Path, # A folder with `tokenizer.json`, ours or another's
-        lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal ids
-    ) -> 'BPETokenizer':
+        folder: str | Path,  # A folder with `tokenizer.json`, ours or another's
+        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+    ) -> "BPETokenizer":
         "Read a tokenizer from a Hugging Face folder; a file that is broken or that works otherwise is a `ValueError`."
         folder, config = Path(folder), {}
-        if not (folder/'tokenizer.json').is_file():
-            raise FileNotFoundError(f'{folder/"tokenizer.json"} is not there: '
-                                    'give the folder of a tokenizer, as `save` writes it')
+        if not (folder / "tokenizer.json").is_file():
+            raise FileNotFoundError(
+                f"{folder / 'tokenizer.json'} is not there: "
+                "give the folder of a tokenizer, as `save` writes it"
+            )
         try:
-            data = json.loads((folder/'tokenizer.json').read_text('utf-8'))
-            for name in ('special_tokens_map.json', 'tokenizer_config.json'):
-                if (folder/name).is_file(): config |= read_json(folder/name)
+            data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+            for name in ("special_tokens_map.json", "tokenizer_config.json"):
+                if (folder / name).is_file():
+                    config |= read_json(folder / name)
             names: dict[str, Any] = {
-                role: (token := config.get(role)) and (token if isinstance(token, str) else token['content'])
-                for role in ('bos_token', 'eos_token', 'pad_token', 'unk_token')}
+                role: (token := config.get(role))
+                and (token if isinstance(token, str) else token["content"])
+                for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+            }
             tok = cls(**from_json(data), **names, lane=lane)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f'{folder} holds no whole tokenizer.json ({type(error).__name__}: {error}): '
-                             'copy or save it again') from None
+        except (
+            json.JSONDecodeError,
+            UnicodeDecodeError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise ValueError(
+                f"{folder} holds no whole tokenizer.json ({type(error).__name__}: {error}): "
+                "copy or save it again"
+            ) from None
         except ValueError as error:
-            with reading(folder/'tokenizer.json'): raise error
-        template = folder/'chat_template.jinja'
-        with reading(template): tok.chat_template = template.read_text('utf-8') if template.is_file() else usual_template(config.get('chat_template'))
+            with reading(folder / "tokenizer.json"):
+                raise error
+        template = folder / "chat_template.jinja"
+        with reading(template):
+            tok.chat_template = (
+                template.read_text("utf-8")
+                if template.is_file()
+                else usual_template(config.get("chat_template"))
+            )
         return tok
 
     @classmethod
     def from_hf(
         cls,
-        source: Any, # A folder, a tokenizer of transformers, or one of the `tokenizers` library
-        lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal ids
-    ) -> 'BPETokenizer':
+        source: Any,  # A folder, a tokenizer of transformers, or one of the `tokenizers` library
+        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+    ) -> "BPETokenizer":
         "The same tokenizer as one of Hugging Face; what cannot be reproduced is a `ValueError`."
-        if isinstance(source, str | Path): return cls.load(source, lane)
-        backend = getattr(source, 'backend_tokenizer', source)
-        if not hasattr(backend, 'to_str'):
-            raise TypeError(f'expected a folder or a fast tokenizer, got {type(source).__name__}')
-        names: dict[str, Any] = {role: (token := getattr(source, role, None)) and str(token)
-                                 for role in ('bos_token', 'eos_token', 'pad_token', 'unk_token')}
+        if isinstance(source, str | Path):
+            return cls.load(source, lane)
+        backend = getattr(source, "backend_tokenizer", source)
+        if not hasattr(backend, "to_str"):
+            raise TypeError(f"expected a folder or a fast tokenizer, got {type(source).__name__}")
+        names: dict[str, Any] = {
+            role: (token := getattr(source, role, None)) and str(token)
+            for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
         tok = cls(**from_json(json.loads(backend.to_str())), **names, lane=lane)
-        tok.chat_template = usual_template(getattr(source, 'chat_template', None))
+        tok.chat_template = usual_template(getattr(source, "chat_template", None))
         return tok
 
-    def to_hf(self) -> Any: # transformers.PreTrainedTokenizerFast
+    def to_hf(self) -> Any:  # transformers.PreTrainedTokenizerFast
         "The same tokenizer for transformers."
         from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast
+
         backend = Tokenizer.from_str(json.dumps(self._parts()))
-        hf = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **self._names())
-        if self.chat_template: hf.chat_template = self.chat_template
+        hf = PreTrainedTokenizerFast(
+            tokenizer_object=backend, clean_up_tokenization_spaces=False, **self._names()
+        )
+        if self.chat_template:
+            hf.chat_template = self.chat_template
         return hf
 
     @classmethod
     def from_tiktoken(
         cls,
-        source: Any, # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
-        pattern: str | None = None, # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
-        special_tokens: Mapping[str, int] | None = None, # Special token -> id; an Encoding brings its own
-        lane: str = 'auto', # 'auto', 'pure' or 'compiled'; equal ids
-    ) -> 'BPETokenizer':
+        source: Any,  # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
+        pattern: str
+        | None = None,  # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
+        special_tokens: Mapping[str, int]
+        | None = None,  # Special token -> id; an Encoding brings its own
+        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+    ) -> "BPETokenizer":
         "The same tokenizer as one of tiktoken."
-        if hasattr(source, '_mergeable_ranks'):
+        if hasattr(source, "_mergeable_ranks"):
             tokens = source._mergeable_ranks
             special = source._special_tokens if special_tokens is None else special_tokens
             pattern = pattern or TIKTOKEN_PATTERNS.get(source._pat_str, source._pat_str)
         elif isinstance(source, str | Path) and not Path(source).is_file():
-            raise FileNotFoundError(f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')")
-        else: tokens, special = source if isinstance(source, Mapping) else read_ranks(source), special_tokens or {}
+            raise FileNotFoundError(
+                f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')"
+            )
+        else:
+            tokens, special = (
+                source if isinstance(source, Mapping) else read_ranks(source),
+                special_tokens or {},
+            )
         pairs = all_pairs(tokens)
-        return cls(tokens, [(left, right) for left, right, _ in pairs], pattern or GPT4_PATTERN, special,
-                   [i for _, _, i in pairs], lane=lane,
-                   eos_token='<|endoftext|>' if '<|endoftext|>' in special else None)
+        return cls(
+            tokens,
+            [(left, right) for left, right, _ in pairs],
+            pattern or GPT4_PATTERN,
+            special,
+            [i for _, _, i in pairs],
+            lane=lane,
+            eos_token="<|endoftext|>" if "<|endoftext|>" in special else None,
+        )
 
     def _to_ranks(self) -> dict[bytes, int]:
         "Tokens and ranks for tiktoken, if its rule gives the same ids."
         made = [i for _, i in sorted(zip(self.encoder.ranks, self.encoder.made, strict=True))]
-        if self.nfc: why = 'it does not normalize text'
+        if self.nfc:
+            why = "it does not normalize text"
         elif any(a > b for a, b in pairwise(made)):
-            why = 'it joins in the order of the ids, and these are in another order'
+            why = "it joins in the order of the ids, and these are in another order"
         elif not self.whole and (lost := self.encoder.unreached(self.tokens)):
-            why = f'it would use {lost[0]!r}, which the merges never make'
-        else: return self.tokens
-        raise ValueError(f'tiktoken cannot do what this tokenizer does: {why}')
+            why = f"it would use {lost[0]!r}, which the merges never make"
+        else:
+            return self.tokens
+        raise ValueError(f"tiktoken cannot do what this tokenizer does: {why}")
 
     def to_tiktoken(
         self,
-        name: str = 'trainkit', # The encoding's name
-    ) -> 'tiktoken.Encoding':
+        name: str = "trainkit",  # The encoding's name
+    ) -> "tiktoken.Encoding":
         "The same tokenizer for tiktoken; one that tiktoken's rule cannot express is a `ValueError`."
-        try: from tiktoken import Encoding
-        except ImportError: raise ImportError('to_tiktoken needs tiktoken: pip install tiktoken') from None
-        spelling = next((regex for regex, known in TIKTOKEN_PATTERNS.items() if known == self.pattern), self.pattern)
-        return Encoding(name, pat_str=spelling, mergeable_ranks=self._to_ranks(), special_tokens=self.special_tokens)
+        try:
+            from tiktoken import Encoding
+        except ImportError:
+            raise ImportError("to_tiktoken needs tiktoken: pip install tiktoken") from None
+        spelling = next(
+            (regex for regex, known in TIKTOKEN_PATTERNS.items() if known == self.pattern),
+            self.pattern,
+        )
+        return Encoding(
+            name,
+            pat_str=spelling,
+            mergeable_ranks=self._to_ranks(),
+            special_tokens=self.special_tokens,
+        )
 
     def save_tiktoken(
         self,
-        path: str | Path, # Such as `tokenizer.tiktoken`; pattern and special tokens are not in this format
+        path: str
+        | Path,  # Such as `tokenizer.tiktoken`; pattern and special tokens are not in this format
     ) -> Path:
         "Write the tokens as a `.tiktoken` file: base64 and rank."
         return write_ranks(self._to_ranks(), path)
 
     def __repr__(self):
-        pattern = repr(self.pattern if self.pattern in PATTERNS else self.pattern[:20] + '…')
-        special = ', '.join(self.special_tokens) or 'none'
-        return f'BPETokenizer({self.vocab_size:,} tokens, pattern {pattern}, special: {special})'
+        pattern = repr(self.pattern if self.pattern in PATTERNS else self.pattern[:20] + "…")
+        special = ", ".join(self.special_tokens) or "none"
+        return f"BPETokenizer({self.vocab_size:,} tokens, pattern {pattern}, special: {special})"
 
     def _repr_html_(self):
         longest = sorted(self.tokens, key=lambda token: (-len(token), self.tokens[token]))[:6]
-        facts = {'tokens': f'{self.vocab_size:,}', 'merges': f'{len(self.encoder.pairs):,}', 'pattern': self.pattern,
-                 'special tokens': ', '.join(f'{t} = {i}' for t, i in self.special_tokens.items()) or 'none',
-                 'longest tokens': '  '.join(repr(token.decode('utf-8', 'replace')) for token in longest)}
-        if self.trained: facts['merges learned'] = f'in {self.trained.seconds:.2f} s, {self.trained.lane} lane'
+        facts = {
+            "tokens": f"{self.vocab_size:,}",
+            "merges": f"{len(self.encoder.pairs):,}",
+            "pattern": self.pattern,
+            "special tokens": ", ".join(f"{t} = {i}" for t, i in self.special_tokens.items())
+            or "none",
+            "longest tokens": "  ".join(
+                repr(token.decode("utf-8", "replace")) for token in longest
+            ),
+        }
+        if self.trained:
+            facts["merges learned"] = f"in {self.trained.seconds:.2f} s, {self.trained.lane} lane"
         row = '<tr><th style="text-align:left">{}</th><td style="text-align:left">{}</td></tr>'
-        return '<table>' + ''.join(row.format(k, html.escape(v)) for k, v in facts.items()) + '</table>'
+        return (
+            "<table>"
+            + "".join(row.format(k, html.escape(v)) for k, v in facts.items())
+            + "</table>"
+        )

@@ -31,48 +31,69 @@ from .pretokenize import join_pairs
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc
 def is_ours(
     tokenizer: Any,
-) -> bool: # True for a `BPETokenizer`, False for a tokenizer of transformers
+) -> bool:  # True for a `BPETokenizer`, False for a tokenizer of transformers
     "Whether a tokenizer says itself how many bytes its tokens have."
-    return hasattr(tokenizer, 'token_sizes')
+    return hasattr(tokenizer, "token_sizes")
 
-_COPIES: WeakKeyDictionary = WeakKeyDictionary() # tokenizer of transformers -> (its length, its backend without extras)
+
+_COPIES: WeakKeyDictionary = (
+    WeakKeyDictionary()
+)  # tokenizer of transformers -> (its length, its backend without extras)
+
 
 def _backend(tokenizer: Any) -> Any:
-    if (known := _COPIES.get(tokenizer)) and known[0] == len(tokenizer): return known[1]
-    backend: Any = getattr(tokenizer, 'backend_tokenizer', None)
+    if (known := _COPIES.get(tokenizer)) and known[0] == len(tokenizer):
+        return known[1]
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise TypeError(f'{type(tokenizer).__name__} cannot say where its tokens stand in a text: '
-                        'use a fast tokenizer of transformers, or a BPETokenizer')
-    if backend.post_processor is None and not backend.truncation and not backend.padding: return backend
+        raise TypeError(
+            f"{type(tokenizer).__name__} cannot say where its tokens stand in a text: "
+            "use a fast tokenizer of transformers, or a BPETokenizer"
+        )
+    if backend.post_processor is None and not backend.truncation and not backend.padding:
+        return backend
     data = json.loads(backend.to_str()) | dict(post_processor=None, truncation=None, padding=None)
     copy = type(backend).from_str(json.dumps(data))
     _COPIES[tokenizer] = len(tokenizer), copy
     return copy
 
-MANY = 100_000 # Characters from which on it pays to read a tokenizer of transformers as one of ours
-_READ: WeakKeyDictionary = WeakKeyDictionary() # tokenizer of transformers -> its length, characters so far, and itself as ours
+
+MANY = (
+    100_000  # Characters from which on it pays to read a tokenizer of transformers as one of ours
+)
+_READ: WeakKeyDictionary = (
+    WeakKeyDictionary()
+)  # tokenizer of transformers -> its length, characters so far, and itself as ours
+
 
 def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
     "The same tokenizer as one of ours, which has the same ids in less time; None if there is none, or not yet."
     size, seen, same = _READ.get(tokenizer, (0, 0, None))
-    if size != len(tokenizer): seen, same = 0, None # None: not tried yet, False: it cannot be
+    if size != len(tokenizer):
+        seen, same = 0, None  # None: not tried yet, False: it cannot be
     if same is None:
         seen += sum(map(len, texts))
         if seen >= MANY:
             try:
                 same, sample = BPETokenizer.from_hf(backend := _backend(tokenizer)), [*texts[:200]]
                 theirs = backend.encode_batch(sample, add_special_tokens=False)
-                if same.encode_batch(sample, allowed_special='all') != [code.ids for code in theirs]: same = False
-            except ValueError: same = False
+                if same.encode_batch(sample, allowed_special="all") != [
+                    code.ids for code in theirs
+                ]:
+                    same = False
+            except ValueError:
+                same = False
         _READ[tokenizer] = len(tokenizer), seen, same
     return same or None
+
 
 def _bytes_until(text: str, at: int, nfc: bool) -> int:
     "How many bytes of what is tokenized come before a character."
     left = text[:at]
-    if nfc and not normalize('NFC', text).startswith(left := normalize('NFC', left)):
-        left = left[:-1] # The character at the border is joined with what follows it
-    return at if text.isascii() else len(left.encode('utf-8', 'surrogatepass'))
+    if nfc and not normalize("NFC", text).startswith(left := normalize("NFC", left)):
+        left = left[:-1]  # The character at the border is joined with what follows it
+    return at if text.isascii() else len(left.encode("utf-8", "surrogatepass"))
+
 
 def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[int]:
     "The same for several characters of a text in pieces: ordinary text, which may get its normal form, and special tokens by turns."
@@ -84,44 +105,74 @@ def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[i
         out.append(before[k] + _bytes_until(pieces[k], at - first[k], nfc and k % 2 == 0))
     return out
 
-def _spans_in_bytes(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> Sequence[tuple[int, int]]:
-    if text.isascii(): return spans
-    if not tokenizer.nfc or is_normalized('NFC', text): pieces = [text]
-    else: pieces = re.split(f"({_any_of({*tokenizer.special_tokens} - tokenizer.normalized)})", text)
+
+def _spans_in_bytes(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: Any
+) -> Sequence[tuple[int, int]]:
+    if text.isascii():
+        return spans
+    if not tokenizer.nfc or is_normalized("NFC", text):
+        pieces = [text]
+    else:
+        pieces = re.split(f"({_any_of({*tokenizer.special_tokens} - tokenizer.normalized)})", text)
     places = _bytes_at(pieces, [at for span in spans for at in span], tokenizer.nfc)
     return [*zip(places[::2], places[1::2], strict=True)]
 
+
 def encode_spans(
     texts: Sequence[str],
-    spans: Sequence[Sequence[tuple[int, int]]], # For each text, stretches of characters: the first, and the one after
-    tokenizer: Any, # A `BPETokenizer`, or a fast tokenizer of transformers
-) -> list[tuple[np.ndarray, list[tuple[int, int]]]]: # For each, its ids, int64, and the tokens that each stretch touches
+    spans: Sequence[
+        Sequence[tuple[int, int]]
+    ],  # For each text, stretches of characters: the first, and the one after
+    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+) -> list[
+    tuple[np.ndarray, list[tuple[int, int]]]
+]:  # For each, its ids, int64, and the tokens that each stretch touches
     "Tokenize whole texts; special tokens in them count as such, and nothing is added."
-    if not is_ours(tokenizer) and (same := _as_ours(tokenizer, texts)): tokenizer = same
+    if not is_ours(tokenizer) and (same := _as_ours(tokenizer, texts)):
+        tokenizer = same
     if not is_ours(tokenizer):
         out = []
-        for code, stretches in zip(_backend(tokenizer).encode_batch([*texts], add_special_tokens=False), spans, strict=True):
+        for code, stretches in zip(
+            _backend(tokenizer).encode_batch([*texts], add_special_tokens=False), spans, strict=True
+        ):
             offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
             starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
             out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
         return out
-    flat, rows, sizes = _encode_flat(texts, tokenizer) # Python's loops are over texts and stretches, never over tokens
+    flat, rows, sizes = _encode_flat(
+        texts, tokenizer
+    )  # Python's loops are over texts and stretches, never over tokens
     ends = np.concatenate(([0], sizes.cumsum()))
-    inside = [_spans_in_bytes(text, stretches, tokenizer) for text, stretches in zip(texts, spans, strict=True)]
+    inside = [
+        _spans_in_bytes(text, stretches, tokenizer)
+        for text, stretches in zip(texts, spans, strict=True)
+    ]
     counts = [len(stretches) for stretches in inside]
     both = np.array([span for stretches in inside for span in stretches], np.int64).reshape(-1, 2)
-    both += np.repeat(ends[rows[:-1]], counts)[:, None] # Bytes from the beginning of the first text
-    first, last = ends[1:].searchsorted(both[:, 0], 'right'), ends[:-1].searchsorted(both[:, 1], 'left')
+    both += np.repeat(ends[rows[:-1]], counts)[
+        :, None
+    ]  # Bytes from the beginning of the first text
+    first, last = (
+        ends[1:].searchsorted(both[:, 0], "right"),
+        ends[:-1].searchsorted(both[:, 1], "left"),
+    )
     touched = iter(np.stack((first, last), 1) - np.repeat(rows[:-1], counts)[:, None])
-    return [(flat[a:b], [tuple(next(touched).tolist()) for _ in range(n)])
-            for a, b, n in zip(rows[:-1].tolist(), rows[1:].tolist(), counts, strict=True)]
+    return [
+        (flat[a:b], [tuple(next(touched).tolist()) for _ in range(n)])
+        for a, b, n in zip(rows[:-1].tolist(), rows[1:].tolist(), counts, strict=True)
+    ]
+
 
 def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     "The ids of all texts as one array, where each text begins, and ends, and how many bytes each token stands for."
-    if tokenizer.nfc: cut = [tokenizer.cut(text, 'all') for text in texts]
+    if tokenizer.nfc:
+        cut = [tokenizer.cut(text, "all") for text in texts]
     else:
         split = re.compile(f"({_any_of(tokenizer.special_tokens)})").split
-        cut = [split(text) for text in texts] # Plain text at the even places, special tokens at the odd ones
+        cut = [
+            split(text) for text in texts
+        ]  # Plain text at the even places, special tokens at the odd ones
     ids, sizes = tokenizer.encoder.encode_flat([piece for pieces in cut for piece in pieces[::2]])
     many = np.array([len(pieces) for pieces in cut], np.int64)
     plain = (np.arange(many.sum()) - np.repeat(many.cumsum() - many, many)) % 2 == 0
@@ -134,107 +185,182 @@ def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.n
     out[special] = [tokenizer.special_tokens[piece] for piece in written]
     out[~special] = ids
     in_bytes = tokenizer.token_sizes[out]
-    in_bytes[special] = [len(piece.encode()) for piece in written] # A token with two names has two sizes
+    in_bytes[special] = [
+        len(piece.encode()) for piece in written
+    ]  # A token with two names has two sizes
     return out, ends[np.concatenate(([0], many.cumsum()))], in_bytes
 
-def _any_of(tokens: Iterable[str]) -> str: # A regular expression, the longest first; of nothing, one that nothing matches
-    return '|'.join(map(re.escape, sorted(tokens, key=len, reverse=True))) or '(?!)'
 
-def _touched(starts: np.ndarray, ends: np.ndarray, stretches: Iterable[tuple]) -> list[tuple[int, int]]:
-    return [(int(ends.searchsorted(a, 'right')), int(starts.searchsorted(b, 'left'))) for a, b in stretches]
+def _any_of(
+    tokens: Iterable[str],
+) -> str:  # A regular expression, the longest first; of nothing, one that nothing matches
+    return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)"
+
+
+def _touched(
+    starts: np.ndarray, ends: np.ndarray, stretches: Iterable[tuple]
+) -> list[tuple[int, int]]:
+    return [
+        (int(ends.searchsorted(a, "right")), int(starts.searchsorted(b, "left")))
+        for a, b in stretches
+    ]
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #ab6b747e
-SPECIAL_MARK = '\uf8f3' # From Unicode's private area: no text holds it
-_WRITTEN = {f'<{slash}{name}>' for name in ('think', 'tool_call', 'tool_response') for slash in ('', '/')}
-_HARMLESS = re.compile( # Added tokens that are text: white space, and elements of a page, as Gemma has them
-    r'[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|pre|sub|sup|br|hr|blockquote)>')
+SPECIAL_MARK = "\uf8f3"  # From Unicode's private area: no text holds it
+_WRITTEN = {
+    f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")
+}
+_HARMLESS = re.compile(  # Added tokens that are text: white space, and elements of a page, as Gemma has them
+    r"[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|pre|sub|sup|br|hr|blockquote)>"
+)
+
 
 def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
     "The tokens that no user may write, and those among them that an answer may not hold either."
-    if is_ours(tokenizer): all_of, shown = tokenizer.special_tokens, tokenizer.plain
+    if is_ours(tokenizer):
+        all_of, shown = tokenizer.special_tokens, tokenizer.plain
     else:
         added = tokenizer.added_tokens_decoder
-        all_of, shown = {str(t): i for i, t in added.items()}, {str(t) for t in added.values() if not t.special}
-    controls = {token: i for token, i in all_of.items() if token not in shown or not _HARMLESS.fullmatch(token)}
-    return controls, {token: i for token, i in controls.items() if token not in _WRITTEN and token not in shown}
+        all_of, shown = (
+            {str(t): i for i, t in added.items()},
+            {str(t) for t in added.values() if not t.special},
+        )
+    controls = {
+        token: i
+        for token, i in all_of.items()
+        if token not in shown or not _HARMLESS.fullmatch(token)
+    }
+    return controls, {
+        token: i for token, i in controls.items() if token not in _WRITTEN and token not in shown
+    }
+
 
 def _specials(tokenizer: Any) -> dict[str, int]:
     "The tokens that only a template may write."
     return _controls(tokenizer)[1]
 
+
 def _names(tokenizer: Any) -> dict[str, str]:
-    roles = ('bos_token', 'eos_token', 'pad_token', 'unk_token', 'sep_token', 'cls_token', 'mask_token')
-    return {role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None}
+    roles = (
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+    )
+    return {
+        role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None
+    }
+
 
 def find_template(
     tokenizer: Any,
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-) -> str: # Jinja
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+) -> str:  # Jinja
     "The template to render with."
-    if template is None: template = getattr(tokenizer, 'chat_template', None)
-    if isinstance(template, Mapping): template = template.get('default', template)
-    if isinstance(template, str): return TEMPLATES[template].jinja if template in TEMPLATES else template
-    if template: raise ValueError(f'this tokenizer has several templates, {template}: give one of them as template')
-    raise ValueError(f"this tokenizer has no chat template: sft.template=chatml gives it one, or another of {', '.join(TEMPLATES)} "
-                     "(in Python: set_template(tokenizer, 'chatml', model))")
+    if template is None:
+        template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default", template)
+    if isinstance(template, str):
+        return TEMPLATES[template].jinja if template in TEMPLATES else template
+    if template:
+        raise ValueError(
+            f"this tokenizer has several templates, {template}: give one of them as template"
+        )
+    raise ValueError(
+        f"this tokenizer has no chat template: sft.template=chatml gives it one, or another of {', '.join(TEMPLATES)} "
+        "(in Python: set_template(tokenizer, 'chatml', model))"
+    )
+
 
 class _Marker:
     "Puts a mark into each token that a text spells out, or begins to spell at its end, so that only a template's own are whole."
+
     def __init__(self, tokens: Iterable[str]):
         tokens = [*tokens]
-        self.any, self.each = re.compile(_any_of(tokens)), re.compile(f'(?={_any_of(tokens)})')
+        self.any, self.each = re.compile(_any_of(tokens)), re.compile(f"(?={_any_of(tokens)})")
         self.beginnings = {token[:n] for token in tokens for n in range(1, len(token))}
         self.longest = max(map(len, self.beginnings), default=0)
-        self.first = re.compile('|'.join({re.escape(token[0]) for token in tokens}) or '(?!)')
+        self.first = re.compile("|".join({re.escape(token[0]) for token in tokens}) or "(?!)")
 
-    def places(self, text: str) -> list[int]: # Where marks go
-        found = {m.start() + 1 for m in self.each.finditer(text)} if self.any.search(text) else set()
+    def places(self, text: str) -> list[int]:  # Where marks go
+        found = (
+            {m.start() + 1 for m in self.each.finditer(text)} if self.any.search(text) else set()
+        )
         if self.longest and self.first.search(text, max(0, len(text) - self.longest)):
-            tail = text[-self.longest:]
-            for n in range(1, len(tail) + 1): # Its other half may stand in the next part
-                if tail[-n:] in self.beginnings: found.add(len(text) - n + 1)
+            tail = text[-self.longest :]
+            for n in range(1, len(tail) + 1):  # Its other half may stand in the next part
+                if tail[-n:] in self.beginnings:
+                    found.add(len(text) - n + 1)
         return sorted(found)
 
     def mark(self, value: Any) -> Any:
         "A value of a message, or a message, with marks in all its texts."
         if isinstance(value, str):
             if not value.isascii():
-                if SPECIAL_MARK in value: raise ValueError(f'a message holds the character U+{ord(SPECIAL_MARK):04X}: clean the text')
-                if re.search('[\ud800-\udfff]', value): value = join_pairs(value)
-            if not (places := self.places(value)): return value
-            return SPECIAL_MARK.join(value[a:b] for a, b in zip([0, *places], [*places, len(value)], strict=True))
-        if value is None or type(value) in (bool, int, float): return value
-        if isinstance(value, Mapping): return {self.mark(k): self.mark(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)): return [self.mark(v) for v in value]
+                if SPECIAL_MARK in value:
+                    raise ValueError(
+                        f"a message holds the character U+{ord(SPECIAL_MARK):04X}: clean the text"
+                    )
+                if re.search("[\ud800-\udfff]", value):
+                    value = join_pairs(value)
+            if not (places := self.places(value)):
+                return value
+            return SPECIAL_MARK.join(
+                value[a:b] for a, b in zip([0, *places], [*places, len(value)], strict=True)
+            )
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, Mapping):
+            return {self.mark(k): self.mark(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.mark(v) for v in value]
         return value
 
     def message(self, message: Any) -> Any:
-        if not isinstance(message, Mapping): return message # Refused where it is rendered
+        if not isinstance(message, Mapping):
+            return message  # Refused where it is rendered
         found = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
-        if not found: return message
-        new, cut, text = {**message, **found}, message.get('untrained'), message.get('content')
-        if not cut or not isinstance(text, str) or new['content'] == text: return new
+        if not found:
+            return message
+        new, cut, text = {**message, **found}, message.get("untrained"), message.get("content")
+        if not cut or not isinstance(text, str) or new["content"] == text:
+            return new
         cut = len(join_pairs(text[:cut]))
-        return {**new, 'untrained': cut + sum(at < cut for at in self.places(join_pairs(text)))}
+        return {**new, "untrained": cut + sum(at < cut for at in self.places(join_pairs(text)))}
+
 
 _markers = lru_cache(maxsize=16)(_Marker)
 
+
 def _marked(messages: Sequence[Mapping], user: _Marker, answer: _Marker) -> Sequence[Mapping]:
     "The messages with a mark in each control token that they spell out and may not write."
-    return [(answer if isinstance(m, Mapping) and m.get('role') == 'assistant' else user).message(m) for m in messages]
+    return [
+        (answer if isinstance(m, Mapping) and m.get("role") == "assistant" else user).message(m)
+        for m in messages
+    ]
+
 
 def _cut_marked(text: str, controls: Iterable[str]) -> list[str]:
     "Text with its marks, and control tokens that a template wrote, by turns."
     tokens = sorted(controls, key=len, reverse=True)
-    whole = '|'.join(re.escape(token) + f'(?!{SPECIAL_MARK})'*(len(token) == 1) for token in tokens) or '(?!)'
-    return re.split(f'({whole})', text)
+    whole = (
+        "|".join(re.escape(token) + f"(?!{SPECIAL_MARK})" * (len(token) == 1) for token in tokens)
+        or "(?!)"
+    )
+    return re.split(f"({whole})", text)
+
 
 def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str, int]) -> tuple:
     "As `encode_spans`, with plain text where there are marks."
     pieces = _cut_marked(text, controls)
-    bare = [piece if k % 2 else piece.replace(SPECIAL_MARK, '') for k, piece in enumerate(pieces)]
+    bare = [piece if k % 2 else piece.replace(SPECIAL_MARK, "") for k, piece in enumerate(pieces)]
     places = [at - text.count(SPECIAL_MARK, 0, at) for span in spans for at in span]
-    if not is_ours(tokenizer): return _encode_marked_theirs(bare, places, tokenizer, controls)
+    if not is_ours(tokenizer):
+        return _encode_marked_theirs(bare, places, tokenizer, controls)
     others = {*tokenizer.special_tokens} - {*controls}
     plain = iter(tokenizer.encode_batch(bare[::2], others, ()))
     codes = [[controls[piece]] if k % 2 else next(plain) for k, piece in enumerate(bare)]
@@ -245,167 +371,250 @@ def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str
     ends, at = sizes.cumsum(), _bytes_at(bare, places, tokenizer.nfc)
     return ids, _touched(ends - sizes, ends, zip(at[::2], at[1::2], strict=True))
 
-_GUARDED: WeakKeyDictionary = WeakKeyDictionary() # tokenizer of transformers -> what it was made from, the copy, its names of the tokens
 
-def _guarded(tokenizer: Any, controls: Iterable[str]) -> tuple[Any, dict[str, str]]: # The copy; token -> its name there
+_GUARDED: WeakKeyDictionary = (
+    WeakKeyDictionary()
+)  # tokenizer of transformers -> what it was made from, the copy, its names of the tokens
+
+
+def _guarded(
+    tokenizer: Any, controls: Iterable[str]
+) -> tuple[Any, dict[str, str]]:  # The copy; token -> its name there
     "A copy that knows the control tokens by names that nobody can guess, so that no text but ours can write them."
     key = len(tokenizer), frozenset(controls)
-    if (known := _GUARDED.get(tokenizer)) and known[0] == key: return known[1:]
+    if (known := _GUARDED.get(tokenizer)) and known[0] == key:
+        return known[1:]
     backend = _backend(tokenizer)
     data, word = json.loads(backend.to_str()), secrets.token_hex(12)
-    names = {token: f'x{word}x{k}x' for k, token in enumerate(controls)}
-    for added in data['added_tokens']: added['content'] = names.get(added['content'], added['content'])
-    model = data['model']
-    vocab = model.get('vocab')
-    if isinstance(vocab, dict): model['vocab'] = {names.get(token, token): i for token, i in vocab.items()}
-    elif vocab: model['vocab'] = [[names.get(token, token), score] for token, score in vocab]
-    if isinstance(model.get('unk_token'), str): model['unk_token'] = names.get(model['unk_token'], model['unk_token'])
-    if model.get('merges'):
-        pairs = [(merge, merge.split(' ') if isinstance(merge, str) else merge) for merge in model['merges']]
-        model['merges'] = [merge for merge, (a, b) in pairs if not names.keys() & {a, b, a + b}]
+    names = {token: f"x{word}x{k}x" for k, token in enumerate(controls)}
+    for added in data["added_tokens"]:
+        added["content"] = names.get(added["content"], added["content"])
+    model = data["model"]
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): i for token, i in vocab.items()}
+    elif vocab:
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if model.get("merges"):
+        pairs = [
+            (merge, merge.split(" ") if isinstance(merge, str) else merge)
+            for merge in model["merges"]
+        ]
+        model["merges"] = [merge for merge, (a, b) in pairs if not names.keys() & {a, b, a + b}]
     copy = type(backend).from_str(json.dumps(data))
     _GUARDED[tokenizer] = key, copy, names
     return copy, names
 
-def _encode_marked_theirs(bare: list[str], places: list[int], tokenizer: Any, controls: Mapping[str, int]) -> tuple:
+
+def _encode_marked_theirs(
+    bare: list[str], places: list[int], tokenizer: Any, controls: Mapping[str, int]
+) -> tuple:
     copy, names = _guarded(tokenizer, controls)
     renamed = [names[piece] if k % 2 else join_pairs(piece) for k, piece in enumerate(bare)]
     first, begins = [0, *accumulate(map(len, bare))], [0, *accumulate(map(len, renamed))]
     at = []
     for place in places:
         k = min(bisect_right(first, place), len(bare)) - 1
-        at.append(begins[k] + (place - first[k] if k % 2 == 0 else 0 if place < first[k + 1] else len(renamed[k])))
-    code = copy.encode(''.join(renamed), add_special_tokens=False)
+        at.append(
+            begins[k]
+            + (place - first[k] if k % 2 == 0 else 0 if place < first[k + 1] else len(renamed[k]))
+        )
+    code = copy.encode("".join(renamed), add_special_tokens=False)
     offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
     starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
     return np.array(code.ids, np.int64), _touched(starts, ends, zip(at[::2], at[1::2], strict=True))
 
+
 def _forgeable(tokenizer: Any, controls: Mapping[str, int]) -> bool:
     "Whether a text that does not spell out a control token may become one: by its normal form."
-    if is_ours(tokenizer): return bool(tokenizer.nfc and tokenizer.normalized & controls.keys())
-    if _backend(tokenizer).normalizer is None: return False
+    if is_ours(tokenizer):
+        return bool(tokenizer.nfc and tokenizer.normalized & controls.keys())
+    if _backend(tokenizer).normalizer is None:
+        return False
     return any(t.normalized and str(t) in controls for t in tokenizer.added_tokens_decoder.values())
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6
 def render_batch(
-    conversations: Sequence[Sequence[Mapping]], # Lists of messages
-    tokenizer: Any, # A `BPETokenizer`, or a fast tokenizer of transformers
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    train_on: str = 'assistant', # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
-    add_generation_prompt: bool = False, # End with the head of an answer
-    tools: Sequence[Sequence[Mapping] | None] | None = None, # For each, the tools that the template shall list
-    check_eos: bool = True, # An answer that does not end with the tokenizer's EOS is an error
-) -> list[tuple[np.ndarray, np.ndarray]]: # ids, int64, and loss mask, bool, of each
+    conversations: Sequence[Sequence[Mapping]],  # Lists of messages
+    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    train_on: str = "assistant",  # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    add_generation_prompt: bool = False,  # End with the head of an answer
+    tools: Sequence[Sequence[Mapping] | None]
+    | None = None,  # For each, the tools that the template shall list
+    check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
+) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
     "What `render` does, for many chats at once; a `ValueError` says which chat cannot be rendered."
     jinja, names = find_template(tokenizer, template), _names(tokenizer)
     controls, unwritten = _controls(tokenizer)
     user, answer = _markers(tuple(controls)), _markers(tuple(unwritten))
     guarded: list[Sequence[Mapping]] = []
     try:
-        for messages in conversations: guarded.append(_marked(messages, user, answer))
+        for messages in conversations:
+            guarded.append(_marked(messages, user, answer))
     except ValueError as error:
-        if len(conversations) == 1: raise
-        raise ValueError(f'conversation {len(guarded)}: {error}') from None
-    done = render_texts(guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None)
-    texts, spans, always = [text for text, _ in done], [span for _, span in done], _forgeable(tokenizer, controls)
+        if len(conversations) == 1:
+            raise
+        raise ValueError(f"conversation {len(guarded)}: {error}") from None
+    done = render_texts(
+        guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None
+    )
+    texts, spans, always = (
+        [text for text, _ in done],
+        [span for _, span in done],
+        _forgeable(tokenizer, controls),
+    )
     marked = [i for i, text in enumerate(texts) if always or SPECIAL_MARK in text]
     shown = {*marked}
-    coded: list[Any] = [None]*len(texts)
+    coded: list[Any] = [None] * len(texts)
     if len(shown) < len(texts):
-        coded = encode_spans(['' if i in shown else text for i, text in enumerate(texts)],
-                             [[] if i in shown else span for i, span in enumerate(spans)], tokenizer)
-    for i in marked: coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
+        coded = encode_spans(
+            ["" if i in shown else text for i, text in enumerate(texts)],
+            [[] if i in shown else span for i, span in enumerate(spans)],
+            tokenizer,
+        )
+    for i in marked:
+        coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos, eos, out = tokenizer.bos_token_id, tokenizer.eos_token_id, []
     for i, (ids, parts) in enumerate(coded):
         if bos is not None and ids[:2].tolist() == [bos, bos]:
-            raise ValueError(f'conversation {i} begins with two {names["bos_token"]!r}: its template writes it twice')
+            raise ValueError(
+                f"conversation {i} begins with two {names['bos_token']!r}: its template writes it twice"
+            )
         mask = np.zeros(len(ids), bool)
         for a, b in parts:
-            if check_eos and train_on != 'all' and (eos is None or ids[b-1] != eos):
-                raise ValueError(f'an answer of conversation {i} ends with {texts[i][:spans[i][0][1]][-20:]!r}, and the '
-                                 f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not learn to "
-                                 'stop: sft.template=chatml, or another, makes them agree (in Python: set_template(tokenizer, …, model))')
+            if check_eos and train_on != "all" and (eos is None or ids[b - 1] != eos):
+                raise ValueError(
+                    f"an answer of conversation {i} ends with {texts[i][: spans[i][0][1]][-20:]!r}, and the "
+                    f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not learn to "
+                    "stop: sft.template=chatml, or another, makes them agree (in Python: set_template(tokenizer, …, model))"
+                )
             mask[a:b] = True
         out.append((ids, mask))
     return out
 
+
 def render(
-    messages: Sequence[Mapping], # Dicts with `role` and `content`; with `train=False` a turn is only read
-    tokenizer: Any, # A `BPETokenizer`, or a fast tokenizer of transformers
-    template: str | None = None, # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    train_on: str = 'assistant', # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
-    add_generation_prompt: bool = False, # End with the head of an answer
-    tools: Sequence[Mapping] | None = None, # Passed on to the template
-    check_eos: bool = True, # An answer that does not end with the tokenizer's EOS is an error
-) -> tuple[list[int], list[int]]: # ids, and 1 where the model learns, else 0
+    messages: Sequence[
+        Mapping
+    ],  # Dicts with `role` and `content`; with `train=False` a turn is only read
+    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    train_on: str = "assistant",  # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    add_generation_prompt: bool = False,  # End with the head of an answer
+    tools: Sequence[Mapping] | None = None,  # Passed on to the template
+    check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
+) -> tuple[list[int], list[int]]:  # ids, and 1 where the model learns, else 0
     "A chat as ids and loss mask, by construction; raises `ValueError` where the mask would be a guess."
-    [(ids, mask)] = render_batch([messages], tokenizer, template, train_on, add_generation_prompt, [tools], check_eos)
+    [(ids, mask)] = render_batch(
+        [messages], tokenizer, template, train_on, add_generation_prompt, [tools], check_eos
+    )
     return ids.tolist(), mask.astype(int).tolist()
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #fe03883e
 @torch.no_grad()
 def resize_embeddings(
-    model: Any, # Our `Transformer`, or a model of transformers
-    n: int, # Rows that are needed: the tokenizer's `vocab_size` or `len`
-) -> int: # How many rows are new; a model that has enough is left as it is
+    model: Any,  # Our `Transformer`, or a model of transformers
+    n: int,  # Rows that are needed: the tokenizer's `vocab_size` or `len`
+) -> int:  # How many rows are new; a model that has enough is left as it is
     "Make room for new tokens; their rows are the mean of the old ones."
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     rows = embedding.weight.shape[0]
-    if n <= rows: return 0
-    if type(embedding) is not nn.Embedding or (head is not None and not isinstance(head, nn.Linear)):
-        raise TypeError(f'the embedding is a {type(embedding).__name__}, the head a {type(head).__name__}: '
-                        'make room before LoRA or quantization')
+    if n <= rows:
+        return 0
+    if type(embedding) is not nn.Embedding or (
+        head is not None and not isinstance(head, nn.Linear)
+    ):
+        raise TypeError(
+            f"the embedding is a {type(embedding).__name__}, the head a {type(head).__name__}: "
+            "make room before LoRA or quantization"
+        )
     tied = head is not None and head.weight is embedding.weight
-    wide = lambda w: torch.cat((w, w[:rows].float().mean(0, keepdim=True).to(w.dtype).expand(n - rows, -1)))
-    if hasattr(model, 'resize_token_embeddings'): # transformers knows where else its number of rows is written
-        means = [wide(layer.weight) for layer in ((embedding,) if tied or head is None else (embedding, head))]
+    wide = lambda w: torch.cat(
+        (w, w[:rows].float().mean(0, keepdim=True).to(w.dtype).expand(n - rows, -1))
+    )
+    if hasattr(
+        model, "resize_token_embeddings"
+    ):  # transformers knows where else its number of rows is written
+        means = [
+            wide(layer.weight)
+            for layer in ((embedding,) if tied or head is None else (embedding, head))
+        ]
         model.resize_token_embeddings(n, mean_resizing=False)
         layers = model.get_input_embeddings(), model.get_output_embeddings()
-        for layer, weight in zip(layers, means, strict=False): layer.weight.copy_(weight)
+        for layer, weight in zip(layers, means, strict=False):
+            layer.weight.copy_(weight)
         return n - rows
-    for layer in ((embedding,) if tied or head is None else (embedding, head)):
+    for layer in (embedding,) if tied or head is None else (embedding, head):
         layer.weight = nn.Parameter(wide(layer.weight), layer.weight.requires_grad)
-    if tied and head is not None: head.weight = embedding.weight
+    if tied and head is not None:
+        head.weight = embedding.weight
     embedding.num_embeddings = model.config.vocab_size = n
-    if head is not None: head.out_features = n
+    if head is not None:
+        head.out_features = n
     return n - rows
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #a78ab6b8
 def _ending(jinja: str, tokenizer: Any) -> str:
     "The special token that a template of a stranger ends answers with."
-    chat, names = [dict(role='user', content='a'), dict(role='assistant', content='b')], _names(tokenizer)
-    text, [(start, end)] = render_text(chat, jinja, names, train_on='last')
+    chat, names = (
+        [dict(role="user", content="a"), dict(role="assistant", content="b")],
+        _names(tokenizer),
+    )
+    text, [(start, end)] = render_text(chat, jinja, names, train_on="last")
     tail = text[start:end].rstrip()
     known = sorted(_specials(tokenizer), key=len, reverse=True)
-    if found := next((token for token in known if tail.endswith(token)), None): return found
-    if spelt := re.search(r'<[^<>\s]+>$', tail): return spelt[0]
-    raise ValueError(f'this template ends an answer with {tail[-20:]!r}, which is no special token: '
-                     'say eos_token, and let the template write it')
+    if found := next((token for token in known if tail.endswith(token)), None):
+        return found
+    if spelt := re.search(r"<[^<>\s]+>$", tail):
+        return spelt[0]
+    raise ValueError(
+        f"this template ends an answer with {tail[-20:]!r}, which is no special token: "
+        "say eos_token, and let the template write it"
+    )
+
 
 def set_template(
-    tokenizer: Any, # A `BPETokenizer`, or a tokenizer of transformers; changed in place
-    template: str = 'chatml', # A key of `TEMPLATES`, or Jinja
-    model: Any = None, # Ours or of transformers: gets rows for new tokens, and the ids in its configs
-    eos_token: str | None = None, # What ends an answer; None: what the template ends it with
-) -> Any: # The tokenizer
+    tokenizer: Any,  # A `BPETokenizer`, or a tokenizer of transformers; changed in place
+    template: str = "chatml",  # A key of `TEMPLATES`, or Jinja
+    model: Any = None,  # Ours or of transformers: gets rows for new tokens, and the ids in its configs
+    eos_token: str | None = None,  # What ends an answer; None: what the template ends it with
+) -> Any:  # The tokenizer
     "Attach a chat format: the template, its special tokens, and one EOS in tokenizer, config and generation config."
     form = TEMPLATES.get(template, Template(template))
-    eos = eos_token or form.eos or (_ending(template, tokenizer) if template not in TEMPLATES else None)
-    eos = eos or tokenizer.eos_token or '</s>'
-    bos = tokenizer.bos_token or (form.bos if 'bos_token' in form.jinja else None)
+    eos = (
+        eos_token
+        or form.eos
+        or (_ending(template, tokenizer) if template not in TEMPLATES else None)
+    )
+    eos = eos or tokenizer.eos_token or "</s>"
+    bos = tokenizer.bos_token or (form.bos if "bos_token" in form.jinja else None)
     new = [str(token) for token in (*form.tokens, eos, bos) if token is not None]
-    if is_ours(tokenizer): tokenizer.add_special_tokens(new)
+    if is_ours(tokenizer):
+        tokenizer.add_special_tokens(new)
     else:
         from tokenizers import AddedToken
+
         kept = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-        tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in dict.fromkeys(new) if t not in kept],
-                             special_tokens=True)
+        tokenizer.add_tokens(
+            [
+                AddedToken(t, special=True, normalized=False)
+                for t in dict.fromkeys(new)
+                if t not in kept
+            ],
+            special_tokens=True,
+        )
     tokenizer.eos_token, tokenizer.chat_template = str(eos), form.jinja
-    if bos is not None: tokenizer.bos_token = str(bos)
-    if model is None: return tokenizer
+    if bos is not None:
+        tokenizer.bos_token = str(bos)
+    if model is None:
+        return tokenizer
     resize_embeddings(model, len(tokenizer))
-    for config in (model.config, getattr(model, 'generation_config', None)):
-        for role in ('bos', 'eos', 'pad'):
-            number = getattr(tokenizer, f'{role}_token_id')
-            if hasattr(config, f'{role}_token_id') and number is not None: setattr(config, f'{role}_token_id', number)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        for role in ("bos", "eos", "pad"):
+            number = getattr(tokenizer, f"{role}_token_id")
+            if hasattr(config, f"{role}_token_id") and number is not None:
+                setattr(config, f"{role}_token_id", number)
     return tokenizer

@@ -37,42 +37,53 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #dad371d8
-STEPS = 1_000_000 # Steps of loops and calls that one rendering may take
-CHARS = 10_000_000 # The longest text that it may make, unless the messages are longer than that
-SECONDS = 2 # Of a processor that one rendering may take
-MEMORY = 64_000_000 # Bytes that it may take
-_ROOM = threading.local() # `most`: the characters of the rendering in progress
+STEPS = 1_000_000  # Steps of loops and calls that one rendering may take
+CHARS = 10_000_000  # The longest text that it may make, unless the messages are longer than that
+SECONDS = 2  # Of a processor that one rendering may take
+MEMORY = 64_000_000  # Bytes that it may take
+_ROOM = threading.local()  # `most`: the characters of the rendering in progress
+
 
 class _Code(CodeGenerator):
     "Every loop counts its steps, and every `~` the length of what it makes; nothing is worked out ahead of the run."
+
     def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
-        if not isinstance(node, (nodes.Const, nodes.TemplateData)): raise nodes.Impossible()
+        if not isinstance(node, (nodes.Const, nodes.TemplateData)):
+            raise nodes.Impossible()
         return super()._output_child_to_const(node, frame, finalize)
 
     def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Any) -> None:
-        if not all(isinstance(option.value, nodes.Const) for option in node.options): # It is worked out by the compiler
-            self.fail('autoescape must be true or false', node.lineno)
+        if not all(
+            isinstance(option.value, nodes.Const) for option in node.options
+        ):  # It is worked out by the compiler
+            self.fail("autoescape must be true or false", node.lineno)
         super().visit_EvalContextModifier(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
         node = copy(node)
-        node.iter = nodes.MarkSafe(node.iter) # A node that no template makes, to be written as we say below
+        node.iter = nodes.MarkSafe(
+            node.iter
+        )  # A node that no template makes, to be written as we say below
         super().visit_For(node, frame)
 
     def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Any) -> None:
-        self.write('environment.counted(context, ')
+        self.write("environment.counted(context, ")
         self.visit(node.expr, frame)
-        self.write(')')
+        self.write(")")
 
     def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
-        self.write('environment.sized(')
+        self.write("environment.sized(")
         super().visit_Concat(node, frame)
-        self.write(')')
+        self.write(")")
+
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     "Jinja's sandbox with a budget."
+
     code_generator_class = _Code
-    intercepted_binops = frozenset(('+', '-', '*', '/', '//', '%', '**')) # Else they are worked out while it is compiled
+    intercepted_binops = frozenset(
+        ("+", "-", "*", "/", "//", "%", "**")
+    )  # Else they are worked out while it is compiled
 
     def counted(self, context: Any, values: Iterable) -> list:
         values = [*islice(values, STEPS + 1)]
@@ -80,207 +91,345 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return values
 
     def step(self, context: Any, steps: int = 1) -> None:
-        context.parent['_left'][0] -= steps
-        if context.parent['_left'][0] < 0: raise SecurityError(f'the template takes more than {STEPS:,} steps')
+        context.parent["_left"][0] -= steps
+        if context.parent["_left"][0] < 0:
+            raise SecurityError(f"the template takes more than {STEPS:,} steps")
 
     def sized(self, value: Any) -> Any:
-        most = getattr(_ROOM, 'most', CHARS)
+        most = getattr(_ROOM, "most", CHARS)
         if isinstance(value, (str, list, tuple)) and len(value) > most:
-            raise SecurityError(f'the template makes a text of more than {most:,} characters')
+            raise SecurityError(f"the template makes a text of more than {most:,} characters")
         return value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == '**' and (abs(left) > 1e6 or abs(right) > 64):
-            raise SecurityError(f'the template asks for {left} ** {right}')
-        if operator == '*':
+        if operator == "**" and (abs(left) > 1e6 or abs(right) > 64):
+            raise SecurityError(f"the template asks for {left} ** {right}")
+        if operator == "*":
             for a, b in ((left, right), (right, left)):
-                if isinstance(a, (str, list, tuple)) and len(a) * b > getattr(_ROOM, 'most', CHARS): raise SecurityError(f'the template makes a text of {len(a) * b:,} characters')
+                if isinstance(a, (str, list, tuple)) and len(a) * b > getattr(_ROOM, "most", CHARS):
+                    raise SecurityError(f"the template makes a text of {len(a) * b:,} characters")
         return self.sized(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any: # type: ignore
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore
         self.step(context)
         return self.sized(super().call(context, obj, *args, **kwargs))
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #7c489eaf
 class _Generation(Extension):
     "The tag `{% generation %}`: its characters go into the list `_spans`, if there is one."
-    tags = {'generation'}
+
+    tags = {"generation"}
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
-        return nodes.CallBlock(self.call_method('_note'), [], [], body).set_lineno(line)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     @pass_context
     def _note(self, context: Any, caller: Any) -> str:
         text, state = caller(), context.parent
-        state['_spans'].append((state['_written'][0], text))
+        state["_spans"].append((state["_written"][0], text))
         return text
+
 
 class _Names(Namespace):
     "A namespace without underscored names, which lead into Python's insides."
+
     def __setitem__(self, name: str, value: Any) -> None:
-        if str(name).startswith('_'): raise SecurityError(f'a template may not set {name!r}')
+        if str(name).startswith("_"):
+            raise SecurityError(f"a template may not set {name!r}")
         super().__setitem__(name, value)
+
 
 def _namespace(*args: Any, **kwargs: Any) -> _Names:
     out = _Names()
-    for name, value in dict(*args, **kwargs).items(): out[name] = value
+    for name, value in dict(*args, **kwargs).items():
+        out[name] = value
     return out
 
-def _raise(message: str) -> None: raise TemplateError(message)
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
 
 def _tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
 
 @lru_cache(maxsize=64)
 def _compile(template: str) -> Any:
-    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, loopcontrols])
+    sandbox = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        extensions=[_Generation, loopcontrols],
+    )
     sandbox.filters |= dict(tojson=_tojson)
-    sandbox.globals |= dict(raise_exception=_raise, namespace=_namespace, dict=lambda *a, **k: dict(*a, **k),
-                            strftime_now=lambda form: datetime.now().strftime(form))
-    try: return sandbox.from_string(template)
+    sandbox.globals |= dict(
+        raise_exception=_raise,
+        namespace=_namespace,
+        dict=lambda *a, **k: dict(*a, **k),
+        strftime_now=lambda form: datetime.now().strftime(form),
+    )
+    try:
+        return sandbox.from_string(template)
     except TemplateError as error:
-        where = f', line {line}' if (line := getattr(error, 'lineno', None)) else ''
-        raise ValueError(f'this is no chat template{where}: {error}') from None
-    except RecursionError: raise ValueError('this is no chat template: its parts stand too deep inside each other') from None
+        where = f", line {line}" if (line := getattr(error, "lineno", None)) else ""
+        raise ValueError(f"this is no chat template{where}: {error}") from None
+    except RecursionError:
+        raise ValueError(
+            "this is no chat template: its parts stand too deep inside each other"
+        ) from None
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e
-GENERATION_MARK = '\uf8f2' # From Unicode's private area: no text holds it
+GENERATION_MARK = "\uf8f2"  # From Unicode's private area: no text holds it
+
 
 def _plain(value: Any) -> Any:
     "Only what JSON knows: other objects have methods that a sandbox cannot judge."
-    if value is None or type(value) in (str, int, float, bool): return value
-    if isinstance(value, Mapping): return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)): return [_plain(v) for v in value]
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
     return str(value)
 
+
 def _message(message: Any, number: int) -> dict:
-    if not isinstance(message, Mapping) or not isinstance(message.get('role'), str):
-        raise ValueError(f'message {number} is {str(message)[:80]!r}, and must be a dict with a role and a content')
-    if not isinstance(message.get('content') or '', (str, list)):
-        raise ValueError(f"message {number} has the content {message['content']!r:.80}, and must have a text")
-    out = _plain({k: v for k, v in message.items() if k not in ('train', 'untrained')})
-    thought = next((out[k] for k in ('reasoning_content', 'thinking', 'reasoning') if out.get(k) is not None), None)
-    if thought is not None: out = {'thinking': thought, **out, 'reasoning_content': thought} # As transformers does
-    if out.get('content') is None: out['content'] = ''
-    if GENERATION_MARK in out['content']: raise ValueError(f'message {number} holds the character U+{ord(GENERATION_MARK):04X}: clean the text')
-    if cut := message.get('untrained', 0):
-        if not isinstance(out['content'], str) or not 0 < cut <= len(out['content']):
-            raise ValueError(f'message {number}: untrained = {cut}, and must be a number of characters of its content')
-        out['content'] = out['content'][:cut] + GENERATION_MARK + out['content'][cut:]
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(
+            f"message {number} is {str(message)[:80]!r}, and must be a dict with a role and a content"
+        )
+    if not isinstance(message.get("content") or "", (str, list)):
+        raise ValueError(
+            f"message {number} has the content {message['content']!r:.80}, and must have a text"
+        )
+    out = _plain({k: v for k, v in message.items() if k not in ("train", "untrained")})
+    thought = next(
+        (out[k] for k in ("reasoning_content", "thinking", "reasoning") if out.get(k) is not None),
+        None,
+    )
+    if thought is not None:
+        out = {"thinking": thought, **out, "reasoning_content": thought}  # As transformers does
+    if out.get("content") is None:
+        out["content"] = ""
+    if GENERATION_MARK in out["content"]:
+        raise ValueError(
+            f"message {number} holds the character U+{ord(GENERATION_MARK):04X}: clean the text"
+        )
+    if cut := message.get("untrained", 0):
+        if not isinstance(out["content"], str) or not 0 < cut <= len(out["content"]):
+            raise ValueError(
+                f"message {number}: untrained = {cut}, and must be a number of characters of its content"
+            )
+        out["content"] = out["content"][:cut] + GENERATION_MARK + out["content"][cut:]
     return out
 
-_TOO_LARGE = f'this chat template is not safe to run: it needs more than {MEMORY/1e6:.0f} MB'
-_TOO_LONG = f'this chat template is not safe to run: it takes more than {SECONDS} seconds'
 
-def _run(template: str, messages: list[dict], names: Mapping, **more: Any) -> tuple[str, list[tuple[int, int]]]:
+_TOO_LARGE = f"this chat template is not safe to run: it needs more than {MEMORY / 1e6:.0f} MB"
+_TOO_LONG = f"this chat template is not safe to run: it takes more than {SECONDS} seconds"
+
+
+def _run(
+    template: str, messages: list[dict], names: Mapping, **more: Any
+) -> tuple[str, list[tuple[int, int]]]:
     "The text and the characters of its generation tags."
     program, state = _compile(template), dict[str, list](_left=[STEPS], _written=[0], _spans=[])
-    pieces, written = [], state['_written']
-    _ROOM.most = most = max(CHARS, 4*sum(len(str(m.get('content'))) for m in messages))
+    pieces, written = [], state["_written"]
+    _ROOM.most = most = max(CHARS, 4 * sum(len(str(m.get("content"))) for m in messages))
     try:
         for piece in program.generate(**names, **more, messages=messages, **state):
             pieces.append(piece)
             written[0] += len(piece)
-            if written[0] > most: raise SecurityError(f'the template writes more than {most:,} characters')
-    except MemoryError: raise ValueError(_TOO_LARGE) from None
+            if written[0] > most:
+                raise SecurityError(f"the template writes more than {most:,} characters")
+    except MemoryError:
+        raise ValueError(_TOO_LARGE) from None
     except (SecurityError, OverflowError) as error:
-        raise ValueError(f'this chat template is not safe to run: {error}') from None
-    except RecursionError: raise ValueError('this chat template is not safe to run: it calls itself') from None
-    except TemplateError as error: raise ValueError(f'the chat template refuses these messages: {error}') from None
+        raise ValueError(f"this chat template is not safe to run: {error}") from None
+    except RecursionError:
+        raise ValueError("this chat template is not safe to run: it calls itself") from None
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from None
     except Exception as error:
-        raise ValueError(f'the chat template fails on these messages ({type(error).__name__}: {error}): '
-                         'mend chat_template in the folder of the tokenizer') from None
-    text = ''.join(pieces)
-    for start, inside in state['_spans']:
+        raise ValueError(
+            f"the chat template fails on these messages ({type(error).__name__}: {error}): "
+            "mend chat_template in the folder of the tokenizer"
+        ) from None
+    text = "".join(pieces)
+    for start, inside in state["_spans"]:
         if not text.startswith(inside, start):
-            raise ValueError('{% generation %} stands inside of a macro, a filter or {% set %}: '
-                             'put it around what is written')
-    return text, [(start, start + len(inside)) for start, inside in state['_spans']]
+            raise ValueError(
+                "{% generation %} stands inside of a macro, a filter or {% set %}: "
+                "put it around what is written"
+            )
+    return text, [(start, start + len(inside)) for start, inside in state["_spans"]]
 
-def _turns(template: str, messages: list[dict], names: Mapping, wanted: Sequence[int], **more: Any) \
-        -> tuple[str, list[tuple[int, int]]]:
+
+def _turns(
+    template: str, messages: list[dict], names: Mapping, wanted: Sequence[int], **more: Any
+) -> tuple[str, list[tuple[int, int]]]:
     "The same for a template without tags: each answer is what comes after its prompt."
-    (text, _), spans, eos = _run(template, messages, names, **more), [], names.get('eos_token') or ''
+    (text, _), spans, eos = (
+        _run(template, messages, names, **more),
+        [],
+        names.get("eos_token") or "",
+    )
     for i in wanted:
-        before = _run(template, messages[:i], names, **{**more, 'add_generation_prompt': True})[0] if i else ''
-        after = _run(template, messages[:i + 1], names, **{**more, 'add_generation_prompt': False})[0]
+        before = (
+            _run(template, messages[:i], names, **{**more, "add_generation_prompt": True})[0]
+            if i
+            else ""
+        )
+        after = _run(
+            template, messages[: i + 1], names, **{**more, "add_generation_prompt": False}
+        )[0]
         if not after.startswith(before) or not text.startswith(after):
-            what = 'its generation prompt' if text.startswith(after) else 'the later ones'
-            raise ValueError(f'the template writes message {i} in another way depending on {what}, so nobody can say '
-                             "what the model is to learn: put {% generation %} tags into it, or take sft.train_on=last")
+            what = "its generation prompt" if text.startswith(after) else "the later ones"
+            raise ValueError(
+                f"the template writes message {i} in another way depending on {what}, so nobody can say "
+                "what the model is to learn: put {% generation %} tags into it, or take sft.train_on=last"
+            )
         bare = after.rstrip()
         spans.append((len(before), len(bare) if eos and bare.endswith(eos) else len(after)))
     return text, spans
 
-def _render(messages: Sequence[Mapping], template: str, names: Mapping[str, str] | None = None, train_on: str = 'assistant',
-            add_generation_prompt: bool = False, tools: Sequence[Mapping] | None = None) -> tuple[str, list[tuple[int, int]]]:
+
+def _render(
+    messages: Sequence[Mapping],
+    template: str,
+    names: Mapping[str, str] | None = None,
+    train_on: str = "assistant",
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping] | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
     "What `render_text` does, in this process."
-    if train_on not in ('assistant', 'last', 'all'):
+    if train_on not in ("assistant", "last", "all"):
         raise ValueError(f"train_on = {train_on!r}: must be 'assistant', 'last' or 'all'")
-    if not messages: raise ValueError('there are no messages to render')
+    if not messages:
+        raise ValueError("there are no messages to render")
     if template in _FILLED and tools is None and all(map(_simple, messages)):
-        key = tuple(m['role'] for m in messages), tuple((names or {}).items()), train_on, add_generation_prompt
-        return _fill(*_skeleton(template, *key), [m['content'] for m in messages], _FILLED[template])
+        key = (
+            tuple(m["role"] for m in messages),
+            tuple((names or {}).items()),
+            train_on,
+            add_generation_prompt,
+        )
+        return _fill(
+            *_skeleton(template, *key), [m["content"] for m in messages], _FILLED[template]
+        )
     chat, names = [_message(m, i) for i, m in enumerate(messages)], names or {}
-    more: dict = dict(tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt)
-    answers = [i for i, m in enumerate(chat) if m['role'] == 'assistant']
-    if tools and 'tools' not in template:
-        raise ValueError("this template leaves out the tools, so the model would not know of them: take one that lists them, such as sft.template=chatml")
-    if 'tool_calls' not in template and (calls := [i for i, m in enumerate(chat) if m['role'] == 'assistant' and m.get('tool_calls')]):
-        raise ValueError(f'message {calls[0]} calls a tool, and this template leaves that out, so nothing, or too little, would be learned: '
-                         "take one that writes tool_calls, such as sft.template=chatml")
-    wanted = answers[-1:] if train_on == 'last' else [i for i in answers if messages[i].get('train', True)]
-    if train_on == 'all': text, spans = _run(template, chat, names, **more)[0], []
+    more: dict = dict(
+        tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt
+    )
+    answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
+    if tools and "tools" not in template:
+        raise ValueError(
+            "this template leaves out the tools, so the model would not know of them: take one that lists them, such as sft.template=chatml"
+        )
+    if "tool_calls" not in template and (
+        calls := [i for i, m in enumerate(chat) if m["role"] == "assistant" and m.get("tool_calls")]
+    ):
+        raise ValueError(
+            f"message {calls[0]} calls a tool, and this template leaves that out, so nothing, or too little, would be learned: "
+            "take one that writes tool_calls, such as sft.template=chatml"
+        )
+    wanted = (
+        answers[-1:]
+        if train_on == "last"
+        else [i for i in answers if messages[i].get("train", True)]
+    )
+    if train_on == "all":
+        text, spans = _run(template, chat, names, **more)[0], []
     elif _tagged(template):
         text, spans = _run(template, chat, names, **more)
         if wanted != answers:
             if len(spans) != len(answers):
-                raise ValueError(f'{len(answers)} answers and {len(spans)} generation tags: cannot tell which is which')
+                raise ValueError(
+                    f"{len(answers)} answers and {len(spans)} generation tags: cannot tell which is which"
+                )
             spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
-    else: text, spans = _turns(template, chat, names, wanted, **more)
-    if GENERATION_MARK in text or any('untrained' in m for m in messages): text, spans = _unmark(text, spans, messages, wanted)
-    return text, [(0, len(text))] if train_on == 'all' else spans
+    else:
+        text, spans = _turns(template, chat, names, wanted, **more)
+    if GENERATION_MARK in text or any("untrained" in m for m in messages):
+        text, spans = _unmark(text, spans, messages, wanted)
+    return text, [(0, len(text))] if train_on == "all" else spans
 
-_FILLED: dict[str, bool] = {} # Templates that do no more to a content than put it somewhere -> whether they strip it
+
+_FILLED: dict[
+    str, bool
+] = {}  # Templates that do no more to a content than put it somewhere -> whether they strip it
+
 
 def _simple(message: Any) -> bool:
-    return type(message) is dict and len(message) == 2 and type(message.get('content')) is str \
-        and type(message.get('role')) is str and GENERATION_MARK not in message['content']
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and type(message.get("content")) is str
+        and type(message.get("role")) is str
+        and GENERATION_MARK not in message["content"]
+    )
+
 
 @lru_cache(maxsize=1024)
-def _skeleton(template: str, roles: tuple, names: tuple, train_on: str, ask: bool) -> tuple[list[str], list[tuple]]:
+def _skeleton(
+    template: str, roles: tuple, names: tuple, train_on: str, ask: bool
+) -> tuple[list[str], list[tuple]]:
     "What stands between the contents, and where the spans are: after how many contents, and which character."
-    marks = [chr(0xF0000 + i) for i in range(len(roles))] # Private characters in place of the contents
-    chat = [dict(role=role, content=mark, train=True) for role, mark in zip(roles, marks, strict=True)]
+    marks = [
+        chr(0xF0000 + i) for i in range(len(roles))
+    ]  # Private characters in place of the contents
+    chat = [
+        dict(role=role, content=mark, train=True) for role, mark in zip(roles, marks, strict=True)
+    ]
     text, spans = _render(chat, template, dict(names), train_on, ask)
     places = [text.index(mark) for mark in marks]
-    between = [text[a:b] for a, b in zip([0, *(p + 1 for p in places)], [*places, len(text)], strict=True)]
-    return between, [tuple((before := sum(p < at for p in places), at - before) for at in span) for span in spans]
+    between = [
+        text[a:b] for a, b in zip([0, *(p + 1 for p in places)], [*places, len(text)], strict=True)
+    ]
+    return between, [
+        tuple((before := sum(p < at for p in places), at - before) for at in span) for span in spans
+    ]
 
-def _fill(between: list[str], spans: list[tuple], contents: list[str], strip: bool) -> tuple[str, list[tuple[int, int]]]:
-    if strip: contents = [content.strip() for content in contents]
+
+def _fill(
+    between: list[str], spans: list[tuple], contents: list[str], strip: bool
+) -> tuple[str, list[tuple[int, int]]]:
+    if strip:
+        contents = [content.strip() for content in contents]
     ends = [0, *accumulate(map(len, contents))]
-    text = ''.join([piece for pair in zip(between, contents, strict=False) for piece in pair] + between[-1:])
+    text = "".join(
+        [piece for pair in zip(between, contents, strict=False) for piece in pair] + between[-1:]
+    )
     return text, [(ends[n] + at, ends[m] + to) for (n, at), (m, to) in spans]
+
 
 @lru_cache(maxsize=64)
 def _tagged(template: str) -> bool:
     tree = _compile(template).environment.parse(template)
-    return any(isinstance(call, nodes.CallBlock) and isinstance(call.call.node, nodes.ExtensionAttribute)
-               for call in tree.find_all(nodes.CallBlock))
+    return any(
+        isinstance(call, nodes.CallBlock) and isinstance(call.call.node, nodes.ExtensionAttribute)
+        for call in tree.find_all(nodes.CallBlock)
+    )
 
-def _unmark(text: str, spans: list, messages: Sequence[Mapping], wanted: Sequence[int]) -> tuple[str, list]:
+
+def _unmark(
+    text: str, spans: list, messages: Sequence[Mapping], wanted: Sequence[int]
+) -> tuple[str, list]:
     "Take the marks out, and let a marked turn begin at its mark."
     places = [i for i, c in enumerate(text) if c == GENERATION_MARK]
-    if len(places) != sum(bool(m.get('untrained')) for m in messages):
-        raise ValueError('the template leaves out or repeats a content that is learned in part: use another one')
+    if len(places) != sum(bool(m.get("untrained")) for m in messages):
+        raise ValueError(
+            "the template leaves out or repeats a content that is learned in part: use another one"
+        )
     out = []
     for start, end in spans:
         start = next((p for p in places if start <= p < end), start)
         out.append(tuple(at - sum(p < at for p in places) for at in (start, end)))
-    return text.replace(GENERATION_MARK, ''), out
+    return text.replace(GENERATION_MARK, ""), out
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5ec0a002
 _BOOT = """
@@ -292,162 +441,234 @@ spec.loader.exec_module(module)
 module._serve()
 """
 
+
 def _serve() -> None:
     "What a worker does: each line that it reads is a list of jobs, and it answers each job with a line."
-    resource = cast(Any, import_module('resource') if find_spec('resource') else None) # Not on Windows
-    def used() -> int: # Bytes of address space
-        return int(Path('/proc/self/statm').read_text().split()[0])*os.sysconf('SC_PAGE_SIZE')
-    jobs = dict(compile=lambda template: _compile(template) and None, render=lambda *args: _render(*args))
-    signal.signal(signal.SIGINT, signal.SIG_IGN) # Its parent decides
-    limited = bool(resource) and Path('/proc/self/statm').is_file()
+    resource = cast(
+        Any, import_module("resource") if find_spec("resource") else None
+    )  # Not on Windows
+
+    def used() -> int:  # Bytes of address space
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+    jobs = dict(
+        compile=lambda template: _compile(template) and None, render=lambda *args: _render(*args)
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Its parent decides
+    limited = bool(resource) and Path("/proc/self/statm").is_file()
     first = used() if limited else 0
     for line in sys.stdin.buffer:
         if limited:
-            room = first + MEMORY + 16*len(line)
-            resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            room = first + MEMORY + 16 * len(line)
+            resource.setrlimit(
+                resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1])
+            )
         for name, *args in json.loads(line):
-            if hasattr(signal, 'setitimer'): signal.setitimer(signal.ITIMER_PROF, SECONDS) # Its signal ends the process
-            try: answer = dict(value=jobs[name](*args))
-            except ValueError as error: answer = dict(error=str(error)[:1000])
-            except MemoryError: answer = dict(error=_TOO_LARGE)
-            except Exception as error: answer = dict(error=f'the chat template fails: {type(error).__name__}: {error}'[:1000])
-            try: data = json.dumps(answer).encode()
-            except MemoryError: data = json.dumps(dict(error=_TOO_LARGE)).encode()
-            if hasattr(signal, 'setitimer'): signal.setitimer(signal.ITIMER_PROF, 0)
-            sys.stdout.buffer.write(data + b'\n')
+            if hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_PROF, SECONDS)  # Its signal ends the process
+            try:
+                answer = dict(value=jobs[name](*args))
+            except ValueError as error:
+                answer = dict(error=str(error)[:1000])
+            except MemoryError:
+                answer = dict(error=_TOO_LARGE)
+            except Exception as error:
+                answer = dict(
+                    error=f"the chat template fails: {type(error).__name__}: {error}"[:1000]
+                )
+            try:
+                data = json.dumps(answer).encode()
+            except MemoryError:
+                data = json.dumps(dict(error=_TOO_LARGE)).encode()
+            if hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            sys.stdout.buffer.write(data + b"\n")
             sys.stdout.buffer.flush()
-        if limited and used() > first + MEMORY//4: return # What is left behind would be taken from the next ones
+        if limited and used() > first + MEMORY // 4:
+            return  # What is left behind would be taken from the next ones
+
 
 def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping): return dict(value)
-    if isinstance(value, Integral): return int(value)
-    if isinstance(value, Real): return float(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
     return str(value)
 
+
 def _to_line(jobs: list) -> bytes:
-    try: return json.dumps(jobs, default=_jsonable).encode() + b'\n'
-    except TypeError: return json.dumps(_plain(jobs)).encode() + b'\n' # A key that is no text
+    try:
+        return json.dumps(jobs, default=_jsonable).encode() + b"\n"
+    except TypeError:
+        return json.dumps(_plain(jobs)).encode() + b"\n"  # A key that is no text
+
 
 class _Workers:
     "The process in which the templates of strangers run: one, begun with the first job, and anew when one has ended it."
+
     def __init__(self):
         self.lock, self.parent = threading.Lock(), os.getpid()
-        self.process: Any = None # subprocess.Popen
+        self.process: Any = None  # subprocess.Popen
 
     def begin(self) -> Any:
-        where = globals().get('__file__') or find_spec('trainkit.tokenizer.chat_template').origin # type: ignore
-        process: Any = subprocess.Popen([sys.executable, '-I', '-S', '-c', _BOOT], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        where = globals().get("__file__") or find_spec("trainkit.tokenizer.chat_template").origin  # type: ignore
+        process: Any = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         self.process = process
-        process.stdin.write(json.dumps([where, [p for p in sys.path if os.path.isabs(p)]]).encode() + b'\n')
+        process.stdin.write(
+            json.dumps([where, [p for p in sys.path if os.path.isabs(p)]]).encode() + b"\n"
+        )
         return process
 
-    def end(self) -> int: # How it ended
+    def end(self) -> int:  # How it ended
         process, self.process = self.process, None
-        if process is None: return 0
+        if process is None:
+            return 0
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError): pipe.close() # What was still to be written to a dead process
-        try: return process.wait(0.5)
+            with suppress(OSError):
+                pipe.close()  # What was still to be written to a dead process
+        try:
+            return process.wait(0.5)
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
 
     def ask(
         self,
-        jobs: Sequence[list], # ['compile', template] or ['render', and what `render_text` takes]
-    ) -> list[Any]: # The value of each; a job that cannot be done is a `ValueError` with the `number` of the job
+        jobs: Sequence[list],  # ['compile', template] or ['render', and what `render_text` takes]
+    ) -> list[
+        Any
+    ]:  # The value of each; a job that cannot be done is a `ValueError` with the `number` of the job
         "Do jobs in the worker, in their order."
-        if self.parent != os.getpid(): self.__init__() # A copy made by `fork`: that process answers to another
+        if self.parent != os.getpid():
+            self.__init__()  # A copy made by `fork`: that process answers to another
         values: list[Any] = []
         with self.lock:
             try:
-                while len(values) < len(jobs): values += self.some(jobs, len(values))
+                while len(values) < len(jobs):
+                    values += self.some(jobs, len(values))
             except BaseException as error:
-                if not hasattr(error, 'number'): self.end() # Broken off: its answers would be taken for those of the next
+                if not hasattr(error, "number"):
+                    self.end()  # Broken off: its answers would be taken for those of the next
                 raise
         return values
 
     def some(self, jobs: Sequence[list], first: int) -> list[Any]:
-        many = 64 if hasattr(signal, 'setitimer') else 1
-        part, values = jobs[first:first + many], []
+        many = 64 if hasattr(signal, "setitimer") else 1
+        part, values = jobs[first : first + many], []
         line = _to_line([*part])
         while len(line) > 4_000_000 and len(part) > 1:
-            part = part[:len(part)//2]
+            part = part[: len(part) // 2]
             line = _to_line([*part])
-        for again in (False, True): # A worker may have gone while it had nothing to do
+        for again in (False, True):  # A worker may have gone while it had nothing to do
             process = self.process or self.begin()
             # Its own timer counts the time of the processor; this one is for where there is none, or a machine that stands still
-            clock = threading.Timer(60 + SECONDS*len(part) if many > 1 else SECONDS + 1, process.kill)
+            clock = threading.Timer(
+                60 + SECONDS * len(part) if many > 1 else SECONDS + 1, process.kill
+            )
             clock.start()
             try:
                 process.stdin.write(line)
                 process.stdin.flush()
                 while len(values) < len(part):
                     reply = process.stdout.readline()
-                    if not reply.endswith(b'\n'): raise BrokenPipeError
+                    if not reply.endswith(b"\n"):
+                        raise BrokenPipeError
                     answer = json.loads(reply)
-                    if 'error' in answer:
-                        if len(values) < len(part) - 1: self.end() # Nobody asks for its other answers
-                        self.fail(first + len(values), answer['error'])
-                    value = answer['value']
-                    values.append((value[0], [tuple(span) for span in value[1]]) if value else value)
+                    if "error" in answer:
+                        if len(values) < len(part) - 1:
+                            self.end()  # Nobody asks for its other answers
+                        self.fail(first + len(values), answer["error"])
+                    value = answer["value"]
+                    values.append(
+                        (value[0], [tuple(span) for span in value[1]]) if value else value
+                    )
                 break
             except OSError:
-                code, late = self.end(), not clock.is_alive() # Its own timer, or ours, or somebody else, ended it
-                if late or again or values or code == -getattr(signal, 'SIGPROF', 0): self.fail(first + len(values), self.why(code, late))
-            finally: clock.cancel()
+                code, late = (
+                    self.end(),
+                    not clock.is_alive(),
+                )  # Its own timer, or ours, or somebody else, ended it
+                if late or again or values or code == -getattr(signal, "SIGPROF", 0):
+                    self.fail(first + len(values), self.why(code, late))
+            finally:
+                clock.cancel()
         return values
 
-    def why(self, code: int, late: bool) -> str: # From how it ended
-        if late or code == -getattr(signal, 'SIGPROF', 0): return _TOO_LONG
-        return f'this chat template is not safe to run: it ended the process that ran it (code {code})'
+    def why(self, code: int, late: bool) -> str:  # From how it ended
+        if late or code == -getattr(signal, "SIGPROF", 0):
+            return _TOO_LONG
+        return (
+            f"this chat template is not safe to run: it ended the process that ran it (code {code})"
+        )
 
     def fail(self, number: int, why: str):
         error = ValueError(why)
-        error.number = number # type: ignore
+        error.number = number  # type: ignore
         raise error
+
 
 _WORKERS = _Workers()
 atexit.register(lambda: _WORKERS.end() if _WORKERS.parent == os.getpid() else None)
 
-_OURS: set[str] = set() # Templates that nobody else wrote, for which this process is good enough
+_OURS: set[str] = set()  # Templates that nobody else wrote, for which this process is good enough
+
 
 @lru_cache(maxsize=64)
 def compile_template(
-    template: str, # Jinja
-) -> Any: # A template of jinja2; raises `ValueError` with the line where it is not Jinja
+    template: str,  # Jinja
+) -> Any:  # A template of jinja2; raises `ValueError` with the line where it is not Jinja
     "A chat template, with the options and functions that transformers gives it, in a sandbox."
-    if template not in _OURS: _WORKERS.ask([['compile', template]]) # Even that may take for ever
+    if template not in _OURS:
+        _WORKERS.ask([["compile", template]])  # Even that may take for ever
     return _compile(template)
 
+
 def render_texts(
-    conversations: Sequence[Sequence[Mapping]], # Lists of messages
-    template: str, # Jinja
-    names: Mapping[str, str] | None = None, # As for `render_text`, like all that follows
-    train_on: str = 'assistant',
+    conversations: Sequence[Sequence[Mapping]],  # Lists of messages
+    template: str,  # Jinja
+    names: Mapping[str, str] | None = None,  # As for `render_text`, like all that follows
+    train_on: str = "assistant",
     add_generation_prompt: bool = False,
-    tools: Sequence[Sequence[Mapping] | None] | None = None, # For each chat
-) -> list[tuple[str, list[tuple[int, int]]]]: # What `render_text` gives for each
+    tools: Sequence[Sequence[Mapping] | None] | None = None,  # For each chat
+) -> list[tuple[str, list[tuple[int, int]]]]:  # What `render_text` gives for each
     "Many chats at once, which is faster; a `ValueError` says which cannot be rendered."
-    rows = [(messages, template, names, train_on, add_generation_prompt, tools[i] if tools else None)
-            for i, messages in enumerate(conversations)]
+    rows = [
+        (messages, template, names, train_on, add_generation_prompt, tools[i] if tools else None)
+        for i, messages in enumerate(conversations)
+    ]
     done: list[tuple[str, list[tuple[int, int]]]] = []
     try:
-        if template not in _OURS: return _WORKERS.ask([['render', *row] for row in rows])
-        for row in rows: done.append(_render(*row))
+        if template not in _OURS:
+            return _WORKERS.ask([["render", *row] for row in rows])
+        for row in rows:
+            done.append(_render(*row))
     except ValueError as error:
-        if len(rows) == 1: raise
-        raise ValueError(f'conversation {getattr(error, "number", len(done))}: {error}') from None
+        if len(rows) == 1:
+            raise
+        raise ValueError(f"conversation {getattr(error, 'number', len(done))}: {error}") from None
     return done
 
+
 def render_text(
-    messages: Sequence[Mapping], # Dicts with `role` and `content`, and perhaps `train` or `untrained`
-    template: str, # Jinja
-    names: Mapping[str, str] | None = None, # `bos_token`, `eos_token`, …: what a tokenizer calls them
-    train_on: str = 'assistant', # Which turns: 'assistant' (each of its), 'last' (of them), or 'all' (the whole text)
-    add_generation_prompt: bool = False, # End with the head of an answer
-    tools: Sequence[Mapping] | None = None, # Passed on to the template
-) -> tuple[str, list[tuple[int, int]]]: # The text, and for each learned turn the first character and the one after it
+    messages: Sequence[
+        Mapping
+    ],  # Dicts with `role` and `content`, and perhaps `train` or `untrained`
+    template: str,  # Jinja
+    names: Mapping[str, str]
+    | None = None,  # `bos_token`, `eos_token`, …: what a tokenizer calls them
+    train_on: str = "assistant",  # Which turns: 'assistant' (each of its), 'last' (of them), or 'all' (the whole text)
+    add_generation_prompt: bool = False,  # End with the head of an answer
+    tools: Sequence[Mapping] | None = None,  # Passed on to the template
+) -> tuple[
+    str, list[tuple[int, int]]
+]:  # The text, and for each learned turn the first character and the one after it
     "A chat as one text, and the characters that are learned; raises `ValueError` where that is not certain."
     [done] = render_texts([messages], template, names, train_on, add_generation_prompt, [tools])
     return done
@@ -456,150 +677,277 @@ def render_text(
 @dataclass(frozen=True)
 class Template:
     "A chat format: the program, and the special tokens that it is made of."
+
     jinja: str
-    eos: str | None = None # Ends an answer; None: the tokenizer's own, or `</s>` if it has none
-    tokens: tuple[str, ...] = () # Must be one token each
-    bos: str | None = None # Begins the text, for a tokenizer that has none
+    eos: str | None = None  # Ends an answer; None: the tokenizer's own, or `</s>` if it has none
+    tokens: tuple[str, ...] = ()  # Must be one token each
+    bos: str | None = None  # Begins the text, for a tokenizer that has none
 
-def _answer(words: str) -> str: return '{% generation %}{{ ' + words + ' }}{% endgeneration %}'
 
-_ALTERNATE = ("{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-              "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}")
-_SYSTEM = ("{% set system = messages[0].content if messages[0].role == 'system' else none %}"
-           "{% set turns = messages if system is none else messages[1:] %}")
-_CALLS = ("{% for c in m.tool_calls or [] %}{% set f = c.function or c %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
-          """{{ '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}"""
-          "{{ '}\n</tool_call>' }}{% endfor %}")
+def _answer(words: str) -> str:
+    return "{% generation %}{{ " + words + " }}{% endgeneration %}"
+
+
+_ALTERNATE = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}"
+)
+_SYSTEM = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else none %}"
+    "{% set turns = messages if system is none else messages[1:] %}"
+)
+_CALLS = (
+    "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
+    """{{ '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}"""
+    "{{ '}\n</tool_call>' }}{% endfor %}"
+)
 _HEAD = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-_IM = ('<|im_start|>', '<|im_end|>')
+_IM = ("<|im_start|>", "<|im_end|>")
 
-def _chatml(first: str, tool_role: str = "{{ '<|im_start|>tool\n' + m.content + '<|im_end|>\n' }}") -> str:
+
+def _chatml(
+    first: str, tool_role: str = "{{ '<|im_start|>tool\n' + m.content + '<|im_end|>\n' }}"
+) -> str:
     "ChatML, with something before the first turn."
-    return (first + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-            "{% generation %}{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
-            "{% endif %}{{ '' + m.content }}" + _CALLS + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-            "{% elif m.role == 'tool' %}" + tool_role +
-            "{% elif not (tools and loop.first and m.role == 'system') %}"
-            "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}" + _HEAD)
+    return (
+        first
+        + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+        "{% generation %}{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
+        "{% endif %}{{ '' + m.content }}"
+        + _CALLS
+        + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+        "{% elif m.role == 'tool' %}"
+        + tool_role
+        + "{% elif not (tools and loop.first and m.role == 'system') %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        + _HEAD
+    )
+
 
 def _default_system(words: str) -> str:
-    return ("{% if messages[0].role != 'system' %}{{ '<|im_start|>system\n" + words + "<|im_end|>\n' }}{% endif %}")
+    return (
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\n"
+        + words
+        + "<|im_end|>\n' }}{% endif %}"
+    )
 
-_TOOLS = ("{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
-          "{% endif %}{{ 'Tools, one a line; call one with <tool_call>:' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
-          "{{ '<|im_end|>\n' }}{% endif %}")
-_NO_TOOLS = ("{% if tools %}{{ raise_exception('this format has no way to write tools: take sft.template=chatml, qwen, llama3 or mistral, "
-             "or the template that came with the model') }}{% endif %}")
-_GEMMA_TOOLS = ("{% if tools %}{{ raise_exception('Gemma 1 to 3 have no tool format of their own: take sft.template=chatml, qwen, llama3 or mistral') }}"
-                "{% endif %}")
-_RESPONSE = ("{% if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
-             "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-             "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}")
 
-_QWEN_SYSTEM = 'You are Qwen, created by Alibaba Cloud. You are a helpful assistant.'
-_QWEN_TOOLS = ( # As Qwen 2.5 was published
-    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else '" + _QWEN_SYSTEM + "') + "
+_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
+    "{% endif %}{{ 'Tools, one a line; call one with <tool_call>:' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+)
+_NO_TOOLS = (
+    "{% if tools %}{{ raise_exception('this format has no way to write tools: take sft.template=chatml, qwen, llama3 or mistral, "
+    "or the template that came with the model') }}{% endif %}"
+)
+_GEMMA_TOOLS = (
+    "{% if tools %}{{ raise_exception('Gemma 1 to 3 have no tool format of their own: take sft.template=chatml, qwen, llama3 or mistral') }}"
+    "{% endif %}"
+)
+_RESPONSE = (
+    "{% if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+)
+
+_QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+_QWEN_TOOLS = (  # As Qwen 2.5 was published
+    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else '"
+    + _QWEN_SYSTEM
+    + "') + "
     "'\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within "
     "<tools></tools> XML tags:\n<tools>' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
     "{{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:"
-    "\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n' }}{% else %}"
-    + _default_system(_QWEN_SYSTEM) + '{% endif %}')
+    '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n\' }}{% else %}'
+    + _default_system(_QWEN_SYSTEM)
+    + "{% endif %}"
+)
 
-def _llama_header(role: str) -> str: return "{{ '<|start_header_id|>' + " + role + " + '<|end_header_id|>\n\n' }}"
 
-_LLAMA_SYSTEM = ( # Where there are tools, as Llama 3.1 was published
-    "{% set lead = 1 if messages[0].role == 'system' else 0 %}{% if tools %}" + _llama_header("'system'") +
-    "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n' + "
+def _llama_header(role: str) -> str:
+    return "{{ '<|start_header_id|>' + " + role + " + '<|end_header_id|>\n\n' }}"
+
+
+_LLAMA_SYSTEM = (  # Where there are tools, as Llama 3.1 was published
+    "{% set lead = 1 if messages[0].role == 'system' else 0 %}{% if tools %}"
+    + _llama_header("'system'")
+    + "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n' + "
     "(messages[0].content.strip() if lead else '') + '<|eot_id|>' }}"
     "{% if messages | length <= lead or messages[lead].role != 'user' %}{{ raise_exception('Llama 3 writes the tools into the first question: begin with one') }}"
-    "{% endif %}{% endif %}")
-_LLAMA_TOOLS = ("{{ 'Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the "
-                "given prompt.\n\nRespond in the format {\"name\": function name, \"parameters\": dictionary of argument name and its value}."
-                "Do not use variables.\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}")
+    "{% endif %}{% endif %}"
+)
+_LLAMA_TOOLS = (
+    "{{ 'Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the "
+    'given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    "Do not use variables.\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}"
+)
 _LLAMA_ANSWER = (
     "{% if m.tool_calls %}{% if m.tool_calls | length > 1 or m.content.strip() %}{{ raise_exception('a turn of Llama 3 that calls a tool calls one, and says "
-    "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}{% endif %}" + _llama_header('m.role') +
-    "{% generation %}{% if m.tool_calls %}{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
-    "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endgeneration %}")
+    "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}{% endif %}"
+    + _llama_header("m.role")
+    + "{% generation %}{% if m.tool_calls %}{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
+    "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endgeneration %}"
+)
 
-_MISTRAL_START = ( # The turns that call a tool, and what it answers, are passed over where roles are counted
+_MISTRAL_START = (  # The turns that call a tool, and what it answers, are passed over where roles are counted
     "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
     "{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.spoken % 2 == 0) %}"
-    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}{% set ns.spoken = ns.spoken + 1 %}{% endif %}{% endfor %}")
-_MISTRAL_TOOLS = ( # As Mistral 7B v0.3 was published: before the last question
-    "{% if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS] [' }}{% for t in tools %}{{ '{\"type\": \"function\", \"function\": {' }}"
+    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}{% set ns.spoken = ns.spoken + 1 %}{% endif %}{% endfor %}"
+)
+_MISTRAL_TOOLS = (  # As Mistral 7B v0.3 was published: before the last question
+    '{% if tools and loop.index0 == ns.last %}{{ \'[AVAILABLE_TOOLS] [\' }}{% for t in tools %}{{ \'{"type": "function", "function": {\' }}'
     "{% for key, value in (t.function or t).items() if key != 'return' %}{{ key | tojson }}{{ ': ' }}{{ value | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}"
-    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ '][/AVAILABLE_TOOLS]' }}{% endif %}")
+    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ '][/AVAILABLE_TOOLS]' }}{% endif %}"
+)
 _NINE = "{{ raise_exception('Mistral wants an id of nine letters or digits for each tool call, and the same as tool_call_id of what the tool answers') }}"
 _MISTRAL_CALLS = (
     "{% if m.content.strip() %}{{ raise_exception('a turn of Mistral that calls a tool says nothing next to it') }}{% endif %}"
-    "{% for c in m.tool_calls %}{% if c.id is not defined or c.id | length != 9 %}" + _NINE + "{% endif %}{% endfor %}"
+    "{% for c in m.tool_calls %}{% if c.id is not defined or c.id | length != 9 %}"
+    + _NINE
+    + "{% endif %}{% endfor %}"
     "{% generation %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% set f = c.function or c %}{{ '{\"name\": ' }}{{ f.name | tojson }}"
     "{{ ', \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
-    "{{ ']' + eos_token }}{% endgeneration %}")
+    "{{ ']' + eos_token }}{% endgeneration %}"
+)
 _MISTRAL_RESULT = (
     "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}" + _NINE + "{% endif %}"
-    "{{ '[TOOL_RESULTS] {\"content\": ' + m.content + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}")
+    "{{ '[TOOL_RESULTS] {\"content\": ' + m.content + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+)
+
 
 def _bracketed(bos: str, question: str, answer: str) -> str:
     "The formats with [INST], in which the system's text is a part of the first question."
-    return (_NO_TOOLS + _SYSTEM + bos + '{% for m in turns %}' + _ALTERNATE + "{% if m.role == 'user' %}" + question +
-            '{% else %}' + _answer(answer) + '{% endif %}{% endfor %}')
+    return (
+        _NO_TOOLS
+        + _SYSTEM
+        + bos
+        + "{% for m in turns %}"
+        + _ALTERNATE
+        + "{% if m.role == 'user' %}"
+        + question
+        + "{% else %}"
+        + _answer(answer)
+        + "{% endif %}{% endfor %}"
+    )
+
 
 TEMPLATES: dict[str, Template] = {
-    'chatml': Template(_chatml(_TOOLS), '<|im_end|>', _IM),
-    'smollm2': Template(_NO_TOOLS + _chatml(_default_system(
-        'You are a helpful AI assistant named SmolLM, trained by Hugging Face')), '<|im_end|>', _IM),
-    'qwen': Template(_chatml(_QWEN_TOOLS, _RESPONSE), '<|im_end|>', _IM),
-    'llama2': Template(_bracketed(
-        '', "{{ bos_token + '[INST] ' + (('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system is not none "
-        "else '') + m.content).strip() + ' [/INST]' }}", "' ' + m.content.strip() + ' ' + eos_token"), bos='<s>'),
-    'mistral': Template( # Where the system's text stands changed between its versions: here in the first
-        _SYSTEM + _MISTRAL_START + "{{ bos_token }}{% for m in turns %}{% if m.role == 'user' %}" + _MISTRAL_TOOLS +
-        "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') + m.content + '[/INST]' }}"
-        "{% elif m.role == 'tool' %}" + _MISTRAL_RESULT + "{% elif m.tool_calls %}" + _MISTRAL_CALLS +
-        "{% else %}" + _answer("' ' + m.content.strip() + eos_token") + "{% endif %}{% endfor %}", tokens=('[INST]', '[/INST]'), bos='<s>'),
-    'llama3': Template(
-        "{{ bos_token }}" + _LLAMA_SYSTEM + "{% for m in messages %}{% if tools and loop.first and lead %}{% elif m.role == 'assistant' %}" + _LLAMA_ANSWER +
-        "{% elif m.role == 'tool' %}" + _llama_header("'ipython'") + "{{ m.content | tojson }}{{ '<|eot_id|>' }}"
-        "{% else %}" + _llama_header('m.role') + "{% if tools and loop.index0 == lead %}" + _LLAMA_TOOLS + "{% endif %}"
+    "chatml": Template(_chatml(_TOOLS), "<|im_end|>", _IM),
+    "smollm2": Template(
+        _NO_TOOLS
+        + _chatml(
+            _default_system("You are a helpful AI assistant named SmolLM, trained by Hugging Face")
+        ),
+        "<|im_end|>",
+        _IM,
+    ),
+    "qwen": Template(_chatml(_QWEN_TOOLS, _RESPONSE), "<|im_end|>", _IM),
+    "llama2": Template(
+        _bracketed(
+            "",
+            "{{ bos_token + '[INST] ' + (('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system is not none "
+            "else '') + m.content).strip() + ' [/INST]' }}",
+            "' ' + m.content.strip() + ' ' + eos_token",
+        ),
+        bos="<s>",
+    ),
+    "mistral": Template(  # Where the system's text stands changed between its versions: here in the first
+        _SYSTEM
+        + _MISTRAL_START
+        + "{{ bos_token }}{% for m in turns %}{% if m.role == 'user' %}"
+        + _MISTRAL_TOOLS
+        + "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') + m.content + '[/INST]' }}"
+        "{% elif m.role == 'tool' %}"
+        + _MISTRAL_RESULT
+        + "{% elif m.tool_calls %}"
+        + _MISTRAL_CALLS
+        + "{% else %}"
+        + _answer("' ' + m.content.strip() + eos_token")
+        + "{% endif %}{% endfor %}",
+        tokens=("[INST]", "[/INST]"),
+        bos="<s>",
+    ),
+    "llama3": Template(
+        "{{ bos_token }}"
+        + _LLAMA_SYSTEM
+        + "{% for m in messages %}{% if tools and loop.first and lead %}{% elif m.role == 'assistant' %}"
+        + _LLAMA_ANSWER
+        + "{% elif m.role == 'tool' %}"
+        + _llama_header("'ipython'")
+        + "{{ m.content | tojson }}{{ '<|eot_id|>' }}"
+        "{% else %}"
+        + _llama_header("m.role")
+        + "{% if tools and loop.index0 == lead %}"
+        + _LLAMA_TOOLS
+        + "{% endif %}"
         "{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-        '<|eot_id|>', ('<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'), '<|begin_of_text|>'),
-    'gemma': Template(
-        _GEMMA_TOOLS + "{% if messages[0].role == 'system' %}{{ raise_exception('Gemma knows no system turn: put its text "
-        "into the first question') }}{% endif %}{{ bos_token }}{% for m in messages %}" + _ALTERNATE +
-        "{% if m.role == 'assistant' %}{{ '<start_of_turn>model\n' }}" + _answer("m.content.strip() + '<end_of_turn>'") +
-        "{{ '\n' }}{% else %}{{ '<start_of_turn>' + m.role + '\n' + m.content.strip() + '<end_of_turn>\n' }}{% endif %}"
+        "<|eot_id|>",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin_of_text|>",
+    ),
+    "gemma": Template(
+        _GEMMA_TOOLS
+        + "{% if messages[0].role == 'system' %}{{ raise_exception('Gemma knows no system turn: put its text "
+        "into the first question') }}{% endif %}{{ bos_token }}{% for m in messages %}"
+        + _ALTERNATE
+        + "{% if m.role == 'assistant' %}{{ '<start_of_turn>model\n' }}"
+        + _answer("m.content.strip() + '<end_of_turn>'")
+        + "{{ '\n' }}{% else %}{{ '<start_of_turn>' + m.role + '\n' + m.content.strip() + '<end_of_turn>\n' }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
-        '<end_of_turn>', ('<start_of_turn>', '<end_of_turn>'), '<bos>'),
-    'alpaca': Template(
-        _NO_TOOLS + _SYSTEM + "{{ bos_token }}{% if system is not none %}{{ system.strip() + '\n\n' }}{% endif %}"
-        '{% for m in turns %}' + _ALTERNATE + "{% if m.role == 'user' %}"
-        "{{ '### Instruction:\n' + m.content.strip() + '\n\n' }}{% else %}{{ '### Response:\n' }}" +
-        _answer('m.content.strip() + eos_token') + "{{ '\n\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"),
-    'plain': Template("{% for m in messages %}{% if m.role == 'assistant' %}" + _answer('m.content + eos_token') +
-                      '{% else %}{{ m.content }}{% endif %}{% endfor %}'),
+        "<end_of_turn>",
+        ("<start_of_turn>", "<end_of_turn>"),
+        "<bos>",
+    ),
+    "alpaca": Template(
+        _NO_TOOLS
+        + _SYSTEM
+        + "{{ bos_token }}{% if system is not none %}{{ system.strip() + '\n\n' }}{% endif %}"
+        "{% for m in turns %}" + _ALTERNATE + "{% if m.role == 'user' %}"
+        "{{ '### Instruction:\n' + m.content.strip() + '\n\n' }}{% else %}{{ '### Response:\n' }}"
+        + _answer("m.content.strip() + eos_token")
+        + "{{ '\n\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+    ),
+    "plain": Template(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        + _answer("m.content + eos_token")
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ),
 }
 _OURS |= {form.jinja for form in TEMPLATES.values()}
-_FILLED |= {TEMPLATES[name].jinja: name in ('llama3', 'gemma', 'alpaca')
-            for name in ('chatml', 'smollm2', 'qwen', 'llama3', 'gemma', 'alpaca', 'plain')}
+_FILLED |= {
+    TEMPLATES[name].jinja: name in ("llama3", "gemma", "alpaca")
+    for name in ("chatml", "smollm2", "qwen", "llama3", "gemma", "alpaca", "plain")
+}
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5e0c71ab
 def missing_tokens(
-    folder: str | Path, # Of a model or of its tokenizer
-    template: str = '', # A key of `TEMPLATES`; empty: chatml, unless the folder has a template of its own
-) -> list[str]: # Empty, too, where the folder has no tokenizer.json that says so
+    folder: str | Path,  # Of a model or of its tokenizer
+    template: str = "",  # A key of `TEMPLATES`; empty: chatml, unless the folder has a template of its own
+) -> list[str]:  # Empty, too, where the folder has no tokenizer.json that says so
     "The tokens of a chat format that a tokenizer has not."
     folder = Path(folder)
+
     def read(name: str) -> dict[str, Any]:
-        try: found = json.loads((folder/name).read_text(encoding='utf-8'))
-        except (OSError, ValueError): return {}
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
         return found if isinstance(found, dict) else {}
-    whole, said = read('tokenizer.json'), read('tokenizer_config.json')
-    own = (folder/'chat_template.jinja').is_file() or said.get('chat_template')
-    form = TEMPLATES.get(template or ('' if own else 'chatml'))
-    if not whole or form is None: return []
-    known = {*whole.get('model', {}).get('vocab', ()), *(token['content'] for token in whole.get('added_tokens', ()))}
-    return [token for token in dict.fromkeys([*form.tokens, *filter(None, [form.eos])]) if token not in known]
+
+    whole, said = read("tokenizer.json"), read("tokenizer_config.json")
+    own = (folder / "chat_template.jinja").is_file() or said.get("chat_template")
+    form = TEMPLATES.get(template or ("" if own else "chatml"))
+    if not whole or form is None:
+        return []
+    known = {
+        *whole.get("model", {}).get("vocab", ()),
+        *(token["content"] for token in whole.get("added_tokens", ())),
+    }
+    return [
+        token
+        for token in dict.fromkeys([*form.tokens, *filter(None, [form.eos])])
+        if token not in known
+    ]

@@ -22,25 +22,30 @@ from .pretokenize import PATTERN_KERNELS, PATTERN_KINDS, char_classes
 from .pretokenize import find_pattern, join_pairs, split_words, to_utf8, word_end
 
 # %% ../../nbs/01_tokenizer/04_encoding.ipynb #87bd491b
-_NONE = 0x7FFFFFFF # the rank of a pair that is not known
-_LONG = 200 # tokens from which on a heap is faster
+_NONE = 0x7FFFFFFF  # the rank of a pair that is not known
+_LONG = 200  # tokens from which on a heap is faster
+
 
 def merge_word(
-    ids: Sequence[int], # The ids of the word's bytes
-    ranks: Mapping[tuple[int, int], int], # Pair of ids -> rank; the lowest is joined first
-    made: Mapping[int, int] | Sequence[int], # Rank -> id of the token that it makes
-) -> list[int]: # The ids of the word's tokens
+    ids: Sequence[int],  # The ids of the word's bytes
+    ranks: Mapping[tuple[int, int], int],  # Pair of ids -> rank; the lowest is joined first
+    made: Mapping[int, int] | Sequence[int],  # Rank -> id of the token that it makes
+) -> list[int]:  # The ids of the word's tokens
     "Apply merges to one word: the lowest rank first, the leftmost among equals."
-    if len(ids) > _LONG: return _merge_long([*ids], ranks, made)
+    if len(ids) > _LONG:
+        return _merge_long([*ids], ranks, made)
     ids, get = [*ids], ranks.get
     order = [get(pair, _NONE) for pair in pairwise(ids)]
     while order and (best := min(order)) < _NONE:
         i = order.index(best)
-        ids[i:i+2] = [made[best]]
+        ids[i : i + 2] = [made[best]]
         del order[i]
-        if i < len(order): order[i] = get((ids[i], ids[i+1]), _NONE)
-        if i: order[i-1] = get((ids[i-1], ids[i]), _NONE)
+        if i < len(order):
+            order[i] = get((ids[i], ids[i + 1]), _NONE)
+        if i:
+            order[i - 1] = get((ids[i - 1], ids[i]), _NONE)
     return ids
+
 
 def _merge_long(ids: list[int], ranks: Mapping, made: Mapping | Sequence) -> list[int]:
     "`merge_word` with a heap of the pairs: `(rank, place)`."
@@ -50,38 +55,52 @@ def _merge_long(ids: list[int], ranks: Mapping, made: Mapping | Sequence) -> lis
     while heap:
         rank, i = heappop(heap)
         j = after[i]
-        if ids[i] < 0 or j == len(ids) or ranks.get((ids[i], ids[j])) != rank: continue # the pair is gone
+        if ids[i] < 0 or j == len(ids) or ranks.get((ids[i], ids[j])) != rank:
+            continue  # the pair is gone
         ids[i], ids[j] = made[rank], -1
         after[i] = j = after[j]
-        if j < len(ids): before[j] = i
+        if j < len(ids):
+            before[j] = i
         for left, right in ((before[i], i), (i, j)):
-            if left >= 0 and right < len(ids) and (new := ranks.get((ids[left], ids[right]))) is not None:
+            if (
+                left >= 0
+                and right < len(ids)
+                and (new := ranks.get((ids[left], ids[right]))) is not None
+            ):
                 heappush(heap, (new, left))
     return [i for i in ids if i >= 0]
 
 # %% ../../nbs/01_tokenizer/04_encoding.ipynb #4753fb09
 def merge_short(out, k, m, keys, ranks, made, order):
     "Join the `m` tokens from `out[k]` on, and return how many are left; `order` is scratch for `m` ranks."
-    for j in range(m - 1): order[j] = ranks[find_key(keys, np.int64(out[k+j]) << 32 | out[k+j+1])]
+    for j in range(m - 1):
+        order[j] = ranks[find_key(keys, np.int64(out[k + j]) << 32 | out[k + j + 1])]
     while m > 1:
         best, i = 0x7FFFFFFF, 0
         for j in range(m - 1):
-            if order[j] < best: best, i = order[j], j
-        if best == 0x7FFFFFFF: break
-        out[k+i] = made[best]
+            if order[j] < best:
+                best, i = order[j], j
+        if best == 0x7FFFFFFF:
+            break
+        out[k + i] = made[best]
         m -= 1
-        for j in range(i + 1, m): out[k+j] = out[k+j+1]
-        for j in range(i, m - 1): order[j] = order[j+1]
-        if i < m - 1: order[i] = ranks[find_key(keys, np.int64(out[k+i]) << 32 | out[k+i+1])]
-        if i > 0: order[i-1] = ranks[find_key(keys, np.int64(out[k+i-1]) << 32 | out[k+i])]
+        for j in range(i + 1, m):
+            out[k + j] = out[k + j + 1]
+        for j in range(i, m - 1):
+            order[j] = order[j + 1]
+        if i < m - 1:
+            order[i] = ranks[find_key(keys, np.int64(out[k + i]) << 32 | out[k + i + 1])]
+        if i > 0:
+            order[i - 1] = ranks[find_key(keys, np.int64(out[k + i - 1]) << 32 | out[k + i])]
     return m
+
 
 def merge_long(out, k, m, keys, ranks, made):
     "`merge_short` with a heap, for long words."
-    first, second, n = np.empty(3*m, np.int64), np.empty(3*m, np.int64), 0
+    first, second, n = np.empty(3 * m, np.int64), np.empty(3 * m, np.int64), 0
     after, before = np.arange(1, m + 1), np.arange(-1, m - 1)
     for j in range(m - 1):
-        rank = ranks[find_key(keys, np.int64(out[k+j]) << 32 | out[k+j+1])]
+        rank = ranks[find_key(keys, np.int64(out[k + j]) << 32 | out[k + j + 1])]
         if rank < 0x7FFFFFFF:
             heap_push(first, second, n, rank, j)
             n += 1
@@ -90,21 +109,25 @@ def merge_long(out, k, m, keys, ranks, made):
         heap_pop(first, second, n)
         n -= 1
         j = after[i]
-        if out[k+i] < 0 or j >= m: continue
-        if ranks[find_key(keys, np.int64(out[k+i]) << 32 | out[k+j])] != best: continue # the pair is gone
-        out[k+i], out[k+j] = made[best], -1
+        if out[k + i] < 0 or j >= m:
+            continue
+        if ranks[find_key(keys, np.int64(out[k + i]) << 32 | out[k + j])] != best:
+            continue  # the pair is gone
+        out[k + i], out[k + j] = made[best], -1
         after[i] = j = after[j]
-        if j < m: before[j] = i
+        if j < m:
+            before[j] = i
         for left, right in ((before[i], i), (i, j)):
-            if left < 0 or right >= m: continue
-            rank = ranks[find_key(keys, np.int64(out[k+left]) << 32 | out[k+right])]
+            if left < 0 or right >= m:
+                continue
+            rank = ranks[find_key(keys, np.int64(out[k + left]) << 32 | out[k + right])]
             if rank < 0x7FFFFFFF:
                 heap_push(first, second, n, rank, left)
                 n += 1
     size = 0
     for j in range(m):
-        if out[k+j] >= 0:
-            out[k+size] = out[k+j]
+        if out[k + j] >= 0:
+            out[k + size] = out[k + j]
             size += 1
     return size
 
@@ -115,27 +138,42 @@ def find_token(slots, hashes, starts, tokens, data, i, e, h):
     at = h & mask
     while True:
         k = slots[at]
-        if k < 0: return k
-        if hashes[k] == h and starts[k+1] - starts[k] == e - i and same_bytes(tokens, starts[k], data, i, e - i):
+        if k < 0:
+            return k
+        if (
+            hashes[k] == h
+            and starts[k + 1] - starts[k] == e - i
+            and same_bytes(tokens, starts[k], data, i, e - i)
+        ):
             return k
         at = (at + np.uint64(1)) & mask
+
 
 def fill_tables(slots, hashes, starts, tokens, keys, ranks, pairs, pair_ranks):
     "Put tokens and pairs into their hash tables; a token without bytes is left out."
     mask = np.uint64(len(slots) - 1)
     for k in range(len(starts) - 1):
-        if starts[k] == starts[k+1]: continue
-        hashes[k] = hash_bytes(tokens, starts[k], starts[k+1])
+        if starts[k] == starts[k + 1]:
+            continue
+        hashes[k] = hash_bytes(tokens, starts[k], starts[k + 1])
         at = hashes[k] & mask
-        while slots[at] >= 0: at = (at + np.uint64(1)) & mask
+        while slots[at] >= 0:
+            at = (at + np.uint64(1)) & mask
         slots[at] = k
     for k in range(len(pairs)):
         place = find_key(keys, pairs[k])
         keys[place], ranks[place] = pairs[k], pair_ranks[k]
 
-def encode_kernel(data, ends, kind, classes, byte_ids, slots, hashes, starts, tokens, keys, ranks, made):
+
+def encode_kernel(
+    data, ends, kind, classes, byte_ids, slots, hashes, starts, tokens, keys, ranks, made
+):
     "The ids of all texts in `data`, and how many are of each; with `kind < 0` the `ends` are those of words."
-    out, sizes, order = np.empty(len(data), np.int32), np.empty(len(ends), np.int64), np.empty(64, np.int32)
+    out, sizes, order = (
+        np.empty(len(data), np.int32),
+        np.empty(len(ends), np.int64),
+        np.empty(64, np.int32),
+    )
     # Words met lately: where they begin, their bytes, where their ids begin, how many
     seen = np.zeros((1 << 12, 4), np.int64)
     i = k = 0
@@ -147,30 +185,51 @@ def encode_kernel(data, ends, kind, classes, byte_ids, slots, hashes, starts, to
             last = seen[h & np.uint64(len(seen) - 1)]
             if last[1] == size and same_bytes(data, last[0], data, i, size):
                 n = last[3]
-                for j in range(n): out[k+j] = out[last[2] + j]
+                for j in range(n):
+                    out[k + j] = out[last[2] + j]
             else:
                 t, n = find_token(slots, hashes, starts, tokens, data, i, e, h), 1
-                if t >= 0: out[k] = t
+                if t >= 0:
+                    out[k] = t
                 else:
-                    for j in range(size): out[k+j] = byte_ids[data[i+j]]
-                    if size <= 64: n = merge_short(out, k, size, keys, ranks, made, order)
-                    else: n = merge_long(out, k, size, keys, ranks, made)
+                    for j in range(size):
+                        out[k + j] = byte_ids[data[i + j]]
+                    if size <= 64:
+                        n = merge_short(out, k, size, keys, ranks, made, order)
+                    else:
+                        n = merge_long(out, k, size, keys, ranks, made)
                 last[0], last[1], last[2], last[3] = i, size, k, n
             i = e
             k += n
         sizes[d] = k - before
     return out[:k], sizes
 
+
 @functools.cache
 def _kernels():
-    return compile_kernels((*PATTERN_KERNELS, hash_bytes, same_bytes, find_key, heap_push, heap_pop, merge_short, merge_long,
-                            find_token, fill_tables, encode_kernel))
+    return compile_kernels(
+        (
+            *PATTERN_KERNELS,
+            hash_bytes,
+            same_bytes,
+            find_key,
+            heap_push,
+            heap_pop,
+            merge_short,
+            merge_long,
+            find_token,
+            fill_tables,
+            encode_kernel,
+        )
+    )
 
 # %% ../../nbs/01_tokenizer/04_encoding.ipynb #b7ad1bda
 class _Words(dict):
     "Word -> its ids, worked out when it is first asked for; forgotten when there are too many."
 
-    def __init__(self, tokens: Mapping[bytes, int], byte_ids: Sequence[int], ranks: Mapping, made: Mapping):
+    def __init__(
+        self, tokens: Mapping[bytes, int], byte_ids: Sequence[int], ranks: Mapping, made: Mapping
+    ):
         super().__init__()
         self.parts = tokens, byte_ids, ranks, made
 
@@ -180,39 +239,55 @@ class _Words(dict):
         whole = tokens.get(data)
         ids = [whole] if whole is not None else merge_word([byte_ids[b] for b in data], ranks, made)
         if len(word) <= 64:
-            if len(self) >= 1 << 19: self.clear()
+            if len(self) >= 1 << 19:
+                self.clear()
             self[word] = ids
         return ids
+
 
 class Encoder:
     "Encode texts by byte-pair merges; `lane` is the lane of the last call, `wanted` may be changed at any time."
 
     def __init__(
         self,
-        tokens: Mapping[bytes, int], # Bytes of a token -> its id; the bytes themselves are among them
-        pairs: Sequence[tuple[int, int]], # Pairs of ids that may be joined
-        made: Sequence[int], # The id that each pair makes
-        ranks: Sequence[int] | None = None, # The rank of each pair; its place in `pairs` when None
-        pattern: str = 'cl100k', # A name from `PATTERNS` or a regular expression
-        whole: bool = True, # A word that is a token is that token, without a look at the merges
-        lane: str = 'auto', # 'auto' goes over to the compiled lane when it has seen a megabyte
+        tokens: Mapping[
+            bytes, int
+        ],  # Bytes of a token -> its id; the bytes themselves are among them
+        pairs: Sequence[tuple[int, int]],  # Pairs of ids that may be joined
+        made: Sequence[int],  # The id that each pair makes
+        ranks: Sequence[int] | None = None,  # The rank of each pair; its place in `pairs` when None
+        pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
+        whole: bool = True,  # A word that is a token is that token, without a look at the merges
+        lane: str = "auto",  # 'auto' goes over to the compiled lane when it has seen a megabyte
     ):
-        self.known = bytes(b for b in range(256) if bytes([b]) in tokens) # a vocabulary made elsewhere may lack rare bytes
+        self.known = bytes(
+            b for b in range(256) if bytes([b]) in tokens
+        )  # a vocabulary made elsewhere may lack rare bytes
         if missing := bytes(range(32, 127)).translate(None, self.known):
-            raise ValueError(f'the vocabulary has no token for {missing[:1]!r} and {256 - len(self.known)} bytes in all: '
-                             'this is no byte-level BPE')
+            raise ValueError(
+                f"the vocabulary has no token for {missing[:1]!r} and {256 - len(self.known)} bytes in all: "
+                "this is no byte-level BPE"
+            )
         find_pattern(pattern)
         pick_lane(lane, 0)
-        self.pattern, self.wanted, self.lane, self.seen = pattern, lane, 'pure', 0
-        self.pairs, self.made, self.ranks = pairs, made, range(len(pairs)) if ranks is None else ranks
+        self.pattern, self.wanted, self.lane, self.seen = pattern, lane, "pure", 0
+        self.pairs, self.made, self.ranks = (
+            pairs,
+            made,
+            range(len(pairs)) if ranks is None else ranks,
+        )
         self.byte_ids = [tokens.get(bytes([b]), -1) for b in range(256)]
         self.tokens = tokens if whole else {}
 
     @functools.cached_property
     def words(self) -> _Words:
         "The cache of the pure lane."
-        return _Words(self.tokens, self.byte_ids, dict(zip(self.pairs, self.ranks, strict=True)),
-                      dict(zip(self.ranks, self.made, strict=True)))
+        return _Words(
+            self.tokens,
+            self.byte_ids,
+            dict(zip(self.pairs, self.ranks, strict=True)),
+            dict(zip(self.ranks, self.made, strict=True)),
+        )
 
     @functools.cached_property
     def tables(self) -> tuple[np.ndarray, ...]:
@@ -221,60 +296,85 @@ class Encoder:
         n = by_id[-1][1] + 1 if by_id else 0
         sizes = np.zeros(n + 1, np.int64)
         sizes[[i + 1 for _, i in by_id]] = [len(token) for token, _ in by_id]
-        starts, data = np.cumsum(sizes), np.frombuffer(b''.join(token for token, _ in by_id), np.uint8)
-        slots, hashes = np.full(1 << (2*n + 1).bit_length(), -1, np.int32), np.zeros(n, np.uint64)
-        room = 1 << (2*len(self.pairs) + 1).bit_length()
+        starts, data = (
+            np.cumsum(sizes),
+            np.frombuffer(b"".join(token for token, _ in by_id), np.uint8),
+        )
+        slots, hashes = np.full(1 << (2 * n + 1).bit_length(), -1, np.int32), np.zeros(n, np.uint64)
+        room = 1 << (2 * len(self.pairs) + 1).bit_length()
         keys, ranks = np.full(room, -1, np.int64), np.full(room, _NONE, np.int32)
-        pairs, pair_ranks = np.array(self.pairs, np.int64).reshape(-1, 2), np.array(self.ranks, np.int32)
-        _kernels().fill_tables(slots, hashes, starts, data, keys, ranks, pairs[:, 0] << 32 | pairs[:, 1], pair_ranks)
+        pairs, pair_ranks = (
+            np.array(self.pairs, np.int64).reshape(-1, 2),
+            np.array(self.ranks, np.int32),
+        )
+        _kernels().fill_tables(
+            slots, hashes, starts, data, keys, ranks, pairs[:, 0] << 32 | pairs[:, 1], pair_ranks
+        )
         made = np.zeros(max(self.ranks, default=0) + 1, np.int32)
         made[pair_ranks] = self.made
         return np.array(self.byte_ids, np.int32), slots, hashes, starts, data, keys, ranks, made
 
     def unreached(
         self,
-        tokens: Mapping[bytes, int], # Bytes of each token -> its id
-    ) -> list[bytes]: # Empty for a vocabulary that was learned
+        tokens: Mapping[bytes, int],  # Bytes of each token -> its id
+    ) -> list[bytes]:  # Empty for a vocabulary that was learned
         "The tokens that merges alone never make of their bytes."
         _, byte_ids, ranks, made = self.words.parts
-        return [token for token, i in tokens.items() if merge_word([byte_ids[b] for b in token], ranks, made) != [i]]
+        return [
+            token
+            for token, i in tokens.items()
+            if merge_word([byte_ids[b] for b in token], ranks, made) != [i]
+        ]
 
     def encode(
         self,
         texts: Sequence[str],
-    ) -> list[list[int]]: # The ids of each text
+    ) -> list[list[int]]:  # The ids of each text
         "Encode each text by itself; a lone surrogate, or a byte that the vocabulary lacks, is a `ValueError`."
-        if self._begin(texts) == 'pure': return [self._pure(text) for text in texts]
+        if self._begin(texts) == "pure":
+            return [self._pure(text) for text in texts]
         ids, sizes = self._compiled(texts)
-        if len(texts) == 1: return [ids.tolist()]
+        if len(texts) == 1:
+            return [ids.tolist()]
         ids, at = ids.tolist(), [0, *np.cumsum(sizes).tolist()]
         return [ids[a:b] for a, b in pairwise(at)]
 
     def encode_flat(
         self,
         texts: Sequence[str],
-    ) -> tuple[np.ndarray, np.ndarray]: # (tokens,) int32 ids of all texts, (texts,) how many are of each
+    ) -> tuple[
+        np.ndarray, np.ndarray
+    ]:  # (tokens,) int32 ids of all texts, (texts,) how many are of each
         "What `encode` gives as one long array: for a corpus, where a Python object for each id would cost too much."
-        if self._begin(texts) == 'compiled': return self._compiled(texts)
+        if self._begin(texts) == "compiled":
+            return self._compiled(texts)
         rows = [self._pure(text) for text in texts]
-        return np.array([*chain.from_iterable(rows)], np.int32), np.array([len(row) for row in rows], np.int64)
+        return np.array([*chain.from_iterable(rows)], np.int32), np.array(
+            [len(row) for row in rows], np.int64
+        )
 
     def _begin(self, texts: Sequence[str]) -> str:
         "Check the bytes and pick the lane."
         if len(self.known) < 256:
             for text in texts:
                 if lost := to_utf8(text).translate(None, self.known):
-                    raise ValueError(f'the text holds the byte {lost[0]:#04x}, for which this vocabulary has no token: '
-                                     'remove it first')
+                    raise ValueError(
+                        f"the text holds the byte {lost[0]:#04x}, for which this vocabulary has no token: "
+                        "remove it first"
+                    )
         size = sum(map(len, texts))
         self.lane = pick_lane(self.wanted, self.seen + size)
         self.seen += size
         return self.lane
 
     def _pure(self, text: str) -> list[int]:
-        try: return [*chain.from_iterable(map(self.words.__getitem__, split_words(text, self.pattern)))]
+        try:
+            return [
+                *chain.from_iterable(map(self.words.__getitem__, split_words(text, self.pattern)))
+            ]
         except (UnicodeEncodeError, AttributeError, TypeError):
-            if (joined := join_pairs(text)) == text: raise
+            if (joined := join_pairs(text)) == text:
+                raise
             return self._pure(joined)
 
     def _compiled(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -285,7 +385,11 @@ class Encoder:
             cut, kind = [split_words(join_pairs(text), self.pattern) for text in texts], -1
             words_of = np.cumsum([0] + [len(words) for words in cut])
             parts = [word.encode() for words in cut for word in words]
-        data, ends = np.frombuffer(b''.join(parts), np.uint8), np.cumsum([len(part) for part in parts], dtype=np.int64)
+        data, ends = (
+            np.frombuffer(b"".join(parts), np.uint8),
+            np.cumsum([len(part) for part in parts], dtype=np.int64),
+        )
         ids, sizes = _kernels().encode_kernel(data, ends, kind, char_classes(), *self.tables)
-        if words_of is None: return ids, sizes
+        if words_of is None:
+            return ids, sizes
         return ids, np.diff(np.concatenate(([0], np.cumsum(sizes)))[words_of])

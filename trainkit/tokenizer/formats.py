@@ -23,151 +23,231 @@ from .pretokenize import GPT4_PATTERN, PATTERNS, find_pattern
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #060cf061
 @functools.cache
-def byte_letters() -> dict[int, str]: # 256 bytes -> as many characters
+def byte_letters() -> dict[int, str]:  # 256 bytes -> as many characters
     "The visible character that stands for each byte in a Hugging Face vocabulary (GPT-2's `bytes_to_unicode`)."
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [b for b in range(256) if b not in shown]
     return {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(hidden)}
 
+
 @functools.cache
-def _letter_bytes() -> dict[str, int]: return {letter: b for b, letter in byte_letters().items()}
+def _letter_bytes() -> dict[str, int]:
+    return {letter: b for b, letter in byte_letters().items()}
+
 
 def spell(
     token: bytes,
 ) -> str:
     "A token as Hugging Face writes it."
-    return ''.join(map(byte_letters().__getitem__, token))
+    return "".join(map(byte_letters().__getitem__, token))
+
 
 def unspell(
-    token: str, # As Hugging Face writes it
+    token: str,  # As Hugging Face writes it
 ) -> bytes:
     "A token's bytes; a character that stands for no byte is a `ValueError`."
-    try: return bytes(map(_letter_bytes().__getitem__, token))
+    try:
+        return bytes(map(_letter_bytes().__getitem__, token))
     except KeyError as error:
-        raise ValueError(f'token {token!r}: {error.args[0]!r} stands for no byte, '
-                         'so this is no byte-level BPE') from None
+        raise ValueError(
+            f"token {token!r}: {error.args[0]!r} stands for no byte, so this is no byte-level BPE"
+        ) from None
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #d2bb4a6d
 def tokenizer_json(
-    tokens: Mapping[bytes, int], # Bytes of each token -> its id, without the added ones
-    pairs: Sequence[tuple[int, int]], # Pairs of ids that may be joined, the first to be joined first
-    pattern: str, # A name from `PATTERNS` or a regular expression
-    special_tokens: Mapping[str, int], # Added token -> its id
-    whole: bool = True, # A word that is a token needs no merges
-    nfc: bool = False, # Text is brought into Unicode's normal form C first
-    plain: Collection[str] = (), # Added tokens that are not special: they are shown when special ones are skipped
-    post_processor: dict | None = None, # What else Hugging Face shall do
-    normalized: Collection[str] = (), # Added tokens that are looked for when the text has its normal form
-) -> dict: # For `json.dumps`
+    tokens: Mapping[bytes, int],  # Bytes of each token -> its id, without the added ones
+    pairs: Sequence[
+        tuple[int, int]
+    ],  # Pairs of ids that may be joined, the first to be joined first
+    pattern: str,  # A name from `PATTERNS` or a regular expression
+    special_tokens: Mapping[str, int],  # Added token -> its id
+    whole: bool = True,  # A word that is a token needs no merges
+    nfc: bool = False,  # Text is brought into Unicode's normal form C first
+    plain: Collection[
+        str
+    ] = (),  # Added tokens that are not special: they are shown when special ones are skipped
+    post_processor: dict | None = None,  # What else Hugging Face shall do
+    normalized: Collection[
+        str
+    ] = (),  # Added tokens that are looked for when the text has its normal form
+) -> dict:  # For `json.dumps`
     "A byte-level BPE tokenizer as `tokenizer.json` has it."
     text = {i: spell(token) for token, i in tokens.items()}
-    vocab, names = {text[i]: i for i in sorted(text)}, {i: token for token, i in reversed([*special_tokens.items()])}
-    added = [(names[i], i) for i in sorted(names)] # Of two names of one token the first: here it can have but one
+    vocab, names = (
+        {text[i]: i for i in sorted(text)},
+        {i: token for token, i in reversed([*special_tokens.items()])},
+    )
+    added = [
+        (names[i], i) for i in sorted(names)
+    ]  # Of two names of one token the first: here it can have but one
     # The library gives an added token the next free id, whatever the file says, unless the vocabulary has it
     if [i for _, i in added] != [*range(len(vocab), len(vocab) + len(added))]:
         if clash := next((token for token, i in added if vocab.get(token, i) != i), None):
-            raise ValueError(f'{clash!r} has the ids {vocab[clash]} and {special_tokens[clash]}: Hugging Face gives it one')
+            raise ValueError(
+                f"{clash!r} has the ids {vocab[clash]} and {special_tokens[clash]}: Hugging Face gives it one"
+            )
         vocab |= added
     flags = dict(single_word=False, lstrip=False, rstrip=False)
-    byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
-    split = dict(type='Split', pattern={'Regex': find_pattern(pattern)}, behavior='Isolated', invert=False)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    split = dict(
+        type="Split", pattern={"Regex": find_pattern(pattern)}, behavior="Isolated", invert=False
+    )
     return dict(
-        version='1.0', truncation=None, padding=None,
-        added_tokens=[dict(id=i, content=token, **flags, normalized=token in normalized, special=token not in plain)
-                      for token, i in added],
-        normalizer=dict(type='NFC') if nfc else None,
-        pre_tokenizer=dict(type='Sequence', pretokenizers=[split, byte_level]),
-        post_processor=post_processor, decoder=byte_level | dict(use_regex=True),
-        model=dict(type='BPE', dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
-                   fuse_unk=False, byte_fallback=False, ignore_merges=whole,
-                   vocab=vocab, merges=[[text[a], text[b]] for a, b in pairs]))
+        version="1.0",
+        truncation=None,
+        padding=None,
+        added_tokens=[
+            dict(
+                id=i,
+                content=token,
+                **flags,
+                normalized=token in normalized,
+                special=token not in plain,
+            )
+            for token, i in added
+        ],
+        normalizer=dict(type="NFC") if nfc else None,
+        pre_tokenizer=dict(type="Sequence", pretokenizers=[split, byte_level]),
+        post_processor=post_processor,
+        decoder=byte_level | dict(use_regex=True),
+        model=dict(
+            type="BPE",
+            dropout=None,
+            unk_token=None,
+            continuing_subword_prefix=None,
+            end_of_word_suffix=None,
+            fuse_unk=False,
+            byte_fallback=False,
+            ignore_merges=whole,
+            vocab=vocab,
+            merges=[[text[a], text[b]] for a, b in pairs],
+        ),
+    )
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #f4777f1e
 _DIGITS_APART = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\p{N}|\s+(?=\p{N})|\s+(?!\S)|\s+"
 
+
 def read_pattern(
-    pre_tokenizer: dict | None, # That part of tokenizer.json
-) -> str: # A name from `PATTERNS` or a regular expression
+    pre_tokenizer: dict | None,  # That part of tokenizer.json
+) -> str:  # A name from `PATTERNS` or a regular expression
     "The pattern that a `pre_tokenizer` cuts by; one that does more than cut is a `ValueError`."
-    parts = (pre_tokenizer or {}).get('pretokenizers') or [pre_tokenizer or {}]
-    kinds, first, last = [part.get('type') for part in parts], parts[0], parts[-1]
-    if last.get('type') == 'ByteLevel' and not last.get('add_prefix_space'):
-        if last.get('use_regex', True):
-            if kinds == ['ByteLevel']: return 'gpt2'
-            if kinds == ['Digits', 'ByteLevel'] and first['individual_digits']: return _DIGITS_APART
-        elif kinds == ['Split', 'ByteLevel'] and first['behavior'] == 'Isolated' and not first['invert']:
-            regex = first['pattern'].get('Regex') or re.escape(first['pattern']['String'])
+    parts = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    kinds, first, last = [part.get("type") for part in parts], parts[0], parts[-1]
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        if last.get("use_regex", True):
+            if kinds == ["ByteLevel"]:
+                return "gpt2"
+            if kinds == ["Digits", "ByteLevel"] and first["individual_digits"]:
+                return _DIGITS_APART
+        elif (
+            kinds == ["Split", "ByteLevel"]
+            and first["behavior"] == "Isolated"
+            and not first["invert"]
+        ):
+            regex = first["pattern"].get("Regex") or re.escape(first["pattern"]["String"])
             return next((name for name, known in PATTERNS.items() if known == regex), regex)
-    raise ValueError(f'pre_tokenizer {json.dumps(pre_tokenizer)[:300]} cannot be read: '
-                     'expected ByteLevel, Digits and ByteLevel, or one isolated Split and ByteLevel, '
-                     'all without a prefix space')
+    raise ValueError(
+        f"pre_tokenizer {json.dumps(pre_tokenizer)[:300]} cannot be read: "
+        "expected ByteLevel, Digits and ByteLevel, or one isolated Split and ByteLevel, "
+        "all without a prefix space"
+    )
+
 
 def from_json(
-    data: dict, # What stands in tokenizer.json
-) -> dict[str, Any]: # What `to_json` takes
+    data: dict,  # What stands in tokenizer.json
+) -> dict[str, Any]:  # What `to_json` takes
     "The parts of a byte-level BPE tokenizer; what is something else is a `ValueError` that names it."
-    model, normalizer = data.get('model') or {}, data.get('normalizer')
-    if model.get('type', 'BPE') != 'BPE' or 'merges' not in model:
-        raise ValueError(f'a model of type {model.get("type")!r} cannot be read: expected byte-level BPE')
-    unread = 'dropout', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback'
+    model, normalizer = data.get("model") or {}, data.get("normalizer")
+    if model.get("type", "BPE") != "BPE" or "merges" not in model:
+        raise ValueError(
+            f"a model of type {model.get('type')!r} cannot be read: expected byte-level BPE"
+        )
+    unread = "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"
     odd = {k: model[k] for k in unread if model.get(k)}
-    if odd: raise ValueError(f'a model with {odd} cannot be read: expected plain byte-level BPE')
-    if normalizer and normalizer.get('type') != 'NFC':
-        raise ValueError(f'normalizer {json.dumps(normalizer)[:300]} cannot be read: expected NFC or none')
-    added = data.get('added_tokens') or []
+    if odd:
+        raise ValueError(f"a model with {odd} cannot be read: expected plain byte-level BPE")
+    if normalizer and normalizer.get("type") != "NFC":
+        raise ValueError(
+            f"normalizer {json.dumps(normalizer)[:300]} cannot be read: expected NFC or none"
+        )
+    added = data.get("added_tokens") or []
     for token in added:
-        if token['lstrip'] or token['rstrip'] or token['single_word']:
-            raise ValueError(f'added token {token["content"]!r} strips spaces or wants to be a whole word: '
-                             'this cannot be read')
-    special, vocab = {token['content']: token['id'] for token in added}, model['vocab']
-    merges = [merge.split(' ') if isinstance(merge, str) else merge for merge in model['merges']]
-    own = {part for left, right in merges for part in (left, right, left + right)} | {*byte_letters().values()}
-    return dict(tokens={unspell(token): i for token, i in vocab.items() if token not in special or token in own},
-                pairs=[(vocab[left], vocab[right]) for left, right in merges],
-                pattern=read_pattern(data.get('pre_tokenizer')), special_tokens=special,
-                whole=bool(model.get('ignore_merges')), nfc=bool(normalizer),
-                plain={token['content'] for token in added if not token['special']},
-                post_processor=data.get('post_processor'),
-                normalized={token['content'] for token in added if normalizer and token.get('normalized')})
+        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+            raise ValueError(
+                f"added token {token['content']!r} strips spaces or wants to be a whole word: "
+                "this cannot be read"
+            )
+    special, vocab = {token["content"]: token["id"] for token in added}, model["vocab"]
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    own = {part for left, right in merges for part in (left, right, left + right)} | {
+        *byte_letters().values()
+    }
+    return dict(
+        tokens={
+            unspell(token): i for token, i in vocab.items() if token not in special or token in own
+        },
+        pairs=[(vocab[left], vocab[right]) for left, right in merges],
+        pattern=read_pattern(data.get("pre_tokenizer")),
+        special_tokens=special,
+        whole=bool(model.get("ignore_merges")),
+        nfc=bool(normalizer),
+        plain={token["content"] for token in added if not token["special"]},
+        post_processor=data.get("post_processor"),
+        normalized={token["content"] for token in added if normalizer and token.get("normalized")},
+    )
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #7a8390dc
 def usual_template(
-    found: str | dict | list | None, # What stands under `chat_template`: one, several by name, or a list of these
-) -> str | None: # Jinja
+    found: str
+    | dict
+    | list
+    | None,  # What stands under `chat_template`: one, several by name, or a list of these
+) -> str | None:  # Jinja
     "The chat template to take when nobody says which."
-    if isinstance(found, list): found = {one['name']: one['template'] for one in found}
-    return found.get('default') if isinstance(found, dict) else found
+    if isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}
+    return found.get("default") if isinstance(found, dict) else found
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #229f070a
 def all_pairs(
-    tokens: Mapping[bytes, int], # Bytes of each token -> its id
-) -> list[tuple[int, int, int]]: # (left, right, joined), in the order of the joined
+    tokens: Mapping[bytes, int],  # Bytes of each token -> its id
+) -> list[tuple[int, int, int]]:  # (left, right, joined), in the order of the joined
     "Every way in which two tokens make a third."
     get = tokens.get
-    return [(left, right, i) for token, i in sorted(tokens.items(), key=itemgetter(1)) for k in range(1, len(token))
-            if (left := get(token[:k])) is not None and (right := get(token[k:])) is not None]
+    return [
+        (left, right, i)
+        for token, i in sorted(tokens.items(), key=itemgetter(1))
+        for k in range(1, len(token))
+        if (left := get(token[:k])) is not None and (right := get(token[k:])) is not None
+    ]
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #031dd179
 TIKTOKEN_PATTERNS = {
-    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""": 'gpt2',
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""": "gpt2",
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s""": GPT4_PATTERN,
-    **{regex: name for name, regex in PATTERNS.items()}}
+    **{regex: name for name, regex in PATTERNS.items()},
+}
+
 
 def read_ranks(
-    path: str | Path, # Such as `cl100k_base.tiktoken`
-) -> dict[bytes, int]: # Bytes of each token -> its rank
+    path: str | Path,  # Such as `cl100k_base.tiktoken`
+) -> dict[bytes, int]:  # Bytes of each token -> its rank
     "Read a file of tiktoken's; any other file is a `ValueError`."
     try:
         lines = map(bytes.split, Path(path).read_bytes().splitlines())
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except ValueError as error:
-        raise ValueError(f'{path} is no tiktoken file, which has base64 and a rank in each line: {error}') from None
+        raise ValueError(
+            f"{path} is no tiktoken file, which has base64 and a rank in each line: {error}"
+        ) from None
+
 
 def write_ranks(
-    ranks: Mapping[bytes, int], # Bytes of each token -> its rank
-    path: str | Path, # Where the file will be
-) -> Path: # The path
+    ranks: Mapping[bytes, int],  # Bytes of each token -> its rank
+    path: str | Path,  # Where the file will be
+) -> Path:  # The path
     "Write tokens and ranks as tiktoken does."
     by_rank = sorted(ranks.items(), key=lambda item: item[1])
-    lines = (base64.b64encode(token) + b' %d\n' % rank for token, rank in by_rank)
-    return write_atomic(path, b''.join(lines))
+    lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in by_rank)
+    return write_atomic(path, b"".join(lines))

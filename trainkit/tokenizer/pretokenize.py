@@ -23,240 +23,347 @@ import regex
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #a7d8d42c
 PATTERNS = {
-    'gpt2': r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
-    'cl100k': r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"""
-              r"""\s*[\r\n]+|\s+(?!\S)|\s+""",
-    'o200k': r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
-             r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
-             r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""}
+    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
+    "cl100k": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"""
+    r"""\s*[\r\n]+|\s+(?!\S)|\s+""",
+    "o200k": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
 # GPT-4's own: as 'cl100k', but white space at the very end of a text is one word. Its spelling with `++` and `$` means different things
 # in Python, in Rust and in the engine inside `tokenizers`
-GPT4_PATTERN = (r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"""
-                r"""\s+(?![\s\S])|\s*[\r\n]+|\s+(?!\S)|\s+""")
-PATTERN_KINDS = {name: kind for kind, name in enumerate(PATTERNS)} | {GPT4_PATTERN: len(PATTERNS)} # Those that `word_end` knows
+GPT4_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"""
+    r"""\s+(?![\s\S])|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+PATTERN_KINDS = {name: kind for kind, name in enumerate(PATTERNS)} | {
+    GPT4_PATTERN: len(PATTERNS)
+}  # Those that `word_end` knows
+
 
 def find_pattern(
-    pattern: str, # 'gpt2', 'cl100k', 'o200k', or a regular expression
-) -> str: # The regular expression
+    pattern: str,  # 'gpt2', 'cl100k', 'o200k', or a regular expression
+) -> str:  # The regular expression
     "A pattern by name, or a regular expression as it is; a mistyped name or a broken expression is a `ValueError`."
-    if pattern in PATTERNS: return PATTERNS[pattern]
+    if pattern in PATTERNS:
+        return PATTERNS[pattern]
     if not isinstance(pattern, str):
-        raise TypeError(f'pattern={pattern!r}: give a name from {[*PATTERNS]} or a regular expression')
-    if re.fullmatch(r'[\w\-]*', pattern):
-        raise ValueError(f'pattern={pattern!r} is no known name: choose one of {[*PATTERNS]}, '
-                         'or give a regular expression')
-    try: regex.compile(pattern)
+        raise TypeError(
+            f"pattern={pattern!r}: give a name from {[*PATTERNS]} or a regular expression"
+        )
+    if re.fullmatch(r"[\w\-]*", pattern):
+        raise ValueError(
+            f"pattern={pattern!r} is no known name: choose one of {[*PATTERNS]}, "
+            "or give a regular expression"
+        )
+    try:
+        regex.compile(pattern)
     except regex.error as error:
-        raise ValueError(f'pattern={pattern!r} is no regular expression: {error}') from None
+        raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from None
     return pattern
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #515d6cb3
-_ASCII = { # the same patterns for `re` and ASCII text
-    'gpt2': r"""'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]++| ?[0-9]++| ?[^\sA-Za-z0-9]++|\s+(?!\S)|\s+""",
-    'cl100k': r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|[0-9]{1,3}+| ?[^\sA-Za-z0-9]++[\r\n]*+|"""
-              r"""\s*[\r\n]+|\s+(?!\S)|\s+""",
+_ASCII = {  # the same patterns for `re` and ASCII text
+    "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]++| ?[0-9]++| ?[^\sA-Za-z0-9]++|\s+(?!\S)|\s+""",
+    "cl100k": r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|[0-9]{1,3}+| ?[^\sA-Za-z0-9]++[\r\n]*+|"""
+    r"""\s*[\r\n]+|\s+(?!\S)|\s+""",
     GPT4_PATTERN: r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|[0-9]{1,3}+| ?[^\sA-Za-z0-9]++[\r\n]*+|"""
-                  r"""\s++\Z|\s*[\r\n]+|\s+(?!\S)|\s+""",
-    'o200k': r"""[^\r\nA-Za-z0-9]?(?:[A-Z]*[a-z]++|[A-Z]++)(?:'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE]))?|[0-9]{1,3}+|"""
-             r""" ?[^\sA-Za-z0-9]++[\r\n/]*+|\s*[\r\n]+|\s+(?!\S)|\s+"""}
+    r"""\s++\Z|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    "o200k": r"""[^\r\nA-Za-z0-9]?(?:[A-Z]*[a-z]++|[A-Z]++)(?:'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE]))?|[0-9]{1,3}+|"""
+    r""" ?[^\sA-Za-z0-9]++[\r\n/]*+|\s*[\r\n]+|\s+(?!\S)|\s+""",
+}
+
 
 @functools.lru_cache(64)
 def _finders(pattern: str) -> tuple[Callable | None, Callable]:
     "`findall` for ASCII text where the pattern is a named one, and for any text."
     full = regex.compile(find_pattern(pattern))
-    def whole(text): return [m[0] for m in full.finditer(text)]
+
+    def whole(text):
+        return [m[0] for m in full.finditer(text)]
+
     ascii_only = re.compile(_ASCII[pattern], re.ASCII).findall if pattern in _ASCII else None
     return ascii_only, whole if full.groups else full.findall
 
+
 # A letter or number before white space, or anything before a space
-_SAFE = regex.compile(r'(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?=[^\S\r\n])')
+_SAFE = regex.compile(r"(?<=[\p{L}\p{N}])(?=\s)|(?<=\S)(?=[^\S\r\n])")
+
 
 def _with_gaps(text: str, pattern: str) -> list[str]:
     "The matches of a pattern that leaves stretches out, with those stretches."
     words, at = [], 0
     for m in regex.finditer(find_pattern(pattern), text):
-        if not m[0]: continue
-        words += [text[at:m.start()], m[0]] if at < m.start() else [m[0]]
+        if not m[0]:
+            continue
+        words += [text[at : m.start()], m[0]] if at < m.start() else [m[0]]
         at = m.end()
     return words + ([text[at:]] if at < len(text) else [])
 
+
 def safe_pieces(
     text: str,
-    pattern: str, # A regular expression of one's own has no safe places: then the text stays whole
-    size: int, # Characters, about
-) -> Iterator[str]: # The pieces together are the text
+    pattern: str,  # A regular expression of one's own has no safe places: then the text stays whole
+    size: int,  # Characters, about
+) -> Iterator[str]:  # The pieces together are the text
     "Cut a long text where every named pattern cuts anyway, so that the pieces have the words of the whole."
     at = 0
-    while pattern in PATTERN_KINDS and len(text) - at > size and (m := _SAFE.search(text, at + size)):
-        yield text[at:m.start()]
+    while (
+        pattern in PATTERN_KINDS and len(text) - at > size and (m := _SAFE.search(text, at + size))
+    ):
+        yield text[at : m.start()]
         at = m.start()
     yield text[at:] if at else text
 
+
 def split_words(
     text: str,
-    pattern: str = 'cl100k', # A name from `PATTERNS` or a regular expression
-) -> list[str]: # Never empty strings; joined together they are `text`
+    pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
+) -> list[str]:  # Never empty strings; joined together they are `text`
     "Cut `text` into words; what a regular expression leaves out becomes a word of its own."
     ascii_only, find = _finders(pattern)
     if ascii_only is not None:
-        if text.isascii(): return ascii_only(text)
-        return [w for piece in safe_pieces(text, pattern, 1000)
-                for w in (ascii_only if piece.isascii() else find)(piece)]
+        if text.isascii():
+            return ascii_only(text)
+        return [
+            w
+            for piece in safe_pieces(text, pattern, 1000)
+            for w in (ascii_only if piece.isascii() else find)(piece)
+        ]
     words = find(text)
     return words if all(words) and sum(map(len, words)) == len(text) else _with_gaps(text, pattern)
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #a67dbaa2
-_PAIR = re.compile('[\ud800-\udbff][\udc00-\udfff]')
-_LONE = re.compile('[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]')
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+_LONE = re.compile("[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]")
+
 
 def join_pairs(
     text: str,
-) -> str: # The same text, where it has no surrogates
+) -> str:  # The same text, where it has no surrogates
     "Surrogate pairs as the characters that they stand for; half of one is a `ValueError` that says where it stands."
     try:
         text.encode()
         return text
-    except UnicodeEncodeError: pass
-    except AttributeError: raise TypeError(f'expected a str, got {type(text).__name__}: {text!r:.60}') from None
+    except UnicodeEncodeError:
+        pass
+    except AttributeError:
+        raise TypeError(f"expected a str, got {type(text).__name__}: {text!r:.60}") from None
     if lone := _LONE.search(text):
-        raise ValueError(f'character {lone.start()} of the text is the lone surrogate {lone[0]!r}, '
-                         'which no UTF-8 text can hold: clean the text first, '
-                         "as by text.encode('utf-8', 'replace').decode()")
-    return _PAIR.sub(lambda pair: pair[0].encode('utf-16-le', 'surrogatepass').decode('utf-16-le'), text)
+        raise ValueError(
+            f"character {lone.start()} of the text is the lone surrogate {lone[0]!r}, "
+            "which no UTF-8 text can hold: clean the text first, "
+            "as by text.encode('utf-8', 'replace').decode()"
+        )
+    return _PAIR.sub(
+        lambda pair: pair[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"), text
+    )
+
 
 def to_utf8(
     text: str,
 ) -> bytes:
     "The text's UTF-8 bytes; surrogates are treated as `join_pairs` does."
-    try: return text.encode()
-    except (UnicodeEncodeError, AttributeError): return join_pairs(text).encode()
+    try:
+        return text.encode()
+    except (UnicodeEncodeError, AttributeError):
+        return join_pairs(text).encode()
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #9a02d86e
 def cut_specials(
     text: str,
-    special_tokens: Mapping[str, int], # Every special token and its id
-    allowed_special: str | Collection[str] = (), # 'all', 'none', or those that count as tokens
-    disallowed_special: str | Collection[str] = 'all', # Those that are an error: 'all' that are not allowed, or a set
-    among: Collection[str] | None = None, # Look only for these; None: for all
-) -> list[str]: # Ordinary text and special tokens by turns, beginning and ending with text
+    special_tokens: Mapping[str, int],  # Every special token and its id
+    allowed_special: str | Collection[str] = (),  # 'all', 'none', or those that count as tokens
+    disallowed_special: str
+    | Collection[str] = "all",  # Those that are an error: 'all' that are not allowed, or a set
+    among: Collection[str] | None = None,  # Look only for these; None: for all
+) -> list[str]:  # Ordinary text and special tokens by turns, beginning and ending with text
     "Cut a text at the special tokens in it, as `tiktoken` does; one that is disallowed is a `ValueError`."
-    if allowed_special == 'none': allowed, refused = (), ()
+    if allowed_special == "none":
+        allowed, refused = (), ()
     else:
         for given in (allowed_special, disallowed_special):
-            if isinstance(given, str) and given != 'all':
-                raise ValueError(f"{given!r}: give 'all', 'none' (for allowed_special) or a set such as {{{given!r}}}")
-        allowed = special_tokens if allowed_special == 'all' else allowed_special
+            if isinstance(given, str) and given != "all":
+                raise ValueError(
+                    f"{given!r}: give 'all', 'none' (for allowed_special) or a set such as {{{given!r}}}"
+                )
+        allowed = special_tokens if allowed_special == "all" else allowed_special
         if unknown := [token for token in allowed if token not in special_tokens]:
-            raise ValueError(f'{unknown[0]!r} is no special token of this tokenizer: choose from {[*special_tokens]}')
-        refused = [t for t in special_tokens if t not in allowed] if disallowed_special == 'all' else disallowed_special
-    if among is not None: allowed, refused = ([token for token in some if token in among] for some in (allowed, refused))
-    if special_tokens and os.path.commonprefix([*special_tokens, *refused]) not in text: return [text]
+            raise ValueError(
+                f"{unknown[0]!r} is no special token of this tokenizer: choose from {[*special_tokens]}"
+            )
+        refused = (
+            [t for t in special_tokens if t not in allowed]
+            if disallowed_special == "all"
+            else disallowed_special
+        )
+    if among is not None:
+        allowed, refused = (
+            [token for token in some if token in among] for some in (allowed, refused)
+        )
+    if special_tokens and os.path.commonprefix([*special_tokens, *refused]) not in text:
+        return [text]
     if found := next((token for token in refused if token in text), None):
-        raise ValueError(f'the text holds the special token {found!r}. '
-                         f"To encode it as that token pass allowed_special={{{found!r}}} or 'all'; "
-                         "to encode it as ordinary text pass allowed_special='none' or disallowed_special=()")
-    pieces, longest_first = [text], '|'.join(map(re.escape, sorted(allowed, key=len, reverse=True)))
-    return re.split(f'({longest_first})', text) if longest_first else pieces
+        raise ValueError(
+            f"the text holds the special token {found!r}. "
+            f"To encode it as that token pass allowed_special={{{found!r}}} or 'all'; "
+            "to encode it as ordinary text pass allowed_special='none' or disallowed_special=()"
+        )
+    pieces, longest_first = [text], "|".join(map(re.escape, sorted(allowed, key=len, reverse=True)))
+    return re.split(f"({longest_first})", text) if longest_first else pieces
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #b488907c
 LETTER, NUMBER, SPACE, NEWLINE, UPPER, LOWER = 1, 2, 4, 8, 16, 32
 
+
 @functools.cache
-def char_classes() -> np.ndarray: # (0x110000,) uint8, bits
+def char_classes() -> np.ndarray:  # (0x110000,) uint8, bits
     "What every character is, as `regex` sees it: `LETTER`, `NUMBER`, and so on; `UPPER` and `LOWER` as GPT-4o has them."
     table = np.zeros(0x110000, np.uint8)
-    for low, high in ((0, 0xD800), (0xE000, 0x40000), (0xE0000, 0xE1000)): # the rest is unassigned or private
-        text = ''.join(map(chr, range(low, high)))
-        for bit, members in ((LETTER, r'\p{L}+'), (NUMBER, r'\p{N}+'), (SPACE, r'\s+'), (NEWLINE, r'[\r\n]+'),
-                             (UPPER, r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+'), (LOWER, r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]+')):
-            for m in regex.finditer(members, text): table[low + m.start():low + m.end()] |= bit
+    for low, high in (
+        (0, 0xD800),
+        (0xE000, 0x40000),
+        (0xE0000, 0xE1000),
+    ):  # the rest is unassigned or private
+        text = "".join(map(chr, range(low, high)))
+        for bit, members in (
+            (LETTER, r"\p{L}+"),
+            (NUMBER, r"\p{N}+"),
+            (SPACE, r"\s+"),
+            (NEWLINE, r"[\r\n]+"),
+            (UPPER, r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"),
+            (LOWER, r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"),
+        ):
+            for m in regex.finditer(members, text):
+                table[low + m.start() : low + m.end()] |= bit
     return table
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #26761cfb
-def char_at(data, i, classes): # class bits | length << 8
+def char_at(data, i, classes):  # class bits | length << 8
     "The character that begins at byte `i`: its class bits, and its length in bytes from bit 8 on."
     c = data[i]
-    if c < 0x80: return classes[c] | 1 << 8
-    if c < 0xE0: return classes[(c & 0x1F) << 6 | data[i+1] & 0x3F] | 2 << 8
-    if c < 0xF0: return classes[(c & 0x0F) << 12 | (data[i+1] & 0x3F) << 6 | data[i+2] & 0x3F] | 3 << 8
-    return classes[(c & 0x07) << 18 | (data[i+1] & 0x3F) << 12 | (data[i+2] & 0x3F) << 6 | data[i+3] & 0x3F] | 4 << 8
+    if c < 0x80:
+        return classes[c] | 1 << 8
+    if c < 0xE0:
+        return classes[(c & 0x1F) << 6 | data[i + 1] & 0x3F] | 2 << 8
+    if c < 0xF0:
+        return classes[(c & 0x0F) << 12 | (data[i + 1] & 0x3F) << 6 | data[i + 2] & 0x3F] | 3 << 8
+    return (
+        classes[
+            (c & 0x07) << 18
+            | (data[i + 1] & 0x3F) << 12
+            | (data[i + 2] & 0x3F) << 6
+            | data[i + 3] & 0x3F
+        ]
+        | 4 << 8
+    )
+
 
 def run_end(data, i, n, classes, mask, inside):
     "Where the run of characters from `i` on ends that have a bit of `mask` (or, with `inside=False`, have none)."
     while i < n:
-        if data[i] < 0x80: # nearly every character: no call, and one step
-            if (classes[data[i]] & mask != 0) != inside: return i
+        if data[i] < 0x80:  # nearly every character: no call, and one step
+            if (classes[data[i]] & mask != 0) != inside:
+                return i
             i += 1
         else:
             c = char_at(data, i, classes)
-            if (c & mask != 0) != inside: return i
+            if (c & mask != 0) != inside:
+                return i
             i += c >> 8
     return i
 
+
 def contraction_end(data, i, n, any_case):
     "The end of `'s 't 'd 'm 'll 've 're` at `i`, or `i`; in any case, the long `ſ` is an s."
-    if i + 1 >= n or data[i] != 39: return i
-    a, b = data[i+1], data[i+2] if i + 2 < n else 0
+    if i + 1 >= n or data[i] != 39:
+        return i
+    a, b = data[i + 1], data[i + 2] if i + 2 < n else 0
     if any_case:
-        if a == 0xC5 and b == 0xBF: return i + 3
-        if 65 <= a <= 90: a += 32
-        if 65 <= b <= 90: b += 32
-    if a == 115 or a == 116 or a == 100 or a == 109: return i + 2
-    if a == 108 and b == 108 or (a == 118 or a == 114) and b == 101: return i + 3
+        if a == 0xC5 and b == 0xBF:
+            return i + 3
+        if 65 <= a <= 90:
+            a += 32
+        if 65 <= b <= 90:
+            b += 32
+    if a == 115 or a == 116 or a == 100 or a == 109:
+        return i + 2
+    if a == 108 and b == 108 or (a == 118 or a == 114) and b == 101:
+        return i + 3
     return i
+
 
 def number_end(data, i, n, classes):
     "The end of at most three numbers."
     for _ in range(3):
-        if i >= n or not char_at(data, i, classes) & NUMBER: break
+        if i >= n or not char_at(data, i, classes) & NUMBER:
+            break
         i += char_at(data, i, classes) >> 8
     return i
+
 
 def other_end(data, i, n, classes, slash):
     "The end of a run of punctuation, with the line ends after it."
     i = run_end(data, i, n, classes, LETTER | NUMBER | SPACE, False)
-    while i < n and (data[i] == 10 or data[i] == 13 or slash and data[i] == 47): i += 1
+    while i < n and (data[i] == 10 or data[i] == 13 or slash and data[i] == 47):
+        i += 1
     return i
+
 
 def space_end(data, i, n, classes, newlines, to_the_end):
     "The end of white space: after its last line end, or before its last character, which goes with the next word."
     e, last, cut = i, i, i
     while e < n:
         c = char_at(data, e, classes)
-        if not c & SPACE: break
+        if not c & SPACE:
+            break
         last = e
         e += c >> 8
-        if c & NEWLINE: cut = e
-    if e == n and to_the_end: return e
-    if newlines and cut > i: return cut
+        if c & NEWLINE:
+            cut = e
+    if e == n and to_the_end:
+        return e
+    if newlines and cut > i:
+        return cut
     return e if e == n or last == i else last
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #4eec100d
 def gpt2_end(data, i, n, classes):
     "The end of the word at byte `i` by the pattern 'gpt2'."
     e = contraction_end(data, i, n, False)
-    if e > i: return e
+    if e > i:
+        return e
     c = char_at(data, i, classes)
     if data[i] == 32 and i + 1 < n and not char_at(data, i + 1, classes) & SPACE:
         i += 1
         c = char_at(data, i, classes)
-    if c & LETTER: return run_end(data, i, n, classes, LETTER, True)
-    if c & NUMBER: return run_end(data, i, n, classes, NUMBER, True)
-    if c & SPACE: return space_end(data, i, n, classes, False, True)
+    if c & LETTER:
+        return run_end(data, i, n, classes, LETTER, True)
+    if c & NUMBER:
+        return run_end(data, i, n, classes, NUMBER, True)
+    if c & SPACE:
+        return space_end(data, i, n, classes, False, True)
     return run_end(data, i, n, classes, LETTER | NUMBER | SPACE, False)
+
 
 def cl100k_end(data, i, n, classes, to_the_end):
     "The end of the word at byte `i` by the pattern 'cl100k', or GPT-4's own with `to_the_end`."
     e = contraction_end(data, i, n, True)
-    if e > i: return e
+    if e > i:
+        return e
     c = char_at(data, i, classes)
-    if c & LETTER: return run_end(data, i, n, classes, LETTER, True)
-    if c & NUMBER: return number_end(data, i, n, classes)
+    if c & LETTER:
+        return run_end(data, i, n, classes, LETTER, True)
+    if c & NUMBER:
+        return number_end(data, i, n, classes)
     after = i + (c >> 8)
     d = char_at(data, after, classes) if after < n else SPACE
-    if d & LETTER and not c & NEWLINE: return run_end(data, after, n, classes, LETTER, True)
-    if not c & SPACE: return other_end(data, i, n, classes, False)
-    if data[i] == 32 and not d & (LETTER | NUMBER | SPACE): return other_end(data, after, n, classes, False)
+    if d & LETTER and not c & NEWLINE:
+        return run_end(data, after, n, classes, LETTER, True)
+    if not c & SPACE:
+        return other_end(data, i, n, classes, False)
+    if data[i] == 32 and not d & (LETTER | NUMBER | SPACE):
+        return other_end(data, after, n, classes, False)
     return space_end(data, i, n, classes, True, to_the_end)
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #c5fa9e17
@@ -265,35 +372,62 @@ def cased_end(data, i, n, classes, lower_needed):
     e, both = i, -1
     while e < n:
         c = char_at(data, e, classes)
-        if not c & UPPER: break
+        if not c & UPPER:
+            break
         e += c >> 8
-        if c & LOWER: both = e # the last place where the small letters can begin, and end
+        if c & LOWER:
+            both = e  # the last place where the small letters can begin, and end
     end = run_end(data, e, n, classes, LOWER, True)
-    if lower_needed and end == e: end = both
+    if lower_needed and end == e:
+        end = both
     return contraction_end(data, end, n, True) if end > i else -1
+
 
 def o200k_end(data, i, n, classes):
     "The end of the word at byte `i` by the pattern 'o200k'."
     c = char_at(data, i, classes)
     after = i + (c >> 8)
     for lower_needed in (True, False):
-        if after < n and not c & (LETTER | NUMBER | NEWLINE): # one mark or space may lead the word
+        if after < n and not c & (LETTER | NUMBER | NEWLINE):  # one mark or space may lead the word
             e = cased_end(data, after, n, classes, lower_needed)
-            if e > 0: return e
+            if e > 0:
+                return e
         if c & (UPPER | LOWER):
             e = cased_end(data, i, n, classes, lower_needed)
-            if e > 0: return e
-    if c & NUMBER: return number_end(data, i, n, classes)
-    if not c & SPACE: return other_end(data, i, n, classes, True)
-    if data[i] == 32 and after < n and not char_at(data, after, classes) & (LETTER | NUMBER | SPACE):
+            if e > 0:
+                return e
+    if c & NUMBER:
+        return number_end(data, i, n, classes)
+    if not c & SPACE:
+        return other_end(data, i, n, classes, True)
+    if (
+        data[i] == 32
+        and after < n
+        and not char_at(data, after, classes) & (LETTER | NUMBER | SPACE)
+    ):
         return other_end(data, after, n, classes, True)
     return space_end(data, i, n, classes, True, False)
 
+
 def word_end(data, i, n, classes, kind):
     "The end of the word at byte `i`; `kind` is the number of the pattern in `PATTERN_KINDS`."
-    if kind == 0: return gpt2_end(data, i, n, classes)
-    if kind == 2: return o200k_end(data, i, n, classes)
+    if kind == 0:
+        return gpt2_end(data, i, n, classes)
+    if kind == 2:
+        return o200k_end(data, i, n, classes)
     return cl100k_end(data, i, n, classes, kind == 3)
 
-PATTERN_KERNELS = (char_at, run_end, contraction_end, number_end, other_end, space_end, gpt2_end, cl100k_end, cased_end,
-                   o200k_end, word_end) # in the order in which they call each other
+
+PATTERN_KERNELS = (
+    char_at,
+    run_end,
+    contraction_end,
+    number_end,
+    other_end,
+    space_end,
+    gpt2_end,
+    cl100k_end,
+    cased_end,
+    o200k_end,
+    word_end,
+)  # in the order in which they call each other

@@ -48,84 +48,108 @@ def rng_state() -> dict[str, Any]:
     "The state of every global random generator of this process."
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-    return dict(python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state(),
-                cuda=cuda, mps=mps)
+    return dict(
+        python=random.getstate(),
+        numpy=np.random.get_state(),
+        torch=torch.get_rng_state(),
+        cuda=cuda,
+        mps=mps,
+    )
+
 
 def set_rng_state(
-    state: dict[str, Any], # From `rng_state`
+    state: dict[str, Any],  # From `rng_state`
 ) -> None:
     "Put every generator back; devices that are not here keep their own, with a warning."
-    random.setstate(state['python'])
-    np.random.set_state(state['numpy'])
-    torch.set_rng_state(state['torch'])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(state['cuda']) == here: torch.cuda.set_rng_state_all(state['cuda'])
-    else: warnings.warn(f'The checkpoint holds the random state of {len(state["cuda"])} GPUs and here are {here}: '
-                        'the run goes on, but not bit for bit', stacklevel=3)
-    if state['mps'] is not None and torch.backends.mps.is_available(): torch.mps.set_rng_state(state['mps'])
+    if len(state["cuda"]) == here:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    else:
+        warnings.warn(
+            f"The checkpoint holds the random state of {len(state['cuda'])} GPUs and here are {here}: "
+            "the run goes on, but not bit for bit",
+            stacklevel=3,
+        )
+    if state["mps"] is not None and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
 
 # %% ../../nbs/04_train/10_checkpoints.ipynb #fa316fc5
 FORMAT = 2
-FILES = ('model.safetensors', 'optimizer.safetensors', 'state.safetensors', 'state.json')
-PICKLES = ('.pt', '.pth', '.bin', '.ckpt', '.pkl')
-UNPROVED = ('seconds',) # What no two runs share, however alike they are
+FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json")
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+UNPROVED = ("seconds",)  # What no two runs share, however alike they are
+
 
 @dataclass
 class Snapshot:
     "All that goes into a checkpoint, at one moment."
+
     step: int
-    tensors: dict[str, dict[str, Tensor]] # Of each file; the run's own memory until `copy`
-    text: bytes # The rest, as JSON
-    proof: dict[str, str] # Part -> its hash
-    about: dict[str, Any] # What the manifest says besides
+    tensors: dict[str, dict[str, Tensor]]  # Of each file; the run's own memory until `copy`
+    text: bytes  # The rest, as JSON
+    proof: dict[str, str]  # Part -> its hash
+    about: dict[str, Any]  # What the manifest says besides
 
     @property
     def bytes(self) -> int:
         "How much there is to write."
-        return sum(t.numel()*t.element_size() for group in self.tensors.values() for t in group.values()) + len(self.text)
+        return sum(
+            t.numel() * t.element_size() for group in self.tensors.values() for t in group.values()
+        ) + len(self.text)
 
     def copy(
         self,
-        buffers: dict[str, Tensor], # From the last time, perhaps; used again where they fit
-    ) -> 'Snapshot':
+        buffers: dict[str, Tensor],  # From the last time, perhaps; used again where they fit
+    ) -> "Snapshot":
         "The same in memory of its own, so that the run may go on."
         own, gpu = {}, False
         for file, group in self.tensors.items():
             for name, t in group.items():
-                key = f'{file}/{name}'
-                if key not in buffers or (buffers[key].shape, buffers[key].dtype) != (t.shape, t.dtype):
+                key = f"{file}/{name}"
+                if key not in buffers or (buffers[key].shape, buffers[key].dtype) != (
+                    t.shape,
+                    t.dtype,
+                ):
                     buffers[key] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
                 buffers[key].copy_(t.detach(), non_blocking=t.is_cuda)
                 gpu |= t.is_cuda
-            own[file] = {name: buffers[f'{file}/{name}'] for name in group}
-        if gpu: torch.cuda.synchronize()
+            own[file] = {name: buffers[f"{file}/{name}"] for name in group}
+        if gpu:
+            torch.cuda.synchronize()
         return replace(self, tensors=own)
 
+
 def hash_part(
-    part: Any, # What `pack` can take
+    part: Any,  # What `pack` can take
 ) -> str:
     "The SHA-256 of a piece of state."
     tensors: dict[str, Tensor] = {}
     digest = hashlib.sha256(json.dumps(pack_tree(part, tensors), sort_keys=True).encode())
-    for t in tensors.values(): digest.update(raw_bytes(t))
+    for t in tensors.values():
+        digest.update(raw_bytes(t))
     return digest.hexdigest()
 
-def class_of(optimizer: Any) -> str | None: # Of what is inside, when a launcher has wrapped it
+
+def class_of(optimizer: Any) -> str | None:  # Of what is inside, when a launcher has wrapped it
     "The name of an optimizer's class."
-    return None if optimizer is None else type(getattr(optimizer, 'optimizer', optimizer)).__name__
+    return None if optimizer is None else type(getattr(optimizer, "optimizer", optimizer)).__name__
+
 
 def take_snapshot(
     model: nn.Module,
-    optimizer: Any = None, # This and the following: anything with `state_dict` and `load_state_dict`, or None
+    optimizer: Any = None,  # This and the following: anything with `state_dict` and `load_state_dict`, or None
     schedule: Any = None,
-    state: Mapping[str, Any] = {}, # noqa: B006 # What else the run must remember; `step` names the folder
+    state: Mapping[str, Any] = {},  # noqa: B006 # What else the run must remember; `step` names the folder
     scaler: Any = None,
     batches: Any = None,
-    next_batch: str | None = None, # `hash_part` of what the next step will see
-    about: Mapping[str, Any] = {}, # noqa: B006 # What the manifest shall say besides, as JSON can hold it
+    next_batch: str | None = None,  # `hash_part` of what the next step will see
+    about: Mapping[str, Any] = {},  # noqa: B006 # What the manifest shall say besides, as JSON can hold it
 ) -> Snapshot:
     "Gather all that the next step depends on, with the random generators as they are now."
-    step = state.get('step')
+    step = state.get("step")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"state['step'] = {step!r}: must be a whole number from 0 up")
     weights, shared = untie(model.state_dict())
@@ -134,330 +158,477 @@ def take_snapshot(
     small |= {name: part.state_dict() for name, part in parts.items() if part is not None}
     big, others = {}, {}
     packed = {name: pack_tree(value, others, name) for name, value in small.items()}
-    packed |= dict(state=pack_tree(dict(state), others), shared=shared, optimizer_class=class_of(optimizer))
-    if optimizer is not None: packed['optimizer'] = pack_tree(optimizer.state_dict(), big, 'optimizer')
+    packed |= dict(
+        state=pack_tree(dict(state), others), shared=shared, optimizer_class=class_of(optimizer)
+    )
+    if optimizer is not None:
+        packed["optimizer"] = pack_tree(optimizer.state_dict(), big, "optimizer")
     proof = {name: hash_part(part) for name, part in small.items()}
-    proof['state'] = hash_part({k: v for k, v in state.items() if k not in UNPROVED})
-    if optimizer is not None: proof['optimizer'] = hash_part(packed['optimizer'])
-    if next_batch: proof['next_batch'] = next_batch
-    tensors = {'model.safetensors': weights, 'optimizer.safetensors': big, 'state.safetensors': others}
+    proof["state"] = hash_part({k: v for k, v in state.items() if k not in UNPROVED})
+    if optimizer is not None:
+        proof["optimizer"] = hash_part(packed["optimizer"])
+    if next_batch:
+        proof["next_batch"] = next_batch
+    tensors = {
+        "model.safetensors": weights,
+        "optimizer.safetensors": big,
+        "state.safetensors": others,
+    }
     return Snapshot(step, tensors, json.dumps(packed, allow_nan=False).encode(), proof, dict(about))
 
 # %% ../../nbs/04_train/10_checkpoints.ipynb #ccc78e96
 def write_snapshot(
-    folder: str | Path, # Where the checkpoints of the run are; `checkpoint-<step>` is made in it
+    folder: str | Path,  # Where the checkpoints of the run are; `checkpoint-<step>` is made in it
     snapshot: Snapshot,
-    cancelled: Callable[[], bool] = lambda: False, # Asked now and then; raises `InterruptedError` when true
-) -> Path: # The checkpoint; raises `OSError` when the disk is full or read-only, with nothing half-written
+    cancelled: Callable[[], bool] = lambda: (
+        False
+    ),  # Asked now and then; raises `InterruptedError` when true
+) -> (
+    Path
+):  # The checkpoint; raises `OSError` when the disk is full or read-only, with nothing half-written
     "A folder of safetensors and JSON, whole or not there."
-    path = Path(folder)/f'checkpoint-{snapshot.step}'
+    path = Path(folder) / f"checkpoint-{snapshot.step}"
     with atomic_folder(path) as temporary:
-        if shutil.disk_usage(temporary).free < snapshot.bytes: raise OSError(errno.ENOSPC, 'the disk is full')
-        (temporary/'state.json').write_bytes(snapshot.text)
-        files = {name: write_tensors(temporary/name, group, cancelled) for name, group in snapshot.tensors.items()}
-        files['state.json'] = dict(bytes=len(snapshot.text), hash=file_hash(temporary/'state.json'))
-        proof = {'weights': files['model.safetensors']['hash'], **snapshot.proof}
-        if 'optimizer' in proof: proof['optimizer'] = hash_part([proof['optimizer'], files['optimizer.safetensors']['hash']])
-        versions = dict(python=sys.version.split()[0], torch=str(torch.__version__), numpy=np.__version__,
-                        safetensors=safetensors.__version__)
-        now = datetime.now(timezone.utc).isoformat(timespec='seconds')
-        manifest = dict(format=FORMAT, step=snapshot.step, time=now, versions=versions, files=files, proof=proof,
-                        about=snapshot.about)
+        if shutil.disk_usage(temporary).free < snapshot.bytes:
+            raise OSError(errno.ENOSPC, "the disk is full")
+        (temporary / "state.json").write_bytes(snapshot.text)
+        files = {
+            name: write_tensors(temporary / name, group, cancelled)
+            for name, group in snapshot.tensors.items()
+        }
+        files["state.json"] = dict(
+            bytes=len(snapshot.text), hash=file_hash(temporary / "state.json")
+        )
+        proof = {"weights": files["model.safetensors"]["hash"], **snapshot.proof}
+        if "optimizer" in proof:
+            proof["optimizer"] = hash_part(
+                [proof["optimizer"], files["optimizer.safetensors"]["hash"]]
+            )
+        versions = dict(
+            python=sys.version.split()[0],
+            torch=str(torch.__version__),
+            numpy=np.__version__,
+            safetensors=safetensors.__version__,
+        )
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        manifest = dict(
+            format=FORMAT,
+            step=snapshot.step,
+            time=now,
+            versions=versions,
+            files=files,
+            proof=proof,
+            about=snapshot.about,
+        )
         text = json.dumps(manifest | dict(hash=hash_part(manifest)), indent=2)
-        (temporary/'manifest.json').write_text(text, encoding='utf-8')
+        (temporary / "manifest.json").write_text(text, encoding="utf-8")
     return path
 
+
 def save_checkpoint(
-    folder: str | Path, # Where the checkpoints of the run are; `checkpoint-<step>` is made in it
+    folder: str | Path,  # Where the checkpoints of the run are; `checkpoint-<step>` is made in it
     model: nn.Module,
     optimizer: Any = None,
     schedule: Any = None,
-    state: Mapping[str, Any] = {}, # noqa: B006 # `step` names the folder
-    **more: Any, # As for `take_snapshot`
-) -> Path: # The checkpoint; raises `OSError` when the disk is full or read-only, with nothing half-written
+    state: Mapping[str, Any] = {},  # noqa: B006 # `step` names the folder
+    **more: Any,  # As for `take_snapshot`
+) -> (
+    Path
+):  # The checkpoint; raises `OSError` when the disk is full or read-only, with nothing half-written
     "Write all that the next step depends on, at once."
     return write_snapshot(folder, take_snapshot(model, optimizer, schedule, state, **more))
 
 # %% ../../nbs/04_train/10_checkpoints.ipynb #9c86cdfa
 def problem_with(
-    path: str | Path, # A checkpoint, or what is taken for one
-    contents: bool = True, # Also read and hash every file
-) -> str: # What is wrong with it, or ''
+    path: str | Path,  # A checkpoint, or what is taken for one
+    contents: bool = True,  # Also read and hash every file
+) -> str:  # What is wrong with it, or ''
     "Why a checkpoint cannot be used: absent, foreign, truncated, changed, or too new."
     path = Path(path)
     if path.suffix in PICKLES and path.is_file():
-        return ('is a pickle, which may run code when it is opened, and a checkpoint is a folder of safetensors '
-                'and JSON. If you trust it, read its weights with torch.load(path, weights_only=True)')
-    if path.is_file(): return 'is a file, and a checkpoint is a folder'
-    if not path.is_dir(): return 'does not exist'
+        return (
+            "is a pickle, which may run code when it is opened, and a checkpoint is a folder of safetensors "
+            "and JSON. If you trust it, read its weights with torch.load(path, weights_only=True)"
+        )
+    if path.is_file():
+        return "is a file, and a checkpoint is a folder"
+    if not path.is_dir():
+        return "does not exist"
     try:
-        manifest = json.loads((path/'manifest.json').read_text(encoding='utf-8'))
-        if (version := manifest['format']) != FORMAT:
-            return f'was written by {"a newer" if version > FORMAT else "an older"} version (format {version}, here {FORMAT})'
-        if manifest.pop('hash') != hash_part(manifest): return 'is damaged: manifest.json has changed since it was written'
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if (version := manifest["format"]) != FORMAT:
+            return f"was written by {'a newer' if version > FORMAT else 'an older'} version (format {version}, here {FORMAT})"
+        if manifest.pop("hash") != hash_part(manifest):
+            return "is damaged: manifest.json has changed since it was written"
         for name in FILES:
-            file, facts = path/name, manifest['files'][name]
-            if not file.is_file(): return f'lacks {name}'
-            size, wanted = file.stat().st_size, facts['bytes']
-            if size != wanted: return f'is damaged: {name} has {size:,} of {wanted:,} bytes'
-            if contents and file_hash(file) != facts['hash']:
-                return f'is damaged: {name} has changed since it was written'
-    except FileNotFoundError: return 'was not written by trainkit: it has no manifest.json'
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError): return 'is damaged: its manifest.json cannot be read'
-    except OSError as error: return f'cannot be read: {error}'
-    return ''
+            file, facts = path / name, manifest["files"][name]
+            if not file.is_file():
+                return f"lacks {name}"
+            size, wanted = file.stat().st_size, facts["bytes"]
+            if size != wanted:
+                return f"is damaged: {name} has {size:,} of {wanted:,} bytes"
+            if contents and file_hash(file) != facts["hash"]:
+                return f"is damaged: {name} has changed since it was written"
+    except FileNotFoundError:
+        return "was not written by trainkit: it has no manifest.json"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "is damaged: its manifest.json cannot be read"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return ""
+
 
 def read_manifest(
-    path: str | Path, # A whole checkpoint
-) -> dict[str, Any]: # format, step, time, versions, files, proof, about
+    path: str | Path,  # A whole checkpoint
+) -> dict[str, Any]:  # format, step, time, versions, files, proof, about
     "What a checkpoint says of itself."
-    return json.loads((Path(path)/'manifest.json').read_text(encoding='utf-8'))
+    return json.loads((Path(path) / "manifest.json").read_text(encoding="utf-8"))
 
 # %% ../../nbs/04_train/10_checkpoints.ipynb #6cf36ea7
 def check_weights(
-    saved: Mapping[str, Tensor], # From the checkpoint
-    wanted: Mapping[str, Tensor], # Of the model
-) -> None: # Raises `ValueError` that names the tensors
+    saved: Mapping[str, Tensor],  # From the checkpoint
+    wanted: Mapping[str, Tensor],  # Of the model
+) -> None:  # Raises `ValueError` that names the tensors
     "Names, shapes, types and shared memory must be the model's."
-    def kind(t: Tensor) -> str: return f'{tuple(t.shape)} {str(t.dtype).removeprefix("torch.")}'
-    wrong = [f'{name} is not in the model' for name in saved if name not in wanted]
-    wrong += [f'{name} is not in the checkpoint' for name in wanted if name not in saved]
-    wrong += [f'{name} is {kind(saved[name])} in the checkpoint and {kind(t)} in the model'
-              for name, t in wanted.items() if name in saved and kind(saved[name]) != kind(t)]
+
+    def kind(t: Tensor) -> str:
+        return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
+    wrong = [f"{name} is not in the model" for name in saved if name not in wanted]
+    wrong += [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
+    wrong += [
+        f"{name} is {kind(saved[name])} in the checkpoint and {kind(t)} in the model"
+        for name, t in wanted.items()
+        if name in saved and kind(saved[name]) != kind(t)
+    ]
     if not wrong:
-        wrong = [f'{other} and {name} are one tensor in the model and two in the checkpoint'
-                 for other, name in untie(wanted)[1].items() if not torch.equal(saved[other], saved[name])]
-    if len(wrong) > 5: wrong[5:] = [f'and {len(wrong) - 5} more']
-    if wrong: raise ValueError('The checkpoint is of another model: ' + '; '.join(wrong))
+        wrong = [
+            f"{other} and {name} are one tensor in the model and two in the checkpoint"
+            for other, name in untie(wanted)[1].items()
+            if not torch.equal(saved[other], saved[name])
+        ]
+    if len(wrong) > 5:
+        wrong[5:] = [f"and {len(wrong) - 5} more"]
+    if wrong:
+        raise ValueError("The checkpoint is of another model: " + "; ".join(wrong))
+
 
 def check_optimizer(
-    saved: dict[str, Any], # `state_dict` from the checkpoint
-    saved_class: str, # Its optimizer's class
+    saved: dict[str, Any],  # `state_dict` from the checkpoint
+    saved_class: str,  # Its optimizer's class
     optimizer: Any,
-) -> None: # Raises `ValueError` that says what differs
+) -> None:  # Raises `ValueError` that says what differs
     "The kind of optimizer, its parameters, and the shapes of what it remembers must be the same."
     if saved_class != class_of(optimizer):
-        raise ValueError(f'The checkpoint is of the optimizer {saved_class}, and this is {class_of(optimizer)}')
+        raise ValueError(
+            f"The checkpoint is of the optimizer {saved_class}, and this is {class_of(optimizer)}"
+        )
     groups = optimizer.param_groups
-    def names(groups): return [group.get('param_names', len(group['params'])) for group in groups]
-    before, now = names(saved['param_groups']), names(groups)
+
+    def names(groups):
+        return [group.get("param_names", len(group["params"])) for group in groups]
+
+    before, now = names(saved["param_groups"]), names(groups)
     if before != now:
-        old, new = ({name for group in found for name in group} if all(isinstance(group, list) for group in found)
-                    else {str(found)} for found in (before, now))
-        what = [f'{title} {", ".join(sorted(some)[:3])}{", …" if len(some) > 3 else ""}'
-                for title, some in (('only there:', old - new), ('only here:', new - old)) if some]
-        raise ValueError('The checkpoint trained other parameters, ' + ('; '.join(what)) if what else
-            f'The checkpoint had the same parameters in other groups ({len(before)} there, {len(now)} here): the '
-            'patterns of lr_factors and weight_decays must be the same')
-    for index, p in enumerate(p for group in groups for p in group['params']):
-        for key, value in saved['state'].get(index, {}).items():
+        old, new = (
+            {name for group in found for name in group}
+            if all(isinstance(group, list) for group in found)
+            else {str(found)}
+            for found in (before, now)
+        )
+        what = [
+            f"{title} {', '.join(sorted(some)[:3])}{', …' if len(some) > 3 else ''}"
+            for title, some in (("only there:", old - new), ("only here:", new - old))
+            if some
+        ]
+        raise ValueError(
+            "The checkpoint trained other parameters, " + ("; ".join(what))
+            if what
+            else f"The checkpoint had the same parameters in other groups ({len(before)} there, {len(now)} here): the "
+            "patterns of lr_factors and weight_decays must be the same"
+        )
+    for index, p in enumerate(p for group in groups for p in group["params"]):
+        for key, value in saved["state"].get(index, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
-                raise ValueError(f'The optimizer state {key} of parameter {index} is {tuple(value.shape)}, '
-                                 f'and the parameter {tuple(p.shape)}')
+                raise ValueError(
+                    f"The optimizer state {key} of parameter {index} is {tuple(value.shape)}, "
+                    f"and the parameter {tuple(p.shape)}"
+                )
+
 
 def load_checkpoint(
-    path: str | Path, # One checkpoint; `latest_checkpoint` finds it
-    model: nn.Module, # This and the following get their state back
+    path: str | Path,  # One checkpoint; `latest_checkpoint` finds it
+    model: nn.Module,  # This and the following get their state back
     optimizer: Any = None,
     schedule: Any = None,
     scaler: Any = None,
     batches: Any = None,
-    rng: bool = True, # Also the random generators
-    verify: bool = True, # Hash every file first
-) -> dict[str, Any]: # The `state` that was saved
+    rng: bool = True,  # Also the random generators
+    verify: bool = True,  # Hash every file first
+) -> dict[str, Any]:  # The `state` that was saved
     "Put everything back as it was; raises `ValueError` before anything is changed if something does not fit."
     path = Path(path)
     if problem := problem_with(path, contents=verify):
-        raise (ValueError if path.exists() else FileNotFoundError)(f'{path} {problem}')
-    weights = load_file(path/'model.safetensors')
-    tensors = load_file(path/'state.safetensors') | (load_file(path/'optimizer.safetensors') if optimizer is not None else {})
-    packed = json.loads((path/'state.json').read_text(encoding='utf-8'))
+        raise (ValueError if path.exists() else FileNotFoundError)(f"{path} {problem}")
+    weights = load_file(path / "model.safetensors")
+    tensors = load_file(path / "state.safetensors") | (
+        load_file(path / "optimizer.safetensors") if optimizer is not None else {}
+    )
+    packed = json.loads((path / "state.json").read_text(encoding="utf-8"))
     had = set(packed)
-    if optimizer is None: packed.pop('optimizer', None)
+    if optimizer is None:
+        packed.pop("optimizer", None)
     tree = unpack_tree(packed, tensors)
-    weights |= {other: weights[name] for other, name in tree['shared'].items()}
+    weights |= {other: weights[name] for other, name in tree["shared"].items()}
     parts = dict(optimizer=optimizer, schedule=schedule, scaler=scaler, batches=batches)
     if lacks := [name for name, part in parts.items() if part is not None and name not in had]:
-        raise ValueError(f'{path} was saved without {" and ".join(lacks)}, and this run has one')
+        raise ValueError(f"{path} was saved without {' and '.join(lacks)}, and this run has one")
     check_weights(weights, model.state_dict())
-    if optimizer is not None: check_optimizer(tree['optimizer'], tree['optimizer_class'], optimizer)
+    if optimizer is not None:
+        check_optimizer(tree["optimizer"], tree["optimizer_class"], optimizer)
     model.load_state_dict(weights)
     for name, part in parts.items():
-        if part is not None: part.load_state_dict(tree[name])
-    if rng: set_rng_state(tree['rng'])
-    return tree['state']
+        if part is not None:
+            part.load_state_dict(tree[name])
+    if rng:
+        set_rng_state(tree["rng"])
+    return tree["state"]
 
 # %% ../../nbs/04_train/11_tensor_files.ipynb #163a7055
-HASH_CHUNK = 2**24 # Bytes that are hashed in one go
+HASH_CHUNK = 2**24  # Bytes that are hashed in one go
+
 
 class PieceHash:
     "SHA-256 over the SHA-256 of each 16 MiB, so that several cores can hash one file."
 
     def __init__(self):
         self.cores = min(4, os.cpu_count() or 1)
-        self.pool, self.waiting, self.digest = ThreadPoolExecutor(self.cores), deque(), hashlib.sha256()
+        self.pool, self.waiting, self.digest = (
+            ThreadPoolExecutor(self.cores),
+            deque(),
+            hashlib.sha256(),
+        )
         self.views, self.room = [], HASH_CHUNK
 
     def update(
         self,
-        part: memoryview, # Bytes; must not change until they are hashed
-    ) -> None: # Waits only when the cores cannot keep up
+        part: memoryview,  # Bytes; must not change until they are hashed
+    ) -> None:  # Waits only when the cores cannot keep up
         "Add bytes, cut where the pieces end."
         while len(part):
-            taken, part = part[:self.room], part[self.room:]
+            taken, part = part[: self.room], part[self.room :]
             self.views.append(taken)
             self.room -= len(taken)
-            if not self.room: self.flush()
+            if not self.room:
+                self.flush()
 
     def flush(self) -> None:
         "Hand over a piece, and collect those that are ready."
         self.waiting.append(self.pool.submit(self.one, self.views))
         self.views, self.room = [], HASH_CHUNK
-        while len(self.waiting) > 2*self.cores: self.digest.update(self.waiting.popleft().result())
+        while len(self.waiting) > 2 * self.cores:
+            self.digest.update(self.waiting.popleft().result())
 
     @staticmethod
     def one(views: list[memoryview]) -> bytes:
         digest = hashlib.sha256()
-        for view in views: digest.update(view)
+        for view in views:
+            digest.update(view)
         return digest.digest()
 
     def hexdigest(self) -> str:
         "The hash of all, when there is no more."
-        if self.views or not self.waiting: self.flush()
-        for piece in self.waiting: self.digest.update(piece.result())
+        if self.views or not self.waiting:
+            self.flush()
+        for piece in self.waiting:
+            self.digest.update(piece.result())
         self.pool.shutdown()
         return self.digest.hexdigest()
 
+
 def file_hash(
-    path: str | Path, # Any file
-) -> str: # Hexadecimal
+    path: str | Path,  # Any file
+) -> str:  # Hexadecimal
     "The `PieceHash` of a file, read in pieces."
     digest = PieceHash()
-    with open(path, 'rb') as file:
-        while piece := file.read(HASH_CHUNK): digest.update(memoryview(piece))
+    with open(path, "rb") as file:
+        while piece := file.read(HASH_CHUNK):
+            digest.update(memoryview(piece))
     return digest.hexdigest()
 
 # %% ../../nbs/04_train/11_tensor_files.ipynb #e3b4dd47
-DTYPES = {torch.float64: 'F64', torch.float32: 'F32', torch.float16: 'F16', torch.bfloat16: 'BF16',
-          torch.int64: 'I64', torch.int32: 'I32', torch.int16: 'I16', torch.int8: 'I8', torch.uint8: 'U8',
-          torch.bool: 'BOOL', torch.float8_e4m3fn: 'F8_E4M3', torch.float8_e5m2: 'F8_E5M2'}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
 
 def write_tensors(
-    path: str | Path, # The file
-    tensors: Mapping[str, Tensor], # On any device
-    cancelled: Callable[[], bool] = lambda: False, # Asked between pieces; raises `InterruptedError` when true
-) -> dict[str, Any]: # `bytes` and `hash` (see `PieceHash`) of the file
+    path: str | Path,  # The file
+    tensors: Mapping[str, Tensor],  # On any device
+    cancelled: Callable[[], bool] = lambda: (
+        False
+    ),  # Asked between pieces; raises `InterruptedError` when true
+) -> dict[str, Any]:  # `bytes` and `hash` (see `PieceHash`) of the file
     "Write a safetensors file and hash it in the same pass; only a few tensors at a time are copied."
-    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)) # So that all are aligned
+    names = sorted(
+        tensors, key=lambda name: (-tensors[name].element_size(), name)
+    )  # So that all are aligned
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in DTYPES:
-            raise TypeError(f'{name} is {tensor.dtype}, which safetensors cannot hold')
+            raise TypeError(f"{name} is {tensor.dtype}, which safetensors cannot hold")
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end])
-    head = json.dumps(header, separators=(',', ':')).encode()
-    head += b' ' * (-len(head) % 8)
-    digest = PieceHash() # Other cores hash while this one writes
-    with open(path, 'wb') as file, ThreadPoolExecutor(1) as disk:
-        due, sync = 4*HASH_CHUNK, disk.submit(bool) # The disk shall not wait for its work until the end
+        header[name] = dict(
+            dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[start, end]
+        )
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    digest = PieceHash()  # Other cores hash while this one writes
+    with open(path, "wb") as file, ThreadPoolExecutor(1) as disk:
+        due, sync = (
+            4 * HASH_CHUNK,
+            disk.submit(bool),
+        )  # The disk shall not wait for its work until the end
         parts = (raw_bytes(tensors[name]) for name in names)
-        for whole in chain((memoryview(len(head).to_bytes(8, 'little') + head),), parts):
+        for whole in chain((memoryview(len(head).to_bytes(8, "little") + head),), parts):
             for start in range(0, len(whole), HASH_CHUNK):
-                if cancelled(): raise InterruptedError(errno.EINTR, 'writing was given up')
-                digest.update(whole[start:start + HASH_CHUNK])
-                file.write(whole[start:start + HASH_CHUNK])
+                if cancelled():
+                    raise InterruptedError(errno.EINTR, "writing was given up")
+                digest.update(whole[start : start + HASH_CHUNK])
+                file.write(whole[start : start + HASH_CHUNK])
                 if file.tell() >= due and sync.done():
                     sync.result()
-                    due, sync = file.tell() + 4*HASH_CHUNK, disk.submit(os.fsync, file.fileno())
+                    due, sync = file.tell() + 4 * HASH_CHUNK, disk.submit(os.fsync, file.fileno())
         sync.result()
         return dict(bytes=file.tell(), hash=digest.hexdigest())
 
-def raw_bytes(tensor: Tensor) -> memoryview: # The tensor's own memory where it lies on the CPU in one piece
+
+def raw_bytes(
+    tensor: Tensor,
+) -> memoryview:  # The tensor's own memory where it lies on the CPU in one piece
     "The bytes of a tensor in row order."
-    return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()) # type: ignore
+    return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())  # type: ignore
 
 # %% ../../nbs/04_train/11_tensor_files.ipynb #09d4fb3f
 def untie(
-    tensors: Mapping[str, Tensor], # As `model.state_dict()` gives them
-) -> tuple[dict[str, Tensor], dict[str, str]]: # Each tensor once; its other names -> the one kept
+    tensors: Mapping[str, Tensor],  # As `model.state_dict()` gives them
+) -> tuple[dict[str, Tensor], dict[str, str]]:  # Each tensor once; its other names -> the one kept
     "Tell tensors that lie in the same memory from their other names."
     first, once, shared = {}, {}, {}
     for name, t in tensors.items():
         place = (t.device, t.dtype, t.data_ptr(), t.shape, t.stride()) if t.numel() else name
-        if (kept := first.setdefault(place, name)) == name: once[name] = t
-        else: shared[name] = kept
+        if (kept := first.setdefault(place, name)) == name:
+            once[name] = t
+        else:
+            shared[name] = kept
     return once, shared
 
 # %% ../../nbs/04_train/11_tensor_files.ipynb #13284357
 def pack_tree(
-    tree: Any, # Numbers, text, lists, tuples, dicts, tensors, arrays, nested as you like
-    tensors: dict[str, Tensor], # Gets the leaves that are tensors or arrays
-    path: str = 'state', # Where in the tree this is
-) -> Any: # What JSON can hold
+    tree: Any,  # Numbers, text, lists, tuples, dicts, tensors, arrays, nested as you like
+    tensors: dict[str, Tensor],  # Gets the leaves that are tensors or arrays
+    path: str = "state",  # Where in the tree this is
+) -> Any:  # What JSON can hold
     "Turn a tree into JSON and tensors, without loss."
-    if isinstance(tree, np.generic): tree = tree.item()
-    if tree is None or isinstance(tree, (bool, int, str)): return tree
-    if isinstance(tree, float): return tree if math.isfinite(tree) else {'$float': repr(tree)}
+    if isinstance(tree, np.generic):
+        tree = tree.item()
+    if tree is None or isinstance(tree, (bool, int, str)):
+        return tree
+    if isinstance(tree, float):
+        return tree if math.isfinite(tree) else {"$float": repr(tree)}
     if isinstance(tree, (Tensor, np.ndarray)):
-        while path in tensors: path += '_'
-        if isinstance(tree, Tensor): tensors[path], leaf = tree, {'$tensor': path}
-        else: # Unsigned numbers as signed ones, because old readers know no others
-            signed = tree.view(tree.dtype.str.replace('u', 'i')).copy()
-            tensors[path], leaf = torch.from_numpy(signed), {'$array': [path, tree.dtype.str]}
+        while path in tensors:
+            path += "_"
+        if isinstance(tree, Tensor):
+            tensors[path], leaf = tree, {"$tensor": path}
+        else:  # Unsigned numbers as signed ones, because old readers know no others
+            signed = tree.view(tree.dtype.str.replace("u", "i")).copy()
+            tensors[path], leaf = torch.from_numpy(signed), {"$array": [path, tree.dtype.str]}
         return leaf
     if isinstance(tree, (list, tuple)):
-        items = [pack_tree(item, tensors, f'{path}.{i}') for i, item in enumerate(tree)]
-        return items if isinstance(tree, list) else {'$tuple': items}
+        items = [pack_tree(item, tensors, f"{path}.{i}") for i, item in enumerate(tree)]
+        return items if isinstance(tree, list) else {"$tuple": items}
     if isinstance(tree, Mapping):
-        items = {key: pack_tree(value, tensors, f'{path}.{key}') for key, value in tree.items()}
-        if all(isinstance(key, str) and not key.startswith('$') for key in items): return items
-        return {'$dict': [[pack_tree(key, tensors, path), value] for key, value in items.items()]}
-    raise TypeError(f'{path} is a {type(tree).__name__}: only numbers, text, lists, tuples, dicts, tensors and '
-                    'arrays can be saved')
+        items = {key: pack_tree(value, tensors, f"{path}.{key}") for key, value in tree.items()}
+        if all(isinstance(key, str) and not key.startswith("$") for key in items):
+            return items
+        return {"$dict": [[pack_tree(key, tensors, path), value] for key, value in items.items()]}
+    raise TypeError(
+        f"{path} is a {type(tree).__name__}: only numbers, text, lists, tuples, dicts, tensors and "
+        "arrays can be saved"
+    )
+
 
 def unpack_tree(
-    tree: Any, # From `pack`
+    tree: Any,  # From `pack`
     tensors: Mapping[str, Tensor],
 ) -> Any:
     "The inverse of `pack`."
-    if isinstance(tree, list): return [unpack_tree(item, tensors) for item in tree]
-    if not isinstance(tree, dict): return tree
-    kind, value = next(iter(tree.items())) if tree else ('', '')
-    if kind == '$float': return float(value)
-    if kind == '$tensor': return tensors[value]
-    if kind == '$array': return tensors[value[0]].numpy().view(value[1])
-    if kind == '$tuple': return tuple(unpack_tree(value, tensors))
-    if kind == '$dict': return {unpack_tree(key, tensors): unpack_tree(item, tensors) for key, item in value}
+    if isinstance(tree, list):
+        return [unpack_tree(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    kind, value = next(iter(tree.items())) if tree else ("", "")
+    if kind == "$float":
+        return float(value)
+    if kind == "$tensor":
+        return tensors[value]
+    if kind == "$array":
+        return tensors[value[0]].numpy().view(value[1])
+    if kind == "$tuple":
+        return tuple(unpack_tree(value, tensors))
+    if kind == "$dict":
+        return {unpack_tree(key, tensors): unpack_tree(item, tensors) for key, item in value}
     return {key: unpack_tree(item, tensors) for key, item in tree.items()}
 
 # %% ../../nbs/04_train/12_retention.ipynb #1edb48f1
-_held: set[Path] = set() # A process may lock a file twice without noticing, so it must remember
+_held: set[Path] = set()  # A process may lock a file twice without noticing, so it must remember
+
 
 @contextmanager
 def run_lock(
-    folder: str | Path, # The folder of the run; made if needed
-) -> Iterator[Path]: # The folder; raises `RuntimeError` when another run has it
+    folder: str | Path,  # The folder of the run; made if needed
+) -> Iterator[Path]:  # The folder; raises `RuntimeError` when another run has it
     "Keep every other run out of `folder` while the block runs; ends with the process, however that ends."
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder.resolve()/'.lock'
-    busy = f'{folder} is in use by another run{{}}: wait for it, stop it, or choose another folder'
-    if path in _held: raise RuntimeError(busy.format(' of this process'))
-    with open(path, 'a+', encoding='utf-8') as file:
-        try: lock_file(file.fileno())
+    path = folder.resolve() / ".lock"
+    busy = f"{folder} is in use by another run{{}}: wait for it, stop it, or choose another folder"
+    if path in _held:
+        raise RuntimeError(busy.format(" of this process"))
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            lock_file(file.fileno())
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 file.seek(0)
-                raise RuntimeError(busy.format(f' ({file.read().strip() or "process unknown"})')) from None
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL): raise
-            warnings.warn(f'The drive of {folder} knows no locks ({error.strerror}): nothing keeps a second run out '
-                          'of it, so see to it yourself', stacklevel=3)
+                raise RuntimeError(
+                    busy.format(f" ({file.read().strip() or 'process unknown'})")
+                ) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            warnings.warn(
+                f"The drive of {folder} knows no locks ({error.strerror}): nothing keeps a second run out "
+                "of it, so see to it yourself",
+                stacklevel=3,
+            )
         _held.add(path)
         try:
             file.truncate(0)
-            file.write(f'process {os.getpid()} on {socket.gethostname()}')
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
             sweep(folder)
             yield folder
@@ -465,28 +636,42 @@ def run_lock(
             file.truncate(0)
             _held.discard(path)
 
-def lock_file(descriptor: int) -> None: # Raises `OSError` when it is taken; closing the file lets go
+
+def lock_file(
+    descriptor: int,
+) -> None:  # Raises `OSError` when it is taken; closing the file lets go
     "Take the operating system's lock on an open file."
-    if sys.platform == 'win32':
+    if sys.platform == "win32":
         import msvcrt
-        os.lseek(descriptor, 2**30, os.SEEK_SET) # Far behind the text, which stays readable for the others
+
+        os.lseek(
+            descriptor, 2**30, os.SEEK_SET
+        )  # Far behind the text, which stays readable for the others
         msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
     else:
         import fcntl
+
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 # %% ../../nbs/04_train/12_retention.ipynb #8449d5ce
 def find_checkpoints(
-    folder: str | Path, # Where the checkpoints of the run are
-) -> list[Path]: # By step, the newest last; their contents are not looked at
+    folder: str | Path,  # Where the checkpoints of the run are
+) -> list[Path]:  # By step, the newest last; their contents are not looked at
     "All folders that are named as checkpoints."
-    named = [path for path in Path(folder).glob('checkpoint-*') if re.fullmatch(r'checkpoint-\d+', path.name)]
-    return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name.split('-')[1]))
+    named = [
+        path
+        for path in Path(folder).glob("checkpoint-*")
+        if re.fullmatch(r"checkpoint-\d+", path.name)
+    ]
+    return sorted(
+        (path for path in named if path.is_dir()), key=lambda path: int(path.name.split("-")[1])
+    )
+
 
 def latest_checkpoint(
-    folder: str | Path, # Where the checkpoints of the run are
-    resume: bool = False, # Raise `ValueError` where there are some, and none is whole
-) -> Path | None: # The newest whole one, or None
+    folder: str | Path,  # Where the checkpoints of the run are
+    resume: bool = False,  # Raise `ValueError` where there are some, and none is whole
+) -> Path | None:  # The newest whole one, or None
     "The checkpoint to go on from; damaged and foreign ones are named in a warning and passed over."
     newest, wrong = None, {}
     for path in reversed(find_checkpoints(folder)):
@@ -495,64 +680,82 @@ def latest_checkpoint(
             break
         wrong[path] = problem
     if resume and wrong and newest is None:
-        each = '; '.join(f'{path.name} {problem}' for path, problem in wrong.items())
-        raise ValueError(f'{folder} holds no checkpoint to go on from: {each}. Put a whole copy of one back, or '
-                         'begin anew: without resume, under another name')
-    for path, problem in wrong.items(): warnings.warn(f'Passed over {path}: it {problem}', stacklevel=2)
+        each = "; ".join(f"{path.name} {problem}" for path, problem in wrong.items())
+        raise ValueError(
+            f"{folder} holds no checkpoint to go on from: {each}. Put a whole copy of one back, or "
+            "begin anew: without resume, under another name"
+        )
+    for path, problem in wrong.items():
+        warnings.warn(f"Passed over {path}: it {problem}", stacklevel=2)
     return newest
 
 # %% ../../nbs/04_train/12_retention.ipynb #7ea730e7
 def rotate_checkpoints(
-    folder: str | Path, # Where the checkpoints of the run are
-    save_total_limit: int | None, # How many may stay; None or 0 for all
-    keep: Iterable[str | Path] = (), # Never deleted: the best, the one just written
-) -> list[Path]: # What was deleted
+    folder: str | Path,  # Where the checkpoints of the run are
+    save_total_limit: int | None,  # How many may stay; None or 0 for all
+    keep: Iterable[str | Path] = (),  # Never deleted: the best, the one just written
+) -> list[Path]:  # What was deleted
     "Delete the oldest whole checkpoints until `save_total_limit` are left."
     if save_total_limit is not None and save_total_limit < 0:
-        raise ValueError(f'save_total_limit = {save_total_limit}: must be 0 (keep all) or more')
+        raise ValueError(f"save_total_limit = {save_total_limit}: must be 0 (keep all) or more")
     found = [path for path in find_checkpoints(folder) if not problem_with(path, contents=False)]
     kept = {Path(path).resolve() for path in (*keep, *found[-1:])}
     surplus = max(0, len(found) - (save_total_limit or len(found)))
     doomed = [path for path in found if path.resolve() not in kept][:surplus]
     for path in doomed:
-        gone = path.with_name(f'.{path.name}.old')
-        os.replace(path, gone) # It vanishes whole, however long the deletion takes
+        gone = path.with_name(f".{path.name}.old")
+        os.replace(path, gone)  # It vanishes whole, however long the deletion takes
         shutil.rmtree(gone, ignore_errors=True)
     return doomed
 
 # %% ../../nbs/04_train/12_retention.ipynb #07bebdb2
 def set_aside(
-    folder: str | Path, # Where the checkpoints of the run are
-    step: int, # Where the run goes on from
-) -> Path | None: # `abandoned-1`, `abandoned-2`, … with all later checkpoints, damaged ones too; None: there were none
+    folder: str | Path,  # Where the checkpoints of the run are
+    step: int,  # Where the run goes on from
+) -> (
+    Path | None
+):  # `abandoned-1`, `abandoned-2`, … with all later checkpoints, damaged ones too; None: there were none
     "Move the checkpoints of an abandoned future out of the way."
-    later = [path for path in find_checkpoints(folder) if int(path.name.split('-')[1]) > step]
-    if not later: return None
-    aside = next(there for n in count(1) if not (there := Path(folder)/f'abandoned-{n}').exists())
+    later = [path for path in find_checkpoints(folder) if int(path.name.split("-")[1]) > step]
+    if not later:
+        return None
+    aside = next(there for n in count(1) if not (there := Path(folder) / f"abandoned-{n}").exists())
     aside.mkdir()
-    for path in reversed(later): os.replace(path, aside/path.name)
+    for path in reversed(later):
+        os.replace(path, aside / path.name)
     return aside
 
 # %% ../../nbs/04_train/12_retention.ipynb #282a7671
-_OURS = re.compile(r'\.+(model|best_model|adapter|tokenizer|config(?:\.\d+)?\.yaml|environment\.json|metrics\.jsonl|test\.jsonl)(?:\.[a-z0-9_]{8})+(?:\.old)?') # What only the run itself writes
+_OURS = re.compile(
+    r"\.+(model|best_model|adapter|tokenizer|config(?:\.\d+)?\.yaml|environment\.json|metrics\.jsonl|test\.jsonl)(?:\.[a-z0-9_]{8})+(?:\.old)?"
+)  # What only the run itself writes
+
 
 def sweep(
-    folder: str | Path, # A run's folder that nobody else writes to
+    folder: str | Path,  # A run's folder that nobody else writes to
 ) -> None:
     "Finish or remove what a killed process left: a whole checkpoint gets its name, a torn one goes; so do a model and a log."
-    for left in [*Path(folder).glob('.checkpoint-*'), *Path(folder).glob('*/.checkpoint-*')]:
-        match = re.match(r'\.(checkpoint-\d+)\.', left.name)
+    for left in [*Path(folder).glob(".checkpoint-*"), *Path(folder).glob("*/.checkpoint-*")]:
+        match = re.match(r"\.(checkpoint-\d+)\.", left.name)
         named = left.with_name(match[1]) if match else left
-        if not named.exists() and not problem_with(left): os.replace(left, named)
-        else: shutil.rmtree(left, ignore_errors=True)
-    lefts = [path for path in Path(folder).glob('.*') if _OURS.fullmatch(path.name)]
-    for left in lefts: # The kill came between the two renames of `atomic_folder`: the new one is whole
-        if left.suffix != '.old': continue
-        named, new = left.with_name(_OURS.fullmatch(left.name)[1]), left.with_suffix('') # type: ignore
-        if not named.exists(): os.replace(new if new.exists() else left, named)
+        if not named.exists() and not problem_with(left):
+            os.replace(left, named)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+    lefts = [path for path in Path(folder).glob(".*") if _OURS.fullmatch(path.name)]
+    for (
+        left
+    ) in lefts:  # The kill came between the two renames of `atomic_folder`: the new one is whole
+        if left.suffix != ".old":
+            continue
+        named, new = left.with_name(_OURS.fullmatch(left.name)[1]), left.with_suffix("")  # type: ignore
+        if not named.exists():
+            os.replace(new if new.exists() else left, named)
     for left in lefts:
-        if left.is_dir(): shutil.rmtree(left, ignore_errors=True)
-        else: left.unlink(missing_ok=True)
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 # %% ../../nbs/04_train/13_checkpoint_writer.ipynb #2d72b032
 class CheckpointWriter:
@@ -560,24 +763,37 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        folder: str | Path, # Where the checkpoints of the run are
-        save_total_limit: int | None = None, # How many may stay; see `rotate`
-        asynchronous: bool | None = None, # Whether the run goes on meanwhile; None: if memory for two copies is free
+        folder: str | Path,  # Where the checkpoints of the run are
+        save_total_limit: int | None = None,  # How many may stay; see `rotate`
+        asynchronous: bool
+        | None = None,  # Whether the run goes on meanwhile; None: if memory for two copies is free
     ):
         self.folder, self.limit, self.asynchronous = Path(folder), save_total_limit, asynchronous
-        self.thread, self.error, self.given_up, self.done, self.buffers = None, None, threading.Event(), [], {}
+        self.thread, self.error, self.given_up, self.done, self.buffers = (
+            None,
+            None,
+            threading.Event(),
+            [],
+            {},
+        )
 
     def save(
         self,
-        snapshot: Snapshot, # Borrowed, as it is now
-        keep: Iterable[str | Path] = (), # Never deleted
-    ) -> None: # Raises what went wrong with this checkpoint or the one before
+        snapshot: Snapshot,  # Borrowed, as it is now
+        keep: Iterable[str | Path] = (),  # Never deleted
+    ) -> None:  # Raises what went wrong with this checkpoint or the one before
         "Write a checkpoint, or begin to; waits for the one before."
         self.wait()
-        if self.asynchronous is None: self.asynchronous = 2*snapshot.bytes <= available_memory()[1]
-        if not self.asynchronous: return self.write(snapshot, tuple(keep))
-        self.thread = threading.Thread(target=self.work, args=(snapshot.copy(self.buffers), tuple(keep)),
-                                       name=f'checkpoint-{snapshot.step}', daemon=True)
+        if self.asynchronous is None:
+            self.asynchronous = 2 * snapshot.bytes <= available_memory()[1]
+        if not self.asynchronous:
+            return self.write(snapshot, tuple(keep))
+        self.thread = threading.Thread(
+            target=self.work,
+            args=(snapshot.copy(self.buffers), tuple(keep)),
+            name=f"checkpoint-{snapshot.step}",
+            daemon=True,
+        )
         self.thread.start()
 
     def write(self, snapshot: Snapshot, keep: tuple) -> None:
@@ -588,37 +804,47 @@ class CheckpointWriter:
 
     def work(self, snapshot: Snapshot, keep: tuple) -> None:
         "What the thread does."
-        try: self.write(snapshot, keep)
-        except BaseException as error: self.error = error
+        try:
+            self.write(snapshot, keep)
+        except BaseException as error:
+            self.error = error
 
     @property
     def busy(self) -> bool:
         "Whether a checkpoint is on its way."
         return self.thread is not None and self.thread.is_alive()
 
-    def collect(self) -> list[Path]: # Raises what went wrong
+    def collect(self) -> list[Path]:  # Raises what went wrong
         "The checkpoints that were finished since the last call; does not wait."
-        if not self.busy: self.wait()
+        if not self.busy:
+            self.wait()
         done, self.done = self.done, []
         return done
 
-    def wait(self) -> None: # Raises what went wrong
+    def wait(self) -> None:  # Raises what went wrong
         "Until the checkpoint that is on its way is there."
-        if self.thread is not None: self.thread.join()
+        if self.thread is not None:
+            self.thread.join()
         error, self.thread, self.error = self.error, None, None
-        if error is not None: raise error
+        if error is not None:
+            raise error
 
     def give_up(self) -> None:
         "Leave the checkpoint that is on its way unfinished; the ones before are whole."
         self.given_up.set()
-        if self.thread is not None: self.thread.join()
+        if self.thread is not None:
+            self.thread.join()
         self.thread, self.error = None, None
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
 
     def __exit__(self, kind, error, trace):
-        if kind is not None and issubclass(kind, KeyboardInterrupt): return self.give_up()
-        try: self.wait()
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            return self.give_up()
+        try:
+            self.wait()
         except Exception as second:
-            if error is None: raise
-            error.add_note(f'(besides, the last checkpoint was not written: {second})')
+            if error is None:
+                raise
+            error.add_note(f"(besides, the last checkpoint was not written: {second})")

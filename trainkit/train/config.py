@@ -30,171 +30,281 @@ from ..display import table
 @dataclass
 class TrainConfig:
     "How long to train and what happens on the way; names as in transformers' TrainingArguments."
-    output_dir: str = knob('', 'Folder of the run; empty: nothing is written',
-        aliases=('checkpoint_dir', 'save_dir'))
-    max_steps: int = knob(-1, 'Optimizer steps in all; -1: what num_train_epochs takes', low=-1)
-    num_train_epochs: float = knob(3.0, 'Passes over the data when max_steps is -1', low=0,
-        aliases=('num_epochs', 'epochs'))
-    per_device_train_batch_size: int = knob(8, 'Rows in a batch', low=1,
-        aliases=('train_batch_size', 'batch_size', 'per_device_batch_size'))
-    per_device_eval_batch_size: int = knob(8, 'Rows in a batch for evaluation', low=1,
-        aliases=('eval_batch_size',))
-    gradient_accumulation_steps: int = knob(1, 'Batches in an optimizer step', low=1)
-    max_grad_norm: float = knob(1.0, 'Longest gradient; 0 does not clip', low=0)
-    mixed_precision: str = knob('auto', "Number format; 'auto' is what suits the device",
-        choices=('auto', 'no', 'bf16', 'fp16'))
-    tf32: bool | None = knob(None, 'TF32 matrix products, where a GPU has them; unset: as torch has it')
-    z_loss: float = knob(0.0, 'Weight of (log Z)² in lm_loss, 1e-4 say: keeps logits from drifting', low=0)
-    optimizer_in_backward: bool = knob(False, 'Move each weight as soon as its gradient is known, and free that',
-        aliases=('optimizer_in_bwd',))
-    offload_optimizer: bool = knob(False, "Keep what the optimizer remembers in the machine's memory, not the GPU's",
-        aliases=('cpu_offload', 'optimizer_offload'))
-    on_oom: str = knob('retry', "Out of memory: 'retry' the step with half the rows at once, or 'raise'",
-        choices=('retry', 'raise'))
-    on_nan: str = knob('raise', "A loss or gradient that is no number: 'raise', or 'skip' the step, which makes a GPU "
-        'wait at each', choices=('raise', 'skip'))
-    torch_compile: bool = knob(False, 'Compile the model; where that fails it runs as it is, and says why')
-    torch_compile_backend: str = knob('inductor', 'What compiles')
-    torch_compile_mode: str | None = knob(None, "How hard it tries: 'default', 'reduce-overhead', 'max-autotune'")
-    logging_steps: int = knob(10, 'Steps between two log records', low=1)
-    logging_first_step: bool = knob(False, 'Log the first step too')
-    eval_strategy: str = knob('no', 'When to evaluate', choices=('no', 'steps', 'epoch'),
-        aliases=('evaluation_strategy',))
-    eval_steps: int = knob(500, 'Steps between two evaluations', low=1)
-    eval_accumulation_steps: int | None = knob(None, 'Of no effect: an evaluation keeps sums, never logits', low=1)
-    save_strategy: str = knob('steps', 'When to save a checkpoint', choices=('no', 'steps', 'epoch'))
-    save_steps: int = knob(500, 'Steps between two checkpoints', low=1)
-    save_total_limit: int = knob(3, 'Checkpoints to keep, besides the best; 0 keeps all', low=0)
-    async_save: bool | None = knob(None, 'Train on while a checkpoint is written, for memory of one more copy of weights and '
-        'optimizer; unset: where twice that is free')
-    on_save_error: str = knob('raise', "A checkpoint that cannot be written: 'raise', or 'warn' and train on; the last "
-        'one always raises', choices=('raise', 'warn'))
-    load_best_model_at_end: bool = knob(False, 'Finish with the weights of the best evaluation')
-    metric_for_best_model: str = knob('loss', 'What the best model is best in, with or without eval_')
-    greater_is_better: bool | None = knob(None, 'Whether more is better; unset: yes, except for a loss')
-    early_stopping_patience: int = knob(0, 'Evaluations without gain before stopping; 0 never stops', low=0)
-    early_stopping_threshold: float = knob(0.0, 'A gain must be bigger than this', low=0)
-    sample_steps: int = knob(0, 'Steps between two samples; 0 draws none', low=0)
-    seed: int = knob(42, 'Seed of dropout and all else that is random', low=0, high=2**32 - 1)
-    data_seed: int | None = knob(None, 'Seed of the order of the data; unset: the same as seed',
-        low=0, high=2**32 - 1)
-    progress: bool = knob(True, 'Show a progress bar')
+
+    output_dir: str = knob(
+        "", "Folder of the run; empty: nothing is written", aliases=("checkpoint_dir", "save_dir")
+    )
+    max_steps: int = knob(-1, "Optimizer steps in all; -1: what num_train_epochs takes", low=-1)
+    num_train_epochs: float = knob(
+        3.0, "Passes over the data when max_steps is -1", low=0, aliases=("num_epochs", "epochs")
+    )
+    per_device_train_batch_size: int = knob(
+        8,
+        "Rows in a batch",
+        low=1,
+        aliases=("train_batch_size", "batch_size", "per_device_batch_size"),
+    )
+    per_device_eval_batch_size: int = knob(
+        8, "Rows in a batch for evaluation", low=1, aliases=("eval_batch_size",)
+    )
+    gradient_accumulation_steps: int = knob(1, "Batches in an optimizer step", low=1)
+    max_grad_norm: float = knob(1.0, "Longest gradient; 0 does not clip", low=0)
+    mixed_precision: str = knob(
+        "auto",
+        "Number format; 'auto' is what suits the device",
+        choices=("auto", "no", "bf16", "fp16"),
+    )
+    tf32: bool | None = knob(
+        None, "TF32 matrix products, where a GPU has them; unset: as torch has it"
+    )
+    z_loss: float = knob(
+        0.0, "Weight of (log Z)² in lm_loss, 1e-4 say: keeps logits from drifting", low=0
+    )
+    optimizer_in_backward: bool = knob(
+        False,
+        "Move each weight as soon as its gradient is known, and free that",
+        aliases=("optimizer_in_bwd",),
+    )
+    offload_optimizer: bool = knob(
+        False,
+        "Keep what the optimizer remembers in the machine's memory, not the GPU's",
+        aliases=("cpu_offload", "optimizer_offload"),
+    )
+    on_oom: str = knob(
+        "retry",
+        "Out of memory: 'retry' the step with half the rows at once, or 'raise'",
+        choices=("retry", "raise"),
+    )
+    on_nan: str = knob(
+        "raise",
+        "A loss or gradient that is no number: 'raise', or 'skip' the step, which makes a GPU "
+        "wait at each",
+        choices=("raise", "skip"),
+    )
+    torch_compile: bool = knob(
+        False, "Compile the model; where that fails it runs as it is, and says why"
+    )
+    torch_compile_backend: str = knob("inductor", "What compiles")
+    torch_compile_mode: str | None = knob(
+        None, "How hard it tries: 'default', 'reduce-overhead', 'max-autotune'"
+    )
+    logging_steps: int = knob(10, "Steps between two log records", low=1)
+    logging_first_step: bool = knob(False, "Log the first step too")
+    eval_strategy: str = knob(
+        "no", "When to evaluate", choices=("no", "steps", "epoch"), aliases=("evaluation_strategy",)
+    )
+    eval_steps: int = knob(500, "Steps between two evaluations", low=1)
+    eval_accumulation_steps: int | None = knob(
+        None, "Of no effect: an evaluation keeps sums, never logits", low=1
+    )
+    save_strategy: str = knob(
+        "steps", "When to save a checkpoint", choices=("no", "steps", "epoch")
+    )
+    save_steps: int = knob(500, "Steps between two checkpoints", low=1)
+    save_total_limit: int = knob(3, "Checkpoints to keep, besides the best; 0 keeps all", low=0)
+    async_save: bool | None = knob(
+        None,
+        "Train on while a checkpoint is written, for memory of one more copy of weights and "
+        "optimizer; unset: where twice that is free",
+    )
+    on_save_error: str = knob(
+        "raise",
+        "A checkpoint that cannot be written: 'raise', or 'warn' and train on; the last "
+        "one always raises",
+        choices=("raise", "warn"),
+    )
+    load_best_model_at_end: bool = knob(False, "Finish with the weights of the best evaluation")
+    metric_for_best_model: str = knob(
+        "loss", "What the best model is best in, with or without eval_"
+    )
+    greater_is_better: bool | None = knob(
+        None, "Whether more is better; unset: yes, except for a loss"
+    )
+    early_stopping_patience: int = knob(
+        0, "Evaluations without gain before stopping; 0 never stops", low=0
+    )
+    early_stopping_threshold: float = knob(0.0, "A gain must be bigger than this", low=0)
+    sample_steps: int = knob(0, "Steps between two samples; 0 draws none", low=0)
+    seed: int = knob(42, "Seed of dropout and all else that is random", low=0, high=2**32 - 1)
+    data_seed: int | None = knob(
+        None, "Seed of the order of the data; unset: the same as seed", low=0, high=2**32 - 1
+    )
+    progress: bool = knob(True, "Show a progress bar")
 
     def __post_init__(self):
         check_config(self)
-        wrong, blind = [], self.eval_strategy == 'no'
+        wrong, blind = [], self.eval_strategy == "no"
         if self.max_steps == 0:
-            wrong.append(Problem('max_steps', 0, 'must be 1 or more, or -1 to go by num_train_epochs'))
+            wrong.append(
+                Problem("max_steps", 0, "must be 1 or more, or -1 to go by num_train_epochs")
+            )
         if self.max_steps == -1 and self.num_train_epochs == 0:
-            wrong.append(Problem('num_train_epochs', 0, 'must be more than 0 when max_steps is -1'))
+            wrong.append(Problem("num_train_epochs", 0, "must be more than 0 when max_steps is -1"))
         if self.early_stopping_patience and blind:
-            wrong.append(Problem('early_stopping_patience', self.early_stopping_patience,
-                                 "needs eval_strategy 'steps' or 'epoch'"))
+            wrong.append(
+                Problem(
+                    "early_stopping_patience",
+                    self.early_stopping_patience,
+                    "needs eval_strategy 'steps' or 'epoch'",
+                )
+            )
         if self.load_best_model_at_end and blind:
-            wrong.append(Problem('load_best_model_at_end', True, "needs eval_strategy 'steps' or 'epoch'"))
+            wrong.append(
+                Problem("load_best_model_at_end", True, "needs eval_strategy 'steps' or 'epoch'")
+            )
         if self.optimizer_in_backward:
-            reasons = dict(max_grad_norm='must be 0 with optimizer_in_backward: a common norm needs all gradients, '
-                           'and the first is gone before the last is there')
+            reasons = dict(
+                max_grad_norm="must be 0 with optimizer_in_backward: a common norm needs all gradients, "
+                "and the first is gone before the last is there"
+            )
             if self.gradient_accumulation_steps > 1:
-                reasons['gradient_accumulation_steps'] = ('must be 1 with optimizer_in_backward: every backward pass '
-                                                          'is a step')
-            if not self.max_grad_norm: reasons.pop('max_grad_norm')
-            if self.mixed_precision == 'fp16':
-                reasons['mixed_precision'] = ("must be 'bf16' or 'no' with optimizer_in_backward: float16's scaler "
-                                              'judges all gradients before the first step')
-            if self.on_nan == 'skip':
-                reasons['on_nan'] = ("must be 'raise' with optimizer_in_backward: when a gradient is seen to be no "
-                                     'number, other weights have moved')
+                reasons["gradient_accumulation_steps"] = (
+                    "must be 1 with optimizer_in_backward: every backward pass is a step"
+                )
+            if not self.max_grad_norm:
+                reasons.pop("max_grad_norm")
+            if self.mixed_precision == "fp16":
+                reasons["mixed_precision"] = (
+                    "must be 'bf16' or 'no' with optimizer_in_backward: float16's scaler "
+                    "judges all gradients before the first step"
+                )
+            if self.on_nan == "skip":
+                reasons["on_nan"] = (
+                    "must be 'raise' with optimizer_in_backward: when a gradient is seen to be no "
+                    "number, other weights have moved"
+                )
             wrong += [Problem(name, getattr(self, name), why) for name, why in reasons.items()]
-        if wrong: raise ConfigError(wrong, 'TrainConfig')
+        if wrong:
+            raise ConfigError(wrong, "TrainConfig")
 
 # %% ../../nbs/04_train/05_train_config.ipynb #89524619
-def _precision(format: str) -> Callable[[Any], dict]: return lambda on: {'mixed_precision': format} if on else {}
+def _precision(format: str) -> Callable[[Any], dict]:
+    return lambda on: {"mixed_precision": format} if on else {}
 
-def _dtype(name: Any) -> dict: # 'bfloat16' or torch.bfloat16
-    word = str(name).removeprefix('torch.')
-    return {'mixed_precision': {'float16': 'fp16', 'bfloat16': 'bf16', 'float32': 'no'}.get(word, word)}
+
+def _dtype(name: Any) -> dict:  # 'bfloat16' or torch.bfloat16
+    word = str(name).removeprefix("torch.")
+    return {
+        "mixed_precision": {"float16": "fp16", "bfloat16": "bf16", "float32": "no"}.get(word, word)
+    }
+
 
 def _processes(n: Any) -> dict | str:
-    return {} if n in (None, 0, 1) else f'is the launcher\'s: trainkit launch --processes {n}'
+    return {} if n in (None, 0, 1) else f"is the launcher's: trainkit launch --processes {n}"
+
 
 ELSEWHERE: dict[str, str | Callable[[Any], dict | str]] = {
-    'fp16': _precision('fp16'), 'bf16': _precision('bf16'), 'use_fp16': _precision('fp16'), 'use_bf16': _precision('bf16'),
-    'use_amp': lambda on: {} if on else {'mixed_precision': 'no'},
-    'amp_dtype': _dtype, 'torch_dtype': _dtype, 'dtype': _dtype,
-    'early_stopping': lambda n: {'early_stopping_patience': 3 if n is True else n} if n else {},
-    'world_size': _processes, 'num_gpus': _processes, 'n_gpu': _processes,
-    'distributed_backend': lambda name: {}, # accelerate takes nccl on GPUs and gloo elsewhere
-    'logging_dir': 'is gone: the logs of a run are in its folder, output_dir',
-    'overwrite_output_dir': 'is gone: a folder that holds a run is never written over; choose another output_dir',
-    'resume_from_checkpoint': 'is no property of a run: trainkit train --resume FOLDER, or Trainer.train(resume=True)',
-    'dataloader_num_workers': 'is data.num_workers',
-    'gradient_checkpointing': 'is model.gradient_checkpointing',
-    **{name: f'is optim.{name}' for name in (
-        'learning_rate', 'weight_decay', 'adam_beta1', 'adam_beta2', 'adam_epsilon', 'optim', 'lr_scheduler_type',
-        'warmup_steps', 'warmup_ratio')},
-    'report_to': 'is report_to of the run itself, one level up',
-    'run_name': 'is name of the run itself, one level up',
+    "fp16": _precision("fp16"),
+    "bf16": _precision("bf16"),
+    "use_fp16": _precision("fp16"),
+    "use_bf16": _precision("bf16"),
+    "use_amp": lambda on: {} if on else {"mixed_precision": "no"},
+    "amp_dtype": _dtype,
+    "torch_dtype": _dtype,
+    "dtype": _dtype,
+    "early_stopping": lambda n: {"early_stopping_patience": 3 if n is True else n} if n else {},
+    "world_size": _processes,
+    "num_gpus": _processes,
+    "n_gpu": _processes,
+    "distributed_backend": lambda name: {},  # accelerate takes nccl on GPUs and gloo elsewhere
+    "logging_dir": "is gone: the logs of a run are in its folder, output_dir",
+    "overwrite_output_dir": "is gone: a folder that holds a run is never written over; choose another output_dir",
+    "resume_from_checkpoint": "is no property of a run: trainkit train --resume FOLDER, or Trainer.train(resume=True)",
+    "dataloader_num_workers": "is data.num_workers",
+    "gradient_checkpointing": "is model.gradient_checkpointing",
+    **{
+        name: f"is optim.{name}"
+        for name in (
+            "learning_rate",
+            "weight_decay",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "optim",
+            "lr_scheduler_type",
+            "warmup_steps",
+            "warmup_ratio",
+        )
+    },
+    "report_to": "is report_to of the run itself, one level up",
+    "run_name": "is name of the run itself, one level up",
 }
-TrainConfig.ELSEWHERE = ELSEWHERE # type: ignore
+TrainConfig.ELSEWHERE = ELSEWHERE  # type: ignore
 
 # %% ../../nbs/04_train/05_train_config.ipynb #620ac719
 def count_steps(
-    batches: Any, # Has a length, unless `max_steps` is set
-    window_size: int, # Batches in an optimizer step, over all processes
+    batches: Any,  # Has a length, unless `max_steps` is set
+    window_size: int,  # Batches in an optimizer step, over all processes
     config: TrainConfig,
 ) -> int:
     "Optimizer steps of the whole run."
-    if config.max_steps > 0: return config.max_steps
-    if not hasattr(batches, '__len__'):
-        why = f'must be set, because {type(batches).__name__} has no length'
-        raise ConfigError([Problem('max_steps', -1, why)])
-    if not len(batches): raise ValueError('train_batches is empty: there is nothing to train on')
-    return max(1, math.ceil(config.num_train_epochs*math.ceil(len(batches)/window_size)))
+    if config.max_steps > 0:
+        return config.max_steps
+    if not hasattr(batches, "__len__"):
+        why = f"must be set, because {type(batches).__name__} has no length"
+        raise ConfigError([Problem("max_steps", -1, why)])
+    if not len(batches):
+        raise ValueError("train_batches is empty: there is nothing to train on")
+    return max(1, math.ceil(config.num_train_epochs * math.ceil(len(batches) / window_size)))
+
 
 def due(
-    strategy: str, # 'no', 'steps' or 'epoch'
-    every: int, # Steps
+    strategy: str,  # 'no', 'steps' or 'epoch'
+    every: int,  # Steps
     step: int,
-    epoch_ends: bool, # With this step
+    epoch_ends: bool,  # With this step
 ) -> bool:
     "Whether it is time for something that happens every so many steps, or after each epoch."
-    return {'no': False, 'steps': step % every == 0, 'epoch': epoch_ends}[strategy]
+    return {"no": False, "steps": step % every == 0, "epoch": epoch_ends}[strategy]
 
 # %% ../../nbs/04_train/05_train_config.ipynb #0804e41f
 @dataclass
 class TrainState:
     "All that a run must remember besides weights, optimizer, random numbers and place in the data."
-    step: int = 0 # Optimizer steps taken
-    epoch: int = 0 # Whole passes over the data
-    batch: int = 0 # Batches used of this epoch
-    tokens: int = 0 # Read by the model, padding left out
-    seconds: float = 0. # Running time without pauses
-    skipped: int = 0 # Steps that were not taken: float16 overflowed, or a number was none
-    skipped_in_a_row: int = 0 # Of the latter
-    pieces: int = 1 # Into how many a batch is cut, because memory did not hold it whole
-    loss: float | None = None # Of the last log record
-    losses: list = field(default_factory=list) # Since the last log record
-    metrics: dict = field(default_factory=dict) # {name: [sum, count]} since the last log record
+
+    step: int = 0  # Optimizer steps taken
+    epoch: int = 0  # Whole passes over the data
+    batch: int = 0  # Batches used of this epoch
+    tokens: int = 0  # Read by the model, padding left out
+    seconds: float = 0.0  # Running time without pauses
+    skipped: int = 0  # Steps that were not taken: float16 overflowed, or a number was none
+    skipped_in_a_row: int = 0  # Of the latter
+    pieces: int = 1  # Into how many a batch is cut, because memory did not hold it whole
+    loss: float | None = None  # Of the last log record
+    losses: list = field(default_factory=list)  # Since the last log record
+    metrics: dict = field(default_factory=dict)  # {name: [sum, count]} since the last log record
     best_metric: float | None = None
     best_step: int | None = None
-    without_gain: int = 0 # Evaluations since the last gain
+    without_gain: int = 0  # Evaluations since the last gain
+
 
 def update_best(
-    state: TrainState, # Updated in place
-    record: dict, # An evaluation: {'eval_loss': …, …}
+    state: TrainState,  # Updated in place
+    record: dict,  # An evaluation: {'eval_loss': …, …}
     config: TrainConfig,
-) -> bool: # Whether this is the best evaluation so far
+) -> bool:  # Whether this is the best evaluation so far
     "Compare an evaluation with the best one, and count those that brought no gain above the threshold."
-    name = 'eval_' + config.metric_for_best_model.removeprefix('eval_')
+    name = "eval_" + config.metric_for_best_model.removeprefix("eval_")
     if name not in record:
-        raise ConfigError([Problem('metric_for_best_model', config.metric_for_best_model,
-                                   f'must be one of {sorted(record)}')])
-    up = not name.endswith('loss') if config.greater_is_better is None else config.greater_is_better
+        raise ConfigError(
+            [
+                Problem(
+                    "metric_for_best_model",
+                    config.metric_for_best_model,
+                    f"must be one of {sorted(record)}",
+                )
+            ]
+        )
+    up = not name.endswith("loss") if config.greater_is_better is None else config.greater_is_better
     value, best = record[name], state.best_metric
-    gain = math.inf if best is None and not math.isnan(value) else (value - (best or 0.))*(1 if up else -1)
+    gain = (
+        math.inf
+        if best is None and not math.isnan(value)
+        else (value - (best or 0.0)) * (1 if up else -1)
+    )
     state.without_gain = 0 if gain > config.early_stopping_threshold else state.without_gain + 1
-    if gain > 0: state.best_metric, state.best_step = value, state.step
+    if gain > 0:
+        state.best_metric, state.best_step = value, state.step
     return gain > 0
 
 # %% ../../nbs/04_train/05_train_config.ipynb #b3b6af28
@@ -202,7 +312,7 @@ class Control:
     "Buttons for a running loop, for any thread; the loop obeys after the step it is in."
 
     def __init__(self):
-        self.running, self.paused, self.stopping, self.reason = False, False, False, ''
+        self.running, self.paused, self.stopping, self.reason = False, False, False, ""
         self.asked: deque[Callable[[Any], Any]] = deque()
 
     def pause(self):
@@ -215,109 +325,156 @@ class Control:
 
     def stop(
         self,
-        reason: str = '', # Becomes the result's `stop_reason`
+        reason: str = "",  # Becomes the result's `stop_reason`
     ):
         "Finish this step, save, and end."
-        self.reason, self.stopping = reason or 'stopped', True
+        self.reason, self.stopping = reason or "stopped", True
 
     def ask(
         self,
-        do: Callable[[Any], Any], # Gets whoever runs the loop, such as a `Trainer`
+        do: Callable[[Any], Any],  # Gets whoever runs the loop, such as a `Trainer`
     ):
         "Have something done between two steps, also during a pause; what it raises ends the run."
         self.asked.append(do)
 
     def answer(
         self,
-        owner: Any, # Whoever runs the loop
+        owner: Any,  # Whoever runs the loop
     ):
         "Do what was asked; the loop calls it."
-        while self.asked: self.asked.popleft()(owner)
+        while self.asked:
+            self.asked.popleft()(owner)
 
     @property
-    def state(self) -> str: # 'idle', 'running', 'paused' or 'stopping'
+    def state(self) -> str:  # 'idle', 'running', 'paused' or 'stopping'
         "What the loop is doing."
-        if self.stopping: return 'stopping'
-        return 'paused' if self.paused else 'running' if self.running else 'idle'
+        if self.stopping:
+            return "stopping"
+        return "paused" if self.paused else "running" if self.running else "idle"
 
     def wait(self):
         "Block while paused, or until something is asked."
-        while self.paused and not (self.stopping or self.asked): time.sleep(0.02)
+        while self.paused and not (self.stopping or self.asked):
+            time.sleep(0.02)
 
     @contextmanager
     def session(self):
         "While a loop runs: the state is not idle, and Ctrl-C, SIGTERM and a lost terminal are stop buttons."
         self.running = True
         try:
-            with stop_on_signal(self): yield
+            with stop_on_signal(self):
+                yield
         finally:
             self.running = self.paused = self.stopping = False
             self.asked.clear()
 
-EXIT_CODES = {'interrupted': 130, 'terminated': 143} # As a shell has them: 128 and the number of the signal
+
+EXIT_CODES = {
+    "interrupted": 130,
+    "terminated": 143,
+}  # As a shell has them: 128 and the number of the signal
+
 
 @contextmanager
 def stop_on_signal(
     control: Control,
 ):
     "The first Ctrl-C, SIGTERM or lost terminal stops after the step, a second one at once; in other threads nothing changes."
-    default, owner = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}, os.getpid()
-    hangup = getattr(signal, 'SIGHUP', None) # Not on Windows
-    if hangup is not None: default[hangup] = signal.SIG_DFL
+    default, owner = (
+        {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL},
+        os.getpid(),
+    )
+    hangup = getattr(signal, "SIGHUP", None)  # Not on Windows
+    if hangup is not None:
+        default[hangup] = signal.SIG_DFL
     screens = [fd for fd in (1, 2) if os.isatty(fd)]
     before = {number: signal.getsignal(number) for number in default}
     # An ignored Ctrl-C stays ignored; whoever answers to SIGTERM himself, a launcher say, goes on doing so
-    mine = [n for n in default if before[n] not in (None, signal.SIG_IGN) and (n == signal.SIGINT or before[n] == signal.SIG_DFL)]
-    if threading.current_thread() is not threading.main_thread(): mine = []
+    mine = [
+        n
+        for n in default
+        if before[n] not in (None, signal.SIG_IGN)
+        and (n == signal.SIGINT or before[n] == signal.SIG_DFL)
+    ]
+    if threading.current_thread() is not threading.main_thread():
+        mine = []
+
     def first(number, frame):
-        for n in mine: signal.signal(n, default[n])
+        for n in mine:
+            signal.signal(n, default[n])
         if number == hangup:
-            signal.signal(number, signal.SIG_IGN) # The kernel says it, and the shell once more
-            if os.getpid() != owner: return # A forked worker has work to do until the run is saved
-            for fd in screens: # What is said from now on nobody reads, and to write there would fail
+            signal.signal(number, signal.SIG_IGN)  # The kernel says it, and the shell once more
+            if os.getpid() != owner:
+                return  # A forked worker has work to do until the run is saved
+            for (
+                fd
+            ) in screens:  # What is said from now on nobody reads, and to write there would fail
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, fd)
                 os.close(nothing)
-        if os.getpid() != owner: os.kill(os.getpid(), number) # A forked worker is to end, not to save
-        else: control.stop('interrupted' if number == signal.SIGINT else 'terminated')
-    for n in mine: signal.signal(n, first)
-    try: yield
+        if os.getpid() != owner:
+            os.kill(os.getpid(), number)  # A forked worker is to end, not to save
+        else:
+            control.stop("interrupted" if number == signal.SIGINT else "terminated")
+
+    for n in mine:
+        signal.signal(n, first)
+    try:
+        yield
     finally:
-        for n in mine: signal.signal(n, before[n])
+        for n in mine:
+            signal.signal(n, before[n])
 
 # %% ../../nbs/04_train/05_train_config.ipynb #acbe20b0
-HOOKS = ('on_start', 'on_step', 'on_log', 'on_eval', 'on_sample', 'on_save', 'on_end')
+HOOKS = ("on_start", "on_step", "on_log", "on_eval", "on_sample", "on_save", "on_end")
+
 
 def check_callbacks(
-    callbacks: Any, # Objects with some of `HOOKS`, each called with the trainer and a dict
-) -> None: # Raises `TypeError` where one would hear of nothing, or could not be called
+    callbacks: Any,  # Objects with some of `HOOKS`, each called with the trainer and a dict
+) -> None:  # Raises `TypeError` where one would hear of nothing, or could not be called
     "Look at the callbacks before anything happens that they should hear of."
     for i, callback in enumerate(callbacks):
-        hooks = {name: hook for name in HOOKS if (hook := getattr(callback, name, None)) is not None}
-        if not hooks and (callable(callback) or any(name.startswith('on_') for name in dir(callback))): # an empty class is still to be written
-            raise TypeError(f"callbacks[{i}] = {callback!r} would hear of nothing: it has none of {', '.join(HOOKS)}, each called with (trainer, record)")
+        hooks = {
+            name: hook for name in HOOKS if (hook := getattr(callback, name, None)) is not None
+        }
+        if not hooks and (
+            callable(callback) or any(name.startswith("on_") for name in dir(callback))
+        ):  # an empty class is still to be written
+            raise TypeError(
+                f"callbacks[{i}] = {callback!r} would hear of nothing: it has none of {', '.join(HOOKS)}, each called with (trainer, record)"
+            )
         for name, hook in hooks.items():
-            try: signature = inspect.signature(hook)
-            except (TypeError, ValueError): continue # of a builtin
-            try: signature.bind(None, {})
+            try:
+                signature = inspect.signature(hook)
+            except (TypeError, ValueError):
+                continue  # of a builtin
+            try:
+                signature.bind(None, {})
             except TypeError:
-                raise TypeError(f'callbacks[{i}].{name}{signature} cannot be called with (trainer, record), and that is how it is called; '
-                                'record is a dict') from None
+                raise TypeError(
+                    f"callbacks[{i}].{name}{signature} cannot be called with (trainer, record), and that is how it is called; "
+                    "record is a dict"
+                ) from None
 
 # %% ../../nbs/04_train/05_train_config.ipynb #69d2f3c0
 @dataclass
 class Result:
     "What a run came to."
-    final_loss: float | None # Mean training loss of the last log record
-    best_metric: float | None # Of the best evaluation
+
+    final_loss: float | None  # Mean training loss of the last log record
+    best_metric: float | None  # Of the best evaluation
     best_model_path: str | None
     final_checkpoint: str | None
-    steps: int # Optimizer steps, over all resumes
-    tokens: int # Read by the model, padding left out
-    seconds: float # Without pauses, over all resumes
-    stop_reason: str # 'finished', 'early stopping', 'interrupted', 'terminated', or what `Control.stop` was told
-    history: list[dict] = field(default_factory=list, repr=False) # Records of on_log and on_eval, since this start
-    notes: list[str] = field(default_factory=list, repr=False) # What was done otherwise than asked, and why
+    steps: int  # Optimizer steps, over all resumes
+    tokens: int  # Read by the model, padding left out
+    seconds: float  # Without pauses, over all resumes
+    stop_reason: str  # 'finished', 'early stopping', 'interrupted', 'terminated', or what `Control.stop` was told
+    history: list[dict] = field(
+        default_factory=list, repr=False
+    )  # Records of on_log and on_eval, since this start
+    notes: list[str] = field(
+        default_factory=list, repr=False
+    )  # What was done otherwise than asked, and why
 
     def keys(self) -> list[str]:
         "The names that `result['final_loss']` and `dict(result)` know."
@@ -325,8 +482,9 @@ class Result:
 
     def __getitem__(self, name: str) -> Any:
         "The same by name, for those who expect a dict."
-        if name in self.keys(): return getattr(self, name)
-        raise KeyError(f'{name!r}: a result has {", ".join(self.keys())}')
+        if name in self.keys():
+            return getattr(self, name)
+        raise KeyError(f"{name!r}: a result has {', '.join(self.keys())}")
 
     @property
     def exit_code(self) -> int:
@@ -334,30 +492,45 @@ class Result:
         return EXIT_CODES.get(self.stop_reason, 0)
 
     @property
-    def summary(self) -> dict[str, str]: # What is not known is left out
+    def summary(self) -> dict[str, str]:  # What is not known is left out
         "What the run came to, in words."
-        said = dict(ended=f'{self.stop_reason}, after {self.steps or 0:,} steps')
-        if self.final_loss is not None: said['loss in training'] = f'{self.final_loss:.4f}'
-        if self.best_metric is not None: said['best evaluation'] = f'{self.best_metric:.4f}'
-        if self.tokens: said['tokens'] = f'{self.tokens:,}'
-        if self.seconds: said['time'] = f'{self.seconds:,.1f} s, {(self.tokens or 0)/self.seconds:,.0f} tokens/s'
+        said = dict(ended=f"{self.stop_reason}, after {self.steps or 0:,} steps")
+        if self.final_loss is not None:
+            said["loss in training"] = f"{self.final_loss:.4f}"
+        if self.best_metric is not None:
+            said["best evaluation"] = f"{self.best_metric:.4f}"
+        if self.tokens:
+            said["tokens"] = f"{self.tokens:,}"
+        if self.seconds:
+            said["time"] = (
+                f"{self.seconds:,.1f} s, {(self.tokens or 0) / self.seconds:,.0f} tokens/s"
+            )
         places = dict(checkpoint=self.final_checkpoint, best_model=self.best_model_path)
-        said |= {name.replace('_', ' '): path for name, path in places.items() if path}
-        return said | {f'note {n}': text for n, text in enumerate(self.notes, 1)}
+        said |= {name.replace("_", " "): path for name, path in places.items() if path}
+        return said | {f"note {n}": text for n, text in enumerate(self.notes, 1)}
 
-    def __str__(self) -> str: return '\n'.join(f'{name:17}{value}' for name, value in self.summary.items())
+    def __str__(self) -> str:
+        return "\n".join(f"{name:17}{value}" for name, value in self.summary.items())
 
-    def _repr_html_(self) -> str: return table([{'': k, 'result': v} for k, v in self.summary.items()])._repr_html_()
+    def _repr_html_(self) -> str:
+        return table([{"": k, "result": v} for k, v in self.summary.items()])._repr_html_()
+
 
 class TrainingError(RuntimeError):
     "Training cannot go on; `step` says where it ended and `checkpoint` where to go back to."
+
     def __init__(
         self,
         message: str,
         step: int,
-        checkpoint: str | None = None, # The last good one
+        checkpoint: str | None = None,  # The last good one
     ):
         super().__init__(message)
         self.step, self.checkpoint = step, checkpoint
 
-    def __reduce__(self): return type(self), (str(self), self.step, self.checkpoint), vars(self) # Another process reads it whole
+    def __reduce__(self):
+        return (
+            type(self),
+            (str(self), self.step, self.checkpoint),
+            vars(self),
+        )  # Another process reads it whole

@@ -34,74 +34,134 @@ from .runs import RunFolder, mask_secrets, read_run
 # %% ../../nbs/04_train/26_loggers.ipynb #2063d127
 class Tracker(NamedTuple):
     "A place where numbers go besides the run folder."
-    log: Callable[[dict[str, float], int], Any] # Values by name, and the step
-    text: Callable[[str, str, int], Any] # Name, text, and the step
+
+    log: Callable[[dict[str, float], int], Any]  # Values by name, and the step
+    text: Callable[[str, str, int], Any]  # Name, text, and the step
     close: Callable[[], Any]
-    rewinds: bool = False # Whether it forgets what a resume has undone
+    rewinds: bool = False  # Whether it forgets what a resume has undone
+
 
 def open_tensorboard(folder: RunFolder, project: str, config: dict, start: int) -> Tracker:
     "Event files in the run folder: `tensorboard --logdir runs`."
     from torch.utils.tensorboard import SummaryWriter
-    writer = SummaryWriter(str(folder.path/'tensorboard'), purge_step=start + 1 if start else None)
-    if not start: writer.add_text('config', '    ' + yaml.safe_dump(config).replace('\n', '\n    '), 0)
+
+    writer = SummaryWriter(
+        str(folder.path / "tensorboard"), purge_step=start + 1 if start else None
+    )
+    if not start:
+        writer.add_text("config", "    " + yaml.safe_dump(config).replace("\n", "\n    "), 0)
+
     def log(values, step):
-        for name, value in values.items(): writer.add_scalar(name, value, step)
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
     return Tracker(log, writer.add_text, writer.close, True)
+
 
 def open_trackio(folder: RunFolder, project: str, config: dict, start: int) -> Tracker:
     "A database on this machine: `trackio show`."
     import trackio
     import trackio.context_vars as current
+
     with quiet(folder):
-        run = trackio.init(project, folder.path.name, config=config, embed=False, auto_log_gpu=False,
-                           auto_log_cpu=False, resume='allow')
+        run = trackio.init(
+            project,
+            folder.path.name,
+            config=config,
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            resume="allow",
+        )
+
     def close():
-        with quiet(folder): # the latter from another thread
+        with quiet(folder):  # the latter from another thread
             (trackio.finish if current.current_run.get() is run else run.finish)()
-    return Tracker(lambda values, step: run.log(values, step=step),
-                   lambda name, text, step: run.log({name: text}, step=step), close)
+
+    return Tracker(
+        lambda values, step: run.log(values, step=step),
+        lambda name, text, step: run.log({name: text}, step=step),
+        close,
+    )
+
 
 def open_wandb(folder: RunFolder, project: str, config: dict, start: int) -> Tracker:
     "Weights & Biases; stays on this machine until `wandb sync` unless somebody has logged in."
-    import wandb # pyright: ignore[reportMissingImports]
-    os.environ.setdefault('WANDB_ERROR_REPORTING', 'false')
-    host = urlsplit(os.environ.get('WANDB_BASE_URL', 'https://api.wandb.ai')).hostname or ''
-    known = 'WANDB_API_KEY' in os.environ
-    with contextlib.suppress(OSError, NetrcParseError): known = known or netrc().authenticators(host) is not None
-    mode: Any = os.environ.get('WANDB_MODE') or ('online' if known else 'offline') # never a prompt that blocks a cell
-    settings: dict[str, Any] = dict(console='off', silent=True, disable_git=True, save_code=False, disable_job_creation=True,
-                    x_disable_meta=True, x_disable_stats=True, x_save_requirements=False)
-    run = wandb.init(project=os.environ.get('WANDB_PROJECT') or project, name=folder.path.name, dir=str(folder.path), config=config, mode=mode,
-                     id=hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:16], resume='allow',
-                     settings=wandb.Settings(**settings))
-    return Tracker(lambda values, step: run.log(values, step=step),
-                   lambda name, text, step: run.log({name: wandb.Html(f'<pre>{clean(text)}</pre>')}, step=step),
-                   run.finish)
+    import wandb  # pyright: ignore[reportMissingImports]
 
-TRACKERS = {'tensorboard': open_tensorboard, 'trackio': open_trackio, 'wandb': open_wandb}
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    known = "WANDB_API_KEY" in os.environ
+    with contextlib.suppress(OSError, NetrcParseError):
+        known = known or netrc().authenticators(host) is not None
+    mode: Any = os.environ.get("WANDB_MODE") or (
+        "online" if known else "offline"
+    )  # never a prompt that blocks a cell
+    settings: dict[str, Any] = dict(
+        console="off",
+        silent=True,
+        disable_git=True,
+        save_code=False,
+        disable_job_creation=True,
+        x_disable_meta=True,
+        x_disable_stats=True,
+        x_save_requirements=False,
+    )
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT") or project,
+        name=folder.path.name,
+        dir=str(folder.path),
+        config=config,
+        mode=mode,
+        id=hashlib.sha256(str(folder.path.resolve()).encode()).hexdigest()[:16],
+        resume="allow",
+        settings=wandb.Settings(**settings),
+    )
+    return Tracker(
+        lambda values, step: run.log(values, step=step),
+        lambda name, text, step: run.log(
+            {name: wandb.Html(f"<pre>{clean(text)}</pre>")}, step=step
+        ),
+        run.finish,
+    )
+
+
+TRACKERS = {"tensorboard": open_tensorboard, "trackio": open_trackio, "wandb": open_wandb}
 
 # %% ../../nbs/04_train/26_loggers.ipynb #65b9d95c
 @contextlib.contextmanager
 def quiet(folder: RunFolder) -> Iterator[None]:
     "What a library prints goes into the log of the run."
     said = io.StringIO()
-    with alone, contextlib.redirect_stdout(said): yield # Two that put standard output back would do so in the wrong order
-    if said.getvalue().strip(): folder.log(said.getvalue().strip())
+    with alone, contextlib.redirect_stdout(said):
+        yield  # Two that put standard output back would do so in the wrong order
+    if said.getvalue().strip():
+        folder.log(said.getvalue().strip())
+
 
 def check_report_to(
-    report_to: str | Sequence[str] | None, # 'none', 'all', a name, names with commas between, or a list
-) -> list[str]: # Names of trackers that are installed
+    report_to: str
+    | Sequence[str]
+    | None,  # 'none', 'all', a name, names with commas between, or a list
+) -> list[str]:  # Names of trackers that are installed
     "Which trackers are meant; an unknown or a missing one is an error that says what to do."
-    names = [n.strip() for n in report_to.split(',')] if isinstance(report_to, str) else list(report_to or [])
-    names = [n for n in names if n and n != 'none']
-    if 'all' in names: return [n for n in TRACKERS if find_spec(n)]
+    names = (
+        [n.strip() for n in report_to.split(",")]
+        if isinstance(report_to, str)
+        else list(report_to or [])
+    )
+    names = [n for n in names if n and n != "none"]
+    if "all" in names:
+        return [n for n in TRACKERS if find_spec(n)]
     for name in names:
         if name not in TRACKERS:
             near = get_close_matches(name, TRACKERS, 1)
-            guess = f'; did you mean {near[0]!r}' if near else ''
-            raise ValueError(f'report_to={name!r} is not known{guess}? There are none, all, {", ".join(TRACKERS)}')
+            guess = f"; did you mean {near[0]!r}" if near else ""
+            raise ValueError(
+                f"report_to={name!r} is not known{guess}? There are none, all, {', '.join(TRACKERS)}"
+            )
         if not find_spec(name):
-            raise ImportError(f'report_to={name!r}: {name} is not installed; pip install {name}')
+            raise ImportError(f"report_to={name!r}: {name} is not installed; pip install {name}")
     return list(dict.fromkeys(names))
 
 # %% ../../nbs/04_train/26_loggers.ipynb #4735663d
@@ -111,113 +171,140 @@ class MetricsLog:
     def __init__(
         self,
         folder: RunFolder,
-        report_to: str | Sequence[str] | None = 'none', # See `check_report_to`
-        project: str = 'trainkit', # What trackers file the run under
-        console: bool = False, # Print the lines of `log.txt` too
-        draw_every: float = 30., # Seconds between two drawings of `curves.svg` while the run goes on
+        report_to: str | Sequence[str] | None = "none",  # See `check_report_to`
+        project: str = "trainkit",  # What trackers file the run under
+        console: bool = False,  # Print the lines of `log.txt` too
+        draw_every: float = 30.0,  # Seconds between two drawings of `curves.svg` while the run goes on
     ):
-        self.folder, self.project, self.console, self.draw_every = folder, project, console, draw_every
+        self.folder, self.project, self.console, self.draw_every = (
+            folder,
+            project,
+            console,
+            draw_every,
+        )
         self.names, self.trackers, self.opened = check_report_to(report_to), [], False
-        self.current_step, self.sent, self.drawn, self.drawing = 0, -1, time.monotonic(), 0.
+        self.current_step, self.sent, self.drawn, self.drawing = 0, -1, time.monotonic(), 0.0
 
     def open(self, start: int):
         "Open the trackers, once; `start` is the step that the run begins after."
-        if self.opened: return
-        path = self.folder.path/'config.yaml'
-        config = parse_yaml(path.read_text(encoding='utf-8')) if path.exists() else {}
-        self.trackers, self.opened = [TRACKERS[n](self.folder, self.project, config, start) for n in self.names], True
+        if self.opened:
+            return
+        path = self.folder.path / "config.yaml"
+        config = parse_yaml(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.trackers, self.opened = (
+            [TRACKERS[n](self.folder, self.project, config, start) for n in self.names],
+            True,
+        )
 
     def log(
         self,
-        values: Mapping[str, Any], # Numbers by name; `eval_…` goes with the evaluations
-        step: int | None = None, # The next one when None
+        values: Mapping[str, Any],  # Numbers by name; `eval_…` goes with the evaluations
+        step: int | None = None,  # The next one when None
     ):
         "Write down numbers of one's own."
         self.current_step = self.current_step + 1 if step is None else int(step)
-        self.write('log', {'step': self.current_step, **values})
+        self.write("log", {"step": self.current_step, **values})
 
     update = log
 
     def write(self, event: str, record: Mapping[str, Any], *names: str):
         "Numbers to the folder and the trackers, and a line of some of them to read."
         self.open(0)
-        self.current_step = record.get('step', self.current_step)
+        self.current_step = record.get("step", self.current_step)
         self.folder.record(event, record)
         is_number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-        shown = [n for n in names or record if is_number(record.get(n)) and n != 'step']
-        self.say('  '.join([f'step {self.current_step}', *(f'{n} {number(record[n])}' for n in shown)]))
-        values = {'eval/' + k[5:] if k.startswith('eval_') else f'train/{k}': float(v) for k, v in record.items()
-                  if is_number(v) and k != 'step'}
+        shown = [n for n in names or record if is_number(record.get(n)) and n != "step"]
+        self.say(
+            "  ".join([f"step {self.current_step}", *(f"{n} {number(record[n])}" for n in shown)])
+        )
+        values = {
+            "eval/" + k[5:] if k.startswith("eval_") else f"train/{k}": float(v)
+            for k, v in record.items()
+            if is_number(v) and k != "step"
+        }
         for tracker in self.trackers:
-            if tracker.rewinds or self.current_step > self.sent: tracker.log(values, self.current_step)
-        if time.monotonic() - self.drawn > max(self.draw_every, 50*self.drawing): self.draw()
+            if tracker.rewinds or self.current_step > self.sent:
+                tracker.log(values, self.current_step)
+        if time.monotonic() - self.drawn > max(self.draw_every, 50 * self.drawing):
+            self.draw()
 
     def draw(self):
         "`curves.svg`; a disk that is full is no reason to end a run."
         began = time.monotonic()
-        with contextlib.suppress(OSError): write_curves(self.folder)
+        with contextlib.suppress(OSError):
+            write_curves(self.folder)
         self.drawn = time.monotonic()
-        self.drawing = self.drawn - began # A log of a million lines takes seconds to read
+        self.drawing = self.drawn - began  # A log of a million lines takes seconds to read
 
     def say(self, line: str):
         "A line for the log, and for the console."
         self.folder.log(line)
-        if self.console: note(f'{time.strftime("%H:%M:%S")}  {mask_secrets(line)}')
+        if self.console:
+            note(f"{time.strftime('%H:%M:%S')}  {mask_secrets(line)}")
 
     def relative(self, record: Mapping[str, Any]) -> dict[str, Any]:
         "Paths inside the run folder without what leads to it: the folder may move, and a home has a name."
         here, found = self.folder.path.resolve(), dict(record)
         for key, value in record.items():
-            if isinstance(value, Path) or isinstance(value, str) and ('/' in value or os.sep in value):
+            if (
+                isinstance(value, Path)
+                or isinstance(value, str)
+                and ("/" in value or os.sep in value)
+            ):
                 with contextlib.suppress(ValueError, OSError):
                     found[key] = Path(value).resolve().relative_to(here).as_posix()
         return found
 
     def on_start(self, trainer, record):
         "Begin, or go on: nothing that a resume has undone stays in the log."
-        start = self.current_step = record.get('start_step') or 0
-        before = [r.get('step') or 0 for r in read_run(self.folder.path).records]
+        start = self.current_step = record.get("start_step") or 0
+        before = [r.get("step") or 0 for r in read_run(self.folder.path).records]
         self.sent = max(before, default=-1) if start else -1
-        self.folder.rewind(start, start == record.get('total_steps'))
+        self.folder.rewind(start, start == record.get("total_steps"))
         self.open(start)
         # config.yaml has the config, without secrets
-        self.folder.record('start', {k: v for k, v in record.items() if k != 'config'})
-        self.say(f'start at step {start} of {record.get("total_steps", "?")}')
+        self.folder.record("start", {k: v for k, v in record.items() if k != "config"})
+        self.say(f"start at step {start} of {record.get('total_steps', '?')}")
 
     def on_log(self, trainer, record):
-        self.write('log', record, 'loss', 'learning_rate', 'grad_norm', 'tokens_per_second')
+        self.write("log", record, "loss", "learning_rate", "grad_norm", "tokens_per_second")
 
     def on_eval(self, trainer, record):
-        self.write('eval', record, *(k for k in record if k.startswith('eval_')))
+        self.write("eval", record, *(k for k in record if k.startswith("eval_")))
 
     def on_sample(self, trainer, record):
-        self.open(0) # the first one comes before the start
-        self.folder.record('sample', record)
-        text = '\n'.join(f'{prompt}|{answer}' for prompt, answer in record['samples'])
-        self.folder.log(f'step {record["step"]}  samples\n{text}')
+        self.open(0)  # the first one comes before the start
+        self.folder.record("sample", record)
+        text = "\n".join(f"{prompt}|{answer}" for prompt, answer in record["samples"])
+        self.folder.log(f"step {record['step']}  samples\n{text}")
         for tracker in self.trackers:
-            if tracker.rewinds or record['step'] > self.sent: tracker.text('samples', mask_secrets(text), record['step'])
+            if tracker.rewinds or record["step"] > self.sent:
+                tracker.text("samples", mask_secrets(text), record["step"])
 
     def on_save(self, trainer, record):
         record = self.relative(record)
-        self.folder.record('save', record)
-        self.say(f'step {record.get("step")}  saved {record.get("kind", "")} {record["path"]}')
+        self.folder.record("save", record)
+        self.say(f"step {record.get('step')}  saved {record.get('kind', '')} {record['path']}")
 
     def on_health(self, trainer, record):
-        self.folder.record('health', record)
-        self.folder.log('Health: {symptom} at step {step}: {evidence}. {remedy}'.format_map(record))
+        self.folder.record("health", record)
+        self.folder.log("Health: {symptom} at step {step}: {evidence}. {remedy}".format_map(record))
 
     def on_end(self, trainer, record):
         record = self.relative(record)
-        self.folder.record('end', record)
-        self.say(f'end at step {record.get("step")}: {record.get("reason")}')
+        self.folder.record("end", record)
+        self.say(f"end at step {record.get('step')}: {record.get('reason')}")
         self.close()
 
     def close(self):
         "End the trackers, and draw for the last time."
-        for tracker in self.trackers: tracker.close()
+        for tracker in self.trackers:
+            tracker.close()
         self.trackers = []
         self.draw()
 
-    def __enter__(self): return self
-    def __exit__(self, *error): self.close()
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()

@@ -32,97 +32,134 @@ from ..files import show_bytes
 
 # %% ../../nbs/04_train/20_monitors.ipynb #cab44f22
 @cache
-def _process() -> Any: # psutil's view of this process, or None
-    try: import psutil
-    except ImportError: return None
+def _process() -> Any:  # psutil's view of this process, or None
+    try:
+        import psutil
+    except ImportError:
+        return None
     return psutil.Process()
 
-def usage() -> dict[str, float]: # GiB; only what this machine can tell
+
+def usage() -> dict[str, float]:  # GiB; only what this machine can tell
     "Memory of this process, of the whole machine and of the GPU, now and at most so far."
     found: dict[str, float] = {}
     if (process := _process()) is not None:
-        found['memory_gib'] = process.memory_info().rss/2**30
-    with contextlib.suppress(ImportError): # not on Windows
+        found["memory_gib"] = process.memory_info().rss / 2**30
+    with contextlib.suppress(ImportError):  # not on Windows
         import resource
-        unit = 2**30 if sys.platform == 'darwin' else 2**20 # bytes there, kilobytes elsewhere
-        found['memory_peak_gib'] = max(found.get('memory_gib', 0.), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/unit) # Linux counts in portions
-    torch = sys.modules.get('torch')
+
+        unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, kilobytes elsewhere
+        found["memory_peak_gib"] = max(
+            found.get("memory_gib", 0.0), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+        )  # Linux counts in portions
+    torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        found['gpu_memory_gib'] = torch.cuda.memory_allocated()/2**30
-        found['gpu_memory_peak_gib'] = torch.cuda.max_memory_allocated()/2**30
+        found["gpu_memory_gib"] = torch.cuda.memory_allocated() / 2**30
+        found["gpu_memory_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     elif torch is not None and torch.backends.mps.is_available():
-        found['gpu_memory_gib'] = torch.mps.current_allocated_memory()/2**30
+        found["gpu_memory_gib"] = torch.mps.current_allocated_memory() / 2**30
     return found
 
 # %% ../../nbs/04_train/20_monitors.ipynb #02f07860
 def open_gpu(
-    nvml: Any = None, # The module; None: `pynvml`, if torch uses a GPU and the library is there
-) -> tuple[Callable[[], dict[str, float]] | None, str]: # A function that looks at the GPU, and what can be seen
+    nvml: Any = None,  # The module; None: `pynvml`, if torch uses a GPU and the library is there
+) -> tuple[
+    Callable[[], dict[str, float]] | None, str
+]:  # A function that looks at the GPU, and what can be seen
     "NVIDIA's view of the GPU of this process."
-    torch, uuid = sys.modules.get('torch'), None
+    torch, uuid = sys.modules.get("torch"), None
     if nvml is None:
         if torch is None or not torch.cuda.is_available():
             mps = torch is not None and torch.backends.mps.is_available()
-            return None, 'mps (limited: its memory, not how busy it is)' if mps else 'cpu'
-        try: import pynvml as nvml
-        except ImportError: return None, "cuda (limited: pip install nvidia-ml-py says how busy it is)"
-        uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), 'uuid', None)
+            return None, "mps (limited: its memory, not how busy it is)" if mps else "cpu"
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return None, "cuda (limited: pip install nvidia-ml-py says how busy it is)"
+        uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(f'GPU-{uuid}') if uuid else nvml.nvmlDeviceGetHandleByIndex(0)
+        handle = (
+            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            if uuid
+            else nvml.nvmlDeviceGetHandleByIndex(0)
+        )
         nvml.nvmlDeviceGetUtilizationRates(handle)
-    except Exception as error: # a driver of another version, a container without rights
-        return None, f'cuda (limited: NVML says {error})'
+    except Exception as error:  # a driver of another version, a container without rights
+        return None, f"cuda (limited: NVML says {error})"
+
     def look() -> dict[str, float]:
-        found = {'gpu_utilization': float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)}
-        found['gpu_memory_used_gib'] = nvml.nvmlDeviceGetMemoryInfo(handle).used/2**30 # of all processes
-        with contextlib.suppress(Exception): # not every GPU measures it
-            found['gpu_power_watts'] = nvml.nvmlDeviceGetPowerUsage(handle)/1000
+        found = {"gpu_utilization": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)}
+        found["gpu_memory_used_gib"] = (
+            nvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
+        )  # of all processes
+        with contextlib.suppress(Exception):  # not every GPU measures it
+            found["gpu_power_watts"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         return found
-    return look, 'cuda'
+
+    return look, "cuda"
 
 # %% ../../nbs/04_train/20_monitors.ipynb #67100aa5
 def flops_of(
-    model: Any, # A `Transformer`, or a model of transformers
-) -> Callable[[int, int], float] | None: # (rows, tokens in a row) -> operations of a forward pass; None: nobody knows
+    model: Any,  # A `Transformer`, or a model of transformers
+) -> (
+    Callable[[int, int], float] | None
+):  # (rows, tokens in a row) -> operations of a forward pass; None: nobody knows
     "Count the operations of a model without running it."
-    config = getattr(model, 'config', None)
+    config = getattr(model, "config", None)
     from trainkit.model.config import ModelConfig, count_flops
-    if isinstance(config, ModelConfig): return lambda rows, length: count_flops(config, rows, length)
+
+    if isinstance(config, ModelConfig):
+        return lambda rows, length: count_flops(config, rows, length)
     import torch
     from torch.utils.flop_counter import FlopCounterMode
+
     try:
-        with torch.device('meta'): twin = type(model)(copy.deepcopy(config))
+        with torch.device("meta"):
+            twin = type(model)(copy.deepcopy(config))
+
         def count(length: int) -> int:
-            ids = torch.zeros(1, length, dtype=torch.long, device='meta')
-            mask = torch.zeros(1, 1, length, length, device='meta') # no question about its values is asked
+            ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+            mask = torch.zeros(
+                1, 1, length, length, device="meta"
+            )  # no question about its values is asked
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 twin(input_ids=ids, attention_mask=mask, use_cache=False)
             return counter.get_total_flops()
+
         short, long = count(64), count(128)
-    except Exception: return None # a model of another shape: everything but MFU is still known
-    b = (long - 2*short)/(128**2 - 2*64**2)
-    a = short/64 - 64*b
-    return lambda rows, length: rows*(a*length + b*length**2)
+    except Exception:
+        return None  # a model of another shape: everything but MFU is still known
+    b = (long - 2 * short) / (128**2 - 2 * 64**2)
+    a = short / 64 - 64 * b
+    return lambda rows, length: rows * (a * length + b * length**2)
+
 
 @cache
 def matmul_peak(
-    device: str, # 'cpu', 'cuda', 'mps'
-    dtype: str, # 'float32', 'bfloat16', 'float16'
-) -> float: # Operations a second
+    device: str,  # 'cpu', 'cuda', 'mps'
+    dtype: str,  # 'float32', 'bfloat16', 'float16'
+) -> float:  # Operations a second
     "What the device can do at most: a product of two large square matrices, the best of a few times."
     import torch
-    size = 1024 if device == 'cpu' else 8192 if device == 'cuda' else 4096
-    x = torch.randn(size, size, device=device, dtype=getattr(torch, dtype), generator=torch.Generator(device).manual_seed(0))
-    out, best = torch.empty_like(x), float('inf')
-    wait = getattr(torch, device).synchronize if device != 'cpu' else lambda: None
-    for _ in range(3 if device == 'cpu' else 6): # A CPU needs no time to wake up
+
+    size = 1024 if device == "cpu" else 8192 if device == "cuda" else 4096
+    x = torch.randn(
+        size,
+        size,
+        device=device,
+        dtype=getattr(torch, dtype),
+        generator=torch.Generator(device).manual_seed(0),
+    )
+    out, best = torch.empty_like(x), float("inf")
+    wait = getattr(torch, device).synchronize if device != "cpu" else lambda: None
+    for _ in range(3 if device == "cpu" else 6):  # A CPU needs no time to wake up
         wait()
         began = time.perf_counter()
         torch.matmul(x, x, out=out)
         wait()
         best = min(best, time.perf_counter() - began)
-    return 2*size**3/best
+    return 2 * size**3 / best
 
 # %% ../../nbs/04_train/20_monitors.ipynb #b17f840a
 class SystemMonitor:
@@ -130,13 +167,14 @@ class SystemMonitor:
 
     def __init__(
         self,
-        every: float = 1., # Seconds between two samples
-        peak_flops: float | None = None, # Operations a second of the device, from its data sheet; None: `matmul_peak`
-        nvml: Any = None, # See `open_gpu`
+        every: float = 1.0,  # Seconds between two samples
+        peak_flops: float
+        | None = None,  # Operations a second of the device, from its data sheet; None: `matmul_peak`
+        nvml: Any = None,  # See `open_gpu`
     ):
         self.every, self.peak_flops, self.nvml = every, peak_flops, nvml
-        self.peaks: dict[str, float] = {} # The most of each number
-        self.sees, self.thread, self.lock = '', None, threading.Lock()
+        self.peaks: dict[str, float] = {}  # The most of each number
+        self.sees, self.thread, self.lock = "", None, threading.Lock()
 
     def start(self):
         "Begin to look."
@@ -144,30 +182,42 @@ class SystemMonitor:
         self.gpu, self.sees = open_gpu(self.nvml)
         self.samples, self.peaks, self.done = [], {}, threading.Event()
         self.cores, self.process = os.cpu_count() or 1, _process()
-        if self.process is not None: self.process.cpu_percent() # counts from here
+        if self.process is not None:
+            self.process.cpu_percent()  # counts from here
         self.sample()
-        self.thread = threading.Thread(target=self.watch, args=(self.done,), name='monitor', daemon=True)
+        self.thread = threading.Thread(
+            target=self.watch, args=(self.done,), name="monitor", daemon=True
+        )
         self.thread.start()
         return self
 
     def watch(self, done: threading.Event):
         "What the thread does."
         while not done.wait(self.every):
-            with contextlib.suppress(Exception): self.sample() # a GPU that is gone must not end a run
+            with contextlib.suppress(Exception):
+                self.sample()  # a GPU that is gone must not end a run
 
     def sample(self):
         "One look."
         found = self.gpu() if self.gpu else {}
-        if self.process is not None: found['cpu_percent'] = self.process.cpu_percent()/self.cores
-        with self.lock: self.samples.append(found)
+        if self.process is not None:
+            found["cpu_percent"] = self.process.cpu_percent() / self.cores
+        with self.lock:
+            self.samples.append(found)
 
     def read(self) -> dict[str, float]:
         "Means of the samples since the last reading, and the memory now."
-        with self.lock: samples, self.samples = self.samples, self.samples[-1:]
-        rows = samples[1:] or samples # the first was read before
-        found = {k: sum(s[k] for s in rows)/len(rows) for k in (rows[-1] if rows else {}) if all(k in s for s in rows)}
+        with self.lock:
+            samples, self.samples = self.samples, self.samples[-1:]
+        rows = samples[1:] or samples  # the first was read before
+        found = {
+            k: sum(s[k] for s in rows) / len(rows)
+            for k in (rows[-1] if rows else {})
+            if all(k in s for s in rows)
+        }
         found |= usage()
-        for k, v in found.items(): self.peaks[k] = max(v, self.peaks.get(k, v))
+        for k, v in found.items():
+            self.peaks[k] = max(v, self.peaks.get(k, v))
         return found
 
     def stop(self):
@@ -177,7 +227,9 @@ class SystemMonitor:
             self.thread.join()
             self.thread = None
 
-    def __enter__(self): return self.start()
+    def __enter__(self):
+        return self.start()
+
     def __exit__(self, *error):
         self.read()
         self.stop()
@@ -185,277 +237,421 @@ class SystemMonitor:
     def on_start(self, trainer, record):
         "Begin with the run."
         self.start()
-        record['monitor'] = self.sees
-        self.flops, self.cost, self.rows, self.work = flops_of(trainer.model), {}, 0, 0.
+        record["monitor"] = self.sees
+        self.flops, self.cost, self.rows, self.work = flops_of(trainer.model), {}, 0, 0.0
         self.last = trainer.state.tokens
         parameters = list(trainer.model.parameters())
-        share = sum(p.numel() for p in parameters if p.requires_grad)/max(1, sum(p.numel() for p in parameters))
-        self.passes = 2 + share # forward, backward to the inputs, and to those weights that learn
+        share = sum(p.numel() for p in parameters if p.requires_grad) / max(
+            1, sum(p.numel() for p in parameters)
+        )
+        self.passes = 2 + share  # forward, backward to the inputs, and to those weights that learn
         if self.flops is not None and self.peak_flops is None:
             accelerator = trainer.accelerator
-            half = 'fp16' if accelerator.scaler is not None else accelerator.mixed_precision
-            names = {'bf16': 'bfloat16', 'fp16': 'float16'}
-            self.peak_flops = matmul_peak(accelerator.device.type, names.get(half, 'float32'))
+            half = "fp16" if accelerator.scaler is not None else accelerator.mixed_precision
+            names = {"bf16": "bfloat16", "fp16": "float16"}
+            self.peak_flops = matmul_peak(accelerator.device.type, names.get(half, "float32"))
         self.clock = time.perf_counter()
 
     def on_step(self, trainer, record):
         "Count what the model reads."
-        for shape in record.get('shapes', ()):
+        for shape in record.get("shapes", ()):
             self.rows += shape[0]
-            if self.flops is None or len(shape) != 2: continue
-            if shape not in self.cost: self.cost[shape] = self.flops(*shape)
+            if self.flops is None or len(shape) != 2:
+                continue
+            if shape not in self.cost:
+                self.cost[shape] = self.flops(*shape)
             self.work += self.cost[shape]
 
     def on_log(self, trainer, record):
         "Add to the record."
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
-        if (speed := record.get('tokens_per_second')) and self.last < record['tokens']: # leaves evaluations out
-            seconds = (record['tokens'] - self.last)/speed
-        self.last = record.get('tokens', 0)
+        if (speed := record.get("tokens_per_second")) and self.last < record[
+            "tokens"
+        ]:  # leaves evaluations out
+            seconds = (record["tokens"] - self.last) / speed
+        self.last = record.get("tokens", 0)
         record |= self.read()
         if self.rows and seconds > 0:
-            record['samples_per_second'] = self.rows/seconds
-            if self.work and self.peak_flops: record['mfu'] = self.passes*self.work/seconds/self.peak_flops
-        self.rows, self.work = 0, 0.
+            record["samples_per_second"] = self.rows / seconds
+            if self.work and self.peak_flops:
+                record["mfu"] = self.passes * self.work / seconds / self.peak_flops
+        self.rows, self.work = 0, 0.0
 
     def on_end(self, trainer, record):
         "End with the run; the last record says how high it went."
-        if self.thread is None: return # it never began
+        if self.thread is None:
+            return  # it never began
         self.read()
         self.stop()
-        record['peaks'] = dict(self.peaks)
+        record["peaks"] = dict(self.peaks)
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #e502ed22
 @dataclass
 class HealthFinding:
     "Something that is wrong with a run."
-    name: str # Of the check
-    step: int # When it was seen
+
+    name: str  # Of the check
+    step: int  # When it was seen
     symptom: str
-    evidence: str # The numbers
+    evidence: str  # The numbers
     remedy: str
 
-    def __str__(self) -> str: return f'{self.symptom} at step {self.step}: {self.evidence}. {self.remedy}'
+    def __str__(self) -> str:
+        return f"{self.symptom} at step {self.step}: {self.evidence}. {self.remedy}"
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #e6544aa6
 def noise(
-    values: Sequence[float], # In the order of time
-) -> float: # Standard deviation of one of them
+    values: Sequence[float],  # In the order of time
+) -> float:  # Standard deviation of one of them
     "How much a series jitters around its own trend, from the median size of its second differences."
-    if len(values) < 3: return 0.
-    bends = [abs(a - 2*b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
-    return median(bends)/0.6745/math.sqrt(6) # a normal's median size; variance of a − 2b + c is 1 + 4 + 1
+    if len(values) < 3:
+        return 0.0
+    bends = [abs(a - 2 * b + c) for a, b, c in zip(values, values[1:], values[2:], strict=False)]
+    return (
+        median(bends) / 0.6745 / math.sqrt(6)
+    )  # a normal's median size; variance of a − 2b + c is 1 + 4 + 1
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #131eb851
 def series(
-    records: Sequence[dict], # Of `Trainer.history`
+    records: Sequence[dict],  # Of `Trainer.history`
     key: str,
-) -> tuple[list[int], list[float]]: # Steps and values, where there is a finite one
+) -> tuple[list[int], list[float]]:  # Steps and values, where there is a finite one
     "One number over time."
-    found = [(r['step'], float(r[key])) for r in records
-             if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])]
+    found = [
+        (r["step"], float(r[key]))
+        for r in records
+        if isinstance(r.get(key), (int, float)) and math.isfinite(r[key])
+    ]
     return [step for step, _ in found], [value for _, value in found]
+
 
 def rising_loss(records: Sequence[dict]) -> HealthFinding | None:
     "The training loss is well above where it has been."
-    steps, losses = series(records, 'loss')
-    few, start = max(8, len(losses)//6), max(losses[:3], default=0.)
-    if len(losses) > 5 and min(losses[-3:]) > 1.5*start > 0: best, now, at = start, losses[-1], steps[2]
+    steps, losses = series(records, "loss")
+    few, start = max(8, len(losses) // 6), max(losses[:3], default=0.0)
+    if len(losses) > 5 and min(losses[-3:]) > 1.5 * start > 0:
+        best, now, at = start, losses[-1], steps[2]
     else:
-        if len(losses) < 2*few + 4: return None
-        sums = [0., *accumulate(losses)]
-        means = [(b - a)/few for a, b in zip(sums, sums[few:], strict=False)]
+        if len(losses) < 2 * few + 4:
+            return None
+        sums = [0.0, *accumulate(losses)]
+        means = [(b - a) / few for a, b in zip(sums, sums[few:], strict=False)]
         now, best = means[-1], min(means[:-few])
         at = steps[means.index(best) + few - 1]
-        if now - best <= max(4.5*noise(losses)*math.sqrt(2/few), 0.03*abs(best)): return None
-    return HealthFinding('rising_loss', steps[-1], 'The loss rises', f'{best:.3f} around step {at}, {now:.3f} now',
-                   'Go back to the checkpoint before it and train on with a third of the learning rate, '
-                   'or with more warm-up.')
+        if now - best <= max(4.5 * noise(losses) * math.sqrt(2 / few), 0.03 * abs(best)):
+            return None
+    return HealthFinding(
+        "rising_loss",
+        steps[-1],
+        "The loss rises",
+        f"{best:.3f} around step {at}, {now:.3f} now",
+        "Go back to the checkpoint before it and train on with a third of the learning rate, "
+        "or with more warm-up.",
+    )
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #48bdfa54
 def overfitting(records: Sequence[dict]) -> HealthFinding | None:
     "The loss rises on evaluation data, while it falls on training data."
-    steps, evals = series(records, 'eval_loss')
-    if len(evals) < 3: return None
+    steps, evals = series(records, "eval_loss")
+    if len(evals) < 3:
+        return None
     low = min(range(len(evals)), key=evals.__getitem__)
-    if len(evals) - low < 3 or min(evals[-2:]) < evals[low] + max(0.01*abs(evals[low]), 2*noise(evals)): return None
-    times, losses = series(records, 'loss')
+    if len(evals) - low < 3 or min(evals[-2:]) < evals[low] + max(
+        0.01 * abs(evals[low]), 2 * noise(evals)
+    ):
+        return None
+    times, losses = series(records, "loss")
     then = [x for t, x in zip(times, losses, strict=True) if t <= steps[low]][-3:]
-    if not then or mean(losses[-3:]) >= mean(then): return None
-    return HealthFinding('overfitting', steps[-1], 'The model learns the training data by heart',
-                   f'eval_loss {evals[low]:.3f} at step {steps[low]}, {evals[-1]:.3f} now, '
-                   f'while loss went from {mean(then):.3f} to {mean(losses[-3:]):.3f}',
-                   f'Keep the model of step {steps[low]} (load_best_model_at_end, early_stopping_patience). '
-                   'More data, fewer epochs, or dropout move the point away.')
+    if not then or mean(losses[-3:]) >= mean(then):
+        return None
+    return HealthFinding(
+        "overfitting",
+        steps[-1],
+        "The model learns the training data by heart",
+        f"eval_loss {evals[low]:.3f} at step {steps[low]}, {evals[-1]:.3f} now, "
+        f"while loss went from {mean(then):.3f} to {mean(losses[-3:]):.3f}",
+        f"Keep the model of step {steps[low]} (load_best_model_at_end, early_stopping_patience). "
+        "More data, fewer epochs, or dropout move the point away.",
+    )
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #3ad37cbf
 def trend(
     values: Sequence[float],
-) -> float: # Change per record
+) -> float:  # Change per record
     "Slope of the straight line through a series (least squares)."
-    middle, center = (len(values) - 1)/2, mean(values)
-    return (sum((i - middle)*(v - center) for i, v in enumerate(values))
-            / sum((i - middle)**2 for i in range(len(values)))) if len(values) > 1 else 0.
+    middle, center = (len(values) - 1) / 2, mean(values)
+    return (
+        (
+            sum((i - middle) * (v - center) for i, v in enumerate(values))
+            / sum((i - middle) ** 2 for i in range(len(values)))
+        )
+        if len(values) > 1
+        else 0.0
+    )
+
 
 def most_change(
     values: Sequence[float],
 ) -> float:
     "How far a series may have come from end to end: its trend, and twice the error of that."
-    change, error = abs(trend(values))*(len(values) - 1), noise(values)*math.sqrt(12/max(1, len(values)))
-    return change + 2*error
+    change, error = (
+        abs(trend(values)) * (len(values) - 1),
+        noise(values) * math.sqrt(12 / max(1, len(values))),
+    )
+    return change + 2 * error
+
 
 def small_rate(records: Sequence[dict]) -> HealthFinding | None:
     "The learning rate cannot move the weights."
-    steps, rates = series(records, 'learning_rate')
-    losses = series(records, 'loss')[1]
-    if len(rates) < 6 or len(losses) < 6 or rates[-1] > rates[-2] or max(rates) >= 2e-7: return None # or still warming up
-    path = sum(rate*(b - a) for a, b, rate in zip([0, *steps], steps, rates, strict=False))
-    return HealthFinding('small_rate', steps[-1], 'The learning rate is zero' if not max(rates) else
-                   'The learning rate is too low to change the weights',
-                   f'the rates of {steps[-1]} steps add up to {path:.1e}, which is about as far as Adam can have moved '
-                   f'a weight; the loss went from {mean(losses[:3]):.3f} to {mean(losses[-3:]):.3f}',
-                   'Usual peaks: 3e-4 and more for a small model from scratch, 2e-5 for full fine-tuning, '
-                   '2e-4 for LoRA, 1e-6 for DPO. Is the schedule at its end, or max_steps too small for the warm-up?')
+    steps, rates = series(records, "learning_rate")
+    losses = series(records, "loss")[1]
+    if len(rates) < 6 or len(losses) < 6 or rates[-1] > rates[-2] or max(rates) >= 2e-7:
+        return None  # or still warming up
+    path = sum(rate * (b - a) for a, b, rate in zip([0, *steps], steps, rates, strict=False))
+    return HealthFinding(
+        "small_rate",
+        steps[-1],
+        "The learning rate is zero"
+        if not max(rates)
+        else "The learning rate is too low to change the weights",
+        f"the rates of {steps[-1]} steps add up to {path:.1e}, which is about as far as Adam can have moved "
+        f"a weight; the loss went from {mean(losses[:3]):.3f} to {mean(losses[-3:]):.3f}",
+        "Usual peaks: 3e-4 and more for a small model from scratch, 2e-5 for full fine-tuning, "
+        "2e-4 for LoRA, 1e-6 for DPO. Is the schedule at its end, or max_steps too small for the warm-up?",
+    )
+
 
 def plateau(records: Sequence[dict]) -> HealthFinding | None:
     "The loss has not moved for half of the run, and the rate is not to blame."
-    steps, losses = series(records, 'loss')
-    rates = series(records, 'learning_rate')[1]
-    half = losses[len(losses)//2:]
-    if len(half) < 12 or small_rate(records): return None
-    if 0 <= mean(half) < 0.01*losses[0]: return None # next to nothing is left to learn
+    steps, losses = series(records, "loss")
+    rates = series(records, "learning_rate")[1]
+    half = losses[len(losses) // 2 :]
+    if len(half) < 12 or small_rate(records):
+        return None
+    if 0 <= mean(half) < 0.01 * losses[0]:
+        return None  # next to nothing is left to learn
     # No change seen is not enough: there must be too little noise to hide one
-    if most_change(half) > 0.003*abs(mean(half)) + 0.01*abs(losses[0] - mean(half)): return None
-    if rates and rates[-1] < max(rates)/10: return None # the schedule lets the loss come to rest
-    return HealthFinding('plateau', steps[-1], 'The loss has stopped falling',
-                   f'{number(mean(half[:4]))} at step {steps[len(losses)//2]}, {number(mean(half[-4:]))} now',
-                   'If it is above what you expect: another learning rate (a third, three times), a larger model, '
-                   'cleaner labels. If not, let the schedule decay and stop.')
+    if most_change(half) > 0.003 * abs(mean(half)) + 0.01 * abs(losses[0] - mean(half)):
+        return None
+    if rates and rates[-1] < max(rates) / 10:
+        return None  # the schedule lets the loss come to rest
+    return HealthFinding(
+        "plateau",
+        steps[-1],
+        "The loss has stopped falling",
+        f"{number(mean(half[:4]))} at step {steps[len(losses) // 2]}, {number(mean(half[-4:]))} now",
+        "If it is above what you expect: another learning rate (a third, three times), a larger model, "
+        "cleaner labels. If not, let the schedule decay and stop.",
+    )
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #22b75890
 def vanishing_gradient(records: Sequence[dict]) -> HealthFinding | None:
     "The norm of the gradient is next to nothing, though much is left to learn."
-    steps, norms = series(records, 'grad_norm')
-    losses = series(records, 'loss')[1]
-    late = norms[-max(5, len(norms)//8):]
-    if len(norms) < 10 or len(losses) < 10: return None
-    before = norms[:-len(late)]
+    steps, norms = series(records, "grad_norm")
+    losses = series(records, "loss")[1]
+    late = norms[-max(5, len(norms) // 8) :]
+    if len(norms) < 10 or len(losses) < 10:
+        return None
+    before = norms[: -len(late)]
     usual, now = median(before), max(late)
-    if now > 1e-6 and now > 1e-3*usual: return None
-    if mean(losses[-3:]) < max(0.1*abs(losses[0]), 1e-3): return None # learned, or a loss that is about 0 by its nature
-    was = f', where {number(usual)} was usual' if usual > 1e-6 else ' from the beginning'
-    return HealthFinding('vanishing_gradient', steps[-1], 'The gradient vanishes', f'norm {number(now)}{was}, at a loss of {mean(losses[-3:]):.3f}',
-                   'No step changes the weights. Are the parameters that matter trainable, and between input and loss? Normalisation and residuals '
-                   'keep a deep network open; a saturated softcap or sigmoid and fp16 close it (mixed_precision=bf16); a lower learning rate before it happened.')
+    if now > 1e-6 and now > 1e-3 * usual:
+        return None
+    if mean(losses[-3:]) < max(0.1 * abs(losses[0]), 1e-3):
+        return None  # learned, or a loss that is about 0 by its nature
+    was = f", where {number(usual)} was usual" if usual > 1e-6 else " from the beginning"
+    return HealthFinding(
+        "vanishing_gradient",
+        steps[-1],
+        "The gradient vanishes",
+        f"norm {number(now)}{was}, at a loss of {mean(losses[-3:]):.3f}",
+        "No step changes the weights. Are the parameters that matter trainable, and between input and loss? Normalisation and residuals "
+        "keep a deep network open; a saturated softcap or sigmoid and fp16 close it (mixed_precision=bf16); a lower learning rate before it happened.",
+    )
+
 
 def exploding_gradient(records: Sequence[dict]) -> HealthFinding | None:
     "The norm of the gradient is far outside of what it has been."
-    steps, norms = series(records, 'grad_norm')
-    new = max(1, len(norms)//16) # What may have come since the last look
-    before = norms[len(norms)//4:-new]
-    if len(before) < 5: return None
+    steps, norms = series(records, "grad_norm")
+    new = max(1, len(norms) // 16)  # What may have come since the last look
+    before = norms[len(norms) // 4 : -new]
+    if len(before) < 5:
+        return None
     usual, now = median(before), max(norms[-new:])
-    if usual <= 0 or now <= 6*usual or now <= 2*max(before): return None
-    return HealthFinding('exploding_gradient', steps[norms.index(now, len(before))], 'The gradient explodes',
-                   f'norm {number(now)}, where {number(usual)} was usual',
-                   'Look at the data of this step. max_grad_norm=1 keeps such a step short; if it comes back, '
-                   'a lower learning rate or more warm-up.')
+    if usual <= 0 or now <= 6 * usual or now <= 2 * max(before):
+        return None
+    return HealthFinding(
+        "exploding_gradient",
+        steps[norms.index(now, len(before))],
+        "The gradient explodes",
+        f"norm {number(now)}, where {number(usual)} was usual",
+        "Look at the data of this step. max_grad_norm=1 keeps such a step short; if it comes back, "
+        "a lower learning rate or more warm-up.",
+    )
 
 # %% ../../nbs/04_train/22_health.ipynb #20b9051f
 def not_a_number(records: Sequence[dict]) -> HealthFinding | None:
     "A loss that is NaN or infinite, or a run that ended for such a reason."
     for record in records:
-        reason = str(record.get('reason', ''))
-        bad = [f'{key} is {record[key]}' for key in ('loss', 'eval_loss')
-               if isinstance(record.get(key), (int, float)) and not math.isfinite(record[key])]
-        if not bad and not (reason.startswith('TrainingError') and ('nan' in reason or 'inf' in reason)): continue
-        return HealthFinding('not_a_number', record['step'], 'The loss is no number', bad[0] if bad else reason.splitlines()[0].rstrip('.'),
-                       "Weights that have seen it are lost: go back to the checkpoint before. Then mixed_precision='bf16' "
-                       'instead of fp16, a lower learning rate, max_grad_norm=1, and a look at the batch of this step.')
+        reason = str(record.get("reason", ""))
+        bad = [
+            f"{key} is {record[key]}"
+            for key in ("loss", "eval_loss")
+            if isinstance(record.get(key), (int, float)) and not math.isfinite(record[key])
+        ]
+        if not bad and not (
+            reason.startswith("TrainingError") and ("nan" in reason or "inf" in reason)
+        ):
+            continue
+        return HealthFinding(
+            "not_a_number",
+            record["step"],
+            "The loss is no number",
+            bad[0] if bad else reason.splitlines()[0].rstrip("."),
+            "Weights that have seen it are lost: go back to the checkpoint before. Then mixed_precision='bf16' "
+            "instead of fp16, a lower learning rate, max_grad_norm=1, and a look at the batch of this step.",
+        )
     return None
 
 # %% ../../nbs/04_train/22_health.ipynb #0b19d2ae
 def skipped_steps(records: Sequence[dict]) -> HealthFinding | None:
     "A scaler that goes on leaving out steps."
-    steps, skipped = series(records, 'skipped_steps')
-    if len(steps) < 3 or steps[-1] < 40: return None
-    first = next(i for i, step in enumerate(steps) if step >= steps[-1]/2)
+    steps, skipped = series(records, "skipped_steps")
+    if len(steps) < 3 or steps[-1] < 40:
+        return None
+    first = next(i for i, step in enumerate(steps) if step >= steps[-1] / 2)
     taken, lost = steps[-1] - steps[first], skipped[-1] - skipped[first]
-    if not taken or lost/taken < 0.05: return None
-    return HealthFinding('skipped_steps', steps[-1], 'Half precision overflows',
-                   f'{lost:.0f} of the last {taken} steps were skipped',
-                   "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller max_grad_norm.")
+    if not taken or lost / taken < 0.05:
+        return None
+    return HealthFinding(
+        "skipped_steps",
+        steps[-1],
+        "Half precision overflows",
+        f"{lost:.0f} of the last {taken} steps were skipped",
+        "mixed_precision='bf16' does not overflow; else a lower learning rate or a smaller max_grad_norm.",
+    )
 
 # %% ../../nbs/04_train/22_health.ipynb #51a3b6f0
 def waiting_for_data(records: Sequence[dict]) -> HealthFinding | None:
     "The loop waits for its batches."
-    steps, shares = series(records, 'data_share')
-    if len(shares) < 4 or (share := median(shares[-4:])) < 0.25: return None
-    if series(records, 'completion_length')[1]: return None # The model writes its own batches, and that is the work
-    return HealthFinding('waiting_for_data', steps[-1], 'The loop waits for data',
-                   f'{share:.0%} of the time goes into fetching batches',
-                   'More num_workers, or tokenize the text to disk once, before training.')
+    steps, shares = series(records, "data_share")
+    if len(shares) < 4 or (share := median(shares[-4:])) < 0.25:
+        return None
+    if series(records, "completion_length")[1]:
+        return None  # The model writes its own batches, and that is the work
+    return HealthFinding(
+        "waiting_for_data",
+        steps[-1],
+        "The loop waits for data",
+        f"{share:.0%} of the time goes into fetching batches",
+        "More num_workers, or tokenize the text to disk once, before training.",
+    )
+
 
 def idle_gpu(records: Sequence[dict]) -> HealthFinding | None:
     "The GPU has little to do."
-    steps, busy = series(records, 'gpu_utilization')
-    if len(busy) < 5 or (now := median(busy[-5:])) >= 60: return None
-    return HealthFinding('idle_gpu', steps[-1], 'The GPU is not busy', f'{now:.0f} % of the time, where 80 % is usual',
-                   'A larger batch if memory allows, torch_compile=True, packing, no gradient checkpointing; '
-                   'is the loop waiting for data?')
+    steps, busy = series(records, "gpu_utilization")
+    if len(busy) < 5 or (now := median(busy[-5:])) >= 60:
+        return None
+    return HealthFinding(
+        "idle_gpu",
+        steps[-1],
+        "The GPU is not busy",
+        f"{now:.0f} % of the time, where 80 % is usual",
+        "A larger batch if memory allows, torch_compile=True, packing, no gradient checkpointing; "
+        "is the loop waiting for data?",
+    )
 
 # %% ../../nbs/04_train/22_health.ipynb #d345be1a
 def creeping_memory(records: Sequence[dict]) -> HealthFinding | None:
     "Memory that grows with the steps, and never comes down."
-    for key, name in (('gpu_memory_gib', 'GPU memory'), ('memory_gib', 'memory')):
+    for key, name in (("gpu_memory_gib", "GPU memory"), ("memory_gib", "memory")):
         steps, used = series(records, key)
-        half = used[len(used)//2:]
-        if len(half) < 8: continue
+        half = used[len(used) // 2 :]
+        if len(half) < 8:
+            continue
         rises = [b - a for a, b in zip(half, half[1:], strict=False)]
         grown, ups = half[-1] - half[0], sum(rise > 0 for rise in rises)
-        single = max(rises) > 0.5*grown # A buffer that is made once, for a checkpoint or an evaluation
-        if grown > max(0.05*half[0], 0.05) and ups >= 0.7*(len(half) - 1) and half[-1] == max(half) and not single:
-            rate = grown/(steps[-1] - steps[len(used)//2])*1000
-            return HealthFinding('creeping_memory', steps[-1], f'More and more {name} is used',
-                           f'{show_bytes(half[0]*2**30)} at step {steps[len(used)//2]}, {show_bytes(half[-1]*2**30)} now, '
-                           f'{show_bytes(rate*2**30)} in 1,000 steps',
-                           'Something keeps what it should drop: a list of losses that are still tensors '
-                           '(append loss.item()), a callback, a cache of the dataset.')
+        single = (
+            max(rises) > 0.5 * grown
+        )  # A buffer that is made once, for a checkpoint or an evaluation
+        if (
+            grown > max(0.05 * half[0], 0.05)
+            and ups >= 0.7 * (len(half) - 1)
+            and half[-1] == max(half)
+            and not single
+        ):
+            rate = grown / (steps[-1] - steps[len(used) // 2]) * 1000
+            return HealthFinding(
+                "creeping_memory",
+                steps[-1],
+                f"More and more {name} is used",
+                f"{show_bytes(half[0] * 2**30)} at step {steps[len(used) // 2]}, {show_bytes(half[-1] * 2**30)} now, "
+                f"{show_bytes(rate * 2**30)} in 1,000 steps",
+                "Something keeps what it should drop: a list of losses that are still tensors "
+                "(append loss.item()), a callback, a cache of the dataset.",
+            )
     return None
 
 # %% ../../nbs/04_train/22_health.ipynb #6c4ae3b1
 class Findings(list):
     "What is wrong with a run; a notebook shows a table."
-    def __str__(self) -> str: return '\n'.join(map(str, self)) or 'healthy'
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "healthy"
 
     def _repr_html_(self) -> str:
-        return str(table([vars(finding) for finding in self], 'Health') if self else Picture('<p>healthy</p>'))
+        return str(
+            table([vars(finding) for finding in self], "Health")
+            if self
+            else Picture("<p>healthy</p>")
+        )
 
-CHECKS: dict[str, Callable[[Sequence[dict]], HealthFinding | None]] = {check.__name__: check for check in (
-    not_a_number, rising_loss, overfitting, small_rate, plateau, exploding_gradient, vanishing_gradient, skipped_steps, waiting_for_data,
-    idle_gpu, creeping_memory)}
+
+CHECKS: dict[str, Callable[[Sequence[dict]], HealthFinding | None]] = {
+    check.__name__: check
+    for check in (
+        not_a_number,
+        rising_loss,
+        overfitting,
+        small_rate,
+        plateau,
+        exploding_gradient,
+        vanishing_gradient,
+        skipped_steps,
+        waiting_for_data,
+        idle_gpu,
+        creeping_memory,
+    )
+}
+
 
 def check_health(
-    records: Sequence[dict], # `Trainer.history`, or the records of `read_run`
-    checks: dict[str, Callable] | None = None, # Others than `CHECKS`
-) -> Findings: # Empty for a healthy run
+    records: Sequence[dict],  # `Trainer.history`, or the records of `read_run`
+    checks: dict[str, Callable] | None = None,  # Others than `CHECKS`
+) -> Findings:  # Empty for a healthy run
     "What is wrong with a run, by its own records."
-    records = [r for r in records if 'step' in r]
-    found = ((name, check(records)) for name, check in (CHECKS if checks is None else checks).items())
+    records = [r for r in records if "step" in r]
+    found = (
+        (name, check(records)) for name, check in (CHECKS if checks is None else checks).items()
+    )
     return Findings(finding for _, finding in found if finding)
 
 # %% ../../nbs/04_train/22_health.ipynb #599f2205
-_TIGHT = ('Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same step; shorter rows, gradient_checkpointing, '
-          'LoRA or four bits take less, and `trainkit memory plan` chooses.')
+_TIGHT = (
+    "Half of per_device_train_batch_size with twice the gradient_accumulation_steps is the same step; shorter rows, gradient_checkpointing, "
+    "LoRA or four bits take less, and `trainkit memory plan` chooses."
+)
+
 
 class HealthCheck:
     "A trainer's callback that warns while there is still time."
+
     def __init__(
         self,
-        say: Callable[[str], Any] | None = None, # Gets a line; None: `warnings.warn`
-        checks: dict[str, Callable] | None = None, # Others than `CHECKS`
-        quiet_steps: int = 100, # A finding that was gone for so many steps is news again
+        say: Callable[[str], Any] | None = None,  # Gets a line; None: `warnings.warn`
+        checks: dict[str, Callable] | None = None,  # Others than `CHECKS`
+        quiet_steps: int = 100,  # A finding that was gone for so many steps is news again
     ):
         self.say, self.checks, self.quiet_steps = say or warnings.warn, checks, quiet_steps
         self.on_start(None, {})
@@ -467,10 +663,12 @@ class HealthCheck:
     def on_log(self, trainer, record):
         "Look again, if there is enough that is new."
         self.count += 1
-        if self.count % self.stride == 0: self.records.append(record)
-        if len(self.records) == 256: self.records, self.stride = self.records[1::2], 2*self.stride
+        if self.count % self.stride == 0:
+            self.records.append(record)
+        if len(self.records) == 256:
+            self.records, self.stride = self.records[1::2], 2 * self.stride
         if self.count >= self.due:
-            self.due = self.count + max(1, self.count//16)
+            self.due = self.count + max(1, self.count // 16)
             self.look(trainer, [] if self.count % self.stride == 0 else [record])
 
     def on_eval(self, trainer, record):
@@ -478,17 +676,35 @@ class HealthCheck:
         self.evals = [*self.evals[-255:], record]
         self.look(trainer)
 
-    def on_end(self, trainer, record): self.look(trainer, [record])
+    def on_end(self, trainer, record):
+        self.look(trainer, [record])
 
     def look(self, trainer, latest: Sequence[dict] = ()):
         "Say what is new."
-        notes, self.told = getattr(trainer, 'notes', [])[self.told:], len(getattr(trainer, 'notes', [])) # What the loop did otherwise than asked
-        tight = [HealthFinding('out_of_memory', trainer.state.step, 'Memory ran out', text.partition('Out of memory: ')[2], _TIGHT)
-                 for text in notes if 'Out of memory: ' in text]
-        for finding in [*tight[-1:], *check_health([*self.records, *latest, *self.evals], self.checks)]:
+        notes, self.told = (
+            getattr(trainer, "notes", [])[self.told :],
+            len(getattr(trainer, "notes", [])),
+        )  # What the loop did otherwise than asked
+        tight = [
+            HealthFinding(
+                "out_of_memory",
+                trainer.state.step,
+                "Memory ran out",
+                text.partition("Out of memory: ")[2],
+                _TIGHT,
+            )
+            for text in notes
+            if "Out of memory: " in text
+        ]
+        for finding in [
+            *tight[-1:],
+            *check_health([*self.records, *latest, *self.evals], self.checks),
+        ]:
             last = self.seen.get(finding.name)
             self.seen[finding.name] = finding.step
-            if last is not None and finding.step - last <= self.quiet_steps: continue
+            if last is not None and finding.step - last <= self.quiet_steps:
+                continue
             self.findings.append(finding)
-            self.say(f'Health: {finding}')
-            if hasattr(trainer, 'notify'): trainer.notify('on_health', **vars(finding))
+            self.say(f"Health: {finding}")
+            if hasattr(trainer, "notify"):
+                trainer.notify("on_health", **vars(finding))

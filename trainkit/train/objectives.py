@@ -26,134 +26,206 @@ from ..model.layers import chunked_cross_entropy
 @dataclass
 class Loss:
     "What an objective finds in a batch, as sums over items, so that batches can be added up."
-    terms: dict[str, tuple[Any, Any, float]] # name -> (sum over its items, number of items, weight)
-    metrics: dict[str, Any] = field(default_factory=dict) # name -> (sum, count), or one value for the batch
+
+    terms: dict[
+        str, tuple[Any, Any, float]
+    ]  # name -> (sum over its items, number of items, weight)
+    metrics: dict[str, Any] = field(
+        default_factory=dict
+    )  # name -> (sum, count), or one value for the batch
 
     @property
     def total(self) -> Tensor:
         "The loss of this batch alone: the weighted sum of the means."
-        return torch.stack([torch.as_tensor(weight*s/n) for s, n, weight in self.terms.values()]).sum()
+        return torch.stack(
+            [torch.as_tensor(weight * s / n) for s, n, weight in self.terms.values()]
+        ).sum()
 
 # %% ../../nbs/04_train/04_objectives.ipynb #158803d0
 def objective(
-    counts: Callable[[dict], dict] | None = None, # batch -> {term: number of items}, known before any forward pass
-    additive: bool = True, # False when the rows of a batch depend on each other and batches cannot be added
-) -> Callable: # Marks a function `(model, batch) -> Loss`
+    counts: Callable[[dict], dict]
+    | None = None,  # batch -> {term: number of items}, known before any forward pass
+    additive: bool = True,  # False when the rows of a batch depend on each other and batches cannot be added
+) -> Callable:  # Marks a function `(model, batch) -> Loss`
     "Say how the batches of an objective may be accumulated."
+
     def mark(function: Callable) -> Callable:
-        function.__dict__.update(additive=additive, **({'counts': counts} if counts else {}))
+        function.__dict__.update(additive=additive, **({"counts": counts} if counts else {}))
         return function
+
     return mark
 
+
 def count_items(
-    batch: dict, # Holds `labels` (B, T), -100 where nothing is learned
-) -> Tensor: # One number, on the device of the labels
+    batch: dict,  # Holds `labels` (B, T), -100 where nothing is learned
+) -> Tensor:  # One number, on the device of the labels
     "How many tokens of a batch are predicted; the first of a row never is."
-    return (batch['labels'][:, 1:] != -100).sum()
+    return (batch["labels"][:, 1:] != -100).sum()
+
 
 def names_argument(
-    model: nn.Module, # Perhaps wrapped by `DistributedDataParallel` or `torch.compile`
-    name: str, # An argument of `forward`
+    model: nn.Module,  # Perhaps wrapped by `DistributedDataParallel` or `torch.compile`
+    name: str,  # An argument of `forward`
 ) -> bool:
     "Whether the model's `forward` names this argument itself; `**kwargs` may swallow it in silence."
     parallel = (nn.DataParallel, DistributedDataParallel)
-    while (wrapped := hasattr(model, '_orig_mod')) or isinstance(model, parallel) or type(model).__name__ == 'DeepSpeedEngine':
-        model = model._orig_mod if wrapped else model.module # type: ignore
+    while (
+        (wrapped := hasattr(model, "_orig_mod"))
+        or isinstance(model, parallel)
+        or type(model).__name__ == "DeepSpeedEngine"
+    ):
+        model = model._orig_mod if wrapped else model.module  # type: ignore
     return name in forward_arguments(type(model))
+
 
 @lru_cache(64)
 def forward_arguments(
-    kind: type, # A class of modules
-) -> frozenset[str]: # With '**' if it takes any; asking `inspect` takes longer than a small step
+    kind: type,  # A class of modules
+) -> frozenset[str]:  # With '**' if it takes any; asking `inspect` takes longer than a small step
     "The names of the arguments of `forward`."
     found = inspect.signature(kind.forward).parameters.values()
-    return frozenset('**' if p.kind is p.VAR_KEYWORD else p.name for p in found)
+    return frozenset("**" if p.kind is p.VAR_KEYWORD else p.name for p in found)
 
 # %% ../../nbs/04_train/04_objectives.ipynb #f006b8d7
 def fitting(
     model: nn.Module,
-    batch: dict, # `input_ids` (B, T), perhaps `attention_mask` and `position_ids`
-) -> dict: # Those two that `forward` takes; raises `ValueError` where leaving one out would change the loss
+    batch: dict,  # `input_ids` (B, T), perhaps `attention_mask` and `position_ids`
+) -> dict:  # Those two that `forward` takes; raises `ValueError` where leaving one out would change the loss
     "What a model can be told about the places of a batch."
-    known = {k: batch[k] for k in ('attention_mask', 'position_ids') if k in batch}
-    lacks = [k for k in known if not (names_argument(model, k) or names_argument(model, '**'))]
-    if 'position_ids' in lacks or ('attention_mask' in lacks and not known['attention_mask'][:, 0].all()):
-        why = 'documents that share a row would run into each other' if 'position_ids' in lacks else \
-            'padding before a text would be read as text'
-        raise ValueError(f'{type(model).__name__}.forward takes no {lacks[-1]}, so {why}: let it take them, or '
-                         f"{'do not pack the rows' if 'position_ids' in lacks else 'pad to the right'}")
-    return {k: v for k, v in known.items() if k not in lacks} # Padding to the right changes nothing before it
+    known = {k: batch[k] for k in ("attention_mask", "position_ids") if k in batch}
+    lacks = [k for k in known if not (names_argument(model, k) or names_argument(model, "**"))]
+    if "position_ids" in lacks or (
+        "attention_mask" in lacks and not known["attention_mask"][:, 0].all()
+    ):
+        why = (
+            "documents that share a row would run into each other"
+            if "position_ids" in lacks
+            else "padding before a text would be read as text"
+        )
+        raise ValueError(
+            f"{type(model).__name__}.forward takes no {lacks[-1]}, so {why}: let it take them, or "
+            f"{'do not pack the rows' if 'position_ids' in lacks else 'pad to the right'}"
+        )
+    return {
+        k: v for k, v in known.items() if k not in lacks
+    }  # Padding to the right changes nothing before it
+
 
 def beside(
     model: nn.Module,
-    batch: Mapping[str, Any], # Tensors and anything else, perhaps fresh from a collator
-) -> dict[str, Any]: # As it is for weights on the CPU, which may be there for want of room
+    batch: Mapping[str, Any],  # Tensors and anything else, perhaps fresh from a collator
+) -> dict[str, Any]:  # As it is for weights on the CPU, which may be there for want of room
     "A batch with its tensors on the GPU where the model is."
     device = next((p.device for p in model.parameters()), None)
-    if device is None or device.type in ('cpu', 'meta'): return dict(batch)
+    if device is None or device.type in ("cpu", "meta"):
+        return dict(batch)
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
-PLAIN_HEADS = frozenset('gemma gpt2 gpt_neox llama mistral olmo olmo2 phi3 qwen2 qwen3 smollm3'.split()) # transformers' names
+
+PLAIN_HEADS = frozenset(
+    "gemma gpt2 gpt_neox llama mistral olmo olmo2 phi3 qwen2 qwen3 smollm3".split()
+)  # transformers' names
+
 
 def body_and_head(
-    model: nn.Module, # Any
-) -> tuple[nn.Module, Tensor] | None: # What gives hidden states; the matrix (V, D) that makes logits of them
+    model: nn.Module,  # Any
+) -> (
+    tuple[nn.Module, Tensor] | None
+):  # What gives hidden states; the matrix (V, D) that makes logits of them
     "The two parts of a model of transformers whose logits are `hidden @ weight.T` and nothing more."
     kind = type(model)
-    if not kind.__module__.startswith('transformers.models.') or model.config.model_type not in PLAIN_HEADS: return None # type: ignore
-    head, mine = model.get_output_embeddings(), vars(model) # type: ignore
-    forward = mine.get('_original_forward', mine.get('forward', model.forward)) # accelerate's autocast wraps it
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in (model, head) if m is not None)
-    if getattr(forward, '__func__', None) is not kind.forward or type(head) is not nn.Linear or 'forward' in vars(head): return None
-    return None if hooked or head.bias is not None else (model.base_model, head.weight) # type: ignore
+    if (
+        not kind.__module__.startswith("transformers.models.")
+        or model.config.model_type not in PLAIN_HEADS
+    ):
+        return None  # type: ignore
+    head, mine = model.get_output_embeddings(), vars(model)  # type: ignore
+    forward = mine.get(
+        "_original_forward", mine.get("forward", model.forward)
+    )  # accelerate's autocast wraps it
+    hooked = any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in (model, head)
+        if m is not None
+    )
+    if (
+        getattr(forward, "__func__", None) is not kind.forward
+        or type(head) is not nn.Linear
+        or "forward" in vars(head)
+    ):
+        return None
+    return None if hooked or head.bias is not None else (model.base_model, head.weight)  # type: ignore
+
 
 def sum_losses(
-    model: nn.Module, # Ours, one of transformers', or any that maps ids (B, T) to logits (B, T, V)
-    batch: dict, # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
-    z_loss: float = 0.0, # Adds so much of (log Z)² for each token
-) -> tuple[Tensor, Tensor | None]: # The sum of the losses; that of (log Z)², without gradient, when asked for
+    model: nn.Module,  # Ours, one of transformers', or any that maps ids (B, T) to logits (B, T, V)
+    batch: dict,  # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
+    z_loss: float = 0.0,  # Adds so much of (log Z)² for each token
+) -> tuple[
+    Tensor, Tensor | None
+]:  # The sum of the losses; that of (log Z)², without gradient, when asked for
     "Cross-entropy of each next token that has a label, summed; without all the logits where the model can."
     batch = beside(model, batch)
     known = fitting(model, batch)
-    if names_argument(model, 'z_loss' if z_loss else 'return_logits'):
-        known |= dict(labels=batch['labels'], num_items_in_batch=1, return_logits=False)
-        out = model(batch['input_ids'], **known, **(dict(z_loss=z_loss) if z_loss else {}))
+    if names_argument(model, "z_loss" if z_loss else "return_logits"):
+        known |= dict(labels=batch["labels"], num_items_in_batch=1, return_logits=False)
+        out = model(batch["input_ids"], **known, **(dict(z_loss=z_loss) if z_loss else {}))
         return out.loss, out.squares if z_loss else None
-    if names_argument(model, 'use_cache'): known['use_cache'] = False
+    if names_argument(model, "use_cache"):
+        known["use_cache"] = False
     if (found := body_and_head(model)) is not None:
-        hidden = found[0](batch['input_ids'], **known).last_hidden_state[:, :-1] # The last of a row has nothing to guess
-        total, squares = chunked_cross_entropy(hidden, found[1], batch['labels'][:, 1:], reduction='sum', z_loss=z_loss, return_squares=True)
+        hidden = found[0](batch["input_ids"], **known).last_hidden_state[
+            :, :-1
+        ]  # The last of a row has nothing to guess
+        total, squares = chunked_cross_entropy(
+            hidden,
+            found[1],
+            batch["labels"][:, 1:],
+            reduction="sum",
+            z_loss=z_loss,
+            return_squares=True,
+        )
         return total, squares if z_loss else None
     # shifting labels copies less than shifting logits
-    labels = F.pad(batch['labels'], (0, 1), value=-100)[:, 1:].flatten()
-    out = model(batch['input_ids'], **known)
-    logits = (out if isinstance(out, Tensor) else out.logits).flatten(0, 1) # (B*T, V)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) # float64 stays as it is
-    total = F.cross_entropy(logits, labels, reduction='sum')
-    if not z_loss: return total, None
-    squares = (logits.logsumexp(-1).square()*(labels != -100)).sum()
-    return total + z_loss*squares, squares.detach()
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    out = model(batch["input_ids"], **known)
+    logits = (out if isinstance(out, Tensor) else out.logits).flatten(0, 1)  # (B*T, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
+    total = F.cross_entropy(logits, labels, reduction="sum")
+    if not z_loss:
+        return total, None
+    squares = (logits.logsumexp(-1).square() * (labels != -100)).sum()
+    return total + z_loss * squares, squares.detach()
 
-@objective(counts=lambda batch: {'loss': int(count_items(batch))})
+
+@objective(counts=lambda batch: {"loss": int(count_items(batch))})
 def lm_loss(
-    model: nn.Module, # As in `sum_losses`
-    batch: dict, # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
+    model: nn.Module,  # As in `sum_losses`
+    batch: dict,  # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
 ) -> Loss:
     "The cross-entropy of each next token that has a label."
-    return Loss({'loss': (sum_losses(model, batch)[0], count_items(batch), 1.0)})
+    return Loss({"loss": (sum_losses(model, batch)[0], count_items(batch), 1.0)})
 
 # %% ../../nbs/04_train/04_objectives.ipynb #95978f91
 def lm_objective(
-    z_loss: float = 0.0, # Weight of (log Z)², 1e-4 say; 0 is `lm_loss` itself
-) -> Callable: # (model, batch) -> Loss
+    z_loss: float = 0.0,  # Weight of (log Z)², 1e-4 say; 0 is `lm_loss` itself
+) -> Callable:  # (model, batch) -> Loss
     "Next-token prediction with a z-loss (Chowdhery et al. 2022, section 5)."
-    if not z_loss: return lm_loss
-    def counts(batch: dict) -> dict[str, int]: return dict.fromkeys(('cross_entropy', 'z_loss'), int(count_items(batch)))
+    if not z_loss:
+        return lm_loss
+
+    def counts(batch: dict) -> dict[str, int]:
+        return dict.fromkeys(("cross_entropy", "z_loss"), int(count_items(batch)))
+
     @objective(counts=counts)
     def lm_loss_with_z(model: nn.Module, batch: dict) -> Loss:
-        if not torch.is_grad_enabled(): return lm_loss(model, batch)
+        if not torch.is_grad_enabled():
+            return lm_loss(model, batch)
         total, squares = sum_losses(model, batch, z_loss)
         assert squares is not None
         n = count_items(batch)
-        return Loss({'cross_entropy': (total - z_loss*squares, n, 1.0), 'z_loss': (squares, n, z_loss)})
+        return Loss(
+            {"cross_entropy": (total - z_loss * squares, n, 1.0), "z_loss": (squares, n, z_loss)}
+        )
+
     return lm_loss_with_z

@@ -34,260 +34,372 @@ from ..numba_utils import compile_kernels, pick_lane
 # %% ../../nbs/04_train/01_optimizers.ipynb #d0933939
 @contextmanager
 def step_in_backward(
-    optimizer: Optimizer, # Any that treats each parameter by itself, as AdamW, Muon and SGD do
-) -> Iterator[list[int]]: # A list that gets the bytes of each gradient that was used up
+    optimizer: Optimizer,  # Any that treats each parameter by itself, as AdamW, Muon and SGD do
+) -> Iterator[list[int]]:  # A list that gets the bytes of each gradient that was used up
     "The backward pass takes the steps and frees the gradients (Lv et al. 2023); `optimizer.step` is not called."
     used: list[int] = []
-    groups = {p: group for group in optimizer.param_groups for p in group['params']}
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+
     def step_one(p: Tensor) -> None:
         everything = optimizer.param_groups
-        optimizer.param_groups = [{**groups[p], 'params': [p]}] # Its rate is looked up now: a schedule moves it
-        try: optimizer.step()
-        finally: optimizer.param_groups = everything
-        used.append(p.grad.nbytes) # type: ignore
+        optimizer.param_groups = [
+            {**groups[p], "params": [p]}
+        ]  # Its rate is looked up now: a schedule moves it
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = everything
+        used.append(p.grad.nbytes)  # type: ignore
         p.grad = None
+
     hooks = [p.register_post_accumulate_grad_hook(step_one) for p in groups]
-    try: yield used
+    try:
+        yield used
     finally:
-        for hook in hooks: hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #home-ADJUST
 ADJUST: dict[str, Callable[[int, int], float]] = {
-    'original': lambda rows, columns: math.sqrt(max(1, rows/columns)),
-    'match_rms_adamw': lambda rows, columns: 0.2*math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #e486029c
 def adamw(
-    groups: list[dict], # Parameter groups
-    config: 'OptimConfig',
-    fused: bool = False, # One pass over memory for the whole update
+    groups: list[dict],  # Parameter groups
+    config: "OptimConfig",
+    fused: bool = False,  # One pass over memory for the whole update
 ) -> Optimizer:
     "torch's AdamW (Loshchilov and Hutter 2019)."
     betas = (config.adam_beta1, config.adam_beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon,
-                             fused=fused or None)
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=fused or None
+    )
+
 
 def muon(
-    groups: list[dict], # Parameter groups; those for Muon say `use_muon=True`
-    config: 'OptimConfig',
+    groups: list[dict],  # Parameter groups; those for Muon say `use_muon=True`
+    config: "OptimConfig",
 ) -> Optimizer:
     "Muon for the matrices inside, AdamW for the rest (Jordan 2024)."
-    return Muon(groups, config.learning_rate, config.weight_decay, config.muon_momentum, config.muon_nesterov,
-                config.muon_ns_steps, config.muon_adjust_lr, (config.adam_beta1, config.adam_beta2),
-                config.adam_epsilon)
+    return Muon(
+        groups,
+        config.learning_rate,
+        config.weight_decay,
+        config.muon_momentum,
+        config.muon_nesterov,
+        config.muon_ns_steps,
+        config.muon_adjust_lr,
+        (config.adam_beta1, config.adam_beta2),
+        config.adam_epsilon,
+    )
+
 
 def adamw_8bit(
-    groups: list[dict], # Parameter groups
-    config: 'OptimConfig',
-    paged: bool = False, # States stay in main memory, for a GPU that has no room for them
+    groups: list[dict],  # Parameter groups
+    config: "OptimConfig",
+    paged: bool = False,  # States stay in main memory, for a GPU that has no room for them
 ) -> Optimizer:
     "AdamW with a byte for each running mean (Dettmers et al. 2022)."
     betas = (config.adam_beta1, config.adam_beta2)
     return AdamW8bit(groups, config.learning_rate, betas, config.adam_epsilon, paged=paged)
 
-OPTIMIZERS: dict[str, Callable[[list[dict], 'OptimConfig'], Optimizer]] = {
-    'adamw_8bit': adamw_8bit,
-    'adamw_torch': adamw,
-    'adamw_torch_fused': lambda groups, config: adamw(groups, config, fused=True),
-    'muon': muon,
-    'paged_adamw_8bit': lambda groups, config: adamw_8bit(groups, config, paged=True),
-    'sgd': lambda groups, config: torch.optim.SGD(groups, lr=config.learning_rate),
+
+OPTIMIZERS: dict[str, Callable[[list[dict], "OptimConfig"], Optimizer]] = {
+    "adamw_8bit": adamw_8bit,
+    "adamw_torch": adamw,
+    "adamw_torch_fused": lambda groups, config: adamw(groups, config, fused=True),
+    "muon": muon,
+    "paged_adamw_8bit": lambda groups, config: adamw_8bit(groups, config, paged=True),
+    "sgd": lambda groups, config: torch.optim.SGD(groups, lr=config.learning_rate),
 }
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #36b8267d
 def cosine(
-    p: float, # Share of the decay that is over, 0 to 1
-    config: 'OptimConfig',
+    p: float,  # Share of the decay that is over, 0 to 1
+    config: "OptimConfig",
 ) -> float:
     "Half a wave down, or `num_cycles` whole ones (Loshchilov and Hutter 2017)."
-    return 0.5 * (1 + math.cos(2*math.pi * (0.5 if config.num_cycles is None else config.num_cycles) * p))
+    return 0.5 * (
+        1 + math.cos(2 * math.pi * (0.5 if config.num_cycles is None else config.num_cycles) * p)
+    )
+
 
 def restarts(
-    p: float, # Share of the decay that is over, 0 to 1
-    config: 'OptimConfig',
+    p: float,  # Share of the decay that is over, 0 to 1
+    config: "OptimConfig",
 ) -> float:
     "`num_cycles` half waves, each from the top (Loshchilov and Hutter 2017)."
     cycles = 1 if config.num_cycles is None else config.num_cycles
-    return 0.5 * (1 + math.cos(math.pi * (cycles*p % 1))) if p < 1 else 0.0
+    return 0.5 * (1 + math.cos(math.pi * (cycles * p % 1))) if p < 1 else 0.0
+
 
 def stable_decay(
-    p: float, # Share of the steps after the warm-up that is over, 0 to 1
-    config: 'OptimConfig',
+    p: float,  # Share of the steps after the warm-up that is over, 0 to 1
+    config: "OptimConfig",
 ) -> float:
     "The peak, then in the last `decay_ratio` of the steps a wave down (Hu et al. 2024)."
     return cosine(max(0.0, 1 - (1 - p) / config.decay_ratio), config) if p < 1 else 0.0
 
-SCHEDULES: dict[str, Callable[[float, 'OptimConfig'], float]] = {
-    'constant': lambda p, config: 1.0,
-    'constant_with_warmup': lambda p, config: 1.0,
-    'linear': lambda p, config: 1 - p,
-    'cosine': cosine,
-    'cosine_with_min_lr': cosine, # transformers' name for it when `min_lr_ratio` is not 0
-    'cosine_with_restarts': restarts,
-    'polynomial': lambda p, config: (1 - p)**config.power,
-    'warmup_stable_decay': stable_decay,
+
+SCHEDULES: dict[str, Callable[[float, "OptimConfig"], float]] = {
+    "constant": lambda p, config: 1.0,
+    "constant_with_warmup": lambda p, config: 1.0,
+    "linear": lambda p, config: 1 - p,
+    "cosine": cosine,
+    "cosine_with_min_lr": cosine,  # transformers' name for it when `min_lr_ratio` is not 0
+    "cosine_with_restarts": restarts,
+    "polynomial": lambda p, config: (1 - p) ** config.power,
+    "warmup_stable_decay": stable_decay,
 }
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #6a46329d
-ALIASES = {'adamw': 'adamw_torch', 'adamw_hf': 'adamw_torch', 'adamw_bnb_8bit': 'adamw_8bit', 'wsd': 'warmup_stable_decay'}
+ALIASES = {
+    "adamw": "adamw_torch",
+    "adamw_hf": "adamw_torch",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "wsd": "warmup_stable_decay",
+}
+
 
 @dataclass
 class OptimConfig:
     "How a step is taken; fields and values as in transformers' TrainingArguments."
-    learning_rate: float = knob(3e-4, 'Peak learning rate', low=0, aliases=('lr',))
-    optim: str = knob('adamw_torch_fused', 'Which optimizer', choices=tuple(OPTIMIZERS), aliases=('optimizer',))
-    weight_decay: float = knob(0.01, 'Pull of matrices towards zero, per step and unit of learning rate', low=0)
-    adam_beta1: float = knob(0.9, 'Memory of the mean gradient', low=0, high=0.99999)
-    adam_beta2: float = knob(0.999, 'Memory of the mean squared gradient', low=0, high=0.99999)
-    adam_epsilon: float = knob(1e-8, 'Keeps the division by the gradient size finite', low=1e-20)
-    lr_scheduler_type: str = knob('cosine', "How the rate falls; 'constant' alone knows no warm-up",
-                                  choices=tuple(SCHEDULES), aliases=('lr_scheduler',))
-    warmup_steps: float = knob(0.0, 'Steps of warm-up, or a share of the run if below 1; 0 asks warmup_ratio',
-                               low=0)
-    warmup_ratio: float = knob(0.0, 'Share of the run for the warm-up, when warmup_steps is 0', low=0, high=1)
-    min_lr_ratio: float = knob(0.0, 'Where the rate ends, as a share of the peak', low=0, high=1)
-    num_cycles: float | None = knob(None, 'Waves of cosine (unset: half a one), or restarts (unset: one)', low=0)
-    power: float = knob(1.0, 'Exponent of the polynomial', low=0)
-    decay_ratio: float = knob(0.1, 'Share of the steps after the warm-up in which warmup_stable_decay falls',
-                              low=1e-6, high=1)
+
+    learning_rate: float = knob(3e-4, "Peak learning rate", low=0, aliases=("lr",))
+    optim: str = knob(
+        "adamw_torch_fused", "Which optimizer", choices=tuple(OPTIMIZERS), aliases=("optimizer",)
+    )
+    weight_decay: float = knob(
+        0.01, "Pull of matrices towards zero, per step and unit of learning rate", low=0
+    )
+    adam_beta1: float = knob(0.9, "Memory of the mean gradient", low=0, high=0.99999)
+    adam_beta2: float = knob(0.999, "Memory of the mean squared gradient", low=0, high=0.99999)
+    adam_epsilon: float = knob(1e-8, "Keeps the division by the gradient size finite", low=1e-20)
+    lr_scheduler_type: str = knob(
+        "cosine",
+        "How the rate falls; 'constant' alone knows no warm-up",
+        choices=tuple(SCHEDULES),
+        aliases=("lr_scheduler",),
+    )
+    warmup_steps: float = knob(
+        0.0, "Steps of warm-up, or a share of the run if below 1; 0 asks warmup_ratio", low=0
+    )
+    warmup_ratio: float = knob(
+        0.0, "Share of the run for the warm-up, when warmup_steps is 0", low=0, high=1
+    )
+    min_lr_ratio: float = knob(0.0, "Where the rate ends, as a share of the peak", low=0, high=1)
+    num_cycles: float | None = knob(
+        None, "Waves of cosine (unset: half a one), or restarts (unset: one)", low=0
+    )
+    power: float = knob(1.0, "Exponent of the polynomial", low=0)
+    decay_ratio: float = knob(
+        0.1,
+        "Share of the steps after the warm-up in which warmup_stable_decay falls",
+        low=1e-6,
+        high=1,
+    )
     lr_factors: dict = knob({}, "Pattern of names -> factor on the rate; {'lora_B': 16.0} is LoRA+")
     weight_decays: dict = knob({}, "Pattern of names -> weight decay, {'embed': 0.0} say")
-    muon_learning_rate: float | None = knob(None, 'Peak rate of the matrices under muon; unset: learning_rate',
-                                            low=0)
+    muon_learning_rate: float | None = knob(
+        None, "Peak rate of the matrices under muon; unset: learning_rate", low=0
+    )
     muon_momentum: float = knob(0.95, "Memory of muon's mean gradient", low=0, high=0.99999)
-    muon_nesterov: bool = knob(True, 'Muon looks ahead: mixes the newest gradient in once more')
-    muon_ns_steps: int = knob(5, 'Rounds that make a step of muon orthogonal', low=1, high=30)
-    muon_adjust_lr: str = knob('match_rms_adamw', "How muon's step follows a matrix's shape; 'original' wants "
-                               'a rate near 0.02', choices=tuple(ADJUST))
+    muon_nesterov: bool = knob(True, "Muon looks ahead: mixes the newest gradient in once more")
+    muon_ns_steps: int = knob(5, "Rounds that make a step of muon orthogonal", low=1, high=30)
+    muon_adjust_lr: str = knob(
+        "match_rms_adamw",
+        "How muon's step follows a matrix's shape; 'original' wants a rate near 0.02",
+        choices=tuple(ADJUST),
+    )
 
     def __post_init__(self):
         self.optim = ALIASES.get(self.optim, self.optim)
         self.lr_scheduler_type = ALIASES.get(self.lr_scheduler_type, self.lr_scheduler_type)
         check_config(self)
         if self.warmup_steps > 1 and self.warmup_steps % 1:
-            raise ValueError(f'warmup_steps = {self.warmup_steps}: must be whole, or below 1 for a share')
-        for name in ('lr_factors', 'weight_decays'):
-            for pattern, value in getattr(self, name).items(): check_rule(name, pattern, value)
+            raise ValueError(
+                f"warmup_steps = {self.warmup_steps}: must be whole, or below 1 for a share"
+            )
+        for name in ("lr_factors", "weight_decays"):
+            for pattern, value in getattr(self, name).items():
+                check_rule(name, pattern, value)
+
 
 def check_rule(
-    name: str, # The knob
-    pattern: Any, # A regular expression, one hopes
-    value: Any, # A number from 0 up, one hopes
-) -> None: # Raises `ConfigError`
+    name: str,  # The knob
+    pattern: Any,  # A regular expression, one hopes
+    value: Any,  # A number from 0 up, one hopes
+) -> None:  # Raises `ConfigError`
     "A rule for parameters maps a regular expression to a number."
-    try: re.compile(pattern)
+    try:
+        re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ConfigError([Problem(f'{name}.{pattern}', value, f'must be a regular expression: {error}')],
-                          'OptimConfig') from None
+        raise ConfigError(
+            [Problem(f"{name}.{pattern}", value, f"must be a regular expression: {error}")],
+            "OptimConfig",
+        ) from None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError([Problem(f'{name}.{pattern}', value, 'must be a number from 0 up')], 'OptimConfig')
+        raise ConfigError(
+            [Problem(f"{name}.{pattern}", value, "must be a number from 0 up")], "OptimConfig"
+        )
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #a816c6a7
 def param_groups(
     model: nn.Module,
-    weight_decay: float, # For the matrices
-    lr_factors: Mapping[str, float] = {}, # noqa: B006 # Pattern of names -> factor on the rate; the first that is found counts
-    weight_decays: Mapping[str, float] = {}, # noqa: B006 # Pattern of names -> weight decay
-    matrices: Collection[str] = (), # Names of what is for Muon
-) -> list[dict]: # Groups whose `params` are `(name, parameter)`, with `lr_factor` and `use_muon` where they matter
+    weight_decay: float,  # For the matrices
+    lr_factors: Mapping[str, float] = {},  # noqa: B006 # Pattern of names -> factor on the rate; the first that is found counts
+    weight_decays: Mapping[str, float] = {},  # noqa: B006 # Pattern of names -> weight decay
+    matrices: Collection[str] = (),  # Names of what is for Muon
+) -> list[
+    dict
+]:  # Groups whose `params` are `(name, parameter)`, with `lr_factor` and `use_muon` where they matter
     "Trainable parameters that are treated alike: matrices with decay, the rest without, and whatever is asked for."
     groups: dict[tuple, list[tuple[str, Tensor]]] = {}
     missed = {*lr_factors, *weight_decays}
+
     def rule(rules: Mapping[str, float], name: str, otherwise: float) -> float:
         found = [pattern for pattern in rules if re.search(pattern, name)]
         missed.difference_update(found)
         return rules[found[0]] if found else otherwise
-    for name, p in model.named_parameters(): # A shared parameter comes once
-        if not p.requires_grad: continue
+
+    for name, p in model.named_parameters():  # A shared parameter comes once
+        if not p.requires_grad:
+            continue
         if p.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f'{name} is trainable in {p.dtype}: keep trainable parameters in float32 '
-                             '(model.float(), or load with dtype=torch.float32) and let mixed_precision compute '
-                             'in half')
-        factor, decay = rule(lr_factors, name, 1.0), rule(weight_decays, name, weight_decay*(p.ndim >= 2))
-        groups.setdefault((factor != 1, name not in matrices, p.ndim < 2, factor, decay), []).append((name, p))
+            raise ValueError(
+                f"{name} is trainable in {p.dtype}: keep trainable parameters in float32 "
+                "(model.float(), or load with dtype=torch.float32) and let mixed_precision compute "
+                "in half"
+            )
+        factor, decay = (
+            rule(lr_factors, name, 1.0),
+            rule(weight_decays, name, weight_decay * (p.ndim >= 2)),
+        )
+        groups.setdefault(
+            (factor != 1, name not in matrices, p.ndim < 2, factor, decay), []
+        ).append((name, p))
     if not groups:
-        raise ValueError(f'{type(model).__name__} has no trainable parameter: unfreeze some '
-                         '(requires_grad_(True)) or add LoRA')
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameter: unfreeze some "
+            "(requires_grad_(True)) or add LoRA"
+        )
     if missed:
         names = [name for named in groups.values() for name, _ in named]
-        raise ValueError(f'no trainable parameter has a name with {sorted(missed)[0]!r}; there are '
-                         f'{", ".join(names[:3])} and {max(0, len(names) - 3)} more')
-    return [dict(params=named, weight_decay=decay) | (dict(lr_factor=factor) if lr_factors else {})
-            | (dict(use_muon=not other) if matrices else {})
-            for (_, other, _, factor, decay), named in sorted(groups.items(), key=lambda item: item[0])]
+        raise ValueError(
+            f"no trainable parameter has a name with {sorted(missed)[0]!r}; there are "
+            f"{', '.join(names[:3])} and {max(0, len(names) - 3)} more"
+        )
+    return [
+        dict(params=named, weight_decay=decay)
+        | (dict(lr_factor=factor) if lr_factors else {})
+        | (dict(use_muon=not other) if matrices else {})
+        for (_, other, _, factor, decay), named in sorted(groups.items(), key=lambda item: item[0])
+    ]
+
 
 def make_optimizer(
-    model: nn.Module, # Its trainable parameters are in float32
+    model: nn.Module,  # Its trainable parameters are in float32
     config: OptimConfig,
-) -> Optimizer: # Raises `ValueError` when nothing is trainable, or a trainable parameter is in half precision
+) -> (
+    Optimizer
+):  # Raises `ValueError` when nothing is trainable, or a trainable parameter is in half precision
     "The optimizer that `config` names, over the trainable parameters of `model`."
-    matrices = hidden_matrices(model) if config.optim == 'muon' else ()
-    groups = param_groups(model, config.weight_decay, config.lr_factors, config.weight_decays, matrices)
+    matrices = hidden_matrices(model) if config.optim == "muon" else ()
+    groups = param_groups(
+        model, config.weight_decay, config.lr_factors, config.weight_decays, matrices
+    )
     for group in groups:
         rate = config.learning_rate
-        if group.get('use_muon') and config.muon_learning_rate is not None: rate = config.muon_learning_rate
-        group['lr'] = rate * group.pop('lr_factor', 1.0)
-        if config.optim == 'muon': group.setdefault('use_muon', False) # All of them may be vectors
+        if group.get("use_muon") and config.muon_learning_rate is not None:
+            rate = config.muon_learning_rate
+        group["lr"] = rate * group.pop("lr_factor", 1.0)
+        if config.optim == "muon":
+            group.setdefault("use_muon", False)  # All of them may be vectors
     return OPTIMIZERS[config.optim](groups, config)
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #6702ebe9
 def show_groups(
     optimizer: Optimizer,
-) -> str: # A line a group: how many parameters and numbers, peak rate, decay, and some names
+) -> str:  # A line a group: how many parameters and numbers, peak rate, decay, and some names
     "Who is treated how."
     lines = []
     for group in optimizer.param_groups:
-        names, params = group.get('param_names', []), group['params']
-        kind = 'Muon' if group.get('use_muon') else 'AdamW' if 'use_muon' in group else type(optimizer).__name__
-        some = ', '.join(names[:2]) + (f', … {names[-1]}' if len(names) > 2 else '')
-        lines.append(f'{kind:6} {len(params):4} parameters {sum(p.numel() for p in params):14,} numbers  '
-                     f"rate {group.get('initial_lr', group['lr']):<8.3g} decay {group['weight_decay']:<6.3g} {some}".rstrip())
-    return '\n'.join(lines)
+        names, params = group.get("param_names", []), group["params"]
+        kind = (
+            "Muon"
+            if group.get("use_muon")
+            else "AdamW"
+            if "use_muon" in group
+            else type(optimizer).__name__
+        )
+        some = ", ".join(names[:2]) + (f", … {names[-1]}" if len(names) > 2 else "")
+        lines.append(
+            f"{kind:6} {len(params):4} parameters {sum(p.numel() for p in params):14,} numbers  "
+            f"rate {group.get('initial_lr', group['lr']):<8.3g} decay {group['weight_decay']:<6.3g} {some}".rstrip()
+        )
+    return "\n".join(lines)
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #58f9dce9
 def warmup_steps(
     config: OptimConfig,
-    total_steps: int, # Optimizer steps in the run
+    total_steps: int,  # Optimizer steps in the run
 ) -> int:
     "Steps of warm-up: `warmup_steps` wins, below 1 it is a share, and at 0 `warmup_ratio` speaks."
-    if config.lr_scheduler_type == 'constant': return 0
-    if config.warmup_steps >= 1: return int(config.warmup_steps)
+    if config.lr_scheduler_type == "constant":
+        return 0
+    if config.warmup_steps >= 1:
+        return int(config.warmup_steps)
     return math.ceil(total_steps * (config.warmup_steps or config.warmup_ratio))
+
 
 def make_schedule(
     optimizer: Optimizer,
     config: OptimConfig,
-    total_steps: int, # Optimizer steps in the run, at least 1
-) -> LambdaLR: # Call its `step()` after each step of the optimizer
+    total_steps: int,  # Optimizer steps in the run, at least 1
+) -> LambdaLR:  # Call its `step()` after each step of the optimizer
     "Warm-up, then the curve of `config.lr_scheduler_type`; equal to transformers' `get_scheduler`."
-    if total_steps < 1: raise ValueError(f'total_steps = {total_steps}: a run has at least 1 step')
+    if total_steps < 1:
+        raise ValueError(f"total_steps = {total_steps}: a run has at least 1 step")
     warmup, curve = warmup_steps(config, total_steps), SCHEDULES[config.lr_scheduler_type]
     if warmup >= total_steps > 1:
-        warnings.warn(f'The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate '
-                      'never reaches its peak: set warmup_steps=0.05 for a share of the run', stacklevel=2)
+        warnings.warn(
+            f"The warm-up of {warmup} steps fills the whole run of {total_steps}, so the learning rate "
+            "never reaches its peak: set warmup_steps=0.05 for a share of the run",
+            stacklevel=2,
+        )
     floor = config.min_lr_ratio
-    if config.lr_scheduler_type == 'polynomial' and not floor: # transformers ends it at a rate of 1e-7
+    if (
+        config.lr_scheduler_type == "polynomial" and not floor
+    ):  # transformers ends it at a rate of 1e-7
         floor = min(1.0, 1e-7 / config.learning_rate) if config.learning_rate else 0.0
-    start = floor if config.lr_scheduler_type == 'warmup_stable_decay' else 0.0 # where the warm-up begins, in transformers
+    start = (
+        floor if config.lr_scheduler_type == "warmup_stable_decay" else 0.0
+    )  # where the warm-up begins, in transformers
+
     def factor(step: int) -> float:
-        if step < warmup: return start + (1 - start) * step / warmup
+        if step < warmup:
+            return start + (1 - start) * step / warmup
         p = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         return floor + (1 - floor) * curve(p, config)
+
     return LambdaLR(optimizer, factor)
 
 # %% ../../nbs/04_train/02_muon.ipynb #a9413e40
 def newton_schulz(
-    matrix: Tensor, # (M, N)
-    steps: int = 5, # Rounds
-    dtype: torch.dtype | None = None, # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
-    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315), # Of x, x³ and x⁵
-) -> Tensor: # (M, N), with the directions of `matrix` and all singular values near 1
+    matrix: Tensor,  # (M, N)
+    steps: int = 5,  # Rounds
+    dtype: torch.dtype
+    | None = None,  # To compute in; None: bfloat16, but float32 on a CPU, few of which multiply bfloat16 fast
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),  # Of x, x³ and x⁵
+) -> Tensor:  # (M, N), with the directions of `matrix` and all singular values near 1
     "The nearest orthogonal matrix, roughly, by products alone (Jordan 2024)."
     a, b, c = coefficients
-    x = matrix.to(dtype or (torch.float32 if matrix.device.type == 'cpu' else torch.bfloat16))
+    x = matrix.to(dtype or (torch.float32 if matrix.device.type == "cpu" else torch.bfloat16))
     tall = len(x) > x.shape[1]
-    if tall: x = x.T
+    if tall:
+        x = x.T
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.T
@@ -297,147 +409,211 @@ def newton_schulz(
 # %% ../../nbs/04_train/02_muon.ipynb #3e7eab84
 class Muon(Optimizer):
     "Muon (Jordan 2024) for groups of matrices, AdamW for the groups with `use_muon=False`."
+
     def __init__(
         self,
-        params: Iterable[Any], # As for any optimizer
+        params: Iterable[Any],  # As for any optimizer
         lr: float = 1e-3,
-        weight_decay: float = 0.1, # Per unit of learning rate
+        weight_decay: float = 0.1,  # Per unit of learning rate
         momentum: float = 0.95,
-        nesterov: bool = True, # Mix the newest gradient in once more
-        ns_steps: int = 5, # Rounds of `newton_schulz`
-        adjust_lr_fn: str = 'original', # How a step's length follows the matrix's shape, one of `ADJUST`
-        betas: tuple[float, float] = (0.9, 0.999), # AdamW's
-        eps: float = 1e-8, # AdamW's
+        nesterov: bool = True,  # Mix the newest gradient in once more
+        ns_steps: int = 5,  # Rounds of `newton_schulz`
+        adjust_lr_fn: str = "original",  # How a step's length follows the matrix's shape, one of `ADJUST`
+        betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
+        eps: float = 1e-8,  # AdamW's
         use_muon: bool = True,
-        ns_dtype: torch.dtype | None = None, # What `newton_schulz` computes in
+        ns_dtype: torch.dtype | None = None,  # What `newton_schulz` computes in
     ):
         if adjust_lr_fn not in ADJUST:
-            raise ValueError(f"adjust_lr_fn is '{adjust_lr_fn}', and must be one of {', '.join(ADJUST)}")
-        super().__init__(params, dict(
-            lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn, betas=betas, eps=eps, use_muon=use_muon, ns_dtype=ns_dtype, fused=not use_muon))
+            raise ValueError(
+                f"adjust_lr_fn is '{adjust_lr_fn}', and must be one of {', '.join(ADJUST)}"
+            )
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+                betas=betas,
+                eps=eps,
+                use_muon=use_muon,
+                ns_dtype=ns_dtype,
+                fused=not use_muon,
+            ),
+        )
         for group in self.param_groups:
-            group['fused'] = not group['use_muon'] # Its counters then live where the weights do
-            wrong = [tuple(p.shape) for p in group['params'] if p.ndim != 2 and group['use_muon']]
-            if wrong: raise ValueError(f'Muon moves matrices, and here is a parameter of shape {wrong[0]}: '
-                                       'put it into a group with use_muon=False')
+            group["fused"] = not group["use_muon"]  # Its counters then live where the weights do
+            wrong = [tuple(p.shape) for p in group["params"] if p.ndim != 2 and group["use_muon"]]
+            if wrong:
+                raise ValueError(
+                    f"Muon moves matrices, and here is a parameter of shape {wrong[0]}: "
+                    "put it into a group with use_muon=False"
+                )
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None): # type: ignore
+    def step(self, closure: Callable | None = None):  # type: ignore
         "One step of every group."
         loss = None
         if closure is not None:
-            with torch.enable_grad(): loss = closure()
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
-            trained = [p for p in group['params'] if p.grad is not None]
-            if group['use_muon']:
-                for p in trained: muon_step(p, self.state[p], group)
-            elif trained: adamw_step(trained, self.state, group)
+            trained = [p for p in group["params"] if p.grad is not None]
+            if group["use_muon"]:
+                for p in trained:
+                    muon_step(p, self.state[p], group)
+            elif trained:
+                adamw_step(trained, self.state, group)
         return loss
 
+
 def muon_step(
-    p: Tensor, # (M, N), with a gradient; changed in place
-    state: dict[str, Tensor], # Holds the momentum, or gets it
+    p: Tensor,  # (M, N), with a gradient; changed in place
+    state: dict[str, Tensor],  # Holds the momentum, or gets it
     group: dict[str, Any],
 ) -> None:
     "Momentum, made orthogonal, is the direction; the shape says how far."
-    momentum = state.setdefault('momentum_buffer', torch.zeros_like(p))
-    momentum.lerp_(p.grad, 1 - group['momentum']) # type: ignore
-    ahead = p.grad.lerp(momentum, group['momentum']) if group['nesterov'] else momentum # type: ignore
-    length = group['lr'] * ADJUST[group['adjust_lr_fn']](*p.shape)
-    p.mul_(1 - group['lr']*group['weight_decay'])
-    p.add_(newton_schulz(ahead, group['ns_steps'], group.get('ns_dtype')), alpha=-length)
+    momentum = state.setdefault("momentum_buffer", torch.zeros_like(p))
+    momentum.lerp_(p.grad, 1 - group["momentum"])  # type: ignore
+    ahead = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum  # type: ignore
+    length = group["lr"] * ADJUST[group["adjust_lr_fn"]](*p.shape)
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.add_(newton_schulz(ahead, group["ns_steps"], group.get("ns_dtype")), alpha=-length)
+
 
 def adamw_step(
-    params: list[Tensor], # With gradients; changed in place
-    states: dict[Tensor, dict[str, Tensor]], # Hold the two running means, or get them
+    params: list[Tensor],  # With gradients; changed in place
+    states: dict[Tensor, dict[str, Tensor]],  # Hold the two running means, or get them
     group: dict[str, Any],
 ) -> None:
     "AdamW's update by torch's own fused kernel (Loshchilov and Hutter 2019)."
     for p in params:
-        if not states[p]: states[p] |= dict(step=torch.zeros((), device=p.device), exp_avg=torch.zeros_like(p),
-                                            exp_avg_sq=torch.zeros_like(p))
-    means, squares, steps = ([states[p][key] for p in params] for key in ('exp_avg', 'exp_avg_sq', 'step'))
-    adamw_update(params, [p.grad for p in params], means, squares, [], steps, # type: ignore
-                 fused=True, amsgrad=False, maximize=False, beta1=group['betas'][0], beta2=group['betas'][1],
-                 lr=group['lr'], weight_decay=group['weight_decay'], eps=group['eps'])
+        if not states[p]:
+            states[p] |= dict(
+                step=torch.zeros((), device=p.device),
+                exp_avg=torch.zeros_like(p),
+                exp_avg_sq=torch.zeros_like(p),
+            )
+    means, squares, steps = (
+        [states[p][key] for p in params] for key in ("exp_avg", "exp_avg_sq", "step")
+    )
+    adamw_update(
+        params,
+        [p.grad for p in params],
+        means,
+        squares,
+        [],
+        steps,  # type: ignore
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+    )
 
 # %% ../../nbs/04_train/02_muon.ipynb #cd8de5d1
-HEADS = r'(^|\.)(lm_head|head|output|classifier|score)\.weight$'
+HEADS = r"(^|\.)(lm_head|head|output|classifier|score)\.weight$"
+
 
 def hidden_matrices(
     model: nn.Module,
-    heads: str = HEADS, # A regular expression for the names of output layers that the model does not tell
-) -> list[str]: # Names of parameters
+    heads: str = HEADS,  # A regular expression for the names of output layers that the model does not tell
+) -> list[str]:  # Names of parameters
     "The matrices between two streams of activations: neither embedding nor output head."
-    outside = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    if hasattr(model, 'get_output_embeddings'): # type: ignore
-        outside.add(id(getattr(model.get_output_embeddings(), 'weight', None))) # type: ignore
-    return [name for name, p in model.named_parameters()
-            if p.ndim == 2 and id(p) not in outside and not re.search(heads, name)]
+    outside = {
+        id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    }
+    if hasattr(model, "get_output_embeddings"):  # type: ignore
+        outside.add(id(getattr(model.get_output_embeddings(), "weight", None)))  # type: ignore
+    return [
+        name
+        for name, p in model.named_parameters()
+        if p.ndim == 2 and id(p) not in outside and not re.search(heads, name)
+    ]
 
 # %% ../../nbs/04_train/03_adamw_8bit.ipynb #2410ac6a
 @cache
 def dynamic_code(
-    signed: bool, # With negative numbers
-) -> Tensor: # (256,) float32, sorted, between -1 and 1
+    signed: bool,  # With negative numbers
+) -> Tensor:  # (256,) float32, sorted, between -1 and 1
     "Seven decades, the larger the finer (Dettmers 2015); bitsandbytes' `create_dynamic_map`."
     numbers = [0.0, 1.0]
     for decade in range(7):
-        steps = torch.linspace(0.1, 1, 2**(decade + (not signed)) + 1)
-        means = 10.0**(decade - 6) * ((steps[:-1] + steps[1:]) / 2)
+        steps = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        means = 10.0 ** (decade - 6) * ((steps[:-1] + steps[1:]) / 2)
         numbers += [*means.tolist(), *((-means).tolist() if signed else [])]
     return torch.tensor(sorted(numbers))
 
 # %% ../../nbs/04_train/03_adamw_8bit.ipynb #d1271519
 STATE_BLOCK = 256
 
+
 @cache
-def _nearest(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]: # Codes (65536,) uint8, numbers (256,)
+def _nearest(
+    signed: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:  # Codes (65536,) uint8, numbers (256,)
     "For each step from -1 to 1 the byte whose number is nearest."
     code = dynamic_code(signed)
     grid = torch.arange(2**16, dtype=torch.float32) / 32767.5 - 1
-    return torch.bucketize(grid, (code[:-1] + code[1:])/2).to(device, torch.uint8), code.to(device)
+    return torch.bucketize(grid, (code[:-1] + code[1:]) / 2).to(device, torch.uint8), code.to(
+        device
+    )
+
 
 def quantize_blocks(
-    x: Tensor, # (n,) float32; overwritten
-    signed: bool, # Which code
-    codes: Tensor, # (n,) uint8; written
-    absmax: Tensor, # (ceil(n/256),) float32, the largest magnitude of each block; written
-    fast: bool = False, # By the loop that numba compiled, on a CPU
+    x: Tensor,  # (n,) float32; overwritten
+    signed: bool,  # Which code
+    codes: Tensor,  # (n,) uint8; written
+    absmax: Tensor,  # (ceil(n/256),) float32, the largest magnitude of each block; written
+    fast: bool = False,  # By the loop that numba compiled, on a CPU
 ) -> None:
     "Name the nearest number of the code, a scale for each 256 numbers (Dettmers et al. 2022)."
     lookup, _ = _nearest(signed, x.device)
     if fast:
         bits = (t.view(torch.int32).numpy() for t in (x, absmax))
-        return _compiled().pack_state(x.numpy(), absmax.numpy(), *bits, lookup.numpy(), codes.numpy())
+        return _compiled().pack_state(
+            x.numpy(), absmax.numpy(), *bits, lookup.numpy(), codes.numpy()
+        )
     whole = len(x) // STATE_BLOCK * STATE_BLOCK
-    for part, scale, found in ((x[:whole].view(-1, STATE_BLOCK), absmax[:whole//STATE_BLOCK], codes[:whole]),
-                               (x[whole:].view(1, -1), absmax[whole//STATE_BLOCK:], codes[whole:])):
-        if not part.numel(): continue
+    for part, scale, found in (
+        (x[:whole].view(-1, STATE_BLOCK), absmax[: whole // STATE_BLOCK], codes[:whole]),
+        (x[whole:].view(1, -1), absmax[whole // STATE_BLOCK :], codes[whole:]),
+    ):
+        if not part.numel():
+            continue
         torch.amax(part.abs(), 1, out=scale)
         inverse = scale.reciprocal()
         part.mul_(inverse[:, None])
-        if scale.device.type != 'cpu' or scale.min() < 3e-39: # 1/scale is infinite
-            part.clamp_(-1, 1).nan_to_num_(-1) # A block of zeros gets the byte 0
+        if scale.device.type != "cpu" or scale.min() < 3e-39:  # 1/scale is infinite
+            part.clamp_(-1, 1).nan_to_num_(-1)  # A block of zeros gets the byte 0
         place = part.add_(1).mul_(32767.5).add_(0.5).to(torch.int32).view(-1)
         torch.index_select(lookup, 0, place, out=found)
 
+
 def dequantize_blocks(
-    codes: Tensor, # (n,) uint8
-    absmax: Tensor, # (ceil(n/256),) float32
-    signed: bool, # Which code
-    out: Tensor, # (n,) float32; written
-    fast: bool = False, # By the loop that numba compiled, on a CPU
-) -> Tensor: # `out`
+    codes: Tensor,  # (n,) uint8
+    absmax: Tensor,  # (ceil(n/256),) float32
+    signed: bool,  # Which code
+    out: Tensor,  # (n,) float32; written
+    fast: bool = False,  # By the loop that numba compiled, on a CPU
+) -> Tensor:  # `out`
     "The numbers that the bytes name, times the scale of their block."
     if fast:
-        _compiled().unpack_state(codes.numpy(), absmax.numpy(), _nearest(signed, codes.device)[1].numpy(), out.numpy())
+        _compiled().unpack_state(
+            codes.numpy(), absmax.numpy(), _nearest(signed, codes.device)[1].numpy(), out.numpy()
+        )
         return out
     torch.index_select(_nearest(signed, codes.device)[1], 0, codes.to(torch.int32), out=out)
     whole = len(codes) // STATE_BLOCK * STATE_BLOCK
-    out[:whole].view(-1, STATE_BLOCK).mul_(absmax[:whole//STATE_BLOCK, None])
-    if whole < len(codes): out[whole:].mul_(absmax[-1])
+    out[:whole].view(-1, STATE_BLOCK).mul_(absmax[: whole // STATE_BLOCK, None])
+    if whole < len(codes):
+        out[whole:].mul_(absmax[-1])
     return out
 
 # %% ../../nbs/04_train/03_adamw_8bit.ipynb #8b8d770f
@@ -445,23 +621,30 @@ def unpack_state(codes, absmax, code, out):
     "`dequantize_blocks` as a loop."
     for b in range(len(absmax)):
         scale = absmax[b]
-        for i in range(b*256, min(b*256 + 256, len(out))): out[i] = code[codes[i]] * scale
+        for i in range(b * 256, min(b * 256 + 256, len(out))):
+            out[i] = code[codes[i]] * scale
+
 
 def pack_state(x, absmax, bits, absmax_bits, lookup, codes):
     "`quantize_blocks` as a loop."
     one, steps, half = np.float32(1), np.float32(32767.5), np.float32(0.5)
     place = np.empty(256, np.int32)
     for b in range(len(absmax)):
-        start, n = b*256, min(256, len(x) - b*256)
+        start, n = b * 256, min(256, len(x) - b * 256)
         top = np.int32(0)
-        for i in range(start, start + n): top = max(top, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+        for i in range(start, start + n):
+            top = max(top, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
         absmax_bits[b] = top
-        if absmax[b] < 3e-39: # 1/scale is infinite
-            for i in range(start, start + n): codes[i] = lookup[65535 if x[i] > 0 else 0]
+        if absmax[b] < 3e-39:  # 1/scale is infinite
+            for i in range(start, start + n):
+                codes[i] = lookup[65535 if x[i] > 0 else 0]
             continue
         inverse = one / absmax[b]
-        for i in range(n): place[i] = np.int32((x[start + i]*inverse + one)*steps + half)
-        for i in range(n): codes[start + i] = lookup[place[i]]
+        for i in range(n):
+            place[i] = np.int32((x[start + i] * inverse + one) * steps + half)
+        for i in range(n):
+            codes[start + i] = lookup[place[i]]
+
 
 @cache
 def _compiled() -> Any:
@@ -470,97 +653,142 @@ def _compiled() -> Any:
 # %% ../../nbs/04_train/03_adamw_8bit.ipynb #ce6b853b
 class AdamW8bit(Optimizer):
     "AdamW with a byte for each running mean (Dettmers et al. 2022); states as bitsandbytes' on a CPU."
+
     def __init__(
         self,
-        params: Iterable, # Parameters or groups
+        params: Iterable,  # Parameters or groups
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        min_8bit_size: int = 4096, # Parameters with fewer elements keep float32 states
-        paged: bool = False, # States stay in main memory, and visit a GPU a piece at a time
-        lane: str = 'auto', # 'pure' torch, 'compiled' by numba, or 'auto': compiled for a million parameters and more
+        min_8bit_size: int = 4096,  # Parameters with fewer elements keep float32 states
+        paged: bool = False,  # States stay in main memory, and visit a GPU a piece at a time
+        lane: str = "auto",  # 'pure' torch, 'compiled' by numba, or 'auto': compiled for a million parameters and more
     ):
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f'lr = {lr}, eps = {eps}, weight_decay = {weight_decay} must be 0 or more, and '
-                             f'betas = {betas} from 0 to less than 1')
+            raise ValueError(
+                f"lr = {lr}, eps = {eps}, weight_decay = {weight_decay} must be 0 or more, and "
+                f"betas = {betas} from 0 to less than 1"
+            )
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.min_8bit_size, self.paged = min_8bit_size, paged
-        size = sum(p.numel() for group in self.param_groups for p in group['params'])
-        self.fast = pick_lane(lane, size) == 'compiled'
+        size = sum(p.numel() for group in self.param_groups for p in group["params"])
+        self.fast = pick_lane(lane, size) == "compiled"
 
     def _start(self, p: Tensor) -> dict[str, Any]:
-        n, device = p.numel(), torch.device('cpu') if self.paged else p.device
+        n, device = p.numel(), torch.device("cpu") if self.paged else p.device
         if n < self.min_8bit_size:
-            return dict(step=0, state1=torch.zeros_like(p, dtype=torch.float32), state2=torch.zeros_like(p, dtype=torch.float32))
-        pin = self.paged and p.device.type == 'cuda'
+            return dict(
+                step=0,
+                state1=torch.zeros_like(p, dtype=torch.float32),
+                state2=torch.zeros_like(p, dtype=torch.float32),
+            )
+        pin = self.paged and p.device.type == "cuda"
         new = lambda size, dtype: torch.zeros(size, dtype=dtype, device=device, pin_memory=pin)
-        return dict(step=0, **{f'state{i}': new(p.shape, torch.uint8) for i in (1, 2)},
-                    **{f'absmax{i}': new(-(-n//STATE_BLOCK), torch.float32) for i in (1, 2)})
+        return dict(
+            step=0,
+            **{f"state{i}": new(p.shape, torch.uint8) for i in (1, 2)},
+            **{f"absmax{i}": new(-(-n // STATE_BLOCK), torch.float32) for i in (1, 2)},
+        )
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None): # type: ignore
+    def step(self, closure: Callable | None = None):  # type: ignore
         "Update each parameter that has a gradient."
         loss = None
         if closure is not None:
-            with torch.enable_grad(): loss = closure()
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
-            for p in group['params']:
-                if p.grad is None: continue
-                if p.grad.is_sparse: raise ValueError('AdamW8bit takes no sparse gradients: make the embedding with sparse=False')
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise ValueError(
+                        "AdamW8bit takes no sparse gradients: make the embedding with sparse=False"
+                    )
                 state = self.state[p]
-                if not state: state.update(self._start(p))
-                state['step'] += 1
-                _update(p, p.grad, state, self.fast and p.device.type == 'cpu', **{k: group[k] for k in ('lr', 'betas', 'eps', 'weight_decay')})
+                if not state:
+                    state.update(self._start(p))
+                state["step"] += 1
+                _update(
+                    p,
+                    p.grad,
+                    state,
+                    self.fast and p.device.type == "cpu",
+                    **{k: group[k] for k in ("lr", "betas", "eps", "weight_decay")},
+                )
         return loss
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         "As any optimizer's; torch would make the bytes numbers of the parameter's kind."
         super().load_state_dict(state_dict)
-        order = [p for group in self.param_groups for p in group['params']]
-        saved = [i for group in state_dict['param_groups'] for i in group['params']]
+        order = [p for group in self.param_groups for p in group["params"]]
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for index, p in zip(saved, order, strict=True):
-            if index not in state_dict['state']: continue
-            device = torch.device('cpu') if self.paged and p.numel() >= self.min_8bit_size else p.device
-            self.state[p] = {k: x.to(device, copy=True) if isinstance(x, Tensor) else x
-                             for k, x in state_dict['state'][index].items()}
+            if index not in state_dict["state"]:
+                continue
+            device = (
+                torch.device("cpu") if self.paged and p.numel() >= self.min_8bit_size else p.device
+            )
+            self.state[p] = {
+                k: x.to(device, copy=True) if isinstance(x, Tensor) else x
+                for k, x in state_dict["state"][index].items()
+            }
 
-UPDATE_CHUNK = 2**17 # Elements: larger ones leave a core's cache, smaller ones wait for Python
 
-def _update(p: Tensor, grad: Tensor, state: dict, fast: bool, lr: float, betas: tuple, eps: float,
-            weight_decay: float) -> None:
+UPDATE_CHUNK = 2**17  # Elements: larger ones leave a core's cache, smaller ones wait for Python
+
+
+def _update(
+    p: Tensor,
+    grad: Tensor,
+    state: dict,
+    fast: bool,
+    lr: float,
+    betas: tuple,
+    eps: float,
+    weight_decay: float,
+) -> None:
     "One parameter; the order of the arithmetic is bitsandbytes'."
-    (beta1, beta2), step = betas, state['step']
+    (beta1, beta2), step = betas, state["step"]
     correction1, correction2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
-    if state['state1'].dtype != torch.uint8:
-        m, v, g = state['state1'], state['state2'], grad.float()
+    if state["state1"].dtype != torch.uint8:
+        m, v, g = state["state1"], state["state2"], grad.float()
         m.mul_(beta1).add_(g, alpha=1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         wide = p.float()
-        if weight_decay: wide.mul_(1 - lr*weight_decay)
-        wide.add_(m / (v.sqrt() + eps*correction2), alpha=-lr*correction2/correction1)
-        if wide is not p: p.copy_(wide)
+        if weight_decay:
+            wide.mul_(1 - lr * weight_decay)
+        wide.add_(m / (v.sqrt() + eps * correction2), alpha=-lr * correction2 / correction1)
+        if wide is not p:
+            p.copy_(wide)
         return
     flat, grads = p.view(-1) if p.is_contiguous() else p.reshape(-1), grad.reshape(-1)
-    names = ('state1', 'absmax1', 'state2', 'absmax2')
+    names = ("state1", "absmax1", "state2", "absmax2")
     codes1, absmax1, codes2, absmax2 = (state[k].view(-1) for k in names)
-    size = UPDATE_CHUNK if p.device.type == 'cpu' else 2**24
+    size = UPDATE_CHUNK if p.device.type == "cpu" else 2**24
     m, v, work = (torch.empty(min(size, len(flat)), device=p.device) for _ in range(3))
     for a in range(0, len(flat), size):
         b = min(a + size, len(flat))
-        blocks = slice(a//STATE_BLOCK, -(-b//STATE_BLOCK))
+        blocks = slice(a // STATE_BLOCK, -(-b // STATE_BLOCK))
         own = codes1[a:b], absmax1[blocks], codes2[a:b], absmax2[blocks]
-        q1, s1, q2, s2 = (x.to(p.device, non_blocking=True) for x in own) # The same where they are there already
+        q1, s1, q2, s2 = (
+            x.to(p.device, non_blocking=True) for x in own
+        )  # The same where they are there already
         g, w, n = grads[a:b].float(), flat[a:b].float(), b - a
         dequantize_blocks(q1, s1, True, m[:n], fast).mul_(beta1).add_(g, alpha=1 - beta1)
         dequantize_blocks(q2, s2, False, v[:n], fast).mul_(beta2).addcmul_(g, g, value=1 - beta2)
         bottom = torch.sqrt(v[:n], out=work[:n]).div_(correction2).add_(eps)
-        if weight_decay: w.mul_(1 - lr*weight_decay)
-        w.addcdiv_(m[:n], bottom, value=-lr/correction1)
-        if flat.dtype != torch.float32: flat[a:b] = w
+        if weight_decay:
+            w.mul_(1 - lr * weight_decay)
+        w.addcdiv_(m[:n], bottom, value=-lr / correction1)
+        if flat.dtype != torch.float32:
+            flat[a:b] = w
         quantize_blocks(m[:n], True, q1, s1, fast)
         quantize_blocks(v[:n], False, q2, s2, fast)
         if q1 is not own[0]:
-            for home, visitor in zip(own, (q1, s1, q2, s2), strict=True): home.copy_(visitor)
-    if not p.is_contiguous(): p.copy_(flat.view(p.shape))
+            for home, visitor in zip(own, (q1, s1, q2, s2), strict=True):
+                home.copy_(visitor)
+    if not p.is_contiguous():
+        p.copy_(flat.view(p.shape))

@@ -36,81 +36,118 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/04_train/16_faults.ipynb #163fb6ea
 def check_plan(
-    trainer: Any, # A `Trainer`, with all its parts
+    trainer: Any,  # A `Trainer`, with all its parts
 ) -> None:
     "Refuse what cannot work before the first step, not after the first hour."
     c = trainer.config
     check_callbacks(trainer.callbacks)
     if not any(p.requires_grad for p in trainer.model.parameters()):
-        raise ValueError(f'{type(trainer.model).__name__} has no trainable parameters: all have '
-                         'requires_grad=False. Unfreeze some, or add an adapter.')
-    if not getattr(trainer.objective, 'additive', True) and trainer.window_size > 1:
-        raise ValueError(f'This objective couples the rows of a batch, so {trainer.window_size} batches '
-            '(accumulation times processes) are not one big one: set gradient_accumulation_steps=1 and a bigger '
-            'batch size')
-    if c.eval_strategy != 'no' and trainer.eval_batches is None:
-        raise ValueError(f'eval_strategy={c.eval_strategy!r} needs eval_batches')
-    if 'epoch' in (c.eval_strategy, c.save_strategy) and not hasattr(trainer.train_batches, '__len__'):
-        raise ValueError(f'{type(trainer.train_batches).__name__} has no length, so nobody knows when an epoch '
-                         "ends: use 'steps'")
-    ours = 'fp16' if trainer.accelerator.scaler else trainer.accelerator.mixed_precision
-    if c.mixed_precision not in ('auto', ours):
-        raise ValueError(f'mixed_precision={c.mixed_precision!r}, and the accelerator was made for {ours!r}')
+        raise ValueError(
+            f"{type(trainer.model).__name__} has no trainable parameters: all have "
+            "requires_grad=False. Unfreeze some, or add an adapter."
+        )
+    if not getattr(trainer.objective, "additive", True) and trainer.window_size > 1:
+        raise ValueError(
+            f"This objective couples the rows of a batch, so {trainer.window_size} batches "
+            "(accumulation times processes) are not one big one: set gradient_accumulation_steps=1 and a bigger "
+            "batch size"
+        )
+    if c.eval_strategy != "no" and trainer.eval_batches is None:
+        raise ValueError(f"eval_strategy={c.eval_strategy!r} needs eval_batches")
+    if "epoch" in (c.eval_strategy, c.save_strategy) and not hasattr(
+        trainer.train_batches, "__len__"
+    ):
+        raise ValueError(
+            f"{type(trainer.train_batches).__name__} has no length, so nobody knows when an epoch "
+            "ends: use 'steps'"
+        )
+    ours = "fp16" if trainer.accelerator.scaler else trainer.accelerator.mixed_precision
+    if c.mixed_precision not in ("auto", ours):
+        raise ValueError(
+            f"mixed_precision={c.mixed_precision!r}, and the accelerator was made for {ours!r}"
+        )
     if trainer.accelerator.gradient_accumulation_steps not in (1, c.gradient_accumulation_steps):
-        raise ValueError(f'gradient_accumulation_steps={c.gradient_accumulation_steps}, and the accelerator was '
-                         f'made for {trainer.accelerator.gradient_accumulation_steps}')
-    if c.optimizer_in_backward and (trainer.accelerator.num_processes > 1 or trainer.accelerator.scaler):
-        raise ValueError('optimizer_in_backward=True works in one process and without a float16 scaler: both need '
-                         'all gradients together')
+        raise ValueError(
+            f"gradient_accumulation_steps={c.gradient_accumulation_steps}, and the accelerator was "
+            f"made for {trainer.accelerator.gradient_accumulation_steps}"
+        )
+    if c.optimizer_in_backward and (
+        trainer.accelerator.num_processes > 1 or trainer.accelerator.scaler
+    ):
+        raise ValueError(
+            "optimizer_in_backward=True works in one process and without a float16 scaler: both need "
+            "all gradients together"
+        )
     if c.offload_optimizer and trainer.build_optimizer is make_optimizer:
-        raise ValueError('offload_optimizer=True needs build_optimizer=, a function (model, OptimConfig) -> optimizer '
-                         'whose memory is elsewhere')
+        raise ValueError(
+            "offload_optimizer=True needs build_optimizer=, a function (model, OptimConfig) -> optimizer "
+            "whose memory is elsewhere"
+        )
     if c.z_loss and trainer.added is None:
-        raise ValueError(f'z_loss={c.z_loss} belongs to lm_loss, and the objective is another: add the term there '
-                         '(lm_objective shows how)')
+        raise ValueError(
+            f"z_loss={c.z_loss} belongs to lm_loss, and the objective is another: add the term there "
+            "(lm_objective shows how)"
+        )
     if c.load_best_model_at_end and trainer.folder is None:
-        raise ValueError('load_best_model_at_end=True needs an output_dir, where the best weights are kept')
-    if c.sample_steps and trainer.sample is None: raise ValueError(f'sample_steps={c.sample_steps} needs sample=')
+        raise ValueError(
+            "load_best_model_at_end=True needs an output_dir, where the best weights are kept"
+        )
+    if c.sample_steps and trainer.sample is None:
+        raise ValueError(f"sample_steps={c.sample_steps} needs sample=")
 
 # %% ../../nbs/04_train/16_faults.ipynb #f85a04b5
 def refuse_file(
-    path: str | Path, # What a run shall go on from
-) -> None: # Raises `ValueError` for a file
+    path: str | Path,  # What a run shall go on from
+) -> None:  # Raises `ValueError` for a file
     "A checkpoint is a folder; one file, such as `checkpoint-10000.pt`, comes from elsewhere, and its weights can begin a new run."
-    if Path(path).suffix not in ('.pt', '.pth', '.bin', '.ckpt') and not Path(path).is_file(): return
-    raise ValueError(f'{path} is one file, and a checkpoint here is a folder, such as runs/mine/checkpoints/checkpoint-100, of safetensors and JSON: optimizer, '
-                     "schedule and place in the data of another program cannot be taken over. The weights can: model.load_state_dict(torch.load(FILE, "
-                     "weights_only=True)), save_pretrained(model, tokenizer, 'begun') of trainkit.interop.hf, then a new run with --model begun")
+    if Path(path).suffix not in (".pt", ".pth", ".bin", ".ckpt") and not Path(path).is_file():
+        return
+    raise ValueError(
+        f"{path} is one file, and a checkpoint here is a folder, such as runs/mine/checkpoints/checkpoint-100, of safetensors and JSON: optimizer, "
+        "schedule and place in the data of another program cannot be taken over. The weights can: model.load_state_dict(torch.load(FILE, "
+        "weights_only=True)), save_pretrained(model, tokenizer, 'begun') of trainkit.interop.hf, then a new run with --model begun"
+    )
+
 
 def find_start(
-    folder: Path | None, # Of the run
-    resume: bool | str | Path | None, # True: the last checkpoint; 'auto': if there is one; or its path; None: anew
-) -> Path | None: # The checkpoint to go on from; None: from the beginning, never where a resume finds only damaged ones
+    folder: Path | None,  # Of the run
+    resume: bool
+    | str
+    | Path
+    | None,  # True: the last checkpoint; 'auto': if there is one; or its path; None: anew
+) -> (
+    Path | None
+):  # The checkpoint to go on from; None: from the beginning, never where a resume finds only damaged ones
     "Which checkpoint to load, if any; refuses to write over an earlier run."
-    if resume not in (True, 'auto', None, False):
+    if resume not in (True, "auto", None, False):
         refuse_file(resume)
         return Path(resume)
-    home = folder/'checkpoints' if folder else None
+    home = folder / "checkpoints" if folder else None
     last = latest_checkpoint(home, bool(resume)) if home else None
     if resume:
         if last is None and resume is True:
-            raise FileNotFoundError(f'no checkpoint in {home or "output_dir, which is empty"}: '
-                                    'train() starts from the beginning')
+            raise FileNotFoundError(
+                f"no checkpoint in {home or 'output_dir, which is empty'}: "
+                "train() starts from the beginning"
+            )
         return last
-    if last: raise FileExistsError(f'{folder} holds {last.name} of an earlier run: train(resume=True)'
-                                   ' goes on from it, or choose another output_dir')
+    if last:
+        raise FileExistsError(
+            f"{folder} holds {last.name} of an earlier run: train(resume=True)"
+            " goes on from it, or choose another output_dir"
+        )
     return None
 
 # %% ../../nbs/04_train/16_faults.ipynb #dccc3144
 def not_finite(
-    trainer: Any, # A `Trainer`
-    what: str, # What is NaN or infinite, and how much it is
+    trainer: Any,  # A `Trainer`
+    what: str,  # What is NaN or infinite, and how much it is
     step: int,
 ) -> TrainingError:
     "The error for a loss or gradient that is no number."
-    c, good, rate = trainer.config, trainer.checkpoint, f'{trainer.learning_rate:.3g}'
-    shorter = c.max_grad_norm/10 or 1 # 0 does not clip
-    message = f"""Step {step}: {what}. Nothing was saved since; the last good checkpoint is {good or 'none'}.
+    c, good, rate = trainer.config, trainer.checkpoint, f"{trainer.learning_rate:.3g}"
+    shorter = c.max_grad_norm / 10 or 1  # 0 does not clip
+    message = f"""Step {step}: {what}. Nothing was saved since; the last good checkpoint is {good or "none"}.
 The likely causes:
   1. The learning rate ({rate} at this step) is too high: try a tenth of it, or more warmup_steps.
   2. The numbers do not fit their format (mixed_precision={c.mixed_precision!r}): try 'bf16' or 'no'.
@@ -119,8 +156,14 @@ The likely causes:
     return TrainingError(message, step, good)
 
 # %% ../../nbs/04_train/16_faults.ipynb #79074a56
-NO_ROOM = ("can't allocate memory", 'out of memory', 'not enough memory', 'cublas_status_alloc_failed',
-           'cudnn_status_alloc_failed')
+NO_ROOM = (
+    "can't allocate memory",
+    "out of memory",
+    "not enough memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+)
+
 
 def is_out_of_memory(
     error: BaseException,
@@ -131,149 +174,215 @@ def is_out_of_memory(
 
 # %% ../../nbs/04_train/16_faults.ipynb #0942701f
 def count_rows(
-    batch: dict, # Its tensors (rows, …)
+    batch: dict,  # Its tensors (rows, …)
 ) -> int:
     "How many rows a batch has."
     return next((len(v) for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), 1)
 
+
 def split_rows(
     batch: dict,
-    pieces: int, # At most so many; fewer if there are fewer rows
+    pieces: int,  # At most so many; fewer if there are fewer rows
 ) -> list[dict]:
     "The batch in pieces of whole rows, as even as they come."
     rows = count_rows(batch)
-    edges = sorted({rows*i//pieces for i in range(pieces + 1)})
-    if len(edges) < 3: return [batch]
-    listed = {k for k, v in batch.items() if isinstance(v, (list, tuple)) or isinstance(v, Tensor) and v.ndim}
+    edges = sorted({rows * i // pieces for i in range(pieces + 1)})
+    if len(edges) < 3:
+        return [batch]
+    listed = {
+        k
+        for k, v in batch.items()
+        if isinstance(v, (list, tuple)) or isinstance(v, Tensor) and v.ndim
+    }
     cut = {k for k in listed if len(batch[k]) == rows}
-    return [{k: v[a:b] if k in cut else v for k, v in batch.items()} for a, b in zip(edges, edges[1:], strict=False)]
+    return [
+        {k: v[a:b] if k in cut else v for k, v in batch.items()}
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
 
 # %% ../../nbs/04_train/16_faults.ipynb #8d1283ad
 def gradient_differences(
     model: nn.Module,
-) -> str: # What to say of it; empty when cutting a batch changes nothing
+) -> str:  # What to say of it; empty when cutting a batch changes nothing
     "Whether a batch in pieces gives another gradient than the batch as a whole."
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
-        return ', which is another gradient, because batch normalization couples the rows'
+        return ", which is another gradient, because batch normalization couples the rows"
+
     def drops(m: nn.Module) -> bool:
-        rates = [m.p] if isinstance(m, nn.modules.dropout._DropoutNd) else [v for k, v in vars(m).items() if 'drop' in k]
+        rates = (
+            [m.p]
+            if isinstance(m, nn.modules.dropout._DropoutNd)
+            else [v for k, v in vars(m).items() if "drop" in k]
+        )
         return m.training and any(isinstance(rate, float) and rate > 0 for rate in rates)
-    if any(map(drops, model.modules())): return ', where dropout draws other masks: as good a gradient, but not the same'
-    return ': the same gradient'
+
+    if any(map(drops, model.modules())):
+        return ", where dropout draws other masks: as good a gradient, but not the same"
+    return ": the same gradient"
 
 # %% ../../nbs/04_train/16_faults.ipynb #d169e28d
 class StepTooBig(RuntimeError):
     "A step does not fit in memory, and cannot be made smaller without being another step."
 
+
 class Retry:
     "`accumulate`, in smaller pieces when memory does not hold a batch."
+
     def __init__(
         self,
-        on_oom: str = 'retry', # Or 'raise'
-        say: Callable[[str], Any] = print, # Told when the pieces become smaller
+        on_oom: str = "retry",  # Or 'raise'
+        say: Callable[[str], Any] = print,  # Told when the pieces become smaller
     ):
-        self.on_oom, self.say, self.pieces = on_oom, say, 1 # `pieces`: into how many each batch is cut
+        self.on_oom, self.say, self.pieces = (
+            on_oom,
+            say,
+            1,
+        )  # `pieces`: into how many each batch is cut
 
     def __call__(
         self,
-        model: nn.Module, # This and the following: as for `accumulate`
+        model: nn.Module,  # This and the following: as for `accumulate`
         objective: Callable,
         batches: list[dict],
-        accelerator: 'Accelerator',
-        careful: bool = False, # The weights move during the backward pass
+        accelerator: "Accelerator",
+        careful: bool = False,  # The weights move during the backward pass
         seen: list | None = None,
-    ) -> tuple[Tensor, dict]: # As from `accumulate`
+    ) -> tuple[Tensor, dict]:  # As from `accumulate`
         before = random_state(accelerator.device)
         while True:
-            cut = [(i, piece) for i, batch in enumerate(batches) for piece in split_rows(batch, self.pieces)]
+            cut = [
+                (i, piece)
+                for i, batch in enumerate(batches)
+                for piece in split_rows(batch, self.pieces)
+            ]
             found: list = []
-            try: result = accumulate(model, objective, [piece for _, piece in cut], accelerator, careful, found)
+            try:
+                result = accumulate(
+                    model, objective, [piece for _, piece in cut], accelerator, careful, found
+                )
             except Exception as error:
-                if self.on_oom == 'raise' or not is_out_of_memory(error): raise
+                if self.on_oom == "raise" or not is_out_of_memory(error):
+                    raise
                 if reason := hopeless(objective, batches, self.pieces, accelerator, careful):
                     set_random_state(before)
                     model.zero_grad(set_to_none=True)
                     raise StepTooBig(reason) from error
             else:
-                if seen is not None: seen += [(cut[i][0], terms) for i, terms in found]
+                if seen is not None:
+                    seen += [(cut[i][0], terms) for i, terms in found]
                 return result
             # out here the error is gone, and with it the tensors that its frames held
             model.zero_grad(set_to_none=True)
-            if accelerator.device.type == 'cuda': torch.cuda.empty_cache()
+            if accelerator.device.type == "cuda":
+                torch.cuda.empty_cache()
             set_random_state(before)
-            rows, self.pieces = max(map(count_rows, batches)), 2*self.pieces
-            self.say(f'Out of memory: the step is done again, and from now on each batch in {self.pieces} pieces of '
-                     f'at most {math.ceil(rows/self.pieces)} rows{gradient_differences(model)}')
+            rows, self.pieces = max(map(count_rows, batches)), 2 * self.pieces
+            self.say(
+                f"Out of memory: the step is done again, and from now on each batch in {self.pieces} pieces of "
+                f"at most {math.ceil(rows / self.pieces)} rows{gradient_differences(model)}"
+            )
+
 
 def hopeless(
     objective: Callable,
     batches: list[dict],
-    pieces: int, # That were too big
-    accelerator: 'Accelerator',
+    pieces: int,  # That were too big
+    accelerator: "Accelerator",
     in_backward: bool,
-) -> str: # Why there is no use in smaller pieces; empty when there may be
+) -> str:  # Why there is no use in smaller pieces; empty when there may be
     "What to tell whoever has no memory left."
-    rows = math.ceil(max(map(count_rows, batches))/pieces)
-    ids = [v for batch in batches for k, v in batch.items() if k.endswith('input_ids') and v.ndim > 1]
+    rows = math.ceil(max(map(count_rows, batches)) / pieces)
+    ids = [
+        v for batch in batches for k, v in batch.items() if k.endswith("input_ids") and v.ndim > 1
+    ]
     length = max((v.shape[1] for v in ids), default=0)
-    size = f'{rows} row{"s"*(rows > 1)} of up to {length:,} tokens' if length else f'{rows} row{"s"*(rows > 1)}'
-    smaller = 'a smaller per_device_train_batch_size with as many more gradient_accumulation_steps is the same step'
-    less = ('gradient checkpointing, a shorter max_length, mixed_precision, and for the weights LoRA or quantization take '
-            'less memory')
-    if rows == 1: return f'Out of memory with {size} at once, which cannot be cut: {less}'
-    if not getattr(objective, 'additive', True):
-        return (f'Out of memory with {size}. The objective couples the rows of a batch, so it cannot be cut: a smaller '
-                f'per_device_train_batch_size is another loss, but fits; {less}')
+    size = (
+        f"{rows} row{'s' * (rows > 1)} of up to {length:,} tokens"
+        if length
+        else f"{rows} row{'s' * (rows > 1)}"
+    )
+    smaller = "a smaller per_device_train_batch_size with as many more gradient_accumulation_steps is the same step"
+    less = (
+        "gradient checkpointing, a shorter max_length, mixed_precision, and for the weights LoRA or quantization take "
+        "less memory"
+    )
+    if rows == 1:
+        return f"Out of memory with {size} at once, which cannot be cut: {less}"
+    if not getattr(objective, "additive", True):
+        return (
+            f"Out of memory with {size}. The objective couples the rows of a batch, so it cannot be cut: a smaller "
+            f"per_device_train_batch_size is another loss, but fits; {less}"
+        )
     if in_backward:
-        return (f'Out of memory with {size}, and optimizer_in_backward=True may have moved some weights already: a '
-                f'smaller per_device_train_batch_size; {less}')
+        return (
+            f"Out of memory with {size}, and optimizer_in_backward=True may have moved some weights already: a "
+            f"smaller per_device_train_batch_size; {less}"
+        )
     if accelerator.num_processes > 1:
-        return (f'Out of memory with {size} in process {accelerator.process_index}, and the others cannot step back '
-                f'with it: {smaller}; {less}')
-    return ''
+        return (
+            f"Out of memory with {size} in process {accelerator.process_index}, and the others cannot step back "
+            f"with it: {smaller}; {less}"
+        )
+    return ""
+
 
 def random_state(device: torch.device) -> tuple:
     "The generators that a step may draw from; numpy's global one costs more to read than all of them."
-    return random.getstate(), torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == 'cuda' else device
+    return (
+        random.getstate(),
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state(device) if device.type == "cuda" else device,
+    )
+
 
 def set_random_state(state: tuple) -> None:
     "Put them back."
     random.setstate(state[0])
     torch.set_rng_state(state[1])
-    if isinstance(state[2], Tensor): torch.cuda.set_rng_state(state[2])
+    if isinstance(state[2], Tensor):
+        torch.cuda.set_rng_state(state[2])
 
 # %% ../../nbs/04_train/16_faults.ipynb #14c97a7a
 def blame(
-    step: Step, # Whose loss or gradient is not finite
-) -> tuple[int | None, str]: # Number of the batch in its window, and what to say of it
+    step: Step,  # Whose loss or gradient is not finite
+) -> tuple[int | None, str]:  # Number of the batch in its window, and what to say of it
     "Which batch, term or parameter of a step was not finite first."
     for i, terms in step.seen:
         if wrong := [name for name, value in terms.items() if not math.isfinite(value)]:
-            return i, f"the term{'s'*(len(wrong) > 1)} {', '.join(map(repr, wrong))}"
+            return i, f"the term{'s' * (len(wrong) > 1)} {', '.join(map(repr, wrong))}"
     if step.spoilt:
-        more = f' and {len(step.spoilt) - 3} more' if len(step.spoilt) > 3 else ''
+        more = f" and {len(step.spoilt) - 3} more" if len(step.spoilt) > 3 else ""
         return None, f"the gradient of {', '.join(step.spoilt[:3])}{more}"
-    return None, ''
+    return None, ""
 
 # %% ../../nbs/04_train/16_faults.ipynb #4ce72b72
 @contextmanager
 def held_back(
-    number: int | None = getattr(signal, 'SIGCHLD', None), # A signal; None on Windows, which has none
+    number: int | None = getattr(
+        signal, "SIGCHLD", None
+    ),  # A signal; None on Windows, which has none
 ) -> Iterator[None]:
     "Let a signal's handler run only after the block; outside the main thread nothing changes."
     handler = None if number is None else signal.getsignal(number)
-    if number is None or not callable(handler) or threading.current_thread() is not threading.main_thread():
+    if (
+        number is None
+        or not callable(handler)
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     came: list = []
     signal.signal(number, lambda *args: came.append(args))
-    try: yield
+    try:
+        yield
     finally:
         signal.signal(number, handler)
-    if came: handler(*came[-1])
+    if came:
+        handler(*came[-1])
+
 
 def worker_died(
     error: BaseException,
 ) -> bool:
     "Whether this is torch's error for a process of a `DataLoader` that is no more."
-    return isinstance(error, RuntimeError) and 'DataLoader worker (pid' in str(error)
+    return isinstance(error, RuntimeError) and "DataLoader worker (pid" in str(error)

@@ -29,196 +29,322 @@ from ..files import write_atomic
 from .runs import Run, RunFolder, mask_secrets, read_run, text_table
 
 # %% ../../nbs/04_train/25_reports.ipynb #c761f116
-PARTS = ('config', 'data', 'git', 'versions', 'machine', 'result')
+PARTS = ("config", "data", "git", "versions", "machine", "result")
+
 
 def run_facts(
     run: Run,
-) -> dict[tuple[str, str], Any]: # (part, name) -> value
+) -> dict[tuple[str, str], Any]:  # (part, name) -> value
     "What went into a run, and what came out."
-    found = {('config', k): v for k, v in flatten_dict(parse_yaml(run.config)).items()}
+    found = {("config", k): v for k, v in flatten_dict(parse_yaml(run.config)).items()}
     for k, v in flatten_dict(run.environment).items():
-        first = k.split('.')[0]
-        part = {'data_hash': 'data', 'git': 'git', 'versions': 'versions'}.get(first, 'machine')
-        if first != 'time': found[part, k.removeprefix(f'{first}.')] = v
-    return found | {('result', k): v for k, v in run.final().items() if not isinstance(v, (Mapping, list))}
+        first = k.split(".")[0]
+        part = {"data_hash": "data", "git": "git", "versions": "versions"}.get(first, "machine")
+        if first != "time":
+            found[part, k.removeprefix(f"{first}.")] = v
+    return found | {
+        ("result", k): v for k, v in run.final().items() if not isinstance(v, (Mapping, list))
+    }
 
 # %% ../../nbs/04_train/25_reports.ipynb #0b5de01f
 @dataclass(repr=False)
 class RunComparison:
     "How runs differ; a notebook shows the table and the curves, `print` a table of text."
+
     names: tuple[str, ...]
-    differences: list[dict[str, Any]] # One row each: part, name, and the value in each run
+    differences: list[dict[str, Any]]  # One row each: part, name, and the value in each run
     pictures: Picture
 
     def part(
         self,
-        part: str, # 'config', 'data', 'git', 'versions', 'machine' or 'result'
-    ) -> dict[str, tuple]: # Name -> the values, in the order of the runs
+        part: str,  # 'config', 'data', 'git', 'versions', 'machine' or 'result'
+    ) -> dict[str, tuple]:  # Name -> the values, in the order of the runs
         "The differences of one kind."
-        return {row['name']: tuple(row[n] for n in self.names) for row in self.differences if row['part'] == part}
+        return {
+            row["name"]: tuple(row[n] for n in self.names)
+            for row in self.differences
+            if row["part"] == part
+        }
 
-    def __str__(self) -> str: return text_table(self.differences) or 'no difference'
+    def __str__(self) -> str:
+        return text_table(self.differences) or "no difference"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return str(table(self.differences, ' and '.join(self.names))) + self.pictures
+        return str(table(self.differences, " and ".join(self.names))) + self.pictures
 
-CURVES = (('Loss', 'loss', 0.02), ('Evaluation loss', 'eval_loss', 0.), ('Gradient norm', 'grad_norm', 0.02),
-          ('Learning rate', 'learning_rate', 0.), ('Tokens a second', 'tokens_per_second', 0.), ('MFU', 'mfu', 0.))
+
+CURVES = (
+    ("Loss", "loss", 0.02),
+    ("Evaluation loss", "eval_loss", 0.0),
+    ("Gradient norm", "grad_norm", 0.02),
+    ("Learning rate", "learning_rate", 0.0),
+    ("Tokens a second", "tokens_per_second", 0.0),
+    ("MFU", "mfu", 0.0),
+)
+
 
 def compare_runs(
-    *runs: Run | str | Path, # Two or more runs, or their folders
+    *runs: Run | str | Path,  # Two or more runs, or their folders
 ) -> RunComparison:
     "What differs between runs: what went in, and what came out."
-    if len(runs) < 2: raise TypeError(f'compare needs two runs or more, and got {len(runs)}')
+    if len(runs) < 2:
+        raise TypeError(f"compare needs two runs or more, and got {len(runs)}")
     opened = [run if isinstance(run, Run) else read_run(run) for run in runs]
     names = [run.name for run in opened]
     if len({*names}) < len(names):
-        names = [f'{run.path.parent.name}/{run.name} ({i})' for i, run in enumerate(opened, 1)]
+        names = [f"{run.path.parent.name}/{run.name} ({i})" for i, run in enumerate(opened, 1)]
     facts = [run_facts(run) for run in opened]
-    same = lambda values: all(v == values[0] or v != v and values[0] != values[0] for v in values) # NaN is NaN
-    rows = [{'part': key[0], 'name': key[1], **dict(zip(names, values, strict=True))}
-            for key in dict.fromkeys(k for found in facts for k in found)
-            if not same(values := [found.get(key) for found in facts])]
-    rows.sort(key=lambda row: PARTS.index(row['part']))
-    known, logged = {key for _, key, _ in CURVES}, dict.fromkeys(k for run in opened for k in run.keys())
-    others = [(k[5:].replace('_', ' ').capitalize(), k, 0.) for k in logged
-              if k.startswith('eval_') and k not in known and k not in ('eval_tokens', 'eval_seconds')]
-    drawn = [curves({n: r.series(key) for n, r in zip(names, opened, strict=True) if key in r.keys()}, title, smooth=smooth)
-             for title, key, smooth in (*CURVES[:2], *others, *CURVES[2:]) if key in logged]
+    same = lambda values: all(
+        v == values[0] or v != v and values[0] != values[0] for v in values
+    )  # NaN is NaN
+    rows = [
+        {"part": key[0], "name": key[1], **dict(zip(names, values, strict=True))}
+        for key in dict.fromkeys(k for found in facts for k in found)
+        if not same(values := [found.get(key) for found in facts])
+    ]
+    rows.sort(key=lambda row: PARTS.index(row["part"]))
+    known, logged = (
+        {key for _, key, _ in CURVES},
+        dict.fromkeys(k for run in opened for k in run.keys()),
+    )
+    others = [
+        (k[5:].replace("_", " ").capitalize(), k, 0.0)
+        for k in logged
+        if k.startswith("eval_") and k not in known and k not in ("eval_tokens", "eval_seconds")
+    ]
+    drawn = [
+        curves(
+            {n: r.series(key) for n, r in zip(names, opened, strict=True) if key in r.keys()},
+            title,
+            smooth=smooth,
+        )
+        for title, key, smooth in (*CURVES[:2], *others, *CURVES[2:])
+        if key in logged
+    ]
     return RunComparison(tuple(names), rows, grid(*drawn))
 
 # %% ../../nbs/04_train/25_reports.ipynb #3c59abe3
-PICTURES = ( # title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
-    ('Loss', {'train': 'loss', 'eval': 'eval_loss'}, 0.02),
-    ('Learning rate', {'rate': 'learning_rate'}, 0.),
-    ('Gradient norm', {'norm': 'grad_norm'}, 0.02),
-    ('Tokens a second', {'tokens/s': 'tokens_per_second'}, 0.),
-    ('Memory in GB', {'process': 'memory_gib', 'GPU': 'gpu_memory_gib'}, 0.),
-    ('Busy, %', {'GPU': 'gpu_utilization', 'CPU': 'cpu_percent'}, 0.),
-    ('Share of the peak arithmetic (MFU)', {'MFU': 'mfu'}, 0.))
+PICTURES = (  # title, {name in the legend: key}, smoothing; a picture appears if one of its keys was logged
+    ("Loss", {"train": "loss", "eval": "eval_loss"}, 0.02),
+    ("Learning rate", {"rate": "learning_rate"}, 0.0),
+    ("Gradient norm", {"norm": "grad_norm"}, 0.02),
+    ("Tokens a second", {"tokens/s": "tokens_per_second"}, 0.0),
+    ("Memory in GB", {"process": "memory_gib", "GPU": "gpu_memory_gib"}, 0.0),
+    ("Busy, %", {"GPU": "gpu_utilization", "CPU": "cpu_percent"}, 0.0),
+    ("Share of the peak arithmetic (MFU)", {"MFU": "mfu"}, 0.0),
+)
+
 
 def _shown(run: Run, key: str) -> tuple[list[int], list[float]]:
     "A number over the run; memory, which is logged in GiB, in the GB of `show_bytes`."
     steps, values = run.series(key)
-    return steps, [v*2**30/1e9 for v in values] if key.endswith('_gib') else values
+    return steps, [v * 2**30 / 1e9 for v in values] if key.endswith("_gib") else values
+
 
 def draw_run(
-    run: Run, # From `read_run`
+    run: Run,  # From `read_run`
 ) -> list[Picture]:
     "Loss, learning rate, gradient norm, speed, memory, and every other metric of the evaluation; from the first record on."
     keys = run.keys()
-    known = {k for _, names, _ in PICTURES for k in names.values()} | {'eval_tokens', 'eval_seconds'}
-    others = [(k[5:].replace('_', ' ').capitalize(), {'eval': k}, 0.)
-              for k in keys if k.startswith('eval_') and k not in known]
-    drawn = [curves({name: _shown(run, key) for name, key in names.items() if key in keys}, title, smooth=smooth)
-             for title, names, smooth in (*PICTURES[:1], *others, *PICTURES[1:]) if set(names.values()) & {*keys}]
-    return drawn or [curves({}, 'Loss')]
+    known = {k for _, names, _ in PICTURES for k in names.values()} | {
+        "eval_tokens",
+        "eval_seconds",
+    }
+    others = [
+        (k[5:].replace("_", " ").capitalize(), {"eval": k}, 0.0)
+        for k in keys
+        if k.startswith("eval_") and k not in known
+    ]
+    drawn = [
+        curves(
+            {name: _shown(run, key) for name, key in names.items() if key in keys},
+            title,
+            smooth=smooth,
+        )
+        for title, names, smooth in (*PICTURES[:1], *others, *PICTURES[1:])
+        if set(names.values()) & {*keys}
+    ]
+    return drawn or [curves({}, "Loss")]
+
 
 def run_curves(
-    run: Run, # From `read_run`
+    run: Run,  # From `read_run`
 ) -> Picture:
     "The pictures of a run side by side."
     return grid(*draw_run(run))
 
+
 def write_curves(
-    folder: RunFolder | str | Path, # A run folder; `curves.svg` is written there
+    folder: RunFolder | str | Path,  # A run folder; `curves.svg` is written there
 ) -> Path:
     "The same pictures as one file that any browser and any notebook shows."
     run = read_run(folder.path if isinstance(folder, RunFolder) else folder)
     drawn, wide, high = draw_run(run), 500, 280
-    rows = -(-len(drawn)//2)
-    place = lambda i, p: re.sub('<svg([^>]*?) style="[^"]*"', rf'<svg\1 x="{i % 2*wide}" y="{i//2*high}" width="480" height="260"', p, count=1)
-    placed = ''.join(place(i, p) for i, p in enumerate(drawn))
-    label = clean('; '.join(p.label for p in drawn))
-    whole = Picture(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2*wide - 20} {rows*high - 20}" role="img" '
-                    f'aria-label="{label}">{placed}</svg>')
-    return write_atomic(run.path/'curves.svg', whole.standalone())
+    rows = -(-len(drawn) // 2)
+    place = lambda i, p: re.sub(
+        '<svg([^>]*?) style="[^"]*"',
+        rf'<svg\1 x="{i % 2 * wide}" y="{i // 2 * high}" width="480" height="260"',
+        p,
+        count=1,
+    )
+    placed = "".join(place(i, p) for i, p in enumerate(drawn))
+    label = clean("; ".join(p.label for p in drawn))
+    whole = Picture(
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * wide - 20} {rows * high - 20}" role="img" '
+        f'aria-label="{label}">{placed}</svg>'
+    )
+    return write_atomic(run.path / "curves.svg", whole.standalone())
 
 # %% ../../nbs/04_train/25_reports.ipynb #8fd98987
 def parse_yaml(
-    text: str, # Content of a config.yaml
-) -> dict[str, Any]: # Empty when it is no mapping
+    text: str,  # Content of a config.yaml
+) -> dict[str, Any]:  # Empty when it is no mapping
     "A config as nested dictionaries, whoever wrote it."
-    loader: Any = getattr(yaml, 'CSafeLoader', yaml.SafeLoader) # libyaml, where it is
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is
     try:
         depth = 0
-        for event in yaml.parse(text, Loader=loader): # Not nested itself; loading what is nested too deep would end the process
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > 200: return {}
-        found = yaml.load(text, Loader=loader) # noqa: S506
-    except (yaml.YAMLError, RecursionError, ValueError): return {}
+        for event in yaml.parse(
+            text, Loader=loader
+        ):  # Not nested itself; loading what is nested too deep would end the process
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
+            if depth > 200:
+                return {}
+        found = yaml.load(text, Loader=loader)  # noqa: S506
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
     return found if isinstance(found, dict) else {}
 
+
 def flatten_dict(
-    value, # Nested dictionaries
-    path: str = '', # Names so far
-) -> dict[str, Any]: # 'train.learning_rate' -> value
+    value,  # Nested dictionaries
+    path: str = "",  # Names so far
+) -> dict[str, Any]:  # 'train.learning_rate' -> value
     "Nested dictionaries as one, with dots in the names."
-    if not isinstance(value, Mapping) or not value: return {path: value} if path else {}
-    return {k: v for name, inner in value.items()
-            for k, v in flatten_dict(inner, f'{path}.{name}' if path else str(name)).items()}
+    if not isinstance(value, Mapping) or not value:
+        return {path: value} if path else {}
+    return {
+        k: v
+        for name, inner in value.items()
+        for k, v in flatten_dict(inner, f"{path}.{name}" if path else str(name)).items()
+    }
 
 # %% ../../nbs/04_train/25_reports.ipynb #4004f4d5
 def samples_html(
     run: Run,
-    most: int = 4, # How many moments to show of each prompt
+    most: int = 4,  # How many moments to show of each prompt
 ) -> str:
     "What the model wrote before, during and after training, prompt by prompt."
     samples, cards, chosen = run.samples, [], range(len(run.samples))
     if len(samples) > most:
-        chosen = sorted({round(i*(len(samples) - 1)/max(1, most - 1)) for i in range(most)})
+        chosen = sorted({round(i * (len(samples) - 1) / max(1, most - 1)) for i in range(most)})
     for prompt in dict.fromkeys(p for _, pairs in samples for p, _ in pairs):
-        inner = ''
+        inner = ""
         for i in chosen:
             step, pairs = samples[i]
-            when = 'before, ' if i == 0 and step == 0 else 'after, ' if i == len(samples) - 1 and i else ''
-            inner += ''.join(f'<figure><figcaption>{when}step {step:,}</figcaption>'
-                             f'<pre><b>{clean(p)}</b>{clean(text)}</pre></figure>' for p, text in pairs if p == prompt)
+            when = (
+                "before, "
+                if i == 0 and step == 0
+                else "after, "
+                if i == len(samples) - 1 and i
+                else ""
+            )
+            inner += "".join(
+                f"<figure><figcaption>{when}step {step:,}</figcaption>"
+                f"<pre><b>{clean(p)}</b>{clean(text)}</pre></figure>"
+                for p, text in pairs
+                if p == prompt
+            )
         cards.append(f'<div class="samples">{inner}</div>')
-    return ''.join(cards)
+    return "".join(cards)
+
 
 def run_sections(
-    run: Run, # From `read_run`
-) -> list[tuple[str, str]]: # (heading, HTML)
+    run: Run,  # From `read_run`
+) -> list[tuple[str, str]]:  # (heading, HTML)
     "What every report shows: the result, curves, samples, timings, config, machine."
-    final, seconds = run.final(), (run.series('seconds')[1] or [math.nan])[-1]
-    tiles = [('training loss', final.get('loss')), ('best held-out loss', final.get('best_eval_loss')),
-             ('steps', final.get('step')), ('tokens trained on', final.get('tokens')),
-             ('tokens/s', final.get('tokens_per_second')), ('minutes', seconds/60),
-             ('ended by', final['status'].replace('_', ' '))]
-    shown = [(k, number(v) if isinstance(v, (int, float)) else v) for k, v in tiles if v is not None and v == v]
-    cells = ''.join(f'<div><dt>{clean(k)}</dt><dd>{clean(v)}</dd></div>' for k, v in shown)
+    final, seconds = run.final(), (run.series("seconds")[1] or [math.nan])[-1]
+    tiles = [
+        ("training loss", final.get("loss")),
+        ("best held-out loss", final.get("best_eval_loss")),
+        ("steps", final.get("step")),
+        ("tokens trained on", final.get("tokens")),
+        ("tokens/s", final.get("tokens_per_second")),
+        ("minutes", seconds / 60),
+        ("ended by", final["status"].replace("_", " ")),
+    ]
+    shown = [
+        (k, number(v) if isinstance(v, (int, float)) else v)
+        for k, v in tiles
+        if v is not None and v == v
+    ]
+    cells = "".join(f"<div><dt>{clean(k)}</dt><dd>{clean(v)}</dd></div>" for k, v in shown)
     result = f'<dl class="tiles">{cells}</dl>'
-    peaks = {f'peak {what} memory, GB': max(v)
-             for what, key in (('process', 'memory_peak_gib'), ('GPU', 'gpu_memory_peak_gib'))
-             if (v := _shown(run, key)[1])}
-    rates = {name: median(v) for name, key in (('samples a second', 'samples_per_second'), ('share of the peak arithmetic (MFU)', 'mfu'))
-             if (v := [x for x in run.series(key)[1] if x == x])}
-    timings = {'training, s': seconds, 'evaluation, s': sum(run.series('eval_seconds')[1]),
-               'step, ms': 1000*seconds/(final.get('step') or math.nan), **rates, **peaks}
-    health = [{k: r.get(k) for k in ('step', 'symptom', 'evidence', 'remedy')} for r in run.records if r['event'] == 'health']
-    rows = lambda values, show=number: [{'name': k, 'value': show(v) if isinstance(v, float) else str(v)}
-                                        for k, v in values.items() if v not in (None, {}) and v == v]
-    machine = flatten_dict({k: v for k, v in run.environment.items() if k != 'versions'})
-    versions = run.environment.get('versions') or {}
+    peaks = {
+        f"peak {what} memory, GB": max(v)
+        for what, key in (("process", "memory_peak_gib"), ("GPU", "gpu_memory_peak_gib"))
+        if (v := _shown(run, key)[1])
+    }
+    rates = {
+        name: median(v)
+        for name, key in (
+            ("samples a second", "samples_per_second"),
+            ("share of the peak arithmetic (MFU)", "mfu"),
+        )
+        if (v := [x for x in run.series(key)[1] if x == x])
+    }
+    timings = {
+        "training, s": seconds,
+        "evaluation, s": sum(run.series("eval_seconds")[1]),
+        "step, ms": 1000 * seconds / (final.get("step") or math.nan),
+        **rates,
+        **peaks,
+    }
+    health = [
+        {k: r.get(k) for k in ("step", "symptom", "evidence", "remedy")}
+        for r in run.records
+        if r["event"] == "health"
+    ]
+    rows = lambda values, show=number: [
+        {"name": k, "value": show(v) if isinstance(v, float) else str(v)}
+        for k, v in values.items()
+        if v not in (None, {}) and v == v
+    ]
+    machine = flatten_dict({k: v for k, v in run.environment.items() if k != "versions"})
+    versions = run.environment.get("versions") or {}
     config = parse_yaml(run.config)
-    groups = {'': {k: v for k, v in config.items() if not isinstance(v, Mapping)},
-              **{k: flatten_dict(v) for k, v in config.items() if isinstance(v, Mapping)}}
-    knobs = f'<pre>{clean(run.config)}</pre>' if run.config else ''
-    if config: # There are many knobs, and a group is opened by who asks about it
-        shown = {k: table(rows(v, '{:.10g}'.format)) for k, v in groups.items() if v}
-        knobs = str(shown.pop('', '')) + grid(*(f'<details><summary>{clean(k)}</summary>{t}</details>' for k, t in shown.items()), least=280)
-    where = str(table(rows(machine))) if machine or versions else ''
+    groups = {
+        "": {k: v for k, v in config.items() if not isinstance(v, Mapping)},
+        **{k: flatten_dict(v) for k, v in config.items() if isinstance(v, Mapping)},
+    }
+    knobs = f"<pre>{clean(run.config)}</pre>" if run.config else ""
+    if config:  # There are many knobs, and a group is opened by who asks about it
+        shown = {k: table(rows(v, "{:.10g}".format)) for k, v in groups.items() if v}
+        knobs = str(shown.pop("", "")) + grid(
+            *(f"<details><summary>{clean(k)}</summary>{t}</details>" for k, t in shown.items()),
+            least=280,
+        )
+    where = str(table(rows(machine))) if machine or versions else ""
     if versions:
-        where += f'<details><summary>{len(versions)} versions</summary>{table(rows(versions))}</details>'
-    sections = [('Result', result), ('Health', table(health) if health else ''), ('Curves', run_curves(run)), ('Samples', samples_html(run)),
-                ('Timings', table(rows(timings))), ('Config', knobs), ('Machine', where)]
+        where += (
+            f"<details><summary>{len(versions)} versions</summary>{table(rows(versions))}</details>"
+        )
+    sections = [
+        ("Result", result),
+        ("Health", table(health) if health else ""),
+        ("Curves", run_curves(run)),
+        ("Samples", samples_html(run)),
+        ("Timings", table(rows(timings))),
+        ("Config", knobs),
+        ("Machine", where),
+    ]
     return [(heading, html) for heading, html in sections if html]
 
 # %% ../../nbs/04_train/25_reports.ipynb #ed080084
-STYLE = '''
+STYLE = """
 :root{color-scheme:light dark;--page:#fff;--ink:#1f2328;--dim:#59636e;--line:#d1d9e0;--card:#f6f8fa}
 @media(prefers-color-scheme:dark){:root{--page:#111;--ink:#e6edf3;--dim:#9da7b1;--line:#3d444d;--card:#1a1e23}}
 *{box-sizing:border-box}
@@ -241,27 +367,34 @@ details{margin-top:12px}summary{cursor:pointer}
 @media print{:root{--page:#fff;--ink:#000;--dim:#444;--line:#bbb;--card:#f4f4f4}
 body{max-width:none;padding:0;font-size:11pt}nav{display:none}
 figure,.tiles div,svg,tr{break-inside:avoid}h2{break-after:avoid}}
-'''
+"""
+
 
 def write_report(
-    folder: RunFolder | str | Path, # A run folder; `report.html` is written there
-    title: str = '', # The run's name when empty
-    sections: Iterable[tuple[str, str]] | None = None, # (heading, HTML); `run_sections` when None
-) -> Path: # Where the report is
+    folder: RunFolder | str | Path,  # A run folder; `report.html` is written there
+    title: str = "",  # The run's name when empty
+    sections: Iterable[tuple[str, str]] | None = None,  # (heading, HTML); `run_sections` when None
+) -> Path:  # Where the report is
     "Everything about a run in one HTML file that needs nothing else."
     run = read_run(folder.path if isinstance(folder, RunFolder) else folder)
     parts = list(run_sections(run) if sections is None else sections)
-    ids = [f'section-{i}' for i in range(len(parts))]
-    nav = ''.join(f'<a href="#{i}">{clean(heading)}</a>' for i, (heading, _) in zip(ids, parts, strict=True))
-    body = ''.join(f'<section id="{i}"><h2>{clean(heading)}</h2>{html}</section>'
-                   for i, (heading, html) in zip(ids, parts, strict=True))
-    name, start = clean(title or run.name), clean(run.started[:16].replace('T', ' '))
-    page = ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            '<meta http-equiv="Content-Security-Policy" '
-            'content="default-src \'none\'; style-src \'unsafe-inline\'; img-src data:">'
-            f'<title>{name}</title><style>{STYLE}</style></head><body><header><h1>{name}</h1>'
-            f'<p class="when">{clean(run.name)}, started {start} UTC</p><nav>{nav}</nav></header>'
-            f'<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and environment.json '
-            'beside this file.</footer></body></html>\n')
-    return write_atomic(run.path/'report.html', mask_secrets(page))
+    ids = [f"section-{i}" for i in range(len(parts))]
+    nav = "".join(
+        f'<a href="#{i}">{clean(heading)}</a>' for i, (heading, _) in zip(ids, parts, strict=True)
+    )
+    body = "".join(
+        f'<section id="{i}"><h2>{clean(heading)}</h2>{html}</section>'
+        for i, (heading, html) in zip(ids, parts, strict=True)
+    )
+    name, start = clean(title or run.name), clean(run.started[:16].replace("T", " "))
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        f"<title>{name}</title><style>{STYLE}</style></head><body><header><h1>{name}</h1>"
+        f'<p class="when">{clean(run.name)}, started {start} UTC</p><nav>{nav}</nav></header>'
+        f"<main>{body}</main><footer>Written by trainkit from metrics.jsonl, config.yaml and environment.json "
+        "beside this file.</footer></body></html>\n"
+    )
+    return write_atomic(run.path / "report.html", mask_secrets(page))

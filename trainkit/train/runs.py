@@ -34,78 +34,105 @@ from ..files import printable, write_atomic
 
 # %% ../../nbs/04_train/23_runs.ipynb #d7bf290f
 def free_folders(
-    path: str | Path, # The folder that one would like
-) -> Iterator[Path]: # Those of `path`, `path-2`, `path-3`, … that hold nothing; none is made
+    path: str | Path,  # The folder that one would like
+) -> Iterator[Path]:  # Those of `path`, `path-2`, `path-3`, … that hold nothing; none is made
     "Where a run could be."
     path = Path(path)
     for n in count(1):
-        folder = path if n == 1 else path.with_name(f'{path.name}-{n}')
-        if not folder.exists() or folder.is_dir() and not any(folder.iterdir()): yield folder
+        folder = path if n == 1 else path.with_name(f"{path.name}-{n}")
+        if not folder.exists() or folder.is_dir() and not any(folder.iterdir()):
+            yield folder
+
 
 def new_folder(
-    path: str | Path, # The folder that one would like
-) -> Path: # `path`, or `path-2`, `path-3`, …; made, and holding an empty `log.txt`
+    path: str | Path,  # The folder that one would like
+) -> Path:  # `path`, or `path-2`, `path-3`, …; made, and holding an empty `log.txt`
     "Claim a folder for a run, never one that holds something."
     for folder in free_folders(path):
         folder.mkdir(parents=True, exist_ok=True)
-        try: open(folder/'log.txt', 'x').close()
-        except FileExistsError: continue # another process was faster
+        try:
+            open(folder / "log.txt", "x").close()
+        except FileExistsError:
+            continue  # another process was faster
         return folder
-    raise AssertionError('there is always a next number')
+    raise AssertionError("there is always a next number")
 
 # %% ../../nbs/04_train/23_runs.ipynb #bb012a74
-SECRET_NAMES = re.compile(r'(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)S?$', re.I)
-SECRET_SHAPES = re.compile(r'\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}'
-                           r'|github_pat_\w{30,}|AKIA[A-Z0-9]{16}|xox[abpr]-[\w-]{20,})|(?<=://)[^\s:/@]+:[^\s/@]+(?=@)')
+SECRET_NAMES = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)S?$", re.I
+)
+SECRET_SHAPES = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{30,}"
+    r"|github_pat_\w{30,}|AKIA[A-Z0-9]{16}|xox[abpr]-[\w-]{20,})|(?<=://)[^\s:/@]+:[^\s/@]+(?=@)"
+)
+
 
 @cache
-def _names_a_secret(name: str) -> bool: return bool(SECRET_NAMES.search(name))
+def _names_a_secret(name: str) -> bool:
+    return bool(SECRET_NAMES.search(name))
+
 
 def mask_secrets(
-    text: str, # Anything that is about to be written
+    text: str,  # Anything that is about to be written
 ) -> str:
     "Replace secrets by `***`: those in this process's environment, and what looks like one."
     for name, value in os.environ.items():
         if len(value) >= 8 and _names_a_secret(name):
             in_json = {json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)}
-            for form in {value, escape(value)} | in_json: text = text.replace(form, '***')
-    return SECRET_SHAPES.sub('***', text)
+            for form in {value, escape(value)} | in_json:
+                text = text.replace(form, "***")
+    return SECRET_SHAPES.sub("***", text)
 
 # %% ../../nbs/04_train/23_runs.ipynb #30d8915a
 def plain(
-    value, # A number, text, tensor of one element, path, list or dict
-) -> Any: # What JSON has words for
+    value,  # A number, text, tensor of one element, path, list or dict
+) -> Any:  # What JSON has words for
     "A value as JSON can hold it."
-    if hasattr(value, 'item') and getattr(value, 'size', None) is not None and not isinstance(value, (str, bytes)):
-        try: value = value.item() # a scalar of numpy or torch
-        except (ValueError, RuntimeError): value = value.tolist()
+    if (
+        hasattr(value, "item")
+        and getattr(value, "size", None) is not None
+        and not isinstance(value, (str, bytes))
+    ):
+        try:
+            value = value.item()  # a scalar of numpy or torch
+        except (ValueError, RuntimeError):
+            value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
-        return None if value != value else '\0inf' if value > 0 else '\0-inf'
-    if value is None or isinstance(value, (bool, int, float, str)): return value
-    if isinstance(value, Mapping): return {str(k): plain(v) for k, v in value.items()}
+        return None if value != value else "\0inf" if value > 0 else "\0-inf"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
     return [plain(v) for v in value] if isinstance(value, (list, tuple, set)) else str(value)
+
 
 def to_line(
     record: Mapping[str, Any],
-) -> str: # Without a line end
+) -> str:  # Without a line end
     "A record as one line of strict JSON, without secrets."
     line = json.dumps(plain(record), ensure_ascii=False)
-    return mask_secrets(line.replace('"\\u0000inf"', '1e999').replace('"\\u0000-inf"', '-1e999'))
+    return mask_secrets(line.replace('"\\u0000inf"', "1e999").replace('"\\u0000-inf"', "-1e999"))
 
 # %% ../../nbs/04_train/23_runs.ipynb #51061ac5
 def data_hash(
-    items: Iterable, # Texts, bytes, arrays or dictionaries, in the order of training
-) -> str: # 16 hexadecimal digits
+    items: Iterable,  # Texts, bytes, arrays or dictionaries, in the order of training
+) -> str:  # 16 hexadecimal digits
     "A fingerprint of data: equal for equal items in equal order (SHA-256)."
     digest = hashlib.sha256()
     for item in items:
-        if hasattr(item, 'detach'): item = item.detach().cpu() # a tensor, wherever it is
-        if hasattr(item, 'numpy'): item = item.numpy()
-        if hasattr(item, 'tobytes'): item = f'{item.dtype}{item.shape}'.encode() + item.tobytes()
+        if hasattr(item, "detach"):
+            item = item.detach().cpu()  # a tensor, wherever it is
+        if hasattr(item, "numpy"):
+            item = item.numpy()
+        if hasattr(item, "tobytes"):
+            item = f"{item.dtype}{item.shape}".encode() + item.tobytes()
         elif not isinstance(item, (bytes, bytearray)):
-            if not isinstance(item, str): item = json.dumps(item, sort_keys=True, ensure_ascii=False, default=str)
-            item = item.encode('utf-8', 'surrogatepass')
-        digest.update(len(item).to_bytes(8, 'little') + item) # lengths, so that ['ab', 'c'] is not ['a', 'bc']
+            if not isinstance(item, str):
+                item = json.dumps(item, sort_keys=True, ensure_ascii=False, default=str)
+            item = item.encode("utf-8", "surrogatepass")
+        digest.update(
+            len(item).to_bytes(8, "little") + item
+        )  # lengths, so that ['ab', 'c'] is not ['a', 'bc']
     return digest.hexdigest()[:16]
 
 # %% ../../nbs/04_train/23_runs.ipynb #5dd4619f
@@ -114,205 +141,301 @@ class RunFolder:
 
     def __init__(
         self,
-        path: str | Path, # The folder; a number is added if an earlier run is there
-        config: str = '', # Text of `config.yaml`; environment variables not filled in
-        environment: Mapping[str, Any] | None = None, # From `trainkit.system.environment()`
-        data: str = '', # From `data_hash`
-        resume: bool = False, # Go on in `path` itself
+        path: str | Path,  # The folder; a number is added if an earlier run is there
+        config: str = "",  # Text of `config.yaml`; environment variables not filled in
+        environment: Mapping[str, Any] | None = None,  # From `trainkit.system.environment()`
+        data: str = "",  # From `data_hash`
+        resume: bool = False,  # Go on in `path` itself
     ):
         self.path = Path(path) if resume else new_folder(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock, self.broken = threading.Lock(), False
-        old = self.path/'config.yaml'
+        old = self.path / "config.yaml"
         # resumed with other knobs: keep both
-        if old.exists() and config and old.read_text(encoding='utf-8') != mask_secrets(config):
-            old.rename(next(p for n in count(1) if not (p := self.path/f'config.{n}.yaml').exists()))
-        if config: self.write('config.yaml', config)
+        if old.exists() and config and old.read_text(encoding="utf-8") != mask_secrets(config):
+            old.rename(
+                next(p for n in count(1) if not (p := self.path / f"config.{n}.yaml").exists())
+            )
+        if config:
+            self.write("config.yaml", config)
         if environment is not None or data:
-            facts = dict(environment or {}, **({'data_hash': data} if data else {}))
-            self.write('environment.json', json.dumps(plain(facts), indent=1))
-        self.files = {name: open(self.path/name, 'a', encoding='utf-8', errors='replace', buffering=1)
-                      for name in ('metrics.jsonl', 'log.txt')}
-        metrics = self.path/'metrics.jsonl'
+            facts = dict(environment or {}, **({"data_hash": data} if data else {}))
+            self.write("environment.json", json.dumps(plain(facts), indent=1))
+        self.files = {
+            name: open(self.path / name, "a", encoding="utf-8", errors="replace", buffering=1)
+            for name in ("metrics.jsonl", "log.txt")
+        }
+        metrics = self.path / "metrics.jsonl"
         if size := metrics.stat().st_size:
-            with open(metrics, 'rb') as file:
+            with open(metrics, "rb") as file:
                 file.seek(size - 1)
-                if file.read() != b'\n': self.append('metrics.jsonl', '') # end a torn line
+                if file.read() != b"\n":
+                    self.append("metrics.jsonl", "")  # end a torn line
 
     def write(
         self,
-        name: str, # A file in the folder
+        name: str,  # A file in the folder
         text: str,
     ) -> Path:
         "Write a whole file, without secrets."
-        return write_atomic(self.path/name, mask_secrets(text))
+        return write_atomic(self.path / name, mask_secrets(text))
 
     def append(
         self,
-        name: str, # 'metrics.jsonl' or 'log.txt'
-        line: str, # Without a line end
+        name: str,  # 'metrics.jsonl' or 'log.txt'
+        line: str,  # Without a line end
     ):
         "Add a line to a log; flushed at once, safe from any thread."
         with self.lock:
-            try: self.files[name].write(line + '\n')
+            try:
+                self.files[name].write(line + "\n")
             except (OSError, ValueError) as error:
                 if not self.broken:
-                    warnings.warn(f'{self.path/name} cannot be written ({error}); the run goes on without it',
-                                  stacklevel=2)
+                    warnings.warn(
+                        f"{self.path / name} cannot be written ({error}); the run goes on without it",
+                        stacklevel=2,
+                    )
                 self.broken = True
 
     def rewind(
         self,
-        step: int, # The last one that counts
-        again: bool = False, # Whether the run has taken its last step, and is only judged once more
+        step: int,  # The last one that counts
+        again: bool = False,  # Whether the run has taken its last step, and is only judged once more
     ):
         "Take out of `metrics.jsonl` what a resume has undone, so that no step is there twice; `log.txt` keeps it."
-        path = self.path/'metrics.jsonl'
+        path = self.path / "metrics.jsonl"
         with self.lock:
             lines, ended, kept = path.read_bytes().splitlines(), False, []
             for line in lines:
-                if (r := parse_line(line)) is None: continue
-                if not undone(r, step, ended and again): kept.append(line)
-                ended = r['event'] == 'end' or (ended and r['event'] != 'start')
-            if len(kept) == len(lines): return
-            try: write_atomic(path, b''.join(line + b'\n' for line in kept))
-            except OSError: return # readers leave such records out in any case
-            self.files['metrics.jsonl'].close()
-            self.files['metrics.jsonl'] = open(path, 'a', encoding='utf-8', errors='replace', buffering=1)
+                if (r := parse_line(line)) is None:
+                    continue
+                if not undone(r, step, ended and again):
+                    kept.append(line)
+                ended = r["event"] == "end" or (ended and r["event"] != "start")
+            if len(kept) == len(lines):
+                return
+            try:
+                write_atomic(path, b"".join(line + b"\n" for line in kept))
+            except OSError:
+                return  # readers leave such records out in any case
+            self.files["metrics.jsonl"].close()
+            self.files["metrics.jsonl"] = open(
+                path, "a", encoding="utf-8", errors="replace", buffering=1
+            )
 
     def record(
         self,
-        event: str, # 'start', 'log', 'eval', 'sample', 'save', 'health' or 'end'
+        event: str,  # 'start', 'log', 'eval', 'sample', 'save', 'health' or 'end'
         values: Mapping[str, Any],
     ):
         "Add a line to `metrics.jsonl`."
-        now = datetime.now(timezone.utc).isoformat(timespec='milliseconds')
-        self.append('metrics.jsonl', to_line({'event': event, 'time': now, **values}))
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        self.append("metrics.jsonl", to_line({"event": event, "time": now, **values}))
 
     def log(
         self,
-        text: str, # One line or several
+        text: str,  # One line or several
     ):
         "Add lines with the time of day to `log.txt`."
-        stamp = time.strftime('%Y-%m-%d %H:%M:%S')
-        self.append('log.txt', '\n'.join(f'{stamp}  {line}' for line in printable(mask_secrets(text)).splitlines() or ['']))
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.append(
+            "log.txt",
+            "\n".join(
+                f"{stamp}  {line}" for line in printable(mask_secrets(text)).splitlines() or [""]
+            ),
+        )
 
     def close(self):
         "Close the logs."
-        for file in self.files.values(): file.close()
+        for file in self.files.values():
+            file.close()
 
-    def __enter__(self): return self
-    def __exit__(self, *error): self.close()
-    def __repr__(self): return f'RunFolder({str(self.path)!r})'
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def __repr__(self):
+        return f"RunFolder({str(self.path)!r})"
 
 # %% ../../nbs/04_train/24_run_index.ipynb #10576304
 def parse_line(
-    line: str | bytes, # Of a `metrics.jsonl`
-) -> dict[str, Any] | None: # None for a torn one, and for one that is not ours
+    line: str | bytes,  # Of a `metrics.jsonl`
+) -> dict[str, Any] | None:  # None for a torn one, and for one that is not ours
     "One record."
-    try: record = json.loads(line)
-    except (ValueError, RecursionError): return None
-    if not isinstance(record, dict) or not isinstance(record.get('event'), str): return None
-    if record.get('step') is None: record.pop('step', None)
-    if not _is_count(record.get('step', 0)): return None
-    if not isinstance(record.get('time', ''), str): record['time'] = str(record['time'])
-    if record['event'] in ('log', 'eval'): # A number of hundreds of digits is one that no curve can show
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        return None
+    if record.get("step") is None:
+        record.pop("step", None)
+    if not _is_count(record.get("step", 0)):
+        return None
+    if not isinstance(record.get("time", ""), str):
+        record["time"] = str(record["time"])
+    if record["event"] in (
+        "log",
+        "eval",
+    ):  # A number of hundreds of digits is one that no curve can show
         for name, value in record.items():
-            if type(value) is int and abs(value) > 2**63: record[name] = math.inf if value > 0 else -math.inf
+            if type(value) is int and abs(value) > 2**63:
+                record[name] = math.inf if value > 0 else -math.inf
     return record
 
-def _is_count(value: Any) -> bool: return type(value) in (int, float) and abs(value) < 2**63
+
+def _is_count(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**63
+
 
 def undone(
     record: Mapping[str, Any],
-    start: int, # Step after which the run began again
-    told_after_end: bool = False, # Whether it came after the run had ended, and the run has ended there again
+    start: int,  # Step after which the run began again
+    told_after_end: bool = False,  # Whether it came after the run had ended, and the run has ended there again
 ) -> bool:
     "Whether a record tells of what a resume has undone, or will do once more."
-    if record['event'] == 'start': return False
-    return record['event'] == 'end' or (record.get('step') or 0) > start or (told_after_end and record['event'] == 'eval')
+    if record["event"] == "start":
+        return False
+    return (
+        record["event"] == "end"
+        or (record.get("step") or 0) > start
+        or (told_after_end and record["event"] == "eval")
+    )
+
 
 def drop_undone(
     records: Sequence[dict[str, Any]],
-    start: Mapping[str, Any], # The record of the new beginning
+    start: Mapping[str, Any],  # The record of the new beginning
 ) -> list[dict[str, Any]]:
     "The records that count when a run goes on: a run that had taken its last step is judged once more, and tells of it again."
-    first = start.get('start_step') if _is_count(start.get('start_step')) else 0
-    again, ended, kept = first == start.get('total_steps'), False, []
+    first = start.get("start_step") if _is_count(start.get("start_step")) else 0
+    again, ended, kept = first == start.get("total_steps"), False, []
     for record in records:
-        if not undone(record, int(first or 0), ended and again): kept.append(record)
-        ended = record['event'] == 'end' or (ended and record['event'] != 'start')
+        if not undone(record, int(first or 0), ended and again):
+            kept.append(record)
+        ended = record["event"] == "end" or (ended and record["event"] != "start")
     return kept
+
 
 def _collect(lines: Iterable[bytes], records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for line in lines:
-        if (record := parse_line(line)) is None: continue
-        if record['event'] in ('log', 'eval'):
+        if (record := parse_line(line)) is None:
+            continue
+        if record["event"] in ("log", "eval"):
             record = {k: math.nan if v is None else v for k, v in record.items()}
-        if record['event'] == 'start': records = drop_undone(records, record)
+        if record["event"] == "start":
+            records = drop_undone(records, record)
         records.append(record)
     return records
 
-READ_WHOLE = 12*2**20 # Bytes of a log up to which every line is read
-PIECES = 1500 # Of a longer one, and each keeps a few lines: no screen has as many columns
+
+READ_WHOLE = 12 * 2**20  # Bytes of a log up to which every line is read
+PIECES = 1500  # Of a longer one, and each keeps a few lines: no screen has as many columns
+
 
 def read_metrics(
-    path: str | Path, # A `metrics.jsonl`
-    whole: int = READ_WHOLE, # Bytes up to which every line is read
-) -> list[dict[str, Any]]: # Records with `event` and `time`
+    path: str | Path,  # A `metrics.jsonl`
+    whole: int = READ_WHOLE,  # Bytes up to which every line is read
+) -> list[dict[str, Any]]:  # Records with `event` and `time`
     "Records without torn lines and without steps that a resume has undone; of a long log those that a picture shows."
     path = Path(path)
-    if not path.exists(): return []
-    if path.stat().st_size <= whole: return _collect(path.read_bytes().splitlines(), [])
-    with open(path, 'rb') as file: return _read_long(file, path.stat().st_size)
+    if not path.exists():
+        return []
+    if path.stat().st_size <= whole:
+        return _collect(path.read_bytes().splitlines(), [])
+    with open(path, "rb") as file:
+        return _read_long(file, path.stat().st_size)
 
-_LOG = b'{"event": "log", ' # As `RunFolder` begins every line of a step
+
+_LOG = b'{"event": "log", '  # As `RunFolder` begins every line of a step
+
 
 def _number(text: bytes) -> float:
-    try: return float(text)
-    except ValueError: return math.nan # null
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan  # null
 
-def _extremes(data: bytes, name: bytes) -> list[int]: # Where the least and the greatest value of a name stand, and the first that is no number
+
+def _extremes(
+    data: bytes, name: bytes
+) -> list[
+    int
+]:  # Where the least and the greatest value of a name stand, and the first that is no number
     found = re.findall(rb'"%b": ([^,}]+)' % name, data)
-    try: values = [*map(float, found)]
-    except ValueError: values = [*map(_number, found)]
+    try:
+        values = [*map(float, found)]
+    except ValueError:
+        values = [*map(_number, found)]
     real, wanted = values, set()
-    if any(map(math.isnan, values)): real, wanted = [v for v in values if v == v], {next(i for i, v in enumerate(values) if v != v)}
-    if real: wanted |= {values.index(min(real)), values.index(max(real))}
-    def place(i: int) -> int: # Near where it would be if all lines were of one length
-        text, guess = b'"%b": %b' % (name, found[i]), max(0, i*len(data)//len(found) - 2**14)
+    if any(map(math.isnan, values)):
+        real, wanted = (
+            [v for v in values if v == v],
+            {next(i for i, v in enumerate(values) if v != v)},
+        )
+    if real:
+        wanted |= {values.index(min(real)), values.index(max(real))}
+
+    def place(i: int) -> int:  # Near where it would be if all lines were of one length
+        text, guess = b'"%b": %b' % (name, found[i]), max(0, i * len(data) // len(found) - 2**14)
         return at if (at := data.find(text, guess)) >= 0 else data.find(text)
+
     return [place(i) for i in wanted]
 
-def _line(data: bytes, place: int) -> tuple[int, bytes]: # Where the line of a place begins, and the line
-    begin, end = data.rfind(b'\n', 0, place) + 1, data.find(b'\n', place)
-    return begin, data[begin:end if end >= 0 else len(data)]
+
+def _line(
+    data: bytes, place: int
+) -> tuple[int, bytes]:  # Where the line of a place begins, and the line
+    begin, end = data.rfind(b"\n", 0, place) + 1, data.find(b"\n", place)
+    return begin, data[begin : end if end >= 0 else len(data)]
+
 
 def _telling(data: bytes) -> list[bytes]:
     "Of the lines of a piece those that a picture of it shows: of its steps the first, the last and the extremes, and all else, or as much of it."
     others: list[bytes] = []
-    if (count := data.count(_LOG)) != data.count(b'\n'):
+    if (count := data.count(_LOG)) != data.count(b"\n"):
         kinds: dict[bytes, list[bytes]] = {}
-        for line in data.split(b'\n'):
-            if not line.startswith(_LOG): kinds.setdefault(line[:18], []).append(line)
+        for line in data.split(b"\n"):
+            if not line.startswith(_LOG):
+                kinds.setdefault(line[:18], []).append(line)
         for kind, some in kinds.items():
             if len(some) > 8 and b'"start"' not in kind and b'"end"' not in kind:
-                text = b'\n'.join(some)
-                some = [some[0], *(_line(text, place)[1] for place in _extremes(text, b'eval_loss')), some[-1]]
+                text = b"\n".join(some)
+                some = [
+                    some[0],
+                    *(_line(text, place)[1] for place in _extremes(text, b"eval_loss")),
+                    some[-1],
+                ]
             others += some
     lines = {data.find(line): line for line in others if line}
-    if count: lines |= dict(_line(data, place) for place in (data.find(_LOG), *_extremes(data, b'loss'), *_extremes(data, b'grad_norm'), data.rfind(_LOG)))
+    if count:
+        lines |= dict(
+            _line(data, place)
+            for place in (
+                data.find(_LOG),
+                *_extremes(data, b"loss"),
+                *_extremes(data, b"grad_norm"),
+                data.rfind(_LOG),
+            )
+        )
     return [lines[place] for place in sorted(lines)]
+
 
 def _read_long(file: BinaryIO, size: int) -> list[dict[str, Any]]:
     "A log in pieces, of each of which a few lines are kept: the last one, the best one and every spike are among them."
     kept: list[list[bytes]] = []
-    end, step, last = size, max(2**16, size//PIECES), math.inf # From its end, where it says what a resume has undone
+    end, step, last = (
+        size,
+        max(2**16, size // PIECES),
+        math.inf,
+    )  # From its end, where it says what a resume has undone
     while end > 0:
         file.seek(max(0, end - step))
         data = file.read(end - max(0, end - step))
-        cut = data.find(b'\n') + 1 if end > step else 0
-        if not cut and end > step: # A line that is longer than a piece
+        cut = data.find(b"\n") + 1 if end > step else 0
+        if not cut and end > step:  # A line that is longer than a piece
             step *= 2
             continue
         data, end = data[cut:], max(0, end - step) + cut
@@ -320,205 +443,306 @@ def _read_long(file: BinaryIO, size: int) -> list[dict[str, Any]]:
         lines = data.splitlines() if begins or last < math.inf else _telling(data)
         for line in reversed(lines if begins else ()):
             if line.startswith(b'{"event": "start"') and (record := parse_line(line)):
-                first = record.get('start_step') or 0
+                first = record.get("start_step") or 0
                 last = min(last, first if _is_count(first) else 0)
         if last < math.inf and not begins:
-            lines = _telling(b''.join(line + b'\n' for line in lines if not (found := re.search(rb'"step": (\d+)', line)) or int(found[1]) <= last))
+            lines = _telling(
+                b"".join(
+                    line + b"\n"
+                    for line in lines
+                    if not (found := re.search(rb'"step": (\d+)', line)) or int(found[1]) <= last
+                )
+            )
         kept.append(lines)
     return _collect((line for lines in reversed(kept) for line in lines), [])
 
 # %% ../../nbs/04_train/24_run_index.ipynb #65f9a1da
 def _read_text(path: Path) -> str:
-    return path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
 
 class Run:
     "What a run folder holds, ready to be looked at; what is not given is read when it is asked for."
+
     def __init__(
         self,
         path: Path,
-        config: str | None = None, # Text of config.yaml
-        environment: dict[str, Any] | None = None, # Content of environment.json
-        records: list[dict[str, Any]] | None = None, # Lines of metrics.jsonl, see `read_metrics`
-        summary: dict[str, Any] | None = None, # 'started', 'status' and 'final', if they are known already
+        config: str | None = None,  # Text of config.yaml
+        environment: dict[str, Any] | None = None,  # Content of environment.json
+        records: list[dict[str, Any]] | None = None,  # Lines of metrics.jsonl, see `read_metrics`
+        summary: dict[str, Any]
+        | None = None,  # 'started', 'status' and 'final', if they are known already
     ):
         self.path = path
         given = dict(config=config, environment=environment, records=records, summary=summary)
         vars(self).update((k, v) for k, v in given.items() if v is not None)
 
     @cached_property
-    def config(self) -> str: return _read_text(self.path/'config.yaml')
+    def config(self) -> str:
+        return _read_text(self.path / "config.yaml")
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        try: found = json.loads(_read_text(self.path/'environment.json') or '{}')
-        except ValueError: return {}
+        try:
+            found = json.loads(_read_text(self.path / "environment.json") or "{}")
+        except ValueError:
+            return {}
         return found if isinstance(found, dict) else {}
 
     @cached_property
-    def records(self) -> list[dict[str, Any]]: return read_metrics(self.path/'metrics.jsonl')
+    def records(self) -> list[dict[str, Any]]:
+        return read_metrics(self.path / "metrics.jsonl")
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        ends = [r for r in self.records if r['event'] == 'end']
-        return dict(started=next((r['time'] for r in self.records if 'time' in r), ''),
-                    status=str(ends[-1].get('reason') or 'finished') if ends else 'unfinished', final=self._final())
+        ends = [r for r in self.records if r["event"] == "end"]
+        return dict(
+            started=next((r["time"] for r in self.records if "time" in r), ""),
+            status=str(ends[-1].get("reason") or "finished") if ends else "unfinished",
+            final=self._final(),
+        )
 
     @property
-    def name(self) -> str: return self.path.name
+    def name(self) -> str:
+        return self.path.name
 
     @property
-    def status(self) -> str: # Why it ended, or 'unfinished': still running, or killed
+    def status(self) -> str:  # Why it ended, or 'unfinished': still running, or killed
         "How the run stands."
-        return self.summary['status']
+        return self.summary["status"]
 
     @property
-    def started(self) -> str: return self.summary['started'] # ISO 8601, UTC
+    def started(self) -> str:
+        return self.summary["started"]  # ISO 8601, UTC
 
     @property
-    def samples(self) -> list[tuple[int, list[tuple[str, str]]]]: # (step, [(prompt, text), …]), in order
-        return list({r['step']: (r['step'], [tuple(s) for s in r['samples']])
-                     for r in self.records if r['event'] == 'sample' and 'step' in r and isinstance(r.get('samples'), (list, tuple))
-                     and all(isinstance(s, (list, tuple)) and len(s) == 2 for s in r['samples'])}.values())
+    def samples(
+        self,
+    ) -> list[tuple[int, list[tuple[str, str]]]]:  # (step, [(prompt, text), …]), in order
+        return list(
+            {
+                r["step"]: (r["step"], [tuple(s) for s in r["samples"]])
+                for r in self.records
+                if r["event"] == "sample"
+                and "step" in r
+                and isinstance(r.get("samples"), (list, tuple))
+                and all(isinstance(s, (list, tuple)) and len(s) == 2 for s in r["samples"])
+            }.values()
+        )
 
     def series(
         self,
-        key: str, # Such as 'loss', 'eval_loss' or 'grad_norm'
-    ) -> tuple[list[int], list[float]]: # Steps and values; the last one if a step was logged twice
+        key: str,  # Such as 'loss', 'eval_loss' or 'grad_norm'
+    ) -> tuple[list[int], list[float]]:  # Steps and values; the last one if a step was logged twice
         "One number over the run."
-        found = {r['step']: r[key] for r in self.records
-                 if 'step' in r and r['event'] in ('log', 'eval') and isinstance(r.get(key), (int, float))}
+        found = {
+            r["step"]: r[key]
+            for r in self.records
+            if "step" in r
+            and r["event"] in ("log", "eval")
+            and isinstance(r.get(key), (int, float))
+        }
         return list(found), list(found.values())
 
     def keys(self) -> list[str]:
         "Every number that was logged, in the order of first appearance."
         number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-        return list(dict.fromkeys(k for r in self.records if r['event'] in ('log', 'eval') for k, v in r.items()
-                                  if k not in ('event', 'time', 'step') and number(v)))
+        return list(
+            dict.fromkeys(
+                k
+                for r in self.records
+                if r["event"] in ("log", "eval")
+                for k, v in r.items()
+                if k not in ("event", "time", "step") and number(v)
+            )
+        )
 
-    def final(self) -> dict[str, Any]: # step, loss, eval_loss, best_eval_loss, …; only what was logged
+    def final(
+        self,
+    ) -> dict[str, Any]:  # step, loss, eval_loss, best_eval_loss, …; only what was logged
         "The run in a few numbers: the last of each metric, the best evaluation, the median speed."
-        return self.summary['final'] | {'status': self.status}
+        return self.summary["final"] | {"status": self.status}
 
     def _final(self) -> dict[str, Any]:
-        last = {k: v for r in self.records if r['event'] in ('log', 'eval') for k, v in r.items()
-                if k not in ('event', 'time', 'best')}
-        for key in ('eta_seconds', 'eval_seconds', 'learning_rate'): last.pop(key, None)
-        if losses := [v for v in self.series('eval_loss')[1] if v == v]: last['best_eval_loss'] = min(losses)
-        if speeds := [v for v in self.series('tokens_per_second')[1] if v == v]:
-            last['tokens_per_second'] = median(speeds)
+        last = {
+            k: v
+            for r in self.records
+            if r["event"] in ("log", "eval")
+            for k, v in r.items()
+            if k not in ("event", "time", "best")
+        }
+        for key in ("eta_seconds", "eval_seconds", "learning_rate"):
+            last.pop(key, None)
+        if losses := [v for v in self.series("eval_loss")[1] if v == v]:
+            last["best_eval_loss"] = min(losses)
+        if speeds := [v for v in self.series("tokens_per_second")[1] if v == v]:
+            last["tokens_per_second"] = median(speeds)
         return last
 
-    def __repr__(self) -> str: return f'<Run {self.name}: {self.status}, step {self.final().get("step", 0)}>'
+    def __repr__(self) -> str:
+        return f"<Run {self.name}: {self.status}, step {self.final().get('step', 0)}>"
 
     def _repr_html_(self) -> str:
-        return table([{'': k, self.name: v} for k, v in self.final().items()])._repr_html_()
+        return table([{"": k, self.name: v} for k, v in self.final().items()])._repr_html_()
+
 
 def read_run(
-    path: str | Path, # A run folder
+    path: str | Path,  # A run folder
 ) -> Run:
     "Open what a run has left behind."
     path = Path(path)
-    if not (path/'metrics.jsonl').exists():
-        raise FileNotFoundError(f'{path} is no run folder: it has no metrics.jsonl')
+    if not (path / "metrics.jsonl").exists():
+        raise FileNotFoundError(f"{path} is no run folder: it has no metrics.jsonl")
     run = Run(path)
-    _ = run.records, run.config, run.environment # as they are now, whatever is written later
+    _ = run.records, run.config, run.environment  # as they are now, whatever is written later
     return run
 
 # %% ../../nbs/04_train/24_run_index.ipynb #b7e22bab
 def text_table(
-    rows: Sequence[Mapping[str, Any]], # One dictionary a row
-    widest: int = 40, # Characters of a value
+    rows: Sequence[Mapping[str, Any]],  # One dictionary a row
+    widest: int = 40,  # Characters of a value
 ) -> str:
     "Rows of values as lines of text."
     columns = list(dict.fromkeys(k for row in rows for k in row))
     is_number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-    show = lambda v: '' if v is None else f'{v:,}' if type(v) is int else number(v) if is_number(v) else str(v)
-    cut = lambda text: text if len(text) <= widest else text[:widest - 1] + '…'
-    cells = [[c for c in columns], *([cut(' '.join(show(row.get(c)).split())) for c in columns] for row in rows)]
+    show = lambda v: (
+        "" if v is None else f"{v:,}" if type(v) is int else number(v) if is_number(v) else str(v)
+    )
+    cut = lambda text: text if len(text) <= widest else text[: widest - 1] + "…"
+    cells = [
+        [c for c in columns],
+        *([cut(" ".join(show(row.get(c)).split())) for c in columns] for row in rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [any(is_number(row.get(c)) for row in rows) for c in columns]
-    lines = ('  '.join(v.rjust(w) if r else v.ljust(w) for v, w, r in zip(line, widths, right, strict=True)).rstrip()
-             for line in cells)
-    return '\n'.join(lines)
+    lines = (
+        "  ".join(
+            v.rjust(w) if r else v.ljust(w) for v, w, r in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in cells
+    )
+    return "\n".join(lines)
 
 # %% ../../nbs/04_train/24_run_index.ipynb #14cd30c6
-INDEX = 'index.jsonl'
-INDEX_FIELDS = dict(run=str, log=list, started=str, status=str, final=dict) # A line without them is read from its run again
+INDEX = "index.jsonl"
+INDEX_FIELDS = dict(
+    run=str, log=list, started=str, status=str, final=dict
+)  # A line without them is read from its run again
+
 
 def read_run_index(
-    root: Path, # The folder that holds run folders
-) -> dict[str, dict[str, Any]]: # Name of the run -> 'run', 'log' and the summary
+    root: Path,  # The folder that holds run folders
+) -> dict[str, dict[str, Any]]:  # Name of the run -> 'run', 'log' and the summary
     "What is remembered of the runs in a folder."
     found: dict[str, dict[str, Any]] = {}
-    try: lines = (root/INDEX).read_bytes().splitlines()
-    except OSError: return found
+    try:
+        lines = (root / INDEX).read_bytes().splitlines()
+    except OSError:
+        return found
     kinds: dict[str, Any] = INDEX_FIELDS
     for line in lines:
-        try: entry = json.loads(line)
-        except (ValueError, RecursionError): continue
-        if isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in kinds.items()):
-            found[entry['run']] = entry
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and all(
+            isinstance(entry.get(name), kind) for name, kind in kinds.items()
+        ):
+            found[entry["run"]] = entry
     return found
+
 
 def write_run_index(
     root: Path,
-    entries: Iterable[Mapping[str, Any]], # New ones
-    whole: bool = False, # Write the file anew instead of adding to it
+    entries: Iterable[Mapping[str, Any]],  # New ones
+    whole: bool = False,  # Write the file anew instead of adding to it
 ):
     "Add to the memory, in one piece; a folder where one may not write stays as it is."
-    data = ''.join(to_line(entry) + '\n' for entry in entries).encode('utf-8', 'replace')
+    data = "".join(to_line(entry) + "\n" for entry in entries).encode("utf-8", "replace")
     try:
-        if whole: write_atomic(root/INDEX, data)
+        if whole:
+            write_atomic(root / INDEX, data)
         else:
-            file = os.open(root/INDEX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try: os.write(file, (b'' if _ends_well(root/INDEX) else b'\n') + data) # one write: two programs do not mix
-            finally: os.close(file)
-    except OSError: pass
+            file = os.open(root / INDEX, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                os.write(
+                    file, (b"" if _ends_well(root / INDEX) else b"\n") + data
+                )  # one write: two programs do not mix
+            finally:
+                os.close(file)
+    except OSError:
+        pass
 
-def _ends_well(path: Path) -> bool: # Not in the middle of a line
-    with open(path, 'rb') as file:
-        if not file.seek(0, os.SEEK_END): return True
+
+def _ends_well(path: Path) -> bool:  # Not in the middle of a line
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
         file.seek(-1, os.SEEK_END)
-        return file.read() == b'\n'
+        return file.read() == b"\n"
 
 # %% ../../nbs/04_train/24_run_index.ipynb #1a7d9bf8
 class Runs(list[Run]):
     "Some runs; a notebook shows them as a table, `print` as text."
-    COLUMNS = ('step', 'loss', 'eval_loss', 'best_eval_loss', 'tokens_per_second', 'seconds', 'status')
+
+    COLUMNS = (
+        "step",
+        "loss",
+        "eval_loss",
+        "best_eval_loss",
+        "tokens_per_second",
+        "seconds",
+        "status",
+    )
 
     def rows(self) -> list[dict[str, Any]]:
         "One dictionary a run: name, start, and its final numbers."
         finals = [run.final() for run in self]
         shown = [c for c in self.COLUMNS if any(c in final for final in finals)]
-        return [{'run': run.name, 'started': run.started[:16].replace('T', ' ')} | {c: final.get(c) for c in shown}
-                for run, final in zip(self, finals, strict=True)]
+        return [
+            {"run": run.name, "started": run.started[:16].replace("T", " ")}
+            | {c: final.get(c) for c in shown}
+            for run, final in zip(self, finals, strict=True)
+        ]
 
-    def __str__(self) -> str: return text_table(self.rows()) or 'no runs'
+    def __str__(self) -> str:
+        return text_table(self.rows()) or "no runs"
 
-    def _repr_html_(self) -> str: return str(table(self.rows()))
+    def _repr_html_(self) -> str:
+        return str(table(self.rows()))
+
 
 def list_runs(
-    root: str | Path = 'runs', # The folder that holds run folders
-) -> Runs: # The newest first
+    root: str | Path = "runs",  # The folder that holds run folders
+) -> Runs:  # The newest first
     "Every run in a folder."
     root, found, fresh = Path(root), Runs(), []
-    if not root.is_dir(): return found
+    if not root.is_dir():
+        return found
     known = read_run_index(root)
     for path in root.iterdir():
         try:
-            stat = (path/'metrics.jsonl').stat()
+            stat = (path / "metrics.jsonl").stat()
             log, entry = [stat.st_size, stat.st_mtime_ns], known.get(path.name)
-            if entry is None or entry['log'] != log:
+            if entry is None or entry["log"] != log:
                 entry = known[path.name] = dict(run=path.name, log=log, **Run(path).summary)
                 fresh.append(entry)
-        except OSError: continue # no run, or one that cannot be read, or is just being deleted
-        found.append(Run(path, summary={k: entry[k] for k in ('started', 'status', 'final')}))
+        except OSError:
+            continue  # no run, or one that cannot be read, or is just being deleted
+        found.append(Run(path, summary={k: entry[k] for k in ("started", "status", "final")}))
     if fresh:
         there = {run.name for run in found}
-        crowded = _lines(root/INDEX) > 2*len(found) + 100
-        write_run_index(root, [e for e in known.values() if e['run'] in there] if crowded else fresh, whole=crowded)
+        crowded = _lines(root / INDEX) > 2 * len(found) + 100
+        write_run_index(
+            root,
+            [e for e in known.values() if e["run"] in there] if crowded else fresh,
+            whole=crowded,
+        )
     return Runs(sorted(found, key=lambda run: run.started, reverse=True))
 
+
 def _lines(path: Path) -> int:
-    try: return path.read_bytes().count(b'\n')
-    except OSError: return 0
+    try:
+        return path.read_bytes().count(b"\n")
+    except OSError:
+        return 0

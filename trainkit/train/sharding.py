@@ -26,61 +26,99 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # %% ../../nbs/04_train/17_sharding.ipynb #89004560
-STRATEGIES = ('ddp', 'fsdp', 'zero1', 'zero2', 'zero3')
-_FLAGS = ('ACCELERATE_USE_FSDP', 'ACCELERATE_USE_DEEPSPEED')
+STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+_FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 
-def asked_strategy() -> str: # '' where nobody asked
+
+def asked_strategy() -> str:  # '' where nobody asked
     "How a launcher wants the processes to work together: by our variable, or by accelerate's."
-    found = os.environ.get('TRAINKIT_STRATEGY', '')
-    fsdp, deepspeed = (os.environ.get(flag, '').lower() in ('1', 'true', 'yes') for flag in _FLAGS)
-    if not found and fsdp: found = 'fsdp'
-    if not found and deepspeed: found = f"zero{deepspeed_config().get('zero_optimization', {}).get('stage', 2)}"
+    found = os.environ.get("TRAINKIT_STRATEGY", "")
+    fsdp, deepspeed = (os.environ.get(flag, "").lower() in ("1", "true", "yes") for flag in _FLAGS)
+    if not found and fsdp:
+        found = "fsdp"
+    if not found and deepspeed:
+        found = f"zero{deepspeed_config().get('zero_optimization', {}).get('stage', 2)}"
     if found and found not in STRATEGIES:
-        raise ValueError(f'TRAINKIT_STRATEGY={found!r}: must be one of {", ".join(STRATEGIES)}')
+        raise ValueError(f"TRAINKIT_STRATEGY={found!r}: must be one of {', '.join(STRATEGIES)}")
     return found
 
-def deepspeed_config() -> dict[str, Any]: # Empty where there is no file
+
+def deepspeed_config() -> dict[str, Any]:  # Empty where there is no file
     "DeepSpeed's JSON that the launcher named."
-    path = os.environ.get('TRAINKIT_DEEPSPEED_CONFIG') or os.environ.get('ACCELERATE_DEEPSPEED_CONFIG_FILE')
+    path = os.environ.get("TRAINKIT_DEEPSPEED_CONFIG") or os.environ.get(
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+    )
     if path:
-        with open(path, encoding='utf-8') as file: return json.load(file)
-    stage = os.environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE')
-    return {'zero_optimization': {'stage': int(stage)}} if stage else {}
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+    return {"zero_optimization": {"stage": int(stage)}} if stage else {}
+
 
 @contextmanager
-def only_processes() -> Iterator[str]: # The strategy
+def only_processes() -> Iterator[str]:  # The strategy
     "Inside, accelerate sees processes and no strategy: it would run FSDP on CPUs as DDP, without a word."
     strategy = asked_strategy()
     kept = {flag: os.environ.pop(flag) for flag in _FLAGS if flag in os.environ}
     meet_again()
-    try: yield strategy
-    finally: os.environ.update(kept)
+    try:
+        yield strategy
+    finally:
+        os.environ.update(kept)
+
 
 def meet_again() -> None:
     "After a restart by torchrun on CPUs the processes must not read the addresses that the dead ones left."
     from accelerate.utils import parse_flag_from_env
-    attempt, world = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')), int(os.environ.get('WORLD_SIZE', '1'))
-    fresh = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'False' # It holds the addresses of this attempt only
-    if not attempt or world == 1 or fresh or torch.distributed.is_initialized() or torch.cuda.is_available() and not parse_flag_from_env('ACCELERATE_USE_CPU'): return
+
+    attempt, world = (
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        int(os.environ.get("WORLD_SIZE", "1")),
+    )
+    fresh = (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+    )  # It holds the addresses of this attempt only
+    if (
+        not attempt
+        or world == 1
+        or fresh
+        or torch.distributed.is_initialized()
+        or torch.cuda.is_available()
+        and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    ):
+        return
     c10d: Any = torch.distributed
-    port = int(os.environ['MASTER_PORT'])
-    store = c10d.PrefixStore(f'trainkit-{attempt}', c10d.TCPStore(os.environ['MASTER_ADDR'], port, world, is_master=False))
-    c10d.init_process_group('gloo', store=store, rank=int(os.environ['RANK']), world_size=world)
+    port = int(os.environ["MASTER_PORT"])
+    store = c10d.PrefixStore(
+        f"trainkit-{attempt}",
+        c10d.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=False),
+    )
+    c10d.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=world)
 
 # %% ../../nbs/04_train/17_sharding.ipynb #8fb59aad
 def blocks_of(
     model: nn.Module,
-) -> list[nn.Module]: # The members of its outermost lists of modules
+) -> list[nn.Module]:  # The members of its outermost lists of modules
     "The pieces that are gathered one after another."
-    lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    outer = [name for name in lists if not any(name.startswith(f'{other}.') for other in lists)]
-    return [m for name in outer for m in model.get_submodule(name).children() if any(True for _ in m.parameters())] # type: ignore
+    lists = [
+        name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1
+    ]
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [
+        m
+        for name in outer
+        for m in model.get_submodule(name).children()
+        if any(True for _ in m.parameters())
+    ]  # type: ignore
+
 
 def twin_of(
     model: nn.Module,
-) -> nn.Module: # Its own structure and parameter objects, over the same memory
+) -> nn.Module:  # Its own structure and parameter objects, over the same memory
     "A model to be cut, while the given one stays what it was."
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()
+    }
     return deepcopy(model, memo | {id(b): b for b in model.buffers()})
 
 # %% ../../nbs/04_train/17_sharding.ipynb #a81ac55c
@@ -89,76 +127,105 @@ class ShardedModel:
 
     def __init__(
         self,
-        plain: nn.Module, # Its memory is given up
-        accelerator: 'Accelerator',
-        strategy: str, # A key of `CUTS`
+        plain: nn.Module,  # Its memory is given up
+        accelerator: "Accelerator",
+        strategy: str,  # A key of `CUTS`
     ):
         if any(p.numel() > 1 and not any(p.stride()) for p in plain.parameters()):
-            raise RuntimeError('The weights of this model went when an earlier run of it failed: make it anew')
+            raise RuntimeError(
+                "The weights of this model went when an earlier run of it failed: make it anew"
+            )
         self.plain, self.accelerator, self.strategy = plain, accelerator, strategy
         self.devices = [p.device for p in plain.parameters()]
         self.twin: Any = twin_of(plain)
-        for p in self.twin.parameters(): # all begin with the weights of the first
+        for p in self.twin.parameters():  # all begin with the weights of the first
             moved = p.data.to(accelerator.device)
             torch.distributed.broadcast(moved, 0)
             p.data = moved
         self.live: Any = self.cut()
         self.empty()
 
-    def cut(self) -> nn.Module: raise NotImplementedError
-    def settle(self) -> None: pass # let go of what an evaluation left whole
-    def whole(self, p: Tensor) -> Tensor: raise NotImplementedError # all processes take part
-    def put(self, p: Tensor, value: Tensor) -> None: raise NotImplementedError
-    def moments(self, p: Tensor) -> dict[str, Any]: raise NotImplementedError
-    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None: raise NotImplementedError
-    def share(self) -> int: raise NotImplementedError # bytes of parameters that lie here
+    def cut(self) -> nn.Module:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        pass  # let go of what an evaluation left whole
+
+    def whole(self, p: Tensor) -> Tensor:
+        raise NotImplementedError  # all processes take part
+
+    def put(self, p: Tensor, value: Tensor) -> None:
+        raise NotImplementedError
+
+    def moments(self, p: Tensor) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def share(self) -> int:
+        raise NotImplementedError  # bytes of parameters that lie here
 
     def start(
         self,
-        optimizer: Any, # Over the parameters of `twin`
-        max_grad_norm: float = 0.,
-    ) -> nn.Module: # What is called
+        optimizer: Any,  # Over the parameters of `twin`
+        max_grad_norm: float = 0.0,
+    ) -> nn.Module:  # What is called
         "Bring in the optimizer."
         kind = type(optimizer)
-        if not kind.__module__.startswith('torch.optim') or kind.__name__ == 'Muon':
-            raise ValueError(f'{kind.__name__} looks at whole matrices or packs its own numbers, and {self.strategy} gives it shares: '
-                             "take optim='adamw_torch_fused', or strategy ddp")
+        if not kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
+            raise ValueError(
+                f"{kind.__name__} looks at whole matrices or packs its own numbers, and {self.strategy} gives it shares: "
+                "take optim='adamw_torch_fused', or strategy ddp"
+            )
         self.optimizer: Any = optimizer
         self.groups: Any = [dict(group) for group in optimizer.param_groups]
-        self.live.shards = self # type: ignore
+        self.live.shards = self  # type: ignore
         return self.live
 
     def close(self) -> None:
         "Let go of the twin, when all processes have what they gathered."
         self.accelerator.wait_for_everyone()
-        self.live = self.twin = self.optimizer = self.groups = None # type: ignore
+        self.live = self.twin = self.optimizer = self.groups = None  # type: ignore
 
     def fill(
         self,
-        here: bool = True, # Whether this process wants the result
-        device: Any = None, # The one it had, when None
-    ) -> nn.Module: # The plain model
+        here: bool = True,  # Whether this process wants the result
+        device: Any = None,  # The one it had, when None
+    ) -> nn.Module:  # The plain model
         "Gather the weights into the plain model; all processes take part."
         self.settle()
-        for (_, p), q, home in zip(self.plain.named_parameters(), self.twin.parameters(), self.devices, strict=True):
+        for (_, p), q, home in zip(
+            self.plain.named_parameters(), self.twin.parameters(), self.devices, strict=True
+        ):
             value = self.whole(q)
-            if here: p.data = value.to(device or home, copy=True)
+            if here:
+                p.data = value.to(device or home, copy=True)
         return self.plain
 
     def empty(self) -> None:
         "Give up the memory of the plain model; shapes stay for whoever counts."
-        for p in self.plain.parameters(): p.data = p.data.new_empty(()).expand(p.shape)
+        for p in self.plain.parameters():
+            p.data = p.data.new_empty(()).expand(p.shape)
 
 # %% ../../nbs/04_train/17_sharding.ipynb #9929ca8c
 class WholeModel:
     "The weights of a sharded model, as a checkpoint wants them."
-    def __init__(self, shards: ShardedModel): self.shards = shards
 
-    def state_dict(self, here: bool = True) -> dict[str, Tensor]: # Of a model in one piece, on the CPU; empty if not `here`
+    def __init__(self, shards: ShardedModel):
+        self.shards = shards
+
+    def state_dict(
+        self, here: bool = True
+    ) -> dict[str, Tensor]:  # Of a model in one piece, on the CPU; empty if not `here`
         "Gather; all processes take part."
-        plain = self.shards.fill(here, 'cpu')
-        if not here: return {}
-        found = {name: t.detach().clone() if t.device.type != 'cpu' else t.detach() for name, t in plain.state_dict().items()}
+        plain = self.shards.fill(here, "cpu")
+        if not here:
+            return {}
+        found = {
+            name: t.detach().clone() if t.device.type != "cpu" else t.detach()
+            for name, t in plain.state_dict().items()
+        }
         self.shards.empty()
         return found
 
@@ -166,63 +233,88 @@ class WholeModel:
         "Give each process its share."
         twin = self.shards.twin
         self.shards.settle()
-        for name, p in twin.named_parameters(): self.shards.put(p, weights[name])
+        for name, p in twin.named_parameters():
+            self.shards.put(p, weights[name])
         buffers = dict(twin.named_buffers())
         for name, value in weights.items():
-            if name in buffers: buffers[name].copy_(value)
+            if name in buffers:
+                buffers[name].copy_(value)
+
 
 class WholeOptimizer:
     "The moments of a sharded model, as a checkpoint wants them."
-    def __init__(self, shards: ShardedModel): self.shards, self.optimizer = shards, shards.optimizer
+
+    def __init__(self, shards: ShardedModel):
+        self.shards, self.optimizer = shards, shards.optimizer
 
     @property
     def param_groups(self) -> list[dict]:
         "Of the whole parameters, with the rates of now."
         live = self.optimizer.param_groups
-        shape = lambda p: getattr(p, 'ds_shape', p.shape) # DeepSpeed's parameters have none of their own
-        return [{**{k: v for k, v in now.items() if k != 'params'}, **{k: group[k] for k in group
-                 if k == 'param_names'}, 'params': [torch.empty(shape(p), device='meta') for p in group['params']]} for group, now in zip(self.shards.groups, live, strict=True)]
+        shape = lambda p: getattr(
+            p, "ds_shape", p.shape
+        )  # DeepSpeed's parameters have none of their own
+        return [
+            {
+                **{k: v for k, v in now.items() if k != "params"},
+                **{k: group[k] for k in group if k == "param_names"},
+                "params": [torch.empty(shape(p), device="meta") for p in group["params"]],
+            }
+            for group, now in zip(self.shards.groups, live, strict=True)
+        ]
 
-    def state_dict(self, here: bool = True) -> dict[str, Any]: # With the same keys as the optimizer's own in a single process
+    def state_dict(
+        self, here: bool = True
+    ) -> dict[str, Any]:  # With the same keys as the optimizer's own in a single process
         "Gather; all processes take part."
         state, groups, number = {}, [], 0
         for group, whole in zip(self.param_groups, self.shards.groups, strict=True):
-            ids = range(number, number := number + len(group['params']))
-            for i, p in zip(ids, whole['params'], strict=True):
+            ids = range(number, number := number + len(group["params"]))
+            for i, p in zip(ids, whole["params"], strict=True):
                 found = self.shards.moments(p)
-                if found and here: state[i] = found
-            groups.append({**group, 'params': list(ids)})
+                if found and here:
+                    state[i] = found
+            groups.append({**group, "params": list(ids)})
         return dict(state=state, param_groups=groups)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         "Give each process its share."
-        for group, old in zip(self.optimizer.param_groups, saved['param_groups'], strict=True):
-            group.update({k: v for k, v in old.items() if k not in ('params', 'param_names')})
-        for group, old in zip(self.shards.groups, saved['param_groups'], strict=True):
-            for i, p in zip(old['params'], group['params'], strict=True):
-                if i in saved['state']: self.shards.put_moments(p, saved['state'][i])
+        for group, old in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({k: v for k, v in old.items() if k not in ("params", "param_names")})
+        for group, old in zip(self.shards.groups, saved["param_groups"], strict=True):
+            for i, p in zip(old["params"], group["params"], strict=True):
+                if i in saved["state"]:
+                    self.shards.put_moments(p, saved["state"][i])
 
 # %% ../../nbs/04_train/17_sharding.ipynb #461a35ee
 class GatheredState:
     "What a state was; for a checkpoint, which asks `state_dict()`."
-    def __init__(self, state: dict, optimizer: Any = None): self.state, self.optimizer = state, optimizer
-    def state_dict(self) -> dict: return self.state
+
+    def __init__(self, state: dict, optimizer: Any = None):
+        self.state, self.optimizer = state, optimizer
+
+    def state_dict(self) -> dict:
+        return self.state
+
 
 def gather(
     shards: ShardedModel,
-    here: bool, # Whether this process keeps the result
-) -> tuple[Any, Any]: # Like a model and an optimizer, for `save_checkpoint`
+    here: bool,  # Whether this process keeps the result
+) -> tuple[Any, Any]:  # Like a model and an optimizer, for `save_checkpoint`
     "Whole weights and moments; all processes take part."
-    return GatheredState(WholeModel(shards).state_dict(here)), GatheredState(WholeOptimizer(shards).state_dict(here), shards.optimizer)
+    return GatheredState(WholeModel(shards).state_dict(here)), GatheredState(
+        WholeOptimizer(shards).state_dict(here), shards.optimizer
+    )
 
 # %% ../../nbs/04_train/17_sharding.ipynb #1b91904e
 def all_rng_states(
-    accelerator: 'Accelerator',
-    rng_state: Any, # Function that tells this process's
-) -> dict[str, list]: # Empty in a single process
+    accelerator: "Accelerator",
+    rng_state: Any,  # Function that tells this process's
+) -> dict[str, list]:  # Empty in a single process
     "The random generators of all processes."
     from accelerate.utils import gather_object
-    return {'rng_states': gather_object([rng_state()])} if accelerator.num_processes > 1 else {}
+
+    return {"rng_states": gather_object([rng_state()])} if accelerator.num_processes > 1 else {}
 
 # %% ../../nbs/04_train/17_sharding.ipynb #f3a3e3e3
 class FSDP(ShardedModel):
@@ -231,55 +323,88 @@ class FSDP(ShardedModel):
     def cut(self) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        self.mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
-        for module in [*blocks_of(self.twin), self.twin]: fully_shard(module, mesh=self.mesh)
+
+        self.mesh = init_device_mesh(
+            self.accelerator.device.type, (self.accelerator.num_processes,)
+        )
+        for module in [*blocks_of(self.twin), self.twin]:
+            fully_shard(module, mesh=self.mesh)
         from torch.distributed.tensor import DTensor
-        if plain := [name for name, p in self.twin.named_parameters() if not isinstance(p, DTensor)]:
-            raise RuntimeError(f'fsdp was asked for, and {", ".join(plain[:3])} would lie whole in every process')
+
+        if plain := [
+            name for name, p in self.twin.named_parameters() if not isinstance(p, DTensor)
+        ]:
+            raise RuntimeError(
+                f"fsdp was asked for, and {', '.join(plain[:3])} would lie whole in every process"
+            )
         return self.twin
 
-    def settle(self) -> None: self.twin.reshard()
+    def settle(self) -> None:
+        self.twin.reshard()
 
-    def local(self, value: Tensor, like: Any) -> Tensor: # A DTensor
+    def local(self, value: Tensor, like: Any) -> Tensor:  # A DTensor
         from torch.distributed.tensor import distribute_tensor
-        return distribute_tensor(value.to(like.device, like.dtype), like.device_mesh, like.placements)
 
-    def whole(self, p: Tensor) -> Tensor: return p.detach().full_tensor() # type: ignore
+        return distribute_tensor(
+            value.to(like.device, like.dtype), like.device_mesh, like.placements
+        )
+
+    def whole(self, p: Tensor) -> Tensor:
+        return p.detach().full_tensor()  # type: ignore
+
     def put(self, p: Tensor, value: Tensor) -> None:
-        with torch.no_grad(): p.copy_(self.local(value, p))
+        with torch.no_grad():
+            p.copy_(self.local(value, p))
 
     def moments(self, p: Tensor) -> dict[str, Any]:
         found = self.optimizer.state.get(p, {})
-        return {k: v.full_tensor().cpu() if hasattr(v, 'full_tensor') else v for k, v in found.items()}
+        return {
+            k: v.full_tensor().cpu() if hasattr(v, "full_tensor") else v for k, v in found.items()
+        }
 
     def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
         cut = lambda v: isinstance(v, Tensor) and v.shape == p.shape
-        self.optimizer.state[p] = {k: self.local(v, p) if cut(v) else deepcopy(v) for k, v in values.items()}
+        self.optimizer.state[p] = {
+            k: self.local(v, p) if cut(v) else deepcopy(v) for k, v in values.items()
+        }
 
     def share(self) -> int:
-        return sum(p.to_local().numel()*p.element_size() for p in self.twin.parameters())
+        return sum(p.to_local().numel() * p.element_size() for p in self.twin.parameters())
 
 # %% ../../nbs/04_train/18_zero.ipynb #1f249913
-def _places(zero: Mapping[str, Any]) -> set[str]: # Where moments and weights go
-    given = (zero.get(name) for name in ('offload_optimizer', 'offload_param'))
-    return {place.get('device', 'none') for place in given if isinstance(place, Mapping)}
+def _places(zero: Mapping[str, Any]) -> set[str]:  # Where moments and weights go
+    given = (zero.get(name) for name in ("offload_optimizer", "offload_param"))
+    return {place.get("device", "none") for place in given if isinstance(place, Mapping)}
+
 
 def zero_settings(
-    given: Mapping[str, Any], # DeepSpeed's file; 'auto' is what DeepSpeed itself would take
-    strategy: str, # 'zero1', 'zero2' or 'zero3'
-    max_grad_norm: float = 0., # 0 does not clip
-    bf16: bool = False, # Compute in bfloat16, beside weights in float32
-) -> dict[str, Any]: # For `deepspeed.initialize`
+    given: Mapping[str, Any],  # DeepSpeed's file; 'auto' is what DeepSpeed itself would take
+    strategy: str,  # 'zero1', 'zero2' or 'zero3'
+    max_grad_norm: float = 0.0,  # 0 does not clip
+    bf16: bool = False,  # Compute in bfloat16, beside weights in float32
+) -> dict[str, Any]:  # For `deepspeed.initialize`
     "What DeepSpeed is told: the memory side of its file; batches, accumulation and precision are the trainer's."
     stage = int(strategy[-1])
-    zero = {k: v for k, v in given.get('zero_optimization', {}).items() if v != 'auto'}
-    if zero.get('stage', stage) != stage:
-        raise ValueError(f"The strategy is {strategy}, and DeepSpeed's file says stage {zero['stage']}")
-    wanted = {k: v for k, v in given.items() if k in ('aio', 'wall_clock_breakdown', 'communication_data_type')}
-    wanted |= dict(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1, gradient_clipping=max_grad_norm,
-                   zero_allow_untested_optimizer=True, zero_force_ds_cpu_optimizer=False,
-                   zero_optimization={**zero, 'stage': stage})
-    if bf16: wanted['torch_autocast'] = dict(enabled=True, dtype='bfloat16')
+    zero = {k: v for k, v in given.get("zero_optimization", {}).items() if v != "auto"}
+    if zero.get("stage", stage) != stage:
+        raise ValueError(
+            f"The strategy is {strategy}, and DeepSpeed's file says stage {zero['stage']}"
+        )
+    wanted = {
+        k: v
+        for k, v in given.items()
+        if k in ("aio", "wall_clock_breakdown", "communication_data_type")
+    }
+    wanted |= dict(
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=1,
+        gradient_clipping=max_grad_norm,
+        zero_allow_untested_optimizer=True,
+        zero_force_ds_cpu_optimizer=False,
+        zero_optimization={**zero, "stage": stage},
+    )
+    if bf16:
+        wanted["torch_autocast"] = dict(enabled=True, dtype="bfloat16")
     return wanted
 
 # %% ../../nbs/04_train/18_zero.ipynb #5e4c787d
@@ -287,116 +412,179 @@ class ZeRO(ShardedModel):
     "Moments, then gradients, then parameters are shares, by DeepSpeed (Rajbhandari et al. 2020)."
 
     def cut(self) -> nn.Module:
-        try: import deepspeed # type: ignore # noqa: F401
+        try:
+            import deepspeed  # type: ignore # noqa: F401
         except ImportError:
-            raise ImportError(f'{self.strategy} needs DeepSpeed: pip install "trainkit-llm[deepspeed]" (with DS_BUILD_OPS=0 '
-                              'where there is no CUDA compiler), or take strategy fsdp') from None
+            raise ImportError(
+                f'{self.strategy} needs DeepSpeed: pip install "trainkit-llm[deepspeed]" (with DS_BUILD_OPS=0 '
+                "where there is no CUDA compiler), or take strategy fsdp"
+            ) from None
         if self.accelerator.scaler is not None:
-            raise ValueError(f"{self.strategy} and mixed_precision='fp16' are not combined here: take 'bf16' or fsdp")
+            raise ValueError(
+                f"{self.strategy} and mixed_precision='fp16' are not combined here: take 'bf16' or fsdp"
+            )
         return self.twin
 
-    def start(self, optimizer: Any, max_grad_norm: float = 0.) -> nn.Module:
+    def start(self, optimizer: Any, max_grad_norm: float = 0.0) -> nn.Module:
         import logging
 
-        import deepspeed # type: ignore
-        from deepspeed.utils import logger # type: ignore
+        import deepspeed  # type: ignore
+        from deepspeed.utils import logger  # type: ignore
+
         logger.setLevel(logging.ERROR)
-        if self.accelerator.device.type == 'cpu': # else it compiles one, and waits for ever where a killed run left the lock
-            deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False # type: ignore
+        if (
+            self.accelerator.device.type == "cpu"
+        ):  # else it compiles one, and waits for ever where a killed run left the lock
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # type: ignore
         super().start(optimizer, max_grad_norm)
-        head, embed = getattr(self.plain, 'lm_head', None), getattr(self.plain, 'model', None)
-        ours = 'return_logits' in type(self.plain).forward.__code__.co_varnames
-        if self.strategy == 'zero3' and ours and head is not None and getattr(head, 'weight', None) is not getattr(
-                getattr(embed, 'embed_tokens', None), 'weight', None):
-            raise ValueError('zero3 cannot follow a head of its own (tie_embeddings=False) through our loss, which uses its weight '
-                             'without calling it: take fsdp or zero2')
+        head, embed = getattr(self.plain, "lm_head", None), getattr(self.plain, "model", None)
+        ours = "return_logits" in type(self.plain).forward.__code__.co_varnames
+        if (
+            self.strategy == "zero3"
+            and ours
+            and head is not None
+            and getattr(head, "weight", None)
+            is not getattr(getattr(embed, "embed_tokens", None), "weight", None)
+        ):
+            raise ValueError(
+                "zero3 cannot follow a head of its own (tie_embeddings=False) through our loss, which uses its weight "
+                "without calling it: take fsdp or zero2"
+            )
         self.stage = int(self.strategy[-1])
-        wanted = zero_settings(deepspeed_config(), self.strategy, max_grad_norm, self.accelerator.mixed_precision == 'bf16')
-        if 'nvme' in _places(wanted['zero_optimization']):
-            from deepspeed.ops.op_builder import AsyncIOBuilder # type: ignore
+        wanted = zero_settings(
+            deepspeed_config(),
+            self.strategy,
+            max_grad_norm,
+            self.accelerator.mixed_precision == "bf16",
+        )
+        if "nvme" in _places(wanted["zero_optimization"]):
+            from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore
+
             if not AsyncIOBuilder().is_compatible(verbose=False):
-                raise ValueError("Offloading to 'nvme' needs DeepSpeed's async_io, which needs libaio here: apt install "
-                                 "libaio-dev (and ninja), or take device 'cpu'")
-        self.live, *_ = deepspeed.initialize(model=self.twin, optimizer=optimizer, config=wanted, dist_init_required=False) # type: ignore
-        if self.live.zero_optimization_stage() != self.stage: # type: ignore
-            raise RuntimeError(f'{self.strategy} was asked for, and DeepSpeed runs stage {self.live.zero_optimization_stage()}') # type: ignore
+                raise ValueError(
+                    "Offloading to 'nvme' needs DeepSpeed's async_io, which needs libaio here: apt install "
+                    "libaio-dev (and ninja), or take device 'cpu'"
+                )
+        self.live, *_ = deepspeed.initialize(
+            model=self.twin, optimizer=optimizer, config=wanted, dist_init_required=False
+        )  # type: ignore
+        if self.live.zero_optimization_stage() != self.stage:  # type: ignore
+            raise RuntimeError(
+                f"{self.strategy} was asked for, and DeepSpeed runs stage {self.live.zero_optimization_stage()}"
+            )  # type: ignore
         return self.live
 
     def backward(self, loss: Tensor, last: bool) -> None:
         "Gradients of one batch; they are added up over the processes after the last one."
-        self.live.set_gradient_accumulation_boundary(last) # type: ignore
-        self.live.backward(loss) # type: ignore
+        self.live.set_gradient_accumulation_boundary(last)  # type: ignore
+        self.live.backward(loss)  # type: ignore
 
-    def step(self) -> Tensor: # The norm of the gradient before clipping
+    def step(self) -> Tensor:  # The norm of the gradient before clipping
         "Clip and move."
-        self.live.step() # type: ignore
-        return torch.as_tensor(self.live.get_global_grad_norm()).float() # type: ignore
+        self.live.step()  # type: ignore
+        return torch.as_tensor(self.live.get_global_grad_norm()).float()  # type: ignore
 
-    def _linked(self) -> Any: # DeepSpeed's optimizer
+    def _linked(self) -> Any:  # DeepSpeed's optimizer
         zero: Any = self.live.optimizer
-        if self.stage == 3: return zero
-        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+        if self.stage == 3:
+            return zero
+        for group, flat in zip(
+            zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True
+        ):
             for p in group:
-                if p._hp_mapping is not None: p._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
+                if p._hp_mapping is not None:
+                    p._hp_mapping.set_optim_state_fragment(flat, zero.optimizer.state[flat])
         return zero
 
     def whole(self, p: Tensor) -> Tensor:
-        import deepspeed # type: ignore
-        with deepspeed.zero.GatheredParameters([p], enabled=self.stage == 3): return p.detach().clone()
+        import deepspeed  # type: ignore
 
-    def here(self, p: Any, value: Tensor) -> Tensor: # What of it lies in this process, in stage 3
+        with deepspeed.zero.GatheredParameters([p], enabled=self.stage == 3):
+            return p.detach().clone()
+
+    def here(self, p: Any, value: Tensor) -> Tensor:  # What of it lies in this process, in stage 3
         n, flat = p.ds_tensor.numel(), value.flatten()
-        return torch.nn.functional.pad(flat, (0, n*self.accelerator.num_processes - len(flat)))[n*self.accelerator.process_index:][:n]
+        return torch.nn.functional.pad(flat, (0, n * self.accelerator.num_processes - len(flat)))[
+            n * self.accelerator.process_index :
+        ][:n]
 
     def put(self, p: Tensor, value: Tensor) -> None:
-        import deepspeed # type: ignore
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param # type: ignore
+        import deepspeed  # type: ignore
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param  # type: ignore
+
         value = value.to(self.accelerator.device)
-        with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3): p.data.copy_(value)
-        if not p.requires_grad: return
-        if self.stage == 3: safe_set_local_fp32_param(p, self.here(p, value).float())
-        else: safe_set_full_fp32_param(p, value.float())
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=self.stage == 3):
+            p.data.copy_(value)
+        if not p.requires_grad:
+            return
+        if self.stage == 3:
+            safe_set_local_fp32_param(p, self.here(p, value).float())
+        else:
+            safe_set_full_fp32_param(p, value.float())
 
     def moments(self, p: Tensor) -> dict[str, Any]:
-        from deepspeed.utils import safe_get_full_optimizer_state # type: ignore
+        from deepspeed.utils import safe_get_full_optimizer_state  # type: ignore
+
         state = self._linked().optimizer.state
         known = next((s for s in state.values() if s), {})
         step = {k: v for k, v in known.items() if not isinstance(v, Tensor) or v.ndim == 0}
-        return step | {k: safe_get_full_optimizer_state(p, k).cpu().view(self.shape_of(p)) for k in known if k not in step} # type: ignore
+        return step | {
+            k: safe_get_full_optimizer_state(p, k).cpu().view(self.shape_of(p))
+            for k in known
+            if k not in step
+        }  # type: ignore
 
     def put_moments(self, p: Tensor, values: dict[str, Any]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state # type: ignore
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state  # type: ignore
+
         zero: Any = self.live.optimizer
-        if getattr(zero, 'swap_optimizer', False):
-            raise ValueError("A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on with 'cpu'")
+        if getattr(zero, "swap_optimizer", False):
+            raise ValueError(
+                "A checkpoint cannot be put back where offload_optimizer has device 'nvme': go on with 'cpu'"
+            )
         whole = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.ndim}
-        for flat in zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups:
+        for flat in (
+            zero.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else zero.single_partition_of_fp32_groups
+        ):
             state = zero.optimizer.state[flat]
             state.update({k: torch.zeros_like(flat.data) for k in whole if k not in state})
             state.update({k: deepcopy(v) for k, v in values.items() if k not in whole})
         self._linked()
         for k, v in whole.items():
-            if self.stage == 3: safe_set_local_optimizer_state(p, self.here(p, v), k)
-            else: safe_set_full_optimizer_state(p, v.to(self.accelerator.device), k)
+            if self.stage == 3:
+                safe_set_local_optimizer_state(p, self.here(p, v), k)
+            else:
+                safe_set_full_optimizer_state(p, v.to(self.accelerator.device), k)
 
-    def shape_of(self, p: Any) -> torch.Size: return getattr(p, 'ds_shape', p.shape)
+    def shape_of(self, p: Any) -> torch.Size:
+        return getattr(p, "ds_shape", p.shape)
 
     def share(self) -> int:
-        return sum(getattr(p, 'ds_tensor', p).numel()*p.element_size() for p in self.twin.parameters())
+        return sum(
+            getattr(p, "ds_tensor", p).numel() * p.element_size() for p in self.twin.parameters()
+        )
 
 # %% ../../nbs/04_train/18_zero.ipynb #17c5a7b2
-CUTS: dict[str, type[ShardedModel]] = {'fsdp': FSDP, 'zero1': ZeRO, 'zero2': ZeRO, 'zero3': ZeRO}
+CUTS: dict[str, type[ShardedModel]] = {"fsdp": FSDP, "zero1": ZeRO, "zero2": ZeRO, "zero3": ZeRO}
+
 
 def shard(
-    model: nn.Module, # Stays as it is where it is not cut
-    accelerator: 'Accelerator',
-) -> ShardedModel | None: # None where each process keeps the whole model
+    model: nn.Module,  # Stays as it is where it is not cut
+    accelerator: "Accelerator",
+) -> ShardedModel | None:  # None where each process keeps the whole model
     "Cut a model as the launcher asked."
     strategy = asked_strategy()
-    if accelerator.distributed_type.value in ('FSDP', 'DEEPSPEED'):
-        raise ValueError(f'The accelerator was made for {accelerator.distributed_type.value}: make it without a plugin and say '
-                         'TRAINKIT_STRATEGY, or let the trainer make it')
-    if strategy not in CUTS: return None
+    if accelerator.distributed_type.value in ("FSDP", "DEEPSPEED"):
+        raise ValueError(
+            f"The accelerator was made for {accelerator.distributed_type.value}: make it without a plugin and say "
+            "TRAINKIT_STRATEGY, or let the trainer make it"
+        )
+    if strategy not in CUTS:
+        return None
     if accelerator.num_processes == 1:
-        raise ValueError(f'{strategy} shares a model out over processes, and here is one: trainkit launch --processes 2')
+        raise ValueError(
+            f"{strategy} shares a model out over processes, and here is one: trainkit launch --processes 2"
+        )
     return CUTS[strategy](model, accelerator, strategy)

@@ -33,359 +33,491 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #c5865732
-MAX_SHAPES = 8 # torch itself gives up after as many compilations
+MAX_SHAPES = 8  # torch itself gives up after as many compilations
+
 
 def from_compiler(
     error: BaseException,
 ) -> bool:
     "Whether an error was raised by torch.compile, and not by what it compiled."
-    homes = ('torch._dynamo', 'torch._inductor', 'torch._functorch', 'torch.utils._triton')
+    homes = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.utils._triton")
     return any(kind.__module__.startswith(homes) for kind in type(error).__mro__)
+
 
 class Compiled:
     "A model's `forward` through `torch.compile`, or the plain one and the reason."
+
     def __init__(
         self,
-        model: nn.Module, # Not changed
-        backend: str | Callable = 'inductor',
-        mode: str | None = None, # 'default', 'reduce-overhead' or 'max-autotune'
-        say: Callable[[str], Any] = warnings.warn, # Told once why something runs plain
+        model: nn.Module,  # Not changed
+        backend: str | Callable = "inductor",
+        mode: str | None = None,  # 'default', 'reduce-overhead' or 'max-autotune'
+        say: Callable[[str], Any] = warnings.warn,  # Told once why something runs plain
     ):
-        self.plain, self.say, self.reason, self.crowded = model.forward, say, '', False
-        self.shapes: set[tuple] = set() # For which there is a compiled version
+        self.plain, self.say, self.reason, self.crowded = model.forward, say, "", False
+        self.shapes: set[tuple] = set()  # For which there is a compiled version
         self.fast: Callable = self.plain
-        try: self.fast = torch.compile(self.plain, backend=backend, mode=mode, dynamic=False)
-        except Exception as error: self.give_up(error) # A Python that torch cannot compile for, an unknown backend
+        try:
+            self.fast = torch.compile(self.plain, backend=backend, mode=mode, dynamic=False)
+        except Exception as error:
+            self.give_up(error)  # A Python that torch cannot compile for, an unknown backend
 
     def give_up(self, error: BaseException | str) -> None:
         "Run plain from now on."
-        error = getattr(error, 'inner_exception', error) # A failure of the backend comes wrapped
+        error = getattr(error, "inner_exception", error)  # A failure of the backend comes wrapped
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        name = '' if isinstance(error, str) else f'{type(error).__name__}: '
-        self.reason = name + (lines[0] if lines else 'no message')
-        self.say(f'torch_compile: the model runs without it, because: {self.reason}')
+        name = "" if isinstance(error, str) else f"{type(error).__name__}: "
+        self.reason = name + (lines[0] if lines else "no message")
+        self.say(f"torch_compile: the model runs without it, because: {self.reason}")
 
     def __call__(self, *args, **kwargs):
-        if self.reason or not torch.is_grad_enabled(): return self.plain(*args, **kwargs)
+        if self.reason or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
         found = [*enumerate(args), *kwargs.items()]
-        shape = tuple((k, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (k, v is None) for k, v in found)
+        shape = tuple(
+            (k, tuple(v.shape), v.dtype) if isinstance(v, Tensor) else (k, v is None)
+            for k, v in found
+        )
         if shape not in self.shapes and len(self.shapes) == MAX_SHAPES:
             if not self.crowded:
                 self.crowded = True
-                self.say(f'torch_compile: batches of more than {MAX_SHAPES} shapes; the others run without it. '
-                         'Pack the rows, or pad them to few lengths')
+                self.say(
+                    f"torch_compile: batches of more than {MAX_SHAPES} shapes; the others run without it. "
+                    "Pack the rows, or pad them to few lengths"
+                )
             return self.plain(*args, **kwargs)
-        from torch._dynamo import config as dynamo # Seconds, which only a compiled run shall pay
+        from torch._dynamo import config as dynamo  # Seconds, which only a compiled run shall pay
         from torch._functorch import config as functorch
-        try: # A backward pass that cannot be compiled must fail here, not when it is run. torch counts the versions
+
+        try:  # A backward pass that cannot be compiled must fail here, not when it is run. torch counts the versions
             # of a line of code over all models of a process, and beyond its limit runs plain without a word
-            with functorch.patch(force_non_lazy_backward_lowering=True), \
-                 dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True): out = self.fast(*args, **kwargs)
+            with (
+                functorch.patch(force_non_lazy_backward_lowering=True),
+                dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True),
+            ):
+                out = self.fast(*args, **kwargs)
         except Exception as error:
-            if not from_compiler(error): raise
+            if not from_compiler(error):
+                raise
             self.give_up(error)
             return self.plain(*args, **kwargs)
         self.shapes.add(shape)
         return out
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #03712522
-HALVES = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}
+HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 def master_weights(
-    model: nn.Module, # Changed in place: what is trainable becomes float32; shared parameters stay shared
-) -> list[str]: # The names of what was widened
+    model: nn.Module,  # Changed in place: what is trainable becomes float32; shared parameters stay shared
+) -> list[str]:  # The names of what was widened
     "Keep whatever is trained in float32 (Micikevicius et al. 2018)."
-    widened = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALVES]
-    for _, p in widened: p.data = p.data.float()
+    widened = [
+        (name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype in HALVES
+    ]
+    for _, p in widened:
+        p.data = p.data.float()
     return [name for name, _ in widened]
 
+
 def upcast_layernorm(
-    model: nn.Module, # Changed in place; computed under autocast, or cast by its own layers
-) -> list[str]: # The names of what was widened
+    model: nn.Module,  # Changed in place; computed under autocast, or cast by its own layers
+) -> list[str]:  # The names of what was widened
     "Keep the norms of a half-precision model in float32, as LLaMA-Factory's option of that name does."
-    norms = [(name, m) for name, m in model.named_modules() if 'norm' in type(m).__name__.lower()]
-    widened = [(f'{name}.{key}', p) for name, m in norms for key, p in m.named_parameters(recurse=False)
-               if p.dtype in HALVES]
-    for _, p in widened: p.data = p.data.float()
+    norms = [(name, m) for name, m in model.named_modules() if "norm" in type(m).__name__.lower()]
+    widened = [
+        (f"{name}.{key}", p)
+        for name, m in norms
+        for key, p in m.named_parameters(recurse=False)
+        if p.dtype in HALVES
+    ]
+    for _, p in widened:
+        p.data = p.data.float()
     return [name for name, _ in widened]
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #c5c8622d
 def make_accelerator(
-    mixed_precision: str = 'auto', # 'no', 'bf16', 'fp16', or 'auto': what suits the device, on a CPU the model's
-    model: nn.Module | None = None, # To be trained
-) -> 'Accelerator': # For fp16 its `scaler` is a `torch.amp.GradScaler`, also on a CPU
+    mixed_precision: str = "auto",  # 'no', 'bf16', 'fp16', or 'auto': what suits the device, on a CPU the model's
+    model: nn.Module | None = None,  # To be trained
+) -> "Accelerator":  # For fp16 its `scaler` is a `torch.amp.GradScaler`, also on a CPU
     "accelerate's view of this machine."
     if isinstance(model, nn.DataParallel):
-        raise ValueError('DataParallel copies the model to all GPUs at every step and counts each of them as the whole batch: give the '
-                         'model itself, which takes one GPU, or use them all with trainkit launch --processes N')
-    if pick_device().type == 'cpu': os.environ.setdefault('DS_ACCELERATOR', 'cpu') # DeepSpeed, if installed, guesses aloud
+        raise ValueError(
+            "DataParallel copies the model to all GPUs at every step and counts each of them as the whole batch: give the "
+            "model itself, which takes one GPU, or use them all with trainkit launch --processes N"
+        )
+    if pick_device().type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, if installed, guesses aloud
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
-    if mixed_precision == 'auto':
+
+    if mixed_precision == "auto":
         suits = pick_dtype(pick_device())
         given = {p.dtype for p in model.parameters()} & set(HALVES) if model is not None else set()
-        mixed_precision = HALVES.get(given.pop() if suits == torch.float32 and len(given) == 1 else suits, 'no')
-    ask = 'bf16' if mixed_precision == 'bf16' else 'no' # fp16 is ours, see `precision`
+        mixed_precision = HALVES.get(
+            given.pop() if suits == torch.float32 and len(given) == 1 else suits, "no"
+        )
+    ask = "bf16" if mixed_precision == "bf16" else "no"  # fp16 is ours, see `precision`
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != ask:
         AcceleratorState._reset_state()
-    with only_processes(): accelerator = Accelerator(mixed_precision=ask)
-    if mixed_precision == 'fp16': accelerator.scaler = torch.amp.GradScaler(accelerator.device.type) # type: ignore
+    with only_processes():
+        accelerator = Accelerator(mixed_precision=ask)
+    if mixed_precision == "fp16":
+        accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)  # type: ignore
     return accelerator
 
+
 def precision(
-    accelerator: 'Accelerator',
-): # A context manager
+    accelerator: "Accelerator",
+):  # A context manager
     "Where the forward pass is computed in the accelerator's number format."
     ours = accelerator.scaler is not None and not accelerator.native_amp
-    return torch.autocast(accelerator.device.type, torch.float16) if ours else accelerator.autocast()
+    return (
+        torch.autocast(accelerator.device.type, torch.float16) if ours else accelerator.autocast()
+    )
 
 # %% ../../nbs/04_train/06_mixed_precision.ipynb #7241e393
 @contextmanager
 def tf32(
-    wanted: bool | None, # None leaves everything as it is
-) -> Iterator[bool]: # Whether it is on
+    wanted: bool | None,  # None leaves everything as it is
+) -> Iterator[bool]:  # Whether it is on
     "float32 matrix products on a GPU with ten bits of digits, inside the block."
     able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     if wanted and not able:
-        warnings.warn('tf32=True has no effect: it needs an NVIDIA GPU of compute capability 8 or more', stacklevel=3)
+        warnings.warn(
+            "tf32=True has no effect: it needs an NVIDIA GPU of compute capability 8 or more",
+            stacklevel=3,
+        )
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    if able and wanted is not None: torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = wanted
-    try: yield able and bool(torch.backends.cuda.matmul.allow_tf32)
+    if able and wanted is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = wanted
+    try:
+        yield able and bool(torch.backends.cuda.matmul.allow_tf32)
     finally:
         if able and wanted is not None:
             torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 # %% ../../nbs/04_train/07_training_step.ipynb #8c314d14
 def add_over_processes(
-    value: Any, # A number or a tensor of one
-    accelerator: 'Accelerator',
-) -> float: # Waits for the device
+    value: Any,  # A number or a tensor of one
+    accelerator: "Accelerator",
+) -> float:  # Waits for the device
     "The sum of one number over all processes."
-    wide = torch.float32 if accelerator.device.type == 'mps' else torch.float64
+    wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
     value = torch.as_tensor(value).to(accelerator.device, wide)
-    return accelerator.reduce(value, 'sum').item() # type: ignore
+    return accelerator.reduce(value, "sum").item()  # type: ignore
+
 
 def to_device(
-    batch: dict, # Tensors and anything else
+    batch: dict,  # Tensors and anything else
     device: torch.device | str,
 ) -> dict:
     "The same batch with its tensors on `device`."
-    return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    return {
+        k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()
+    }
 
 # %% ../../nbs/04_train/07_training_step.ipynb #787bd7dc
 def window(
-    batches: Iterable, # The rest of an epoch
-    size: int, # How many make one optimizer step
+    batches: Iterable,  # The rest of an epoch
+    size: int,  # How many make one optimizer step
 ) -> Iterator[list]:
     "Groups of `size` batches; the last of the epoch may be smaller."
     batches = iter(batches)
-    while group := list(islice(batches, size)): yield group
+    while group := list(islice(batches, size)):
+        yield group
 
 # %% ../../nbs/04_train/07_training_step.ipynb #ca07b81e
 class NothingToLearn(ValueError):
     "No token of a whole window is trained."
-    def __init__(self):
-        super().__init__("No token of this step is trained: every label is -100, so the loss would be 0/0. "
-            "Usually the prompt alone fills max_length and the answer was cut off, or the loss mask marks no "
-            "answer. Look at `count_items(batch)` for each batch; drop such rows, or raise max_length.")
 
-    def __reduce__(self): return type(self), (), vars(self) # Another process reads it as it was said
+    def __init__(self):
+        super().__init__(
+            "No token of this step is trained: every label is -100, so the loss would be 0/0. "
+            "Usually the prompt alone fills max_length and the answer was cut off, or the loss mask marks no "
+            "answer. Look at `count_items(batch)` for each batch; drop such rows, or raise max_length."
+        )
+
+    def __reduce__(self):
+        return type(self), (), vars(self)  # Another process reads it as it was said
+
 
 def count_window(
-    objective: Callable, # Perhaps with `counts`
-    batches: list[dict], # Of all processes
-) -> dict | None: # {term: items in the whole window}, or None when the objective cannot know
+    objective: Callable,  # Perhaps with `counts`
+    batches: list[dict],  # Of all processes
+) -> dict | None:  # {term: items in the whole window}, or None when the objective cannot know
     "Count the items of a window before its forward passes."
-    counts = getattr(objective, 'counts', None)
-    if counts is None: return None
+    counts = getattr(objective, "counts", None)
+    if counts is None:
+        return None
     known: Counter = Counter()
-    for batch in batches: known.update(counts(batch))
-    if not any(known.values()): raise NothingToLearn
+    for batch in batches:
+        known.update(counts(batch))
+    if not any(known.values()):
+        raise NothingToLearn
     return known
 
+
 def common_count(
-    loss: Loss, # Of an objective without `counts`
-) -> Any: # The number of items that all its terms share
+    loss: Loss,  # Of an objective without `counts`
+) -> Any:  # The number of items that all its terms share
     "The count by which an accumulated window can be corrected afterwards."
     counts = [n for _, n, _ in loss.terms.values()]
     if len(counts) > 1 and len({float(n) for n in counts}) > 1:
-        raise ValueError(f'The terms {list(loss.terms)} count {[float(n) for n in counts]} items. To accumulate '
-            'batches with unequal counts, tell the counts beforehand: @objective(counts=lambda batch: {...})')
+        raise ValueError(
+            f"The terms {list(loss.terms)} count {[float(n) for n in counts]} items. To accumulate "
+            "batches with unequal counts, tell the counts beforehand: @objective(counts=lambda batch: {...})"
+        )
     return counts[0]
 
+
 def check_loss(
-    found: Any, # What an objective returned
-) -> Loss: # The same
+    found: Any,  # What an objective returned
+) -> Loss:  # The same
     "Sums and counts, not a mean."
-    if hasattr(found, 'terms'): return found
-    raise TypeError(f"The objective returned {type(found).__name__}, and must return sums and counts: "
-                    "Loss({'loss': (sum over items, number of items, 1.0)})")
+    if hasattr(found, "terms"):
+        return found
+    raise TypeError(
+        f"The objective returned {type(found).__name__}, and must return sums and counts: "
+        "Loss({'loss': (sum over items, number of items, 1.0)})"
+    )
 
 # %% ../../nbs/04_train/07_training_step.ipynb #894a0634
 def accumulate(
-    model: nn.Module, # As prepared by `accelerator`
-    objective: Callable, # (model, batch) -> Loss
-    batches: list[dict], # The whole window, on all processes alike; this process computes its own share of it
-    accelerator: 'Accelerator',
-    careful: bool = False, # No backward pass from a loss that is no number; waits for the device
-    seen: list | None = None, # Gets (number of the batch, {term: its sum}) for each batch, still on the device
-) -> tuple[Tensor, dict]: # This process's share of the window's loss; {metric: (sum, count)}
+    model: nn.Module,  # As prepared by `accelerator`
+    objective: Callable,  # (model, batch) -> Loss
+    batches: list[
+        dict
+    ],  # The whole window, on all processes alike; this process computes its own share of it
+    accelerator: "Accelerator",
+    careful: bool = False,  # No backward pass from a loss that is no number; waits for the device
+    seen: list
+    | None = None,  # Gets (number of the batch, {term: its sum}) for each batch, still on the device
+) -> tuple[Tensor, dict]:  # This process's share of the window's loss; {metric: (sum, count)}
     "Add the gradient of a window's loss to `.grad`, as if it were one batch."
-    size, mine = accelerator.num_processes, batches[accelerator.process_index::accelerator.num_processes]
+    size, mine = (
+        accelerator.num_processes,
+        batches[accelerator.process_index :: accelerator.num_processes],
+    )
     known, alone = count_window(objective, batches), len(batches) == 1
-    guess, counted, loss, metrics = None, 0., torch.zeros((), device=accelerator.device), {}
-    shards, rounds = getattr(model, 'shards', None), math.ceil(len(batches)/size)
-    for i in range(rounds): # who has no batch left joins in with zeros
+    guess, counted, loss, metrics = None, 0.0, torch.zeros((), device=accelerator.device), {}
+    shards, rounds = getattr(model, "shards", None), math.ceil(len(batches) / size)
+    for i in range(rounds):  # who has no batch left joins in with zeros
         batch, counts = mine[i] if i < len(mine) else batches[0], i < len(mine)
         last = i + 1 == rounds
         with nullcontext() if last or shards is not None else accelerator.no_sync(model):
-            with precision(accelerator): out = check_loss(objective(model, to_device(batch, accelerator.device)))
+            with precision(accelerator):
+                out = check_loss(objective(model, to_device(batch, accelerator.device)))
             if seen is not None and counts:
-                seen.append((accelerator.process_index + size*i, {k: torch.as_tensor(t[0]).detach() for k, t in out.terms.items()}))
+                seen.append(
+                    (
+                        accelerator.process_index + size * i,
+                        {k: torch.as_tensor(t[0]).detach() for k, t in out.terms.items()},
+                    )
+                )
             if known is not None:
-                share = sum(weight*s/max(known[name], 1) for name, (s, _, weight) in out.terms.items())
+                share = sum(
+                    weight * s / max(known[name], 1) for name, (s, _, weight) in out.terms.items()
+                )
             elif alone:
-                if accelerator.device.type == 'cpu' and not any(n for _, n, _ in out.terms.values()): raise NothingToLearn
+                if accelerator.device.type == "cpu" and not any(
+                    n for _, n, _ in out.terms.values()
+                ):
+                    raise NothingToLearn
                 share = out.total
             else:
-                if hasattr(shards, 'backward'):
-                    raise ValueError('DeepSpeed moves the weights before this objective has counted its items: tell them '
-                                     'beforehand, with @objective(counts=lambda batch: {...}), or take fsdp')
+                if hasattr(shards, "backward"):
+                    raise ValueError(
+                        "DeepSpeed moves the weights before this objective has counted its items: tell them "
+                        "beforehand, with @objective(counts=lambda batch: {...}), or take fsdp"
+                    )
                 count = common_count(out)
-                if guess is None: guess = add_over_processes(count, accelerator)*len(batches)/size or 1.
-                counted += count*counts
-                share = sum(weight*s for s, _, weight in out.terms.values())/guess
-            if not counts: share = share*0
-            if careful and not math.isfinite(share.detach()): return share.detach(), metrics # type: ignore
+                if guess is None:
+                    guess = add_over_processes(count, accelerator) * len(batches) / size or 1.0
+                counted += count * counts
+                share = sum(weight * s for s, _, weight in out.terms.values()) / guess
+            if not counts:
+                share = share * 0
+            if careful and not math.isfinite(share.detach()):
+                return share.detach(), metrics  # type: ignore
             # DDP and accelerate divide by these two
-            if hasattr(shards, 'backward'): shards.backward(share*size, last) # type: ignore
-            else: accelerator.backward(share*(size*accelerator.gradient_accumulation_steps))
-        loss += share.detach() # type: ignore
+            if hasattr(shards, "backward"):
+                shards.backward(share * size, last)  # type: ignore
+            else:
+                accelerator.backward(share * (size * accelerator.gradient_accumulation_steps))
+        loss += share.detach()  # type: ignore
         add_metrics(metrics, out, counts)
     if guess is not None:
         counted = add_over_processes(counted, accelerator)
-        if not counted: raise NothingToLearn
+        if not counted:
+            raise NothingToLearn
         for p in model.parameters():
-            if p.grad is not None: p.grad *= guess/counted
-        loss *= guess/counted
+            if p.grad is not None:
+                p.grad *= guess / counted
+        loss *= guess / counted
     return loss, metrics
 
+
 def add_metrics(
-    sums: dict, # {name: (sum, count)}, changed in place
+    sums: dict,  # {name: (sum, count)}, changed in place
     loss: Loss,
-    counts: bool = True, # False: only the names are kept, so that all processes know the same ones
+    counts: bool = True,  # False: only the names are kept, so that all processes know the same ones
 ) -> None:
     "Add a batch's metrics, and each of its terms if there are several, without waiting for the device."
-    found = {**loss.metrics, **({k: (s, n) for k, (s, n, _) in loss.terms.items()} if len(loss.terms) > 1 else {})}
+    found = {
+        **loss.metrics,
+        **({k: (s, n) for k, (s, n, _) in loss.terms.items()} if len(loss.terms) > 1 else {}),
+    }
     for name, value in found.items():
         s, n = value if isinstance(value, tuple) else (value, 1)
-        before, seen = sums.get(name, (0., 0))
-        sums[name] = (before + (s.detach() if isinstance(s, Tensor) else s)*counts, seen + n*counts)
+        before, seen = sums.get(name, (0.0, 0))
+        sums[name] = (
+            before + (s.detach() if isinstance(s, Tensor) else s) * counts,
+            seen + n * counts,
+        )
 
 # %% ../../nbs/04_train/07_training_step.ipynb #80868b19
 def clip_gradients(
-    parameters: list[nn.Parameter], # Those that are trained
-    max_norm: float, # Longest gradient allowed, over all parameters together; 0 only measures
-) -> Tensor: # The norm before clipping, still on the device
+    parameters: list[nn.Parameter],  # Those that are trained
+    max_norm: float,  # Longest gradient allowed, over all parameters together; 0 only measures
+) -> Tensor:  # The norm before clipping, still on the device
     "Shorten the gradient to `max_norm` (Pascanu et al. 2013)."
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if hasattr(norm, 'full_tensor'): norm = norm.full_tensor() # type: ignore # of shares, over all processes
-    if max_norm > 0: torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if hasattr(norm, "full_tensor"):
+        norm = norm.full_tensor()  # type: ignore # of shares, over all processes
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 # %% ../../nbs/04_train/07_training_step.ipynb #1d565915
 class Step(NamedTuple):
     "What happened in an optimizer step; its numbers are still on the device."
-    loss: Tensor # This process's share of the loss
-    metrics: dict # {name: (sum, count)}, also this process's share
-    grad_norm: Tensor | None # Before clipping; None when nobody asked
-    skipped: bool # The scaler found an overflow
-    broken: bool # Loss or gradient was not finite, so the step was not taken; only a CPU can tell this early
-    seen: Sequence = () # (number of the batch in the window, {term: its sum}) of this process's batches
-    spoilt: Sequence = () # Names of parameters whose gradient is not finite, where `broken` is known
+
+    loss: Tensor  # This process's share of the loss
+    metrics: dict  # {name: (sum, count)}, also this process's share
+    grad_norm: Tensor | None  # Before clipping; None when nobody asked
+    skipped: bool  # The scaler found an overflow
+    broken: bool  # Loss or gradient was not finite, so the step was not taken; only a CPU can tell this early
+    seen: Sequence = ()  # (number of the batch in the window, {term: its sum}) of this process's batches
+    spoilt: Sequence = ()  # Names of parameters whose gradient is not finite, where `broken` is known
+
 
 def train_step(
-    model: nn.Module, # As prepared by `accelerator`
-    objective: Callable, # (model, batch) -> Loss
-    batches: list[dict], # The window
-    optimizer: Any, # torch's, or as prepared by `accelerator`
-    accelerator: 'Accelerator',
-    schedule: Any = None, # A learning rate schedule
-    max_grad_norm: float = 0., # 0 does not clip
-    measure: bool = False, # Find the gradient norm even without clipping
-    in_backward: bool = False, # Each parameter moves as soon as its gradient is known; for one batch in one process
-    careful: bool = False, # Never move by a gradient that is no number, on a GPU too, which then waits at each step
-    gather: Callable = accumulate, # How the gradient of a window is added up
+    model: nn.Module,  # As prepared by `accelerator`
+    objective: Callable,  # (model, batch) -> Loss
+    batches: list[dict],  # The window
+    optimizer: Any,  # torch's, or as prepared by `accelerator`
+    accelerator: "Accelerator",
+    schedule: Any = None,  # A learning rate schedule
+    max_grad_norm: float = 0.0,  # 0 does not clip
+    measure: bool = False,  # Find the gradient norm even without clipping
+    in_backward: bool = False,  # Each parameter moves as soon as its gradient is known; for one batch in one process
+    careful: bool = False,  # Never move by a gradient that is no number, on a GPU too, which then waits at each step
+    gather: Callable = accumulate,  # How the gradient of a window is added up
 ) -> Step:
     "One optimizer step from a window of batches."
-    scaler, bare, seen = accelerator.scaler, getattr(optimizer, 'optimizer', optimizer), []
-    careful = careful or accelerator.device.type == 'cpu' # where looking costs nothing
+    scaler, bare, seen = accelerator.scaler, getattr(optimizer, "optimizer", optimizer), []
+    careful = careful or accelerator.device.type == "cpu"  # where looking costs nothing
     if in_backward:
-        with step_in_backward(bare): loss, metrics = gather(model, objective, batches, accelerator, careful, seen)
+        with step_in_backward(bare):
+            loss, metrics = gather(model, objective, batches, accelerator, careful, seen)
         broken = careful and not math.isfinite(loss)
-        if schedule is not None and not broken: schedule.step()
+        if schedule is not None and not broken:
+            schedule.step()
         return Step(loss, metrics, None, False, broken, seen)
     loss, metrics = gather(model, objective, batches, accelerator, seen=seen)
-    if hasattr(shards := getattr(model, 'shards', None), 'backward'): # DeepSpeed clips, moves and looks by itself
-        norm = shards.step() # type: ignore
-        if schedule is not None: schedule.step()
+    if hasattr(
+        shards := getattr(model, "shards", None), "backward"
+    ):  # DeepSpeed clips, moves and looks by itself
+        norm = shards.step()  # type: ignore
+        if schedule is not None:
+            schedule.step()
         return Step(loss, metrics, norm, False, False, seen)
-    if scaler is not None: scaler.unscale_(bare)
-    parameters = [p for group in bare.param_groups for p in group['params']]
+    if scaler is not None:
+        scaler.unscale_(bare)
+    parameters = [p for group in bare.param_groups for p in group["params"]]
     norm = clip_gradients(parameters, 0) if max_grad_norm > 0 or measure else None
     broken, skipped, spoilt = False, False, []
     if careful:
         whole = loss if accelerator.num_processes == 1 else add_over_processes(loss, accelerator)
-        broken = not (math.isfinite(whole) and (norm is None or scaler is not None or math.isfinite(norm)))
+        broken = not (
+            math.isfinite(whole) and (norm is None or scaler is not None or math.isfinite(norm))
+        )
     if broken:
-        spoilt = [name for name, p in model.named_parameters() if p.grad is not None
-                  and not getattr(p.grad, 'to_local', lambda p=p: p.grad)().isfinite().all()] # type: ignore
-        if scaler is not None: scaler.update()
+        spoilt = [
+            name
+            for name, p in model.named_parameters()
+            if p.grad is not None
+            and not getattr(p.grad, "to_local", lambda p=p: p.grad)().isfinite().all()
+        ]  # type: ignore
+        if scaler is not None:
+            scaler.update()
     elif norm is not None and max_grad_norm > 0:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     if scaler is not None and not broken:
         scale = scaler.get_scale()
         scaler.step(bare)
         scaler.update()
-        skipped = scaler.get_scale() < scale # a fused optimizer is called anyway, and skips by itself
-    elif not broken: optimizer.step()
-    if schedule is not None and not broken and not skipped: schedule.step()
+        skipped = (
+            scaler.get_scale() < scale
+        )  # a fused optimizer is called anyway, and skips by itself
+    elif not broken:
+        optimizer.step()
+    if schedule is not None and not broken and not skipped:
+        schedule.step()
     optimizer.zero_grad(set_to_none=True)
     return Step(loss, metrics, norm, skipped, broken, seen, spoilt)
 
 # %% ../../nbs/04_train/07_training_step.ipynb #b3913d71
 def count_tokens(
-    batch: dict, # Any batch: `input_ids`, or `chosen_input_ids` and the like
+    batch: dict,  # Any batch: `input_ids`, or `chosen_input_ids` and the like
 ) -> int:
     "Tokens that the model reads, without padding where a mask tells."
-    masks = {k: batch.get(k.replace('input_ids', 'attention_mask')) for k in batch if k.endswith('input_ids')}
-    return sum(int(mask.sum()) if mask is not None else batch[k].numel() for k, mask in masks.items())
+    masks = {
+        k: batch.get(k.replace("input_ids", "attention_mask"))
+        for k in batch
+        if k.endswith("input_ids")
+    }
+    return sum(
+        int(mask.sum()) if mask is not None else batch[k].numel() for k, mask in masks.items()
+    )
+
 
 def read_steps(
-    steps: list[Step], # Whose numbers are still on the device
-    accelerator: 'Accelerator',
-) -> tuple[list[float], list[float | None], dict]: # Losses; gradient norms; {metric: [sum, count]}
+    steps: list[Step],  # Whose numbers are still on the device
+    accelerator: "Accelerator",
+) -> tuple[list[float], list[float | None], dict]:  # Losses; gradient norms; {metric: [sum, count]}
     "Fetch what happened since the last look, in one transfer."
     names = list(dict.fromkeys(name for s in steps for name in s.metrics))
-    values = [x for s in steps for x in (s.loss, *(v for name in names for v in s.metrics.get(name, (0., 0.))))]
-    wide = torch.float32 if accelerator.device.type == 'mps' else torch.float64
-    stack = torch.stack([torch.as_tensor(x).to(accelerator.device, wide) for x in values]).view(len(steps), -1)
-    losses, *columns = accelerator.reduce(stack, 'sum').T.tolist() # type: ignore
-    norms = iter(torch.stack([s.grad_norm for s in steps if s.grad_norm is not None] or [stack[0, 0]]).tolist())
-    sums = {name: [sum(columns[2*i]), sum(columns[2*i + 1])] for i, name in enumerate(names)}
+    values = [
+        x
+        for s in steps
+        for x in (s.loss, *(v for name in names for v in s.metrics.get(name, (0.0, 0.0))))
+    ]
+    wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
+    stack = torch.stack([torch.as_tensor(x).to(accelerator.device, wide) for x in values]).view(
+        len(steps), -1
+    )
+    losses, *columns = accelerator.reduce(stack, "sum").T.tolist()  # type: ignore
+    norms = iter(
+        torch.stack(
+            [s.grad_norm for s in steps if s.grad_norm is not None] or [stack[0, 0]]
+        ).tolist()
+    )
+    sums = {name: [sum(columns[2 * i]), sum(columns[2 * i + 1])] for i, name in enumerate(names)}
     return losses, [None if s.grad_norm is None else next(norms) for s in steps], sums
 
 # %% ../../nbs/04_train/07_training_step.ipynb #a65df806
 @contextmanager
 def prepared(
-    accelerator: 'Accelerator',
+    accelerator: "Accelerator",
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    forward: Callable | None = None, # To be called instead of the model's own, a `Compiled` say
-    sharded: bool = False, # The model is one that `shard` cut, and needs nothing more
+    forward: Callable | None = None,  # To be called instead of the model's own, a `Compiled` say
+    sharded: bool = False,  # The model is one that `shard` cut, and needs nothing more
 ):
     "Model and optimizer as accelerate wants them, in training mode; afterwards the model is its own again."
-    wrapping = ('forward', '_original_forward', '_is_accelerate_prepared')
+    wrapping = ("forward", "_original_forward", "_is_accelerate_prepared")
     before = {k: v for k, v in vars(model).items() if k in wrapping}
     modes = [(m, m.training) for m in model.modules()]
     kept = list(accelerator._models), list(accelerator._optimizers)
@@ -394,15 +526,18 @@ def prepared(
     accelerator.gradient_state._set_sync_gradients(True)
     model.train()
     try:
-        if forward is not None: own.forward = forward
+        if forward is not None:
+            own.forward = forward
         model, wrapped = (model, optimizer) if sharded else accelerator.prepare(model, optimizer)
         # where wrapping adds only time
-        plain = accelerator.distributed_type.value in ('NO', 'MULTI_CPU', 'MULTI_GPU')
+        plain = accelerator.distributed_type.value in ("NO", "MULTI_CPU", "MULTI_GPU")
         yield model, optimizer if plain else wrapped
     finally:
-        for name in wrapping: vars(own).pop(name, None)
+        for name in wrapping:
+            vars(own).pop(name, None)
         vars(own).update(before)
-        for module, mode in modes: module.training = mode
+        for module, mode in modes:
+            module.training = mode
         accelerator._models[:], accelerator._optimizers[:] = kept
 
 # %% ../../nbs/04_train/07_training_step.ipynb #d5bcadeb
@@ -412,34 +547,52 @@ def evaluating(
 ):
     "Evaluation mode, no gradients; afterwards modes and random numbers are as before."
     modes = [(m, m.training) for m in model.modules()]
-    device = next((p.device for p in model.parameters()), torch.device('cpu'))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == 'cuda' else []): yield
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
     finally:
-        for module, mode in modes: module.training = mode
+        for module, mode in modes:
+            module.training = mode
+
 
 def eval_loss(
     model: nn.Module,
-    objective: Callable, # (model, batch) -> Loss
+    objective: Callable,  # (model, batch) -> Loss
     batches: Iterable[dict],
-    accelerator: 'Accelerator', # With several processes each takes its share
-) -> dict[str, float]: # 'loss', 'tokens' (items of the first term), and the objective's metrics
+    accelerator: "Accelerator",  # With several processes each takes its share
+) -> dict[str, float]:  # 'loss', 'tokens' (items of the first term), and the objective's metrics
     "The loss over all batches as if they were one; only sums are kept."
-    if not hasattr(model, 'shards'): model = accelerator.unwrap_model(model) # type: ignore
+    if not hasattr(model, "shards"):
+        model = accelerator.unwrap_model(model)  # type: ignore
     terms, metrics, size = {}, {}, accelerator.num_processes
-    wide = torch.float32 if accelerator.device.type == 'mps' else torch.float64
+    wide = torch.float32 if accelerator.device.type == "mps" else torch.float64
     with evaluating(model):
-        for group in window(batches, size): # who has no batch left computes along, for the others may need its shares
+        for group in window(
+            batches, size
+        ):  # who has no batch left computes along, for the others may need its shares
             counts = accelerator.process_index < len(group)
             batch = group[accelerator.process_index if counts else 0]
-            with precision(accelerator): out = check_loss(objective(model, to_device(batch, accelerator.device)))
+            with precision(accelerator):
+                out = check_loss(objective(model, to_device(batch, accelerator.device)))
             for name, (s, n, weight) in out.terms.items():
-                before, seen, _ = terms.get(name, (0., 0, weight))
-                terms[name] = (before + torch.as_tensor(s).to(wide)*counts, seen + torch.as_tensor(n)*counts, weight)
+                before, seen, _ = terms.get(name, (0.0, 0, weight))
+                terms[name] = (
+                    before + torch.as_tensor(s).to(wide) * counts,
+                    seen + torch.as_tensor(n) * counts,
+                    weight,
+                )
             add_metrics(metrics, out, counts)
     total = lambda x: add_over_processes(x, accelerator)
     read = {name: (total(s), total(n), weight) for name, (s, n, weight) in terms.items()}
-    if not any(n for _, n, _ in read.values()): raise NothingToLearn
-    return {'loss': sum(w*s/n for s, n, w in read.values() if n), 'tokens': int(next(iter(read.values()))[1]),
-            **{name: total(s)/count if (count := total(n)) else math.nan for name, (s, n) in metrics.items()}}
+    if not any(n for _, n, _ in read.values()):
+        raise NothingToLearn
+    return {
+        "loss": sum(w * s / n for s, n, w in read.values() if n),
+        "tokens": int(next(iter(read.values()))[1]),
+        **{
+            name: total(s) / count if (count := total(n)) else math.nan
+            for name, (s, n) in metrics.items()
+        },
+    }

@@ -57,10 +57,12 @@ def save_weights(
     folder: Path,
 ) -> None:
     "Write a model as it knows itself, else its weights as `model.safetensors`."
-    if hasattr(model, 'save_pretrained'): model.save_pretrained(folder) # type: ignore
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)  # type: ignore
     else:
         from safetensors.torch import save_model
-        save_model(model, str(folder/'model.safetensors'))
+
+        save_model(model, str(folder / "model.safetensors"))
 
 # %% ../../nbs/04_train/08_trainer.ipynb #d8e42caa
 class Trainer:
@@ -68,35 +70,43 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module, # Trained in place
-        objective: Callable, # (model, batch) -> Loss
-        train_batches: Any, # A list, or `__iter__` over the rest of an epoch with `state_dict`, `load_state_dict`
-        eval_batches: Any = None, # Batches, the same every time
+        model: nn.Module,  # Trained in place
+        objective: Callable,  # (model, batch) -> Loss
+        train_batches: Any,  # A list, or `__iter__` over the rest of an epoch with `state_dict`, `load_state_dict`
+        eval_batches: Any = None,  # Batches, the same every time
         config: TrainConfig | None = None,
-        callbacks: Sequence = (), # With some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end
+        callbacks: Sequence = (),  # With some of on_start, on_step, on_log, on_eval, on_sample, on_save, on_end
         optim: OptimConfig | None = None,
-        sample: Callable | None = None, # (model, step) -> [(prompt, text), …]
-        save_model: Callable = save_weights, # (model, folder) -> None
+        sample: Callable | None = None,  # (model, step) -> [(prompt, text), …]
+        save_model: Callable = save_weights,  # (model, folder) -> None
         control: Control | None = None,
-        accelerator: 'Accelerator | None' = None, # Yours, or one made from `config.mixed_precision`
-        facts: Mapping[str, Any] | None = None, # What else makes it this run, such as the hash of its data
-        build_optimizer: Callable | None = None, # (model, OptimConfig) -> optimizer; None: `make_optimizer`
+        accelerator: "Accelerator | None" = None,  # Yours, or one made from `config.mixed_precision`
+        facts: Mapping[str, Any]
+        | None = None,  # What else makes it this run, such as the hash of its data
+        build_optimizer: Callable
+        | None = None,  # (model, OptimConfig) -> optimizer; None: `make_optimizer`
     ):
         self.build_optimizer = build_optimizer or make_optimizer
         self.model, self.objective, self.added = model, objective, None
-        self.shards: Any = None # Of a model that is shared out over processes
+        self.shards: Any = None  # Of a model that is shared out over processes
         self.train_batches, self.eval_batches = train_batches, eval_batches
-        self.config, self.callbacks, self.optim = config or TrainConfig(), list(callbacks), optim or OptimConfig()
+        self.config, self.callbacks, self.optim = (
+            config or TrainConfig(),
+            list(callbacks),
+            optim or OptimConfig(),
+        )
         self.sample, self.save_model, self.control = sample, save_model, control or Control()
         if self.config.z_loss and objective is lm_loss:
             self.objective = self.added = lm_objective(self.config.z_loss)
         self.accelerator = accelerator or make_accelerator(self.config.mixed_precision, model)
         self.folder = Path(self.config.output_dir) if self.config.output_dir else None
-        self.window_size = self.config.gradient_accumulation_steps*self.accelerator.num_processes
+        self.window_size = self.config.gradient_accumulation_steps * self.accelerator.num_processes
         self.total_steps = count_steps(train_batches, self.window_size, self.config)
-        self.epoch_length = len(train_batches) if hasattr(train_batches, '__len__') else None
-        self.train_start, self.eval_start = (deepcopy(b.state_dict()) if hasattr(b, 'state_dict') else None
-                                             for b in (train_batches, eval_batches))
+        self.epoch_length = len(train_batches) if hasattr(train_batches, "__len__") else None
+        self.train_start, self.eval_start = (
+            deepcopy(b.state_dict()) if hasattr(b, "state_dict") else None
+            for b in (train_batches, eval_batches)
+        )
         self.state, self.history, self.notes, self.checkpoint = TrainState(), [], [], None
         self.facts, self.writer = dict(facts or {}), None
         self.learning_rate = self.optim.learning_rate
@@ -104,68 +114,114 @@ class Trainer:
 
     def train(
         self,
-        resume: bool | str | Path | None = None, # True: the last checkpoint; 'auto': if there is one; or its path
-        force_resume: bool = False, # Go on even where config or data make another run of it
+        resume: bool
+        | str
+        | Path
+        | None = None,  # True: the last checkpoint; 'auto': if there is one; or its path
+        force_resume: bool = False,  # Go on even where config or data make another run of it
     ) -> Result:
         "Train until the plan is done, patience ends, or `control` stops it."
         with ExitStack() as stack:
-            if self.folder and self.accelerator.is_main_process: stack.enter_context(run_lock(self.folder))
+            if self.folder and self.accelerator.is_main_process:
+                stack.enter_context(run_lock(self.folder))
             stack.enter_context(self.control.session())
             self.begin(stack, resume, force_resume)
-            try: return self.finish(self.loop())
+            try:
+                return self.finish(self.loop())
             except BaseException as error:
-                error.add_note(f'(at step {self.state.step} of {self.total_steps})')
-                self.notify('on_end', step=self.state.step, reason=f'{type(error).__name__}: {error}')
+                error.add_note(f"(at step {self.state.step} of {self.total_steps})")
+                self.notify(
+                    "on_end", step=self.state.step, reason=f"{type(error).__name__}: {error}"
+                )
                 raise
 
     def begin(self, stack: ExitStack, resume, force: bool = False):
         "Model, optimizer, schedule and state as they are before the first step of this run."
         c = self.config
         seed_everything((c.seed + self.accelerator.process_index) % 2**32)
-        self.state, self.history, self.notes, self.checkpoint, self.pending = TrainState(), [], [], None, []
-        self.retry, self.waited = Retry(c.on_oom, lambda text: self.note(f'Step {self.state.step}: {text}')), 0.
-        self.grad_norm: float | None = None # Of the last step that was looked at
+        self.state, self.history, self.notes, self.checkpoint, self.pending = (
+            TrainState(),
+            [],
+            [],
+            None,
+            [],
+        )
+        self.retry, self.waited = (
+            Retry(c.on_oom, lambda text: self.note(f"Step {self.state.step}: {text}")),
+            0.0,
+        )
+        self.grad_norm: float | None = None  # Of the last step that was looked at
         if widened := master_weights(self.model):
-            self.note(f'{len(widened)} trainable parameters came in half precision and are kept in float32 from now on')
+            self.note(
+                f"{len(widened)} trainable parameters came in half precision and are kept in float32 from now on"
+            )
         self.shards = shard(self.model, self.accelerator)
-        if self.shards is None: self.model.to(self.accelerator.device)
-        elif c.on_nan == 'skip' and self.shards.strategy != 'fsdp':
-            raise ValueError(f"on_nan='skip' is not combined with {self.shards.strategy}, which moves before anybody looks: take fsdp")
-        elif c.torch_compile: raise ValueError(f'torch_compile=True is not combined with {self.shards.strategy} here')
+        if self.shards is None:
+            self.model.to(self.accelerator.device)
+        elif c.on_nan == "skip" and self.shards.strategy != "fsdp":
+            raise ValueError(
+                f"on_nan='skip' is not combined with {self.shards.strategy}, which moves before anybody looks: take fsdp"
+            )
+        elif c.torch_compile:
+            raise ValueError(f"torch_compile=True is not combined with {self.shards.strategy} here")
         stack.enter_context(tf32(c.tf32))
-        if self.accelerator.device.type == 'cpu': bound_kernels()
-        stack.enter_context(kept_memory(self.accelerator.device.type == 'cpu'))
-        self.bare = self.build_optimizer(self.model if self.shards is None else self.shards.twin, self.optim)
+        if self.accelerator.device.type == "cpu":
+            bound_kernels()
+        stack.enter_context(kept_memory(self.accelerator.device.type == "cpu"))
+        self.bare = self.build_optimizer(
+            self.model if self.shards is None else self.shards.twin, self.optim
+        )
         self.schedule = make_schedule(self.bare, self.optim, self.total_steps)
-        forward = Compiled(self.model, c.torch_compile_backend, c.torch_compile_mode, self.note) \
-            if c.torch_compile else None
+        forward = (
+            Compiled(self.model, c.torch_compile_backend, c.torch_compile_mode, self.note)
+            if c.torch_compile
+            else None
+        )
         live = self.model if self.shards is None else self.shards.start(self.bare, c.max_grad_norm)
         self.wrapped, self.optimizer = stack.enter_context(
-            prepared(self.accelerator, live, self.bare, forward, self.shards is not None))
+            prepared(self.accelerator, live, self.bare, forward, self.shards is not None)
+        )
         self.restore(resume, force)
         if self.folder and self.accelerator.is_main_process:
-            self.writer = stack.enter_context(CheckpointWriter(self.folder/'checkpoints', c.save_total_limit, c.async_save))
+            self.writer = stack.enter_context(
+                CheckpointWriter(self.folder / "checkpoints", c.save_total_limit, c.async_save)
+            )
         shown = c.progress and self.accelerator.is_main_process
-        self.bar = stack.enter_context(Progress(self.total_steps, 'Training', 'step', enabled=shown))
+        self.bar = stack.enter_context(
+            Progress(self.total_steps, "Training", "step", enabled=shown)
+        )
         self.bar.start_at(self.state.step)
         self.before, self.mark = self.state.seconds, (time.monotonic(), self.state.tokens)
-        self.notify('on_start', total_steps=self.total_steps, start_step=self.state.step, config=to_dict(c),
-                    optim=to_dict(self.optim), groups=show_groups(self.bare))
+        self.notify(
+            "on_start",
+            total_steps=self.total_steps,
+            start_step=self.state.step,
+            config=to_dict(c),
+            optim=to_dict(self.optim),
+            groups=show_groups(self.bare),
+        )
 
     def note(self, text: str):
         "Say aloud and remember that something is done otherwise than asked."
         self.notes.append(text)
-        if self.accelerator.is_main_process: note(text)
+        if self.accelerator.is_main_process:
+            note(text)
 
     def restore(self, resume, force: bool = False):
         "Go to a checkpoint, or make sure that none is in the way."
-        model, optimizer = (None, None) if self.shards is None else (WholeModel(self.shards), WholeOptimizer(self.shards))
+        model, optimizer = (
+            (None, None)
+            if self.shards is None
+            else (WholeModel(self.shards), WholeOptimizer(self.shards))
+        )
         path, more = go_on(self, resume, force, model, optimizer)
-        if path: self.checkpoint = str(path)
-        states, i = more.get('rng_states', []), self.accelerator.process_index
-        if len(states) == self.accelerator.num_processes: set_rng_state(states[i])
-        elif path and i: # Another number of processes than before
-            seed_everything((self.config.seed + i + 1000*self.state.step) % 2**32)
+        if path:
+            self.checkpoint = str(path)
+        states, i = more.get("rng_states", []), self.accelerator.process_index
+        if len(states) == self.accelerator.num_processes:
+            set_rng_state(states[i])
+        elif path and i:  # Another number of processes than before
+            seed_everything((self.config.seed + i + 1000 * self.state.step) % 2**32)
         self.retry.pieces = self.state.pieces
 
     def check_resume(self, resume, force: bool = False):
@@ -173,27 +229,34 @@ class Trainer:
         check_resume(self, resume, force)
 
     @property
-    def cursor(self): # What knows the position in the data
+    def cursor(self):  # What knows the position in the data
         "The batches, if they can tell where they are."
-        return self.train_batches if hasattr(self.train_batches, 'state_dict') else None
+        return self.train_batches if hasattr(self.train_batches, "state_dict") else None
 
-    def loop(self) -> str: # Why it ended
+    def loop(self) -> str:  # Why it ended
         "Steps until there is a reason to end."
         fruitless = 0
-        while fruitless < 2: # the rest of an epoch may be empty, a whole epoch may not
+        while fruitless < 2:  # the rest of an epoch may be empty, a whole epoch may not
             fruitless += 1
-            if reason := self.ended(): return reason
+            if reason := self.ended():
+                return reason
             batches = iter(self.train_batches)
-            if self.cursor is None: batches = islice(batches, self.state.batch, None)
+            if self.cursor is None:
+                batches = islice(batches, self.state.batch, None)
             windows = window(batches, self.window_size)
             while self.take(windows):
                 fruitless = 0
-                if reason := self.ended(): return reason
-            if self.state.batch: # the epoch was shorter than its length, or had none
+                if reason := self.ended():
+                    return reason
+            if self.state.batch:  # the epoch was shorter than its length, or had none
                 self.state.epoch, self.state.batch = self.state.epoch + 1, 0
-        once = ' (an iterator gives its batches only once: make it a list, or a class with __iter__)'
-        raise ValueError(f'train_batches gave no batch in a whole epoch, at step {self.state.step}'
-                         + once*hasattr(self.train_batches, '__next__'))
+        once = (
+            " (an iterator gives its batches only once: make it a list, or a class with __iter__)"
+        )
+        raise ValueError(
+            f"train_batches gave no batch in a whole epoch, at step {self.state.step}"
+            + once * hasattr(self.train_batches, "__next__")
+        )
 
     def ended(self) -> str:
         "Why to end now, or nothing; waits while paused, and does what `control` was asked."
@@ -204,64 +267,114 @@ class Trainer:
                 self.control.answer(self)
             self.bar.resume()
         c, s = self.config, self.state
-        if s.step >= self.total_steps: return 'finished'
-        if c.early_stopping_patience and s.without_gain >= c.early_stopping_patience: return 'early stopping'
+        if s.step >= self.total_steps:
+            return "finished"
+        if c.early_stopping_patience and s.without_gain >= c.early_stopping_patience:
+            return "early stopping"
         stopping = self.control.stopping
-        if self.accelerator.num_processes > 1: # all processes must stop at the same step
-            stopping = s.step % c.logging_steps == 0 and add_over_processes(stopping, self.accelerator) > 0
-        return (self.control.reason or 'stopped') if stopping else ''
+        if self.accelerator.num_processes > 1:  # all processes must stop at the same step
+            stopping = (
+                s.step % c.logging_steps == 0 and add_over_processes(stopping, self.accelerator) > 0
+            )
+        return (self.control.reason or "stopped") if stopping else ""
 
-    def take(self, windows: Iterator[list[dict]]) -> bool: # False at the end of the epoch
+    def take(self, windows: Iterator[list[dict]]) -> bool:  # False at the end of the epoch
         "Wait for the next batches and make a step of them; what fails between two steps leaves the run saved."
         began = time.perf_counter()
-        try: group = next(windows, None)
-        except Exception as error: raise rescued(self, error) # noqa: B904
-        self.waited += time.perf_counter() - began
-        if group is None: return False
         try:
-            with held_back(): self.step(group)
+            group = next(windows, None)
+        except Exception as error:
+            raise rescued(self, error)  # noqa: B904
+        self.waited += time.perf_counter() - began
+        if group is None:
+            return False
+        try:
+            with held_back():
+                self.step(group)
         except RuntimeError as error:
-            if not isinstance(error, StepTooBig) and not worker_died(error): raise
-            raise rescued(self, error) # noqa: B904
+            if not isinstance(error, StepTooBig) and not worker_died(error):
+                raise
+            raise rescued(self, error)  # noqa: B904
         return True
 
     def step(self, group: list[dict]):
         "One optimizer step, and all that is due after it."
         c, s, self.group = self.config, self.state, group
-        before, skip = (s.step, s.epoch, s.batch, s.tokens), c.on_nan == 'skip'
-        s.step, s.batch, s.tokens = s.step + 1, s.batch + len(group), s.tokens + sum(map(count_tokens, group))
+        before, skip = (s.step, s.epoch, s.batch, s.tokens), c.on_nan == "skip"
+        s.step, s.batch, s.tokens = (
+            s.step + 1,
+            s.batch + len(group),
+            s.tokens + sum(map(count_tokens, group)),
+        )
         epoch_ends = s.batch == self.epoch_length
-        if epoch_ends: s.epoch, s.batch = s.epoch + 1, 0
+        if epoch_ends:
+            s.epoch, s.batch = s.epoch + 1, 0
         last = s.step == self.total_steps
         log = last or s.step % c.logging_steps == 0 or (s.step == 1 and c.logging_first_step)
         evaluate = due(c.eval_strategy, c.eval_steps, s.step, epoch_ends)
         sample = c.sample_steps > 0 and (last or s.step % c.sample_steps == 0)
         save = self.folder is not None and due(c.save_strategy, c.save_steps, s.step, epoch_ends)
-        self.learning_rate = self.optim.learning_rate*self.schedule.lr_lambdas[0](self.schedule.last_epoch)
+        self.learning_rate = self.optim.learning_rate * self.schedule.lr_lambdas[0](
+            self.schedule.last_epoch
+        )
         try:
-            done = train_step(self.wrapped, self.objective, group, self.optimizer, self.accelerator, self.schedule,
-                              c.max_grad_norm, log or save or skip, c.optimizer_in_backward, skip, self.retry)
+            done = train_step(
+                self.wrapped,
+                self.objective,
+                group,
+                self.optimizer,
+                self.accelerator,
+                self.schedule,
+                c.max_grad_norm,
+                log or save or skip,
+                c.optimizer_in_backward,
+                skip,
+                self.retry,
+            )
         except StepTooBig:
             s.step, s.epoch, s.batch, s.tokens = before
             raise
         lost = skip and done.broken
-        if lost: done = done._replace(metrics={})
-        s.skipped, s.skipped_in_a_row = s.skipped + (done.skipped or lost), s.skipped_in_a_row + 1 if lost else 0
+        if lost:
+            done = done._replace(metrics={})
+        s.skipped, s.skipped_in_a_row = (
+            s.skipped + (done.skipped or lost),
+            s.skipped_in_a_row + 1 if lost else 0,
+        )
         s.pieces = self.retry.pieces
         self.pending.append((done, before[1], before[2]))
-        if log or evaluate or sample or save or (done.broken and self.accelerator.num_processes == 1): self.check()
-        self.notify('on_step', step=s.step, epoch=self.epoch, tokens=s.tokens, learning_rate=self.learning_rate,
-                    loss=done.loss, skipped_steps=s.skipped, shapes=[
-                        tuple(x.shape) for b in group for k, x in b.items() if k.endswith('input_ids')])
+        if (
+            log
+            or evaluate
+            or sample
+            or save
+            or (done.broken and self.accelerator.num_processes == 1)
+        ):
+            self.check()
+        self.notify(
+            "on_step",
+            step=s.step,
+            epoch=self.epoch,
+            tokens=s.tokens,
+            learning_rate=self.learning_rate,
+            loss=done.loss,
+            skipped_steps=s.skipped,
+            shapes=[tuple(x.shape) for b in group for k, x in b.items() if k.endswith("input_ids")],
+        )
         self.bar.update(s.step)
-        if self.writer is not None and self.writer.thread is not None and not self.writer.busy: self.settle(strict=False)
-        if log: self.log()
+        if self.writer is not None and self.writer.thread is not None and not self.writer.busy:
+            self.settle(strict=False)
+        if log:
+            self.log()
         if evaluate:
-            with self.aside(): save = self.weigh(self.evaluate()) or save
+            with self.aside():
+                save = self.weigh(self.evaluate()) or save
         if sample:
-            with self.aside(): self.draw()
+            with self.aside():
+                self.draw()
         if save:
-            with self.aside(): self.save(strict=False)
+            with self.aside():
+                self.save(strict=False)
 
     def check(self):
         "Fetch the numbers of the last steps, and stop, or tell of it, if one is not finite."
@@ -270,7 +383,7 @@ class Trainer:
     @property
     def epoch(self) -> float:
         "Passes over the data so far."
-        return self.state.epoch + (self.state.batch/self.epoch_length if self.epoch_length else 0)
+        return self.state.epoch + (self.state.batch / self.epoch_length if self.epoch_length else 0)
 
     @property
     def seconds(self) -> float:
@@ -281,56 +394,87 @@ class Trainer:
     def aside(self):
         "Time that does not count for tokens per second."
         began = time.monotonic()
-        try: yield
-        finally: self.mark = (self.mark[0] + time.monotonic() - began, self.mark[1])
+        try:
+            yield
+        finally:
+            self.mark = (self.mark[0] + time.monotonic() - began, self.mark[1])
 
     def log(self):
         "Report the steps since the last log record."
         s, now = self.state, time.monotonic()
         (then, tokens), self.mark = self.mark, (now, s.tokens)
-        loss = math.fsum(s.losses)/len(s.losses) if s.losses else math.nan # Where every step was skipped
-        if s.losses: s.loss = loss
-        record = dict(step=s.step, epoch=self.epoch, loss=loss, learning_rate=self.learning_rate,
-                      grad_norm=self.grad_norm, tokens=s.tokens,
-                      tokens_per_second=(s.tokens - tokens)/max(now - then, 1e-9), seconds=self.seconds,
-                      eta_seconds=self.bar.clock.eta(self.total_steps), skipped_steps=s.skipped,
-                      data_share=min(1., self.waited/max(now - then, 1e-9)))
-        record = {name: total/count for name, (total, count) in s.metrics.items() if count} | record
-        s.losses, s.metrics, self.waited = [], {}, 0.
-        self.bar.update(s.step, loss=loss, **{'tokens/s': record['tokens_per_second']})
-        self.notify('on_log', **record)
+        loss = (
+            math.fsum(s.losses) / len(s.losses) if s.losses else math.nan
+        )  # Where every step was skipped
+        if s.losses:
+            s.loss = loss
+        record = dict(
+            step=s.step,
+            epoch=self.epoch,
+            loss=loss,
+            learning_rate=self.learning_rate,
+            grad_norm=self.grad_norm,
+            tokens=s.tokens,
+            tokens_per_second=(s.tokens - tokens) / max(now - then, 1e-9),
+            seconds=self.seconds,
+            eta_seconds=self.bar.clock.eta(self.total_steps),
+            skipped_steps=s.skipped,
+            data_share=min(1.0, self.waited / max(now - then, 1e-9)),
+        )
+        record = {
+            name: total / count for name, (total, count) in s.metrics.items() if count
+        } | record
+        s.losses, s.metrics, self.waited = [], {}, 0.0
+        self.bar.update(s.step, loss=loss, **{"tokens/s": record["tokens_per_second"]})
+        self.notify("on_log", **record)
 
-    def evaluate(self) -> dict: # An on_eval record
+    def evaluate(self) -> dict:  # An on_eval record
         "Loss and metrics over all of `eval_batches`."
-        if self.eval_start is not None: self.eval_batches.load_state_dict(deepcopy(self.eval_start))
+        if self.eval_start is not None:
+            self.eval_batches.load_state_dict(deepcopy(self.eval_start))
         began = time.monotonic()
-        if self.shards is None: self.model.to(self.accelerator.device)
-        found = eval_loss(self.model if self.shards is None else self.wrapped, self.objective, self.eval_batches, self.accelerator)
-        return dict(step=self.state.step, **{f'eval_{name}': value for name, value in found.items()},
-                    eval_seconds=time.monotonic() - began)
+        if self.shards is None:
+            self.model.to(self.accelerator.device)
+        found = eval_loss(
+            self.model if self.shards is None else self.wrapped,
+            self.objective,
+            self.eval_batches,
+            self.accelerator,
+        )
+        return dict(
+            step=self.state.step,
+            **{f"eval_{name}": value for name, value in found.items()},
+            eval_seconds=time.monotonic() - began,
+        )
 
-    def weigh(self, record: dict) -> bool: # Whether a checkpoint is needed to come back to
+    def weigh(self, record: dict) -> bool:  # Whether a checkpoint is needed to come back to
         "Keep the model if this evaluation is the best so far."
-        if not math.isfinite(loss := record['eval_loss']):
-            raise stop_at(self, f'eval_loss is {loss}', self.state.step)
-        for callback in self.callbacks: # Numbers of theirs may say which model is the best
-            if (measure := getattr(callback, 'on_measure', None)) is not None: measure(self, record)
+        if not math.isfinite(loss := record["eval_loss"]):
+            raise stop_at(self, f"eval_loss is {loss}", self.state.step)
+        for callback in self.callbacks:  # Numbers of theirs may say which model is the best
+            if (measure := getattr(callback, "on_measure", None)) is not None:
+                measure(self, record)
         best = update_best(self.state, record, self.config)
-        self.notify('on_eval', **record, best=best)
-        if best and self.config.save_strategy != 'no': self.keep('best_model', 'best')
+        self.notify("on_eval", **record, best=best)
+        if best and self.config.save_strategy != "no":
+            self.keep("best_model", "best")
         return best and self.config.load_best_model_at_end
 
     def draw(
         self,
-        *prompts: str, # Others than usual, if `sample` takes some
+        *prompts: str,  # Others than usual, if `sample` takes some
     ):
         "Let the model speak."
         with self.whole(self.accelerator.device) as model:
-            if model is None: return
-            with evaluating(model): samples = self.sample(model, self.state.step, *prompts) # type: ignore
-        self.notify('on_sample', step=self.state.step, samples=samples)
+            if model is None:
+                return
+            with evaluating(model):
+                samples = self.sample(model, self.state.step, *prompts)  # type: ignore
+        self.notify("on_sample", step=self.state.step, samples=samples)
 
-    def whole(self, device: Any = 'cpu'): # None in the other processes where the model is shared out
+    def whole(
+        self, device: Any = "cpu"
+    ):  # None in the other processes where the model is shared out
         "The model in one piece; all processes take part."
         return whole_model(self, device)
 
@@ -338,7 +482,7 @@ class Trainer:
         "Write a checkpoint of everything, and drop the oldest; the run may go on meanwhile."
         save_run(self, cursor, strict)
 
-    def snapshot(self, *given: Any) -> Any: # As for `snapshot_of`
+    def snapshot(self, *given: Any) -> Any:  # As for `snapshot_of`
         "All that the next step depends on."
         return snapshot_of(self, *given)
 
@@ -356,362 +500,540 @@ class Trainer:
 
     def notify(self, event: str, **record):
         "Tell the callbacks, in the first process only."
-        if event in ('on_log', 'on_eval'): self.history.append(record)
-        if not self.accelerator.is_main_process: return
+        if event in ("on_log", "on_eval"):
+            self.history.append(record)
+        if not self.accelerator.is_main_process:
+            return
         for callback in self.callbacks:
-            if (hear := getattr(callback, event, None)) is not None: hear(self, record)
+            if (hear := getattr(callback, event, None)) is not None:
+                hear(self, record)
 
 # %% ../../nbs/04_train/09_run_folder.ipynb #44052565
 @contextmanager
 def whole_model(
-    trainer: Any, # A `Trainer`
-    device: Any = 'cpu', # Where a model that is shared out is put together
-) -> Iterator[nn.Module | None]: # None in the other processes where the model is shared out
+    trainer: Any,  # A `Trainer`
+    device: Any = "cpu",  # Where a model that is shared out is put together
+) -> Iterator[nn.Module | None]:  # None in the other processes where the model is shared out
     "The model in one piece; all processes take part."
-    if trainer.shards is None: yield trainer.model
+    if trainer.shards is None:
+        yield trainer.model
     else:
         main = trainer.accelerator.is_main_process
         model = trainer.shards.fill(main, device)
-        try: yield model if main else None
-        finally: trainer.shards.empty()
+        try:
+            yield model if main else None
+        finally:
+            trainer.shards.empty()
+
 
 def keep_model(
-    trainer: Any, # A `Trainer`
-    name: str, # Of the folder in the folder of the run
-    kind: str, # What callbacks are told: 'best' or 'final'
+    trainer: Any,  # A `Trainer`
+    name: str,  # Of the folder in the folder of the run
+    kind: str,  # What callbacks are told: 'best' or 'final'
 ) -> None:
     "Write the model, and nothing but the model, to a folder of the run."
-    if trainer.folder is None: return
+    if trainer.folder is None:
+        return
     with whole_model(trainer) as model:
-        if model is None or not trainer.accelerator.is_main_process: return
-        with atomic_folder(trainer.folder/name) as temporary: trainer.save_model(model, Path(temporary))
-    trainer.notify('on_save', step=trainer.state.step, path=str(trainer.folder/name), kind=kind)
+        if model is None or not trainer.accelerator.is_main_process:
+            return
+        with atomic_folder(trainer.folder / name) as temporary:
+            trainer.save_model(model, Path(temporary))
+    trainer.notify("on_save", step=trainer.state.step, path=str(trainer.folder / name), kind=kind)
 
 # %% ../../nbs/04_train/09_run_folder.ipynb #dcf5a5f2
 def save_run(
-    trainer: Any, # A `Trainer` between two steps
-    cursor: Any = ..., # The place in the data, when it is not where the batches stand
-    strict: bool = True, # Whether a disk that fails ends the run, whatever `on_save_error` says
+    trainer: Any,  # A `Trainer` between two steps
+    cursor: Any = ...,  # The place in the data, when it is not where the batches stand
+    strict: bool = True,  # Whether a disk that fails ends the run, whatever `on_save_error` says
 ) -> None:
     "Write a checkpoint of everything, and drop the oldest; the run may go on meanwhile."
     trainer.check()
     trainer.state.seconds = trainer.seconds
     shards, writer, step = trainer.shards, trainer.writer, trainer.state.step
-    model, optimizer = (None, None) if shards is None else gather(shards, trainer.accelerator.is_main_process)
+    model, optimizer = (
+        (None, None) if shards is None else gather(shards, trainer.accelerator.is_main_process)
+    )
     states = all_rng_states(trainer.accelerator, rng_state)
     if writer is not None:
         if not trainer.folder.exists():
-            trainer.note(f'Step {step}: {trainer.folder} was removed while the run went on. It is made again, '
-                         'and what was in it is gone')
-        snapshot, best = trainer.snapshot(cursor, model, optimizer, states), writer.folder/f'checkpoint-{trainer.state.best_step}'
+            trainer.note(
+                f"Step {step}: {trainer.folder} was removed while the run went on. It is made again, "
+                "and what was in it is gone"
+            )
+        snapshot, best = (
+            trainer.snapshot(cursor, model, optimizer, states),
+            writer.folder / f"checkpoint-{trainer.state.best_step}",
+        )
         settle(trainer, strict, lambda writer: writer.save(snapshot, keep=[best]))
     trainer.accelerator.wait_for_everyone()
 
+
 def settle(
-    trainer: Any, # A `Trainer`
-    strict: bool = True, # As for `save_checkpoint`
-    do: Callable = CheckpointWriter.wait, # What the writer is to do
+    trainer: Any,  # A `Trainer`
+    strict: bool = True,  # As for `save_checkpoint`
+    do: Callable = CheckpointWriter.wait,  # What the writer is to do
 ) -> None:
     "Let the writer do something, and tell of the checkpoints that are there; one that fails may be forgiven."
-    if trainer.writer is None: return
-    try: do(trainer.writer)
+    if trainer.writer is None:
+        return
+    try:
+        do(trainer.writer)
     except OSError as error:
-        if strict or trainer.config.on_save_error == 'raise': raise
-        trainer.note(f'Step {trainer.state.step}: {error}. The run goes on; the last checkpoint is {trainer.checkpoint or "none"}')
+        if strict or trainer.config.on_save_error == "raise":
+            raise
+        trainer.note(
+            f"Step {trainer.state.step}: {error}. The run goes on; the last checkpoint is {trainer.checkpoint or 'none'}"
+        )
     finally:
         done, trainer.writer.done = trainer.writer.done, []
         for path in done:
             trainer.checkpoint = str(path)
-            trainer.notify('on_save', step=int(path.name.split('-')[1]), path=str(path), kind='checkpoint')
+            trainer.notify(
+                "on_save", step=int(path.name.split("-")[1]), path=str(path), kind="checkpoint"
+            )
 
 # %% ../../nbs/04_train/09_run_folder.ipynb #12676091
 def finish_run(
-    trainer: Any, # A `Trainer` after its last step
-    reason: str, # Why it is the last: 'finished', 'early stopping', or what `control` was told
+    trainer: Any,  # A `Trainer` after its last step
+    reason: str,  # Why it is the last: 'finished', 'early stopping', or what `control` was told
 ) -> Result:
     "Save what is not saved, go back to the best weights if asked, and sum up."
     c, s, folder, shards = trainer.config, trainer.state, trainer.folder, trainer.shards
     trainer.settle(strict=False)
-    unsaved = Path(trainer.checkpoint or '').name != f'checkpoint-{s.step}'
-    if trainer.accelerator.num_processes > 1: # only the first one writes, and knows
-        unsaved = add_over_processes(unsaved and trainer.accelerator.is_main_process, trainer.accelerator) > 0
-    wanted = c.save_strategy != 'no' or reason not in ('finished', 'early stopping')
-    if folder and unsaved and wanted: trainer.save()
+    unsaved = Path(trainer.checkpoint or "").name != f"checkpoint-{s.step}"
+    if trainer.accelerator.num_processes > 1:  # only the first one writes, and knows
+        unsaved = (
+            add_over_processes(unsaved and trainer.accelerator.is_main_process, trainer.accelerator)
+            > 0
+        )
+    wanted = c.save_strategy != "no" or reason not in ("finished", "early stopping")
+    if folder and unsaved and wanted:
+        trainer.save()
     trainer.settle()
     trainer.accelerator.wait_for_everyone()
     trainer.check()
-    if s.losses: trainer.log()
+    if s.losses:
+        trainer.log()
     if c.load_best_model_at_end and s.best_step is not None:
-        load_checkpoint(folder/'checkpoints'/f'checkpoint-{s.best_step}',
-                        trainer.model if shards is None else WholeModel(shards), rng=False) # type: ignore
+        load_checkpoint(
+            folder / "checkpoints" / f"checkpoint-{s.best_step}",
+            trainer.model if shards is None else WholeModel(shards),
+            rng=False,
+        )  # type: ignore
     if shards is not None:
         shards.fill()
         trainer.shards = shards.close()
-    trainer.keep('model', 'final')
-    best = folder/'best_model' if folder and s.best_step else None
-    result = Result(s.loss, s.best_metric, str(best) if best and best.exists() else None, trainer.checkpoint,
-                    s.step, s.tokens, trainer.seconds, reason, trainer.history, trainer.notes)
-    record = {k: v for k, v in vars(result).items() if k != 'history'}
-    trainer.notify('on_end', **record, step=s.step, reason=reason)
+    trainer.keep("model", "final")
+    best = folder / "best_model" if folder and s.best_step else None
+    result = Result(
+        s.loss,
+        s.best_metric,
+        str(best) if best and best.exists() else None,
+        trainer.checkpoint,
+        s.step,
+        s.tokens,
+        trainer.seconds,
+        reason,
+        trainer.history,
+        trainer.notes,
+    )
+    record = {k: v for k, v in vars(result).items() if k != "history"}
+    trainer.notify("on_end", **record, step=s.step, reason=reason)
     if reason in EXIT_CODES:
-        where = f'{trainer.checkpoint} has everything: train(resume=True) goes on.'
-        note(f'Stopped after step {s.step} of {trainer.total_steps}.', where if folder else 'Nothing was saved.')
+        where = f"{trainer.checkpoint} has everything: train(resume=True) goes on."
+        note(
+            f"Stopped after step {s.step} of {trainer.total_steps}.",
+            where if folder else "Nothing was saved.",
+        )
     return result
 
 # %% ../../nbs/04_train/14_resume.ipynb #feff8727
 def tree_leaves(
-    tree: Any, # Nested dicts, as JSON can hold them
-    path: str = '',
-) -> Iterator[tuple[str, Any]]: # ('train.seed', 42)
+    tree: Any,  # Nested dicts, as JSON can hold them
+    path: str = "",
+) -> Iterator[tuple[str, Any]]:  # ('train.seed', 42)
     "Every value with the path that leads to it."
     if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items(): yield from tree_leaves(value, f'{path}.{key}' if path else str(key))
-    else: yield path, tree
+        for key, value in tree.items():
+            yield from tree_leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
 
 def config_differences(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
-) -> dict[str, tuple[Any, Any]]: # Path -> (then, now)
+) -> dict[str, tuple[Any, Any]]:  # Path -> (then, now)
     "The knobs that both know, and that are not the same."
-    old, new = (dict(tree_leaves(json.loads(json.dumps(tree, default=str)))) for tree in (before, now))
+    old, new = (
+        dict(tree_leaves(json.loads(json.dumps(tree, default=str)))) for tree in (before, now)
+    )
     return {path: (old[path], new[path]) for path in old if path in new and old[path] != new[path]}
 
 # %% ../../nbs/04_train/14_resume.ipynb #aad143a4
-WATCHING = ('output_dir', 'run_name', 'progress', 'logging_', 'eval_', 'save_', 'sample_', 'early_stopping_', 'on_', 'async_',
-            'dataloader_', 'load_best_model_at_end', 'per_device_eval_batch_size', 'report_to', 'gradient_checkpointing')
-COUNTED = ('max_steps', 'num_train_epochs', 'per_device_train_batch_size', 'gradient_accumulation_steps') # in other numbers
-ROUNDING = ('tf32', 'torch_compile', 'versions', 'device', 'processes')
+WATCHING = (
+    "output_dir",
+    "run_name",
+    "progress",
+    "logging_",
+    "eval_",
+    "save_",
+    "sample_",
+    "early_stopping_",
+    "on_",
+    "async_",
+    "dataloader_",
+    "load_best_model_at_end",
+    "per_device_eval_batch_size",
+    "report_to",
+    "gradient_checkpointing",
+)
+COUNTED = (
+    "max_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)  # in other numbers
+ROUNDING = ("tf32", "torch_compile", "versions", "device", "processes")
+
 
 def change_kind(
-    path: str, # 'train.save_steps'
-) -> str: # 'watching', 'rounding' or 'matters'
+    path: str,  # 'train.save_steps'
+) -> str:  # 'watching', 'rounding' or 'matters'
     "What it means that a knob has changed."
-    group, _, name = path.rpartition('.')
-    if group in ('train', 'model') and (name.startswith(WATCHING) or name in COUNTED): return 'watching'
-    return 'rounding' if (group.split('.')[0] or name) in ROUNDING or name.startswith(ROUNDING) else 'matters'
+    group, _, name = path.rpartition(".")
+    if group in ("train", "model") and (name.startswith(WATCHING) or name in COUNTED):
+        return "watching"
+    return (
+        "rounding"
+        if (group.split(".")[0] or name) in ROUNDING or name.startswith(ROUNDING)
+        else "matters"
+    )
 
 # %% ../../nbs/04_train/14_resume.ipynb #86adbb23
 def check_identity(
-    before: Mapping[str, Any], # What the checkpoint says of its run
+    before: Mapping[str, Any],  # What the checkpoint says of its run
     now: Mapping[str, Any],
-    name: str, # Of the checkpoint
-    force: bool = False, # Go on anyway
-) -> list[str]: # What there is to say
+    name: str,  # Of the checkpoint
+    force: bool = False,  # Go on anyway
+) -> list[str]:  # What there is to say
     "Refuse to go on as another run, with all that differs."
     found: dict[str, list[str]] = dict(watching=[], rounding=[], matters=[])
     for path, (then, value) in config_differences(before, now).items():
-        found[change_kind(path)].append(f'{path} was {json.dumps(then)} and is {json.dumps(value)}')
+        found[change_kind(path)].append(f"{path} was {json.dumps(then)} and is {json.dumps(value)}")
     said = []
-    if found['watching']: said.append('Changed since then, without harm: ' + '; '.join(found['watching']))
-    if found['rounding']: said.append('Not bit for bit from here on, because ' + '; '.join(found['rounding']))
-    if not found['matters']: return said
-    what = '; '.join(found['matters'])
-    if force: return [*said, f'Another run from here on, because you asked for it: {what}']
-    raise ValueError(f'{name} belongs to another run: {what}. Put that back, or choose another folder for a new run; '
-                     'with force_resume=True (--force-resume) this one goes on under the new config')
+    if found["watching"]:
+        said.append("Changed since then, without harm: " + "; ".join(found["watching"]))
+    if found["rounding"]:
+        said.append("Not bit for bit from here on, because " + "; ".join(found["rounding"]))
+    if not found["matters"]:
+        return said
+    what = "; ".join(found["matters"])
+    if force:
+        return [*said, f"Another run from here on, because you asked for it: {what}"]
+    raise ValueError(
+        f"{name} belongs to another run: {what}. Put that back, or choose another folder for a new run; "
+        "with force_resume=True (--force-resume) this one goes on under the new config"
+    )
 
 # %% ../../nbs/04_train/14_resume.ipynb #7e3170ae
 def identity_of(
-    trainer: Any, # A `Trainer`
-) -> dict[str, Any]: # As JSON can hold it
+    trainer: Any,  # A `Trainer`
+) -> dict[str, Any]:  # As JSON can hold it
     "What a run is asked to do, and with what."
-    config: Any = getattr(trainer.model, 'config', None)
-    shape = to_dict(config) if is_dataclass(config) else config.to_dict() if hasattr(config, 'to_dict') else {}
-    skip = ('_', 'transformers_version', 'dtype', 'torch_dtype', 'use_cache')
+    config: Any = getattr(trainer.model, "config", None)
+    shape = (
+        to_dict(config)
+        if is_dataclass(config)
+        else config.to_dict()
+        if hasattr(config, "to_dict")
+        else {}
+    )
+    skip = ("_", "transformers_version", "dtype", "torch_dtype", "use_cache")
     identity = dict(
-        train=to_dict(trainer.config), optim=to_dict(trainer.optim), facts=dict(trainer.facts),
+        train=to_dict(trainer.config),
+        optim=to_dict(trainer.optim),
+        facts=dict(trainer.facts),
         model={name: value for name, value in shape.items() if not name.startswith(skip)},
-        batches_per_step=trainer.window_size, batches_per_epoch=trainer.epoch_length,
-        warmup_steps=warmup_steps(trainer.optim, trainer.total_steps), processes=trainer.accelerator.num_processes,
-        device=trainer.accelerator.device.type, versions=dict(torch=str(torch.__version__)))
-    if not trainer.optim.lr_scheduler_type.startswith('constant'): identity['total_steps'] = trainer.total_steps
+        batches_per_step=trainer.window_size,
+        batches_per_epoch=trainer.epoch_length,
+        warmup_steps=warmup_steps(trainer.optim, trainer.total_steps),
+        processes=trainer.accelerator.num_processes,
+        device=trainer.accelerator.device.type,
+        versions=dict(torch=str(torch.__version__)),
+    )
+    if not trainer.optim.lr_scheduler_type.startswith("constant"):
+        identity["total_steps"] = trainer.total_steps
     return json.loads(json.dumps(identity, default=str))
 
+
 def next_batch(
-    trainer: Any, # A `Trainer` between two steps
-) -> str | None: # None where the batches do not let themselves be looked at beforehand
+    trainer: Any,  # A `Trainer` between two steps
+) -> str | None:  # None where the batches do not let themselves be looked at beforehand
     "The hash of the batch that comes next."
     batches, batch = trainer.train_batches, None
-    with suppress(TypeError): # Batches may hold what cannot be packed
-        if hasattr(batches, 'peek'): batch = batches.peek()
+    with suppress(TypeError):  # Batches may hold what cannot be packed
+        if hasattr(batches, "peek"):
+            batch = batches.peek()
         elif trainer.cursor is None and isinstance(batches, Sequence) and len(batches):
             batch = batches[trainer.state.batch % len(batches)]
         return None if batch is None else hash_part(batch)
 
+
 def snapshot_of(
-    trainer: Any, # A `Trainer` between two steps
-    cursor: Any = ..., # The place in the data, when it is not where the batches stand
-    model: Any = None, # This and the next: stand-ins that know the whole, where a process has only its share
+    trainer: Any,  # A `Trainer` between two steps
+    cursor: Any = ...,  # The place in the data, when it is not where the batches stand
+    model: Any = None,  # This and the next: stand-ins that know the whole, where a process has only its share
     optimizer: Any = None,
-    more: Mapping[str, Any] = {}, # noqa: B006 # What else to remember; `go_on` hands it back
+    more: Mapping[str, Any] = {},  # noqa: B006 # What else to remember; `go_on` hands it back
 ) -> Snapshot:
     "All that a trainer needs to go on."
     known = next_batch(trainer) if cursor is ... else None
-    return take_snapshot(model or trainer.model, optimizer or trainer.bare, trainer.schedule, {**asdict(trainer.state), **more},
-                         trainer.accelerator.scaler, trainer.cursor if cursor is ... else cursor, known,
-                         dict(identity=identity_of(trainer)))
+    return take_snapshot(
+        model or trainer.model,
+        optimizer or trainer.bare,
+        trainer.schedule,
+        {**asdict(trainer.state), **more},
+        trainer.accelerator.scaler,
+        trainer.cursor if cursor is ... else cursor,
+        known,
+        dict(identity=identity_of(trainer)),
+    )
 
 # %% ../../nbs/04_train/14_resume.ipynb #d8e7965c
 class _Forgiving:
     "Batches that begin anew where they cannot take up the saved place."
-    def __init__(self, trainer: Any): self.trainer, self.lost = trainer, False
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.lost = trainer, False
 
     def load_state_dict(self, state: dict) -> None:
-        try: self.trainer.cursor.load_state_dict(state)
+        try:
+            self.trainer.cursor.load_state_dict(state)
         except ValueError as error:
             self.lost = True
             self.trainer.cursor.load_state_dict(deepcopy(self.trainer.train_start))
-            self.trainer.note(f'The data begin anew: {error}')
+            self.trainer.note(f"The data begin anew: {error}")
+
 
 def check_resume(
-    trainer: Any, # A `Trainer`
-    resume: bool | str | Path | None, # As for `find_start`
-    force: bool = False, # Go on as another run
-) -> tuple[Path | None, list[str]]: # The checkpoint, or None to begin; what there is to say
+    trainer: Any,  # A `Trainer`
+    resume: bool | str | Path | None,  # As for `find_start`
+    force: bool = False,  # Go on as another run
+) -> tuple[Path | None, list[str]]:  # The checkpoint, or None to begin; what there is to say
     "Find where to go on, and refuse what would be another run; nothing is changed."
     path = find_start(trainer.folder, resume)
-    if path is None: return None, []
-    if resume not in (True, 'auto') and (problem := problem_with(path)):
-        if not path.exists(): raise FileNotFoundError(f'{path} {problem}')
-        raise ValueError(f'{path} {problem}. Name another checkpoint, or begin anew: without resume, under another name')
-    return path, check_identity(read_manifest(path)['about'].get('identity', {}), identity_of(trainer), path.name, force)
+    if path is None:
+        return None, []
+    if resume not in (True, "auto") and (problem := problem_with(path)):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} {problem}")
+        raise ValueError(
+            f"{path} {problem}. Name another checkpoint, or begin anew: without resume, under another name"
+        )
+    return path, check_identity(
+        read_manifest(path)["about"].get("identity", {}), identity_of(trainer), path.name, force
+    )
+
 
 def go_on(
-    trainer: Any, # A `Trainer`, with its optimizer made
+    trainer: Any,  # A `Trainer`, with its optimizer made
     resume: bool | str | Path | None,
     force: bool = False,
-    model: Any = None, # This and the next: as for `snapshot_of`
+    model: Any = None,  # This and the next: as for `snapshot_of`
     optimizer: Any = None,
-) -> tuple[Path | None, dict[str, Any]]: # The checkpoint it went on from; what else was remembered
+) -> tuple[Path | None, dict[str, Any]]:  # The checkpoint it went on from; what else was remembered
     "Put a trainer where a checkpoint was written, or at the beginning."
     path, said = check_resume(trainer, resume, force)
     if path is None:
-        if trainer.cursor is not None: trainer.cursor.load_state_dict(deepcopy(trainer.train_start))
+        if trainer.cursor is not None:
+            trainer.cursor.load_state_dict(deepcopy(trainer.train_start))
         clear_future(trainer, -1)
         return None, {}
-    for text in said: trainer.note(text)
-    options = [{k: v for k, v in group.items() if k != 'params'} for group in trainer.bare.param_groups]
+    for text in said:
+        trainer.note(text)
+    options = [
+        {k: v for k, v in group.items() if k != "params"} for group in trainer.bare.param_groups
+    ]
     place = _Forgiving(trainer) if force and trainer.cursor is not None else trainer.cursor
-    found = load_checkpoint(path, model or trainer.model, optimizer or trainer.bare, trainer.schedule,
-                            trainer.accelerator.scaler, place, verify=False)
+    found = load_checkpoint(
+        path,
+        model or trainer.model,
+        optimizer or trainer.bare,
+        trainer.schedule,
+        trainer.accelerator.scaler,
+        place,
+        verify=False,
+    )
     own = {field.name for field in fields(TrainState)}
     trainer.state = TrainState(**{name: value for name, value in found.items() if name in own})
-    if isinstance(place, _Forgiving) and place.lost: trainer.state.batch = 0
-    if force: # Its own options, not those of the checkpoint
-        for group, own in zip(trainer.bare.param_groups, options, strict=True): group.update(own)
-        trainer.schedule.base_lrs = [group['initial_lr'] for group in options]
-        for group, factor in zip(trainer.bare.param_groups, trainer.schedule.lr_lambdas, strict=True):
-            group['lr'] = group['initial_lr']*factor(trainer.schedule.last_epoch)
-    wanted = read_manifest(path)['proof'].get('next_batch')
+    if isinstance(place, _Forgiving) and place.lost:
+        trainer.state.batch = 0
+    if force:  # Its own options, not those of the checkpoint
+        for group, own in zip(trainer.bare.param_groups, options, strict=True):
+            group.update(own)
+        trainer.schedule.base_lrs = [group["initial_lr"] for group in options]
+        for group, factor in zip(
+            trainer.bare.param_groups, trainer.schedule.lr_lambdas, strict=True
+        ):
+            group["lr"] = group["initial_lr"] * factor(trainer.schedule.last_epoch)
+    wanted = read_manifest(path)["proof"].get("next_batch")
     if wanted and (now := next_batch(trainer)) and now != wanted:
-        what = f'{path.name} expects another next batch than the one that comes: the data have changed since'
-        if not force: raise ValueError(f'{what}. Put them back, or choose another folder for a new run; '
-                                       'with force_resume=True (--force-resume) this one goes on with them')
+        what = f"{path.name} expects another next batch than the one that comes: the data have changed since"
+        if not force:
+            raise ValueError(
+                f"{what}. Put them back, or choose another folder for a new run; "
+                "with force_resume=True (--force-resume) this one goes on with them"
+            )
         trainer.note(what)
-    home = trainer.folder and trainer.folder/'checkpoints'
+    home = trainer.folder and trainer.folder / "checkpoints"
     clear_future(trainer, trainer.state.step if path.parent == home else -1)
-    if path.parent == home and trainer.accelerator.is_main_process: # The kill may have come before the old ones went
-        rotate_checkpoints(home, trainer.config.save_total_limit, keep=[path, home/f'checkpoint-{trainer.state.best_step}'])
+    if (
+        path.parent == home and trainer.accelerator.is_main_process
+    ):  # The kill may have come before the old ones went
+        rotate_checkpoints(
+            home,
+            trainer.config.save_total_limit,
+            keep=[path, home / f"checkpoint-{trainer.state.best_step}"],
+        )
     return path, {name: value for name, value in found.items() if name not in own}
+
 
 def clear_future(
     trainer: Any,
-    step: int, # Where it goes on; what is later belongs to another run
+    step: int,  # Where it goes on; what is later belongs to another run
 ) -> None:
     "Put aside what a run left that was given up, and say so."
-    if trainer.folder is None or not trainer.accelerator.is_main_process: return
-    home, best = trainer.folder/'checkpoints', trainer.folder/'best_model'
-    if not (aside := set_aside(home, step)): return
+    if trainer.folder is None or not trainer.accelerator.is_main_process:
+        return
+    home, best = trainer.folder / "checkpoints", trainer.folder / "best_model"
+    if not (aside := set_aside(home, step)):
+        return
     names = [path.name for path in find_checkpoints(aside)]
-    with suppress(OSError, ValueError, KeyError): # Whose best model is it?
-        state = json.loads((aside/names[-1]/'state.json').read_text(encoding='utf-8'))['state']
-        if best.exists() and state['best_step'] != trainer.state.best_step:
-            os.replace(best, aside/best.name)
+    with suppress(OSError, ValueError, KeyError):  # Whose best model is it?
+        state = json.loads((aside / names[-1] / "state.json").read_text(encoding="utf-8"))["state"]
+        if best.exists() and state["best_step"] != trainer.state.best_step:
+            os.replace(best, aside / best.name)
             names.append(best.name)
-    trainer.note(f'{", ".join(names)}, of a state that this run does not go on from, now in {aside}')
+    trainer.note(
+        f"{', '.join(names)}, of a state that this run does not go on from, now in {aside}"
+    )
 
 # %% ../../nbs/04_train/15_rescue.ipynb #27824834
-MOST_SKIPPED = 10 # Steps in a row without a finite loss, after which on_nan='skip' gives up
+MOST_SKIPPED = 10  # Steps in a row without a finite loss, after which on_nan='skip' gives up
+
 
 def check_numbers(
-    trainer: Any, # A `Trainer`
-) -> None: # Raises `TrainingError`
+    trainer: Any,  # A `Trainer`
+) -> None:  # Raises `TrainingError`
     "Fetch the numbers of the last steps, and stop, or tell of it, if one is not finite."
-    if not trainer.pending: return
+    if not trainer.pending:
+        return
     losses, norms, sums = read_steps([done for done, *_ in trainer.pending], trainer.accelerator)
     first = trainer.state.step - len(losses) + 1
-    for step, place, loss, norm in zip(range(first, first + len(losses)), trainer.pending, losses, norms, strict=True):
-        wrong = '' if math.isfinite(loss) else f'the loss is {loss}'
+    for step, place, loss, norm in zip(
+        range(first, first + len(losses)), trainer.pending, losses, norms, strict=True
+    ):
+        wrong = "" if math.isfinite(loss) else f"the loss is {loss}"
         if norm is not None and not math.isfinite(norm) and trainer.accelerator.scaler is None:
-            wrong = wrong or f'the norm of the gradient is {norm}'
-        if not wrong: trainer.state.losses.append(loss)
-        elif trainer.config.on_nan == 'raise' or trainer.state.skipped_in_a_row >= MOST_SKIPPED:
+            wrong = wrong or f"the norm of the gradient is {norm}"
+        if not wrong:
+            trainer.state.losses.append(loss)
+        elif trainer.config.on_nan == "raise" or trainer.state.skipped_in_a_row >= MOST_SKIPPED:
             raise stop_at(trainer, wrong + trace(trainer, *place), step)
-        else: trainer.note(f'Step {step} is skipped: {wrong}{trace(trainer, *place)}')
-    if trainer.accelerator.scaler is not None and trainer.state.skipped == trainer.state.step >= min(trainer.total_steps, 40):
-        raise stop_at(trainer, 'every step so far was skipped because its float16 gradient overflowed, so '
-                               'nothing is learned', trainer.state.step)
+        else:
+            trainer.note(f"Step {step} is skipped: {wrong}{trace(trainer, *place)}")
+    if (
+        trainer.accelerator.scaler is not None
+        and trainer.state.skipped == trainer.state.step >= min(trainer.total_steps, 40)
+    ):
+        raise stop_at(
+            trainer,
+            "every step so far was skipped because its float16 gradient overflowed, so "
+            "nothing is learned",
+            trainer.state.step,
+        )
     for name, (total, count) in sums.items():
-        before = trainer.state.metrics.get(name, (0., 0.))
+        before = trainer.state.metrics.get(name, (0.0, 0.0))
         trainer.state.metrics[name] = [before[0] + total, before[1] + count]
     trainer.grad_norm, trainer.pending = norms[-1], []
 
+
 def stop_at(
-    trainer: Any, # A `Trainer`
-    what: str, # What is not finite, and where
+    trainer: Any,  # A `Trainer`
+    what: str,  # What is not finite, and where
     step: int,
-) -> TrainingError: # To raise
+) -> TrainingError:  # To raise
     "The error for numbers that are none, when the last checkpoint is there."
     trainer.settle(strict=False)
     return not_finite(trainer, what, step)
 
 # %% ../../nbs/04_train/15_rescue.ipynb #b9bfe686
 def trace(
-    trainer: Any, # A `Trainer`
-    done: Step, # The step that went wrong
-    epoch: int, # Where in the data it began
+    trainer: Any,  # A `Trainer`
+    done: Step,  # The step that went wrong
+    epoch: int,  # Where in the data it began
     batch: int,
-) -> str: # ` (batch 3 of epoch 1, rows 17, 4: …)`
+) -> str:  # ` (batch 3 of epoch 1, rows 17, 4: …)`
     "Where in the data, and in which part of the loss, a step went wrong."
     i, what = blame(done)
     n = batch + 1 + (i or 0)
     last = batch + trainer.window_size if i is None else n
-    plan, start, rows = getattr(trainer.train_batches, 'plan', None), trainer.train_start, ''
-    if plan is not None and start is not None and 'index' in start:
-        cut = plan(epoch + start['epoch'])[n - 1 + (epoch == 0)*start['index']:][:last - n + 1]
-        rows = ', rows ' + ', '.join(str(r) for piece in cut for r in piece)
-    batches = f'batch {n}' if n == last else f'batches {n} to {last}'
-    return f' ({batches} of epoch {epoch + 1}{rows}{": " * bool(what)}{what})'
+    plan, start, rows = getattr(trainer.train_batches, "plan", None), trainer.train_start, ""
+    if plan is not None and start is not None and "index" in start:
+        cut = plan(epoch + start["epoch"])[n - 1 + (epoch == 0) * start["index"] :][: last - n + 1]
+        rows = ", rows " + ", ".join(str(r) for piece in cut for r in piece)
+    batches = f"batch {n}" if n == last else f"batches {n} to {last}"
+    return f" ({batches} of epoch {epoch + 1}{rows}{': ' * bool(what)}{what})"
 
 # %% ../../nbs/04_train/15_rescue.ipynb #be09b208
 def rescued(
-    trainer: Any, # A `Trainer` whose next step could not be taken
-    error: Exception, # Why
-) -> Exception: # To raise: the same, with what to do about it
+    trainer: Any,  # A `Trainer` whose next step could not be taken
+    error: Exception,  # Why
+) -> Exception:  # To raise: the same, with what to do about it
     "Save the run as it was after its last step."
-    where, why = f'the last checkpoint is {trainer.checkpoint or "none"}', ''
+    where, why = f"the last checkpoint is {trainer.checkpoint or 'none'}", ""
     s, place = trainer.state, trainer.cursor.state_dict() if trainer.cursor is not None else None
-    known, died = place is None or 'index' in place, worker_died(error)
-    if place and known: # Some batches of the next step may have been given out
+    known, died = place is None or "index" in place, worker_died(error)
+    if place and known:  # Some batches of the next step may have been given out
         start = trainer.train_start or {}
-        place |= dict(index=s.batch + (s.epoch == 0)*start['index'], epoch=s.epoch + start['epoch'])
+        place |= dict(
+            index=s.batch + (s.epoch == 0) * start["index"], epoch=s.epoch + start["epoch"]
+        )
     if trainer.folder and known and s.step and trainer.accelerator.num_processes == 1:
         try:
             try:
-                with held_back(): # A loader process may be found dead only now; nothing ends the save for that
-                    trainer.save(SimpleNamespace(state_dict=lambda: place) if place is not None else None)
+                with (
+                    held_back()
+                ):  # A loader process may be found dead only now; nothing ends the save for that
+                    trainer.save(
+                        SimpleNamespace(state_dict=lambda: place) if place is not None else None
+                    )
                     trainer.settle()
             except RuntimeError as late:
-                if not worker_died(late): raise
-                if not died: late.__cause__, error, died = error, late, True # A broken pipe was the first sign of it
-        except Exception as second: where += f' (saving failed: {second})'
-        else: where = f'everything up to step {s.step} is in {trainer.checkpoint}: train(resume=True) goes on'
+                if not worker_died(late):
+                    raise
+                if not died:
+                    late.__cause__, error, died = (
+                        error,
+                        late,
+                        True,
+                    )  # A broken pipe was the first sign of it
+        except Exception as second:
+            where += f" (saving failed: {second})"
+        else:
+            where = f"everything up to step {s.step} is in {trainer.checkpoint}: train(resume=True) goes on"
     if died:
-        why = ('a process that prepares batches died, most often because the machine has no memory left: fewer '
-               'num_workers; with num_workers=0 an error of the data itself is shown. ')
+        why = (
+            "a process that prepares batches died, most often because the machine has no memory left: fewer "
+            "num_workers; with num_workers=0 an error of the data itself is shown. "
+        )
     if isinstance(error, StepTooBig):
-        stopped = TrainingError(f'Step {s.step + 1}: {error}. ({where})', s.step + 1, trainer.checkpoint)
+        stopped = TrainingError(
+            f"Step {s.step + 1}: {error}. ({where})", s.step + 1, trainer.checkpoint
+        )
         stopped.__cause__ = error
         return stopped
-    error.add_note(f'({why}{where})')
+    error.add_note(f"({why}{where})")
     return error

@@ -34,75 +34,106 @@ from .form import Page, widgets
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #dd0c38bd
 @torch.no_grad()
 def distributions(
-    model: nn.Module, # `Transformer` or any causal model of transformers
-    prompt: Sequence[int], # Ids
-    ids: Sequence[int], # Of the answer; at least one
-) -> Tensor: # (tokens, V), log-probabilities in float32
+    model: nn.Module,  # `Transformer` or any causal model of transformers
+    prompt: Sequence[int],  # Ids
+    ids: Sequence[int],  # Of the answer; at least one
+) -> Tensor:  # (tokens, V), log-probabilities in float32
     "What could have come in the place of each token of an answer."
     at = next(model.parameters()).device
-    with speaking(model): logits = model(input_ids=torch.tensor([[*prompt, *ids[:-1]]], device=at)).logits
-    return logits[0, len(prompt) - 1:].float().log_softmax(-1).cpu()
+    with speaking(model):
+        logits = model(input_ids=torch.tensor([[*prompt, *ids[:-1]]], device=at)).logits
+    return logits[0, len(prompt) - 1 :].float().log_softmax(-1).cpu()
+
 
 def token_kl(
-    p: Tensor, # (tokens, V), log-probabilities
-    q: Tensor, # (tokens, V)
-) -> Tensor: # (tokens,), in nats
+    p: Tensor,  # (tokens, V), log-probabilities
+    q: Tensor,  # (tokens, V)
+) -> Tensor:  # (tokens,), in nats
     "KL(p || q) at each token; what p rules out adds nothing."
-    n = min(p.shape[-1], q.shape[-1]) # Rows that only fill up a table of embeddings have no meaning
+    n = min(
+        p.shape[-1], q.shape[-1]
+    )  # Rows that only fill up a table of embeddings have no meaning
     p, q = p[:, :n].double(), q[:, :n].double()
-    return torch.where(p.isneginf(), 0., p.exp()*(p - q)).sum(-1).float().clamp(min=0)
+    return torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).float().clamp(min=0)
 
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #753158ed
 @dataclass(frozen=True, repr=False)
 class Voice:
     "A model that answers."
+
     name: str
     model: Any
     tokenizer: Any
-    state: Callable[[Any], Any] = nullcontext # model -> a context within which it answers
-    template: str | None = None # Its chat format, where it borrows one
+    state: Callable[[Any], Any] = nullcontext  # model -> a context within which it answers
+    template: str | None = None  # Its chat format, where it borrows one
+
 
 def open_voices(
-    models: Mapping[str, Any], # Name -> a folder, (model, tokenizer), (model, tokenizer, state), or what has `model` and `tokenizer`
-) -> list[Voice]: # One to four
+    models: Mapping[
+        str, Any
+    ],  # Name -> a folder, (model, tokenizer), (model, tokenizer, state), or what has `model` and `tokenizer`
+) -> list[Voice]:  # One to four
     "Models that can be asked."
-    if not 1 <= len(models) <= 4: raise ValueError(f'{len(models)} models: one to four can be compared')
+    if not 1 <= len(models) <= 4:
+        raise ValueError(f"{len(models)} models: one to four can be compared")
     found = []
     for name, given in models.items():
         if isinstance(given, (str, Path)):
             from trainkit.interop.hf import load_pretrained
+
             given = load_pretrained(given)
-        elif hasattr(given, 'tokenizer') and hasattr(given, 'model'): given = given.model, given.tokenizer
+        elif hasattr(given, "tokenizer") and hasattr(given, "model"):
+            given = given.model, given.tokenizer
         if not isinstance(given, tuple) or len(given) not in (2, 3):
-            raise TypeError(f'{name}: a model comes as a folder or as (model, tokenizer), not as {type(given).__name__}')
-        if given[1] is None: raise ValueError(f'{name}: the model has no tokenizer; hand it over as (model, tokenizer)')
+            raise TypeError(
+                f"{name}: a model comes as a folder or as (model, tokenizer), not as {type(given).__name__}"
+            )
+        if given[1] is None:
+            raise ValueError(
+                f"{name}: the model has no tokenizer; hand it over as (model, tokenizer)"
+            )
         found.append(Voice(name, *given))
-    formats = [t for v in found if (t := getattr(v.tokenizer, 'chat_template', None))]
-    if not formats: raise ValueError("none of the models has a chat format: set_template(tokenizer, 'chatml') gives one")
-    borrowed = lambda v: None if getattr(v.tokenizer, 'chat_template', None) else formats[0]
+    formats = [t for v in found if (t := getattr(v.tokenizer, "chat_template", None))]
+    if not formats:
+        raise ValueError(
+            "none of the models has a chat format: set_template(tokenizer, 'chatml') gives one"
+        )
+    borrowed = lambda v: None if getattr(v.tokenizer, "chat_template", None) else formats[0]
     return [Voice(v.name, v.model, v.tokenizer, v.state, borrowed(v)) for v in found]
+
 
 @dataclass(frozen=True)
 class ChatAnswer:
     "What one model said."
+
     name: str
-    prompt: tuple[int, ...] = () # Ids that it read
-    ids: tuple[int, ...] = () # Ids that it wrote
-    pieces: tuple[str, ...] = () # What each added to the text: '' for the first bytes of a character
-    ended: bool = False # By a token of its own, and not by the limit
-    log_probs: tuple[float, ...] = () # Of each token, without temperature and cuts; known when the answer is over
-    kl: tuple[float, ...] = () # From the first model at each token, in nats; empty for the first and for other vocabularies
+    prompt: tuple[int, ...] = ()  # Ids that it read
+    ids: tuple[int, ...] = ()  # Ids that it wrote
+    pieces: tuple[
+        str, ...
+    ] = ()  # What each added to the text: '' for the first bytes of a character
+    ended: bool = False  # By a token of its own, and not by the limit
+    log_probs: tuple[
+        float, ...
+    ] = ()  # Of each token, without temperature and cuts; known when the answer is over
+    kl: tuple[
+        float, ...
+    ] = ()  # From the first model at each token, in nats; empty for the first and for other vocabularies
 
     @property
-    def text(self) -> str: return ''.join(self.pieces)
-    def mean(self, name: str) -> float: # NaN where nothing is known
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def mean(self, name: str) -> float:  # NaN where nothing is known
         "The mean of `log_probs` or of `kl` over the tokens."
         values = getattr(self, name)
-        return sum(values)/len(values) if values else math.nan
+        return sum(values) / len(values) if values else math.nan
+
 
 @dataclass
 class Turn:
     "A question and what came of it."
+
     question: str
     seed: int
     answers: dict[str, ChatAnswer] = field(default_factory=dict)
@@ -113,66 +144,108 @@ class ChatCompareState:
 
     def __init__(
         self,
-        models: Mapping[str, Any], # As `open_voices` takes them; the KL is taken from the first
-        system: str = '', # What all are told before everything
+        models: Mapping[str, Any],  # As `open_voices` takes them; the KL is taken from the first
+        system: str = "",  # What all are told before everything
         seed: int = 0,
-        max_new_tokens: int = 100, # Of an answer
-        **knobs: Any, # Of `SamplingConfig`, such as temperature
+        max_new_tokens: int = 100,  # Of an answer
+        **knobs: Any,  # Of `SamplingConfig`, such as temperature
     ):
-        self.voices, self.system, self.seed, self.max_new_tokens, self.knobs = open_voices(models), system, seed, max_new_tokens, knobs
+        self.voices, self.system, self.seed, self.max_new_tokens, self.knobs = (
+            open_voices(models),
+            system,
+            seed,
+            max_new_tokens,
+            knobs,
+        )
         self.turns: list[Turn] = []
         self.stopping = threading.Event()
-        self.comparable = {v.name: v is not self.voices[0] and _same_words(v.tokenizer, self.voices[0].tokenizer) for v in self.voices}
+        self.comparable = {
+            v.name: v is not self.voices[0] and _same_words(v.tokenizer, self.voices[0].tokenizer)
+            for v in self.voices
+        }
 
-    def messages(self, name: str, turns: Sequence[Turn]) -> list[dict]: # The last turn without its answer
+    def messages(
+        self, name: str, turns: Sequence[Turn]
+    ) -> list[dict]:  # The last turn without its answer
         "The chat as one model has had it."
-        found = [dict(role='system', content=self.system)] if self.system else []
+        found = [dict(role="system", content=self.system)] if self.system else []
         for turn in turns:
-            found.append(dict(role='user', content=turn.question))
-            if turn is not turns[-1]: found.append(dict(role='assistant', content=turn.answers[name].text))
+            found.append(dict(role="user", content=turn.question))
+            if turn is not turns[-1]:
+                found.append(dict(role="assistant", content=turn.answers[name].text))
         return found
 
     def prompt(self, voice: Voice, turns: Sequence[Turn]) -> list[int]:
         "What a model reads; the oldest turns are left out until it fits."
         limit = context_length(voice.model)
-        room = limit - min(self.max_new_tokens, limit//2)
+        room = limit - min(self.max_new_tokens, limit // 2)
         for first in range(len(turns)):
-            ids = render(self.messages(voice.name, turns[first:]), voice.tokenizer, voice.template, add_generation_prompt=True)[0]
-            if len(ids) <= room: return ids
-        raise ValueError(f'{voice.name}: {len(ids)} tokens are more than the {room:.0f} that this model can read and still answer: say it shorter')
+            ids = render(
+                self.messages(voice.name, turns[first:]),
+                voice.tokenizer,
+                voice.template,
+                add_generation_prompt=True,
+            )[0]
+            if len(ids) <= room:
+                return ids
+        raise ValueError(
+            f"{voice.name}: {len(ids)} tokens are more than the {room:.0f} that this model can read and still answer: say it shorter"
+        )
 
     def ask(
         self,
         question: str,
-        seed: int | None = None, # None: the seed of the chat
-    ) -> Iterator[Turn]: # The same turn after each round of tokens; the last time with probabilities
+        seed: int | None = None,  # None: the seed of the chat
+    ) -> Iterator[
+        Turn
+    ]:  # The same turn after each round of tokens; the last time with probabilities
         "Ask all of them; a question that fails or is given up before the first token is not remembered."
-        if not question.strip(): raise ValueError('the question is empty')
+        if not question.strip():
+            raise ValueError("the question is empty")
         turn = Turn(question, self.seed if seed is None else seed)
         turns = [*self.turns, turn]
-        prompts = {v.name: self.prompt(v, turns) for v in self.voices} # All fit, or nobody is asked
+        prompts = {
+            v.name: self.prompt(v, turns) for v in self.voices
+        }  # All fit, or nobody is asked
         self.stopping.clear()
         with ExitStack() as stack:
-            for v in self.voices: stack.enter_context(speaking(v.model))
+            for v in self.voices:
+                stack.enter_context(speaking(v.model))
             writing: dict[str, tuple] = {}
             for v in self.voices:
                 eos = v.tokenizer.eos_token_id
-                tokens = stream(v.model, prompts[v.name], eos_token_id=eos, seed=turn.seed, **{**self.knobs, 'max_new_tokens': self.max_new_tokens})
+                tokens = stream(
+                    v.model,
+                    prompts[v.name],
+                    eos_token_id=eos,
+                    seed=turn.seed,
+                    **{**self.knobs, "max_new_tokens": self.max_new_tokens},
+                )
                 writing[v.name] = v, tokens, TextPieces(v.tokenizer, prompts[v.name])
                 turn.answers[v.name] = ChatAnswer(v.name, tuple(prompts[v.name]))
             try:
                 while writing and not self.stopping.is_set():
                     for name, (v, tokens, text) in list(writing.items()):
-                        with v.state(v.model): token = next(tokens, None)
+                        with v.state(v.model):
+                            token = next(tokens, None)
                         a = turn.answers[name]
-                        if token is None: del writing[name]
+                        if token is None:
+                            del writing[name]
                         else:
                             ended = token == v.tokenizer.eos_token_id
-                            turn.answers[name] = ChatAnswer(name, a.prompt, (*a.ids, token), (*a.pieces, '' if ended else text.push(token)), ended)
+                            turn.answers[name] = ChatAnswer(
+                                name,
+                                a.prompt,
+                                (*a.ids, token),
+                                (*a.pieces, "" if ended else text.push(token)),
+                                ended,
+                            )
                     yield turn
             finally:
-                for _, tokens, _ in writing.values(): tokens.close()
-                if all(a.ids for a in turn.answers.values()): self.turns = turns
+                for _, tokens, _ in writing.values():
+                    tokens.close()
+                if all(a.ids for a in turn.answers.values()):
+                    self.turns = turns
             self.score(turn)
         yield turn
 
@@ -181,137 +254,249 @@ class ChatCompareState:
         first = self.voices[0]
         for v in self.voices:
             a = turn.answers[v.name]
-            if not a.ids: continue
-            with v.state(v.model): own = distributions(v.model, a.prompt, a.ids)
+            if not a.ids:
+                continue
+            with v.state(v.model):
+                own = distributions(v.model, a.prompt, a.ids)
             kl: tuple[float, ...] = ()
             if self.comparable[v.name]:
-                with first.state(first.model): other = distributions(first.model, a.prompt, a.ids)
+                with first.state(first.model):
+                    other = distributions(first.model, a.prompt, a.ids)
                 kl = tuple(token_kl(own, other).tolist())
             chosen = own.gather(-1, torch.tensor(a.ids)[:, None])[:, 0]
-            turn.answers[v.name] = ChatAnswer(a.name, a.prompt, a.ids, a.pieces, a.ended, tuple(chosen.tolist()), kl)
+            turn.answers[v.name] = ChatAnswer(
+                a.name, a.prompt, a.ids, a.pieces, a.ended, tuple(chosen.tolist()), kl
+            )
 
     def again(self) -> Iterator[Turn]:
         "Another try at the last question, with the next seed."
-        if not self.turns: raise ValueError('there is nothing to try again: ask something first')
+        if not self.turns:
+            raise ValueError("there is nothing to try again: ask something first")
         last = self.turns.pop()
         before = list(self.turns)
-        try: yield from self.ask(last.question, last.seed + 1)
+        try:
+            yield from self.ask(last.question, last.seed + 1)
         finally:
-            if len(self.turns) == len(before): self.turns = [*before, last] # It came to nothing: the old answers stay
+            if len(self.turns) == len(before):
+                self.turns = [*before, last]  # It came to nothing: the old answers stay
 
-    def back(self) -> str: # The question, empty where there is none
+    def back(self) -> str:  # The question, empty where there is none
         "Take the last turn away."
-        return self.turns.pop().question if self.turns else ''
+        return self.turns.pop().question if self.turns else ""
 
     def reset(self):
         "Begin anew."
         self.turns = []
 
+
 def _same_words(a: Any, b: Any) -> bool:
     "Whether the same id is the same token for both."
-    if a is b: return True
-    if is_ours(a) and is_ours(b): return (a.tokens, a.special_tokens) == (b.tokens, b.special_tokens)
+    if a is b:
+        return True
+    if is_ours(a) and is_ours(b):
+        return (a.tokens, a.special_tokens) == (b.tokens, b.special_tokens)
     vocabulary = lambda t: (t.to_hf() if is_ours(t) else t).get_vocab()
     return vocabulary(a) == vocabulary(b)
 
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #509b36a3
-MARKS: tuple[tuple[float, str, str], ...] = ( # Lowest probability, what it is called, how it looks
-    (0.5, 'likely', ''),
-    (0.1, '10 % to 50 %', 'background:rgba(217,100,15,.14);border-bottom:2px dotted #d9640f'),
-    (0.01, '1 % to 10 %', 'background:rgba(217,100,15,.26);border-bottom:2px dashed #d9640f'),
-    (0., 'below 1 %', 'background:rgba(217,100,15,.42);border-bottom:2px solid #d9640f'),
+MARKS: tuple[tuple[float, str, str], ...] = (  # Lowest probability, what it is called, how it looks
+    (0.5, "likely", ""),
+    (0.1, "10 % to 50 %", "background:rgba(217,100,15,.14);border-bottom:2px dotted #d9640f"),
+    (0.01, "1 % to 10 %", "background:rgba(217,100,15,.26);border-bottom:2px dashed #d9640f"),
+    (0.0, "below 1 %", "background:rgba(217,100,15,.42);border-bottom:2px solid #d9640f"),
 )
 _look = lambda p: next(look for least, _, look in MARKS if p >= least)
-_percent = lambda p: f'{100*p:.0f}\xa0%' if p >= 0.1 else f'{100*p:.1f}\xa0%' if p >= 0.001 else 'below 0.1 %'
+_percent = lambda p: (
+    f"{100 * p:.0f}\xa0%" if p >= 0.1 else f"{100 * p:.1f}\xa0%" if p >= 0.001 else "below 0.1 %"
+)
+
 
 def characters(
     answer: ChatAnswer,
-) -> list[tuple[str, list[int]]]: # (text, numbers of the tokens that it is made of)
+) -> list[tuple[str, list[int]]]:  # (text, numbers of the tokens that it is made of)
     "An answer in pieces that can be shown."
     found, waiting = [], []
     for i, piece in enumerate(answer.pieces):
         waiting.append(i)
         if piece or i == len(answer.pieces) - 1:
             end = answer.ended and i == len(answer.pieces) - 1
-            found.append((piece or ('∎' if end else '…'), waiting))
+            found.append((piece or ("∎" if end else "…"), waiting))
             waiting = []
     return found
 
+
 def answer_html(
     answer: ChatAnswer,
-    first: str = '', # Name of the model that the KL is taken from
+    first: str = "",  # Name of the model that the KL is taken from
 ) -> str:
     "An answer with its numbers, as HTML."
     parts, known = [], answer.log_probs
     for text, tokens in characters(answer):
-        p = min((math.exp(known[i]) for i in tokens), default=1.) if known else 1.
-        facts = [f'probability {_percent(p)}'] if known else []
-        if answer.kl: facts.append(f'KL {sum(answer.kl[i] for i in tokens):.2g}')
-        facts += ['end of the answer'] if text == '∎' else []
-        title = f' title="{clean(", ".join(facts))}"' if facts else ''
+        p = min((math.exp(known[i]) for i in tokens), default=1.0) if known else 1.0
+        facts = [f"probability {_percent(p)}"] if known else []
+        if answer.kl:
+            facts.append(f"KL {sum(answer.kl[i] for i in tokens):.2g}")
+        facts += ["end of the answer"] if text == "∎" else []
+        title = f' title="{clean(", ".join(facts))}"' if facts else ""
         parts.append(f'<span{title} style="{_look(p)}">{clean(text)}</span>')
     n = len(answer.ids)
-    said = [f'{n} token{"s"*(n != 1)}' + ('' if answer.ended or not known else ', not finished')]
-    if known: said.append(f'perplexity {math.exp(-answer.mean("log_probs")):.3g}')
-    if answer.kl: said.append(f'KL to {clean(first)} {answer.mean("kl"):.3g} a token')
-    shy = sorted((min(math.exp(known[i]) for i in tokens), k, text) for k, (text, tokens) in enumerate(characters(answer))) if known else []
-    names = ', '.join(f'<q><bdi>{clean(visible(text))}</bdi></q> {_percent(p)}' for p, _, text in shy[:3] if p < 0.1)
-    every = [{'token': visible(piece) if piece else '∎' if answer.ended and i == n - 1 else '…', 'probability': _percent(math.exp(known[i])),
-              **({'KL': answer.kl[i]} if answer.kl else {})} for i, piece in enumerate(answer.pieces)] if known else []
-    more = f'<details style="font-size:12px;margin-top:4px"><summary>All tokens</summary>{table(every)}</details>' if every else ''
-    least = f'<div style="font-size:12px;opacity:.8">least likely: {names}</div>' if names else ''
-    return (f'<section aria-label="{clean(answer.name)}" style="border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:8px 12px;min-width:0">'
-            f'<div style="font-weight:600">{clean(answer.name)}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;padding:4px 0">'
-            f'{"".join(parts) or "…"}</div><div style="font-size:12px;opacity:.8">{" · ".join(said)}</div>{least}{more}</section>')
+    said = [f"{n} token{'s' * (n != 1)}" + ("" if answer.ended or not known else ", not finished")]
+    if known:
+        said.append(f"perplexity {math.exp(-answer.mean('log_probs')):.3g}")
+    if answer.kl:
+        said.append(f"KL to {clean(first)} {answer.mean('kl'):.3g} a token")
+    shy = (
+        sorted(
+            (min(math.exp(known[i]) for i in tokens), k, text)
+            for k, (text, tokens) in enumerate(characters(answer))
+        )
+        if known
+        else []
+    )
+    names = ", ".join(
+        f"<q><bdi>{clean(visible(text))}</bdi></q> {_percent(p)}"
+        for p, _, text in shy[:3]
+        if p < 0.1
+    )
+    every = (
+        [
+            {
+                "token": visible(piece) if piece else "∎" if answer.ended and i == n - 1 else "…",
+                "probability": _percent(math.exp(known[i])),
+                **({"KL": answer.kl[i]} if answer.kl else {}),
+            }
+            for i, piece in enumerate(answer.pieces)
+        ]
+        if known
+        else []
+    )
+    more = (
+        f'<details style="font-size:12px;margin-top:4px"><summary>All tokens</summary>{table(every)}</details>'
+        if every
+        else ""
+    )
+    least = f'<div style="font-size:12px;opacity:.8">least likely: {names}</div>' if names else ""
+    return (
+        f'<section aria-label="{clean(answer.name)}" style="border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:8px 12px;min-width:0">'
+        f'<div style="font-weight:600">{clean(answer.name)}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;padding:4px 0">'
+        f'{"".join(parts) or "…"}</div><div style="font-size:12px;opacity:.8">{" · ".join(said)}</div>{least}{more}</section>'
+    )
+
 
 def chat_html(
     state: ChatCompareState,
-    live: Turn | None = None, # One that is being answered
-) -> Picture: # HTML
+    live: Turn | None = None,  # One that is being answered
+) -> Picture:  # HTML
     "The whole chat, the answers to each question side by side."
     turns = [t for t in state.turns if t is not live] + ([live] if live else [])
-    first, names = state.voices[0].name, ', '.join(v.name for v in state.voices)
-    key = ' '.join(f'<span style="{look};display:inline-block;padding:0 4px;margin-right:8px">{name}</span>' for _, name, look in MARKS)
-    blocks = [f'<div style="margin:12px 0"><div style="margin-bottom:6px"><b>You</b> · <span style="opacity:.75">seed {t.seed}</span><br>'
-              f'<bdi style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</bdi></div>'
-              f'{grid(*(answer_html(a, first) for a in t.answers.values()), least=230)}</div>' for t in turns]
-    system = f'<div style="opacity:.8">System: {clean(state.system)}</div>' if state.system else ''
-    body = ''.join(blocks) or '<p style="opacity:.75">Nobody has been asked yet.</p>'
-    return Picture(f'<div role="log" {PLAIN} aria-label="Chat with {clean(names)}, {len(turns)} turns" style="font:14px/1.5 system-ui,sans-serif">'
-                   f'{system}<div style="font-size:12px">Probability of a token: {key}</div>{body}</div>')
+    first, names = state.voices[0].name, ", ".join(v.name for v in state.voices)
+    key = " ".join(
+        f'<span style="{look};display:inline-block;padding:0 4px;margin-right:8px">{name}</span>'
+        for _, name, look in MARKS
+    )
+    blocks = [
+        f'<div style="margin:12px 0"><div style="margin-bottom:6px"><b>You</b> · <span style="opacity:.75">seed {t.seed}</span><br>'
+        f'<bdi style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</bdi></div>'
+        f"{grid(*(answer_html(a, first) for a in t.answers.values()), least=230)}</div>"
+        for t in turns
+    ]
+    system = f'<div style="opacity:.8">System: {clean(state.system)}</div>' if state.system else ""
+    body = "".join(blocks) or '<p style="opacity:.75">Nobody has been asked yet.</p>'
+    return Picture(
+        f'<div role="log" {PLAIN} aria-label="Chat with {clean(names)}, {len(turns)} turns" style="font:14px/1.5 system-ui,sans-serif">'
+        f'{system}<div style="font-size:12px">Probability of a token: {key}</div>{body}</div>'
+    )
 
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #fc1ef08d
 class ChatCompare:
     "A chat with several models, on a page."
-    every = 0.2 # Seconds between two looks
+
+    every = 0.2  # Seconds between two looks
 
     def __init__(
         self,
-        models: Mapping[str, Any], # As `open_voices` takes them; the KL is taken from the first
-        key: str = '', # A page with the same key is closed; empty: that of the same cell
-        **how: Any, # What `ChatCompareState` takes: system, seed, max_new_tokens, temperature, …
+        models: Mapping[str, Any],  # As `open_voices` takes them; the KL is taken from the first
+        key: str = "",  # A page with the same key is closed; empty: that of the same cell
+        **how: Any,  # What `ChatCompareState` takes: system, seed, max_new_tokens, temperature, …
     ):
         self.state = ChatCompareState(models, **how)
         self.page = page = Page(lambda: chat_html(self.state), key, self.state.stopping.set)
         W = widgets()
-        field = lambda make, word, value, width, label='initial', **more: make(
-            value=value, description=word, layout=W.Layout(width=width), style=dict(description_width=label), **more)
-        self.system = field(W.Text, 'System', self.state.system, 'min(100% - 4px, 640px)', '70px', placeholder='What all models are told first')
-        self.question = field(W.Textarea, 'Question', '', 'min(100% - 4px, 640px)', '70px', rows=2, placeholder='Ask all models the same')
-        self.seed = field(W.BoundedIntText, 'Seed', self.state.seed, '150px', '70px', min=0, max=2**31 - 1)
-        self.temperature = field(W.BoundedFloatText, 'Temperature', self.state.knobs.get('temperature', 1.), '170px', min=0, max=10, step=0.1)
-        self.length = field(W.BoundedIntText, 'Tokens', self.state.max_new_tokens, '150px', min=1, max=100_000)
-        self.send_button = page.button('Ask', 'paper-plane', 'Ask all models', self.send, 'success')
-        self.stop_button = page.button('Stop', 'stop', 'Keep what is written so far', self.state.stopping.set, 'danger')
-        self.again_button = page.button('Try again', 'refresh', 'The last question with the next seed', self.again)
-        self.back_button = page.button('Undo', 'undo', 'Take the last turn away', self.back)
-        self.clear_button = page.button('New chat', 'file-o', 'Forget everything', self.clear)
-        self.who = W.Dropdown(options=[v.name for v in self.state.voices], layout=W.Layout(width='160px'), description='of', style=dict(description_width='initial'))
-        self.xray_button = page.button('X-ray', 'eye', 'The tokens that this model has read and written', self.xray)
+        field = lambda make, word, value, width, label="initial", **more: make(
+            value=value,
+            description=word,
+            layout=W.Layout(width=width),
+            style=dict(description_width=label),
+            **more,
+        )
+        self.system = field(
+            W.Text,
+            "System",
+            self.state.system,
+            "min(100% - 4px, 640px)",
+            "70px",
+            placeholder="What all models are told first",
+        )
+        self.question = field(
+            W.Textarea,
+            "Question",
+            "",
+            "min(100% - 4px, 640px)",
+            "70px",
+            rows=2,
+            placeholder="Ask all models the same",
+        )
+        self.seed = field(
+            W.BoundedIntText, "Seed", self.state.seed, "150px", "70px", min=0, max=2**31 - 1
+        )
+        self.temperature = field(
+            W.BoundedFloatText,
+            "Temperature",
+            self.state.knobs.get("temperature", 1.0),
+            "170px",
+            min=0,
+            max=10,
+            step=0.1,
+        )
+        self.length = field(
+            W.BoundedIntText, "Tokens", self.state.max_new_tokens, "150px", min=1, max=100_000
+        )
+        self.send_button = page.button("Ask", "paper-plane", "Ask all models", self.send, "success")
+        self.stop_button = page.button(
+            "Stop", "stop", "Keep what is written so far", self.state.stopping.set, "danger"
+        )
+        self.again_button = page.button(
+            "Try again", "refresh", "The last question with the next seed", self.again
+        )
+        self.back_button = page.button("Undo", "undo", "Take the last turn away", self.back)
+        self.clear_button = page.button("New chat", "file-o", "Forget everything", self.clear)
+        self.who = W.Dropdown(
+            options=[v.name for v in self.state.voices],
+            layout=W.Layout(width="160px"),
+            description="of",
+            style=dict(description_width="initial"),
+        )
+        self.xray_button = page.button(
+            "X-ray", "eye", "The tokens that this model has read and written", self.xray
+        )
         self.chat, self.inside, self.said = W.HTML(), W.HTML(), W.HTML()
-        page.fill(self.system, self.question, page.row(self.seed, self.temperature, self.length),
-                  page.row(self.send_button, self.stop_button, self.again_button, self.back_button, self.clear_button, self.xray_button, self.who),
-                  self.said, self.chat, self.inside)
+        page.fill(
+            self.system,
+            self.question,
+            page.row(self.seed, self.temperature, self.length),
+            page.row(
+                self.send_button,
+                self.stop_button,
+                self.again_button,
+                self.back_button,
+                self.clear_button,
+                self.xray_button,
+                self.who,
+            ),
+            self.said,
+            self.chat,
+            self.inside,
+        )
         self.widget, self.show, self.close = page.widget, page.show, page.close
         self.refresh()
 
@@ -319,44 +504,66 @@ class ChatCompare:
         "Show how the chat stands."
         put, some = self.page.put, bool(self.state.turns)
         put(self.chat, str(chat_html(self.state, live)))
-        put(self.said, f'<div role="status" style="font-size:12px;opacity:.8">{"The models are writing." if busy else "Ready."}</div>')
-        for button, able in ((self.send_button, not busy), (self.stop_button, busy), (self.again_button, some and not busy), (self.back_button, some and not busy),
-                             (self.clear_button, some and not busy), (self.xray_button, some and not busy)): put(button, not able, 'disabled')
+        put(
+            self.said,
+            f'<div role="status" style="font-size:12px;opacity:.8">{"The models are writing." if busy else "Ready."}</div>',
+        )
+        for button, able in (
+            (self.send_button, not busy),
+            (self.stop_button, busy),
+            (self.again_button, some and not busy),
+            (self.back_button, some and not busy),
+            (self.clear_button, some and not busy),
+            (self.xray_button, some and not busy),
+        ):
+            put(button, not able, "disabled")
 
     def _write(self, turns: Iterator[Turn]):
         "Show the answers as they are written."
-        looked, turn = 0., None
-        self.refresh(busy=True) # The first token may take its time
+        looked, turn = 0.0, None
+        self.refresh(busy=True)  # The first token may take its time
         try:
             for turn in turns:
                 if time.monotonic() - looked > self.every:
                     looked = time.monotonic()
                     self.refresh(turn, busy=True)
-        finally: self.refresh()
+        finally:
+            self.refresh()
         self.page.settle()
         return turn
 
     def _settings(self):
         s = self.state
-        s.system, s.seed, s.max_new_tokens, s.knobs['temperature'] = self.system.value, self.seed.value, self.length.value, self.temperature.value
+        s.system, s.seed, s.max_new_tokens, s.knobs["temperature"] = (
+            self.system.value,
+            self.seed.value,
+            self.length.value,
+            self.temperature.value,
+        )
 
-    def ask(self, question: str) -> Turn: # Raises what a model raises
+    def ask(self, question: str) -> Turn:  # Raises what a model raises
         "Ask, and wait for the answers."
         self.page.wait()
         self._settings()
-        return self._write(self.state.ask(question)) # type: ignore
+        return self._write(self.state.ask(question))  # type: ignore
 
     def send(self):
         "Ask what stands in the field, in the background."
         question = self.question.value
-        if not question.strip(): raise ValueError('Write a question first')
+        if not question.strip():
+            raise ValueError("Write a question first")
         self._settings()
+
         def ask():
-            try: self._write(self.state.ask(question))
-            except Exception: # The words are not lost with the answer
-                if not self.question.value: self.page.put(self.question, question)
+            try:
+                self._write(self.state.ask(question))
+            except Exception:  # The words are not lost with the answer
+                if not self.question.value:
+                    self.page.put(self.question, question)
                 raise
-        if self.page.background(ask): self.question.value = ''
+
+        if self.page.background(ask):
+            self.question.value = ""
 
     def again(self):
         self._settings()
@@ -368,17 +575,31 @@ class ChatCompare:
 
     def clear(self):
         self.state.reset()
-        self.page.put(self.inside, '')
+        self.page.put(self.inside, "")
         self.refresh()
 
     def xray(self):
         "What the chosen model has read and written in the last turn, token by token."
-        v, turn = next(v for v in self.state.voices if v.name == self.who.value), self.state.turns[-1]
+        v, turn = (
+            next(v for v in self.state.voices if v.name == self.who.value),
+            self.state.turns[-1],
+        )
         a = turn.answers[v.name]
-        row = dict(input_ids=[*a.prompt, *a.ids], labels=[-100]*len(a.prompt) + [*a.ids])
-        drawn = str(show_mask(row, v.tokenizer, title=f'{v.name}: grey is what it read, green what it wrote'))
-        self.page.put(self.inside, drawn.replace(' learned</span>', ' written</span>').replace(', learned', ', written')) # In tokens spaces are dots
+        row = dict(input_ids=[*a.prompt, *a.ids], labels=[-100] * len(a.prompt) + [*a.ids])
+        drawn = str(
+            show_mask(
+                row, v.tokenizer, title=f"{v.name}: grey is what it read, green what it wrote"
+            )
+        )
+        self.page.put(
+            self.inside,
+            drawn.replace(" learned</span>", " written</span>").replace(", learned", ", written"),
+        )  # In tokens spaces are dots
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
-        return {'application/vnd.jupyter.widget-view+json': view, 'text/html': str(chat_html(self.state)), 'text/plain': f'ChatCompare: {len(self.state.turns)} turns'}
+        return {
+            "application/vnd.jupyter.widget-view+json": view,
+            "text/html": str(chat_html(self.state)),
+            "text/plain": f"ChatCompare: {len(self.state.turns)} turns",
+        }

@@ -26,166 +26,252 @@ from .form import Field, close_all, notebook, show_text, widgets
 # Charts that stand side by side, and whose words can still be read on a phone
 CHART: dict[str, Any] = dict(width=360, height=220)
 
+
 class Explorer:
     "Knobs, what follows from them, and a picture of it."
-    heavy: ClassVar[bool] = False # True: computed when a button is pressed, not at each turn
-    view: Any = None # The `View` that shows it
 
-    def compute(self) -> Any: # Whatever `html` draws
+    heavy: ClassVar[bool] = False  # True: computed when a button is pressed, not at each turn
+    view: Any = None  # The `View` that shows it
+
+    def compute(self) -> Any:  # Whatever `html` draws
         "What the knobs imply, without any page."
-        raise NotImplementedError(f'{type(self).__name__} needs compute()')
+        raise NotImplementedError(f"{type(self).__name__} needs compute()")
 
     def html(self, values: Any) -> str:
         "What `compute` found, as HTML or SVG."
-        raise NotImplementedError(f'{type(self).__name__} needs html(values)')
+        raise NotImplementedError(f"{type(self).__name__} needs html(values)")
 
-    def limits(self) -> Mapping[str, tuple[float, float] | Sequence]: # Name of a knob -> (low, high), or a list of choices
+    def limits(
+        self,
+    ) -> Mapping[
+        str, tuple[float, float] | Sequence
+    ]:  # Name of a knob -> (low, high), or a list of choices
         "Limits that depend on what is looked at: a model has so many layers."
         return {}
 
-    def __post_init__(self): self.check()
+    def __post_init__(self):
+        self.check()
 
     def knobs(self) -> list[Knob]:
         "What can be turned, each with its present value and its limits."
         given, found = self.limits(), []
         for k in knobs(self):
             limit = given.get(k.name)
-            if isinstance(limit, tuple) and len(limit) == 2 and not any(isinstance(x, str) for x in limit): k = k._replace(low=limit[0], high=limit[1])
-            elif limit is not None: k = k._replace(choices=tuple(limit))
-            if k.doc: found.append(k)
+            if (
+                isinstance(limit, tuple)
+                and len(limit) == 2
+                and not any(isinstance(x, str) for x in limit)
+            ):
+                k = k._replace(low=limit[0], high=limit[1])
+            elif limit is not None:
+                k = k._replace(choices=tuple(limit))
+            if k.doc:
+                found.append(k)
         return found
 
-    def check(self) -> None: # Raises `ConfigError` with every problem at once
+    def check(self) -> None:  # Raises `ConfigError` with every problem at once
         "Whether all knobs hold what they may."
         check_config(self)
         wrong = []
         for k in self.knobs():
-            if k.choices and k.value not in k.choices: wrong.append(Problem(k.name, k.value, f"must be one of {', '.join(map(repr, k.choices))} ({k.doc})"))
-            elif isinstance(k.value, (int, float)) and not (k.low is None or k.high is None or k.low <= k.value <= k.high):
-                wrong.append(Problem(k.name, k.value, f'must be ≥ {k.low:g} and ≤ {k.high:g} ({k.doc})'))
-        if wrong: raise ConfigError(wrong, type(self).__name__)
+            if k.choices and k.value not in k.choices:
+                wrong.append(
+                    Problem(
+                        k.name,
+                        k.value,
+                        f"must be one of {', '.join(map(repr, k.choices))} ({k.doc})",
+                    )
+                )
+            elif isinstance(k.value, (int, float)) and not (
+                k.low is None or k.high is None or k.low <= k.value <= k.high
+            ):
+                wrong.append(
+                    Problem(k.name, k.value, f"must be ≥ {k.low:g} and ≤ {k.high:g} ({k.doc})")
+                )
+        if wrong:
+            raise ConfigError(wrong, type(self).__name__)
 
-    def set(self, **values: Any) -> 'Explorer': # Raises `ConfigError`, and then nothing has changed
+    def set(
+        self, **values: Any
+    ) -> "Explorer":  # Raises `ConfigError`, and then nothing has changed
         "Turn knobs."
         trial = copy.copy(self)
         trial.__dict__.update(values)
         trial.check()
         self.__dict__.update({k.name: k.value for k in trial.knobs()})
-        if self.view is not None: self.view.follow()
+        if self.view is not None:
+            self.view.follow()
         return self
 
-    def picture(self) -> str: return self.html(self.compute())
+    def picture(self) -> str:
+        return self.html(self.compute())
 
-    def _repr_html_(self) -> str: return static(self)
+    def _repr_html_(self) -> str:
+        return static(self)
 
     def show(self) -> None:
         "Put knobs and picture on the page; the picture alone where there is no kernel or no ipywidgets."
         display = notebook().display
-        shell = sys.modules['IPython'].get_ipython()
-        view, why = None, ''
-        if getattr(shell, 'kernel', None) is not None:
-            try: view = ExplorerView(self)
-            except ImportError as error: why = notice(str(error), '#6e7781', 'note')
+        shell = sys.modules["IPython"].get_ipython()
+        view, why = None, ""
+        if getattr(shell, "kernel", None) is not None:
+            try:
+                view = ExplorerView(self)
+            except ImportError as error:
+                why = notice(str(error), "#6e7781", "note")
         if view is None:
             display(Picture(static(self) + why))
             return
         _keep(view, shell)
         model = dict(version_major=2, version_minor=0, model_id=view.widget.model_id)
-        display({'application/vnd.jupyter.widget-view+json': model, 'text/html': view.page(), 'text/plain': repr(type(self).__name__)}, raw=True)
+        display(
+            {
+                "application/vnd.jupyter.widget-view+json": model,
+                "text/html": view.page(),
+                "text/plain": repr(type(self).__name__),
+            },
+            raw=True,
+        )
 
 # %% ../../nbs/12_widgets/06_explorer.ipynb #effd76e8
 def standing(
     explorer: Explorer,
-) -> str: # HTML
+) -> str:  # HTML
     "How the knobs stand, in a line."
-    short = lambda text: text if len(text) <= 60 else text[:59] + '…'
-    each = (f'<span title="{escape(k.doc)}" style="white-space:nowrap;max-width:100%;overflow:hidden;text-overflow:ellipsis">{escape(_label(k))} '
-            f'<b>{escape(short(show_text(k.value)) or "–")}</b></span>' for k in explorer.knobs())
-    return ('<div style="display:flex;flex-wrap:wrap;gap:2px 16px;font:13px/1.6 system-ui,sans-serif;margin:0 0 8px;'
-            f'font-variant-numeric:tabular-nums">{"".join(each)}</div>')
+    short = lambda text: text if len(text) <= 60 else text[:59] + "…"
+    each = (
+        f'<span title="{escape(k.doc)}" style="white-space:nowrap;max-width:100%;overflow:hidden;text-overflow:ellipsis">{escape(_label(k))} '
+        f"<b>{escape(short(show_text(k.value)) or '–')}</b></span>"
+        for k in explorer.knobs()
+    )
+    return (
+        '<div style="display:flex;flex-wrap:wrap;gap:2px 16px;font:13px/1.6 system-ui,sans-serif;margin:0 0 8px;'
+        f'font-variant-numeric:tabular-nums">{"".join(each)}</div>'
+    )
+
 
 def static(
     explorer: Explorer,
-) -> str: # HTML
+) -> str:  # HTML
     "An explorer for those who have no kernel."
-    try: inner = explorer.picture()
-    except Exception as error: inner = notice(str(error) or type(error).__name__)
+    try:
+        inner = explorer.picture()
+    except Exception as error:
+        inner = notice(str(error) or type(error).__name__)
     return f'<div role="group" {PLAIN} aria-label="{escape(type(explorer).__name__)}">{standing(explorer)}{inner}</div>'
 
-def _label(k: Knob) -> str: return k.name.replace('_', ' ')
+
+def _label(k: Knob) -> str:
+    return k.name.replace("_", " ")
 
 # %% ../../nbs/12_widgets/06_explorer.ipynb #693f2058
 NOTCHES = 200
 
+
 def notch_value(
-    notch: int, # From 0 to NOTCHES
+    notch: int,  # From 0 to NOTCHES
     low: float,
     high: float,
-) -> float: # To three digits; on a logarithmic scale where the limits are far apart
+) -> float:  # To three digits; on a logarithmic scale where the limits are far apart
     "The value that a slider of a fraction stands for."
-    if notch in (0, NOTCHES): return float(high if notch else low)
-    far = low > 0 and high/low >= 100
-    return float(f'{low*(high/low)**(notch/NOTCHES) if far else low + (high - low)*notch/NOTCHES:.3g}')
+    if notch in (0, NOTCHES):
+        return float(high if notch else low)
+    far = low > 0 and high / low >= 100
+    return float(
+        f"{low * (high / low) ** (notch / NOTCHES) if far else low + (high - low) * notch / NOTCHES:.3g}"
+    )
+
 
 def value_notch(
     value: float,
     low: float,
     high: float,
-) -> int: # The nearest notch
+) -> int:  # The nearest notch
     "Where the slider stands for a value."
     return min(range(NOTCHES + 1), key=lambda n: abs(notch_value(n, low, high) - value))
 
+
 class ExplorerControl(Field):
     "A knob of an explorer: the field of a form, with a slider where there is a range, or several lines for a text."
+
     def __init__(self, knob: Knob, changed: Any):
         W = widgets()
         super().__init__(knob.name, knob, knob.value, changed, _label(knob))
         self.slider, self.whole = None, knob.type is int
-        self.widget.style.description_width = '130px'
-        self.raw = knob.type is str and not knob.choices # As it stands, with the spaces around it
+        self.widget.style.description_width = "130px"
+        self.raw = knob.type is str and not knob.choices  # As it stands, with the spaces around it
         if self.raw and len(knob.value) > 30:
             close_all(self.widget)
-            self.widget = W.Textarea(value=knob.value, description=_label(knob), rows=2, layout=W.Layout(width='98%'), style=dict(description_width='130px'))
-            self.widget.observe(self._on, names='value')
-            self.box.layout.grid_area = 'auto / 1 / auto / -1' # The whole row; `grid_column` is undone by an empty `grid_area`
-        elif knob.type in (int, float) and not knob.choices and knob.low is not None and knob.high is not None:
+            self.widget = W.Textarea(
+                value=knob.value,
+                description=_label(knob),
+                rows=2,
+                layout=W.Layout(width="98%"),
+                style=dict(description_width="130px"),
+            )
+            self.widget.observe(self._on, names="value")
+            self.box.layout.grid_area = "auto / 1 / auto / -1"  # The whole row; `grid_column` is undone by an empty `grid_area`
+        elif (
+            knob.type in (int, float)
+            and not knob.choices
+            and knob.low is not None
+            and knob.high is not None
+        ):
             low, high = (int(knob.low), int(knob.high)) if self.whole else (0, NOTCHES)
-            self.slider = W.IntSlider(min=low, max=high, readout=False, layout=W.Layout(flex='1 1 110px', width='auto', min_width='90px'))
-            self.widget.layout.width, self.widget.layout.flex = 'auto', '0 1 215px'
-            self.widget.layout.min_width = '190px'
+            self.slider = W.IntSlider(
+                min=low,
+                max=high,
+                readout=False,
+                layout=W.Layout(flex="1 1 110px", width="auto", min_width="90px"),
+            )
+            self.widget.layout.width, self.widget.layout.flex = "auto", "0 1 215px"
+            self.widget.layout.min_width = "190px"
             self._follow(knob.value)
-            self.slider.observe(self._slid, names='value')
-        row = W.HBox([self.widget] + [self.slider]*(self.slider is not None), layout=W.Layout(width='100%', align_items='center'))
+            self.slider.observe(self._slid, names="value")
+        row = W.HBox(
+            [self.widget] + [self.slider] * (self.slider is not None),
+            layout=W.Layout(width="100%", align_items="center"),
+        )
         self.box.children = [row, self.wrong]
 
     def _on(self, change):
-        if self.raw: return None if self.quiet else self.changed(self.path, change['new'])
+        if self.raw:
+            return None if self.quiet else self.changed(self.path, change["new"])
         if not self.quiet and self.slider is not None:
-            try: self._follow(float(change['new']))
-            except ValueError: pass # Said below the field
+            try:
+                self._follow(float(change["new"]))
+            except ValueError:
+                pass  # Said below the field
         return super()._on(change)
 
     def _follow(self, value: float):
         "The slider goes where the field is."
         k, was = self.knob, self.quiet
-        if self.slider is None or k.low is None or k.high is None or not math.isfinite(value): return
+        if self.slider is None or k.low is None or k.high is None or not math.isfinite(value):
+            return
         value, self.quiet = min(max(value, k.low), k.high), True
-        try: self.slider.value = round(value) if self.whole else value_notch(value, k.low, k.high)
-        finally: self.quiet = was
+        try:
+            self.slider.value = round(value) if self.whole else value_notch(value, k.low, k.high)
+        finally:
+            self.quiet = was
 
     def follow(self, k: Knob):
         "Take the limits and the value that the knob has now."
         self.knob, was, self.quiet = k, self.quiet, True
         try:
             if self.slider is not None and self.whole and k.low is not None and k.high is not None:
-                if (high := int(k.high)) != self.slider.max: self.slider.max = max(high, self.slider.min)
-                if (low := int(k.low)) != self.slider.min: self.slider.min = min(low, self.slider.max)
-        finally: self.quiet = was
+                if (high := int(k.high)) != self.slider.max:
+                    self.slider.max = max(high, self.slider.min)
+                if (low := int(k.low)) != self.slider.min:
+                    self.slider.min = min(low, self.slider.max)
+        finally:
+            self.quiet = was
 
     def _slid(self, change):
-        if self.quiet: return
+        if self.quiet:
+            return
         k = self.knob
-        value = change['new'] if self.whole else notch_value(change['new'], k.low, k.high) # type: ignore
+        value = change["new"] if self.whole else notch_value(change["new"], k.low, k.high)  # type: ignore
         super().show(value)
         self.changed(self.path, value)
 
@@ -194,13 +280,16 @@ class ExplorerControl(Field):
         self.quiet = True
         try:
             self.widget.value = show_text(value) if self.text and not self.raw else value
-            if self.slider is not None: self._follow(float(value))
-        finally: self.quiet = False
+            if self.slider is not None:
+                self._follow(float(value))
+        finally:
+            self.quiet = False
 
 # %% ../../nbs/12_widgets/06_explorer.ipynb #45628f62
 class ExplorerView:
     "An explorer on a page: controls, the reason when something is wrong, the picture."
-    every = 0.2 # Seconds between two drawings
+
+    every = 0.2  # Seconds between two drawings
 
     def __init__(self, explorer: Explorer):
         W = widgets()
@@ -209,40 +298,72 @@ class ExplorerView:
         self.values = {k.name: k.value for k in explorer.knobs()}
         self.controls = {k.name: ExplorerControl(k, self.change) for k in explorer.knobs()}
         self.alert, self.picture = W.HTML(), W.HTML()
-        self.button = W.Button(description='Compute', icon='play', button_style='primary', tooltip='Compute and draw', layout=W.Layout(width='120px'))
-        self.button.layout.display = None if explorer.heavy else 'none'
+        self.button = W.Button(
+            description="Compute",
+            icon="play",
+            button_style="primary",
+            tooltip="Compute and draw",
+            layout=W.Layout(width="120px"),
+        )
+        self.button.layout.display = None if explorer.heavy else "none"
         self.button.on_click(lambda _: self.draw())
-        wide = W.Layout(display='grid', grid_template_columns='repeat(auto-fill, minmax(min(100%, 340px), 1fr))', width='100%', grid_gap='2px 20px')
-        look = W.HTML('<style>.trainkit-picture.widget-html { margin: 0 } .trainkit-picture > .widget-html-content { min-width: 0 }</style>', layout=W.Layout(display='none')) # A wide table scrolls in itself
-        self.widget = W.VBox([W.Box([c.box for c in self.controls.values()], layout=wide), self.button, self.alert, look, self.picture.add_class('trainkit-picture')])
-        self.picture.layout.width = '100%'
+        wide = W.Layout(
+            display="grid",
+            grid_template_columns="repeat(auto-fill, minmax(min(100%, 340px), 1fr))",
+            width="100%",
+            grid_gap="2px 20px",
+        )
+        look = W.HTML(
+            "<style>.trainkit-picture.widget-html { margin: 0 } .trainkit-picture > .widget-html-content { min-width: 0 }</style>",
+            layout=W.Layout(display="none"),
+        )  # A wide table scrolls in itself
+        self.widget = W.VBox(
+            [
+                W.Box([c.box for c in self.controls.values()], layout=wide),
+                self.button,
+                self.alert,
+                look,
+                self.picture.add_class("trainkit-picture"),
+            ]
+        )
+        self.picture.layout.width = "100%"
         explorer.view = self
-        if explorer.heavy: self.say('Press Compute: this takes a moment.')
-        else: self.draw()
+        if explorer.heavy:
+            self.say("Press Compute: this takes a moment.")
+        else:
+            self.draw()
 
     def change(
         self,
-        name: str, # Of a knob
-        value: Any, # Perhaps a wrong one
+        name: str,  # Of a knob
+        value: Any,  # Perhaps a wrong one
     ) -> None:
         "A control was moved."
         self.values[name] = value
         why: dict[str, str] = {}
-        try: self.explorer.set(**self.values)
-        except ConfigError as error: why = {p.path: p.remedy for p in error.problems}
-        for path, control in self.controls.items(): control.complain(why.get(path, ''))
+        try:
+            self.explorer.set(**self.values)
+        except ConfigError as error:
+            why = {p.path: p.remedy for p in error.problems}
+        for path, control in self.controls.items():
+            control.complain(why.get(path, ""))
 
     def follow(self) -> None:
         "The explorer was turned: move the controls that stand elsewhere, and draw."
         for k in self.explorer.knobs():
             self.controls[k.name].follow(k)
-            if self.values[k.name] != k.value: self.controls[k.name].show(k.value)
+            if self.values[k.name] != k.value:
+                self.controls[k.name].show(k.value)
             self.values[k.name] = k.value
-        if self.explorer.heavy: return self.say('The picture is older than the knobs: press Compute.')
+        if self.explorer.heavy:
+            return self.say("The picture is older than the knobs: press Compute.")
         wait = self.last + self.every - time.monotonic()
-        if wait <= 0: return self.draw()
-        if self.waiting is not None: return None
-        try: self.waiting = asyncio.get_running_loop().call_later(wait, self.draw)
+        if wait <= 0:
+            return self.draw()
+        if self.waiting is not None:
+            return None
+        try:
+            self.waiting = asyncio.get_running_loop().call_later(wait, self.draw)
         except RuntimeError:
             self.waiting = threading.Timer(wait, self.draw)
             self.waiting.daemon = True
@@ -251,38 +372,53 @@ class ExplorerView:
     def draw(self) -> None:
         "Compute and draw now; what goes wrong is said, and the last picture stays."
         with self.lock:
-            if self.closed: return
-            if self.waiting is not None: self.waiting.cancel()
+            if self.closed:
+                return
+            if self.waiting is not None:
+                self.waiting.cancel()
             self.waiting = None
-            if self.explorer.heavy: self.say('Computing …')
-            try: picture = self.explorer.picture()
-            except Exception as error: self.alert.value = notice(str(error) or type(error).__name__)
-            else: self.alert.value, self.picture.value = '', str(picture)
+            if self.explorer.heavy:
+                self.say("Computing …")
+            try:
+                picture = self.explorer.picture()
+            except Exception as error:
+                self.alert.value = notice(str(error) or type(error).__name__)
+            else:
+                self.alert.value, self.picture.value = "", str(picture)
             self.last = time.monotonic()
 
-    def say(self, text: str) -> None: self.alert.value = notice(text, '#6e7781', 'status')
+    def say(self, text: str) -> None:
+        self.alert.value = notice(text, "#6e7781", "status")
 
-    def page(self) -> str: # HTML
+    def page(self) -> str:  # HTML
         "What a saved notebook shows."
         return f'<div role="group" {PLAIN} aria-label="{escape(type(self.explorer).__name__)}">{standing(self.explorer)}{self.alert.value}{self.picture.value}</div>'
 
     def close(self) -> None:
         "Take it away with all its widgets."
         with self.lock:
-            if self.waiting is not None: self.waiting.cancel()
+            if self.waiting is not None:
+                self.waiting.cancel()
             self.closed = True
-            if self.explorer.view is self: self.explorer.view = None
-            for control in self.controls.values(): close_all(control.box)
+            if self.explorer.view is self:
+                self.explorer.view = None
+            for control in self.controls.values():
+                close_all(control.box)
             close_all(self.widget)
 
-_shown: dict[str, tuple[int, list[ExplorerView]]] = {} # Cell -> (which run of it, its views)
+
+_shown: dict[str, tuple[int, list[ExplorerView]]] = {}  # Cell -> (which run of it, its views)
+
 
 def _keep(view: ExplorerView, shell: Any) -> None:
     "Close what an earlier run of the same cell has put on the page."
-    try: cell = str(shell.get_parent()['metadata']['cellId'])
-    except Exception: return # This kernel does not say which cell runs
+    try:
+        cell = str(shell.get_parent()["metadata"]["cellId"])
+    except Exception:
+        return  # This kernel does not say which cell runs
     run, views = _shown.get(cell, (0, []))
     if run != shell.execution_count:
-        for old in views: old.close()
+        for old in views:
+            old.close()
         views = []
     _shown[cell] = shell.execution_count, [*views, view]

@@ -28,81 +28,107 @@ from ..config import save_config, split_list, to_dict
 from ..display import notice
 
 # %% ../../nbs/12_widgets/05_form.ipynb #38a07bf5
-STILL = ('<style>.jp-OutputArea:has(.jupyter-widgets) .trainkit-still,.output:has(.jupyter-widgets) .trainkit-still'
-         '{display:none}.trainkit-page.trainkit-page.trainkit-page :focus-visible{outline:2px solid #1f77c9!important;outline-offset:1px}</style>'
-         '<div class="trainkit-still">%s</div>')
+STILL = (
+    "<style>.jp-OutputArea:has(.jupyter-widgets) .trainkit-still,.output:has(.jupyter-widgets) .trainkit-still"
+    "{display:none}.trainkit-page.trainkit-page.trainkit-page :focus-visible{outline:2px solid #1f77c9!important;outline-offset:1px}</style>"
+    '<div class="trainkit-still">%s</div>'
+)
+
 
 class Page:
     "The buttons, errors, and end of a widget."
-    pages: dict[str, 'Page'] = {} # Cell or name -> what is there
-    key: str # Under which it is there
+
+    pages: dict[str, "Page"] = {}  # Cell or name -> what is there
+    key: str  # Under which it is there
 
     def __init__(
         self,
-        html: Callable[[], str], # Draws what is to be seen without a kernel
-        key: str = '', # A page with the same key is closed; empty: those of an earlier run of the same cell
-        closing: Callable[[], Any] | None = None, # Called before it is closed
+        html: Callable[[], str],  # Draws what is to be seen without a kernel
+        key: str = "",  # A page with the same key is closed; empty: those of an earlier run of the same cell
+        closing: Callable[[], Any] | None = None,  # Called before it is closed
     ):
         self.html, self.closing, self.closed, self.handle = html, closing, False, None
         take_place(self, self.pages, key, str(id(self)))
         self.lock, self.worker = threading.RLock(), None
         W = widgets()
-        self.alert, self.widget = W.HTML(), W.VBox([]).add_class('trainkit-page')
+        self.alert, self.widget = W.HTML(), W.VBox([]).add_class("trainkit-page")
 
     def button(
         self,
         word: str,
-        icon: str, # A name of Font Awesome 4
+        icon: str,  # A name of Font Awesome 4
         tip: str,
         do: Callable[[], Any],
-        style: str = '', # 'success', 'danger', …
-        width: str = '110px',
+        style: str = "",  # 'success', 'danger', …
+        width: str = "110px",
     ) -> Any:
         "A button that shows what it raises."
         W = widgets()
-        made = W.Button(description=word, icon=icon, tooltip=tip, button_style=style, layout=W.Layout(width=width))
+        made = W.Button(
+            description=word,
+            icon=icon,
+            tooltip=tip,
+            button_style=style,
+            layout=W.Layout(width=width),
+        )
         made.on_click(lambda _: self.guarded(do))
         return made
 
     def row(self, *children: Any) -> Any:
         "Widgets beside each other, on several lines where the page is narrow."
         W = widgets()
-        return W.HBox(children, layout=W.Layout(flex_flow='row wrap', align_items='center'))
+        return W.HBox(children, layout=W.Layout(flex_flow="row wrap", align_items="center"))
 
     def fill(self, *children: Any):
         "Put these on the page, and a place for errors below them."
         self.widget.children = [*children, self.alert]
 
-    def put(self, widget: Any, value: Any, name: str = 'value'):
+    def put(self, widget: Any, value: Any, name: str = "value"):
         "Change a widget, if it is still there and differs."
         with self.lock:
-            if not self.closed and getattr(widget, name) != value: setattr(widget, name, value)
+            if not self.closed and getattr(widget, name) != value:
+                setattr(widget, name, value)
 
-    def guarded(self, do: Callable[[], Any]) -> Any: # None where it failed
+    def guarded(self, do: Callable[[], Any]) -> Any:  # None where it failed
         "Do something, and show what it raises."
-        self.put(self.alert, '')
-        try: return do()
+        self.put(self.alert, "")
+        try:
+            return do()
         except Exception as error:
             plain = isinstance(error, (ValueError, OSError, ImportError, LookupError))
-            self.put(self.alert, notice(str(error) if plain else ''.join(traceback.format_exception_only(error)).strip()))
+            self.put(
+                self.alert,
+                notice(
+                    str(error) if plain else "".join(traceback.format_exception_only(error)).strip()
+                ),
+            )
             return None
 
-    def background(self, do: Callable[[], Any]) -> bool: # False while something else is being done
+    def background(self, do: Callable[[], Any]) -> bool:  # False while something else is being done
         "Do something that takes long, while the page stays alive."
         with self.lock:
-            if self.closed or (self.worker is not None and self.worker.is_alive()): return False
-            self.worker = threading.Thread(target=self.guarded, args=(do,), name='trainkit-page', daemon=True)
+            if self.closed or (self.worker is not None and self.worker.is_alive()):
+                return False
+            self.worker = threading.Thread(
+                target=self.guarded, args=(do,), name="trainkit-page", daemon=True
+            )
             self.worker.start()
             return True
 
     def wait(self, seconds: float | None = None):
         "Until what is done in the background is over."
-        if self.worker is not None and self.worker is not threading.current_thread(): self.worker.join(seconds)
+        if self.worker is not None and self.worker is not threading.current_thread():
+            self.worker.join(seconds)
 
     def show(self) -> None:
         "Put it into the notebook."
         page = notebook()
-        bundle = {'application/vnd.jupyter.widget-view+json': dict(version_major=2, version_minor=0, model_id=self.widget.model_id), 'text/plain': ''}
+        bundle = {
+            "application/vnd.jupyter.widget-view+json": dict(
+                version_major=2, version_minor=0, model_id=self.widget.model_id
+            ),
+            "text/plain": "",
+        }
         page.display(bundle, raw=True)
         self.handle = page.display(page.HTML(STILL % self.html()), display_id=True)
 
@@ -113,107 +139,149 @@ class Page:
 
     def close(self):
         "Take it away, with all that belongs to it; what was seen stays in the notebook."
-        if self.closed: return
-        if self.closing is not None: self.closing()
+        if self.closed:
+            return
+        if self.closing is not None:
+            self.closing()
         self.settle()
         with self.lock:
             self.closed = True
             close_all(self.widget)
-        if self.pages.get(self.key) is self: del self.pages[self.key]
+        if self.pages.get(self.key) is self:
+            del self.pages[self.key]
 
 # %% ../../nbs/12_widgets/05_form.ipynb #bd2c6e44
 def config_fields(
-    config: Any, # An instance of a config class
-    path: str = '',
-) -> dict[str, Knob]: # Dotted name -> the knob, with its present value
+    config: Any,  # An instance of a config class
+    path: str = "",
+) -> dict[str, Knob]:  # Dotted name -> the knob, with its present value
     "All knobs of a config and of its groups, in the order in which they are declared."
     found = {}
     for k in knobs(config):
-        if dataclasses.is_dataclass(k.value): found |= config_fields(k.value, f'{path}{k.name}.')
-        else: found[f'{path}{k.name}'] = k
+        if dataclasses.is_dataclass(k.value):
+            found |= config_fields(k.value, f"{path}{k.name}.")
+        else:
+            found[f"{path}{k.name}"] = k
     return found
 
+
 def nested(
-    flat: Mapping[str, Any], # Dotted name -> value
+    flat: Mapping[str, Any],  # Dotted name -> value
 ) -> dict:
     "The tree that dotted names describe."
     tree: dict[str, Any] = {}
     for path, value in flat.items():
-        *groups, name = path.split('.')
+        *groups, name = path.split(".")
         here = tree
-        for group in groups: here = here.setdefault(group, {})
+        for group in groups:
+            here = here.setdefault(group, {})
         here[name] = value
     return tree
 
 # %% ../../nbs/12_widgets/05_form.ipynb #b3d983a6
-def _kinds(kind: Any) -> tuple: return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+def _kinds(kind: Any) -> tuple:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
 
 def read_value(
-    text: str, # What stands in a field
-    kind: Any, # The declared type of the knob
-) -> Any: # The value; the text itself where it cannot be read, so that the config says what is wrong with it
+    text: str,  # What stands in a field
+    kind: Any,  # The declared type of the knob
+) -> Any:  # The value; the text itself where it cannot be read, so that the config says what is wrong with it
     "What somebody has typed, as a value."
     kinds, text = _kinds(kind), text.strip()
-    if not text and type(None) in kinds: return None
-    if str in kinds: return text
-    if any(get_origin(k) is list or k is list for k in kinds) and not text.startswith('['):
+    if not text and type(None) in kinds:
+        return None
+    if str in kinds:
+        return text
+    if any(get_origin(k) is list or k is list for k in kinds) and not text.startswith("["):
         return [part for part in split_list(text) if part]
-    try: return parse_config(f'value: {text}')[0]['value']
-    except (ConfigError, KeyError): return text
+    try:
+        return parse_config(f"value: {text}")[0]["value"]
+    except (ConfigError, KeyError):
+        return text
+
 
 def show_text(
-    value: Any, # Of a knob
-) -> str: # What `read_text` reads back
+    value: Any,  # Of a knob
+) -> str:  # What `read_text` reads back
     "A value as one would type it."
-    if value is None: return ''
-    if isinstance(value, float): return f'{value:.12g}' if float(f'{value:.12g}') == value else repr(value)
-    if isinstance(value, (list, tuple)) and all(isinstance(v, str) and v and ',' not in v and v == v.strip() for v in value): return ', '.join(value)
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.12g}" if float(f"{value:.12g}") == value else repr(value)
+    if isinstance(value, (list, tuple)) and all(
+        isinstance(v, str) and v and "," not in v and v == v.strip() for v in value
+    ):
+        return ", ".join(value)
     return str(value)
 
 # %% ../../nbs/12_widgets/05_form.ipynb #21e98d00
 def widgets() -> Any:
     "The library of widgets, or what to do where it is missing."
-    try: import ipywidgets
-    except ImportError: raise ImportError("The panel needs ipywidgets: pip install 'trainkit-llm[lab]'") from None
+    try:
+        import ipywidgets
+    except ImportError:
+        raise ImportError("The panel needs ipywidgets: pip install 'trainkit-llm[lab]'") from None
     return ipywidgets
+
 
 def notebook() -> Any:
     "IPython's module that shows things in a notebook, or what to do where it is missing."
-    try: import IPython.display
-    except ImportError: raise ImportError("It is shown in a notebook, which needs IPython: pip install 'trainkit-llm[lab]'") from None
+    try:
+        import IPython.display
+    except ImportError:
+        raise ImportError(
+            "It is shown in a notebook, which needs IPython: pip install 'trainkit-llm[lab]'"
+        ) from None
     return IPython.display
+
 
 def close_all(
     widget: Any,
 ) -> None:
     "Close a widget and all that belongs to it: children, layouts, styles, which `close` alone leaves behind."
-    for child in getattr(widget, 'children', ()): close_all(child)
-    for name in ('layout', 'style'):
-        if hasattr(part := getattr(widget, name, None), 'close'): part.close() # type: ignore
+    for child in getattr(widget, "children", ()):
+        close_all(child)
+    for name in ("layout", "style"):
+        if hasattr(part := getattr(widget, name, None), "close"):
+            part.close()  # type: ignore
     widget.close()
 
-def _this_cell() -> tuple[str, int]: # Its id, '' where the kernel does not say; the number of this run of it
+
+def _this_cell() -> tuple[
+    str, int
+]:  # Its id, '' where the kernel does not say; the number of this run of it
     "Which cell is running, as far as that can be known."
-    shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    try: return str(shell.get_parent()['metadata']['cellId']), shell.execution_count # type: ignore
-    except Exception: return '', 0
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    try:
+        return str(shell.get_parent()["metadata"]["cellId"]), shell.execution_count  # type: ignore
+    except Exception:
+        return "", 0
+
 
 def take_place(
-    thing: Any, # Gets `key` and `cell`; has `close()`
-    there: dict[str, Any], # Key -> what is on the page; those whose place `thing` takes are closed
-    key: str, # A name of its own; empty: what an earlier run of the same cell has made gives way
-    name: str, # Where the cell is not known
+    thing: Any,  # Gets `key` and `cell`; has `close()`
+    there: dict[str, Any],  # Key -> what is on the page; those whose place `thing` takes are closed
+    key: str,  # A name of its own; empty: what an earlier run of the same cell has made gives way
+    name: str,  # Where the cell is not known
 ) -> None:
     "One on the page and not two; a cell may make several in one run."
-    cell, run = ('', 0) if key else _this_cell()
-    old = [there.get(key or name)] if not cell else [o for o in there.values() if o.cell[0] == cell and o.cell[1] != run]
+    cell, run = ("", 0) if key else _this_cell()
+    old = (
+        [there.get(key or name)]
+        if not cell
+        else [o for o in there.values() if o.cell[0] == cell and o.cell[1] != run]
+    )
     for one in old:
-        if one is not None: one.close()
-    thing.cell, thing.key = (cell, run), key or (f'{cell} {run} {id(thing)}' if cell else name)
+        if one is not None:
+            one.close()
+    thing.cell, thing.key = (cell, run), key or (f"{cell} {run} {id(thing)}" if cell else name)
     there[thing.key] = thing
 
-def _tip(doc: str) -> dict[str, str]: # ipywidgets 8 and 7
-    return {'tooltip' if hasattr(widgets().Text, 'tooltip') else 'description_tooltip': doc}
+
+def _tip(doc: str) -> dict[str, str]:  # ipywidgets 8 and 7
+    return {"tooltip" if hasattr(widgets().Text, "tooltip") else "description_tooltip": doc}
+
 
 _LOOK = """<style>
 .trainkit-form { container-type: inline-size }
@@ -226,147 +294,252 @@ _LOOK = """<style>
 .trainkit-form.trainkit-form.trainkit-form :focus-visible { outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
 
+
 class Field:
     "One knob: a widget, and below it what is wrong."
-    def __init__(self, path: str, knob: Knob, value: Any, changed: Callable[[str, Any], None], label: str = ''):
+
+    def __init__(
+        self,
+        path: str,
+        knob: Knob,
+        value: Any,
+        changed: Callable[[str, Any], None],
+        label: str = "",
+    ):
         W = widgets()
         self.path, self.knob, self.changed, self.quiet = path, knob, changed, False
-        more = dict(description=label or path.rsplit('.', 1)[-1], style=dict(description_width='190px'), layout=W.Layout(width='98%'), **_tip(knob.doc))
+        more = dict(
+            description=label or path.rsplit(".", 1)[-1],
+            style=dict(description_width="190px"),
+            layout=W.Layout(width="98%"),
+            **_tip(knob.doc),
+        )
         kinds = _kinds(knob.type)
-        optional = [('unset', None)] if type(None) in kinds else []
-        if knob.choices: self.widget = W.Dropdown(options=optional + [(str(c), c) for c in knob.choices], value=value, **more)
-        elif optional and bool in kinds: self.widget = W.Dropdown(options=[*optional, ('true', True), ('false', False)], value=value, **more)
-        elif knob.type is bool: self.widget = W.Checkbox(value=value, **more)
-        else: self.widget = W.Text(value=show_text(value), placeholder='unset' if optional else '', **more)
+        optional = [("unset", None)] if type(None) in kinds else []
+        if knob.choices:
+            self.widget = W.Dropdown(
+                options=optional + [(str(c), c) for c in knob.choices], value=value, **more
+            )
+        elif optional and bool in kinds:
+            self.widget = W.Dropdown(
+                options=[*optional, ("true", True), ("false", False)], value=value, **more
+            )
+        elif knob.type is bool:
+            self.widget = W.Checkbox(value=value, **more)
+        else:
+            self.widget = W.Text(
+                value=show_text(value), placeholder="unset" if optional else "", **more
+            )
         self.text = isinstance(self.widget, W.Text)
-        self.wrong = W.HTML(layout=W.Layout(display='none', margin='0 0 4px 8px'))
-        self.box = W.VBox([self.widget, self.wrong], layout=W.Layout(min_width='0')).add_class('trainkit-knob')
-        self.widget.observe(self._on, names='value')
+        self.wrong = W.HTML(layout=W.Layout(display="none", margin="0 0 4px 8px"))
+        self.box = W.VBox([self.widget, self.wrong], layout=W.Layout(min_width="0")).add_class(
+            "trainkit-knob"
+        )
+        self.widget.observe(self._on, names="value")
 
     def _on(self, change):
-        if not self.quiet: self.changed(self.path, read_value(change['new'], self.knob.type) if self.text else change['new'])
+        if not self.quiet:
+            self.changed(
+                self.path, read_value(change["new"], self.knob.type) if self.text else change["new"]
+            )
 
     def show(self, value: Any):
         "Put a value into the field, as if it had always been there."
         self.quiet = True
-        try: self.widget.value = show_text(value) if self.text else value
-        finally: self.quiet = False
+        try:
+            self.widget.value = show_text(value) if self.text else value
+        finally:
+            self.quiet = False
 
     def complain(self, why: str):
         "Say what is wrong, or nothing."
-        text = f'<span role="alert" style="color:#cf222e;font-size:12px;line-height:1.4">{escape(why)}</span>' if why else ''
+        text = (
+            f'<span role="alert" style="color:#cf222e;font-size:12px;line-height:1.4">{escape(why)}</span>'
+            if why
+            else ""
+        )
         if self.wrong.value != text:
             self.wrong.value = text
-            self.wrong.layout.display = None if why else 'none'
+            self.wrong.layout.display = None if why else "none"
+
 
 class Form:
     "A config as fields."
 
     def __init__(
         self,
-        config: Any, # An instance of a config class
-        first: Sequence[str] = (), # Dotted names of the knobs in sight; empty: the first eight
-        presets: Mapping[str, Any] | None = None, # Name -> a config of the same class
-        changed: Callable[['Form'], Any] | None = None, # Called after each change
+        config: Any,  # An instance of a config class
+        first: Sequence[str] = (),  # Dotted names of the knobs in sight; empty: the first eight
+        presets: Mapping[str, Any] | None = None,  # Name -> a config of the same class
+        changed: Callable[["Form"], Any] | None = None,  # Called after each change
     ):
         W = widgets()
-        self.kind, self.knobs, self.tell = type(config), config_fields(config), changed or (lambda form: None)
+        self.kind, self.knobs, self.tell = (
+            type(config),
+            config_fields(config),
+            changed or (lambda form: None),
+        )
         self.first = list(first) or [*self.knobs][:8]
         for path in self.first:
-            if path not in self.knobs: raise ValueError(f"first: '{path}' is no knob of {self.kind.__name__}.{nearest(path, [*self.knobs])}")
+            if path not in self.knobs:
+                raise ValueError(
+                    f"first: '{path}' is no knob of {self.kind.__name__}.{nearest(path, [*self.knobs])}"
+                )
         self.presets = dict(presets or {})
         self.values = self._flat(config)
         self.fields: dict[str, Field] = {}
         self.problems: list[Any] = []
-        self.config: Any = config # The last one that was right
-        groups = list(dict.fromkeys(path.rpartition('.')[0] for path in self.knobs))
-        wide = W.Layout(display='grid', grid_template_columns='repeat(auto-fill, minmax(min(100%, 360px), 1fr))', width='100%', grid_gap='0 16px')
+        self.config: Any = config  # The last one that was right
+        groups = list(dict.fromkeys(path.rpartition(".")[0] for path in self.knobs))
+        wide = W.Layout(
+            display="grid",
+            grid_template_columns="repeat(auto-fill, minmax(min(100%, 360px), 1fr))",
+            width="100%",
+            grid_gap="0 16px",
+        )
         self.near = W.Box([self.field(path, clear=True).box for path in self.first], layout=wide)
-        self.preset = W.Dropdown(options=[('choose …', ''), *((n, n) for n in self.presets)], description='Preset', layout=W.Layout(width='240px'),
-                                 style=dict(description_width='60px'))
-        self.preset.layout.display = None if self.presets else 'none'
-        self.preset.observe(self._preset, names='value')
-        self.more = W.ToggleButton(description='More settings', icon='sliders', layout=W.Layout(width='150px'))
-        self.more.observe(self._more, names='value')
-        self.group = W.Dropdown(options=[(g or 'run', g) for g in groups], description='Group', layout=W.Layout(width='280px'), style=dict(description_width='60px'))
-        self.group.observe(self._more, names='value')
-        self.path = W.Text(value='config.yaml', description='File', layout=W.Layout(width='280px'), style=dict(description_width='60px'))
-        self.load, self.save = (W.Button(description=word, layout=W.Layout(width='80px')) for word in ('Load', 'Save'))
+        self.preset = W.Dropdown(
+            options=[("choose …", ""), *((n, n) for n in self.presets)],
+            description="Preset",
+            layout=W.Layout(width="240px"),
+            style=dict(description_width="60px"),
+        )
+        self.preset.layout.display = None if self.presets else "none"
+        self.preset.observe(self._preset, names="value")
+        self.more = W.ToggleButton(
+            description="More settings", icon="sliders", layout=W.Layout(width="150px")
+        )
+        self.more.observe(self._more, names="value")
+        self.group = W.Dropdown(
+            options=[(g or "run", g) for g in groups],
+            description="Group",
+            layout=W.Layout(width="280px"),
+            style=dict(description_width="60px"),
+        )
+        self.group.observe(self._more, names="value")
+        self.path = W.Text(
+            value="config.yaml",
+            description="File",
+            layout=W.Layout(width="280px"),
+            style=dict(description_width="60px"),
+        )
+        self.load, self.save = (
+            W.Button(description=word, layout=W.Layout(width="80px")) for word in ("Load", "Save")
+        )
         self.load.on_click(lambda _: self._file(self.load_file))
         self.save.on_click(lambda _: self._file(self.save_file))
         self.rest = W.Box([], layout=wide)
         self.said = W.HTML()
-        row = lambda *children: W.HBox(children, layout=W.Layout(flex_flow='row wrap', align_items='center'))
-        self.behind = W.VBox([row(self.group, self.path, self.load, self.save), self.rest], layout=W.Layout(display='none'))
-        self.widget = W.VBox([W.HTML(_LOOK, layout=W.Layout(display='none')), self.near, row(self.preset, self.more), self.behind, self.said]).add_class('trainkit-form')
+        row = lambda *children: W.HBox(
+            children, layout=W.Layout(flex_flow="row wrap", align_items="center")
+        )
+        self.behind = W.VBox(
+            [row(self.group, self.path, self.load, self.save), self.rest],
+            layout=W.Layout(display="none"),
+        )
+        self.widget = W.VBox(
+            [
+                W.HTML(_LOOK, layout=W.Layout(display="none")),
+                self.near,
+                row(self.preset, self.more),
+                self.behind,
+                self.said,
+            ]
+        ).add_class("trainkit-form")
 
     def _flat(self, config: Any) -> dict[str, Any]:
         tree, flat = to_dict(config), {}
         for path in config_fields(config):
             here: Any = tree
-            for name in path.split('.'): here = here[name]
+            for name in path.split("."):
+                here = here[name]
             flat[path] = here
         return flat
 
     def field(
         self,
-        path: str, # Dotted name
-        clear: bool = False, # Say the group too, where it is needed to understand the name
+        path: str,  # Dotted name
+        clear: bool = False,  # Say the group too, where it is needed to understand the name
     ) -> Field:
         "The field of a knob, made when it is first asked for."
-        if path not in self.knobs: raise KeyError(f"'{path}' is no knob of {self.kind.__name__}.{nearest(path, [*self.knobs])}")
+        if path not in self.knobs:
+            raise KeyError(
+                f"'{path}' is no knob of {self.kind.__name__}.{nearest(path, [*self.knobs])}"
+            )
         if path not in self.fields:
-            name = path.rsplit('.', 1)[-1]
-            label = path if clear and name in ('path', 'name', 'r', 'beta') and '.' in path else name
+            name = path.rsplit(".", 1)[-1]
+            label = (
+                path if clear and name in ("path", "name", "r", "beta") and "." in path else name
+            )
             self.fields[path] = Field(path, self.knobs[path], self.values[path], self.change, label)
         return self.fields[path]
 
     def change(
         self,
-        path: str, # Dotted name
-        value: Any, # Perhaps a wrong one
+        path: str,  # Dotted name
+        value: Any,  # Perhaps a wrong one
     ) -> None:
         "Take a new value, and say what is wrong with the whole."
         self.values[path] = value
         self.check()
         self.tell(self)
 
-    def check(self) -> list[Any]: # Problems
+    def check(self) -> list[Any]:  # Problems
         "Make the config, and show what it complains of."
-        try: self.config, self.problems = load_config(self.kind, nested(self.values)), []
-        except ConfigError as error: self.problems = error.problems
+        try:
+            self.config, self.problems = load_config(self.kind, nested(self.values)), []
+        except ConfigError as error:
+            self.problems = error.problems
         why: dict[str, str] = {}
-        for p in self.problems: why[p.path] = p.remedy
-        for path, field in self.fields.items(): field.complain(why.get(path, ''))
-        shown = {*self.first, *(p for p in self.fields if self.more.value and p.rpartition('.')[0] == self.group.value)}
-        self.report(''.join(f'{p}<br>' for p in map(escape, (str(p) for p in self.problems if p.path not in shown))))
+        for p in self.problems:
+            why[p.path] = p.remedy
+        for path, field in self.fields.items():
+            field.complain(why.get(path, ""))
+        shown = {
+            *self.first,
+            *(
+                p
+                for p in self.fields
+                if self.more.value and p.rpartition(".")[0] == self.group.value
+            ),
+        }
+        self.report(
+            "".join(
+                f"{p}<br>"
+                for p in map(escape, (str(p) for p in self.problems if p.path not in shown))
+            )
+        )
         return self.problems
 
     def report(self, html: str):
         "A line below the form."
-        self.said.value = f'<span role="alert" style="color:#cf222e;font-size:12px">{html}</span>' if html else ''
+        self.said.value = (
+            f'<span role="alert" style="color:#cf222e;font-size:12px">{html}</span>' if html else ""
+        )
 
-    def read(self) -> Any: # Raises `ConfigError`
+    def read(self) -> Any:  # Raises `ConfigError`
         "The config that the form describes."
         return load_config(self.kind, nested(self.values))
 
     def set(
         self,
-        config: Any, # Of the same class
+        config: Any,  # Of the same class
     ) -> None:
         "Fill in the form."
         self.values = self._flat(config)
-        for path, field in self.fields.items(): field.show(self.values[path])
+        for path, field in self.fields.items():
+            field.show(self.values[path])
         self.check()
         self.tell(self)
 
     def lock(
         self,
-        locked: bool, # While a run goes on
+        locked: bool,  # While a run goes on
     ) -> None:
         "Let nobody change anything, or let everybody again."
         for widget in (*(f.widget for f in self.fields.values()), self.preset, self.load):
-            if widget.disabled != locked: widget.disabled = locked
+            if widget.disabled != locked:
+                widget.disabled = locked
         self.locked = locked
 
     def load_file(self):
@@ -379,23 +552,35 @@ class Form:
 
     def close(self):
         "Take it away, with the fields of groups that are not in sight."
-        for field in self.fields.values(): close_all(field.box)
+        for field in self.fields.values():
+            close_all(field.box)
         close_all(self.widget)
 
     def _file(self, do: Callable[[], Any]):
-        try: done = do()
-        except Exception as error: self.report(escape(str(error)))
-        else: self.said.value = f'<span role="status" style="font-size:12px">{escape(f"Saved {done}" if done else f"Loaded {self.path.value}")}</span>'
+        try:
+            done = do()
+        except Exception as error:
+            self.report(escape(str(error)))
+        else:
+            self.said.value = f'<span role="status" style="font-size:12px">{escape(f"Saved {done}" if done else f"Loaded {self.path.value}")}</span>'
 
     def _preset(self, change):
-        if not change['new']: return
-        self.set(self.presets[change['new']])
-        self.preset.value = '' # It can be chosen again, and does not name what has been changed since
+        if not change["new"]:
+            return
+        self.set(self.presets[change["new"]])
+        self.preset.value = (
+            ""  # It can be chosen again, and does not name what has been changed since
+        )
 
     def _more(self, change):
-        self.behind.layout.display = None if self.more.value else 'none'
+        self.behind.layout.display = None if self.more.value else "none"
         if self.more.value:
-            inside = [p for p in self.knobs if p.rpartition('.')[0] == self.group.value and p not in self.first]
+            inside = [
+                p
+                for p in self.knobs
+                if p.rpartition(".")[0] == self.group.value and p not in self.first
+            ]
             self.rest.children = [self.field(path).box for path in inside]
-            if getattr(self, 'locked', False): self.lock(True)
+            if getattr(self, "locked", False):
+                self.lock(True)
         self.check()

@@ -34,254 +34,414 @@ from .form import Page, widgets
 
 # %% ../../nbs/12_widgets/14_labeler.ipynb #d0bd1c2b
 def sample_pairs(
-    model: Any, # `Transformer` or any causal model of transformers
+    model: Any,  # `Transformer` or any causal model of transformers
     tokenizer: Any,
-    prompts: Sequence[Any], # Texts, or lists of messages
+    prompts: Sequence[Any],  # Texts, or lists of messages
     seed: int = 0,
-    tries: int = 4, # So many times two answers may be the same before a prompt is left out
-    batch_size: int = 16, # Prompts that are answered at once
-    **knobs: Any, # Of `SamplingConfig`, such as max_new_tokens and temperature
-) -> list[dict[str, Any]]: # Rows of `prompt` and `answers`, two texts
+    tries: int = 4,  # So many times two answers may be the same before a prompt is left out
+    batch_size: int = 16,  # Prompts that are answered at once
+    **knobs: Any,  # Of `SamplingConfig`, such as max_new_tokens and temperature
+) -> list[dict[str, Any]]:  # Rows of `prompt` and `answers`, two texts
     "Two different answers of a model to each prompt."
+
     def ids(prompt: Any) -> list[int]:
-        chat = [dict(role='user', content=prompt)] if isinstance(prompt, str) else list(prompt)
-        if getattr(tokenizer, 'chat_template', None): return render(chat, tokenizer, add_generation_prompt=True)[0]
-        if not isinstance(prompt, str): raise ValueError("messages need a chat format: set_template(tokenizer, 'chatml', model) gives one")
+        chat = [dict(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+        if getattr(tokenizer, "chat_template", None):
+            return render(chat, tokenizer, add_generation_prompt=True)[0]
+        if not isinstance(prompt, str):
+            raise ValueError(
+                "messages need a chat format: set_template(tokenizer, 'chatml', model) gives one"
+            )
         return text_to_ids(prompt, tokenizer)
+
     read, found = [ids(p) for p in prompts], [[] for _ in prompts]
     for attempt in range(tries + 2):
         open_ones = [i for i, answers in enumerate(found) if len(answers) < 2]
         for at in range(0, len(open_ones), batch_size):
-            part = open_ones[at:at + batch_size]
-            written = generate(model, [read[i] for i in part], seed=seed*1_000_003 + attempt, eos_token_id=tokenizer.eos_token_id, **knobs)
+            part = open_ones[at : at + batch_size]
+            written = generate(
+                model,
+                [read[i] for i in part],
+                seed=seed * 1_000_003 + attempt,
+                eos_token_id=tokenizer.eos_token_id,
+                **knobs,
+            )
             for i, row in zip(part, written, strict=True):
-                text = tokenizer.decode([t for t in row[len(read[i]):] if t != tokenizer.eos_token_id])
-                if text.strip() and text not in found[i]: found[i].append(text)
-    pairs = [dict(prompt=p, answers=answers) for p, answers in zip(prompts, found, strict=True) if len(answers) == 2]
-    if not pairs: raise ValueError(f'all {len(prompts)} prompts were answered alike in {tries + 2} tries: a higher temperature gives other answers')
+                text = tokenizer.decode(
+                    [t for t in row[len(read[i]) :] if t != tokenizer.eos_token_id]
+                )
+                if text.strip() and text not in found[i]:
+                    found[i].append(text)
+    pairs = [
+        dict(prompt=p, answers=answers)
+        for p, answers in zip(prompts, found, strict=True)
+        if len(answers) == 2
+    ]
+    if not pairs:
+        raise ValueError(
+            f"all {len(prompts)} prompts were answered alike in {tries + 2} tries: a higher temperature gives other answers"
+        )
     return pairs
 
 # %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4
-VERDICTS = ('left', 'right', 'tie', 'skip')
+VERDICTS = ("left", "right", "tie", "skip")
+
 
 def _number(pair: Mapping[str, Any]) -> str:
-    return blake2b(json.dumps([pair['prompt'], pair['answers']], sort_keys=True, ensure_ascii=False).encode('utf-8', 'surrogatepass'), digest_size=8).hexdigest()
+    return blake2b(
+        json.dumps([pair["prompt"], pair["answers"]], sort_keys=True, ensure_ascii=False).encode(
+            "utf-8", "surrogatepass"
+        ),
+        digest_size=8,
+    ).hexdigest()
+
 
 @dataclass(frozen=True)
 class Shown:
     "A pair as the judge sees it."
-    place: int # In the row of all that is shown
-    prompt: Any # Text or messages
+
+    place: int  # In the row of all that is shown
+    prompt: Any  # Text or messages
     left: str
     right: str
+
 
 class PreferenceLabels:
     "Pairs and what a judge thinks of them, on disk."
 
     def __init__(
         self,
-        path: str | Path, # The JSONL file of preferences; the journal is beside it
-        pairs: Sequence[Mapping[str, Any]] | None = None, # From `sample_pairs`; None: those of the journal
-        seed: int = 0, # Of the order and the sides
-        repeat: float = 0.1, # Share of pairs that are shown twice
-        provenance: Mapping[str, Any] | None = None, # Where the answers come from; written with each row
-        who: str = '', # The judge
+        path: str | Path,  # The JSONL file of preferences; the journal is beside it
+        pairs: Sequence[Mapping[str, Any]]
+        | None = None,  # From `sample_pairs`; None: those of the journal
+        seed: int = 0,  # Of the order and the sides
+        repeat: float = 0.1,  # Share of pairs that are shown twice
+        provenance: Mapping[str, Any]
+        | None = None,  # Where the answers come from; written with each row
+        who: str = "",  # The judge
     ):
         self.path, self.who, self.asked = Path(path), who, time.monotonic()
-        self.journal = self.path.with_suffix('.journal.jsonl')
+        self.journal = self.path.with_suffix(".journal.jsonl")
         records: list[dict[str, Any]] = self._read()
         if not records:
-            if not pairs: raise FileNotFoundError(f'{self.journal} is not there, so nothing can be gone on with: give it pairs, see sample_pairs')
-            if not 0 <= repeat <= 1: raise ValueError(f'repeat = {repeat}: it is a share of the pairs, from 0 to 1')
-            if wrong := [i for i, p in enumerate(pairs) if len(p['answers']) != 2]:
-                raise ValueError(f'pair {wrong[0]} has {len(pairs[wrong[0]]["answers"])} answers, and two are needed')
-            if self.path.exists(): raise FileExistsError(f'{self.path} is there, and no journal of it: take another name, so that nothing is written over')
-            records = [dict(event='begin', seed=seed, repeat=repeat, provenance=dict(provenance or {}),
-                            pairs=[dict(prompt=p['prompt'], answers=list(p['answers'])) for p in pairs])]
+            if not pairs:
+                raise FileNotFoundError(
+                    f"{self.journal} is not there, so nothing can be gone on with: give it pairs, see sample_pairs"
+                )
+            if not 0 <= repeat <= 1:
+                raise ValueError(f"repeat = {repeat}: it is a share of the pairs, from 0 to 1")
+            if wrong := [i for i, p in enumerate(pairs) if len(p["answers"]) != 2]:
+                raise ValueError(
+                    f"pair {wrong[0]} has {len(pairs[wrong[0]]['answers'])} answers, and two are needed"
+                )
+            if self.path.exists():
+                raise FileExistsError(
+                    f"{self.path} is there, and no journal of it: take another name, so that nothing is written over"
+                )
+            records = [
+                dict(
+                    event="begin",
+                    seed=seed,
+                    repeat=repeat,
+                    provenance=dict(provenance or {}),
+                    pairs=[dict(prompt=p["prompt"], answers=list(p["answers"])) for p in pairs],
+                )
+            ]
             self._append(records[0])
         begin = records[0]
-        self.pairs, self.provenance = begin['pairs'], begin['provenance']
+        self.pairs, self.provenance = begin["pairs"], begin["provenance"]
         if pairs is not None and [*map(_number, pairs)] != [*map(_number, self.pairs)]:
-            raise ValueError(f'{self.journal} holds {len(self.pairs)} other pairs: take another name, or give no pairs to go on with these')
-        self.plan = _plan(len(self.pairs), begin['seed'], begin['repeat'])
+            raise ValueError(
+                f"{self.journal} holds {len(self.pairs)} other pairs: take another name, or give no pairs to go on with these"
+            )
+        self.plan = _plan(len(self.pairs), begin["seed"], begin["repeat"])
         self.verdicts: list[dict[str, Any]] = []
-        for record in records[1:]: self._take(record)
+        for record in records[1:]:
+            self._take(record)
 
     def _read(self) -> list[dict[str, Any]]:
         "All whole lines of the journal."
-        data = self.journal.read_bytes() if self.journal.exists() else b''
+        data = self.journal.read_bytes() if self.journal.exists() else b""
         self.size, found = len(data), []
         for line in data.splitlines():
-            try: record = json.loads(line)
-            except ValueError: continue # Torn
-            if isinstance(record, dict) and 'event' in record: found.append(record)
-        if found and found[0]['event'] != 'begin': raise ValueError(f'{self.journal} has lost its first line, which holds the pairs')
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # Torn
+            if isinstance(record, dict) and "event" in record:
+                found.append(record)
+        if found and found[0]["event"] != "begin":
+            raise ValueError(f"{self.journal} has lost its first line, which holds the pairs")
         return found
 
     def _append(self, record: Mapping[str, Any]):
         "A line, on the disk when this returns; what was torn before is ended first."
         self.journal.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self.journal, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, 'O_BINARY', 0), 0o666) # Windows would write two characters for a line end
+        file = os.open(
+            self.journal, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666
+        )  # Windows would write two characters for a line end
         try:
-            if os.fstat(file).st_size != self.size: raise RuntimeError(f'{self.journal} has changed: somebody else labels these pairs; open it again to go on')
-            if self.size: os.lseek(file, -1, os.SEEK_END)
-            torn = self.size and os.read(file, 1) != b'\n'
-            data = (b'\n' if torn else b'') + json.dumps(record, ensure_ascii=False).encode('utf-8', 'replace') + b'\n'
+            if os.fstat(file).st_size != self.size:
+                raise RuntimeError(
+                    f"{self.journal} has changed: somebody else labels these pairs; open it again to go on"
+                )
+            if self.size:
+                os.lseek(file, -1, os.SEEK_END)
+            torn = self.size and os.read(file, 1) != b"\n"
+            data = (
+                (b"\n" if torn else b"")
+                + json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
+                + b"\n"
+            )
             with writing(self.journal):
                 self.size += os.write(file, data)
                 os.fsync(file)
-        finally: os.close(file)
+        finally:
+            os.close(file)
 
     def _take(self, record: Mapping[str, Any]):
-        if record['event'] == 'undo': self.verdicts = self.verdicts[:-1]
-        elif record['event'] == 'verdict': self.verdicts.append(dict(record))
+        if record["event"] == "undo":
+            self.verdicts = self.verdicts[:-1]
+        elif record["event"] == "verdict":
+            self.verdicts.append(dict(record))
 
     # What is to be judged
 
     @property
-    def now(self) -> Shown | None: # None at the end
+    def now(self) -> Shown | None:  # None at the end
         "The pair that waits for a verdict."
         place = len(self.verdicts)
-        if place >= len(self.plan): return None
+        if place >= len(self.plan):
+            return None
         number, left = self.plan[place]
-        answers = self.pairs[number]['answers']
-        return Shown(place, self.pairs[number]['prompt'], answers[left], answers[1 - left])
+        answers = self.pairs[number]["answers"]
+        return Shown(place, self.pairs[number]["prompt"], answers[left], answers[1 - left])
 
     def judge(
         self,
-        verdict: str, # 'left', 'right', 'tie' or 'skip'
-    ) -> Shown | None: # The next pair
+        verdict: str,  # 'left', 'right', 'tie' or 'skip'
+    ) -> Shown | None:  # The next pair
         "Say which is better."
-        if verdict not in VERDICTS: raise ValueError(f'verdict = {verdict!r} must be one of {", ".join(VERDICTS)}.{nearest(str(verdict), list(VERDICTS))}')
-        if self.now is None: return None
+        if verdict not in VERDICTS:
+            raise ValueError(
+                f"verdict = {verdict!r} must be one of {', '.join(VERDICTS)}.{nearest(str(verdict), list(VERDICTS))}"
+            )
+        if self.now is None:
+            return None
         number, left = self.plan[len(self.verdicts)]
-        winner = {'left': left, 'right': 1 - left}.get(verdict)
-        self._record(dict(event='verdict', verdict=verdict, pair=number, left=left, winner=winner, who=self.who,
-                          seconds=round(time.monotonic() - self.asked, 2), time=datetime.now(timezone.utc).isoformat(timespec='seconds')))
+        winner = {"left": left, "right": 1 - left}.get(verdict)
+        self._record(
+            dict(
+                event="verdict",
+                verdict=verdict,
+                pair=number,
+                left=left,
+                winner=winner,
+                who=self.who,
+                seconds=round(time.monotonic() - self.asked, 2),
+                time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            )
+        )
         return self.now
 
-    def undo(self) -> bool: # Whether there was something
+    def undo(self) -> bool:  # Whether there was something
         "Take the last verdict back."
-        if not self.verdicts: return False
-        self._record(dict(event='undo', time=datetime.now(timezone.utc).isoformat(timespec='seconds')))
+        if not self.verdicts:
+            return False
+        self._record(
+            dict(event="undo", time=datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        )
         return True
 
     def _record(self, record: dict[str, Any]):
         self._append(record)
         self._take(record)
         self.asked = time.monotonic()
-        write_atomic(self.path, ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in self.rows()))
+        write_atomic(
+            self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
+        )
 
     # What is known
 
-    def rows(self) -> list[dict[str, Any]]: # Of kind preference
+    def rows(self) -> list[dict[str, Any]]:  # Of kind preference
         "The preferences so far: without ties, and without pairs that were judged in two ways."
         found: dict[int, list[dict[str, Any]]] = {}
         for v in self.verdicts:
-            if v['verdict'] != 'skip': found.setdefault(v['pair'], []).append(v)
+            if v["verdict"] != "skip":
+                found.setdefault(v["pair"], []).append(v)
         rows = []
         for number, verdicts in found.items():
-            winners = {v['winner'] for v in verdicts}
-            if len(winners) > 1 or None in winners: continue
-            pair, winner = self.pairs[number], verdicts[0]['winner']
-            rows.append(dict(prompt=pair['prompt'], chosen=pair['answers'][winner], rejected=pair['answers'][1 - winner],
-                             provenance=dict(pair=_number(pair), who=verdicts[0]['who'], time=verdicts[0]['time'], **self.provenance)))
+            winners = {v["winner"] for v in verdicts}
+            if len(winners) > 1 or None in winners:
+                continue
+            pair, winner = self.pairs[number], verdicts[0]["winner"]
+            rows.append(
+                dict(
+                    prompt=pair["prompt"],
+                    chosen=pair["answers"][winner],
+                    rejected=pair["answers"][1 - winner],
+                    provenance=dict(
+                        pair=_number(pair),
+                        who=verdicts[0]["who"],
+                        time=verdicts[0]["time"],
+                        **self.provenance,
+                    ),
+                )
+            )
         return rows
 
-    def agreement(self) -> Interval | None: # None before a pair was judged twice
+    def agreement(self) -> Interval | None:  # None before a pair was judged twice
         "How often the judge says the same of the same pair."
         seen: dict[int, Any] = {}
         same = []
         for v in self.verdicts:
-            if v['verdict'] == 'skip': continue
-            if v['pair'] in seen: same.append(seen[v['pair']] == v['winner'])
-            seen[v['pair']] = v['winner']
+            if v["verdict"] == "skip":
+                continue
+            if v["pair"] in seen:
+                same.append(seen[v["pair"]] == v["winner"])
+            seen[v["pair"]] = v["winner"]
         return proportion(sum(same), len(same)) if same else None
 
     def left_share(self) -> Interval | None:
         "How often the left answer was the better one; without 0.5 inside, the side has a say."
-        sides = [v['verdict'] == 'left' for v in self.verdicts if v['verdict'] in ('left', 'right')]
+        sides = [v["verdict"] == "left" for v in self.verdicts if v["verdict"] in ("left", "right")]
         return proportion(sum(sides), len(sides)) if sides else None
 
-    def __repr__(self) -> str: return f'<PreferenceLabels {self.path.name}: {len(self.verdicts)} of {len(self.plan)}, {len(self.rows())} preferences>'
+    def __repr__(self) -> str:
+        return f"<PreferenceLabels {self.path.name}: {len(self.verdicts)} of {len(self.plan)}, {len(self.rows())} preferences>"
 
-def _plan(n: int, seed: int, repeat: float) -> list[tuple[int, int]]: # (number of the pair, which answer is on the left)
+
+def _plan(
+    n: int, seed: int, repeat: float
+) -> list[tuple[int, int]]:  # (number of the pair, which answer is on the left)
     "The order in which pairs are shown; those that come twice come with sides exchanged, as late as can be."
     chance = random.Random(seed)
     order = chance.sample(range(n), n)
     left = {number: chance.randrange(2) for number in order}
-    again = order[:round(repeat*n) or int(repeat > 0 and n > 4)]
-    rest = order[(n + 1)//2:] + again
+    again = order[: round(repeat * n) or int(repeat > 0 and n > 4)]
+    rest = order[(n + 1) // 2 :] + again
     chance.shuffle(rest)
     seen: set[int] = set()
     plan = []
-    for number in order[:(n + 1)//2] + rest:
+    for number in order[: (n + 1) // 2] + rest:
         plan.append((number, 1 - left[number] if number in seen else left[number]))
         seen.add(number)
     return plan
 
 # %% ../../nbs/12_widgets/14_labeler.ipynb #6a8cfc98
-KEYS: dict[str, str] = {'a': 'left', 'b': 'right', '1': 'left', '2': 'right', 't': 'tie', 's': 'skip', 'u': 'undo'}
+KEYS: dict[str, str] = {
+    "a": "left",
+    "b": "right",
+    "1": "left",
+    "2": "right",
+    "t": "tie",
+    "s": "skip",
+    "u": "undo",
+}
+
 
 def _said(prompt: Any) -> str:
-    if isinstance(prompt, str): return f'<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(prompt)}</div>'
-    return ''.join(f'<div style="white-space:pre-wrap;overflow-wrap:anywhere"><span style="opacity:.75">{clean(m["role"])}</span> <bdi>{clean(m["content"])}</bdi></div>' for m in prompt)
+    if isinstance(prompt, str):
+        return f'<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(prompt)}</div>'
+    return "".join(
+        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere"><span style="opacity:.75">{clean(m["role"])}</span> <bdi>{clean(m["content"])}</bdi></div>'
+        for m in prompt
+    )
+
 
 def progress_text(labels: PreferenceLabels) -> str:
     "How labeling stands, in a line."
     done, total, rows = len(labels.verdicts), len(labels.plan), len(labels.rows())
-    parts = [f'{done} of {total} judged', f'{rows} preference{"s"*(rows != 1)}']
-    if agreement := labels.agreement(): parts.append(f'agrees with itself in {agreement.value*agreement.n:.0f} of {agreement.n}')
-    return ' · '.join(parts)
+    parts = [f"{done} of {total} judged", f"{rows} preference{'s' * (rows != 1)}"]
+    if agreement := labels.agreement():
+        parts.append(f"agrees with itself in {agreement.value * agreement.n:.0f} of {agreement.n}")
+    return " · ".join(parts)
+
 
 def labels_html(
     labels: PreferenceLabels,
-) -> Picture: # HTML
+) -> Picture:  # HTML
     "The pair that waits, or what came of all of them."
-    now, share = labels.now, 100*len(labels.verdicts)/len(labels.plan)
-    bar = ('<div aria-hidden="true" style="height:6px;border-radius:3px;background:rgba(128,128,128,.25);margin:4px 0 10px">'
-           f'<div style="height:6px;border-radius:3px;width:{share:.0f}%;background:#1f77c9"></div></div>')
-    def card(side: str, text: str) -> str:
-        return (f'<section aria-label="Answer {side}" style="border:1px solid rgba(128,128,128,.4);border-radius:8px;padding:8px 12px;min-width:0">'
-                f'<div style="font-weight:600;opacity:.8">{side}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6">{clean(text)}</div></section>')
-    if now is None:
-        left, more = labels.left_share(), ''
-        if left: more = f'<p>The left answer won {100*left.value:.0f} % of the time (95 % interval {100*left.low:.0f} to {100*left.high:.0f} %).</p>'
-        body = f'<p><b>All pairs are judged.</b> {len(labels.rows())} preferences are in <code>{clean(labels.path)}</code>.</p>{more}'
-    else:
-        body = (f'<div style="margin-bottom:8px">{_said(now.prompt)}</div><div style="display:grid;gap:12px;align-items:start;margin-bottom:10px;'
-                f'grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr))">{card("A", now.left)}{card("B", now.right)}</div>')
-    return Picture(f'<div {PLAIN} aria-label="{clean(progress_text(labels))}" style="font:14px/1.5 system-ui,sans-serif">{bar}{body}</div>')
+    now, share = labels.now, 100 * len(labels.verdicts) / len(labels.plan)
+    bar = (
+        '<div aria-hidden="true" style="height:6px;border-radius:3px;background:rgba(128,128,128,.25);margin:4px 0 10px">'
+        f'<div style="height:6px;border-radius:3px;width:{share:.0f}%;background:#1f77c9"></div></div>'
+    )
 
-def _others(labels: PreferenceLabels, origin: Mapping[str, Any], prompts: Sequence[Any]) -> list[str]:
+    def card(side: str, text: str) -> str:
+        return (
+            f'<section aria-label="Answer {side}" style="border:1px solid rgba(128,128,128,.4);border-radius:8px;padding:8px 12px;min-width:0">'
+            f'<div style="font-weight:600;opacity:.8">{side}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6">{clean(text)}</div></section>'
+        )
+
+    if now is None:
+        left, more = labels.left_share(), ""
+        if left:
+            more = f"<p>The left answer won {100 * left.value:.0f} % of the time (95 % interval {100 * left.low:.0f} to {100 * left.high:.0f} %).</p>"
+        body = f"<p><b>All pairs are judged.</b> {len(labels.rows())} preferences are in <code>{clean(labels.path)}</code>.</p>{more}"
+    else:
+        body = (
+            f'<div style="margin-bottom:8px">{_said(now.prompt)}</div><div style="display:grid;gap:12px;align-items:start;margin-bottom:10px;'
+            f'grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr))">{card("A", now.left)}{card("B", now.right)}</div>'
+        )
+    return Picture(
+        f'<div {PLAIN} aria-label="{clean(progress_text(labels))}" style="font:14px/1.5 system-ui,sans-serif">{bar}{body}</div>'
+    )
+
+
+def _others(
+    labels: PreferenceLabels, origin: Mapping[str, Any], prompts: Sequence[Any]
+) -> list[str]:
     "In what the pairs of a journal differ from those that are asked for."
-    plain = lambda value: json.loads(json.dumps(value)) # As a journal gives it back
-    differs = lambda name: name in labels.provenance and labels.provenance[name] != plain(origin[name])
+    plain = lambda value: json.loads(json.dumps(value))  # As a journal gives it back
+    differs = lambda name: (
+        name in labels.provenance and labels.provenance[name] != plain(origin[name])
+    )
     asked = {json.dumps(p, sort_keys=True) for p in prompts}
-    strange = differs('prompts') or any(json.dumps(pair['prompt'], sort_keys=True) not in asked for pair in labels.pairs)
-    return ['answers of another model']*differs('model') + ['other prompts']*strange + ['other knobs of sampling']*(differs('sampling') or differs('seed'))
+    strange = differs("prompts") or any(
+        json.dumps(pair["prompt"], sort_keys=True) not in asked for pair in labels.pairs
+    )
+    return (
+        ["answers of another model"] * differs("model")
+        + ["other prompts"] * strange
+        + ["other knobs of sampling"] * (differs("sampling") or differs("seed"))
+    )
+
 
 class PreferenceLabeler:
     "Pairs to be judged, on a page."
-    apart = 0.4 # Seconds between two verdicts by button; nobody reads two answers in less, and a double click is one verdict
+
+    apart = 0.4  # Seconds between two verdicts by button; nobody reads two answers in less, and a double click is one verdict
 
     def __init__(
         self,
-        path: str | Path, # As `PreferenceLabels` takes it, and all else
+        path: str | Path,  # As `PreferenceLabels` takes it, and all else
         pairs: Sequence[Mapping[str, Any]] | None = None,
-        key: str = '', # A page with the same key is closed; empty: that of the same cell
-        **how: Any, # seed, repeat, provenance, who
+        key: str = "",  # A page with the same key is closed; empty: that of the same cell
+        **how: Any,  # seed, repeat, provenance, who
     ):
         self.labels = PreferenceLabels(path, pairs, **how)
         self.page = page = Page(lambda: labels_html(self.labels), key)
         W = widgets()
-        self.pair, self.said, self.note, self.pressed = W.HTML(), W.HTML(), W.HTML(), float('-inf')
+        self.pair, self.said, self.note, self.pressed = W.HTML(), W.HTML(), W.HTML(), float("-inf")
         do = lambda verdict: lambda: self._press(verdict)
-        self.buttons = {word: page.button(text, icon, tip, do(word), style, '120px') for word, text, icon, tip, style in (
-            ('left', 'A is better', 'arrow-left', 'Key a', 'info'), ('right', 'B is better', 'arrow-right', 'Key b', 'info'), ('tie', 'Tie', 'minus', 'Key t', ''),
-            ('skip', 'Skip', 'step-forward', 'Key s', ''), ('undo', 'Undo', 'undo', 'Key u', ''))}
-        self.keys = W.Text(placeholder='a b t s u', description='Keys', layout=W.Layout(width='170px'), style=dict(description_width='initial'))
-        self.keys.observe(self._typed, names='value')
+        self.buttons = {
+            word: page.button(text, icon, tip, do(word), style, "120px")
+            for word, text, icon, tip, style in (
+                ("left", "A is better", "arrow-left", "Key a", "info"),
+                ("right", "B is better", "arrow-right", "Key b", "info"),
+                ("tie", "Tie", "minus", "Key t", ""),
+                ("skip", "Skip", "step-forward", "Key s", ""),
+                ("undo", "Undo", "undo", "Key u", ""),
+            )
+        }
+        self.keys = W.Text(
+            placeholder="a b t s u",
+            description="Keys",
+            layout=W.Layout(width="170px"),
+            style=dict(description_width="initial"),
+        )
+        self.keys.observe(self._typed, names="value")
         page.fill(self.note, self.said, self.pair, page.row(*self.buttons.values(), self.keys))
         self.widget, self.show, self.close = page.widget, page.show, page.close
         self.refresh()
@@ -289,50 +449,91 @@ class PreferenceLabeler:
     @classmethod
     def sample(
         cls,
-        path: str | Path, # Labels that are there are gone on with, and nothing is sampled; the page says if they are of another model or other prompts
-        model: Any, # None: whatever is there
+        path: str
+        | Path,  # Labels that are there are gone on with, and nothing is sampled; the page says if they are of another model or other prompts
+        model: Any,  # None: whatever is there
         tokenizer: Any,
-        prompts: Sequence[Any], # Texts, or lists of messages
-        seed: int = 0, # Of the samples, the order and the sides
-        who: str = '',
+        prompts: Sequence[Any],  # Texts, or lists of messages
+        seed: int = 0,  # Of the samples, the order and the sides
+        who: str = "",
         repeat: float = 0.1,
-        key: str = '',
-        **knobs: Any, # Of `SamplingConfig`
-    ) -> 'PreferenceLabeler':
+        key: str = "",
+        **knobs: Any,  # Of `SamplingConfig`
+    ) -> "PreferenceLabeler":
         "Two answers of a model to each prompt, to be judged."
-        origin = None if model is None else dict(model=model_fingerprint(model, adapter=True), seed=seed, sampling=knobs, prompts=len(prompts))
-        if Path(path).with_suffix('.journal.jsonl').exists():
+        origin = (
+            None
+            if model is None
+            else dict(
+                model=model_fingerprint(model, adapter=True),
+                seed=seed,
+                sampling=knobs,
+                prompts=len(prompts),
+            )
+        )
+        if Path(path).with_suffix(".journal.jsonl").exists():
             made = cls(path, key=key, who=who)
             if origin and (other := _others(made.labels, origin, prompts)):
-                made.page.put(made.note, notice(f'These {len(made.labels.pairs)} pairs were there before, with {" and ".join(other)}; nothing was sampled. '
-                                                f'Another name than {Path(path).name} gives new pairs.', '#bf8700', 'note'))
+                made.page.put(
+                    made.note,
+                    notice(
+                        f"These {len(made.labels.pairs)} pairs were there before, with {' and '.join(other)}; nothing was sampled. "
+                        f"Another name than {Path(path).name} gives new pairs.",
+                        "#bf8700",
+                        "note",
+                    ),
+                )
             return made
-        return cls(path, sample_pairs(model, tokenizer, prompts, seed, **knobs), key, seed=seed, repeat=repeat, provenance=origin, who=who)
+        return cls(
+            path,
+            sample_pairs(model, tokenizer, prompts, seed, **knobs),
+            key,
+            seed=seed,
+            repeat=repeat,
+            provenance=origin,
+            who=who,
+        )
 
     def _press(self, verdict: str):
-        if verdict != 'undo' and time.monotonic() - self.pressed < self.apart: return
+        if verdict != "undo" and time.monotonic() - self.pressed < self.apart:
+            return
         self.judge(verdict)
-        self.pressed = time.monotonic() if verdict != 'undo' else float('-inf')
+        self.pressed = time.monotonic() if verdict != "undo" else float("-inf")
 
-    def judge(self, verdict: str): # One of `VERDICTS`, or 'undo'
+    def judge(self, verdict: str):  # One of `VERDICTS`, or 'undo'
         "What a button and a key do."
-        if verdict == 'undo': self.labels.undo()
-        else: self.labels.judge(verdict)
+        if verdict == "undo":
+            self.labels.undo()
+        else:
+            self.labels.judge(verdict)
         self.refresh()
-        if self.labels.now is None: self.page.settle()
+        if self.labels.now is None:
+            self.page.settle()
 
     def _typed(self, change: Mapping[str, Any]):
-        letters, self.keys.value = change['new'], ''
+        letters, self.keys.value = change["new"], ""
         for letter in letters.lower():
-            if letter in KEYS: self.page.guarded(lambda: self.judge(KEYS[letter])) # noqa: B023
+            if letter in KEYS:
+                self.page.guarded(lambda: self.judge(KEYS[letter]))  # noqa: B023
 
     def refresh(self):
         "Show the pair that waits."
         self.page.put(self.pair, str(labels_html(self.labels)))
-        self.page.put(self.said, f'<div role="status" style="font:600 14px/1.6 system-ui,sans-serif">{progress_text(self.labels)}</div>')
+        self.page.put(
+            self.said,
+            f'<div role="status" style="font:600 14px/1.6 system-ui,sans-serif">{progress_text(self.labels)}</div>',
+        )
         for word, button in self.buttons.items():
-            self.page.put(button, not self.labels.verdicts if word == 'undo' else self.labels.now is None, 'disabled')
+            self.page.put(
+                button,
+                not self.labels.verdicts if word == "undo" else self.labels.now is None,
+                "disabled",
+            )
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
-        return {'application/vnd.jupyter.widget-view+json': view, 'text/html': str(labels_html(self.labels)), 'text/plain': f'PreferenceLabeler: {progress_text(self.labels)}'}
+        return {
+            "application/vnd.jupyter.widget-view+json": view,
+            "text/html": str(labels_html(self.labels)),
+            "text/plain": f"PreferenceLabeler: {progress_text(self.labels)}",
+        }

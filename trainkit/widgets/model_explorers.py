@@ -29,135 +29,217 @@ from .explorer import Explorer
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #bc4cf3aa
 class _Watch(TorchFunctionMode):
     "Keep the weights of every attention over `size` tokens."
+
     def __init__(self, size: int):
         super().__init__()
         self.size, self.maps = size, []
 
     def _keep(self, weights: Tensor):
-        if weights.ndim == 4 and weights.shape[-2:] == (self.size, self.size): self.maps.append(weights[0].float().cpu())
+        if weights.ndim == 4 and weights.shape[-2:] == (self.size, self.size):
+            self.maps.append(weights[0].float().cpu())
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         given = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            given |= dict(zip(('query', 'key', 'value', 'attn_mask', 'dropout_p', 'is_causal'), args, strict=False))
-            eye = torch.eye(given['key'].shape[-2], dtype=given['value'].dtype, device=given['value'].device)
-            self._keep(func(**{**given, 'value': eye.expand(*given['value'].shape[:-2], *eye.shape).contiguous(), 'dropout_p': 0.0}))
+            given |= dict(
+                zip(
+                    ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+                    args,
+                    strict=False,
+                )
+            )
+            eye = torch.eye(
+                given["key"].shape[-2], dtype=given["value"].dtype, device=given["value"].device
+            )
+            self._keep(
+                func(
+                    **{
+                        **given,
+                        "value": eye.expand(*given["value"].shape[:-2], *eye.shape).contiguous(),
+                        "dropout_p": 0.0,
+                    }
+                )
+            )
         out = func(*args, **(kwargs or {}))
-        if getattr(func, '__name__', '') == 'softmax': self._keep(out)
+        if getattr(func, "__name__", "") == "softmax":
+            self._keep(out)
         return out
+
 
 @torch.no_grad()
 def attention_weights(
-    model: nn.Module, # `Transformer`, or any causal model of transformers
-    input_ids: Tensor, # (1, T)
-) -> Tensor: # (layers, heads, T, T) in float32 on the CPU; row i is what token i takes from each
+    model: nn.Module,  # `Transformer`, or any causal model of transformers
+    input_ids: Tensor,  # (1, T)
+) -> Tensor:  # (layers, heads, T, T) in float32 on the CPU; row i is what token i takes from each
     "How much each token takes from each, as the model computes it; raises `ValueError` where that cannot be seen."
     training = model.training
     model.eval()
     try:
-        with _Watch(input_ids.shape[1]) as watch: model(input_ids)
-    finally: model.train(training)
+        with _Watch(input_ids.shape[1]) as watch:
+            model(input_ids)
+    finally:
+        model.train(training)
     if not watch.maps:
-        raise ValueError(f"{type(model).__name__} computes its attention where it cannot be watched: load it with attn_implementation='sdpa' or 'eager'")
+        raise ValueError(
+            f"{type(model).__name__} computes its attention where it cannot be watched: load it with attn_implementation='sdpa' or 'eager'"
+        )
     return torch.stack(watch.maps)
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #f127c240
 def twins(
     ids: list[int],
-) -> list[tuple[int, int]]: # (where a token stands, where the same token stood last before)
+) -> list[tuple[int, int]]:  # (where a token stands, where the same token stood last before)
     "Tokens that were there before."
     last: dict[int, int] = {}
     found = []
     for place, i in enumerate(ids):
-        if i in last: found.append((place, last[i]))
+        if i in last:
+            found.append((place, last[i]))
         last[i] = place
     return found
 
-HABITS = { # Habit -> (ids -> pairs of the token that looks and the one that it looks at)
-    'the token before': lambda ids: [(i, i - 1) for i in range(1, len(ids))],
-    'the first token': lambda ids: [(i, 0) for i in range(1, len(ids))],
-    'itself': lambda ids: [(i, i) for i in range(1, len(ids))],
-    'its twin': twins,
-    'what followed its twin': lambda ids: [(i, j + 1) for i, j in twins(ids)], # Induction heads (Olsson et al. 2022)
+
+HABITS = {  # Habit -> (ids -> pairs of the token that looks and the one that it looks at)
+    "the token before": lambda ids: [(i, i - 1) for i in range(1, len(ids))],
+    "the first token": lambda ids: [(i, 0) for i in range(1, len(ids))],
+    "itself": lambda ids: [(i, i) for i in range(1, len(ids))],
+    "its twin": twins,
+    "what followed its twin": lambda ids: [
+        (i, j + 1) for i, j in twins(ids)
+    ],  # Induction heads (Olsson et al. 2022)
 }
 
+
 def habit_share(
-    weights: Tensor, # (layers, heads, T, T)
-    ids: list[int], # (T,)
-    habit: str, # A key of `HABITS`
-) -> Tensor: # (layers, heads), from 0 to 1; NaN where the text gives no occasion
+    weights: Tensor,  # (layers, heads, T, T)
+    ids: list[int],  # (T,)
+    habit: str,  # A key of `HABITS`
+) -> Tensor:  # (layers, heads), from 0 to 1; NaN where the text gives no occasion
     "How much of its look a head gives to a habit, on average over the tokens that could have it."
     pairs = HABITS[habit](ids)
-    if not pairs: return weights.new_full(weights.shape[:2], float('nan'))
+    if not pairs:
+        return weights.new_full(weights.shape[:2], float("nan"))
     looks, at = torch.tensor(pairs).T
     return weights[:, :, looks, at].mean(-1)
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #a6bca55f
-MOST_TOKENS = 48 # Tokens of a text that are shown
+MOST_TOKENS = 48  # Tokens of a text that are shown
+
 
 def encode_for(
-    tokenizer: Any, # Of the model
+    tokenizer: Any,  # Of the model
     text: str,
-) -> Tensor: # (1, T)
+) -> Tensor:  # (1, T)
     "The text as the model reads it, with whatever the tokenizer puts around it."
-    ids = tokenizer.encode(text, allowed_special='all') if is_ours(tokenizer) else tokenizer(text)['input_ids']
-    if not ids: raise ValueError('the text is empty: write something for the model to read')
+    ids = (
+        tokenizer.encode(text, allowed_special="all")
+        if is_ours(tokenizer)
+        else tokenizer(text)["input_ids"]
+    )
+    if not ids:
+        raise ValueError("the text is empty: write something for the model to read")
     return torch.tensor([ids])
 
-def piece_of(tokenizer: Any, token: int) -> str: # How a token is written in a picture
+
+def piece_of(tokenizer: Any, token: int) -> str:  # How a token is written in a picture
     "A token with its white space made visible."
-    return visible(tokenizer.decode_bytes([token]) if is_ours(tokenizer) else tokenizer.decode([token]))
+    return visible(
+        tokenizer.decode_bytes([token]) if is_ours(tokenizer) else tokenizer.decode([token])
+    )
+
 
 class Looks(NamedTuple):
     "A text and how its tokens look at each other."
-    ids: list[int]
-    cut: int # Tokens that were left out at the end
-    weights: Tensor # (layers, heads, T, T)
 
-def _title(words: str) -> str: return f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:12px 0 4px">{clean(words)}</h4>'
-def _line(words: str) -> str: return f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
+    ids: list[int]
+    cut: int  # Tokens that were left out at the end
+    weights: Tensor  # (layers, heads, T, T)
+
+
+def _title(words: str) -> str:
+    return (
+        f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:12px 0 4px">{clean(words)}</h4>'
+    )
+
+
+def _line(words: str) -> str:
+    return f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
+
 
 def _thumbs(maps: Tensor, chosen: int) -> Picture:
     "The heads of a layer, small; the chosen one has a frame."
     heads, size = len(maps), maps.shape[-1]
-    columns, body = min(heads, 8), ''
+    columns, body = min(heads, 8), ""
     side = 60
     for h, m in enumerate(maps.tolist()):
         levels: dict[int, str] = {}
         for i, row in enumerate(m):
             for j, v in enumerate(row):
-                if (level := min(8, round(8*v**0.5))): levels[level] = levels.get(level, '') + f'M{j} {i}h1v1h-1z'
-        x, y = (h % columns)*(side + 10) + 3, (h//columns)*(side + 24) + 16
-        cells = ''.join(f'<path d="{d}" fill-opacity="{level/8}"/>' for level, d in sorted(levels.items()))
-        frame = f'stroke="{PALETTE[1]}" stroke-width="2.5"' if h == chosen else 'stroke="currentColor" stroke-opacity=".35"'
-        body += (text(x, y - 4, f'head {h}', more='font-weight="600"' if h == chosen else 'opacity=".8"')
-                 + f'<g transform="translate({x} {y}) scale({side/size:.4f})" fill="{PALETTE[0]}" shape-rendering="crispEdges">{cells}</g>'
-                 + f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" {frame}/>')
-    return svg(columns*(side + 10) + 6, -(-heads//columns)*(side + 24) + 4, f'{heads} heads of the layer, head {chosen} chosen', body)
+                if level := min(8, round(8 * v**0.5)):
+                    levels[level] = levels.get(level, "") + f"M{j} {i}h1v1h-1z"
+        x, y = (h % columns) * (side + 10) + 3, (h // columns) * (side + 24) + 16
+        cells = "".join(
+            f'<path d="{d}" fill-opacity="{level / 8}"/>' for level, d in sorted(levels.items())
+        )
+        frame = (
+            f'stroke="{PALETTE[1]}" stroke-width="2.5"'
+            if h == chosen
+            else 'stroke="currentColor" stroke-opacity=".35"'
+        )
+        body += (
+            text(x, y - 4, f"head {h}", more='font-weight="600"' if h == chosen else 'opacity=".8"')
+            + f'<g transform="translate({x} {y}) scale({side / size:.4f})" fill="{PALETTE[0]}" shape-rendering="crispEdges">{cells}</g>'
+            + f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" {frame}/>'
+        )
+    return svg(
+        columns * (side + 10) + 6,
+        -(-heads // columns) * (side + 24) + 4,
+        f"{heads} heads of the layer, head {chosen} chosen",
+        body,
+    )
+
 
 @dataclass
 class AttentionExplorer(Explorer):
     "Who looks at whom in a model."
-    model: Any # `Transformer`, or any causal model of transformers
+
+    model: Any  # `Transformer`, or any causal model of transformers
     tokenizer: Any
-    text: str = knob('The otter sleeps by the old mill. The otter sleeps by the old mill.', 'A text for the model to read; the first 48 tokens are shown')
-    layer: int = knob(0, 'Which layer')
-    head: int = knob(0, 'Which head of it')
-    token: int = knob(MOST_TOKENS - 1, 'Which token looks back, counted from 0; beyond the end it is the last one', low=0, high=MOST_TOKENS - 1)
-    habit: str = knob('what followed its twin', 'What a head may look at, for the map of all heads', choices=(*HABITS,))
+    text: str = knob(
+        "The otter sleeps by the old mill. The otter sleeps by the old mill.",
+        "A text for the model to read; the first 48 tokens are shown",
+    )
+    layer: int = knob(0, "Which layer")
+    head: int = knob(0, "Which head of it")
+    token: int = knob(
+        MOST_TOKENS - 1,
+        "Which token looks back, counted from 0; beyond the end it is the last one",
+        low=0,
+        high=MOST_TOKENS - 1,
+    )
+    habit: str = knob(
+        "what followed its twin",
+        "What a head may look at, for the map of all heads",
+        choices=(*HABITS,),
+    )
 
     def __post_init__(self):
-        self.known: tuple[str, Looks | None] = '', None # The last text and what was seen in it
+        self.known: tuple[str, Looks | None] = "", None  # The last text and what was seen in it
         self.shape = self._see(self.text).weights.shape[:2]
         super().__post_init__()
 
-    def limits(self): return dict(layer=(0, self.shape[0] - 1), head=(0, self.shape[1] - 1))
+    def limits(self):
+        return dict(layer=(0, self.shape[0] - 1), head=(0, self.shape[1] - 1))
 
     def _see(self, words: str) -> Looks:
         if self.known[1] is None or self.known[0] != words:
             ids = encode_for(self.tokenizer, words)
             device = next(self.model.parameters()).device
-            found = Looks(ids[0, :MOST_TOKENS].tolist(), max(0, ids.shape[1] - MOST_TOKENS), attention_weights(self.model, ids[:, :MOST_TOKENS].to(device)))
+            found = Looks(
+                ids[0, :MOST_TOKENS].tolist(),
+                max(0, ids.shape[1] - MOST_TOKENS),
+                attention_weights(self.model, ids[:, :MOST_TOKENS].to(device)),
+            )
             self.known = words, found
         assert self.known[1] is not None
         return self.known[1]
@@ -172,31 +254,61 @@ class AttentionExplorer(Explorer):
         here = values.weights[self.layer, self.head]
         looks = here[token].tolist()
         best = sorted(range(token + 1), key=lambda j: -looks[j])[:6]
-        reads = (_title(f'Token {token}, “{pieces[token]}”, in layer {self.layer}, head {self.head}')
-                 + token_boxes(pieces, ids=ids, shade=[v/max(looks) for v in looks])
-                 + bars({f'{j} {pieces[j]}'.ljust(8): round(100*looks[j], 1) for j in best}, 'It takes the most from', '%', width=360))
-        square = heatmap([[v if j <= i else float('nan') for j, v in enumerate(row)] for i, row in enumerate(here.tolist())], pieces, pieces,
-                         title=f'layer {self.layer}, head {self.head}: row looks at column', width=440)
+        reads = (
+            _title(f"Token {token}, “{pieces[token]}”, in layer {self.layer}, head {self.head}")
+            + token_boxes(pieces, ids=ids, shade=[v / max(looks) for v in looks])
+            + bars(
+                {f"{j} {pieces[j]}".ljust(8): round(100 * looks[j], 1) for j in best},
+                "It takes the most from",
+                "%",
+                width=360,
+            )
+        )
+        square = heatmap(
+            [
+                [v if j <= i else float("nan") for j, v in enumerate(row)]
+                for i, row in enumerate(here.tolist())
+            ],
+            pieces,
+            pieces,
+            title=f"layer {self.layer}, head {self.head}: row looks at column",
+            width=440,
+        )
         share = habit_share(values.weights, ids, self.habit)
-        if share.isnan().all(): habits = _line('No token of this text was there before, so none has a twin.')
+        if share.isnan().all():
+            habits = _line("No token of this text was there before, so none has a twin.")
         else:
             top = divmod(int(share.argmax()), share.shape[1])
-            habits = (heatmap(share, [f'layer\u00a0{i}' for i in range(len(share))], [f'{h}' for h in range(share.shape[1])], limit=1.0, width=440)
-                      + _line(f'The most: layer {top[0]}, head {top[1]}, {share.max():.0%} of its look.'))
-        more = _line(f'{values.cut:,} more tokens were left out.') if values.cut else ''
-        return (more + grid(reads, square) + grid(_title(f'The heads of layer {self.layer}') + _thumbs(values.weights[self.layer], self.head),
-                                                  _title(f'All heads: how much they look at {self.habit}') + habits))
+            habits = heatmap(
+                share,
+                [f"layer\u00a0{i}" for i in range(len(share))],
+                [f"{h}" for h in range(share.shape[1])],
+                limit=1.0,
+                width=440,
+            ) + _line(f"The most: layer {top[0]}, head {top[1]}, {share.max():.0%} of its look.")
+        more = _line(f"{values.cut:,} more tokens were left out.") if values.cut else ""
+        return (
+            more
+            + grid(reads, square)
+            + grid(
+                _title(f"The heads of layer {self.layer}")
+                + _thumbs(values.weights[self.layer], self.head),
+                _title(f"All heads: how much they look at {self.habit}") + habits,
+            )
+        )
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #b35cb0f6
 class Chances(NamedTuple):
     "The next token before and after the knobs."
-    before: Tensor # (V,) the model's own probabilities
-    after: Tensor # (V,) what is drawn from
-    cuts: dict[str, Tensor] # Knob -> (V,) bool, the tokens that it cut first
+
+    before: Tensor  # (V,) the model's own probabilities
+    after: Tensor  # (V,) what is drawn from
+    cuts: dict[str, Tensor]  # Knob -> (V,) bool, the tokens that it cut first
+
 
 def chances(
-    logits: Tensor, # (1, V) of the last position
-    ids: Tensor, # (1, T) what was read
+    logits: Tensor,  # (1, V) of the last position
+    ids: Tensor,  # (1, T) what was read
     config: SamplingConfig,
 ) -> Chances:
     "What each knob does to the next token, in the order of `trainkit.model.generation.adjust`."
@@ -204,11 +316,18 @@ def chances(
     done = adjust(logits, ids, config)[0]
     if config.temperature == 0:
         best = F.one_hot(done.argmax(), len(done))
-        return Chances(logits[0].softmax(-1), best.float(), {'temperature': best == 0})
-    now = penalize_repetition(logits, ids, config.repetition_penalty) if config.repetition_penalty != 1 else logits
+        return Chances(logits[0].softmax(-1), best.float(), {"temperature": best == 0})
+    now = (
+        penalize_repetition(logits, ids, config.repetition_penalty)
+        if config.repetition_penalty != 1
+        else logits
+    )
     now, cuts, gone = now / config.temperature, {}, torch.zeros_like(done, dtype=torch.bool)
-    for name, keep in (('top_k', lambda x: keep_top_k(x, config.top_k) if config.top_k else x), ('top_p', lambda x: keep_top_p(x, config.top_p)),
-                       ('min_p', lambda x: keep_min_p(x, config.min_p))):
+    for name, keep in (
+        ("top_k", lambda x: keep_top_k(x, config.top_k) if config.top_k else x),
+        ("top_p", lambda x: keep_top_p(x, config.top_p)),
+        ("min_p", lambda x: keep_min_p(x, config.min_p)),
+    ):
         now = keep(now)
         cuts[name] = now[0].isneginf() & ~gone & ~logits[0].isneginf()
         gone |= cuts[name]
@@ -216,71 +335,137 @@ def chances(
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #164ee7fe
 def draw_chances(
-    names: list[str], # Of the tokens that are drawn
+    names: list[str],  # Of the tokens that are drawn
     before: list[float],
     after: list[float],
-    why: list[str], # The knob that cut it, or nothing
-    width: int = 480, # Largest width, in CSS pixels
+    why: list[str],  # The knob that cut it, or nothing
+    width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
     "Two bars for each token: what the model thought, pale, and what is drawn from."
-    left, most = 10 + 7*max([5, *(min(14, len(n)) for n in names)]), max([*before, *after, 1e-9])
-    room, body = width - left - 62, ''
+    left, most = 10 + 7 * max([5, *(min(14, len(n)) for n in names)]), max([*before, *after, 1e-9])
+    room, body = width - left - 62, ""
     for i, (name, b, a, cut) in enumerate(zip(names, before, after, why, strict=True)):
-        y, short = 24 + 24*i, name if len(name) <= 14 else name[:13] + '…'
-        body += (text(left - 8, y + 14, short, 'end', 'font-family="ui-monospace,monospace"' + ' opacity=".75"'*bool(cut))
-                 + f'<rect x="{left}" y="{y}" width="{max(1, b/most*room):.1f}" height="8" rx="1.5" fill="currentColor" opacity=".3"/>')
-        if cut: body += text(left + max(b/most*room, 0) + 6, y + 14, f'cut by {cut}', more=f'fill="{PALETTE[1]}"')
+        y, short = 24 + 24 * i, name if len(name) <= 14 else name[:13] + "…"
+        body += (
+            text(
+                left - 8,
+                y + 14,
+                short,
+                "end",
+                'font-family="ui-monospace,monospace"' + ' opacity=".75"' * bool(cut),
+            )
+            + f'<rect x="{left}" y="{y}" width="{max(1, b / most * room):.1f}" height="8" rx="1.5" fill="currentColor" opacity=".3"/>'
+        )
+        if cut:
+            body += text(
+                left + max(b / most * room, 0) + 6,
+                y + 14,
+                f"cut by {cut}",
+                more=f'fill="{PALETTE[1]}"',
+            )
         else:
-            body += f'<rect x="{left}" y="{y + 9}" width="{max(1, a/most*room):.1f}" height="10" rx="1.5" fill="{PALETTE[0]}"/>'
-            body += text(left + max(a, b)/most*room + 6, y + 15, f'{a:.1%}', more='font-weight="600"')
-    body += (f'<rect x="{left}" y="5" width="14" height="8" fill="currentColor" opacity=".3"/>{text(left + 20, 13, "the model")}'
-             f'<rect x="{left + 95}" y="4" width="14" height="10" fill="{PALETTE[0]}"/>{text(left + 115, 13, "after the knobs")}')
-    words = '; '.join(f'{n}: {b:.1%}, {"cut by " + c if c else f"now {a:.1%}"}' for n, b, a, c in zip(names, before, after, why, strict=True))
-    return svg(width, 30 + 24*len(names), f'Chances of the next token: {words}', body)
+            body += f'<rect x="{left}" y="{y + 9}" width="{max(1, a / most * room):.1f}" height="10" rx="1.5" fill="{PALETTE[0]}"/>'
+            body += text(
+                left + max(a, b) / most * room + 6, y + 15, f"{a:.1%}", more='font-weight="600"'
+            )
+    body += (
+        f'<rect x="{left}" y="5" width="14" height="8" fill="currentColor" opacity=".3"/>{text(left + 20, 13, "the model")}'
+        f'<rect x="{left + 95}" y="4" width="14" height="10" fill="{PALETTE[0]}"/>{text(left + 115, 13, "after the knobs")}'
+    )
+    words = "; ".join(
+        f"{n}: {b:.1%}, {'cut by ' + c if c else f'now {a:.1%}'}"
+        for n, b, a, c in zip(names, before, after, why, strict=True)
+    )
+    return svg(width, 30 + 24 * len(names), f"Chances of the next token: {words}", body)
+
 
 @dataclass
 class SamplingExplorer(Explorer):
     "What each knob of sampling does to a model's next token."
-    model: Any # `Transformer`, or any causal model of transformers
+
+    model: Any  # `Transformer`, or any causal model of transformers
     tokenizer: Any
-    prompt: str = knob('Once upon a time there was a', 'What the model has read')
-    temperature: float = knob(1.0, 'Divides the logits: 0 takes the likeliest, above 1 takes risks', low=0, high=3)
-    top_k: int = knob(0, 'Choose among this many of the likeliest tokens; 0 for all', low=0, high=100)
-    top_p: float = knob(1.0, 'Choose among the likeliest tokens of this probability together', low=0.01, high=1)
-    min_p: float = knob(0.0, 'Drop tokens less likely than this part of the likeliest one', low=0, high=1)
-    repetition_penalty: float = knob(1.0, 'Above 1 makes tokens that were there less likely', low=0.5, high=2)
-    rows: int = knob(16, 'How many of the likeliest tokens are drawn', low=3, high=40)
+    prompt: str = knob("Once upon a time there was a", "What the model has read")
+    temperature: float = knob(
+        1.0, "Divides the logits: 0 takes the likeliest, above 1 takes risks", low=0, high=3
+    )
+    top_k: int = knob(
+        0, "Choose among this many of the likeliest tokens; 0 for all", low=0, high=100
+    )
+    top_p: float = knob(
+        1.0, "Choose among the likeliest tokens of this probability together", low=0.01, high=1
+    )
+    min_p: float = knob(
+        0.0, "Drop tokens less likely than this part of the likeliest one", low=0, high=1
+    )
+    repetition_penalty: float = knob(
+        1.0, "Above 1 makes tokens that were there less likely", low=0.5, high=2
+    )
+    rows: int = knob(16, "How many of the likeliest tokens are drawn", low=3, high=40)
 
     def __post_init__(self):
         super().__post_init__()
-        self.known: tuple[str, Tensor, Tensor] | None = None # The last prompt, its ids and logits
+        self.known: tuple[str, Tensor, Tensor] | None = None  # The last prompt, its ids and logits
 
     @torch.no_grad()
-    def read(self) -> tuple[Tensor, Tensor]: # (1, V) logits of the next token, (1, T) ids
+    def read(self) -> tuple[Tensor, Tensor]:  # (1, V) logits of the next token, (1, T) ids
         "Let the model read the prompt, once."
         if self.known is None or self.known[0] != self.prompt:
             ids, training = encode_for(self.tokenizer, self.prompt), self.model.training
             self.model.eval()
-            try: logits = self.model(ids.to(next(self.model.parameters()).device)).logits[:, -1].float().cpu()
-            finally: self.model.train(training)
+            try:
+                logits = (
+                    self.model(ids.to(next(self.model.parameters()).device))
+                    .logits[:, -1]
+                    .float()
+                    .cpu()
+                )
+            finally:
+                self.model.train(training)
             self.known = self.prompt, logits, ids
         return self.known[1], self.known[2]
 
     @property
     def config(self) -> SamplingConfig:
         "The same knobs for `generate`."
-        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, repetition_penalty=self.repetition_penalty)
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
 
-    def compute(self) -> Chances: return chances(*self.read(), self.config)
+    def compute(self) -> Chances:
+        return chances(*self.read(), self.config)
 
     def html(self, values: Chances) -> str:
         before, after, cuts = values
-        order = before.argsort(descending=True, stable=True)[:self.rows].tolist()
-        why = [next((name.replace('_', '-') for name, cut in cuts.items() if cut[i]), '') for i in order]
-        picture = draw_chances([piece_of(self.tokenizer, i) for i in order], before[order].tolist(), after[order].tolist(), why)
-        left, lost = int((after > 0).sum()), [
-            {'knob': name.replace('_', '-'), 'tokens cut': int(cut.sum()), 'probability lost': f'{before[cut].sum():.1%}'} for name, cut in cuts.items()]
+        order = before.argsort(descending=True, stable=True)[: self.rows].tolist()
+        why = [
+            next((name.replace("_", "-") for name, cut in cuts.items() if cut[i]), "")
+            for i in order
+        ]
+        picture = draw_chances(
+            [piece_of(self.tokenizer, i) for i in order],
+            before[order].tolist(),
+            after[order].tolist(),
+            why,
+        )
+        left, lost = (
+            int((after > 0).sum()),
+            [
+                {
+                    "knob": name.replace("_", "-"),
+                    "tokens cut": int(cut.sum()),
+                    "probability lost": f"{before[cut].sum():.1%}",
+                }
+                for name, cut in cuts.items()
+            ],
+        )
         spread = lambda p: float(torch.exp(torch.special.entr(p).sum()))
-        head = _line(f'{left:,} of {len(after):,} tokens {"is" if left == 1 else "are"} still possible. The choice is as wide as one among {number(spread(before), 3)} '
-                     f'equally likely tokens, and {number(spread(after), 3)} after the knobs.')
-        return head + grid(picture, table(lost, 'What is cut'), least=300)
+        head = _line(
+            f"{left:,} of {len(after):,} tokens {'is' if left == 1 else 'are'} still possible. The choice is as wide as one among {number(spread(before), 3)} "
+            f"equally likely tokens, and {number(spread(after), 3)} after the knobs."
+        )
+        return head + grid(picture, table(lost, "What is cut"), least=300)

@@ -34,27 +34,73 @@ from .form import Form, close_all, notebook, take_place, widgets
 from .session import ACTIVE, RunSnapshot, TrainSession
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #a9af6f21
-FIRST: dict[str, tuple[str, ...]] = { # Method -> knobs in sight; those that a config lacks are left out
-    'pretrain': ('data.path', 'data.max_length', 'model.d_model', 'model.n_layers', 'train.max_steps', 'train.per_device_train_batch_size',
-                 'optim.learning_rate', 'prompts'),
-    'lora': ('init_from', 'data.path', 'lora.r', 'lora.lora_alpha', 'train.num_train_epochs', 'train.per_device_train_batch_size', 'optim.learning_rate', 'prompts'),
-    '': ('init_from', 'data.path', 'data.max_length', 'train.max_steps', 'train.num_train_epochs', 'train.per_device_train_batch_size', 'optim.learning_rate', 'prompts'),
+FIRST: dict[
+    str, tuple[str, ...]
+] = {  # Method -> knobs in sight; those that a config lacks are left out
+    "pretrain": (
+        "data.path",
+        "data.max_length",
+        "model.d_model",
+        "model.n_layers",
+        "train.max_steps",
+        "train.per_device_train_batch_size",
+        "optim.learning_rate",
+        "prompts",
+    ),
+    "lora": (
+        "init_from",
+        "data.path",
+        "lora.r",
+        "lora.lora_alpha",
+        "train.num_train_epochs",
+        "train.per_device_train_batch_size",
+        "optim.learning_rate",
+        "prompts",
+    ),
+    "": (
+        "init_from",
+        "data.path",
+        "data.max_length",
+        "train.max_steps",
+        "train.num_train_epochs",
+        "train.per_device_train_batch_size",
+        "optim.learning_rate",
+        "prompts",
+    ),
 }
-FIRST['qlora'] = FIRST['lora']
-FIRST['dpo'] = ('init_from', 'data.path', 'dpo.beta', 'dpo.loss_type', 'use_lora', *FIRST[''][5:])
-FIRST['reward'] = ('init_from', 'data.path', 'dpo.max_length', 'use_lora', 'train.num_train_epochs', 'train.per_device_train_batch_size', 'optim.learning_rate')
-FIRST['ppo'] = FIRST['grpo'] = FIRST['rloo'] = FIRST['reinforce'] = (
-    'init_from', 'data.path', 'rl.rewards', 'rl.num_generations', 'rl.max_completion_length', 'rl.beta', 'train.max_steps', 'optim.learning_rate')
+FIRST["qlora"] = FIRST["lora"]
+FIRST["dpo"] = ("init_from", "data.path", "dpo.beta", "dpo.loss_type", "use_lora", *FIRST[""][5:])
+FIRST["reward"] = (
+    "init_from",
+    "data.path",
+    "dpo.max_length",
+    "use_lora",
+    "train.num_train_epochs",
+    "train.per_device_train_batch_size",
+    "optim.learning_rate",
+)
+FIRST["ppo"] = FIRST["grpo"] = FIRST["rloo"] = FIRST["reinforce"] = (
+    "init_from",
+    "data.path",
+    "rl.rewards",
+    "rl.num_generations",
+    "rl.max_completion_length",
+    "rl.beta",
+    "train.max_steps",
+    "optim.learning_rate",
+)
+
 
 def in_sight(
-    config: Any, # A `RunConfig`
-) -> list[str]: # Dotted names
+    config: Any,  # A `RunConfig`
+) -> list[str]:  # Dotted names
     "The knobs that a person turns for this method."
     from trainkit.widgets.form import config_fields
-    return [name for name in FIRST.get(config.method, FIRST['']) if name in config_fields(config)]
+
+    return [name for name in FIRST.get(config.method, FIRST[""]) if name in config_fields(config)]
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #3e3e8578
-HERE, PROCESS = 'in this kernel', 'in a process of its own'
+HERE, PROCESS = "in this kernel", "in a process of its own"
 _LOOK = """<style>
 .trainkit-charts { display: grid !important; gap: 20px; align-items: start; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
 .trainkit-charts > * { min-width: 0; margin: 0 }
@@ -62,232 +108,422 @@ _LOOK = """<style>
 .trainkit-panel.trainkit-panel.trainkit-panel :focus-visible { outline: 2px solid #1f77c9 !important; outline-offset: 1px }
 </style>"""
 
+
 class TrainerPanel:
     "A run on a page."
-    panels: dict[str, 'TrainerPanel'] = {} # Cell or name -> the panel that is there
-    key: str # Under which it is there
-    every = 0.2 # Seconds between two looks
-    predicting = threading.Lock() # One at a time: the last word is that of the last change
+
+    panels: dict[str, "TrainerPanel"] = {}  # Cell or name -> the panel that is there
+    key: str  # Under which it is there
+    every = 0.2  # Seconds between two looks
+    predicting = threading.Lock()  # One at a time: the last word is that of the last change
 
     def __init__(
         self,
-        config: Any, # A `RunConfig`
-        presets: Mapping[str, Any] | None = None, # Name -> a config; None: the one given, and the profiles of settings.ini
-        job: Callable[..., Any] | None = None, # Instead of `trainkit.recipes.runner.run`, see `TrainSession`
-        key: str = '', # A panel with the same key is closed; empty: those of an earlier run of the same cell, or with the same name
+        config: Any,  # A `RunConfig`
+        presets: Mapping[str, Any]
+        | None = None,  # Name -> a config; None: the one given, and the profiles of settings.ini
+        job: Callable[..., Any]
+        | None = None,  # Instead of `trainkit.recipes.runner.run`, see `TrainSession`
+        key: str = "",  # A panel with the same key is closed; empty: those of an earlier run of the same cell, or with the same name
     ):
-        take_place(self, self.panels, key, f'{config.method} {config.name}')
-        self.job, self.session, self.closed, self.finished = job, TrainSession(config, job), False, True
-        self.lock, self.handle, self.seen, self.drawn = threading.RLock(), None, -1, 0.
-        self.foreseen = False # Whether the memory of what the form says was looked at
+        take_place(self, self.panels, key, f"{config.method} {config.name}")
+        self.job, self.session, self.closed, self.finished = (
+            job,
+            TrainSession(config, job),
+            False,
+            True,
+        )
+        self.lock, self.handle, self.seen, self.drawn = threading.RLock(), None, -1, 0.0
+        self.foreseen = False  # Whether the memory of what the form says was looked at
         self.timer: threading.Timer | None = None
-        self.form = Form(config, in_sight(config), self._presets(config) if presets is None else presets, self._changed)
+        self.form = Form(
+            config,
+            in_sight(config),
+            self._presets(config) if presets is None else presets,
+            self._changed,
+        )
         self._build(config)
         self.refresh()
 
     def _presets(self, config: Any) -> dict[str, Any]:
         from trainkit.recipes.config import method_config
-        found = {'as given': config}
-        for name in ('quick', 'full'):
-            try: found[name] = method_config(profile=name, method=config.method)
-            except ConfigError: pass # A settings.ini of one's own may lack it
+
+        found = {"as given": config}
+        for name in ("quick", "full"):
+            try:
+                found[name] = method_config(profile=name, method=config.method)
+            except ConfigError:
+                pass  # A settings.ini of one's own may lack it
         return found
 
     def _build(self, config: Any):
         W = widgets()
-        def button(word: str, icon: str, tip: str, do: Callable[[], Any], style: str = '', width: str = '110px') -> Any:
-            made = W.Button(description=word, icon=icon, tooltip=tip, button_style=style, layout=W.Layout(width=width))
+
+        def button(
+            word: str,
+            icon: str,
+            tip: str,
+            do: Callable[[], Any],
+            style: str = "",
+            width: str = "110px",
+        ) -> Any:
+            made = W.Button(
+                description=word,
+                icon=icon,
+                tooltip=tip,
+                button_style=style,
+                layout=W.Layout(width=width),
+            )
             made.on_click(lambda _: self.guarded(do))
             return made
-        row = lambda *children: W.HBox(children, layout=W.Layout(flex_flow='row wrap', align_items='center'))
-        self.start_button = button('Start', 'play', 'Train, as the fields above say', self.start, 'success')
-        self.pause_button = button('Pause', 'pause', 'Wait after this step, and go on', self.toggle)
-        self.stop_button = button('Stop', 'stop', 'End after this step, and keep the model', self.stop, 'danger')
-        self.resume_button = button('Go on', 'step-forward', 'Go on from the last checkpoint', lambda: self.start(resume=True))
-        self.save_button = button('Checkpoint', 'save', 'Write a checkpoint now', self.save)
-        self.kill_button = button('Kill and resume', 'bolt', 'End the process as a power failure would, go on from the last checkpoint, and compare',
-                                  self.kill_and_resume, width='150px')
-        self.place = W.Dropdown(options=[HERE, PROCESS], value=HERE, description='Runs', layout=W.Layout(width='250px'), style=dict(description_width='45px'))
-        self.place.observe(lambda _: self.refresh(force=True), names='value')
+
+        row = lambda *children: W.HBox(
+            children, layout=W.Layout(flex_flow="row wrap", align_items="center")
+        )
+        self.start_button = button(
+            "Start", "play", "Train, as the fields above say", self.start, "success"
+        )
+        self.pause_button = button("Pause", "pause", "Wait after this step, and go on", self.toggle)
+        self.stop_button = button(
+            "Stop", "stop", "End after this step, and keep the model", self.stop, "danger"
+        )
+        self.resume_button = button(
+            "Go on",
+            "step-forward",
+            "Go on from the last checkpoint",
+            lambda: self.start(resume=True),
+        )
+        self.save_button = button("Checkpoint", "save", "Write a checkpoint now", self.save)
+        self.kill_button = button(
+            "Kill and resume",
+            "bolt",
+            "End the process as a power failure would, go on from the last checkpoint, and compare",
+            self.kill_and_resume,
+            width="150px",
+        )
+        self.place = W.Dropdown(
+            options=[HERE, PROCESS],
+            value=HERE,
+            description="Runs",
+            layout=W.Layout(width="250px"),
+            style=dict(description_width="45px"),
+        )
+        self.place.observe(lambda _: self.refresh(force=True), names="value")
         self.memory, self.head, self.state_line, self.alert = W.HTML(), W.HTML(), W.HTML(), W.HTML()
-        self.chart, self.others, self.samples, self.log, self.data = W.HTML(), W.HTML(), W.HTML(), W.HTML(), W.HTML()
-        self.prompt = W.Text(value=(config.prompts or [''])[0], placeholder='What the model goes on from', description='Prompt',
-                             layout=W.Layout(width='min(100%, 420px)'), style=dict(description_width='60px'))
-        self.sample_button = button('Sample now', 'comment', 'Let the model speak', self.sample, width='130px')
-        self.data_button = button('Show rows', 'table', 'Read the data and show the first rows', self.show_data, width='130px')
-        self.code = W.Textarea(layout=W.Layout(width='98%', height='220px'), disabled=False)
-        self.code_button = button('Copy as code', 'code', 'The Python that does the same', self.show_code, width='130px')
-        self.tabs = W.Tab([W.VBox([row(self.prompt, self.sample_button), self.samples]), self.log, W.VBox([self.data_button, self.data]),
-                           W.VBox([self.code_button, self.code])])
-        for i, name in enumerate(('Samples', 'Log', 'Data', 'Code')): self.tabs.set_title(i, name)
-        look = W.HTML(_LOOK, layout=W.Layout(display='none'))
-        charts = W.Box([self.chart, self.others.add_class('trainkit-others')]).add_class('trainkit-charts')
-        self.widget = W.VBox([look, self.form.widget, self.memory, row(self.start_button, self.pause_button, self.stop_button, self.resume_button, self.save_button,
-                                                                 self.kill_button, self.place),
-                              self.head, self.state_line, self.alert, charts, self.tabs]).add_class('trainkit-panel')
+        self.chart, self.others, self.samples, self.log, self.data = (
+            W.HTML(),
+            W.HTML(),
+            W.HTML(),
+            W.HTML(),
+            W.HTML(),
+        )
+        self.prompt = W.Text(
+            value=(config.prompts or [""])[0],
+            placeholder="What the model goes on from",
+            description="Prompt",
+            layout=W.Layout(width="min(100%, 420px)"),
+            style=dict(description_width="60px"),
+        )
+        self.sample_button = button(
+            "Sample now", "comment", "Let the model speak", self.sample, width="130px"
+        )
+        self.data_button = button(
+            "Show rows",
+            "table",
+            "Read the data and show the first rows",
+            self.show_data,
+            width="130px",
+        )
+        self.code = W.Textarea(layout=W.Layout(width="98%", height="220px"), disabled=False)
+        self.code_button = button(
+            "Copy as code", "code", "The Python that does the same", self.show_code, width="130px"
+        )
+        self.tabs = W.Tab(
+            [
+                W.VBox([row(self.prompt, self.sample_button), self.samples]),
+                self.log,
+                W.VBox([self.data_button, self.data]),
+                W.VBox([self.code_button, self.code]),
+            ]
+        )
+        for i, name in enumerate(("Samples", "Log", "Data", "Code")):
+            self.tabs.set_title(i, name)
+        look = W.HTML(_LOOK, layout=W.Layout(display="none"))
+        charts = W.Box([self.chart, self.others.add_class("trainkit-others")]).add_class(
+            "trainkit-charts"
+        )
+        self.widget = W.VBox(
+            [
+                look,
+                self.form.widget,
+                self.memory,
+                row(
+                    self.start_button,
+                    self.pause_button,
+                    self.stop_button,
+                    self.resume_button,
+                    self.save_button,
+                    self.kill_button,
+                    self.place,
+                ),
+                self.head,
+                self.state_line,
+                self.alert,
+                charts,
+                self.tabs,
+            ]
+        ).add_class("trainkit-panel")
 
     # What hangs on the buttons
 
     def guarded(self, do: Callable[[], Any]) -> Any:
         "Do something, and show what it raises; what failed before is forgotten."
-        with self.lock: self._put(self.alert, '')
-        try: done = do()
+        with self.lock:
+            self._put(self.alert, "")
+        try:
+            done = do()
         except Exception as error:
-            short = str(error) if isinstance(error, (ConfigError, ValueError, OSError, ImportError)) else ''.join(traceback.format_exception_only(error)).strip()
-            with self.lock: self._put(self.alert, notice(short))
+            short = (
+                str(error)
+                if isinstance(error, (ConfigError, ValueError, OSError, ImportError))
+                else "".join(traceback.format_exception_only(error)).strip()
+            )
+            with self.lock:
+                self._put(self.alert, notice(short))
             return None
-        self.refresh(force=not self.alert.value) # What the run has to say stays
+        self.refresh(force=not self.alert.value)  # What the run has to say stays
         return done
 
     def start(
         self,
-        resume: bool = False, # Go on from the last checkpoint of the run that is there
-    ) -> bool: # Raises `ConfigError` when a field is wrong
+        resume: bool = False,  # Go on from the last checkpoint of the run that is there
+    ) -> bool:  # Raises `ConfigError` when a field is wrong
         "Begin a run of what the form says."
-        if self.session.snapshot().state in ACTIVE: return False
-        with self.lock: self._put(self.alert, '')
+        if self.session.snapshot().state in ACTIVE:
+            return False
+        with self.lock:
+            self._put(self.alert, "")
         if not resume:
             config = self.form.read()
-            if self.prompt.value and not config.prompts: config.prompts = [self.prompt.value]
+            if self.prompt.value and not config.prompts:
+                config.prompts = [self.prompt.value]
             self.session = TrainSession(config, self.job)
-        self.session.start('process' if self.place.value == PROCESS else 'thread', resume)
+        self.session.start("process" if self.place.value == PROCESS else "thread", resume)
         self._watch()
         return True
 
     def _watch(self):
         "Look at the session until it ends."
         self.finished, self.seen = False, -1
-        threading.Thread(target=self._look, args=(self.session,), name='trainkit-panel', daemon=True).start()
+        threading.Thread(
+            target=self._look, args=(self.session,), name="trainkit-panel", daemon=True
+        ).start()
 
     def _look(self, session: TrainSession):
         while session is self.session and not self.closed and session.snapshot().state in ACTIVE:
             self.refresh()
             time.sleep(self.every)
-        if session is self.session: self.finish()
+        if session is self.session:
+            self.finish()
 
-    def toggle(self): return self.session.pause() or self.session.resume()
-    def stop(self): return self.session.stop()
-    def save(self): return self.session.save()
-    def sample(self): return self.session.sample(self.prompt.value)
+    def toggle(self):
+        return self.session.pause() or self.session.resume()
+
+    def stop(self):
+        return self.session.stop()
+
+    def save(self):
+        return self.session.save()
+
+    def sample(self):
+        return self.session.sample(self.prompt.value)
 
     def kill_and_resume(self):
         "Show that a resume is exact."
-        if not self.session.kill(): return False
-        self.session.start('process', resume=True)
-        if self.finished: self._watch()
+        if not self.session.kill():
+            return False
+        self.session.start("process", resume=True)
+        if self.finished:
+            self._watch()
         return True
 
-    def show_data(self): self.data.value = preview_data(self.form.read())
-    def show_code(self): self.code.value = as_code(self.form.read())
+    def show_data(self):
+        self.data.value = preview_data(self.form.read())
+
+    def show_code(self):
+        self.code.value = as_code(self.form.read())
 
     def _changed(self, form: Form):
         "A field is another now; what was said of memory and code may be wrong."
-        if self.closed or not hasattr(self, 'code'): return
-        if self.code.value: self.code.value = '' if form.problems else as_code(form.config)
-        with self.lock: self.start_button.disabled = bool(form.problems) or not buttons(self.session.snapshot())['start']
+        if self.closed or not hasattr(self, "code"):
+            return
+        if self.code.value:
+            self.code.value = "" if form.problems else as_code(form.config)
+        with self.lock:
+            self.start_button.disabled = (
+                bool(form.problems) or not buttons(self.session.snapshot())["start"]
+            )
         self.foreseen = False
-        if self.handle is not None: self.predict_soon()
+        if self.handle is not None:
+            self.predict_soon()
 
     def predict_soon(self):
         "Look at the memory when nobody has typed for a moment."
-        if self.timer is not None: self.timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
         self.timer = threading.Timer(0.8, self.predict)
         self.timer.daemon = True
         self.timer.start()
 
     def predict(self):
         "Say beside Start whether it will fit."
-        if self.form.problems or self.closed: return
+        if self.form.problems or self.closed:
+            return
         with self.predicting:
             if self.session.state in ACTIVE:
-                if self.foreseen: return
-                text, colour = 'The run began before it was known how much memory a step will take.', '#6e7781'
+                if self.foreseen:
+                    return
+                text, colour = (
+                    "The run began before it was known how much memory a step will take.",
+                    "#6e7781",
+                )
             else:
                 self.foreseen = True
-                try: expected = expect_memory(self.form.config)
-                except Exception as error: text, colour = f'How much memory a step will take is not known: {error}', '#6e7781'
-                else: text, colour = expected.text, '#1a7f37' if expected.fits else '#cf222e'
-        with self.lock: self._put(self.memory, notice(text, colour, 'status'))
+                try:
+                    expected = expect_memory(self.form.config)
+                except Exception as error:
+                    text, colour = (
+                        f"How much memory a step will take is not known: {error}",
+                        "#6e7781",
+                    )
+                else:
+                    text, colour = expected.text, "#1a7f37" if expected.fits else "#cf222e"
+        with self.lock:
+            self._put(self.memory, notice(text, colour, "status"))
 
     # What is shown
 
-    def _put(self, widget: Any, value: Any, name: str = 'value'):
-        if not self.closed and getattr(widget, name) != value: setattr(widget, name, value)
+    def _put(self, widget: Any, value: Any, name: str = "value"):
+        if not self.closed and getattr(widget, name) != value:
+            setattr(widget, name, value)
 
     def refresh(self, force: bool = False) -> RunSnapshot:
         "Show what is new."
         now = self.session.snapshot()
         with self.lock:
-            if self.closed or (now.version == self.seen and not force): return now
+            if self.closed or (now.version == self.seen and not force):
+                return now
             self.seen = now.version
-            can, process = buttons(now), self.session.how == 'process' and now.state in ACTIVE
-            for widget, able in ((self.start_button, can['start'] and not self.form.problems), (self.pause_button, can['pause'] or can['resume']),
-                                 (self.stop_button, can['stop']), (self.save_button, can['save']), (self.sample_button, can['sample']),
-                                 (self.resume_button, can['start'] and now.state in ('stopped', 'failed') and bool(now.checkpoint)),
-                                 (self.kill_button, process and bool(now.checkpoint)), (self.place, can['start'])):
-                self._put(widget, not able, 'disabled')
-            self._put(self.pause_button, 'Resume' if can['resume'] else 'Pause', 'description')
-            self._put(self.pause_button, 'play' if can['resume'] else 'pause', 'icon')
-            self._put(self.kill_button.layout, None if process or self.place.value == PROCESS else 'none', 'display')
-            if getattr(self.form, 'locked', False) != (now.state in ACTIVE): self.form.lock(now.state in ACTIVE)
-            self._put(self.head, f'<div style="font:600 14px/1.6 system-ui,sans-serif;font-variant-numeric:tabular-nums">{escape(headline(now))}</div>')
-            hidden = 'position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)'
-            self._put(self.state_line, f'<div role="status" style="{hidden}">Training {now.state}</div>')
-            words = notice(now.error) + ''.join(notice(line, '#bf8700', 'note') for line in now.health[-3:]) + notice(proof_text(now), '#1a7f37', 'status')
-            if words or now.state in ACTIVE: self._put(self.alert, words)
-            if now.curves: self._draw(now, force)
+            can, process = buttons(now), self.session.how == "process" and now.state in ACTIVE
+            for widget, able in (
+                (self.start_button, can["start"] and not self.form.problems),
+                (self.pause_button, can["pause"] or can["resume"]),
+                (self.stop_button, can["stop"]),
+                (self.save_button, can["save"]),
+                (self.sample_button, can["sample"]),
+                (
+                    self.resume_button,
+                    can["start"] and now.state in ("stopped", "failed") and bool(now.checkpoint),
+                ),
+                (self.kill_button, process and bool(now.checkpoint)),
+                (self.place, can["start"]),
+            ):
+                self._put(widget, not able, "disabled")
+            self._put(self.pause_button, "Resume" if can["resume"] else "Pause", "description")
+            self._put(self.pause_button, "play" if can["resume"] else "pause", "icon")
+            self._put(
+                self.kill_button.layout,
+                None if process or self.place.value == PROCESS else "none",
+                "display",
+            )
+            if getattr(self.form, "locked", False) != (now.state in ACTIVE):
+                self.form.lock(now.state in ACTIVE)
+            self._put(
+                self.head,
+                f'<div style="font:600 14px/1.6 system-ui,sans-serif;font-variant-numeric:tabular-nums">{escape(headline(now))}</div>',
+            )
+            hidden = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
+            self._put(
+                self.state_line, f'<div role="status" style="{hidden}">Training {now.state}</div>'
+            )
+            words = (
+                notice(now.error)
+                + "".join(notice(line, "#bf8700", "note") for line in now.health[-3:])
+                + notice(proof_text(now), "#1a7f37", "status")
+            )
+            if words or now.state in ACTIVE:
+                self._put(self.alert, words)
+            if now.curves:
+                self._draw(now, force)
             self._put(self.samples, latest_samples_html(now.samples))
             self._put(self.log, log_html(now.log))
         return now
 
     def _draw(self, now: RunSnapshot, force: bool):
         "The loss at each look, the other curves once in a second."
-        self._put(self.chart, str(pictures(now, 1, width=340)[0])) # Not wider: on a phone its letters would be small
-        if force or now.state != 'running' or time.monotonic() - self.drawn > 1:
+        self._put(
+            self.chart, str(pictures(now, 1, width=340)[0])
+        )  # Not wider: on a phone its letters would be small
+        if force or now.state != "running" or time.monotonic() - self.drawn > 1:
             self.drawn = time.monotonic()
             self._put(self.others, str(grid(*pictures(now, width=340, skip=1), least=280)))
 
     def finish(self):
         "Show the end, and leave it in the saved notebook."
         with self.lock:
-            if self.closed or self.finished: return
+            if self.closed or self.finished:
+                return
             self.finished = True
             self.refresh(force=True)
-        if self.handle is not None: self.handle.update(self)
+        if self.handle is not None:
+            self.handle.update(self)
 
     # For the notebook
 
     def show(self) -> None:
         "Put it on the page; the cell ends at once."
         display = notebook().display
-        if not self.memory.value: self._put(self.memory, notice('How much memory a step will take is being worked out.', '#6e7781', 'status')) # Its place, so that no button moves
+        if not self.memory.value:
+            self._put(
+                self.memory,
+                notice(
+                    "How much memory a step will take is being worked out.", "#6e7781", "status"
+                ),
+            )  # Its place, so that no button moves
         self.handle = display(self, display_id=True)
-        if self.handle is not None: self.predict_soon()
+        if self.handle is not None:
+            self.predict_soon()
 
-    def result(self) -> Any: # What `run` returns: `model`, `tokenizer`, `metrics`, …
+    def result(self) -> Any:  # What `run` returns: `model`, `tokenizer`, `metrics`, …
         "Wait for the run, and start it if nobody has; the notebook's stop button ends it and keeps the model."
-        if self.session.state == 'idle': self.start()
+        if self.session.state == "idle":
+            self.start()
         while True:
             session = self.session
             session.wait()
-            if session is self.session: break
+            if session is self.session:
+                break
         self.finish()
         return session.result()
 
-    async def arun(self) -> Any: # What `run` returns
+    async def arun(self) -> Any:  # What `run` returns
         "Show it, start it, and wait, while clicks are heard: `result = await panel.arun()`."
-        if self.handle is None: self.show()
-        if self.session.state == 'idle': self.start()
+        if self.handle is None:
+            self.show()
+        if self.session.state == "idle":
+            self.start()
         try:
-            while self.session.snapshot().state in ACTIVE: await asyncio.sleep(self.every)
-        except (KeyboardInterrupt, asyncio.CancelledError): self.session.stop()
+            while self.session.snapshot().state in ACTIVE:
+                await asyncio.sleep(self.every)
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            self.session.stop()
         return self.result()
 
     @classmethod
     def attach(
         cls,
-        folder: str | Path, # Of a run in a process, or of one that has ended
-    ) -> 'TrainerPanel':
+        folder: str | Path,  # Of a run in a process, or of one that has ended
+    ) -> "TrainerPanel":
         "A panel for a run that is there already."
         session = TrainSession.attach(folder)
         panel = cls(session.config)
@@ -297,235 +533,369 @@ class TrainerPanel:
 
     def close(self):
         "Take the panel away and stop its run, unless that is a process of its own."
-        if self.closed: return
-        if self.timer is not None: self.timer.cancel()
-        if self.session.how != 'process': self.session.stop()
+        if self.closed:
+            return
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.session.how != "process":
+            self.session.stop()
         with self.lock:
             self.closed = True
             self.form.close()
             close_all(self.widget)
-        if self.panels.get(self.key) is self: del self.panels[self.key]
+        if self.panels.get(self.key) is self:
+            del self.panels[self.key]
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
         now = self.session.snapshot()
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
-        page = static_html(now, getattr(self.session.config, 'name', 'Training run'))
-        return {'application/vnd.jupyter.widget-view+json': view, 'text/html': str(page), 'text/plain': f'TrainerPanel: {headline(now)}'}
+        page = static_html(now, getattr(self.session.config, "name", "Training run"))
+        return {
+            "application/vnd.jupyter.widget-view+json": view,
+            "text/html": str(page),
+            "text/plain": f"TrainerPanel: {headline(now)}",
+        }
 
 # %% ../../nbs/12_widgets/03_view.ipynb #b819befa
 def headline(
     snapshot: RunSnapshot,
-) -> str: # `running · step 120 of 400 · loss 2.31 · 8,123 tokens/s · 1:34 left`
+) -> str:  # `running · step 120 of 400 · loss 2.31 · 8,123 tokens/s · 1:34 left`
     "A run in a line."
     s = snapshot
-    words = {'preparing': 'preparing: reads, encodes and builds', 'finishing': 'finishing: judges the model and writes the report'}
-    state = words.get(s.phase, s.state) if s.state == 'running' else s.state
-    if s.state == 'stopping': state = 'stopping: finishes its step and saves the model'
+    words = {
+        "preparing": "preparing: reads, encodes and builds",
+        "finishing": "finishing: judges the model and writes the report",
+    }
+    state = words.get(s.phase, s.state) if s.state == "running" else s.state
+    if s.state == "stopping":
+        state = "stopping: finishes its step and saves the model"
     parts = [state]
-    if s.total: parts.append(f'step {s.step:,} of {s.total:,}')
-    if 'loss' in s.last: parts.append(f"loss {number(s.last['loss'])}")
-    if 'reward' in s.last: parts.append(f"reward {number(s.last['reward'])}")
-    if 'rewards/accuracies' in s.last: parts.append(f"{100*s.last['rewards/accuracies']:.0f} % preferred rightly")
-    if 'eval_loss' in s.last: parts.append(f"held out {number(s.last['eval_loss'])}")
-    if s.state == 'running' and s.phase == 'training':
-        if speed := s.last.get('tokens_per_second'): parts.append(f'{speed:,.0f} tokens/s')
-        if s.eta is not None: parts.append(f'{duration(s.eta)} left')
-    elif s.seconds: parts.append(f'{duration(s.seconds)} of training')
-    return ' · '.join(parts)
+    if s.total:
+        parts.append(f"step {s.step:,} of {s.total:,}")
+    if "loss" in s.last:
+        parts.append(f"loss {number(s.last['loss'])}")
+    if "reward" in s.last:
+        parts.append(f"reward {number(s.last['reward'])}")
+    if "rewards/accuracies" in s.last:
+        parts.append(f"{100 * s.last['rewards/accuracies']:.0f} % preferred rightly")
+    if "eval_loss" in s.last:
+        parts.append(f"held out {number(s.last['eval_loss'])}")
+    if s.state == "running" and s.phase == "training":
+        if speed := s.last.get("tokens_per_second"):
+            parts.append(f"{speed:,.0f} tokens/s")
+        if s.eta is not None:
+            parts.append(f"{duration(s.eta)} left")
+    elif s.seconds:
+        parts.append(f"{duration(s.seconds)} of training")
+    return " · ".join(parts)
 
 # %% ../../nbs/12_widgets/03_view.ipynb #abca11be
-BUTTONS: dict[str, tuple[str, ...]] = { # button -> states in which it can be pressed
-    'start': ('idle', 'stopped', 'done', 'failed'),
-    'pause': ('running',),
-    'resume': ('paused',),
-    'stop': ('running', 'paused'),
-    'save': ('running', 'paused'),
-    'sample': ('running', 'paused'),
+BUTTONS: dict[str, tuple[str, ...]] = {  # button -> states in which it can be pressed
+    "start": ("idle", "stopped", "done", "failed"),
+    "pause": ("running",),
+    "resume": ("paused",),
+    "stop": ("running", "paused"),
+    "save": ("running", "paused"),
+    "sample": ("running", "paused"),
 }
+
 
 def buttons(
     snapshot: RunSnapshot,
-) -> dict[str, bool]: # Button -> whether it can be pressed
+) -> dict[str, bool]:  # Button -> whether it can be pressed
     "What can be done with a run now; saving and sampling need a first step."
     found = {name: snapshot.state in states for name, states in BUTTONS.items()}
-    ready = snapshot.phase == 'training'
-    return {**found, 'save': found['save'] and ready, 'sample': found['sample'] and ready}
+    ready = snapshot.phase == "training"
+    return {**found, "save": found["save"] and ready, "sample": found["sample"] and ready}
 
 # %% ../../nbs/12_widgets/03_view.ipynb #e2f9b398
-CHARTS: dict[str, tuple[str, ...]] = { # Title -> patterns of the numbers that it shows, without `eval_`
-    'Loss': ('loss',),
-    'Rewards of answers': ('*rewards/chosen', '*rewards/rejected'),
-    'Margin': ('*rewards/margins',),
-    'Preferred rightly': ('*rewards/accuracies',),
-    'Reward': ('reward', 'reward_[!s]*', 'rewards/*/mean', 'objective/rlhf_reward'),
-    'KL from the reference': ('kl', '*kl/sampled', '*kl/exact', 'objective/kl'),
-    'Length of answers': ('completion_length', 'completions/mean_length'),
-    'Token accuracy': ('*token_accuracy',),
-    'Learning rate': ('learning_rate',),
-    'Gradient norm': ('grad_norm',),
-    'Tokens a second': ('tokens_per_second',),
-    'Memory': ('memory_gib', 'memory_peak_gib', 'gpu_memory*_gib'),
-    'Memory of a step': ('step_memory_*_gib',),
+CHARTS: dict[
+    str, tuple[str, ...]
+] = {  # Title -> patterns of the numbers that it shows, without `eval_`
+    "Loss": ("loss",),
+    "Rewards of answers": ("*rewards/chosen", "*rewards/rejected"),
+    "Margin": ("*rewards/margins",),
+    "Preferred rightly": ("*rewards/accuracies",),
+    "Reward": ("reward", "reward_[!s]*", "rewards/*/mean", "objective/rlhf_reward"),
+    "KL from the reference": ("kl", "*kl/sampled", "*kl/exact", "objective/kl"),
+    "Length of answers": ("completion_length", "completions/mean_length"),
+    "Token accuracy": ("*token_accuracy",),
+    "Learning rate": ("learning_rate",),
+    "Gradient norm": ("grad_norm",),
+    "Tokens a second": ("tokens_per_second",),
+    "Memory": ("memory_gib", "memory_peak_gib", "gpu_memory*_gib"),
+    "Memory of a step": ("step_memory_*_gib",),
 }
-FROM_ZERO = ('Preferred rightly', 'Length of answers', 'Token accuracy', 'Learning rate', 'Tokens a second', 'Memory', 'Memory of a step')
+FROM_ZERO = (
+    "Preferred rightly",
+    "Length of answers",
+    "Token accuracy",
+    "Learning rate",
+    "Tokens a second",
+    "Memory",
+    "Memory of a step",
+)
+
 
 def _in_unit(title: str, found: dict) -> tuple[str, dict]:
     "Memory, which is logged in GiB, in the GB of `show_bytes`, or little of it in MB; the title says the unit, and not each name."
-    small = max((y for _, ys in found.values() for y in ys if math.isfinite(y)), default=1.) < 0.1
-    unit, size = ('MB', 1e6) if small else ('GB', 1e9)
-    return f'{title}, {unit}', {name.removesuffix('_gib').replace('_', ' '): (xs, [y*2**30/size for y in ys]) for name, (xs, ys) in found.items()}
+    small = max((y for _, ys in found.values() for y in ys if math.isfinite(y)), default=1.0) < 0.1
+    unit, size = ("MB", 1e6) if small else ("GB", 1e9)
+    return f"{title}, {unit}", {
+        name.removesuffix("_gib").replace("_", " "): (xs, [y * 2**30 / size for y in ys])
+        for name, (xs, ys) in found.items()
+    }
+
 
 def pictures(
     snapshot: RunSnapshot,
-    limit: int | None = None, # At most so many
-    width: int = 480, # Of each, in CSS pixels; narrow ones keep their letters large where several stand side by side
-    skip: int = 0, # So many of the first
+    limit: int | None = None,  # At most so many
+    width: int = 480,  # Of each, in CSS pixels; narrow ones keep their letters large where several stand side by side
+    skip: int = 0,  # So many of the first
 ) -> list[Picture]:
     "Charts of what the run told, the most telling first; it is there even before it told anything."
     told: dict[str, tuple[str, dict]] = {}
     for title, patterns in CHARTS.items():
-        fits = lambda name: any(fnmatchcase(name.replace('eval_', '', 1), pattern) for pattern in patterns) # noqa: B023
+        fits = lambda name: any(
+            fnmatchcase(name.replace("eval_", "", 1), pattern) for pattern in patterns
+        )  # noqa: B023
         found = {name: data for name, data in snapshot.curves.items() if fits(name)}
-        if found or title == 'Loss': told[title] = _in_unit(title, found) if title.startswith('Memory') else (title, found)
-    titles = sorted(told, key=lambda title: title != 'Reward')[skip:][:limit]
-    return [curves(found, words, smooth=0.02 if t in ('Loss', 'Reward') else 0., width=width, zero=t in FROM_ZERO,
-                   height=(220 if width > 400 else 190) + 18*max(0, len(found) - 2)) for t in titles for words, found in [told[t]]] # Each name above the curves takes a line where there is little room
+        if found or title == "Loss":
+            told[title] = _in_unit(title, found) if title.startswith("Memory") else (title, found)
+    titles = sorted(told, key=lambda title: title != "Reward")[skip:][:limit]
+    return [
+        curves(
+            found,
+            words,
+            smooth=0.02 if t in ("Loss", "Reward") else 0.0,
+            width=width,
+            zero=t in FROM_ZERO,
+            height=(220 if width > 400 else 190) + 18 * max(0, len(found) - 2),
+        )
+        for t in titles
+        for words, found in [told[t]]
+    ]  # Each name above the curves takes a line where there is little room
 
 # %% ../../nbs/12_widgets/03_view.ipynb #df5ea5a2
-MONO = 'font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:0'
+MONO = "font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:0"
 
 SILENCE = '<i style="opacity:.75"> (ends at once)</i>'
 
+
 def latest_samples_html(
-    samples: Sequence[tuple[int, str, str]], # (step, prompt, text)
+    samples: Sequence[tuple[int, str, str]],  # (step, prompt, text)
 ) -> str:
     "What the model said, the latest first."
-    if not samples: return '<p style="opacity:.75;margin:4px 0">Nothing yet.</p>'
-    rows = [f'<div style="margin:6px 0"><span style="opacity:.75;font-size:12px">step {step:,}</span>'
-            f'<div dir="auto" style="{MONO}"><b>{clean(prompt)}</b>{clean(text) or SILENCE}</div></div>' for step, prompt, text in reversed(samples)]
+    if not samples:
+        return '<p style="opacity:.75;margin:4px 0">Nothing yet.</p>'
+    rows = [
+        f'<div style="margin:6px 0"><span style="opacity:.75;font-size:12px">step {step:,}</span>'
+        f'<div dir="auto" style="{MONO}"><b>{clean(prompt)}</b>{clean(text) or SILENCE}</div></div>'
+        for step, prompt, text in reversed(samples)
+    ]
     return f'<div {PLAIN} style="max-height:260px;overflow:auto" tabindex="0" role="region" aria-label="Samples">{"".join(rows)}</div>'
+
 
 def log_html(
     lines: Sequence[str],
 ) -> str:
     "The last lines of the log, the latest at the bottom and in sight."
-    text = '\n'.join(lines[-100:])
-    return (f'<div style="display:flex;flex-direction:column-reverse;max-height:220px;overflow:auto" tabindex="0" role="log" '
-            f'aria-label="Log"><pre style="{MONO}">{clean(text) or "Nothing yet."}</pre></div>')
+    text = "\n".join(lines[-100:])
+    return (
+        f'<div style="display:flex;flex-direction:column-reverse;max-height:220px;overflow:auto" tabindex="0" role="log" '
+        f'aria-label="Log"><pre style="{MONO}">{clean(text) or "Nothing yet."}</pre></div>'
+    )
+
 
 def proof_text(
     snapshot: RunSnapshot,
 ) -> str:
     "What came of a kill and a resume, in a sentence."
-    if not snapshot.proof: return ''
-    same = [before == after or (before != before and after != after) for _, before, after in snapshot.proof]
+    if not snapshot.proof:
+        return ""
+    same = [
+        before == after or (before != before and after != after)
+        for _, before, after in snapshot.proof
+    ]
     first, last = snapshot.proof[0][0], snapshot.proof[-1][0]
-    if all(same): return f'Killed and resumed: the {len(same)} losses of steps {first} to {last} came out the same, to the last bit.'
+    if all(same):
+        return f"Killed and resumed: the {len(same)} losses of steps {first} to {last} came out the same, to the last bit."
     step, before, after = next(p for p, fine in zip(snapshot.proof, same, strict=True) if not fine)
-    return f'Killed and resumed: at step {step} the loss was {before!r} before and is {after!r} now. This is not the same run.'
+    return f"Killed and resumed: at step {step} the loss was {before!r} before and is {after!r} now. This is not the same run."
 
 # %% ../../nbs/12_widgets/03_view.ipynb #7ac70bd9
 def static_html(
     snapshot: RunSnapshot,
-    title: str = 'Training run',
-) -> Picture: # HTML
+    title: str = "Training run",
+) -> Picture:  # HTML
     "A run as it stands, for those who have no kernel."
-    label = clean(f'{title}: {headline(snapshot)}')
-    inner = ''.join(f'<h4 style="margin:10px 0 2px">{clean(name)}</h4>{body}' for name, body in (
-        ('Samples', latest_samples_html(snapshot.samples[-3:]) if snapshot.samples else ''), ) if body)
-    words = notice(snapshot.error) + ''.join(notice(line, '#bf8700', 'note') for line in snapshot.health) + notice(proof_text(snapshot), '#1a7f37', 'note')
-    charts = grid(*(p.image() for p in pictures(snapshot, 4))) if snapshot.curves else ''
-    numbers = table([{'': k, 'last': v} for k, v in snapshot.last.items()]) if snapshot.last else ''
-    more = f'<details><summary>All numbers</summary>{numbers}</details>' if numbers else ''
-    return Picture(f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif"><p style="margin:4px 0"><b>{clean(title)}</b> · '
-                   f'{clean(headline(snapshot))}</p>{words}{charts}{inner}{more}</div>')
+    label = clean(f"{title}: {headline(snapshot)}")
+    inner = "".join(
+        f'<h4 style="margin:10px 0 2px">{clean(name)}</h4>{body}'
+        for name, body in (
+            ("Samples", latest_samples_html(snapshot.samples[-3:]) if snapshot.samples else ""),
+        )
+        if body
+    )
+    words = (
+        notice(snapshot.error)
+        + "".join(notice(line, "#bf8700", "note") for line in snapshot.health)
+        + notice(proof_text(snapshot), "#1a7f37", "note")
+    )
+    charts = grid(*(p.image() for p in pictures(snapshot, 4))) if snapshot.curves else ""
+    numbers = table([{"": k, "last": v} for k, v in snapshot.last.items()]) if snapshot.last else ""
+    more = f"<details><summary>All numbers</summary>{numbers}</details>" if numbers else ""
+    return Picture(
+        f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif"><p style="margin:4px 0"><b>{clean(title)}</b> · '
+        f"{clean(headline(snapshot))}</p>{words}{charts}{inner}{more}</div>"
+    )
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #6b34170a
 def config_changes(
-    config: Any, # An instance of a config class
-) -> dict[str, Any]: # Nested, as in a file
+    config: Any,  # An instance of a config class
+) -> dict[str, Any]:  # Nested, as in a file
     "What must be said so that `load_config` makes the same config."
     kind, whole = type(config), to_dict(config)
-    base = {'method': whole['method']} if 'method' in whole else {}
+    base = {"method": whole["method"]} if "method" in whole else {}
     fresh, small = to_dict(load_config(kind, base)), dict(base)
     for k in knobs(config):
         value = whole[k.name]
-        if value == fresh[k.name]: continue
+        if value == fresh[k.name]:
+            continue
         if dataclasses.is_dataclass(k.value):
-            value = {name: v for name, v in value.items() if name not in fresh[k.name] or fresh[k.name][name] != v}
+            value = {
+                name: v
+                for name, v in value.items()
+                if name not in fresh[k.name] or fresh[k.name][name] != v
+            }
         small[k.name] = value
     return small if to_dict(load_config(kind, small)) == whole else whole
 
+
 def as_code(
-    config: Any, # A `RunConfig`
+    config: Any,  # A `RunConfig`
 ) -> str:
     "A script that does what `config` says."
-    return ('from trainkit.config import load_config\nfrom trainkit.recipes.config import RunConfig; from trainkit.recipes.runner import run\n\n'
-            f'config = load_config(RunConfig, {pformat(config_changes(config), sort_dicts=False, width=100)})\nresult = run(config)\n')
+    return (
+        "from trainkit.config import load_config\nfrom trainkit.recipes.config import RunConfig; from trainkit.recipes.runner import run\n\n"
+        f"config = load_config(RunConfig, {pformat(config_changes(config), sort_dicts=False, width=100)})\nresult = run(config)\n"
+    )
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #8da4cbf1
 class Expected(NamedTuple):
     "What a run will need."
-    needed: int # Bytes at the peak; 0 where nobody knows
-    free: int # Bytes that this machine, or its GPU, has to give
-    text: str # In a sentence
+
+    needed: int  # Bytes at the peak; 0 where nobody knows
+    free: int  # Bytes that this machine, or its GPU, has to give
+    text: str  # In a sentence
+
     @property
-    def fits(self) -> bool: return self.needed < self.free
+    def fits(self) -> bool:
+        return self.needed < self.free
+
 
 def expect_memory(
-    config: Any, # A `RunConfig`
-    free: int | None = None, # Bytes; None: what this machine has now
-    seconds: float = 10, # Of work, then `TimeoutError`; three times as many for what would help
-) -> Expected: # Raises what making the model raises
+    config: Any,  # A `RunConfig`
+    free: int | None = None,  # Bytes; None: what this machine has now
+    seconds: float = 10,  # Of work, then `TimeoutError`; three times as many for what would help
+) -> Expected:  # Raises what making the model raises
     "Predict the peak of a run's steps, and say whether it fits."
     from trainkit.memory.tracker import give_up_after
     from trainkit.files import show_bytes
     from trainkit.recipes.memory_commands import free_here, knobs_of, plan_needs, predict_needs
+
     here, on_gpu = free_here()
     room = free if free is not None else here
-    with give_up_after(seconds): found = predict_needs(config)
-    beside = 0 if config.adapts or config.method != 'dpo' else found.parts.get('parameters', 0) # The reference, a frozen copy
-    peak, where = found.peak + beside, 'on the GPU' if on_gpu else 'in this machine'
-    if peak < room: return Expected(peak, room, f'A step will take about {show_bytes(peak)} of the {show_bytes(room)} free {where}.')
-    text = f'A step will take about {show_bytes(peak)}, and {show_bytes(room)} are free {where}. '
+    with give_up_after(seconds):
+        found = predict_needs(config)
+    beside = (
+        0 if config.adapts or config.method != "dpo" else found.parts.get("parameters", 0)
+    )  # The reference, a frozen copy
+    peak, where = found.peak + beside, "on the GPU" if on_gpu else "in this machine"
+    if peak < room:
+        return Expected(
+            peak,
+            room,
+            f"A step will take about {show_bytes(peak)} of the {show_bytes(room)} free {where}.",
+        )
+    text = f"A step will take about {show_bytes(peak)}, and {show_bytes(room)} are free {where}. "
     try:
-        with give_up_after(3*seconds): plan = plan_needs(config, max(1, room - beside), host=not on_gpu)
-    except TimeoutError as error: return Expected(peak, room, f'{text}What would help is {error}.')
-    turn = ', '.join(f'{name} = {json.dumps(value)}' for name, value in knobs_of(plan, config).items())
-    text += (f'What helps: {turn}; that takes about {show_bytes(plan.peak + beside)}.' if plan.fits else
-             f'No knob helps enough: the least is {show_bytes(plan.peak + beside)}. Take a smaller model.')
+        with give_up_after(3 * seconds):
+            plan = plan_needs(config, max(1, room - beside), host=not on_gpu)
+    except TimeoutError as error:
+        return Expected(peak, room, f"{text}What would help is {error}.")
+    turn = ", ".join(
+        f"{name} = {json.dumps(value)}" for name, value in knobs_of(plan, config).items()
+    )
+    text += (
+        f"What helps: {turn}; that takes about {show_bytes(plan.peak + beside)}."
+        if plan.fits
+        else f"No knob helps enough: the least is {show_bytes(plan.peak + beside)}. Take a smaller model."
+    )
     return Expected(peak, room, text)
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #167866bb
 def _quoted(text: str) -> str:
-    return ('<pre style="white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid rgba(128,128,128,.4);padding-left:10px">'
-            f'{clean(text[:600])}{" …"*(len(text) > 600)}</pre>')
+    return (
+        '<pre style="white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid rgba(128,128,128,.4);padding-left:10px">'
+        f"{clean(text[:600])}{' …' * (len(text) > 600)}</pre>"
+    )
+
 
 def preview_data(
-    config: Any, # A `RunConfig`
-    rows: int = 2, # How many
-) -> Picture: # HTML
+    config: Any,  # A `RunConfig`
+    rows: int = 2,  # How many
+) -> Picture:  # HTML
     "The first rows as the model will see them."
     from trainkit.data.dataset import DataConfig, load_splits
     from trainkit.data.schema import to_messages
+
     data: DataConfig = config.data
     found, facts = load_splits(data)
-    first = found['train'][:rows]
+    first = found["train"][:rows]
     head = f"<p style='margin:4px 0'>{facts['train_rows']:,} rows of kind {clean(facts['kind'])} to train on, {facts['eval_rows']:,} held out.</p>"
-    if facts['kind'] == 'text':
-        return Picture(head + ''.join(_quoted(row['text']) for row in first))
-    if facts['kind'] in ('preference', 'unpaired', 'prompt'): # Read side by side, and not learned by heart
-        said = lambda value: value if isinstance(value, str) else '\n'.join(f"{turn['role']}: {turn['content']}" for turn in value) if isinstance(value, list) else str(value)
-        return Picture(head + ''.join('<div style="margin:10px 0">' + ''.join(f'<div style="font-weight:600">{name}</div>{_quoted(said(row[name]))}' for name in
-                                      ('prompt', 'chosen', 'rejected', 'completion', 'label') if name in row) + '</div>' for row in first))
+    if facts["kind"] == "text":
+        return Picture(head + "".join(_quoted(row["text"]) for row in first))
+    if facts["kind"] in (
+        "preference",
+        "unpaired",
+        "prompt",
+    ):  # Read side by side, and not learned by heart
+        said = lambda value: (
+            value
+            if isinstance(value, str)
+            else "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)
+            if isinstance(value, list)
+            else str(value)
+        )
+        return Picture(
+            head
+            + "".join(
+                '<div style="margin:10px 0">'
+                + "".join(
+                    f'<div style="font-weight:600">{name}</div>{_quoted(said(row[name]))}'
+                    for name in ("prompt", "chosen", "rejected", "completion", "label")
+                    if name in row
+                )
+                + "</div>"
+                for row in first
+            )
+        )
     from trainkit.tokenizer.chat import set_template
     from trainkit.data.tokenization import show_mask
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
-    if config.tokenizer.path or config.init_from: tokenizer = BPETokenizer.load(config.tokenizer.path or config.init_from)
+
+    if config.tokenizer.path or config.init_from:
+        tokenizer = BPETokenizer.load(config.tokenizer.path or config.init_from)
     else:
-        texts = [turn['content'] for row in found['train'][:200] for turn in to_messages(row)]
-        size = 512 if sum(map(len, texts)) > 20_000 else 257 # Bytes, where there is little to learn from
-        tokenizer = BPETokenizer.train(texts, size, special_tokens=['<|endoftext|>'])
-    if config.sft.template or not tokenizer.chat_template: set_template(tokenizer, config.sft.template or 'chatml')
-    how = dict(kind=facts['kind'], train_on=config.sft.train_on, reasoning=config.sft.reasoning)
-    return Picture(head + ''.join(show_mask(row, tokenizer, data.max_length, **how) for row in first))
+        texts = [turn["content"] for row in found["train"][:200] for turn in to_messages(row)]
+        size = (
+            512 if sum(map(len, texts)) > 20_000 else 257
+        )  # Bytes, where there is little to learn from
+        tokenizer = BPETokenizer.train(texts, size, special_tokens=["<|endoftext|>"])
+    if config.sft.template or not tokenizer.chat_template:
+        set_template(tokenizer, config.sft.template or "chatml")
+    how = dict(kind=facts["kind"], train_on=config.sft.train_on, reasoning=config.sft.reasoning)
+    return Picture(
+        head + "".join(show_mask(row, tokenizer, data.max_length, **how) for row in first)
+    )

@@ -22,76 +22,143 @@ from ..train.runs import Run, list_runs
 from .form import Page, widgets
 
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #900fb6bd
-ORDERS: dict[str, Callable[[Any, Any], bool]] = {'<=': operator.le, '>=': operator.ge, '!=': operator.ne, '<': operator.lt, '>': operator.gt, '=': operator.eq}
+ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
 
-def _facts(run: Run) -> dict[str, Any]: # Dotted name -> value: knobs, and final numbers
-    return {name: value for (part, name), value in run_facts(run).items() if part in ('config', 'result')}
+
+def _facts(run: Run) -> dict[str, Any]:  # Dotted name -> value: knobs, and final numbers
+    return {
+        name: value
+        for (part, name), value in run_facts(run).items()
+        if part in ("config", "result")
+    }
+
 
 def _compare(order: str, have: Any, want: str) -> bool:
     if isinstance(have, bool) or not isinstance(have, (int, float)):
-        if order not in ('=', '!='): return False # Text has no order that anybody would ask for
+        if order not in ("=", "!="):
+            return False  # Text has no order that anybody would ask for
         return ORDERS[order](str(have).lower(), want.lower())
-    try: return ORDERS[order](float(have), float(want))
-    except ValueError: return order == '!='
+    try:
+        return ORDERS[order](float(have), float(want))
+    except ValueError:
+        return order == "!="
+
 
 def find_runs(
     runs: Sequence[Run],
-    words: str, # Such as `optim.learning_rate>1e-3 finished`; empty: all of them
-) -> list[Run]: # In the same order
+    words: str,  # Such as `optim.learning_rate>1e-3 finished`; empty: all of them
+) -> list[Run]:  # In the same order
     "The runs that a filter describes."
     facts = {id(run): _facts(run) for run in runs} if words.strip() else {}
     names = list(dict.fromkeys(name for found in facts.values() for name in found))
     kept = list(runs)
-    for word in re.sub(r'\s*(<=|>=|!=|<|>|=)\s*', r'\1', words).split():
-        if asked := re.fullmatch(r'([\w./-]+?)(<=|>=|!=|<|>|=)(.*)', word):
+    for word in re.sub(r"\s*(<=|>=|!=|<|>|=)\s*", r"\1", words).split():
+        if asked := re.fullmatch(r"([\w./-]+?)(<=|>=|!=|<|>|=)(.*)", word):
             name, order, want = asked.groups()
-            whole = [n for n in names if n == name] or [n for n in names if n.rsplit('.', 1)[-1] == name]
-            if not whole and runs: raise ValueError(f"'{name}' is no knob and no number of these runs.{nearest(name, names)}")
-            kept = [r for r in kept if any(_compare(order, facts[id(r)][n], want) for n in whole if n in facts[id(r)])]
-        else: # An unfinished run is not a finished one
-            kept = [r for r in kept if word.lower() in f'{r.name} {r.config}'.lower() or any(w.startswith(word.lower()) for w in r.status.lower().split())]
+            whole = [n for n in names if n == name] or [
+                n for n in names if n.rsplit(".", 1)[-1] == name
+            ]
+            if not whole and runs:
+                raise ValueError(
+                    f"'{name}' is no knob and no number of these runs.{nearest(name, names)}"
+                )
+            kept = [
+                r
+                for r in kept
+                if any(_compare(order, facts[id(r)][n], want) for n in whole if n in facts[id(r)])
+            ]
+        else:  # An unfinished run is not a finished one
+            kept = [
+                r
+                for r in kept
+                if word.lower() in f"{r.name} {r.config}".lower()
+                or any(w.startswith(word.lower()) for w in r.status.lower().split())
+            ]
     return kept
 
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #7669c2a6
 def overlay(
-    runs: Sequence[Run], # Six at most can be told apart
-    metric: str = 'loss', # Any number that was logged
+    runs: Sequence[Run],  # Six at most can be told apart
+    metric: str = "loss",  # Any number that was logged
     log_y: bool = False,
 ) -> Picture:
     "One number of several runs over the steps."
     drawn = {run.name: run.series(metric) for run in runs[:6] if metric in run.keys()}
-    left = f', the first 6 of {len(runs)} runs' if len(runs) > 6 else ''
-    return curves(drawn, f'{metric}{left}', smooth=0.02 if len(drawn) < 4 else 0., log_y=log_y, width=420, height=240) # Letters stay readable on a phone
+    left = f", the first 6 of {len(runs)} runs" if len(runs) > 6 else ""
+    return curves(
+        drawn,
+        f"{metric}{left}",
+        smooth=0.02 if len(drawn) < 4 else 0.0,
+        log_y=log_y,
+        width=420,
+        height=240,
+    )  # Letters stay readable on a phone
+
 
 def metrics_of(
     runs: Sequence[Run],
-) -> list[str]: # The loss first
+) -> list[str]:  # The loss first
     "The numbers that at least one of the runs has logged."
-    found = dict.fromkeys(key for run in runs for key in run.keys() if key not in ('epoch', 'tokens', 'seconds', 'eta_seconds'))
-    return sorted(found, key=lambda key: (key != 'loss', key != 'eval_loss'))
+    found = dict.fromkeys(
+        key
+        for run in runs
+        for key in run.keys()
+        if key not in ("epoch", "tokens", "seconds", "eta_seconds")
+    )
+    return sorted(found, key=lambda key: (key != "loss", key != "eval_loss"))
+
 
 def runs_html(
-    runs: Sequence[Run], # All that are listed
-    chosen: Sequence[Run] = (), # Those to look at
-    metric: str = 'loss',
+    runs: Sequence[Run],  # All that are listed
+    chosen: Sequence[Run] = (),  # Those to look at
+    metric: str = "loss",
     log_y: bool = False,
-    empty: str = 'No run is here.', # Said where none is listed
-) -> Picture: # HTML
+    empty: str = "No run is here.",  # Said where none is listed
+) -> Picture:  # HTML
     "Runs as a page that needs no kernel."
     finals = [(run, run.final()) for run in runs]
-    shown = [c for c in ('step', 'loss', 'eval_loss', 'best_eval_loss', 'tokens_per_second') if any(c in final for _, final in finals)]
+    shown = [
+        c
+        for c in ("step", "loss", "eval_loss", "best_eval_loss", "tokens_per_second")
+        if any(c in final for _, final in finals)
+    ]
     marked = {id(run) for run in chosen}
-    began = lambda run: run.started[5:16].replace('T', '\xa0').replace('-', '\u2011') # One that no line is broken in
-    rows = [{'run': ('●\xa0' if id(run) in marked else '') + run.name, 'started': began(run), **{c: final.get(c) for c in shown},
-             'status': run.status} for run, final in finals]
-    parts = [str(table(rows, f'{len(runs)} run{"s"*(len(runs) != 1)}')) if rows else f'<p style="opacity:.75;overflow-wrap:anywhere">{clean(empty)}</p>']
-    if chosen: parts.append(str(overlay(chosen, metric, log_y)))
+    began = lambda run: (
+        run.started[5:16].replace("T", "\xa0").replace("-", "\u2011")
+    )  # One that no line is broken in
+    rows = [
+        {
+            "run": ("●\xa0" if id(run) in marked else "") + run.name,
+            "started": began(run),
+            **{c: final.get(c) for c in shown},
+            "status": run.status,
+        }
+        for run, final in finals
+    ]
+    parts = [
+        str(table(rows, f"{len(runs)} run{'s' * (len(runs) != 1)}"))
+        if rows
+        else f'<p style="opacity:.75;overflow-wrap:anywhere">{clean(empty)}</p>'
+    ]
+    if chosen:
+        parts.append(str(overlay(chosen, metric, log_y)))
     if len(chosen) > 1:
         found = compare_runs(*chosen)
-        rows = [row for row in found.differences if row['part'] != 'machine']
-        parts.append(str(table(rows, 'What differs') if rows else '<p>Nothing differs but the time.</p>'))
-    label = clean(f'{len(runs)} runs, {len(chosen)} chosen')
-    return Picture(f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif;display:grid;gap:14px;grid-template-columns:minmax(0,1fr)">{"".join(parts)}</div>')
+        rows = [row for row in found.differences if row["part"] != "machine"]
+        parts.append(
+            str(table(rows, "What differs") if rows else "<p>Nothing differs but the time.</p>")
+        )
+    label = clean(f"{len(runs)} runs, {len(chosen)} chosen")
+    return Picture(
+        f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif;display:grid;gap:14px;grid-template-columns:minmax(0,1fr)">{"".join(parts)}</div>'
+    )
 
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #6155c217
 class RunBrowser:
@@ -99,23 +166,49 @@ class RunBrowser:
 
     def __init__(
         self,
-        root: str | Path = 'runs', # The folder that holds run folders
-        key: str = '', # A page with the same key is closed; empty: that of the same cell
+        root: str | Path = "runs",  # The folder that holds run folders
+        key: str = "",  # A page with the same key is closed; empty: that of the same cell
     ):
         self.root, self.runs, self.found = Path(root), list_runs(root), []
         self.page = page = Page(self.html, key)
         W = widgets()
-        self.words = W.Text(placeholder='Name, status, learning_rate>1e-3 …', description='Filter', continuous_update=False,
-                            layout=W.Layout(width='min(100% - 4px, 420px)'), style=dict(description_width='60px'))
-        self.list = W.SelectMultiple(options=[], rows=8, description='Runs', layout=W.Layout(width='min(100% - 4px, 640px)'), style=dict(description_width='60px'))
-        self.metric = W.Dropdown(options=['loss'], description='Curve', layout=W.Layout(width='260px'), style=dict(description_width='60px'))
-        self.log_y = W.Checkbox(description='logarithmic', indent=False, layout=W.Layout(width='130px'))
-        self.again = page.button('Read again', 'refresh', 'Look at the folder anew', self.read, width='130px')
+        self.words = W.Text(
+            placeholder="Name, status, learning_rate>1e-3 …",
+            description="Filter",
+            continuous_update=False,
+            layout=W.Layout(width="min(100% - 4px, 420px)"),
+            style=dict(description_width="60px"),
+        )
+        self.list = W.SelectMultiple(
+            options=[],
+            rows=8,
+            description="Runs",
+            layout=W.Layout(width="min(100% - 4px, 640px)"),
+            style=dict(description_width="60px"),
+        )
+        self.metric = W.Dropdown(
+            options=["loss"],
+            description="Curve",
+            layout=W.Layout(width="260px"),
+            style=dict(description_width="60px"),
+        )
+        self.log_y = W.Checkbox(
+            description="logarithmic", indent=False, layout=W.Layout(width="130px")
+        )
+        self.again = page.button(
+            "Read again", "refresh", "Look at the folder anew", self.read, width="130px"
+        )
         self.picture = W.HTML()
         self.quiet = False
-        self.words.observe(lambda _: page.guarded(self.filter), names='value')
-        for field in (self.list, self.metric, self.log_y): field.observe(lambda _: page.guarded(self.draw), names='value')
-        page.fill(page.row(self.words, self.again), self.list, page.row(self.metric, self.log_y), self.picture)
+        self.words.observe(lambda _: page.guarded(self.filter), names="value")
+        for field in (self.list, self.metric, self.log_y):
+            field.observe(lambda _: page.guarded(self.draw), names="value")
+        page.fill(
+            page.row(self.words, self.again),
+            self.list,
+            page.row(self.metric, self.log_y),
+            self.picture,
+        )
         self.widget, self.show, self.close = page.widget, page.show, page.close
         self.filter()
 
@@ -130,36 +223,50 @@ class RunBrowser:
         before, metric = {*self.list.value}, self.metric.value
         self.quiet = True
         try:
-            loss = lambda run: f" · loss {run.final()['loss']:.4g}" if isinstance(run.final().get('loss'), float) else ''
-            labels = [(f'{run.name} · {run.status}{loss(run)}', run.name) for run in self.found]
+            loss = lambda run: (
+                f" · loss {run.final()['loss']:.4g}"
+                if isinstance(run.final().get("loss"), float)
+                else ""
+            )
+            labels = [(f"{run.name} · {run.status}{loss(run)}", run.name) for run in self.found]
             self.list.options = labels
             self.list.rows = max(3, min(8, len(labels)))
-            kept = tuple(name for _, name in labels if name in before) or tuple(name for _, name in labels[:2])
+            kept = tuple(name for _, name in labels if name in before) or tuple(
+                name for _, name in labels[:2]
+            )
             self.list.value = kept
-            self.metric.options = names = metrics_of(self.found) or ['loss']
+            self.metric.options = names = metrics_of(self.found) or ["loss"]
             self.metric.value = metric if metric in names else names[0]
-        finally: self.quiet = False
+        finally:
+            self.quiet = False
         self.draw()
 
     @property
-    def chosen(self) -> list[Run]: # In the order of the list
+    def chosen(self) -> list[Run]:  # In the order of the list
         "The runs that are looked at."
         return [run for run in self.found if run.name in self.list.value]
 
-    def html(self) -> Picture: return runs_html(self.found, self.chosen, self.metric.value, self.log_y.value, self._none())
+    def html(self) -> Picture:
+        return runs_html(self.found, self.chosen, self.metric.value, self.log_y.value, self._none())
 
     def _none(self) -> str:
         "Why no run is listed."
         where = self.root.resolve()
-        if self.runs: return f'The filter describes none of the runs in {where}.'
-        return f'No run is in {where}.' if where.is_dir() else f'There is no folder {where}.'
+        if self.runs:
+            return f"The filter describes none of the runs in {where}."
+        return f"No run is in {where}." if where.is_dir() else f"There is no folder {where}."
 
     def draw(self):
         "Show what is chosen."
-        if self.quiet: return
+        if self.quiet:
+            return
         self.page.put(self.picture, str(self.html()))
         self.page.settle()
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
-        return {'application/vnd.jupyter.widget-view+json': view, 'text/html': str(self.html()), 'text/plain': f'RunBrowser: {len(self.found)} of {len(self.runs)} runs'}
+        return {
+            "application/vnd.jupyter.widget-view+json": view,
+            "text/html": str(self.html()),
+            "text/plain": f"RunBrowser: {len(self.found)} of {len(self.runs)} runs",
+        }

@@ -37,74 +37,100 @@ from ..train.config import EXIT_CODES, Control
 from ..train.runs import new_folder, parse_line, read_metrics
 
 # %% ../../nbs/12_widgets/02_session.ipynb #35d8145c
-HIDDEN = frozenset(('event', 'time', 'step', 'epoch', 'tokens', 'seconds', 'eta_seconds', 'eval_seconds', 'eval_tokens', 'best'))
+HIDDEN = frozenset(
+    (
+        "event",
+        "time",
+        "step",
+        "epoch",
+        "tokens",
+        "seconds",
+        "eta_seconds",
+        "eval_seconds",
+        "eval_tokens",
+        "best",
+    )
+)
+
 
 def extremes(
-    points: Sequence[tuple[float, float]], # (x, y), in the order of x
-) -> list[tuple[float, float]]: # Two of them, in the same order
+    points: Sequence[tuple[float, float]],  # (x, y), in the order of x
+) -> list[tuple[float, float]]:  # Two of them, in the same order
     "The highest and the lowest point; one that is no number instead of the latter."
     real = [p for p in points if math.isfinite(p[1])]
     gap = [p for p in points if not math.isfinite(p[1])][:1]
     kept = [max(real, key=lambda p: p[1])] if real else []
-    if not gap and real: kept.append(min(real, key=lambda p: p[1]))
+    if not gap and real:
+        kept.append(min(real, key=lambda p: p[1]))
     return sorted({*kept, *gap})
+
 
 class Curve:
     "Points over the steps, of which never more than `limit` are kept."
+
     def __init__(
         self,
-        limit: int = 512, # An even number, 8 or more
+        limit: int = 512,  # An even number, 8 or more
     ):
         self.limit, self.stride = limit, 1
         self.points: list[tuple[float, float]] = []
-        self.rest: list[tuple[float, float]] = [] # Not yet enough of them for a group
+        self.rest: list[tuple[float, float]] = []  # Not yet enough of them for a group
 
     def add(self, x: float, y: float):
         "One more point."
         self.rest.append((x, y))
-        if self.stride > 1 and len(self.rest) < 2*self.stride: return
+        if self.stride > 1 and len(self.rest) < 2 * self.stride:
+            return
         self.points += self.rest if self.stride == 1 else extremes(self.rest)
         self.rest = []
         if len(self.points) >= self.limit - 1:
-            self.points, self.stride = thin(self.points, self.limit//2 + 2), 2*self.stride
+            self.points, self.stride = thin(self.points, self.limit // 2 + 2), 2 * self.stride
 
     def cut(
         self,
-        step: float, # The last one that counts
+        step: float,  # The last one that counts
     ):
         "Forget what a resume has undone."
-        self.points, self.rest = ([p for p in points if p[0] <= step] for points in (self.points, self.rest))
+        self.points, self.rest = (
+            [p for p in points if p[0] <= step] for points in (self.points, self.rest)
+        )
 
-    def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]: # Steps and values
+    def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]:  # Steps and values
         "What is kept, up to the last point."
         points = self.points + self.rest[-1:]
         return tuple(x for x, _ in points), tuple(y for _, y in points)
 
 # %% ../../nbs/12_widgets/02_session.ipynb #3e377aa9
-STATES = ('idle', 'running', 'paused', 'stopping', 'stopped', 'done', 'failed')
-ACTIVE = ('running', 'paused', 'stopping')
+STATES = ("idle", "running", "paused", "stopping", "stopped", "done", "failed")
+ACTIVE = ("running", "paused", "stopping")
+
 
 @dataclass(frozen=True)
 class RunSnapshot:
     "A run at one moment."
-    state: str = 'idle' # One of `STATES`
-    phase: str = '' # 'preparing', 'training' or 'finishing'
+
+    state: str = "idle"  # One of `STATES`
+    phase: str = ""  # 'preparing', 'training' or 'finishing'
     step: int = 0
-    total: int = 0 # Steps of the whole run, 0 while unknown
-    start: int = 0 # Step after which this start of it began
-    seconds: float = 0. # Running time without pauses, over all resumes
-    eta: float | None = None # Seconds, None while unknown
-    speed: float = 0. # Steps a second over the last minute
-    curves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict) # Name -> steps, values
-    last: Mapping[str, float] = field(default_factory=dict) # The last value of each number
-    samples: tuple[tuple[int, str, str], ...] = () # (step, prompt, text), the last ones
-    health: tuple[str, ...] = () # Warnings
-    log: tuple[str, ...] = () # Lines, the last ones
-    proof: tuple[tuple[int, float, float], ...] = () # After a kill: (step, loss before, loss when it was done again)
-    checkpoint: int | None = None # Step of the last one
-    error: str = '' # Why it failed
-    folder: str = '' # Of the run
-    version: int = 0 # Counts changes
+    total: int = 0  # Steps of the whole run, 0 while unknown
+    start: int = 0  # Step after which this start of it began
+    seconds: float = 0.0  # Running time without pauses, over all resumes
+    eta: float | None = None  # Seconds, None while unknown
+    speed: float = 0.0  # Steps a second over the last minute
+    curves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = field(
+        default_factory=dict
+    )  # Name -> steps, values
+    last: Mapping[str, float] = field(default_factory=dict)  # The last value of each number
+    samples: tuple[tuple[int, str, str], ...] = ()  # (step, prompt, text), the last ones
+    health: tuple[str, ...] = ()  # Warnings
+    log: tuple[str, ...] = ()  # Lines, the last ones
+    proof: tuple[
+        tuple[int, float, float], ...
+    ] = ()  # After a kill: (step, loss before, loss when it was done again)
+    checkpoint: int | None = None  # Step of the last one
+    error: str = ""  # Why it failed
+    folder: str = ""  # Of the run
+    version: int = 0  # Counts changes
 
 # %% ../../nbs/12_widgets/02_session.ipynb #8620e1ac
 class Story:
@@ -112,153 +138,222 @@ class Story:
 
     def __init__(
         self,
-        lines: int = 200, # Lines of log that are kept
-        narrate: bool = True, # Write a line of log for an evaluation, a checkpoint and a warning
+        lines: int = 200,  # Lines of log that are kept
+        narrate: bool = True,  # Write a line of log for an evaluation, a checkpoint and a warning
     ):
         self.narrate, self.lock, self.version = narrate, threading.RLock(), 0
         self.log: deque[str] = deque(maxlen=lines)
-        self.losses: dict[int, float] = {} # Of the last 4,096 records
+        self.losses: dict[int, float] = {}  # Of the last 4,096 records
         self.clear()
 
     def clear(self):
         "Forget what was told, but for the log and the losses."
         with self.lock:
-            self.phase, self.step, self.total, self.start, self.seconds = '', 0, 0, 0, 0.
+            self.phase, self.step, self.total, self.start, self.seconds = "", 0, 0, 0, 0.0
             self.curves: dict[str, Curve] = {}
             self.last: dict[str, float] = {}
             self.samples: deque[tuple[int, str, str]] = deque(maxlen=12)
             self.health: list[str] = []
             self.undone: dict[int, float] = {}
             self.proof: list[tuple[int, float, float]] = []
-            self.checkpoint, self.reason, self.folder = None, '', ''
+            self.checkpoint, self.reason, self.folder = None, "", ""
             self.clock: Clock | None = None
             self.version += 1
 
     def say(
         self,
-        text: str, # One line or several
+        text: str,  # One line or several
     ):
         "Add to the log."
         with self.lock:
             for line in text.splitlines():
-                if line.strip(): self.log.append(line.rstrip())
+                if line.strip():
+                    self.log.append(line.rstrip())
             self.version += 1
 
     def take(
         self,
-        event: str, # 'start', 'step', 'log', 'eval', 'sample', 'save', 'health' or 'end'
+        event: str,  # 'start', 'step', 'log', 'eval', 'sample', 'save', 'health' or 'end'
         record: Mapping[str, Any],
-        seconds: float | None = None, # Running time, if somebody knows it
+        seconds: float | None = None,  # Running time, if somebody knows it
     ):
         "Hear of something."
         with self.lock:
-            if (hear := getattr(self, f'_{event}', None)) is None: return
-            if (known := record.get('seconds') if seconds is None else seconds) is not None: self.seconds = float(known)
-            if event != 'sample': self.step = int(record.get('step') or self.step)
+            if (hear := getattr(self, f"_{event}", None)) is None:
+                return
+            if (known := record.get("seconds") if seconds is None else seconds) is not None:
+                self.seconds = float(known)
+            if event != "sample":
+                self.step = int(record.get("step") or self.step)
             hear(record)
-            if self.clock is not None: self.clock.at(self.step)
+            if self.clock is not None:
+                self.clock.at(self.step)
             self.version += 1
 
     def _start(self, record: Mapping[str, Any]):
-        self.phase, self.total = 'training', int(record.get('total_steps') or 0)
-        self.start = self.step = int(record.get('start_step') or 0)
-        self.undone = {s: loss for s, loss in self.losses.items() if s > self.start} if self.start else {}
-        self.proof, self.reason = [], ''
-        for curve in self.curves.values(): curve.cut(self.start)
+        self.phase, self.total = "training", int(record.get("total_steps") or 0)
+        self.start = self.step = int(record.get("start_step") or 0)
+        self.undone = (
+            {s: loss for s, loss in self.losses.items() if s > self.start} if self.start else {}
+        )
+        self.proof, self.reason = [], ""
+        for curve in self.curves.values():
+            curve.cut(self.start)
         self.clock = Clock(self.start, now=lambda: self.seconds)
 
-    def _step(self, record: Mapping[str, Any]): pass
+    def _step(self, record: Mapping[str, Any]):
+        pass
 
     def _log(self, record: Mapping[str, Any]):
         for name, value in record.items():
-            if name in HIDDEN or isinstance(value, bool) or not isinstance(value, (int, float)): continue
+            if name in HIDDEN or isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
             self.curves.setdefault(name, Curve()).add(self.step, float(value))
             self.last[name] = float(value)
-        if (loss := record.get('loss')) is not None:
-            if self.step in self.undone: self.proof.append((self.step, self.undone.pop(self.step), loss))
+        if (loss := record.get("loss")) is not None:
+            if self.step in self.undone:
+                self.proof.append((self.step, self.undone.pop(self.step), loss))
             self.losses[self.step] = loss
-            if len(self.losses) > 4096: del self.losses[min(self.losses)]
+            if len(self.losses) > 4096:
+                del self.losses[min(self.losses)]
 
     def _eval(self, record: Mapping[str, Any]):
-        self._log({k: v for k, v in record.items() if k != 'loss'})
-        if self.narrate and 'eval_loss' in record: self.say(f'step {self.step}: held-out loss {record["eval_loss"]:.4g}')
+        self._log({k: v for k, v in record.items() if k != "loss"})
+        if self.narrate and "eval_loss" in record:
+            self.say(f"step {self.step}: held-out loss {record['eval_loss']:.4g}")
 
     def _sample(self, record: Mapping[str, Any]):
-        self.samples += [(int(record.get('step') or 0), str(p), str(t)) for p, t in record['samples']]
+        self.samples += [
+            (int(record.get("step") or 0), str(p), str(t)) for p, t in record["samples"]
+        ]
 
     def _save(self, record: Mapping[str, Any]):
-        if record.get('kind') == 'checkpoint': self.checkpoint = int(record['step'])
-        if self.narrate: self.say(f"step {record['step']}: saved {record.get('kind', '')} {record.get('path', '')}")
+        if record.get("kind") == "checkpoint":
+            self.checkpoint = int(record["step"])
+        if self.narrate:
+            self.say(
+                f"step {record['step']}: saved {record.get('kind', '')} {record.get('path', '')}"
+            )
 
     def _health(self, record: Mapping[str, Any]):
-        line = '{symptom} at step {step}: {evidence}. {remedy}'.format_map(record)
-        if line not in self.health: self.health.append(line)
-        if self.narrate: self.say(line)
+        line = "{symptom} at step {step}: {evidence}. {remedy}".format_map(record)
+        if line not in self.health:
+            self.health.append(line)
+        if self.narrate:
+            self.say(line)
 
-    def _end(self, record: Mapping[str, Any]): self.phase, self.reason = 'finishing', str(record.get('reason') or '')
+    def _end(self, record: Mapping[str, Any]):
+        self.phase, self.reason = "finishing", str(record.get("reason") or "")
 
     def _hear(self, event: str, trainer: Any, record: Mapping[str, Any]):
-        if event == 'start' and getattr(trainer, 'folder', None): self.folder = str(trainer.folder)
-        self.take(event, record, getattr(trainer, 'seconds', None))
+        if event == "start" and getattr(trainer, "folder", None):
+            self.folder = str(trainer.folder)
+        self.take(event, record, getattr(trainer, "seconds", None))
 
-    def on_start(self, trainer, record): self._hear('start', trainer, record)
-    def on_step(self, trainer, record): self._hear('step', trainer, record)
-    def on_log(self, trainer, record): self._hear('log', trainer, record)
-    def on_eval(self, trainer, record): self._hear('eval', trainer, record)
-    def on_sample(self, trainer, record): self._hear('sample', trainer, record)
-    def on_save(self, trainer, record): self._hear('save', trainer, record)
-    def on_health(self, trainer, record): self._hear('health', trainer, record)
-    def on_end(self, trainer, record): self._hear('end', trainer, record)
+    def on_start(self, trainer, record):
+        self._hear("start", trainer, record)
+
+    def on_step(self, trainer, record):
+        self._hear("step", trainer, record)
+
+    def on_log(self, trainer, record):
+        self._hear("log", trainer, record)
+
+    def on_eval(self, trainer, record):
+        self._hear("eval", trainer, record)
+
+    def on_sample(self, trainer, record):
+        self._hear("sample", trainer, record)
+
+    def on_save(self, trainer, record):
+        self._hear("save", trainer, record)
+
+    def on_health(self, trainer, record):
+        self._hear("health", trainer, record)
+
+    def on_end(self, trainer, record):
+        self._hear("end", trainer, record)
 
     def snapshot(
         self,
-        state: str, # One of `STATES`
-        **more: Any, # Other fields of the `Snapshot`
+        state: str,  # One of `STATES`
+        **more: Any,  # Other fields of the `Snapshot`
     ) -> RunSnapshot:
         "All of it, as it is now."
         with self.lock:
-            clock = self.clock if state == 'running' and self.phase == 'training' else None
-            facts = dict(phase=self.phase if state in ACTIVE else '', step=self.step, total=self.total, start=self.start,
-                         seconds=self.seconds, speed=clock.rate() if clock else 0., eta=clock.eta(self.total) if clock else None,
-                         curves={name: curve.read() for name, curve in self.curves.items()}, last=dict(self.last),
-                         samples=tuple(self.samples), health=tuple(self.health), log=tuple(self.log), proof=tuple(self.proof),
-                         checkpoint=self.checkpoint, folder=self.folder, version=self.version)
+            clock = self.clock if state == "running" and self.phase == "training" else None
+            facts = dict(
+                phase=self.phase if state in ACTIVE else "",
+                step=self.step,
+                total=self.total,
+                start=self.start,
+                seconds=self.seconds,
+                speed=clock.rate() if clock else 0.0,
+                eta=clock.eta(self.total) if clock else None,
+                curves={name: curve.read() for name, curve in self.curves.items()},
+                last=dict(self.last),
+                samples=tuple(self.samples),
+                health=tuple(self.health),
+                log=tuple(self.log),
+                proof=tuple(self.proof),
+                checkpoint=self.checkpoint,
+                folder=self.folder,
+                version=self.version,
+            )
         return RunSnapshot(state, **{**facts, **more})
 
 # %% ../../nbs/12_widgets/02_session.ipynb #81a35531
 class _Routed:
     "A stream that gives what some threads write to somebody else."
-    def __init__(self, stream: Any): self.stream, self.ears, self.begun = stream, {}, {} # Thread -> who listens, what waits for its end
+
+    def __init__(self, stream: Any):
+        self.stream, self.ears, self.begun = (
+            stream,
+            {},
+            {},
+        )  # Thread -> who listens, what waits for its end
+
     def write(self, text: str) -> int:
         me = threading.get_ident()
-        if me not in self.ears: return self.stream.write(text)
-        *lines, self.begun[me] = (self.begun.get(me, '') + text).split('\n')
-        for line in lines: self.ears[me](line)
+        if me not in self.ears:
+            return self.stream.write(text)
+        *lines, self.begun[me] = (self.begun.get(me, "") + text).split("\n")
+        for line in lines:
+            self.ears[me](line)
         return len(text)
-    def __getattr__(self, name: str) -> Any: return getattr(self.stream, name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
 
 _routing = threading.Lock()
 
+
 @contextmanager
 def listening(
-    say: Callable[[str], Any], # Gets each line that is printed
+    say: Callable[[str], Any],  # Gets each line that is printed
 ) -> Iterator[None]:
     "What this thread prints in the block goes to `say`; other threads print as ever."
     me = threading.get_ident()
     with _routing:
-        for name in ('stdout', 'stderr'):
-            if not isinstance(getattr(sys, name), _Routed): setattr(sys, name, _Routed(getattr(sys, name)))
+        for name in ("stdout", "stderr"):
+            if not isinstance(getattr(sys, name), _Routed):
+                setattr(sys, name, _Routed(getattr(sys, name)))
         streams = [sys.stdout, sys.stderr]
-        for stream in streams: stream.ears[me] = say # type: ignore
-    try: yield
+        for stream in streams:
+            stream.ears[me] = say  # type: ignore
+    try:
+        yield
     finally:
         with _routing:
             for stream in streams:
-                if half := stream.begun.pop(me, ''): say(half) # type: ignore
-                stream.ears.pop(me, None) # type: ignore
-            for name in ('stdout', 'stderr'):
+                if half := stream.begun.pop(me, ""):
+                    say(half)  # type: ignore
+                stream.ears.pop(me, None)  # type: ignore
+            for name in ("stdout", "stderr"):
                 stream = getattr(sys, name)
-                if isinstance(stream, _Routed) and not stream.ears: setattr(sys, name, stream.stream)
+                if isinstance(stream, _Routed) and not stream.ears:
+                    setattr(sys, name, stream.stream)
 
 # %% ../../nbs/12_widgets/02_session.ipynb #fc43b75f
 class TrainSession:
@@ -266,13 +361,14 @@ class TrainSession:
 
     def __init__(
         self,
-        config: Any, # A `RunConfig`
-        job: Callable[..., Any] | None = None, # (config, resume, callbacks, control) -> result; None: `trainkit.recipes.runner.run`
+        config: Any,  # A `RunConfig`
+        job: Callable[..., Any]
+        | None = None,  # (config, resume, callbacks, control) -> result; None: `trainkit.recipes.runner.run`
     ):
         self.config, self.job, self.control, self.story = config, job, Control(), Story()
-        self.lock, self.state, self.how, self.error = threading.RLock(), 'idle', '', ''
+        self.lock, self.state, self.how, self.error = threading.RLock(), "idle", "", ""
         self.folder: Path | None = None
-        self.pressed = 0. # When a button was, for a process that answers a little later
+        self.pressed = 0.0  # When a button was, for a process that answers a little later
         self.thread: threading.Thread | None = None
         self.process: subprocess.Popen | None = None
         self._failure: BaseException | None = None
@@ -282,83 +378,118 @@ class TrainSession:
 
     def start(
         self,
-        how: str = 'thread', # 'thread', 'foreground' or 'process'
-        resume: bool = False, # Go on from the last checkpoint of this session's run
-    ) -> bool: # False if it is running already
+        how: str = "thread",  # 'thread', 'foreground' or 'process'
+        resume: bool = False,  # Go on from the last checkpoint of this session's run
+    ) -> bool:  # False if it is running already
         "Begin."
-        if how not in ('thread', 'foreground', 'process'):
+        if how not in ("thread", "foreground", "process"):
             raise ValueError(f"how = {how!r} must be one of 'thread', 'foreground', 'process'")
         with self.lock:
-            if self.snapshot().state in ACTIVE: return False
-            if resume and self.folder is None: raise ValueError('There is nothing to go on from: this session has not run yet')
-            if how == 'process' and self.job: raise ValueError('A process can only run what a config describes, and not a job of your own')
-            if not resume: self.story.clear()
-            self.control, self.how, self.error, self._failure, self._result = Control(), how, '', None, None
-            self.story.narrate = how != 'process' # What a process prints says it already
-            self.state, self.story.phase = 'running', 'preparing'
+            if self.snapshot().state in ACTIVE:
+                return False
+            if resume and self.folder is None:
+                raise ValueError("There is nothing to go on from: this session has not run yet")
+            if how == "process" and self.job:
+                raise ValueError(
+                    "A process can only run what a config describes, and not a job of your own"
+                )
+            if not resume:
+                self.story.clear()
+            self.control, self.how, self.error, self._failure, self._result = (
+                Control(),
+                how,
+                "",
+                None,
+                None,
+            )
+            self.story.narrate = how != "process"  # What a process prints says it already
+            self.state, self.story.phase = "running", "preparing"
             try:
-                if how == 'process': self._spawn(resume)
+                if how == "process":
+                    self._spawn(resume)
             except BaseException:
-                self.state = 'failed'
+                self.state = "failed"
                 raise
-        if how == 'thread':
-            self.thread = threading.Thread(target=self._work, args=(resume,), name='trainkit', daemon=True)
+        if how == "thread":
+            self.thread = threading.Thread(
+                target=self._work, args=(resume,), name="trainkit", daemon=True
+            )
             self.thread.start()
-        elif how == 'foreground': self._work(resume)
+        elif how == "foreground":
+            self._work(resume)
         return True
 
-    def pause(self) -> bool: # Whether there was something to pause
+    def pause(self) -> bool:  # Whether there was something to pause
         "Wait after this step."
-        return self._press('pause', ('running',), 'paused')
+        return self._press("pause", ("running",), "paused")
 
     def resume(self) -> bool:
         "Go on after a pause."
-        return self._press('resume', ('paused',), 'running')
+        return self._press("resume", ("paused",), "running")
 
     def stop(self) -> bool:
         "Finish this step, save the model, and end."
-        return self._press('stop', ('running', 'paused'), 'stopping')
+        return self._press("stop", ("running", "paused"), "stopping")
 
     def save(self) -> bool:
         "Write a checkpoint now."
-        return self._ask('save', lambda trainer: (trainer.save(strict=False), trainer.settle(strict=False)))
+        return self._ask(
+            "save", lambda trainer: (trainer.save(strict=False), trainer.settle(strict=False))
+        )
 
     def sample(
         self,
-        prompt: str = '', # What the model goes on from; empty: the prompts of the run
+        prompt: str = "",  # What the model goes on from; empty: the prompts of the run
     ) -> bool:
         "Let the model speak now."
-        return self._ask('sample', lambda trainer: trainer.draw(*([prompt] if prompt else [])), prompt)
+        return self._ask(
+            "sample", lambda trainer: trainer.draw(*([prompt] if prompt else [])), prompt
+        )
 
-    def kill(self) -> bool: # Only for a process
+    def kill(self) -> bool:  # Only for a process
         "End it at once, as a power failure would; `start(…, resume=True)` goes on from its last checkpoint."
         with self.lock:
-            if self.snapshot().state not in ACTIVE or self.how != 'process': return False
-            try: os.kill(state_of(self.folder)['pid'], getattr(signal, 'SIGKILL', signal.SIGTERM)) # type: ignore
-            except ProcessLookupError: pass
-            if self.process is not None: self.process.wait()
+            if self.snapshot().state not in ACTIVE or self.how != "process":
+                return False
+            try:
+                os.kill(state_of(self.folder)["pid"], getattr(signal, "SIGKILL", signal.SIGTERM))  # type: ignore
+            except ProcessLookupError:
+                pass
+            if self.process is not None:
+                self.process.wait()
             self._follow()
-            self.state, self.error = 'stopped', ''
-            self.story.say(f'Killed after step {self.story.step}; the last checkpoint is of step {self.story.checkpoint}.')
+            self.state, self.error = "stopped", ""
+            self.story.say(
+                f"Killed after step {self.story.step}; the last checkpoint is of step {self.story.checkpoint}."
+            )
             return True
 
     def _press(self, order: str, allowed: tuple[str, ...], then: str) -> bool:
         with self.lock:
-            if self.snapshot().state not in allowed: return False
-            if self.how == 'process': send(self.folder, order) # type: ignore
-            else: getattr(self.control, order)()
+            if self.snapshot().state not in allowed:
+                return False
+            if self.how == "process":
+                send(self.folder, order)  # type: ignore
+            else:
+                getattr(self.control, order)()
             self.state, self.pressed = then, time.time()
-            self.story.say('') # Something has changed
+            self.story.say("")  # Something has changed
             return True
 
-    def _ask(self, order: str, do: Callable[[Any], Any], text: str = '') -> bool:
-        def kindly(trainer: Any): # A prompt that cannot be answered must not end a run
-            try: do(trainer)
-            except Exception as error: self.story.say(f'{order}: {type(error).__name__}: {error}')
+    def _ask(self, order: str, do: Callable[[Any], Any], text: str = "") -> bool:
+        def kindly(trainer: Any):  # A prompt that cannot be answered must not end a run
+            try:
+                do(trainer)
+            except Exception as error:
+                self.story.say(f"{order}: {type(error).__name__}: {error}")
+
         with self.lock:
-            if self.snapshot().state not in ('running', 'paused'): return False
-            if self.how == 'process': send(self.folder, order, text) # type: ignore
-            else: self.control.ask(kindly)
+            if self.snapshot().state not in ("running", "paused"):
+                return False
+            if self.how == "process":
+                send(self.folder, order, text)  # type: ignore
+            else:
+                self.control.ask(kindly)
             return True
 
     # Where the steps are taken
@@ -366,136 +497,220 @@ class TrainSession:
     def _config(self, folder: Path | None) -> Any:
         "The config of this run: without a bar of its own, and perhaps with a folder."
         config = deepcopy(self.config)
-        if hasattr(config, 'train'):
+        if hasattr(config, "train"):
             config.train.progress = False
-            if folder: config.train.output_dir = str(folder)
+            if folder:
+                config.train.output_dir = str(folder)
         return config
 
     def _work(self, resume: bool):
         "What the thread does."
-        if (job := self.job) is None: from trainkit.recipes.runner import run as job
+        if (job := self.job) is None:
+            from trainkit.recipes.runner import run as job
         try:
             with listening(self.story.say):
-                self._result = job(self._config(self.folder if resume else None), resume=resume, callbacks=[self.story], control=self.control)
-            state = 'done' if getattr(self._result, 'stop_reason', 'finished') in ('finished', 'early stopping') else 'stopped'
+                self._result = job(
+                    self._config(self.folder if resume else None),
+                    resume=resume,
+                    callbacks=[self.story],
+                    control=self.control,
+                )
+            state = (
+                "done"
+                if getattr(self._result, "stop_reason", "finished")
+                in ("finished", "early stopping")
+                else "stopped"
+            )
         except BaseException as error:
-            self._failure, state = error, 'failed'
-            self.error = ''.join(traceback.format_exception_only(error)).strip()
-            self.story.say(''.join(traceback.format_exception(error)))
+            self._failure, state = error, "failed"
+            self.error = "".join(traceback.format_exception_only(error)).strip()
+            self.story.say("".join(traceback.format_exception(error)))
         with self.lock:
-            if self.story.folder: self.folder = Path(self.story.folder)
+            if self.story.folder:
+                self.folder = Path(self.story.folder)
             self.state = state
-            self.story.say('')
+            self.story.say("")
 
     def _spawn(self, resume: bool):
         "Begin in a process of its own, which ends neither with this one nor with its Ctrl-C."
-        if not resume: self.folder = new_folder(self.config.folder).resolve()
-        folder: Path = self.folder # type: ignore
-        save_config(self._config(folder), folder/'config.yaml')
-        here = str(Path(find_spec('trainkit').origin).parent.parent) # type: ignore
-        env = {**os.environ, 'TRAINKIT_RUN_FOLDER': str(folder), 'PYTHONUNBUFFERED': '1', 'PYTHONPATH': os.pathsep.join(filter(None, (
-            here, os.environ.get('PYTHONPATH'))))}
-        words = ['--resume', str(folder)] if resume else [str(folder/'config.yaml')]
-        self.story.folder, self.tails = str(folder), [Tail(folder/'metrics.jsonl'), Tail(folder/'output.txt')]
-        for tail in self.tails: tail.read() # What came before is known
-        with open(folder/'output.txt', 'a', encoding='utf-8') as output:
-            self.process = subprocess.Popen([sys.executable, '-m', 'trainkit', 'train', *words], env=env, stdin=subprocess.DEVNULL,
-                                            stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        note_state(folder, 'preparing', self.process.pid)
+        if not resume:
+            self.folder = new_folder(self.config.folder).resolve()
+        folder: Path = self.folder  # type: ignore
+        save_config(self._config(folder), folder / "config.yaml")
+        here = str(Path(find_spec("trainkit").origin).parent.parent)  # type: ignore
+        env = {
+            **os.environ,
+            "TRAINKIT_RUN_FOLDER": str(folder),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
+        }
+        words = ["--resume", str(folder)] if resume else [str(folder / "config.yaml")]
+        self.story.folder, self.tails = (
+            str(folder),
+            [Tail(folder / "metrics.jsonl"), Tail(folder / "output.txt")],
+        )
+        for tail in self.tails:
+            tail.read()  # What came before is known
+        with open(folder / "output.txt", "a", encoding="utf-8") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainkit", "train", *words],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        note_state(folder, "preparing", self.process.pid)
 
     @classmethod
     def attach(
         cls,
-        folder: str | Path, # Of a run that another kernel, or a shell, has started
-    ) -> 'TrainSession':
+        folder: str | Path,  # Of a run that another kernel, or a shell, has started
+    ) -> "TrainSession":
         "Take up a run that goes on, or look at one that has ended."
         folder = Path(folder).resolve()
-        if not (folder/'config.yaml').exists(): raise FileNotFoundError(f'{folder} is no run folder: it has no config.yaml')
+        if not (folder / "config.yaml").exists():
+            raise FileNotFoundError(f"{folder} is no run folder: it has no config.yaml")
         from trainkit.recipes.config import method_config
-        self = cls(method_config(folder/'config.yaml'))
-        self.how, self.folder, self.state = 'process', folder, 'running'
-        self.story.folder, self.story.phase, self.story.narrate = str(folder), 'preparing', False
-        printed = folder/'output.txt'
-        self.tails = [Tail(folder/'metrics.jsonl'), Tail(printed if printed.exists() else folder/'log.txt')]
+
+        self = cls(method_config(folder / "config.yaml"))
+        self.how, self.folder, self.state = "process", folder, "running"
+        self.story.folder, self.story.phase, self.story.narrate = str(folder), "preparing", False
+        printed = folder / "output.txt"
+        self.tails = [
+            Tail(folder / "metrics.jsonl"),
+            Tail(printed if printed.exists() else folder / "log.txt"),
+        ]
         self.snapshot()
         return self
 
     def _follow(self):
         "Read what the process has written."
         again, lines = self.tails[0].read()
-        if again: # The file was rewritten, and is read from its beginning
+        if again:  # The file was rewritten, and is read from its beginning
             self.story.clear()
             self.story.folder = str(self.folder)
         for line in lines:
-            if (record := parse_line(line)) is None: continue
-            try: self.story.take(record['event'], record)
-            except (KeyError, TypeError, ValueError): pass # Somebody else's line: a look must not fail of it
-        self.story.say('\n'.join(self.tails[1].read()[1]))
+            if (record := parse_line(line)) is None:
+                continue
+            try:
+                self.story.take(record["event"], record)
+            except (KeyError, TypeError, ValueError):
+                pass  # Somebody else's line: a look must not fail of it
+        self.story.say("\n".join(self.tails[1].read()[1]))
 
     def _poll(self):
         "How the process stands."
         code = self.process.poll() if self.process is not None else None
-        facts = state_of(self.folder) # type: ignore
-        ended = code is not None or (self.process is None and facts.get('state', 'gone') == 'gone')
+        facts = state_of(self.folder)  # type: ignore
+        ended = code is not None or (self.process is None and facts.get("state", "gone") == "gone")
         self._follow()
         if not ended:
-            if facts.get('state') in ('paused', 'running', 'stopping') and facts['time'] > self.pressed: self.state = facts['state']
+            if (
+                facts.get("state") in ("paused", "running", "stopping")
+                and facts["time"] > self.pressed
+            ):
+                self.state = facts["state"]
             return
         reason = self.story.reason
-        failed = code not in (None, 0, *EXIT_CODES.values()) or not reason or ': ' in reason
-        self.state = 'failed' if failed else 'done' if reason in ('finished', 'early stopping') else 'stopped'
+        failed = code not in (None, 0, *EXIT_CODES.values()) or not reason or ": " in reason
+        self.state = (
+            "failed"
+            if failed
+            else "done"
+            if reason in ("finished", "early stopping")
+            else "stopped"
+        )
         self.process = None
         if failed:
-            last = next((line for line in reversed(self.story.log) if line.startswith('Error')), '')
-            where = f'its last checkpoint is of step {self.story.checkpoint}' if self.story.checkpoint else 'it has no checkpoint'
-            self.error = last or (reason if ': ' in reason else f'The process of {self.folder} is gone, and {where}.')
+            last = next((line for line in reversed(self.story.log) if line.startswith("Error")), "")
+            where = (
+                f"its last checkpoint is of step {self.story.checkpoint}"
+                if self.story.checkpoint
+                else "it has no checkpoint"
+            )
+            self.error = last or (
+                reason if ": " in reason else f"The process of {self.folder} is gone, and {where}."
+            )
 
     # How it stands
 
     def snapshot(self) -> RunSnapshot:
         "How the run stands now."
         with self.lock:
-            if self.how == 'process' and self.state in ACTIVE: self._poll()
+            if self.how == "process" and self.state in ACTIVE:
+                self._poll()
             return self.story.snapshot(self.state, error=self.error)
 
     def wait(
         self,
-        seconds: float | None = None, # At most
-    ) -> RunSnapshot: # Of the end, or of that moment
+        seconds: float | None = None,  # At most
+    ) -> RunSnapshot:  # Of the end, or of that moment
         "Block until the run is over; Ctrl-C, or the notebook's stop button, ends the run and keeps the model."
-        end = time.monotonic() + (float('inf') if seconds is None else seconds)
+        end = time.monotonic() + (float("inf") if seconds is None else seconds)
         while True:
             try:
-                if (now := self.snapshot()).state not in ACTIVE or time.monotonic() >= end: return now
+                if (now := self.snapshot()).state not in ACTIVE or time.monotonic() >= end:
+                    return now
                 time.sleep(0.05)
-            except KeyboardInterrupt: # Wherever it comes
-                if not self.stop(): raise # The second one
+            except KeyboardInterrupt:  # Wherever it comes
+                if not self.stop():
+                    raise  # The second one
 
-    def result(self) -> Any: # Of `run`: `model`, `tokenizer`, `metrics`, `folder`, …
+    def result(self) -> Any:  # Of `run`: `model`, `tokenizer`, `metrics`, `folder`, …
         "Start if nobody has, wait, and hand over what the run came to; raises what the run raised."
-        if self.state == 'idle': self.start()
+        if self.state == "idle":
+            self.start()
         self.wait()
-        if self._failure is not None: raise self._failure
-        if self.state == 'failed': raise RuntimeError(self.error)
-        if self._result is None and self.how == 'process': self._result = self._read_result()
+        if self._failure is not None:
+            raise self._failure
+        if self.state == "failed":
+            raise RuntimeError(self.error)
+        if self._result is None and self.how == "process":
+            self._result = self._read_result()
         return self._result
 
     def _read_result(self) -> Any:
         "What a process has left in its folder."
         from trainkit.interop.hf import load_pretrained
         from trainkit.recipes.runner import RunResult
-        records = read_metrics(self.folder/'metrics.jsonl') # type: ignore
-        end = next((r for r in reversed(records) if r['event'] == 'end'), {})
-        if 'steps' not in end: raise RuntimeError(f'The run in {self.folder} was killed: start(\'process\', resume=True) goes on')
-        known: Any = ('final_loss', 'best_metric', 'best_model_path', 'final_checkpoint', 'steps', 'tokens', 'seconds', 'stop_reason', 'notes')
-        model, tokenizer = load_pretrained(self.folder/'model') # type: ignore
-        last = next((r for r in reversed(records) if r['event'] == 'eval'), {})
-        metrics = {k: v for k, v in last.items() if k not in ('event', 'time', 'step', 'best') and isinstance(v, (int, float))}
-        report = self.folder/'report.html' # type: ignore
+
+        records = read_metrics(self.folder / "metrics.jsonl")  # type: ignore
+        end = next((r for r in reversed(records) if r["event"] == "end"), {})
+        if "steps" not in end:
+            raise RuntimeError(
+                f"The run in {self.folder} was killed: start('process', resume=True) goes on"
+            )
+        known: Any = (
+            "final_loss",
+            "best_metric",
+            "best_model_path",
+            "final_checkpoint",
+            "steps",
+            "tokens",
+            "seconds",
+            "stop_reason",
+            "notes",
+        )
+        model, tokenizer = load_pretrained(self.folder / "model")  # type: ignore
+        last = next((r for r in reversed(records) if r["event"] == "eval"), {})
+        metrics = {
+            k: v
+            for k, v in last.items()
+            if k not in ("event", "time", "step", "best") and isinstance(v, (int, float))
+        }
+        report = self.folder / "report.html"  # type: ignore
         told: dict[str, Any] = {k: end.get(k) for k in known}
-        return RunResult(**told, history=[r for r in records if r['event'] in ('log', 'eval')],
-                         folder=self.folder, model=model, tokenizer=tokenizer, metrics=metrics, report=report if report.exists() else None) # type: ignore
+        return RunResult(
+            **told,
+            history=[r for r in records if r["event"] in ("log", "eval")],
+            folder=self.folder,
+            model=model,
+            tokenizer=tokenizer,
+            metrics=metrics,
+            report=report if report.exists() else None,
+        )  # type: ignore
 
     def __repr__(self) -> str:
         now = self.snapshot()
-        return f'<TrainSession {now.folder or getattr(self.config, "name", "")}: {now.state}, step {now.step}/{now.total}>'
+        return f"<TrainSession {now.folder or getattr(self.config, 'name', '')}: {now.state}, step {now.step}/{now.total}>"

@@ -35,21 +35,24 @@ from .explorer import CHART, Explorer
 # %% ../../nbs/12_widgets/08_text_explorers.ipynb #53ab8ea8
 class Join(NamedTuple):
     "One merge in a word."
-    rank: int # How early it was learned
-    at: int # Which token of `ids` it made
-    ids: list[int] # The word after it
+
+    rank: int  # How early it was learned
+    at: int  # Which token of `ids` it made
+    ids: list[int]  # The word after it
+
 
 def first_word(
     text: str,
     tokenizer: BPETokenizer,
-) -> bytes: # What the tokenizer takes as one word, from the beginning of the text
+) -> bytes:  # What the tokenizer takes as one word, from the beginning of the text
     "Merges never cross the border between two words."
-    return split_words(text, tokenizer.pattern)[0].encode() if text else b''
+    return split_words(text, tokenizer.pattern)[0].encode() if text else b""
+
 
 def joins(
     word: bytes,
     tokenizer: BPETokenizer,
-) -> tuple[list[int], list[Join]]: # The ids of the bytes, and what is joined one after another
+) -> tuple[list[int], list[Join]]:  # The ids of the bytes, and what is joined one after another
     "All merges of a word, the lowest rank first, the leftmost among equals (Sennrich et al. 2016)."
     encoder = tokenizer.encoder
     ranks = dict(zip(encoder.pairs, encoder.ranks, strict=True))
@@ -58,86 +61,123 @@ def joins(
     ids, steps = [*start], []
     while found := [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]:
         rank, i = min(found)
-        ids = [*ids[:i], made[ids[i], ids[i + 1]], *ids[i + 2:]]
+        ids = [*ids[:i], made[ids[i], ids[i + 1]], *ids[i + 2 :]]
         steps.append(Join(rank, i, ids))
     return start, steps
 
 # %% ../../nbs/12_widgets/08_text_explorers.ipynb #6026e27d
 class Cut(NamedTuple):
     "A text as a tokenizer cuts it."
+
     ids: list[int]
-    pieces: list[bytes] | list[str] # Of each token its bytes, or its text where the tokenizer knows no bytes
-    tokenizer: BPETokenizer | None # The same tokenizer as ours, where there is one
+    pieces: (
+        list[bytes] | list[str]
+    )  # Of each token its bytes, or its text where the tokenizer knows no bytes
+    tokenizer: BPETokenizer | None  # The same tokenizer as ours, where there is one
+
 
 def as_ours(
-    tokenizer: Any, # A `BPETokenizer`, a tokenizer of transformers or of tokenizers
-) -> BPETokenizer | None: # None: it does not work by merges of bytes
+    tokenizer: Any,  # A `BPETokenizer`, a tokenizer of transformers or of tokenizers
+) -> BPETokenizer | None:  # None: it does not work by merges of bytes
     "The tokenizer as one whose merges can be looked at."
-    if is_ours(tokenizer): return tokenizer
-    try: return BPETokenizer.from_hf(tokenizer)
-    except (ValueError, TypeError, KeyError): return None
+    if is_ours(tokenizer):
+        return tokenizer
+    try:
+        return BPETokenizer.from_hf(tokenizer)
+    except (ValueError, TypeError, KeyError):
+        return None
+
 
 def cut(
     text: str,
     tokenizer: Any,
-    ours: BPETokenizer | None = None, # What `as_ours` found, to save the time
+    ours: BPETokenizer | None = None,  # What `as_ours` found, to save the time
 ) -> Cut:
     "A text as tokens, without those that are put around it."
     ours = ours or as_ours(tokenizer)
     if ours is not None:
-        ids = ours.encode(text, allowed_special='all')
+        ids = ours.encode(text, allowed_special="all")
         return Cut(ids, [ours.decode_bytes([i]) for i in ids], ours)
-    if getattr(tokenizer, 'is_fast', False):
+    if getattr(tokenizer, "is_fast", False):
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return Cut(found['input_ids'], [text[a:b] for a, b in found['offset_mapping']], None)
+        return Cut(found["input_ids"], [text[a:b] for a, b in found["offset_mapping"]], None)
     ids = tokenizer.encode(text, add_special_tokens=False)
     return Cut(ids, [tokenizer.decode([i]) for i in ids], None)
 
 # %% ../../nbs/12_widgets/08_text_explorers.ipynb #b3b5dfde
-_MONO = 'font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace'
+_MONO = "font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
 
-def _faint(text: str) -> str: return f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{text}</p>'
-def _head(text: str) -> str: return f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:10px 0 0">{clean(text)}</h4>'
+
+def _faint(text: str) -> str:
+    return f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{text}</p>'
+
+
+def _head(text: str) -> str:
+    return f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:10px 0 0">{clean(text)}</h4>'
+
 
 def _named(tokenizer: Any) -> str:
     size = len(tokenizer)
     return f"{str(getattr(tokenizer, 'name_or_path', '')).rstrip('/').rpartition('/')[2] or 'tokenizer'} of {size:,} tokens"
 
+
 def _growth(word: bytes, tokenizer: BPETokenizer, limit: int) -> str:
     "A word merge by merge, as a table."
     start, steps = joins(word, tokenizer)
     rows, name = [], lambda i: visible(tokenizer.decode_bytes([i]))
-    plain = 'border:1px solid #8888;border-radius:4px;padding:0 5px;margin-right:2px'
-    marked = plain.replace('#8888', PALETTE[1]) + ';background:#d9640f33;font-weight:600'
+    plain = "border:1px solid #8888;border-radius:4px;padding:0 5px;margin-right:2px"
+    marked = plain.replace("#8888", PALETTE[1]) + ";background:#d9640f33;font-weight:600"
     for number, (rank, at, ids) in enumerate([Join(-1, -1, start), *steps[:limit]]):
-        boxes = ''.join(f'<span style="{marked if k == at else plain}">{clean(name(i))}</span>' for k, i in enumerate(ids))
+        boxes = "".join(
+            f'<span style="{marked if k == at else plain}">{clean(name(i))}</span>'
+            for k, i in enumerate(ids)
+        )
         cell = 'style="padding:3px 10px 3px 0;text-align:right;opacity:.8"'
-        rows.append(f'<tr><td {cell}>{number or ""}</td><td {cell}>{f"{rank:,}" if at >= 0 else "bytes"}</td><td style="text-align:left;white-space:nowrap">{boxes}</td></tr>')
+        rows.append(
+            f'<tr><td {cell}>{number or ""}</td><td {cell}>{f"{rank:,}" if at >= 0 else "bytes"}</td><td style="text-align:left;white-space:nowrap">{boxes}</td></tr>'
+        )
     rest = len(steps) - min(limit, len(steps))
-    more = _faint(f'{rest} more {"merge" if rest == 1 else "merges"} to come') if rest else ''
+    more = _faint(f"{rest} more {'merge' if rest == 1 else 'merges'} to come") if rest else ""
     if tokenizer.whole and word in tokenizer.tokens and (not steps or len(steps[-1].ids) > 1):
-        more += _faint('The word is a token as a whole, so this tokenizer takes it without a look at the merges.')
-    head = ''.join(f'<th scope="col" style="padding:0 10px 2px 0;text-align:{side};font-weight:600">{t}</th>' for t, side in (('merge', 'right'), ('rank', 'right'), ('word', 'left')))
-    label = clean(f'{visible(word)}: {len(start)} bytes, {len(steps)} merges, {len(steps[-1].ids if steps else start)} tokens')
-    return (f'<div role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto"><table style="{_MONO};border-collapse:collapse;'
-            f'font-variant-numeric:tabular-nums"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{more}')
+        more += _faint(
+            "The word is a token as a whole, so this tokenizer takes it without a look at the merges."
+        )
+    head = "".join(
+        f'<th scope="col" style="padding:0 10px 2px 0;text-align:{side};font-weight:600">{t}</th>'
+        for t, side in (("merge", "right"), ("rank", "right"), ("word", "left"))
+    )
+    label = clean(
+        f"{visible(word)}: {len(start)} bytes, {len(steps)} merges, {len(steps[-1].ids if steps else start)} tokens"
+    )
+    return (
+        f'<div role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto"><table style="{_MONO};border-collapse:collapse;'
+        f'font-variant-numeric:tabular-nums"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{more}'
+    )
+
 
 @dataclass
 class TokenizerExplorer(Explorer):
     "How tokenizers cut a text, and how a word grows out of bytes."
-    tokenizer: Any # A `BPETokenizer`, or one of transformers
-    other: Any = None # A second one, to stand beside it
-    text: str = knob('The whole river runs to the sea, and a naïve traveller pays 20 € for it. 鯨', 'A text to cut; your own, in your own language')
-    boxes: str = knob('text', 'What stands in the box of a token', choices=('text', 'ids', 'bytes'))
-    word: str = knob(' together', 'A word to look into; with the space before it, it is another word')
-    merges: int = knob(40, 'How many merges of the word are shown', low=0, high=40)
+
+    tokenizer: Any  # A `BPETokenizer`, or one of transformers
+    other: Any = None  # A second one, to stand beside it
+    text: str = knob(
+        "The whole river runs to the sea, and a naïve traveller pays 20 € for it. 鯨",
+        "A text to cut; your own, in your own language",
+    )
+    boxes: str = knob("text", "What stands in the box of a token", choices=("text", "ids", "bytes"))
+    word: str = knob(
+        " together", "A word to look into; with the space before it, it is another word"
+    )
+    merges: int = knob(40, "How many merges of the word are shown", low=0, high=40)
 
     def __post_init__(self):
         self.ours = [as_ours(t) for t in self.tokenizers]
         super().__post_init__()
 
     @property
-    def tokenizers(self) -> list[Any]: return [t for t in (self.tokenizer, self.other) if t is not None]
+    def tokenizers(self) -> list[Any]:
+        return [t for t in (self.tokenizer, self.other) if t is not None]
 
     def compute(self) -> list[Cut]:
         "The text as each tokenizer cuts it."
@@ -147,14 +187,30 @@ class TokenizerExplorer(Explorer):
         columns, characters = [], len(self.text)
         for tokenizer, found in zip(self.tokenizers, values, strict=True):
             shown: Any = found.pieces
-            if self.boxes == 'ids': shown = [str(i) for i in found.ids]
-            if self.boxes == 'bytes': shown = [(p if isinstance(p, bytes) else p.encode()).hex(' ').upper() for p in found.pieces]
-            each = f'{characters/len(found.ids):.2f} characters each' if found.ids else 'nothing to cut'
-            body = _head(_named(tokenizer)) + _faint(f'<b>{len(found.ids):,} tokens</b> · {each} · {100*len(found.ids)/max(1, len(self.text.encode())):.0f} for 100 bytes')
+            if self.boxes == "ids":
+                shown = [str(i) for i in found.ids]
+            if self.boxes == "bytes":
+                shown = [
+                    (p if isinstance(p, bytes) else p.encode()).hex(" ").upper()
+                    for p in found.pieces
+                ]
+            each = (
+                f"{characters / len(found.ids):.2f} characters each"
+                if found.ids
+                else "nothing to cut"
+            )
+            body = _head(_named(tokenizer)) + _faint(
+                f"<b>{len(found.ids):,} tokens</b> · {each} · {100 * len(found.ids) / max(1, len(self.text.encode())):.0f} for 100 bytes"
+            )
             body += token_boxes(shown[:600], ids=found.ids[:600])
-            if len(found.ids) > 600: body += _faint(f'and {len(found.ids) - 600:,} more tokens')
-            if found.tokenizer is None: body += _head('Merges') + _faint('This tokenizer does not work by merges of bytes.')
-            elif word := first_word(self.word, found.tokenizer): body += _head(f'How {visible(word)} grows') + _growth(word, found.tokenizer, self.merges)
+            if len(found.ids) > 600:
+                body += _faint(f"and {len(found.ids) - 600:,} more tokens")
+            if found.tokenizer is None:
+                body += _head("Merges") + _faint("This tokenizer does not work by merges of bytes.")
+            elif word := first_word(self.word, found.tokenizer):
+                body += _head(f"How {visible(word)} grows") + _growth(
+                    word, found.tokenizer, self.merges
+                )
             columns.append(body)
         return grid(*columns)
 
@@ -162,125 +218,204 @@ class TokenizerExplorer(Explorer):
 @dataclass
 class MaskViewer(Explorer):
     "A row as a model gets it: learned, only read, padding, cut off."
-    rows: Sequence[Mapping] # Rows of any kind that `tokenize_examples` takes, or tokenized ones with `input_ids`
+
+    rows: Sequence[
+        Mapping
+    ]  # Rows of any kind that `tokenize_examples` takes, or tokenized ones with `input_ids`
     tokenizer: Any
-    row: int = knob(0, 'Which row')
-    template: str = knob('own', 'The chat template: that of the tokenizer, or a known one', choices=('own', *TEMPLATES))
-    train_on: str = knob('assistant', 'What is learned of a conversation', choices=('assistant', 'last', 'all'))
-    max_length: int = knob(0, 'Tokens that a row may have; 0: no limit', low=0, high=256)
-    truncation: str = knob('show', 'What is done at the limit: only shown, or cut as in training', choices=('show', *(t for t in TRUNCATIONS if t != 'error')))
-    pad_to: int = knob(0, 'Pad the row to so many tokens, as a longer neighbour would', low=0, high=256)
+    row: int = knob(0, "Which row")
+    template: str = knob(
+        "own",
+        "The chat template: that of the tokenizer, or a known one",
+        choices=("own", *TEMPLATES),
+    )
+    train_on: str = knob(
+        "assistant", "What is learned of a conversation", choices=("assistant", "last", "all")
+    )
+    max_length: int = knob(0, "Tokens that a row may have; 0: no limit", low=0, high=256)
+    truncation: str = knob(
+        "show",
+        "What is done at the limit: only shown, or cut as in training",
+        choices=("show", *(t for t in TRUNCATIONS if t != "error")),
+    )
+    pad_to: int = knob(
+        0, "Pad the row to so many tokens, as a longer neighbour would", low=0, high=256
+    )
 
     def __post_init__(self):
-        if not len(self.rows): raise ValueError('there are no rows to look at')
-        self.dressed: dict[str, Any] = {'own': self.tokenizer} # Template -> the tokenizer with it
+        if not len(self.rows):
+            raise ValueError("there are no rows to look at")
+        self.dressed: dict[str, Any] = {"own": self.tokenizer}  # Template -> the tokenizer with it
         super().__post_init__()
 
-    def speaker(self) -> Any: # A copy, with the template's special tokens and its EOS
+    def speaker(self) -> Any:  # A copy, with the template's special tokens and its EOS
         "The tokenizer as a run with this template would have it; the reader's own stays as it is."
-        if self.template not in self.dressed: self.dressed[self.template] = set_template(copy.deepcopy(self.tokenizer), self.template)
+        if self.template not in self.dressed:
+            self.dressed[self.template] = set_template(copy.deepcopy(self.tokenizer), self.template)
         return self.dressed[self.template]
 
-    def limits(self): return dict(row=(0, len(self.rows) - 1))
+    def limits(self):
+        return dict(row=(0, len(self.rows) - 1))
 
-    def compute(self) -> dict: # An example with input_ids, labels, attention_mask, and `problems`
+    def compute(self) -> dict:  # An example with input_ids, labels, attention_mask, and `problems`
         "The row as it would be trained on."
         row, tokenizer = self.rows[self.row], self.speaker()
-        if 'input_ids' in row: row = {k: np.asarray(row[k]) for k in ('input_ids', 'labels', 'attention_mask', 'position_ids') if k in row}
-        else: row = self._tokenized(row, tokenizer)
-        ids, n = row['input_ids'], len(row['input_ids'])
-        labels, real = row.get('labels', ids), row.get('attention_mask', np.ones(n, int))
+        if "input_ids" in row:
+            row = {
+                k: np.asarray(row[k])
+                for k in ("input_ids", "labels", "attention_mask", "position_ids")
+                if k in row
+            }
+        else:
+            row = self._tokenized(row, tokenizer)
+        ids, n = row["input_ids"], len(row["input_ids"])
+        labels, real = row.get("labels", ids), row.get("attention_mask", np.ones(n, int))
         problems = mask_problems(ids[real > 0], labels[real > 0], tokenizer)
-        if (more := max(0, self.pad_to - n)):
-            pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-            ids, labels, real = (np.concatenate([a, np.full(more, fill)]) for a, fill in ((ids, pad), (labels, -100), (real, 0)))
-            if 'position_ids' in row: row['position_ids'] = np.concatenate([row['position_ids'], np.zeros(more, int)])
-        return {**row, 'input_ids': ids, 'labels': labels, 'attention_mask': real, 'problems': problems}
+        if more := max(0, self.pad_to - n):
+            pad = (
+                tokenizer.pad_token_id
+                if tokenizer.pad_token_id is not None
+                else tokenizer.eos_token_id or 0
+            )
+            ids, labels, real = (
+                np.concatenate([a, np.full(more, fill)])
+                for a, fill in ((ids, pad), (labels, -100), (real, 0))
+            )
+            if "position_ids" in row:
+                row["position_ids"] = np.concatenate([row["position_ids"], np.zeros(more, int)])
+        return {
+            **row,
+            "input_ids": ids,
+            "labels": labels,
+            "attention_mask": real,
+            "problems": problems,
+        }
 
     def _tokenized(self, row: Mapping, tokenizer: Any) -> dict:
         how: dict[str, Any] = dict(train_on=self.train_on)
-        if self.max_length and self.truncation != 'show': how |= dict(max_length=self.max_length, truncation=self.truncation)
+        if self.max_length and self.truncation != "show":
+            how |= dict(max_length=self.max_length, truncation=self.truncation)
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore') # The picture says what was cut
-            try: [example] = tokenize_examples([row], tokenizer, **how)
+            warnings.simplefilter("ignore")  # The picture says what was cut
+            try:
+                [example] = tokenize_examples([row], tokenizer, **how)
             except ValueError as error:
-                if 'teach nothing' not in str(error): raise
-                [example] = tokenize_examples([row], tokenizer, **{**how, 'train_on': 'all'}) # To be seen all the same
-                example['labels'] = np.full(len(example['input_ids']), -100)
-        return {k: np.asarray(v) for k, v in example.items() if k != 'length'}
+                if "teach nothing" not in str(error):
+                    raise
+                [example] = tokenize_examples(
+                    [row], tokenizer, **{**how, "train_on": "all"}
+                )  # To be seen all the same
+                example["labels"] = np.full(len(example["input_ids"]), -100)
+        return {k: np.asarray(v) for k, v in example.items() if k != "length"}
 
     def html(self, values: dict) -> str:
-        limit = self.max_length if self.truncation == 'show' and self.max_length else None
-        words = ''.join(_faint(clean(f'{name}: {why}.')) for name, why in values['problems'].items())
-        picture = show_mask({k: v for k, v in values.items() if k != 'problems'}, self.speaker(), limit, f'Row {self.row:,} of {len(self.rows):,}')
+        limit = self.max_length if self.truncation == "show" and self.max_length else None
+        words = "".join(
+            _faint(clean(f"{name}: {why}.")) for name, why in values["problems"].items()
+        )
+        picture = show_mask(
+            {k: v for k, v in values.items() if k != "problems"},
+            self.speaker(),
+            limit,
+            f"Row {self.row:,} of {len(self.rows):,}",
+        )
         return f'<div style="overflow-x:auto">{picture}</div>{words}'
 
 # %% ../../nbs/12_widgets/09_data_explorers.ipynb #68e6148a
 def lengths_of(
-    source: Any, # Lengths, rows with `input_ids`, or None: made-up ones
-    count: int = 400, # How many to make up
+    source: Any,  # Lengths, rows with `input_ids`, or None: made-up ones
+    count: int = 400,  # How many to make up
     seed: int = 0,
-) -> np.ndarray: # (documents,) int64
+) -> np.ndarray:  # (documents,) int64
     "How many tokens each document has."
-    if source is None: return np.random.default_rng(seed).lognormal(4.0, 0.8, count).astype(int).clip(4, 2000)
-    found = np.array([len(row['input_ids']) if hasattr(row, 'keys') else int(row) for row in source], int)
-    if not len(found) or found.min() < 1: raise ValueError('give at least one document, and none without a token')
+    if source is None:
+        return np.random.default_rng(seed).lognormal(4.0, 0.8, count).astype(int).clip(4, 2000)
+    found = np.array(
+        [len(row["input_ids"]) if hasattr(row, "keys") else int(row) for row in source], int
+    )
+    if not len(found) or found.min() < 1:
+        raise ValueError("give at least one document, and none without a token")
     return found
 
 # %% ../../nbs/12_widgets/09_data_explorers.ipynb #ef11973e
 class Packed(NamedTuple):
     "Documents in rows."
-    lengths: np.ndarray # (documents,) after the cut
-    rows: list[list[int]] # The documents of each row
-    cut: int # Documents that were longer than a row
-    each: dict[str, tuple[int, float]] # Strategy -> (rows, how full they are), and a row for each document
+
+    lengths: np.ndarray  # (documents,) after the cut
+    rows: list[list[int]]  # The documents of each row
+    cut: int  # Documents that were longer than a row
+    each: dict[
+        str, tuple[int, float]
+    ]  # Strategy -> (rows, how full they are), and a row for each document
+
 
 def draw_rows(
-    lengths: np.ndarray, # (documents,)
-    rows: list[list[int]], # The documents of each row
+    lengths: np.ndarray,  # (documents,)
+    rows: list[list[int]],  # The documents of each row
     max_length: int,
-    chosen: int = -1, # A row to mark
-    width: int = 480, # Largest width, in CSS pixels
+    chosen: int = -1,  # A row to mark
+    width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
     "A line for each row, a block for each document; what is empty is a frame."
-    left, each, body = 34, 15, ''
-    scale = (width - left - 4)/max_length
+    left, each, body = 34, 15, ""
+    scale = (width - left - 4) / max_length
     for y, row in enumerate(rows):
-        x, top = 0, y*each + 2
-        body += f'<rect x="{left}" y="{top}" width="{max_length*scale:.1f}" height="{each - 4}" fill="none" stroke="currentColor" stroke-opacity=".3"/>'
-        body += text(left - 6, top + 10, y, 'end', 'font-size="10"' + (' font-weight="700"' if y == chosen else ' opacity=".7"'))
+        x, top = 0, y * each + 2
+        body += f'<rect x="{left}" y="{top}" width="{max_length * scale:.1f}" height="{each - 4}" fill="none" stroke="currentColor" stroke-opacity=".3"/>'
+        body += text(
+            left - 6,
+            top + 10,
+            y,
+            "end",
+            'font-size="10"' + (' font-weight="700"' if y == chosen else ' opacity=".7"'),
+        )
         for k, i in enumerate(row):
             n = int(lengths[i])
-            body += (f'<rect x="{left + x*scale:.1f}" y="{top}" width="{max(0.6, n*scale - 0.8):.1f}" height="{each - 4}" fill="{PALETTE[k % len(PALETTE)]}" '
-                     f'fill-opacity="{0.85 if y == chosen else 0.6}"><title>document {i}: {n} tokens</title></rect>')
+            body += (
+                f'<rect x="{left + x * scale:.1f}" y="{top}" width="{max(0.6, n * scale - 0.8):.1f}" height="{each - 4}" fill="{PALETTE[k % len(PALETTE)]}" '
+                f'fill-opacity="{0.85 if y == chosen else 0.6}"><title>document {i}: {n} tokens</title></rect>'
+            )
             x += n
-    full = sum(int(lengths[i]) for row in rows for i in row)/max(1, max_length*len(rows))
-    return svg(width, each*len(rows) + 4, f'{len(rows)} rows of {max_length} places, {full:.0%} of them filled', body)
+    full = sum(int(lengths[i]) for row in rows for i in row) / max(1, max_length * len(rows))
+    return svg(
+        width,
+        each * len(rows) + 4,
+        f"{len(rows)} rows of {max_length} places, {full:.0%} of them filled",
+        body,
+    )
+
 
 def draw_sight(
-    sizes: list[int], # Tokens of each document in a row
+    sizes: list[int],  # Tokens of each document in a row
     max_length: int,
-    width: int = 220, # Largest width, in CSS pixels
+    width: int = 220,  # Largest width, in CSS pixels
 ) -> Picture:
     "Who may look at whom in a packed row: a triangle for each document."
-    body, at, scale = '', 0, (width - 4)/max_length
+    body, at, scale = "", 0, (width - 4) / max_length
     for k, n in enumerate(sizes):
-        a, b = 2 + at*scale, 2 + (at + n)*scale
+        a, b = 2 + at * scale, 2 + (at + n) * scale
         body += f'<path d="M{a:.1f} {a:.1f}L{a:.1f} {b:.1f}L{b:.1f} {b:.1f}Z" fill="{PALETTE[k % len(PALETTE)]}" fill-opacity=".7"/>'
         at += n
     body += f'<rect x="2" y="2" width="{width - 4}" height="{width - 4}" fill="none" stroke="currentColor" stroke-opacity=".4"/>'
-    pairs, whole = sum(n*(n + 1) for n in sizes), max_length*(max_length + 1)
-    return svg(width, width, f'{len(sizes)} documents, {pairs/whole:.0%} of the pairs that one document of {max_length} tokens would have', body)
+    pairs, whole = sum(n * (n + 1) for n in sizes), max_length * (max_length + 1)
+    return svg(
+        width,
+        width,
+        f"{len(sizes)} documents, {pairs / whole:.0%} of the pairs that one document of {max_length} tokens would have",
+        body,
+    )
+
 
 @dataclass
 class PackingExplorer(Explorer):
     "How documents fill rows."
-    lengths: Any = None # Lengths of documents, or rows with `input_ids`; None: made-up ones
-    documents: int = knob(120, 'How many documents are packed', low=1, high=2000)
-    max_length: int = knob(512, 'Places in a row', low=8, high=8192)
-    strategy: str = knob('best_fit', 'How documents find their row', choices=tuple(STRATEGIES))
-    row: int = knob(0, 'Row whose attention is drawn', low=0, high=39)
-    most = 40 # Rows that are drawn
+
+    lengths: Any = None  # Lengths of documents, or rows with `input_ids`; None: made-up ones
+    documents: int = knob(120, "How many documents are packed", low=1, high=2000)
+    max_length: int = knob(512, "Places in a row", low=8, high=8192)
+    strategy: str = knob("best_fit", "How documents find their row", choices=tuple(STRATEGIES))
+    row: int = knob(0, "Row whose attention is drawn", low=0, high=39)
+    most = 40  # Rows that are drawn
 
     def __post_init__(self):
         self.all = lengths_of(self.lengths, 2000)
@@ -288,91 +423,166 @@ class PackingExplorer(Explorer):
 
     def compute(self) -> Packed:
         "Who shares a row with whom, and what the other strategies would do."
-        given = self.all[:self.documents]
+        given = self.all[: self.documents]
         fitted = given.clip(max=self.max_length)
         each, total = {}, int(fitted.sum())
         for name in STRATEGIES:
             rows = assign(fitted.tolist(), self.max_length, name)
-            each[name] = len(rows), total/(self.max_length*len(rows))
-            if name == self.strategy: chosen = rows
-        each['no packing'] = len(fitted), total/(self.max_length*len(fitted))
+            each[name] = len(rows), total / (self.max_length * len(rows))
+            if name == self.strategy:
+                chosen = rows
+        each["no packing"] = len(fitted), total / (self.max_length * len(fitted))
         return Packed(fitted, chosen, int((given > self.max_length).sum()), each)
 
     def html(self, values: Packed) -> str:
         rows, k = values.rows, min(self.row, len(values.rows) - 1, self.most - 1)
         sizes = [int(values.lengths[i]) for i in rows[k]]
-        line = lambda words: f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
-        title = lambda words: f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:6px 0 4px">{clean(words)}</h4>'
-        cut = f' {values.cut:,} longer than a row, and cut.' if values.cut else ''
-        more = f' The first {self.most} are drawn.' if len(rows) > self.most else ''
-        places = table([{'strategy': name, 'rows': n, 'filled': f'{full:.1%}'} for name, (n, full) in values.each.items()])
-        return grid(title(f'{len(rows):,} rows, {values.each[self.strategy][1]:.1%} of their places filled') + line(f'{len(values.lengths):,} documents.{cut}{more}')
-                    + draw_rows(values.lengths, rows[:self.most], self.max_length, k),
-                    title('What each strategy makes of them') + places + title(f'Who sees whom in row {k}')
-                    + draw_sight(sizes, self.max_length) + line(f'{len(sizes)} documents; down: who looks, across: at whom.'))
+        line = lambda words: (
+            f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
+        )
+        title = lambda words: (
+            f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:6px 0 4px">{clean(words)}</h4>'
+        )
+        cut = f" {values.cut:,} longer than a row, and cut." if values.cut else ""
+        more = f" The first {self.most} are drawn." if len(rows) > self.most else ""
+        places = table(
+            [
+                {"strategy": name, "rows": n, "filled": f"{full:.1%}"}
+                for name, (n, full) in values.each.items()
+            ]
+        )
+        return grid(
+            title(f"{len(rows):,} rows, {values.each[self.strategy][1]:.1%} of their places filled")
+            + line(f"{len(values.lengths):,} documents.{cut}{more}")
+            + draw_rows(values.lengths, rows[: self.most], self.max_length, k),
+            title("What each strategy makes of them")
+            + places
+            + title(f"Who sees whom in row {k}")
+            + draw_sight(sizes, self.max_length)
+            + line(f"{len(sizes)} documents; down: who looks, across: at whom."),
+        )
 
 # %% ../../nbs/12_widgets/09_data_explorers.ipynb #c528b221
-ORDER_NAMES = ('shuffled', 'group_by_length', 'length_based', 'difficulty_based')
+ORDER_NAMES = ("shuffled", "group_by_length", "length_based", "difficulty_based")
+
 
 class BatchOrder(NamedTuple):
     "Batches in the order in which they come."
-    batches: list[np.ndarray] # The rows of each
-    limit: list[float] # The most that a row may have, by the curriculum; infinite where all are allowed
-    padding: float # The share of places that hold nothing
+
+    batches: list[np.ndarray]  # The rows of each
+    limit: list[
+        float
+    ]  # The most that a row may have, by the curriculum; infinite where all are allowed
+    padding: float  # The share of places that hold nothing
+
 
 def padding_share(
-    lengths: np.ndarray, # (rows,)
-    batches: list[np.ndarray], # The rows of each batch
-) -> float: # From 0 to 1
+    lengths: np.ndarray,  # (rows,)
+    batches: list[np.ndarray],  # The rows of each batch
+) -> float:  # From 0 to 1
     "What batches as wide as their longest rows waste."
-    return 1 - sum(int(lengths[b].sum()) for b in batches)/sum(len(b)*int(lengths[b].max()) for b in batches)
+    return 1 - sum(int(lengths[b].sum()) for b in batches) / sum(
+        len(b) * int(lengths[b].max()) for b in batches
+    )
+
 
 @dataclass
 class CurriculumExplorer(Explorer):
     "Which rows come when, and what it costs."
-    lengths: Any = None # Lengths of rows, or rows with `input_ids`; None: made-up ones
-    difficulty: Any = None # (rows,) how hard each row is, for `difficulty_based`; None: its length
-    order: str = knob('length_based', 'At random, rows of like length together, or easy rows first', choices=ORDER_NAMES)
-    batch_size: int = knob(8, 'Rows in a batch', low=1, high=64)
-    start_length: int = knob(32, 'Tokens that a row may have in the first batch (length_based)', low=2, high=1024)
-    end_length: int = knob(256, 'Tokens that it may have at the end of the curriculum (length_based)', low=2, high=2048)
-    start_share: float = knob(0.1, 'Share of the rows that is allowed in the first batch (difficulty_based)', low=0, high=1)
-    steps: int = knob(30, 'Batches until all rows are allowed', low=1, high=200)
-    seed: int = knob(0, 'Another number, another order', low=0, high=99)
+
+    lengths: Any = None  # Lengths of rows, or rows with `input_ids`; None: made-up ones
+    difficulty: Any = None  # (rows,) how hard each row is, for `difficulty_based`; None: its length
+    order: str = knob(
+        "length_based",
+        "At random, rows of like length together, or easy rows first",
+        choices=ORDER_NAMES,
+    )
+    batch_size: int = knob(8, "Rows in a batch", low=1, high=64)
+    start_length: int = knob(
+        32, "Tokens that a row may have in the first batch (length_based)", low=2, high=1024
+    )
+    end_length: int = knob(
+        256, "Tokens that it may have at the end of the curriculum (length_based)", low=2, high=2048
+    )
+    start_share: float = knob(
+        0.1,
+        "Share of the rows that is allowed in the first batch (difficulty_based)",
+        low=0,
+        high=1,
+    )
+    steps: int = knob(30, "Batches until all rows are allowed", low=1, high=200)
+    seed: int = knob(0, "Another number, another order", low=0, high=99)
 
     def __post_init__(self):
         self.all = lengths_of(self.lengths)
         self.hard = self.all if self.difficulty is None else np.asarray(self.difficulty)
-        if len(self.hard) != len(self.all): raise ValueError(f'{len(self.hard)} difficulties for {len(self.all)} rows')
+        if len(self.hard) != len(self.all):
+            raise ValueError(f"{len(self.hard)} difficulties for {len(self.all)} rows")
         super().__post_init__()
 
     def config(self) -> CurriculumConfig:
         "The curriculum, as a run would have it."
-        return CurriculumConfig(self.order if 'based' in self.order else 'none', self.start_length, self.end_length, self.start_share, self.steps)
+        return CurriculumConfig(
+            self.order if "based" in self.order else "none",
+            self.start_length,
+            self.end_length,
+            self.start_share,
+            self.steps,
+        )
 
     def planned(self, order: str) -> list[np.ndarray]:
         "The batches of the first epoch."
-        rows: list[Any] = [dict(input_ids=range(n), hard=h) for n, h in zip(self.all.tolist(), self.hard.tolist(), strict=True)]
-        more: dict[str, Any] = dict(group_by_length=order == 'group_by_length')
-        if 'based' in order: more['curriculum'] = self.config()
-        if order == 'difficulty_based': more['difficulty_fn'] = lambda row: row['hard']
+        rows: list[Any] = [
+            dict(input_ids=range(n), hard=h)
+            for n, h in zip(self.all.tolist(), self.hard.tolist(), strict=True)
+        ]
+        more: dict[str, Any] = dict(group_by_length=order == "group_by_length")
+        if "based" in order:
+            more["curriculum"] = self.config()
+        if order == "difficulty_based":
+            more["difficulty_fn"] = lambda row: row["hard"]
         return Batches(rows, self.batch_size, seed=self.seed, **more).plan(0)
 
     def compute(self) -> BatchOrder:
         batches, config = self.planned(self.order), self.config()
-        levels = np.sort(self.all if self.order == 'length_based' else self.hard)
-        limit = [config.limit(step, levels) if 'based' in self.order else float('inf') for step in range(len(batches))]
+        levels = np.sort(self.all if self.order == "length_based" else self.hard)
+        limit = [
+            config.limit(step, levels) if "based" in self.order else float("inf")
+            for step in range(len(batches))
+        ]
         return BatchOrder(batches, limit, padding_share(self.all, batches))
 
     def html(self, values: BatchOrder) -> str:
-        by_length = self.order != 'difficulty_based' or self.difficulty is None
-        what, shown = ('tokens', self.all) if by_length else ('difficulty', self.hard)
-        series = {'hardest row' if not by_length else 'longest row': [float(shown[b].max()) for b in values.batches], 'average': [float(shown[b].mean()) for b in values.batches]}
-        if 'based' in self.order: series['allowed'] = values.limit
-        picture = curves(series, f'{self.order}: the rows of each batch', x_label='batch', y_label=what, **CHART)
-        waste = table([{'order': name, 'padding': f'{padding_share(self.all, self.planned(name) if name != self.order else values.batches):.1%}'}
-                       for name in ('shuffled', 'group_by_length')] + [{'order': self.order, 'padding': f'{values.padding:.1%}'}]*('based' in self.order), 'Places that hold nothing')
+        by_length = self.order != "difficulty_based" or self.difficulty is None
+        what, shown = ("tokens", self.all) if by_length else ("difficulty", self.hard)
+        series = {
+            "hardest row" if not by_length else "longest row": [
+                float(shown[b].max()) for b in values.batches
+            ],
+            "average": [float(shown[b].mean()) for b in values.batches],
+        }
+        if "based" in self.order:
+            series["allowed"] = values.limit
+        picture = curves(
+            series, f"{self.order}: the rows of each batch", x_label="batch", y_label=what, **CHART
+        )
+        waste = table(
+            [
+                {
+                    "order": name,
+                    "padding": f"{padding_share(self.all, self.planned(name) if name != self.order else values.batches):.1%}",
+                }
+                for name in ("shuffled", "group_by_length")
+            ]
+            + [{"order": self.order, "padding": f"{values.padding:.1%}"}] * ("based" in self.order),
+            "Places that hold nothing",
+        )
         first, grown = values.batches[0], sum(np.isfinite(values.limit))
-        words = f'{len(self.all):,} rows in {len(values.batches):,} batches. ' + (f'For {grown:,} batches not all rows are allowed. ' if grown else '')
-        words += f'The first batch has rows of {int(self.all[first].min()):,} to {int(self.all[first].max()):,} tokens.'
-        return f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>' + grid(picture, waste)
+        words = f"{len(self.all):,} rows in {len(values.batches):,} batches. " + (
+            f"For {grown:,} batches not all rows are allowed. " if grown else ""
+        )
+        words += f"The first batch has rows of {int(self.all[first].min()):,} to {int(self.all[first].max()):,} tokens."
+        return (
+            f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
+            + grid(picture, waste)
+        )

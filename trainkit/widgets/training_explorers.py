@@ -40,255 +40,433 @@ from .explorer import CHART, Explorer
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #1b379ef5
 def model_shape(
-    source: Any, # Name of a preset, `ModelConfig`, config of transformers or its dictionary, a folder with config.json, or a function
-) -> ModelConfig | Callable: # What `predict_setup` takes
+    source: Any,  # Name of a preset, `ModelConfig`, config of transformers or its dictionary, a folder with config.json, or a function
+) -> ModelConfig | Callable:  # What `predict_setup` takes
     "What is meant by a model, without its weights."
-    if isinstance(source, ModelConfig): return source
+    if isinstance(source, ModelConfig):
+        return source
     if isinstance(source, str) and source in PRESETS:
-        return ModelConfig.preset(source, **({} if PRESETS[source].get('vocab_size') else dict(vocab_size=32_000)))
+        return ModelConfig.preset(
+            source, **({} if PRESETS[source].get("vocab_size") else dict(vocab_size=32_000))
+        )
     if isinstance(source, (str, Path)):
-        file = Path(source)/'config.json' if Path(source).is_dir() else Path(source)
-        if not file.is_file(): raise ValueError(f"model = '{source}': must be a preset ({', '.join(PRESETS)}) or a folder with config.json")
-        return from_hf_config(json.loads(file.read_text(encoding='utf-8')))
-    if isinstance(source, dict) or hasattr(source, 'model_type'): return from_hf_config(source)
-    if callable(source): return source
-    raise ValueError(f'model = {source!r}: must be a preset, a config, a folder or a function that makes a model')
+        file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+        if not file.is_file():
+            raise ValueError(
+                f"model = '{source}': must be a preset ({', '.join(PRESETS)}) or a folder with config.json"
+            )
+        return from_hf_config(json.loads(file.read_text(encoding="utf-8")))
+    if isinstance(source, dict) or hasattr(source, "model_type"):
+        return from_hf_config(source)
+    if callable(source):
+        return source
+    raise ValueError(
+        f"model = {source!r}: must be a preset, a config, a folder or a function that makes a model"
+    )
 
-METHODS: dict[str, Callable[[Setup, int, str], Setup]] = { # What is asked for at first: setup, rank, kind of half precision
-    'full': lambda s, rank, half: replace(s, mixed_precision=half),
-    'LoRA': lambda s, rank, half: replace(s, mixed_precision=half, lora_rank=rank, half_weights=True),
-    'QLoRA': lambda s, rank, half: replace(s, mixed_precision=half, lora_rank=rank, half_weights=True, bits=4),
+
+METHODS: dict[
+    str, Callable[[Setup, int, str], Setup]
+] = {  # What is asked for at first: setup, rank, kind of half precision
+    "full": lambda s, rank, half: replace(s, mixed_precision=half),
+    "LoRA": lambda s, rank, half: replace(
+        s, mixed_precision=half, lora_rank=rank, half_weights=True
+    ),
+    "QLoRA": lambda s, rank, half: replace(
+        s, mixed_precision=half, lora_rank=rank, half_weights=True, bits=4
+    ),
 }
-_known: dict[tuple, Any] = {} # What was predicted in this session
+_known: dict[tuple, Any] = {}  # What was predicted in this session
+
 
 def predicted(
-    shape: ModelConfig | Callable, # From `model_shape`
+    shape: ModelConfig | Callable,  # From `model_shape`
     setup: Setup,
 ) -> MemoryReport:
     "`predict_setup`, and once only for the same question."
     key = (repr(shape) if isinstance(shape, ModelConfig) else shape, setup)
-    if key not in _known: _known[key] = predict_setup(shape, setup)
+    if key not in _known:
+        _known[key] = predict_setup(shape, setup)
     return _known[key]
+
 
 def planned(
     shape: ModelConfig | Callable,
     machine: Machine,
-    start: Setup, # On all cards together
-    progress: Callable[[str], None] = lambda text: None, # Is told what is being done
+    start: Setup,  # On all cards together
+    progress: Callable[[str], None] = lambda text: None,  # Is told what is being done
 ) -> Plan:
     "`plan_memory` with the method left as it is, and once only for the same question."
     key = (repr(shape) if isinstance(shape, ModelConfig) else shape, start, machine)
     if key not in _known:
-        keep = [name for name in LEVERS if name not in ('LoRA', 'half weights', 'NF4')]
-        _known[key] = plan_memory(shape, machine, start, keep, lambda name, size: progress(f'{name}: {show_bytes(size)}'))
+        keep = [name for name in LEVERS if name not in ("LoRA", "half weights", "NF4")]
+        _known[key] = plan_memory(
+            shape, machine, start, keep, lambda name, size: progress(f"{name}: {show_bytes(size)}")
+        )
     return _known[key]
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #4f700ca4
 def waterfall(
-    parts: Mapping[str, float], # Name -> bytes
-    room: float, # Bytes that there are
-    title: str = '',
+    parts: Mapping[str, float],  # Name -> bytes
+    room: float,  # Bytes that there are
+    title: str = "",
 ) -> Picture:
     "How parts add up, against what there is room for."
     total = sum(parts.values())
-    far = room > 4*total
-    most, before, body = total if far else 1.02*max(room, total), 0., text(0, 13, title, more='font-weight="600"') if title else ''
-    left = 14 + 6.7*max([5, *map(len, parts)])
-    X = lambda size: left + (395 - left)*size/most
-    rows = [*((name, size, X(before := before + size), PALETTE[i % len(PALETTE)]) for i, (name, size) in enumerate(parts.items())),
-            ('total', total, X(total), '#6e7781' if total <= room else PALETTE[4])]
+    far = room > 4 * total
+    most, before, body = (
+        total if far else 1.02 * max(room, total),
+        0.0,
+        text(0, 13, title, more='font-weight="600"') if title else "",
+    )
+    left = 14 + 6.7 * max([5, *map(len, parts)])
+    X = lambda size: left + (395 - left) * size / most
+    rows = [
+        *(
+            (name, size, X(before := before + size), PALETTE[i % len(PALETTE)])
+            for i, (name, size) in enumerate(parts.items())
+        ),
+        ("total", total, X(total), "#6e7781" if total <= room else PALETTE[4]),
+    ]
     for i, (name, size, end, colour) in enumerate(rows):
-        y, bold = 24 + 26*i, 'font-weight="600"' if name == 'total' else ''
-        body += text(left - 8, y + 15, name, 'end', bold)
+        y, bold = 24 + 26 * i, 'font-weight="600"' if name == "total" else ""
+        body += text(left - 8, y + 15, name, "end", bold)
         start = end - (X(size) - X(0))
         body += f'<rect x="{start:.1f}" y="{y + 2}" width="{max(end - start, 1):.1f}" height="18" rx="2" fill="{colour}"/>'
-        body += text(476, y + 15, show_bytes(size), 'end', bold)
-        if name != 'total': body += f'<path d="M{end:.1f} {y + 20}v8" stroke="currentColor" opacity=".4"/>'
-    high = 28 + 26*len(rows)
+        body += text(476, y + 15, show_bytes(size), "end", bold)
+        if name != "total":
+            body += f'<path d="M{end:.1f} {y + 20}v8" stroke="currentColor" opacity=".4"/>'
+    high = 28 + 26 * len(rows)
     edge = 395 if far else X(room)
-    if not far: body += f'<path d="M{edge:.1f} 20V{high}" stroke="currentColor" stroke-dasharray="4 3" opacity=".8"/>'
-    body += text(edge, high + 12, f'room {show_bytes(room)}' + ' →'*far, 'end' if edge > 200 else 'start', 'opacity=".8"')
-    return svg(480, high + 18, f'{title}: ' * bool(title) + ', '.join(f'{n} {show_bytes(s)}' for n, s, *_ in rows) + f', room {show_bytes(room)}', body)
+    if not far:
+        body += f'<path d="M{edge:.1f} 20V{high}" stroke="currentColor" stroke-dasharray="4 3" opacity=".8"/>'
+    body += text(
+        edge,
+        high + 12,
+        f"room {show_bytes(room)}" + " →" * far,
+        "end" if edge > 200 else "start",
+        'opacity=".8"',
+    )
+    return svg(
+        480,
+        high + 18,
+        f"{title}: " * bool(title)
+        + ", ".join(f"{n} {show_bytes(s)}" for n, s, *_ in rows)
+        + f", room {show_bytes(room)}",
+        body,
+    )
+
 
 def gpu_table(
-    peaks: Mapping[str, int], # Method -> bytes that a step takes on one card
+    peaks: Mapping[str, int],  # Method -> bytes that a step takes on one card
 ) -> Picture:
     "On which machine each method fits as it was asked for, the smallest machine first."
     rows, seen = [], {}
     for name, machine in MACHINES.items():
-        if machine.cards == 1: seen.setdefault(machine.usable, []).append(name)
+        if machine.cards == 1:
+            seen.setdefault(machine.usable, []).append(name)
     for usable, names in sorted(seen.items()):
-        share = lambda peak: f'{peak/usable:.0%}' if peak >= 0.01*usable else '<1%' # noqa: B023
-        tell = lambda peak: f'✓ {share(peak)}' if peak <= usable else f'✗ {peak/usable:.1f}×' # noqa: B023
-        rows.append({'GPU': f'{", ".join(names)}: {show_bytes(usable)}', **{name: tell(peak) for name, peak in peaks.items()}})
-    return table(rows, 'As asked, on each GPU: the share of its room that a step takes')
+        share = lambda peak: f"{peak / usable:.0%}" if peak >= 0.01 * usable else "<1%"  # noqa: B023
+        tell = lambda peak: f"✓ {share(peak)}" if peak <= usable else f"✗ {peak / usable:.1f}×"  # noqa: B023
+        rows.append(
+            {
+                "GPU": f"{', '.join(names)}: {show_bytes(usable)}",
+                **{name: tell(peak) for name, peak in peaks.items()},
+            }
+        )
+    return table(rows, "As asked, on each GPU: the share of its room that a step takes")
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #a233c4a1
 @dataclass
 class MemoryPlanner(Explorer):
     "Does a training step fit on this GPU, and what would make it fit?"
-    shape: Any = None # The reader's own model, as `model_shape` takes it
-    model: str = knob('', 'Which model')
-    method: str = knob('LoRA', 'What learns: all weights, or thin matrices beside them', choices=tuple(METHODS))
-    gpu: str = knob('T4', 'The machine', choices=tuple(MACHINES))
-    batch_size: int = knob(8, 'Rows of a step', low=1, high=256)
-    seq_len: int = knob(1024, 'Tokens of a row', low=8, high=32_768)
-    lora_rank: int = knob(16, 'Rank of LoRA', low=1, high=256)
-    all_gpus: bool = knob(False, 'Also which method fits on which GPU')
+
+    shape: Any = None  # The reader's own model, as `model_shape` takes it
+    model: str = knob("", "Which model")
+    method: str = knob(
+        "LoRA", "What learns: all weights, or thin matrices beside them", choices=tuple(METHODS)
+    )
+    gpu: str = knob("T4", "The machine", choices=tuple(MACHINES))
+    batch_size: int = knob(8, "Rows of a step", low=1, high=256)
+    seq_len: int = knob(1024, "Tokens of a row", low=8, high=32_768)
+    lora_rank: int = knob(16, "Rank of LoRA", low=1, high=256)
+    all_gpus: bool = knob(False, "Also which method fits on which GPU")
     heavy: ClassVar[bool] = True
 
     def __post_init__(self):
-        if self.shape is not None: self.own = model_shape(self.shape)
-        self.model = self.model or ('yours' if self.shape is not None else 'qwen2.5-0.5b')
+        if self.shape is not None:
+            self.own = model_shape(self.shape)
+        self.model = self.model or ("yours" if self.shape is not None else "qwen2.5-0.5b")
         super().__post_init__()
 
-    def limits(self) -> Mapping[str, Sequence]: return dict(model=['yours']*(self.shape is not None) + [*PRESETS])
+    def limits(self) -> Mapping[str, Sequence]:
+        return dict(model=["yours"] * (self.shape is not None) + [*PRESETS])
 
     def check(self) -> None:
         super().check()
         shape = self.model_shape()
         if isinstance(shape, ModelConfig) and self.seq_len > shape.max_seq_len:
-            raise ConfigError([Problem('seq_len', self.seq_len, f'must be ≤ {shape.max_seq_len}, the longest row of {self.model}')], type(self).__name__)
+            raise ConfigError(
+                [
+                    Problem(
+                        "seq_len",
+                        self.seq_len,
+                        f"must be ≤ {shape.max_seq_len}, the longest row of {self.model}",
+                    )
+                ],
+                type(self).__name__,
+            )
 
-    def model_shape(self) -> ModelConfig | Callable: return self.own if self.model == 'yours' else model_shape(self.model)
+    def model_shape(self) -> ModelConfig | Callable:
+        return self.own if self.model == "yours" else model_shape(self.model)
 
-    def setup(self, method: str, rows: int | None = None) -> Setup: # On all cards, or with so many rows
+    def setup(
+        self, method: str, rows: int | None = None
+    ) -> Setup:  # On all cards, or with so many rows
         "What is asked for, before any lever."
-        return METHODS[method](Setup(rows or self.batch_size, self.seq_len), self.lora_rank, MACHINES[self.gpu].half)
+        return METHODS[method](
+            Setup(rows or self.batch_size, self.seq_len), self.lora_rank, MACHINES[self.gpu].half
+        )
 
     def say(self, text: str) -> None:
-        if self.view is not None: self.view.say(text)
+        if self.view is not None:
+            self.view.say(text)
 
-    def compute(self) -> dict[str, Any]: # {'report': MemoryReport of one card, 'plan': Plan, 'peaks': {method: bytes}}
+    def compute(
+        self,
+    ) -> dict[
+        str, Any
+    ]:  # {'report': MemoryReport of one card, 'plan': Plan, 'peaks': {method: bytes}}
         "What a step takes, and the plan that makes it fit."
         shape, machine, start = self.model_shape(), MACHINES[self.gpu], self.setup(self.method)
-        rows = -(-self.batch_size//machine.cards)
-        self.say(f'Computing: a step of {self.model}, without its numbers …')
+        rows = -(-self.batch_size // machine.cards)
+        self.say(f"Computing: a step of {self.model}, without its numbers …")
         report = predicted(shape, replace(start, batch_size=rows))
-        if report.peak <= machine.usable: plan = Plan(machine.usable, replace(start, batch_size=rows), report.peak, [('as asked', report.peak)], cards=machine.cards)
-        else: plan = planned(shape, machine, start, lambda text: self.say(f'Computing: {text}; the next lever …'))
+        if report.peak <= machine.usable:
+            plan = Plan(
+                machine.usable,
+                replace(start, batch_size=rows),
+                report.peak,
+                [("as asked", report.peak)],
+                cards=machine.cards,
+            )
+        else:
+            plan = planned(
+                shape, machine, start, lambda text: self.say(f"Computing: {text}; the next lever …")
+            )
         peaks = {}
         for method in METHODS if self.all_gpus else ():
-            self.say(f'Computing: {method} …')
+            self.say(f"Computing: {method} …")
             peaks[method] = predicted(shape, self.setup(method)).peak
         return dict(report=report, plan=plan, peaks=peaks)
 
     def html(self, values: dict[str, Any]) -> Picture:
         "The parts, the levers, the GPUs."
-        report, plan, shape, machine = values['report'], values['plan'], self.model_shape(), MACHINES[self.gpu]
-        parts = {k: v for k, v in report.parts.items() if v > 0.001*report.peak}
-        if self.method == 'QLoRA' and 'other' in parts: parts = {'4-bit weights' if k == 'other' else k: v for k, v in parts.items()}
-        size = f' ({number(count_parameters(shape))} numbers)' if isinstance(shape, ModelConfig) else ''
-        each = f' on each of {machine.cards} cards' if machine.cards > 1 else ''
-        words = 'It fits as it is.' if report.peak <= machine.usable else 'It does not fit; with these levers it does.' if plan.fits else 'It does not fit, whatever lever is pulled.'
-        what = 'Full training' if self.method == 'full' else self.method
-        head = f'{what} of {self.model}{size} on {self.gpu}: a step takes {show_bytes(report.peak)}{each}, and there is room for {show_bytes(machine.usable)}. {words}'
+        report, plan, shape, machine = (
+            values["report"],
+            values["plan"],
+            self.model_shape(),
+            MACHINES[self.gpu],
+        )
+        parts = {k: v for k, v in report.parts.items() if v > 0.001 * report.peak}
+        if self.method == "QLoRA" and "other" in parts:
+            parts = {"4-bit weights" if k == "other" else k: v for k, v in parts.items()}
+        size = (
+            f" ({number(count_parameters(shape))} numbers)"
+            if isinstance(shape, ModelConfig)
+            else ""
+        )
+        each = f" on each of {machine.cards} cards" if machine.cards > 1 else ""
+        words = (
+            "It fits as it is."
+            if report.peak <= machine.usable
+            else "It does not fit; with these levers it does."
+            if plan.fits
+            else "It does not fit, whatever lever is pulled."
+        )
+        what = "Full training" if self.method == "full" else self.method
+        head = f"{what} of {self.model}{size} on {self.gpu}: a step takes {show_bytes(report.peak)}{each}, and there is room for {show_bytes(machine.usable)}. {words}"
         code = str(plan).splitlines()[-1]
-        charts = [waterfall(parts, machine.usable, 'One step, as asked, at its peak')] + [plan._repr_html_()]*(len(plan.waterfall) > 1)
-        return Picture(f'<p style="font:600 14px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(head)}</p>{grid(*charts)}'
-                       f'<p style="font:12px/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;margin:10px 0">{clean(code)}</p>'
-                       + (gpu_table(values['peaks']) if values['peaks'] else ''))
+        charts = [waterfall(parts, machine.usable, "One step, as asked, at its peak")] + [
+            plan._repr_html_()
+        ] * (len(plan.waterfall) > 1)
+        return Picture(
+            f'<p style="font:600 14px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(head)}</p>{grid(*charts)}'
+            f'<p style="font:12px/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;margin:10px 0">{clean(code)}</p>'
+            + (gpu_table(values["peaks"]) if values["peaks"] else "")
+        )
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #cd02da44
 def rates(
     config: OptimConfig,
-    total_steps: int, # Optimizer steps in the run
-) -> list[float]: # (total_steps,) the learning rate of each
+    total_steps: int,  # Optimizer steps in the run
+) -> list[float]:  # (total_steps,) the learning rate of each
     "What `make_schedule` gives every step of a run."
-    schedule = make_schedule(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate), config, total_steps)
-    return [float(schedule.base_lrs[0])*schedule.lr_lambdas[0](step) for step in range(total_steps)]
+    schedule = make_schedule(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate),
+        config,
+        total_steps,
+    )
+    return [
+        float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](step) for step in range(total_steps)
+    ]
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #7b94b962
 def phases(
-    values: Sequence[float], # The rate of each step
-) -> list[tuple[str, int, int]]: # ('rises', 'holds' or 'falls', first step, the step after the last one)
+    values: Sequence[float],  # The rate of each step
+) -> list[
+    tuple[str, int, int]
+]:  # ('rises', 'holds' or 'falls', first step, the step after the last one)
     "When the rate rises, holds and falls."
     signs = [(b > a) - (b < a) for a, b in pairwise(values)] or [0]
     found, start = [], 0
     for sign, steps in groupby(signs):
         end = start + len(list(steps))
-        found.append((('holds', 'rises', 'falls')[sign], start, end))
+        found.append((("holds", "rises", "falls")[sign], start, end))
         start = end
     name, start, _ = found[-1]
-    return [*found[:-1], (name, start, len(values))] # The last step stays with the last phase
+    return [*found[:-1], (name, start, len(values))]  # The last step stays with the last phase
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #326e3197
 def strip(
-    parts: Sequence[tuple[str, float]], # Name and size, in order
-    colours: Mapping[str, str], # Name -> colour
-    title: str = '',
-    width: int = 480, # Largest width, in CSS pixels
+    parts: Sequence[tuple[str, float]],  # Name and size, in order
+    colours: Mapping[str, str],  # Name -> colour
+    title: str = "",
+    width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
     "Parts of a whole, side by side."
-    total, x, body = sum(size for _, size in parts) or 1, 0., text(0, 13, title, more='font-weight="600"') if title else ''
+    total, x, body = (
+        sum(size for _, size in parts) or 1,
+        0.0,
+        text(0, 13, title, more='font-weight="600"') if title else "",
+    )
     top = 22 if title else 2
     for name, size in parts:
-        w, label = width*size/total, f'{name} {number(size)}'
+        w, label = width * size / total, f"{name} {number(size)}"
         body += f'<rect x="{x:.1f}" y="{top}" width="{max(w - 1.5, 0.5):.1f}" height="24" rx="3" fill="{colours[name]}"><title>{clean(label)}</title></rect>'
-        words = next((words for words in (label, number(size)) if 6.9*len(words) + 10 < w), '')
-        if words: body += text(x + w/2, top + 16.5, words, 'middle', 'fill="#fff" font-weight="600"')
+        words = next((words for words in (label, number(size)) if 6.9 * len(words) + 10 < w), "")
+        if words:
+            body += text(x + w / 2, top + 16.5, words, "middle", 'fill="#fff" font-weight="600"')
         x += w
-    return svg(width, top + 26, f'{title}: ' * bool(title) + ', '.join(f'{name} {number(size)}' for name, size in parts), body)
+    return svg(
+        width,
+        top + 26,
+        f"{title}: " * bool(title) + ", ".join(f"{name} {number(size)}" for name, size in parts),
+        body,
+    )
 
-PHASE_COLOURS = {'rises': PALETTE[2], 'holds': PALETTE[5], 'falls': PALETTE[3], 'changes': '#6e7781'} # Colours that no curve beside it has
+
+PHASE_COLOURS = {
+    "rises": PALETTE[2],
+    "holds": PALETTE[5],
+    "falls": PALETTE[3],
+    "changes": "#6e7781",
+}  # Colours that no curve beside it has
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #ed6d7ca5
-def _listen(function: Callable) -> tuple[Any, list[str]]: # What it returns, and what it warned of
+def _listen(function: Callable) -> tuple[Any, list[str]]:  # What it returns, and what it warned of
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
+        warnings.simplefilter("always")
         return function(), [str(w.message) for w in said]
+
 
 @dataclass
 class ScheduleExplorer(Explorer):
     "Which learning rate does each step have?"
-    lr_scheduler_type: str = knob('cosine', 'How the rate falls', choices=tuple(SCHEDULES))
-    beside: str = knob('none', 'A second schedule to compare it with', choices=('none', *SCHEDULES))
-    learning_rate: float = knob(3e-4, 'Peak learning rate', low=1e-6, high=1)
-    total_steps: int = knob(1000, 'Optimizer steps in the run', low=1, high=20_000)
-    warmup_ratio: float = knob(0.05, 'Share of the run for the warm-up', low=0, high=1)
-    min_lr_ratio: float = knob(0.0, 'Where the rate ends, as a share of the peak', low=0, high=1)
-    decay_ratio: float = knob(0.1, 'Share of the steps after the warm-up in which warmup_stable_decay falls', low=1e-3, high=1)
-    num_cycles: float | None = knob(None, 'Waves of cosine (unset: half a one), or restarts (unset: one)', low=0)
-    power: float = knob(1.0, 'Exponent of polynomial', low=0, high=8)
+
+    lr_scheduler_type: str = knob("cosine", "How the rate falls", choices=tuple(SCHEDULES))
+    beside: str = knob("none", "A second schedule to compare it with", choices=("none", *SCHEDULES))
+    learning_rate: float = knob(3e-4, "Peak learning rate", low=1e-6, high=1)
+    total_steps: int = knob(1000, "Optimizer steps in the run", low=1, high=20_000)
+    warmup_ratio: float = knob(0.05, "Share of the run for the warm-up", low=0, high=1)
+    min_lr_ratio: float = knob(0.0, "Where the rate ends, as a share of the peak", low=0, high=1)
+    decay_ratio: float = knob(
+        0.1,
+        "Share of the steps after the warm-up in which warmup_stable_decay falls",
+        low=1e-3,
+        high=1,
+    )
+    num_cycles: float | None = knob(
+        None, "Waves of cosine (unset: half a one), or restarts (unset: one)", low=0
+    )
+    power: float = knob(1.0, "Exponent of polynomial", low=0, high=8)
 
     def config(self, schedule: str) -> OptimConfig:
         "One of the two, as a run would have it."
-        return OptimConfig(learning_rate=self.learning_rate, lr_scheduler_type=schedule, warmup_ratio=self.warmup_ratio,
-                           min_lr_ratio=self.min_lr_ratio, decay_ratio=self.decay_ratio, num_cycles=self.num_cycles, power=self.power)
+        return OptimConfig(
+            learning_rate=self.learning_rate,
+            lr_scheduler_type=schedule,
+            warmup_ratio=self.warmup_ratio,
+            min_lr_ratio=self.min_lr_ratio,
+            decay_ratio=self.decay_ratio,
+            num_cycles=self.num_cycles,
+            power=self.power,
+        )
 
-    def compute(self) -> dict[str, Any]: # {'rates': {schedule: (total_steps,)}, 'warnings': [...]}
+    def compute(self) -> dict[str, Any]:  # {'rates': {schedule: (total_steps,)}, 'warnings': [...]}
         "The rate of each step, of both schedules."
-        names = list(dict.fromkeys(name for name in (self.lr_scheduler_type, self.beside) if name != 'none'))
-        found, said = _listen(lambda: {name: rates(self.config(name), self.total_steps) for name in names})
+        names = list(
+            dict.fromkeys(name for name in (self.lr_scheduler_type, self.beside) if name != "none")
+        )
+        found, said = _listen(
+            lambda: {name: rates(self.config(name), self.total_steps) for name in names}
+        )
         return dict(rates=found, warnings=list(dict.fromkeys(said)))
 
     def html(self, values: dict[str, Any]) -> Picture:
         "The curves, their phases, and what they come to."
         rows, strips = [], []
-        for name, rate in values['rates'].items():
+        for name, rate in values["rates"].items():
             found = phases(rate)
-            strips.append(strip([(kind, end - start) for kind, start, end in found] if len(found) < 20 else [('changes', len(rate))], PHASE_COLOURS, f'{name}, in steps'))
+            strips.append(
+                strip(
+                    [(kind, end - start) for kind, start, end in found]
+                    if len(found) < 20
+                    else [("changes", len(rate))],
+                    PHASE_COLOURS,
+                    f"{name}, in steps",
+                )
+            )
             peak = max(rate)
-            rows.append({'schedule': name, 'at peak': f'step {rate.index(peak):,}', 'mean': number(sum(rate)/len(rate), 3),
-                         'of peak': f'{sum(rate)/len(rate)/peak:.0%}' if peak else '–'})
-        chart = curves(values['rates'], 'Learning rate of each step', **CHART)
-        side = ''.join(f'<div style="margin:0 0 14px">{part}</div>' for part in (*strips, table(rows)))
-        return Picture(''.join(notice(w, PALETTE[1], 'status') for w in values['warnings']) + grid(chart, Picture(side)))
+            rows.append(
+                {
+                    "schedule": name,
+                    "at peak": f"step {rate.index(peak):,}",
+                    "mean": number(sum(rate) / len(rate), 3),
+                    "of peak": f"{sum(rate) / len(rate) / peak:.0%}" if peak else "–",
+                }
+            )
+        chart = curves(values["rates"], "Learning rate of each step", **CHART)
+        side = "".join(
+            f'<div style="margin:0 0 14px">{part}</div>' for part in (*strips, table(rows))
+        )
+        return Picture(
+            "".join(notice(w, PALETTE[1], "status") for w in values["warnings"])
+            + grid(chart, Picture(side))
+        )
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #f1328f7b
 def pull(
-    config: DPOConfig, # Chooses the loss
-    chosen: Tensor, # (N,) log-probability of the chosen answer
-    rejected: Tensor, # (N,)
-    ref_chosen: float | Tensor, # The same, of the reference
+    config: DPOConfig,  # Chooses the loss
+    chosen: Tensor,  # (N,) log-probability of the chosen answer
+    rejected: Tensor,  # (N,)
+    ref_chosen: float | Tensor,  # The same, of the reference
     ref_rejected: float | Tensor,
-    tokens: tuple[int, int] = (1, 1), # Lengths of the two, for losses that take means
-) -> tuple[Tensor, Tensor, Tensor]: # (N,) each: the loss, how hard it pulls the chosen up, how hard it pushes the rejected down
+    tokens: tuple[int, int] = (1, 1),  # Lengths of the two, for losses that take means
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # (N,) each: the loss, how hard it pulls the chosen up, how hard it pushes the rejected down
     "What a preference loss does to each pair, taken as a batch of one."
     from torch.func import grad_and_value, vmap
-    fixed = [torch.as_tensor(x, dtype=chosen.dtype).reshape(1) for x in (ref_chosen, ref_rejected, *tokens)]
+
+    fixed = [
+        torch.as_tensor(x, dtype=chosen.dtype).reshape(1)
+        for x in (ref_chosen, ref_rejected, *tokens)
+    ]
+
     def loss(c: Tensor, r: Tensor) -> Tensor:
         return preference_loss(c[None], r[None], fixed[0], fixed[1], config, fixed[2], fixed[3])[0]
+
     (up, down), value = vmap(grad_and_value(loss, argnums=(0, 1)))(chosen, rejected)
     return value, -up, down
 
@@ -296,56 +474,133 @@ def pull(
 @dataclass
 class DPOExplorer(Explorer):
     "When does a preference loss stop pulling at a pair?"
-    loss_type: str = knob('sigmoid', 'Which loss, by its name in LOSSES', choices=tuple(LOSSES))
-    beside: str = knob('none', 'A second loss to compare it with', choices=('none', *LOSSES))
-    beta: float = knob(0.1, 'How hard it is to leave the reference', low=0.001, high=10)
-    label_smoothing: float = knob(0.0, 'How many of the labels are believed to be wrong', low=0, high=0.5)
-    chosen: float = knob(-42.0, 'Log-probability of the chosen answer, in nats', high=0)
-    rejected: float = knob(-45.0, 'Log-probability of the rejected answer', high=0)
-    ref_chosen: float = knob(-44.0, 'The same of the reference, for the chosen answer', high=0)
-    ref_rejected: float = knob(-43.0, 'And for the rejected one', high=0)
-    chosen_tokens: int = knob(20, 'Tokens of the chosen answer', low=1)
-    rejected_tokens: int = knob(20, 'Tokens of the rejected answer', low=1)
+
+    loss_type: str = knob("sigmoid", "Which loss, by its name in LOSSES", choices=tuple(LOSSES))
+    beside: str = knob("none", "A second loss to compare it with", choices=("none", *LOSSES))
+    beta: float = knob(0.1, "How hard it is to leave the reference", low=0.001, high=10)
+    label_smoothing: float = knob(
+        0.0, "How many of the labels are believed to be wrong", low=0, high=0.5
+    )
+    chosen: float = knob(-42.0, "Log-probability of the chosen answer, in nats", high=0)
+    rejected: float = knob(-45.0, "Log-probability of the rejected answer", high=0)
+    ref_chosen: float = knob(-44.0, "The same of the reference, for the chosen answer", high=0)
+    ref_rejected: float = knob(-43.0, "And for the rejected one", high=0)
+    chosen_tokens: int = knob(20, "Tokens of the chosen answer", low=1)
+    rejected_tokens: int = knob(20, "Tokens of the rejected answer", low=1)
 
     def limits(self) -> Mapping[str, tuple[float, float]]:
-        most = 50*math.ceil(max(1., *(-x for x in (self.chosen, self.rejected, self.ref_chosen, self.ref_rejected)))/50)
-        return dict.fromkeys(('chosen', 'rejected', 'ref_chosen', 'ref_rejected'), (-most, 0.))
+        most = 50 * math.ceil(
+            max(
+                1.0, *(-x for x in (self.chosen, self.rejected, self.ref_chosen, self.ref_rejected))
+            )
+            / 50
+        )
+        return dict.fromkeys(("chosen", "rejected", "ref_chosen", "ref_rejected"), (-most, 0.0))
 
     @property
-    def delta(self) -> float: # In nats
+    def delta(self) -> float:  # In nats
         "By how much the model prefers the chosen answer more than the reference does."
         return self.chosen - self.ref_chosen - self.rejected + self.ref_rejected
 
     def pull(self, loss: str, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         "The loss and its two pulls where the chosen answer gains half of `shift` and the rejected one loses it."
-        smoothing = self.label_smoothing if loss in USED_BY['label_smoothing'] else 0.0 # One knob for two losses
+        smoothing = (
+            self.label_smoothing if loss in USED_BY["label_smoothing"] else 0.0
+        )  # One knob for two losses
         config = DPOConfig(loss_type=[loss], beta=self.beta, label_smoothing=smoothing)
-        return pull(config, self.chosen + shift/2, self.rejected - shift/2, self.ref_chosen, self.ref_rejected, (self.chosen_tokens, self.rejected_tokens))
+        return pull(
+            config,
+            self.chosen + shift / 2,
+            self.rejected - shift / 2,
+            self.ref_chosen,
+            self.ref_rejected,
+            (self.chosen_tokens, self.rejected_tokens),
+        )
 
-    def compute(self) -> dict[str, Any]: # {'delta': (161,), loss: {'curve': three of (161,), 'pair': three numbers}}
+    def compute(
+        self,
+    ) -> dict[
+        str, Any
+    ]:  # {'delta': (161,), loss: {'curve': three of (161,), 'pair': three numbers}}
         "Both losses along the line, and at the pair itself."
-        reach = max(40., 1.3*abs(self.delta))
-        low, high = max(-reach, self.delta + 2*self.rejected), min(reach, self.delta - 2*self.chosen) # No probability above 1
-        delta, here = torch.linspace(low, high, 161, dtype=torch.double), torch.zeros(1, dtype=torch.double)
-        names = dict.fromkeys(name for name in (self.loss_type, self.beside) if name != 'none')
-        return dict(delta=delta, losses={name: dict(curve=self.pull(name, delta - self.delta), pair=[x.item() for x in self.pull(name, here)]) for name in names})
+        reach = max(40.0, 1.3 * abs(self.delta))
+        low, high = (
+            max(-reach, self.delta + 2 * self.rejected),
+            min(reach, self.delta - 2 * self.chosen),
+        )  # No probability above 1
+        delta, here = (
+            torch.linspace(low, high, 161, dtype=torch.double),
+            torch.zeros(1, dtype=torch.double),
+        )
+        names = dict.fromkeys(name for name in (self.loss_type, self.beside) if name != "none")
+        return dict(
+            delta=delta,
+            losses={
+                name: dict(
+                    curve=self.pull(name, delta - self.delta),
+                    pair=[x.item() for x in self.pull(name, here)],
+                )
+                for name in names
+            },
+        )
 
     def html(self, values: dict[str, Any]) -> Picture:
         "The loss, its pulls, and the pair."
-        delta, charts, rows = values['delta'], [], []
-        for name, found in values['losses'].items():
-            (loss, up, down), (at, lift, press) = found['curve'], found['pair']
+        delta, charts, rows = values["delta"], [], []
+        for name, found in values["losses"].items():
+            (loss, up, down), (at, lift, press) = found["curve"], found["pair"]
             same = torch.allclose(up, down, rtol=1e-6, atol=1e-9)
-            lines = {'on both answers': (delta, up)} if same else {'chosen up': (delta, up), 'rejected down': (delta, down)}
-            drawn = (curves({name: (delta, loss), 'your pair': ([self.delta], [at])}, f'Loss of {name}', 'Δ, nats', **CHART),
-                     curves({**lines, 'your pair': ([self.delta]*2, [lift, press])}, f'Pull of {name}', 'Δ, nats', **CHART))
+            lines = (
+                {"on both answers": (delta, up)}
+                if same
+                else {"chosen up": (delta, up), "rejected down": (delta, down)}
+            )
+            drawn = (
+                curves(
+                    {name: (delta, loss), "your pair": ([self.delta], [at])},
+                    f"Loss of {name}",
+                    "Δ, nats",
+                    **CHART,
+                ),
+                curves(
+                    {**lines, "your pair": ([self.delta] * 2, [lift, press])},
+                    f"Pull of {name}",
+                    "Δ, nats",
+                    **CHART,
+                ),
+            )
             charts.append(grid(*(Picture(chart.replace('r="2.6"', 'r="5"')) for chart in drawn)))
-            rows.append({'loss': name, 'at your pair': number(at), 'chosen up': number(lift, 3), 'rejected down': number(press, 3)})
-        share = 1/(1 + math.exp(-max(-700., self.beta*self.delta)))
-        words = (f'Your pair: the model has moved {self.chosen - self.ref_chosen:+.4g} nats on the chosen answer and {self.rejected - self.ref_rejected:+.4g} on the rejected one. '
-                 f'Δ = {self.delta:.4g}, margin βΔ = {self.beta*self.delta:.4g}; as a reward model it prefers the chosen one with {share:.1%}.')
-        alone = ', '.join(name for name in values['losses'] if name in COUPLED)
-        note = notice(f'{alone}: compares the pairs of a batch; here each pair is a batch of its own, and the KL estimate is 0.', '#6e7781', 'note') if alone else ''
-        if self.label_smoothing and (deaf := [name for name in values['losses'] if name not in USED_BY['label_smoothing']]):
-            note += notice(f'label_smoothing has no effect on {", ".join(deaf)}, and a run refuses it there.', '#6e7781', 'note')
-        return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{note}<div style="display:grid;gap:14px">{"".join(charts)}</div>{table(rows)}')
+            rows.append(
+                {
+                    "loss": name,
+                    "at your pair": number(at),
+                    "chosen up": number(lift, 3),
+                    "rejected down": number(press, 3),
+                }
+            )
+        share = 1 / (1 + math.exp(-max(-700.0, self.beta * self.delta)))
+        words = (
+            f"Your pair: the model has moved {self.chosen - self.ref_chosen:+.4g} nats on the chosen answer and {self.rejected - self.ref_rejected:+.4g} on the rejected one. "
+            f"Δ = {self.delta:.4g}, margin βΔ = {self.beta * self.delta:.4g}; as a reward model it prefers the chosen one with {share:.1%}."
+        )
+        alone = ", ".join(name for name in values["losses"] if name in COUPLED)
+        note = (
+            notice(
+                f"{alone}: compares the pairs of a batch; here each pair is a batch of its own, and the KL estimate is 0.",
+                "#6e7781",
+                "note",
+            )
+            if alone
+            else ""
+        )
+        if self.label_smoothing and (
+            deaf := [name for name in values["losses"] if name not in USED_BY["label_smoothing"]]
+        ):
+            note += notice(
+                f"label_smoothing has no effect on {', '.join(deaf)}, and a run refuses it there.",
+                "#6e7781",
+                "note",
+            )
+        return Picture(
+            f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{note}<div style="display:grid;gap:14px">{"".join(charts)}</div>{table(rows)}'
+        )

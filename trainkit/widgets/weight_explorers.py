@@ -36,231 +36,406 @@ from ..quant.nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
 from .explorer import CHART, Explorer
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #3ce63ff8
-QUANTS = ('nf4', 'fp4', 'int8')
+QUANTS = ("nf4", "fp4", "int8")
+
 
 def quantization_error(
-    weight: Tensor, # (out, in) float32
-    quant_type: str, # One of `QUANTS`; int8 has a step for each row, as in `Linear8bit`
-    blocksize: int = 64, # Weights that share a scale, with four bits
-    double_quant: bool = True, # Store the scales in eight bits too
-) -> dict[str, Any]: # back: what comes back; scaled: (n,) weights over their scale; book: the codes; mse, max, relative, bytes, bits
+    weight: Tensor,  # (out, in) float32
+    quant_type: str,  # One of `QUANTS`; int8 has a step for each row, as in `Linear8bit`
+    blocksize: int = 64,  # Weights that share a scale, with four bits
+    double_quant: bool = True,  # Store the scales in eight bits too
+) -> dict[
+    str, Any
+]:  # back: what comes back; scaled: (n,) weights over their scale; book: the codes; mse, max, relative, bytes, bits
     "What a quantizer makes of a weight."
-    if quant_type == 'int8':
+    if quant_type == "int8":
         made = quantize_int8(weight)
-        back, book, scales = dequantize_int8(made), torch.arange(-127, 128)/127, (127*made.step).expand_as(weight).reshape(-1)
+        back, book, scales = (
+            dequantize_int8(made),
+            torch.arange(-127, 128) / 127,
+            (127 * made.step).expand_as(weight).reshape(-1),
+        )
     else:
         q4 = quantize_4bit(weight.contiguous(), quant_type, blocksize, double_quant)
         made, back, book = q4, dequantize_4bit(q4), CODEBOOKS[quant_type].unique()
-        scales = q4.scales().repeat_interleave(blocksize)[:weight.numel()]
+        scales = q4.scales().repeat_interleave(blocksize)[: weight.numel()]
     off = back - weight
-    return dict(back=back, scaled=weight.reshape(-1)/scales.clamp(min=1e-30), book=book, mse=off.square().mean().item(), max=off.abs().max().item(),
-                relative=(off.norm()/weight.norm().clamp(min=1e-30)).item(), bytes=made.nbytes, bits=8*made.nbytes/weight.numel())
+    return dict(
+        back=back,
+        scaled=weight.reshape(-1) / scales.clamp(min=1e-30),
+        book=book,
+        mse=off.square().mean().item(),
+        max=off.abs().max().item(),
+        relative=(off.norm() / weight.norm().clamp(min=1e-30)).item(),
+        bytes=made.nbytes,
+        bits=8 * made.nbytes / weight.numel(),
+    )
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #98ab6dbf
 def histogram(
-    scaled: Tensor, # (n,) weights over their scale
-    book: Tensor, # The codes, from -1 to 1
-    title: str = '',
+    scaled: Tensor,  # (n,) weights over their scale
+    book: Tensor,  # The codes, from -1 to 1
+    title: str = "",
 ) -> Picture:
     "Where the weights are, and where the codes are."
     counts = torch.histc(scaled.float().clamp(-1, 1), 81, -1, 1)
-    most, wide, X = counts.max().item() or 1, 464/81, lambda v: 8 + 464*(v + 1)/2
-    body = text(0, 13, title, more='font-weight="600"') if title else ''
-    body += ''.join(f'<rect x="{8 + i*wide:.1f}" y="{180 - 140*c/most:.1f}" width="{wide - 0.6:.1f}" height="{140*c/most:.1f}"/>'
-                    for i, c in enumerate(counts.tolist()) if c).join((f'<g fill="{PALETTE[0]}" opacity=".75">', '</g>'))
-    lines = ''.join(f'M{X(v):.1f} {34 if len(book) < 20 else 172}V190' for v in book.tolist())
-    body += f'<path d="{lines}" stroke="{PALETTE[1]}" stroke-width="{1.4 if len(book) < 20 else 0.7}"/>'
-    body += '<path d="M8 180H472" stroke="currentColor" opacity=".5"/>' + ''.join(text(X(v), 206, f'{v:g}', 'middle') for v in (-1, -0.5, 0, 0.5, 1))
-    body += text(472, 222, 'weight / scale', 'end', 'opacity=".8"')
-    near = (torch.bucketize(scaled.float().contiguous(), (book[1:] + book[:-1])/2)).bincount(minlength=len(book))
-    words = f'{len(scaled)} weights and {len(book)} codes; the most frequent code stands for {near.max().item()/len(scaled):.0%} of them'
-    return svg(480, 228, f'{title}: {words}' if title else words, body)
+    most, wide, X = counts.max().item() or 1, 464 / 81, lambda v: 8 + 464 * (v + 1) / 2
+    body = text(0, 13, title, more='font-weight="600"') if title else ""
+    body += "".join(
+        f'<rect x="{8 + i * wide:.1f}" y="{180 - 140 * c / most:.1f}" width="{wide - 0.6:.1f}" height="{140 * c / most:.1f}"/>'
+        for i, c in enumerate(counts.tolist())
+        if c
+    ).join((f'<g fill="{PALETTE[0]}" opacity=".75">', "</g>"))
+    lines = "".join(f"M{X(v):.1f} {34 if len(book) < 20 else 172}V190" for v in book.tolist())
+    body += (
+        f'<path d="{lines}" stroke="{PALETTE[1]}" stroke-width="{1.4 if len(book) < 20 else 0.7}"/>'
+    )
+    body += '<path d="M8 180H472" stroke="currentColor" opacity=".5"/>' + "".join(
+        text(X(v), 206, f"{v:g}", "middle") for v in (-1, -0.5, 0, 0.5, 1)
+    )
+    body += text(472, 222, "weight / scale", "end", 'opacity=".8"')
+    near = (torch.bucketize(scaled.float().contiguous(), (book[1:] + book[:-1]) / 2)).bincount(
+        minlength=len(book)
+    )
+    words = f"{len(scaled)} weights and {len(book)} codes; the most frequent code stands for {near.max().item() / len(scaled):.0%} of them"
+    return svg(480, 228, f"{title}: {words}" if title else words, body)
+
 
 def threads(
-    weights: Tensor, # (n,) of one block
-    back: Tensor, # (n,) what they became
-    title: str = '',
+    weights: Tensor,  # (n,) of one block
+    back: Tensor,  # (n,) what they became
+    title: str = "",
 ) -> Picture:
     "Each weight of a block, and the code that it became."
     high = max(weights.abs().max().item(), back.abs().max().item()) or 1
-    X, body = (lambda v: 240 + 228*v/high), text(0, 13, title, more='font-weight="600"') if title else ''
+    X, body = (
+        (lambda v: 240 + 228 * v / high),
+        text(0, 13, title, more='font-weight="600"') if title else "",
+    )
     pairs = [*zip(weights.tolist(), back.tolist(), strict=True)]
     body += f'<path d="{"".join(f"M{X(a):.1f} 58L{X(b):.1f} 168" for a, b in pairs)}" stroke="currentColor" opacity=".35" fill="none"/>'
-    body += f'<g fill="{PALETTE[0]}">' + ''.join(f'<circle cx="{X(a):.1f}" cy="58" r="3.4"/>' for a, _ in pairs) + '</g>'
-    body += f'<g fill="{PALETTE[1]}">' + ''.join(f'<rect x="{X(b) - 2:.1f}" y="164" width="4" height="12" rx="1"/>' for b in sorted(set(back.tolist()))) + '</g>'
-    body += text(8, 42, f'{len(pairs)} weights', more='opacity=".8"') + text(8, 196, f'{len(set(back.tolist()))} different values', more='opacity=".8"')
-    body += text(472, 196, f'± {number(high, 3)}', 'end', 'opacity=".8"')
-    words = f'{len(pairs)} weights become {len(set(back.tolist()))} different values'
-    return svg(480, 204, f'{title}: {words}' if title else words, body)
+    body += (
+        f'<g fill="{PALETTE[0]}">'
+        + "".join(f'<circle cx="{X(a):.1f}" cy="58" r="3.4"/>' for a, _ in pairs)
+        + "</g>"
+    )
+    body += (
+        f'<g fill="{PALETTE[1]}">'
+        + "".join(
+            f'<rect x="{X(b) - 2:.1f}" y="164" width="4" height="12" rx="1"/>'
+            for b in sorted(set(back.tolist()))
+        )
+        + "</g>"
+    )
+    body += text(8, 42, f"{len(pairs)} weights", more='opacity=".8"') + text(
+        8, 196, f"{len(set(back.tolist()))} different values", more='opacity=".8"'
+    )
+    body += text(472, 196, f"± {number(high, 3)}", "end", 'opacity=".8"')
+    words = f"{len(pairs)} weights become {len(set(back.tolist()))} different values"
+    return svg(480, 204, f"{title}: {words}" if title else words, body)
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #365d6ca0
 @dataclass
 class QuantExplorer(Explorer):
     "What do few bits do to a weight, and what does one outlier do to its block?"
-    source: Any = None # What `matrices` takes; None: a made-up layer
-    layer: str = knob('', 'Which matrix')
-    quant_type: str = knob('nf4', 'Which codes', choices=QUANTS)
-    blocksize: int = knob(64, 'Weights that share a scale, with four bits', choices=(32, 64, 128, 256, 512, 1024, 2048, 4096))
-    double_quant: bool = knob(True, 'Store the scales in eight bits too, with four bits')
-    outlier: float = knob(0.0, 'One weight becomes so many standard deviations large; 0: none does', low=0, high=100)
-    most = 1 << 18 # Numbers that are looked at
+
+    source: Any = None  # What `matrices` takes; None: a made-up layer
+    layer: str = knob("", "Which matrix")
+    quant_type: str = knob("nf4", "Which codes", choices=QUANTS)
+    blocksize: int = knob(
+        64,
+        "Weights that share a scale, with four bits",
+        choices=(32, 64, 128, 256, 512, 1024, 2048, 4096),
+    )
+    double_quant: bool = knob(True, "Store the scales in eight bits too, with four bits")
+    outlier: float = knob(
+        0.0, "One weight becomes so many standard deviations large; 0: none does", low=0, high=100
+    )
+    most = 1 << 18  # Numbers that are looked at
 
     def __post_init__(self):
-        self.found = {'made up': lambda: made_up_update().base} if self.source is None else matrices(self.source)
-        if not self.found: raise ValueError('there is no matrix in it')
-        self.layer, self.seen = self.layer or next(iter(self.found)), ('', None)
+        self.found = (
+            {"made up": lambda: made_up_update().base}
+            if self.source is None
+            else matrices(self.source)
+        )
+        if not self.found:
+            raise ValueError("there is no matrix in it")
+        self.layer, self.seen = self.layer or next(iter(self.found)), ("", None)
         super().__post_init__()
 
-    def limits(self) -> Mapping[str, Sequence]: return dict(layer=[*self.found])
+    def limits(self) -> Mapping[str, Sequence]:
+        return dict(layer=[*self.found])
 
-    def weight(self) -> tuple[Tensor, int]: # (rows, in) float32 with the outlier in place, and how many numbers the layer has
+    def weight(
+        self,
+    ) -> tuple[
+        Tensor, int
+    ]:  # (rows, in) float32 with the outlier in place, and how many numbers the layer has
         "What is looked at: the first rows of the layer."
         if self.seen[0] != self.layer:
             whole: Any = self.found[self.layer]()
-            rows = max(1, self.most//whole.shape[1])
-            self.seen = self.layer, (whole.detach()[:rows].float().cpu().contiguous(), whole.numel())
-        weight, size = self.seen[1] # type: ignore
+            rows = max(1, self.most // whole.shape[1])
+            self.seen = (
+                self.layer,
+                (whole.detach()[:rows].float().cpu().contiguous(), whole.numel()),
+            )
+        weight, size = self.seen[1]  # type: ignore
         if self.outlier:
             weight = weight.clone()
-            weight[0, 0] = self.outlier*weight.std()
+            weight[0, 0] = self.outlier * weight.std()
         return weight, size
 
-    def compute(self) -> dict[str, Any]: # {'each': {quant_type: what `judge` found}, 'weight', 'size', 'block': relative error of the first block}
+    def compute(
+        self,
+    ) -> dict[
+        str, Any
+    ]:  # {'each': {quant_type: what `judge` found}, 'weight', 'size', 'block': relative error of the first block}
         "All three kinds of codes on this weight."
         weight, size = self.weight()
-        each = {kind: quantization_error(weight, kind, self.blocksize, self.double_quant) for kind in QUANTS}
-        n = weight.shape[1] if self.quant_type == 'int8' else min(self.blocksize, weight.numel())
-        first, back = (x.reshape(-1)[:n][bool(self.outlier):] for x in (weight, each[self.quant_type]['back'])) # The outlier itself does not count
-        block = ((back - first).norm()/first.norm().clamp(min=1e-30)).item()
+        each = {
+            kind: quantization_error(weight, kind, self.blocksize, self.double_quant)
+            for kind in QUANTS
+        }
+        n = weight.shape[1] if self.quant_type == "int8" else min(self.blocksize, weight.numel())
+        first, back = (
+            x.reshape(-1)[:n][bool(self.outlier) :] for x in (weight, each[self.quant_type]["back"])
+        )  # The outlier itself does not count
+        block = ((back - first).norm() / first.norm().clamp(min=1e-30)).item()
         return dict(each=each, weight=weight, size=size, block=block, n=n)
 
     def html(self, values: dict[str, Any]) -> Picture:
         "The codes, the block, and the errors."
-        weight, kind, n = values['weight'], self.quant_type, values['n']
-        one, few = values['each'][kind], min(n, 128)
-        scale = 'a scale for each row' if kind == 'int8' else f'a scale for {self.blocksize} weights'
-        part = f' (of its {values["size"]:,} weights the first {weight.numel():,} are looked at)' if values['size'] > weight.numel() else ''
-        where = 'In the block of the outlier the others are' if self.outlier else 'In the block below they are'
-        words = (f'{self.layer}{part} as {kind}, {scale}: {one["bits"]:.3f} bits a weight, off by {one["relative"]:.2%} on the whole. '
-                 f'{where} off by {values["block"]:.2%}.')
-        first = histogram(one['scaled'], one['book'], f'All weights, and the codes of {kind}')
-        second = threads(weight.reshape(-1)[:few], one['back'].reshape(-1)[:few], 'The first block' if few == n else f'The first {few} weights of the first {"row" if kind == "int8" else "block"}')
-        rows = [{'codes': ('▸ ' if name == kind else '') + name, 'error': f'{v["relative"]:.2%}', 'MSE': number(v['mse'], 3), 'largest': number(v['max'], 3),
-                 'bits': f'{v["bits"]:.2f}', 'bytes': show_bytes(v['bits']*values['size']/8)} for name, v in values['each'].items()]
-        return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second)}{table(rows)}')
+        weight, kind, n = values["weight"], self.quant_type, values["n"]
+        one, few = values["each"][kind], min(n, 128)
+        scale = (
+            "a scale for each row" if kind == "int8" else f"a scale for {self.blocksize} weights"
+        )
+        part = (
+            f" (of its {values['size']:,} weights the first {weight.numel():,} are looked at)"
+            if values["size"] > weight.numel()
+            else ""
+        )
+        where = (
+            "In the block of the outlier the others are"
+            if self.outlier
+            else "In the block below they are"
+        )
+        words = (
+            f"{self.layer}{part} as {kind}, {scale}: {one['bits']:.3f} bits a weight, off by {one['relative']:.2%} on the whole. "
+            f"{where} off by {values['block']:.2%}."
+        )
+        first = histogram(one["scaled"], one["book"], f"All weights, and the codes of {kind}")
+        second = threads(
+            weight.reshape(-1)[:few],
+            one["back"].reshape(-1)[:few],
+            "The first block"
+            if few == n
+            else f"The first {few} weights of the first {'row' if kind == 'int8' else 'block'}",
+        )
+        rows = [
+            {
+                "codes": ("▸ " if name == kind else "") + name,
+                "error": f"{v['relative']:.2%}",
+                "MSE": number(v["mse"], 3),
+                "largest": number(v["max"], 3),
+                "bits": f"{v['bits']:.2f}",
+                "bytes": show_bytes(v["bits"] * values["size"] / 8),
+            }
+            for name, v in values["each"].items()
+        ]
+        return Picture(
+            f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second)}{table(rows)}'
+        )
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #ce48e2d4
 def matrices(
-    source: Any, # A model, a dictionary of tensors, a tensor, or a folder or file of safetensors
-) -> dict[str, Callable[[], Tensor]]: # Name -> what fetches the matrix; nothing is read yet
+    source: Any,  # A model, a dictionary of tensors, a tensor, or a folder or file of safetensors
+) -> dict[str, Callable[[], Tensor]]:  # Name -> what fetches the matrix; nothing is read yet
     "Every matrix of a model, wherever it is."
-    if isinstance(source, Tensor): return {'weight': lambda: source}
+    if isinstance(source, Tensor):
+        return {"weight": lambda: source}
     if isinstance(source, nn.Module):
-        packed = {f'{name}.weight': m.dequantize for name, m in source.named_modules() if callable(getattr(m, 'dequantize', None)) and hasattr(m, 'in_features')}
-        return packed | {name: (lambda p=p: p.detach()) for name, p in source.named_parameters() if p.ndim == 2 and p.is_floating_point()} # type: ignore
-    if isinstance(source, Mapping): return {name: (lambda t=t: t) for name, t in source.items() if t.ndim == 2 and t.is_floating_point()}
+        packed = {
+            f"{name}.weight": m.dequantize
+            for name, m in source.named_modules()
+            if callable(getattr(m, "dequantize", None)) and hasattr(m, "in_features")
+        }
+        return packed | {
+            name: (lambda p=p: p.detach())
+            for name, p in source.named_parameters()
+            if p.ndim == 2 and p.is_floating_point()
+        }  # type: ignore
+    if isinstance(source, Mapping):
+        return {
+            name: (lambda t=t: t)
+            for name, t in source.items()
+            if t.ndim == 2 and t.is_floating_point()
+        }
     path = Path(source)
-    files = [path] if path.is_file() else sorted(path.glob('*.safetensors'))
-    if not files: raise ValueError(f"'{source}': there are no safetensors; give a model, a dictionary of tensors, or a model's folder")
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"'{source}': there are no safetensors; give a model, a dictionary of tensors, or a model's folder"
+        )
     found: dict[str, Callable[[], Tensor]] = {}
     for file in files:
+
         def fetch(name: str, file: Path = file) -> Tensor:
-            with safe_open(file, 'pt') as opened: return opened.get_tensor(name)
-        with safe_open(file, 'pt') as opened:
-            found |= {name: (lambda name=name, fetch=fetch: fetch(name)) for name in opened.keys() # noqa: SIM118 # type: ignore
-                      if len(opened.get_slice(name).get_shape()) == 2 and opened.get_slice(name).get_dtype() in ('F64', 'F32', 'F16', 'BF16')}
+            with safe_open(file, "pt") as opened:
+                return opened.get_tensor(name)
+
+        with safe_open(file, "pt") as opened:
+            found |= {
+                name: (lambda name=name, fetch=fetch: fetch(name))
+                for name in opened.keys()  # noqa: SIM118 # type: ignore
+                if len(opened.get_slice(name).get_shape()) == 2
+                and opened.get_slice(name).get_dtype() in ("F64", "F32", "F16", "BF16")
+            }
     return found
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #e44b4fa1
 class Update(NamedTuple):
     "What training has done to one weight."
-    delta: Tensor # (out, in) float32
-    base: Tensor | None # (out, in), what it is added to, where that is known
-    factors: tuple[Tensor, Tensor] | None = None # (r, in) and (out, r), whose product it is
 
-    def strengths(self) -> Tensor: # (min(out, in) or r,), falling
+    delta: Tensor  # (out, in) float32
+    base: Tensor | None  # (out, in), what it is added to, where that is known
+    factors: tuple[Tensor, Tensor] | None = None  # (r, in) and (out, r), whose product it is
+
+    def strengths(self) -> Tensor:  # (min(out, in) or r,), falling
         "Its singular values."
-        return thin_svd(*self.factors)[1] if self.factors else torch.linalg.svdvals(self.delta.float())
+        return (
+            thin_svd(*self.factors)[1] if self.factors else torch.linalg.svdvals(self.delta.float())
+        )
+
 
 def _of_layer(layer: Any) -> Update:
-    if len(layer.active) != 1 or layer.lora_magnitude_vector: # Several adapters, or DoRA: no product of two
-        return Update((layer.merged_weight() - layer.matrix()).detach().float(), layer.matrix().detach())
-    (name, weight), = layer.active.items()
+    if (
+        len(layer.active) != 1 or layer.lora_magnitude_vector
+    ):  # Several adapters, or DoRA: no product of two
+        return Update(
+            (layer.merged_weight() - layer.matrix()).detach().float(), layer.matrix().detach()
+        )
+    ((name, weight),) = layer.active.items()
     A, B = (part.detach().float() for part in layer.factors(name))
-    return Update(weight*layer.update(name).detach(), layer.matrix().detach(), (A, B*layer.scaling[name]*weight))
+    return Update(
+        weight * layer.update(name).detach(),
+        layer.matrix().detach(),
+        (A, B * layer.scaling[name] * weight),
+    )
 
-def _of_folder(folder: str | Path, before: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Update]]:
+
+def _of_folder(
+    folder: str | Path, before: Mapping[str, Callable[[], Tensor]]
+) -> dict[str, Callable[[], Update]]:
     raw, tensors, _ = read_adapter(folder)
     config, found = lora_config(raw), {}
     for key in tensors:
-        if not key.endswith('.lora_A.weight'): continue
-        name = key.removesuffix('.lora_A.weight').removeprefix('base_model.model.')
+        if not key.endswith(".lora_A.weight"):
+            continue
+        name = key.removesuffix(".lora_A.weight").removeprefix("base_model.model.")
+
         def make(key: str = key, name: str = name) -> Update:
-            A, B = tensors[key].float(), tensors[key.replace('.lora_A.', '.lora_B.')].float()*rank_and_alpha(name, config)[2]
-            base = before.get(f'{name}.weight')
+            A, B = (
+                tensors[key].float(),
+                tensors[key.replace(".lora_A.", ".lora_B.")].float()
+                * rank_and_alpha(name, config)[2],
+            )
+            base = before.get(f"{name}.weight")
             return Update(B @ A, base() if base else None, (A, B))
+
         found[name] = make
     return found
 
+
 def updates(
-    source: Any, # A model with adapters, an adapter's folder, or (before, after): models, dictionaries, folders
-) -> dict[str, Callable[[], Update]]: # Layer -> what works it out
+    source: Any,  # A model with adapters, an adapter's folder, or (before, after): models, dictionaries, folders
+) -> dict[str, Callable[[], Update]]:  # Layer -> what works it out
     "Every update that training has made."
-    is_adapter = lambda x: isinstance(x, (str, Path)) and (Path(x)/'adapter_config.json').is_file()
+    is_adapter = lambda x: (
+        isinstance(x, (str, Path)) and (Path(x) / "adapter_config.json").is_file()
+    )
     if isinstance(source, nn.Module):
         layers = {n: m for n, m in adapted(source).items() if isinstance(m, LoRALayer) and m.active}
-        if not layers: raise ValueError('the model has no active adapter: give (before, after) to compare two models')
-        return {name: (lambda layer=layer: _of_layer(layer)) for name, layer in layers.items()} # type: ignore
-    if is_adapter(source): return _of_folder(source, {})
-    if not isinstance(source, (tuple, list)) or len(source) != 2: raise ValueError('give a model with adapters, the folder of an adapter, or (before, after)')
+        if not layers:
+            raise ValueError(
+                "the model has no active adapter: give (before, after) to compare two models"
+            )
+        return {name: (lambda layer=layer: _of_layer(layer)) for name, layer in layers.items()}  # type: ignore
+    if is_adapter(source):
+        return _of_folder(source, {})
+    if not isinstance(source, (tuple, list)) or len(source) != 2:
+        raise ValueError("give a model with adapters, the folder of an adapter, or (before, after)")
     before = matrices(source[0])
-    if is_adapter(source[1]): return _of_folder(source[1], before)
+    if is_adapter(source[1]):
+        return _of_folder(source[1], before)
     after = matrices(source[1])
     both = [name for name in before if name in after]
-    if not both: raise ValueError(f"the two have no matrix in common, such as '{next(iter(before), '')}'.{nearest(next(iter(before), ''), [*after])}")
+    if not both:
+        raise ValueError(
+            f"the two have no matrix in common, such as '{next(iter(before), '')}'.{nearest(next(iter(before), ''), [*after])}"
+        )
+
     def differ(name: str) -> Update:
         old, new = before[name]().detach(), after[name]().detach()
-        if old.shape != new.shape: raise ValueError(f"'{name}' has shape {tuple(old.shape)} before and {tuple(new.shape)} after")
+        if old.shape != new.shape:
+            raise ValueError(
+                f"'{name}' has shape {tuple(old.shape)} before and {tuple(new.shape)} after"
+            )
         return Update(new.float() - old.float(), old)
-    return {name: (lambda name=name: differ(name)) for name in both} # type: ignore
+
+    return {name: (lambda name=name: differ(name)) for name in both}  # type: ignore
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #2ffd440e
-FORMATS: dict[str, Callable[[Tensor], Tensor]] = { # What a merged weight is stored as: (out, in) -> what is read back
-    'float32': lambda w: w.float(),
-    'bfloat16': lambda w: w.bfloat16(),
-    'float16': lambda w: w.half(),
-    'int8': lambda w: dequantize_int8(quantize_int8(w.float())),
-    'nf4': lambda w: dequantize_4bit(quantize_4bit(w.float().contiguous())),
+FORMATS: dict[
+    str, Callable[[Tensor], Tensor]
+] = {  # What a merged weight is stored as: (out, in) -> what is read back
+    "float32": lambda w: w.float(),
+    "bfloat16": lambda w: w.bfloat16(),
+    "float16": lambda w: w.half(),
+    "int8": lambda w: dequantize_int8(quantize_int8(w.float())),
+    "nf4": lambda w: dequantize_4bit(quantize_4bit(w.float().contiguous())),
 }
+
 
 def merge_errors(
     update: Update,
-) -> dict[str, float]: # Format -> norm of the rounding error, as a share of the norm of the update
+) -> dict[str, float]:  # Format -> norm of the rounding error, as a share of the norm of the update
     "What becomes of an update that is merged into a weight of each format."
-    if update.base is None: return {}
-    right, size = update.base.double() + update.delta.double(), update.delta.double().norm().clamp(min=1e-300)
-    return {name: ((store(right).double() - right).norm()/size).item() for name, store in FORMATS.items()}
+    if update.base is None:
+        return {}
+    right, size = (
+        update.base.double() + update.delta.double(),
+        update.delta.double().norm().clamp(min=1e-300),
+    )
+    return {
+        name: ((store(right).double() - right).norm() / size).item()
+        for name, store in FORMATS.items()
+    }
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #bc1084a3
-def made_up_update() -> Update: # (96, 128)
+def made_up_update() -> Update:  # (96, 128)
     "Four directions and some noise, for a first look."
     draw = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=draw)
-    signal = (normal(96, 4)*torch.tensor([1., 0.7, 0.5, 0.35])) @ normal(4, 128)
-    return Update(0.0008*signal + 0.0002*normal(96, 128), 0.02*normal(96, 128))
+    signal = (normal(96, 4) * torch.tensor([1.0, 0.7, 0.5, 0.35])) @ normal(4, 128)
+    return Update(0.0008 * signal + 0.0002 * normal(96, 128), 0.02 * normal(96, 128))
+
 
 @dataclass
 class LoRAExplorer(Explorer):
     "How many directions does an update need?"
-    source: Any = None # What `updates` takes; None: a made-up layer
-    layer: str = knob('', 'Which layer')
-    rank: int = knob(4, 'How many directions are kept', low=1)
-    log_scale: bool = knob(False, 'Draw the singular values on a logarithmic axis')
+
+    source: Any = None  # What `updates` takes; None: a made-up layer
+    layer: str = knob("", "Which layer")
+    rank: int = knob(4, "How many directions are kept", low=1)
+    log_scale: bool = knob(False, "Draw the singular values on a logarithmic axis")
 
     def __post_init__(self):
-        self.found = {'made up': made_up_update} if self.source is None else updates(self.source)
-        self.layer, self.seen = self.layer or next(iter(self.found)), ('', {})
-        if self.layer in self.found: self.rank = min(self.rank, len(self.look()['strengths']))
+        self.found = {"made up": made_up_update} if self.source is None else updates(self.source)
+        self.layer, self.seen = self.layer or next(iter(self.found)), ("", {})
+        if self.layer in self.found:
+            self.rank = min(self.rank, len(self.look()["strengths"]))
         super().__post_init__()
 
     def look(self) -> dict[str, Any]:
@@ -268,33 +443,77 @@ class LoRAExplorer(Explorer):
         if self.seen[0] != self.layer:
             update = self.found[self.layer]()
             strengths = update.strengths().double()
-            self.seen = self.layer, dict(strengths=strengths, shape=tuple(update.delta.shape), errors=merge_errors(update),
-                kept=(strengths.square().cumsum(0)/strengths.square().sum().clamp(min=1e-300)).clamp(max=1))
+            self.seen = (
+                self.layer,
+                dict(
+                    strengths=strengths,
+                    shape=tuple(update.delta.shape),
+                    errors=merge_errors(update),
+                    kept=(
+                        strengths.square().cumsum(0) / strengths.square().sum().clamp(min=1e-300)
+                    ).clamp(max=1),
+                ),
+            )
         return self.seen[1]
 
     def limits(self) -> Mapping[str, tuple | Sequence]:
-        most = len(self.look()['strengths']) if self.layer in self.found else 1
+        most = len(self.look()["strengths"]) if self.layer in self.found else 1
         return dict(layer=[*self.found], rank=(1, most))
 
-    def compute(self) -> dict[str, Any]: # strengths, kept, shape, errors; share: energy at the rank; bytes: of the two thin matrices
+    def compute(
+        self,
+    ) -> dict[
+        str, Any
+    ]:  # strengths, kept, shape, errors; share: energy at the rank; bytes: of the two thin matrices
         "The spectrum, what the rank keeps, what it weighs."
         seen = self.look()
-        out, inside = seen['shape']
-        return {**seen, 'share': seen['kept'][self.rank - 1].item(), 'bytes': 4*self.rank*(out + inside), 'whole': 4*out*inside}
+        out, inside = seen["shape"]
+        return {
+            **seen,
+            "share": seen["kept"][self.rank - 1].item(),
+            "bytes": 4 * self.rank * (out + inside),
+            "whole": 4 * out * inside,
+        }
 
     def html(self, values: dict[str, Any]) -> Picture:
         "The singular values, the energy, and the price."
-        s, kept, r, n = values['strengths'], values['kept'], self.rank, len(values['strengths'])
-        if not s.sum(): return Picture(f'<p>{clean(self.layer)} has not changed.</p>')
-        lines = {'kept': (range(1, r + 1), s[:r])} | ({'left out': (range(r + 1, n + 1), s[r:])} if r < n else {})
-        first = curves(lines, 'Singular values of the update', 'direction', log_y=self.log_scale, **CHART)
-        second = curves({'energy kept': (range(1, n + 1), 100*kept), f'at rank {r}': ([r], [100*values['share']])}, 'Energy kept, in percent', 'rank', **CHART)
+        s, kept, r, n = values["strengths"], values["kept"], self.rank, len(values["strengths"])
+        if not s.sum():
+            return Picture(f"<p>{clean(self.layer)} has not changed.</p>")
+        lines = {"kept": (range(1, r + 1), s[:r])} | (
+            {"left out": (range(r + 1, n + 1), s[r:])} if r < n else {}
+        )
+        first = curves(
+            lines, "Singular values of the update", "direction", log_y=self.log_scale, **CHART
+        )
+        second = curves(
+            {
+                "energy kept": (range(1, n + 1), 100 * kept),
+                f"at rank {r}": ([r], [100 * values["share"]]),
+            },
+            "Energy kept, in percent",
+            "rank",
+            **CHART,
+        )
         second = Picture(second.replace('r="2.6"', 'r="5"')) if n > 32 else second
         need = {share: int((kept < share - 1e-9).sum()) + 1 for share in (0.9, 0.99)}
-        words = (f'Rank {r} keeps {values["share"]:.2%} of the energy of this update and misses it by {(1 - values["share"])**0.5:.1%}. 90% needs rank {need[0.9]}, '
-                 f'99% rank {need[0.99]}; its effective rank is {effective_rank(s):.1f}. Two thin matrices in float32 take {show_bytes(values["bytes"])}, '
-                 f'the whole update {show_bytes(values["whole"])}.')
-        tell = lambda e: 'more is lost than was learned' if e > 1 else 'much is lost' if e > 0.1 else 'fine'
-        rows = [{'merged into': name, 'error': f'{number(100*e, 3)}%', '': tell(e)} for name, e in values['errors'].items()]
-        lost = table(rows, 'What a merge loses, as a share of the update') if rows else '<p style="opacity:.75">What a merge would lose is not known without the weights: give (base, adapter).</p>'
-        return Picture(f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second, Picture(lost))}')
+        words = (
+            f"Rank {r} keeps {values['share']:.2%} of the energy of this update and misses it by {(1 - values['share']) ** 0.5:.1%}. 90% needs rank {need[0.9]}, "
+            f"99% rank {need[0.99]}; its effective rank is {effective_rank(s):.1f}. Two thin matrices in float32 take {show_bytes(values['bytes'])}, "
+            f"the whole update {show_bytes(values['whole'])}."
+        )
+        tell = lambda e: (
+            "more is lost than was learned" if e > 1 else "much is lost" if e > 0.1 else "fine"
+        )
+        rows = [
+            {"merged into": name, "error": f"{number(100 * e, 3)}%", "": tell(e)}
+            for name, e in values["errors"].items()
+        ]
+        lost = (
+            table(rows, "What a merge loses, as a share of the update")
+            if rows
+            else '<p style="opacity:.75">What a merge would lose is not known without the weights: give (base, adapter).</p>'
+        )
+        return Picture(
+            f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second, Picture(lost))}'
+        )
