@@ -500,9 +500,9 @@ def main() -> None:
     if args.rows:
         SHAPES[args.shape] = (*SHAPES[args.shape][:5], args.rows, SHAPES[args.shape][6])
     if args.worker:
-        from trainkit.system import kept_memory
+        from trainkit.system import keep_freed_memory
 
-        with kept_memory(args.worker == "trainkit"):
+        with keep_freed_memory(args.worker == "trainkit"):
             return Worker(args.worker, args.setting[0], args).serve()
     import torch
     import transformers

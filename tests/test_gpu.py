@@ -22,11 +22,11 @@ from trainkit.lora.inject import add_lora
 from trainkit.eval.metrics import Running, calibration_error, stop_rate
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
-from trainkit.train.objectives import beside, lm_loss
+from trainkit.train.objectives import to_model_device, lm_loss
 from trainkit.train.optim import OptimConfig
 from trainkit.align.policy import ActorCritic, token_scores
 from trainkit.align.preference_data import PairBatches, collate_pairs
-from trainkit.align.reference import AdapterOff, make_reference, precompute_reference
+from trainkit.align.reference import AdapterDisabledReference, make_reference, precompute_reference
 from trainkit.align.reward_model import RewardModel, pair_rewards, reward_objective, score_pairs
 from trainkit.align.rl import RLConfig, rl_objective
 from trainkit.align.rollouts import Rollouts
@@ -88,9 +88,9 @@ def close(a, b, eps=1e-5):
 def preferences():
     far, near, pairs = small(), small("cpu"), some_pairs()
     batch = collate_pairs(pairs)
-    assert {v.device.type for v in beside(far, batch).values()} == {"cuda"} and beside(near, batch)[
-        "margin"
-    ] is batch["margin"]
+    assert {v.device.type for v in to_model_device(far, batch).values()} == {
+        "cuda"
+    } and to_model_device(near, batch)["margin"] is batch["margin"]
     for share in (True, False):
         close(pair_log_probs(far, batch, share).chosen, pair_log_probs(near, batch, share).chosen)
     assert shares_prompts(far)
@@ -114,7 +114,7 @@ def preferences():
     close(dpo_objective(written)(far, collate_pairs(pairs)).total.item(), float(np.log(2)))
     tuned = add_lora(small(), LoRAConfig(r=2))
     reference = make_reference(tuned)
-    assert isinstance(reference, AdapterOff)
+    assert isinstance(reference, AdapterDisabledReference)
     close(dpo_objective(reference)(tuned, batch).total.item(), float(np.log(2)))
     precompute_reference(tuned, pairs, None, reference)
     judge, twin = RewardModel(far), RewardModel(near)

@@ -124,17 +124,21 @@ def test_models_of_transformers_are_opened_one_at_a_time():
     "`from_pretrained` exchanges parts of transformers and of torch while it runs, so two threads in it break every later call."
     for module in pages():
         text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        tree = ast.parse(text)
         calls = [
-            node
-            for node in ast.walk(ast.parse(text))
+            node.lineno
+            for node in ast.walk(tree)
             if isinstance(node, ast.Attribute) and node.attr in ("from_pretrained", "from_config")
         ]
-        alone = (
-            0
-            if module == "files"
-            else sum("with alone" in line for line in text.splitlines() if ".from_config(" in line)
-        )
-        assert len(calls) - alone == (module == "files"), (
+        locked = {
+            line
+            for node in ast.walk(tree)
+            if isinstance(node, ast.With)
+            and any("alone" in ast.dump(item.context_expr) for item in node.items)
+            for line in range(node.lineno, node.end_lineno + 1)
+        }
+        bare = [line for line in calls if module == "files" or line not in locked]
+        assert len(bare) == (module == "files"), (
             f"{module}: open_with and alone of trainkit.files are for this"
         )
 

@@ -21,7 +21,12 @@ from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.optim import OptimConfig
 from trainkit.align.preference_data import PairBatches, collate_pairs, tokenize_pairs
-from trainkit.align.reference import AdapterOff, Reference, make_reference, precompute_reference
+from trainkit.align.reference import (
+    AdapterDisabledReference,
+    Reference,
+    make_reference,
+    precompute_reference,
+)
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 from trainkit.train.config import TrainConfig
 from trainkit.train.trainer import Trainer
@@ -571,7 +576,7 @@ def test_adapter_is_its_own_reference(make):
     pairs, base = some_pairs(8), make()
     model = add_lora(make(), LoRAConfig(r=4, lora_alpha=8))
     reference = make_reference(model)
-    assert type(reference) is AdapterOff
+    assert type(reference) is AdapterDisabledReference
     config = TrainConfig(max_steps=4, logging_steps=1, progress=False)
     result = Trainer(
         model,
@@ -596,7 +601,7 @@ def test_peft_models_work():
         tiny_llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
     )
     reference, batch = make_reference(model), collate_pairs(pairs)
-    assert type(reference) is AdapterOff and shares_prompts(model)
+    assert type(reference) is AdapterDisabledReference and shares_prompts(model)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -754,7 +759,7 @@ def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
     )  # One that is nothing yet
     for same in (add_lora(ours(), LoRAConfig(r=4)), ours()):
         precompute_reference(same, pairs, tmp_path / "b.npz")
-    precompute_reference(tuned(0), pairs, tmp_path / "b.npz", AdapterOff())
+    precompute_reference(tuned(0), pairs, tmp_path / "b.npz", AdapterDisabledReference())
 
 
 def test_losses_of_policy_and_reference_are_logged_apart():

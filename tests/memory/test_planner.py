@@ -9,7 +9,7 @@ import torch
 from support.processes import call, in_child
 
 from trainkit.memory import planner
-from trainkit.memory.estimate import MemoryWatch, twin
+from trainkit.memory.estimate import MemoryWatch, meta_copy
 from trainkit.lora.targets import LoRAConfig
 from trainkit.lora.inject import add_lora
 from trainkit.memory.estimate import predict_memory
@@ -55,7 +55,7 @@ def test_a_quantized_setup_is_a_quantized_model(bits):
     lora = LoRAConfig(r=4, target_modules="q_proj")
     model = add_lora(quantize_model(Transformer(TINY), QuantConfig(bits=bits, threshold=0)), lora)
     setup = Setup(2, 64, chunked_loss=True, lora_rank=4, bits=bits, lora=lora)
-    assert predict_setup(TINY, setup).parts == predict_memory(twin(model), 2, 64).parts
+    assert predict_setup(TINY, setup).parts == predict_memory(meta_copy(model), 2, 64).parts
 
 
 def test_a_run_says_what_was_predicted_and_measured():

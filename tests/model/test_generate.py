@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.config import ConfigError
-from trainkit.model.generation import TextPieces, generate, stream
+from trainkit.model.generation import TextStreamer, generate, stream
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.model.generation import (
@@ -320,7 +320,7 @@ class Bytes:
     st.lists(st.text(min_size=1, max_size=3), max_size=1),
 )
 def test_pieces_join_to_the_text_up_to_a_stop_string(data, stop):
-    pieces, text = TextPieces(Bytes(), [104, 105], stop), data.decode(errors="replace")
+    pieces, text = TextStreamer(Bytes(), [104, 105], stop), data.decode(errors="replace")
     shown = [pieces.push(i) for i in data]
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in shown)
@@ -337,7 +337,7 @@ def test_pieces_with_a_tokenizer_that_joins_words():
         def decode(self, ids):
             return "".join(self.words[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
-    pieces = TextPieces(Words(), [0])
+    pieces = TextStreamer(Words(), [0])
     assert [pieces.push(i) for i in (1, 2, 3)] == [" world", "!", " again"]
 
 
@@ -558,14 +558,14 @@ FAMILIES = {  # What the knobs of the families change in a step; each must be th
     "rows", [[[1, 2, 3]], [[1, 2, 3], [4], [5, 6]], [[i % 40, 7] for i in range(16)]]
 )
 def test_a_plan_writes_what_the_model_writes(name, rows):
-    from trainkit.model.decoding import refusal
+    from trainkit.model.decoding import unsupported_reason
 
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**LLAMA, **FAMILIES[name]})).eval()
     for p in model.parameters():
         if p.ndim > 1:
             torch.nn.init.normal_(p, std=0.25)
-    assert refusal(model) == ""
+    assert unsupported_reason(model) == ""
     greedy = generate(
         model, rows, 30, temperature=0, fast=False
     )  # longer than windows of 5, 6 and 8

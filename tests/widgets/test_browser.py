@@ -319,7 +319,7 @@ def press(page, word):
     page.locator(f"button:text-is('{word}')").first.click()
 
 
-def in_sight(page, text):
+def visible_fields(page, text):
     page.locator(f"text={text}").first.wait_for()
 
 
@@ -380,11 +380,11 @@ def run_browser(browser, lab, scheme="light"):
     )
     errors = []
     page.on("pageerror", lambda e: errors.append(str(e)))
-    in_sight(page, "3 runs")
+    visible_fields(page, "3 runs")
     type_filter(page, "learning_rate>5e-3", page.locator("text=2 runs").first)
     page.locator("select[multiple] option").first.click()
     page.locator("select[multiple] option").last.click(modifiers=["Control"])
-    in_sight(page, "What differs")
+    visible_fields(page, "What differs")
     type_filter(page, "learnin_rate=1", page.get_by_role("alert").filter(has_text="is no knob"))
     type_filter(page, "", page.locator("text=3 runs").first)
     return page, errors
@@ -451,25 +451,25 @@ def test_widgets_look_well(browser, lab, scheme):
         color_scheme=scheme,
     )
     page.on("pageerror", lambda e: errors.append(str(e)))
-    in_sight(page, "Nobody has been asked yet.")
+    visible_fields(page, "Nobody has been asked yet.")
     press(page, "Ask")
     page.get_by_role("alert").filter(has_text="Write a question first").wait_for()
     page.get_by_role("textbox", name="Question").fill("what colour is the sky?")
     press(page, "Ask")
-    in_sight(page, "All tokens")
-    in_sight(page, "KL to base")
-    in_sight(page, "Ready.")
+    visible_fields(page, "All tokens")
+    visible_fields(page, "KL to base")
+    visible_fields(page, "Ready.")
     first = page.locator("section[aria-label=base]").first.inner_text()
     press(page, "Try again")
-    in_sight(page, "seed 1")
-    in_sight(page, "Ready.")  # While they write, each is as far as it is
+    visible_fields(page, "seed 1")
+    visible_fields(page, "Ready.")  # While they write, each is as far as it is
     assert page.locator("section[aria-label=base]").first.inner_text() != first
     assert (
         page.locator("section[aria-label=base]").first.inner_text().split("\n")[1]
         == page.locator("section[aria-label=twin]").first.inner_text().split("\n")[1]
     )
     press(page, "X-ray")
-    in_sight(page, "grey is what it read")
+    visible_fields(page, "grey is what it read")
     shoot(page, f"chat-{scheme}")
     html = saved_html(page, lab[1] / f"chat-{scheme}.ipynb")
     assert "KL to base" in html and "seed 1" in html
@@ -484,19 +484,19 @@ def test_widgets_look_well(browser, lab, scheme):
         color_scheme=scheme,
     )
     page.on("pageerror", lambda e: errors.append(str(e)))
-    in_sight(page, "0 of 3 judged")
+    visible_fields(page, "0 of 3 judged")
     press(page, "A is better")
-    in_sight(page, "1 of 3 judged")
+    visible_fields(page, "1 of 3 judged")
     page.get_by_role("textbox", name="Keys").click()
     page.keyboard.type("t")
-    in_sight(page, "2 of 3 judged")
+    visible_fields(page, "2 of 3 judged")
     page.keyboard.type("u")
-    in_sight(page, "1 of 3 judged")
+    visible_fields(page, "1 of 3 judged")
     shoot(page, f"labels-{scheme}")
     page.get_by_role("textbox", name="Keys").click()
     page.keyboard.type("b")
     page.keyboard.type("a")
-    in_sight(page, "All pairs are judged")
+    visible_fields(page, "All pairs are judged")
     assert len((lab[1] / f"{scheme}.jsonl").read_text().splitlines()) == 3
     assert (
         "All pairs are judged" in saved_html(page, lab[1] / f"labels-{scheme}.ipynb") and not errors
@@ -566,13 +566,13 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     field("lora rank").wait_for(timeout=60_000)  # The last cell
     field("documents").fill("0")
     page.get_by_role("alert").filter(has_text="must be ≥ 1").first.wait_for()
-    in_sight(page, "120 documents.")
+    visible_fields(page, "120 documents.")
     field("documents").fill("33")
-    in_sight(page, "33 documents.")
+    visible_fields(page, "33 documents.")
     handle = page.locator(".widget-slider .noUi-handle").first
     handle.focus()
     page.keyboard.press("ArrowRight")
-    in_sight(page, "34 documents.")
+    visible_fields(page, "34 documents.")
     for label, value, words in (
         ("head", "3", "“c”, in layer 0, head 3"),
         ("top k", "5", "5 of 290 tokens are"),
@@ -581,9 +581,9 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
         ("row", "1", "Who sees whom in row 1"),
     ):
         field(label).fill(value)
-        in_sight(page, words)
+        visible_fields(page, words)
     page.get_by_label("row", exact=True).nth(1).fill("1")
-    in_sight(page, "Row 1 of 2")
+    visible_fields(page, "Row 1 of 2")
     field("strategy").select_option("greedy")
 
     pictures = page.locator("[role=group][aria-label]")
@@ -599,7 +599,7 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
             arg=json.dumps(before, ensure_ascii=False, separators=(",", ":")),
         )
     page.locator("button:text-is('Compute'):visible").click()
-    in_sight(page, "LoRA of yours")
+    visible_fields(page, "LoRA of yours")
     photograph(page, len(EXPLORERS) - 1, f"explorers-{scheme}")
     assert not errors, errors
     for _ in range(60):
@@ -626,9 +626,9 @@ def test_an_explorer_answers_in_its_lesson(browser, lab):
         viewport=dict(width=1200, height=9000),
     )
     page.get_by_label("documents", exact=True).first.wait_for()
-    in_sight(page, "40 documents.")
+    visible_fields(page, "40 documents.")
     page.get_by_label("documents", exact=True).first.fill("20")
-    in_sight(page, "20 documents.")
+    visible_fields(page, "20 documents.")
     page.close()
 
 
@@ -815,13 +815,13 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     documents.fill("0")
     page.get_by_role("alert").filter(has_text="must be ≥ 1").first.wait_for()
     documents.fill("33")
-    in_sight(page, "33 documents.")
+    visible_fields(page, "33 documents.")
     handle = page.locator(".ui-slider-handle").first  # Of documents
     handle.focus()
     page.keyboard.press("ArrowRight")
-    in_sight(page, "34 documents.")
+    visible_fields(page, "34 documents.")
     page.get_by_label("top k", exact=True).first.fill("5")
-    in_sight(page, "5 of 290 tokens are")
+    visible_fields(page, "5 of 290 tokens are")
     if shots:
         page.screenshot(path=f"{shots}/colab-explorers.png", full_page=True)
     assert not errors, errors

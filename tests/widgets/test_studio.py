@@ -13,7 +13,7 @@ from trainkit.config import load_config, to_dict
 from trainkit.widgets.form import Form, read_value
 from trainkit.recipes.config import METHODS, RunConfig
 from trainkit.widgets.panel import as_code
-from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel, in_sight
+from trainkit.widgets.panel import HERE, PROCESS, TrainerPanel, visible_fields
 
 pytest.importorskip("ipywidgets")
 
@@ -237,7 +237,7 @@ def test_the_code_of_every_method_is_its_config(method):
     )
     scope = {}
     exec(as_code(config).rpartition("result = run")[0], scope)
-    assert to_dict(scope["config"]) == to_dict(config) and set(in_sight(config)) <= set(
+    assert to_dict(scope["config"]) == to_dict(config) and set(visible_fields(config)) <= set(
         Form(config).knobs
     )
     panel = TrainerPanel(config, presets={}, job=count, key="code")

@@ -1,6 +1,9 @@
 """Plan which measures make a training step fit on a GPU, the cheapest first.
 
-`plan_memory` looks for the cheapest way to train a model within a budget: '15 GB', or the name of one of the `MACHINES`. It pulls one lever after the other, from a smaller batch to shorter rows, and takes a step without numbers after each. The `Plan` shows what each lever saved, and holds the `Setup` that fits. After "out of memory", start it from the setup that failed.
+`plan_memory` looks for the cheapest way to train a model within a budget: '15 GB', or the name of
+one of the `MACHINES`. It pulls one lever after the other, from a smaller batch to shorter rows,
+and takes a step without numbers after each. The `Plan` shows what each lever saved, and holds the
+`Setup` that fits. After "out of memory", start it from the setup that failed.
 
 `predict_setup` predicts one setup, and `make_setup` makes its model."""
 
