@@ -51,11 +51,22 @@ def test_every_lesson_is_reached():
         )
     }
     for path, text in pages.items():
-        for link in re.findall(
-            r"\]\((?!https?:|#|mailto:)([^)#\s]+)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text)
+        for link, place in re.findall(
+            r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#([^)\s]+))?",
+            re.sub(r"(?s)```.*?```|`[^`]*`", "", text),
         ):
-            assert (path.parent / link).exists(), (
-                f"{path.relative_to(ROOT)} leads to {link}, which is not there"
+            there = (path.parent / link).resolve()
+            assert there.exists(), f"{path.relative_to(ROOT)} leads to {link}, which is not there"
+            assert there != path or place or path.stem == "00_tour", (
+                f"{path.relative_to(ROOT)} leads to itself"
+            )
+            headings = [
+                line.lstrip("#").strip().replace(" ", "-")
+                for line in pages.get(there, "").splitlines()
+                if line.startswith("#")
+            ]
+            assert not place or place in headings, (
+                f"{path.relative_to(ROOT)} leads to {link}#{place}, which is no heading there"
             )
 
 

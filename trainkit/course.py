@@ -1,6 +1,4 @@
-"""Write exercises with checks that explain mistakes and solutions that are tested.
-
-The course: exercises with checks, and commands that copy the lessons to your folder.
+"""The course: exercises with checks, and commands that copy the lessons to your folder.
 
 Every lesson ends with three exercises: a cell to change, whose last line is a `check`, and a
 folded solution. `check` returns a `Verdict` that is either right or explains what to look at.

@@ -1,7 +1,5 @@
 """Read rows from files of many formats, with a line number for every error.
 
-Files of examples: JSON, JSONL, CSV, Parquet and text, also compressed.
-
 `read_rows` reads rows from JSON, JSONL, CSV, Parquet and text files, also compressed ones, and
 returns each with the line on which it begins. A row that cannot be read is returned as an error
 in its place, so that nothing is lost silently. `write_examples` writes rows in these formats; the

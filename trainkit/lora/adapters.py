@@ -1,7 +1,5 @@
 """Save and load adapters in PEFT's format, add tokens, and switch adapters on one model.
 
-Adapters: saved in PEFT's format, loaded, switched and combined.
-
 `save_adapter` writes a folder that PEFT can open, and `load_adapter` opens our folders and
 PEFT's. `resize_vocabulary` makes room for new tokens, and the folder remembers how many there
 were. `peft_config` and `lora_config` translate the settings in both directions.

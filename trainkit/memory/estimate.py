@@ -1,6 +1,4 @@
-"""Predict the memory of a training step without running it, and measure a real one.
-
-Memory of a training step: predicted without running it, measured, and logged in a run.
+"""Memory of a training step: predicted without running it, measured, and logged in a run.
 
 `predict_memory` takes a training step with tensors that have shapes and no data, and reports the
 peak in bytes by purpose: weights, gradients, optimizer state, activations. It needs almost no

@@ -1,10 +1,9 @@
-"""Write the config of a run for any method, and see which defaults the method sets.
+"""The config of a run: methods, presets and the settings of every part.
 
-The config of a run: methods, presets and the settings of every part.
-
-`RunConfig` describes one run completely: it contains the config of each part and little of its
-own. Good defaults depend on the method, so `METHODS` holds what each method changes.
-`method_config` combines the layers in this order: profile, method, preset, file, changes.
+`RunConfig` describes one run completely: it contains the config of each part, such as
+`TokenizerConfig` and `SFTConfig`, and little of its own. Good defaults depend on the method, so
+`METHODS` holds what each method changes. `method_config` combines the layers in this order:
+profile, method, preset, file, changes.
 
 `PRESETS` holds sets of settings for model sizes, economy, speed and hardware. A config names one
 or more of them (`preset: minimal-memory`), and its own settings win; `this_machine` is the preset

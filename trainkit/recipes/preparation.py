@@ -1,6 +1,4 @@
-"""Prepare everything that a run needs before its first step.
-
-Preparation of a run: tokenizer, model, examples, pairs or prompts, and batches.
+"""Preparation of a run: tokenizer, model, examples, pairs or prompts, and batches.
 
 Each function turns a `RunConfig` into the `RunInputs` of a run for one kind of data.
 `prepare_text` is for plain text, `prepare_shards` for text that is already encoded on disk, and

@@ -1,6 +1,4 @@
-"""Run data, tokenizer, model, training, evaluation and report from one config.
-
-Whole runs from one config: prepare, train, evaluate, save, report, and a dry run.
+"""Whole runs from one config: prepare, train, evaluate, save, report, and a dry run.
 
 `run(RunConfig(…))` does what you would do by hand with the other modules: it reads text or
 examples, trains or loads a tokenizer, builds or opens a model, trains it, evaluates it on

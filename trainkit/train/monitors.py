@@ -1,6 +1,4 @@
-"""Log memory, utilization, throughput and MFU while a run trains.
-
-Monitors: system metrics and health checks of a run.
+"""Monitors: system metrics and health checks of a run.
 
 `SystemMonitor()` is a callback that adds memory, utilization, samples per second and model FLOPs
 utilization (MFU) to each log record. `usage` looks at the memory once, `flops_of` counts the

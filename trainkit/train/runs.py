@@ -1,6 +1,4 @@
-"""Record the config, machine, commit and metrics of a run, without secrets.
-
-Run folders: writing a run's config and logs, reading them, and listing many runs.
+"""Run folders: writing a run's config and logs, reading them, and listing many runs.
 
 `RunFolder('runs/demo')` is the folder of one run: its config, the machine, a log for people and a
 log for programs. It never overwrites an earlier run, loses at most one line in a power failure,

@@ -1,6 +1,4 @@
-"""Train a model with logging, evaluation, early stopping, checkpoints and resume.
-
-The training loop: logging, evaluation, early stopping, checkpoints and resume.
+"""The training loop: logging, evaluation, early stopping, checkpoints and resume.
 
 `Trainer(model, objective, train_batches, …).train()` takes optimizer steps as its `TrainConfig`
 says; on the way it logs, evaluates, draws samples, saves and stops early. A `Control` pauses and

@@ -1,6 +1,4 @@
-"""Start, watch, pause and resume a run from a panel in a notebook.
-
-The training panel: preview, buttons, live curves and samples of a run.
+"""The training panel: preview, buttons, live curves and samples of a run.
 
 `TrainerPanel(config)` displays a run of any method in a notebook: what it will do, whether it
 fits in memory, buttons, live curves, samples, and the Python code that does the same. `show()`

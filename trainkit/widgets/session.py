@@ -1,7 +1,5 @@
 """Start, pause, save and stop a run in a thread or a process, and attach to it later.
 
-Sessions: start, pause and stop a run, attach to it, and read its state.
-
 `TrainSession(config)` is a run with buttons: `start`, `pause`, `resume`, `stop`, `save` and
 `sample`. `start('thread')` returns at once, `start('foreground')` when the run is over, and
 `start('process')` trains in a process of its own that survives a closed tab;
