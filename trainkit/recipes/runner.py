@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,12 +103,13 @@ def open_trained(
 def freeze_layers(
     model: nn.Module,  # Changed in place
     count: int,  # Blocks that go on learning: the last ones, or the first ones below 0
+    embeddings: bool = False,  # The embedding and the head learn too, since there are new tokens
 ) -> nn.Module:
     "Freeze everything but some blocks."
     blocks = {
-        name: int(found[1])
+        name: int(match[1])
         for name, _ in model.named_parameters()
-        if (found := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name))
+        if (match := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name))
     }
     total = max(blocks.values(), default=-1) + 1
     if not 0 < abs(count) <= total:
@@ -117,6 +119,9 @@ def freeze_layers(
     learn = range(total - count, total) if count > 0 else range(-count)
     for name, param in model.named_parameters():
         param.requires_grad_(blocks.get(name, -1) in learn)
+    if embeddings:
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.requires_grad_(True)
     return model
 
 
@@ -139,28 +144,26 @@ def prepare(
             "(an adapter of PEFT merged first), and Trainer takes any module"
         )
     base = base or (open_trained(config) if config.init_from else None)
-    if config.method in ("dpo", "reward"):
-        return prepare_pairs(config, base, saved)
-    if config.method in ("grpo", "rloo", "ppo", "reinforce"):
-        return prepare_prompts(config, base, rewards)
-    if rewards:
+    recipe = config.recipe
+    if rewards and recipe.learns_from != "prompts":
         raise ValueError(
             f"rewards are for the methods grpo, rloo, ppo and reinforce, and this is {config.method}"
         )
-    if "lora" in config.method and base is None:
+    if recipe.trains == "adapter" and base is None:
         raise ValueError(
             f"method = '{config.method}' adapts a trained model: say which with init_from (--model in a shell)"
         )
-    if config.method in ("sft", "freeze", "lora", "qlora"):
-        parts = prepare_sft(config, base, saved)
-        new = parts.facts["new_tokens"]
-        if config.method == "freeze":
-            freeze_layers(parts.model, config.sft.trainable_layers)
-        if config.method == "freeze" and new:  # Frozen, they would all mean the same for ever
-            for layer in (parts.model.get_input_embeddings(), parts.model.get_output_embeddings()):
-                layer.requires_grad_(True)
-        adapt(parts.model, config, new)
-        return parts
+    if recipe.learns_from == "pairs":
+        return prepare_pairs(config, base, saved)
+    if recipe.learns_from == "prompts":
+        return prepare_prompts(config, base, rewards)
+    if recipe.learns_from == "answers":
+        inputs = prepare_sft(config, base, saved)
+        new_tokens = inputs.facts["new_tokens"]
+        if recipe.trains == "blocks":
+            freeze_layers(inputs.model, config.sft.trainable_layers, bool(new_tokens))
+        adapt(inputs.model, config, new_tokens)
+        return inputs
     if (Path(config.data.path) / "index.json").is_file():
         return prepare_shards(config, base)
     return prepare_text(config, base, saved)
@@ -208,7 +211,7 @@ def _new_tokens_note(
 ) -> list[str]:  # A line, or none
     "What learns besides, since a chat format brought tokens that the model has never seen."
     new, c = parts.facts.get("new_tokens", 0), parts.config
-    if not new or not (c.adapts or c.method == "freeze"):
+    if not new or not (c.adapts or c.recipe.trains == "blocks"):
         return []
     return [
         f"Note       The chat format brings {new} token{'s' * (new != 1)} that the model has never seen, so its embedding "
@@ -216,6 +219,11 @@ def _new_tokens_note(
         + " as a whole"
         + ", and go with the adapter" * c.adapts
     ]
+
+
+def _engine(config: RunConfig) -> str:
+    "What a plan says of the loop; raises where another library's loop cannot run the method."
+    return "trainkit" if config.engine == "trainkit" else engine_line(config)
 
 
 def plan_lines(
@@ -267,7 +275,7 @@ def plan_lines(
         f"{model.n_layers} layer{s(model.n_layers)}, {model.d_model} wide, {model.n_heads} head{s(model.n_heads)}; format {kind}",
         *(
             [f"Learns     {trainable_report(parts.model)}"]
-            if parts.config.method == "freeze" or parts.config.adapts
+            if parts.config.recipe.trains == "blocks" or parts.config.adapts
             else []
         ),
         *rounding_note(parts.config),
@@ -282,7 +290,7 @@ def plan_lines(
         f"Training   {trainer.total_steps:,} step{s(trainer.total_steps)} of {c.per_device_train_batch_size} x "
         f"{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} row{s(rows)} "
         f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * ('max_length' in f)}, "
-        f"on {trainer.accelerator.device}, engine {engine_line(parts.config)}",
+        f"on {trainer.accelerator.device}, engine {_engine(parts.config)}",
     ]
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #a5ec7822
@@ -306,8 +314,8 @@ def make_trainer(
 ) -> Trainer:
     "The loop for what was prepared."
     config, judge = parts.config, judge or make_judge(parts)
-    return make_loop(
-        parts,
+    loop = Trainer if config.engine == "trainkit" else partial(make_loop, parts)
+    return loop(
         parts.model,
         parts.objective or lm_objective(config.train.z_loss),
         parts.train_batches,
@@ -391,7 +399,7 @@ def run(
     recheck(config)
     check_report_to(config.report_to)  # before the first hour, not after it
     check_callbacks(callbacks)
-    engine_line(config)
+    _engine(config)
     if config.engine == "llamafactory":
         return run_elsewhere(config)
     given, main = (
@@ -625,7 +633,7 @@ def rehearse(
         raise ValueError(f"steps = {steps}: must be at least 2, since the first is left out")
     if config.engine == "llamafactory":
         return _elsewhere(config)
-    engine_line(config)  # what is not installed is said before the data are read
+    _engine(config)  # what is not installed is said before the data are read
     parts = prepare(config)
     trainer = make_trainer(parts)
     plan, total, rows = (
