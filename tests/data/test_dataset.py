@@ -289,7 +289,7 @@ def test_hub_options_reach_datasets(monkeypatch):
     parts, facts = load_splits(
         DataConfig(path="Salesforce/wikitext", validation_split="validation")
     )
-    assert [r["text"] for r in parts["eval"]] == ["b"] and facts["train_rows"] == 1
+    assert [r["text"] for r in parts["eval"]] == ["b"] and facts.train_rows == 1
 
 
 def test_offline_is_a_sentence():
@@ -415,7 +415,7 @@ def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
         parts, _ = load_splits(DataConfig(path=path))
     assert (len(parts["train"]), parts["eval"]) == (20, [])  # They train all the same
     share = float(re.search(r"eval_fraction=([.\d]+) sets", str(said[0].message))[1])
-    assert load_splits(DataConfig(path=path, eval_fraction=share))[1]["eval_rows"] > 0
+    assert load_splits(DataConfig(path=path, eval_fraction=share))[1].eval_rows > 0
     with pytest.raises(ValueError, match="none to train on"):
         load_splits(DataConfig(path=path, eval_fraction=0.9))
 
@@ -438,7 +438,7 @@ def test_a_file_that_was_split_before_says_so(tmp_path):
     assert 0 < len(parts["eval"]) < 20
     with warnings.catch_warnings(action="error"):
         parts, facts = load_splits(DataConfig(path=paths[0], eval_file=paths[1]))
-    assert (facts["train_rows"], facts["eval_rows"], facts["shared"]) == (len(train), len(held), 0)
+    assert (facts.train_rows, facts.eval_rows, facts.shared) == (len(train), len(held), 0)
     with warnings.catch_warnings(action="error"):
         for seed in range(50):
             split_examples(rows, 0.1, seed)  # No false alarm
@@ -478,10 +478,7 @@ def test_prepared_parts_share_nothing(tmp_path):
     parts, facts = load_splits(
         DataConfig(path=str(path), eval_fraction=0.1, test_fraction=0.1, split_by="task")
     )
-    assert (
-        facts["shared"] == 0
-        and facts["train_rows"] + facts["eval_rows"] + facts["test_rows"] == 300
-    )
+    assert facts.shared == 0 and facts.train_rows + facts.eval_rows + facts.test_rows == 300
     assert all({r["task"] for r in part} == {"a", "b"} for part in (parts["train"], parts["eval"]))
 
 
