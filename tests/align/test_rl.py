@@ -316,7 +316,7 @@ def test_an_adapter_answers_folded_in(monkeypatch):
     asked, told = generate, []
 
     def listen(policy, *args, **more):
-        told.append((rollouts.refusal(policy.eval()), more["weights"]))
+        told.append((rollouts.unsupported_reason(policy.eval()), more["weights"]))
         return asked(policy, *args, **more)
 
     monkeypatch.setattr(rollouts, "generate", listen)
