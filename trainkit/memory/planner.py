@@ -124,9 +124,17 @@ _answers: dict[str, MemoryReport] = {}
 def predict_setup(
     model: ModelConfig | Callable[[], nn.Module],  # A shape, or what makes the model
     setup: Setup,
-) -> MemoryReport:  # Of the device that computes; what is offloaded is not on it
+    copies: bool = False,  # With `kernels`: a checkpoint is written while the run goes on
+    kernels: Callable[[set[tuple]], int]
+    | None = None,  # All main memory that a run on this CPU takes; how many different products it comes to, from those of a step
+) -> (
+    MemoryReport
+):  # Of the device that computes; what is offloaded is not on it, unless `kernels` is given
     "The peak of a training step, without weights; the same question about a shape is answered once."
-    asked = repr((model, setup, setup.lora)) if isinstance(model, ModelConfig) else ""
+    resident = kernels is not None
+    asked = (
+        repr((model, setup, setup.lora)) if isinstance(model, ModelConfig) and not resident else ""
+    )
     if asked in _answers:
         return copy.deepcopy(_answers[asked])
     found = predict_memory(
@@ -138,7 +146,10 @@ def predict_setup(
         setup.mixed_precision,
         setup.in_backward,
         setup.accumulation,
-        host=True,
+        host=not resident,
+        resident=resident,
+        copies=copies,
+        kernels=kernels or len,
     )
     if asked:
         _answers[asked] = copy.deepcopy(found)

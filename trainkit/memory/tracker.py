@@ -338,5 +338,5 @@ def report(
         ledger.peak,
         ledger.history,
         seen,
-        products=ledger.products,
+        products={*ledger.products},
     )
