@@ -134,12 +134,12 @@ def test_models_of_transformers_are_opened_one_at_a_time():
             line
             for node in ast.walk(tree)
             if isinstance(node, ast.With)
-            and any("alone" in ast.dump(item.context_expr) for item in node.items)
+            and any("making_model" in ast.dump(item.context_expr) for item in node.items)
             for line in range(node.lineno, node.end_lineno + 1)
         }
         bare = [line for line in calls if module == "files" or line not in locked]
         assert len(bare) == (module == "files"), (
-            f"{module}: open_with and alone of trainkit.files are for this"
+            f"{module}: open_with and making_model of trainkit.files are for this"
         )
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from html import escape, unescape
 from pathlib import Path
 
-from .files import writing
+from .files import write_atomic
 
 # %% ../nbs/90_toolbox/04_display.ipynb #home-notice
 def notice(
@@ -76,8 +76,7 @@ class Picture(str):
         path: str | Path,  # Written as UTF-8
     ):
         "Write an `.svg` file."
-        with writing(path):
-            Path(path).write_text(self.standalone(), encoding="utf-8")
+        write_atomic(path, self.standalone())
 
 # %% ../nbs/90_toolbox/04_display.ipynb #3c89e625
 def clean(

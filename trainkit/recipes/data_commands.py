@@ -216,13 +216,16 @@ def check(
         raise ValueError(
             f"--template {template}: known are {', '.join(TEMPLATES)}.{nearest(template, list(TEMPLATES))}"
         )
-    bad: list[str] = []
+    bad: list[str] = []  # The first messages of each file
+    skipped = 0  # All rows that are no examples
 
     def rows_of(names: list[str]) -> list[dict]:
+        nonlocal skipped
         out = []
         for name in names:
             found = read_file(name, kind, column, encoding, "skip")
             bad.extend(found.report.bad)
+            skipped += found.report.skipped
             out += found
         return out
 
@@ -239,23 +242,29 @@ def check(
         strict=strict,
         template=template,
     )
-    code = max(report.exit_code, int(bool(bad)))
+    code = max(report.exit_code, int(skipped > 0))
     if html:
         from trainkit.files import write_atomic
 
         write_atomic(
             html,
-            f'<!doctype html><meta charset="utf-8"><title>{len(bad)} bad rows</title>{report._repr_html_()}',
+            f'<!doctype html><meta charset="utf-8"><title>{skipped:,} bad rows</title>{report._repr_html_()}',
         )
     if as_json:
-        say(to_json(report.to_dict() | dict(bad=bad, exit_code=code), indent=1, ensure_ascii=False))
+        say(
+            to_json(
+                report.to_dict() | dict(bad=bad, skipped=skipped, exit_code=code),
+                indent=1,
+                ensure_ascii=False,
+            )
+        )
     else:
         for line in bad[:5]:
             say(line)
-        if bad:
+        if skipped:
             say(
-                f"{_rows(len(bad))} {'are no examples' if len(bad) > 1 else 'is no example'}"
-                + ", the first of them above\n" * (len(bad) > 5)
+                f"{_rows(skipped)} {'are no examples' if skipped > 1 else 'is no example'}"
+                + ", the first of them above\n" * (skipped > 5)
             )
         say(str(report))
     if code:

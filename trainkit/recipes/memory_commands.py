@@ -22,7 +22,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from ..config import nearest
-from ..files import alone, open_with, reading, say, to_json
+from ..files import making_model, open_with, reading, say, to_json
 
 # %% ../../nbs/11_recipes/12_memory_commands.ipynb #df0748e7
 @dataclass
@@ -69,7 +69,7 @@ def find_model(
         read_model_settings(name)
 
         def make() -> Any:
-            with alone, reading(Path(name) / "config.json"):
+            with making_model(), reading(Path(name) / "config.json"):
                 return AutoModelForCausalLM.from_config(theirs)
 
         return make

@@ -38,7 +38,7 @@ from ..config import dump_config, recheck
 from ..data.readers import write_examples
 from ..display import plural
 from ..eval.evaluator import AnswerMetrics
-from ..files import show_bytes
+from ..files import atomic_folder, show_bytes
 from ..interop.families import FAMILIES, hf_architecture, obstacles
 from ..interop.hub import HubPush
 from ..interop.llamafactory import llamafactory_plan, run_llamafactory
@@ -441,9 +441,11 @@ def run(
                 if verbose:
                     note(line)
 
-        (tokenizer.save if hasattr(tokenizer, "save") else tokenizer.save_pretrained)(
-            folder.path / "tokenizer"
-        )
+        if hasattr(tokenizer, "save"):
+            tokenizer.save(folder.path / "tokenizer")
+        else:
+            with atomic_folder(folder.path / "tokenizer") as place:
+                tokenizer.save_pretrained(place)
         for name, file in inputs.files.items():
             if file != folder.path / name:
                 shutil.copyfile(file, folder.path / name)

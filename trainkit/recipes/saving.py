@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..align.reward_model import RewardModel
 from ..data.tokenization import tokenize_examples
-from ..files import alone, atomic_folder, open_with, write_atomic
+from ..files import atomic_folder, making_model, open_with, write_atomic
 from ..lora.adapters import adapter_tensors, peft_config, save_adapter
 from ..lora.inject import merge_lora, put
 from ..model.generation import context_length
@@ -86,7 +86,7 @@ def save_reward_model(
     config = deepcopy(theirs.config)
     config.num_labels, config.pad_token_id = 1, _padding(tokenizer)
     try:
-        with alone:
+        with making_model():
             judge: Any = transformers.AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
         raise ValueError(

@@ -22,7 +22,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from ..files import read_json, reading, write_atomic
+from ..files import read_json, reading, write_together
 from .bpe import Merges, count_words, learn_merges
 from .encoder import Encoder
 from .formats import TIKTOKEN_PATTERNS, all_pairs, from_json, read_ranks
@@ -311,14 +311,13 @@ class BPETokenizer:
             clean_up_tokenization_spaces=False,
             **self._names(),
         )
-        write_atomic(
-            folder / "tokenizer.json", json.dumps(self._parts(), ensure_ascii=False, indent=1)
-        )
-        write_atomic(
-            folder / "tokenizer_config.json", json.dumps(config, ensure_ascii=False, indent=1)
-        )
+        files: dict[str | Path, str | bytes] = {
+            folder / "tokenizer.json": json.dumps(self._parts(), ensure_ascii=False, indent=1),
+            folder / "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=1),
+        }
         if self.chat_template:
-            write_atomic(folder / "chat_template.jinja", self.chat_template)
+            files[folder / "chat_template.jinja"] = self.chat_template
+        write_together(files)  # New tokens with old roles would be another tokenizer
         return folder
 
     def _parts(self) -> dict:

@@ -295,9 +295,11 @@ class MetricsLog:
 
     def on_end(self, trainer, record):
         record = self.relative(record)
-        self.folder.record("end", record)
-        self.say(f"end at step {record.get('step')}: {record.get('reason')}")
-        self.close()
+        try:
+            self.folder.record("end", record)
+            self.say(f"end at step {record.get('step')}: {record.get('reason')}")
+        finally:
+            self.close()  # also where the disk is full
 
     def close(self):
         "End the trackers, and draw for the last time."

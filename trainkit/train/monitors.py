@@ -286,8 +286,10 @@ class SystemMonitor:
         "End with the run; the last record says how high it went."
         if self.thread is None:
             return  # it never began
-        self.read()
-        self.stop()
+        try:
+            self.read()
+        finally:
+            self.stop()
         record["peaks"] = dict(self.peaks)
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #e502ed22

@@ -25,6 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cache, cached_property
 from html import escape
@@ -252,7 +253,8 @@ class RunFolder:
     def close(self):
         "Close the logs."
         for file in self.files.values():
-            file.close()
+            with suppress(OSError):
+                file.close()  # A full disk, of which `append` has warned, must not hide why a run ended
 
     def __enter__(self):
         return self
