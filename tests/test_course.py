@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import suppress
 
 import pytest
 from support.processes import ROOT
@@ -196,3 +197,23 @@ def test_what_the_readme_says_of_others_is_so():
     )
     assert not re.search(r"ipywidgets|BpeTrainer|train_new_from_iterator|gguf", code, re.I)
     assert all(f"class {name}Trainer(" in code for name in ("DPO", "KTO", "GRPO", "RLOO"))
+
+
+def test_lab_hands_options_on_to_jupyterlab(tmp_path, monkeypatch):
+    "`trainkit lab --no-browser`: the option is not taken for the name of a folder."
+    from trainkit import cli, course
+
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(course.os, "execv", lambda program, words: started.append(words[5:]))
+    for words in ([], ["--no-browser", "--port", "9000"], ["mine"], ["mine", "--no-browser"]):
+        monkeypatch.setattr(sys, "argv", ["trainkit", "lab", *words])
+        with suppress(SystemExit):
+            cli.main()
+    assert started == [
+        ["trainkit-lessons"],
+        ["trainkit-lessons", "--no-browser", "--port", "9000"],
+        ["mine"],
+        ["mine", "--no-browser"],
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "trainkit-lessons"]

@@ -225,6 +225,9 @@ def lab(
     ] = False,
 ) -> None:
     "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten. Other options go to JupyterLab."
+    options = [*context.args]
+    if str(folder).startswith("-"):  # an option of JupyterLab, which stands where the folder may
+        folder, options = Path("trainkit-lessons"), [str(folder), *options]
     done = copy_lessons(folder)
     count = {
         state: sum(v == state for v in done.values())
@@ -237,7 +240,7 @@ def lab(
         raise ModuleNotFoundError("JupyterLab is not installed: pip install 'trainkit-llm[lab]'")
     os.execv(
         sys.executable,
-        [sys.executable, "-m", "jupyter", "lab", "--notebook-dir", str(folder), *context.args],
+        [sys.executable, "-m", "jupyter", "lab", "--notebook-dir", str(folder), *options],
     )
 
 # %% ../nbs/90_toolbox/12_course.ipynb #6991d88d
