@@ -841,7 +841,7 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
             raise TypeError("this text stays here")
 
     with pytest.raises((TypeError, ValueError), match="stays here"):
-        count_words([Text("a b")] * 3, num_proc=2, lane="pure")
+        count_words([Text("a b")] * 3, num_proc=2, backend="python")
 
 
 def test_rows_in_memory_are_loaded_like_a_file(tmp_path):

@@ -93,9 +93,9 @@ def signatures(
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
 ) -> np.ndarray:  # (texts, num_hashes) uint32
     "MinHash: the smallest value that each hash function takes on a text's shingles (Broder 1997)."
-    dice = np.random.default_rng(seed)
-    odd = dice.integers(0, 2**31, num_hashes, np.uint32) * np.uint32(2) + np.uint32(1)
-    add = dice.integers(0, 2**32, num_hashes, np.uint32)
+    rng = np.random.default_rng(seed)
+    odd = rng.integers(0, 2**31, num_hashes, np.uint32) * np.uint32(2) + np.uint32(1)
+    add = rng.integers(0, 2**32, num_hashes, np.uint32)
     ignore, blocks, block, room = (
         np.unique(np.asarray(ignore, np.uint32)),
         [np.empty((0, num_hashes), np.uint32)],

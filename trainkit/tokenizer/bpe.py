@@ -33,7 +33,7 @@ from time import perf_counter
 import numpy as np
 
 from ..numba_utils import compile_kernels, find_key, hash_bytes, heap_pop, heap_push
-from ..numba_utils import pick_lane, same_bytes
+from ..numba_utils import pick_backend, same_bytes
 from ..progress import Progress
 from .pretokenize import PATTERN_KERNELS, PATTERN_KINDS, char_classes
 from .pretokenize import find_pattern, join_pairs, safe_pieces, split_words
@@ -117,10 +117,10 @@ def _blocks(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
         yield block
 
 
-def _count_block(block: list[str], pattern: str, lane: str) -> Counter:
+def _count_block(block: list[str], pattern: str, backend: str) -> Counter:
     "The words of a few texts."
     counts = Counter()
-    if pattern in PATTERN_KINDS and lane == "compiled":
+    if pattern in PATTERN_KINDS and backend == "numba":
         parts = [to_utf8(text) for text in block]
         joined, ends = b"".join(parts), np.cumsum([len(part) for part in parts])
         found = _word_kernels().count_kernel(
@@ -142,8 +142,8 @@ def count_words(
     ],  # Any iterable, taken a few megabytes at a time; one str counts as one text
     pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
     num_proc: int
-    | None = None,  # Processes; None is one in the compiled lane, and else all cores from 64 MB on
-    lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results
+    | None = None,  # Processes; None is one in the Numba backend, and else all cores from 64 MB on
+    backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results
     progress: bool = False,  # Show a bar
 ) -> Counter:  # Words as str; counts of several inputs add up to the counts of all
     "Count the words of texts; raises `ValueError` on a lone surrogate."
@@ -161,9 +161,9 @@ def count_words(
         try:
             for block in blocks:
                 size = sum(map(len, block))
-                taken = pick_lane(lane, size + done)
+                taken = pick_backend(backend, size + done)
                 crowd = num_proc or (
-                    1 if taken == "compiled" or done < 1 << 26 else os.cpu_count() or 1
+                    1 if taken == "numba" or done < 1 << 26 else os.cpu_count() or 1
                 )
                 if pool is None and crowd > 1:
                     pool = ProcessPoolExecutor(crowd, multiprocessing.get_context())
@@ -217,10 +217,10 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
     )
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #e5258ce4
-def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
+def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, with strings whose characters are tokens."
     if 256 + n_merges > _MOST:
-        raise ValueError(f"{n_merges:,} merges: the pure lane learns at most {_MOST - 256:,}")
+        raise ValueError(f"{n_merges:,} merges: the Python backend learns at most {_MOST - 256:,}")
     found, freq, number = _join_bytes(counts)
     count, where = _first_pairs(found, freq, number)
     words, weight = [w.decode("latin-1") for w in found], freq.tolist().__getitem__
@@ -408,7 +408,7 @@ def _kernels():
     return compile_kernels((find_key, heap_push, heap_pop, learn_kernel))
 
 
-def _learn_compiled(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
+def _learn_numba(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, from the compiled kernel."
     words, freq, number = _join_bytes(counts)
     sym = np.frombuffer(b"".join(words), np.uint8).astype(np.int32)
@@ -425,7 +425,7 @@ class Merges:
 
     pairs: list[tuple[int, int]]  # Merge `i` joins these two tokens to token `256 + i`
     counts: list[int]  # How often the pair occurred when it was joined
-    lane: str  # 'pure' or 'compiled'
+    backend: str  # 'python' or 'numba'
     seconds: float  # Time it took
 
     def tokens(self) -> list[bytes]:  # Token `i` at place `i`
@@ -436,21 +436,21 @@ class Merges:
         return out
 
     def __repr__(self):
-        return f"Merges({len(self.pairs):,} pairs, lane={self.lane!r}, {self.seconds:.2f} s)"
+        return f"Merges({len(self.pairs):,} pairs, backend={self.backend!r}, {self.seconds:.2f} s)"
 
 
 def learn_merges(
     counts: Mapping,  # Words (str or bytes) and how often each occurs, as from `count_words`
     n_merges: int,  # Tokens to learn; fewer are learned when no pair is left
-    lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results
+    backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results
     progress: bool = False,  # Show a bar
 ) -> Merges:  # The pairs in the order in which they were joined
     "Learn byte-pair encoding; the highest count goes first, ties to the smaller left, then the smaller right token."
     if n_merges < 0:
         raise ValueError(f"n_merges={n_merges}: use 0 or more")
-    start, lane = perf_counter(), pick_lane(lane, sum(map(len, counts)))
+    start, backend = perf_counter(), pick_backend(backend, sum(map(len, counts)))
     with Progress(n_merges, "Learning merges", "merge", enabled=progress) as bar:
-        learn = _learn_compiled if lane == "compiled" else _learn_pure
+        learn = _learn_numba if backend == "numba" else _learn_python
         pairs, tops = learn(counts, n_merges, bar)
         bar.update(len(pairs))
-    return Merges(pairs, tops, lane, perf_counter() - start)
+    return Merges(pairs, tops, backend, perf_counter() - start)

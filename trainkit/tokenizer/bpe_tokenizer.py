@@ -56,7 +56,7 @@ class BPETokenizer:
         eos_token: str | None = None,
         pad_token: str | None = None,
         unk_token: str | None = None,
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ):
         self.tokens, self.special_tokens = dict(tokens), dict(special_tokens or {})
         text = {i: token for token, i in self.tokens.items()}
@@ -66,7 +66,7 @@ class BPETokenizer:
             raise ValueError(
                 f"a pair asks for {error.args[0]!r}, which the vocabulary has not"
             ) from None
-        self.encoder = Encoder(self.tokens, pairs, made, ranks, pattern, whole, lane)
+        self.encoder = Encoder(self.tokens, pairs, made, ranks, pattern, whole, backend)
         self.pattern, self.whole, self.nfc = pattern, whole, nfc
         self.plain, self.post_processor, self.normalized = {*plain}, post_processor, {*normalized}
         self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
@@ -76,7 +76,7 @@ class BPETokenizer:
             unk_token,
         )
         self.chat_template: str | None = None
-        self.trained: Merges | None = None  # what `train` found, with its lane and time
+        self.trained: Merges | None = None  # what `train` found, with its backend and time
         self._bytes, self._sizes = (
             text,
             (0, np.zeros(0, np.int64)),
@@ -103,9 +103,9 @@ class BPETokenizer:
         return self.vocab_size
 
     @property
-    def lane(self) -> str:
-        "The lane that the last `encode` took."
-        return self.encoder.lane
+    def backend(self) -> str:
+        "The backend that the last `encode` took."
+        return self.encoder.backend
 
     def _id(self, token: str | None) -> int | None:
         if token is None or token in self.special_tokens:
@@ -167,7 +167,7 @@ class BPETokenizer:
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
         special_tokens: Sequence[str] = (),  # They get the last ids; the first is the `eos_token`
         num_proc: int | None = None,  # Processes that count words; see `count_words`
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results. `trained.lane` says which
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results. `trained.backend` says which
         progress: bool = True,  # Show bars
     ) -> "BPETokenizer":
         "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
@@ -184,9 +184,9 @@ class BPETokenizer:
         counts = (
             texts
             if isinstance(texts, Mapping)
-            else count_words(texts, pattern, num_proc, lane, progress)
+            else count_words(texts, pattern, num_proc, backend, progress)
         )
-        merges = learn_merges(counts, n_merges, lane, progress)
+        merges = learn_merges(counts, n_merges, backend, progress)
         if len(merges.pairs) < n_merges:
             raise ValueError(
                 f"vocab_size={vocab_size} asks for {n_merges:,} merges, "
@@ -198,7 +198,7 @@ class BPETokenizer:
             merges.pairs,
             pattern,
             {token: 256 + n_merges + i for i, token in enumerate(special)},
-            lane=lane,
+            backend=backend,
             eos_token=special[0] if special else None,
         )
         if known := next((token for token in special if token.encode() in tok.tokens), None):
@@ -352,7 +352,7 @@ class BPETokenizer:
     def load(
         cls,
         folder: str | Path,  # A folder with `tokenizer.json`, ours or another's
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
         "Read a tokenizer from a Hugging Face folder; a file that is broken or that works otherwise is a `ValueError`."
         folder, config = Path(folder), {}
@@ -371,7 +371,7 @@ class BPETokenizer:
                 and (token if isinstance(token, str) else token["content"])
                 for role in ("bos_token", "eos_token", "pad_token", "unk_token")
             }
-            tok = cls(**from_json(data), **names, lane=lane)
+            tok = cls(**from_json(data), **names, backend=backend)
         except (
             json.JSONDecodeError,
             UnicodeDecodeError,
@@ -400,19 +400,19 @@ class BPETokenizer:
     def from_hf(
         cls,
         source: Any,  # A folder, a tokenizer of transformers, or one of the `tokenizers` library
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
         "The same tokenizer as one of Hugging Face; what cannot be reproduced is a `ValueError`."
         if isinstance(source, str | Path):
-            return cls.load(source, lane)
-        backend = getattr(source, "backend_tokenizer", source)
-        if not hasattr(backend, "to_str"):
+            return cls.load(source, backend)
+        library_tokenizer = getattr(source, "backend_tokenizer", source)
+        if not hasattr(library_tokenizer, "to_str"):
             raise TypeError(f"expected a folder or a fast tokenizer, got {type(source).__name__}")
         names: dict[str, Any] = {
             role: (token := getattr(source, role, None)) and str(token)
             for role in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        tok = cls(**from_json(json.loads(backend.to_str())), **names, lane=lane)
+        tok = cls(**from_json(json.loads(library_tokenizer.to_str())), **names, backend=backend)
         tok.chat_template = usual_template(getattr(source, "chat_template", None))
         return tok
 
@@ -437,7 +437,7 @@ class BPETokenizer:
         | None = None,  # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
         special_tokens: Mapping[str, int]
         | None = None,  # Special token -> id; an Encoding brings its own
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
         "The same tokenizer as one of tiktoken."
         if hasattr(source, "_mergeable_ranks"):
@@ -460,7 +460,7 @@ class BPETokenizer:
             pattern or GPT4_PATTERN,
             special,
             [i for _, _, i in pairs],
-            lane=lane,
+            backend=backend,
             eos_token="<|endoftext|>" if "<|endoftext|>" in special else None,
         )
 
@@ -523,7 +523,9 @@ class BPETokenizer:
             ),
         }
         if self.trained:
-            facts["merges learned"] = f"in {self.trained.seconds:.2f} s, {self.trained.lane} lane"
+            facts["merges learned"] = (
+                f"in {self.trained.seconds:.2f} s, {self.trained.backend} backend"
+            )
         row = '<tr><th style="text-align:left">{}</th><td style="text-align:left">{}</td></tr>'
         return (
             "<table>"
