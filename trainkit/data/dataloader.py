@@ -282,10 +282,8 @@ def cut_rows(
         size, batch = int(min(limit, longest)), []
         room = batch_size if max_tokens is None else max(1, min(batch_size, max_tokens // size))
         while len(batch) < room and at < len(order):
-            row, left = (
-                int(order[at]),
-                int(lengths[order[at]]) - start - 1,
-            )  # so many are still to be predicted
+            # so many are still to be predicted
+            row, left = (int(order[at]), int(lengths[order[at]]) - start - 1)
             pieces = max(1, math.ceil(left / (size - 1)))
             stop = start + math.ceil(left / pieces) + 1
             batch.append((row, start, stop))
@@ -338,9 +336,11 @@ def token_blocks(
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #f756bb88
 def collate(
-    rows: Sequence,  # Arrays of ids, or dicts with `input_ids` and perhaps `labels` and `position_ids`
+    # Arrays of ids, or dicts with `input_ids` and perhaps `labels` and `position_ids`
+    rows: Sequence,
     pad_id: int = 0,  # What stands in the padding; nothing depends on it
-    padding_free: bool = False,  # All rows in one, with positions that start again, instead of a rectangle
+    # All rows in one, with positions that start again, instead of a rectangle
+    padding_free: bool = False,
 ) -> dict[
     str, Tensor
 ]:  # input_ids, labels (rows, longest) int64; attention_mask where rows differ; position_ids if given
@@ -417,9 +417,8 @@ class _Planned(Dataset):
         plan = self.plan[i]
         with nullcontext() if self.place is None else chance_of(*self.place, i):
             if plan.ndim == 2:
-                rows = [
-                    self.rows[r][start:stop] for r, start, stop in plan.tolist()
-                ]  # pieces of running text
+                # pieces of running text
+                rows = [self.rows[r][start:stop] for r, start, stop in plan.tolist()]
             else:
                 rows = [self.rows[r] for r in plan.tolist()]
             return self.join(rows)
@@ -445,12 +444,12 @@ class Batches:
         drop_last: bool = False,  # Leave out a last batch that is not full
         pad_id: int = 0,
         group_by_length: bool = False,  # Rows of like length go together
-        curriculum: CurriculumConfig
-        | None = None,  # Easy rows first; bare arrays of ids are running text, and cut
-        difficulty_fn: Callable[[Any], float]
-        | None = None,  # How hard a row is, for a curriculum by difficulty
-        max_tokens: int
-        | None = None,  # Places in a batch at most; it may have fewer rows than `batch_size` then
+        # Easy rows first; bare arrays of ids are running text, and cut
+        curriculum: CurriculumConfig | None = None,
+        # How hard a row is, for a curriculum by difficulty
+        difficulty_fn: Callable[[Any], float] | None = None,
+        # Places in a batch at most; it may have fewer rows than `batch_size` then
+        max_tokens: int | None = None,
         padding_free: bool = False,  # Each batch is one row with positions that start again
         num_workers: int = 0,  # Processes that prepare batches ahead
         pin_memory: bool = False,  # Put batches where a GPU fetches them faster
@@ -492,9 +491,8 @@ class Batches:
             0,
         )
         needed = group_by_length or max_tokens is not None or curriculum is not None
-        self.lengths = (
-            None if not needed else getattr(rows, "lengths", None)
-        )  # `TokenRows` knows them
+        # `TokenRows` knows them
+        self.lengths = None if not needed else getattr(rows, "lengths", None)
         if needed and self.lengths is None:
             self.lengths = np.array([_length(row) for row in rows], np.int64)
         self.cut = bool(
@@ -590,7 +588,8 @@ class Batches:
         "The rest of this epoch; afterwards the place is the start of the next."
         plan = _Planned(self, self.epoch)
         pin = self.pin_memory and torch.cuda.is_available()
-        # A generator of its own, for the loader would draw from torch's and change what dropout does
+        # A generator of its own, for the loader would draw from torch's and change what dropout
+        # does
         loader = DataLoader(
             plan,
             batch_size=None,
@@ -617,11 +616,14 @@ class Batches:
             or self.cut
         ):
             return None
-        whole = lambda row: (
-            _length(row)
-            if "length" in row or "input_ids" in row
-            else sum(len(x) for x in row.values() if hasattr(x, "__len__"))
-        )
+
+        def whole(row):
+            return (
+                _length(row)
+                if "length" in row or "input_ids" in row
+                else sum(len(x) for x in row.values() if hasattr(x, "__len__"))
+            )
+
         return self.join(
             sorted(self.rows, key=whole)[-min(self.batch_size, rows or self.batch_size) :]
         )

@@ -217,27 +217,23 @@ def _rows_in_hand(rows: Any, split: str | None) -> Iterator[Raw]:
 
 
 def stream_examples(
-    path_or_name: str
-    | Path
-    | Iterable[
-        Mapping
-    ],  # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    path_or_name: str | Path | Iterable[Mapping],
     kind: str | None = None,  # A key of `KINDS`; told by the first row when None
     text_column: str | None = None,  # The column that holds the text; says that the kind is text
     split: str | None = None,  # Of a folder or dataset; `train` where there are several
-    columns: Mapping[str, str]
-    | None = None,  # Usual name -> the file's, as in `{'prompt': 'frage'}`
+    # Usual name -> the file's, as in `{'prompt': 'frage'}`
+    columns: Mapping[str, str] | None = None,
     dataset_config: str | None = None,  # Which part of a Hugging Face dataset that has several
     field: str | None = None,  # Where in a JSON file the list of rows lies
     encoding: str = "utf-8",  # How the characters of text files are written
     on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
     max_examples: int | None = None,  # Stop after this many
-    keep_columns: bool
-    | Collection[
-        str
-    ] = True,  # False keeps only those of the kind, and where the row is from; names keep these too
+    # False keeps only those of the kind, and where the row is from; names keep these too
+    keep_columns: bool | Collection[str] = True,
     num_workers: int = 1,  # Processes that check rows; the result is the same with any number
-    streaming: bool = True,  # Read a Hugging Face dataset as it comes instead of downloading all of it first
+    # Read a Hugging Face dataset as it comes instead of downloading all of it first
+    streaming: bool = True,
     report: LoadReport | None = None,  # Filled in as rows are read
 ) -> Iterator[
     dict
@@ -301,18 +297,16 @@ def stream_examples(
 
 
 def load_examples(
-    path_or_name: str
-    | Path
-    | Iterable[
-        Mapping
-    ],  # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    path_or_name: str | Path | Iterable[Mapping],
     kind: str | None = None,  # A key of `KINDS`; told by the first row when None
     text_column: str | None = None,  # The column that holds the text; says that the kind is text
     split: str | None = None,  # Of a folder or dataset; `train` where there are several
     max_chars: int | None = None,  # Stop after this many characters; a text is cut there
     on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
     max_examples: int | None = None,  # Stop after this many
-    **options,  # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
+    # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
+    **options,
 ) -> LoadedRows:  # A list of rows, with a `report`
     "All examples of a file, a folder, a corpus or a dataset; what was left out is counted, and said."
     report = LoadReport(_called(path_or_name))
@@ -364,8 +358,8 @@ def side(
 # %% ../../nbs/02_data/05_splits.ipynb #1a516725
 def split_key(
     row: Mapping,  # An example of any kind
-    group: str
-    | None = None,  # A column that decides instead of the content: rows that share its value stay together
+    # A column that decides instead of the content: rows that share its value stay together
+    group: str | None = None,
 ) -> str:
     "What decides on which side a row is: its text, or the question without the answer."
     if group is not None:
@@ -380,9 +374,8 @@ def split_key(
     else:
         asked = row.get({"messages": "messages", "reasoning": "question"}.get(kind, "prompt"))
     if not isinstance(asked, str):
-        begin = next(
-            (i for i, turn in enumerate(asked) if turn["role"] == "user"), 0
-        )  # a greeting may come first
+        # a greeting may come first
+        begin = next((i for i, turn in enumerate(asked) if turn["role"] == "user"), 0)
         first = next(
             (i for i, turn in enumerate(asked) if turn["role"] == "assistant" and i > begin),
             len(asked),
@@ -457,13 +450,16 @@ def split_examples(
     eval_fraction: float = 0.1,  # About this share of the rows
     seed: int = 0,  # Another seed is another split
     test_fraction: float = 0.0,  # About this share for a last test, which nothing else should read
-    by: str
-    | None = None,  # A column such as `task` or `source`: those of its values that nothing is set apart of are named in a warning
-    group: str
-    | None = None,  # A column whose equal values must stay together, instead of equal questions
-    fractions: Mapping[str, float]
-    | None = None,  # Value of `by` -> a share of its own, instead of `eval_fraction`
-    on_empty: str = "warn",  # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate on, or only if there are none to 'train' on
+    # A column such as `task` or `source`: those of its values that nothing is set apart of are
+    # named in a warning
+    by: str | None = None,
+    # A column whose equal values must stay together, instead of equal questions
+    group: str | None = None,
+    # Value of `by` -> a share of its own, instead of `eval_fraction`
+    fractions: Mapping[str, float] | None = None,
+    # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate
+    # on, or only if there are none to 'train' on
+    on_empty: str = "warn",
 ) -> tuple[
     list[dict], ...
 ]:  # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
@@ -567,14 +563,13 @@ def chunk_examples(
 _CONTROL = re.compile(
     "\x1b\\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\xad\u180e\u2060-\u2064\ufeff]"
 )
-_NO_BLANKS = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai to Tibetan, Burmese, Khmer: a zero-width space parts their words
+# Thai to Tibetan, Burmese, Khmer: a zero-width space parts their words
+_NO_BLANKS = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"
 _BREAKS = re.compile(f"(?<![{_NO_BLANKS}])\u200b(?![{_NO_BLANKS}])")
-_JOINERS = re.compile(
-    "(?<![^\x00-\u024f])[\u200c\u200d]+(?![^\x00-\u024f])"
-)  # between letters that never join
-_DIRECTION = re.compile(
-    "[\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)  # of use where some letters run to the left
+# between letters that never join
+_JOINERS = re.compile("(?<![^\x00-\u024f])[\u200c\u200d]+(?![^\x00-\u024f])")
+# of use where some letters run to the left
+_DIRECTION = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _TO_THE_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
 _TAGS = re.compile("[\U000e0000-\U000e007f]")  # of use after the black flag, as in Scotland's
 

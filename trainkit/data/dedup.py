@@ -73,9 +73,8 @@ def shingles(
 def jaccard(
     a: np.ndarray,  # Shingles
     b: np.ndarray,
-    ignore: frozenset[
-        int
-    ] = frozenset(),  # Shingles that count only where one text has them and the other has not
+    # Shingles that count only where one text has them and the other has not
+    ignore: frozenset[int] = frozenset(),
 ) -> float:  # From 0, nothing in common, to 1
     "The share of all shingles that both have."
     one, other = set(a.tolist()), set(b.tolist())
@@ -87,7 +86,8 @@ def jaccard(
 # %% ../../nbs/02_data/09_dedup.ipynb #24422a51
 def signatures(
     texts: Iterable[str],  # Read once, a block at a time
-    num_hashes: int = 128,  # Hash functions; the estimate is off by at most 0.5/√num_hashes on average
+    # Hash functions; the estimate is off by at most 0.5/√num_hashes on average
+    num_hashes: int = 128,
     size: int = 3,  # Words in a shingle
     seed: int = 0,  # Chooses the hash functions
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
@@ -143,7 +143,8 @@ def chance_found(
 def choose_bands(
     threshold: float,  # Similarity from which on pairs shall be found
     num_hashes: int = 128,
-    miss: float = 0.01,  # How many of the pairs at the threshold may be missed; further above, fewer are
+    # How many of the pairs at the threshold may be missed; further above, fewer are
+    miss: float = 0.01,
 ) -> tuple[
     int, int
 ]:  # Bands, and rows in each: as many rows as `miss` allows, because more rows are less work
@@ -239,9 +240,8 @@ def near_pairs(
         first.setdefault(content_key(text), i)
     own = list(first.values())
     signature = signatures((texts[i] for i in own), num_hashes, size, seed, ignore)
-    slack = (
-        3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
-    )  # an estimate may be this much too low
+    # an estimate may be this much too low
+    slack = 3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
     pairs = candidates(signature, choose_bands(threshold, num_hashes)[1], threshold - slack)
     look, form = lru_cache(4096)(lambda i: shingles(texts[i], size)), frozenset(ignore.tolist())
     out = ((own[i], own[j], jaccard(look(own[i]), look(own[j]), form)) for i, j in pairs.tolist())
@@ -271,12 +271,14 @@ def join_groups(
 def find_leaks(
     eval_texts: list[str],
     train_texts: list[str],
-    threshold: float = 0.8,  # Jaccard similarity; 1.0 finds the same words, whatever the case and the blanks
+    # Jaccard similarity; 1.0 finds the same words, whatever the case and the blanks
+    threshold: float = 0.8,
     size: int = 3,
     num_hashes: int = 128,
     seed: int = 0,
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count
-    reach: int = 32,  # Training texts with one key that are compared with an evaluation text, for each band
+    # Training texts with one key that are compared with an evaluation text, for each band
+    reach: int = 32,
 ) -> list[
     tuple[int, int, float]
 ]:  # Position in eval_texts, best match in train_texts, true similarity
@@ -317,10 +319,10 @@ def find_leaks(
 # %% ../../nbs/02_data/09_dedup.ipynb #2bfdd8ff
 def drop_duplicates(
     rows: Sequence[dict],
-    texts: list[str]
-    | None = None,  # What is compared, one for each row; the rows' `text` when None
-    threshold: float
-    | None = 0.8,  # Near duplicates go too, from this similarity on; None drops only equal ones
+    # What is compared, one for each row; the rows' `text` when None
+    texts: list[str] | None = None,
+    # Near duplicates go too, from this similarity on; None drops only equal ones
+    threshold: float | None = 0.8,
 ) -> tuple[
     list[dict], list[int]
 ]:  # The rows that stay, in order, and the positions of those that went

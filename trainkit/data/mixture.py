@@ -104,12 +104,11 @@ class Mixture(list):
 
 def mix(
     datasets: Mapping[str, Sequence[dict]],  # Task -> its rows
-    weights: Mapping[str, float]
-    | Sequence[float]
-    | None = None,  # How much of each, in any unit; None: by size
+    # How much of each, in any unit; None: by size
+    weights: Mapping[str, float] | Sequence[float] | None = None,
     temperature: float = 1.0,  # Above 1 small datasets get more than their size says
-    prefixes: bool
-    | Mapping[str, str] = False,  # True puts `[TASK:NAME] ` before each question; or your own marks
+    # True puts `[TASK:NAME] ` before each question; or your own marks
+    prefixes: bool | Mapping[str, str] = False,
     total: int | None = None,  # Rows of the mixture; None: as many as the datasets have together
     seed: int = 0,  # Chooses rows and their order
 ) -> Mixture:  # Copies of rows, shuffled, each with its `task`; `source` stays what it was
@@ -141,12 +140,8 @@ def mix(
                 f"{len(weights)} weights for {len(datasets)} datasets: give one for each"
             )
     kinds = {name: example_kind(rows[0]) for name, rows in datasets.items()}
-    chats = {
-        "messages",
-        "instruction",
-        "reasoning",
-        "prompt_completion",
-    }  # all become conversations
+    # all become conversations
+    chats = {"messages", "instruction", "reasoning", "prompt_completion"}
     if len({*kinds.values()}) > 1 and not {*kinds.values()} <= chats:
         raise ValueError(
             f"these kinds do not train together: {', '.join(f'{name}: {kind}' for name, kind in kinds.items())}"

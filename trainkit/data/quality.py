@@ -71,9 +71,8 @@ def find_form(
     for name, form in FORMS.items():
         if (head := form.search(text)) is None:
             continue
-        last = (
-            ANSWERED[name].search(text, head.end()) if name in ANSWERED else head
-        )  # After the first head, or after none
+        # After the first head, or after none
+        last = ANSWERED[name].search(text, head.end()) if name in ANSWERED else head
         if last:
             hits.append((head.start(), name, (head.start(), last.end())))
     return min(hits)[1:] if hits else None
@@ -624,9 +623,8 @@ def cut_answers(case: Case) -> Iterator[Finding]:
         tally.total += 1
         if answer[-1].isalnum() or answer[-1] in ",-–(/":
             open_ended.append(i)
-    if (
-        tally.total >= max(20, 0.2 * len(rows)) and len(open_ended) <= 0.2 * tally.total
-    ):  # prose is the rule, and ends well
+    # prose is the rule, and ends well
+    if tally.total >= max(20, 0.2 * len(rows)) and len(open_ended) <= 0.2 * tally.total:
         for i in open_ended:
             answer = rows.parts(i)[1].rstrip()
             tally.add(rows.where(i), answer, (answer.rfind(" ") + 1, len(answer)))
@@ -913,7 +911,10 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
         said.setdefault(key, i)
         if other in said and key != other:
             against.add(f"{rows.where(i)} against {rows.where(said[other])}", asked)
-    level = lambda tally, limit=0.005: "warning" if tally.count * share >= limit else "note"
+
+    def level(tally, limit=0.005):
+        return "warning" if tally.count * share >= limit else "note"
+
     yield from exact.finding(
         "exact_duplicates",
         level(exact),
@@ -974,7 +975,10 @@ def check_leaks(case: Case) -> Iterator[Finding]:
         remedy,
         unit="rows to evaluate on",
     )
-    level = lambda tally: "warning" if tally.count >= max(3, 0.01 * len(held)) else "note"
+
+    def level(tally):
+        return "warning" if tally.count >= max(3, 0.01 * len(held)) else "note"
+
     yield from near.finding(
         "near_leak",
         level(near),
@@ -1050,19 +1054,19 @@ CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
 
 
 def check_examples(
-    rows: Iterable[
-        Mapping
-    ],  # Rows to train on, of any kind in `KINDS`, as `load_examples` gives them
-    eval_rows: Iterable[Mapping]
-    | None = None,  # Rows to evaluate on, for leaks and differences in preparation
+    # Rows to train on, of any kind in `KINDS`, as `load_examples` gives them
+    rows: Iterable[Mapping],
+    # Rows to evaluate on, for leaks and differences in preparation
+    eval_rows: Iterable[Mapping] | None = None,
     kind: str | None = None,  # A key of `KINDS`; told by the columns when None
     method: str | None = None,  # What the rows are for, a key of `ENOUGH`; by the kind when None
-    tokenizer: Any = None,  # Its chat template is tried on the rows; with `max_length`, too long rows are counted
+    # Its chat template is tried on the rows; with `max_length`, too long rows are counted
+    tokenizer: Any = None,
     max_length: int | None = None,  # Tokens
     checks: Iterable[str] | None = None,  # Keys of `CHECKS`; all when None
     strict: bool = False,  # Warnings make the exit code 1, too
-    template: str
-    | None = None,  # The run's chat format, a name or Jinja; the tokenizer's own when None
+    # The run's chat format, a name or Jinja; the tokenizer's own when None
+    template: str | None = None,
 ) -> QualityReport:
     "What is wrong with these rows, with evidence and remedy."
     names = [*CHECKS] if checks is None else [*checks]

@@ -78,11 +78,8 @@ def excerpt(
     )
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #c2073841
-SEVERITIES = (
-    "error",
-    "warning",
-    "note",
-)  # A run would be spoiled; it would be worse than it could be; good to know
+# A run would be spoiled; it would be worse than it could be; good to know
+SEVERITIES = ("error", "warning", "note")
 
 
 @dataclass

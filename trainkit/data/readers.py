@@ -111,9 +111,11 @@ def plain_suffix(
     return Path(name).suffix
 
 
-UNPACKED_VARIABLE = "TRAINKIT_MAX_UNPACKED"  # The variable that says how many bytes a compressed file may become, if more than `UNPACKED`
+# The variable that says how many bytes a compressed file may become, if more than `UNPACKED`
+UNPACKED_VARIABLE = "TRAINKIT_MAX_UNPACKED"
 UNPACKED = 16 * 2**30
-RATIO = 200  # Text shrinks to a tenth, at best to a fiftieth; what grows more often is made to fill a machine
+# Text shrinks to a tenth, at best to a fiftieth; what grows more often is made to fill a machine
+RATIO = 200
 
 
 class _Bounded(io.RawIOBase):
@@ -225,9 +227,8 @@ def read_text(
     return text
 
 # %% ../../nbs/02_data/02_readers.ipynb #18fadf4a
-Row = tuple[
-    int, Any
-]  # The line on which a row begins, from 1, and the row, or a `ValueError` in its place
+# The line on which a row begins, from 1, and the row, or a `ValueError` in its place
+Row = tuple[int, Any]
 
 
 def _json(text: str, where: str) -> Any:
@@ -239,9 +240,8 @@ def _json(text: str, where: str) -> Any:
     except RecursionError:
         return ValueError(f"{where}: not JSON (brackets nested too deep)")
     except ValueError as error:
-        return ValueError(
-            f"{where}: not JSON ({str(error).partition(';')[0]})"
-        )  # A number of thousands of digits
+        # A number of thousands of digits
+        return ValueError(f"{where}: not JSON ({str(error).partition(';')[0]})")
 
 
 def _as_row(value: Any, where: str) -> Any:
@@ -275,10 +275,8 @@ def _read_json(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     with Whole(path) as file:
         head = b"".join(islice((line for line in file if line.strip(b" \t\r\n\0")), 2))
     first, _, second = head.decode(codec(encoding), "ignore").strip().partition("\n")
-    begins, named = (
-        _json(first, ""),
-        plain_suffix(path) != ".json",
-    )  # as a file of lines; its first may be a broken one
+    # as a file of lines; its first may be a broken one
+    begins, named = (_json(first, ""), plain_suffix(path) != ".json")
     if isinstance(begins, dict):
         lines = named or bool(second)
     elif first[:1] == "[":
@@ -297,7 +295,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 def _elements(path: Path, text: str, field: str | None) -> Iterator[Row]:
     "The objects of a JSON list, or of the list inside a JSON object."
     read, ends = json.JSONDecoder(), [0]
-    skip = lambda at: _SPACE.match(text, at).end()  # type: ignore
+
+    def skip(at):
+        return _SPACE.match(text, at).end()  # type: ignore
 
     def fail(at: int, why: str) -> ValueError:
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
@@ -397,9 +397,8 @@ def _cell(text: str) -> Any:
 
 
 def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # the standard limit, 131,072 characters, is short for a text
+    # the standard limit, 131,072 characters, is short for a text
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with Whole(path) as file:
         lines = io.TextIOWrapper(file, codec(encoding), newline="")
         try:
@@ -539,14 +538,12 @@ def _to_csv(rows: list[dict], mark: str) -> bytes:
     columns, out = list(dict.fromkeys(c for row in rows for c in row)), io.StringIO(newline="")
     if not columns:
         raise ValueError("there are no rows, so nobody knows the columns of the table")
-    table = csv.writer(
-        out, delimiter=mark
-    )  # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts
+    # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts
+    table = csv.writer(out, delimiter=mark)
     table.writerow(columns)
     for row in rows:
-        cells = (
-            v.tolist() if hasattr(v := row.get(c, ""), "tolist") else v for c in columns
-        )  # an array's own text is shortened
+        # an array's own text is shortened
+        cells = (v.tolist() if hasattr(v := row.get(c, ""), "tolist") else v for c in columns)
         table.writerow(
             [
                 ""

@@ -140,9 +140,10 @@ def example_kind(
         )
     if not row:
         raise ValueError("the row has no columns")
-    near = lambda columns: next(
-        (h for n in row if n not in columns and (h := nearest(n, columns))), ""
-    )
+
+    def near(columns):
+        return next((h for n in row if n not in columns and (h := nearest(n, columns))), "")
+
     halves = {
         kind: [c for c in columns if c not in row]
         for kind, columns in KINDS.items()
@@ -157,9 +158,8 @@ def example_kind(
         else f"known are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}"
     )
     hint, own = near(missing), [c for c in row if c not in ("source", "line")]
-    if (
-        kind is None and not hint and len(own) > 1
-    ):  # Two unknown names: most likely a question and its answer
+    # Two unknown names: most likely a question and its answer
+    if kind is None and not hint and len(own) > 1:
         hint = (
             f" Say what they hold, as in columns={{'prompt': {own[0]!r}, 'completion': {own[1]!r}}}"
             f" (in a shell --column prompt={own[0]} --column completion={own[1]})"
@@ -306,15 +306,17 @@ def _preference(row: dict) -> None:
             raise ValueError("the row has no 'prompt', and chosen and rejected begin differently")
     else:
         prompt = _turns_or_text(prompt, "prompt")
-    if not isinstance(
-        chosen, str
-    ):  # the usual mix: a prompt as text, answers as conversations that begin with it
+    # the usual mix: a prompt as text, answers as conversations that begin with it
+    if not isinstance(chosen, str):
         turns = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        cut = lambda answer: (
-            answer[len(turns) :]
-            if answer[: len(turns)] == turns and len(answer) > len(turns)
-            else answer
-        )
+
+        def cut(answer):
+            return (
+                answer[len(turns) :]
+                if answer[: len(turns)] == turns and len(answer) > len(turns)
+                else answer
+            )
+
         prompt, chosen, rejected = turns, cut(chosen), cut(rejected)
     elif not isinstance(prompt, str):
         chosen, rejected = ([dict(role="assistant", content=c)] for c in (chosen, rejected))
@@ -324,8 +326,8 @@ def _preference(row: dict) -> None:
 def as_example(
     row: Mapping,  # A row as a file has it
     kind: str | None = None,  # A key of `KINDS`; told by the columns when None
-    columns: Mapping[str, str]
-    | None = None,  # Usual name -> the row's name, as in `{'prompt': 'frage'}`
+    # Usual name -> the row's name, as in `{'prompt': 'frage'}`
+    columns: Mapping[str, str] | None = None,
 ) -> dict:  # The columns of its kind under their usual names, then all others; raises `ValueError` with what is wrong
     "A checked example out of a row with whatever names."
     if not isinstance(row, Mapping):
@@ -392,9 +394,8 @@ def as_example(
     more = {k: v for k, v in row.items() if k not in out.values() and k not in own}
     if kind != "text" and isinstance(more.get("system_prompt"), str) and "system" not in more:
         more["system"] = more.pop("system_prompt")
-    talk = (
-        "messages" if kind == "messages" else "prompt"
-    )  # where a system prompt in a column of its own belongs
+    # where a system prompt in a column of its own belongs
+    talk = "messages" if kind == "messages" else "prompt"
     if (
         isinstance(turns := own.get(talk), list)
         and more.get("system")
@@ -406,7 +407,8 @@ def as_example(
 # %% ../../nbs/02_data/01_columns.ipynb #d078fae5
 def to_messages(
     row: Mapping,  # An example of kind prompt_completion, instruction, messages or reasoning
-    train_reasoning: bool = True,  # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
+    # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
+    train_reasoning: bool = True,
     kind: str | None = None,  # Told by the columns when None
 ) -> list[
     dict
@@ -442,9 +444,8 @@ def to_messages(
 # %% ../../nbs/02_data/01_columns.ipynb #377dc341
 def map_texts(
     row: Mapping,  # An example
-    function: Callable[
-        [str], str
-    ],  # Applied to every text that belongs to the example's kind, in order
+    # Applied to every text that belongs to the example's kind, in order
+    function: Callable[[str], str],
     kind: str | None = None,  # Told by the columns when None
 ) -> dict:  # A changed copy; labels, sources and other columns are left alone
     "Apply a function to all texts of an example, inside conversations too."

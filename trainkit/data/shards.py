@@ -317,8 +317,10 @@ def _read_texts(file: Path, encoding: str, text_column: str | None) -> Iterator[
 
 
 def read_pieces(
-    source: Any,  # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
-    pattern: str = "cl100k",  # How the tokenizer splits words; one of your own leaves every document whole
+    # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
+    source: Any,
+    # How the tokenizer splits words; one of your own leaves every document whole
+    pattern: str = "cl100k",
     size: int = _PIECE,  # Characters in a piece, about
     encoding: str = "utf-8",  # Of files
     text_column: str | None = None,  # What files of rows call the text; found out when None
@@ -330,9 +332,8 @@ def read_pieces(
                 yield from read_pieces(_read_texts(file, encoding, text_column), pattern, size)
             else:
                 rest = ""
-                for chunk in _read_chunks(
-                    file, encoding, size
-                ):  # cut near its end: the rest is short
+                # cut near its end: the rest is short
+                for chunk in _read_chunks(file, encoding, size):
                     text = rest + chunk
                     *done, rest = safe_pieces(text, pattern, max(size // 2, len(text) - 4096))
                     yield from ((piece, False) for piece in done)
@@ -415,8 +416,8 @@ def _work(texts: list[str], ends: list[bool]) -> np.ndarray:
 def encode_blocks(
     jobs: Iterable[tuple[int, list[str], list[bool]]],  # (shard, texts, where documents end)
     tokenizer: Any,  # From `native`
-    num_proc: int
-    | None = None,  # Processes; None is one for the first 16 million characters, then all cores
+    # Processes; None is one for the first 16 million characters, then all cores
+    num_proc: int | None = None,
     skip: Collection[int] = (),  # Shards that are not to be encoded
 ) -> Iterator[
     tuple[int, list[str], list[bool], np.ndarray | None]
@@ -490,7 +491,8 @@ def _shard_jobs(
 
 
 def tokenize_to_disk(
-    texts_or_path: Any,  # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
+    # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
+    texts_or_path: Any,
     tokenizer: Any,  # Our `BPETokenizer`, or a tokenizer of transformers; it needs an EOS token
     folder: str | Path,  # Gets the shards, `index.json` and a copy of the tokenizer
     num_proc: int | None = None,  # Processes; None takes all cores when there is enough to do

@@ -58,12 +58,10 @@ def _bible() -> Iterator[dict]:
         '"""'
     )  # a call: the text, and two dicts of verses
     text = ast.literal_eval(f'"""{quoted}"""')
-    starts, ends = (
-        re.finditer(r"(\d+)\d{3}: (\d+)", part) for part in after.split("}")[:2]
-    )  # a verse is numbered bbcccvvv
-    for number, verses in groupby(
-        zip(starts, ends, strict=True), lambda pair: int(pair[0][1])
-    ):  # book and chapter
+    # a verse is numbered bbcccvvv
+    starts, ends = (re.finditer(r"(\d+)\d{3}: (\d+)", part) for part in after.split("}")[:2])
+    # book and chapter
+    for number, verses in groupby(zip(starts, ends, strict=True), lambda pair: int(pair[0][1])):
         spans = [(int(start[2]), int(end[2])) for start, end in verses]
         yield dict(
             text=text[spans[0][0] : spans[-1][1]].strip().replace("`", "'"),
@@ -87,9 +85,8 @@ def _stdlib() -> Iterator[dict]:
     }
     found: list[Path] = []
     for here, folders, files in os.walk(root):
-        folders[:] = [
-            name for name in folders if name not in skip
-        ]  # These are not even looked into
+        # These are not even looked into
+        folders[:] = [name for name in folders if name not in skip]
         found += [Path(here) / name for name in files if name.endswith(".py")]
     for path in sorted(found):
         text = path.read_bytes().decode("utf-8", errors="replace")
@@ -127,9 +124,8 @@ def plain_text(
     "Text out of a scrap of HTML."
     text = re.split(r"<(?:strong|b)>\s*note", markup, maxsplit=1)[0]
     text = re.sub(r"<br\s*/?>|</?p>", "; ", re.sub(r"(?:<br\s*/?>|</?p>|\s)+$", "", text))
-    text = html.unescape(
-        html.unescape(re.sub(r"<[^<>]*>", "", text))
-    )  # some entities are escaped twice
+    # some entities are escaped twice
+    text = html.unescape(html.unescape(re.sub(r"<[^<>]*>", "", text)))
     return re.sub(r"\s+", " ", re.sub(r"(?:\s*;)+", ";", text)).strip(" ;")
 
 # %% ../../nbs/02_data/03_sources.ipynb #338ddd14
@@ -362,9 +358,8 @@ CORPORA: dict[str, Callable[[], Iterator[dict]]] = {  # name -> a function that 
 # %% ../../nbs/02_data/03_sources.ipynb #b57631d8
 BAD_KEPT = 1000  # Messages of rows that were left out; the others are counted
 
-Raw = tuple[
-    str, str, int | None, Any
-]  # Where a row is (for messages), its source, its line, and the row or a `ValueError`
+# Where a row is (for messages), its source, its line, and the row or a `ValueError`
+Raw = tuple[str, str, int | None, Any]
 
 
 @dataclass
@@ -375,9 +370,8 @@ class LoadReport:
     kind: str = ""  # Of the rows that were kept
     rows: int = 0  # Kept
     files: int = 0
-    bad: list[str] = field(
-        default_factory=list
-    )  # What is wrong with each row that was left out; the first `BAD_KEPT`
+    # What is wrong with each row that was left out; the first `BAD_KEPT`
+    bad: list[str] = field(default_factory=list)
     further: int = 0  # Rows that were left out besides those
     renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the file's
     notes: list[str] = field(default_factory=list)  # What else a reader of the rows should know
@@ -565,8 +559,8 @@ def _hub_rows(
 
 
 def raw_rows(
-    path_or_name: str
-    | Path,  # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
+    # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
+    path_or_name: str | Path,
     split: str | None,  # Of a folder or dataset; None: `train` where there are several
     config: str | None,  # Which part of a dataset that has several
     encoding: str,  # How the characters of text files are written

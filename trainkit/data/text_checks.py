@@ -305,9 +305,8 @@ def mask_personal(text: str) -> str:  # `[GitHub token]` where one was
     ):
         if j <= end:
             continue
-        out += (
-            [text[end:i], f"[{kind}]"] if i >= end else []
-        )  # of two that overlap, the first is named
+        # of two that overlap, the first is named
+        out += [text[end:i], f"[{kind}]"] if i >= end else []
         end = j
     return "".join([*out, text[end:]])
 

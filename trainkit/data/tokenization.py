@@ -261,7 +261,10 @@ def _render_all(
         train_on=train_on,
         reasoning=reasoning,
     )
-    render = lambda: in_order(work, enumerate(rows), num_workers, 512)
+
+    def render():
+        return in_order(work, enumerate(rows), num_workers, 512)
+
     if cache is None:
         return list(render())
 
@@ -306,9 +309,10 @@ def _measure(
         getattr(tokenizer, "bos_token_id", None),
     )
     cut = [truncate(ids, mask, limit, truncation, bos) for ids, mask in pairs]
-    numbers = lambda measure, rows: np.array(
-        [measure(*row) if row is not None else 0 for row in rows], np.int64
-    )
+
+    def numbers(measure, rows):
+        return np.array([measure(*row) if row is not None else 0 for row in rows], np.int64)
+
     size, wanted = lambda ids, mask: len(ids), lambda ids, mask: _wanted(mask)
     return cut, LengthReport(
         max_length,
@@ -326,9 +330,11 @@ def length_report(
     max_length: int | None = None,  # Tokens in a row; None: only say how long they are
     kind: str | None = None,  # Their kind; None: told by the columns
     train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
-    truncation: str = "keep_end",  # What would be done to a row that is too long: a key of `TRUNCATIONS`
+    # What would be done to a row that is too long: a key of `TRUNCATIONS`
+    truncation: str = "keep_end",
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    reasoning: str = "train",  # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    reasoning: str = "train",
     num_workers: int = 1,  # Processes
 ) -> LengthReport:
     "What a limit would do, without doing it."
@@ -351,16 +357,16 @@ class Examples(list):
 
 
 def tokenize_examples(
-    rows: Iterable[
-        Mapping
-    ],  # Rows of kind text, prompt_completion, instruction, messages or reasoning
+    # Rows of kind text, prompt_completion, instruction, messages or reasoning
+    rows: Iterable[Mapping],
     tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
     max_length: int | None = None,  # Tokens in an example at most
     kind: str | None = None,  # Their kind; None: told by the columns
     train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
     truncation: str = "error",  # What is done to a row that is too long: a key of `TRUNCATIONS`
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    reasoning: str = "train",  # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    reasoning: str = "train",
     min_length: int = 1,  # Rows with fewer tokens are dropped, and counted
     untrained: str = "error",  # Rows in which nothing is learned: 'error' or 'drop'
     num_workers: int = 1,  # Processes (`preprocessing_num_workers`)
@@ -419,11 +425,13 @@ def _row_of(example: Mapping, tokenizer: Any, how: dict) -> dict[str, np.ndarray
         except ValueError as error:
             if "teach nothing" not in str(error):
                 raise
-            [example] = tokenize_examples(
-                [example], tokenizer, **{**how, "train_on": "all"}
-            )  # To be seen all the same
+            # To be seen all the same
+            [example] = tokenize_examples([example], tokenizer, **{**how, "train_on": "all"})
             example = {**example, "labels": np.full(len(example["input_ids"]), -100)}
-    flat = lambda name, other: np.asarray(example[name] if name in example else other).reshape(-1)
+
+    def flat(name, other):
+        return np.asarray(example[name] if name in example else other).reshape(-1)
+
     ids = flat("input_ids", ())
     row = dict(
         ids=ids,
@@ -471,7 +479,8 @@ _COLOURS = {
 
 
 def show_mask(
-    example: Mapping,  # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
+    # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
+    example: Mapping,
     tokenizer: Any,
     max_length: int | None = None,  # Draw a line where so many tokens end
     title: str = "",
@@ -515,11 +524,14 @@ def show_mask(
             + "<br/>" * piece.endswith("⏎")
         )
     counts = {state: sum(f'class="{state}"' in s for s in spans) for state in _COLOURS}
-    light = lambda name: (
-        f'<span style="margin-right:14px;white-space:nowrap" title="{clean(problems.get(name, "no"))}">'
-        f'<span style="color:{"#cf222e" if name in problems else "#2da44e"}">●</span> '
-        f"{name}: {'yes' if name in problems else 'no'}</span>"
-    )
+
+    def light(name):
+        return (
+            f'<span style="margin-right:14px;white-space:nowrap" title="{clean(problems.get(name, "no"))}">'
+            f'<span style="color:{"#cf222e" if name in problems else "#2da44e"}">●</span> '
+            f"{name}: {'yes' if name in problems else 'no'}</span>"
+        )
+
     legend = "".join(
         f'<span style="background:{colour};border-radius:3px;padding:1px 6px;margin-right:8px">{counts[state]} '
         f"{state}</span>"

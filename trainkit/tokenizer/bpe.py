@@ -137,12 +137,11 @@ def _count_block(block: list[str], pattern: str, backend: str) -> Counter:
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #5b40bb73
 def count_words(
-    texts: Iterable[
-        str
-    ],  # Any iterable, taken a few megabytes at a time; one str counts as one text
+    # Any iterable, taken a few megabytes at a time; one str counts as one text
+    texts: Iterable[str],
     pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
-    num_proc: int
-    | None = None,  # Processes; None is one in the Numba backend, and else all cores from 64 MB on
+    # Processes; None is one in the Numba backend, and else all cores from 64 MB on
+    num_proc: int | None = None,
     backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results
     progress: bool = False,  # Show a bar
 ) -> Counter:  # Words as str; counts of several inputs add up to the counts of all
@@ -243,9 +242,8 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
         for i in [shared[i] for i in held.tolist()] if isinstance(held, np.ndarray) else held:
             if i == long:
                 continue
-            k = (word := words[i]).find(
-                pair
-            )  # a word stands in the list once for each time that it holds the pair
+            # a word stands in the list once for each time that it holds the pair
+            k = (word := words[i]).find(pair)
             if k < 0:
                 continue
             if len(word) > 100:  # all its places at once: a text without spaces is one long word
@@ -300,10 +298,8 @@ def learn_kernel(sym, word, freq, n_merges):
         np.full(room, -1, np.int32),
     )
     first, second = np.empty(room, np.int64), np.empty(room, np.int64)  # the heap: (-count, pair)
-    node_at, node_next = (
-        np.empty(2 * n + 1, np.int32),
-        np.empty(2 * n + 1, np.int32),
-    )  # lists of places
+    # lists of places
+    node_at, node_next = (np.empty(2 * n + 1, np.int32), np.empty(2 * n + 1, np.int32))
     here, fresh = np.empty(n, np.int32), np.empty(2 * (256 + n_merges) + 2, np.int64)
     pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)
     used = n_heap = n_nodes = done = 0

@@ -42,16 +42,16 @@ class BPETokenizer:
         pairs: Sequence[tuple[int, int]],  # Pairs of ids that may be joined
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
         special_tokens: Mapping[str, int] | None = None,  # Special token -> its id
-        ranks: Sequence[int]
-        | None = None,  # The rank of each pair, the lowest is joined first; their order when None
-        whole: bool = True,  # A word that is a token needs no merges (Hugging Face's `ignore_merges`)
+        # The rank of each pair, the lowest is joined first; their order when None
+        ranks: Sequence[int] | None = None,
+        # A word that is a token needs no merges (Hugging Face's `ignore_merges`)
+        whole: bool = True,
         nfc: bool = False,  # Bring text into Unicode's normal form C first
         plain: Collection[str] = (),  # Special tokens that are shown when special ones are skipped
-        post_processor: dict
-        | None = None,  # Passed on to Hugging Face; `encode` adds nothing to a text
-        normalized: Collection[
-            str
-        ] = (),  # Special tokens that are looked for after `nfc`, the others before it
+        # Passed on to Hugging Face; `encode` adds nothing to a text
+        post_processor: dict | None = None,
+        # Special tokens that are looked for after `nfc`, the others before it
+        normalized: Collection[str] = (),
         bos_token: str | None = None,  # These four are special tokens with a role
         eos_token: str | None = None,
         pad_token: str | None = None,
@@ -77,16 +77,13 @@ class BPETokenizer:
         )
         self.chat_template: str | None = None
         self.trained: Merges | None = None  # what `train` found, with its backend and time
-        self._bytes, self._sizes = (
-            text,
-            (0, np.zeros(0, np.int64)),
-        )  # how many tokens were measured, their sizes
+        # how many tokens were measured, their sizes
+        self._bytes, self._sizes = (text, (0, np.zeros(0, np.int64)))
         for token, i in self.special_tokens.items():
             if not token:
                 raise ValueError("a special token must not be empty")
-            other = (
-                self._bytes.setdefault(i, to_utf8(token)) != token.encode()
-            )  # Two names of one token, as in o200k_harmony, are fine
+            # Two names of one token, as in o200k_harmony, are fine
+            other = self._bytes.setdefault(i, to_utf8(token)) != token.encode()
             if other and self.tokens.get(self._bytes[i]) == i:
                 raise ValueError(
                     f"special token {token!r}: the vocabulary has its id {i} for {self._bytes[i]!r} already"
@@ -161,13 +158,14 @@ class BPETokenizer:
     @classmethod
     def train(
         cls,
-        texts: Iterable[str]
-        | Mapping[str, int],  # Texts, taken a few megabytes at a time, or the counts of their words
+        # Texts, taken a few megabytes at a time, or the counts of their words
+        texts: Iterable[str] | Mapping[str, int],
         vocab_size: int,  # All tokens: 256 bytes, the merges, the special tokens
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
         special_tokens: Sequence[str] = (),  # They get the last ids; the first is the `eos_token`
         num_proc: int | None = None,  # Processes that count words; see `count_words`
-        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results. `trained.backend` says which
+        # 'auto', 'python' or 'numba'; equal results. `trained.backend` says which
+        backend: str = "auto",
         progress: bool = True,  # Show bars
     ) -> "BPETokenizer":
         "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
@@ -209,12 +207,10 @@ class BPETokenizer:
     def encode(
         self,
         text: str,
-        allowed_special: str
-        | Collection[str] = (),  # 'all', 'none', or the special tokens that count as such
-        disallowed_special: str
-        | Collection[
-            str
-        ] = "all",  # Those that are an error; 'all' is every one that is not allowed
+        # 'all', 'none', or the special tokens that count as such
+        allowed_special: str | Collection[str] = (),
+        # Those that are an error; 'all' is every one that is not allowed
+        disallowed_special: str | Collection[str] = "all",
     ) -> list[int]:
         "The ids of a text; as in `tiktoken`, a special token that is not allowed is a `ValueError`, unless 'none' are."
         return self.encode_batch([text], allowed_special, disallowed_special)[0]
@@ -295,7 +291,8 @@ class BPETokenizer:
         self,
         ids: Iterable[int],  # A list, an array or a tensor
         skip_special_tokens: bool = False,  # Leave special tokens out
-        errors: str = "replace",  # What to do with bytes that are no UTF-8, such as half a character: 'replace' or 'strict'
+        # What to do with bytes that are no UTF-8, such as half a character: 'replace' or 'strict'
+        errors: str = "replace",
     ) -> str:
         "The text of tokens."
         return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors)
@@ -432,11 +429,12 @@ class BPETokenizer:
     @classmethod
     def from_tiktoken(
         cls,
-        source: Any,  # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
-        pattern: str
-        | None = None,  # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
-        special_tokens: Mapping[str, int]
-        | None = None,  # Special token -> id; an Encoding brings its own
+        # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
+        source: Any,
+        # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
+        pattern: str | None = None,
+        # Special token -> id; an Encoding brings its own
+        special_tokens: Mapping[str, int] | None = None,
         backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
         "The same tokenizer as one of tiktoken."
@@ -499,8 +497,8 @@ class BPETokenizer:
 
     def save_tiktoken(
         self,
-        path: str
-        | Path,  # Such as `tokenizer.tiktoken`; pattern and special tokens are not in this format
+        # Such as `tokenizer.tiktoken`; pattern and special tokens are not in this format
+        path: str | Path,
     ) -> Path:
         "Write the tokens as a `.tiktoken` file: base64 and rank."
         return write_ranks(self._to_ranks(), path)

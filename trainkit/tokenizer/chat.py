@@ -40,9 +40,8 @@ def is_ours(
     return hasattr(tokenizer, "token_sizes")
 
 
-_COPIES: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # tokenizer of transformers -> (its length, its backend without extras)
+# tokenizer of transformers -> (its length, its backend without extras)
+_COPIES: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _backend(tokenizer: Any) -> Any:
@@ -65,9 +64,8 @@ def _backend(tokenizer: Any) -> Any:
 MANY = (
     100_000  # Characters from which on it pays to read a tokenizer of transformers as one of ours
 )
-_READ: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # tokenizer of transformers -> its length, characters so far, and itself as ours
+# tokenizer of transformers -> its length, characters so far, and itself as ours
+_READ: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
@@ -125,9 +123,8 @@ def _spans_in_bytes(
 
 def encode_spans(
     texts: Sequence[str],
-    spans: Sequence[
-        Sequence[tuple[int, int]]
-    ],  # For each text, stretches of characters: the first, and the one after
+    # For each text, stretches of characters: the first, and the one after
+    spans: Sequence[Sequence[tuple[int, int]]],
     tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
 ) -> list[
     tuple[np.ndarray, list[tuple[int, int]]]
@@ -144,9 +141,8 @@ def encode_spans(
             starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
             out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
         return out
-    flat, rows, sizes = _encode_flat(
-        texts, tokenizer
-    )  # Python's loops are over texts and stretches, never over tokens
+    # Python's loops are over texts and stretches, never over tokens
+    flat, rows, sizes = _encode_flat(texts, tokenizer)
     ends = np.concatenate(([0], sizes.cumsum()))
     inside = [
         _spans_in_bytes(text, stretches, tokenizer)
@@ -154,9 +150,8 @@ def encode_spans(
     ]
     counts = [len(stretches) for stretches in inside]
     both = np.array([span for stretches in inside for span in stretches], np.int64).reshape(-1, 2)
-    both += np.repeat(ends[rows[:-1]], counts)[
-        :, None
-    ]  # Bytes from the beginning of the first text
+    # Bytes from the beginning of the first text
+    both += np.repeat(ends[rows[:-1]], counts)[:, None]
     first, last = (
         ends[1:].searchsorted(both[:, 0], "right"),
         ends[:-1].searchsorted(both[:, 1], "left"),
@@ -174,9 +169,8 @@ def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.n
         cut = [tokenizer.cut(text, "all") for text in texts]
     else:
         split = re.compile(f"({_any_of(tokenizer.special_tokens)})").split
-        cut = [
-            split(text) for text in texts
-        ]  # Plain text at the even places, special tokens at the odd ones
+        # Plain text at the even places, special tokens at the odd ones
+        cut = [split(text) for text in texts]
     ids, sizes = tokenizer.encoder.encode_flat([piece for pieces in cut for piece in pieces[::2]])
     many = np.array([len(pieces) for pieces in cut], np.int64)
     plain = (np.arange(many.sum()) - np.repeat(many.cumsum() - many, many)) % 2 == 0
@@ -189,9 +183,8 @@ def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.n
     out[special] = [tokenizer.special_tokens[piece] for piece in written]
     out[~special] = ids
     in_bytes = tokenizer.token_sizes[out]
-    in_bytes[special] = [
-        len(piece.encode()) for piece in written
-    ]  # A token with two names has two sizes
+    # A token with two names has two sizes
+    in_bytes[special] = [len(piece.encode()) for piece in written]
     return out, ends[np.concatenate(([0], many.cumsum()))], in_bytes
 
 
@@ -376,9 +369,8 @@ def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str
     return ids, _touched(ends - sizes, ends, zip(at[::2], at[1::2], strict=True))
 
 
-_GUARDED: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # tokenizer of transformers -> what it was made from, the copy, its names of the tokens
+# tokenizer of transformers -> what it was made from, the copy, its names of the tokens
+_GUARDED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _guarded(
@@ -444,10 +436,11 @@ def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
     tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    train_on: str = "assistant",  # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    train_on: str = "assistant",
     add_generation_prompt: bool = False,  # End with the head of an answer
-    tools: Sequence[Sequence[Mapping] | None]
-    | None = None,  # For each, the tools that the template shall list
+    # For each, the tools that the template shall list
+    tools: Sequence[Sequence[Mapping] | None] | None = None,
     check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
 ) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
     "What `render` does, for many chats at once; a `ValueError` says which chat cannot be rendered."
@@ -501,12 +494,12 @@ def render_batch(
 
 
 def render(
-    messages: Sequence[
-        Mapping
-    ],  # Dicts with `role` and `content`; with `train=False` a turn is only read
+    # Dicts with `role` and `content`; with `train=False` a turn is only read
+    messages: Sequence[Mapping],
     tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    train_on: str = "assistant",  # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    train_on: str = "assistant",
     add_generation_prompt: bool = False,  # End with the head of an answer
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
     check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
@@ -536,12 +529,14 @@ def resize_embeddings(
             "make room before LoRA or quantization"
         )
     tied = head is not None and head.weight is embedding.weight
-    wide = lambda w: torch.cat(
-        (w, w[:rows].float().mean(0, keepdim=True).to(w.dtype).expand(n - rows, -1))
-    )
-    if hasattr(
-        model, "resize_token_embeddings"
-    ):  # transformers knows where else its number of rows is written
+
+    def wide(w):
+        return torch.cat(
+            (w, w[:rows].float().mean(0, keepdim=True).to(w.dtype).expand(n - rows, -1))
+        )
+
+    # transformers knows where else its number of rows is written
+    if hasattr(model, "resize_token_embeddings"):
         means = [
             wide(layer.weight)
             for layer in ((embedding,) if tied or head is None else (embedding, head))
@@ -583,7 +578,8 @@ def _ending(jinja: str, tokenizer: Any) -> str:
 def set_template(
     tokenizer: Any,  # A `BPETokenizer`, or a tokenizer of transformers; changed in place
     template: str = "chatml",  # A key of `TEMPLATES`, or Jinja
-    model: Any = None,  # Ours or of transformers: gets rows for new tokens, and the ids in its configs
+    # Ours or of transformers: gets rows for new tokens, and the ids in its configs
+    model: Any = None,
     eos_token: str | None = None,  # What ends an answer; None: what the template ends it with
 ) -> Any:  # The tokenizer
     "Attach a chat format: the template, its special tokens, and one EOS in tokenizer, config and generation config."

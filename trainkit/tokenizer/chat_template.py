@@ -56,17 +56,15 @@ class _Code(CodeGenerator):
         return super()._output_child_to_const(node, frame, finalize)
 
     def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Any) -> None:
-        if not all(
-            isinstance(option.value, nodes.Const) for option in node.options
-        ):  # It is worked out by the compiler
+        # It is worked out by the compiler
+        if not all(isinstance(option.value, nodes.Const) for option in node.options):
             self.fail("autoescape must be true or false", node.lineno)
         super().visit_EvalContextModifier(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Any) -> None:
         node = copy(node)
-        node.iter = nodes.MarkSafe(
-            node.iter
-        )  # A node that no template makes, to be written as we say below
+        # A node that no template makes, to be written as we say below
+        node.iter = nodes.MarkSafe(node.iter)
         super().visit_For(node, frame)
 
     def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Any) -> None:
@@ -84,9 +82,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     "Jinja's sandbox with a budget."
 
     code_generator_class = _Code
-    intercepted_binops = frozenset(
-        ("+", "-", "*", "/", "//", "%", "**")
-    )  # Else they are worked out while it is compiled
+    # Else they are worked out while it is compiled
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
     def counted(self, context: Any, values: Iterable) -> list:
         values = [*islice(values, STEPS + 1)]
@@ -362,9 +359,8 @@ def _render(
     return text, [(0, len(text))] if train_on == "all" else spans
 
 
-_FILLED: dict[
-    str, bool
-] = {}  # Templates that do no more to a content than put it somewhere -> whether they strip it
+# Templates that do no more to a content than put it somewhere -> whether they strip it
+_FILLED: dict[str, bool] = {}
 
 
 def _simple(message: Any) -> bool:
@@ -382,9 +378,8 @@ def _skeleton(
     template: str, roles: tuple, names: tuple, train_on: str, ask: bool
 ) -> tuple[list[str], list[tuple]]:
     "What stands between the contents, and where the spans are: after how many contents, and which character."
-    marks = [
-        chr(0xF0000 + i) for i in range(len(roles))
-    ]  # Private characters in place of the contents
+    # Private characters in place of the contents
+    marks = [chr(0xF0000 + i) for i in range(len(roles))]
     chat = [
         dict(role=role, content=mark, train=True) for role, mark in zip(roles, marks, strict=True)
     ]
@@ -447,9 +442,8 @@ module._serve()
 
 def _serve() -> None:
     "What a worker does: each line that it reads is a list of jobs, and it answers each job with a line."
-    resource = cast(
-        Any, import_module("resource") if find_spec("resource") else None
-    )  # Not on Windows
+    # Not on Windows
+    resource = cast(Any, import_module("resource") if find_spec("resource") else None)
 
     def used() -> int:  # Bytes of address space
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -571,7 +565,8 @@ class _Workers:
             line = _to_line([*part])
         for again in (False, True):  # A worker may have gone while it had nothing to do
             process = self.process or self.begin()
-            # Its own timer counts the time of the processor; this one is for where there is none, or a machine that stands still
+            # Its own timer counts the time of the processor; this one is for where there is none,
+            # or a machine that stands still
             clock = threading.Timer(
                 60 + SECONDS * len(part) if many > 1 else SECONDS + 1, process.kill
             )
@@ -594,10 +589,8 @@ class _Workers:
                     )
                 break
             except OSError:
-                code, late = (
-                    self.end(),
-                    not clock.is_alive(),
-                )  # Its own timer, or ours, or somebody else, ended it
+                # Its own timer, or ours, or somebody else, ended it
+                code, late = (self.end(), not clock.is_alive())
                 if late or again or values or code == -getattr(signal, "SIGPROF", 0):
                     self.fail(first + len(values), self.why(code, late))
             finally:
@@ -660,13 +653,13 @@ def render_texts(
 
 
 def render_text(
-    messages: Sequence[
-        Mapping
-    ],  # Dicts with `role` and `content`, and perhaps `train` or `untrained`
+    # Dicts with `role` and `content`, and perhaps `train` or `untrained`
+    messages: Sequence[Mapping],
     template: str,  # Jinja
-    names: Mapping[str, str]
-    | None = None,  # `bos_token`, `eos_token`, …: what a tokenizer calls them
-    train_on: str = "assistant",  # Which turns: 'assistant' (each of its), 'last' (of them), or 'all' (the whole text)
+    # `bos_token`, `eos_token`, …: what a tokenizer calls them
+    names: Mapping[str, str] | None = None,
+    # Which turns: 'assistant' (each of its), 'last' (of them), or 'all' (the whole text)
+    train_on: str = "assistant",
     add_generation_prompt: bool = False,  # End with the head of an answer
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
 ) -> tuple[
@@ -928,7 +921,8 @@ _FILLED |= {
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5e0c71ab
 def missing_tokens(
     folder: str | Path,  # Of a model or of its tokenizer
-    template: str = "",  # A key of `TEMPLATES`; empty: chatml, unless the folder has a template of its own
+    # A key of `TEMPLATES`; empty: chatml, unless the folder has a template of its own
+    template: str = "",
 ) -> list[str]:  # Empty, too, where the folder has no tokenizer.json that says so
     "The tokens of a chat format that a tokenizer has not."
     folder = Path(folder)

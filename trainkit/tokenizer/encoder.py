@@ -253,9 +253,8 @@ class Encoder:
 
     def __init__(
         self,
-        tokens: Mapping[
-            bytes, int
-        ],  # Bytes of a token -> its id; the bytes themselves are among them
+        # Bytes of a token -> its id; the bytes themselves are among them
+        tokens: Mapping[bytes, int],
         pairs: Sequence[tuple[int, int]],  # Pairs of ids that may be joined
         made: Sequence[int],  # The id that each pair makes
         ranks: Sequence[int] | None = None,  # The rank of each pair; its place in `pairs` when None
@@ -263,9 +262,8 @@ class Encoder:
         whole: bool = True,  # A word that is a token is that token, without a look at the merges
         backend: str = "auto",  # 'auto' goes over to the Numba backend when it has seen a megabyte
     ):
-        self.known = bytes(
-            b for b in range(256) if bytes([b]) in tokens
-        )  # a vocabulary made elsewhere may lack rare bytes
+        # a vocabulary made elsewhere may lack rare bytes
+        self.known = bytes(b for b in range(256) if bytes([b]) in tokens)
         if missing := bytes(range(32, 127)).translate(None, self.known):
             raise ValueError(
                 f"the vocabulary has no token for {missing[:1]!r} and {256 - len(self.known)} bytes in all: "

@@ -58,20 +58,17 @@ def unspell(
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #d2bb4a6d
 def tokenizer_json(
     tokens: Mapping[bytes, int],  # Bytes of each token -> its id, without the added ones
-    pairs: Sequence[
-        tuple[int, int]
-    ],  # Pairs of ids that may be joined, the first to be joined first
+    # Pairs of ids that may be joined, the first to be joined first
+    pairs: Sequence[tuple[int, int]],
     pattern: str,  # A name from `PATTERNS` or a regular expression
     special_tokens: Mapping[str, int],  # Added token -> its id
     whole: bool = True,  # A word that is a token needs no merges
     nfc: bool = False,  # Text is brought into Unicode's normal form C first
-    plain: Collection[
-        str
-    ] = (),  # Added tokens that are not special: they are shown when special ones are skipped
+    # Added tokens that are not special: they are shown when special ones are skipped
+    plain: Collection[str] = (),
     post_processor: dict | None = None,  # What else Hugging Face shall do
-    normalized: Collection[
-        str
-    ] = (),  # Added tokens that are looked for when the text has its normal form
+    # Added tokens that are looked for when the text has its normal form
+    normalized: Collection[str] = (),
 ) -> dict:  # For `json.dumps`
     "A byte-level BPE tokenizer as `tokenizer.json` has it."
     text = {i: spell(token) for token, i in tokens.items()}
@@ -79,10 +76,10 @@ def tokenizer_json(
         {text[i]: i for i in sorted(text)},
         {i: token for token, i in reversed([*special_tokens.items()])},
     )
-    added = [
-        (names[i], i) for i in sorted(names)
-    ]  # Of two names of one token the first: here it can have but one
-    # The library gives an added token the next free id, whatever the file says, unless the vocabulary has it
+    # Of two names of one token the first: here it can have but one
+    added = [(names[i], i) for i in sorted(names)]
+    # The library gives an added token the next free id, whatever the file says, unless the
+    # vocabulary has it
     if [i for _, i in added] != [*range(len(vocab), len(vocab) + len(added))]:
         if clash := next((token for token, i in added if vocab.get(token, i) != i), None):
             raise ValueError(
@@ -201,10 +198,8 @@ def from_json(
 
 # %% ../../nbs/01_tokenizer/05_file_formats.ipynb #7a8390dc
 def usual_template(
-    found: str
-    | dict
-    | list
-    | None,  # What stands under `chat_template`: one, several by name, or a list of these
+    # What stands under `chat_template`: one, several by name, or a list of these
+    found: str | dict | list | None,
 ) -> str | None:  # Jinja
     "The chat template to take when nobody says which."
     if isinstance(found, list):

@@ -34,15 +34,15 @@ PATTERNS = {
     r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
     r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
-# GPT-4's own: as 'cl100k', but white space at the very end of a text is one word. Its spelling with `++` and `$` means different things
+# GPT-4's own: as 'cl100k', but white space at the very end of a text is one word. Its spelling with
+# `++` and `$` means different things
 # in Python, in Rust and in the engine inside `tokenizers`
 GPT4_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"""
     r"""\s+(?![\s\S])|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-PATTERN_KINDS = {name: kind for kind, name in enumerate(PATTERNS)} | {
-    GPT4_PATTERN: len(PATTERNS)
-}  # Those that `word_end` knows
+# Those that `word_end` knows
+PATTERN_KINDS = {name: kind for kind, name in enumerate(PATTERNS)} | {GPT4_PATTERN: len(PATTERNS)}
 
 
 def find_pattern(
@@ -178,8 +178,8 @@ def cut_specials(
     text: str,
     special_tokens: Mapping[str, int],  # Every special token and its id
     allowed_special: str | Collection[str] = (),  # 'all', 'none', or those that count as tokens
-    disallowed_special: str
-    | Collection[str] = "all",  # Those that are an error: 'all' that are not allowed, or a set
+    # Those that are an error: 'all' that are not allowed, or a set
+    disallowed_special: str | Collection[str] = "all",
     among: Collection[str] | None = None,  # Look only for these; None: for all
 ) -> list[str]:  # Ordinary text and special tokens by turns, beginning and ending with text
     "Cut a text at the special tokens in it, as `tiktoken` does; one that is disallowed is a `ValueError`."
@@ -224,11 +224,8 @@ LETTER, NUMBER, SPACE, NEWLINE, UPPER, LOWER = 1, 2, 4, 8, 16, 32
 def char_classes() -> np.ndarray:  # (0x110000,) uint8, bits
     "What every character is, as `regex` sees it: `LETTER`, `NUMBER`, and so on; `UPPER` and `LOWER` as GPT-4o has them."
     table = np.zeros(0x110000, np.uint8)
-    for low, high in (
-        (0, 0xD800),
-        (0xE000, 0x40000),
-        (0xE0000, 0xE1000),
-    ):  # the rest is unassigned or private
+    # the rest is unassigned or private
+    for low, high in ((0, 0xD800), (0xE000, 0x40000), (0xE0000, 0xE1000)):
         text = "".join(map(chr, range(low, high)))
         for bit, members in (
             (LETTER, r"\p{L}+"),
