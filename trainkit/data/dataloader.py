@@ -248,10 +248,8 @@ def easy_first(
     ladder, rank = np.argsort(difficulty, kind="stable").tolist(), np.argsort(order)
     levels, pool, out, at = difficulty[ladder], [], [], 0
     for start in range(0, len(order), batch_size):
-        limit, want = (
-            config.limit((done + start) / batch_size, levels),
-            min(batch_size, len(order) - start),
-        )
+        limit = config.limit((done + start) / batch_size, levels)
+        want = min(batch_size, len(order) - start)
         if limit == math.inf:  # All that is left, as it was shuffled
             rest = [*(i for _, i in pool), *ladder[at:]]
             return np.array([*out, *sorted(rest, key=rank.__getitem__)])
@@ -270,9 +268,8 @@ def cut_rows(
     step: int = 0,  # Batches that were given out before, in earlier epochs
     max_tokens: int | None = None,  # Places in a batch at most
     drop_last: bool = False,  # Leave out a last batch that is not full
-) -> list[
-    np.ndarray
-]:  # Batches: (pieces, 3) with row, start and stop; or (rows,) as soon as they are whole
+    # Batches: (pieces, 3) with row, start and stop; or (rows,) as soon as they are whole
+) -> list[np.ndarray]:
     "Batches of pieces that are as long as the curriculum allows, in the order of the rows."
     out, at, start, longest = [], 0, 0, int(lengths.max())
     while at < len(order):
@@ -304,7 +301,9 @@ def encode_rows(
             "The tokenizer has no end-of-text token: train it with "
             "special_tokens=['<|endoftext|>']."
         )
-    kind, out, texts = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32, [], []
+    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    out = []
+    texts = []
 
     def flush() -> None:
         for ids in tokenizer.encode_batch(texts, allowed_special="none"):
@@ -322,9 +321,8 @@ def encode_rows(
 def token_blocks(
     ids: np.ndarray,  # (tokens,) one long line of ids
     max_length: int,  # Tokens in a row, at least 2
-) -> list[
-    np.ndarray
-]:  # Views of (max_length,) each, overlapping by one token; the last may be shorter
+    # Views of (max_length,) each, overlapping by one token; the last may be shorter
+) -> list[np.ndarray]:
     "Cut a line of ids into rows so that every token but the first is predicted exactly once."
     if max_length < 2:
         raise ValueError(
@@ -341,9 +339,9 @@ def collate(
     pad_id: int = 0,  # What stands in the padding; nothing depends on it
     # All rows in one, with positions that start again, instead of a rectangle
     padding_free: bool = False,
-) -> dict[
-    str, Tensor
-]:  # input_ids, labels (rows, longest) int64; attention_mask where rows differ; position_ids if given
+    # input_ids, labels (rows, longest) int64; attention_mask where rows differ; position_ids if
+    # given
+) -> dict[str, Tensor]:
     "Pad rows on the right into one batch; labels are -100 where there is nothing to learn."
     given = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
     if padding_free:
@@ -367,7 +365,8 @@ def collate(
         input_ids=pad(inputs, batch_first=True, padding_value=pad_id),
         labels=pad(labels, batch_first=True, padding_value=-100),
     )
-    lengths, longest = torch.tensor([len(x) for x in inputs]), batch["input_ids"].shape[1]
+    lengths = torch.tensor([len(x) for x in inputs])
+    longest = batch["input_ids"].shape[1]
     if any("position_ids" in row for row in given):  # Of packed rows; padding is one more document
         counted = [
             np.asarray(row.get("position_ids", np.arange(len(x))))
@@ -405,7 +404,9 @@ class _Planned(Dataset):
     "A data set for torch whose items are whole batches."
 
     def __init__(self, batches: "Batches", epoch: int):
-        self.rows, self.plan, self.join = batches.rows, batches.plan(epoch), batches.join
+        self.rows = batches.rows
+        self.plan = batches.plan(epoch)
+        self.join = batches.join
         self.place = (
             None if isinstance(batches.rows, (list, tuple, np.ndarray)) else (batches.seed, epoch)
         )  # Those draw nothing
@@ -470,26 +471,20 @@ class Batches:
             raise ValueError(
                 "difficulty_fn goes with a curriculum whose strategy is 'difficulty_based', and only with it"
             )
-        self.rows, self.batch_size, self.seed, self.shuffle, self.drop_last = (
-            rows,
-            batch_size,
-            seed,
-            shuffle,
-            drop_last,
-        )
-        self.pad_id, self.padding_free, self.num_workers, self.pin_memory = (
-            pad_id,
-            padding_free,
-            num_workers,
-            pin_memory,
-        )
-        self.group_by_length, self.curriculum, self.max_tokens, self.epoch, self.index = (
-            group_by_length,
-            curriculum,
-            max_tokens,
-            0,
-            0,
-        )
+        self.rows = rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.pad_id = pad_id
+        self.padding_free = padding_free
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.group_by_length = group_by_length
+        self.curriculum = curriculum
+        self.max_tokens = max_tokens
+        self.epoch = 0
+        self.index = 0
         needed = group_by_length or max_tokens is not None or curriculum is not None
         # `TokenRows` knows them
         self.lengths = None if not needed else getattr(rows, "lengths", None)
@@ -542,9 +537,8 @@ class Batches:
     def plan(
         self,
         epoch: int,
-    ) -> list[
-        np.ndarray
-    ]:  # The rows of each batch; (pieces, 3) with row, start and stop where rows are cut
+        # The rows of each batch; (pieces, 3) with row, start and stop where rows are cut
+    ) -> list[np.ndarray]:
         "All batches of `epoch`."
         if self._plan[0] != epoch:
             if self.cut:
@@ -674,10 +668,8 @@ class Batches:
         state: dict,  # From `state_dict`; raises `ValueError` if it belongs to other data
     ) -> None:
         "Take up the order where `state` left it."
-        here, first = (
-            self.state_dict(),
-            dict(drop_last=False, group_by_length=False, padding_free=False, cut=False),
-        )
+        here = self.state_dict()
+        first = dict(drop_last=False, group_by_length=False, padding_free=False, cut=False)
         if wrong := [
             f"{k}: {then} then, {here[k]} now"
             for k in here.keys() - {"epoch", "index"}

@@ -235,9 +235,8 @@ def stream_examples(
     # Read a Hugging Face dataset as it comes instead of downloading all of it first
     streaming: bool = True,
     report: LoadReport | None = None,  # Filled in as rows are read
-) -> Iterator[
-    dict
-]:  # Examples with the usual columns, and `source` and `line`; raises `ValueError`
+    # Examples with the usual columns, and `source` and `line`; raises `ValueError`
+) -> Iterator[dict]:
     "Examples one at a time, without holding them all."
     in_hand = (
         None if isinstance(path_or_name, (str, PathLike)) else _rows_in_hand(path_or_name, split)
@@ -392,7 +391,8 @@ def _remedy(
     knob: str = "eval_fraction",  # What sets it
 ) -> str:
     "How a part gets rows: by a share that reaches the first of them, or by more rows."
-    lowest, enough = min(places, default=1.0), math.ceil(math.log(0.05) / math.log(1 - fraction))
+    lowest = min(places, default=1.0)
+    enough = math.ceil(math.log(0.05) / math.log(1 - fraction))
     share = next(
         (s for s in (round(n / 100, 2) for n in range(1, 51)) if s > max(lowest, fraction)), None
     )
@@ -460,9 +460,8 @@ def split_examples(
     # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate
     # on, or only if there are none to 'train' on
     on_empty: str = "warn",
-) -> tuple[
-    list[dict], ...
-]:  # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
+    # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
+) -> tuple[list[dict], ...]:
     "Set rows apart by a hash of what they ask, and by nothing else: added rows move no other; no question on both sides."
     rows, own = list(rows), dict(fractions or {})
     _check(rows, eval_fraction, test_fraction, by, own, on_empty)
@@ -483,13 +482,9 @@ def split_examples(
             f"{values[first[places[i]]]} and {values[i]} both ask {split_key(rows[i], group)[:80]!r}, and fractions "
             "would put it on both sides: give them one share"
         )
-    said, wanted = (
-        [],
-        dict(
-            enumerate(
-                ("to train on", "to evaluate on", "for the test")[: 3 if test_fraction else 2]
-            )
-        ),
+    said = []
+    wanted = dict(
+        enumerate(("to train on", "to evaluate on", "for the test")[: 3 if test_fraction else 2])
     )
     for part in [part for part in wanted if part not in where]:
         why = (
@@ -587,7 +582,9 @@ def _show(text: str) -> str:
 
 def clean_text(
     text: str,
-) -> str:  # NFC, `\n` line ends, plain spaces, no control characters, none without width where they mean nothing, at most two blank lines
+    # NFC, `\n` line ends, plain spaces, no control characters, none without width where they mean
+    # nothing, at most two blank lines
+) -> str:
     "Mend what has one right answer, leave the rest."
     text = _show(text).replace("\r\n", "\n").replace("\r", "\n")
     text = (
@@ -640,9 +637,8 @@ def clean_examples(
     rows: Iterable[dict],  # Examples of any kind
     min_chars: int = 1,  # Drop examples with fewer characters than this, all their texts together
     num_workers: int = 1,  # Processes; the result is the same with any number
-) -> tuple[
-    list[dict], dict[str, int]
-]:  # The clean rows, and how many were changed and dropped, and why
+    # The clean rows, and how many were changed and dropped, and why
+) -> tuple[list[dict], dict[str, int]]:
     "Clean every text of every row, and drop empty, short and repeated rows; the counts say what happened."
     kept, seen, counts = [], set(), dict(rows=0, changed=0, too_short=0, repeated=0)
     for row, changed, length, key in in_order(_mend, rows, num_workers):

@@ -96,12 +96,10 @@ def signatures(
     rng = np.random.default_rng(seed)
     odd = rng.integers(0, 2**31, num_hashes, np.uint32) * np.uint32(2) + np.uint32(1)
     add = rng.integers(0, 2**32, num_hashes, np.uint32)
-    ignore, blocks, block, room = (
-        np.unique(np.asarray(ignore, np.uint32)),
-        [np.empty((0, num_hashes), np.uint32)],
-        [],
-        0,
-    )
+    ignore = np.unique(np.asarray(ignore, np.uint32))
+    blocks = [np.empty((0, num_hashes), np.uint32)]
+    block = []
+    room = 0
 
     def minima(block: list[np.ndarray]) -> np.ndarray:
         flat, starts = np.concatenate(block), np.cumsum([0, *map(len, block[:-1])])
@@ -145,9 +143,8 @@ def choose_bands(
     num_hashes: int = 128,
     # How many of the pairs at the threshold may be missed; further above, fewer are
     miss: float = 0.01,
-) -> tuple[
-    int, int
-]:  # Bands, and rows in each: as many rows as `miss` allows, because more rows are less work
+    # Bands, and rows in each: as many rows as `miss` allows, because more rows are less work
+) -> tuple[int, int]:
     "Cut signatures into bands."
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold = {threshold}: must be above 0, and 1 at most")
@@ -231,9 +228,8 @@ def near_pairs(
     num_hashes: int = 128,
     seed: int = 0,
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
-) -> list[
-    tuple[int, int, float]
-]:  # Positions and true similarity; of equal texts only the first takes part
+    # Positions and true similarity; of equal texts only the first takes part
+) -> list[tuple[int, int, float]]:
     "Every pair of different texts that are nearly the same, but for the share that `choose_bands` misses."
     ignore, first = np.asarray(ignore, np.uint32), {}
     for i, text in enumerate(texts):
@@ -243,7 +239,8 @@ def near_pairs(
     # an estimate may be this much too low
     slack = 3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
     pairs = candidates(signature, choose_bands(threshold, num_hashes)[1], threshold - slack)
-    look, form = lru_cache(4096)(lambda i: shingles(texts[i], size)), frozenset(ignore.tolist())
+    look = lru_cache(4096)(lambda i: shingles(texts[i], size))
+    form = frozenset(ignore.tolist())
     out = ((own[i], own[j], jaccard(look(own[i]), look(own[j]), form)) for i, j in pairs.tolist())
     return [(i, j, s) for i, j, s in out if s >= threshold]
 
@@ -279,9 +276,8 @@ def find_leaks(
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count
     # Training texts with one key that are compared with an evaluation text, for each band
     reach: int = 32,
-) -> list[
-    tuple[int, int, float]
-]:  # Position in eval_texts, best match in train_texts, true similarity
+    # Position in eval_texts, best match in train_texts, true similarity
+) -> list[tuple[int, int, float]]:
     "Evaluation texts that also are, equal or nearly, among the training texts."
     ignore, known, best = np.asarray(ignore, np.uint32), {}, {}
     for j, text in enumerate(train_texts):
@@ -289,15 +285,14 @@ def find_leaks(
     for i, text in enumerate(eval_texts):
         if (j := known.get(content_key(text))) is not None:
             best[i] = (j, 1.0)
-    asked, own = [i for i in range(len(eval_texts)) if i not in best], list(known.values())
+    asked = [i for i in range(len(eval_texts)) if i not in best]
+    own = list(known.values())
     if not asked or not own:
         return [(i, *best[i]) for i in sorted(best)]
     mine = signatures((eval_texts[i] for i in asked), num_hashes, size, seed, ignore)
     theirs = signatures((train_texts[j] for j in own), num_hashes, size, seed, ignore)
-    slack, rows = (
-        3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5,
-        choose_bands(threshold, num_hashes)[1],
-    )
+    slack = 3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
+    rows = choose_bands(threshold, num_hashes)[1]
     pairs: set[tuple[int, int]] = set()
     for a, b in zip(_band_keys(mine, rows), _band_keys(theirs, rows), strict=True):
         order = np.argsort(b, kind="stable")
@@ -309,7 +304,8 @@ def find_leaks(
             j = order[low[i] + lag]
             keep = _alike(mine, theirs, i, j, threshold - slack)
             pairs.update(zip(i[keep].tolist(), j[keep].tolist(), strict=True))
-    look, form = lru_cache(4096)(lambda text: shingles(text, size)), frozenset(ignore.tolist())
+    look = lru_cache(4096)(lambda text: shingles(text, size))
+    form = frozenset(ignore.tolist())
     for i, j in sorted(pairs):
         s = jaccard(look(eval_texts[asked[i]]), look(train_texts[own[j]]), form)
         if s >= threshold and s > best.get(asked[i], (0, 0.0))[1]:
@@ -323,9 +319,8 @@ def drop_duplicates(
     texts: list[str] | None = None,
     # Near duplicates go too, from this similarity on; None drops only equal ones
     threshold: float | None = 0.8,
-) -> tuple[
-    list[dict], list[int]
-]:  # The rows that stay, in order, and the positions of those that went
+    # The rows that stay, in order, and the positions of those that went
+) -> tuple[list[dict], list[int]]:
     "Keep the first row of every group of equal or nearly equal ones."
     texts = [row["text"] for row in rows] if texts is None else texts
     if len(texts) != len(rows):

@@ -139,10 +139,8 @@ def _messages(rows: RowView, i: int) -> list[dict]:
 
 def _names(tokenizer: Any, template: str | None) -> dict[str, str]:
     "What a tokenizer calls its special tokens, once a named template is attached to it."
-    roles, form = (
-        ("bos_token", "eos_token", "pad_token", "unk_token"),
-        TEMPLATES.get(template or ""),
-    )
+    roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+    form = TEMPLATES.get(template or "")
     names = {
         role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None
     }
@@ -156,7 +154,9 @@ def check_refused(
     jinja: str,  # The template of the run
 ) -> Iterator[Finding]:
     "Rows that the template of the run does not render."
-    names, tally, reasons = _names(case.tokenizer, case.template), FindingCounter(), Counter()
+    names = _names(case.tokenizer, case.template)
+    tally = FindingCounter()
+    reasons = Counter()
     for rows in case.splits:
         for i in _chosen(rows):
             if not (chat := _messages(rows, i)):
@@ -196,7 +196,8 @@ def check_ending(
         text, [(start, end)] = render_text(probe, jinja, names, "last")
     except ValueError:
         return  # `check_refused` says more
-    eos, shown = getattr(tok, "eos_token", None), ascii(text[start:end].removeprefix("b")[-24:])
+    eos = getattr(tok, "eos_token", None)
+    shown = ascii(text[start:end].removeprefix("b")[-24:])
     if eos is None or not text[start:end].endswith(str(eos)):
         tally = FindingCounter()
         tally.add("an answer `b`", text, (start, end))
@@ -229,11 +230,9 @@ def check_other(
     most: int = 20,  # Rows that are compared
 ) -> Iterator[Finding]:
     "Whether the template of the run writes the same text as the tokenizer's own."
-    names, theirs, tally = (
-        _names(case.tokenizer, case.template),
-        _names(case.tokenizer, None),
-        FindingCounter(),
-    )
+    names = _names(case.tokenizer, case.template)
+    theirs = _names(case.tokenizer, None)
+    tally = FindingCounter()
     for i in _chosen(case.train, most)[: 2 * most]:
         chat, ask = _messages(case.train, i), case.train.kind == "prompt"
         try:
@@ -538,7 +537,8 @@ def split_cleaning(
     "Rows to evaluate on that were prepared in another way than rows to train on."
     if case.eval is None:
         return
-    shown, splits = [], [(s, range(0, len(s), -(-len(s) // sample) or 1)) for s in case.splits]
+    shown = []
+    splits = [(s, range(0, len(s), -(-len(s) // sample) or 1)) for s in case.splits]
     if min(len(rows) for _, rows in splits) < 5:
         return
     for part, what in ((0, "question"), (1, "answer")):
@@ -610,10 +610,8 @@ def cut_answers(case: Case) -> Iterator[Finding]:
     rows = case.train
     if rows.kind == "text":
         return  # long texts are cut into rows on purpose
-    effect, remedy = (
-        "The model learns to stop anywhere.",
-        "Generate or fetch them again with a higher limit, or drop them.",
-    )
+    effect = "The model learns to stop anywhere."
+    remedy = "Generate or fetch them again with a higher limit, or drop them."
     open_ended, size, tally = [], Counter(), FindingCounter()
     for i in range(len(rows)):
         answer = rows.parts(i)[1].rstrip()
@@ -889,11 +887,9 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
     "Equal and nearly equal rows, and contradictions."
     rows, share = case.train, 1 / max(1, len(case.train))
     texts = [rows.whole(i) for i in range(len(rows))]
-    exact, near, against = (
-        FindingCounter(len(rows)),
-        FindingCounter(len(rows)),
-        FindingCounter(len(rows)),
-    )
+    exact = FindingCounter(len(rows))
+    near = FindingCounter(len(rows))
+    against = FindingCounter(len(rows))
     for first, *others in exact_groups(texts):
         for i in others:
             exact.add(f"{rows.where(i)} = {rows.where(first)}", texts[i])
@@ -944,29 +940,23 @@ def check_leaks(case: Case) -> Iterator[Finding]:
         return
     train, held = case.train, case.eval
     texts, others = ([s.whole(i) for i in range(len(s))] for s in (train, held))
-    exact, near, asked, leaked = (
-        FindingCounter(len(held)),
-        FindingCounter(len(held)),
-        FindingCounter(len(held)),
-        set(),
-    )
+    exact = FindingCounter(len(held))
+    near = FindingCounter(len(held))
+    asked = FindingCounter(len(held))
+    leaked = set()
     for i, j, likeness in find_leaks(others, texts, ignore=common_shingles(texts)):
         (exact if likeness == 1 else near).add(f"{held.where(i)} ≈ {train.where(j)}", others[i])
         leaked.add(i)
     if train.kind not in ("text", "prompt"):
-        known, rest = (
-            [train.parts(i)[0] for i in range(len(train))],
-            [i for i in range(len(held)) if i not in leaked],
-        )
+        known = [train.parts(i)[0] for i in range(len(train))]
+        rest = [i for i in range(len(held)) if i not in leaked]
         for i, j, _ in find_leaks(
             [held.parts(i)[0] for i in rest], known, ignore=common_shingles(known)
         ):
             if known[j].strip():
                 asked.add(f"{held.where(rest[i])} ≈ {train.where(j)}", known[j])
-    effect, remedy = (
-        "The evaluation measures memory.",
-        "Drop them from the rows to train on, or split again: `split_examples` keeps equal questions on one side.",
-    )
+    effect = "The evaluation measures memory."
+    remedy = "Drop them from the rows to train on, or split again: `split_examples` keeps equal questions on one side."
     yield from exact.finding(
         "leak",
         "error",
@@ -1085,10 +1075,10 @@ def check_examples(
     train = RowView(rows, kind)
     held = None if eval_rows is None else RowView(eval_rows, train.kind, "eval")
     usual = {"text": "pretrain", "preference": "dpo", "unpaired": "kto", "prompt": "grpo"}
-    case, found = (
-        Case(train, held, method or usual.get(train.kind, "lora"), tokenizer, max_length, template),
-        [],
+    case = Case(
+        train, held, method or usual.get(train.kind, "lora"), tokenizer, max_length, template
     )
+    found = []
     for name in names:
         try:
             found += CHECKS[name](case)

@@ -209,19 +209,17 @@ class RowView:
         "A row as a conversation, however it is written."
         row, out = self.rows[i], []
         for column in (*(("system",) if "system" in row else ()), *KINDS[self.kind]):
-            value, role = (
-                row.get(column),
-                {
-                    "system": "system",
-                    "text": "text",
-                    "completion": "assistant",
-                    "output": "assistant",
-                    "answer": "assistant",
-                    "chosen": "assistant",
-                    "rejected": "rejected",
-                    "reasoning": "reasoning",
-                }.get(column, "user"),
-            )
+            value = row.get(column)
+            role = {
+                "system": "system",
+                "text": "text",
+                "completion": "assistant",
+                "output": "assistant",
+                "answer": "assistant",
+                "chosen": "assistant",
+                "rejected": "rejected",
+                "reasoning": "reasoning",
+            }.get(column, "user")
             if isinstance(value, str):
                 out.append(
                     (

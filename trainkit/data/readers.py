@@ -45,11 +45,9 @@ class _Zstd(io.RawIOBase):
             raise ImportError(
                 f"{path}: reading .zst needs zstandard: pip install 'trainkit-llm[data]'"
             ) from None
-        self.new, self.file, self.rest = (
-            zstandard.ZstdDecompressor().decompressobj,
-            open(path, "rb"),
-            b"",
-        )
+        self.new = zstandard.ZstdDecompressor().decompressobj
+        self.file = open(path, "rb")
+        self.rest = b""
         self.frame, self.errors = self.new(), zstandard.ZstdError
 
     def readable(self) -> bool:
@@ -122,7 +120,10 @@ class _Bounded(io.RawIOBase):
     "A compressed file that may not become boundlessly large."
 
     def __init__(self, path: Path, file: Any):
-        self.path, self.file, self.size, self.packed = path, file, 0, path.stat().st_size
+        self.path = path
+        self.file = file
+        self.size = 0
+        self.packed = path.stat().st_size
         given = os.environ.get(UNPACKED_VARIABLE, "")
         if given and not given.isdecimal():
             raise ValueError(f"{UNPACKED_VARIABLE} = {given!r}: must be a number of bytes")
@@ -521,9 +522,8 @@ def read_rows(
     path: str | Path,  # A file whose suffix is in `READERS`, perhaps compressed
     encoding: str = "utf-8",  # How its characters are written
     field: str | None = None,  # In a JSON file: the name under which the rows lie
-) -> Iterator[
-    Row
-]:  # The line on which each row begins, and the row, or the `ValueError` that stands in its place
+    # The line on which each row begins, and the row, or the `ValueError` that stands in its place
+) -> Iterator[Row]:
     "The rows of a file one at a time; raises `ValueError` where the file as a whole can't be read."
     path = Path(path)
     if (reader := READERS.get(plain_suffix(path))) is None:
@@ -535,7 +535,8 @@ def read_rows(
 
 # %% ../../nbs/02_data/02_readers.ipynb #f0a6b4cd
 def _to_csv(rows: list[dict], mark: str) -> bytes:
-    columns, out = list(dict.fromkeys(c for row in rows for c in row)), io.StringIO(newline="")
+    columns = list(dict.fromkeys(c for row in rows for c in row))
+    out = io.StringIO(newline="")
     if not columns:
         raise ValueError("there are no rows, so nobody knows the columns of the table")
     # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts

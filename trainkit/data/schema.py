@@ -31,10 +31,8 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the columns that its rows must 
     "prompt": ("prompt",),
 }
 
-_ASKED, _SAID = (
-    ("question", "query", "problem", "instruction"),
-    ("response", "output", "answer", "solution", "target"),
-)
+_ASKED = ("question", "query", "problem", "instruction")
+_SAID = ("response", "output", "answer", "solution", "target")
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> other names for it
     "text": {"text": ("content", "document", "body", "raw_content")},
     "messages": {
@@ -107,9 +105,8 @@ def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
 
 def fitting_kinds(
     row: Mapping,  # An example
-) -> dict[
-    str, dict[str, str]
-]:  # Kind -> its columns as the row calls them; empty when none fits, several when unsure
+    # Kind -> its columns as the row calls them; empty when none fits, several when unsure
+) -> dict[str, dict[str, str]]:
     "The kinds that fit a row and are part of no other that does."
     return _fitting(_names(row))
 
@@ -239,10 +236,8 @@ def as_messages(
             )
         if names[1] not in turn:
             raise ValueError(f"{at} has no {names[1]!r} (it has {', '.join(map(repr, turn))}).")
-        content, more = (
-            turn[names[1]],
-            {k: v for k, v in turn.items() if k not in names and v is not None},
-        )
+        content = turn[names[1]]
+        more = {k: v for k, v in turn.items() if k not in names and v is not None}
         if isinstance(content, (list, tuple)):
             if odd := [
                 p
@@ -328,7 +323,9 @@ def as_example(
     kind: str | None = None,  # A key of `KINDS`; told by the columns when None
     # Usual name -> the row's name, as in `{'prompt': 'frage'}`
     columns: Mapping[str, str] | None = None,
-) -> dict:  # The columns of its kind under their usual names, then all others; raises `ValueError` with what is wrong
+    # The columns of its kind under their usual names, then all others; raises `ValueError` with
+    # what is wrong
+) -> dict:
     "A checked example out of a row with whatever names."
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict of columns, here is a {type(row).__name__}")
@@ -410,9 +407,8 @@ def to_messages(
     # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
     train_reasoning: bool = True,
     kind: str | None = None,  # Told by the columns when None
-) -> list[
-    dict
-]:  # `{role, content}` each, the last one of the assistant where the row has an answer
+    # `{role, content}` each, the last one of the assistant where the row has an answer
+) -> list[dict]:
     "A row as a conversation; raises `ValueError` for kinds that are no question with an answer."
     kind = kind or example_kind(row)
     if KINDS.get(kind) and ("system_prompt" in row or not all(c in row for c in KINDS[kind])):
@@ -426,10 +422,8 @@ def to_messages(
         if not isinstance(asked, str):
             return [*(first if asked[0]["role"] != "system" else []), *asked, *said]
     elif kind == "instruction":
-        asked, said = (
-            row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else ""),
-            row["output"],
-        )
+        asked = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
+        said = row["output"]
     elif kind == "reasoning":
         asked, said = row["question"], row["answer"]
         if train_reasoning:

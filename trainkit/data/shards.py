@@ -65,7 +65,10 @@ class TokenRows(Sequence):
             raise ValueError(
                 f"from {start} to {stop} of {len(line)} tokens: at least 2 are needed to train on"
             )
-        self.line, self.max_length, self.start, self.stop = line, max_length, start, stop
+        self.line = line
+        self.max_length = max_length
+        self.start = start
+        self.stop = stop
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start - 1) // (self.max_length - 1))
@@ -176,7 +179,9 @@ class TokenShards:
         folder: str | Path,  # From `tokenize_to_disk`
         index: dict,  # Content of its index.json
     ):
-        self.folder, self.index, self.dtype = Path(folder), index, np.dtype(index["dtype"])
+        self.folder = Path(folder)
+        self.index = index
+        self.dtype = np.dtype(index["dtype"])
         files = [self.folder / record["file"] for record in index["shards"]]
         self.maps = [np.memmap(file, self.dtype, "r").view(np.ndarray) for file in files]
         self.starts = np.cumsum([0, *(record["tokens"] for record in index["shards"])])
@@ -276,11 +281,9 @@ def _files(path: Path) -> list[Path]:
 
 def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
     "A text file, some of it at a time."
-    lines, packed, decoder = (
-        1,
-        COMPRESSIONS.get(file.suffix.lower()),
-        getincrementaldecoder(encoding)(),
-    )
+    lines = 1
+    packed = COMPRESSIONS.get(file.suffix.lower())
+    decoder = getincrementaldecoder(encoding)()
     with packed(file) if packed else open(file, "rb", buffering=0) as stream:
         mark, data = "\ufeff", b" "
         while data:
@@ -288,10 +291,8 @@ def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
             try:
                 chunk = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                line, byte = (
-                    lines + error.object[: error.start].count(b"\n"),
-                    error.object[error.start],
-                )
+                line = lines + error.object[: error.start].count(b"\n")
+                byte = error.object[error.start]
                 likely = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
                 raise ValueError(
                     f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='{likely}' (or what "
@@ -419,9 +420,8 @@ def encode_blocks(
     # Processes; None is one for the first 16 million characters, then all cores
     num_proc: int | None = None,
     skip: Collection[int] = (),  # Shards that are not to be encoded
-) -> Iterator[
-    tuple[int, list[str], list[bool], np.ndarray | None]
-]:  # The jobs in their order, with their ids
+    # The jobs in their order, with their ids
+) -> Iterator[tuple[int, list[str], list[bool], np.ndarray | None]]:
     "Encode blocks of text, in other processes when there is enough to do."
     waiting, done, pool, hurry = deque(), 0, None, True
     crowd = num_proc or len(
@@ -515,12 +515,10 @@ def tokenize_to_disk(
         eos_token_id=tokenizer.eos_token_id,
         shard_chars=shard_chars,
     )
-    pattern, total, unit, name = (
-        tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else "",
-        None,
-        10**6,
-        "MB",
-    )
+    pattern = tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else ""
+    total = None
+    unit = 10**6
+    name = "MB"
     if isinstance(texts_or_path, (str, Path)) and str(texts_or_path) not in CORPORA:
         if not str(texts_or_path):
             raise ValueError(

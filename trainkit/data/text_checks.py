@@ -61,10 +61,8 @@ def _undo(run: str) -> str | None:  # What was meant, or None if this is no dama
 
 def _mojibake(text: str) -> Iterator[tuple[int, int, str]]:
     for match in _MOJIBAKE.finditer(text):
-        before, after = (
-            text[max(0, match.start() - 1) : match.start()],
-            text[match.end() : match.end() + 1],
-        )
+        before = text[max(0, match.start() - 1) : match.start()]
+        after = text[match.end() : match.end() + 1]
         if (
             len(match[0]) == 2
             and match[0][1] in "‘’“”–—…«»"

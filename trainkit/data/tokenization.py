@@ -304,10 +304,8 @@ def _check(max_length: int | None, truncation: str) -> None:
 def _measure(
     pairs: Sequence, tokenizer: Any, max_length: int | None, truncation: str
 ) -> tuple[list, LengthReport]:
-    limit, bos = (
-        max_length if max_length is not None else 1 << 62,
-        getattr(tokenizer, "bos_token_id", None),
-    )
+    limit = max_length if max_length is not None else 1 << 62
+    bos = getattr(tokenizer, "bos_token_id", None)
     cut = [truncate(ids, mask, limit, truncation, bos) for ids, mask in pairs]
 
     def numbers(measure, rows):
@@ -450,12 +448,10 @@ def mask_problems(
     tokenizer: Any,  # Its `bos_token_id` and `eos_token_id` are what matters
 ) -> dict[str, str]:  # What is wrong, and for each a sentence; empty where all is well
     "The mistakes that a row shows at a glance."
-    bos, eos, learned, found = (
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        np.asarray(labels).copy(),
-        {},
-    )
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    learned = np.asarray(labels).copy()
+    found = {}
     learned[:1] = -100  # The first token is predicted from nothing
     ids, kept = np.asarray(ids), learned[learned != -100]
     if bos is not None and bos != eos and ((ids[1:] == bos) & (ids[:-1] == bos)).any():
@@ -488,21 +484,17 @@ def show_mask(
 ) -> Picture:  # HTML
     "A row as tokens: green is learned, grey is read, faint is padding; lights for what is wrong."
     row = _row_of(example, tokenizer, how)
-    ids, labels, real, positions = (
-        row["ids"],
-        np.where(row["real"], row["labels"], -100),
-        row["real"],
-        row["positions"],
-    )
+    ids = row["ids"]
+    labels = np.where(row["real"], row["labels"], -100)
+    real = row["real"]
+    positions = row["positions"]
     problems = mask_problems(ids[real], labels[real], tokenizer)
     bare = is_ours(tokenizer)
     ends = {tokenizer.bos_token_id: "BOS", tokenizer.eos_token_id: "EOS"}
-    spans, line = (
-        [],
-        (
-            '<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;height:1.2em;'
-            'vertical-align:middle;margin:0 3px"></span>'
-        ),
+    spans = []
+    line = (
+        '<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;height:1.2em;'
+        'vertical-align:middle;margin:0 3px"></span>'
     )
     for k, i in enumerate(map(int, ids)):
         state = "padding" if not real[k] else "learned" if labels[k] != -100 and k else "read"

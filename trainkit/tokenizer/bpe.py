@@ -44,11 +44,9 @@ def count_kernel(data, ends, classes, kind):
     "Where each distinct word first begins, its length, and how often it is there; `ends` are the ends of the texts in `data`."
     slots = np.full(1 << 12, -1, np.int32)
     hashes = np.empty(1 << 11, np.uint64)
-    starts, sizes, counts = (
-        np.empty(1 << 11, np.int64),
-        np.empty(1 << 11, np.int64),
-        np.empty(1 << 11, np.int64),
-    )
+    starts = np.empty(1 << 11, np.int64)
+    sizes = np.empty(1 << 11, np.int64)
+    counts = np.empty(1 << 11, np.int64)
     used = i = 0
     for end in ends:
         while i < end:
@@ -77,11 +75,10 @@ def count_kernel(data, ends, classes, kind):
                 )
                 used += 1
                 if used == len(counts):  # full: twice the room, and the slots anew
-                    hashes, starts = (
-                        np.concatenate((hashes, hashes)),
-                        np.concatenate((starts, starts)),
-                    )
-                    sizes, counts = np.concatenate((sizes, sizes)), np.concatenate((counts, counts))
+                    hashes = np.concatenate((hashes, hashes))
+                    starts = np.concatenate((starts, starts))
+                    sizes = np.concatenate((sizes, sizes))
+                    counts = np.concatenate((counts, counts))
                     slots = np.full(2 * len(slots), -1, np.int32)
                     mask = np.uint64(len(slots) - 1)
                     for k in range(used):
@@ -149,12 +146,10 @@ def count_words(
     if num_proc is not None and num_proc < 1:
         raise ValueError(f"num_proc={num_proc}: use at least 1 process")
     find_pattern(pattern)
-    blocks, counts, done, pool = (
-        _blocks([texts] if isinstance(texts, str) else texts, pattern),
-        Counter(),
-        0,
-        None,
-    )
+    blocks = _blocks([texts] if isinstance(texts, str) else texts, pattern)
+    counts = Counter()
+    done = 0
+    pool = None
     waiting = deque()
     with Progress(None, "Counting words", "characters", enabled=progress) as bar:
         try:
@@ -205,7 +200,8 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
     "Every pair of bytes as a string of two characters: its count, and the numbers of the words that hold it."
     flat = np.frombuffer(b"".join(words), np.uint8)
     inside = np.flatnonzero(number[1:] == number[:-1]).astype(np.int32)
-    code, word = flat[inside].astype(np.uint16) << 8 | flat[inside + 1], number[inside]
+    code = flat[inside].astype(np.uint16) << 8 | flat[inside + 1]
+    word = number[inside]
     order = np.argsort(code, kind="stable").astype(np.int32)
     code, word = code[order], word[order]
     starts = np.flatnonzero(np.diff(code, prepend=-1)) if len(code) else code
@@ -292,14 +288,15 @@ def learn_kernel(sym, word, freq, n_merges):
     room = 16  # of the hash table: four places for each pair of bytes that can be there
     while room < 4 * min(n, 1 << 16):
         room *= 2
-    keys, count, head = (
-        np.full(room, -1, np.int64),
-        np.zeros(room, np.int64),
-        np.full(room, -1, np.int32),
-    )
-    first, second = np.empty(room, np.int64), np.empty(room, np.int64)  # the heap: (-count, pair)
+    keys = np.full(room, -1, np.int64)
+    count = np.zeros(room, np.int64)
+    head = np.full(room, -1, np.int32)
+    # the heap: (-count, pair)
+    first = np.empty(room, np.int64)
+    second = np.empty(room, np.int64)
     # lists of places
-    node_at, node_next = (np.empty(2 * n + 1, np.int32), np.empty(2 * n + 1, np.int32))
+    node_at = np.empty(2 * n + 1, np.int32)
+    node_next = np.empty(2 * n + 1, np.int32)
     here, fresh = np.empty(n, np.int32), np.empty(2 * (256 + n_merges) + 2, np.int64)
     pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)
     used = n_heap = n_nodes = done = 0

@@ -68,13 +68,13 @@ class BPETokenizer:
             ) from None
         self.encoder = Encoder(self.tokens, pairs, made, ranks, pattern, whole, backend)
         self.pattern, self.whole, self.nfc = pattern, whole, nfc
-        self.plain, self.post_processor, self.normalized = {*plain}, post_processor, {*normalized}
-        self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
-            bos_token,
-            eos_token,
-            pad_token,
-            unk_token,
-        )
+        self.plain = {*plain}
+        self.post_processor = post_processor
+        self.normalized = {*normalized}
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.pad_token = pad_token
+        self.unk_token = unk_token
         self.chat_template: str | None = None
         self.trained: Merges | None = None  # what `train` found, with its backend and time
         # how many tokens were measured, their sizes
@@ -447,10 +447,8 @@ class BPETokenizer:
                 f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')"
             )
         else:
-            tokens, special = (
-                source if isinstance(source, Mapping) else read_ranks(source),
-                special_tokens or {},
-            )
+            tokens = source if isinstance(source, Mapping) else read_ranks(source)
+            special = special_tokens or {}
         pairs = all_pairs(tokens)
         return cls(
             tokens,

@@ -77,7 +77,8 @@ def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
         seen += sum(map(len, texts))
         if seen >= MANY:
             try:
-                same, sample = BPETokenizer.from_hf(backend := _backend(tokenizer)), [*texts[:200]]
+                same = BPETokenizer.from_hf(backend := _backend(tokenizer))
+                sample = [*texts[:200]]
                 theirs = backend.encode_batch(sample, add_special_tokens=False)
                 if same.encode_batch(sample, allowed_special="all") != [
                     code.ids for code in theirs
@@ -126,9 +127,8 @@ def encode_spans(
     # For each text, stretches of characters: the first, and the one after
     spans: Sequence[Sequence[tuple[int, int]]],
     tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
-) -> list[
-    tuple[np.ndarray, list[tuple[int, int]]]
-]:  # For each, its ids, int64, and the tokens that each stretch touches
+    # For each, its ids, int64, and the tokens that each stretch touches
+) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
     "Tokenize whole texts; special tokens in them count as such, and nothing is added."
     if not is_ours(tokenizer) and (same := _as_ours(tokenizer, texts)):
         tokenizer = same
@@ -152,10 +152,8 @@ def encode_spans(
     both = np.array([span for stretches in inside for span in stretches], np.int64).reshape(-1, 2)
     # Bytes from the beginning of the first text
     both += np.repeat(ends[rows[:-1]], counts)[:, None]
-    first, last = (
-        ends[1:].searchsorted(both[:, 0], "right"),
-        ends[:-1].searchsorted(both[:, 1], "left"),
-    )
+    first = ends[1:].searchsorted(both[:, 0], "right")
+    last = ends[:-1].searchsorted(both[:, 1], "left")
     touched = iter(np.stack((first, last), 1) - np.repeat(rows[:-1], counts)[:, None])
     return [
         (flat[a:b], [tuple(next(touched).tolist()) for _ in range(n)])
@@ -218,10 +216,8 @@ def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
         all_of, shown = tokenizer.special_tokens, tokenizer.plain
     else:
         added = tokenizer.added_tokens_decoder
-        all_of, shown = (
-            {str(t): i for i, t in added.items()},
-            {str(t) for t in added.values() if not t.special},
-        )
+        all_of = {str(t): i for i, t in added.items()}
+        shown = {str(t) for t in added.values() if not t.special}
     controls = {
         token: i
         for token, i in all_of.items()
@@ -278,7 +274,8 @@ class _Marker:
 
     def __init__(self, tokens: Iterable[str]):
         tokens = [*tokens]
-        self.any, self.each = re.compile(_any_of(tokens)), re.compile(f"(?={_any_of(tokens)})")
+        self.any = re.compile(_any_of(tokens))
+        self.each = re.compile(f"(?={_any_of(tokens)})")
         self.beginnings = {token[:n] for token in tokens for n in range(1, len(token))}
         self.longest = max(map(len, self.beginnings), default=0)
         self.first = re.compile("|".join({re.escape(token[0]) for token in tokens}) or "(?!)")
@@ -323,7 +320,9 @@ class _Marker:
         found = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
         if not found:
             return message
-        new, cut, text = {**message, **found}, message.get("untrained"), message.get("content")
+        new = {**message, **found}
+        cut = message.get("untrained")
+        text = message.get("content")
         if not cut or not isinstance(text, str) or new["content"] == text:
             return new
         cut = len(join_pairs(text[:cut]))
@@ -409,7 +408,8 @@ def _encode_marked_theirs(
 ) -> tuple:
     copy, names = _guarded(tokenizer, controls)
     renamed = [names[piece] if k % 2 else join_pairs(piece) for k, piece in enumerate(bare)]
-    first, begins = [0, *accumulate(map(len, bare))], [0, *accumulate(map(len, renamed))]
+    first = [0, *accumulate(map(len, bare))]
+    begins = [0, *accumulate(map(len, renamed))]
     at = []
     for place in places:
         k = min(bisect_right(first, place), len(bare)) - 1
@@ -458,11 +458,9 @@ def render_batch(
     done = render_texts(
         guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None
     )
-    texts, spans, always = (
-        [text for text, _ in done],
-        [span for _, span in done],
-        _forgeable(tokenizer, controls),
-    )
+    texts = [text for text, _ in done]
+    spans = [span for _, span in done]
+    always = _forgeable(tokenizer, controls)
     marked = [i for i, text in enumerate(texts) if always or SPECIAL_MARK in text]
     shown = {*marked}
     coded: list[Any] = [None] * len(texts)
@@ -558,10 +556,8 @@ def resize_embeddings(
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #a78ab6b8
 def _ending(jinja: str, tokenizer: Any) -> str:
     "The special token that a template of a stranger ends answers with."
-    chat, names = (
-        [dict(role="user", content="a"), dict(role="assistant", content="b")],
-        _names(tokenizer),
-    )
+    chat = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+    names = _names(tokenizer)
     text, [(start, end)] = render_text(chat, jinja, names, train_on="last")
     tail = text[start:end].rstrip()
     known = sorted(_specials(tokenizer), key=len, reverse=True)

@@ -237,7 +237,8 @@ def _run(
     template: str, messages: list[dict], names: Mapping, **more: Any
 ) -> tuple[str, list[tuple[int, int]]]:
     "The text and the characters of its generation tags."
-    program, state = _compile(template), dict[str, list](_left=[STEPS], _written=[0], _spans=[])
+    program = _compile(template)
+    state = dict[str, list](_left=[STEPS], _written=[0], _spans=[])
     pieces, written = [], state["_written"]
     _ROOM.most = most = max(CHARS, 4 * sum(len(str(m.get("content"))) for m in messages))
     try:
@@ -539,9 +540,9 @@ class _Workers:
     def ask(
         self,
         jobs: Sequence[list],  # ['compile', template] or ['render', and what `render_text` takes]
-    ) -> list[
-        Any
-    ]:  # The value of each; a job that cannot be done is a `ValueError` with the `number` of the job
+        # The value of each; a job that cannot be done is a `ValueError` with the `number` of the
+        # job
+    ) -> list[Any]:
         "Do jobs in the worker, in their order."
         if self.parent != os.getpid():
             self.__init__()  # A copy made by `fork`: that process answers to another
@@ -662,9 +663,8 @@ def render_text(
     train_on: str = "assistant",
     add_generation_prompt: bool = False,  # End with the head of an answer
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
-) -> tuple[
-    str, list[tuple[int, int]]
-]:  # The text, and for each learned turn the first character and the one after it
+    # The text, and for each learned turn the first character and the one after it
+) -> tuple[str, list[tuple[int, int]]]:
     "A chat as one text, and the characters that are learned; raises `ValueError` where that is not certain."
     [done] = render_texts([messages], template, names, train_on, add_generation_prompt, [tools])
     return done

@@ -172,11 +172,9 @@ def encode_kernel(
     data, ends, kind, classes, byte_ids, slots, hashes, starts, tokens, keys, ranks, made
 ):
     "The ids of all texts in `data`, and how many are of each; with `kind < 0` the `ends` are those of words."
-    out, sizes, order = (
-        np.empty(len(data), np.int32),
-        np.empty(len(ends), np.int64),
-        np.empty(64, np.int32),
-    )
+    out = np.empty(len(data), np.int32)
+    sizes = np.empty(len(ends), np.int64)
+    order = np.empty(64, np.int32)
     # Words met lately: where they begin, their bytes, where their ids begin, how many
     seen = np.zeros((1 << 12, 4), np.int64)
     i = k = 0
@@ -271,12 +269,13 @@ class Encoder:
             )
         find_pattern(pattern)
         pick_backend(backend, 0)
-        self.pattern, self.requested, self.backend, self.seen = pattern, backend, "python", 0
-        self.pairs, self.made, self.ranks = (
-            pairs,
-            made,
-            range(len(pairs)) if ranks is None else ranks,
-        )
+        self.pattern = pattern
+        self.requested = backend
+        self.backend = "python"
+        self.seen = 0
+        self.pairs = pairs
+        self.made = made
+        self.ranks = range(len(pairs)) if ranks is None else ranks
         self.byte_ids = [tokens.get(bytes([b]), -1) for b in range(256)]
         self.tokens = tokens if whole else {}
 
@@ -297,17 +296,14 @@ class Encoder:
         n = by_id[-1][1] + 1 if by_id else 0
         sizes = np.zeros(n + 1, np.int64)
         sizes[[i + 1 for _, i in by_id]] = [len(token) for token, _ in by_id]
-        starts, data = (
-            np.cumsum(sizes),
-            np.frombuffer(b"".join(token for token, _ in by_id), np.uint8),
-        )
-        slots, hashes = np.full(1 << (2 * n + 1).bit_length(), -1, np.int32), np.zeros(n, np.uint64)
+        starts = np.cumsum(sizes)
+        data = np.frombuffer(b"".join(token for token, _ in by_id), np.uint8)
+        slots = np.full(1 << (2 * n + 1).bit_length(), -1, np.int32)
+        hashes = np.zeros(n, np.uint64)
         room = 1 << (2 * len(self.pairs) + 1).bit_length()
         keys, ranks = np.full(room, -1, np.int64), np.full(room, _NONE, np.int32)
-        pairs, pair_ranks = (
-            np.array(self.pairs, np.int64).reshape(-1, 2),
-            np.array(self.ranks, np.int32),
-        )
+        pairs = np.array(self.pairs, np.int64).reshape(-1, 2)
+        pair_ranks = np.array(self.ranks, np.int32)
         _kernels().fill_tables(
             slots, hashes, starts, data, keys, ranks, pairs[:, 0] << 32 | pairs[:, 1], pair_ranks
         )
@@ -343,9 +339,8 @@ class Encoder:
     def encode_flat(
         self,
         texts: Sequence[str],
-    ) -> tuple[
-        np.ndarray, np.ndarray
-    ]:  # (tokens,) int32 ids of all texts, (texts,) how many are of each
+        # (tokens,) int32 ids of all texts, (texts,) how many are of each
+    ) -> tuple[np.ndarray, np.ndarray]:
         "What `encode` gives as one long array: for a corpus, where a Python object for each id would cost too much."
         if self._begin(texts) == "numba":
             return self._encode_numba(texts)
@@ -380,16 +375,16 @@ class Encoder:
 
     def _encode_numba(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         if self.pattern in PATTERN_KINDS:
-            parts, kind = [to_utf8(text) for text in texts], PATTERN_KINDS[self.pattern]
+            parts = [to_utf8(text) for text in texts]
+            kind = PATTERN_KINDS[self.pattern]
             words_of = None
         else:
-            cut, kind = [split_words(join_pairs(text), self.pattern) for text in texts], -1
+            cut = [split_words(join_pairs(text), self.pattern) for text in texts]
+            kind = -1
             words_of = np.cumsum([0] + [len(words) for words in cut])
             parts = [word.encode() for words in cut for word in words]
-        data, ends = (
-            np.frombuffer(b"".join(parts), np.uint8),
-            np.cumsum([len(part) for part in parts], dtype=np.int64),
-        )
+        data = np.frombuffer(b"".join(parts), np.uint8)
+        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         ids, sizes = _kernels().encode_kernel(data, ends, kind, char_classes(), *self.tables)
         if words_of is None:
             return ids, sizes

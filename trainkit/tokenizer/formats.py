@@ -72,10 +72,8 @@ def tokenizer_json(
 ) -> dict:  # For `json.dumps`
     "A byte-level BPE tokenizer as `tokenizer.json` has it."
     text = {i: spell(token) for token, i in tokens.items()}
-    vocab, names = (
-        {text[i]: i for i in sorted(text)},
-        {i: token for token, i in reversed([*special_tokens.items()])},
-    )
+    vocab = {text[i]: i for i in sorted(text)}
+    names = {i: token for token, i in reversed([*special_tokens.items()])}
     # Of two names of one token the first: here it can have but one
     added = [(names[i], i) for i in sorted(names)]
     # The library gives an added token the next free id, whatever the file says, unless the
@@ -177,7 +175,8 @@ def from_json(
                 f"added token {token['content']!r} strips spaces or wants to be a whole word: "
                 "this cannot be read"
             )
-    special, vocab = {token["content"]: token["id"] for token in added}, model["vocab"]
+    special = {token["content"]: token["id"] for token in added}
+    vocab = model["vocab"]
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     own = {part for left, right in merges for part in (left, right, left + right)} | {
         *byte_letters().values()

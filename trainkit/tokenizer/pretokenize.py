@@ -213,7 +213,8 @@ def cut_specials(
             f"To encode it as that token pass allowed_special={{{found!r}}} or 'all'; "
             "to encode it as ordinary text pass allowed_special='none' or disallowed_special=()"
         )
-    pieces, longest_first = [text], "|".join(map(re.escape, sorted(allowed, key=len, reverse=True)))
+    pieces = [text]
+    longest_first = "|".join(map(re.escape, sorted(allowed, key=len, reverse=True)))
     return re.split(f"({longest_first})", text) if longest_first else pieces
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #b488907c
