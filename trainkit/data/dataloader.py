@@ -123,7 +123,8 @@ def flatten_examples(
         )
         if not len(ids) == len(labels) == len(positions):
             raise ValueError(
-                f"example {number} has {len(ids)} input_ids, {len(labels)} labels and {len(positions)} positions"
+                f"example {number} has {len(ids)} input_ids, {len(labels)} labels and "
+                f"{len(positions)} positions"
             )
         parts["input_ids"].append(ids)
         parts["labels"].append(np.where(positions == 0, -100, labels))
@@ -358,7 +359,8 @@ def collate(
     ]:
         i = wrong[0]
         raise ValueError(
-            f"row {i} has {len(inputs[i])} input_ids and {len(labels[i])} labels: they must be as many"
+            f"row {i} has {len(inputs[i])} input_ids and {len(labels[i])} labels: they must be as "
+            "many"
         )
     pad = torch.nn.utils.rnn.pad_sequence
     batch = dict(
@@ -463,13 +465,15 @@ class Batches:
             curriculum = None
         if curriculum and (group_by_length or not shuffle):
             raise ValueError(
-                "a curriculum chooses the order of the rows: leave out group_by_length and shuffle=False"
+                "a curriculum chooses the order of the rows: leave out group_by_length and "
+                "shuffle=False"
             )
         if (difficulty_fn is not None) != (
             curriculum is not None and curriculum.strategy == "difficulty_based"
         ):
             raise ValueError(
-                "difficulty_fn goes with a curriculum whose strategy is 'difficulty_based', and only with it"
+                "difficulty_fn goes with a curriculum whose strategy is 'difficulty_based', and "
+                "only with it"
             )
         self.rows = rows
         self.batch_size = batch_size
@@ -676,6 +680,7 @@ class Batches:
             if (then := state.get(k, first.get(k))) != here[k]
         ]:
             raise ValueError(
-                f"These are not the batches that the saved place belongs to ({'; '.join(sorted(wrong))})."
+                "These are not the batches that the saved place belongs to "
+                f"({'; '.join(sorted(wrong))})."
             )
         self.epoch, self.index = state["epoch"], state["index"]

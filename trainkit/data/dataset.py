@@ -211,7 +211,8 @@ def _rows_in_hand(rows: Any, split: str | None) -> Iterator[Raw]:
         raise ValueError(f"split = {split!r}: a {name} has no splits")
     if isinstance(rows, (bytes, str)) or not isinstance(rows, Iterable):
         raise TypeError(
-            f"a {name} is no path, no name of a corpus or data set, and holds no rows: give one of these, or a list of dicts, or a datasets.Dataset"
+            f"a {name} is no path, no name of a corpus or data set, and holds no rows: give one of "
+            "these, or a list of dicts, or a datasets.Dataset"
         )
     return ((f"row {number}", f"{name} in memory", None, row) for number, row in enumerate(rows, 1))
 
@@ -290,8 +291,8 @@ def stream_examples(
         ]
     if not report.rows and max_examples != 0:
         raise ValueError(
-            f"{path_or_name}: none of {report.skipped:,} row{'s' * (report.skipped != 1)} is an example. "
-            + "".join(report.bad[:1])
+            f"{path_or_name}: none of {report.skipped:,} row{'s' * (report.skipped != 1)} is an "
+            "example. " + "".join(report.bad[:1])
         )
 
 
@@ -397,11 +398,15 @@ def _remedy(
         (s for s in (round(n / 100, 2) for n in range(1, 51)) if s > max(lowest, fraction)), None
     )
     some = (
-        f"{knob}={share:g} sets {sum(p < share for p in {*places}):,} of their {len({*places}):,} questions or texts apart; "
+        f"{knob}={share:g} sets {sum(p < share for p in {*places}):,} of their {len({*places}):,} "
+        "questions or texts apart; "
         if share
         else ""
     )
-    return f"{some}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty one time in twenty"
+    return (
+        f"{some}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty one "
+        "time in twenty"
+    )
 
 
 def _split_before(places: list[float]) -> str:
@@ -409,7 +414,8 @@ def _split_before(places: list[float]) -> str:
     if (1 - min(places)) ** len({*places}) > 1e-4:
         return ""
     return (
-        f"None of {len({*places}):,} questions or texts lies in the first {min(places):.1%} of the scale: an earlier split has taken them, "
+        f"None of {len({*places}):,} questions or texts lies in the first {min(places):.1%} of the "
+        "scale: an earlier split has taken them, "
         "and its other file belongs in eval_file (another seed would split what is left)"
     )
 
@@ -435,7 +441,8 @@ def _check(
             raise ValueError(f"{name} = {share}: must be between 0 and 1")
         if not 0 <= test_fraction < 1 - share:
             raise ValueError(
-                f"test_fraction = {test_fraction}: must be between 0 and what {name} = {share} leaves"
+                f"test_fraction = {test_fraction}: must be between 0 and what {name} = {share} "
+                "leaves"
             )
     if by is None and own:
         raise ValueError("fractions are shares of the values of a column: name it in by")
@@ -479,7 +486,8 @@ def split_examples(
             if first.setdefault(p, i) != i and where[first[p]] != where[i]
         )
         raise ValueError(
-            f"{values[first[places[i]]]} and {values[i]} both ask {split_key(rows[i], group)[:80]!r}, and fractions "
+            f"{values[first[places[i]]]} and {values[i]} both ask "
+            f"{split_key(rows[i], group)[:80]!r}, and fractions "
             "would put it on both sides: give them one share"
         )
     said = []
@@ -496,7 +504,8 @@ def split_examples(
         if part == 2:
             why = _remedy([1 - p for p in places], test_fraction, "test_fraction")
         said.append(
-            f"{len(rows):,} row{'s leave' if len(rows) != 1 else ' leaves'} none {wanted[part]}, since the text of each alone decides its side. {why}"
+            f"{len(rows):,} row{'s leave' if len(rows) != 1 else ' leaves'} none {wanted[part]}, "
+            f"since the text of each alone decides its side. {why}"
         )
     if not {"raise": {0, 1}, "train": {0}, "warn": set()}[on_empty] <= {*where}:
         raise ValueError(". ".join(said))
@@ -660,7 +669,8 @@ class DataConfig:
 
     path: str = knob(
         "auto",
-        "A file, a folder, a corpus (bible, stdlib, factbook-questions, …) or a Hugging Face dataset "
+        "A file, a folder, a corpus (bible, stdlib, factbook-questions, …) or a Hugging Face "
+        "dataset "
         "owner/name; auto: the first text corpus that is installed",
         aliases=("dataset", "dataset_name", "train_file"),
     )
@@ -713,7 +723,8 @@ class DataConfig:
     )
     eval_fraction: float = knob(
         0.05,
-        "Share of the rows that is set apart for evaluation; 0: all rows train, and nothing is held out",
+        "Share of the rows that is set apart for evaluation; 0: all rows train, and nothing is "
+        "held out",
         low=0,
         high=0.9,
     )
@@ -739,7 +750,8 @@ class DataConfig:
     )
     cache: str = knob(
         "",
-        "A folder where the rendered rows of method sft are kept, and found by their content; empty: rendered each time",
+        "A folder where the rendered rows of method sft are kept, and found by their content; "
+        "empty: rendered each time",
         aliases=("dataset_prepared_path", "tokenized_path"),
     )
     num_workers: int = knob(
@@ -808,14 +820,16 @@ def load_splits(
     rows, facts, report = _read(config, path, config.split)
     if config.eval_file and config.validation_split:
         raise ValueError(
-            f"eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: give one of them"
+            f"eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: "
+            "give one of them"
         )
     held: list[dict] = []
     if config.eval_file or config.validation_split:
         held, _, other = _read(config, config.eval_file or path, config.validation_split)
         if other.kind != report.kind:
             raise ValueError(
-                f"{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they must be the same"
+                f"{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they "
+                "must be the same"
             )
     if (
         config.eval_file
@@ -850,7 +864,8 @@ def load_splits(
     )
     if shared:
         warnings.warn(
-            f"{shared:,} of the rows set apart ask what training rows ask too: the evaluation will look "
+            f"{shared:,} of the rows set apart ask what training rows ask too: the evaluation will "
+            "look "
             "better than it is. Give one file, and it is split without this.",
             stacklevel=2,
         )

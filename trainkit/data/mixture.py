@@ -83,8 +83,8 @@ class MixReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{name}: {p['used']:,} of {p['rows']:,} row{'s' * (p['rows'] != 1)}, {p['share']:.2%} of the mixture"
-            + (f", each {p['epochs']:.1f} times" if p["epochs"] > 1 else "")
+            f"{name}: {p['used']:,} of {p['rows']:,} row{'s' * (p['rows'] != 1)}, {p['share']:.2%} "
+            "of the mixture" + (f", each {p['epochs']:.1f} times" if p["epochs"] > 1 else "")
             for name, p in self.parts.items()
         ]
         return "\n".join(lines)
@@ -144,7 +144,8 @@ def mix(
     chats = {"messages", "instruction", "reasoning", "prompt_completion"}
     if len({*kinds.values()}) > 1 and not {*kinds.values()} <= chats:
         raise ValueError(
-            f"these kinds do not train together: {', '.join(f'{name}: {kind}' for name, kind in kinds.items())}"
+            "these kinds do not train together: "
+            f"{', '.join(f'{name}: {kind}' for name, kind in kinds.items())}"
         )
     total = sum(map(len, datasets.values())) if total is None else total
     counts = whole_parts(

@@ -108,7 +108,10 @@ def check_rendered(case: Case) -> Iterator[Finding]:
     effect = (
         "The marks are read as plain characters, and questions are learned like answers."
         if case.train.kind == "text"
-        else "The template of the run comes on top: the model learns a doubled form, which nobody will ask it in."
+        else (
+            "The template of the run comes on top: the model learns a doubled form, which nobody "
+            "will ask it in."
+        )
     )
     yield from tally.finding(
         "template_in_rows",
@@ -206,7 +209,8 @@ def check_ending(
             "error",
             f"The template ends answers with {shown}, and the tokenizer's eos_token is {eos!r}.",
             "The model never learns to say what stops it, and goes on until the limit.",
-            "`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, model)`).",
+            "`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, "
+            "model)`).",
             unit="templates",
         )
     pieces = FindingCounter()
@@ -377,7 +381,8 @@ def lengths(case: Case) -> Iterator[Finding]:
                 top,
                 len(size),
                 f"The longest rows hold {share:.0%} of all characters.",
-                "The loss counts tokens: these rows are what the model learns, the others hardly matter.",
+                "The loss counts tokens: these rows are what the model learns, the others hardly "
+                "matter.",
                 "Cut the long rows, or weigh the sources with `mix`.",
             )
 
@@ -956,7 +961,10 @@ def check_leaks(case: Case) -> Iterator[Finding]:
             if known[j].strip():
                 asked.add(f"{held.where(rest[i])} ≈ {train.where(j)}", known[j])
     effect = "The evaluation measures memory."
-    remedy = "Drop them from the rows to train on, or split again: `split_examples` keeps equal questions on one side."
+    remedy = (
+        "Drop them from the rows to train on, or split again: `split_examples` keeps equal "
+        "questions on one side."
+    )
     yield from exact.finding(
         "leak",
         "error",
@@ -1062,7 +1070,8 @@ def check_examples(
     names = [*CHECKS] if checks is None else [*checks]
     if unknown := [n for n in names if n not in CHECKS]:
         raise ValueError(
-            f"checks = {unknown[0]!r}: known are {', '.join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}"
+            f"checks = {unknown[0]!r}: known are "
+            f"{', '.join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}"
         )
     if isinstance(rows, (str, Path, Mapping)):
         raise ValueError(

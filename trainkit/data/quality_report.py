@@ -343,7 +343,10 @@ class QualityReport:
         "The result in a line."
         many = [f"{n} {s}{'s' * (n != 1)}" for s in SEVERITIES if (n := len(self.of(s)))]
         more = "" if self.eval_rows is None else f", {self.eval_rows:,} to evaluate on"
-        return f"{self.rows:,} row{'s' * (self.rows != 1)} of kind {self.kind}{more}: {', '.join(many) or 'nothing found'}"
+        return (
+            f"{self.rows:,} row{'s' * (self.rows != 1)} of kind {self.kind}{more}: "
+            f"{', '.join(many) or 'nothing found'}"
+        )
 
     def __str__(self):
         out = [*textwrap.wrap(self.title(), 80)]
@@ -388,12 +391,16 @@ class QualityReport:
             )
             remedy = f"<br/><b>Remedy:</b> {clean(f.remedy)}" if f.remedy else ""
             out += (
-                f'<details{" open" * (f.severity == "error")}><summary><b style="color:{colour[f.severity]}">{f.severity}</b> '
-                f'<b>{clean(f.name)}</b>: {clean(f.counted())}</summary><div style="padding:2px 0 8px 18px">{clean(f.says)} '
-                f'{clean(f.effect)}{remedy}<ul style="margin:2px 0;overflow-wrap:anywhere">{places}</ul></div></details>'
+                f"<details{' open' * (f.severity == 'error')}><summary><b "
+                f'style="color:{colour[f.severity]}">{f.severity}</b> '
+                f'<b>{clean(f.name)}</b>: {clean(f.counted())}</summary><div style="padding:2px 0 '
+                f'8px 18px">{clean(f.says)} '
+                f'{clean(f.effect)}{remedy}<ul style="margin:2px '
+                f'0;overflow-wrap:anywhere">{places}</ul></div></details>'
             )
         return Picture(
-            f'<div role="group" {PLAIN} aria-label="{clean(self.title())}" style="font:13px/1.5 system-ui,sans-serif">{out}</div>'
+            f'<div role="group" {PLAIN} aria-label="{clean(self.title())}" style="font:13px/1.5 '
+            f'system-ui,sans-serif">{out}</div>'
         )
 
     def _repr_html_(self) -> str:

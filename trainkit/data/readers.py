@@ -137,7 +137,8 @@ class _Bounded(io.RawIOBase):
         self.size += len(data)
         if self.size > self.most:
             raise ValueError(
-                f"{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, so this may be a file that is made to fill the memory: "
+                f"{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, "
+                "so this may be a file that is made to fill the memory: "
                 f"unpack it yourself, or set {UNPACKED_VARIABLE} to the bytes that it may have"
             )
         buffer[: len(data)] = data
@@ -250,7 +251,8 @@ def _as_row(value: Any, where: str) -> Any:
         value
         if isinstance(value, (dict, ValueError))
         else ValueError(
-            f'{where}: a row must be an object such as {{"prompt": …}}, here is a {type(value).__name__}'
+            f'{where}: a row must be an object such as {{"prompt": …}}, here is a '
+            f"{type(value).__name__}"
         )
     )
 
@@ -350,11 +352,13 @@ def _elements(path: Path, text: str, field: str | None) -> Iterator[Row]:
             return
         if field is None and len(lists) > 1:
             raise ValueError(
-                f"{path}: several lists of rows ({', '.join(lists)}): say which, as in field={[*lists][0]!r}"
+                f"{path}: several lists of rows ({', '.join(lists)}): say which, as in "
+                f"field={[*lists][0]!r}"
             )
         if field is not None and field not in lists:
             raise ValueError(
-                f"{path}: there is no list of rows {field!r} (there are: {', '.join(lists) or 'none'})"
+                f"{path}: there is no list of rows {field!r} (there are: "
+                f"{', '.join(lists) or 'none'})"
             )
         start = lists[field or [*lists][0]]
     elif text[start : start + 1] != "[":
@@ -444,13 +448,15 @@ def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
                         names[0] = "index"  # as pandas writes its own
                     if "" in names or len({*names}) < len(names):
                         raise ValueError(
-                            f"{path}, line {begin}: the first line must name each column once, here is {names}"
+                            f"{path}, line {begin}: the first line must name each column once, "
+                            f"here is {names}"
                         )
                 elif len(record) != len(names):
                     yield (
                         begin,
                         ValueError(
-                            f"{path}, line {begin}: {len(record)} fields where the header has {len(names)} "
+                            f"{path}, line {begin}: {len(record)} fields where the header has "
+                            f"{len(names)} "
                             f"({', '.join(names)}): texts that hold {mark!r} must stand in quotes"
                         ),
                     )
@@ -528,7 +534,8 @@ def read_rows(
     path = Path(path)
     if (reader := READERS.get(plain_suffix(path))) is None:
         raise ValueError(
-            f"{path}: rows are read from {', '.join(s for s in READERS if s not in TEXT_SUFFIXES)} and from "
+            f"{path}: rows are read from {', '.join(s for s in READERS if s not in TEXT_SUFFIXES)} "
+            "and from "
             f"texts ({', '.join(TEXT_SUFFIXES)}), each also with {', '.join(COMPRESSIONS)}"
         )
     yield from reader(path, encoding, field)
@@ -618,7 +625,8 @@ def write_examples(
             data = _to_parquet(rows, path)
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{path}: a text holds {error.object[error.start]!r}, half of a pair of surrogates, which no "
+            f"{path}: a text holds {error.object[error.start]!r}, half of a pair of surrogates, "
+            "which no "
             "file can hold"
         ) from None
     if path.suffix.lower() == ".gz":

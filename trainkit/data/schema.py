@@ -132,7 +132,8 @@ def example_kind(
         return next(iter(fits))
     if fits:
         raise ValueError(
-            f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say data.kind={list(fits)[0]}"
+            f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say "
+            f"data.kind={list(fits)[0]}"
             f", or whichever is meant (in Python kind={list(fits)[0]!r})"
         )
     if not row:
@@ -232,7 +233,8 @@ def as_messages(
         role = ROLES.get(said) or ROLES.get(said.strip().lower()) if isinstance(said, str) else None
         if role is None:
             raise ValueError(
-                f"{at}: unknown role {said!r}; known are {', '.join(ROLES)}.{nearest(said, list(ROLES))}"
+                f"{at}: unknown role {said!r}; known are "
+                f"{', '.join(ROLES)}.{nearest(said, list(ROLES))}"
             )
         if names[1] not in turn:
             raise ValueError(f"{at} has no {names[1]!r} (it has {', '.join(map(repr, turn))}).")
@@ -430,7 +432,8 @@ def to_messages(
             said = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{said}"
     else:
         raise ValueError(
-            f"a row of kind {kind} is no conversation: prompt_completion, instruction, messages and "
+            f"a row of kind {kind} is no conversation: prompt_completion, instruction, messages "
+            "and "
             "reasoning can be made into one"
         )
     return [*first, dict(role="user", content=asked), dict(role="assistant", content=said)]

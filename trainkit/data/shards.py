@@ -59,7 +59,8 @@ class TokenRows(Sequence):
     ):
         if max_length < 2:
             raise ValueError(
-                f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the other"
+                f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the "
+                "other"
             )
         if not 0 <= start <= stop - 2 < len(line) - 1:
             raise ValueError(
@@ -225,7 +226,10 @@ class TokenShards:
 
     def __repr__(self):
         count, size = len(self.maps), self.dtype.itemsize
-        return f"Shards({str(self.folder)!r}: {len(self):,} tokens of {size} bytes in {count} file{'s'[: count != 1]})"
+        return (
+            f"Shards({str(self.folder)!r}: {len(self):,} tokens of {size} bytes in {count} "
+            f"file{'s'[: count != 1]})"
+        )
 
 
 def open_shards(
@@ -295,7 +299,8 @@ def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
                 byte = error.object[error.start]
                 likely = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
                 raise ValueError(
-                    f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='{likely}' (or what "
+                    f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say "
+                    f"encoding='{likely}' (or what "
                     "the file is in), or convert it."
                 ) from None
             if "\0" in chunk:
@@ -373,7 +378,8 @@ def encode_texts(
     "The ids of texts in one array, end-of-text after each document; special tokens in a text are plain text."
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "The tokenizer has no end-of-text token: train it with special_tokens=['<|endoftext|>']."
+            "The tokenizer has no end-of-text token: train it with "
+            "special_tokens=['<|endoftext|>']."
         )
     if isinstance(tokenizer, BPETokenizer):
         if tokenizer.nfc:
@@ -522,7 +528,8 @@ def tokenize_to_disk(
     if isinstance(texts_or_path, (str, Path)) and str(texts_or_path) not in CORPORA:
         if not str(texts_or_path):
             raise ValueError(
-                "the path of the text is empty: give a file, a folder ('.' for this one) or the name of a corpus"
+                "the path of the text is empty: give a file, a folder ('.' for this one) or the "
+                "name of a corpus"
             )
         files = _files(Path(texts_or_path))
         if not any(file.suffix.lower() in (".parquet", *COMPRESSIONS) for file in files):

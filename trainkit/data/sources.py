@@ -324,7 +324,8 @@ def arithmetic_tasks(
     "Tasks such as `3 + 4 * 5` with the steps to their answers (reasoning rows)."
     if count > (available := 9 * largest**3 // 2):
         raise ValueError(
-            f"count = {count}: with numbers up to {largest} ask for at most {available} different tasks"
+            f"count = {count}: with numbers up to {largest} ask for at most {available} different "
+            "tasks"
         )
     draw, seen = random.Random(seed), set()
     while len(seen) < count:
@@ -396,7 +397,8 @@ class LoadReport:
         files = f" in {self.files} files" if self.files > 1 else ""
         skipped = f", {self.skipped:,} left out" if self.bad else ""
         out = [
-            f"{self.path}: {self.rows:,} row{'s' * (self.rows != 1)} of kind {self.kind or 'unknown'}{files}{skipped}"
+            f"{self.path}: {self.rows:,} row{'s' * (self.rows != 1)} of kind "
+            f"{self.kind or 'unknown'}{files}{skipped}"
         ]
         if self.renamed:
             out.append(
@@ -440,7 +442,8 @@ def _choose_split(names: list[str], split: str | None, where: str, notes: list[s
     chosen = split if split in names else next((n for n in names if n in usual), None)
     if chosen is None:
         raise ValueError(
-            f"{where} has no split {split!r}; it has {', '.join(names) or 'none'}.{nearest(split, names)}"
+            f"{where} has no split {split!r}; it has "
+            f"{', '.join(names) or 'none'}.{nearest(split, names)}"
         )
     return chosen
 
@@ -546,7 +549,8 @@ def _hub_rows(
             raise ValueError(f"{name}: not a whole dataset folder ({why})") from None
         if isinstance(error, (ConnectionError, OSError)) and "exist" not in why.lower():
             raise ConnectionError(
-                f"The dataset '{name}' is not on this machine, and Hugging Face can't be reached ({why}). "
+                f"The dataset '{name}' is not on this machine, and Hugging Face can't be reached "
+                f"({why}). "
                 "Where there is a network, save it with `save_to_disk`, and give the path of that "
                 "folder; or unset HF_HUB_OFFLINE."
             ) from None
@@ -572,7 +576,8 @@ def raw_rows(
     path, name = Path(path_or_name).expanduser(), str(path_or_name)
     if not name:
         raise ValueError(
-            "the path of the data is empty: give a file, a folder ('.' for this one) or the name of a corpus"
+            "the path of the data is empty: give a file, a folder ('.' for this one) or the name "
+            "of a corpus"
         )
     if name in CORPORA:
         for number, row in enumerate(CORPORA[name](), 1):
@@ -591,7 +596,8 @@ def raw_rows(
     elif path.is_file():
         if split is not None and plain_suffix(path) != ".json":
             raise ValueError(
-                f"{path}: a file has no splits; give a folder or a dataset, or leave split={split!r} away"
+                f"{path}: a file has no splits; give a folder or a dataset, or leave "
+                f"split={split!r} away"
             )
         yield from _file_rows(path, path.name, encoding, field or split, report)
     elif (
@@ -609,6 +615,7 @@ def raw_rows(
             path.name, [*CORPORA, *(p.name for p in path.parent.glob("*") if p.exists())]
         )
         raise FileNotFoundError(
-            f"'{path_or_name}' is no file, no folder and no corpus ({', '.join(CORPORA)}); a dataset of "
+            f"'{path_or_name}' is no file, no folder and no corpus ({', '.join(CORPORA)}); a "
+            "dataset of "
             f"Hugging Face is written owner/name.{near}"
         )

@@ -132,13 +132,16 @@ def homoglyphs(text: str) -> list[Span]:
 # %% ../../nbs/02_data/08_text_checks.ipynb #cb90c6bf
 _MARKUP = re.compile(
     r"</?(?:p|br|div|span|a|b|i|u|em|strong|ul|ol|li|table|tbody|tr|td|th|h[1-6]|hr|img|script|style|font|body|html|head|blockquote"
-    r"|center|sup|sub)(?:\s[^<>]{0,200})?/?>|&(?:nbsp|amp|lt|gt|quot|apos|[nm]dash|[lr][sd]quo|hellip|bull|deg|copy|euro"
+    r"|center|sup|sub)(?:\s[^<>]{0,"
+    r"200})?/?>|&(?:nbsp|amp|lt|gt|quot|apos|[nm]dash|[lr][sd]quo|hellip|bull|deg|copy|euro"
     r"|[aeiouAEIOUnNcC](?:acute|grave|circ|uml|tilde|cedil)|#\d{2,6}|#x[0-9a-fA-F]{2,5});",
     re.I,
 )
 _CODE = re.compile(
-    r"(?m)^[^\S\n]*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var |#include|public |private "
-    r"|static |SELECT |[<{}]|//|#!|@\w)|[;{}][^\S\n]*$|^[^\S\n]*(?:if|for|while|with|try|else)\b.*:[^\S\n]*$"
+    r"(?m)^[^\S\n]*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var "
+    r"|#include|public |private "
+    r"|static |SELECT |[<{}]|//|#!|@\w)|[;{}][^\S\n]*$|^[^\S\n"
+    r"]*(?:if|for|while|with|try|else)\b.*:[^\S\n]*$"
 )
 
 
@@ -156,7 +159,8 @@ def markup(text: str) -> list[Span]:
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #97d17c7d
 _SPECIAL = re.compile(
-    r"<\|[a-zA-Z_]{2,30}\|>|<｜[^｜\n]{2,30}｜>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>"
+    r"<\|[a-zA-Z_]{2,30}\|>|<｜[^｜\n]{2,"
+    r"30}｜>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>"
     r"|\[(?:PAD|CLS|SEP|MASK|UNK|BOS|EOS)\]|\A\s*<s>|</s>\s*\Z|</s>(?=\s*<s>)|<s>(?=\s*\[INST\])"
     r"|(?m:^#{2,3}\s*(?:Instruction|Response|Input|Human|Assistant|User|System)\s*:)"
 )
@@ -180,7 +184,10 @@ def role_words(text: str) -> list[Span]:
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #a9f73657
 SECRETS: dict[str, str] = {  # Kind -> pattern; a group named `x` must look random
-    "private key": r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*-----|\Z)",
+    "private key": (
+        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 "
+        r"]*-----|\Z)"
+    ),
     "AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     "GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,})",
     "GitLab token": r"\bglpat-[\w-]{20,}",
@@ -200,7 +207,8 @@ SECRETS: dict[str, str] = {  # Kind -> pattern; a group named `x` must look rand
 PERSONAL: dict[str, str] = {
     "e-mail address": r"\b[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}\b",
     "phone number": (
-        r"(?<![\w.+(-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}|\(\d{3}\) ?\d{3}[-. ]\d{4}"
+        r"(?<![\w.+(-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,"
+        r"4}|\(\d{3}\) ?\d{3}[-. ]\d{4}"
         r"|\d{3}[-.]\d{3}[-.]\d{4})(?![\w-])"
     ),
     "bank card number": r"(?<![\d.-])\d{4}([ -])\d{4}\1\d{4}\1\d{4}(?![\d.-])",

@@ -120,7 +120,10 @@ class LengthReport:
         "The report as words, line by line."
         n, of = len(self.lengths), lambda k, n: f"{k:,} ({100 * k / max(n, 1):.1f} %)"
         many = {
-            "rows": f"{n:,}, {int(self.lengths.sum()):,} tokens, {int(self.answers.sum()):,} of them learned",
+            "rows": (
+                f"{n:,}, {int(self.lengths.sum()):,} tokens, {int(self.answers.sum()):,} of them "
+                "learned"
+            ),
             "length": f"median {int(np.median(self.lengths))}, longest {int(self.lengths.max())}",
         }
         if self.max_length is not None:
@@ -244,7 +247,8 @@ def _render_all(
         raise ValueError("there are no rows")
     if not isinstance(rows[0], Mapping):
         raise TypeError(
-            f"a row is a dict of columns, and the first is {rows[0]!r:.60}: a DataFrame gives its rows by to_dict('records'), a DatasetDict by one of its splits"
+            f"a row is a dict of columns, and the first is {rows[0]!r:.60}: a DataFrame gives its "
+            "rows by to_dict('records'), a DatasetDict by one of its splits"
         )
     plain = template is None and not getattr(tokenizer, "chat_template", None)
     if plain and all(
@@ -383,13 +387,15 @@ def tokenize_examples(
         i = int(report.lengths.argmax())
         raise ValueError(
             f"{report.dropped:,} of {len(rows):,} rows are longer than max_length = {max_length} "
-            f"({_place(rows[i], i)} has {report.lengths[i]} tokens); a max_length of {report.limit(0.01)} fits "
+            f"({_place(rows[i], i)} has {report.lengths[i]} tokens); a max_length of "
+            f"{report.limit(0.01)} fits "
             "99 % of them. Raise it, or say truncation='keep_end', 'keep_start' or 'drop'"
         )
     empty = [i for i, pair in enumerate(pairs) if pair is not None and not _wanted(pair[1])]
     if empty and untrained == "error":
         raise ValueError(
-            f"{len(empty):,} of {len(rows):,} rows teach nothing, the first is {_place(rows[empty[0]], empty[0])}: "
+            f"{len(empty):,} of {len(rows):,} rows teach nothing, the first is "
+            f"{_place(rows[empty[0]], empty[0])}: "
             + (
                 "their answers are cut off: use a larger max_length"
                 if report.answers[empty[0]]
@@ -493,7 +499,8 @@ def show_mask(
     ends = {tokenizer.bos_token_id: "BOS", tokenizer.eos_token_id: "EOS"}
     spans = []
     line = (
-        '<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;height:1.2em;'
+        '<span title="max_length" style="display:inline-block;border-left:3px solid '
+        "#cf222e;height:1.2em;"
         'vertical-align:middle;margin:0 3px"></span>'
     )
     for k, i in enumerate(map(int, ids)):
@@ -504,7 +511,8 @@ def show_mask(
             spans.append('<hr style="border:none;border-top:1px dashed;opacity:.4"/>')
         role = ends.get(i) if real[k] and i is not None else None
         style = (
-            f"background:{_COLOURS[state]};border-radius:3px;padding:1px 2px;margin:1px;white-space:pre-wrap;"
+            f"background:{_COLOURS[state]};border-radius:3px;padding:1px "
+            "2px;margin:1px;white-space:pre-wrap;"
             + "outline:1px solid #8250df;" * bool(role)
             + "opacity:.35;" * (state == "padding")
             + "opacity:.55;" * (max_length is not None and k >= max_length)
@@ -519,13 +527,15 @@ def show_mask(
 
     def light(name):
         return (
-            f'<span style="margin-right:14px;white-space:nowrap" title="{clean(problems.get(name, "no"))}">'
+            '<span style="margin-right:14px;white-space:nowrap" '
+            f'title="{clean(problems.get(name, "no"))}">'
             f'<span style="color:{"#cf222e" if name in problems else "#2da44e"}">●</span> '
             f"{name}: {'yes' if name in problems else 'no'}</span>"
         )
 
     legend = "".join(
-        f'<span style="background:{colour};border-radius:3px;padding:1px 6px;margin-right:8px">{counts[state]} '
+        f'<span style="background:{colour};border-radius:3px;padding:1px '
+        f'6px;margin-right:8px">{counts[state]} '
         f"{state}</span>"
         for state, colour in _COLOURS.items()
         if counts[state]
@@ -537,8 +547,10 @@ def show_mask(
         + "".join(f"; {name}" for name in problems)
     )
     return Picture(
-        f'<div role="img" {PLAIN} aria-label="{label}"><div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>'
+        f'<div role="img" {PLAIN} aria-label="{label}"><div style="font:13px/1.9 '
+        f'system-ui,sans-serif">{head}{legend}<br/>'
         f"{' '.join(map(light, ('double BOS', 'missing EOS', 'nothing learned')))}</div>"
-        '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
+        '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,'
+        'monospace;overflow-wrap:anywhere">'
         f"{''.join(spans)}</div></div>"
     )

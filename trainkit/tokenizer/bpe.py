@@ -41,7 +41,9 @@ from .pretokenize import to_utf8, word_end
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #fed0834d
 def count_kernel(data, ends, classes, kind):
-    "Where each distinct word first begins, its length, and how often it is there; `ends` are the ends of the texts in `data`."
+    """Where each distinct word first begins, its length, and its count.
+
+    `ends` are the ends of the texts in `data`."""
     slots = np.full(1 << 12, -1, np.int32)
     hashes = np.empty(1 << 11, np.uint64)
     starts = np.empty(1 << 11, np.int64)
@@ -66,13 +68,11 @@ def count_kernel(data, ends, classes, kind):
             if k >= 0:
                 counts[k] += 1
             else:
-                slots[at], hashes[used], starts[used], sizes[used], counts[used] = (
-                    used,
-                    h,
-                    i,
-                    e - i,
-                    1,
-                )
+                slots[at] = used
+                hashes[used] = h
+                starts[used] = i
+                sizes[used] = e - i
+                counts[used] = 1
                 used += 1
                 if used == len(counts):  # full: twice the room, and the slots anew
                     hashes = np.concatenate((hashes, hashes))
@@ -120,10 +120,10 @@ def _count_block(block: list[str], pattern: str, backend: str) -> Counter:
     if pattern in PATTERN_KINDS and backend == "numba":
         parts = [to_utf8(text) for text in block]
         joined, ends = b"".join(parts), np.cumsum([len(part) for part in parts])
-        found = _word_kernels().count_kernel(
+        columns = _word_kernels().count_kernel(
             np.frombuffer(joined, np.uint8), ends, char_classes(), PATTERN_KINDS[pattern]
         )
-        for start, size, count in zip(*(a.tolist() for a in found), strict=True):
+        for start, size, count in zip(*(column.tolist() for column in columns), strict=True):
             counts[joined[start : start + size].decode()] = count
         return counts
     for text in block:
@@ -155,17 +155,17 @@ def count_words(
         try:
             for block in blocks:
                 size = sum(map(len, block))
-                taken = pick_backend(backend, size + done)
-                crowd = num_proc or (
-                    1 if taken == "numba" or done < 1 << 26 else os.cpu_count() or 1
-                )
-                if pool is None and crowd > 1:
-                    pool = ProcessPoolExecutor(crowd, multiprocessing.get_context())
+                block_backend = pick_backend(backend, size + done)
+                workers = num_proc or 1
+                if num_proc is None and block_backend == "python" and done >= 1 << 26:
+                    workers = os.cpu_count() or 1
+                if pool is None and workers > 1:
+                    pool = ProcessPoolExecutor(workers, multiprocessing.get_context())
                 if pool is None:
-                    counts.update(_count_block(block, pattern, taken))
+                    counts.update(_count_block(block, pattern, block_backend))
                 else:
-                    waiting.append(pool.submit(_count_block, block, pattern, taken))
-                while len(waiting) > crowd + 1:
+                    waiting.append(pool.submit(_count_block, block, pattern, block_backend))
+                while len(waiting) > workers + 1:
                     counts.update(waiting.popleft().result())
                 done += size
                 bar.update(done)
@@ -197,7 +197,9 @@ def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
 
 
 def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tuple[dict, dict]:
-    "Every pair of bytes as a string of two characters: its count, and the numbers of the words that hold it."
+    """The count of every pair of bytes, and the numbers of the words that hold it.
+
+    A pair is a string of two characters."""
     flat = np.frombuffer(b"".join(words), np.uint8)
     inside = np.flatnonzero(number[1:] == number[:-1]).astype(np.int32)
     code = flat[inside].astype(np.uint16) << 8 | flat[inside + 1]
@@ -207,9 +209,8 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
     starts = np.flatnonzero(np.diff(code, prepend=-1)) if len(code) else code
     totals = np.add.reduceat(freq[word], starts) if len(code) else code
     pairs = [chr(c >> 8) + chr(c & 255) for c in code[starts].tolist()]
-    return dict(zip(pairs, totals.tolist(), strict=True)), dict(
-        zip(pairs, np.split(word, starts[1:]) if pairs else [], strict=True)
-    )
+    words_of = np.split(word, starts[1:]) if pairs else []
+    return dict(zip(pairs, totals.tolist(), strict=True)), dict(zip(pairs, words_of, strict=True))
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #e5258ce4
 def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
@@ -282,7 +283,9 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f
 def learn_kernel(sym, word, freq, n_merges):
-    "Merges as `left << 32 | right`, and their counts; `sym` are the bytes of all words, which it changes."
+    """Merges as `left << 32 | right`, and their counts.
+
+    `sym` holds the bytes of all words, and is changed."""
     n = len(sym)
     size = np.ones(256 + n_merges, np.int32)  # bytes of a token
     room = 16  # of the hash table: four places for each pair of bytes that can be there
@@ -407,14 +410,13 @@ def _learn_numba(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, l
     sym = np.frombuffer(b"".join(words), np.uint8).astype(np.int32)
     del words
     keys, tops = _kernels().learn_kernel(sym, number, freq, n_merges)
-    return list(
-        zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True)
-    ), tops.tolist()
+    pairs = zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True)
+    return [*pairs], tops.tolist()
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #0f74d693
 @dataclass
 class Merges:
-    "What `learn_merges` found."
+    "The merges that `learn_merges` learned."
 
     pairs: list[tuple[int, int]]  # Merge `i` joins these two tokens to token `256 + i`
     counts: list[int]  # How often the pair occurred when it was joined
@@ -438,10 +440,13 @@ def learn_merges(
     backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results
     progress: bool = False,  # Show a bar
 ) -> Merges:  # The pairs in the order in which they were joined
-    "Learn byte-pair encoding; the highest count goes first, ties to the smaller left, then the smaller right token."
+    """Learn byte-pair encoding: the most frequent pair is joined first.
+
+    Ties go to the smaller left token, then to the smaller right one."""
     if n_merges < 0:
         raise ValueError(f"n_merges={n_merges}: use 0 or more")
-    start, backend = perf_counter(), pick_backend(backend, sum(map(len, counts)))
+    start = perf_counter()
+    backend = pick_backend(backend, sum(map(len, counts)))
     with Progress(n_merges, "Learning merges", "merge", enabled=progress) as bar:
         learn = _learn_numba if backend == "numba" else _learn_python
         pairs, tops = learn(counts, n_merges, bar)

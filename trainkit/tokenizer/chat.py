@@ -264,7 +264,8 @@ def find_template(
             f"this tokenizer has several templates, {template}: give one of them as template"
         )
     raise ValueError(
-        f"this tokenizer has no chat template: sft.template=chatml gives it one, or another of {', '.join(TEMPLATES)} "
+        "this tokenizer has no chat template: sft.template=chatml gives it one, or another of "
+        f"{', '.join(TEMPLATES)} "
         "(in Python: set_template(tokenizer, 'chatml', model))"
     )
 
@@ -476,15 +477,19 @@ def render_batch(
     for i, (ids, parts) in enumerate(coded):
         if bos is not None and ids[:2].tolist() == [bos, bos]:
             raise ValueError(
-                f"conversation {i} begins with two {names['bos_token']!r}: its template writes it twice"
+                f"conversation {i} begins with two {names['bos_token']!r}: its template writes it "
+                "twice"
             )
         mask = np.zeros(len(ids), bool)
         for a, b in parts:
             if check_eos and train_on != "all" and (eos is None or ids[b - 1] != eos):
                 raise ValueError(
-                    f"an answer of conversation {i} ends with {texts[i][: spans[i][0][1]][-20:]!r}, and the "
-                    f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not learn to "
-                    "stop: sft.template=chatml, or another, makes them agree (in Python: set_template(tokenizer, …, model))"
+                    f"an answer of conversation {i} ends with "
+                    f"{texts[i][: spans[i][0][1]][-20:]!r}, and the "
+                    f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not "
+                    "learn to "
+                    "stop: sft.template=chatml, or another, makes them agree (in Python: "
+                    "set_template(tokenizer, …, model))"
                 )
             mask[a:b] = True
         out.append((ids, mask))

@@ -201,7 +201,8 @@ def _plain(value: Any) -> Any:
 def _message(message: Any, number: int) -> dict:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(
-            f"message {number} is {str(message)[:80]!r}, and must be a dict with a role and a content"
+            f"message {number} is {str(message)[:80]!r}, and must be a dict with a role and a "
+            "content"
         )
     if not isinstance(message.get("content") or "", (str, list)):
         raise ValueError(
@@ -223,7 +224,8 @@ def _message(message: Any, number: int) -> dict:
     if cut := message.get("untrained", 0):
         if not isinstance(out["content"], str) or not 0 < cut <= len(out["content"]):
             raise ValueError(
-                f"message {number}: untrained = {cut}, and must be a number of characters of its content"
+                f"message {number}: untrained = {cut}, and must be a number of characters of its "
+                "content"
             )
         out["content"] = out["content"][:cut] + GENERATION_MARK + out["content"][cut:]
     return out
@@ -291,8 +293,10 @@ def _turns(
         if not after.startswith(before) or not text.startswith(after):
             what = "its generation prompt" if text.startswith(after) else "the later ones"
             raise ValueError(
-                f"the template writes message {i} in another way depending on {what}, so nobody can say "
-                "what the model is to learn: put {% generation %} tags into it, or take sft.train_on=last"
+                f"the template writes message {i} in another way depending on {what}, so nobody "
+                "can say "
+                "what the model is to learn: put {% generation %} tags into it, or take "
+                "sft.train_on=last"
             )
         bare = after.rstrip()
         spans.append((len(before), len(bare) if eos and bare.endswith(eos) else len(after)))
@@ -329,13 +333,15 @@ def _render(
     answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
     if tools and "tools" not in template:
         raise ValueError(
-            "this template leaves out the tools, so the model would not know of them: take one that lists them, such as sft.template=chatml"
+            "this template leaves out the tools, so the model would not know of them: take one "
+            "that lists them, such as sft.template=chatml"
         )
     if "tool_calls" not in template and (
         calls := [i for i, m in enumerate(chat) if m["role"] == "assistant" and m.get("tool_calls")]
     ):
         raise ValueError(
-            f"message {calls[0]} calls a tool, and this template leaves that out, so nothing, or too little, would be learned: "
+            f"message {calls[0]} calls a tool, and this template leaves that out, so nothing, or "
+            "too little, would be learned: "
             "take one that writes tool_calls, such as sft.template=chatml"
         )
     wanted = (
@@ -350,7 +356,8 @@ def _render(
         if wanted != answers:
             if len(spans) != len(answers):
                 raise ValueError(
-                    f"{len(answers)} answers and {len(spans)} generation tags: cannot tell which is which"
+                    f"{len(answers)} answers and {len(spans)} generation tags: cannot tell which "
+                    "is which"
                 )
             spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
     else:
@@ -693,7 +700,8 @@ _SYSTEM = (
     "{% set turns = messages if system is none else messages[1:] %}"
 )
 _CALLS = (
-    "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}"
+    "{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
     """{{ '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}"""
     "{{ '}\n</tool_call>' }}{% endfor %}"
 )
@@ -708,7 +716,8 @@ def _chatml(
     return (
         first
         + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-        "{% generation %}{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
+        "{% generation %}{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n"
+        "</think>\n\n' }}"
         "{% endif %}{{ '' + m.content }}"
         + _CALLS
         + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
@@ -729,16 +738,20 @@ def _default_system(words: str) -> str:
 
 
 _TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
-    "{% endif %}{{ 'Tools, one a line; call one with <tool_call>:' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}"
+    "{{ messages[0].content + '\n\n' }}"
+    "{% endif %}{{ 'Tools, one a line; call one with <tool_call>:' }}{% for t in tools %}{{ '\n' }}"
+    "{{ t | tojson }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}"
 )
 _NO_TOOLS = (
-    "{% if tools %}{{ raise_exception('this format has no way to write tools: take sft.template=chatml, qwen, llama3 or mistral, "
+    "{% if tools %}{{ raise_exception('this format has no way to write tools: take "
+    "sft.template=chatml, qwen, llama3 or mistral, "
     "or the template that came with the model') }}{% endif %}"
 )
 _GEMMA_TOOLS = (
-    "{% if tools %}{{ raise_exception('Gemma 1 to 3 have no tool format of their own: take sft.template=chatml, qwen, llama3 or mistral') }}"
+    "{% if tools %}{{ raise_exception('Gemma 1 to 3 have no tool format of their own: take "
+    "sft.template=chatml, qwen, llama3 or mistral') }}"
     "{% endif %}"
 )
 _RESPONSE = (
@@ -749,15 +762,16 @@ _RESPONSE = (
 
 _QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 _QWEN_TOOLS = (  # As Qwen 2.5 was published
-    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else '"
-    + _QWEN_SYSTEM
-    + "') + "
-    "'\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within "
-    "<tools></tools> XML tags:\n<tools>' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
-    "{{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:"
-    '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n\' }}{% else %}'
-    + _default_system(_QWEN_SYSTEM)
-    + "{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == "
+    "'system' else '" + _QWEN_SYSTEM + "') + "
+    "'\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
+    "provided with function signatures within "
+    "<tools></tools> XML tags:\n<tools>' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}"
+    "{% endfor %}"
+    "{{ '\n</tools>\n\nFor each function call, return a json object with function name and "
+    "arguments within <tool_call></tool_call> XML tags:"
+    '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call><|im_end|>\n' }}{% else %}" + _default_system(_QWEN_SYSTEM) + "{% endif %}"
 )
 
 
@@ -770,45 +784,64 @@ _LLAMA_SYSTEM = (  # Where there are tools, as Llama 3.1 was published
     + _llama_header("'system'")
     + "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n' + "
     "(messages[0].content.strip() if lead else '') + '<|eot_id|>' }}"
-    "{% if messages | length <= lead or messages[lead].role != 'user' %}{{ raise_exception('Llama 3 writes the tools into the first question: begin with one') }}"
+    "{% if messages | length <= lead or messages[lead].role != 'user' %}"
+    "{{ raise_exception('Llama 3 writes the tools into the first question: begin with one') }}"
     "{% endif %}{% endif %}"
 )
 _LLAMA_TOOLS = (
-    "{{ 'Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the "
-    'given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
-    "Do not use variables.\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}"
+    "{{ 'Given the following functions, please respond with a JSON for a function call with its "
+    "proper arguments that best answers the "
+    'given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of '
+    "argument name and its value}."
+    "Do not use variables.\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}"
+    "{% endfor %}"
 )
 _LLAMA_ANSWER = (
-    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 or m.content.strip() %}{{ raise_exception('a turn of Llama 3 that calls a tool calls one, and says "
-    "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}{% endif %}"
+    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 or m.content.strip() %}"
+    "{{ raise_exception('a turn of Llama 3 that calls a tool calls one, and says "
+    "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}"
+    "{% endif %}"
     + _llama_header("m.role")
     + "{% generation %}{% if m.tool_calls %}{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
     "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endgeneration %}"
 )
 
 _MISTRAL_START = (  # The turns that call a tool, and what it answers, are passed over where roles are counted
-    "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.spoken % 2 == 0) %}"
-    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}{% set ns.spoken = ns.spoken + 1 %}{% endif %}{% endfor %}"
+    "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.spoken % 2 == "
+    "0) %}"
+    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}"
+    "{% set ns.spoken = ns.spoken + 1 %}{% endif %}{% endfor %}"
 )
 _MISTRAL_TOOLS = (  # As Mistral 7B v0.3 was published: before the last question
-    '{% if tools and loop.index0 == ns.last %}{{ \'[AVAILABLE_TOOLS] [\' }}{% for t in tools %}{{ \'{"type": "function", "function": {\' }}'
-    "{% for key, value in (t.function or t).items() if key != 'return' %}{{ key | tojson }}{{ ': ' }}{{ value | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}"
-    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ '][/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{% if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS] [' }}{% for t in tools %}"
+    '{{ \'{"type": "function", "function": {\' }}'
+    "{% for key, value in (t.function or t).items() if key != 'return' %}{{ key | tojson }}"
+    "{{ ': ' }}{{ value | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}"
+    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ '][/AVAILABLE_TOOLS]' }}{% endif %}"
 )
-_NINE = "{{ raise_exception('Mistral wants an id of nine letters or digits for each tool call, and the same as tool_call_id of what the tool answers') }}"
+_NINE = (
+    "{{ raise_exception('Mistral wants an id of nine letters or digits for each tool call, and the "
+    "same as tool_call_id of what the tool answers') }}"
+)
 _MISTRAL_CALLS = (
-    "{% if m.content.strip() %}{{ raise_exception('a turn of Mistral that calls a tool says nothing next to it') }}{% endif %}"
+    "{% if m.content.strip() %}{{ raise_exception('a turn of Mistral that calls a tool says "
+    "nothing next to it') }}{% endif %}"
     "{% for c in m.tool_calls %}{% if c.id is not defined or c.id | length != 9 %}"
     + _NINE
     + "{% endif %}{% endfor %}"
-    "{% generation %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% set f = c.function or c %}{{ '{\"name\": ' }}{{ f.name | tojson }}"
-    "{{ ', \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{% generation %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% set f = c.function or c %}"
+    "{{ '{\"name\": ' }}{{ f.name | tojson }}"
+    "{{ ', \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}"
+    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
     "{{ ']' + eos_token }}{% endgeneration %}"
 )
 _MISTRAL_RESULT = (
     "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}" + _NINE + "{% endif %}"
-    "{{ '[TOOL_RESULTS] {\"content\": ' + m.content + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    '{{ \'[TOOL_RESULTS] {"content": \' + m.content + \', "call_id": "\' + m.tool_call_id + '
+    "'\"}[/TOOL_RESULTS]' }}"
 )
 
 
@@ -842,7 +875,8 @@ TEMPLATES: dict[str, Template] = {
     "llama2": Template(
         _bracketed(
             "",
-            "{{ bos_token + '[INST] ' + (('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system is not none "
+            "{{ bos_token + '[INST] ' + (('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first "
+            "and system is not none "
             "else '') + m.content).strip() + ' [/INST]' }}",
             "' ' + m.content.strip() + ' ' + eos_token",
         ),
@@ -867,7 +901,10 @@ TEMPLATES: dict[str, Template] = {
     "llama3": Template(
         "{{ bos_token }}"
         + _LLAMA_SYSTEM
-        + "{% for m in messages %}{% if tools and loop.first and lead %}{% elif m.role == 'assistant' %}"
+        + (
+            "{% for m in messages %}{% if tools and loop.first and lead %}"
+            "{% elif m.role == 'assistant' %}"
+        )
         + _LLAMA_ANSWER
         + "{% elif m.role == 'tool' %}"
         + _llama_header("'ipython'")
@@ -878,7 +915,8 @@ TEMPLATES: dict[str, Template] = {
         + _LLAMA_TOOLS
         + "{% endif %}"
         "{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+        "{% endif %}",
         "<|eot_id|>",
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|begin_of_text|>",

@@ -32,16 +32,16 @@ _LONG = 200  # tokens from which on a heap is faster
 def merge_word(
     ids: Sequence[int],  # The ids of the word's bytes
     ranks: Mapping[tuple[int, int], int],  # Pair of ids -> rank; the lowest is joined first
-    made: Mapping[int, int] | Sequence[int],  # Rank -> id of the token that it makes
+    merged_ids: Mapping[int, int] | Sequence[int],  # Rank -> id of the token that it makes
 ) -> list[int]:  # The ids of the word's tokens
     "Apply merges to one word: the lowest rank first, the leftmost among equals."
     if len(ids) > _LONG:
-        return _merge_long([*ids], ranks, made)
+        return _merge_long([*ids], ranks, merged_ids)
     ids, get = [*ids], ranks.get
     order = [get(pair, _NONE) for pair in pairwise(ids)]
     while order and (best := min(order)) < _NONE:
         i = order.index(best)
-        ids[i : i + 2] = [made[best]]
+        ids[i : i + 2] = [merged_ids[best]]
         del order[i]
         if i < len(order):
             order[i] = get((ids[i], ids[i + 1]), _NONE)
@@ -50,7 +50,7 @@ def merge_word(
     return ids
 
 
-def _merge_long(ids: list[int], ranks: Mapping, made: Mapping | Sequence) -> list[int]:
+def _merge_long(ids: list[int], ranks: Mapping, merged_ids: Mapping | Sequence) -> list[int]:
     "`merge_word` with a heap of the pairs: `(rank, place)`."
     after, before = [*range(1, len(ids) + 1)], [*range(-1, len(ids) - 1)]
     heap = [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]
@@ -60,7 +60,7 @@ def _merge_long(ids: list[int], ranks: Mapping, made: Mapping | Sequence) -> lis
         j = after[i]
         if ids[i] < 0 or j == len(ids) or ranks.get((ids[i], ids[j])) != rank:
             continue  # the pair is gone
-        ids[i], ids[j] = made[rank], -1
+        ids[i], ids[j] = merged_ids[rank], -1
         after[i] = j = after[j]
         if j < len(ids):
             before[j] = i
@@ -74,8 +74,10 @@ def _merge_long(ids: list[int], ranks: Mapping, made: Mapping | Sequence) -> lis
     return [i for i in ids if i >= 0]
 
 # %% ../../nbs/01_tokenizer/04_encoding.ipynb #4753fb09
-def merge_short(out, k, m, keys, ranks, made, order):
-    "Join the `m` tokens from `out[k]` on, and return how many are left; `order` is scratch for `m` ranks."
+def merge_short(out, k, m, keys, ranks, merged_ids, order):
+    """Join the `m` tokens from `out[k]` on, and return how many are left.
+
+    `order` is scratch space for `m` ranks."""
     for j in range(m - 1):
         order[j] = ranks[find_key(keys, np.int64(out[k + j]) << 32 | out[k + j + 1])]
     while m > 1:
@@ -85,7 +87,7 @@ def merge_short(out, k, m, keys, ranks, made, order):
                 best, i = order[j], j
         if best == 0x7FFFFFFF:
             break
-        out[k + i] = made[best]
+        out[k + i] = merged_ids[best]
         m -= 1
         for j in range(i + 1, m):
             out[k + j] = out[k + j + 1]
@@ -98,7 +100,7 @@ def merge_short(out, k, m, keys, ranks, made, order):
     return m
 
 
-def merge_long(out, k, m, keys, ranks, made):
+def merge_long(out, k, m, keys, ranks, merged_ids):
     "`merge_short` with a heap, for long words."
     first, second, n = np.empty(3 * m, np.int64), np.empty(3 * m, np.int64), 0
     after, before = np.arange(1, m + 1), np.arange(-1, m - 1)
@@ -116,7 +118,7 @@ def merge_long(out, k, m, keys, ranks, made):
             continue
         if ranks[find_key(keys, np.int64(out[k + i]) << 32 | out[k + j])] != best:
             continue  # the pair is gone
-        out[k + i], out[k + j] = made[best], -1
+        out[k + i], out[k + j] = merged_ids[best], -1
         after[i] = j = after[j]
         if j < m:
             before[j] = i
@@ -169,21 +171,23 @@ def fill_tables(slots, hashes, starts, tokens, keys, ranks, pairs, pair_ranks):
 
 
 def encode_kernel(
-    data, ends, kind, classes, byte_ids, slots, hashes, starts, tokens, keys, ranks, made
+    data, ends, kind, classes, byte_ids, slots, hashes, starts, tokens, keys, ranks, merged_ids
 ):
-    "The ids of all texts in `data`, and how many are of each; with `kind < 0` the `ends` are those of words."
+    """The ids of all texts in `data`, and how many belong to each text.
+
+    With `kind < 0` the `ends` are those of words."""
     out = np.empty(len(data), np.int32)
     sizes = np.empty(len(ends), np.int64)
     order = np.empty(64, np.int32)
-    # Words met lately: where they begin, their bytes, where their ids begin, how many
-    seen = np.zeros((1 << 12, 4), np.int64)
+    # Recent words: where they begin, their bytes, where their ids begin, how many
+    recent = np.zeros((1 << 12, 4), np.int64)
     i = k = 0
     for d in range(len(ends)):
         before = k
         while i < ends[d]:
             e = word_end(data, i, ends[d], classes, kind) if kind >= 0 else ends[d]
             h, size = hash_bytes(data, i, e), e - i
-            last = seen[h & np.uint64(len(seen) - 1)]
+            last = recent[h & np.uint64(len(recent) - 1)]
             if last[1] == size and same_bytes(data, last[0], data, i, size):
                 n = last[3]
                 for j in range(n):
@@ -196,9 +200,9 @@ def encode_kernel(
                     for j in range(size):
                         out[k + j] = byte_ids[data[i + j]]
                     if size <= 64:
-                        n = merge_short(out, k, size, keys, ranks, made, order)
+                        n = merge_short(out, k, size, keys, ranks, merged_ids, order)
                     else:
-                        n = merge_long(out, k, size, keys, ranks, made)
+                        n = merge_long(out, k, size, keys, ranks, merged_ids)
                 last[0], last[1], last[2], last[3] = i, size, k, n
             i = e
             k += n
@@ -229,16 +233,24 @@ class _Words(dict):
     "Word -> its ids, worked out when it is first asked for; forgotten when there are too many."
 
     def __init__(
-        self, tokens: Mapping[bytes, int], byte_ids: Sequence[int], ranks: Mapping, made: Mapping
+        self,
+        tokens: Mapping[bytes, int],
+        byte_ids: Sequence[int],
+        ranks: Mapping,
+        merged_ids: Mapping,
     ):
         super().__init__()
-        self.parts = tokens, byte_ids, ranks, made
+        self.parts = tokens, byte_ids, ranks, merged_ids
 
     def __missing__(self, word: str) -> list[int]:
-        tokens, byte_ids, ranks, made = self.parts
+        tokens, byte_ids, ranks, merged_ids = self.parts
         data = word.encode()
         whole = tokens.get(data)
-        ids = [whole] if whole is not None else merge_word([byte_ids[b] for b in data], ranks, made)
+        ids = (
+            [whole]
+            if whole is not None
+            else merge_word([byte_ids[b] for b in data], ranks, merged_ids)
+        )
         if len(word) <= 64:
             if len(self) >= 1 << 19:
                 self.clear()
@@ -247,14 +259,16 @@ class _Words(dict):
 
 
 class Encoder:
-    "Encode texts by byte-pair merges; `backend` is the backend of the last call, `requested` may be changed at any time."
+    """Encode texts by byte-pair merges.
+
+    `backend` is the backend of the last call; `requested` may be changed at any time."""
 
     def __init__(
         self,
         # Bytes of a token -> its id; the bytes themselves are among them
         tokens: Mapping[bytes, int],
         pairs: Sequence[tuple[int, int]],  # Pairs of ids that may be joined
-        made: Sequence[int],  # The id that each pair makes
+        merged_ids: Sequence[int],  # The id that each pair makes
         ranks: Sequence[int] | None = None,  # The rank of each pair; its place in `pairs` when None
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
         whole: bool = True,  # A word that is a token is that token, without a look at the merges
@@ -264,8 +278,8 @@ class Encoder:
         self.known = bytes(b for b in range(256) if bytes([b]) in tokens)
         if missing := bytes(range(32, 127)).translate(None, self.known):
             raise ValueError(
-                f"the vocabulary has no token for {missing[:1]!r} and {256 - len(self.known)} bytes in all: "
-                "this is no byte-level BPE"
+                f"the vocabulary has no token for {missing[:1]!r} "
+                f"and {256 - len(self.known)} bytes in all: this is no byte-level BPE"
             )
         find_pattern(pattern)
         pick_backend(backend, 0)
@@ -274,7 +288,7 @@ class Encoder:
         self.backend = "python"
         self.seen = 0
         self.pairs = pairs
-        self.made = made
+        self.merged_ids = merged_ids
         self.ranks = range(len(pairs)) if ranks is None else ranks
         self.byte_ids = [tokens.get(bytes([b]), -1) for b in range(256)]
         self.tokens = tokens if whole else {}
@@ -286,12 +300,12 @@ class Encoder:
             self.tokens,
             self.byte_ids,
             dict(zip(self.pairs, self.ranks, strict=True)),
-            dict(zip(self.ranks, self.made, strict=True)),
+            dict(zip(self.ranks, self.merged_ids, strict=True)),
         )
 
     @functools.cached_property
     def tables(self) -> tuple[np.ndarray, ...]:
-        "What the Numba backend looks things up in."
+        "The lookup tables of the Numba backend."
         by_id = sorted(self.tokens.items(), key=itemgetter(1))
         n = by_id[-1][1] + 1 if by_id else 0
         sizes = np.zeros(n + 1, np.int64)
@@ -307,27 +321,38 @@ class Encoder:
         _kernels().fill_tables(
             slots, hashes, starts, data, keys, ranks, pairs[:, 0] << 32 | pairs[:, 1], pair_ranks
         )
-        made = np.zeros(max(self.ranks, default=0) + 1, np.int32)
-        made[pair_ranks] = self.made
-        return np.array(self.byte_ids, np.int32), slots, hashes, starts, data, keys, ranks, made
+        merged_ids = np.zeros(max(self.ranks, default=0) + 1, np.int32)
+        merged_ids[pair_ranks] = self.merged_ids
+        return (
+            np.array(self.byte_ids, np.int32),
+            slots,
+            hashes,
+            starts,
+            data,
+            keys,
+            ranks,
+            merged_ids,
+        )
 
     def unreached(
         self,
         tokens: Mapping[bytes, int],  # Bytes of each token -> its id
     ) -> list[bytes]:  # Empty for a vocabulary that was learned
         "The tokens that merges alone never make of their bytes."
-        _, byte_ids, ranks, made = self.words.parts
+        _, byte_ids, ranks, merged_ids = self.words.parts
         return [
             token
             for token, i in tokens.items()
-            if merge_word([byte_ids[b] for b in token], ranks, made) != [i]
+            if merge_word([byte_ids[b] for b in token], ranks, merged_ids) != [i]
         ]
 
     def encode(
         self,
         texts: Sequence[str],
     ) -> list[list[int]]:  # The ids of each text
-        "Encode each text by itself; a lone surrogate, or a byte that the vocabulary lacks, is a `ValueError`."
+        """Encode each text by itself.
+
+        A lone surrogate, or a byte that the vocabulary lacks, is a `ValueError`."""
         if self._begin(texts) == "python":
             return [self._encode_python(text) for text in texts]
         ids, sizes = self._encode_numba(texts)
@@ -341,13 +366,14 @@ class Encoder:
         texts: Sequence[str],
         # (tokens,) int32 ids of all texts, (texts,) how many are of each
     ) -> tuple[np.ndarray, np.ndarray]:
-        "What `encode` gives as one long array: for a corpus, where a Python object for each id would cost too much."
+        """The ids of `encode` as one long array.
+
+        For a corpus, where a Python object for each id would cost too much."""
         if self._begin(texts) == "numba":
             return self._encode_numba(texts)
         rows = [self._encode_python(text) for text in texts]
-        return np.array([*chain.from_iterable(rows)], np.int32), np.array(
-            [len(row) for row in rows], np.int64
-        )
+        sizes = np.array([len(row) for row in rows], np.int64)
+        return np.array([*chain.from_iterable(rows)], np.int32), sizes
 
     def _begin(self, texts: Sequence[str]) -> str:
         "Check the bytes and pick the backend."
@@ -355,8 +381,8 @@ class Encoder:
             for text in texts:
                 if lost := to_utf8(text).translate(None, self.known):
                     raise ValueError(
-                        f"the text holds the byte {lost[0]:#04x}, for which this vocabulary has no token: "
-                        "remove it first"
+                        f"the text holds the byte {lost[0]:#04x}, "
+                        "for which this vocabulary has no token: remove it first"
                     )
         size = sum(map(len, texts))
         self.backend = pick_backend(self.requested, self.seen + size)
