@@ -877,7 +877,7 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
         load_examples([rows[0], dict(nothing=1)])
     with pytest.raises(ValueError, match="list in memory: there are no rows"):
         load_examples([])
-    with pytest.raises(TypeError, match="a int is no path.*holds no rows"):
+    with pytest.raises(TypeError, match="a int is no path.*contains no rows"):
         load_examples(7)
 
 

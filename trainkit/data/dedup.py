@@ -156,8 +156,7 @@ def choose_bands(
     if not fits:
         raise ValueError(
             f"threshold = {threshold}: {num_hashes} hash functions find fewer than {1 - miss:.0%} "
-            "of such "
-            "pairs. Take more num_hashes, or a higher threshold."
+            "of such pairs. Take more num_hashes, or a higher threshold."
         )
     return fits[-1]
 

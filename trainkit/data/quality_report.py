@@ -394,8 +394,7 @@ class QualityReport:
                 f"<details{' open' * (f.severity == 'error')}><summary><b "
                 f'style="color:{colour[f.severity]}">{f.severity}</b> '
                 f'<b>{clean(f.name)}</b>: {clean(f.counted())}</summary><div style="padding:2px 0 '
-                f'8px 18px">{clean(f.says)} '
-                f'{clean(f.effect)}{remedy}<ul style="margin:2px '
+                f'8px 18px">{clean(f.says)} {clean(f.effect)}{remedy}<ul style="margin:2px '
                 f'0;overflow-wrap:anywhere">{places}</ul></div></details>'
             )
         return Picture(

@@ -300,8 +300,7 @@ def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
                 likely = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
                 raise ValueError(
                     f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say "
-                    f"encoding='{likely}' (or what "
-                    "the file is in), or convert it."
+                    f"encoding='{likely}' (or what the file is in), or convert it."
                 ) from None
             if "\0" in chunk:
                 raise ValueError(f"{file}: a binary file (it has a zero byte); text is needed")

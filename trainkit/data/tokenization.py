@@ -388,8 +388,8 @@ def tokenize_examples(
         raise ValueError(
             f"{report.dropped:,} of {len(rows):,} rows are longer than max_length = {max_length} "
             f"({_place(rows[i], i)} has {report.lengths[i]} tokens); a max_length of "
-            f"{report.limit(0.01)} fits "
-            "99 % of them. Raise it, or say truncation='keep_end', 'keep_start' or 'drop'"
+            f"{report.limit(0.01)} fits 99 % of them. Raise it, or say truncation='keep_end', "
+            "'keep_start' or 'drop'"
         )
     empty = [i for i, pair in enumerate(pairs) if pair is not None and not _wanted(pair[1])]
     if empty and untrained == "error":

@@ -213,68 +213,99 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
     return dict(zip(pairs, totals.tolist(), strict=True)), dict(zip(pairs, words_of, strict=True))
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #e5258ce4
+def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, str] | None:
+    "The highest count and its pair; an entry that is out of date goes back with its new count."
+    while heap:
+        top, pair = -heap[0][0], heap[0][1]
+        now = count.get(pair, 0)
+        if now == top:
+            heappop(heap)
+            return top, pair
+        if now > 0:
+            heapreplace(heap, (-now, pair))
+        else:
+            heappop(heap)
+    return None
+
+
+def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
+    "A word with a pair joined at all its places at once, and the characters left and right of them."
+    left, right = [], []
+    before, *parts = word.split(pair)
+    joined = new.join((before, *parts))
+    for j, after in enumerate(parts, 1):
+        if before:
+            left.append(before[-1])
+        elif j > 1:
+            left.append(new)  # joined a moment ago
+        if after:
+            right.append(after[0])
+        elif j < len(parts):
+            right.append(pair[0])  # joined in a moment
+        before = after
+    return joined, left, right
+
+
+def _join_pair(
+    words: list[str], numbers: Iterable[int], pair: str, new: str
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    "Join a pair in its words; for each character left and right of it, the words where it stands."
+    left, right = defaultdict(list), defaultdict(list)
+    long = -1
+    for i in numbers:
+        if i == long:
+            continue
+        # a word stands in the list once for each time that it holds the pair
+        k = (word := words[i]).find(pair)
+        if k < 0:
+            continue
+        if len(word) > 100:  # a text without spaces is one long word
+            long = i
+            words[i], before, after = _join_long(word, pair, new)
+            for character in before:
+                left[character].append(i)
+            for character in after:
+                right[character].append(i)
+            continue
+        rest = word[k + 2 :]
+        if k:
+            left[word[k - 1]].append(i)
+        if rest:
+            right[rest[0]].append(i)
+        words[i] = word[:k] + new + rest
+    return left, right
+
+
 def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, with strings whose characters are tokens."
     if 256 + n_merges > _MOST:
         raise ValueError(f"{n_merges:,} merges: the Python backend learns at most {_MOST - 256:,}")
-    found, freq, number = _join_bytes(counts)
-    count, where = _first_pairs(found, freq, number)
-    words, weight = [w.decode("latin-1") for w in found], freq.tolist().__getitem__
+    coded, freq, number = _join_bytes(counts)
+    count, where = _first_pairs(coded, freq, number)
+    words, weight = [w.decode("latin-1") for w in coded], freq.tolist().__getitem__
     shared = [*range(len(words))]  # one object for each number, in however many lists it stands
     heap, pairs, tops = [(-n, pair) for pair, n in count.items()], [], []
-    del found, freq, number
+    del coded, freq, number
     heapify(heap)
-    while heap and len(pairs) < n_merges:
-        top, pair = -heap[0][0], heap[0][1]
-        if (now := count.get(pair, 0)) != top:  # the entry is out of date
-            if now > 0:
-                heapreplace(heap, (-now, pair))
-            else:
-                heappop(heap)
-            continue
-        heappop(heap)
+    while len(pairs) < n_merges and (best := _pop_best(heap, count)):
+        top, pair = best
         a, b, new = pair[0], pair[1], chr(256 + len(pairs))
-        left, right, long = defaultdict(list), defaultdict(list), -1
-        held = where.pop(pair)
-        for i in [shared[i] for i in held.tolist()] if isinstance(held, np.ndarray) else held:
-            if i == long:
-                continue
-            # a word stands in the list once for each time that it holds the pair
-            k = (word := words[i]).find(pair)
-            if k < 0:
-                continue
-            if len(word) > 100:  # all its places at once: a text without spaces is one long word
-                long, (before, *parts) = i, word.split(pair)
-                words[i] = new.join((before, *parts))
-                for j, after in enumerate(parts, 1):
-                    if before:
-                        left[before[-1]].append(i)
-                    elif j > 1:
-                        left[new].append(i)  # joined a moment ago
-                    if after:
-                        right[after[0]].append(i)
-                    elif j < len(parts):
-                        right[a].append(i)  # joined in a moment
-                    before = after
-                continue
-            rest = word[k + 2 :]
-            if k:
-                left[word[k - 1]].append(i)
-            if rest:
-                right[rest[0]].append(i)
-            words[i] = word[:k] + new + rest
-        for y, held in right.items():
-            n = sum(map(weight, held))
+        numbers = where.pop(pair)
+        if isinstance(numbers, np.ndarray):
+            numbers = [shared[i] for i in numbers.tolist()]
+        left, right = _join_pair(words, numbers, pair, new)
+        for y, numbers in right.items():
+            n = sum(map(weight, numbers))
             count[b + y] -= n
-            count[new + y], where[new + y] = n, held
-        for x, held in left.items():  # after `right`: `x` may be `new` itself, as in abab
-            n = sum(map(weight, held))
+            count[new + y], where[new + y] = n, numbers
+        for x, numbers in left.items():  # after `right`: `x` may be `new` itself, as in abab
+            n = sum(map(weight, numbers))
             count[x + a] -= n
-            count[x + new], where[x + new] = n, held
+            count[x + new], where[x + new] = n, numbers
         del count[pair]
-        for born in (*(new + y for y in right), *(x + new for x in left)):
-            if count[born] > 0:
-                heappush(heap, (-count[born], born))
+        for new_pair in (*(new + y for y in right), *(x + new for x in left)):
+            if count[new_pair] > 0:
+                heappush(heap, (-count[new_pair], new_pair))
         pairs.append((ord(a), ord(b)))
         tops.append(top)
         if len(pairs) % 64 == 0:
@@ -282,6 +313,97 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
     return pairs, tops
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f
+def _count_pairs(sym, word, freq, keys, count, head, node_at, node_next):
+    "Fill the table with the pairs of bytes, their counts and their places; how many of each."
+    used = n_nodes = 0
+    for p in range(len(sym) - 1):
+        if word[p] != word[p + 1]:
+            continue
+        key = np.int64(sym[p]) << 32 | sym[p + 1]
+        at = find_key(keys, key)
+        if keys[at] < 0:
+            keys[at] = key
+            used += 1
+        count[at] += freq[word[p]]
+        node_at[n_nodes], node_next[n_nodes], head[at] = p, head[at], n_nodes
+        n_nodes += 1
+    return used, n_nodes
+
+
+def _grow_table(old_keys, old_count, old_head):
+    "A table twice as large, without the pairs that are gone, and how many it has."
+    keys = np.full(2 * len(old_keys), -1, np.int64)
+    count = np.zeros(2 * len(old_keys), np.int64)
+    head = np.full(2 * len(old_keys), -1, np.int32)
+    used = 0
+    for k in range(len(old_keys)):
+        if old_keys[k] >= 0 and old_count[k] > 0:
+            at = find_key(keys, old_keys[k])
+            keys[at], count[at], head[at] = old_keys[k], old_count[k], old_head[k]
+            used += 1
+    return keys, count, head, used
+
+
+def _join_places(
+    here,
+    m,
+    a,
+    b,
+    new,
+    sym,
+    word,
+    freq,
+    size,
+    keys,
+    count,
+    head,
+    node_at,
+    node_next,
+    fresh,
+    used,
+    free,
+    n_nodes,
+):
+    "Join the pair `a`, `b` at its `m` places, and count the pairs with its neighbours anew."
+    n, n_fresh = len(sym), 0
+    for j in range(m - 1, -1, -1):
+        p = here[j]
+        if sym[p] != a:
+            continue  # gone since
+        q, w = p + size[a], word[p]
+        if q >= n or word[q] != w or sym[q] != b:
+            continue
+        end, f = q + size[b], freq[w]
+        sym[q - 1] = sym[q] = -1
+        sym[p] = sym[end - 1] = new
+        for side in range(2):
+            if side == 0:
+                if p == 0 or word[p - 1] != w:
+                    continue
+                x = np.int64(sym[p - 1])
+                start, gone, key_new = p - size[x], x << 32 | a, x << 32 | new
+            else:
+                if end == n or word[end] != w:
+                    continue
+                y = np.int64(sym[end])
+                start, gone, key_new = p, b << 32 | y, np.int64(new) << 32 | y
+            count[find_key(keys, gone)] -= f
+            at = find_key(keys, key_new)
+            if keys[at] < 0:
+                keys[at], fresh[n_fresh] = key_new, key_new
+                used += 1
+                n_fresh += 1
+            count[at] += f
+            node = free
+            if node >= 0:
+                free = node_next[node]
+            else:
+                node = n_nodes
+                n_nodes += 1
+            node_at[node], node_next[node], head[at] = start, head[at], node
+    return n_fresh, used, free, n_nodes
+
+
 def learn_kernel(sym, word, freq, n_merges):
     """Merges as `left << 32 | right`, and their counts.
 
@@ -302,19 +424,9 @@ def learn_kernel(sym, word, freq, n_merges):
     node_next = np.empty(2 * n + 1, np.int32)
     here, fresh = np.empty(n, np.int32), np.empty(2 * (256 + n_merges) + 2, np.int64)
     pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)
-    used = n_heap = n_nodes = done = 0
+    n_heap = done = 0
     free = -1
-    for p in range(n - 1):
-        if word[p] != word[p + 1]:
-            continue
-        key = np.int64(sym[p]) << 32 | sym[p + 1]
-        at = find_key(keys, key)
-        if keys[at] < 0:
-            keys[at] = key
-            used += 1
-        count[at] += freq[word[p]]
-        node_at[n_nodes], node_next[n_nodes], head[at] = p, head[at], n_nodes
-        n_nodes += 1
+    used, n_nodes = _count_pairs(sym, word, freq, keys, count, head, node_at, node_next)
     for at in range(len(keys)):
         if keys[at] >= 0:
             heap_push(first, second, n_heap, -count[at], keys[at])
@@ -344,50 +456,27 @@ def learn_kernel(sym, word, freq, n_merges):
             first = np.concatenate((first, np.empty(len(first) + room, np.int64)))
             second = np.concatenate((second, np.empty(len(second) + room, np.int64)))
         if 2 * (used + room) > len(keys):  # a bigger table, without the pairs that are gone
-            old_keys, old_count, old_head = keys, count, head
-            keys, count = np.full(2 * len(keys), -1, np.int64), np.zeros(2 * len(keys), np.int64)
-            head, used = np.full(len(keys), -1, np.int32), 0
-            for k in range(len(old_keys)):
-                if old_keys[k] >= 0 and old_count[k] > 0:
-                    at = find_key(keys, old_keys[k])
-                    keys[at], count[at], head[at] = old_keys[k], old_count[k], old_head[k]
-                    used += 1
-        n_fresh = 0
-        for j in range(m - 1, -1, -1):
-            p = here[j]
-            if sym[p] != a:
-                continue  # gone since
-            q, w = p + size[a], word[p]
-            if q >= n or word[q] != w or sym[q] != b:
-                continue
-            end, f = q + size[b], freq[w]
-            sym[q - 1] = sym[q] = -1
-            sym[p] = sym[end - 1] = new
-            for side in range(2):
-                if side == 0:
-                    if p == 0 or word[p - 1] != w:
-                        continue
-                    x = np.int64(sym[p - 1])
-                    start, gone, made = p - size[x], x << 32 | a, x << 32 | new
-                else:
-                    if end == n or word[end] != w:
-                        continue
-                    y = np.int64(sym[end])
-                    start, gone, made = p, b << 32 | y, np.int64(new) << 32 | y
-                count[find_key(keys, gone)] -= f
-                at = find_key(keys, made)
-                if keys[at] < 0:
-                    keys[at], fresh[n_fresh] = made, made
-                    used += 1
-                    n_fresh += 1
-                count[at] += f
-                node = free
-                if node >= 0:
-                    free = node_next[node]
-                else:
-                    node = n_nodes
-                    n_nodes += 1
-                node_at[node], node_next[node], head[at] = start, head[at], node
+            keys, count, head, used = _grow_table(keys, count, head)
+        n_fresh, used, free, n_nodes = _join_places(
+            here,
+            m,
+            a,
+            b,
+            new,
+            sym,
+            word,
+            freq,
+            size,
+            keys,
+            count,
+            head,
+            node_at,
+            node_next,
+            fresh,
+            used,
+            free,
+            n_nodes,
+        )
         count[find_key(keys, key)] = 0
         for j in range(n_fresh):
             now = count[find_key(keys, fresh[j])]
@@ -401,7 +490,9 @@ def learn_kernel(sym, word, freq, n_merges):
 
 @functools.cache
 def _kernels():
-    return compile_kernels((find_key, heap_push, heap_pop, learn_kernel))
+    return compile_kernels(
+        (find_key, heap_push, heap_pop, _count_pairs, _grow_table, _join_places, learn_kernel)
+    )
 
 
 def _learn_numba(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:

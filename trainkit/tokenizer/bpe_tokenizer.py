@@ -93,8 +93,8 @@ class BPETokenizer:
             other = self._bytes.setdefault(i, to_utf8(token)) != token.encode()
             if other and self.tokens.get(self._bytes[i]) == i:
                 raise ValueError(
-                    f"special token {token!r}: "
-                    f"the vocabulary has its id {i} for {self._bytes[i]!r} already"
+                    f"special token {token!r}: the vocabulary has its id {i} for "
+                    f"{self._bytes[i]!r} already"
                 )
         for token in (bos_token, eos_token, pad_token, unk_token):
             self._id(token)
@@ -368,8 +368,8 @@ class BPETokenizer:
         folder, config = Path(folder), {}
         if not (folder / "tokenizer.json").is_file():
             raise FileNotFoundError(
-                f"{folder / 'tokenizer.json'} is missing: "
-                "give the folder of a tokenizer, as `save` writes it"
+                f"{folder / 'tokenizer.json'} is missing: give the folder of a tokenizer, as "
+                "`save` writes it"
             )
         try:
             data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
@@ -464,8 +464,8 @@ class BPETokenizer:
         elif isinstance(source, str | Path):
             if not Path(source).is_file():
                 raise FileNotFoundError(
-                    f"'{source}' is no .tiktoken file; "
-                    f"an encoding with a name is given as tiktoken.get_encoding('{source}')"
+                    f"'{source}' is no .tiktoken file; an encoding with a name is given as "
+                    f"tiktoken.get_encoding('{source}')"
                 )
             tokens = read_ranks(source)
         else:
@@ -500,7 +500,9 @@ class BPETokenizer:
         self,
         name: str = "trainkit",  # The encoding's name
     ) -> "tiktoken.Encoding":
-        "The same tokenizer for tiktoken; one that tiktoken's rule cannot express is a `ValueError`."
+        """The same tokenizer for tiktoken.
+
+        One that tiktoken's rule cannot express is a `ValueError`."""
         try:
             from tiktoken import Encoding
         except ImportError:

@@ -265,8 +265,7 @@ def find_template(
         )
     raise ValueError(
         "this tokenizer has no chat template: sft.template=chatml gives it one, or another of "
-        f"{', '.join(TEMPLATES)} "
-        "(in Python: set_template(tokenizer, 'chatml', model))"
+        f"{', '.join(TEMPLATES)} (in Python: set_template(tokenizer, 'chatml', model))"
     )
 
 
@@ -487,8 +486,7 @@ def render_batch(
                     f"an answer of conversation {i} ends with "
                     f"{texts[i][: spans[i][0][1]][-20:]!r}, and the "
                     f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not "
-                    "learn to "
-                    "stop: sft.template=chatml, or another, makes them agree (in Python: "
+                    "learn to stop: sft.template=chatml, or another, makes them agree (in Python: "
                     "set_template(tokenizer, …, model))"
                 )
             mask[a:b] = True

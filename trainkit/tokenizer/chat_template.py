@@ -341,8 +341,8 @@ def _render(
     ):
         raise ValueError(
             f"message {calls[0]} calls a tool, and this template leaves that out, so nothing, or "
-            "too little, would be learned: "
-            "take one that writes tool_calls, such as sft.template=chatml"
+            "too little, would be learned: take one that writes tool_calls, such as "
+            "sft.template=chatml"
         )
     wanted = (
         answers[-1:]

@@ -381,8 +381,8 @@ class Encoder:
             for text in texts:
                 if lost := to_utf8(text).translate(None, self.known):
                     raise ValueError(
-                        f"the text holds the byte {lost[0]:#04x}, "
-                        "for which this vocabulary has no token: remove it first"
+                        f"the text holds the byte {lost[0]:#04x}, for which this vocabulary has no "
+                        "token: remove it first"
                     )
         size = sum(map(len, texts))
         self.backend = pick_backend(self.requested, self.seen + size)
