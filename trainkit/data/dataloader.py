@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..config import check_config, knob
+
+if TYPE_CHECKING:
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 # %% ../../nbs/02_data/15_packing.ipynb #97b9b2d1
 def _greedy(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -48,7 +51,9 @@ def _greedy(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    "A tree over the rows holds the largest room below each node, so that the first row with enough is found in log steps."
+    """The first row with enough room, in logarithmic time.
+
+    A tree over the rows stores the largest room below each node."""
     size = 1
     while size < len(lengths):
         size *= 2
@@ -68,7 +73,9 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    "Rows lie in buckets by the room that they have; a bit for each bucket that is not empty finds the right one at once."
+    """The row with the least room that is enough, in constant time.
+
+    Rows lie in buckets by their room; a bit for each non-empty bucket finds the right one."""
     rows, buckets, filled = [], [[] for _ in range(capacity + 1)], 0
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         n = lengths[i]
@@ -99,7 +106,7 @@ def assign(
     max_length: int,  # Tokens in a row
     strategy: str = "best_fit",  # A key of `STRATEGIES`
 ) -> list[list[int]]:  # The documents of each row, by their numbers
-    "Which documents share a row; raises `ValueError` for one that fits into none."
+    "The documents of each row; a document that fits into no row is a `ValueError`."
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy = {strategy!r}: must be one of {[*STRATEGIES]}")
     if wrong := [i for i, n in enumerate(lengths) if not 0 < n <= max_length]:
@@ -113,14 +120,15 @@ def assign(
 def flatten_examples(
     examples: Sequence[Mapping],  # With `input_ids`, and perhaps `labels` and `position_ids`
 ) -> dict[str, np.ndarray]:  # input_ids, labels and position_ids, each (tokens,)
-    "Examples one after another in a row, without padding; positions start again, first tokens have no label."
+    """Examples one after another in a row, without padding.
+
+    Positions start again with each example, and first tokens have no label."""
     parts: dict[str, list[np.ndarray]] = dict(input_ids=[], labels=[], position_ids=[])
     for number, example in enumerate(examples):
         ids = np.asarray(example["input_ids"])
         positions = np.asarray(example.get("position_ids", np.arange(len(ids))))
-        labels = np.asarray(
-            example.get("labels", ids), dtype=np.int64 if ids.dtype.kind == "u" else ids.dtype
-        )
+        signed = np.int64 if ids.dtype.kind == "u" else ids.dtype
+        labels = np.asarray(example.get("labels", ids), dtype=signed)
         if not len(ids) == len(labels) == len(positions):
             raise ValueError(
                 f"example {number} has {len(ids)} input_ids, {len(labels)} labels and "
@@ -203,7 +211,7 @@ class CurriculumConfig:
 
     strategy: str = knob(
         "length_based",
-        "What makes a row hard: its length, or what a function of yours says; none: no curriculum",
+        "What makes a row hard: its length, or a function of yours; none: no curriculum",
         choices=("none", "length_based", "difficulty_based"),
     )
     start_length: int = knob(
@@ -245,7 +253,7 @@ def easy_first(
     batch_size: int,
     done: int = 0,  # Rows that were given out before, in earlier epochs
 ) -> np.ndarray:  # (rows,)
-    "The order with what is allowed first."
+    "The order with the rows first that the curriculum allows."
     ladder, rank = np.argsort(difficulty, kind="stable").tolist(), np.argsort(order)
     levels, pool, out, at = difficulty[ladder], [], [], 0
     for start in range(0, len(order), batch_size):
@@ -280,8 +288,8 @@ def cut_rows(
         size, batch = int(min(limit, longest)), []
         room = batch_size if max_tokens is None else max(1, min(batch_size, max_tokens // size))
         while len(batch) < room and at < len(order):
-            # so many are still to be predicted
-            row, left = (int(order[at]), int(lengths[order[at]]) - start - 1)
+            row = int(order[at])
+            left = int(lengths[row]) - start - 1  # so many are still to be predicted
             pieces = max(1, math.ceil(left / (size - 1)))
             stop = start + math.ceil(left / pieces) + 1
             batch.append((row, start, stop))
@@ -293,7 +301,7 @@ def cut_rows(
 # %% ../../nbs/02_data/17_dataloader.ipynb #d4ffb627
 def encode_rows(
     rows: Iterable[dict],  # Rows with a `text`
-    tokenizer: Any,  # With `encode_batch`, `vocab_size` and `eos_token_id`: a `BPETokenizer`
+    tokenizer: "BPETokenizer",
     batch: int = 512,  # Texts handed to the tokenizer at a time
 ) -> np.ndarray:  # (tokens,) uint16 where the vocabulary allows, else uint32
     "All texts as one array of ids, with the end-of-text token after each."
@@ -340,28 +348,24 @@ def collate(
     pad_id: int = 0,  # What stands in the padding; nothing depends on it
     # All rows in one, with positions that start again, instead of a rectangle
     padding_free: bool = False,
-    # input_ids, labels (rows, longest) int64; attention_mask where rows differ; position_ids if
-    # given
+    # input_ids and labels (rows, longest) int64; attention_mask where lengths differ; position_ids
 ) -> dict[str, Tensor]:
     "Pad rows on the right into one batch; labels are -100 where there is nothing to learn."
-    given = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
+    examples = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
     if padding_free:
-        return {
-            k: torch.as_tensor(v.astype(np.int64))[None] for k, v in flatten_examples(given).items()
-        }
-    inputs = [torch.as_tensor(np.asarray(row["input_ids"], dtype=np.int64)) for row in given]
-    labels = [
-        torch.as_tensor(np.asarray(row.get("labels", row["input_ids"]), dtype=np.int64))
-        for row in given
-    ]
-    if wrong := [
-        i for i, (x, y) in enumerate(zip(inputs, labels, strict=True)) if len(x) != len(y)
-    ]:
-        i = wrong[0]
-        raise ValueError(
-            f"row {i} has {len(inputs[i])} input_ids and {len(labels[i])} labels: they must be as "
-            "many"
-        )
+        columns = flatten_examples(examples)
+        return {k: torch.as_tensor(v.astype(np.int64))[None] for k, v in columns.items()}
+
+    def tensor(ids):
+        return torch.as_tensor(np.asarray(ids, dtype=np.int64))
+
+    inputs = [tensor(row["input_ids"]) for row in examples]
+    labels = [tensor(row.get("labels", row["input_ids"])) for row in examples]
+    for i, (x, y) in enumerate(zip(inputs, labels, strict=True)):
+        if len(x) != len(y):
+            raise ValueError(
+                f"row {i} has {len(x)} input_ids and {len(y)} labels: they must be as many"
+            )
     pad = torch.nn.utils.rnn.pad_sequence
     batch = dict(
         input_ids=pad(inputs, batch_first=True, padding_value=pad_id),
@@ -369,15 +373,14 @@ def collate(
     )
     lengths = torch.tensor([len(x) for x in inputs])
     longest = batch["input_ids"].shape[1]
-    if any("position_ids" in row for row in given):  # Of packed rows; padding is one more document
-        counted = [
+    # Of packed rows; padding is one more document
+    if any("position_ids" in row for row in examples):
+        positions = [
             np.asarray(row.get("position_ids", np.arange(len(x))))
-            for row, x in zip(given, inputs, strict=True)
+            for row, x in zip(examples, inputs, strict=True)
         ]
-        batch["position_ids"] = torch.as_tensor(
-            np.stack(
-                [np.concatenate((places, np.arange(longest - len(places)))) for places in counted]
-            ).astype(np.int64)
+        batch["position_ids"] = tensor(
+            [np.concatenate((places, np.arange(longest - len(places)))) for places in positions]
         )
     elif lengths.min() < lengths.max():
         batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
@@ -388,7 +391,7 @@ def collate(
 def chance_of(
     *place: int,  # Seed, epoch and batch, say
 ) -> Iterator[None]:
-    "All random numbers inside follow from `place` alone; outside nothing has happened."
+    "All random numbers inside follow from `place` alone; the state outside does not change."
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = int(np.random.SeedSequence([n % 2**64 for n in place]).generate_state(1)[0])
     random.seed(seed)
@@ -409,9 +412,9 @@ class _Planned(Dataset):
         self.rows = batches.rows
         self.plan = batches.plan(epoch)
         self.join = batches.join
-        self.place = (
-            None if isinstance(batches.rows, (list, tuple, np.ndarray)) else (batches.seed, epoch)
-        )  # Those draw nothing
+        # Rows in memory draw nothing
+        in_memory = isinstance(batches.rows, (list, tuple, np.ndarray))
+        self.place = None if in_memory else (batches.seed, epoch)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -427,20 +430,18 @@ class _Planned(Dataset):
             return self.join(rows)
 
 
-def _length(row: Any) -> int:
-    return (
-        int(row["length"])
-        if isinstance(row, dict) and "length" in row
-        else len(row["input_ids"] if isinstance(row, dict) else row)
-    )
+def _length(row: dict | np.ndarray) -> int:
+    if not isinstance(row, dict):
+        return len(row)
+    return int(row["length"]) if "length" in row else len(row["input_ids"])
 
 
 class Batches:
-    "Shuffled batches of `rows`, epoch after epoch, that know their place."
+    "Shuffled batches of `rows`, epoch after epoch, with a place that can be saved."
 
     def __init__(
         self,
-        rows: Sequence,  # What `collate` takes: arrays of ids, or dicts
+        rows: Sequence,  # Arrays of ids, or dicts, as `collate` takes them
         batch_size: int,  # Rows in a batch
         seed: int = 0,  # Chooses the order of every epoch
         shuffle: bool = True,  # Keep the given order when False
@@ -490,8 +491,8 @@ class Batches:
         self.epoch = 0
         self.index = 0
         needed = group_by_length or max_tokens is not None or curriculum is not None
-        # `TokenRows` knows them
-        self.lengths = None if not needed else getattr(rows, "lengths", None)
+        # `TokenRows` has them
+        self.lengths: np.ndarray | None = getattr(rows, "lengths", None) if needed else None
         if needed and self.lengths is None:
             self.lengths = np.array([_length(row) for row in rows], np.int64)
         self.cut = bool(
@@ -518,14 +519,14 @@ class Batches:
         self,
         rows: Sequence,  # Those of one batch
     ) -> dict[str, Tensor]:
-        "A batch of them; rows of another shape have a class of their own that joins them otherwise."
+        "A batch of these rows; a subclass may join rows of another shape."
         return collate(rows, self.pad_id, self.padding_free)
 
     def order(
         self,
         epoch: int,
     ) -> np.ndarray:  # (rows,) which row comes when
-        "The order of the rows in `epoch`: a function of it, the seed and the rows' lengths, and of nothing else."
+        "The order of the rows in `epoch`: a function of epoch, seed and the rows' lengths alone."
         if not self.shuffle:
             order = np.arange(len(self.rows))
         else:
@@ -562,23 +563,27 @@ class Batches:
         return self._plan[1]
 
     def _pieces(self, epoch: int) -> list[np.ndarray]:
-        "The plan of running text: how far the curriculum is depends on how many batches the epochs before had."
-        assert self.curriculum and self.lengths is not None
-        step, cut = (
-            0,
-            lambda e, step: cut_rows(
-                self.order(e),
-                self.lengths,
-                self.curriculum,
+        """The plan of running text.
+
+        The curriculum's progress depends on the number of batches in earlier epochs."""
+        curriculum, lengths = self.curriculum, self.lengths
+        assert curriculum and lengths is not None
+
+        def cut(epoch: int, step: int) -> list[np.ndarray]:
+            return cut_rows(
+                self.order(epoch),
+                lengths,
+                curriculum,
                 self.batch_size,
-                step,  # type: ignore
+                step,
                 self.max_tokens,
                 self.drop_last,
-            ),
-        )
+            )
+
+        step = 0
         for before in range(epoch):
-            if step >= self.curriculum.steps:
-                break  # whatever came then, rows are whole now
+            if step >= curriculum.steps:
+                break  # rows are whole from here on
             step += len(cut(before, step))
         return cut(epoch, step)
 
@@ -586,8 +591,7 @@ class Batches:
         "The rest of this epoch; afterwards the place is the start of the next."
         plan = _Planned(self, self.epoch)
         pin = self.pin_memory and torch.cuda.is_available()
-        # A generator of its own, for the loader would draw from torch's and change what dropout
-        # does
+        # Its own generator: the loader would draw from torch's, and so change dropout
         loader = DataLoader(
             plan,
             batch_size=None,
@@ -605,7 +609,7 @@ class Batches:
         self,
         rows: int | None = None,  # At most; None: as many as a batch has
     ) -> dict[str, Tensor] | None:  # None where the rows are not in memory, or their number changes
-        "A batch of the longest rows: none that comes takes more memory."
+        "A batch of the longest rows: no other batch takes more memory."
         if (
             not isinstance(self.rows, list)
             or not isinstance(self.rows[0], dict)
@@ -615,41 +619,39 @@ class Batches:
         ):
             return None
 
-        def whole(row):
-            return (
-                _length(row)
-                if "length" in row or "input_ids" in row
-                else sum(len(x) for x in row.values() if hasattr(x, "__len__"))
-            )
+        def size(row):
+            if "length" in row or "input_ids" in row:
+                return _length(row)
+            return sum(len(x) for x in row.values() if hasattr(x, "__len__"))
 
-        return self.join(
-            sorted(self.rows, key=whole)[-min(self.batch_size, rows or self.batch_size) :]
-        )
+        count = min(self.batch_size, rows or self.batch_size)
+        return self.join(sorted(self.rows, key=size)[-count:])
 
     def widths(
         self,
         count: int,  # Batches
     ) -> set[tuple[int, int]]:  # Rows, and tokens of the longest of them
-        "The different sizes of the batches that come, for rows in memory of which each is one text."
-        lengths, kept = np.array([_length(row) for row in self.rows]), self._plan
-        found, epoch = set(), 0
+        "The different sizes of the next batches, for rows in memory of which each is one text."
+        lengths = np.array([_length(row) for row in self.rows])
+        current_plan = self._plan
+        sizes, epoch = set(), 0
         while count > 0:
             plan = self.plan(epoch)[:count]
-            found |= {(len(rows), int(lengths[rows].max())) for rows in plan}
+            sizes |= {(len(rows), int(lengths[rows].max())) for rows in plan}
             count, epoch = count - len(plan), epoch + 1
-        self._plan = kept
-        return found
+        self._plan = current_plan
+        return sizes
 
     def peek(self) -> dict[str, Tensor]:
-        "The batch that comes next, without taking it."
-        kept = self._plan
+        "The next batch, without taking it."
+        current_plan = self._plan
         epoch, i = (self.epoch, self.index) if self.index < len(self) else (self.epoch + 1, 0)
         batch = _Planned(self, epoch)[i]
-        self._plan = kept
+        self._plan = current_plan
         return batch
 
     def state_dict(self) -> dict:
-        "The place: which epoch, how many of its batches were given out, and what the order depends on."
+        "The place: the epoch, the number of its batches so far, and what the order depends on."
         used = [x for x in (self.lengths, self.difficulty) if x is not None]
         return dict(
             epoch=self.epoch,
@@ -671,7 +673,7 @@ class Batches:
         self,
         state: dict,  # From `state_dict`; raises `ValueError` if it belongs to other data
     ) -> None:
-        "Take up the order where `state` left it."
+        "Resume the order where `state` left it."
         here = self.state_dict()
         first = dict(drop_last=False, group_by_length=False, padding_free=False, cut=False)
         if wrong := [

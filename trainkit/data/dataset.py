@@ -32,7 +32,6 @@ from itertools import chain, islice
 from os import PathLike
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
 
 from ..config import ConfigError, Problem, check_config, knob, nearest
 from ..display import plural

@@ -23,7 +23,7 @@ import numpy as np
 
 # %% ../../nbs/02_data/09_dedup.ipynb #c924e134
 def content_key(text: str) -> int:  # From 0 to 2**64 - 1
-    "A number that stands for the text: equal texts have equal ones, on every machine."
+    "A hash of the text: equal texts have equal ones, on every machine."
     return int.from_bytes(
         hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
     )
@@ -32,7 +32,7 @@ def content_key(text: str) -> int:  # From 0 to 2**64 - 1
 def exact_groups(
     texts: Iterable[str],
 ) -> list[list[int]]:  # Positions of equal texts, ascending; texts that occur once are in no group
-    "Which texts are equal, character for character."
+    "Groups of texts that are equal, character for character."
     keys = np.fromiter(map(content_key, texts), np.uint64)
     order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.diff(keys[order])) + 1
@@ -46,7 +46,7 @@ _PIECE = re.compile(
 
 
 def pieces(text: str) -> list[str]:  # Words, and each other visible character
-    "What counts when texts are compared: neither case nor white space."
+    "The words of a text for comparisons, without case and white space."
     return _PIECE.findall(text.casefold())
 
 
@@ -73,7 +73,7 @@ def shingles(
 def jaccard(
     a: np.ndarray,  # Shingles
     b: np.ndarray,
-    # Shingles that count only where one text has them and the other has not
+    # Shingles that count only where one text has them and the other does not
     ignore: frozenset[int] = frozenset(),
 ) -> float:  # From 0, nothing in common, to 1
     "The share of all shingles that both have."
@@ -117,16 +117,15 @@ def signatures(
 
 
 def rare(
-    found: np.ndarray,  # Shingles of a text
+    numbers: np.ndarray,  # Shingles of a text
     ignore: np.ndarray,  # Those that don't count, ascending
 ) -> np.ndarray:  # Never empty: a text of nothing else keeps them
     "The shingles that count."
-    left = (
-        found[ignore[ignore.searchsorted(found).clip(max=len(ignore) - 1)] != found]
-        if len(ignore)
-        else found
-    )
-    return left if len(left) else found
+    if not len(ignore):
+        return numbers
+    nearest = ignore[ignore.searchsorted(numbers).clip(max=len(ignore) - 1)]
+    rest = numbers[nearest != numbers]
+    return rest if len(rest) else numbers
 
 # %% ../../nbs/02_data/09_dedup.ipynb #842c5d4c
 def chance_found(
@@ -172,7 +171,7 @@ def _band_keys(signature: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 def _alike(a: np.ndarray, b: np.ndarray, i: np.ndarray, j: np.ndarray, least: float) -> np.ndarray:
-    "Which pairs of rows agree in a share of at least `least`; a block at a time, in bounded memory."
+    "Which pairs of rows agree in a share of at least `least`; in blocks, to bound memory."
     parts = [
         (a[i[k : k + 8192]] == b[j[k : k + 8192]]).mean(1) >= least for k in range(0, len(i), 8192)
     ]
@@ -186,7 +185,7 @@ def candidates(
     reach: int = 32,  # Neighbours in a run of equal keys that are compared with each other
 ) -> np.ndarray:  # (pairs, 2), the smaller position first
     "Pairs of texts that share a band and whose signatures agree well enough."
-    found, count = [np.empty(0, np.uint64)], np.uint64(max(1, len(signature)))
+    keys, count = [np.empty(0, np.uint64)], np.uint64(max(1, len(signature)))
     for key in _band_keys(signature, rows):
         order = np.argsort(key, kind="stable")
         key = key[order]
@@ -197,15 +196,15 @@ def candidates(
                 break
             i, j = order[at], order[at + lag]
             keep = _alike(signature, signature, i, j, least)
-            found.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
+            keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
         else:  # long runs
             head = np.maximum.accumulate(np.where(new, np.arange(len(key)), 0))
             at = np.flatnonzero(np.arange(len(key)) - head > reach)
             i, j = order[head[at]], order[at]
             keep = _alike(signature, signature, i, j, least)
-            found.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
-        found = [np.unique(np.concatenate(found))]
-    return np.stack([found[0] // count, found[0] % count], 1).astype(np.int64)
+            keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
+        keys = [np.unique(np.concatenate(keys))]
+    return np.stack([keys[0] // count, keys[0] % count], 1).astype(np.int64)
 
 # %% ../../nbs/02_data/09_dedup.ipynb #37beaf7d
 def common_shingles(
@@ -214,11 +213,11 @@ def common_shingles(
     size: int = 3,
     sample: int = 5000,  # At most this many texts are looked at, spread evenly
 ) -> np.ndarray:  # Sorted uint32
-    "Shingles that belong to the form and not to the content: instructions, system prompts, templates."
+    "Shingles of the form, not of the content: instructions, system prompts, templates."
     texts = texts[:: -(-len(texts) // sample)] if texts else []
     own = [np.unique(shingles(text, size)) for text in texts]  # a text counts once
-    found, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
-    return found[counts > max(20, share * len(texts))]  # ascending
+    numbers, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
+    return numbers[counts > max(20, share * len(texts))]  # ascending
 
 
 def near_pairs(
@@ -230,7 +229,7 @@ def near_pairs(
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
     # Positions and true similarity; of equal texts only the first takes part
 ) -> list[tuple[int, int, float]]:
-    "Every pair of different texts that are nearly the same, but for the share that `choose_bands` misses."
+    "Every pair of nearly equal texts, except for the share that `choose_bands` misses."
     ignore, first = np.asarray(ignore, np.uint32), {}
     for i, text in enumerate(texts):
         first.setdefault(content_key(text), i)
@@ -248,7 +247,7 @@ def near_pairs(
 def join_groups(
     pairs: Iterable[Sequence],  # Two positions first, as from `near_pairs`
 ) -> list[list[int]]:  # Positions, ascending; what is linked through others is in one group
-    "Groups of texts that hang together."
+    "Groups of texts that are linked by pairs."
     parent: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -278,18 +277,18 @@ def find_leaks(
     reach: int = 32,
     # Position in eval_texts, best match in train_texts, true similarity
 ) -> list[tuple[int, int, float]]:
-    "Evaluation texts that also are, equal or nearly, among the training texts."
+    "Evaluation texts that are equal or nearly equal to training texts."
     ignore, known, best = np.asarray(ignore, np.uint32), {}, {}
     for j, text in enumerate(train_texts):
         known.setdefault(content_key(text), j)
     for i, text in enumerate(eval_texts):
         if (j := known.get(content_key(text))) is not None:
             best[i] = (j, 1.0)
-    asked = [i for i in range(len(eval_texts)) if i not in best]
+    rest = [i for i in range(len(eval_texts)) if i not in best]
     own = list(known.values())
-    if not asked or not own:
+    if not rest or not own:
         return [(i, *best[i]) for i in sorted(best)]
-    mine = signatures((eval_texts[i] for i in asked), num_hashes, size, seed, ignore)
+    mine = signatures((eval_texts[i] for i in rest), num_hashes, size, seed, ignore)
     theirs = signatures((train_texts[j] for j in own), num_hashes, size, seed, ignore)
     slack = 3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
     rows = choose_bands(threshold, num_hashes)[1]
@@ -307,9 +306,9 @@ def find_leaks(
     look = lru_cache(4096)(lambda text: shingles(text, size))
     form = frozenset(ignore.tolist())
     for i, j in sorted(pairs):
-        s = jaccard(look(eval_texts[asked[i]]), look(train_texts[own[j]]), form)
-        if s >= threshold and s > best.get(asked[i], (0, 0.0))[1]:
-            best[asked[i]] = (own[j], s)
+        s = jaccard(look(eval_texts[rest[i]]), look(train_texts[own[j]]), form)
+        if s >= threshold and s > best.get(rest[i], (0, 0.0))[1]:
+            best[rest[i]] = (own[j], s)
     return [(i, *best[i]) for i in sorted(best)]
 
 # %% ../../nbs/02_data/09_dedup.ipynb #2bfdd8ff
@@ -319,7 +318,7 @@ def drop_duplicates(
     texts: list[str] | None = None,
     # Near duplicates go too, from this similarity on; None drops only equal ones
     threshold: float | None = 0.8,
-    # The rows that stay, in order, and the positions of those that went
+    # The rows that remain, in order, and the positions of those that were dropped
 ) -> tuple[list[dict], list[int]]:
     "Keep the first row of every group of equal or nearly equal ones."
     texts = [row["text"] for row in rows] if texts is None else texts
@@ -328,5 +327,5 @@ def drop_duplicates(
     pairs = [(group[0], i) for group in exact_groups(texts) for i in group[1:]]
     if threshold is not None:
         pairs += [p[:2] for p in near_pairs(texts, threshold, ignore=common_shingles(texts))]
-    gone = {i for group in join_groups(pairs) for i in group[1:]}
-    return [row for i, row in enumerate(rows) if i not in gone], sorted(gone)
+    dropped = {i for group in join_groups(pairs) for i in group[1:]}
+    return [row for i, row in enumerate(rows) if i not in dropped], sorted(dropped)

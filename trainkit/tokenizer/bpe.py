@@ -229,7 +229,7 @@ def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, 
 
 
 def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
-    "A word with a pair joined at all its places at once, and the characters left and right of them."
+    "A word with a pair joined at all its places, and the characters left and right of them."
     left, right = [], []
     before, *parts = word.split(pair)
     joined = new.join((before, *parts))

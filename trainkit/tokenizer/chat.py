@@ -69,13 +69,15 @@ _READ: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
-    "The same tokenizer as one of ours, which has the same ids in less time; None if there is none, or not yet."
-    size, seen, same = _READ.get(tokenizer, (0, 0, None))
+    """The tokenizer as one of ours, which has the same ids in less time.
+
+    None if that is impossible, or not worth it yet."""
+    size, characters, same = _READ.get(tokenizer, (0, 0, None))
     if size != len(tokenizer):
-        seen, same = 0, None  # None: not tried yet, False: it cannot be
+        characters, same = 0, None  # None: not tried yet, False: impossible
     if same is None:
-        seen += sum(map(len, texts))
-        if seen >= MANY:
+        characters += sum(map(len, texts))
+        if characters >= MANY:
             try:
                 same = BPETokenizer.from_hf(backend := _backend(tokenizer))
                 sample = [*texts[:200]]
@@ -86,12 +88,12 @@ def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
                     same = False
             except ValueError:
                 same = False
-        _READ[tokenizer] = len(tokenizer), seen, same
+        _READ[tokenizer] = len(tokenizer), characters, same
     return same or None
 
 
 def _bytes_until(text: str, at: int, nfc: bool) -> int:
-    "How many bytes of what is tokenized come before a character."
+    "The number of tokenized bytes before a character."
     left = text[:at]
     if nfc and not normalize("NFC", text).startswith(left := normalize("NFC", left)):
         left = left[:-1]  # The character at the border is joined with what follows it
@@ -99,7 +101,9 @@ def _bytes_until(text: str, at: int, nfc: bool) -> int:
 
 
 def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[int]:
-    "The same for several characters of a text in pieces: ordinary text, which may get its normal form, and special tokens by turns."
+    """The same for several characters of a text in pieces.
+
+    Ordinary text, which may be normalized, and special tokens in turn."""
     first = [0, *accumulate(map(len, pieces))]
     sizes = [_bytes_until(piece, len(piece), nfc and k % 2 == 0) for k, piece in enumerate(pieces)]
     before, out = [0, *accumulate(sizes)], []
@@ -134,9 +138,8 @@ def encode_spans(
         tokenizer = same
     if not is_ours(tokenizer):
         out = []
-        for code, stretches in zip(
-            _backend(tokenizer).encode_batch([*texts], add_special_tokens=False), spans, strict=True
-        ):
+        codes = _backend(tokenizer).encode_batch([*texts], add_special_tokens=False)
+        for code, stretches in zip(codes, spans, strict=True):
             offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
             starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
             out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
@@ -162,7 +165,9 @@ def encode_spans(
 
 
 def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "The ids of all texts as one array, where each text begins, and ends, and how many bytes each token stands for."
+    """The ids of all texts as one array, the places between the texts, and the bytes of each token.
+
+    A token's bytes are counted as they are in the text."""
     if tokenizer.nfc:
         cut = [tokenizer.cut(text, "all") for text in texts]
     else:
@@ -205,13 +210,15 @@ SPECIAL_MARK = "\uf8f3"  # From Unicode's private area: no text holds it
 _WRITTEN = {
     f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")
 }
-_HARMLESS = re.compile(  # Added tokens that are text: white space, and elements of a page, as Gemma has them
-    r"[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|pre|sub|sup|br|hr|blockquote)>"
+# Added tokens that are text: white space, and elements of a page, as Gemma has them
+_HARMLESS = re.compile(
+    r"[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|"
+    r"pre|sub|sup|br|hr|blockquote)>"
 )
 
 
 def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
-    "The tokens that no user may write, and those among them that an answer may not hold either."
+    "The tokens that no user may write, and those that an answer may not contain either."
     if is_ours(tokenizer):
         all_of, shown = tokenizer.special_tokens, tokenizer.plain
     else:
@@ -270,7 +277,9 @@ def find_template(
 
 
 class _Marker:
-    "Puts a mark into each token that a text spells out, or begins to spell at its end, so that only a template's own are whole."
+    """Puts a mark into each token that a text spells out, or begins to spell at its end.
+
+    So only the tokens that a template writes itself are whole."""
 
     def __init__(self, tokens: Iterable[str]):
         tokens = [*tokens]
@@ -281,15 +290,15 @@ class _Marker:
         self.first = re.compile("|".join({re.escape(token[0]) for token in tokens}) or "(?!)")
 
     def places(self, text: str) -> list[int]:  # Where marks go
-        found = (
-            {m.start() + 1 for m in self.each.finditer(text)} if self.any.search(text) else set()
-        )
+        marks: set[int] = set()
+        if self.any.search(text):
+            marks = {m.start() + 1 for m in self.each.finditer(text)}
         if self.longest and self.first.search(text, max(0, len(text) - self.longest)):
             tail = text[-self.longest :]
             for n in range(1, len(tail) + 1):  # Its other half may stand in the next part
                 if tail[-n:] in self.beginnings:
-                    found.add(len(text) - n + 1)
-        return sorted(found)
+                    marks.add(len(text) - n + 1)
+        return sorted(marks)
 
     def mark(self, value: Any) -> Any:
         "A value of a message, or a message, with marks in all its texts."
@@ -317,10 +326,10 @@ class _Marker:
     def message(self, message: Any) -> Any:
         if not isinstance(message, Mapping):
             return message  # Refused where it is rendered
-        found = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
-        if not found:
+        changed = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
+        if not changed:
             return message
-        new = {**message, **found}
+        new = {**message, **changed}
         cut = message.get("untrained")
         text = message.get("content")
         if not cut or not isinstance(text, str) or new["content"] == text:
@@ -341,17 +350,16 @@ def _marked(messages: Sequence[Mapping], user: _Marker, answer: _Marker) -> Sequ
 
 
 def _cut_marked(text: str, controls: Iterable[str]) -> list[str]:
-    "Text with its marks, and control tokens that a template wrote, by turns."
+    "Text with its marks, and control tokens that a template wrote, in turn."
     tokens = sorted(controls, key=len, reverse=True)
-    whole = (
-        "|".join(re.escape(token) + f"(?!{SPECIAL_MARK})" * (len(token) == 1) for token in tokens)
-        or "(?!)"
-    )
-    return re.split(f"({whole})", text)
+    patterns = [
+        re.escape(token) + (f"(?!{SPECIAL_MARK})" if len(token) == 1 else "") for token in tokens
+    ]
+    return re.split(f"({'|'.join(patterns) or '(?!)'})", text)
 
 
 def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str, int]) -> tuple:
-    "As `encode_spans`, with plain text where there are marks."
+    "`encode_spans` for a text with marks, which are plain text."
     pieces = _cut_marked(text, controls)
     bare = [piece if k % 2 else piece.replace(SPECIAL_MARK, "") for k, piece in enumerate(pieces)]
     places = [at - text.count(SPECIAL_MARK, 0, at) for span in spans for at in span]
@@ -375,7 +383,9 @@ _GUARDED: WeakKeyDictionary = WeakKeyDictionary()
 def _guarded(
     tokenizer: Any, controls: Iterable[str]
 ) -> tuple[Any, dict[str, str]]:  # The copy; token -> its name there
-    "A copy that knows the control tokens by names that nobody can guess, so that no text but ours can write them."
+    """A copy of a tokenizer with secret names for its control tokens.
+
+    Nobody can guess the names, so no text but ours can write these tokens."""
     key = len(tokenizer), frozenset(controls)
     if (known := _GUARDED.get(tokenizer)) and known[0] == key:
         return known[1:]
@@ -413,10 +423,11 @@ def _encode_marked_theirs(
     at = []
     for place in places:
         k = min(bisect_right(first, place), len(bare)) - 1
-        at.append(
-            begins[k]
-            + (place - first[k] if k % 2 == 0 else 0 if place < first[k + 1] else len(renamed[k]))
-        )
+        if k % 2 == 0:
+            offset = place - first[k]
+        else:  # A token has another length there
+            offset = 0 if place < first[k + 1] else len(renamed[k])
+        at.append(begins[k] + offset)
     code = copy.encode("".join(renamed), add_special_tokens=False)
     offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
     starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
@@ -424,7 +435,7 @@ def _encode_marked_theirs(
 
 
 def _forgeable(tokenizer: Any, controls: Mapping[str, int]) -> bool:
-    "Whether a text that does not spell out a control token may become one: by its normal form."
+    "Whether a text that does not spell out a control token may become one when it is normalized."
     if is_ours(tokenizer):
         return bool(tokenizer.nfc and tokenizer.normalized & controls.keys())
     if _backend(tokenizer).normalizer is None:
@@ -443,7 +454,7 @@ def render_batch(
     tools: Sequence[Sequence[Mapping] | None] | None = None,
     check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
 ) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
-    "What `render` does, for many chats at once; a `ValueError` says which chat cannot be rendered."
+    "`render` for many chats at once; a `ValueError` says which chat cannot be rendered."
     jinja, names = find_template(tokenizer, template), _names(tokenizer)
     controls, unwritten = _controls(tokenizer)
     user, answer = _markers(tuple(controls)), _markers(tuple(unwritten))
@@ -455,11 +466,11 @@ def render_batch(
         if len(conversations) == 1:
             raise
         raise ValueError(f"conversation {len(guarded)}: {error}") from None
-    done = render_texts(
+    rendered = render_texts(
         guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None
     )
-    texts = [text for text, _ in done]
-    spans = [span for _, span in done]
+    texts = [text for text, _ in rendered]
+    spans = [span for _, span in rendered]
     always = _forgeable(tokenizer, controls)
     marked = [i for i, text in enumerate(texts) if always or SPECIAL_MARK in text]
     shown = {*marked}
@@ -505,7 +516,9 @@ def render(
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
     check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
 ) -> tuple[list[int], list[int]]:  # ids, and 1 where the model learns, else 0
-    "A chat as ids and loss mask, by construction; raises `ValueError` where the mask would be a guess."
+    """A chat as ids and loss mask.
+
+    Raises `ValueError` where the mask would be a guess."""
     [(ids, mask)] = render_batch(
         [messages], tokenizer, template, train_on, add_generation_prompt, [tools], check_eos
     )
@@ -558,14 +571,14 @@ def resize_embeddings(
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #a78ab6b8
 def _ending(jinja: str, tokenizer: Any) -> str:
-    "The special token that a template of a stranger ends answers with."
+    "The special token with which an unknown template ends an answer."
     chat = [dict(role="user", content="a"), dict(role="assistant", content="b")]
     names = _names(tokenizer)
     text, [(start, end)] = render_text(chat, jinja, names, train_on="last")
     tail = text[start:end].rstrip()
     known = sorted(_specials(tokenizer), key=len, reverse=True)
-    if found := next((token for token in known if tail.endswith(token)), None):
-        return found
+    if ending := next((token for token in known if tail.endswith(token)), None):
+        return ending
     if spelt := re.search(r"<[^<>\s]+>$", tail):
         return spelt[0]
     raise ValueError(
@@ -581,7 +594,9 @@ def set_template(
     model: Any = None,
     eos_token: str | None = None,  # What ends an answer; None: what the template ends it with
 ) -> Any:  # The tokenizer
-    "Attach a chat format: the template, its special tokens, and one EOS in tokenizer, config and generation config."
+    """Attach a chat format: the template, its special tokens, and one EOS.
+
+    The EOS is set in the tokenizer, the config and the generation config."""
     form = TEMPLATES.get(template, Template(template))
     eos = (
         eos_token
@@ -596,15 +611,13 @@ def set_template(
     else:
         from tokenizers import AddedToken
 
-        kept = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-        tokenizer.add_tokens(
-            [
-                AddedToken(t, special=True, normalized=False)
-                for t in dict.fromkeys(new)
-                if t not in kept
-            ],
-            special_tokens=True,
-        )
+        present = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        added = [
+            AddedToken(token, special=True, normalized=False)
+            for token in dict.fromkeys(new)
+            if token not in present
+        ]
+        tokenizer.add_tokens(added, special_tokens=True)
     tokenizer.eos_token, tokenizer.chat_template = str(eos), form.jinja
     if bos is not None:
         tokenizer.bos_token = str(bos)

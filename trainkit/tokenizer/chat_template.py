@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from itertools import accumulate, islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator
@@ -38,6 +38,12 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+if TYPE_CHECKING:
+    import jinja2
+    from jinja2.compiler import Frame
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #dad371d8
 STEPS = 1_000_000  # Steps of loops and calls that one rendering may take
@@ -47,32 +53,39 @@ MEMORY = 64_000_000  # Bytes that it may take
 _ROOM = threading.local()  # `most`: the characters of the rendering in progress
 
 
-class _Code(CodeGenerator):
-    "Every loop counts its steps, and every `~` the length of what it makes; nothing is worked out ahead of the run."
+_T = TypeVar("_T")
 
-    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+
+class _Code(CodeGenerator):
+    """Code in which every loop counts its steps, and every `~` the length of its result.
+
+    Nothing is evaluated before the run."""
+
+    def _output_child_to_const(
+        self, node: nodes.Expr, frame: "Frame", finalize: "CodeGenerator._FinalizeInfo"
+    ) -> str:
         if not isinstance(node, (nodes.Const, nodes.TemplateData)):
             raise nodes.Impossible()
         return super()._output_child_to_const(node, frame, finalize)
 
-    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Any) -> None:
-        # It is worked out by the compiler
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: "Frame") -> None:
+        # The compiler evaluates it
         if not all(isinstance(option.value, nodes.Const) for option in node.options):
             self.fail("autoescape must be true or false", node.lineno)
         super().visit_EvalContextModifier(node, frame)
 
-    def visit_For(self, node: nodes.For, frame: Any) -> None:
+    def visit_For(self, node: nodes.For, frame: "Frame") -> None:
         node = copy(node)
-        # A node that no template makes, to be written as we say below
+        # A node that no template contains, for which `visit_MarkSafe` writes the code
         node.iter = nodes.MarkSafe(node.iter)
         super().visit_For(node, frame)
 
-    def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Any) -> None:
+    def visit_MarkSafe(self, node: nodes.MarkSafe, frame: "Frame") -> None:
         self.write("environment.counted(context, ")
         self.visit(node.expr, frame)
         self.write(")")
 
-    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
+    def visit_Concat(self, node: nodes.Concat, frame: "Frame") -> None:
         self.write("environment.sized(")
         super().visit_Concat(node, frame)
         self.write(")")
@@ -82,26 +95,26 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     "Jinja's sandbox with a budget."
 
     code_generator_class = _Code
-    # Else they are worked out while it is compiled
+    # Or else they would be evaluated while the template is compiled
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
-    def counted(self, context: Any, values: Iterable) -> list:
+    def counted(self, context: "Context", values: Iterable) -> list:
         values = [*islice(values, STEPS + 1)]
         self.step(context, len(values))
         return values
 
-    def step(self, context: Any, steps: int = 1) -> None:
+    def step(self, context: "Context", steps: int = 1) -> None:
         context.parent["_left"][0] -= steps
         if context.parent["_left"][0] < 0:
             raise SecurityError(f"the template takes more than {STEPS:,} steps")
 
-    def sized(self, value: Any) -> Any:
+    def sized(self, value: _T) -> _T:
         most = getattr(_ROOM, "most", CHARS)
         if isinstance(value, (str, list, tuple)) and len(value) > most:
             raise SecurityError(f"the template makes a text of more than {most:,} characters")
         return value
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: "Context", operator: str, left: Any, right: Any) -> object:
         if operator == "**" and (abs(left) > 1e6 or abs(right) > 64):
             raise SecurityError(f"the template asks for {left} ** {right}")
         if operator == "*":
@@ -110,7 +123,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                     raise SecurityError(f"the template makes a text of {len(a) * b:,} characters")
         return self.sized(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore
+    def call(self, context: "Context", obj: object, /, *args: object, **kwargs: object) -> object:
         self.step(context)
         return self.sized(super().call(context, obj, *args, **kwargs))
 
@@ -120,13 +133,13 @@ class _Generation(Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> nodes.Node:
+    def parse(self, parser: "Parser") -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     @pass_context
-    def _note(self, context: Any, caller: Any) -> str:
+    def _note(self, context: "Context", caller: Callable[[], str]) -> str:
         text, state = caller(), context.parent
         state["_spans"].append((state["_written"][0], text))
         return text
@@ -135,31 +148,31 @@ class _Generation(Extension):
 class _Names(Namespace):
     "A namespace without underscored names, which lead into Python's insides."
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if str(name).startswith("_"):
             raise SecurityError(f"a template may not set {name!r}")
         super().__setitem__(name, value)
 
 
-def _namespace(*args: Any, **kwargs: Any) -> _Names:
-    out = _Names()
+def _namespace(*args: Any, **kwargs: object) -> _Names:
+    names = _Names()
     for name, value in dict(*args, **kwargs).items():
-        out[name] = value
-    return out
+        names[name] = value
+    return names
 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def _tojson(x: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 @lru_cache(maxsize=64)
-def _compile(template: str) -> Any:
+def _compile(template: str) -> "jinja2.Template":
     sandbox = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -179,16 +192,14 @@ def _compile(template: str) -> Any:
         where = f", line {line}" if (line := getattr(error, "lineno", None)) else ""
         raise ValueError(f"this is no chat template{where}: {error}") from None
     except RecursionError:
-        raise ValueError(
-            "this is no chat template: its parts stand too deep inside each other"
-        ) from None
+        raise ValueError("this is no chat template: its parts are nested too deep") from None
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e
 GENERATION_MARK = "\uf8f2"  # From Unicode's private area: no text holds it
 
 
-def _plain(value: Any) -> Any:
-    "Only what JSON knows: other objects have methods that a sandbox cannot judge."
+def _plain(value: object) -> Any:
+    "The value with JSON's types only: other objects have methods that a sandbox cannot judge."
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -198,7 +209,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _message(message: Any, number: int) -> dict:
+def _message(message: object, number: int) -> dict:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(
             f"message {number} is {str(message)[:80]!r}, and must be a dict with a role and a "
@@ -236,7 +247,7 @@ _TOO_LONG = f"this chat template is not safe to run: it takes more than {SECONDS
 
 
 def _run(
-    template: str, messages: list[dict], names: Mapping, **more: Any
+    template: str, messages: list[dict], names: Mapping, **more: object
 ) -> tuple[str, list[tuple[int, int]]]:
     "The text and the characters of its generation tags."
     program = _compile(template)
@@ -273,23 +284,17 @@ def _run(
 
 
 def _turns(
-    template: str, messages: list[dict], names: Mapping, wanted: Sequence[int], **more: Any
+    template: str, messages: list[dict], names: Mapping, wanted: Sequence[int], **more: object
 ) -> tuple[str, list[tuple[int, int]]]:
     "The same for a template without tags: each answer is what comes after its prompt."
-    (text, _), spans, eos = (
-        _run(template, messages, names, **more),
-        [],
-        names.get("eos_token") or "",
-    )
+    text, _ = _run(template, messages, names, **more)
+    spans = []
+    eos = names.get("eos_token") or ""
+    asking = {**more, "add_generation_prompt": True}
+    answered = {**more, "add_generation_prompt": False}
     for i in wanted:
-        before = (
-            _run(template, messages[:i], names, **{**more, "add_generation_prompt": True})[0]
-            if i
-            else ""
-        )
-        after = _run(
-            template, messages[: i + 1], names, **{**more, "add_generation_prompt": False}
-        )[0]
+        before = _run(template, messages[:i], names, **asking)[0] if i else ""
+        after = _run(template, messages[: i + 1], names, **answered)[0]
         if not after.startswith(before) or not text.startswith(after):
             what = "its generation prompt" if text.startswith(after) else "the later ones"
             raise ValueError(
@@ -303,35 +308,9 @@ def _turns(
     return text, spans
 
 
-def _render(
-    messages: Sequence[Mapping],
-    template: str,
-    names: Mapping[str, str] | None = None,
-    train_on: str = "assistant",
-    add_generation_prompt: bool = False,
-    tools: Sequence[Mapping] | None = None,
-) -> tuple[str, list[tuple[int, int]]]:
-    "What `render_text` does, in this process."
-    if train_on not in ("assistant", "last", "all"):
-        raise ValueError(f"train_on = {train_on!r}: must be 'assistant', 'last' or 'all'")
-    if not messages:
-        raise ValueError("there are no messages to render")
-    if template in _FILLED and tools is None and all(map(_simple, messages)):
-        key = (
-            tuple(m["role"] for m in messages),
-            tuple((names or {}).items()),
-            train_on,
-            add_generation_prompt,
-        )
-        return _fill(
-            *_skeleton(template, *key), [m["content"] for m in messages], _FILLED[template]
-        )
-    chat, names = [_message(m, i) for i, m in enumerate(messages)], names or {}
-    more: dict = dict(
-        tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt
-    )
-    answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
-    if tools and "tools" not in template:
+def _check_tools(template: str, chat: list[dict], has_tools: bool) -> None:
+    "Raise `ValueError` for a template that would leave out tools or their calls."
+    if has_tools and "tools" not in template:
         raise ValueError(
             "this template leaves out the tools, so the model would not know of them: take one "
             "that lists them, such as sft.template=chatml"
@@ -344,11 +323,35 @@ def _render(
             "too little, would be learned: take one that writes tool_calls, such as "
             "sft.template=chatml"
         )
-    wanted = (
-        answers[-1:]
-        if train_on == "last"
-        else [i for i in answers if messages[i].get("train", True)]
-    )
+
+
+def _render(
+    messages: Sequence[Mapping],
+    template: str,
+    names: Mapping[str, str] | None = None,
+    train_on: str = "assistant",
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping] | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
+    "`render_text` in this process."
+    if train_on not in ("assistant", "last", "all"):
+        raise ValueError(f"train_on = {train_on!r}: must be 'assistant', 'last' or 'all'")
+    if not messages:
+        raise ValueError("there are no messages to render")
+    if template in _FILLED and tools is None and all(map(_simple, messages)):
+        roles = tuple(m["role"] for m in messages)
+        special = tuple((names or {}).items())
+        between, spans = _skeleton(template, roles, special, train_on, add_generation_prompt)
+        return _fill(between, spans, [m["content"] for m in messages], _FILLED[template])
+    chat = [_message(m, i) for i, m in enumerate(messages)]
+    names = names or {}
+    more = dict(tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt)
+    answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
+    _check_tools(template, chat, bool(tools))
+    if train_on == "last":
+        wanted = answers[-1:]
+    else:
+        wanted = [i for i in answers if messages[i].get("train", True)]
     if train_on == "all":
         text, spans = _run(template, chat, names, **more)[0], []
     elif _tagged(template):
@@ -371,7 +374,7 @@ def _render(
 _FILLED: dict[str, bool] = {}
 
 
-def _simple(message: Any) -> bool:
+def _simple(message: object) -> bool:
     return (
         type(message) is dict
         and len(message) == 2
@@ -385,7 +388,9 @@ def _simple(message: Any) -> bool:
 def _skeleton(
     template: str, roles: tuple, names: tuple, train_on: str, ask: bool
 ) -> tuple[list[str], list[tuple]]:
-    "What stands between the contents, and where the spans are: after how many contents, and which character."
+    """The text between the contents, and the place of each span.
+
+    A place is the number of contents before it, and the characters after the last of them."""
     # Private characters in place of the contents
     marks = [chr(0xF0000 + i) for i in range(len(roles))]
     chat = [
@@ -449,9 +454,9 @@ module._serve()
 
 
 def _serve() -> None:
-    "What a worker does: each line that it reads is a list of jobs, and it answers each job with a line."
+    "The loop of a worker: reads a list of jobs from each line, and writes a line for each job."
     # Not on Windows
-    resource = cast(Any, import_module("resource") if find_spec("resource") else None)
+    resource: Any = import_module("resource") if find_spec("resource") else None
 
     def used() -> int:  # Bytes of address space
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -490,10 +495,10 @@ def _serve() -> None:
             sys.stdout.buffer.write(data + b"\n")
             sys.stdout.buffer.flush()
         if limited and used() > first + MEMORY // 4:
-            return  # What is left behind would be taken from the next ones
+            return  # Memory that is not returned would be missing for the next jobs
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: object) -> dict | int | float | str:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Integral):
@@ -510,25 +515,34 @@ def _to_line(jobs: list) -> bytes:
         return json.dumps(_plain(jobs)).encode() + b"\n"  # A key that is no text
 
 
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    "A pipe of a process that was started with pipes."
+    assert pipe is not None
+    return pipe
+
+
 class _Workers:
-    "The process in which the templates of strangers run: one, begun with the first job, and anew when one has ended it."
+    """The process in which unknown templates run.
+
+    It starts with the first job, and again after a job has ended it."""
 
     def __init__(self):
         self.lock, self.parent = threading.Lock(), os.getpid()
-        self.process: Any = None  # subprocess.Popen
+        self.process: subprocess.Popen[bytes] | None = None
 
-    def begin(self) -> Any:
-        where = globals().get("__file__") or find_spec("trainkit.tokenizer.chat_template").origin  # type: ignore
-        process: Any = subprocess.Popen(
+    def begin(self) -> subprocess.Popen[bytes]:
+        path = globals().get("__file__")
+        if path is None:  # In a notebook
+            path = find_spec("trainkit.tokenizer.chat_template").origin  # type: ignore
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         self.process = process
-        process.stdin.write(
-            json.dumps([where, [p for p in sys.path if os.path.isabs(p)]]).encode() + b"\n"
-        )
+        folders = [p for p in sys.path if os.path.isabs(p)]
+        _pipe(process.stdin).write(json.dumps([path, folders]).encode() + b"\n")
         return process
 
     def end(self) -> int:  # How it ended
@@ -537,7 +551,7 @@ class _Workers:
             return 0
         for pipe in (process.stdin, process.stdout):
             with suppress(OSError):
-                pipe.close()  # What was still to be written to a dead process
+                _pipe(pipe).close()  # Writes the rest, which a dead process does not read
         try:
             return process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -547,12 +561,11 @@ class _Workers:
     def ask(
         self,
         jobs: Sequence[list],  # ['compile', template] or ['render', and what `render_text` takes]
-        # The value of each; a job that cannot be done is a `ValueError` with the `number` of the
-        # job
+        # The value of each job
     ) -> list[Any]:
-        "Do jobs in the worker, in their order."
+        "Do jobs in the worker, in order; a job that fails is a `ValueError` with its `number`."
         if self.parent != os.getpid():
-            self.__init__()  # A copy made by `fork`: that process answers to another
+            self.__init__()  # A copy made by `fork`: that process belongs to the parent
         values: list[Any] = []
         with self.lock:
             try:
@@ -560,36 +573,36 @@ class _Workers:
                     values += self.some(jobs, len(values))
             except BaseException as error:
                 if not hasattr(error, "number"):
-                    self.end()  # Broken off: its answers would be taken for those of the next
+                    self.end()  # Interrupted: its answers would be mixed up with the next ones
                 raise
         return values
 
     def some(self, jobs: Sequence[list], first: int) -> list[Any]:
         many = 64 if hasattr(signal, "setitimer") else 1
-        part, values = jobs[first : first + many], []
+        part: Sequence[list] = jobs[first : first + many]
+        values: list[Any] = []
         line = _to_line([*part])
         while len(line) > 4_000_000 and len(part) > 1:
             part = part[: len(part) // 2]
             line = _to_line([*part])
-        for again in (False, True):  # A worker may have gone while it had nothing to do
+        for again in (False, True):  # A worker may have ended while it was idle
             process = self.process or self.begin()
-            # Its own timer counts the time of the processor; this one is for where there is none,
-            # or a machine that stands still
-            clock = threading.Timer(
-                60 + SECONDS * len(part) if many > 1 else SECONDS + 1, process.kill
-            )
+            # The worker's own timer counts processor time; this one is for systems without such a
+            # timer, and for a machine that hangs
+            seconds = 60 + SECONDS * len(part) if many > 1 else SECONDS + 1
+            clock = threading.Timer(seconds, process.kill)
             clock.start()
             try:
-                process.stdin.write(line)
-                process.stdin.flush()
+                _pipe(process.stdin).write(line)
+                _pipe(process.stdin).flush()
                 while len(values) < len(part):
-                    reply = process.stdout.readline()
+                    reply = _pipe(process.stdout).readline()
                     if not reply.endswith(b"\n"):
                         raise BrokenPipeError
                     answer = json.loads(reply)
                     if "error" in answer:
                         if len(values) < len(part) - 1:
-                            self.end()  # Nobody asks for its other answers
+                            self.end()  # Its other answers are not needed
                         self.fail(first + len(values), answer["error"])
                     value = answer["value"]
                     values.append(
@@ -597,23 +610,24 @@ class _Workers:
                     )
                 break
             except OSError:
-                # Its own timer, or ours, or somebody else, ended it
-                code, late = (self.end(), not clock.is_alive())
+                # Its own timer, our timer, or another process ended it
+                code = self.end()
+                late = not clock.is_alive()
                 if late or again or values or code == -getattr(signal, "SIGPROF", 0):
-                    self.fail(first + len(values), self.why(code, late))
+                    self.fail(first + len(values), self.end_reason(code, late))
             finally:
                 clock.cancel()
         return values
 
-    def why(self, code: int, late: bool) -> str:  # From how it ended
+    def end_reason(self, code: int, late: bool) -> str:  # From how it ended
         if late or code == -getattr(signal, "SIGPROF", 0):
             return _TOO_LONG
         return (
             f"this chat template is not safe to run: it ended the process that ran it (code {code})"
         )
 
-    def fail(self, number: int, why: str):
-        error = ValueError(why)
+    def fail(self, number: int, reason: str):
+        error = ValueError(reason)
         error.number = number  # type: ignore
         raise error
 
@@ -621,16 +635,16 @@ class _Workers:
 _WORKERS = _Workers()
 atexit.register(lambda: _WORKERS.end() if _WORKERS.parent == os.getpid() else None)
 
-_OURS: set[str] = set()  # Templates that nobody else wrote, for which this process is good enough
+_OURS: set[str] = set()  # Our own templates, which may run in this process
 
 
 @lru_cache(maxsize=64)
 def compile_template(
     template: str,  # Jinja
-) -> Any:  # A template of jinja2; raises `ValueError` with the line where it is not Jinja
-    "A chat template, with the options and functions that transformers gives it, in a sandbox."
+) -> "jinja2.Template":  # Raises `ValueError` with the line where it is not Jinja
+    "A chat template in a sandbox, with the options and functions of transformers."
     if template not in _OURS:
-        _WORKERS.ask([["compile", template]])  # Even that may take for ever
+        _WORKERS.ask([["compile", template]])  # Even that may take forever
     return _compile(template)
 
 
@@ -641,7 +655,7 @@ def render_texts(
     train_on: str = "assistant",
     add_generation_prompt: bool = False,
     tools: Sequence[Sequence[Mapping] | None] | None = None,  # For each chat
-) -> list[tuple[str, list[tuple[int, int]]]]:  # What `render_text` gives for each
+) -> list[tuple[str, list[tuple[int, int]]]]:  # The result of `render_text` for each
     "Many chats at once, which is faster; a `ValueError` says which cannot be rendered."
     rows = [
         (messages, template, names, train_on, add_generation_prompt, tools[i] if tools else None)
@@ -672,7 +686,9 @@ def render_text(
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
     # The text, and for each learned turn the first character and the one after it
 ) -> tuple[str, list[tuple[int, int]]]:
-    "A chat as one text, and the characters that are learned; raises `ValueError` where that is not certain."
+    """A chat as one text, and the characters that are learned.
+
+    A template that does not tell them for certain is a `ValueError`."""
     [done] = render_texts([messages], template, names, train_on, add_generation_prompt, [tools])
     return done
 
@@ -782,7 +798,8 @@ def _llama_header(role: str) -> str:
 _LLAMA_SYSTEM = (  # Where there are tools, as Llama 3.1 was published
     "{% set lead = 1 if messages[0].role == 'system' else 0 %}{% if tools %}"
     + _llama_header("'system'")
-    + "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n' + "
+    + "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\n"
+    "Today Date: 26 Jul 2024\n\n' + "
     "(messages[0].content.strip() if lead else '') + '<|eot_id|>' }}"
     "{% if messages | length <= lead or messages[lead].role != 'user' %}"
     "{{ raise_exception('Llama 3 writes the tools into the first question: begin with one') }}"
@@ -802,11 +819,13 @@ _LLAMA_ANSWER = (
     "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}"
     "{% endif %}"
     + _llama_header("m.role")
-    + "{% generation %}{% if m.tool_calls %}{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
+    + '{% generation %}{% if m.tool_calls %}{{ \'{"name": "\' + f.name + \'", "parameters": \' }}'
+    "{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
     "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endgeneration %}"
 )
 
-_MISTRAL_START = (  # The turns that call a tool, and what it answers, are passed over where roles are counted
+# Tool calls and their results are skipped where roles are counted
+_MISTRAL_START = (
     "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}"
     "{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.spoken % 2 == "
@@ -882,12 +901,14 @@ TEMPLATES: dict[str, Template] = {
         ),
         bos="<s>",
     ),
-    "mistral": Template(  # Where the system's text stands changed between its versions: here in the first
+    # The place of the system's text changed between versions: here it is in the first question
+    "mistral": Template(
         _SYSTEM
         + _MISTRAL_START
         + "{{ bos_token }}{% for m in turns %}{% if m.role == 'user' %}"
         + _MISTRAL_TOOLS
-        + "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') + m.content + '[/INST]' }}"
+        + "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') "
+        "+ m.content + '[/INST]' }}"
         "{% elif m.role == 'tool' %}"
         + _MISTRAL_RESULT
         + "{% elif m.tool_calls %}"
@@ -922,13 +943,14 @@ TEMPLATES: dict[str, Template] = {
         "<|begin_of_text|>",
     ),
     "gemma": Template(
-        _GEMMA_TOOLS
-        + "{% if messages[0].role == 'system' %}{{ raise_exception('Gemma knows no system turn: put its text "
-        "into the first question') }}{% endif %}{{ bos_token }}{% for m in messages %}"
+        _GEMMA_TOOLS + "{% if messages[0].role == 'system' %}"
+        "{{ raise_exception('Gemma knows no system turn: put its text into the first question') }}"
+        "{% endif %}{{ bos_token }}{% for m in messages %}"
         + _ALTERNATE
         + "{% if m.role == 'assistant' %}{{ '<start_of_turn>model\n' }}"
         + _answer("m.content.strip() + '<end_of_turn>'")
-        + "{{ '\n' }}{% else %}{{ '<start_of_turn>' + m.role + '\n' + m.content.strip() + '<end_of_turn>\n' }}{% endif %}"
+        + "{{ '\n' }}{% else %}{{ '<start_of_turn>' + m.role + '\n' + m.content.strip() "
+        "+ '<end_of_turn>\n' }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
         "<end_of_turn>",
         ("<start_of_turn>", "<end_of_turn>"),
@@ -961,25 +983,25 @@ def missing_tokens(
     folder: str | Path,  # Of a model or of its tokenizer
     # A key of `TEMPLATES`; empty: chatml, unless the folder has a template of its own
     template: str = "",
-) -> list[str]:  # Empty, too, where the folder has no tokenizer.json that says so
-    "The tokens of a chat format that a tokenizer has not."
+) -> list[str]:  # Also empty where the folder has no tokenizer.json
+    "The tokens of a chat format that are missing in a tokenizer."
     folder = Path(folder)
 
     def read(name: str) -> dict[str, Any]:
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
-    whole, said = read("tokenizer.json"), read("tokenizer_config.json")
-    own = (folder / "chat_template.jinja").is_file() or said.get("chat_template")
+    tokenizer, config = read("tokenizer.json"), read("tokenizer_config.json")
+    own = (folder / "chat_template.jinja").is_file() or config.get("chat_template")
     form = TEMPLATES.get(template or ("" if own else "chatml"))
-    if not whole or form is None:
+    if not tokenizer or form is None:
         return []
     known = {
-        *whole.get("model", {}).get("vocab", ()),
-        *(token["content"] for token in whole.get("added_tokens", ())),
+        *tokenizer.get("model", {}).get("vocab", ()),
+        *(token["content"] for token in tokenizer.get("added_tokens", ())),
     }
     return [
         token
