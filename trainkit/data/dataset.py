@@ -235,7 +235,7 @@ def _check_options(
 def stream_examples(
     # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
     path_or_name: str | Path | Iterable[Mapping],
-    kind: str | None = None,  # A key of `KINDS`; told by the first row when None
+    kind: str | None = None,  # A key of `KINDS`; inferred from the first row when None
     text_column: str | None = None,  # The column that holds the text; says that the kind is text
     split: str | None = None,  # Of a folder or dataset; `train` where there are several
     # Usual name -> the file's, as in `{'prompt': 'frage'}`
@@ -303,7 +303,7 @@ def stream_examples(
 def load_examples(
     # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
     path_or_name: str | Path | Iterable[Mapping],
-    kind: str | None = None,  # A key of `KINDS`; told by the first row when None
+    kind: str | None = None,  # A key of `KINDS`; inferred from the first row when None
     text_column: str | None = None,  # The column that holds the text; says that the kind is text
     split: str | None = None,  # Of a folder or dataset; `train` where there are several
     max_chars: int | None = None,  # Stop after this many characters; a text is cut there
@@ -341,7 +341,7 @@ def load_examples(
 
 def count_characters(
     row: Mapping,  # An example
-    kind: str | None = None,  # Told by the columns when None
+    kind: str | None = None,  # Inferred from the columns when None
 ) -> int:
     "How many characters the texts of an example have, all together."
     counts: list[int] = []
@@ -408,8 +408,8 @@ def _remedy(
             f"{len({*places}):,} questions or texts apart; "
         )
     return (
-        f"{advice}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty one "
-        "time in twenty"
+        f"{advice}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty "
+        "one time in twenty"
     )
 
 
@@ -703,7 +703,7 @@ class DataConfig:
         aliases=("validation_file", "eval_dataset"),
     )
     kind: str | None = knob(
-        None, "What the rows are; empty: told by their columns", choices=tuple(KINDS)
+        None, "What the rows are; empty: inferred from their columns", choices=tuple(KINDS)
     )
     text_column: str | None = knob(
         None, "The column that holds the text", aliases=("text_field", "dataset_text_field")

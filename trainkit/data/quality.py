@@ -1058,7 +1058,7 @@ def check_examples(
     rows: Iterable[Mapping],
     # Rows to evaluate on, for leaks and differences in preparation
     eval_rows: Iterable[Mapping] | None = None,
-    kind: str | None = None,  # A key of `KINDS`; told by the columns when None
+    kind: str | None = None,  # A key of `KINDS`; inferred from the columns when None
     method: str | None = None,  # What the rows are for, a key of `ENOUGH`; by the kind when None
     # Its chat template is tried on the rows; with `max_length`, too long rows are counted
     tokenizer: Any = None,

@@ -130,7 +130,7 @@ def _yes_or_no(value: object) -> bool | None:
 def example_kind(
     row: Mapping,  # An example, with the usual column names or others that `ALIASES` knows
 ) -> str:  # A key of `KINDS`; raises `ValueError` when none fits, or more than one
-    "The kind of an example, told by its columns."
+    "The kind of an example, inferred from its columns."
     if len(fits := fitting_kinds(row)) == 1:
         return next(iter(fits))
     if fits:
@@ -379,7 +379,7 @@ def _system_turn(own: dict, more: dict, column: str) -> None:
 
 def as_example(
     row: Mapping,  # A row as a file has it
-    kind: str | None = None,  # A key of `KINDS`; told by the columns when None
+    kind: str | None = None,  # A key of `KINDS`; inferred from the columns when None
     # Usual name -> the row's name, as in `{'prompt': 'frage'}`
     columns: Mapping[str, str] | None = None,
     # The columns of its kind under their usual names, then all others
@@ -420,7 +420,7 @@ def to_messages(
     row: Mapping,  # An example of kind prompt_completion, instruction, messages or reasoning
     # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
     train_reasoning: bool = True,
-    kind: str | None = None,  # Told by the columns when None
+    kind: str | None = None,  # Inferred from the columns when None
     # `{role, content}` each, the last one of the assistant where the row has an answer
 ) -> list[dict]:
     "A row as a conversation; raises `ValueError` for kinds that are no question with an answer."
@@ -454,7 +454,7 @@ def map_texts(
     row: Mapping,  # An example
     # Applied to every text that belongs to the example's kind, in order
     function: Callable[[str], str],
-    kind: str | None = None,  # Told by the columns when None
+    kind: str | None = None,  # Inferred from the columns when None
 ) -> dict:  # A changed copy; labels, sources and other columns are left alone
     "Apply a function to all texts of an example, inside conversations too."
     own, out = KINDS[kind or example_kind(row)], dict(row)

@@ -35,9 +35,7 @@ from ..parallel import cached, in_order
 from ..tokenizer.chat import find_template, is_ours, render_batch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+    from trainkit.tokenizer.chat import AnyTokenizer
 
 # %% ../../nbs/02_data/13_lengths.ipynb #08308ab6
 def _keep_end(mask: np.ndarray, limit: int, first: int) -> np.ndarray:
@@ -202,7 +200,7 @@ def _place(row: Mapping, number: int) -> str:
 
 def _render_rows(
     rows: Sequence[tuple[int, Mapping]],
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     kind: str | None,
     template: str | None,
     train_on: str,
@@ -238,7 +236,7 @@ def _render_rows(
 
 def _render_all(
     rows: Sequence[Mapping],
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     kind: str | None,
     template: str | None,
     train_on: str,
@@ -284,7 +282,7 @@ def _render_all(
     return [(row["input_ids"], row["learned"] > 0) for row in cached(rendered, depends_on, cache)]
 
 
-def _content(tokenizer: Any) -> str:
+def _content(tokenizer: "AnyTokenizer") -> str:
     "All that the ids depend on."
     if not is_ours(tokenizer):
         parts = tokenizer.backend_tokenizer.to_str()
@@ -311,7 +309,7 @@ def _check(max_length: int | None, truncation: str) -> None:
 
 
 def _measure(
-    pairs: Sequence, tokenizer: Any, max_length: int | None, truncation: str
+    pairs: Sequence, tokenizer: "AnyTokenizer", max_length: int | None, truncation: str
 ) -> tuple[list, LengthReport]:
     limit = max_length if max_length is not None else 1 << 62
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -338,9 +336,9 @@ def _measure(
 
 def length_report(
     rows: Iterable[Mapping],  # Rows of any kind that a chat model can be tuned on
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     max_length: int | None = None,  # Tokens in a row; None: only say how long they are
-    kind: str | None = None,  # Their kind; None: told by the columns
+    kind: str | None = None,  # Their kind; None: inferred from the columns
     train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
     # What would happen to a row that is too long: a key of `TRUNCATIONS`
     truncation: str = "keep_end",
@@ -373,9 +371,9 @@ class Examples(list):
 def tokenize_examples(
     # Rows of kind text, prompt_completion, instruction, messages or reasoning
     rows: Iterable[Mapping],
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     max_length: int | None = None,  # Tokens in an example at most
-    kind: str | None = None,  # Their kind; None: told by the columns
+    kind: str | None = None,  # Their kind; None: inferred from the columns
     train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
     truncation: str = "error",  # What is done to a row that is too long: a key of `TRUNCATIONS`
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
@@ -458,7 +456,7 @@ _MASK_PICTURE = (
 )
 
 # %% ../../nbs/02_data/14_masks.ipynb #04bcc0aa
-def _row_of(example: Mapping, tokenizer: Any, how: dict) -> dict[str, np.ndarray]:
+def _row_of(example: Mapping, tokenizer: "AnyTokenizer", how: dict) -> dict[str, np.ndarray]:
     if "input_ids" not in example:
         try:
             [example] = tokenize_examples([example], tokenizer, **how)
@@ -487,7 +485,7 @@ def _row_of(example: Mapping, tokenizer: Any, how: dict) -> dict[str, np.ndarray
 def mask_problems(
     ids: np.ndarray,  # (tokens,)
     labels: np.ndarray,  # (tokens,) -100 where nothing is learned
-    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # For `bos_token_id`, `eos_token_id`
+    tokenizer: "AnyTokenizer",  # For `bos_token_id`, `eos_token_id`
 ) -> dict[str, str]:  # What is wrong, and for each a sentence; empty where all is well
     "The classic mistakes of a row."
     bos = tokenizer.bos_token_id
@@ -513,7 +511,7 @@ def mask_problems(
 def show_mask(
     # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
     example: Mapping,
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     max_length: int | None = None,  # Draw a line where so many tokens end
     title: str = "",
     **how: Any,  # For a row: arguments of `tokenize_examples`, such as `template` or `train_on`

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import is_normalized, normalize
 from weakref import WeakKeyDictionary
 
@@ -32,11 +32,18 @@ from .bpe_tokenizer import BPETokenizer
 from .chat_template import TEMPLATES, Template, render_text, render_texts
 from .pretokenize import join_pairs
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from typing_extensions import TypeIs
+
+    AnyTokenizer = BPETokenizer | PreTrainedTokenizerFast
+
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc
 def is_ours(
-    tokenizer: Any,
-) -> bool:  # True for a `BPETokenizer`, False for a tokenizer of transformers
-    "Whether a tokenizer says itself how many bytes its tokens have."
+    tokenizer: object,
+) -> "TypeIs[BPETokenizer]":  # True for a `BPETokenizer`, False for a tokenizer of transformers
+    "Whether a tokenizer has the numbers of bytes of its tokens."
     return hasattr(tokenizer, "token_sizes")
 
 
@@ -44,10 +51,11 @@ def is_ours(
 _COPIES: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def _backend(tokenizer: Any) -> Any:
+def _backend(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
+    "The tokenizer of the library inside, without post-processor, truncation and padding."
     if (known := _COPIES.get(tokenizer)) and known[0] == len(tokenizer):
         return known[1]
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    backend: "Tokenizer | None" = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TypeError(
             f"{type(tokenizer).__name__} cannot say where its tokens stand in a text: "
@@ -68,7 +76,7 @@ MANY = (
 _READ: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
+def _as_ours(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> BPETokenizer | None:
     """The tokenizer as one of ours, which has the same ids in less time.
 
     None if that is impossible, or not worth it yet."""
@@ -114,8 +122,9 @@ def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[i
 
 
 def _spans_in_bytes(
-    text: str, spans: Sequence[tuple[int, int]], tokenizer: Any
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: BPETokenizer
 ) -> Sequence[tuple[int, int]]:
+    "The same stretches, counted in the bytes that are tokenized."
     if text.isascii():
         return spans
     if not tokenizer.nfc or is_normalized("NFC", text):
@@ -130,7 +139,7 @@ def encode_spans(
     texts: Sequence[str],
     # For each text, stretches of characters: the first, and the one after
     spans: Sequence[Sequence[tuple[int, int]]],
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    tokenizer: "AnyTokenizer",
     # For each, its ids, int64, and the tokens that each stretch touches
 ) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
     "Tokenize whole texts; special tokens in them count as such, and nothing is added."
@@ -164,7 +173,9 @@ def encode_spans(
     ]
 
 
-def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _encode_flat(
+    texts: Sequence[str], tokenizer: BPETokenizer
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The ids of all texts as one array, the places between the texts, and the bytes of each token.
 
     A token's bytes are counted as they are in the text."""
@@ -217,7 +228,7 @@ _HARMLESS = re.compile(
 )
 
 
-def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
+def _controls(tokenizer: "AnyTokenizer") -> tuple[dict[str, int], dict[str, int]]:
     "The tokens that no user may write, and those that an answer may not contain either."
     if is_ours(tokenizer):
         all_of, shown = tokenizer.special_tokens, tokenizer.plain
@@ -235,12 +246,13 @@ def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
     }
 
 
-def _specials(tokenizer: Any) -> dict[str, int]:
+def _specials(tokenizer: "AnyTokenizer") -> dict[str, int]:
     "The tokens that only a template may write."
     return _controls(tokenizer)[1]
 
 
-def _names(tokenizer: Any) -> dict[str, str]:
+def _names(tokenizer: object) -> dict[str, str]:
+    "Role -> special token, for the roles that a tokenizer has."
     roles = (
         "bos_token",
         "eos_token",
@@ -256,7 +268,7 @@ def _names(tokenizer: Any) -> dict[str, str]:
 
 
 def find_template(
-    tokenizer: Any,
+    tokenizer: object,
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
 ) -> str:  # Jinja
     "The template to render with."
@@ -323,7 +335,7 @@ class _Marker:
             return [self.mark(v) for v in value]
         return value
 
-    def message(self, message: Any) -> Any:
+    def message(self, message: Mapping) -> Mapping:
         if not isinstance(message, Mapping):
             return message  # Refused where it is rendered
         changed = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
@@ -358,7 +370,9 @@ def _cut_marked(text: str, controls: Iterable[str]) -> list[str]:
     return re.split(f"({'|'.join(patterns) or '(?!)'})", text)
 
 
-def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str, int]) -> tuple:
+def _encode_marked(
+    text: str, spans: list, tokenizer: "AnyTokenizer", controls: Mapping[str, int]
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
     "`encode_spans` for a text with marks, which are plain text."
     pieces = _cut_marked(text, controls)
     bare = [piece if k % 2 else piece.replace(SPECIAL_MARK, "") for k, piece in enumerate(pieces)]
@@ -381,8 +395,8 @@ _GUARDED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _guarded(
-    tokenizer: Any, controls: Iterable[str]
-) -> tuple[Any, dict[str, str]]:  # The copy; token -> its name there
+    tokenizer: "PreTrainedTokenizerFast", controls: Iterable[str]
+) -> tuple["Tokenizer", dict[str, str]]:  # The copy; token -> its name there
     """A copy of a tokenizer with secret names for its control tokens.
 
     Nobody can guess the names, so no text but ours can write these tokens."""
@@ -414,8 +428,12 @@ def _guarded(
 
 
 def _encode_marked_theirs(
-    bare: list[str], places: list[int], tokenizer: Any, controls: Mapping[str, int]
-) -> tuple:
+    bare: list[str],
+    places: list[int],
+    tokenizer: "PreTrainedTokenizerFast",
+    controls: Mapping[str, int],
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    "`_encode_marked` for a tokenizer of transformers."
     copy, names = _guarded(tokenizer, controls)
     renamed = [names[piece] if k % 2 else join_pairs(piece) for k, piece in enumerate(bare)]
     first = [0, *accumulate(map(len, bare))]
@@ -434,7 +452,7 @@ def _encode_marked_theirs(
     return np.array(code.ids, np.int64), _touched(starts, ends, zip(at[::2], at[1::2], strict=True))
 
 
-def _forgeable(tokenizer: Any, controls: Mapping[str, int]) -> bool:
+def _forgeable(tokenizer: "AnyTokenizer", controls: Mapping[str, int]) -> bool:
     "Whether a text that does not spell out a control token may become one when it is normalized."
     if is_ours(tokenizer):
         return bool(tokenizer.nfc and tokenizer.normalized & controls.keys())
@@ -445,7 +463,7 @@ def _forgeable(tokenizer: Any, controls: Mapping[str, int]) -> bool:
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6
 def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
     train_on: str = "assistant",
@@ -474,13 +492,15 @@ def render_batch(
     always = _forgeable(tokenizer, controls)
     marked = [i for i, text in enumerate(texts) if always or SPECIAL_MARK in text]
     shown = {*marked}
-    coded: list[Any] = [None] * len(texts)
+    coded: list[tuple[np.ndarray, list[tuple[int, int]]]] = []
     if len(shown) < len(texts):
         coded = encode_spans(
             ["" if i in shown else text for i, text in enumerate(texts)],
             [[] if i in shown else span for i, span in enumerate(spans)],
             tokenizer,
         )
+    else:
+        coded = [(np.zeros(0, np.int64), [])] * len(texts)
     for i in marked:
         coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos, eos, out = tokenizer.bos_token_id, tokenizer.eos_token_id, []
@@ -508,7 +528,7 @@ def render_batch(
 def render(
     # Dicts with `role` and `content`; with `train=False` a turn is only read
     messages: Sequence[Mapping],
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
     train_on: str = "assistant",
@@ -570,7 +590,7 @@ def resize_embeddings(
     return n - rows
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #a78ab6b8
-def _ending(jinja: str, tokenizer: Any) -> str:
+def _ending(jinja: str, tokenizer: "AnyTokenizer") -> str:
     "The special token with which an unknown template ends an answer."
     chat = [dict(role="user", content="a"), dict(role="assistant", content="b")]
     names = _names(tokenizer)
