@@ -43,8 +43,8 @@ def main() -> None:
     from trainkit.train.optim import AdamW8bit
 
     makers = {
-        "trainkit AdamW8bit, compiled": lambda p: AdamW8bit(p, lane="compiled"),
-        "trainkit AdamW8bit, pure": lambda p: AdamW8bit(p, lane="pure"),
+        "trainkit AdamW8bit, numba": lambda p: AdamW8bit(p, backend="numba"),
+        "trainkit AdamW8bit, python": lambda p: AdamW8bit(p, backend="python"),
         "bitsandbytes AdamW8bit": bitsandbytes.optim.AdamW8bit,
         "torch AdamW, fused, float32": lambda p: torch.optim.AdamW(p, fused=True),
     }

@@ -22,13 +22,13 @@ from bpe_train import machine, python_source
 
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-SYSTEMS = "trainkit pure", "trainkit compiled", "tiktoken", "tokenizers"
+SYSTEMS = "trainkit python", "trainkit numba", "tiktoken", "tokenizers"
 
 
 def make(system: str, parts: dict, encoding, hf_json: str):
     "A new tokenizer's function from a text to its ids."
     if system.startswith("trainkit"):
-        return BPETokenizer(**parts, lane=system.split()[1]).encode
+        return BPETokenizer(**parts, backend=system.split()[1]).encode
     if system == "tiktoken":
         return encoding.encode
     from tokenizers import Tokenizer

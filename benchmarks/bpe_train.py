@@ -50,7 +50,9 @@ def train(system: str, texts, vocab: int):
     if system.startswith("trainkit"):
         from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
-        tok = BPETokenizer.train(texts, vocab, lane=system.split()[1], num_proc=1, progress=False)
+        tok = BPETokenizer.train(
+            texts, vocab, backend=system.split()[1], num_proc=1, progress=False
+        )
         return [*tok.tokens]
     if system == "rustbpe":
         import rustbpe
@@ -121,8 +123,8 @@ def main():
         return
     print(machine(), end="\n\n")
     systems = [
-        "trainkit pure",
-        "trainkit compiled",
+        "trainkit python",
+        "trainkit numba",
         "rustbpe",
         "tokenizers, 1 thread",
         "tokenizers, 2 threads",
@@ -154,7 +156,7 @@ def main():
             start = time.perf_counter()
             learned[system] = train(system, texts, args.vocab)
             times[system].append(time.perf_counter() - start)
-    assert learned["trainkit pure"] == learned["trainkit compiled"] == learned["rustbpe"]
+    assert learned["trainkit python"] == learned["trainkit numba"] == learned["rustbpe"]
     print(
         f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB in {len(texts)} texts to {args.vocab:,} tokens, {args.rounds} rounds; "
         "the merges of the first three are equal\n"

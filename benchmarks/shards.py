@@ -32,7 +32,7 @@ from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 if __name__ == '__main__':
     way, source, tokenizer, folder = sys.argv[1:]
     tok, size = BPETokenizer.load(tokenizer), 0
-    tok.encoder.wanted = 'compiled'
+    tok.encoder.requested = 'numba'
     encode_texts(['warm'], tok)
     def cpu(who): return sum(resource.getrusage(who)[:2])
     began = cpu(resource.RUSAGE_SELF)

@@ -838,7 +838,7 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
             raise TypeError("this text stays here")
 
     with pytest.raises((TypeError, ValueError), match="stays here"):
-        count_words([Text("a b")] * 3, num_proc=2, lane="pure")
+        count_words([Text("a b")] * 3, num_proc=2, backend="python")
 
 
 @pytest.mark.parametrize("count", [999, 1000, 1001, 2500])
@@ -905,7 +905,7 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
         load_examples([rows[0], dict(nothing=1)])
     with pytest.raises(ValueError, match="list in memory: there are no rows"):
         load_examples([])
-    with pytest.raises(TypeError, match="a int is no path.*holds no rows"):
+    with pytest.raises(TypeError, match="a int is no path.*contains no rows"):
         load_examples(7)
 
 

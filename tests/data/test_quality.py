@@ -95,12 +95,12 @@ def prose():
 
 @cache
 def pairs():
-    dice = random.Random(1)
+    rng = random.Random(1)
     return [
         dict(
             prompt=r["prompt"],
             chosen=r["completion"],
-            rejected=dice.choice(facts()[0])["completion"] + "!",
+            rejected=rng.choice(facts()[0])["completion"] + "!",
         )
         for r in facts()[0]
     ]
@@ -705,7 +705,7 @@ def brute(texts, threshold):
 
 @pytest.mark.parametrize("threshold", [0.5, 0.7, 0.8, 0.9])
 def test_near_pairs_are_those_of_brute_force(threshold):
-    dice, words = (
+    rng, words = (
         random.Random(2),
         " ".join(r["text"] for r in corpus("code") if "text" in r)
         or " ".join(r["output"] for r in corpus("code")),
@@ -715,7 +715,7 @@ def test_near_pairs_are_those_of_brute_force(threshold):
     for text in texts[:60]:
         for rate in (0.01, 0.03, 0.06):
             texts.append(
-                " ".join(w if dice.random() > rate else dice.choice(words) for w in text.split())
+                " ".join(w if rng.random() > rate else rng.choice(words) for w in text.split())
             )
     texts = list(dict.fromkeys(texts))
     wanted, found = brute(texts, threshold), {(i, j): s for i, j, s in near_pairs(texts, threshold)}
@@ -731,12 +731,12 @@ def test_near_pairs_are_those_of_brute_force(threshold):
 
 
 def test_signatures_estimate_without_bias():
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     words = [f"w{i}" for i in range(3000)]
     pairs, true = [], []
     for _ in range(400):
-        a = dice.choice(words, 80)
-        b = np.where(dice.random(80) < dice.random() ** 2, dice.choice(words, 80), a)
+        a = rng.choice(words, 80)
+        b = np.where(rng.random(80) < rng.random() ** 2, rng.choice(words, 80), a)
         pairs += [" ".join(a), " ".join(b)]
         true.append(jaccard(shingles(pairs[-2]), shingles(pairs[-1])))
     sign, true = signatures(pairs, 256), np.array(true)
@@ -815,11 +815,11 @@ def test_many_rows_in_bounded_memory(n):
     "What the doctor needs beyond the rows is about 2 kB a row."
     import tracemalloc
 
-    dice, words = random.Random(0), [junk(k % 9 + 3) + str(k) for k in range(5000)]
+    rng, words = random.Random(0), [junk(k % 9 + 3) + str(k) for k in range(5000)]
     rows = [
         dict(
-            prompt=f"{' '.join(dice.choices(words, k=8))}?",
-            completion=" ".join(dice.choices(words, k=12)) + ".",
+            prompt=f"{' '.join(rng.choices(words, k=8))}?",
+            completion=" ".join(rng.choices(words, k=12)) + ".",
         )
         for _ in range(n)
     ]

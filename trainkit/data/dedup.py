@@ -23,7 +23,7 @@ import numpy as np
 
 # %% ../../nbs/02_data/09_dedup.ipynb #c924e134
 def content_key(text: str) -> int:  # From 0 to 2**64 - 1
-    "A number that stands for the text: equal texts have equal ones, on every machine."
+    "A hash of the text: equal texts have equal ones, on every machine."
     return int.from_bytes(
         hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little"
     )
@@ -32,7 +32,7 @@ def content_key(text: str) -> int:  # From 0 to 2**64 - 1
 def exact_groups(
     texts: Iterable[str],
 ) -> list[list[int]]:  # Positions of equal texts, ascending; texts that occur once are in no group
-    "Which texts are equal, character for character."
+    "Groups of texts that are equal, character for character."
     keys = np.fromiter(map(content_key, texts), np.uint64)
     order = np.argsort(keys, kind="stable")
     edges = np.flatnonzero(np.diff(keys[order])) + 1
@@ -46,7 +46,7 @@ _PIECE = re.compile(
 
 
 def pieces(text: str) -> list[str]:  # Words, and each other visible character
-    "What counts when texts are compared: neither case nor white space."
+    "The words of a text for comparisons, without case and white space."
     return _PIECE.findall(text.casefold())
 
 
@@ -73,9 +73,8 @@ def shingles(
 def jaccard(
     a: np.ndarray,  # Shingles
     b: np.ndarray,
-    ignore: frozenset[
-        int
-    ] = frozenset(),  # Shingles that count only where one text has them and the other has not
+    # Shingles that count only where one text has them and the other does not
+    ignore: frozenset[int] = frozenset(),
 ) -> float:  # From 0, nothing in common, to 1
     "The share of all shingles that both have."
     one, other = set(a.tolist()), set(b.tolist())
@@ -87,21 +86,20 @@ def jaccard(
 # %% ../../nbs/02_data/09_dedup.ipynb #24422a51
 def signatures(
     texts: Iterable[str],  # Read once, a block at a time
-    num_hashes: int = 128,  # Hash functions; the estimate is off by at most 0.5/√num_hashes on average
+    # Hash functions; the estimate is off by at most 0.5/√num_hashes on average
+    num_hashes: int = 128,
     size: int = 3,  # Words in a shingle
     seed: int = 0,  # Chooses the hash functions
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
 ) -> np.ndarray:  # (texts, num_hashes) uint32
     "MinHash: the smallest value that each hash function takes on a text's shingles (Broder 1997)."
-    dice = np.random.default_rng(seed)
-    odd = dice.integers(0, 2**31, num_hashes, np.uint32) * np.uint32(2) + np.uint32(1)
-    add = dice.integers(0, 2**32, num_hashes, np.uint32)
-    ignore, blocks, block, room = (
-        np.unique(np.asarray(ignore, np.uint32)),
-        [np.empty((0, num_hashes), np.uint32)],
-        [],
-        0,
-    )
+    rng = np.random.default_rng(seed)
+    odd = rng.integers(0, 2**31, num_hashes, np.uint32) * np.uint32(2) + np.uint32(1)
+    add = rng.integers(0, 2**32, num_hashes, np.uint32)
+    ignore = np.unique(np.asarray(ignore, np.uint32))
+    blocks = [np.empty((0, num_hashes), np.uint32)]
+    block = []
+    room = 0
 
     def minima(block: list[np.ndarray]) -> np.ndarray:
         flat, starts = np.concatenate(block), np.cumsum([0, *map(len, block[:-1])])
@@ -119,16 +117,15 @@ def signatures(
 
 
 def rare(
-    found: np.ndarray,  # Shingles of a text
+    numbers: np.ndarray,  # Shingles of a text
     ignore: np.ndarray,  # Those that don't count, ascending
 ) -> np.ndarray:  # Never empty: a text of nothing else keeps them
     "The shingles that count."
-    left = (
-        found[ignore[ignore.searchsorted(found).clip(max=len(ignore) - 1)] != found]
-        if len(ignore)
-        else found
-    )
-    return left if len(left) else found
+    if not len(ignore):
+        return numbers
+    nearest = ignore[ignore.searchsorted(numbers).clip(max=len(ignore) - 1)]
+    rest = numbers[nearest != numbers]
+    return rest if len(rest) else numbers
 
 # %% ../../nbs/02_data/09_dedup.ipynb #842c5d4c
 def chance_found(
@@ -143,10 +140,10 @@ def chance_found(
 def choose_bands(
     threshold: float,  # Similarity from which on pairs shall be found
     num_hashes: int = 128,
-    miss: float = 0.01,  # How many of the pairs at the threshold may be missed; further above, fewer are
-) -> tuple[
-    int, int
-]:  # Bands, and rows in each: as many rows as `miss` allows, because more rows are less work
+    # How many of the pairs at the threshold may be missed; further above, fewer are
+    miss: float = 0.01,
+    # Bands, and rows in each: as many rows as `miss` allows, because more rows are less work
+) -> tuple[int, int]:
     "Cut signatures into bands."
     if not 0 < threshold <= 1:
         raise ValueError(f"threshold = {threshold}: must be above 0, and 1 at most")
@@ -157,8 +154,8 @@ def choose_bands(
     ]
     if not fits:
         raise ValueError(
-            f"threshold = {threshold}: {num_hashes} hash functions find fewer than {1 - miss:.0%} of such "
-            "pairs. Take more num_hashes, or a higher threshold."
+            f"threshold = {threshold}: {num_hashes} hash functions find fewer than {1 - miss:.0%} "
+            "of such pairs. Take more num_hashes, or a higher threshold."
         )
     return fits[-1]
 
@@ -174,7 +171,7 @@ def _band_keys(signature: np.ndarray, rows: int) -> Iterator[np.ndarray]:
 
 
 def _alike(a: np.ndarray, b: np.ndarray, i: np.ndarray, j: np.ndarray, least: float) -> np.ndarray:
-    "Which pairs of rows agree in a share of at least `least`; a block at a time, in bounded memory."
+    "Which pairs of rows agree in a share of at least `least`; in blocks, to bound memory."
     parts = [
         (a[i[k : k + 8192]] == b[j[k : k + 8192]]).mean(1) >= least for k in range(0, len(i), 8192)
     ]
@@ -188,7 +185,7 @@ def candidates(
     reach: int = 32,  # Neighbours in a run of equal keys that are compared with each other
 ) -> np.ndarray:  # (pairs, 2), the smaller position first
     "Pairs of texts that share a band and whose signatures agree well enough."
-    found, count = [np.empty(0, np.uint64)], np.uint64(max(1, len(signature)))
+    keys, count = [np.empty(0, np.uint64)], np.uint64(max(1, len(signature)))
     for key in _band_keys(signature, rows):
         order = np.argsort(key, kind="stable")
         key = key[order]
@@ -199,15 +196,15 @@ def candidates(
                 break
             i, j = order[at], order[at + lag]
             keep = _alike(signature, signature, i, j, least)
-            found.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
+            keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
         else:  # long runs
             head = np.maximum.accumulate(np.where(new, np.arange(len(key)), 0))
             at = np.flatnonzero(np.arange(len(key)) - head > reach)
             i, j = order[head[at]], order[at]
             keep = _alike(signature, signature, i, j, least)
-            found.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
-        found = [np.unique(np.concatenate(found))]
-    return np.stack([found[0] // count, found[0] % count], 1).astype(np.int64)
+            keys.append(i[keep].astype(np.uint64) * count + j[keep].astype(np.uint64))
+        keys = [np.unique(np.concatenate(keys))]
+    return np.stack([keys[0] // count, keys[0] % count], 1).astype(np.int64)
 
 # %% ../../nbs/02_data/09_dedup.ipynb #37beaf7d
 def common_shingles(
@@ -216,11 +213,11 @@ def common_shingles(
     size: int = 3,
     sample: int = 5000,  # At most this many texts are looked at, spread evenly
 ) -> np.ndarray:  # Sorted uint32
-    "Shingles that belong to the form and not to the content: instructions, system prompts, templates."
+    "Shingles of the form, not of the content: instructions, system prompts, templates."
     texts = texts[:: -(-len(texts) // sample)] if texts else []
     own = [np.unique(shingles(text, size)) for text in texts]  # a text counts once
-    found, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
-    return found[counts > max(20, share * len(texts))]  # ascending
+    numbers, counts = np.unique(np.concatenate([np.empty(0, np.uint32), *own]), return_counts=True)
+    return numbers[counts > max(20, share * len(texts))]  # ascending
 
 
 def near_pairs(
@@ -230,20 +227,19 @@ def near_pairs(
     num_hashes: int = 128,
     seed: int = 0,
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count, as from `common_shingles`
-) -> list[
-    tuple[int, int, float]
-]:  # Positions and true similarity; of equal texts only the first takes part
-    "Every pair of different texts that are nearly the same, but for the share that `choose_bands` misses."
+    # Positions and true similarity; of equal texts only the first takes part
+) -> list[tuple[int, int, float]]:
+    "Every pair of nearly equal texts, except for the share that `choose_bands` misses."
     ignore, first = np.asarray(ignore, np.uint32), {}
     for i, text in enumerate(texts):
         first.setdefault(content_key(text), i)
     own = list(first.values())
     signature = signatures((texts[i] for i in own), num_hashes, size, seed, ignore)
-    slack = (
-        3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
-    )  # an estimate may be this much too low
+    # an estimate may be this much too low
+    slack = 3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
     pairs = candidates(signature, choose_bands(threshold, num_hashes)[1], threshold - slack)
-    look, form = lru_cache(4096)(lambda i: shingles(texts[i], size)), frozenset(ignore.tolist())
+    look = lru_cache(4096)(lambda i: shingles(texts[i], size))
+    form = frozenset(ignore.tolist())
     out = ((own[i], own[j], jaccard(look(own[i]), look(own[j]), form)) for i, j in pairs.tolist())
     return [(i, j, s) for i, j, s in out if s >= threshold]
 
@@ -251,7 +247,7 @@ def near_pairs(
 def join_groups(
     pairs: Iterable[Sequence],  # Two positions first, as from `near_pairs`
 ) -> list[list[int]]:  # Positions, ascending; what is linked through others is in one group
-    "Groups of texts that hang together."
+    "Groups of texts that are linked by pairs."
     parent: dict[int, int] = {}
 
     def root(i: int) -> int:
@@ -271,31 +267,31 @@ def join_groups(
 def find_leaks(
     eval_texts: list[str],
     train_texts: list[str],
-    threshold: float = 0.8,  # Jaccard similarity; 1.0 finds the same words, whatever the case and the blanks
+    # Jaccard similarity; 1.0 finds the same words, whatever the case and the blanks
+    threshold: float = 0.8,
     size: int = 3,
     num_hashes: int = 128,
     seed: int = 0,
     ignore: Sequence[int] | np.ndarray = (),  # Shingles that don't count
-    reach: int = 32,  # Training texts with one key that are compared with an evaluation text, for each band
-) -> list[
-    tuple[int, int, float]
-]:  # Position in eval_texts, best match in train_texts, true similarity
-    "Evaluation texts that also are, equal or nearly, among the training texts."
+    # Training texts with one key that are compared with an evaluation text, for each band
+    reach: int = 32,
+    # Position in eval_texts, best match in train_texts, true similarity
+) -> list[tuple[int, int, float]]:
+    "Evaluation texts that are equal or nearly equal to training texts."
     ignore, known, best = np.asarray(ignore, np.uint32), {}, {}
     for j, text in enumerate(train_texts):
         known.setdefault(content_key(text), j)
     for i, text in enumerate(eval_texts):
         if (j := known.get(content_key(text))) is not None:
             best[i] = (j, 1.0)
-    asked, own = [i for i in range(len(eval_texts)) if i not in best], list(known.values())
-    if not asked or not own:
+    rest = [i for i in range(len(eval_texts)) if i not in best]
+    own = list(known.values())
+    if not rest or not own:
         return [(i, *best[i]) for i in sorted(best)]
-    mine = signatures((eval_texts[i] for i in asked), num_hashes, size, seed, ignore)
+    mine = signatures((eval_texts[i] for i in rest), num_hashes, size, seed, ignore)
     theirs = signatures((train_texts[j] for j in own), num_hashes, size, seed, ignore)
-    slack, rows = (
-        3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5,
-        choose_bands(threshold, num_hashes)[1],
-    )
+    slack = 3.5 * (threshold * (1 - threshold) / num_hashes) ** 0.5
+    rows = choose_bands(threshold, num_hashes)[1]
     pairs: set[tuple[int, int]] = set()
     for a, b in zip(_band_keys(mine, rows), _band_keys(theirs, rows), strict=True):
         order = np.argsort(b, kind="stable")
@@ -307,23 +303,23 @@ def find_leaks(
             j = order[low[i] + lag]
             keep = _alike(mine, theirs, i, j, threshold - slack)
             pairs.update(zip(i[keep].tolist(), j[keep].tolist(), strict=True))
-    look, form = lru_cache(4096)(lambda text: shingles(text, size)), frozenset(ignore.tolist())
+    look = lru_cache(4096)(lambda text: shingles(text, size))
+    form = frozenset(ignore.tolist())
     for i, j in sorted(pairs):
-        s = jaccard(look(eval_texts[asked[i]]), look(train_texts[own[j]]), form)
-        if s >= threshold and s > best.get(asked[i], (0, 0.0))[1]:
-            best[asked[i]] = (own[j], s)
+        s = jaccard(look(eval_texts[rest[i]]), look(train_texts[own[j]]), form)
+        if s >= threshold and s > best.get(rest[i], (0, 0.0))[1]:
+            best[rest[i]] = (own[j], s)
     return [(i, *best[i]) for i in sorted(best)]
 
 # %% ../../nbs/02_data/09_dedup.ipynb #2bfdd8ff
 def drop_duplicates(
     rows: Sequence[dict],
-    texts: list[str]
-    | None = None,  # What is compared, one for each row; the rows' `text` when None
-    threshold: float
-    | None = 0.8,  # Near duplicates go too, from this similarity on; None drops only equal ones
-) -> tuple[
-    list[dict], list[int]
-]:  # The rows that stay, in order, and the positions of those that went
+    # What is compared, one for each row; the rows' `text` when None
+    texts: list[str] | None = None,
+    # Near duplicates go too, from this similarity on; None drops only equal ones
+    threshold: float | None = 0.8,
+    # The rows that remain, in order, and the positions of those that were dropped
+) -> tuple[list[dict], list[int]]:
     "Keep the first row of every group of equal or nearly equal ones."
     texts = [row["text"] for row in rows] if texts is None else texts
     if len(texts) != len(rows):
@@ -331,5 +327,5 @@ def drop_duplicates(
     pairs = [(group[0], i) for group in exact_groups(texts) for i in group[1:]]
     if threshold is not None:
         pairs += [p[:2] for p in near_pairs(texts, threshold, ignore=common_shingles(texts))]
-    gone = {i for group in join_groups(pairs) for i in group[1:]}
-    return [row for i, row in enumerate(rows) if i not in gone], sorted(gone)
+    dropped = {i for group in join_groups(pairs) for i in group[1:]}
+    return [row for i, row in enumerate(rows) if i not in dropped], sorted(dropped)

@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from .schema import example_kind
+from ..display import plural
 
 # %% ../../nbs/02_data/07_mixtures.ipynb #60fdcc10
 def shares(
@@ -54,7 +54,7 @@ def add_prefix(
     row: Mapping,  # An example of any kind
     prefix: str,  # Such as '[TASK:SUMS] '
 ) -> dict:  # A changed copy
-    "Put a mark before what is asked: the text, the prompt, or what the user says first."
+    "Put a mark before the text, the prompt, or the first turn of the user."
     kind, out = example_kind(row), dict(row)
     column = {
         "instruction": "instruction",
@@ -77,14 +77,14 @@ def add_prefix(
 # %% ../../nbs/02_data/07_mixtures.ipynb #81a86e43
 @dataclass
 class MixReport:
-    "What went into a mixture."
+    "The datasets of a mixture."
 
-    parts: dict[str, dict[str, Any]]  # Task -> rows, used, share, epochs
+    parts: dict[str, dict[str, int | float]]  # Task -> rows, used, share, epochs
 
     def __str__(self) -> str:
         lines = [
-            f"{name}: {p['used']:,} of {p['rows']:,} row{'s' * (p['rows'] != 1)}, {p['share']:.2%} of the mixture"
-            + (f", each {p['epochs']:.1f} times" if p["epochs"] > 1 else "")
+            f"{name}: {p['used']:,} of {plural(int(p['rows']), 'row')}, {p['share']:.2%} "
+            "of the mixture" + (f", each {p['epochs']:.1f} times" if p["epochs"] > 1 else "")
             for name, p in self.parts.items()
         ]
         return "\n".join(lines)
@@ -94,7 +94,7 @@ class MixReport:
 
 
 class Mixture(list):
-    "Rows of several tasks, with the `report` of what went in."
+    "Rows of several tasks, with a `report`."
 
     report: MixReport
 
@@ -102,14 +102,30 @@ class Mixture(list):
         return self.report._repr_html_()
 
 
+def _check_names(argument: str, value: object, datasets: Mapping) -> None:
+    "Raise `ValueError` if a mapping names a dataset that is missing."
+    if isinstance(value, Mapping) and (unknown := {*value} - {*datasets}):
+        raise ValueError(f"{argument} name {sorted(unknown)}, the datasets are {list(datasets)}")
+
+
+def _weight_list(weights: Mapping[str, float] | Sequence[float], datasets: Mapping) -> list[float]:
+    "One weight for each dataset, in order."
+    if isinstance(weights, Mapping):
+        if missing := {*datasets} - {*weights}:
+            raise ValueError(f"weights have none for {sorted(missing)}: 0 leaves a dataset out")
+        weights = [weights[name] for name in datasets]
+    if len(weights) != len(datasets):
+        raise ValueError(f"{len(weights)} weights for {len(datasets)} datasets: give one for each")
+    return list(weights)
+
+
 def mix(
     datasets: Mapping[str, Sequence[dict]],  # Task -> its rows
-    weights: Mapping[str, float]
-    | Sequence[float]
-    | None = None,  # How much of each, in any unit; None: by size
+    # How much of each, in any unit; None: by size
+    weights: Mapping[str, float] | Sequence[float] | None = None,
     temperature: float = 1.0,  # Above 1 small datasets get more than their size says
-    prefixes: bool
-    | Mapping[str, str] = False,  # True puts `[TASK:NAME] ` before each question; or your own marks
+    # True puts `[TASK:NAME] ` before each question; or your own marks
+    prefixes: bool | Mapping[str, str] = False,
     total: int | None = None,  # Rows of the mixture; None: as many as the datasets have together
     seed: int = 0,  # Chooses rows and their order
 ) -> Mixture:  # Copies of rows, shuffled, each with its `task`; `source` stays what it was
@@ -123,43 +139,24 @@ def mix(
     }
     if empty := [name for name, rows in datasets.items() if not len(rows)] or not datasets:
         raise ValueError(f"no rows in {empty}" if datasets else "there are no datasets to mix")
-    for given, what in ((weights, "weights"), (prefixes, "prefixes")):
-        if isinstance(given, Mapping) and {*given} - {*datasets}:
-            raise ValueError(
-                f"{what} name {sorted({*given} - {*datasets})}, the datasets are {list(datasets)}"
-            )
-    if weights is not None:
-        if isinstance(weights, Mapping) and {*datasets} - {*weights}:
-            raise ValueError(
-                f"weights have none for {sorted({*datasets} - {*weights})}: 0 leaves a dataset out"
-            )
-        weights = (
-            [weights[name] for name in datasets] if isinstance(weights, Mapping) else list(weights)
-        )
-        if len(weights) != len(datasets):
-            raise ValueError(
-                f"{len(weights)} weights for {len(datasets)} datasets: give one for each"
-            )
+    _check_names("weights", weights, datasets)
+    _check_names("prefixes", prefixes, datasets)
+    weights = None if weights is None else _weight_list(weights, datasets)
     kinds = {name: example_kind(rows[0]) for name, rows in datasets.items()}
-    chats = {
-        "messages",
-        "instruction",
-        "reasoning",
-        "prompt_completion",
-    }  # all become conversations
+    # all become conversations
+    chats = {"messages", "instruction", "reasoning", "prompt_completion"}
     if len({*kinds.values()}) > 1 and not {*kinds.values()} <= chats:
         raise ValueError(
-            f"these kinds do not train together: {', '.join(f'{name}: {kind}' for name, kind in kinds.items())}"
+            "these kinds do not train together: "
+            f"{', '.join(f'{name}: {kind}' for name, kind in kinds.items())}"
         )
     total = sum(map(len, datasets.values())) if total is None else total
     counts = whole_parts(
         total, shares([len(rows) for rows in datasets.values()], weights, temperature)
     )
-    marks = (
-        {name: f"[TASK:{name.upper()}] " for name in datasets}
-        if prefixes is True
-        else dict(prefixes or {})
-    )
+    if prefixes is True:
+        prefixes = {name: f"[TASK:{name.upper()}] " for name in datasets}
+    marks = dict(prefixes or {})
     out, parts = Mixture(), {}
     for (name, rows), count in zip(datasets.items(), counts, strict=True):
         draw, order = random.Random(f"{seed}/{name}"), []

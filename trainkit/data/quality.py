@@ -51,7 +51,7 @@ FORMS: dict[str, re.Pattern] = {
 }
 ANSWERED: dict[str, re.Pattern] = {
     name: re.compile(form)
-    for name, form in {  # What must come after such a head
+    for name, form in {  # The mark that must come after such a head
         "llama2 or mistral": r"\[/INST\]",
         "alpaca": r"(?m)^### Response:",
         "vicuna": r"\bASSISTANT:",
@@ -61,30 +61,28 @@ ANSWERED: dict[str, re.Pattern] = {
 
 def find_form(
     text: str,
-) -> (
-    tuple[str, tuple[int, int]] | None
-):  # A key of `FORMS` and the place of the first head; None for text as people write it
+    # A key of `FORMS` and the place of the first head; None for text that was not rendered
+) -> tuple[str, tuple[int, int]] | None:
     "The chat format in which a text was rendered."
     hits = []
     for name, form in FORMS.items():
         if (head := form.search(text)) is None:
             continue
-        last = (
-            ANSWERED[name].search(text, head.end()) if name in ANSWERED else head
-        )  # After the first head, or after none
+        # After the first head, or after none
+        last = ANSWERED[name].search(text, head.end()) if name in ANSWERED else head
         if last:
             hits.append((head.start(), name, (head.start(), last.end())))
     return min(hits)[1:] if hits else None
 
 # %% ../../nbs/02_data/11_proportions.ipynb #23f6e904
-def _own_template(tokenizer: Any) -> str | None:
+def _own_template(tokenizer: object) -> str | None:
     own = getattr(tokenizer, "chat_template", None)
     own = own.get("default") if isinstance(own, dict) else own
     return own if isinstance(own, str) and own else None
 
 
 def check_rendered(case: Case) -> Iterator[Finding]:
-    "Rows that hold chats which some template has rendered already."
+    "Rows with chats that were rendered already."
     tally, forms = FindingCounter(sum(map(len, case.splits))), Counter()
     for rows in case.splits:
         for i in range(len(rows)):
@@ -104,11 +102,13 @@ def check_rendered(case: Case) -> Iterator[Finding]:
         or case.template not in (None, "plain")
         or bool(_own_template(case.tokenizer))
     )
-    effect = (
-        "The marks are read as plain characters, and questions are learned like answers."
-        if case.train.kind == "text"
-        else "The template of the run comes on top: the model learns a doubled form, which nobody will ask it in."
-    )
+    if case.train.kind == "text":
+        effect = "The marks are read as plain characters, and questions are learned like answers."
+    else:
+        effect = (
+            "The template of the run comes on top: the model learns a doubled form, which nobody "
+            "will ask it in."
+        )
     yield from tally.finding(
         "template_in_rows",
         "error" if doubled and case.train.kind != "text" else "warning",
@@ -136,18 +136,18 @@ def _messages(rows: RowView, i: int) -> list[dict]:
     ]
 
 
-def _names(tokenizer: Any, template: str | None) -> dict[str, str]:
-    "What a tokenizer calls its special tokens, once a named template is attached to it."
-    roles, form = (
-        ("bos_token", "eos_token", "pad_token", "unk_token"),
-        TEMPLATES.get(template or ""),
-    )
+def _names(tokenizer: object, template: str | None) -> dict[str, str]:
+    "The names of a tokenizer's special tokens after a named template is attached to it."
+    roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+    form = TEMPLATES.get(template or "")
     names = {
         role: str(token) for role in roles if (token := getattr(tokenizer, role, None)) is not None
     }
     if form and form.bos:
         names.setdefault("bos_token", form.bos)
-    return {"eos_token": "</s>", **names, **({"eos_token": form.eos} if form and form.eos else {})}
+    if form and form.eos:
+        names["eos_token"] = form.eos
+    return {"eos_token": "</s>", **names}
 
 
 def check_refused(
@@ -155,7 +155,9 @@ def check_refused(
     jinja: str,  # The template of the run
 ) -> Iterator[Finding]:
     "Rows that the template of the run does not render."
-    names, tally, reasons = _names(case.tokenizer, case.template), FindingCounter(), Counter()
+    names = _names(case.tokenizer, case.template)
+    tally = FindingCounter()
+    reasons = Counter()
     for rows in case.splits:
         for i in _chosen(rows):
             if not (chat := _messages(rows, i)):
@@ -188,14 +190,15 @@ def check_ending(
     case: Case,
     jinja: str,  # The tokenizer's own template
 ) -> Iterator[Finding]:
-    "Whether the tokenizer's template ends answers with its end of text, and writes marks that it knows."
+    "Whether the tokenizer's template ends answers with its EOS, and writes only marks it has."
     names, tok = _names(case.tokenizer, None), case.tokenizer
     probe = [dict(role="user", content="a"), dict(role="assistant", content="b")]
     try:
         text, [(start, end)] = render_text(probe, jinja, names, "last")
     except ValueError:
         return  # `check_refused` says more
-    eos, shown = getattr(tok, "eos_token", None), ascii(text[start:end].removeprefix("b")[-24:])
+    eos = getattr(tok, "eos_token", None)
+    shown = ascii(text[start:end].removeprefix("b")[-24:])
     if eos is None or not text[start:end].endswith(str(eos)):
         tally = FindingCounter()
         tally.add("an answer `b`", text, (start, end))
@@ -203,8 +206,9 @@ def check_ending(
             "template_end",
             "error",
             f"The template ends answers with {shown}, and the tokenizer's eos_token is {eos!r}.",
-            "The model never learns to say what stops it, and goes on until the limit.",
-            "`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, model)`).",
+            "The model never learns to write the token that stops it, and continues to the limit.",
+            "`sft.template` in the config makes them agree (in Python `set_template(tokenizer, …, "
+            "model)`).",
             unit="templates",
         )
     pieces = FindingCounter()
@@ -228,11 +232,9 @@ def check_other(
     most: int = 20,  # Rows that are compared
 ) -> Iterator[Finding]:
     "Whether the template of the run writes the same text as the tokenizer's own."
-    names, theirs, tally = (
-        _names(case.tokenizer, case.template),
-        _names(case.tokenizer, None),
-        FindingCounter(),
-    )
+    names = _names(case.tokenizer, case.template)
+    theirs = _names(case.tokenizer, None)
+    tally = FindingCounter()
     for i in _chosen(case.train, most)[: 2 * most]:
         chat, ask = _messages(case.train, i), case.train.kind == "prompt"
         try:
@@ -257,7 +259,7 @@ def check_other(
         "template_differs",
         "warning",
         "The run's template writes another text than the tokenizer's own.",
-        "What the model has learned in its own format is put aside.",
+        "What the model has learned in its own format is lost.",
         "Name no template, unless the model has seen no chats yet.",
         unit="rows tried",
     )
@@ -289,9 +291,8 @@ def check_template(case: Case) -> Iterator[Finding]:
         )
 
 # %% ../../nbs/02_data/11_proportions.ipynb #ebeec739
-ENOUGH: dict[
-    str, tuple[int, int]
-] = {  # Method -> too few below this, a try below that: distinct rows, for pretrain characters
+# Method -> too few below this, a try below that: distinct rows, for pretrain characters
+ENOUGH: dict[str, tuple[int, int]] = {
     "lora": (50, 100),
     "sft": (100, 1000),
     "dpo": (100, 1000),
@@ -311,15 +312,16 @@ def amount(case: Case) -> Iterator[Finding]:
     whole = {hash(text): len(text) for text in map(train.whole, range(len(train)))}
     have = sum(whole.values()) if unit == "characters" else len(whole)
     if have < good:
+        severity = "warning" if have < few else "note"
         yield Finding(
             "amount",
-            "error" if not have else "warning" if have < few else "note",
+            severity if have else "error",
             have,
             0,
             f"{case.method} wants {good:,} different {unit} "
             f"or more, and hardly works with fewer than {few:,}.",
-            "The model learns these rows by heart before it learns the task.",
-            "Collect or write more rows; till then train few epochs with a small adapter.",
+            "The model memorizes these rows before it learns the task.",
+            "Collect or write more rows; until then train few epochs with a small adapter.",
             unit=f"different {unit}",
         )
     if case.eval is not None and 0 < len(case.eval) < 20:
@@ -376,8 +378,9 @@ def lengths(case: Case) -> Iterator[Finding]:
                 "warning",
                 top,
                 len(size),
-                f"The longest rows hold {share:.0%} of all characters.",
-                "The loss counts tokens: these rows are what the model learns, the others hardly matter.",
+                f"The longest rows have {share:.0%} of all characters.",
+                "The loss counts tokens: these rows are what the model learns, the others hardly "
+                "matter.",
                 "Cut the long rows, or weigh the sources with `mix`.",
             )
 
@@ -395,10 +398,8 @@ def diversity(case: Case) -> Iterator[Finding]:
     if total < 20 or (len(counts) <= 20 and total >= 5 * len(counts)):
         return  # few, or classes
     openings = Counter(" ".join(a.split(None, 4)[:4]) for a in answers if a.count(" ") >= 7)
-    (same, often), (opening, opens) = (
-        counts.most_common(1)[0],
-        (openings.most_common(1) or [("", 0)])[0],
-    )
+    same, often = counts.most_common(1)[0]
+    opening, opens = (openings.most_common(1) or [("", 0)])[0]
     for name, hit, many, limit, says in (
         (
             "same_answer",
@@ -431,7 +432,7 @@ def diversity(case: Case) -> Iterator[Finding]:
 
 
 def classes(case: Case) -> Iterator[Finding]:
-    "Labels, classes of answers and sources that are rare beside the others."
+    "Labels, classes of answers and sources that are rare next to the others."
     rows = case.train
     labels: dict[str, list] = {}
     if rows.kind == "unpaired":
@@ -461,19 +462,17 @@ def classes(case: Case) -> Iterator[Finding]:
         own = column in ("label", "answer")
         if many < (10 if own else 50) * few:
             continue
+        weigh = "mix with weights (`mix`)"
+        if rows.kind == "unpaired":
+            weigh = "weigh the two (`desirable_weight` of KTO)"
         yield Finding(
             "unbalanced_classes" if own else "unbalanced_sources",
             "warning" if own else "note",
             few,
             len(values),
-            f"{column} {least!r} is rare beside {most!r} ({many:,} rows).",
+            f"{column} {least!r} is rare next to {most!r} ({many:,} rows).",
             "A model that always says the frequent thing has a small loss.",
-            "Collect more of the rare kind"
-            + (
-                ", or weigh the two (`desirable_weight` of KTO)."
-                if rows.kind == "unpaired"
-                else ", or mix with weights (`mix`)."
-            ),
+            f"Collect more of the rare kind, or {weigh}.",
             [
                 Evidence(f"{column} {value!r}", f"{n:,} rows")
                 for value, n in (counts[0], *counts[-2:])
@@ -482,7 +481,7 @@ def classes(case: Case) -> Iterator[Finding]:
 
 # %% ../../nbs/02_data/11_proportions.ipynb #432311e1
 def length_bias(case: Case) -> Iterator[Finding]:
-    "Preference pairs that can be told apart by length alone."
+    "Preference pairs whose chosen answer differs in length."
     rows = case.train
     if rows.kind != "preference":
         return
@@ -497,8 +496,9 @@ def length_bias(case: Case) -> Iterator[Finding]:
         else:
             shorter += 1
     side = tally.count / tally.total if tally.total else 0.5
-    if abs(side - 0.5) < max(0.15, 2 / tally.total**0.5 if tally.total else 1):
-        return  # 2/√n is four standard deviations
+    four_deviations = 2 / tally.total**0.5 if tally.total else 1
+    if abs(side - 0.5) < max(0.15, four_deviations):
+        return
     which, count = ("longer", tally.count) if side > 0.5 else ("shorter", shorter)
     yield Finding(
         "length_bias",
@@ -537,7 +537,8 @@ def split_cleaning(
     "Rows to evaluate on that were prepared in another way than rows to train on."
     if case.eval is None:
         return
-    shown, splits = [], [(s, range(0, len(s), -(-len(s) // sample) or 1)) for s in case.splits]
+    shown = []
+    splits = [(s, range(0, len(s), -(-len(s) // sample) or 1)) for s in case.splits]
     if min(len(rows) for _, rows in splits) < 5:
         return
     for part, what in ((0, "question"), (1, "answer")):
@@ -609,10 +610,8 @@ def cut_answers(case: Case) -> Iterator[Finding]:
     rows = case.train
     if rows.kind == "text":
         return  # long texts are cut into rows on purpose
-    effect, remedy = (
-        "The model learns to stop anywhere.",
-        "Generate or fetch them again with a higher limit, or drop them.",
-    )
+    effect = "The model learns to stop anywhere."
+    remedy = "Generate or fetch them again with a higher limit, or drop them."
     open_ended, size, tally = [], Counter(), FindingCounter()
     for i in range(len(rows)):
         answer = rows.parts(i)[1].rstrip()
@@ -622,9 +621,8 @@ def cut_answers(case: Case) -> Iterator[Finding]:
         tally.total += 1
         if answer[-1].isalnum() or answer[-1] in ",-–(/":
             open_ended.append(i)
-    if (
-        tally.total >= max(20, 0.2 * len(rows)) and len(open_ended) <= 0.2 * tally.total
-    ):  # prose is the rule, and ends well
+    # prose is the rule, and ends well
+    if tally.total >= max(20, 0.2 * len(rows)) and len(open_ended) <= 0.2 * tally.total:
         for i in open_ended:
             answer = rows.parts(i)[1].rstrip()
             tally.add(rows.where(i), answer, (answer.rfind(" ") + 1, len(answer)))
@@ -649,7 +647,7 @@ def cut_answers(case: Case) -> Iterator[Finding]:
 
 
 def too_long(case: Case) -> Iterator[Finding]:
-    "Rows with more tokens than fit; `length_report` of `trainkit.data.tokenization` shows exactly what each would lose."
+    "Rows with more tokens than fit; `length_report` of `trainkit.data.tokenization` computes exactly what each would lose."
     if case.tokenizer is None or case.max_length is None:
         return
     for rows in case.splits:
@@ -681,9 +679,8 @@ PROPORTIONS: dict[str, Callable[[Case], Iterator[Finding]]] = {
 }
 
 # %% ../../nbs/02_data/12_quality.ipynb #32117ca7
-_TEXTS: dict[
-    str, tuple[str, str, str, str]
-] = {  # Finder of `trainkit.data.text_checks` -> severity, what was found, effect, remedy
+# Finder of `trainkit.data.text_checks` -> severity, problem, effect, remedy
+_TEXTS: dict[str, tuple[str, str, str, str]] = {
     "mojibake": (
         "error",
         "UTF-8 that was read in another encoding.",
@@ -693,7 +690,7 @@ _TEXTS: dict[
     "control": (
         "warning",
         "Control or replacement characters.",
-        "Letters were lost for good, or a terminal spoke.",
+        "Letters were lost for good, or a terminal's output was copied.",
         "`clean_examples` removes control characters; lost letters need the source.",
     ),
     "invisible": (
@@ -724,7 +721,7 @@ _TEXTS: dict[
     "role_words": (
         "warning",
         "Lines that begin with a speaker's name.",
-        "The model goes on to speak for the user.",
+        "The model continues with the user's turn.",
         "Split such rows into messages.",
     ),
     "secrets": (
@@ -749,12 +746,13 @@ _TEXTS: dict[
 
 
 def check_texts(case: Case) -> Iterator[Finding]:
-    "Damage that shows in one text alone."
+    "Damage that is visible in a single text."
     total = sum(map(len, case.splits))
     tallies = {name: FindingCounter(total) for name in _TEXTS}
     for rows in case.splits:
         for i in range(len(rows)):
-            turns, seen = rows.turns(i), set()
+            turns = rows.turns(i)
+            reported: set[str] = set()
             page = any(
                 defects.looks_like_code(text) or "html" in text[:2000].lower()
                 for _, text in turns
@@ -763,14 +761,14 @@ def check_texts(case: Case) -> Iterator[Finding]:
             for role, text in turns:
                 for name, tally in tallies.items():
                     if (
-                        name in seen
+                        name in reported
                         or (name == "markup" and page)
                         or (name == "role_words" and role == "text")
                     ):
                         continue
                     if spans := defects.DEFECTS[name](text):
                         tally.add(rows.where(i, role), text, spans[0])
-                        seen.add(name)
+                        reported.add(name)
     for name, (severity, *words) in _TEXTS.items():
         if severity == "warning" and tallies[name].count < max(3, 0.002 * total):
             severity = "note"  # a few odd rows among many
@@ -808,13 +806,13 @@ def check_malformed(case: Case) -> Iterator[Finding]:
             "error",
             f"Rows that are no example of kind {rows.kind}.",
             "A run stops there.",
-            "Mend the columns, or read with `load_examples(..., on_bad='skip')`.",
+            "Repair the columns, or read with `load_examples(..., on_bad='skip')`.",
         )
 
 
 def check_empty(case: Case) -> Iterator[Finding]:
     "Fields without text, and words that stand for nothing."
-    empty, stands = (FindingCounter(sum(map(len, case.splits))) for _ in range(2))
+    empty, placeholders = (FindingCounter(sum(map(len, case.splits))) for _ in range(2))
     for rows in case.splits:
         for i, row in enumerate(rows.rows):
             chat = row.get("messages")
@@ -828,7 +826,7 @@ def check_empty(case: Case) -> Iterator[Finding]:
                     empty.add(f"{rows.where(i)} ({role})", rows.whole(i))
                     break
                 if len(text) < 20 and text.strip().casefold() in PLACEHOLDERS:
-                    stands.add(rows.where(i, role), text, (0, len(text)))
+                    placeholders.add(rows.where(i, role), text, (0, len(text)))
                     break
     yield from empty.finding(
         "empty",
@@ -837,7 +835,7 @@ def check_empty(case: Case) -> Iterator[Finding]:
         "The model learns to say nothing, or is asked nothing.",
         "Fill them, or drop the rows: `clean_examples`.",
     )
-    yield from stands.finding(
+    yield from placeholders.finding(
         "placeholders",
         "warning",
         "Words that stand for a missing value.",
@@ -851,15 +849,17 @@ def check_echo(case: Case) -> Iterator[Finding]:
     echo, begins, same = (FindingCounter(sum(map(len, case.splits))) for _ in range(3))
     for rows in case.splits:
         for i in range(len(rows)):
-            asked, answer = rows.parts(i)
+            question, answer = rows.parts(i)
             if rows.kind == "messages":
-                asked = next((t for role, t in reversed(rows.turns(i)) if role == "user"), asked)
-            a, q = (" ".join(t.split()).casefold() for t in (answer, asked))
+                question = next(
+                    (t for role, t in reversed(rows.turns(i)) if role == "user"), question
+                )
+            a, q = (" ".join(t.split()).casefold() for t in (answer, question))
             if rows.kind != "text" and q:
                 if a == q:
                     echo.add(rows.where(i), answer)
                 elif len(q) > 15 and a.startswith(q):
-                    begins.add(rows.where(i), answer, (0, len(asked.strip())))
+                    begins.add(rows.where(i), answer, (0, len(question.strip())))
             if rows.kind == "preference" and a == " ".join(rows.rejected(i).split()).casefold():
                 same.add(rows.where(i), answer)
     yield from echo.finding(
@@ -874,7 +874,7 @@ def check_echo(case: Case) -> Iterator[Finding]:
         "warning",
         "Answers that begin with the whole question.",
         "The model repeats each question first.",
-        "Cut the question off: the answer column must hold the answer alone.",
+        "Cut the question off: the answer column must contain the answer alone.",
     )
     yield from same.finding(
         "same_pair",
@@ -889,34 +889,36 @@ def check_duplicates(case: Case) -> Iterator[Finding]:
     "Equal and nearly equal rows, and contradictions."
     rows, share = case.train, 1 / max(1, len(case.train))
     texts = [rows.whole(i) for i in range(len(rows))]
-    exact, near, against = (
-        FindingCounter(len(rows)),
-        FindingCounter(len(rows)),
-        FindingCounter(len(rows)),
-    )
+    exact = FindingCounter(len(rows))
+    near = FindingCounter(len(rows))
+    against = FindingCounter(len(rows))
     for first, *others in exact_groups(texts):
         for i in others:
             exact.add(f"{rows.where(i)} = {rows.where(first)}", texts[i])
     for first, *others in join_groups(near_pairs(texts, ignore=common_shingles(texts))):
         for i in others:
             near.add(f"{rows.where(i)} ≈ {rows.where(first)}", texts[i])
-    said: dict[tuple, int] = {}
+    first_of: dict[tuple, int] = {}
     for i, row in enumerate(rows.rows if rows.kind in ("preference", "unpaired") else ()):
-        asked, answer = rows.parts(i)
-        key, other = (
-            ((asked, answer, rows.rejected(i)), (asked, rows.rejected(i), answer))
-            if rows.kind == "preference"
-            else ((asked, answer, bool(row["label"])), (asked, answer, not row["label"]))
-        )
-        said.setdefault(key, i)
-        if other in said and key != other:
-            against.add(f"{rows.where(i)} against {rows.where(said[other])}", asked)
-    level = lambda tally, limit=0.005: "warning" if tally.count * share >= limit else "note"
+        prompt, answer = rows.parts(i)
+        if rows.kind == "preference":
+            key = (prompt, answer, rows.rejected(i))
+            opposite = (prompt, rows.rejected(i), answer)
+        else:
+            key = (prompt, answer, bool(row["label"]))
+            opposite = (prompt, answer, not row["label"])
+        first_of.setdefault(key, i)
+        if opposite in first_of and key != opposite:
+            against.add(f"{rows.where(i)} against {rows.where(first_of[opposite])}", prompt)
+
+    def level(tally, limit=0.005):
+        return "warning" if tally.count * share >= limit else "note"
+
     yield from exact.finding(
         "exact_duplicates",
         level(exact),
         "Rows that are equal to an earlier one.",
-        "They are learned more often than the others, and by heart.",
+        "They are learned more often than the others, and memorized.",
         "`clean_examples` keeps the first of each.",
     )
     yield from near.finding(
@@ -939,30 +941,29 @@ def check_leaks(case: Case) -> Iterator[Finding]:
     "Rows to evaluate on that are among those to train on."
     if case.eval is None:
         return
-    train, held = case.train, case.eval
-    texts, others = ([s.whole(i) for i in range(len(s))] for s in (train, held))
-    exact, near, asked, leaked = (
-        FindingCounter(len(held)),
-        FindingCounter(len(held)),
-        FindingCounter(len(held)),
-        set(),
-    )
+    train, eval_rows = case.train, case.eval
+    texts, others = ([s.whole(i) for i in range(len(s))] for s in (train, eval_rows))
+    exact = FindingCounter(len(eval_rows))
+    near = FindingCounter(len(eval_rows))
+    questions = FindingCounter(len(eval_rows))
+    leaked = set()
     for i, j, likeness in find_leaks(others, texts, ignore=common_shingles(texts)):
-        (exact if likeness == 1 else near).add(f"{held.where(i)} ≈ {train.where(j)}", others[i])
+        (exact if likeness == 1 else near).add(
+            f"{eval_rows.where(i)} ≈ {train.where(j)}", others[i]
+        )
         leaked.add(i)
     if train.kind not in ("text", "prompt"):
-        known, rest = (
-            [train.parts(i)[0] for i in range(len(train))],
-            [i for i in range(len(held)) if i not in leaked],
-        )
+        known = [train.parts(i)[0] for i in range(len(train))]
+        rest = [i for i in range(len(eval_rows)) if i not in leaked]
         for i, j, _ in find_leaks(
-            [held.parts(i)[0] for i in rest], known, ignore=common_shingles(known)
+            [eval_rows.parts(i)[0] for i in rest], known, ignore=common_shingles(known)
         ):
             if known[j].strip():
-                asked.add(f"{held.where(rest[i])} ≈ {train.where(j)}", known[j])
-    effect, remedy = (
-        "The evaluation measures memory.",
-        "Drop them from the rows to train on, or split again: `split_examples` keeps equal questions on one side.",
+                questions.add(f"{eval_rows.where(rest[i])} ≈ {train.where(j)}", known[j])
+    effect = "The evaluation measures memory."
+    remedy = (
+        "Drop them from the rows to train on, or split again: `split_examples` keeps equal "
+        "questions on one side."
     )
     yield from exact.finding(
         "leak",
@@ -972,7 +973,10 @@ def check_leaks(case: Case) -> Iterator[Finding]:
         remedy,
         unit="rows to evaluate on",
     )
-    level = lambda tally: "warning" if tally.count >= max(3, 0.01 * len(held)) else "note"
+
+    def level(tally):
+        return "warning" if tally.count >= max(3, 0.01 * len(eval_rows)) else "note"
+
     yield from near.finding(
         "near_leak",
         level(near),
@@ -981,9 +985,9 @@ def check_leaks(case: Case) -> Iterator[Finding]:
         remedy,
         unit="rows to evaluate on",
     )
-    yield from asked.finding(
+    yield from questions.finding(
         "question_leak",
-        level(asked),
+        level(questions),
         "Questions to evaluate on that are trained on, with another answer.",
         effect,
         remedy,
@@ -992,7 +996,7 @@ def check_leaks(case: Case) -> Iterator[Finding]:
 
 # %% ../../nbs/02_data/12_quality.ipynb #14eaf001
 def check_roles(case: Case) -> Iterator[Finding]:
-    "Turns in an order that no conversation has."
+    "Turns in an impossible order."
     problems, tally = Counter(), FindingCounter(sum(map(len, case.splits)))
     for rows in case.splits:
         if rows.kind == "text":
@@ -1048,25 +1052,26 @@ CHECKS: dict[str, Callable[[Case], Iterator[Finding]]] = {
 
 
 def check_examples(
-    rows: Iterable[
-        Mapping
-    ],  # Rows to train on, of any kind in `KINDS`, as `load_examples` gives them
-    eval_rows: Iterable[Mapping]
-    | None = None,  # Rows to evaluate on, for leaks and differences in preparation
-    kind: str | None = None,  # A key of `KINDS`; told by the columns when None
+    # Rows to train on, of any kind in `KINDS`, as `load_examples` gives them
+    rows: Iterable[Mapping],
+    # Rows to evaluate on, for leaks and differences in preparation
+    eval_rows: Iterable[Mapping] | None = None,
+    kind: str | None = None,  # A key of `KINDS`; inferred from the columns when None
     method: str | None = None,  # What the rows are for, a key of `ENOUGH`; by the kind when None
-    tokenizer: Any = None,  # Its chat template is tried on the rows; with `max_length`, too long rows are counted
+    # Its chat template is tried on the rows; with `max_length`, too long rows are counted
+    tokenizer: Any = None,
     max_length: int | None = None,  # Tokens
     checks: Iterable[str] | None = None,  # Keys of `CHECKS`; all when None
     strict: bool = False,  # Warnings make the exit code 1, too
-    template: str
-    | None = None,  # The run's chat format, a name or Jinja; the tokenizer's own when None
+    # The run's chat format, a name or Jinja; the tokenizer's own when None
+    template: str | None = None,
 ) -> QualityReport:
-    "What is wrong with these rows, with evidence and remedy."
+    "The problems of a dataset, with evidence and remedies."
     names = [*CHECKS] if checks is None else [*checks]
     if unknown := [n for n in names if n not in CHECKS]:
         raise ValueError(
-            f"checks = {unknown[0]!r}: known are {', '.join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}"
+            f"checks = {unknown[0]!r}: known are "
+            f"{', '.join(CHECKS)}.{nearest(unknown[0], list(CHECKS))}"
         )
     if isinstance(rows, (str, Path, Mapping)):
         raise ValueError(
@@ -1077,17 +1082,17 @@ def check_examples(
             f"method = {method!r}: known are {', '.join(ENOUGH)}.{nearest(method, list(ENOUGH))}"
         )
     train = RowView(rows, kind)
-    held = None if eval_rows is None else RowView(eval_rows, train.kind, "eval")
+    eval_view = None if eval_rows is None else RowView(eval_rows, train.kind, "eval")
     usual = {"text": "pretrain", "preference": "dpo", "unpaired": "kto", "prompt": "grpo"}
-    case, found = (
-        Case(train, held, method or usual.get(train.kind, "lora"), tokenizer, max_length, template),
-        [],
+    case = Case(
+        train, eval_view, method or usual.get(train.kind, "lora"), tokenizer, max_length, template
     )
+    findings = []
     for name in names:
         try:
-            found += CHECKS[name](case)
+            findings += CHECKS[name](case)
         except Exception as error:
-            found.append(
+            findings.append(
                 Finding(
                     "check_failed",
                     "error",
@@ -1099,10 +1104,10 @@ def check_examples(
                 )
             )
     return QualityReport(
-        found,
+        findings,
         len(train) + len(train.malformed),
         train.kind,
-        None if held is None else len(held) + len(held.malformed),
+        None if eval_view is None else len(eval_view) + len(eval_view.malformed),
         names,
         strict,
     )

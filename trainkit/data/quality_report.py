@@ -20,24 +20,25 @@ from typing import Any
 from ..charts import bars
 from .schema import KINDS, ROLES, as_example, example_kind
 from .text_checks import named_personal, named_secrets
-from ..display import PLAIN, Picture, clean
+from ..display import PLAIN, Picture, clean, plural
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #91bda5b8
 def readable(text: str) -> str:  # On one line: `⏎` for a line end, `⟨200B⟩` for what has no shape
     "Text for a report."
     if text.isprintable():
         return text
-    return "".join(
-        c
-        if c.isprintable() or c in "\u200c\u200d"
-        else {"\n": "⏎", "\t": "→"}.get(c, f"⟨{ord(c):04X}⟩")
-        for c in text
-    )
+
+    def shown(c: str) -> str:
+        if c.isprintable() or c in "\u200c\u200d":
+            return c
+        return {"\n": "⏎", "\t": "→"}.get(c, f"⟨{ord(c):04X}⟩")
+
+    return "".join(map(shown, text))
 
 
 @dataclass
 class Evidence:
-    "One place: where it is, and the text, with the bad part apart."
+    "One place: where it is, and the text before, in and after the bad part."
 
     where: str  # `file.jsonl:12 completion`
     before: str = ""
@@ -78,16 +79,13 @@ def excerpt(
     )
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #c2073841
-SEVERITIES = (
-    "error",
-    "warning",
-    "note",
-)  # A run would be spoiled; it would be worse than it could be; good to know
+# A run would be spoiled; it would be worse than it could be; good to know
+SEVERITIES = ("error", "warning", "note")
 
 
 @dataclass
 class Finding:
-    "What is wrong, how often, what it does and what helps."
+    "A problem: how often it occurs, its effect, and a remedy."
 
     name: str  # In one word, as in `mojibake`
     severity: str  # One of `SEVERITIES`
@@ -105,24 +103,21 @@ class Finding:
 
     @property
     def share(self) -> float:  # From 0 to 1
-        "How many of all."
+        "The share of all rows."
         return self.count / self.total if self.total else 0.0
 
     def counted(self) -> str:  # `12 of 1,000 rows (1.2%)`
         "The numbers in words."
         if not self.total:
             return f"{self.count:,} {self.unit}"
-        percent = (
-            f"{self.share:.1%}"
-            if 0.001 <= self.share <= 0.999 or self.share in (0, 1)
-            else "few"
-            if self.share < 0.5
-            else "nearly all"
-        )
+        if 0.001 <= self.share <= 0.999 or self.share in (0, 1):
+            percent = f"{self.share:.1%}"
+        else:
+            percent = "few" if self.share < 0.5 else "nearly all"
         return f"{self.count:,} of {self.total:,} {self.unit} ({percent})"
 
     def to_dict(self) -> dict:
-        "Plain values, for JSON."
+        "The content as plain values, for JSON."
         return {
             **asdict(self),
             "share": self.share,
@@ -131,7 +126,7 @@ class Finding:
 
 
 class FindingCounter:
-    "Counts rows as a check finds them, and keeps the first three as evidence."
+    "Counts the rows that a check finds, and keeps the first three as evidence."
 
     def __init__(self, total: int = 0):
         self.total, self.count, self.examples = total, 0, []
@@ -142,7 +137,7 @@ class FindingCounter:
         text: str = "",
         span: tuple[int, int] = (0, 0),
     ):
-        "One more."
+        "Count one more place."
         self.count += 1
         if len(self.examples) < 3:
             self.examples.append(excerpt(where, text, span))
@@ -155,16 +150,40 @@ class FindingCounter:
         effect: str,
         remedy: str,
         **more,
-    ) -> Iterator[Finding]:  # Nothing if nothing was found
-        "The result."
+    ) -> Iterator[Finding]:  # Nothing if the count is 0
+        "The finding, if there is one."
         if self.count:
             yield Finding(
                 name, severity, self.count, self.total, says, effect, remedy, self.examples, **more
             )
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #e65cd4fe
+_ROLE_OF_COLUMN = {
+    "system": "system",
+    "text": "text",
+    "completion": "assistant",
+    "output": "assistant",
+    "answer": "assistant",
+    "chosen": "assistant",
+    "rejected": "rejected",
+    "reasoning": "reasoning",
+}  # All others are the user's
+
+
+def _role_and_text(turn: object) -> tuple[str, str]:
+    "The role and the text of a turn, with whatever names it has for them."
+    role = text = None
+    if isinstance(turn, Mapping):
+        role = turn.get("role", turn.get("from"))
+        text = turn.get("content", turn.get("value"))
+    if isinstance(text, (list, tuple)):
+        parts = [part.get("text", "") if isinstance(part, Mapping) else part for part in text]
+        text = "".join(map(str, parts))
+    return ROLES.get(str(role).lower(), str(role)), text if isinstance(text, str) else ""
+
+
 class RowView:
-    "Rows, looked at in one way."
+    "Rows of any kind, with the same methods for all kinds."
 
     def __init__(
         self,
@@ -196,10 +215,10 @@ class RowView:
                     continue
             self.rows.append(row)
 
-    def _place(self, i: int, row: Any) -> str:
-        file, line = (
-            (row.get("source"), row.get("line")) if isinstance(row, Mapping) else (None, None)
-        )
+    def _place(self, i: int, row: object) -> str:
+        file = line = None
+        if isinstance(row, Mapping):
+            file, line = row.get("source"), row.get("line")
         place = f"{file}:{line}" if file and line else f"row {i}" + (f" ({file})" if file else "")
         return f"{self.name} {place}" if self.name else place
 
@@ -209,57 +228,26 @@ class RowView:
     def turns(
         self, i: int
     ) -> list[tuple[str, str]]:  # Role and text; columns of text have the role that they will play
-        "A row as a conversation, however it is written."
+        "A row as a conversation, whatever its kind."
         row, out = self.rows[i], []
         for column in (*(("system",) if "system" in row else ()), *KINDS[self.kind]):
-            value, role = (
-                row.get(column),
-                {
-                    "system": "system",
-                    "text": "text",
-                    "completion": "assistant",
-                    "output": "assistant",
-                    "answer": "assistant",
-                    "chosen": "assistant",
-                    "rejected": "rejected",
-                    "reasoning": "reasoning",
-                }.get(column, "user"),
-            )
+            value = row.get(column)
             if isinstance(value, str):
-                out.append(
-                    (
-                        role,
-                        value
-                        + (
-                            f"\n\n{row['input']}"
-                            if column == "instruction" and row.get("input")
-                            else ""
-                        ),
-                    )
-                )
+                if column == "instruction" and row.get("input"):
+                    value += f"\n\n{row['input']}"
+                out.append((_ROLE_OF_COLUMN.get(column, "user"), value))
             elif isinstance(value, (list, tuple)):
                 for turn in value:
-                    said = turn.get("role", turn.get("from")) if isinstance(turn, Mapping) else None
-                    text = (
-                        turn.get("content", turn.get("value"))
-                        if isinstance(turn, Mapping)
-                        else None
-                    )
-                    if isinstance(text, (list, tuple)):
-                        text = "".join(
-                            str(p.get("text", "")) if isinstance(p, Mapping) else str(p)
-                            for p in text
-                        )
-                    known = ROLES.get(str(said).lower(), str(said))
-                    if column == "rejected" and known == "assistant":
-                        known = "rejected"
-                    out.append((known, text if isinstance(text, str) else ""))
+                    role, text = _role_and_text(turn)
+                    if column == "rejected" and role == "assistant":
+                        role = "rejected"
+                    out.append((role, text))
         return out
 
     def parts(
         self, i: int
     ) -> tuple[str, str]:  # The text, or of a pair the chosen answer, is the answer
-        "A row's question, which is all before the last answer, and that answer."
+        "A row's question, which is everything before the last answer, and that answer."
         turns = [t for t in self.turns(i) if t[0] not in ("rejected", "reasoning")]
         last = max(
             (k for k, (role, _) in enumerate(turns) if role in ("assistant", "text")), default=None
@@ -292,21 +280,33 @@ class RowView:
 
 @dataclass
 class Case:
-    "What a check looks at."
+    "The rows and settings that a check examines."
 
     train: RowView
     eval: RowView | None = None  # Rows to evaluate on
     method: str = "lora"  # What the rows are for
     tokenizer: Any = None
     max_length: int | None = None  # Tokens
-    template: str | None = (
-        None  # The run's chat format: a name, or Jinja; None: the tokenizer's own
-    )
+    # The run's chat format: a name, or Jinja; None: the tokenizer's own
+    template: str | None = None
 
     @property
     def splits(self) -> list[RowView]:
         "One or both."
         return [self.train] if self.eval is None else [self.train, self.eval]
+
+# %% ../../nbs/02_data/10_quality_report.ipynb #5b0d7fe3
+_SEVERITY_COLOURS = dict(error="#cf003e", warning="#d9640f", note="#1f77c9")
+_TITLE = '<div style="font-weight:600;padding:4px 0">{title}</div>'
+_FINDING = (
+    '<details{open}><summary><b style="color:{colour}">{severity}</b> <b>{name}</b>: {counted}'
+    '</summary><div style="padding:2px 0 8px 18px">{says} {effect}{remedy}'
+    '<ul style="margin:2px 0;overflow-wrap:anywhere">{places}</ul></div></details>'
+)
+_QUALITY_PICTURE = (
+    '<div role="group" {plain} aria-label="{label}" style="font:13px/1.5 system-ui,sans-serif">'
+    "{content}</div>"
+)
 
 # %% ../../nbs/02_data/10_quality_report.ipynb #22102f3b
 @dataclass
@@ -317,7 +317,7 @@ class QualityReport:
     rows: int
     kind: str
     eval_rows: int | None = None
-    checks: list[str] = field(default_factory=list)  # What was looked for
+    checks: list[str] = field(default_factory=list)  # The names of the checks
     strict: bool = False  # Warnings fail, too
 
     def __post_init__(self):
@@ -338,17 +338,18 @@ class QualityReport:
         return [f for f in self.findings if f.severity == severity]
 
     @property
-    def exit_code(
-        self,
-    ) -> int:  # 0 when clean or only notes, 1 with errors, and with `strict` also with warnings
-        "For a shell."
+    def exit_code(self) -> int:  # 0 without errors, or with `strict` without warnings; else 1
+        "The exit code for a shell."
         return int(bool(self.of("error") or (self.strict and self.of("warning"))))
 
     def title(self) -> str:
         "The result in a line."
-        many = [f"{n} {s}{'s' * (n != 1)}" for s in SEVERITIES if (n := len(self.of(s)))]
+        counts = [plural(n, severity) for severity in SEVERITIES if (n := len(self.of(severity)))]
         more = "" if self.eval_rows is None else f", {self.eval_rows:,} to evaluate on"
-        return f"{self.rows:,} row{'s' * (self.rows != 1)} of kind {self.kind}{more}: {', '.join(many) or 'nothing found'}"
+        return (
+            f"{plural(self.rows, 'row')} of kind {self.kind}{more}: "
+            f"{', '.join(counts) or 'nothing found'}"
+        )
 
     def __str__(self):
         out = [*textwrap.wrap(self.title(), 80)]
@@ -363,27 +364,24 @@ class QualityReport:
                 out += textwrap.wrap(words, 80, initial_indent="  ", subsequent_indent="  ")
             for e in f.examples:
                 line = f"    {e.where}: {e}"
-                out += (
-                    [line]
-                    if len(line) <= 80
-                    else [
-                        f"    {e.where}:"[:80],
-                        *textwrap.wrap(
-                            str(e), 72, initial_indent="      ", subsequent_indent="      "
-                        ),
-                    ]
-                )
+                if len(line) <= 80:
+                    out.append(line)
+                else:
+                    out.append(f"    {e.where}:"[:80])
+                    indent = " " * 6
+                    out += textwrap.wrap(
+                        str(e), 72, initial_indent=indent, subsequent_indent=indent
+                    )
         return "\n".join(out)
 
     __repr__ = __str__
 
     @property
     def html(self) -> Picture:
-        "For a notebook or a page."
-        colour = dict(error="#cf003e", warning="#d9640f", note="#1f77c9")
-        out = f'<div style="font-weight:600;padding:4px 0">{clean(self.title())}</div>'
-        if shown := {f.name: 100 * f.share for f in self.findings if f.total and f.unit == "rows"}:
-            out += bars(shown, "Rows concerned", unit="%")
+        "The report as HTML, for a notebook or a page."
+        out = _TITLE.format(title=clean(self.title()))
+        if shares := {f.name: 100 * f.share for f in self.findings if f.total and f.unit == "rows"}:
+            out += bars(shares, "Rows concerned", unit="%")
         for f in self.findings:
             places = "".join(
                 f"<li><code>{clean(e.where)}</code> {clean(e.before)}"
@@ -391,21 +389,24 @@ class QualityReport:
                 + f"{clean(e.after)}</li>"
                 for e in f.examples
             )
-            remedy = f"<br/><b>Remedy:</b> {clean(f.remedy)}" if f.remedy else ""
-            out += (
-                f'<details{" open" * (f.severity == "error")}><summary><b style="color:{colour[f.severity]}">{f.severity}</b> '
-                f'<b>{clean(f.name)}</b>: {clean(f.counted())}</summary><div style="padding:2px 0 8px 18px">{clean(f.says)} '
-                f'{clean(f.effect)}{remedy}<ul style="margin:2px 0;overflow-wrap:anywhere">{places}</ul></div></details>'
+            out += _FINDING.format(
+                open=" open" if f.severity == "error" else "",
+                colour=_SEVERITY_COLOURS[f.severity],
+                severity=f.severity,
+                name=clean(f.name),
+                counted=clean(f.counted()),
+                says=clean(f.says),
+                effect=clean(f.effect),
+                remedy=f"<br/><b>Remedy:</b> {clean(f.remedy)}" if f.remedy else "",
+                places=places,
             )
-        return Picture(
-            f'<div role="group" {PLAIN} aria-label="{clean(self.title())}" style="font:13px/1.5 system-ui,sans-serif">{out}</div>'
-        )
+        return Picture(_QUALITY_PICTURE.format(plain=PLAIN, label=clean(self.title()), content=out))
 
     def _repr_html_(self) -> str:
         return str(self.html)
 
     def to_dict(self) -> dict:
-        "Plain values, for JSON."
+        "The content as plain values, for JSON."
         return dict(
             rows=self.rows,
             eval_rows=self.eval_rows,

@@ -29,6 +29,7 @@ from copy import copy
 from datetime import date, time
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO
 
 from ..files import write_atomic
@@ -44,17 +45,16 @@ class _Zstd(io.RawIOBase):
             raise ImportError(
                 f"{path}: reading .zst needs zstandard: pip install 'trainkit-llm[data]'"
             ) from None
-        self.new, self.file, self.rest = (
-            zstandard.ZstdDecompressor().decompressobj,
-            open(path, "rb"),
-            b"",
-        )
-        self.frame, self.errors = self.new(), zstandard.ZstdError
+        self.new = zstandard.ZstdDecompressor().decompressobj
+        self.file = open(path, "rb")
+        self.rest = b""
+        self.frame = self.new()
+        self.errors = zstandard.ZstdError
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:
         while not self.rest:
             data = self.frame.unused_data if self.frame.eof else b""
             if self.frame.eof and (data or (data := self.file.read(2**17))):
@@ -76,23 +76,23 @@ class _Zstd(io.RawIOBase):
         super().close()
 
 
-def _zstd(path: Path) -> Any:
+def _zstd(path: Path) -> io.BufferedIOBase:
     return io.BufferedReader(_Zstd(path))
 
 
-def _bz2(path: Path) -> Any:
+def _bz2(path: Path) -> io.BufferedIOBase:
     import bz2
 
     return bz2.open(path, "rb")
 
 
-def _xz(path: Path) -> Any:
+def _xz(path: Path) -> io.BufferedIOBase:
     import lzma
 
     return lzma.open(path, "rb")
 
 
-COMPRESSIONS: dict[str, Callable[[Path], Any]] = {  # suffix -> how such a file is opened
+COMPRESSIONS: dict[str, Callable[[Path], io.BufferedIOBase]] = {  # suffix -> how it is opened
     ".gz": lambda path: gzip.open(path, "rb"),
     ".zst": _zstd,
     ".bz2": _bz2,
@@ -110,9 +110,11 @@ def plain_suffix(
     return Path(name).suffix
 
 
-UNPACKED_VARIABLE = "TRAINKIT_MAX_UNPACKED"  # The variable that says how many bytes a compressed file may become, if more than `UNPACKED`
+# The variable that says how many bytes a compressed file may become, if more than `UNPACKED`
+UNPACKED_VARIABLE = "TRAINKIT_MAX_UNPACKED"
 UNPACKED = 16 * 2**30
-RATIO = 200  # Text shrinks to a tenth, at best to a fiftieth; what grows more often is made to fill a machine
+# Text shrinks to a tenth, at best to a fiftieth; what grows more often is made to fill a machine
+RATIO = 200
 
 
 class _Budget:
@@ -143,13 +145,13 @@ class _Budget:
 class _Bounded(io.RawIOBase):
     "A compressed file that may not become boundlessly large."
 
-    def __init__(self, path: Path, file: Any):
+    def __init__(self, path: Path, file: io.BufferedIOBase):
         self.file, self.budget = file, _Budget(path)
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: memoryview) -> int:
         data = self.file.read(len(buffer))
         self.budget.spend(len(data))
         buffer[: len(data)] = data
@@ -171,7 +173,7 @@ class Whole:
 
     def __enter__(self) -> BinaryIO:
         if not self.packed:
-            self.file: Any = open(self.path, "rb")
+            self.file: BinaryIO = open(self.path, "rb")
         else:
             self.file = io.BufferedReader(
                 _Bounded(self.path, COMPRESSIONS[self.path.suffix.lower()](self.path)), 2**17
@@ -193,7 +195,9 @@ class Whole:
 def codec(
     encoding: str,  # As a user writes it
 ) -> str:  # The codec to read with
-    "UTF-8 files may begin with a byte order mark, which is no text; `ValueError` for an encoding that Python does not know."
+    """The codec that reads an encoding: for UTF-8 the one that skips a byte order mark.
+
+    An encoding that Python does not know is a `ValueError`."""
     try:
         codecs.lookup(encoding)
     except LookupError:
@@ -240,12 +244,11 @@ def read_text(
     return text
 
 # %% ../../nbs/02_data/02_readers.ipynb #18fadf4a
-Row = tuple[
-    int, Any
-]  # The line on which a row begins, from 1, and the row, or a `ValueError` in its place
+# The line on which a row begins, from 1, and the row, or a `ValueError` in its place
+Row = tuple[int, "dict | ValueError"]
 
 
-def _json(text: str, where: str) -> Any:
+def _json(text: str, where: str) -> object:
     "A JSON value, or a `ValueError` to put in its place."
     try:
         return json.loads(text)
@@ -254,18 +257,17 @@ def _json(text: str, where: str) -> Any:
     except RecursionError:
         return ValueError(f"{where}: not JSON (brackets nested too deep)")
     except ValueError as error:
-        return ValueError(
-            f"{where}: not JSON ({str(error).partition(';')[0]})"
-        )  # A number of thousands of digits
+        # A number of thousands of digits
+        return ValueError(f"{where}: not JSON ({str(error).partition(';')[0]})")
 
 
-def _as_row(value: Any, where: str) -> Any:
-    return (
-        value
-        if isinstance(value, (dict, ValueError))
-        else ValueError(
-            f'{where}: a row must be an object such as {{"prompt": …}}, here is a {type(value).__name__}'
-        )
+def _as_row(value: object, where: str) -> dict | ValueError:
+    "A row, or the error to put in its place."
+    if isinstance(value, (dict, ValueError)):
+        return value
+    return ValueError(
+        f'{where}: a row must be an object such as {{"prompt": …}}, here is a '
+        f"{type(value).__name__}"
     )
 
 
@@ -290,16 +292,14 @@ def _read_json(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     with Whole(path) as file:
         head = b"".join(islice((line for line in file if line.strip(b" \t\r\n\0")), 2))
     first, _, second = head.decode(codec(encoding), "ignore").strip().partition("\n")
-    begins, named = (
-        _json(first, ""),
-        plain_suffix(path) != ".json",
-    )  # as a file of lines; its first may be a broken one
-    if isinstance(begins, dict):
-        lines = named or bool(second)
+    value = _json(first, "")
+    jsonl = plain_suffix(path) != ".json"  # Named as a file of lines; its first may be broken
+    if isinstance(value, dict):
+        lines = jsonl or bool(second)
     elif first[:1] == "[":
-        lines = named and not isinstance(begins, ValueError) and bool(second)
+        lines = jsonl and not isinstance(value, ValueError) and bool(second)
     else:
-        lines = named and bool(first) and (first.strip() != "{" or second.strip()[:1] == "{")
+        lines = jsonl and bool(first) and (first.strip() != "{" or second.strip()[:1] == "{")
     if lines:
         yield from _read_jsonl(path, encoding, field)
     else:
@@ -309,76 +309,105 @@ def _read_json(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
+_MESSAGE_COLUMNS = {"messages", "conversations", "chosen", "rejected", "prompt", "completion"}
+
+
+class _JsonScanner:
+    "Walks through a JSON text member by member, so that every error has its line and column."
+
+    def __init__(self, path: Path, text: str):
+        self.path = path
+        self.text = text
+        self.decoder = json.JSONDecoder()
+        self.end = 0  # Behind the last list or object that was read to its end
+
+    def char(self, at: int) -> str:
+        return self.text[at : at + 1]
+
+    def skip(self, at: int) -> int:
+        "The next place that is no white space."
+        return _SPACE.match(self.text, at).end()  # type: ignore
+
+    def error(self, at: int, reason: str) -> ValueError:
+        line = self.text.count("\n", 0, at) + 1
+        column = at - self.text.rfind("\n", 0, at)
+        return ValueError(f"{self.path}, line {line}, column {column}: not JSON ({reason})")
+
+    def value(self, at: int) -> tuple[Any, int]:
+        "The value at a place, and the place behind it."
+        try:
+            return self.decoder.raw_decode(self.text, at)
+        except json.JSONDecodeError as error:
+            raise self.error(error.pos, error.msg) from None
+        except RecursionError:
+            raise self.error(at, "brackets nested too deep") from None
+        except ValueError as error:
+            raise self.error(at, str(error).partition(";")[0]) from None
+
+    def members(self, start: int, close: str) -> Iterator[tuple[str, int, Any]]:
+        "Key ('' in a list), place and value of each member of a list or object."
+        at, key = self.skip(start + 1), ""
+        while self.char(at) != close:
+            if close == "}":
+                key, at = self.value(at)
+                at = self.skip(at)
+                if self.char(at) != ":":
+                    raise self.error(at, "':' expected")
+                at = self.skip(at + 1)
+            item, end = self.value(at)
+            yield key, at, item
+            at = self.skip(end)
+            if self.char(at) not in (",", close):
+                raise self.error(at, f"',' or '{close}' expected")
+            if self.char(at) == ",":
+                at = self.skip(at + 1)
+                if self.char(at) == close:
+                    raise self.error(at, "a comma before the end")
+        self.end = max(self.end, at + 1)
+
+
+def _rows_of_object(
+    scan: _JsonScanner, start: int, field: str | None
+) -> tuple[dict | None, int]:  # The row, or None and where the list of rows begins
+    "Whether a JSON object is one row, or contains a list of rows."
+    whole, lists = {}, {}
+    for key, at, item in scan.members(start, "}"):
+        whole[key] = item
+        if isinstance(item, list) and item and all(isinstance(row, dict) for row in item):
+            lists[key] = at
+    if field is None and {*lists} <= _MESSAGE_COLUMNS:
+        return whole, start
+    if field is None and len(lists) > 1:
+        raise ValueError(
+            f"{scan.path}: several lists of rows ({', '.join(lists)}): say which, as in "
+            f"field={[*lists][0]!r}"
+        )
+    if field is not None and field not in lists:
+        raise ValueError(
+            f"{scan.path}: there is no list of rows {field!r} (there are: "
+            f"{', '.join(lists) or 'none'})"
+        )
+    return None, lists[field or [*lists][0]]
+
+
 def _elements(path: Path, text: str, field: str | None) -> Iterator[Row]:
     "The objects of a JSON list, or of the list inside a JSON object."
-    read, ends = json.JSONDecoder(), [0]
-    skip = lambda at: _SPACE.match(text, at).end()  # type: ignore
-
-    def fail(at: int, why: str) -> ValueError:
-        line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-        return ValueError(f"{path}, line {line}, column {column}: not JSON ({why})")
-
-    def value(at: int) -> tuple[Any, int]:
-        try:
-            return read.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise fail(error.pos, error.msg) from None
-        except RecursionError:
-            raise fail(at, "brackets nested too deep") from None
-        except ValueError as error:
-            raise fail(at, str(error).partition(";")[0]) from None
-
-    def members(start: int, close: str) -> Iterator[tuple[Any, int, Any]]:
-        "Key, place and value of each member of a list or object."
-        at, key = skip(start + 1), None
-        while text[at : at + 1] != close:
-            if close == "}":
-                key, at = value(at)
-                if text[(at := skip(at)) : at + 1] != ":":
-                    raise fail(at, "':' expected")
-                at = skip(at + 1)
-            item, end = value(at)
-            yield key, at, item
-            at = skip(end)
-            if text[at : at + 1] not in (",", close):
-                raise fail(at, f"',' or '{close}' expected")
-            if text[at : at + 1] == "," and text[(at := skip(at + 1)) : at + 1] == close:
-                raise fail(at, "a comma before the end")
-        ends.append(at + 1)
-
-    if text[(start := skip(0)) : start + 1] == "{":
-        whole, lists = {}, {}
-        for key, at, item in members(start, "}"):
-            whole[key] = item
-            if isinstance(item, list) and item and all(isinstance(r, dict) for r in item):
-                lists[key] = at
-        if field is None and {*lists} <= {
-            "messages",
-            "conversations",
-            "chosen",
-            "rejected",
-            "prompt",
-            "completion",
-        }:
-            yield 1, whole  # the file is one row
+    scan = _JsonScanner(path, text)
+    start = scan.skip(0)
+    if scan.char(start) == "{":
+        row, start = _rows_of_object(scan, start, field)
+        if row is not None:
+            yield 1, row
             return
-        if field is None and len(lists) > 1:
-            raise ValueError(
-                f"{path}: several lists of rows ({', '.join(lists)}): say which, as in field={[*lists][0]!r}"
-            )
-        if field is not None and field not in lists:
-            raise ValueError(
-                f"{path}: there is no list of rows {field!r} (there are: {', '.join(lists) or 'none'})"
-            )
-        start = lists[field or [*lists][0]]
-    elif text[start : start + 1] != "[":
-        raise fail(start, "a list of objects is needed")
-    line, seen = 1, 0
-    for _, at, row in members(start, "]"):
-        line, seen = line + text.count("\n", seen, at), at
+    elif scan.char(start) != "[":
+        raise scan.error(start, "a list of objects is needed")
+    line, last = 1, 0
+    for _, at, row in scan.members(start, "]"):
+        line, last = line + text.count("\n", last, at), at
         yield line, _as_row(row, f"{path}, line {line}")
-    if (rest := skip(max(ends))) < len(text):
-        raise fail(rest, "something follows the end")
+    rest = scan.skip(scan.end)
+    if rest < len(text):
+        raise scan.error(rest, "something follows the end")
 
 # %% ../../nbs/02_data/02_readers.ipynb #290887da
 def _separator(head: str) -> str:
@@ -398,7 +427,7 @@ def _separator(head: str) -> str:
     return best
 
 
-def _cell(text: str) -> Any:
+def _cell(text: str) -> str | list:
     "Messages, which `write_examples` puts into a table as JSON; any other text as it is."
     if text[:2] != "[{":
         return text
@@ -406,15 +435,23 @@ def _cell(text: str) -> Any:
         turns = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return (
-        turns if all(isinstance(t, dict) and ("role" in t or "from" in t) for t in turns) else text
-    )
+    messages = all(isinstance(t, dict) and ("role" in t or "from" in t) for t in turns)
+    return turns if messages else text
+
+
+def _column_names(record: list[str], where: str) -> list[str]:
+    "The header of a table; a missing or repeated name is a `ValueError`."
+    names = [name.strip() for name in record]
+    if names[0] == "" and len(names) > 1:
+        names[0] = "index"  # as pandas writes its own
+    if "" in names or len({*names}) < len(names):
+        raise ValueError(f"{where}: the first line must name each column once, here is {names}")
+    return names
 
 
 def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # the standard limit, 131,072 characters, is short for a text
+    # the standard limit, 131,072 characters, is short for a text
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     with Whole(path) as file:
         lines = io.TextIOWrapper(file, codec(encoding), newline="")
         try:
@@ -434,19 +471,13 @@ def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
                     record = next(rows, None)
                 except csv.Error as error:
                     end = rows.line_num
-                    why = (
-                        "a quote that opens here is never closed"
-                        if "end of data" in str(error)
-                        else str(error)
-                    )
+                    reason = str(error)
+                    if "end of data" in reason:
+                        reason = "a quote that opens here is never closed"
                     if names is None:
-                        raise ValueError(f"{path}, line {begin}: {why}") from None
-                    yield (
-                        begin,
-                        ValueError(
-                            f"{path}, line {begin}{f' to {end}' if end > begin else ''}: {why}"
-                        ),
-                    )
+                        raise ValueError(f"{path}, line {begin}: {reason}") from None
+                    lines_of_row = f"line {begin}{f' to {end}' if end > begin else ''}"
+                    yield begin, ValueError(f"{path}, {lines_of_row}: {reason}")
                     continue
                 end = rows.line_num
                 if record is None:
@@ -454,19 +485,14 @@ def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
                 if not record:
                     continue
                 if names is None:
-                    names = [name.strip() for name in record]
-                    if names[0] == "" and len(names) > 1:
-                        names[0] = "index"  # as pandas writes its own
-                    if "" in names or len({*names}) < len(names):
-                        raise ValueError(
-                            f"{path}, line {begin}: the first line must name each column once, here is {names}"
-                        )
+                    names = _column_names(record, f"{path}, line {begin}")
                 elif len(record) != len(names):
                     yield (
                         begin,
                         ValueError(
-                            f"{path}, line {begin}: {len(record)} fields where the header has {len(names)} "
-                            f"({', '.join(names)}): texts that hold {mark!r} must stand in quotes"
+                            f"{path}, line {begin}: {len(record)} fields where the header has "
+                            f"{len(names)} ({', '.join(names)}): texts that hold {mark!r} must "
+                            "stand in quotes"
                         ),
                     )
                 else:
@@ -476,7 +502,7 @@ def _read_csv(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
             raise
 
 # %% ../../nbs/02_data/02_readers.ipynb #1660c41a
-def _arrow(path: Path) -> Any:
+def _arrow(path: Path) -> ModuleType:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -548,9 +574,8 @@ TEXT_SUFFIXES = (
     ".rs",
     ".sh",
 )
-READERS: dict[
-    str, Callable[[Path, str, str | None], Iterator[Row]]
-] = {  # suffix -> function(path, encoding, field)
+# suffix -> function(path, encoding, field)
+READERS: dict[str, Callable[[Path, str, str | None], Iterator[Row]]] = {
     ".json": _read_json,
     ".jsonl": _read_json,
     ".ndjson": _read_json,
@@ -565,41 +590,36 @@ def read_rows(
     path: str | Path,  # A file whose suffix is in `READERS`, perhaps compressed
     encoding: str = "utf-8",  # How its characters are written
     field: str | None = None,  # In a JSON file: the name under which the rows lie
-) -> Iterator[
-    Row
-]:  # The line on which each row begins, and the row, or the `ValueError` that stands in its place
+    # The line on which each row begins, and the row, or the `ValueError` that stands in its place
+) -> Iterator[Row]:
     "The rows of a file one at a time; raises `ValueError` where the file as a whole can't be read."
     path = Path(path)
     if (reader := READERS.get(plain_suffix(path))) is None:
         raise ValueError(
-            f"{path}: rows are read from {', '.join(s for s in READERS if s not in TEXT_SUFFIXES)} and from "
-            f"texts ({', '.join(TEXT_SUFFIXES)}), each also with {', '.join(COMPRESSIONS)}"
+            f"{path}: rows are read from {', '.join(s for s in READERS if s not in TEXT_SUFFIXES)} "
+            f"and from texts ({', '.join(TEXT_SUFFIXES)}), each also with {', '.join(COMPRESSIONS)}"
         )
     yield from reader(path, encoding, field)
 
 # %% ../../nbs/02_data/02_readers.ipynb #f0a6b4cd
 def _to_csv(rows: list[dict], mark: str) -> bytes:
-    columns, out = list(dict.fromkeys(c for row in rows for c in row)), io.StringIO(newline="")
+    columns = list(dict.fromkeys(c for row in rows for c in row))
+    out = io.StringIO(newline="")
     if not columns:
-        raise ValueError("there are no rows, so nobody knows the columns of the table")
-    table = csv.writer(
-        out, delimiter=mark
-    )  # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts
+        raise ValueError("there are no rows, so the columns of the table are unknown")
+    # ends lines with \r\n, as RFC 4180 says, so that both are quoted in texts
+    table = csv.writer(out, delimiter=mark)
     table.writerow(columns)
+
+    def cell(value):
+        if hasattr(value, "tolist"):
+            value = value.tolist()  # an array's own text is shortened
+        if isinstance(value, (list, dict)):
+            return json.dumps(value, ensure_ascii=False)
+        return "" if value is None else value
+
     for row in rows:
-        cells = (
-            v.tolist() if hasattr(v := row.get(c, ""), "tolist") else v for c in columns
-        )  # an array's own text is shortened
-        table.writerow(
-            [
-                ""
-                if v is None
-                else json.dumps(v, ensure_ascii=False)
-                if isinstance(v, (list, dict))
-                else v
-                for v in cells
-            ]
-        )
+        table.writerow([cell(row.get(column, "")) for column in columns])
     return out.getvalue().encode("utf-8")
 
 
@@ -621,7 +641,7 @@ def _to_parquet(rows: list[dict], path: Path) -> bytes:
 def written_as(
     path: Path,  # Ends in .jsonl, .json, .csv, .tsv or .parquet; the first four also with .gz
 ) -> str:  # '.jsonl', '.ndjson', '.json', '.csv', '.tsv' or '.parquet'
-    "The form in which a file of that name holds rows; `ValueError` if there is none."
+    "The format of a file with that name; a name that no format fits is a `ValueError`."
     suffix, last = plain_suffix(path), path.suffix.lower()
     if suffix not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet") or (
         suffix == ".parquet" and last != suffix
@@ -639,7 +659,7 @@ def write_examples(
     "Write rows to a file, whole or not at all."
     path, rows, suffix = Path(path), list(rows), written_as(Path(path))
 
-    def plain(value: Any) -> Any:  # what tables and arrays hold, and JSON has no form for
+    def plain(value: Any) -> object:  # what tables and arrays hold, and JSON has no form for
         if isinstance(value, (date, time)):
             return value.isoformat()
         if hasattr(value, "tolist"):
@@ -663,8 +683,8 @@ def write_examples(
             data = _to_parquet(rows, path)
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{path}: a text holds {error.object[error.start]!r}, half of a pair of surrogates, which no "
-            "file can hold"
+            f"{path}: a text holds {error.object[error.start]!r}, half of a pair of surrogates, "
+            "which no file can hold"
         ) from None
     if path.suffix.lower() == ".gz":
         data = gzip.compress(data, mtime=0)

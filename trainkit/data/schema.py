@@ -13,10 +13,9 @@ __all__ = ['KINDS', 'ALIASES', 'ROLES', 'fitting_kinds', 'example_kind', 'as_mes
            'to_messages', 'map_texts']
 
 # %% ../../nbs/02_data/01_columns.ipynb #imports-columns
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any
 
 from ..config import nearest
 
@@ -32,21 +31,19 @@ KINDS: dict[str, tuple[str, ...]] = {  # kind -> the columns that its rows must 
     "prompt": ("prompt",),
 }
 
-_ASKED, _SAID = (
-    ("question", "query", "problem", "instruction"),
-    ("response", "output", "answer", "solution", "target"),
-)
+_QUESTION_NAMES = ("question", "query", "problem", "instruction")
+_ANSWER_NAMES = ("response", "output", "answer", "solution", "target")
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> other names for it
     "text": {"text": ("content", "document", "body", "raw_content")},
     "messages": {
         "messages": ("conversations", "conversation", "dialogue", "dialog", "chat", "turns")
     },
     "preference": {
-        "prompt": (*_ASKED, "input", "conversations", "messages"),
+        "prompt": (*_QUESTION_NAMES, "input", "conversations", "messages"),
         "chosen": ("preferred", "accepted"),
         "rejected": ("dispreferred",),
     },
-    "unpaired": {"prompt": (*_ASKED, "input"), "completion": _SAID},
+    "unpaired": {"prompt": (*_QUESTION_NAMES, "input"), "completion": _ANSWER_NAMES},
     "reasoning": {
         "question": ("problem", "query", "prompt", "instruction", "input"),
         "reasoning": (
@@ -65,28 +62,32 @@ ALIASES: dict[str, dict[str, tuple[str, ...]]] = {  # kind -> column -> other na
         "input": ("context",),
         "output": ("response", "answer", "completion", "target"),
     },
-    "prompt_completion": {"prompt": (*_ASKED, "input"), "completion": _SAID},
-    "prompt": {"prompt": _ASKED},
+    "prompt_completion": {"prompt": (*_QUESTION_NAMES, "input"), "completion": _ANSWER_NAMES},
+    "prompt": {"prompt": _QUESTION_NAMES},
 }
 
 # %% ../../nbs/02_data/01_columns.ipynb #60e5f882
 @lru_cache(maxsize=1024)
 def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
-    "Kind -> its columns as this row calls them, for every kind that fits and is part of no other that does."
+    """Kind -> its columns as this row calls them, for every kind that fits.
+
+    A kind that is part of another one that fits is left out."""
     fits: dict[str, dict[str, str]] = {}
     for kind, columns in KINDS.items():
-        found: dict[str, str] = {}
+        names_of: dict[str, str] = {}
         for column in (*columns, *(("input",) if kind == "instruction" else ())):
             own = [
                 n
                 for n in (column, *ALIASES[kind].get(column, ()))
-                if n in names and n not in found.values()
+                if n in names and n not in names_of.values()
             ]
             if own:
-                found[column] = own[0]
-        implicit = kind == "preference" and "prompt" not in found  # the answers then begin with it
-        if all(c in found or (implicit and c == "prompt") for c in columns):
-            fits[kind] = found
+                names_of[column] = own[0]
+        implicit = (
+            kind == "preference" and "prompt" not in names_of
+        )  # the answers then begin with it
+        if all(c in names_of or (implicit and c == "prompt") for c in columns):
+            fits[kind] = names_of
     if [*fits] == ["prompt"] and any(
         get_close_matches(n, ("completion", "chosen", "rejected"), 1, 0.8) for n in names
     ):
@@ -95,7 +96,7 @@ def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
         weak = None
     else:
         weak = fits.pop("text", None)  # `content` may be anything
-    used = {kind: set(found.values()) for kind, found in fits.items()}
+    used = {kind: set(names_of.values()) for kind, names_of in fits.items()}
     order = list(fits)
     return {
         kind: fits[kind]
@@ -108,10 +109,9 @@ def _fitting(names: frozenset[str]) -> dict[str, dict[str, str]]:
 
 def fitting_kinds(
     row: Mapping,  # An example
-) -> dict[
-    str, dict[str, str]
-]:  # Kind -> its columns as the row calls them; empty when none fits, several when unsure
-    "The kinds that fit a row and are part of no other that does."
+    # Kind -> its columns as the row calls them; empty when none fits, several when unsure
+) -> dict[str, dict[str, str]]:
+    "The kinds that fit a row, without those that are part of another one that fits."
     return _fitting(_names(row))
 
 
@@ -121,7 +121,7 @@ def _names(row: Mapping) -> frozenset[str]:
     return frozenset(n for n, v in row.items() if v is not None and not (unsure and n == "label"))
 
 
-def _yes_or_no(value: Any) -> bool | None:
+def _yes_or_no(value: object) -> bool | None:
     "Booleans as files write them."
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
@@ -131,41 +131,44 @@ def _yes_or_no(value: Any) -> bool | None:
 def example_kind(
     row: Mapping,  # An example, with the usual column names or others that `ALIASES` knows
 ) -> str:  # A key of `KINDS`; raises `ValueError` when none fits, or more than one
-    "The kind of an example, told by its columns."
+    "The kind of an example, inferred from its columns."
     if len(fits := fitting_kinds(row)) == 1:
         return next(iter(fits))
     if fits:
         raise ValueError(
-            f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say data.kind={list(fits)[0]}"
+            f"the columns {', '.join(row)} fit the kinds {' and '.join(fits)}: say "
+            f"data.kind={list(fits)[0]}"
             f", or whichever is meant (in Python kind={list(fits)[0]!r})"
         )
     if not row:
         raise ValueError("the row has no columns")
-    near = lambda columns: next(
-        (h for n in row if n not in columns and (h := nearest(n, columns))), ""
-    )
-    halves = {
+
+    def near(columns):
+        return next((h for n in row if n not in columns and (h := nearest(n, columns))), "")
+
+    lacks = {
         kind: [c for c in columns if c not in row]
         for kind, columns in KINDS.items()
         if {*columns} & {*row}
     }
-    halves = {kind: missing for kind, missing in halves.items() if missing}
-    kind = min(halves, key=lambda k: (not near(halves[k]), len(halves[k]), k)) if halves else None
-    missing = halves[kind] if kind else [c for columns in KINDS.values() for c in columns]
-    why = (
-        f"of kind {kind} it lacks {' and '.join(map(repr, missing))}"
-        if kind
-        else f"known are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}"
-    )
-    hint, own = near(missing), [c for c in row if c not in ("source", "line")]
-    if (
-        kind is None and not hint and len(own) > 1
-    ):  # Two unknown names: most likely a question and its answer
+    lacks = {kind: missing for kind, missing in lacks.items() if missing}
+    if lacks:
+        kind = min(lacks, key=lambda k: (not near(lacks[k]), len(lacks[k]), k))
+        missing = lacks[kind]
+        reason = f"of kind {kind} it lacks {' and '.join(map(repr, missing))}"
+    else:
+        kind = None
+        missing = [c for columns in KINDS.values() for c in columns]
+        reason = f"known are {'; '.join(f'{k}: ' + ', '.join(c) for k, c in KINDS.items())}"
+    hint = near(missing)
+    own = [c for c in row if c not in ("source", "line")]
+    # Two unknown names: most likely a question and its answer
+    if kind is None and not hint and len(own) > 1:
         hint = (
             f" Say what they hold, as in columns={{'prompt': {own[0]!r}, 'completion': {own[1]!r}}}"
             f" (in a shell --column prompt={own[0]} --column completion={own[1]})"
         )
-    raise ValueError(f"the columns {', '.join(map(repr, row))} fit no kind: {why}.{hint}")
+    raise ValueError(f"the columns {', '.join(map(repr, row))} fit no kind: {reason}.{hint}")
 
 # %% ../../nbs/02_data/01_columns.ipynb #440d032b
 ROLES: dict[str, str] = {  # What files call a speaker -> system, user, assistant or tool
@@ -185,15 +188,15 @@ ROLES: dict[str, str] = {  # What files call a speaker -> system, user, assistan
 }
 
 
-def _text(value: Any, where: str, empty: bool = False) -> str:
+def _text(value: object, where: str, empty: bool = False) -> str:
     "`value`, if it is text that can be encoded; may be empty or blank where `empty`."
+    if value is None:
+        raise ValueError(f"{where} is missing")
     if not isinstance(value, str):
         shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:36]} …"
         hint = " (write it in quotes)" if isinstance(value, (int, float)) else ""
         raise ValueError(
-            f"{where} is missing"
-            if value is None
-            else f"{where} = {shown} is of type {type(value).__name__}: text is needed{hint}"
+            f"{where} = {shown} is of type {type(value).__name__}: text is needed{hint}"
         )
     if not empty and (not value or value.isspace()):
         raise ValueError(f"{where} is empty")
@@ -208,11 +211,24 @@ def _text(value: Any, where: str, empty: bool = False) -> str:
     return value
 
 
+def _joined_parts(parts: Sequence, where: str) -> str:
+    "The text of a content that is a list of parts; a part without text is a `ValueError`."
+    for part in parts:
+        if not isinstance(part, str) and (not isinstance(part, Mapping) or "text" not in part):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(
+                f"{where}: a part of type {kind!r} is no text; only text can be trained on"
+            )
+    return "".join(part if isinstance(part, str) else str(part["text"]) for part in parts)
+
+
 def as_messages(
-    turns: Any,  # A list of `{role, content}` or `{from, value}`, or one such dict
+    turns: object,  # A list of `{role, content}` or `{from, value}`, or one such dict
     where: str = "messages",  # The column, for errors
 ) -> list[dict]:  # Each with `role` and `content` first; other keys of a turn are kept
-    "A conversation with the usual spelling; raises `ValueError` that says which turn is wrong, and how."
+    """A conversation with the usual spelling of its keys and roles.
+
+    A wrong turn is a `ValueError` with its number and the reason."""
     turns = [turns] if isinstance(turns, Mapping) else turns
     if not isinstance(turns, (list, tuple)):
         raise ValueError(
@@ -232,52 +248,40 @@ def as_messages(
                 f"{at} has no 'role' (it has {', '.join(map(repr, turn)) or 'nothing'})."
                 f"{next((h for n in turn if (h := nearest(n, ['role', 'from']))), '')}"
             )
-        said = turn[names[0]]
-        role = ROLES.get(said) or ROLES.get(said.strip().lower()) if isinstance(said, str) else None
+        name = turn[names[0]]
+        role = ROLES.get(name) or ROLES.get(name.strip().lower()) if isinstance(name, str) else None
         if role is None:
             raise ValueError(
-                f"{at}: unknown role {said!r}; known are {', '.join(ROLES)}.{nearest(said, list(ROLES))}"
+                f"{at}: unknown role {name!r}; known are "
+                f"{', '.join(ROLES)}.{nearest(name, list(ROLES))}"
             )
         if names[1] not in turn:
             raise ValueError(f"{at} has no {names[1]!r} (it has {', '.join(map(repr, turn))}).")
-        content, more = (
-            turn[names[1]],
-            {k: v for k, v in turn.items() if k not in names and v is not None},
-        )
+        content = turn[names[1]]
+        more = {k: v for k, v in turn.items() if k not in names and v is not None}
         if isinstance(content, (list, tuple)):
-            if odd := [
-                p
-                for p in content
-                if not isinstance(p, str) and (not isinstance(p, Mapping) or "text" not in p)
-            ]:
-                kind = odd[0].get("type") if isinstance(odd[0], Mapping) else type(odd[0]).__name__
-                raise ValueError(
-                    f"{at}: a part of type {kind!r} is no text; only text can be trained on"
-                )
-            content = "".join(p if isinstance(p, str) else str(p["text"]) for p in content)
+            content = _joined_parts(content, at)
+        # A call or a thought may come without text
         calls = bool(more.get("tool_calls") or more.get("reasoning_content"))
-        out.append(
-            dict(
-                role=role,
-                content=_text(
-                    "" if content is None and calls else content, f"{at} ({role})", calls
-                ),
-                **more,
-            )
-        )
+        if content is None and calls:
+            content = ""
+        out.append(dict(role=role, content=_text(content, f"{at} ({role})", calls), **more))
     return out
 
 # %% ../../nbs/02_data/01_columns.ipynb #8a4503b4
 def split_prompt(
-    chosen: Any,  # Text, or messages
-    rejected: Any,  # The same
-) -> tuple[Any, Any, Any]:  # Prompt, chosen and rejected; the prompt is '' where nothing is common
-    "Split off what two answers have in common at their start; each keeps at least its last turn or word."
+    chosen: str | list,  # Text, or messages
+    rejected: str | list,  # The same
+    # Prompt, chosen and rejected; the prompt is '' where nothing is common
+) -> tuple[str | list, str | list, str | list]:
+    """Split off what two answers have in common at their start.
+
+    Each keeps at least its last turn or word."""
     same = next(
         (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
         min(len(chosen), len(rejected)),
     )
-    if isinstance(chosen, str):
+    if isinstance(chosen, str) and isinstance(rejected, str):
         while same and not (
             chosen[same : same + 1].isspace() and rejected[same : same + 1].isspace()
         ):
@@ -287,12 +291,10 @@ def split_prompt(
     return chosen[:same], chosen[same:], rejected[same:]
 
 # %% ../../nbs/02_data/01_columns.ipynb #746fdf81
-def _turns_or_text(value: Any, where: str, empty: bool = False) -> Any:
-    return (
-        as_messages(value, where)
-        if isinstance(value, (list, tuple, Mapping))
-        else _text(value, where, empty)
-    )
+def _turns_or_text(value: object, where: str, empty: bool = False) -> str | list[dict]:
+    if isinstance(value, (list, tuple, Mapping)):
+        return as_messages(value, where)
+    return _text(value, where, empty)
 
 
 def _preference(row: dict) -> None:
@@ -307,59 +309,40 @@ def _preference(row: dict) -> None:
             raise ValueError("the row has no 'prompt', and chosen and rejected begin differently")
     else:
         prompt = _turns_or_text(prompt, "prompt")
-    if not isinstance(
-        chosen, str
-    ):  # the usual mix: a prompt as text, answers as conversations that begin with it
+    # the usual mix: a prompt as text, answers as conversations that begin with it
+    if not isinstance(chosen, str):
         turns = [dict(role="user", content=prompt)] if isinstance(prompt, str) else prompt
-        cut = lambda answer: (
-            answer[len(turns) :]
-            if answer[: len(turns)] == turns and len(answer) > len(turns)
-            else answer
-        )
-        prompt, chosen, rejected = turns, cut(chosen), cut(rejected)
+
+        def without_prompt(answer):
+            begins = answer[: len(turns)] == turns and len(answer) > len(turns)
+            return answer[len(turns) :] if begins else answer
+
+        prompt, chosen, rejected = turns, without_prompt(chosen), without_prompt(rejected)
     elif not isinstance(prompt, str):
         chosen, rejected = ([dict(role="assistant", content=c)] for c in (chosen, rejected))
     row.update(prompt=prompt, chosen=chosen, rejected=rejected)
 
 
-def as_example(
-    row: Mapping,  # A row as a file has it
-    kind: str | None = None,  # A key of `KINDS`; told by the columns when None
-    columns: Mapping[str, str]
-    | None = None,  # Usual name -> the row's name, as in `{'prompt': 'frage'}`
-) -> dict:  # The columns of its kind under their usual names, then all others; raises `ValueError` with what is wrong
-    "A checked example out of a row with whatever names."
-    if not isinstance(row, Mapping):
-        raise ValueError(f"a row must be a dict of columns, here is a {type(row).__name__}")
-    if columns:
-        if lost := [c for c in columns.values() if c not in row]:
-            raise ValueError(
-                f"there is no column {lost[0]!r} (there are {', '.join(map(repr, row))})."
-                f"{nearest(lost[0], list(row))}"
-            )
-        given = {own: row[name] for own, name in columns.items()}
-        row = {
-            **given,
-            **{k: v for k, v in row.items() if k not in given and k not in columns.values()},
-        }
-    if kind is None:
-        kind = example_kind(row)
-    if kind not in KINDS:
+def _rename_columns(row: Mapping, columns: Mapping[str, str]) -> dict:
+    "The row with some columns under their usual names, and those first."
+    if unknown := [c for c in columns.values() if c not in row]:
         raise ValueError(
-            f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}"
+            f"there is no column {unknown[0]!r} (there are {', '.join(map(repr, row))})."
+            f"{nearest(unknown[0], list(row))}"
         )
-    names, out = _names(row), {}
+    renamed = {own: row[name] for own, name in columns.items()}
+    others = {k: v for k, v in row.items() if k not in renamed and k not in columns.values()}
+    return {**renamed, **others}
+
+
+def _find_columns(row: Mapping, kind: str) -> dict[str, str]:
+    "Each column of a kind -> its name in this row; a missing one is a `ValueError`."
+    names, found = _names(row), {}
     for column in (*KINDS[kind], *(("input",) if kind == "instruction" else ())):
-        name = next(
-            (
-                n
-                for n in (column, *ALIASES[kind].get(column, ()))
-                if n in names and n not in out.values()
-            ),
-            None,
-        )
+        candidates = (column, *ALIASES[kind].get(column, ()))
+        name = next((n for n in candidates if n in names and n not in found.values()), None)
         if name is not None:
-            out[column] = name
+            found[column] = name
         elif column != "input" and not (kind == "preference" and column == "prompt"):
             here = "is empty (null)" if column in row and row[column] is None else "is missing"
             if column == "label" and row.get(column) is not None:
@@ -368,7 +351,53 @@ def as_example(
                 f"column '{column}' {here} for kind {kind} (there are {', '.join(map(repr, row))})."
                 + (nearest(column, [n for n in row if n != column]) if "null" not in here else "")
             )
-    own = {column: row[name] for column, name in out.items()}
+    return found
+
+
+def _texts(own: dict) -> None:
+    "Check the columns of a kind without messages; in place."
+    for column, value in own.items():
+        if column == "label":
+            own[column] = _yes_or_no(value)
+        elif column in ("prompt", "completion"):
+            own[column] = _turns_or_text(value, column)
+        else:
+            own[column] = _text(value, column, column == "input")
+    if isinstance(own.get("prompt"), list) and isinstance(own.get("completion"), str):
+        own["completion"] = [dict(role="assistant", content=own["completion"])]
+    if isinstance(own.get("completion"), list) and isinstance(own["prompt"], str):
+        own["prompt"] = [dict(role="user", content=own["prompt"])]
+
+
+def _system_turn(own: dict, more: dict, column: str) -> None:
+    "Put a system prompt from a column of its own in front of the turns; in place."
+    if isinstance(more.get("system_prompt"), str) and "system" not in more:
+        more["system"] = more.pop("system_prompt")
+    turns = own.get(column)
+    if isinstance(turns, list) and more.get("system") and turns[0]["role"] != "system":
+        own[column] = [dict(role="system", content=_text(more.pop("system"), "system")), *turns]
+
+
+def as_example(
+    row: Mapping,  # A row as a file has it
+    kind: str | None = None,  # A key of `KINDS`; inferred from the columns when None
+    # Usual name -> the row's name, as in `{'prompt': 'frage'}`
+    columns: Mapping[str, str] | None = None,
+    # The columns of its kind under their usual names, then all others
+) -> dict:
+    "A checked example from a row with any column names; a wrong row is a `ValueError`."
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a dict of columns, here is a {type(row).__name__}")
+    if columns:
+        row = _rename_columns(row, columns)
+    if kind is None:
+        kind = example_kind(row)
+    if kind not in KINDS:
+        raise ValueError(
+            f"kind = {kind!r}: known are {', '.join(KINDS)}.{nearest(kind, list(KINDS))}"
+        )
+    columns_of_kind = _find_columns(row, kind)
+    own = {column: row[name] for column, name in columns_of_kind.items()}
     if kind == "messages":
         own["messages"] = as_messages(own["messages"])
         if not any(m["role"] == "assistant" for m in own["messages"]):
@@ -380,73 +409,53 @@ def as_example(
             own = dict(
                 instruction=own["instruction"], input=own.get("input", ""), output=own["output"]
             )
-        for column, value in own.items():
-            talk = column in ("prompt", "completion")
-            if column == "label":
-                own[column] = _yes_or_no(value)
-            else:
-                own[column] = (_turns_or_text if talk else _text)(value, column, column == "input")
-        if isinstance(own.get("prompt"), list) and isinstance(own.get("completion"), str):
-            own["completion"] = [dict(role="assistant", content=own["completion"])]
-        if isinstance(own.get("completion"), list) and isinstance(own["prompt"], str):
-            own["prompt"] = [dict(role="user", content=own["prompt"])]
-    more = {k: v for k, v in row.items() if k not in out.values() and k not in own}
-    if kind != "text" and isinstance(more.get("system_prompt"), str) and "system" not in more:
-        more["system"] = more.pop("system_prompt")
-    talk = (
-        "messages" if kind == "messages" else "prompt"
-    )  # where a system prompt in a column of its own belongs
-    if (
-        isinstance(turns := own.get(talk), list)
-        and more.get("system")
-        and turns[0]["role"] != "system"
-    ):
-        own[talk] = [dict(role="system", content=_text(more.pop("system"), "system")), *turns]
+        _texts(own)
+    used = columns_of_kind.values()
+    more = {k: v for k, v in row.items() if k not in used and k not in own}
+    if kind != "text":
+        _system_turn(own, more, "messages" if kind == "messages" else "prompt")
     return {**own, **more}
 
 # %% ../../nbs/02_data/01_columns.ipynb #d078fae5
 def to_messages(
     row: Mapping,  # An example of kind prompt_completion, instruction, messages or reasoning
-    train_reasoning: bool = True,  # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
-    kind: str | None = None,  # Told by the columns when None
-) -> list[
-    dict
-]:  # `{role, content}` each, the last one of the assistant where the row has an answer
+    # Keep the reasoning in the answer, between `<think>` tags; False leaves it out
+    train_reasoning: bool = True,
+    kind: str | None = None,  # Inferred from the columns when None
+    # `{role, content}` each, the last one of the assistant where the row has an answer
+) -> list[dict]:
     "A row as a conversation; raises `ValueError` for kinds that are no question with an answer."
     kind = kind or example_kind(row)
     if KINDS.get(kind) and ("system_prompt" in row or not all(c in row for c in KINDS[kind])):
         row = as_example(row, kind)  # other names
     first = [dict(role="system", content=row["system"])] if row.get("system") else []
     if kind == "messages":
-        said = as_messages(row["messages"])
-        return said if said[0]["role"] == "system" else [*first, *said]
+        messages = as_messages(row["messages"])
+        return messages if messages[0]["role"] == "system" else [*first, *messages]
     if kind == "prompt_completion":
-        asked, said = row["prompt"], row["completion"]
-        if not isinstance(asked, str):
-            return [*(first if asked[0]["role"] != "system" else []), *asked, *said]
+        prompt, answer = row["prompt"], row["completion"]
+        if not isinstance(prompt, str):
+            return [*(first if prompt[0]["role"] != "system" else []), *prompt, *answer]
     elif kind == "instruction":
-        asked, said = (
-            row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else ""),
-            row["output"],
-        )
+        prompt = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
+        answer = row["output"]
     elif kind == "reasoning":
-        asked, said = row["question"], row["answer"]
+        prompt, answer = row["question"], row["answer"]
         if train_reasoning:
-            said = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{said}"
+            answer = f"<think>\n{row['reasoning'].strip()}\n</think>\n\n{answer}"
     else:
         raise ValueError(
-            f"a row of kind {kind} is no conversation: prompt_completion, instruction, messages and "
-            "reasoning can be made into one"
+            f"a row of kind {kind} is no conversation: prompt_completion, instruction, messages "
+            "and reasoning can be made into one"
         )
-    return [*first, dict(role="user", content=asked), dict(role="assistant", content=said)]
+    return [*first, dict(role="user", content=prompt), dict(role="assistant", content=answer)]
 
 # %% ../../nbs/02_data/01_columns.ipynb #377dc341
 def map_texts(
     row: Mapping,  # An example
-    function: Callable[
-        [str], str
-    ],  # Applied to every text that belongs to the example's kind, in order
-    kind: str | None = None,  # Told by the columns when None
+    # Applied to every text that belongs to the example's kind, in order
+    function: Callable[[str], str],
+    kind: str | None = None,  # Inferred from the columns when None
 ) -> dict:  # A changed copy; labels, sources and other columns are left alone
     "Apply a function to all texts of an example, inside conversations too."
     own, out = KINDS[kind or example_kind(row)], dict(row)

@@ -29,7 +29,7 @@ from itertools import groupby
 from operator import itemgetter
 from operator import index as as_int
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, overload
 from unicodedata import normalize
 
 import numpy as np
@@ -38,32 +38,40 @@ from ..config import nearest
 from .readers import COMPRESSIONS, READERS, TEXT_SUFFIXES, plain_suffix, read_rows
 from .schema import as_example
 from .sources import CORPORA
+from ..display import plural
 from ..files import read_json, reading, write_atomic
 from ..parallel import begin_worker, end_workers
 from ..progress import Progress
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 from ..tokenizer.pretokenize import safe_pieces, to_utf8
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 # %% ../../nbs/02_data/18_shards.ipynb #4bdd8a81
 class TokenRows(Sequence):
-    "Rows of a line of ids, made when they are asked for."
+    "Rows of a line of ids, cut when they are read."
 
     def __init__(
         self,
-        line: Any,  # `TokenShards`, or anything with `len` and slices
+        line: "TokenShards | np.ndarray",  # Or anything else with `len` and slices
         max_length: int,  # Ids in a row
         start: int,
         stop: int,
     ):
         if max_length < 2:
             raise ValueError(
-                f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the other"
+                f"max_length = {max_length}: a row needs at least 2 tokens, one to predict the "
+                "other"
             )
         if not 0 <= start <= stop - 2 < len(line) - 1:
             raise ValueError(
                 f"from {start} to {stop} of {len(line)} tokens: at least 2 are needed to train on"
             )
-        self.line, self.max_length, self.start, self.stop = line, max_length, start, stop
+        self.line = line
+        self.max_length = max_length
+        self.start = start
+        self.stop = stop
 
     def __len__(self) -> int:
         return -(-(self.stop - self.start - 1) // (self.max_length - 1))
@@ -74,7 +82,11 @@ class TokenRows(Sequence):
         lengths[-1] = self.stop - self.start - (len(self) - 1) * (self.max_length - 1)
         return lengths
 
-    def __getitem__(self, i: Any) -> Any:
+    @overload
+    def __getitem__(self, i: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, i):
         if isinstance(i, slice):
             return [self[k] for k in range(*i.indices(len(self)))]
         i = as_int(i) + (len(self) if as_int(i) < 0 else 0)
@@ -89,7 +101,7 @@ def write_shard(
     number: int,  # Its place in the line, from 0
     ids: bytes | bytearray | np.ndarray,  # Its ids in the dtype of the index
     dtype: str = "<u2",  # '<u2' or '<u4'
-    **facts: Any,  # What else the index says of it
+    **facts: object,  # More fields of its record
 ) -> dict:  # Its record for `write_index`
     "Write the file of one shard, whole or not at all."
     data = ids.astype(dtype).tobytes() if isinstance(ids, np.ndarray) else ids
@@ -108,7 +120,7 @@ def write_index(
     records: Sequence[dict],  # From `write_shard`, in any order
     dtype: str = "<u2",
     complete: bool = True,  # False: more shards are to come
-    **facts: Any,  # What the index says of the whole, such as the tokenizer's fingerprint
+    **facts: object,  # More fields of the index, such as the tokenizer's fingerprint
 ) -> Path:
     "Write `index.json`."
     shards = sorted(records, key=lambda record: record["number"])
@@ -119,13 +131,13 @@ def write_index(
 def read_index(
     folder: str | Path,
 ) -> dict:  # Raises `FileNotFoundError` if there is none, `ValueError` if it is damaged
-    "What `index.json` says."
+    "The content of `index.json`."
     folder = Path(folder)
     try:
         return read_json(folder / "index.json", remedy="make the shards again")
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"'{folder}' holds no shards: it has no index.json. tokenize_to_disk makes them."
+            f"'{folder}' contains no shards: index.json is missing. tokenize_to_disk writes them."
         ) from None
 
 
@@ -146,11 +158,7 @@ def shard_damage(
         return ""
     with open(file, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return (
-        ""
-        if digest == record["sha256"]
-        else f"{record['file']} is damaged: its checksum is another"
-    )
+    return "" if digest == record["sha256"] else f"{record['file']} is damaged: wrong checksum"
 
 
 def verify_shards(
@@ -174,7 +182,9 @@ class TokenShards:
         folder: str | Path,  # From `tokenize_to_disk`
         index: dict,  # Content of its index.json
     ):
-        self.folder, self.index, self.dtype = Path(folder), index, np.dtype(index["dtype"])
+        self.folder = Path(folder)
+        self.index = index
+        self.dtype = np.dtype(index["dtype"])
         files = [self.folder / record["file"] for record in index["shards"]]
         self.maps = [np.memmap(file, self.dtype, "r").view(np.ndarray) for file in files]
         self.starts = np.cumsum([0, *(record["tokens"] for record in index["shards"])])
@@ -218,16 +228,18 @@ class TokenShards:
 
     def __repr__(self):
         count, size = len(self.maps), self.dtype.itemsize
-        return f"Shards({str(self.folder)!r}: {len(self):,} tokens of {size} bytes in {count} file{'s'[: count != 1]})"
+        return (
+            f"Shards({str(self.folder)!r}: {len(self):,} tokens of {size} bytes in "
+            f"{plural(count, 'file')})"
+        )
 
 
 def open_shards(
     folder: str | Path,  # From `tokenize_to_disk`
     verify: bool = False,  # Read every byte and compare checksums; False looks at sizes only
-) -> (
-    TokenShards
-):  # Raises `ValueError` if they are not whole, `FileNotFoundError` if there are none
-    "Open a folder of shards; nothing is read until it is asked for."
+    # Raises `ValueError` if they are not whole, `FileNotFoundError` if there are none
+) -> TokenShards:
+    "Open a folder of shards; ids are read from disk when they are used."
     folder, index = Path(folder), read_index(folder)
     with reading(folder / "index.json", "make the shards again"):
         size, complete = np.dtype(index["dtype"]).itemsize, index["complete"]
@@ -235,15 +247,11 @@ def open_shards(
             raise ValueError("its ids are no whole numbers, or its shards no list")
         if not index["shards"]:
             raise ValueError("its list of shards is empty: make the shards again")
-        wrong = [
-            *filter(
-                None, (shard_damage(folder, record, size, verify) for record in index["shards"])
-            )
-        ]
-    if wrong or not complete:
-        why = wrong[0] if wrong else "it is not complete"
+        damage = [shard_damage(folder, record, size, verify) for record in index["shards"]]
+    reason = next(filter(None, damage), "" if complete else "it is not complete")
+    if reason:
         raise ValueError(
-            f"{folder}: {why}. The same call of tokenize_to_disk as before makes what is missing."
+            f"{folder}: {reason}. Call tokenize_to_disk as before to write what is missing."
         )
     return TokenShards(folder, index)
 
@@ -274,11 +282,9 @@ def _files(path: Path) -> list[Path]:
 
 def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
     "A text file, some of it at a time."
-    lines, packed, decoder = (
-        1,
-        COMPRESSIONS.get(file.suffix.lower()),
-        getincrementaldecoder(encoding)(),
-    )
+    lines = 1
+    packed = COMPRESSIONS.get(file.suffix.lower())
+    decoder = getincrementaldecoder(encoding)()
     with packed(file) if packed else open(file, "rb", buffering=0) as stream:
         mark, data = "\ufeff", b" "
         while data:
@@ -286,14 +292,12 @@ def _read_chunks(file: Path, encoding: str, size: int) -> Iterator[str]:
             try:
                 chunk = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                line, byte = (
-                    lines + error.object[: error.start].count(b"\n"),
-                    error.object[error.start],
-                )
+                line = lines + error.object[: error.start].count(b"\n")
+                byte = error.object[error.start]
                 likely = "utf-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "latin-1"
                 raise ValueError(
-                    f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say encoding='{likely}' (or what "
-                    "the file is in), or convert it."
+                    f"{file}, line {line}: byte {byte:#04x} is not {encoding}. Say "
+                    f"encoding='{likely}' (or what the file is in), or convert it."
                 ) from None
             if "\0" in chunk:
                 raise ValueError(f"{file}: a binary file (it has a zero byte); text is needed")
@@ -315,8 +319,10 @@ def _read_texts(file: Path, encoding: str, text_column: str | None) -> Iterator[
 
 
 def read_pieces(
-    source: Any,  # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
-    pattern: str = "cl100k",  # How the tokenizer splits words; one of your own leaves every document whole
+    # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
+    source: str | Path | Iterable[str | dict],
+    # How the tokenizer splits words; one of your own leaves every document whole
+    pattern: str = "cl100k",
     size: int = _PIECE,  # Characters in a piece, about
     encoding: str = "utf-8",  # Of files
     text_column: str | None = None,  # What files of rows call the text; found out when None
@@ -328,9 +334,8 @@ def read_pieces(
                 yield from read_pieces(_read_texts(file, encoding, text_column), pattern, size)
             else:
                 rest = ""
-                for chunk in _read_chunks(
-                    file, encoding, size
-                ):  # cut near its end: the rest is short
+                # cut near its end: the rest is short
+                for chunk in _read_chunks(file, encoding, size):
                     text = rest + chunk
                     *done, rest = safe_pieces(text, pattern, max(size // 2, len(text) - 4096))
                     yield from ((piece, False) for piece in done)
@@ -350,8 +355,9 @@ def read_pieces(
 
 # %% ../../nbs/02_data/18_shards.ipynb #f5b11fe7
 def native(
-    tokenizer: Any,  # Our `BPETokenizer`, or a tokenizer of transformers
-) -> Any:  # A `BPETokenizer` with the same ids wherever there is one, else the tokenizer itself
+    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",
+    # A `BPETokenizer` with the same ids if there is one, or else the tokenizer itself
+) -> "BPETokenizer | PreTrainedTokenizerFast":
     "The tokenizer in the form that encodes fastest."
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer
@@ -363,13 +369,16 @@ def native(
 
 def encode_texts(
     texts: Sequence[str],  # Documents, or pieces of them
-    tokenizer: Any,  # From `native`
+    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # From `native`
     ends: Sequence[bool] | None = None,  # Where a document ends; everywhere when None
 ) -> np.ndarray:  # (tokens,) uint16 where the vocabulary allows, else uint32
-    "The ids of texts in one array, end-of-text after each document; special tokens in a text are plain text."
+    """The ids of texts in one array, with end-of-text after each document.
+
+    Special tokens in a text are plain text."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "The tokenizer has no end-of-text token: train it with special_tokens=['<|endoftext|>']."
+            "The tokenizer has no end-of-text token: train it with "
+            "special_tokens=['<|endoftext|>']."
         )
     if isinstance(tokenizer, BPETokenizer):
         if tokenizer.nfc:
@@ -387,7 +396,7 @@ def encode_texts(
 
 # %% ../../nbs/02_data/18_shards.ipynb #577feabd
 def tokenizer_hash(
-    tokenizer: Any,  # Our `BPETokenizer`, or a tokenizer of transformers
+    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",
 ) -> str:  # 16 hexadecimal digits; the same for both forms of one tokenizer
     "A fingerprint of what decides the ids: tokens, merges, pattern, special tokens (SHA-256)."
     tok = native(tokenizer)
@@ -398,10 +407,10 @@ def tokenizer_hash(
     return hashlib.sha256(f"{parts} {tok.eos_token_id}".encode()).hexdigest()[:16]
 
 # %% ../../nbs/02_data/18_shards.ipynb #7ca7e9b3
-_worker: dict[str, Any] = {}  # In a worker process: its tokenizer
+_worker: dict[str, "BPETokenizer | PreTrainedTokenizerFast"] = {}  # Of a worker process
 
 
-def _begin_worker(tokenizer: Any) -> None:
+def _begin_worker(tokenizer: "BPETokenizer | PreTrainedTokenizerFast") -> None:
     begin_worker()
     _worker["tokenizer"] = tokenizer
 
@@ -412,18 +421,18 @@ def _work(texts: list[str], ends: list[bool]) -> np.ndarray:
 
 def encode_blocks(
     jobs: Iterable[tuple[int, list[str], list[bool]]],  # (shard, texts, where documents end)
-    tokenizer: Any,  # From `native`
-    num_proc: int
-    | None = None,  # Processes; None is one for the first 16 million characters, then all cores
+    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # From `native`
+    # Processes; None is one for the first 16 million characters, then all cores
+    num_proc: int | None = None,
     skip: Collection[int] = (),  # Shards that are not to be encoded
-) -> Iterator[
-    tuple[int, list[str], list[bool], np.ndarray | None]
-]:  # The jobs in their order, with their ids
+    # The jobs in their order, with their ids
+) -> Iterator[tuple[int, list[str], list[bool], np.ndarray | None]]:
     "Encode blocks of text, in other processes when there is enough to do."
     waiting, done, pool, hurry = deque(), 0, None, True
-    crowd = num_proc or len(
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    workers = num_proc or cores
 
     def result(shard, texts, ends, ids):
         return shard, texts, ends, ids.result() if hasattr(ids, "result") else ids
@@ -432,14 +441,14 @@ def encode_blocks(
         for shard, texts, ends in jobs:
             if shard in skip:
                 ids = None
-            elif crowd == 1 or (num_proc is None and done < 1 << 24):
+            elif workers == 1 or (num_proc is None and done < 1 << 24):
                 ids = encode_texts(texts, tokenizer, ends)
             else:
-                pool = pool or ProcessPoolExecutor(crowd, None, _begin_worker, (tokenizer,))
+                pool = pool or ProcessPoolExecutor(workers, None, _begin_worker, (tokenizer,))
                 ids = pool.submit(_work, texts, ends)
             done += sum(map(len, texts)) if ids is not None else 0
             waiting.append((shard, texts, ends, ids))
-            while len(waiting) > crowd + 1 or (waiting and pool is None):
+            while len(waiting) > workers + 1 or (waiting and pool is None):
                 yield result(*waiting.popleft())
         while waiting:
             yield result(*waiting.popleft())
@@ -454,17 +463,18 @@ def encode_blocks(
             end_workers(pool, hurry)
 
 # %% ../../nbs/02_data/18_shards.ipynb #78a952f8
-def _plan(
+def _finished_shards(
     folder: Path, index: dict, overwrite: bool
 ) -> dict[int, dict]:  # Number -> record of a shard to keep
+    "The whole shards of an earlier call with the same settings."
     if overwrite or not (folder / "index.json").exists():
         return {}
     old = read_index(folder)
     for key in ("tokenizer", "dtype", "shard_chars", "eos_token_id"):
         if old[key] != index[key]:
             raise FileExistsError(
-                f"{folder} holds shards with another {key} ({old[key]}, now {index[key]}): choose "
-                "another folder, or overwrite=True"
+                f"{folder} contains shards with another {key} ({old[key]}, now {index[key]}): "
+                "choose another folder, or overwrite=True"
             )
     item = np.dtype(index["dtype"]).itemsize
     return {r["number"]: r for r in old["shards"] if not shard_damage(folder, r, item)}
@@ -473,23 +483,76 @@ def _plan(
 def _shard_jobs(
     pieces: Iterable[tuple[str, bool]], shard_chars: int
 ) -> Iterator[tuple[int, list[str], list[bool]]]:
-    size, held, number, texts, ends = 0, 0, 0, [], []
+    "Blocks of text with the number of their shard, and where documents end."
+    block_size, shard_size, number = 0, 0, 0
+    texts, ends = [], []
     for text, end in pieces:
         texts.append(text)
         ends.append(end)
-        size, held = size + len(text) + 1, held + len(text) + 1
-        if size >= min(_BLOCK, shard_chars):
+        block_size += len(text) + 1
+        shard_size += len(text) + 1
+        if block_size >= min(_BLOCK, shard_chars):
             yield number, texts, ends
-            size, texts, ends = 0, [], []
-            if held >= shard_chars:
-                number, held = number + 1, 0
+            block_size, texts, ends = 0, [], []
+            if shard_size >= shard_chars:
+                number, shard_size = number + 1, 0
     if texts:
         yield number, texts, ends
 
 
+def _bar_units(source: object) -> tuple[int | None, int, str]:
+    "The total of a progress bar (None if unknown), the bytes of its unit, and the unit's name."
+    if not isinstance(source, (str, Path)) or str(source) in CORPORA:
+        return None, 10**6, "MB"
+    if not str(source):
+        raise ValueError(
+            "the path of the text is empty: give a file, a folder ('.' for this one) or the name "
+            "of a corpus"
+        )
+    files = _files(Path(source))
+    if any(file.suffix.lower() in (".parquet", *COMPRESSIONS) for file in files):
+        return None, 10**6, "MB"
+    size = sum(file.stat().st_size for file in files)
+    unit, name = (10**3, "kB") if size < 10**7 else (10**6, "MB")
+    return -(-size // unit), unit, name  # rounded up, so that a small file is not 0
+
+
+class _ShardContent:
+    "The ids of one shard while they come in, and what its record says of the text."
+
+    def __init__(self):
+        self.ids = bytearray()
+        self.digest = hashlib.sha256()
+        self.documents = 0
+        self.text_bytes = 0
+
+    def add(self, texts: list[str], ends: list[bool], ids: np.ndarray | None) -> None:
+        for text, end in zip(texts, ends, strict=True):
+            data = to_utf8(text)
+            self.digest.update(data)
+            if end:
+                self.digest.update(b"\xff")  # no UTF-8 text has this byte
+            self.documents += end
+            self.text_bytes += len(data)
+        if ids is not None:
+            self.ids += ids.tobytes()
+
+    def write(self, folder: Path, number: int, dtype: str) -> dict:
+        return write_shard(
+            folder,
+            number,
+            self.ids,
+            dtype,
+            documents=self.documents,
+            text_bytes=self.text_bytes,
+            text_sha256=self.digest.hexdigest(),
+        )
+
+
 def tokenize_to_disk(
-    texts_or_path: Any,  # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
-    tokenizer: Any,  # Our `BPETokenizer`, or a tokenizer of transformers; it needs an EOS token
+    # A file, a folder or a corpus's name; or an iterable of texts, or of rows with a `text`
+    texts_or_path: str | Path | Iterable[str | dict],
+    tokenizer: "BPETokenizer | PreTrainedTokenizerFast",  # It needs an EOS token
     folder: str | Path,  # Gets the shards, `index.json` and a copy of the tokenizer
     num_proc: int | None = None,  # Processes; None takes all cores when there is enough to do
     shard_chars: int = 1 << 26,  # Characters of text in a shard
@@ -497,90 +560,67 @@ def tokenize_to_disk(
     text_column: str | None = None,  # What files of rows call the text; found out when None
     overwrite: bool = False,  # Begin anew where other shards are
     progress: bool = True,  # Show a bar: megabytes of text, speed, time left
-) -> (
-    TokenShards
-):  # Raises `FileExistsError` if the folder holds shards of another text or tokenizer
-    "Encode a corpus into shards of ids. Called again after a kill, it goes on where it was."
+    # Raises `FileExistsError` if the folder contains shards of another text or tokenizer
+) -> TokenShards:
+    "Encode a corpus into shards of ids. Called again after a kill, it resumes."
     folder, tokenizer = Path(folder), native(tokenizer)
     for name, value in (("num_proc", num_proc), ("shard_chars", shard_chars)):
         if value is not None and value < 1:
             raise ValueError(f"{name} = {value}: must be at least 1")
-    index: dict[str, Any] = dict(
-        dtype=encode_texts([""], tokenizer).dtype.str,
+    dtype = encode_texts([""], tokenizer).dtype.str
+    index: dict = dict(
+        dtype=dtype,
         tokenizer=tokenizer_hash(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
         shard_chars=shard_chars,
     )
-    pattern, total, unit, name = (
-        tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else "",
-        None,
-        10**6,
-        "MB",
-    )
-    if isinstance(texts_or_path, (str, Path)) and str(texts_or_path) not in CORPORA:
-        if not str(texts_or_path):
-            raise ValueError(
-                "the path of the text is empty: give a file, a folder ('.' for this one) or the name of a corpus"
-            )
-        files = _files(Path(texts_or_path))
-        if not any(file.suffix.lower() in (".parquet", *COMPRESSIONS) for file in files):
-            size = sum(file.stat().st_size for file in files)
-            if size < 10**7:
-                unit, name = 10**3, "kB"
-            total = -(-size // unit)  # rounded up: what is there is not 0
-    kept, done, records = _plan(folder, index, overwrite), 0, {}
+    pattern = tokenizer.pattern if isinstance(tokenizer, BPETokenizer) else ""
+    total, unit, name = _bar_units(texts_or_path)
+    finished = _finished_shards(folder, index, overwrite)
+    done, records = 0, {}
     pieces = read_pieces(texts_or_path, pattern, min(_PIECE, shard_chars), encoding, text_column)
     with Progress(total, "Tokenizing", name, enabled=progress) as bar:
-        parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, kept)
+        parts = encode_blocks(_shard_jobs(pieces, shard_chars), tokenizer, num_proc, finished)
         for number, blocks in groupby(parts, itemgetter(0)):
-            digest, ids = hashlib.sha256(), bytearray()
-            record: dict = dict(documents=0, text_bytes=0)
-            for _, texts, ends, array in blocks:
-                for text, end in zip(texts, ends, strict=True):
-                    data = to_utf8(text)
-                    digest.update(data)
-                    if end:
-                        digest.update(b"\xff")  # no UTF-8 text holds this byte
-                    record["documents"] += end
-                    record["text_bytes"] += len(data)
-                if array is not None:
-                    ids += array.tobytes()
-                size = -(-(done + record["text_bytes"]) // unit)
+            content = _ShardContent()
+            for _, texts, ends, ids in blocks:
+                content.add(texts, ends, ids)
+                size = -(-(done + content.text_bytes) // unit)
                 bar.update(size if total is None else min(size, total), shards=len(records))
-            done += record["text_bytes"]
+            done += content.text_bytes
             if not done:
                 break
-            if number in kept:
-                if kept[number]["text_sha256"] != digest.hexdigest():
+            if number in finished:
+                record = finished[number]
+                if record["text_sha256"] != content.digest.hexdigest():
                     raise _other_text(folder, number)
-                record = kept[number]
                 bar.start_at(size)
             else:
-                if not number:
-                    (
-                        tokenizer.save
-                        if isinstance(tokenizer, BPETokenizer)
-                        else tokenizer.save_pretrained
-                    )(folder / "tokenizer")
-                record = write_shard(
-                    folder, number, ids, index["dtype"], **record, text_sha256=digest.hexdigest()
-                )
-                write_index(
-                    folder, [*(kept | records | {number: record}).values()], **index, complete=False
-                )
+                if number == 0:
+                    _save_tokenizer(tokenizer, folder / "tokenizer")
+                record = content.write(folder, number, dtype)
+                so_far = finished | records | {number: record}
+                write_index(folder, [*so_far.values()], **index, complete=False)
             records[number] = record
     if not done:
         raise ValueError(f"{texts_or_path!r:.80}: there is no text to encode")
-    if late := [n for n in kept if n not in records]:
-        raise _other_text(folder, late[0])
+    if missing := [n for n in finished if n not in records]:
+        raise _other_text(folder, missing[0])
     write_index(folder, [*records.values()], **index)
     for rest in (*folder.glob(".shard-*"), *folder.glob(".index.json.*")):
         rest.unlink()  # of a process that was killed
     return open_shards(folder)
 
 
+def _save_tokenizer(tokenizer: "BPETokenizer | PreTrainedTokenizerFast", folder: Path) -> None:
+    if isinstance(tokenizer, BPETokenizer):
+        tokenizer.save(folder)
+    else:
+        tokenizer.save_pretrained(folder)
+
+
 def _other_text(folder: Path, number: int) -> FileExistsError:
     return FileExistsError(
-        f"{folder} holds shards of another text: shard {number} does not fit to what is read now. "
-        "Choose another folder, or overwrite=True"
+        f"{folder} contains shards of another text: shard {number} does not match the text of this "
+        "call. Choose another folder, or overwrite=True"
     )

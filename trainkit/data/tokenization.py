@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,24 +32,24 @@ from ..display import PLAIN, Picture, clean, grid, table, visible
 from ..parallel import cached, in_order
 from ..tokenizer.chat import find_template, is_ours, render_batch
 
+if TYPE_CHECKING:
+    from trainkit.tokenizer.chat import AnyTokenizer
+
 # %% ../../nbs/02_data/13_lengths.ipynb #08308ab6
 def _keep_end(mask: np.ndarray, limit: int, first: int) -> np.ndarray:
     end = int(mask.nonzero()[0].max(initial=len(mask) - 1 if not mask.any() else 0)) + 1
     start = max(end - limit, 0)
-    return (
-        np.arange(start, min(start + limit, len(mask)))
-        if not start or not first
-        else np.r_[0:first, start + first : end]
-    )
+    if not start or not first:
+        return np.arange(start, min(start + limit, len(mask)))
+    return np.r_[0:first, start + first : end]
 
 
-TRUNCATIONS: dict[
-    str, Callable[[np.ndarray, int, int], np.ndarray | None]
-] = {  # What a row that is too long keeps:
+# What a row that is too long keeps
+TRUNCATIONS: dict[str, Callable[[np.ndarray, int, int], np.ndarray | None]] = {
     "keep_end": _keep_end,  # the end of its answer
     "keep_start": lambda mask, limit, first: np.arange(limit),  # its beginning
     "drop": lambda mask, limit, first: None,  # nothing
-    "error": lambda mask, limit, first: None,  # and nobody else goes on
+    "error": lambda mask, limit, first: None,  # nothing: the call fails
 }
 
 
@@ -64,11 +64,11 @@ def truncate(
     if len(ids) <= max_length:
         return ids, mask
     first = int(bos_token_id is not None and ids[0] == bos_token_id)
-    kept = TRUNCATIONS[truncation](mask, max_length, first)
-    return None if kept is None else (ids[kept], mask[kept])
+    places = TRUNCATIONS[truncation](mask, max_length, first)
+    return None if places is None else (ids[places], mask[places])
 
 # %% ../../nbs/02_data/13_lengths.ipynb #7a731527
-def _wanted(mask: np.ndarray) -> int:
+def _learned_count(mask: np.ndarray) -> int:
     return int(np.count_nonzero(mask[1:]))  # The first token is predicted from nothing
 
 
@@ -109,20 +109,26 @@ class LengthReport:
         self,
         share: float,  # Of the rows, from 0 to 1
     ) -> int:  # The smallest max_length for which no more rows are too long
-        "Which `max_length` loses at most so many rows."
-        return int(
-            np.sort(self.lengths)[max(int(np.ceil((1 - share) * len(self.lengths) - 1e-9)) - 1, 0)]
-        )
+        "The `max_length` that loses at most this share of the rows."
+        place = int(np.ceil((1 - share) * len(self.lengths) - 1e-9)) - 1
+        return int(np.sort(self.lengths)[max(place, 0)])
 
     def facts(self) -> dict[str, str]:
-        "The report as words, line by line."
-        n, of = len(self.lengths), lambda k, n: f"{k:,} ({100 * k / max(n, 1):.1f} %)"
-        many = {
-            "rows": f"{n:,}, {int(self.lengths.sum()):,} tokens, {int(self.answers.sum()):,} of them learned",
+        "The report in words: name -> value."
+        n = len(self.lengths)
+
+        def of(count: int, total: int) -> str:
+            return f"{count:,} ({100 * count / max(total, 1):.1f} %)"
+
+        facts = {
+            "rows": (
+                f"{n:,}, {int(self.lengths.sum()):,} tokens, {int(self.answers.sum()):,} of them "
+                "learned"
+            ),
             "length": f"median {int(np.median(self.lengths))}, longest {int(self.lengths.max())}",
         }
         if self.max_length is not None:
-            many |= {
+            facts |= {
                 f"longer than {self.max_length}": of(int((self.lengths > self.max_length).sum()), n)
                 + f", '{self.truncation}'",
                 "rows cut": of(self.cut, n),
@@ -131,7 +137,7 @@ class LengthReport:
                 "whole answer lost": of(self.answers_lost, n),
                 "learned tokens lost": of(self.tokens_lost, int(self.answers.sum())),
             }
-        many["max_length that loses 0, 1, 5 % of the rows"] = ", ".join(
+        facts["max_length that loses 0, 1, 5 % of the rows"] = ", ".join(
             str(self.limit(s)) for s in (0, 0.01, 0.05)
         )
         for words, count in (
@@ -139,16 +145,16 @@ class LengthReport:
             ("dropped, nothing to learn", self.untrained),
         ):
             if count:
-                many[words] = of(count, n)
-        return many
+                facts[words] = of(count, n)
+        return facts
 
     def histogram(self, parts: int = 12) -> Picture:
-        "How many rows have which length."
+        "A histogram of the lengths."
         longest = int(self.lengths.max())
         top = max(int(np.quantile(self.lengths, 0.99)), parts)
-        edges = [int(e) for e in np.unique(np.linspace(0, top, parts + 1).round())] + [
-            longest + 1
-        ] * (longest > top)
+        edges = [int(e) for e in np.unique(np.linspace(0, top, parts + 1).round())]
+        if longest > top:
+            edges.append(longest + 1)
         counts = np.histogram(self.lengths, edges)[0]
         names = [f"{a}–{b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
         return bars(
@@ -172,7 +178,7 @@ class LengthReport:
 def _lay_out(
     row: Mapping, kind: str | None, template: str | None, reasoning: str
 ) -> tuple[list[dict], str | None]:
-    "The messages of a row, and the template that they want."
+    "The messages of a row, and the template for them."
     kind = kind or example_kind(row)
     if kind == "text":
         return [dict(role="assistant", content=row["text"])], "plain"
@@ -192,7 +198,7 @@ def _place(row: Mapping, number: int) -> str:
 
 def _render_rows(
     rows: Sequence[tuple[int, Mapping]],
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     kind: str | None,
     template: str | None,
     train_on: str,
@@ -228,7 +234,7 @@ def _render_rows(
 
 def _render_all(
     rows: Sequence[Mapping],
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     kind: str | None,
     template: str | None,
     train_on: str,
@@ -242,7 +248,8 @@ def _render_all(
         raise ValueError("there are no rows")
     if not isinstance(rows[0], Mapping):
         raise TypeError(
-            f"a row is a dict of columns, and the first is {rows[0]!r:.60}: a DataFrame gives its rows by to_dict('records'), a DatasetDict by one of its splits"
+            f"a row is a dict of columns, and the first is {rows[0]!r:.60}: a DataFrame gives its "
+            "rows by to_dict('records'), a DatasetDict by one of its splits"
         )
     plain = template is None and not getattr(tokenizer, "chat_template", None)
     if plain and all(
@@ -259,7 +266,10 @@ def _render_all(
         train_on=train_on,
         reasoning=reasoning,
     )
-    render = lambda: in_order(work, enumerate(rows), num_workers, 512)
+
+    def render():
+        return in_order(work, enumerate(rows), num_workers, 512)
+
     if cache is None:
         return list(render())
 
@@ -270,7 +280,7 @@ def _render_all(
     return [(row["input_ids"], row["learned"] > 0) for row in cached(rendered, depends_on, cache)]
 
 
-def _content(tokenizer: Any) -> str:
+def _content(tokenizer: "AnyTokenizer") -> str:
     "All that the ids depend on."
     if not is_ours(tokenizer):
         parts = tokenizer.backend_tokenizer.to_str()
@@ -297,46 +307,54 @@ def _check(max_length: int | None, truncation: str) -> None:
 
 
 def _measure(
-    pairs: Sequence, tokenizer: Any, max_length: int | None, truncation: str
+    pairs: Sequence, tokenizer: "AnyTokenizer", max_length: int | None, truncation: str
 ) -> tuple[list, LengthReport]:
-    limit, bos = (
-        max_length if max_length is not None else 1 << 62,
-        getattr(tokenizer, "bos_token_id", None),
-    )
+    limit = max_length if max_length is not None else 1 << 62
+    bos = getattr(tokenizer, "bos_token_id", None)
     cut = [truncate(ids, mask, limit, truncation, bos) for ids, mask in pairs]
-    numbers = lambda measure, rows: np.array(
-        [measure(*row) if row is not None else 0 for row in rows], np.int64
-    )
-    size, wanted = lambda ids, mask: len(ids), lambda ids, mask: _wanted(mask)
+
+    def numbers(measure, rows):
+        return np.array([measure(*row) if row is not None else 0 for row in rows], np.int64)
+
+    def size(ids, mask):
+        return len(ids)
+
+    def learned(ids, mask):
+        return _learned_count(mask)
+
     return cut, LengthReport(
         max_length,
         truncation,
-        numbers(size, pairs),
-        numbers(size, cut),
-        numbers(wanted, pairs),
-        numbers(wanted, cut),
+        lengths=numbers(size, pairs),
+        kept=numbers(size, cut),
+        answers=numbers(learned, pairs),
+        answers_kept=numbers(learned, cut),
     )
 
 
 def length_report(
     rows: Iterable[Mapping],  # Rows of any kind that a chat model can be tuned on
-    tokenizer: Any,
+    tokenizer: "AnyTokenizer",
     max_length: int | None = None,  # Tokens in a row; None: only say how long they are
-    kind: str | None = None,  # Their kind; None: told by the columns
+    kind: str | None = None,  # Their kind; None: inferred from the columns
     train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
-    truncation: str = "keep_end",  # What would be done to a row that is too long: a key of `TRUNCATIONS`
+    # What would happen to a row that is too long: a key of `TRUNCATIONS`
+    truncation: str = "keep_end",
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    reasoning: str = "train",  # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    reasoning: str = "train",
     num_workers: int = 1,  # Processes
 ) -> LengthReport:
-    "What a limit would do, without doing it."
+    "What a limit on the length would do to rows, which are left as they are."
     _check(max_length, truncation)
     pairs = _render_all([*rows], tokenizer, kind, template, train_on, reasoning, num_workers)
     return _measure(pairs, tokenizer, max_length, truncation)[1]
 
 # %% ../../nbs/02_data/13_lengths.ipynb #a48fb928
 class Examples(list):
-    "A list of examples, each a dict with `input_ids`, `labels` and `length`; `report` says what became of the rows."
+    """A list of examples, each a dict with `input_ids`, `labels` and `length`.
+
+    `report` lists which rows were cut or dropped."""
 
     report: LengthReport
     numbers: list[int]  # Which row each was made of
@@ -349,24 +367,23 @@ class Examples(list):
 
 
 def tokenize_examples(
-    rows: Iterable[
-        Mapping
-    ],  # Rows of kind text, prompt_completion, instruction, messages or reasoning
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    # Rows of kind text, prompt_completion, instruction, messages or reasoning
+    rows: Iterable[Mapping],
+    tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     max_length: int | None = None,  # Tokens in an example at most
-    kind: str | None = None,  # Their kind; None: told by the columns
+    kind: str | None = None,  # Their kind; None: inferred from the columns
     train_on: str = "assistant",  # 'assistant', 'last' or 'all', as in `render`
     truncation: str = "error",  # What is done to a row that is too long: a key of `TRUNCATIONS`
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    reasoning: str = "train",  # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    # Chains of thought are learned ('train'), only read ('read'), or left out ('drop')
+    reasoning: str = "train",
     min_length: int = 1,  # Rows with fewer tokens are dropped, and counted
     untrained: str = "error",  # Rows in which nothing is learned: 'error' or 'drop'
     num_workers: int = 1,  # Processes (`preprocessing_num_workers`)
     cache: str | None = None,  # A folder: rows that were rendered in the same way are read from it
-) -> (
-    Examples
-):  # With the report; warns of what was cut or dropped, raises `ValueError` for what must not be
-    "Rows as ids and labels, and nothing lost without a word."
+    # With a report; rows that were cut or dropped are a warning, or a `ValueError`
+) -> Examples:
+    "Rows as ids and labels, with a report of what was cut or dropped."
     _check(max_length, truncation)
     if untrained not in ("error", "drop"):
         raise ValueError(f"untrained = {untrained!r}: must be 'error' or 'drop'")
@@ -377,51 +394,80 @@ def tokenize_examples(
         i = int(report.lengths.argmax())
         raise ValueError(
             f"{report.dropped:,} of {len(rows):,} rows are longer than max_length = {max_length} "
-            f"({_place(rows[i], i)} has {report.lengths[i]} tokens); a max_length of {report.limit(0.01)} fits "
-            "99 % of them. Raise it, or say truncation='keep_end', 'keep_start' or 'drop'"
+            f"({_place(rows[i], i)} has {report.lengths[i]} tokens); a max_length of "
+            f"{report.limit(0.01)} fits 99 % of them. Raise it, or say truncation='keep_end', "
+            "'keep_start' or 'drop'"
         )
-    empty = [i for i, pair in enumerate(pairs) if pair is not None and not _wanted(pair[1])]
+    empty = [i for i, pair in enumerate(pairs) if pair is not None and not _learned_count(pair[1])]
     if empty and untrained == "error":
+        reason = "they have no answer: repair them, or say untrained='drop'"
+        if report.answers[empty[0]]:
+            reason = "their answers are cut off: use a larger max_length"
         raise ValueError(
-            f"{len(empty):,} of {len(rows):,} rows teach nothing, the first is {_place(rows[empty[0]], empty[0])}: "
-            + (
-                "their answers are cut off: use a larger max_length"
-                if report.answers[empty[0]]
-                else "they have no answer: mend them, or say untrained='drop'"
-            )
+            f"{len(empty):,} of {len(rows):,} rows teach nothing, the first is "
+            f"{_place(rows[empty[0]], empty[0])}: {reason}"
         )
     short = [i for i, pair in enumerate(pairs) if pair is not None and len(pair[0]) < min_length]
-    out, gone = Examples(), {*empty, *short}
+    out, dropped = Examples(), {*empty, *short}
     for i, pair in enumerate(pairs):
-        if pair is None or i in gone:
+        if pair is None or i in dropped:
             continue
         ids = pair[0].astype(np.int32)
         out.append(
             dict(input_ids=ids, labels=np.where(pair[1], ids, np.int32(-100)), length=len(ids))
         )
-    out.numbers = [i for i, pair in enumerate(pairs) if pair is not None and i not in gone]
+    out.numbers = [i for i, pair in enumerate(pairs) if pair is not None and i not in dropped]
     out.report = LengthReport(
         **{**vars(report), "too_short": len(short), "untrained": len({*empty} - {*short})}
     )
     if not out:
         raise ValueError(f"no row is left:\n{out.report}")
-    if gone or report.cut or report.dropped:
+    if dropped or report.cut or report.dropped:
         warnings.warn(f"rows were cut or dropped\n{out.report}", stacklevel=2)
     return out
 
+# %% ../../nbs/02_data/14_masks.ipynb #7e41a2c9
+_COLOURS = {
+    "learned": "rgba(46,160,67,.35)",
+    "read": "rgba(128,128,128,.14)",
+    "padding": "transparent",
+}
+_TOKEN_STYLE = "border-radius:3px;padding:1px 2px;margin:1px;white-space:pre-wrap;"
+_LIMIT_LINE = (
+    '<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;'
+    'height:1.2em;vertical-align:middle;margin:0 3px"></span>'
+)
+_DOCUMENT_LINE = '<hr style="border:none;border-top:1px dashed;opacity:.4"/>'
+_LIGHT = (
+    '<span style="margin-right:14px;white-space:nowrap" title="{title}">'
+    '<span style="color:{colour}">●</span> {name}: {answer}</span>'
+)
+_LEGEND = (
+    '<span style="background:{colour};border-radius:3px;padding:1px 6px;margin-right:8px">'
+    "{count} {state}</span>"
+)
+_MASK_PICTURE = (
+    '<div role="img" {plain} aria-label="{label}">'
+    '<div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>{lights}</div>'
+    '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;'
+    'overflow-wrap:anywhere">{tokens}</div></div>'
+)
+
 # %% ../../nbs/02_data/14_masks.ipynb #04bcc0aa
-def _row_of(example: Mapping, tokenizer: Any, how: dict) -> dict[str, np.ndarray]:
+def _row_of(example: Mapping, tokenizer: "AnyTokenizer", how: dict) -> dict[str, np.ndarray]:
     if "input_ids" not in example:
         try:
             [example] = tokenize_examples([example], tokenizer, **how)
         except ValueError as error:
             if "teach nothing" not in str(error):
                 raise
-            [example] = tokenize_examples(
-                [example], tokenizer, **{**how, "train_on": "all"}
-            )  # To be seen all the same
+            # Show it anyway
+            [example] = tokenize_examples([example], tokenizer, **{**how, "train_on": "all"})
             example = {**example, "labels": np.full(len(example["input_ids"]), -100)}
-    flat = lambda name, other: np.asarray(example[name] if name in example else other).reshape(-1)
+
+    def flat(name, other):
+        return np.asarray(example[name] if name in example else other).reshape(-1)
+
     ids = flat("input_ids", ())
     row = dict(
         ids=ids,
@@ -437,75 +483,64 @@ def _row_of(example: Mapping, tokenizer: Any, how: dict) -> dict[str, np.ndarray
 def mask_problems(
     ids: np.ndarray,  # (tokens,)
     labels: np.ndarray,  # (tokens,) -100 where nothing is learned
-    tokenizer: Any,  # Its `bos_token_id` and `eos_token_id` are what matters
+    tokenizer: "AnyTokenizer",  # For `bos_token_id`, `eos_token_id`
 ) -> dict[str, str]:  # What is wrong, and for each a sentence; empty where all is well
-    "The mistakes that a row shows at a glance."
-    bos, eos, learned, found = (
-        tokenizer.bos_token_id,
-        tokenizer.eos_token_id,
-        np.asarray(labels).copy(),
-        {},
-    )
+    "The classic mistakes of a row."
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    learned = np.asarray(labels).copy()
+    problems = {}
     learned[:1] = -100  # The first token is predicted from nothing
-    ids, kept = np.asarray(ids), learned[learned != -100]
+    ids = np.asarray(ids)
+    targets = learned[learned != -100]
     if bos is not None and bos != eos and ((ids[1:] == bos) & (ids[:-1] == bos)).any():
-        found["double BOS"] = (
+        problems["double BOS"] = (
             "two BOS tokens in a row: a text with one was tokenized by a tokenizer that adds one"
         )
-    if not len(kept):
-        found["nothing learned"] = "no token is learned from this row"
+    if not len(targets):
+        problems["nothing learned"] = "no token is learned from this row"
     elif eos is None:
-        found["missing EOS"] = "the tokenizer has no EOS token"
-    elif eos not in kept:
-        found["missing EOS"] = "no EOS is learned: the model would not learn to stop"
-    return found
-
-
-_COLOURS = {
-    "learned": "rgba(46,160,67,.35)",
-    "read": "rgba(128,128,128,.14)",
-    "padding": "transparent",
-}
+        problems["missing EOS"] = "the tokenizer has no EOS token"
+    elif eos not in targets:
+        problems["missing EOS"] = "no EOS is learned: the model would not learn to stop"
+    return problems
 
 
 def show_mask(
-    example: Mapping,  # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
-    tokenizer: Any,
+    # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
+    example: Mapping,
+    tokenizer: "AnyTokenizer",
     max_length: int | None = None,  # Draw a line where so many tokens end
     title: str = "",
-    **how: Any,  # For a row: what `tokenize_examples` takes, such as `template` or `train_on`
+    **how: Any,  # For a row: arguments of `tokenize_examples`, such as `template` or `train_on`
 ) -> Picture:  # HTML
-    "A row as tokens: green is learned, grey is read, faint is padding; lights for what is wrong."
+    "A row as tokens: green is learned, grey is read, faint is padding; red lights are mistakes."
     row = _row_of(example, tokenizer, how)
-    ids, labels, real, positions = (
-        row["ids"],
-        np.where(row["real"], row["labels"], -100),
-        row["real"],
-        row["positions"],
-    )
+    ids = row["ids"]
+    labels = np.where(row["real"], row["labels"], -100)
+    real = row["real"]
+    positions = row["positions"]
     problems = mask_problems(ids[real], labels[real], tokenizer)
     bare = is_ours(tokenizer)
     ends = {tokenizer.bos_token_id: "BOS", tokenizer.eos_token_id: "EOS"}
-    spans, line = (
-        [],
-        (
-            '<span title="max_length" style="display:inline-block;border-left:3px solid #cf222e;height:1.2em;'
-            'vertical-align:middle;margin:0 3px"></span>'
-        ),
-    )
+    spans = []
     for k, i in enumerate(map(int, ids)):
-        state = "padding" if not real[k] else "learned" if labels[k] != -100 and k else "read"
+        if not real[k]:
+            state = "padding"
+        else:
+            state = "learned" if labels[k] != -100 and k else "read"
         if max_length is not None and k == max_length:
-            spans.append(line)
+            spans.append(_LIMIT_LINE)
         if k and positions[k] == 0 and real[k]:
-            spans.append('<hr style="border:none;border-top:1px dashed;opacity:.4"/>')
+            spans.append(_DOCUMENT_LINE)
         role = ends.get(i) if real[k] and i is not None else None
-        style = (
-            f"background:{_COLOURS[state]};border-radius:3px;padding:1px 2px;margin:1px;white-space:pre-wrap;"
-            + "outline:1px solid #8250df;" * bool(role)
-            + "opacity:.35;" * (state == "padding")
-            + "opacity:.55;" * (max_length is not None and k >= max_length)
-        )
+        style = f"background:{_COLOURS[state]};{_TOKEN_STYLE}"
+        if role:
+            style += "outline:1px solid #8250df;"
+        if state == "padding":
+            style += "opacity:.35;"
+        if max_length is not None and k >= max_length:
+            style += "opacity:.55;"
         piece = visible(tokenizer.decode_bytes([int(i)]) if bare else tokenizer.decode([i]))
         words = ", ".join(filter(None, (f"id {i}", state, role)))
         spans.append(
@@ -513,26 +548,29 @@ def show_mask(
             + "<br/>" * piece.endswith("⏎")
         )
     counts = {state: sum(f'class="{state}"' in s for s in spans) for state in _COLOURS}
-    light = lambda name: (
-        f'<span style="margin-right:14px;white-space:nowrap" title="{clean(problems.get(name, "no"))}">'
-        f'<span style="color:{"#cf222e" if name in problems else "#2da44e"}">●</span> '
-        f"{name}: {'yes' if name in problems else 'no'}</span>"
-    )
+
+    def light(name):
+        return _LIGHT.format(
+            title=clean(problems.get(name, "no")),
+            colour="#cf222e" if name in problems else "#2da44e",
+            name=name,
+            answer="yes" if name in problems else "no",
+        )
+
     legend = "".join(
-        f'<span style="background:{colour};border-radius:3px;padding:1px 6px;margin-right:8px">{counts[state]} '
-        f"{state}</span>"
+        _LEGEND.format(colour=colour, count=counts[state], state=state)
         for state, colour in _COLOURS.items()
         if counts[state]
     )
-    head = f'<div style="font-weight:600">{clean(title)}</div>' * bool(title)
+    head = f'<div style="font-weight:600">{clean(title)}</div>' if title else ""
     label = clean(
         f"{title or 'row'}: "
         + ", ".join(f"{n} {state}" for state, n in counts.items() if n)
         + "".join(f"; {name}" for name in problems)
     )
+    lights = " ".join(map(light, ("double BOS", "missing EOS", "nothing learned")))
     return Picture(
-        f'<div role="img" {PLAIN} aria-label="{label}"><div style="font:13px/1.9 system-ui,sans-serif">{head}{legend}<br/>'
-        f"{' '.join(map(light, ('double BOS', 'missing EOS', 'nothing learned')))}</div>"
-        '<div style="font:14px/2 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere">'
-        f"{''.join(spans)}</div></div>"
+        _MASK_PICTURE.format(
+            plain=PLAIN, label=label, head=head, legend=legend, lights=lights, tokens="".join(spans)
+        )
     )

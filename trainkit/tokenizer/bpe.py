@@ -31,7 +31,7 @@ from time import perf_counter
 import numpy as np
 
 from ..numba_utils import compile_kernels, find_key, hash_bytes, heap_pop, heap_push
-from ..numba_utils import pick_lane, same_bytes
+from ..numba_utils import pick_backend, same_bytes
 from ..progress import Progress
 from .pretokenize import PATTERN_KERNELS, PATTERN_KINDS, char_classes
 from .pretokenize import find_pattern, join_pairs, safe_pieces, split_words
@@ -39,14 +39,14 @@ from .pretokenize import to_utf8, word_end
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #fed0834d
 def count_kernel(data, ends, classes, kind):
-    "Where each distinct word first begins, its length, and how often it is there; `ends` are the ends of the texts in `data`."
+    """Where each distinct word first begins, its length, and its count.
+
+    `ends` are the ends of the texts in `data`."""
     slots = np.full(1 << 12, -1, np.int32)
     hashes = np.empty(1 << 11, np.uint64)
-    starts, sizes, counts = (
-        np.empty(1 << 11, np.int64),
-        np.empty(1 << 11, np.int64),
-        np.empty(1 << 11, np.int64),
-    )
+    starts = np.empty(1 << 11, np.int64)
+    sizes = np.empty(1 << 11, np.int64)
+    counts = np.empty(1 << 11, np.int64)
     used = i = 0
     for end in ends:
         while i < end:
@@ -66,20 +66,17 @@ def count_kernel(data, ends, classes, kind):
             if k >= 0:
                 counts[k] += 1
             else:
-                slots[at], hashes[used], starts[used], sizes[used], counts[used] = (
-                    used,
-                    h,
-                    i,
-                    e - i,
-                    1,
-                )
+                slots[at] = used
+                hashes[used] = h
+                starts[used] = i
+                sizes[used] = e - i
+                counts[used] = 1
                 used += 1
                 if used == len(counts):  # full: twice the room, and the slots anew
-                    hashes, starts = (
-                        np.concatenate((hashes, hashes)),
-                        np.concatenate((starts, starts)),
-                    )
-                    sizes, counts = np.concatenate((sizes, sizes)), np.concatenate((counts, counts))
+                    hashes = np.concatenate((hashes, hashes))
+                    starts = np.concatenate((starts, starts))
+                    sizes = np.concatenate((sizes, sizes))
+                    counts = np.concatenate((counts, counts))
                     slots = np.full(2 * len(slots), -1, np.int32)
                     mask = np.uint64(len(slots) - 1)
                     for k in range(used):
@@ -115,16 +112,16 @@ def _blocks(texts: Iterable[str], pattern: str) -> Iterator[list[str]]:
         yield block
 
 
-def _count_block(block: list[str], pattern: str, lane: str) -> Counter:
+def _count_block(block: list[str], pattern: str, backend: str) -> Counter:
     "The words of a few texts."
     counts = Counter()
-    if pattern in PATTERN_KINDS and lane == "compiled":
+    if pattern in PATTERN_KINDS and backend == "numba":
         parts = [to_utf8(text) for text in block]
         joined, ends = b"".join(parts), np.cumsum([len(part) for part in parts])
-        found = _word_kernels().count_kernel(
+        columns = _word_kernels().count_kernel(
             np.frombuffer(joined, np.uint8), ends, char_classes(), PATTERN_KINDS[pattern]
         )
-        for start, size, count in zip(*(a.tolist() for a in found), strict=True):
+        for start, size, count in zip(*(column.tolist() for column in columns), strict=True):
             counts[joined[start : start + size].decode()] = count
         return counts
     for text in block:
@@ -135,41 +132,38 @@ def _count_block(block: list[str], pattern: str, lane: str) -> Counter:
 
 # %% ../../nbs/01_tokenizer/02_word_counts.ipynb #5b40bb73
 def count_words(
-    texts: Iterable[
-        str
-    ],  # Any iterable, taken a few megabytes at a time; one str counts as one text
+    # Any iterable, taken a few megabytes at a time; one str counts as one text
+    texts: Iterable[str],
     pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
-    num_proc: int
-    | None = None,  # Processes; None is one in the compiled lane, and else all cores from 64 MB on
-    lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results
+    # Processes; None is one in the Numba backend, and else all cores from 64 MB on
+    num_proc: int | None = None,
+    backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results
     progress: bool = False,  # Show a bar
 ) -> Counter:  # Words as str; counts of several inputs add up to the counts of all
     "Count the words of texts; raises `ValueError` on a lone surrogate."
     if num_proc is not None and num_proc < 1:
         raise ValueError(f"num_proc={num_proc}: use at least 1 process")
     find_pattern(pattern)
-    blocks, counts, done, pool = (
-        _blocks([texts] if isinstance(texts, str) else texts, pattern),
-        Counter(),
-        0,
-        None,
-    )
+    blocks = _blocks([texts] if isinstance(texts, str) else texts, pattern)
+    counts = Counter()
+    done = 0
+    pool = None
     waiting = deque()
     with Progress(None, "Counting words", "characters", enabled=progress) as bar:
         try:
             for block in blocks:
                 size = sum(map(len, block))
-                taken = pick_lane(lane, size + done)
-                crowd = num_proc or (
-                    1 if taken == "compiled" or done < 1 << 26 else os.cpu_count() or 1
-                )
-                if pool is None and crowd > 1:
-                    pool = ProcessPoolExecutor(crowd, multiprocessing.get_context())
+                block_backend = pick_backend(backend, size + done)
+                workers = num_proc or 1
+                if num_proc is None and block_backend == "python" and done >= 1 << 26:
+                    workers = os.cpu_count() or 1
+                if pool is None and workers > 1:
+                    pool = ProcessPoolExecutor(workers, multiprocessing.get_context())
                 if pool is None:
-                    counts.update(_count_block(block, pattern, taken))
+                    counts.update(_count_block(block, pattern, block_backend))
                 else:
-                    waiting.append(pool.submit(_count_block, block, pattern, taken))
-                while len(waiting) > crowd + 1:
+                    waiting.append(pool.submit(_count_block, block, pattern, block_backend))
+                while len(waiting) > workers + 1:
                     counts.update(waiting.popleft().result())
                 done += size
                 bar.update(done)
@@ -201,83 +195,115 @@ def _join_bytes(counts: Mapping) -> tuple[list[bytes], np.ndarray, np.ndarray]:
 
 
 def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tuple[dict, dict]:
-    "Every pair of bytes as a string of two characters: its count, and the numbers of the words that hold it."
+    """The count of every pair of bytes, and the numbers of the words that hold it.
+
+    A pair is a string of two characters."""
     flat = np.frombuffer(b"".join(words), np.uint8)
     inside = np.flatnonzero(number[1:] == number[:-1]).astype(np.int32)
-    code, word = flat[inside].astype(np.uint16) << 8 | flat[inside + 1], number[inside]
+    code = flat[inside].astype(np.uint16) << 8 | flat[inside + 1]
+    word = number[inside]
     order = np.argsort(code, kind="stable").astype(np.int32)
     code, word = code[order], word[order]
     starts = np.flatnonzero(np.diff(code, prepend=-1)) if len(code) else code
     totals = np.add.reduceat(freq[word], starts) if len(code) else code
     pairs = [chr(c >> 8) + chr(c & 255) for c in code[starts].tolist()]
-    return dict(zip(pairs, totals.tolist(), strict=True)), dict(
-        zip(pairs, np.split(word, starts[1:]) if pairs else [], strict=True)
-    )
+    words_of = np.split(word, starts[1:]) if pairs else []
+    return dict(zip(pairs, totals.tolist(), strict=True)), dict(zip(pairs, words_of, strict=True))
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #e5258ce4
-def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
+def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, str] | None:
+    "The highest count and its pair; an entry that is out of date goes back with its new count."
+    while heap:
+        top, pair = -heap[0][0], heap[0][1]
+        now = count.get(pair, 0)
+        if now == top:
+            heappop(heap)
+            return top, pair
+        if now > 0:
+            heapreplace(heap, (-now, pair))
+        else:
+            heappop(heap)
+    return None
+
+
+def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
+    "A word with a pair joined at all its places, and the characters left and right of them."
+    left, right = [], []
+    before, *parts = word.split(pair)
+    joined = new.join((before, *parts))
+    for j, after in enumerate(parts, 1):
+        if before:
+            left.append(before[-1])
+        elif j > 1:
+            left.append(new)  # joined a moment ago
+        if after:
+            right.append(after[0])
+        elif j < len(parts):
+            right.append(pair[0])  # joined in a moment
+        before = after
+    return joined, left, right
+
+
+def _join_pair(
+    words: list[str], numbers: Iterable[int], pair: str, new: str
+) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    "Join a pair in its words; for each character left and right of it, the words where it stands."
+    left, right = defaultdict(list), defaultdict(list)
+    long = -1
+    for i in numbers:
+        if i == long:
+            continue
+        # a word stands in the list once for each time that it holds the pair
+        k = (word := words[i]).find(pair)
+        if k < 0:
+            continue
+        if len(word) > 100:  # a text without spaces is one long word
+            long = i
+            words[i], before, after = _join_long(word, pair, new)
+            for character in before:
+                left[character].append(i)
+            for character in after:
+                right[character].append(i)
+            continue
+        rest = word[k + 2 :]
+        if k:
+            left[word[k - 1]].append(i)
+        if rest:
+            right[rest[0]].append(i)
+        words[i] = word[:k] + new + rest
+    return left, right
+
+
+def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, with strings whose characters are tokens."
     if 256 + n_merges > _MOST:
-        raise ValueError(f"{n_merges:,} merges: the pure lane learns at most {_MOST - 256:,}")
-    found, freq, number = _join_bytes(counts)
-    count, where = _first_pairs(found, freq, number)
-    words, weight = [w.decode("latin-1") for w in found], freq.tolist().__getitem__
+        raise ValueError(f"{n_merges:,} merges: the Python backend learns at most {_MOST - 256:,}")
+    coded, freq, number = _join_bytes(counts)
+    count, where = _first_pairs(coded, freq, number)
+    words, weight = [w.decode("latin-1") for w in coded], freq.tolist().__getitem__
     shared = [*range(len(words))]  # one object for each number, in however many lists it stands
     heap, pairs, tops = [(-n, pair) for pair, n in count.items()], [], []
-    del found, freq, number
+    del coded, freq, number
     heapify(heap)
-    while heap and len(pairs) < n_merges:
-        top, pair = -heap[0][0], heap[0][1]
-        if (now := count.get(pair, 0)) != top:  # the entry is out of date
-            if now > 0:
-                heapreplace(heap, (-now, pair))
-            else:
-                heappop(heap)
-            continue
-        heappop(heap)
+    while len(pairs) < n_merges and (best := _pop_best(heap, count)):
+        top, pair = best
         a, b, new = pair[0], pair[1], chr(256 + len(pairs))
-        left, right, long = defaultdict(list), defaultdict(list), -1
-        held = where.pop(pair)
-        for i in [shared[i] for i in held.tolist()] if isinstance(held, np.ndarray) else held:
-            if i == long:
-                continue
-            k = (word := words[i]).find(
-                pair
-            )  # a word stands in the list once for each time that it holds the pair
-            if k < 0:
-                continue
-            if len(word) > 100:  # all its places at once: a text without spaces is one long word
-                long, (before, *parts) = i, word.split(pair)
-                words[i] = new.join((before, *parts))
-                for j, after in enumerate(parts, 1):
-                    if before:
-                        left[before[-1]].append(i)
-                    elif j > 1:
-                        left[new].append(i)  # joined a moment ago
-                    if after:
-                        right[after[0]].append(i)
-                    elif j < len(parts):
-                        right[a].append(i)  # joined in a moment
-                    before = after
-                continue
-            rest = word[k + 2 :]
-            if k:
-                left[word[k - 1]].append(i)
-            if rest:
-                right[rest[0]].append(i)
-            words[i] = word[:k] + new + rest
-        for y, held in right.items():
-            n = sum(map(weight, held))
+        numbers = where.pop(pair)
+        if isinstance(numbers, np.ndarray):
+            numbers = [shared[i] for i in numbers.tolist()]
+        left, right = _join_pair(words, numbers, pair, new)
+        for y, numbers in right.items():
+            n = sum(map(weight, numbers))
             count[b + y] -= n
-            count[new + y], where[new + y] = n, held
-        for x, held in left.items():  # after `right`: `x` may be `new` itself, as in abab
-            n = sum(map(weight, held))
+            count[new + y], where[new + y] = n, numbers
+        for x, numbers in left.items():  # after `right`: `x` may be `new` itself, as in abab
+            n = sum(map(weight, numbers))
             count[x + a] -= n
-            count[x + new], where[x + new] = n, held
+            count[x + new], where[x + new] = n, numbers
         del count[pair]
-        for born in (*(new + y for y in right), *(x + new for x in left)):
-            if count[born] > 0:
-                heappush(heap, (-count[born], born))
+        for new_pair in (*(new + y for y in right), *(x + new for x in left)):
+            if count[new_pair] > 0:
+                heappush(heap, (-count[new_pair], new_pair))
         pairs.append((ord(a), ord(b)))
         tops.append(top)
         if len(pairs) % 64 == 0:
@@ -285,28 +311,10 @@ def _learn_pure(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, li
     return pairs, tops
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f
-def learn_kernel(sym, word, freq, n_merges):
-    "Merges as `left << 32 | right`, and their counts; `sym` are the bytes of all words, which it changes."
-    n = len(sym)
-    size = np.ones(256 + n_merges, np.int32)  # bytes of a token
-    room = 16  # of the hash table: four places for each pair of bytes that can be there
-    while room < 4 * min(n, 1 << 16):
-        room *= 2
-    keys, count, head = (
-        np.full(room, -1, np.int64),
-        np.zeros(room, np.int64),
-        np.full(room, -1, np.int32),
-    )
-    first, second = np.empty(room, np.int64), np.empty(room, np.int64)  # the heap: (-count, pair)
-    node_at, node_next = (
-        np.empty(2 * n + 1, np.int32),
-        np.empty(2 * n + 1, np.int32),
-    )  # lists of places
-    here, fresh = np.empty(n, np.int32), np.empty(2 * (256 + n_merges) + 2, np.int64)
-    pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)
-    used = n_heap = n_nodes = done = 0
-    free = -1
-    for p in range(n - 1):
+def _count_pairs(sym, word, freq, keys, count, head, node_at, node_next):
+    "Fill the table with the pairs of bytes, their counts and their places; how many of each."
+    used = n_nodes = 0
+    for p in range(len(sym) - 1):
         if word[p] != word[p + 1]:
             continue
         key = np.int64(sym[p]) << 32 | sym[p + 1]
@@ -317,6 +325,106 @@ def learn_kernel(sym, word, freq, n_merges):
         count[at] += freq[word[p]]
         node_at[n_nodes], node_next[n_nodes], head[at] = p, head[at], n_nodes
         n_nodes += 1
+    return used, n_nodes
+
+
+def _grow_table(old_keys, old_count, old_head):
+    "A table twice as large, without the pairs that are gone, and how many it has."
+    keys = np.full(2 * len(old_keys), -1, np.int64)
+    count = np.zeros(2 * len(old_keys), np.int64)
+    head = np.full(2 * len(old_keys), -1, np.int32)
+    used = 0
+    for k in range(len(old_keys)):
+        if old_keys[k] >= 0 and old_count[k] > 0:
+            at = find_key(keys, old_keys[k])
+            keys[at], count[at], head[at] = old_keys[k], old_count[k], old_head[k]
+            used += 1
+    return keys, count, head, used
+
+
+def _join_places(
+    here,
+    m,
+    a,
+    b,
+    new,
+    sym,
+    word,
+    freq,
+    size,
+    keys,
+    count,
+    head,
+    node_at,
+    node_next,
+    fresh,
+    used,
+    free,
+    n_nodes,
+):
+    "Join the pair `a`, `b` at its `m` places, and count the pairs with its neighbours anew."
+    n, n_fresh = len(sym), 0
+    for j in range(m - 1, -1, -1):
+        p = here[j]
+        if sym[p] != a:
+            continue  # gone since
+        q, w = p + size[a], word[p]
+        if q >= n or word[q] != w or sym[q] != b:
+            continue
+        end, f = q + size[b], freq[w]
+        sym[q - 1] = sym[q] = -1
+        sym[p] = sym[end - 1] = new
+        for side in range(2):
+            if side == 0:
+                if p == 0 or word[p - 1] != w:
+                    continue
+                x = np.int64(sym[p - 1])
+                start, gone, key_new = p - size[x], x << 32 | a, x << 32 | new
+            else:
+                if end == n or word[end] != w:
+                    continue
+                y = np.int64(sym[end])
+                start, gone, key_new = p, b << 32 | y, np.int64(new) << 32 | y
+            count[find_key(keys, gone)] -= f
+            at = find_key(keys, key_new)
+            if keys[at] < 0:
+                keys[at], fresh[n_fresh] = key_new, key_new
+                used += 1
+                n_fresh += 1
+            count[at] += f
+            node = free
+            if node >= 0:
+                free = node_next[node]
+            else:
+                node = n_nodes
+                n_nodes += 1
+            node_at[node], node_next[node], head[at] = start, head[at], node
+    return n_fresh, used, free, n_nodes
+
+
+def learn_kernel(sym, word, freq, n_merges):
+    """Merges as `left << 32 | right`, and their counts.
+
+    `sym` holds the bytes of all words, and is changed."""
+    n = len(sym)
+    size = np.ones(256 + n_merges, np.int32)  # bytes of a token
+    room = 16  # of the hash table: four places for each pair of bytes that can be there
+    while room < 4 * min(n, 1 << 16):
+        room *= 2
+    keys = np.full(room, -1, np.int64)
+    count = np.zeros(room, np.int64)
+    head = np.full(room, -1, np.int32)
+    # the heap: (-count, pair)
+    first = np.empty(room, np.int64)
+    second = np.empty(room, np.int64)
+    # lists of places
+    node_at = np.empty(2 * n + 1, np.int32)
+    node_next = np.empty(2 * n + 1, np.int32)
+    here, fresh = np.empty(n, np.int32), np.empty(2 * (256 + n_merges) + 2, np.int64)
+    pairs, counts = np.empty(n_merges, np.int64), np.empty(n_merges, np.int64)
+    n_heap = done = 0
+    free = -1
+    used, n_nodes = _count_pairs(sym, word, freq, keys, count, head, node_at, node_next)
     for at in range(len(keys)):
         if keys[at] >= 0:
             heap_push(first, second, n_heap, -count[at], keys[at])
@@ -346,50 +454,27 @@ def learn_kernel(sym, word, freq, n_merges):
             first = np.concatenate((first, np.empty(len(first) + room, np.int64)))
             second = np.concatenate((second, np.empty(len(second) + room, np.int64)))
         if 2 * (used + room) > len(keys):  # a bigger table, without the pairs that are gone
-            old_keys, old_count, old_head = keys, count, head
-            keys, count = np.full(2 * len(keys), -1, np.int64), np.zeros(2 * len(keys), np.int64)
-            head, used = np.full(len(keys), -1, np.int32), 0
-            for k in range(len(old_keys)):
-                if old_keys[k] >= 0 and old_count[k] > 0:
-                    at = find_key(keys, old_keys[k])
-                    keys[at], count[at], head[at] = old_keys[k], old_count[k], old_head[k]
-                    used += 1
-        n_fresh = 0
-        for j in range(m - 1, -1, -1):
-            p = here[j]
-            if sym[p] != a:
-                continue  # gone since
-            q, w = p + size[a], word[p]
-            if q >= n or word[q] != w or sym[q] != b:
-                continue
-            end, f = q + size[b], freq[w]
-            sym[q - 1] = sym[q] = -1
-            sym[p] = sym[end - 1] = new
-            for side in range(2):
-                if side == 0:
-                    if p == 0 or word[p - 1] != w:
-                        continue
-                    x = np.int64(sym[p - 1])
-                    start, gone, made = p - size[x], x << 32 | a, x << 32 | new
-                else:
-                    if end == n or word[end] != w:
-                        continue
-                    y = np.int64(sym[end])
-                    start, gone, made = p, b << 32 | y, np.int64(new) << 32 | y
-                count[find_key(keys, gone)] -= f
-                at = find_key(keys, made)
-                if keys[at] < 0:
-                    keys[at], fresh[n_fresh] = made, made
-                    used += 1
-                    n_fresh += 1
-                count[at] += f
-                node = free
-                if node >= 0:
-                    free = node_next[node]
-                else:
-                    node = n_nodes
-                    n_nodes += 1
-                node_at[node], node_next[node], head[at] = start, head[at], node
+            keys, count, head, used = _grow_table(keys, count, head)
+        n_fresh, used, free, n_nodes = _join_places(
+            here,
+            m,
+            a,
+            b,
+            new,
+            sym,
+            word,
+            freq,
+            size,
+            keys,
+            count,
+            head,
+            node_at,
+            node_next,
+            fresh,
+            used,
+            free,
+            n_nodes,
+        )
         count[find_key(keys, key)] = 0
         for j in range(n_fresh):
             now = count[find_key(keys, fresh[j])]
@@ -403,27 +488,28 @@ def learn_kernel(sym, word, freq, n_merges):
 
 @functools.cache
 def _kernels():
-    return compile_kernels((find_key, heap_push, heap_pop, learn_kernel))
+    return compile_kernels(
+        (find_key, heap_push, heap_pop, _count_pairs, _grow_table, _join_places, learn_kernel)
+    )
 
 
-def _learn_compiled(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
+def _learn_numba(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, from the compiled kernel."
     words, freq, number = _join_bytes(counts)
     sym = np.frombuffer(b"".join(words), np.uint8).astype(np.int32)
     del words
     keys, tops = _kernels().learn_kernel(sym, number, freq, n_merges)
-    return list(
-        zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True)
-    ), tops.tolist()
+    pairs = zip((keys >> 32).tolist(), (keys & 0xFFFFFFFF).tolist(), strict=True)
+    return [*pairs], tops.tolist()
 
 # %% ../../nbs/01_tokenizer/03_bpe.ipynb #0f74d693
 @dataclass
 class Merges:
-    "What `learn_merges` found."
+    "The merges that `learn_merges` learned."
 
     pairs: list[tuple[int, int]]  # Merge `i` joins these two tokens to token `256 + i`
     counts: list[int]  # How often the pair occurred when it was joined
-    lane: str  # 'pure' or 'compiled'
+    backend: str  # 'python' or 'numba'
     seconds: float  # Time it took
 
     def tokens(self) -> list[bytes]:  # Token `i` at place `i`
@@ -434,21 +520,24 @@ class Merges:
         return out
 
     def __repr__(self):
-        return f"Merges({len(self.pairs):,} pairs, lane={self.lane!r}, {self.seconds:.2f} s)"
+        return f"Merges({len(self.pairs):,} pairs, backend={self.backend!r}, {self.seconds:.2f} s)"
 
 
 def learn_merges(
     counts: Mapping,  # Words (str or bytes) and how often each occurs, as from `count_words`
     n_merges: int,  # Tokens to learn; fewer are learned when no pair is left
-    lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results
+    backend: str = "auto",  # 'auto', 'python' or 'numba'; equal results
     progress: bool = False,  # Show a bar
 ) -> Merges:  # The pairs in the order in which they were joined
-    "Learn byte-pair encoding; the highest count goes first, ties to the smaller left, then the smaller right token."
+    """Learn byte-pair encoding: the most frequent pair is joined first.
+
+    Ties go to the smaller left token, then to the smaller right one."""
     if n_merges < 0:
         raise ValueError(f"n_merges={n_merges}: use 0 or more")
-    start, lane = perf_counter(), pick_lane(lane, sum(map(len, counts)))
+    start = perf_counter()
+    backend = pick_backend(backend, sum(map(len, counts)))
     with Progress(n_merges, "Learning merges", "merge", enabled=progress) as bar:
-        learn = _learn_compiled if lane == "compiled" else _learn_pure
+        learn = _learn_numba if backend == "numba" else _learn_python
         pairs, tops = learn(counts, n_merges, bar)
         bar.update(len(pairs))
-    return Merges(pairs, tops, lane, perf_counter() - start)
+    return Merges(pairs, tops, backend, perf_counter() - start)

@@ -31,8 +31,15 @@ from .pretokenize import GPT4_PATTERN, PATTERNS, cut_specials, join_pairs, to_ut
 
 if TYPE_CHECKING:
     import tiktoken
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # %% ../../nbs/01_tokenizer/06_tokenizer.ipynb #7a152bbd
+def _text_of(token: object) -> str | None:
+    "The text of a special token of transformers, or None."
+    return str(token) if token else None
+
+
 class BPETokenizer:
     "A byte-level BPE tokenizer: make one with `train`, `load`, `from_hf` or `from_tiktoken`."
 
@@ -42,54 +49,52 @@ class BPETokenizer:
         pairs: Sequence[tuple[int, int]],  # Pairs of ids that may be joined
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
         special_tokens: Mapping[str, int] | None = None,  # Special token -> its id
-        ranks: Sequence[int]
-        | None = None,  # The rank of each pair, the lowest is joined first; their order when None
-        whole: bool = True,  # A word that is a token needs no merges (Hugging Face's `ignore_merges`)
+        # The rank of each pair, the lowest is joined first; their order when None
+        ranks: Sequence[int] | None = None,
+        # A word that is a token needs no merges (Hugging Face's `ignore_merges`)
+        whole: bool = True,
         nfc: bool = False,  # Bring text into Unicode's normal form C first
         plain: Collection[str] = (),  # Special tokens that are shown when special ones are skipped
-        post_processor: dict
-        | None = None,  # Passed on to Hugging Face; `encode` adds nothing to a text
-        normalized: Collection[
-            str
-        ] = (),  # Special tokens that are looked for after `nfc`, the others before it
+        # Passed on to Hugging Face; `encode` adds nothing to a text
+        post_processor: dict | None = None,
+        # Special tokens that are looked for after `nfc`, the others before it
+        normalized: Collection[str] = (),
         bos_token: str | None = None,  # These four are special tokens with a role
         eos_token: str | None = None,
         pad_token: str | None = None,
         unk_token: str | None = None,
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ):
         self.tokens, self.special_tokens = dict(tokens), dict(special_tokens or {})
         text = {i: token for token, i in self.tokens.items()}
         try:
-            made = [self.tokens[text[left] + text[right]] for left, right in pairs]
+            merged_ids = [self.tokens[text[left] + text[right]] for left, right in pairs]
         except KeyError as error:
             raise ValueError(
-                f"a pair asks for {error.args[0]!r}, which the vocabulary has not"
+                f"a pair makes {error.args[0]!r}, which is missing in the vocabulary"
             ) from None
-        self.encoder = Encoder(self.tokens, pairs, made, ranks, pattern, whole, lane)
+        self.encoder = Encoder(self.tokens, pairs, merged_ids, ranks, pattern, whole, backend)
         self.pattern, self.whole, self.nfc = pattern, whole, nfc
-        self.plain, self.post_processor, self.normalized = {*plain}, post_processor, {*normalized}
-        self.bos_token, self.eos_token, self.pad_token, self.unk_token = (
-            bos_token,
-            eos_token,
-            pad_token,
-            unk_token,
-        )
+        self.plain = {*plain}
+        self.post_processor = post_processor
+        self.normalized = {*normalized}
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self.pad_token = pad_token
+        self.unk_token = unk_token
         self.chat_template: str | None = None
-        self.trained: Merges | None = None  # what `train` found, with its lane and time
-        self._bytes, self._sizes = (
-            text,
-            (0, np.zeros(0, np.int64)),
-        )  # how many tokens were measured, their sizes
+        self.trained: Merges | None = None  # what `train` found, with its backend and time
+        self._bytes = text
+        self._sizes = (0, np.zeros(0, np.int64))  # how many tokens were measured, their sizes
         for token, i in self.special_tokens.items():
             if not token:
                 raise ValueError("a special token must not be empty")
-            other = (
-                self._bytes.setdefault(i, to_utf8(token)) != token.encode()
-            )  # Two names of one token, as in o200k_harmony, are fine
+            # Two names of one token, as in o200k_harmony, are fine
+            other = self._bytes.setdefault(i, to_utf8(token)) != token.encode()
             if other and self.tokens.get(self._bytes[i]) == i:
                 raise ValueError(
-                    f"special token {token!r}: the vocabulary has its id {i} for {self._bytes[i]!r} already"
+                    f"special token {token!r}: the vocabulary has its id {i} for "
+                    f"{self._bytes[i]!r} already"
                 )
         for token in (bos_token, eos_token, pad_token, unk_token):
             self._id(token)
@@ -103,9 +108,9 @@ class BPETokenizer:
         return self.vocab_size
 
     @property
-    def lane(self) -> str:
-        "The lane that the last `encode` took."
-        return self.encoder.lane
+    def backend(self) -> str:
+        "The backend that the last `encode` took."
+        return self.encoder.backend
 
     def _id(self, token: str | None) -> int | None:
         if token is None or token in self.special_tokens:
@@ -161,13 +166,14 @@ class BPETokenizer:
     @classmethod
     def train(
         cls,
-        texts: Iterable[str]
-        | Mapping[str, int],  # Texts, taken a few megabytes at a time, or the counts of their words
+        # Texts, taken a few megabytes at a time, or the counts of their words
+        texts: Iterable[str] | Mapping[str, int],
         vocab_size: int,  # All tokens: 256 bytes, the merges, the special tokens
         pattern: str = "cl100k",  # A name from `PATTERNS` or a regular expression
         special_tokens: Sequence[str] = (),  # They get the last ids; the first is the `eos_token`
         num_proc: int | None = None,  # Processes that count words; see `count_words`
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal results. `trained.lane` says which
+        # 'auto', 'python' or 'numba'; equal results. `trained.backend` says which
+        backend: str = "auto",
         progress: bool = True,  # Show bars
     ) -> "BPETokenizer":
         "Learn a tokenizer from texts; a text that does not hold so many merges is a `ValueError`."
@@ -184,9 +190,9 @@ class BPETokenizer:
         counts = (
             texts
             if isinstance(texts, Mapping)
-            else count_words(texts, pattern, num_proc, lane, progress)
+            else count_words(texts, pattern, num_proc, backend, progress)
         )
-        merges = learn_merges(counts, n_merges, lane, progress)
+        merges = learn_merges(counts, n_merges, backend, progress)
         if len(merges.pairs) < n_merges:
             raise ValueError(
                 f"vocab_size={vocab_size} asks for {n_merges:,} merges, "
@@ -198,7 +204,7 @@ class BPETokenizer:
             merges.pairs,
             pattern,
             {token: 256 + n_merges + i for i, token in enumerate(special)},
-            lane=lane,
+            backend=backend,
             eos_token=special[0] if special else None,
         )
         if known := next((token for token in special if token.encode() in tok.tokens), None):
@@ -209,14 +215,15 @@ class BPETokenizer:
     def encode(
         self,
         text: str,
-        allowed_special: str
-        | Collection[str] = (),  # 'all', 'none', or the special tokens that count as such
-        disallowed_special: str
-        | Collection[
-            str
-        ] = "all",  # Those that are an error; 'all' is every one that is not allowed
+        # 'all', 'none', or the special tokens that count as such
+        allowed_special: str | Collection[str] = (),
+        # Those that are an error; 'all' is every one that is not allowed
+        disallowed_special: str | Collection[str] = "all",
     ) -> list[int]:
-        "The ids of a text; as in `tiktoken`, a special token that is not allowed is a `ValueError`, unless 'none' are."
+        """The ids of a text.
+
+        As in `tiktoken`, a special token that is not allowed is a `ValueError`; with 'none'
+        allowed it is ordinary text."""
         return self.encode_batch([text], allowed_special, disallowed_special)[0]
 
     def encode_batch(
@@ -247,8 +254,8 @@ class BPETokenizer:
         text: str,
         allowed_special: str | Collection[str] = (),  # As for `encode`
         disallowed_special: str | Collection[str] = "all",
-    ) -> list[str]:  # Ordinary text and special tokens by turns, beginning and ending with text
-        "Cut a text at its special tokens, and bring what lies between them into the normal form."
+    ) -> list[str]:  # Ordinary text and special tokens in turn; the first and the last are text
+        "Cut a text at its special tokens, and normalize the text between them."
         if not self.nfc:
             return cut_specials(text, self.special_tokens, allowed_special, disallowed_special)
         out = cut_specials(
@@ -261,24 +268,22 @@ class BPETokenizer:
         out[::2] = [normalize("NFC", join_pairs(piece)) for piece in out[::2]]
         if not self.normalized:
             return out
-        late: list[str] = []
-        for i, piece in enumerate(out):  # Those that are looked for in the normal form
-            parts = (
-                [piece]
-                if i % 2
-                else cut_specials(
+        pieces: list[str] = []
+        for i, piece in enumerate(out):  # Now those that are looked for in normalized text
+            if i % 2:
+                pieces.append(piece)
+            else:
+                pieces += cut_specials(
                     piece, self.special_tokens, allowed_special, disallowed_special, self.normalized
                 )
-            )
-            late += parts
-        return late
+        return pieces
 
     def decode_bytes(
         self,
         ids: Iterable[int],  # A list, an array or a tensor
         skip_special_tokens: bool = False,  # Leave special tokens out
     ) -> bytes:
-        "The bytes of tokens, exactly; an id that the vocabulary has not is a `ValueError`."
+        "The exact bytes of tokens; an id that is not in the vocabulary is a `ValueError`."
         ids = ids.tolist() if hasattr(ids, "tolist") else ids  # type: ignore
         if skip_special_tokens:
             skip = {i for token, i in self.special_tokens.items() if token not in self.plain}
@@ -295,7 +300,8 @@ class BPETokenizer:
         self,
         ids: Iterable[int],  # A list, an array or a tensor
         skip_special_tokens: bool = False,  # Leave special tokens out
-        errors: str = "replace",  # What to do with bytes that are no UTF-8, such as half a character: 'replace' or 'strict'
+        # What to do with bytes that are no UTF-8, such as half a character: 'replace' or 'strict'
+        errors: str = "replace",
     ) -> str:
         "The text of tokens."
         return self.decode_bytes(ids, skip_special_tokens).decode("utf-8", errors)
@@ -304,7 +310,9 @@ class BPETokenizer:
         self,
         folder: str | Path,  # Made if it is not there
     ) -> Path:
-        "Write `tokenizer.json` and `tokenizer_config.json`, which `AutoTokenizer` opens without remote code."
+        """Write `tokenizer.json` and `tokenizer_config.json`.
+
+        `AutoTokenizer` opens them without remote code."""
         folder = Path(folder)
         config = dict(
             tokenizer_class="PreTrainedTokenizerFast",
@@ -321,7 +329,7 @@ class BPETokenizer:
         return folder
 
     def _parts(self) -> dict:
-        "What stands in tokenizer.json."
+        "The content of tokenizer.json."
         pairs = [
             pair for _, pair in sorted(zip(self.encoder.ranks, self.encoder.pairs, strict=True))
         ]
@@ -351,26 +359,29 @@ class BPETokenizer:
     def load(
         cls,
         folder: str | Path,  # A folder with `tokenizer.json`, ours or another's
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
-        "Read a tokenizer from a Hugging Face folder; a file that is broken or that works otherwise is a `ValueError`."
+        """Read a tokenizer from a Hugging Face folder.
+
+        A broken file, or one of another kind of tokenizer, is a `ValueError`."""
         folder, config = Path(folder), {}
         if not (folder / "tokenizer.json").is_file():
             raise FileNotFoundError(
-                f"{folder / 'tokenizer.json'} is not there: "
-                "give the folder of a tokenizer, as `save` writes it"
+                f"{folder / 'tokenizer.json'} is missing: give the folder of a tokenizer, as "
+                "`save` writes it"
             )
         try:
             data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
             for name in ("special_tokens_map.json", "tokenizer_config.json"):
                 if (folder / name).is_file():
                     config |= read_json(folder / name)
-            names: dict[str, Any] = {
-                role: (token := config.get(role))
-                and (token if isinstance(token, str) else token["content"])
+            parts = from_json(data)
+            roles: dict[str, Any] = {
+                role: token if isinstance(token, str) else token["content"]
                 for role in ("bos_token", "eos_token", "pad_token", "unk_token")
+                if (token := config.get(role))
             }
-            tok = cls(**from_json(data), **names, lane=lane)
+            tok = cls(**parts, backend=backend, **roles)
         except (
             json.JSONDecodeError,
             UnicodeDecodeError,
@@ -398,31 +409,37 @@ class BPETokenizer:
     @classmethod
     def from_hf(
         cls,
-        source: Any,  # A folder, a tokenizer of transformers, or one of the `tokenizers` library
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        # A folder, a tokenizer of transformers, or one of the `tokenizers` library
+        source: "str | Path | PreTrainedTokenizerBase | Tokenizer",
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
-        "The same tokenizer as one of Hugging Face; what cannot be reproduced is a `ValueError`."
+        "The tokenizer of a Hugging Face one; what cannot be reproduced is a `ValueError`."
         if isinstance(source, str | Path):
-            return cls.load(source, lane)
-        backend = getattr(source, "backend_tokenizer", source)
-        if not hasattr(backend, "to_str"):
+            return cls.load(source, backend)
+        library_tokenizer: Any = getattr(source, "backend_tokenizer", source)
+        if not hasattr(library_tokenizer, "to_str"):
             raise TypeError(f"expected a folder or a fast tokenizer, got {type(source).__name__}")
-        names: dict[str, Any] = {
-            role: (token := getattr(source, role, None)) and str(token)
-            for role in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        tok = cls(**from_json(json.loads(backend.to_str())), **names, lane=lane)
+        parts = from_json(json.loads(library_tokenizer.to_str()))
+        tok = cls(
+            **parts,
+            bos_token=_text_of(getattr(source, "bos_token", None)),
+            eos_token=_text_of(getattr(source, "eos_token", None)),
+            pad_token=_text_of(getattr(source, "pad_token", None)),
+            unk_token=_text_of(getattr(source, "unk_token", None)),
+            backend=backend,
+        )
         tok.chat_template = usual_template(getattr(source, "chat_template", None))
         return tok
 
-    def to_hf(self) -> Any:  # transformers.PreTrainedTokenizerFast
+    def to_hf(self) -> "PreTrainedTokenizerFast":
         "The same tokenizer for transformers."
         from tokenizers import Tokenizer
         from transformers import PreTrainedTokenizerFast
 
-        backend = Tokenizer.from_str(json.dumps(self._parts()))
         hf = PreTrainedTokenizerFast(
-            tokenizer_object=backend, clean_up_tokenization_spaces=False, **self._names()
+            tokenizer_object=Tokenizer.from_str(json.dumps(self._parts())),
+            clean_up_tokenization_spaces=False,
+            **self._names(),
         )
         if self.chat_template:
             hf.chat_template = self.chat_template
@@ -431,27 +448,29 @@ class BPETokenizer:
     @classmethod
     def from_tiktoken(
         cls,
-        source: Any,  # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
-        pattern: str
-        | None = None,  # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
-        special_tokens: Mapping[str, int]
-        | None = None,  # Special token -> id; an Encoding brings its own
-        lane: str = "auto",  # 'auto', 'pure' or 'compiled'; equal ids
+        # A `tiktoken.Encoding`, a `.tiktoken` file, or ranks: a dict from bytes to rank
+        source: "tiktoken.Encoding | str | Path | Mapping[bytes, int]",
+        # Name or regular expression; an Encoding brings its own, other ranks are cut as GPT-4 does
+        pattern: str | None = None,
+        # Special token -> id; an Encoding brings its own
+        special_tokens: Mapping[str, int] | None = None,
+        backend: str = "auto",  # 'auto', 'python' or 'numba'; equal ids
     ) -> "BPETokenizer":
         "The same tokenizer as one of tiktoken."
-        if hasattr(source, "_mergeable_ranks"):
+        special = special_tokens or {}
+        if isinstance(source, Mapping):
+            tokens = source
+        elif isinstance(source, str | Path):
+            if not Path(source).is_file():
+                raise FileNotFoundError(
+                    f"'{source}' is no .tiktoken file; an encoding with a name is given as "
+                    f"tiktoken.get_encoding('{source}')"
+                )
+            tokens = read_ranks(source)
+        else:
             tokens = source._mergeable_ranks
             special = source._special_tokens if special_tokens is None else special_tokens
             pattern = pattern or TIKTOKEN_PATTERNS.get(source._pat_str, source._pat_str)
-        elif isinstance(source, str | Path) and not Path(source).is_file():
-            raise FileNotFoundError(
-                f"'{source}' is no .tiktoken file; an encoding with a name is given as tiktoken.get_encoding('{source}')"
-            )
-        else:
-            tokens, special = (
-                source if isinstance(source, Mapping) else read_ranks(source),
-                special_tokens or {},
-            )
         pairs = all_pairs(tokens)
         return cls(
             tokens,
@@ -459,28 +478,30 @@ class BPETokenizer:
             pattern or GPT4_PATTERN,
             special,
             [i for _, _, i in pairs],
-            lane=lane,
+            backend=backend,
             eos_token="<|endoftext|>" if "<|endoftext|>" in special else None,
         )
 
     def _to_ranks(self) -> dict[bytes, int]:
         "Tokens and ranks for tiktoken, if its rule gives the same ids."
-        made = [i for _, i in sorted(zip(self.encoder.ranks, self.encoder.made, strict=True))]
+        by_rank = sorted(zip(self.encoder.ranks, self.encoder.merged_ids, strict=True))
         if self.nfc:
-            why = "it does not normalize text"
-        elif any(a > b for a, b in pairwise(made)):
-            why = "it joins in the order of the ids, and these are in another order"
+            reason = "it does not normalize text"
+        elif any(a > b for (_, a), (_, b) in pairwise(by_rank)):
+            reason = "it joins in the order of the ids, and these are in another order"
         elif not self.whole and (lost := self.encoder.unreached(self.tokens)):
-            why = f"it would use {lost[0]!r}, which the merges never make"
+            reason = f"it would use {lost[0]!r}, which the merges never make"
         else:
             return self.tokens
-        raise ValueError(f"tiktoken cannot do what this tokenizer does: {why}")
+        raise ValueError(f"tiktoken cannot do what this tokenizer does: {reason}")
 
     def to_tiktoken(
         self,
         name: str = "trainkit",  # The encoding's name
     ) -> "tiktoken.Encoding":
-        "The same tokenizer for tiktoken; one that tiktoken's rule cannot express is a `ValueError`."
+        """The same tokenizer for tiktoken.
+
+        One that tiktoken's rule cannot express is a `ValueError`."""
         try:
             from tiktoken import Encoding
         except ImportError:
@@ -498,8 +519,8 @@ class BPETokenizer:
 
     def save_tiktoken(
         self,
-        path: str
-        | Path,  # Such as `tokenizer.tiktoken`; pattern and special tokens are not in this format
+        # Such as `tokenizer.tiktoken`; pattern and special tokens are not in this format
+        path: str | Path,
     ) -> Path:
         "Write the tokens as a `.tiktoken` file: base64 and rank."
         return write_ranks(self._to_ranks(), path)
@@ -522,7 +543,9 @@ class BPETokenizer:
             ),
         }
         if self.trained:
-            facts["merges learned"] = f"in {self.trained.seconds:.2f} s, {self.trained.lane} lane"
+            facts["merges learned"] = (
+                f"in {self.trained.seconds:.2f} s, {self.trained.backend} backend"
+            )
         row = '<tr><th style="text-align:left">{}</th><td style="text-align:left">{}</td></tr>'
         return (
             "<table>"

@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import is_normalized, normalize
 from weakref import WeakKeyDictionary
 
@@ -35,23 +35,30 @@ from .bpe_tokenizer import BPETokenizer
 from .chat_template import TEMPLATES, Template, render_text, render_texts
 from .pretokenize import join_pairs
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from typing_extensions import TypeIs
+
+    AnyTokenizer = BPETokenizer | PreTrainedTokenizerFast
+
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc
 def is_ours(
-    tokenizer: Any,
-) -> bool:  # True for a `BPETokenizer`, False for a tokenizer of transformers
-    "Whether a tokenizer says itself how many bytes its tokens have."
+    tokenizer: object,
+) -> "TypeIs[BPETokenizer]":  # True for a `BPETokenizer`, False for a tokenizer of transformers
+    "Whether a tokenizer has the numbers of bytes of its tokens."
     return hasattr(tokenizer, "token_sizes")
 
 
-_COPIES: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # tokenizer of transformers -> (its length, its backend without extras)
+# tokenizer of transformers -> (its length, its backend without extras)
+_COPIES: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def _backend(tokenizer: Any) -> Any:
+def _backend(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
+    "The tokenizer of the library inside, without post-processor, truncation and padding."
     if (known := _COPIES.get(tokenizer)) and known[0] == len(tokenizer):
         return known[1]
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    backend: "Tokenizer | None" = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise TypeError(
             f"{type(tokenizer).__name__} cannot say where its tokens stand in a text: "
@@ -68,21 +75,23 @@ def _backend(tokenizer: Any) -> Any:
 MANY = (
     100_000  # Characters from which on it pays to read a tokenizer of transformers as one of ours
 )
-_READ: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # tokenizer of transformers -> its length, characters so far, and itself as ours
+# tokenizer of transformers -> its length, characters so far, and itself as ours
+_READ: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
-    "The same tokenizer as one of ours, which has the same ids in less time; None if there is none, or not yet."
-    size, seen, same = _READ.get(tokenizer, (0, 0, None))
+def _as_ours(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> BPETokenizer | None:
+    """The tokenizer as one of ours, which has the same ids in less time.
+
+    None if that is impossible, or not worth it yet."""
+    size, characters, same = _READ.get(tokenizer, (0, 0, None))
     if size != len(tokenizer):
-        seen, same = 0, None  # None: not tried yet, False: it cannot be
+        characters, same = 0, None  # None: not tried yet, False: impossible
     if same is None:
-        seen += sum(map(len, texts))
-        if seen >= MANY:
+        characters += sum(map(len, texts))
+        if characters >= MANY:
             try:
-                same, sample = BPETokenizer.from_hf(backend := _backend(tokenizer)), [*texts[:200]]
+                same = BPETokenizer.from_hf(backend := _backend(tokenizer))
+                sample = [*texts[:200]]
                 theirs = backend.encode_batch(sample, add_special_tokens=False)
                 if same.encode_batch(sample, allowed_special="all") != [
                     code.ids for code in theirs
@@ -90,12 +99,12 @@ def _as_ours(tokenizer: Any, texts: Sequence[str]) -> BPETokenizer | None:
                     same = False
             except ValueError:
                 same = False
-        _READ[tokenizer] = len(tokenizer), seen, same
+        _READ[tokenizer] = len(tokenizer), characters, same
     return same or None
 
 
 def _bytes_until(text: str, at: int, nfc: bool) -> int:
-    "How many bytes of what is tokenized come before a character."
+    "The number of tokenized bytes before a character."
     left = text[:at]
     if nfc and not normalize("NFC", text).startswith(left := normalize("NFC", left)):
         left = left[:-1]  # The character at the border is joined with what follows it
@@ -103,7 +112,9 @@ def _bytes_until(text: str, at: int, nfc: bool) -> int:
 
 
 def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[int]:
-    "The same for several characters of a text in pieces: ordinary text, which may get its normal form, and special tokens by turns."
+    """The same for several characters of a text in pieces.
+
+    Ordinary text, which may be normalized, and special tokens in turn."""
     first = [0, *accumulate(map(len, pieces))]
     sizes = [_bytes_until(piece, len(piece), nfc and k % 2 == 0) for k, piece in enumerate(pieces)]
     before, out = [0, *accumulate(sizes)], []
@@ -114,8 +125,9 @@ def _bytes_at(pieces: Sequence[str], places: Iterable[int], nfc: bool) -> list[i
 
 
 def _spans_in_bytes(
-    text: str, spans: Sequence[tuple[int, int]], tokenizer: Any
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: BPETokenizer
 ) -> Sequence[tuple[int, int]]:
+    "The same stretches, counted in the bytes that are tokenized."
     if text.isascii():
         return spans
     if not tokenizer.nfc or is_normalized("NFC", text):
@@ -128,28 +140,24 @@ def _spans_in_bytes(
 
 def encode_spans(
     texts: Sequence[str],
-    spans: Sequence[
-        Sequence[tuple[int, int]]
-    ],  # For each text, stretches of characters: the first, and the one after
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
-) -> list[
-    tuple[np.ndarray, list[tuple[int, int]]]
-]:  # For each, its ids, int64, and the tokens that each stretch touches
+    # For each text, stretches of characters: the first, and the one after
+    spans: Sequence[Sequence[tuple[int, int]]],
+    tokenizer: "AnyTokenizer",
+    # For each, its ids, int64, and the tokens that each stretch touches
+) -> list[tuple[np.ndarray, list[tuple[int, int]]]]:
     "Tokenize whole texts; special tokens in them count as such, and nothing is added."
     if not is_ours(tokenizer) and (same := _as_ours(tokenizer, texts)):
         tokenizer = same
     if not is_ours(tokenizer):
         out = []
-        for code, stretches in zip(
-            _backend(tokenizer).encode_batch([*texts], add_special_tokens=False), spans, strict=True
-        ):
+        codes = _backend(tokenizer).encode_batch([*texts], add_special_tokens=False)
+        for code, stretches in zip(codes, spans, strict=True):
             offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
             starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
             out.append((np.array(code.ids, np.int64), _touched(starts, ends, stretches)))
         return out
-    flat, rows, sizes = _encode_flat(
-        texts, tokenizer
-    )  # Python's loops are over texts and stretches, never over tokens
+    # Python's loops are over texts and stretches, never over tokens
+    flat, rows, sizes = _encode_flat(texts, tokenizer)
     ends = np.concatenate(([0], sizes.cumsum()))
     inside = [
         _spans_in_bytes(text, stretches, tokenizer)
@@ -157,13 +165,10 @@ def encode_spans(
     ]
     counts = [len(stretches) for stretches in inside]
     both = np.array([span for stretches in inside for span in stretches], np.int64).reshape(-1, 2)
-    both += np.repeat(ends[rows[:-1]], counts)[
-        :, None
-    ]  # Bytes from the beginning of the first text
-    first, last = (
-        ends[1:].searchsorted(both[:, 0], "right"),
-        ends[:-1].searchsorted(both[:, 1], "left"),
-    )
+    # Bytes from the beginning of the first text
+    both += np.repeat(ends[rows[:-1]], counts)[:, None]
+    first = ends[1:].searchsorted(both[:, 0], "right")
+    last = ends[:-1].searchsorted(both[:, 1], "left")
     touched = iter(np.stack((first, last), 1) - np.repeat(rows[:-1], counts)[:, None])
     return [
         (flat[a:b], [tuple(next(touched).tolist()) for _ in range(n)])
@@ -171,15 +176,18 @@ def encode_spans(
     ]
 
 
-def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    "The ids of all texts as one array, where each text begins, and ends, and how many bytes each token stands for."
+def _encode_flat(
+    texts: Sequence[str], tokenizer: BPETokenizer
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The ids of all texts as one array, the places between the texts, and the bytes of each token.
+
+    A token's bytes are counted as they are in the text."""
     if tokenizer.nfc:
         cut = [tokenizer.cut(text, "all") for text in texts]
     else:
         split = re.compile(f"({_any_of(tokenizer.special_tokens)})").split
-        cut = [
-            split(text) for text in texts
-        ]  # Plain text at the even places, special tokens at the odd ones
+        # Plain text at the even places, special tokens at the odd ones
+        cut = [split(text) for text in texts]
     ids, sizes = tokenizer.encoder.encode_flat([piece for pieces in cut for piece in pieces[::2]])
     many = np.array([len(pieces) for pieces in cut], np.int64)
     plain = (np.arange(many.sum()) - np.repeat(many.cumsum() - many, many)) % 2 == 0
@@ -192,9 +200,8 @@ def _encode_flat(texts: Sequence[str], tokenizer: Any) -> tuple[np.ndarray, np.n
     out[special] = [tokenizer.special_tokens[piece] for piece in written]
     out[~special] = ids
     in_bytes = tokenizer.token_sizes[out]
-    in_bytes[special] = [
-        len(piece.encode()) for piece in written
-    ]  # A token with two names has two sizes
+    # A token with two names has two sizes
+    in_bytes[special] = [len(piece.encode()) for piece in written]
     return out, ends[np.concatenate(([0], many.cumsum()))], in_bytes
 
 
@@ -217,21 +224,21 @@ SPECIAL_MARK = "\uf8f3"  # From Unicode's private area: no text holds it
 _WRITTEN = {
     f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/")
 }
-_HARMLESS = re.compile(  # Added tokens that are text: white space, and elements of a page, as Gemma has them
-    r"[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|pre|sub|sup|br|hr|blockquote)>"
+# Added tokens that are text: white space, and elements of a page, as Gemma has them
+_HARMLESS = re.compile(
+    r"[\s▁]+|</?(?:table|caption|thead|tbody|tfoot|tr|td|th|h[1-6]|ul|ol|li|b|i|u|em|strong|code|"
+    r"pre|sub|sup|br|hr|blockquote)>"
 )
 
 
-def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
-    "The tokens that no user may write, and those among them that an answer may not hold either."
+def _controls(tokenizer: "AnyTokenizer") -> tuple[dict[str, int], dict[str, int]]:
+    "The tokens that no user may write, and those that an answer may not contain either."
     if is_ours(tokenizer):
         all_of, shown = tokenizer.special_tokens, tokenizer.plain
     else:
         added = tokenizer.added_tokens_decoder
-        all_of, shown = (
-            {str(t): i for i, t in added.items()},
-            {str(t) for t in added.values() if not t.special},
-        )
+        all_of = {str(t): i for i, t in added.items()}
+        shown = {str(t) for t in added.values() if not t.special}
     controls = {
         token: i
         for token, i in all_of.items()
@@ -242,12 +249,13 @@ def _controls(tokenizer: Any) -> tuple[dict[str, int], dict[str, int]]:
     }
 
 
-def _specials(tokenizer: Any) -> dict[str, int]:
+def _specials(tokenizer: "AnyTokenizer") -> dict[str, int]:
     "The tokens that only a template may write."
     return _controls(tokenizer)[1]
 
 
-def _names(tokenizer: Any) -> dict[str, str]:
+def _names(tokenizer: object) -> dict[str, str]:
+    "Role -> special token, for the roles that a tokenizer has."
     roles = (
         "bos_token",
         "eos_token",
@@ -263,7 +271,7 @@ def _names(tokenizer: Any) -> dict[str, str]:
 
 
 def find_template(
-    tokenizer: Any,
+    tokenizer: object,
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
 ) -> str:  # Jinja
     "The template to render with."
@@ -278,31 +286,34 @@ def find_template(
             f"this tokenizer has several templates, {template}: give one of them as template"
         )
     raise ValueError(
-        f"this tokenizer has no chat template: sft.template=chatml gives it one, or another of {', '.join(TEMPLATES)} "
-        "(in Python: set_template(tokenizer, 'chatml', model))"
+        "this tokenizer has no chat template: sft.template=chatml gives it one, or another of "
+        f"{', '.join(TEMPLATES)} (in Python: set_template(tokenizer, 'chatml', model))"
     )
 
 
 class _Marker:
-    "Puts a mark into each token that a text spells out, or begins to spell at its end, so that only a template's own are whole."
+    """Puts a mark into each token that a text spells out, or begins to spell at its end.
+
+    So only the tokens that a template writes itself are whole."""
 
     def __init__(self, tokens: Iterable[str]):
         tokens = [*tokens]
-        self.any, self.each = re.compile(_any_of(tokens)), re.compile(f"(?={_any_of(tokens)})")
+        self.any = re.compile(_any_of(tokens))
+        self.each = re.compile(f"(?={_any_of(tokens)})")
         self.beginnings = {token[:n] for token in tokens for n in range(1, len(token))}
         self.longest = max(map(len, self.beginnings), default=0)
         self.first = re.compile("|".join({re.escape(token[0]) for token in tokens}) or "(?!)")
 
     def places(self, text: str) -> list[int]:  # Where marks go
-        found = (
-            {m.start() + 1 for m in self.each.finditer(text)} if self.any.search(text) else set()
-        )
+        marks: set[int] = set()
+        if self.any.search(text):
+            marks = {m.start() + 1 for m in self.each.finditer(text)}
         if self.longest and self.first.search(text, max(0, len(text) - self.longest)):
             tail = text[-self.longest :]
             for n in range(1, len(tail) + 1):  # Its other half may stand in the next part
                 if tail[-n:] in self.beginnings:
-                    found.add(len(text) - n + 1)
-        return sorted(found)
+                    marks.add(len(text) - n + 1)
+        return sorted(marks)
 
     def mark(self, value: Any) -> Any:
         "A value of a message, or a message, with marks in all its texts."
@@ -327,13 +338,15 @@ class _Marker:
             return [self.mark(v) for v in value]
         return value
 
-    def message(self, message: Any) -> Any:
+    def message(self, message: Mapping) -> Mapping:
         if not isinstance(message, Mapping):
             return message  # Refused where it is rendered
-        found = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
-        if not found:
+        changed = {k: new for k, v in message.items() if (new := self.mark(v)) is not v}
+        if not changed:
             return message
-        new, cut, text = {**message, **found}, message.get("untrained"), message.get("content")
+        new = {**message, **changed}
+        cut = message.get("untrained")
+        text = message.get("content")
         if not cut or not isinstance(text, str) or new["content"] == text:
             return new
         cut = len(join_pairs(text[:cut]))
@@ -352,17 +365,18 @@ def _marked(messages: Sequence[Mapping], user: _Marker, answer: _Marker) -> Sequ
 
 
 def _cut_marked(text: str, controls: Iterable[str]) -> list[str]:
-    "Text with its marks, and control tokens that a template wrote, by turns."
+    "Text with its marks, and control tokens that a template wrote, in turn."
     tokens = sorted(controls, key=len, reverse=True)
-    whole = (
-        "|".join(re.escape(token) + f"(?!{SPECIAL_MARK})" * (len(token) == 1) for token in tokens)
-        or "(?!)"
-    )
-    return re.split(f"({whole})", text)
+    patterns = [
+        re.escape(token) + (f"(?!{SPECIAL_MARK})" if len(token) == 1 else "") for token in tokens
+    ]
+    return re.split(f"({'|'.join(patterns) or '(?!)'})", text)
 
 
-def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str, int]) -> tuple:
-    "As `encode_spans`, with plain text where there are marks."
+def _encode_marked(
+    text: str, spans: list, tokenizer: "AnyTokenizer", controls: Mapping[str, int]
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    "`encode_spans` for a text with marks, which are plain text."
     pieces = _cut_marked(text, controls)
     bare = [piece if k % 2 else piece.replace(SPECIAL_MARK, "") for k, piece in enumerate(pieces)]
     places = [at - text.count(SPECIAL_MARK, 0, at) for span in spans for at in span]
@@ -379,15 +393,16 @@ def _encode_marked(text: str, spans: list, tokenizer: Any, controls: Mapping[str
     return ids, _touched(ends - sizes, ends, zip(at[::2], at[1::2], strict=True))
 
 
-_GUARDED: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # tokenizer of transformers -> what it was made from, the copy, its names of the tokens
+# tokenizer of transformers -> what it was made from, the copy, its names of the tokens
+_GUARDED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _guarded(
-    tokenizer: Any, controls: Iterable[str]
-) -> tuple[Any, dict[str, str]]:  # The copy; token -> its name there
-    "A copy that knows the control tokens by names that nobody can guess, so that no text but ours can write them."
+    tokenizer: "PreTrainedTokenizerFast", controls: Iterable[str]
+) -> tuple["Tokenizer", dict[str, str]]:  # The copy; token -> its name there
+    """A copy of a tokenizer with secret names for its control tokens.
+
+    Nobody can guess the names, so no text but ours can write these tokens."""
     key = len(tokenizer), frozenset(controls)
     if (known := _GUARDED.get(tokenizer)) and known[0] == key:
         return known[1:]
@@ -416,26 +431,32 @@ def _guarded(
 
 
 def _encode_marked_theirs(
-    bare: list[str], places: list[int], tokenizer: Any, controls: Mapping[str, int]
-) -> tuple:
+    bare: list[str],
+    places: list[int],
+    tokenizer: "PreTrainedTokenizerFast",
+    controls: Mapping[str, int],
+) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    "`_encode_marked` for a tokenizer of transformers."
     copy, names = _guarded(tokenizer, controls)
     renamed = [names[piece] if k % 2 else join_pairs(piece) for k, piece in enumerate(bare)]
-    first, begins = [0, *accumulate(map(len, bare))], [0, *accumulate(map(len, renamed))]
+    first = [0, *accumulate(map(len, bare))]
+    begins = [0, *accumulate(map(len, renamed))]
     at = []
     for place in places:
         k = min(bisect_right(first, place), len(bare)) - 1
-        at.append(
-            begins[k]
-            + (place - first[k] if k % 2 == 0 else 0 if place < first[k + 1] else len(renamed[k]))
-        )
+        if k % 2 == 0:
+            offset = place - first[k]
+        else:  # A token has another length there
+            offset = 0 if place < first[k + 1] else len(renamed[k])
+        at.append(begins[k] + offset)
     code = copy.encode("".join(renamed), add_special_tokens=False)
     offsets = np.array(code.offsets, np.int64).reshape(-1, 2)
     starts, ends = (np.maximum.accumulate(offsets[:, side]) for side in (0, 1))
     return np.array(code.ids, np.int64), _touched(starts, ends, zip(at[::2], at[1::2], strict=True))
 
 
-def _forgeable(tokenizer: Any, controls: Mapping[str, int]) -> bool:
-    "Whether a text that does not spell out a control token may become one: by its normal form."
+def _forgeable(tokenizer: "AnyTokenizer", controls: Mapping[str, int]) -> bool:
+    "Whether a text that does not spell out a control token may become one when it is normalized."
     if is_ours(tokenizer):
         return bool(tokenizer.nfc and tokenizer.normalized & controls.keys())
     if _backend(tokenizer).normalizer is None:
@@ -445,15 +466,16 @@ def _forgeable(tokenizer: Any, controls: Mapping[str, int]) -> bool:
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #447f89b6
 def render_batch(
     conversations: Sequence[Sequence[Mapping]],  # Lists of messages
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    train_on: str = "assistant",  # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    train_on: str = "assistant",
     add_generation_prompt: bool = False,  # End with the head of an answer
-    tools: Sequence[Sequence[Mapping] | None]
-    | None = None,  # For each, the tools that the template shall list
+    # For each, the tools that the template shall list
+    tools: Sequence[Sequence[Mapping] | None] | None = None,
     check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
 ) -> list[tuple[np.ndarray, np.ndarray]]:  # ids, int64, and loss mask, bool, of each
-    "What `render` does, for many chats at once; a `ValueError` says which chat cannot be rendered."
+    "`render` for many chats at once; a `ValueError` says which chat cannot be rendered."
     jinja, names = find_template(tokenizer, template), _names(tokenizer)
     controls, unwritten = _controls(tokenizer)
     user, answer = _markers(tuple(controls)), _markers(tuple(unwritten))
@@ -465,38 +487,41 @@ def render_batch(
         if len(conversations) == 1:
             raise
         raise ValueError(f"conversation {len(guarded)}: {error}") from None
-    done = render_texts(
+    rendered = render_texts(
         guarded, jinja, names, train_on, add_generation_prompt, user.mark(tools) if tools else None
     )
-    texts, spans, always = (
-        [text for text, _ in done],
-        [span for _, span in done],
-        _forgeable(tokenizer, controls),
-    )
+    texts = [text for text, _ in rendered]
+    spans = [span for _, span in rendered]
+    always = _forgeable(tokenizer, controls)
     marked = [i for i, text in enumerate(texts) if always or SPECIAL_MARK in text]
     shown = {*marked}
-    coded: list[Any] = [None] * len(texts)
+    coded: list[tuple[np.ndarray, list[tuple[int, int]]]] = []
     if len(shown) < len(texts):
         coded = encode_spans(
             ["" if i in shown else text for i, text in enumerate(texts)],
             [[] if i in shown else span for i, span in enumerate(spans)],
             tokenizer,
         )
+    else:
+        coded = [(np.zeros(0, np.int64), [])] * len(texts)
     for i in marked:
         coded[i] = _encode_marked(texts[i], spans[i], tokenizer, controls)
     bos, eos, out = tokenizer.bos_token_id, tokenizer.eos_token_id, []
     for i, (ids, parts) in enumerate(coded):
         if bos is not None and ids[:2].tolist() == [bos, bos]:
             raise ValueError(
-                f"conversation {i} begins with two {names['bos_token']!r}: its template writes it twice"
+                f"conversation {i} begins with two {names['bos_token']!r}: its template writes it "
+                "twice"
             )
         mask = np.zeros(len(ids), bool)
         for a, b in parts:
             if check_eos and train_on != "all" and (eos is None or ids[b - 1] != eos):
                 raise ValueError(
-                    f"an answer of conversation {i} ends with {texts[i][: spans[i][0][1]][-20:]!r}, and the "
-                    f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not learn to "
-                    "stop: sft.template=chatml, or another, makes them agree (in Python: set_template(tokenizer, …, model))"
+                    f"an answer of conversation {i} ends with "
+                    f"{texts[i][: spans[i][0][1]][-20:]!r}, and the "
+                    f"tokenizer's eos_token is {names.get('eos_token')!r}, so the model would not "
+                    "learn to stop: sft.template=chatml, or another, makes them agree (in Python: "
+                    "set_template(tokenizer, …, model))"
                 )
             mask[a:b] = True
         out.append((ids, mask))
@@ -504,17 +529,19 @@ def render_batch(
 
 
 def render(
-    messages: Sequence[
-        Mapping
-    ],  # Dicts with `role` and `content`; with `train=False` a turn is only read
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    # Dicts with `role` and `content`; with `train=False` a turn is only read
+    messages: Sequence[Mapping],
+    tokenizer: "AnyTokenizer",  # A `BPETokenizer`, or a fast tokenizer of transformers
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    train_on: str = "assistant",  # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    # Which turns are learned: 'assistant' (each of its), 'last' (of them), or 'all'
+    train_on: str = "assistant",
     add_generation_prompt: bool = False,  # End with the head of an answer
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
     check_eos: bool = True,  # An answer that does not end with the tokenizer's EOS is an error
 ) -> tuple[list[int], list[int]]:  # ids, and 1 where the model learns, else 0
-    "A chat as ids and loss mask, by construction; raises `ValueError` where the mask would be a guess."
+    """A chat as ids and loss mask.
+
+    Raises `ValueError` where the mask would be a guess."""
     [(ids, mask)] = render_batch(
         [messages], tokenizer, template, train_on, add_generation_prompt, [tools], check_eos
     )
@@ -539,12 +566,14 @@ def resize_embeddings(
             "make room before LoRA or quantization"
         )
     tied = head is not None and head.weight is embedding.weight
-    wide = lambda w: torch.cat(
-        (w, w[:rows].float().mean(0, keepdim=True).to(w.dtype).expand(n - rows, -1))
-    )
-    if hasattr(
-        model, "resize_token_embeddings"
-    ):  # transformers knows where else its number of rows is written
+
+    def wide(w):
+        return torch.cat(
+            (w, w[:rows].float().mean(0, keepdim=True).to(w.dtype).expand(n - rows, -1))
+        )
+
+    # transformers knows where else its number of rows is written
+    if hasattr(model, "resize_token_embeddings"):
         means = [
             wide(layer.weight)
             for layer in ((embedding,) if tied or head is None else (embedding, head))
@@ -564,17 +593,15 @@ def resize_embeddings(
     return n - rows
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #a78ab6b8
-def _ending(jinja: str, tokenizer: Any) -> str:
-    "The special token that a template of a stranger ends answers with."
-    chat, names = (
-        [dict(role="user", content="a"), dict(role="assistant", content="b")],
-        _names(tokenizer),
-    )
+def _ending(jinja: str, tokenizer: "AnyTokenizer") -> str:
+    "The special token with which an unknown template ends an answer."
+    chat = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+    names = _names(tokenizer)
     text, [(start, end)] = render_text(chat, jinja, names, train_on="last")
     tail = text[start:end].rstrip()
     known = sorted(_specials(tokenizer), key=len, reverse=True)
-    if found := next((token for token in known if tail.endswith(token)), None):
-        return found
+    if ending := next((token for token in known if tail.endswith(token)), None):
+        return ending
     if spelt := re.search(r"<[^<>\s]+>$", tail):
         return spelt[0]
     raise ValueError(
@@ -586,10 +613,13 @@ def _ending(jinja: str, tokenizer: Any) -> str:
 def set_template(
     tokenizer: Any,  # A `BPETokenizer`, or a tokenizer of transformers; changed in place
     template: str = "chatml",  # A key of `TEMPLATES`, or Jinja
-    model: Any = None,  # Ours or of transformers: gets rows for new tokens, and the ids in its configs
+    # Ours or of transformers: gets rows for new tokens, and the ids in its configs
+    model: Any = None,
     eos_token: str | None = None,  # What ends an answer; None: what the template ends it with
 ) -> Any:  # The tokenizer
-    "Attach a chat format: the template, its special tokens, and one EOS in tokenizer, config and generation config."
+    """Attach a chat format: the template, its special tokens, and one EOS.
+
+    The EOS is set in the tokenizer, the config and the generation config."""
     form = TEMPLATES.get(template, Template(template))
     eos = (
         eos_token
@@ -604,15 +634,13 @@ def set_template(
     else:
         from tokenizers import AddedToken
 
-        kept = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-        tokenizer.add_tokens(
-            [
-                AddedToken(t, special=True, normalized=False)
-                for t in dict.fromkeys(new)
-                if t not in kept
-            ],
-            special_tokens=True,
-        )
+        present = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
+        added = [
+            AddedToken(token, special=True, normalized=False)
+            for token in dict.fromkeys(new)
+            if token not in present
+        ]
+        tokenizer.add_tokens(added, special_tokens=True)
     tokenizer.eos_token, tokenizer.chat_template = str(eos), form.jinja
     if bos is not None:
         tokenizer.bos_token = str(bos)

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from importlib.util import find_spec
 from itertools import accumulate, islice
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator
@@ -39,6 +39,12 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+
+if TYPE_CHECKING:
+    import jinja2
+    from jinja2.compiler import Frame
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #dad371d8
 STEPS = 1_000_000  # Steps of loops and calls that one rendering may take
@@ -48,34 +54,39 @@ MEMORY = 64_000_000  # Bytes that it may take
 _ROOM = threading.local()  # `most`: the characters of the rendering in progress
 
 
-class _Code(CodeGenerator):
-    "Every loop counts its steps, and every `~` the length of what it makes; nothing is worked out ahead of the run."
+_T = TypeVar("_T")
 
-    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
+
+class _Code(CodeGenerator):
+    """Code in which every loop counts its steps, and every `~` the length of its result.
+
+    Nothing is evaluated before the run."""
+
+    def _output_child_to_const(
+        self, node: nodes.Expr, frame: "Frame", finalize: "CodeGenerator._FinalizeInfo"
+    ) -> str:
         if not isinstance(node, (nodes.Const, nodes.TemplateData)):
             raise nodes.Impossible()
         return super()._output_child_to_const(node, frame, finalize)
 
-    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Any) -> None:
-        if not all(
-            isinstance(option.value, nodes.Const) for option in node.options
-        ):  # It is worked out by the compiler
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: "Frame") -> None:
+        # The compiler evaluates it
+        if not all(isinstance(option.value, nodes.Const) for option in node.options):
             self.fail("autoescape must be true or false", node.lineno)
         super().visit_EvalContextModifier(node, frame)
 
-    def visit_For(self, node: nodes.For, frame: Any) -> None:
+    def visit_For(self, node: nodes.For, frame: "Frame") -> None:
         node = copy(node)
-        node.iter = nodes.MarkSafe(
-            node.iter
-        )  # A node that no template makes, to be written as we say below
+        # A node that no template contains, for which `visit_MarkSafe` writes the code
+        node.iter = nodes.MarkSafe(node.iter)
         super().visit_For(node, frame)
 
-    def visit_MarkSafe(self, node: nodes.MarkSafe, frame: Any) -> None:
+    def visit_MarkSafe(self, node: nodes.MarkSafe, frame: "Frame") -> None:
         self.write("environment.counted(context, ")
         self.visit(node.expr, frame)
         self.write(")")
 
-    def visit_Concat(self, node: nodes.Concat, frame: Any) -> None:
+    def visit_Concat(self, node: nodes.Concat, frame: "Frame") -> None:
         self.write("environment.sized(")
         super().visit_Concat(node, frame)
         self.write(")")
@@ -85,27 +96,26 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     "Jinja's sandbox with a budget."
 
     code_generator_class = _Code
-    intercepted_binops = frozenset(
-        ("+", "-", "*", "/", "//", "%", "**")
-    )  # Else they are worked out while it is compiled
+    # Or else they would be evaluated while the template is compiled
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
-    def counted(self, context: Any, values: Iterable) -> list:
+    def counted(self, context: "Context", values: Iterable) -> list:
         values = [*islice(values, STEPS + 1)]
         self.step(context, len(values))
         return values
 
-    def step(self, context: Any, steps: int = 1) -> None:
+    def step(self, context: "Context", steps: int = 1) -> None:
         context.parent["_left"][0] -= steps
         if context.parent["_left"][0] < 0:
             raise SecurityError(f"the template takes more than {STEPS:,} steps")
 
-    def sized(self, value: Any) -> Any:
+    def sized(self, value: _T) -> _T:
         most = getattr(_ROOM, "most", CHARS)
         if isinstance(value, (str, list, tuple)) and len(value) > most:
             raise SecurityError(f"the template makes a text of more than {most:,} characters")
         return value
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: "Context", operator: str, left: Any, right: Any) -> object:
         if operator == "**" and (abs(left) > 1e6 or abs(right) > 64):
             raise SecurityError(f"the template asks for {left} ** {right}")
         if operator == "*":
@@ -114,7 +124,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                     raise SecurityError(f"the template makes a text of {len(a) * b:,} characters")
         return self.sized(super().call_binop(context, operator, left, right))
 
-    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore
+    def call(self, context: "Context", obj: object, /, *args: object, **kwargs: object) -> object:
         self.step(context)
         return self.sized(super().call(context, obj, *args, **kwargs))
 
@@ -124,13 +134,13 @@ class _Generation(Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> nodes.Node:
+    def parse(self, parser: "Parser") -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     @pass_context
-    def _note(self, context: Any, caller: Any) -> str:
+    def _note(self, context: "Context", caller: Callable[[], str]) -> str:
         text, state = caller(), context.parent
         state["_spans"].append((state["_written"][0], text))
         return text
@@ -139,31 +149,31 @@ class _Generation(Extension):
 class _Names(Namespace):
     "A namespace without underscored names, which lead into Python's insides."
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         if str(name).startswith("_"):
             raise SecurityError(f"a template may not set {name!r}")
         super().__setitem__(name, value)
 
 
-def _namespace(*args: Any, **kwargs: Any) -> _Names:
-    out = _Names()
+def _namespace(*args: Any, **kwargs: object) -> _Names:
+    names = _Names()
     for name, value in dict(*args, **kwargs).items():
-        out[name] = value
-    return out
+        names[name] = value
+    return names
 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+def _tojson(x: object, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(
         x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 @lru_cache(maxsize=64)
-def _compile(template: str) -> Any:
+def _compile(template: str) -> "jinja2.Template":
     sandbox = _Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -183,16 +193,14 @@ def _compile(template: str) -> Any:
         where = f", line {line}" if (line := getattr(error, "lineno", None)) else ""
         raise ValueError(f"this is no chat template{where}: {error}") from None
     except RecursionError:
-        raise ValueError(
-            "this is no chat template: its parts stand too deep inside each other"
-        ) from None
+        raise ValueError("this is no chat template: its parts are nested too deep") from None
 
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #9ba90d0e
 GENERATION_MARK = "\uf8f2"  # From Unicode's private area: no text holds it
 
 
-def _plain(value: Any) -> Any:
-    "Only what JSON knows: other objects have methods that a sandbox cannot judge."
+def _plain(value: object) -> Any:
+    "The value with JSON's types only: other objects have methods that a sandbox cannot judge."
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -202,10 +210,11 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _message(message: Any, number: int) -> dict:
+def _message(message: object, number: int) -> dict:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(
-            f"message {number} is {str(message)[:80]!r}, and must be a dict with a role and a content"
+            f"message {number} is {str(message)[:80]!r}, and must be a dict with a role and a "
+            "content"
         )
     if not isinstance(message.get("content") or "", (str, list)):
         raise ValueError(
@@ -227,7 +236,8 @@ def _message(message: Any, number: int) -> dict:
     if cut := message.get("untrained", 0):
         if not isinstance(out["content"], str) or not 0 < cut <= len(out["content"]):
             raise ValueError(
-                f"message {number}: untrained = {cut}, and must be a number of characters of its content"
+                f"message {number}: untrained = {cut}, and must be a number of characters of its "
+                "content"
             )
         out["content"] = out["content"][:cut] + GENERATION_MARK + out["content"][cut:]
     return out
@@ -238,10 +248,11 @@ _TOO_LONG = f"this chat template is not safe to run: it takes more than {SECONDS
 
 
 def _run(
-    template: str, messages: list[dict], names: Mapping, **more: Any
+    template: str, messages: list[dict], names: Mapping, **more: object
 ) -> tuple[str, list[tuple[int, int]]]:
     "The text and the characters of its generation tags."
-    program, state = _compile(template), dict[str, list](_left=[STEPS], _written=[0], _spans=[])
+    program = _compile(template)
+    state = dict[str, list](_left=[STEPS], _written=[0], _spans=[])
     pieces, written = [], state["_written"]
     _ROOM.most = most = max(CHARS, 4 * sum(len(str(m.get("content"))) for m in messages))
     try:
@@ -274,32 +285,45 @@ def _run(
 
 
 def _turns(
-    template: str, messages: list[dict], names: Mapping, wanted: Sequence[int], **more: Any
+    template: str, messages: list[dict], names: Mapping, wanted: Sequence[int], **more: object
 ) -> tuple[str, list[tuple[int, int]]]:
     "The same for a template without tags: each answer is what comes after its prompt."
-    (text, _), spans, eos = (
-        _run(template, messages, names, **more),
-        [],
-        names.get("eos_token") or "",
-    )
+    text, _ = _run(template, messages, names, **more)
+    spans = []
+    eos = names.get("eos_token") or ""
+    asking = {**more, "add_generation_prompt": True}
+    answered = {**more, "add_generation_prompt": False}
     for i in wanted:
-        before = (
-            _run(template, messages[:i], names, **{**more, "add_generation_prompt": True})[0]
-            if i
-            else ""
-        )
-        after = _run(
-            template, messages[: i + 1], names, **{**more, "add_generation_prompt": False}
-        )[0]
+        before = _run(template, messages[:i], names, **asking)[0] if i else ""
+        after = _run(template, messages[: i + 1], names, **answered)[0]
         if not after.startswith(before) or not text.startswith(after):
             what = "its generation prompt" if text.startswith(after) else "the later ones"
             raise ValueError(
-                f"the template writes message {i} in another way depending on {what}, so nobody can say "
-                "what the model is to learn: put {% generation %} tags into it, or take sft.train_on=last"
+                f"the template writes message {i} in another way depending on {what}, so nobody "
+                "can say "
+                "what the model is to learn: put {% generation %} tags into it, or take "
+                "sft.train_on=last"
             )
         bare = after.rstrip()
         spans.append((len(before), len(bare) if eos and bare.endswith(eos) else len(after)))
     return text, spans
+
+
+def _check_tools(template: str, chat: list[dict], has_tools: bool) -> None:
+    "Raise `ValueError` for a template that would leave out tools or their calls."
+    if has_tools and "tools" not in template:
+        raise ValueError(
+            "this template leaves out the tools, so the model would not know of them: take one "
+            "that lists them, such as sft.template=chatml"
+        )
+    if "tool_calls" not in template and (
+        calls := [i for i, m in enumerate(chat) if m["role"] == "assistant" and m.get("tool_calls")]
+    ):
+        raise ValueError(
+            f"message {calls[0]} calls a tool, and this template leaves that out, so nothing, or "
+            "too little, would be learned: take one that writes tool_calls, such as "
+            "sft.template=chatml"
+        )
 
 
 def _render(
@@ -310,42 +334,25 @@ def _render(
     add_generation_prompt: bool = False,
     tools: Sequence[Mapping] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
-    "What `render_text` does, in this process."
+    "`render_text` in this process."
     if train_on not in ("assistant", "last", "all"):
         raise ValueError(f"train_on = {train_on!r}: must be 'assistant', 'last' or 'all'")
     if not messages:
         raise ValueError("there are no messages to render")
     if template in _FILLED and tools is None and all(map(_simple, messages)):
-        key = (
-            tuple(m["role"] for m in messages),
-            tuple((names or {}).items()),
-            train_on,
-            add_generation_prompt,
-        )
-        return _fill(
-            *_skeleton(template, *key), [m["content"] for m in messages], _FILLED[template]
-        )
-    chat, names = [_message(m, i) for i, m in enumerate(messages)], names or {}
-    more: dict = dict(
-        tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt
-    )
+        roles = tuple(m["role"] for m in messages)
+        special = tuple((names or {}).items())
+        between, spans = _skeleton(template, roles, special, train_on, add_generation_prompt)
+        return _fill(between, spans, [m["content"] for m in messages], _FILLED[template])
+    chat = [_message(m, i) for i, m in enumerate(messages)]
+    names = names or {}
+    more = dict(tools=_plain(tools), documents=None, add_generation_prompt=add_generation_prompt)
     answers = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
-    if tools and "tools" not in template:
-        raise ValueError(
-            "this template leaves out the tools, so the model would not know of them: take one that lists them, such as sft.template=chatml"
-        )
-    if "tool_calls" not in template and (
-        calls := [i for i, m in enumerate(chat) if m["role"] == "assistant" and m.get("tool_calls")]
-    ):
-        raise ValueError(
-            f"message {calls[0]} calls a tool, and this template leaves that out, so nothing, or too little, would be learned: "
-            "take one that writes tool_calls, such as sft.template=chatml"
-        )
-    wanted = (
-        answers[-1:]
-        if train_on == "last"
-        else [i for i in answers if messages[i].get("train", True)]
-    )
+    _check_tools(template, chat, bool(tools))
+    if train_on == "last":
+        wanted = answers[-1:]
+    else:
+        wanted = [i for i in answers if messages[i].get("train", True)]
     if train_on == "all":
         text, spans = _run(template, chat, names, **more)[0], []
     elif _tagged(template):
@@ -353,7 +360,8 @@ def _render(
         if wanted != answers:
             if len(spans) != len(answers):
                 raise ValueError(
-                    f"{len(answers)} answers and {len(spans)} generation tags: cannot tell which is which"
+                    f"{len(answers)} answers and {len(spans)} generation tags: cannot tell which "
+                    "is which"
                 )
             spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
     else:
@@ -363,12 +371,11 @@ def _render(
     return text, [(0, len(text))] if train_on == "all" else spans
 
 
-_FILLED: dict[
-    str, bool
-] = {}  # Templates that do no more to a content than put it somewhere -> whether they strip it
+# Templates that do no more to a content than put it somewhere -> whether they strip it
+_FILLED: dict[str, bool] = {}
 
 
-def _simple(message: Any) -> bool:
+def _simple(message: object) -> bool:
     return (
         type(message) is dict
         and len(message) == 2
@@ -382,10 +389,11 @@ def _simple(message: Any) -> bool:
 def _skeleton(
     template: str, roles: tuple, names: tuple, train_on: str, ask: bool
 ) -> tuple[list[str], list[tuple]]:
-    "What stands between the contents, and where the spans are: after how many contents, and which character."
-    marks = [
-        chr(0xF0000 + i) for i in range(len(roles))
-    ]  # Private characters in place of the contents
+    """The text between the contents, and the place of each span.
+
+    A place is the number of contents before it, and the characters after the last of them."""
+    # Private characters in place of the contents
+    marks = [chr(0xF0000 + i) for i in range(len(roles))]
     chat = [
         dict(role=role, content=mark, train=True) for role, mark in zip(roles, marks, strict=True)
     ]
@@ -447,10 +455,9 @@ module._serve()
 
 
 def _serve() -> None:
-    "What a worker does: each line that it reads is a list of jobs, and it answers each job with a line."
-    resource = cast(
-        Any, import_module("resource") if find_spec("resource") else None
-    )  # Not on Windows
+    "The loop of a worker: reads a list of jobs from each line, and writes a line for each job."
+    # Not on Windows
+    resource: Any = import_module("resource") if find_spec("resource") else None
 
     def used() -> int:  # Bytes of address space
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -489,10 +496,10 @@ def _serve() -> None:
             sys.stdout.buffer.write(data + b"\n")
             sys.stdout.buffer.flush()
         if limited and used() > first + MEMORY // 4:
-            return  # What is left behind would be taken from the next ones
+            return  # Memory that is not returned would be missing for the next jobs
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: object) -> dict | int | float | str:
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Integral):
@@ -509,25 +516,34 @@ def _to_line(jobs: list) -> bytes:
         return json.dumps(_plain(jobs)).encode() + b"\n"  # A key that is no text
 
 
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    "A pipe of a process that was started with pipes."
+    assert pipe is not None
+    return pipe
+
+
 class _Workers:
-    "The process in which the templates of strangers run: one, begun with the first job, and anew when one has ended it."
+    """The process in which unknown templates run.
+
+    It starts with the first job, and again after a job has ended it."""
 
     def __init__(self):
         self.lock, self.parent = threading.Lock(), os.getpid()
-        self.process: Any = None  # subprocess.Popen
+        self.process: subprocess.Popen[bytes] | None = None
 
-    def begin(self) -> Any:
-        where = globals().get("__file__") or find_spec("trainkit.tokenizer.chat_template").origin  # type: ignore
-        process: Any = subprocess.Popen(
+    def begin(self) -> subprocess.Popen[bytes]:
+        path = globals().get("__file__")
+        if path is None:  # In a notebook
+            path = find_spec("trainkit.tokenizer.chat_template").origin  # type: ignore
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
         self.process = process
-        process.stdin.write(
-            json.dumps([where, [p for p in sys.path if os.path.isabs(p)]]).encode() + b"\n"
-        )
+        folders = [p for p in sys.path if os.path.isabs(p)]
+        _pipe(process.stdin).write(json.dumps([path, folders]).encode() + b"\n")
         return process
 
     def end(self) -> int:  # How it ended
@@ -536,7 +552,7 @@ class _Workers:
             return 0
         for pipe in (process.stdin, process.stdout):
             with suppress(OSError):
-                pipe.close()  # What was still to be written to a dead process
+                _pipe(pipe).close()  # Writes the rest, which a dead process does not read
         try:
             return process.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -546,12 +562,11 @@ class _Workers:
     def ask(
         self,
         jobs: Sequence[list],  # ['compile', template] or ['render', and what `render_text` takes]
-    ) -> list[
-        Any
-    ]:  # The value of each; a job that cannot be done is a `ValueError` with the `number` of the job
-        "Do jobs in the worker, in their order."
+        # The value of each job
+    ) -> list[Any]:
+        "Do jobs in the worker, in order; a job that fails is a `ValueError` with its `number`."
         if self.parent != os.getpid():
-            self.__init__()  # A copy made by `fork`: that process answers to another
+            self.__init__()  # A copy made by `fork`: that process belongs to the parent
         values: list[Any] = []
         with self.lock:
             try:
@@ -559,35 +574,36 @@ class _Workers:
                     values += self.some(jobs, len(values))
             except BaseException as error:
                 if not hasattr(error, "number"):
-                    self.end()  # Broken off: its answers would be taken for those of the next
+                    self.end()  # Interrupted: its answers would be mixed up with the next ones
                 raise
         return values
 
     def some(self, jobs: Sequence[list], first: int) -> list[Any]:
         many = 64 if hasattr(signal, "setitimer") else 1
-        part, values = jobs[first : first + many], []
+        part: Sequence[list] = jobs[first : first + many]
+        values: list[Any] = []
         line = _to_line([*part])
         while len(line) > 4_000_000 and len(part) > 1:
             part = part[: len(part) // 2]
             line = _to_line([*part])
-        for again in (False, True):  # A worker may have gone while it had nothing to do
+        for again in (False, True):  # A worker may have ended while it was idle
             process = self.process or self.begin()
-            # Its own timer counts the time of the processor; this one is for where there is none, or a machine that stands still
-            clock = threading.Timer(
-                60 + SECONDS * len(part) if many > 1 else SECONDS + 1, process.kill
-            )
+            # The worker's own timer counts processor time; this one is for systems without such a
+            # timer, and for a machine that hangs
+            seconds = 60 + SECONDS * len(part) if many > 1 else SECONDS + 1
+            clock = threading.Timer(seconds, process.kill)
             clock.start()
             try:
-                process.stdin.write(line)
-                process.stdin.flush()
+                _pipe(process.stdin).write(line)
+                _pipe(process.stdin).flush()
                 while len(values) < len(part):
-                    reply = process.stdout.readline()
+                    reply = _pipe(process.stdout).readline()
                     if not reply.endswith(b"\n"):
                         raise BrokenPipeError
                     answer = json.loads(reply)
                     if "error" in answer:
                         if len(values) < len(part) - 1:
-                            self.end()  # Nobody asks for its other answers
+                            self.end()  # Its other answers are not needed
                         self.fail(first + len(values), answer["error"])
                     value = answer["value"]
                     values.append(
@@ -595,25 +611,24 @@ class _Workers:
                     )
                 break
             except OSError:
-                code, late = (
-                    self.end(),
-                    not clock.is_alive(),
-                )  # Its own timer, or ours, or somebody else, ended it
+                # Its own timer, our timer, or another process ended it
+                code = self.end()
+                late = not clock.is_alive()
                 if late or again or values or code == -getattr(signal, "SIGPROF", 0):
-                    self.fail(first + len(values), self.why(code, late))
+                    self.fail(first + len(values), self.end_reason(code, late))
             finally:
                 clock.cancel()
         return values
 
-    def why(self, code: int, late: bool) -> str:  # From how it ended
+    def end_reason(self, code: int, late: bool) -> str:  # From how it ended
         if late or code == -getattr(signal, "SIGPROF", 0):
             return _TOO_LONG
         return (
             f"this chat template is not safe to run: it ended the process that ran it (code {code})"
         )
 
-    def fail(self, number: int, why: str):
-        error = ValueError(why)
+    def fail(self, number: int, reason: str):
+        error = ValueError(reason)
         error.number = number  # type: ignore
         raise error
 
@@ -621,16 +636,16 @@ class _Workers:
 _WORKERS = _Workers()
 atexit.register(lambda: _WORKERS.end() if _WORKERS.parent == os.getpid() else None)
 
-_OURS: set[str] = set()  # Templates that nobody else wrote, for which this process is good enough
+_OURS: set[str] = set()  # Our own templates, which may run in this process
 
 
 @lru_cache(maxsize=64)
 def compile_template(
     template: str,  # Jinja
-) -> Any:  # A template of jinja2; raises `ValueError` with the line where it is not Jinja
-    "A chat template, with the options and functions that transformers gives it, in a sandbox."
+) -> "jinja2.Template":  # Raises `ValueError` with the line where it is not Jinja
+    "A chat template in a sandbox, with the options and functions of transformers."
     if template not in _OURS:
-        _WORKERS.ask([["compile", template]])  # Even that may take for ever
+        _WORKERS.ask([["compile", template]])  # Even that may take forever
     return _compile(template)
 
 
@@ -641,7 +656,7 @@ def render_texts(
     train_on: str = "assistant",
     add_generation_prompt: bool = False,
     tools: Sequence[Sequence[Mapping] | None] | None = None,  # For each chat
-) -> list[tuple[str, list[tuple[int, int]]]]:  # What `render_text` gives for each
+) -> list[tuple[str, list[tuple[int, int]]]]:  # The result of `render_text` for each
     "Many chats at once, which is faster; a `ValueError` says which cannot be rendered."
     rows = [
         (messages, template, names, train_on, add_generation_prompt, tools[i] if tools else None)
@@ -661,19 +676,20 @@ def render_texts(
 
 
 def render_text(
-    messages: Sequence[
-        Mapping
-    ],  # Dicts with `role` and `content`, and perhaps `train` or `untrained`
+    # Dicts with `role` and `content`, and perhaps `train` or `untrained`
+    messages: Sequence[Mapping],
     template: str,  # Jinja
-    names: Mapping[str, str]
-    | None = None,  # `bos_token`, `eos_token`, …: what a tokenizer calls them
-    train_on: str = "assistant",  # Which turns: 'assistant' (each of its), 'last' (of them), or 'all' (the whole text)
+    # `bos_token`, `eos_token`, …: what a tokenizer calls them
+    names: Mapping[str, str] | None = None,
+    # Which turns: 'assistant' (each of its), 'last' (of them), or 'all' (the whole text)
+    train_on: str = "assistant",
     add_generation_prompt: bool = False,  # End with the head of an answer
     tools: Sequence[Mapping] | None = None,  # Passed on to the template
-) -> tuple[
-    str, list[tuple[int, int]]
-]:  # The text, and for each learned turn the first character and the one after it
-    "A chat as one text, and the characters that are learned; raises `ValueError` where that is not certain."
+    # The text, and for each learned turn the first character and the one after it
+) -> tuple[str, list[tuple[int, int]]]:
+    """A chat as one text, and the characters that are learned.
+
+    A template that does not tell them for certain is a `ValueError`."""
     [done] = render_texts([messages], template, names, train_on, add_generation_prompt, [tools])
     return done
 
@@ -701,7 +717,8 @@ _SYSTEM = (
     "{% set turns = messages if system is none else messages[1:] %}"
 )
 _CALLS = (
-    "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}"
+    "{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
     """{{ '<tool_call>\n{"name": "' + f.name + '", "arguments": ' }}{{ f.arguments | tojson }}"""
     "{{ '}\n</tool_call>' }}{% endfor %}"
 )
@@ -716,7 +733,8 @@ def _chatml(
     return (
         first
         + "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
-        "{% generation %}{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
+        "{% generation %}{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n"
+        "</think>\n\n' }}"
         "{% endif %}{{ '' + m.content }}"
         + _CALLS
         + "{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
@@ -737,16 +755,20 @@ def _default_system(words: str) -> str:
 
 
 _TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
-    "{% endif %}{{ 'Tools, one a line; call one with <tool_call>:' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}"
+    "{{ messages[0].content + '\n\n' }}"
+    "{% endif %}{{ 'Tools, one a line; call one with <tool_call>:' }}{% for t in tools %}{{ '\n' }}"
+    "{{ t | tojson }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}"
 )
 _NO_TOOLS = (
-    "{% if tools %}{{ raise_exception('this format has no way to write tools: take sft.template=chatml, qwen, llama3 or mistral, "
+    "{% if tools %}{{ raise_exception('this format has no way to write tools: take "
+    "sft.template=chatml, qwen, llama3 or mistral, "
     "or the template that came with the model') }}{% endif %}"
 )
 _GEMMA_TOOLS = (
-    "{% if tools %}{{ raise_exception('Gemma 1 to 3 have no tool format of their own: take sft.template=chatml, qwen, llama3 or mistral') }}"
+    "{% if tools %}{{ raise_exception('Gemma 1 to 3 have no tool format of their own: take "
+    "sft.template=chatml, qwen, llama3 or mistral') }}"
     "{% endif %}"
 )
 _RESPONSE = (
@@ -757,15 +779,16 @@ _RESPONSE = (
 
 _QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 _QWEN_TOOLS = (  # As Qwen 2.5 was published
-    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else '"
-    + _QWEN_SYSTEM
-    + "') + "
-    "'\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within "
-    "<tools></tools> XML tags:\n<tools>' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}{% endfor %}"
-    "{{ '\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:"
-    '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n\' }}{% else %}'
-    + _default_system(_QWEN_SYSTEM)
-    + "{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == "
+    "'system' else '" + _QWEN_SYSTEM + "') + "
+    "'\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
+    "provided with function signatures within "
+    "<tools></tools> XML tags:\n<tools>' }}{% for t in tools %}{{ '\n' }}{{ t | tojson }}"
+    "{% endfor %}"
+    "{{ '\n</tools>\n\nFor each function call, return a json object with function name and "
+    "arguments within <tool_call></tool_call> XML tags:"
+    '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+    "</tool_call><|im_end|>\n' }}{% else %}" + _default_system(_QWEN_SYSTEM) + "{% endif %}"
 )
 
 
@@ -776,47 +799,69 @@ def _llama_header(role: str) -> str:
 _LLAMA_SYSTEM = (  # Where there are tools, as Llama 3.1 was published
     "{% set lead = 1 if messages[0].role == 'system' else 0 %}{% if tools %}"
     + _llama_header("'system'")
-    + "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n' + "
+    + "{{ 'Environment: ipython\nCutting Knowledge Date: December 2023\n"
+    "Today Date: 26 Jul 2024\n\n' + "
     "(messages[0].content.strip() if lead else '') + '<|eot_id|>' }}"
-    "{% if messages | length <= lead or messages[lead].role != 'user' %}{{ raise_exception('Llama 3 writes the tools into the first question: begin with one') }}"
+    "{% if messages | length <= lead or messages[lead].role != 'user' %}"
+    "{{ raise_exception('Llama 3 writes the tools into the first question: begin with one') }}"
     "{% endif %}{% endif %}"
 )
 _LLAMA_TOOLS = (
-    "{{ 'Given the following functions, please respond with a JSON for a function call with its proper arguments that best answers the "
-    'given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
-    "Do not use variables.\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}{% endfor %}"
+    "{{ 'Given the following functions, please respond with a JSON for a function call with its "
+    "proper arguments that best answers the "
+    'given prompt.\n\nRespond in the format {"name": function name, "parameters": dictionary of '
+    "argument name and its value}."
+    "Do not use variables.\n\n' }}{% for t in tools %}{{ t | tojson(indent=4) }}{{ '\n\n' }}"
+    "{% endfor %}"
 )
 _LLAMA_ANSWER = (
-    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 or m.content.strip() %}{{ raise_exception('a turn of Llama 3 that calls a tool calls one, and says "
-    "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}{% endif %}"
+    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 or m.content.strip() %}"
+    "{{ raise_exception('a turn of Llama 3 that calls a tool calls one, and says "
+    "nothing next to it') }}{% endif %}{% set f = m.tool_calls[0].function or m.tool_calls[0] %}"
+    "{% endif %}"
     + _llama_header("m.role")
-    + "{% generation %}{% if m.tool_calls %}{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
+    + '{% generation %}{% if m.tool_calls %}{{ \'{"name": "\' + f.name + \'", "parameters": \' }}'
+    "{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}"
     "{% else %}{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endgeneration %}"
 )
 
-_MISTRAL_START = (  # The turns that call a tool, and what it answers, are passed over where roles are counted
-    "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
-    "{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.spoken % 2 == 0) %}"
-    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}{% set ns.spoken = ns.spoken + 1 %}{% endif %}{% endfor %}"
+# Tool calls and their results are skipped where roles are counted
+_MISTRAL_START = (
+    "{% set ns = namespace(last=-1, spoken=0) %}{% for m in turns %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}"
+    "{% if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (ns.spoken % 2 == "
+    "0) %}"
+    "{{ raise_exception('the roles must be user and assistant in turn') }}{% endif %}"
+    "{% set ns.spoken = ns.spoken + 1 %}{% endif %}{% endfor %}"
 )
 _MISTRAL_TOOLS = (  # As Mistral 7B v0.3 was published: before the last question
-    '{% if tools and loop.index0 == ns.last %}{{ \'[AVAILABLE_TOOLS] [\' }}{% for t in tools %}{{ \'{"type": "function", "function": {\' }}'
-    "{% for key, value in (t.function or t).items() if key != 'return' %}{{ key | tojson }}{{ ': ' }}{{ value | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}"
-    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ '][/AVAILABLE_TOOLS]' }}{% endif %}"
+    "{% if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS] [' }}{% for t in tools %}"
+    '{{ \'{"type": "function", "function": {\' }}'
+    "{% for key, value in (t.function or t).items() if key != 'return' %}{{ key | tojson }}"
+    "{{ ': ' }}{{ value | tojson }}{% if not loop.last %}{{ ', ' }}{% endif %}"
+    "{% endfor %}{{ '}}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{{ '][/AVAILABLE_TOOLS]' }}{% endif %}"
 )
-_NINE = "{{ raise_exception('Mistral wants an id of nine letters or digits for each tool call, and the same as tool_call_id of what the tool answers') }}"
+_NINE = (
+    "{{ raise_exception('Mistral wants an id of nine letters or digits for each tool call, and the "
+    "same as tool_call_id of what the tool answers') }}"
+)
 _MISTRAL_CALLS = (
-    "{% if m.content.strip() %}{{ raise_exception('a turn of Mistral that calls a tool says nothing next to it') }}{% endif %}"
+    "{% if m.content.strip() %}{{ raise_exception('a turn of Mistral that calls a tool says "
+    "nothing next to it') }}{% endif %}"
     "{% for c in m.tool_calls %}{% if c.id is not defined or c.id | length != 9 %}"
     + _NINE
     + "{% endif %}{% endfor %}"
-    "{% generation %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% set f = c.function or c %}{{ '{\"name\": ' }}{{ f.name | tojson }}"
-    "{{ ', \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+    "{% generation %}{{ '[TOOL_CALLS] [' }}{% for c in m.tool_calls %}{% set f = c.function or c %}"
+    "{{ '{\"name\": ' }}{{ f.name | tojson }}"
+    "{{ ', \"arguments\": ' }}{{ f.arguments | tojson }}{{ ', \"id\": \"' + c.id + '\"}' }}"
+    "{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
     "{{ ']' + eos_token }}{% endgeneration %}"
 )
 _MISTRAL_RESULT = (
     "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}" + _NINE + "{% endif %}"
-    "{{ '[TOOL_RESULTS] {\"content\": ' + m.content + ', \"call_id\": \"' + m.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    '{{ \'[TOOL_RESULTS] {"content": \' + m.content + \', "call_id": "\' + m.tool_call_id + '
+    "'\"}[/TOOL_RESULTS]' }}"
 )
 
 
@@ -850,18 +895,21 @@ TEMPLATES: dict[str, Template] = {
     "llama2": Template(
         _bracketed(
             "",
-            "{{ bos_token + '[INST] ' + (('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first and system is not none "
+            "{{ bos_token + '[INST] ' + (('<<SYS>>\n' + system + '\n<</SYS>>\n\n' if loop.first "
+            "and system is not none "
             "else '') + m.content).strip() + ' [/INST]' }}",
             "' ' + m.content.strip() + ' ' + eos_token",
         ),
         bos="<s>",
     ),
-    "mistral": Template(  # Where the system's text stands changed between its versions: here in the first
+    # The place of the system's text changed between versions: here it is in the first question
+    "mistral": Template(
         _SYSTEM
         + _MISTRAL_START
         + "{{ bos_token }}{% for m in turns %}{% if m.role == 'user' %}"
         + _MISTRAL_TOOLS
-        + "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') + m.content + '[/INST]' }}"
+        + "{{ '[INST] ' + (system + '\n\n' if loop.first and system is not none else '') "
+        "+ m.content + '[/INST]' }}"
         "{% elif m.role == 'tool' %}"
         + _MISTRAL_RESULT
         + "{% elif m.tool_calls %}"
@@ -875,7 +923,10 @@ TEMPLATES: dict[str, Template] = {
     "llama3": Template(
         "{{ bos_token }}"
         + _LLAMA_SYSTEM
-        + "{% for m in messages %}{% if tools and loop.first and lead %}{% elif m.role == 'assistant' %}"
+        + (
+            "{% for m in messages %}{% if tools and loop.first and lead %}"
+            "{% elif m.role == 'assistant' %}"
+        )
         + _LLAMA_ANSWER
         + "{% elif m.role == 'tool' %}"
         + _llama_header("'ipython'")
@@ -886,19 +937,21 @@ TEMPLATES: dict[str, Template] = {
         + _LLAMA_TOOLS
         + "{% endif %}"
         "{{ m.content.strip() + '<|eot_id|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+        "{% endif %}",
         "<|eot_id|>",
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|begin_of_text|>",
     ),
     "gemma": Template(
-        _GEMMA_TOOLS
-        + "{% if messages[0].role == 'system' %}{{ raise_exception('Gemma knows no system turn: put its text "
-        "into the first question') }}{% endif %}{{ bos_token }}{% for m in messages %}"
+        _GEMMA_TOOLS + "{% if messages[0].role == 'system' %}"
+        "{{ raise_exception('Gemma knows no system turn: put its text into the first question') }}"
+        "{% endif %}{{ bos_token }}{% for m in messages %}"
         + _ALTERNATE
         + "{% if m.role == 'assistant' %}{{ '<start_of_turn>model\n' }}"
         + _answer("m.content.strip() + '<end_of_turn>'")
-        + "{{ '\n' }}{% else %}{{ '<start_of_turn>' + m.role + '\n' + m.content.strip() + '<end_of_turn>\n' }}{% endif %}"
+        + "{{ '\n' }}{% else %}{{ '<start_of_turn>' + m.role + '\n' + m.content.strip() "
+        "+ '<end_of_turn>\n' }}{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
         "<end_of_turn>",
         ("<start_of_turn>", "<end_of_turn>"),
@@ -929,26 +982,27 @@ _FILLED |= {
 # %% ../../nbs/01_tokenizer/07_chat_templates.ipynb #5e0c71ab
 def missing_tokens(
     folder: str | Path,  # Of a model or of its tokenizer
-    template: str = "",  # A key of `TEMPLATES`; empty: chatml, unless the folder has a template of its own
-) -> list[str]:  # Empty, too, where the folder has no tokenizer.json that says so
-    "The tokens of a chat format that a tokenizer has not."
+    # A key of `TEMPLATES`; empty: chatml, unless the folder has a template of its own
+    template: str = "",
+) -> list[str]:  # Also empty where the folder has no tokenizer.json
+    "The tokens of a chat format that are missing in a tokenizer."
     folder = Path(folder)
 
     def read(name: str) -> dict[str, Any]:
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            content = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return content if isinstance(content, dict) else {}
 
-    whole, said = read("tokenizer.json"), read("tokenizer_config.json")
-    own = (folder / "chat_template.jinja").is_file() or said.get("chat_template")
+    tokenizer, config = read("tokenizer.json"), read("tokenizer_config.json")
+    own = (folder / "chat_template.jinja").is_file() or config.get("chat_template")
     form = TEMPLATES.get(template or ("" if own else "chatml"))
-    if not whole or form is None:
+    if not tokenizer or form is None:
         return []
     known = {
-        *whole.get("model", {}).get("vocab", ()),
-        *(token["content"] for token in whole.get("added_tokens", ())),
+        *tokenizer.get("model", {}).get("vocab", ()),
+        *(token["content"] for token in tokenizer.get("added_tokens", ())),
     }
     return [
         token

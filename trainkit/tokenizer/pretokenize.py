@@ -27,27 +27,30 @@ import regex
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #a7d8d42c
 PATTERNS = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""",
-    "cl100k": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"""
-    r"""\s*[\r\n]+|\s+(?!\S)|\s+""",
-    "o200k": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
-    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    "cl100k": r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"""
+    r""" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    "o200k": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"""
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"""
     r"""\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
-# GPT-4's own: as 'cl100k', but white space at the very end of a text is one word. Its spelling with `++` and `$` means different things
-# in Python, in Rust and in the engine inside `tokenizers`
+# GPT-4's own: as 'cl100k', but white space at the very end of a text is one word. Its spelling with
+# `++` and `$` means different things in Python, in Rust and in the engine inside `tokenizers`
 GPT4_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"""
     r"""\s+(?![\s\S])|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-PATTERN_KINDS = {name: kind for kind, name in enumerate(PATTERNS)} | {
-    GPT4_PATTERN: len(PATTERNS)
-}  # Those that `word_end` knows
+# Those that `word_end` knows
+PATTERN_KINDS = {name: kind for kind, name in enumerate(PATTERNS)} | {GPT4_PATTERN: len(PATTERNS)}
 
 
 def find_pattern(
     pattern: str,  # 'gpt2', 'cl100k', 'o200k', or a regular expression
 ) -> str:  # The regular expression
-    "A pattern by name, or a regular expression as it is; a mistyped name or a broken expression is a `ValueError`."
+    """The regular expression of a named pattern; any other valid expression is returned as it is.
+
+    A mistyped name or a broken expression is a `ValueError`."""
     if pattern in PATTERNS:
         return PATTERNS[pattern]
     if not isinstance(pattern, str):
@@ -68,11 +71,12 @@ def find_pattern(
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #515d6cb3
 _ASCII = {  # the same patterns for `re` and ASCII text
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]++| ?[0-9]++| ?[^\sA-Za-z0-9]++|\s+(?!\S)|\s+""",
-    "cl100k": r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|[0-9]{1,3}+| ?[^\sA-Za-z0-9]++[\r\n]*+|"""
-    r"""\s*[\r\n]+|\s+(?!\S)|\s+""",
-    GPT4_PATTERN: r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|[0-9]{1,3}+| ?[^\sA-Za-z0-9]++[\r\n]*+|"""
-    r"""\s++\Z|\s*[\r\n]+|\s+(?!\S)|\s+""",
-    "o200k": r"""[^\r\nA-Za-z0-9]?(?:[A-Z]*[a-z]++|[A-Z]++)(?:'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE]))?|[0-9]{1,3}+|"""
+    "cl100k": r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|[0-9]{1,3}+|"""
+    r""" ?[^\sA-Za-z0-9]++[\r\n]*+|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    GPT4_PATTERN: r"""'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE])|[^\r\nA-Za-z0-9]?[A-Za-z]++|"""
+    r"""[0-9]{1,3}+| ?[^\sA-Za-z0-9]++[\r\n]*+|\s++\Z|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    "o200k": r"""[^\r\nA-Za-z0-9]?(?:[A-Z]*[a-z]++|[A-Z]++)"""
+    r"""(?:'(?:[sdmtSDMT]|[lL][lL]|[vVrR][eE]))?|[0-9]{1,3}+|"""
     r""" ?[^\sA-Za-z0-9]++[\r\n/]*+|\s*[\r\n]+|\s+(?!\S)|\s+""",
 }
 
@@ -109,14 +113,16 @@ def safe_pieces(
     pattern: str,  # A regular expression of one's own has no safe places: then the text stays whole
     size: int,  # Characters, about
 ) -> Iterator[str]:  # The pieces together are the text
-    "Cut a long text where every named pattern cuts anyway, so that the pieces have the words of the whole."
-    at = 0
+    "Cut a long text only where every named pattern cuts it: the pieces have the words of the text."
+    start = 0
     while (
-        pattern in PATTERN_KINDS and len(text) - at > size and (m := _SAFE.search(text, at + size))
+        pattern in PATTERN_KINDS
+        and len(text) - start > size
+        and (match := _SAFE.search(text, start + size))
     ):
-        yield text[at : m.start()]
-        at = m.start()
-    yield text[at:] if at else text
+        yield text[start : match.start()]
+        start = match.start()
+    yield text[start:] if start else text
 
 
 def split_words(
@@ -144,7 +150,9 @@ _LONE = re.compile("[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc
 def join_pairs(
     text: str,
 ) -> str:  # The same text, where it has no surrogates
-    "Surrogate pairs as the characters that they stand for; half of one is a `ValueError` that says where it stands."
+    """The text with surrogate pairs replaced by the characters that they encode.
+
+    Half of a pair is a `ValueError` with its position."""
     try:
         text.encode()
         return text
@@ -177,23 +185,25 @@ def cut_specials(
     text: str,
     special_tokens: Mapping[str, int],  # Every special token and its id
     allowed_special: str | Collection[str] = (),  # 'all', 'none', or those that count as tokens
-    disallowed_special: str
-    | Collection[str] = "all",  # Those that are an error: 'all' that are not allowed, or a set
+    # Those that are an error: 'all' that are not allowed, or a set
+    disallowed_special: str | Collection[str] = "all",
     among: Collection[str] | None = None,  # Look only for these; None: for all
-) -> list[str]:  # Ordinary text and special tokens by turns, beginning and ending with text
-    "Cut a text at the special tokens in it, as `tiktoken` does; one that is disallowed is a `ValueError`."
+) -> list[str]:  # Ordinary text and special tokens in turn; the first and the last are text
+    "Cut a text at its special tokens, as `tiktoken` does; a disallowed one is a `ValueError`."
     if allowed_special == "none":
         allowed, refused = (), ()
     else:
-        for given in (allowed_special, disallowed_special):
-            if isinstance(given, str) and given != "all":
+        for choice in (allowed_special, disallowed_special):
+            if isinstance(choice, str) and choice != "all":
                 raise ValueError(
-                    f"{given!r}: give 'all', 'none' (for allowed_special) or a set such as {{{given!r}}}"
+                    f"{choice!r}: give 'all', 'none' (for allowed_special) "
+                    f"or a set such as {{{choice!r}}}"
                 )
         allowed = special_tokens if allowed_special == "all" else allowed_special
         if unknown := [token for token in allowed if token not in special_tokens]:
             raise ValueError(
-                f"{unknown[0]!r} is no special token of this tokenizer: choose from {[*special_tokens]}"
+                f"{unknown[0]!r} is no special token of this tokenizer: "
+                f"choose from {[*special_tokens]}"
             )
         refused = (
             [t for t in special_tokens if t not in allowed]
@@ -206,13 +216,14 @@ def cut_specials(
         )
     if special_tokens and os.path.commonprefix([*special_tokens, *refused]) not in text:
         return [text]
-    if found := next((token for token in refused if token in text), None):
+    if offender := next((token for token in refused if token in text), None):
         raise ValueError(
-            f"the text holds the special token {found!r}. "
-            f"To encode it as that token pass allowed_special={{{found!r}}} or 'all'; "
+            f"the text holds the special token {offender!r}. "
+            f"To encode it as that token pass allowed_special={{{offender!r}}} or 'all'; "
             "to encode it as ordinary text pass allowed_special='none' or disallowed_special=()"
         )
-    pieces, longest_first = [text], "|".join(map(re.escape, sorted(allowed, key=len, reverse=True)))
+    pieces = [text]
+    longest_first = "|".join(map(re.escape, sorted(allowed, key=len, reverse=True)))
     return re.split(f"({longest_first})", text) if longest_first else pieces
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #b488907c
@@ -221,13 +232,12 @@ LETTER, NUMBER, SPACE, NEWLINE, UPPER, LOWER = 1, 2, 4, 8, 16, 32
 
 @functools.cache
 def char_classes() -> np.ndarray:  # (0x110000,) uint8, bits
-    "What every character is, as `regex` sees it: `LETTER`, `NUMBER`, and so on; `UPPER` and `LOWER` as GPT-4o has them."
+    """The class bits of every character, as `regex` sees it: `LETTER`, `NUMBER` and so on.
+
+    `UPPER` and `LOWER` are as GPT-4o has them."""
     table = np.zeros(0x110000, np.uint8)
-    for low, high in (
-        (0, 0xD800),
-        (0xE000, 0x40000),
-        (0xE0000, 0xE1000),
-    ):  # the rest is unassigned or private
+    # the rest is unassigned or private
+    for low, high in ((0, 0xD800), (0xE000, 0x40000), (0xE0000, 0xE1000)):
         text = "".join(map(chr, range(low, high)))
         for bit, members in (
             (LETTER, r"\p{L}+"),
@@ -263,7 +273,7 @@ def char_at(data, i, classes):  # class bits | length << 8
 
 
 def run_end(data, i, n, classes, mask, inside):
-    "Where the run of characters from `i` on ends that have a bit of `mask` (or, with `inside=False`, have none)."
+    "The end of the run at `i` of characters with a bit of `mask` (without one if not `inside`)."
     while i < n:
         if data[i] < 0x80:  # nearly every character: no call, and one step
             if (classes[data[i]] & mask != 0) != inside:
@@ -314,7 +324,9 @@ def other_end(data, i, n, classes, slash):
 
 
 def space_end(data, i, n, classes, newlines, to_the_end):
-    "The end of white space: after its last line end, or before its last character, which goes with the next word."
+    """The end of white space: after its last line end, or before its last character.
+
+    That character goes with the next word."""
     e, last, cut = i, i, i
     while e < n:
         c = char_at(data, e, classes)
@@ -371,7 +383,9 @@ def cl100k_end(data, i, n, classes, to_the_end):
 
 # %% ../../nbs/01_tokenizer/01_pretokenization.ipynb #c5fa9e17
 def cased_end(data, i, n, classes, lower_needed):
-    "The end of `[capitals]*[small]+` at `i` with a contraction, or of `[capitals]+[small]*`; -1 if there is none."
+    """The end of `[capitals]*[small]+` at `i`, or of `[capitals]+[small]*`, with a contraction.
+
+    -1 if neither matches."""
     e, both = i, -1
     while e < n:
         c = char_at(data, e, classes)

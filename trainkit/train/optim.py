@@ -33,7 +33,7 @@ from torch.optim.adamw import adamw as adamw_update
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import ConfigError, Problem, check_config, knob
-from ..numba_utils import compile_kernels, pick_lane
+from ..numba_utils import compile_kernels, pick_backend
 
 # %% ../../nbs/04_train/01_optimizers.ipynb #d0933939
 @contextmanager
@@ -581,7 +581,7 @@ def quantize_blocks(
     lookup, _ = _nearest(signed, x.device)
     if fast:
         bits = (t.view(torch.int32).numpy() for t in (x, absmax))
-        return _compiled().pack_state(
+        return _kernels().pack_state(
             x.numpy(), absmax.numpy(), *bits, lookup.numpy(), codes.numpy()
         )
     whole = len(x) // STATE_BLOCK * STATE_BLOCK
@@ -609,7 +609,7 @@ def dequantize_blocks(
 ) -> Tensor:  # `out`
     "The numbers that the bytes name, times the scale of their block."
     if fast:
-        _compiled().unpack_state(
+        _kernels().unpack_state(
             codes.numpy(), absmax.numpy(), _nearest(signed, codes.device)[1].numpy(), out.numpy()
         )
         return out
@@ -651,7 +651,7 @@ def pack_state(x, absmax, bits, absmax_bits, lookup, codes):
 
 
 @cache
-def _compiled() -> Any:
+def _kernels() -> Any:
     return compile_kernels([unpack_state, pack_state])
 
 # %% ../../nbs/04_train/03_adamw_8bit.ipynb #ce6b853b
@@ -667,7 +667,7 @@ class AdamW8bit(Optimizer):
         weight_decay: float = 1e-2,
         min_8bit_size: int = 4096,  # Parameters with fewer elements keep float32 states
         paged: bool = False,  # States stay in main memory, and visit a GPU a piece at a time
-        lane: str = "auto",  # 'pure' torch, 'compiled' by numba, or 'auto': compiled for a million parameters and more
+        backend: str = "auto",  # 'python' (torch), 'numba', or 'auto': numba from a million parameters on
     ):
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(
@@ -677,7 +677,7 @@ class AdamW8bit(Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self.min_8bit_size, self.paged = min_8bit_size, paged
         size = sum(p.numel() for group in self.param_groups for p in group["params"])
-        self.fast = pick_lane(lane, size) == "compiled"
+        self.fast = pick_backend(backend, size) == "numba"
 
     def _start(self, p: Tensor) -> dict[str, Any]:
         n, device = p.numel(), torch.device("cpu") if self.paged else p.device
