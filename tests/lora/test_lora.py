@@ -29,8 +29,8 @@ from trainkit.interop.families import to_hf
 from trainkit.model.generation import generate
 from trainkit.lora.targets import LoRAConfig
 from trainkit.lora.layers import LoRALayer
-from trainkit.lora.inject import adapted, add_lora, merge_lora, put, trainable_report, unmerge_lora
-from trainkit.lora.merge import merge_folder, merge_quantized
+from trainkit.lora.inject import adapted, add_lora, put, trainable_report
+from trainkit.lora.merge import merge_folder, merge_lora, merge_quantized, unmerge_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss
