@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..display import plural
 from ..files import atomic_folder, read_json, reading, show_bytes
 from .adapters import adapter_parts, check_adapter_base, differs, lora_config
 from .adapters import read_adapter
@@ -34,116 +35,113 @@ from .layers import LoRALayer, ModulesToSaveWrapper
 from .targets import rank_and_alpha
 from ..progress import note
 
+if TYPE_CHECKING:
+    from trainkit.model.transformer import Transformer
+
 # %% ../../nbs/05_lora/07_merging.ipynb #7a6915de
 @torch.no_grad()
 def merge_lora(
     model: nn.Module,  # Changed in place: the active updates become part of the weights
     keep: bool = False,  # Keep the layers and the original weights, for `unmerge_lora`
-    dtype: torch.dtype
-    | None = None,  # Of a layer that was quantized, once it is merged; None: that of the layers around it
+    # Of a layer that was quantized, once it is merged; None: that of the layers around it
+    dtype: torch.dtype | None = None,
 ) -> nn.Module:  # The same model; without `keep` it has no adapters any more
-    "Fold every update into the layer beside it (Hu et al. 2021, section 4.1); a quantized layer becomes a plain one."
-    around = next(
-        (
-            p.dtype
-            for n, p in model.named_parameters()
-            if p.is_floating_point() and ".lora_" not in n
-        ),
-        torch.float32,
-    )
-    layers = adapted(model)
-    _check_merge(layers, keep, dtype or around)
+    "Fold every update into its layer (Hu et al. 2021, section 4.1); quantized layers become plain."
+    plain_dtype, layers = dtype or _plain_dtype(model), adapted(model)
+    _check_merge(layers, keep, plain_dtype)
     for name, layer in layers.items():
         if isinstance(layer, ModulesToSaveWrapper):
             if not keep:
-                put(
-                    model,
-                    name,
-                    layer.current.requires_grad_(False).to(
-                        next(layer.original_module.parameters()).dtype
-                    ),
-                )
-            continue
-        base: Any = layer.base_layer
-        if not layer.active and not keep:
-            put(model, name, base)
-            continue
-        W = layer.merged_weight()
-        if layer.kind == "quantized":
-            plain = nn.Linear(
-                base.in_features,
-                base.out_features,
-                base.bias is not None,
-                device=W.device,
-                dtype=dtype or around,
-            )
-            plain.weight.copy_(W)
-            if base.bias is not None:
-                plain.bias.copy_(base.bias)
-            put(model, name, plain.requires_grad_(False))
-            continue
-        if layer.kind != "linear":
-            W = W.T
-        if keep:
-            layer.original = base.weight.detach().clone()
-        base.weight.copy_(W)  # In place: a weight that is shared stays shared
-        if not keep:
-            put(model, name, base)
-    for known in ("lora_configs", "lora_biases") if not keep else ():
-        if hasattr(model, known):
-            delattr(model, known)
+                stored = next(layer.original_module.parameters()).dtype
+                put(model, name, layer.current.requires_grad_(False).to(stored))
+        elif not layer.active and not keep:
+            put(model, name, layer.base_layer)
+        elif layer.kind == "quantized":
+            put(model, name, _merged_quantized_layer(layer, plain_dtype))
+        else:
+            _merge_in_place(layer, keep)
+            if not keep:
+                put(model, name, layer.base_layer)
     if not keep:
-        _say_untied(model)
+        for attribute in ("lora_configs", "lora_biases"):
+            if hasattr(model, attribute):
+                delattr(model, attribute)
+        _mark_untied(model)
     return model
 
 
-def _check_merge(layers: Mapping[str, Any], keep: bool, dtype: torch.dtype) -> None:
-    "Everything that can be wrong is found before the first weight changes; each update is worked out twice for that."
+def _plain_dtype(model: nn.Module) -> torch.dtype:  # Of the first parameter outside of an adapter
+    dtypes = (
+        p.dtype
+        for name, p in model.named_parameters()
+        if p.is_floating_point() and ".lora_" not in name
+    )
+    return next(dtypes, torch.float32)
+
+
+def _merge_in_place(layer: LoRALayer, keep: bool) -> None:
+    weight, merged = cast(Tensor, layer.base_layer.weight), layer.merged_weight()
+    if keep:
+        layer.original = weight.detach().clone()
+    # In place: a weight that is shared stays shared
+    weight.copy_(merged if layer.kind == "linear" else merged.T)
+
+
+def _merged_quantized_layer(layer: LoRALayer, dtype: torch.dtype) -> nn.Linear:
+    W, bias = layer.merged_weight(), layer.bias
+    sizes = layer.in_features, layer.out_features
+    plain = nn.Linear(*sizes, bias is not None, device=W.device, dtype=dtype)
+    plain.weight.copy_(W)
+    if bias is not None:
+        plain.bias.copy_(bias)
+    return plain.requires_grad_(False)
+
+
+def _check_merge(
+    layers: Mapping[str, LoRALayer | ModulesToSaveWrapper], keep: bool, dtype: torch.dtype
+) -> None:
+    "Find all errors before the first weight changes; this computes each update once more."
+    broken = (
+        "{} is not finite in {}: the adapter is broken, or too large for it; nothing was merged"
+    )
     for name, layer in layers.items():
         if isinstance(layer, ModulesToSaveWrapper):
             stored = next(layer.original_module.parameters()).dtype
-            if not keep and any(
-                not p.to(stored).isfinite().all() for p in layer.current.parameters()
-            ):
-                raise ValueError(
-                    f"{name} is not finite in {stored}: the adapter is broken, or too large for it; nothing was merged"
-                )
+            values = () if keep else layer.current.parameters()
+            if not all(p.to(stored).isfinite().all() for p in values):
+                raise ValueError(broken.format(name, stored))
             continue
         if layer.original is not None:
             raise RuntimeError(f"{name} is merged already: unmerge_lora first")
         if keep and layer.kind == "quantized":
             raise ValueError(
-                f"{name} is quantized, and a merge into it cannot be taken back: leave out keep"
+                f"{name} is quantized, and a merge into it cannot be undone: leave out keep"
             )
-        stored = dtype if layer.kind == "quantized" else layer.base_layer.weight.dtype
+        stored = dtype
+        if layer.kind != "quantized":
+            stored = cast(Tensor, layer.base_layer.weight).dtype
         if (layer.active or keep) and not layer.merged_weight().to(stored).isfinite().all():
-            raise ValueError(
-                f"the update of {name} is not finite in {stored}: the adapter is broken, or too large for it; nothing was merged"
-            )
+            raise ValueError(broken.format(f"the update of {name}", stored))
 
 
-def _say_untied(model: Any) -> None:
-    "Where only one of embedding and head learned, they are two from now on; a model that is saved as tied would lose one."
-    word = next(
-        (
-            w
-            for w in ("tie_embeddings", "tie_word_embeddings")
-            if getattr(getattr(model, "config", None), w, False)
-        ),
-        None,
-    )
+def _mark_untied(model: nn.Module) -> None:
+    "Note in the config that embedding and head are two now, if only one of them learned."
+    config = getattr(model, "config", None)
+    words = ("tie_embeddings", "tie_word_embeddings")
+    word = next((word for word in words if getattr(config, word, False)), None)
     if word is None or not hasattr(model, "get_output_embeddings"):
         return
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    whole = cast("Transformer", model)  # Or one of transformers', with the same two getters
+    ends = whole.get_input_embeddings(), whole.get_output_embeddings()
     if None not in ends and ends[0].weight is not ends[1].weight:
-        setattr(model.config, word, False)
+        setattr(config, word, False)
 
 
 @torch.no_grad()
 def unmerge_lora(
     model: nn.Module,  # Merged with `keep=True`
 ) -> nn.Module:
-    "Take the updates out of the weights again: bit for bit what was there before."
+    "Restore the weights from before the merge, bit for bit."
     layers = [
         layer
         for layer in adapted(model).values()
@@ -152,7 +150,7 @@ def unmerge_lora(
     if not layers:
         raise ValueError("nothing here is merged, or not with merge_lora(model, keep=True)")
     for layer in layers:
-        cast(Any, layer.base_layer).weight.copy_(layer.original)
+        cast(Tensor, layer.base_layer.weight).copy_(cast(Tensor, layer.original))
         layer.original = None
     return model
 
@@ -160,29 +158,21 @@ def unmerge_lora(
 @contextmanager
 def merged_lora(
     model: nn.Module,  # With adapters or without; quantized and sharded layers stay as they are
-) -> Iterator[
-    nn.Module
-]:  # The same model, of plain layers; the adapted weights are in memory twice
-    "Plain layers inside the block, with the active updates in copies of the weights; behind it all is what it was, bit for bit."
+) -> Iterator[nn.Module]:  # The same model, of plain layers; adapted weights are in memory twice
+    "Inside the block the layers are plain, with merged copies of the weights."
     layers = adapted(model)
+    in_memory = ("Parameter", "FakeTensor")  # The weight of a sharded layer is a DTensor
     try:
         for name, layer in layers.items():
             if isinstance(layer, ModulesToSaveWrapper):
                 put(model, name, layer.current)
             elif not layer.active or layer.original is not None:
-                put(model, name, cast(nn.Module, layer.base_layer))
-            elif layer.kind != "quantized" and type(layer.weight).__name__ in (
-                "Parameter",
-                "FakeTensor",
-            ):  # The other kind has no data
-                W, plain = (
-                    layer.merged_weight().to(layer.weight.dtype),
-                    copy.copy(cast(nn.Module, layer.base_layer)),
-                )
-                whole = nn.Parameter(
-                    W if layer.kind == "linear" else W.T.contiguous(), requires_grad=False
-                )
-                plain._parameters = {**plain._parameters, "weight": whole}
+                put(model, name, layer.base_layer)
+            elif layer.kind != "quantized" and type(layer.weight).__name__ in in_memory:
+                W, plain = layer.merged_weight().to(layer.weight.dtype), copy.copy(layer.base_layer)
+                W = W if layer.kind == "linear" else W.T.contiguous()
+                weight = nn.Parameter(W, requires_grad=False)
+                plain._parameters = {**plain._parameters, "weight": weight}
                 put(model, name, plain)
         yield model
     finally:
@@ -192,14 +182,17 @@ def merged_lora(
 # %% ../../nbs/05_lora/07_merging.ipynb #e89ea3f4
 @dataclass
 class Agreement:
-    "How alike two models predict."
+    "How similar the predictions of two models are."
 
     kl: float  # Mean of KL(first || second) over the tokens, in nats
-    same: float  # Share of the tokens for which both have the same favourite
+    same: float  # Share of the tokens for which both predict the same next token
     tokens: int
 
     def __str__(self) -> str:
-        return f"KL {self.kl:.2e} nats a token, same favourite for {self.same:.2%} of {self.tokens:,} tokens"
+        return (
+            f"KL {self.kl:.2e} nats a token, same favourite for {self.same:.2%} "
+            f"of {plural(self.tokens, 'token')}"
+        )
 
     __repr__ = __str__
 
@@ -225,14 +218,13 @@ def merge_quantized(
     model: nn.Module,  # With adapters over quantized layers; changed in place
     input_ids: Tensor,  # (B, T), some text to compare the two models on
     target: str = "dequantized",  # What the update is added to, one of `MERGE_TARGETS`
-    original: Mapping[str, Tensor]
-    | Callable[[str], Tensor]
-    | None = None,  # Layer's name + '.weight' -> its weight before it was quantized
-    quantize: Callable[[Tensor], nn.Module]
-    | None = None,  # (out, in) -> a quantized layer, for target='quantized'
+    # Layer's name + '.weight' -> its weight before it was quantized, for target='original'
+    original: Mapping[str, Tensor] | Callable[[str], Tensor] | None = None,
+    # (out, in) -> a quantized layer, for target='quantized'
+    quantize: Callable[[Tensor], nn.Module] | None = None,
     dtype: torch.dtype | None = None,  # Of the merged weights; None: that of the layers around them
 ) -> Agreement:  # Of the model as it was trained with the merged one; printed too
-    "Merge over a quantized base, by default into the weights that it stands for."
+    "Merge over a quantized base, by default into the weights that its codes stand for."
     if target not in MERGE_TARGETS:
         raise ValueError(f"target = '{target}': must be one of {', '.join(MERGE_TARGETS)}")
     if (target == "original") != (original is not None):
@@ -241,7 +233,8 @@ def merge_quantized(
         )
     if (target == "quantized") != (quantize is not None):
         raise ValueError(
-            "target='quantized' needs quantize=, a function from a weight to a layer, and no other target takes it"
+            "target='quantized' needs quantize=, a function from a weight to a layer, "
+            "and no other target takes it"
         )
     layers = {
         n: layer
@@ -250,56 +243,52 @@ def merge_quantized(
     }
     if not layers:
         raise ValueError("no quantized layer has an active adapter: use merge_lora")
-    training = model.training
-    around = dtype or next(
-        (
-            p.dtype
-            for n, p in model.named_parameters()
-            if p.is_floating_point() and ".lora_" not in n
-        ),
-        torch.float32,
-    )
-    weights, made = {}, {}
-    for (
-        name,
-        layer,
-    ) in (
-        layers.items()
-    ):  # What others give may be wrong: all of it is worked out before the model changes
+    training, plain_dtype = model.training, dtype or _plain_dtype(model)
+    weights: dict[str, Tensor] = {}
+    requantized: dict[str, nn.Module] = {}
+    for name, layer in layers.items():  # All of it before the model changes: arguments may be wrong
         if original is not None:
-            try:
-                W = original(f"{name}.weight") if callable(original) else original[f"{name}.weight"]
-            except LookupError:
-                raise ValueError(f"original has no '{name}.weight'") from None
-            shape = (layer.out_features, layer.in_features)
-            if tuple(W.shape) != shape:
-                raise ValueError(
-                    f"original: '{name}.weight' has shape {tuple(W.shape)}, and must have {shape}"
-                )
-            weights[name] = (
-                W.to(layer.matrix().device).float()
-                + (layer.merged_weight() - layer.matrix().float())
-            ).to(around)
-            if not weights[name].isfinite().all():
-                raise ValueError(
-                    f"{name}: the original and the update give numbers that are not finite in {around}"
-                )
+            weights[name] = _over_original(name, layer, original, plain_dtype)
         if quantize is not None:
-            made[name] = quantize(layer.merged_weight().to(around))
+            requantized[name] = quantize(layer.merged_weight().to(plain_dtype))
             if layer.bias is not None:
-                made[name].bias = nn.Parameter(layer.bias.detach().to(around), requires_grad=False)
+                bias = nn.Parameter(layer.bias.detach().to(plain_dtype), requires_grad=False)
+                requantized[name].bias = bias
     try:
         before = model.eval()(input_ids).logits
         merge_lora(model, dtype=dtype)
         for name, W in weights.items():
             cast(nn.Linear, model.get_submodule(name)).weight.copy_(W)
-        for name, layer in made.items():
-            put(model, name, layer)
-        found = agreement(before, model(input_ids).logits)
+        for name, module in requantized.items():
+            put(model, name, module)
+        result = agreement(before, model(input_ids).logits)
     finally:
         model.train(training)
-    note(f"merged into the {target} weights: {found}")
-    return found
+    note(f"merged into the {target} weights: {result}")
+    return result
+
+
+def _over_original(
+    name: str,
+    layer: LoRALayer,
+    original: Mapping[str, Tensor] | Callable[[str], Tensor],
+    dtype: torch.dtype,
+) -> Tensor:  # (out, in)
+    "The weight from before quantization plus the update."
+    key, shape = f"{name}.weight", (layer.out_features, layer.in_features)
+    try:
+        W = original(key) if callable(original) else original[key]
+    except LookupError:
+        raise ValueError(f"original has no '{key}'") from None
+    if tuple(W.shape) != shape:
+        raise ValueError(f"original: '{key}' has shape {tuple(W.shape)}, and must have {shape}")
+    update = layer.merged_weight() - layer.matrix().float()
+    merged = (W.to(update.device).float() + update).to(dtype)
+    if not merged.isfinite().all():
+        raise ValueError(
+            f"{name}: the original and the update give numbers that are not finite in {dtype}"
+        )
+    return merged
 
 # %% ../../nbs/05_lora/07_merging.ipynb #9ac66673
 _DTYPES = {
@@ -320,13 +309,13 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 def read_header(
     path: Path,  # Of a safetensors file
 ) -> tuple[dict[str, dict], int]:  # Name -> dtype, shape, data_offsets; where the data begins
-    "What is in a file, without reading it."
+    "The names, dtypes and shapes of a file's tensors, without reading them."
     with open(path, "rb") as file:
         size, whole = int.from_bytes(file.read(8), "little"), path.stat().st_size
         try:
             header = json.loads(file.read(size)) if size < whole else {}
             end = max(
-                facts["data_offsets"][1] for name, facts in header.items() if name != "__metadata__"
+                entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             end = -1
@@ -337,74 +326,62 @@ def read_header(
 
 def stream_tensors(
     file: BinaryIO,
-    header: Mapping[
-        str, tuple[torch.dtype, tuple[int, ...]]
-    ],  # Name -> dtype and shape, in the order of writing
+    # Name -> dtype and shape, in the order of writing
+    header: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     pieces: Iterator[tuple[str, Tensor]],  # One after another, in the same order
 ) -> None:
     "Write a safetensors file a tensor at a time."
-    known, at = {"__metadata__": {"format": "pt"}}, 0
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    begin = 0
     for name, (dtype, shape) in header.items():
-        size = math.prod(shape) * dtype.itemsize
-        known[name], at = (
-            dict(dtype=_CODES[dtype], shape=list(shape), data_offsets=[at, at + size]),
-            at + size,
-        )  # type: ignore
-    text = json.dumps(known).encode()
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries[name] = dict(dtype=_CODES[dtype], shape=list(shape), data_offsets=[begin, end])
+        begin = end
+    text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name, tensor in pieces:
         if (tensor.dtype, tuple(tensor.shape)) != header[name]:
             raise ValueError(f"{name} is not what the header says")
         if tensor.numel():
-            file.write(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy()).data)
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 # %% ../../nbs/05_lora/07_merging.ipynb #1a88bbaa
 def merged_tensor(
     W: Tensor,  # The weight as it is stored, (out, in), or (in, out) if `flipped`
-    parts: Mapping[str, Tensor],  # What the adapter has for this layer
+    parts: Mapping[str, Tensor],  # The adapter's tensors for this layer
     scale: float,  # The factor on the update
     flipped: bool = False,
 ) -> Tensor:  # In the dtype of `W`
     "One weight with its update (Hu et al. 2021, eq. 3; DoRA: Liu et al. 2024, eq. 5)."
     if "lora_embedding_A" in parts:
-        return (
-            W.float()
-            + scale * (parts["lora_embedding_B"].float() @ parts["lora_embedding_A"].float()).T
-        ).to(W.dtype)
-    wide = (W.T if flipped else W).float() + scale * (
-        parts["lora_B"].float() @ parts["lora_A"].float()
-    )
+        update = parts["lora_embedding_B"].float() @ parts["lora_embedding_A"].float()
+        return (W.float() + scale * update.T).to(W.dtype)
+    update = parts["lora_B"].float() @ parts["lora_A"].float()
+    wide = (W.T if flipped else W).float() + scale * update
     if (m := parts.get("lora_magnitude_vector")) is not None:
         wide = wide * (m.float() / wide.norm(dim=1)).unsqueeze(1)
     return (wide.T if flipped else wide).to(W.dtype)
 
-
-_CONV1D = (
-    "gpt2",
-    "openai-gpt",
-    "imagegpt",
-    "decision_transformer",
-)  # Their matrices lie the other way round
+# %% ../../nbs/05_lora/07_merging.ipynb #folder-base-code
+# Families whose matrices are stored as (in, out)
+_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_VOCABULARY = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # A row for each token
+_PICKLES = (".bin", ".pt", ".pth", ".pkl")
 
 
-def _read(path: Path, begin: int, facts: Mapping[str, Any]) -> Tensor:
-    "One tensor of a file, which is not mapped: what is mapped stays in memory."
-    (first, last), dtype = facts["data_offsets"], _DTYPES[facts["dtype"]]
-    with open(path, "rb") as file:
-        file.seek(begin + first)
-        raw = bytearray(file.read(last - first))
-    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(
-        facts["shape"]
-    )
+def _read_settings(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
-def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # What the ids of its roles are
-    "The base's tokenizer does not know the new tokens; that of the adapter lies in its folder, or in that of its run."
-    source = next(
-        (p for p in (adapter, adapter.parent / "tokenizer") if (p / "tokenizer.json").is_file()),
-        None,
-    )
+def _write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # The ids of bos, eos and pad
+    "Copy the tokenizer with the new tokens, from the adapter's folder or from that of its run."
+    folders = (adapter, adapter.parent / "tokenizer")
+    source = next((path for path in folders if (path / "tokenizer.json").is_file()), None)
     if source is None:
         return {}
     for name in (
@@ -417,248 +394,273 @@ def _take_tokenizer(adapter: Path, output: Path) -> dict[str, int]:  # What the 
         if (source / name).is_file():
             shutil.copy(source / name, output / name)
     with reading(source / "tokenizer.json"):
-        ids = {
-            t["content"]: t["id"]
-            for t in read_json(source / "tokenizer.json").get("added_tokens", ())
-        }
-    said = (
-        read_json(source / "tokenizer_config.json")
-        if (source / "tokenizer_config.json").is_file()
-        else {}
-    )
-    words = {role: said.get(f"{role}_token") for role in ("bos", "eos", "pad")}
-    found = {
+        added = read_json(source / "tokenizer.json").get("added_tokens", ())
+        ids = {token["content"]: token["id"] for token in added}
+    settings = _read_settings(source / "tokenizer_config.json")
+    words = {role: settings.get(f"{role}_token") for role in ("bos", "eos", "pad")}
+    role_ids = {
         f"{role}_token_id": ids[word]
         for role, word in words.items()
         if isinstance(word, str) and word in ids
     }
     if (file := output / "generation_config.json").is_file():
-        file.write_text(
-            json.dumps(
-                json.loads(file.read_text(encoding="utf-8")) | found, indent=2, sort_keys=True
-            )
-            + "\n",
-            encoding="utf-8",
+        _write_settings(file, json.loads(file.read_text(encoding="utf-8")) | role_ids)
+    return role_ids
+
+
+class _BaseFolder:
+    "A model's folder, whose tensors are read one at a time."
+
+    def __init__(self, folder: Path, vocab_size: int):
+        self.folder, self.vocab_size = folder, vocab_size  # Tokens after the merge
+        self.files = sorted(folder.glob("*.safetensors"))
+        if not self.files:
+            raise FileNotFoundError(f"{folder} has no safetensors file: is it a model?")
+        self.headers: dict[Path, dict[str, dict]] = {}
+        self.begins: dict[Path, int] = {}  # Where the data begins
+        for path in self.files:
+            header, self.begins[path] = read_header(path)
+            self.headers[path] = {n: entry for n, entry in header.items() if n != "__metadata__"}
+        self.file_of = {name: path for path, header in self.headers.items() for name in header}
+        self.settings = _read_settings(folder / "config.json")
+        if self.settings.get("quantization_config"):
+            raise ValueError(f"{folder} is quantized: open it, and merge_quantized")
+        self.embedding = next((n for n in self.file_of if n.endswith(_VOCABULARY[:2])), None)
+        own = _read_settings(folder / "trainkit.json").get("tie_embeddings")
+        self.tied = self.embedding is not None and (
+            "lm_head.weight" not in self.file_of
+            or self.settings.get("tie_word_embeddings", own) is True
         )
-    return found
 
+    def find(self, name: str) -> str | None:
+        "The tensor that the adapter means by a name; a tied head is the embedding."
+        if self.tied and name == "lm_head.weight":
+            return self.embedding
+        names = (name, name.partition(".")[2])  # Some files leave out the first word
+        return next((n for n in names if n in self.file_of), None)
 
+    def entry(self, name: str) -> dict:
+        return self.headers[self.file_of[name]][name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _DTYPES[self.entry(name)["dtype"]]
+
+    def shape(self, name: str) -> tuple[int, ...]:  # With room for new tokens
+        shape = tuple(self.entry(name)["shape"])
+        grows = name.endswith(_VOCABULARY) and 0 < shape[0] < self.vocab_size
+        return (self.vocab_size, *shape[1:]) if grows else shape
+
+    def read(self, name: str) -> Tensor:
+        "One tensor; the file is not mapped, for mapped pages stay in memory."
+        path, entry, dtype = self.file_of[name], self.entry(name), self.dtype(name)
+        first, last = entry["data_offsets"]
+        with open(path, "rb") as file:
+            file.seek(self.begins[path] + first)
+            raw = bytearray(file.read(last - first))
+        flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.view(entry["shape"])
+
+# %% ../../nbs/05_lora/07_merging.ipynb #folder-merge-code
+class _FolderMerge:
+    "An adapter and a base that fit each other: which tensors change, and their new values."
+
+    def __init__(
+        self,
+        base: _BaseFolder,
+        adapter: str | Path,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+    ):
+        self.base, self.adapter = base, adapter
+        self.config = lora_config(config, init_lora_weights=True)
+        self.parts = parts = adapter_parts(config, tensors)
+        across = bool(config.get("fan_in_fan_out"))
+        if "model_type" in base.settings:  # PEFT asks the layer, too
+            across = base.settings["model_type"] in _CONV1D
+        self.flipped = {
+            name: across and name != "lm_head" and "lora_A" in low
+            for name, low in parts.low.items()
+        }
+        changes = [*parts.whole, *parts.biases, *(f"{name}.weight" for name in parts.low)]
+        self.check_names(changes)
+        self.check_shapes()
+        # The names of the embedding and the head, if they are one tensor and it changes
+        self.ends = [name for name in changes if base.tied and base.find(name) == base.embedding]
+        values = [parts.whole[name] for name in self.ends if name in parts.whole]
+        together = not self.ends or (len(values) == len(self.ends) == 2 and torch.equal(*values))
+        # If only one of them changes, or each in its own way, they are two from now on
+        self.untied = [] if together else ["lm_head.weight"]
+        self.changed = {
+            cast(str, base.find(name)): name for name in changes if name not in self.untied
+        }
+        self.same = {cast(str, base.find(name)): t for name, t in parts.same.items()}
+        self.total = len({*base.file_of, *self.untied})  # Tensors after the merge
+
+    def check_names(self, changes: list[str]) -> None:
+        base, parts = self.base, self.parts
+        for name in (*changes, *parts.same):
+            if base.find(name) is None:
+                raise ValueError(
+                    f"{self.adapter} changes '{name}', and {base.folder} has no such layer: "
+                    "is it the right base model?"
+                )
+        replaced = {base.find(name) for name in parts.whole}
+        for layer in parts.layers:
+            starts = (f"{layer}.", f"{layer.partition('.')[2]}.")
+            for name in base.file_of:
+                shared = base.tied and name == "lm_head.weight"
+                if name.startswith(starts) and name not in replaced and not shared:
+                    raise ValueError(
+                        f"{self.adapter}: {layer} learned as a whole, and its '{name}' is missing"
+                    )
+
+    def check_shapes(self) -> None:
+        base, parts = self.base, self.parts
+        for name, t in (parts.whole | parts.biases | parts.same).items():
+            shape = base.shape(cast(str, base.find(name)))
+            if tuple(t.shape) != shape:
+                raise ValueError(
+                    f"{self.adapter}: '{name}' has shape {tuple(t.shape)}, "
+                    f"and in {base.folder} it is {shape}: is it the right base model?"
+                )
+        for name, low in parts.low.items():
+            if "lora_A" in low:
+                updated = (len(low["lora_B"]), low["lora_A"].shape[1])
+            else:
+                updated = (low["lora_embedding_A"].shape[1], len(low["lora_embedding_B"]))
+            shape = base.shape(cast(str, base.find(f"{name}.weight")))
+            if updated != (shape[::-1] if self.flipped[name] else shape):
+                raise ValueError(
+                    f"{self.adapter} changes '{name}', which is {updated} there, "
+                    f"and in {base.folder} it is {shape}: is it the right base model?"
+                )
+
+    def check_disk(self, output: Path) -> None:
+        need = sum(path.stat().st_size for path in self.base.files) + 2**20
+        if self.untied:
+            need += math.prod(self.base.shape(cast(str, self.base.embedding))) * 4
+        parent = next(path for path in (output.parent, *output.parent.parents) if path.exists())
+        if (free := shutil.disk_usage(parent).free) < need:
+            raise OSError(
+                f"{output} needs {show_bytes(need)}, and the disk has {show_bytes(free)}: "
+                "free some space, or choose another folder"
+            )
+
+    def names_in(self, path: Path) -> list[str]:
+        "The tensors that the merged file has, in the order of their data."
+        header = self.base.headers[path]
+        names = sorted(header, key=lambda name: header[name]["data_offsets"][0])
+        if path == self.base.files[-1]:
+            names += [name for name in self.untied if name not in self.base.file_of]
+        return names
+
+    def source(self, name: str) -> str:  # The base's tensor
+        return cast(str, self.base.embedding) if name in self.untied else name
+
+    def value(self, name: str) -> Tensor:
+        "The merged tensor of a name in the output."
+        source = self.source(name)
+        W = self._grown(source, self.base.read(source))
+        if name in self.untied:
+            change = name if name in self.ends else None
+        else:
+            change = self.changed.get(name)
+        if change is None:
+            return W
+        if (t := self.parts.whole.get(change, self.parts.biases.get(change))) is not None:
+            merged = t.to(W.dtype)
+        else:
+            layer = change.removesuffix(".weight")
+            scale = rank_and_alpha(layer, self.config)[2]
+            merged = merged_tensor(W, self.parts.low[layer], scale, self.flipped[layer])
+        if not merged.isfinite().all():
+            raise ValueError(
+                f"'{change}' is not finite in {W.dtype} once it is merged: "
+                "the update is broken, or too large for it"
+            )
+        return merged
+
+    def _grown(self, source: str, W: Tensor) -> Tensor:
+        "With rows for new tokens, which start at the mean, as in `resize_vocabulary`."
+        old = len(W) if W.ndim else 0
+        saved = self.same.get(source)
+        if self.base.shape(source) != tuple(W.shape):
+            if saved is not None:
+                rows = saved[old:].to(W.dtype)
+            else:
+                mean = W.float().mean(0).to(W.dtype)
+                rows = mean.expand(self.base.vocab_size - old, *W.shape[1:])
+            W = torch.cat([W, rows])
+        if saved is not None and differs(W[:old], saved[:old]):
+            raise ValueError(
+                f"{self.adapter} was trained over a base with another '{source}': "
+                "is it the right base model?"
+            )
+        return W
+
+    def write_weights(self, output: Path, progress: Callable[[int, int], None] | None) -> None:
+        done = 0
+
+        def pieces(names: list[str]) -> Iterator[tuple[str, Tensor]]:
+            nonlocal done
+            for name in names:
+                yield name, self.value(name)
+                done += 1
+                if progress:
+                    progress(done, self.total)
+
+        for path in self.base.files:
+            names = self.names_in(path)
+            sources = {name: self.source(name) for name in names}
+            header = {n: (self.base.dtype(s), self.base.shape(s)) for n, s in sources.items()}
+            with open(output / path.name, "wb") as file:
+                stream_tensors(file, header, pieces(names))
+
+    def write_settings(self, output: Path) -> None:
+        for name, tie in (
+            ("config.json", "tie_word_embeddings"),
+            ("trainkit.json", "tie_embeddings"),
+        ):
+            if not (output / name).is_file():
+                continue
+            settings = json.loads((output / name).read_text(encoding="utf-8"))
+            if self.base.vocab_size > settings.get("vocab_size", self.base.vocab_size):
+                settings["vocab_size"] = self.base.vocab_size
+                if name == "config.json":
+                    settings |= _copy_tokenizer(Path(self.adapter), output)
+            if self.untied:
+                settings[tie] = False
+            _write_settings(output / name, settings)
+        index = output / "model.safetensors.index.json"
+        if self.untied and index.is_file():
+            settings = json.loads(index.read_text(encoding="utf-8"))
+            new = [name for name in self.untied if name not in self.base.file_of]
+            settings["weight_map"] |= dict.fromkeys(new, self.base.files[-1].name)
+            _write_settings(index, settings)
+
+# %% ../../nbs/05_lora/07_merging.ipynb #folder-all-code
 def merge_folder(
     base: str | Path,  # A model's folder, whole or in parts
     adapter: str | Path,  # An adapter's folder, ours or PEFT's
     output: str | Path,  # A new folder
-    progress: Callable[[int, int], None]
-    | None = None,  # Called with tensors done and tensors in all
+    progress: Callable[[int, int], None] | None = None,  # Called with tensors done and their total
 ) -> Path:  # The output, whole or not at all
-    "Merge on disk, a tensor at a time; raises `OSError` before it begins if the disk has no room."
+    "Merge on disk, a tensor at a time; raises `OSError` before it starts if the disk is too full."
     base, output = Path(base), Path(output)
     if output.exists():
         raise FileExistsError(f"{output} is there already: choose a new folder")
     config, tensors, vocab_size = read_adapter(adapter)
     if init := check_adapter_base(config, adapter):
         raise ValueError(
-            f"{adapter} was saved with init_lora_weights={init!r} against a changed base: load_adapter it, save_adapter it, and merge that"
+            f"{adapter} was saved with init_lora_weights={init!r} against a changed base: "
+            "load_adapter it, save_adapter it, and merge that"
         )
-    ours, parts = lora_config(config, init_lora_weights=True), adapter_parts(config, tensors)
-    files = sorted(base.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{base} has no safetensors file: is it a model?")
-    opened = {path: read_header(path) for path in files}
-    headers = {path: header for path, (header, _) in opened.items()}
-    there = {
-        name: path for path, header in headers.items() for name in header if name != "__metadata__"
-    }
-
-    def place(name: str) -> str | None:  # Its name in the files; some leave out the first word
-        return next((n for n in (name, name.partition(".")[2]) if n in there), None)
-
-    settings, own = (
-        read_json(base / file) if (base / file).is_file() else {}
-        for file in ("config.json", "trainkit.json")
-    )
-    if settings.get("quantization_config"):
-        raise ValueError(f"{base} is quantized: open it, and merge_quantized")
-    embedding = next((n for n in there if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
-    tied = embedding is not None and (
-        "lm_head.weight" not in there
-        or settings.get("tie_word_embeddings", own.get("tie_embeddings")) is True
-    )
-
-    def where(
-        name: str,
-    ) -> str | None:  # The base's tensor that the adapter means; a tied head is the embedding
-        return embedding if tied and name == "lm_head.weight" else place(name)
-
-    def shape_of(name: str) -> tuple[int, ...]:  # Once there is room for new tokens
-        shape = tuple(headers[there[name]][name]["shape"])
-        grows = (
-            name.endswith(("embed_tokens.weight", "wte.weight", "lm_head.weight"))
-            and 0 < shape[0] < vocab_size
-        )
-        return (vocab_size, *shape[1:]) if grows else shape
-
-    changes = [*parts.whole, *parts.biases, *(f"{n}.weight" for n in parts.low)]
-    if missing := next((n for n in [*changes, *parts.same] if where(n) is None), None):
-        raise ValueError(
-            f"{adapter} changes '{missing}', and {base} has no such layer: is it the right base model?"
-        )
-    for name, t in (parts.whole | parts.biases | parts.same).items():
-        if tuple(t.shape) != (shape := shape_of(cast(str, where(name)))):
-            raise ValueError(
-                f"{adapter}: '{name}' has shape {tuple(t.shape)}, and in {base} it is {shape}: is it the right base model?"
-            )
-    given = {where(n) for n in parts.whole}
-    for layer in parts.layers:
-        starts = (f"{layer}.", f"{layer.partition('.')[2]}.")
-        if lost := next(
-            (
-                n
-                for n in there
-                if n.startswith(starts) and n not in given and not (tied and n == "lm_head.weight")
-            ),
-            None,
-        ):
-            raise ValueError(f"{adapter}: {layer} learned as a whole, and its '{lost}' is missing")
-    across = (
-        settings["model_type"] in _CONV1D
-        if "model_type" in settings
-        else bool(config.get("fan_in_fan_out"))
-    )  # PEFT asks the layer, too
-    flipped = {n: across and n != "lm_head" and "lora_A" in found for n, found in parts.low.items()}
-    for n, found in parts.low.items():
-        A, B = (
-            found[k]
-            for k in (
-                ("lora_A", "lora_B")
-                if "lora_A" in found
-                else ("lora_embedding_B", "lora_embedding_A")
-            )
-        )
-        shape = (len(B), A.shape[1]) if "lora_A" in found else (B.shape[1], len(A))
-        if (
-            shape
-            != (there_is := shape_of(cast(str, where(f"{n}.weight"))))[:: -1 if flipped[n] else 1]
-        ):
-            raise ValueError(
-                f"{adapter} changes '{n}', which is {shape} there, and in {base} it is {there_is}: is it the right base model?"
-            )
-    ends = [n for n in changes if tied and where(n) == embedding]
-    alone = bool(ends) and not (
-        len(ends) == 2
-        and all(n in parts.whole for n in ends)
-        and torch.equal(*(parts.whole[n] for n in ends))
-    )
-    untied = (
-        ["lm_head.weight"] if alone else []
-    )  # Only one of them changes, or each in its own way: they are two from now on
-    changed = {cast(str, where(n)): n for n in changes if not (alone and n == "lm_head.weight")}
-    same = {cast(str, where(n)): t for n, t in parts.same.items()}
-
-    def value(source: str, W: Tensor, name: str | None) -> Tensor:  # `name` is the adapter's
-        old = len(W) if W.ndim else 0
-        if shape_of(source) != tuple(
-            W.shape
-        ):  # New tokens start at the mean, as in resize_vocabulary
-            more = (
-                same[source][old:].to(W.dtype)
-                if source in same
-                else W.float().mean(0).to(W.dtype).expand(vocab_size - old, *W.shape[1:])
-            )
-            W = torch.cat([W, more])
-        if source in same and differs(W[:old], same[source][:old]):
-            raise ValueError(
-                f"{adapter} was trained over a base with another '{source}': is it the right base model?"
-            )
-        if name is None:
-            return W
-        if (t := parts.whole.get(name, parts.biases.get(name))) is not None:
-            merged = t.to(W.dtype)
-        else:
-            layer = name.removesuffix(".weight")
-            merged = merged_tensor(
-                W, parts.low[layer], rank_and_alpha(layer, ours)[2], flipped[layer]
-            )
-        if not merged.isfinite().all():
-            raise ValueError(
-                f"'{name}' is not finite in {W.dtype} once it is merged: the update is broken, or too large for it"
-            )
-        return merged
-
-    need = (
-        sum(path.stat().st_size for path in files)
-        + sum(math.prod(shape_of(cast(str, embedding))) * 4 for _ in untied)
-        + 2**20
-    )
-    parent = next(p for p in (output.parent, *output.parent.parents) if p.exists())
-    if (free := shutil.disk_usage(parent).free) < need:
-        raise OSError(
-            f"{output} needs {show_bytes(need)}, and the disk has {show_bytes(free)}: free some space, or choose another folder"
-        )
-    done = 0
+    merge = _FolderMerge(_BaseFolder(base, vocab_size), adapter, config, tensors)
+    merge.check_disk(output)
     with atomic_folder(output) as temporary:
         for path in base.iterdir():
-            if path.is_file() and path.suffix not in (
-                ".safetensors",
-                ".bin",
-                ".pt",
-                ".pth",
-                ".pkl",
-            ):
+            if path.is_file() and path.suffix not in (".safetensors", *_PICKLES):
                 shutil.copy(path, temporary / path.name)
-        for path in files:
-            order = sorted(
-                (n for n in headers[path] if n != "__metadata__"),
-                key=lambda n: headers[path][n]["data_offsets"][0],
-            )
-            order += [n for n in untied if path == files[-1] and n not in there]
-            sources = {n: cast(str, embedding) if n in untied else n for n in order}
-            header = {
-                n: (_DTYPES[headers[there[s]][s]["dtype"]], shape_of(s)) for n, s in sources.items()
-            }
-
-            def pieces(sources: dict[str, str] = sources):
-                nonlocal done
-                for name, source in sources.items():
-                    name_there = (
-                        next((n for n in ends if n == name), None)
-                        if name in untied
-                        else changed.get(name)
-                    )
-                    yield (
-                        name,
-                        value(
-                            source,
-                            _read(
-                                there[source],
-                                opened[there[source]][1],
-                                headers[there[source]][source],
-                            ),
-                            name_there,
-                        ),
-                    )
-                    done += 1
-                    if progress:
-                        progress(done, len(there) + sum(n not in there for n in untied))
-
-            with open(temporary / path.name, "wb") as file:
-                stream_tensors(file, header, pieces())
-        for file in ("config.json", "trainkit.json"):
-            if (temporary / file).is_file():
-                data = json.loads((temporary / file).read_text(encoding="utf-8"))
-                if vocab_size > data.get("vocab_size", vocab_size):
-                    data["vocab_size"] = vocab_size
-                    if file == "config.json":
-                        data |= _take_tokenizer(Path(adapter), temporary)
-                if untied:
-                    data["tie_word_embeddings" if file == "config.json" else "tie_embeddings"] = (
-                        False
-                    )
-                (temporary / file).write_text(
-                    json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-                )
-        index = temporary / "model.safetensors.index.json"
-        if untied and index.is_file():
-            data = json.loads(index.read_text(encoding="utf-8"))
-            data["weight_map"] |= {n: files[-1].name for n in untied if n not in there}
-            index.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        merge.write_weights(temporary, progress)
+        merge.write_settings(temporary)
     return output
