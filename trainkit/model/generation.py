@@ -355,7 +355,7 @@ class _ModelStep:
         use_cache: bool,
         share: bool,  # Read each of several equal prompts once
     ) -> tuple[Tensor, object]:  # (B, V) logits, and the cache
-        share = share and isinstance(cache, KVCache) and len(self.first) < len(ids)
+        share = share and len(self.first) < len(ids) and isinstance(cache, KVCache)
         rows = self.first if share else slice(None)
         inputs: dict[str, Any] = dict(self.inputs)
         if self.ragged:
