@@ -151,10 +151,10 @@ class Block(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:  # (B, T, d_model)
         if self.sandwich:
-            found = self.self_attn(self.input_layernorm(x), angles, mask, cache)
-            x = x + self.dropout(self.post_attention_layernorm(found))
-            found = self.mlp(self.pre_feedforward_layernorm(x))
-            return x + self.dropout(self.post_feedforward_layernorm(found))
+            out = self.self_attn(self.input_layernorm(x), angles, mask, cache)
+            x = x + self.dropout(self.post_attention_layernorm(out))
+            out = self.mlp(self.pre_feedforward_layernorm(x))
+            return x + self.dropout(self.post_feedforward_layernorm(out))
         if self.pre_norm:
             x = x + self.dropout(self.self_attn(self.input_layernorm(x), angles, mask, cache))
             return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
