@@ -45,7 +45,8 @@ from .train.objectives import Loss as Loss, lm_loss as lm_loss, objective as obj
 from .train.optim import OptimConfig as OptimConfig, make_optimizer as make_optimizer
 from .train.trainer import Trainer as Trainer
 from .lora.adapters import load_adapter as load_adapter, save_adapter as save_adapter
-from .lora.inject import add_lora as add_lora, merge_lora as merge_lora
+from .lora.inject import add_lora as add_lora
+from .lora.merge import merge_lora as merge_lora
 from .lora.targets import LoRAConfig as LoRAConfig
 from .quant.quantize import QuantConfig as QuantConfig, quantize_model as quantize_model
 from .memory.planner import plan_memory as plan_memory

@@ -14,7 +14,8 @@ from trainkit.align.rl import group_relative, leave_one_out
 from trainkit.data.dataloader import Batches
 from trainkit.model.generation import generate
 from trainkit.eval.stats import compare
-from trainkit.lora.inject import add_lora, merged_lora
+from trainkit.lora.inject import add_lora
+from trainkit.lora.merge import merged_lora
 from trainkit.model.config import ModelConfig
 from trainkit.model.transformer import Transformer
 from trainkit.train.objectives import lm_loss

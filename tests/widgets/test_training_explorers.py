@@ -195,7 +195,7 @@ def test_spectrum_is_that_of_torch():
 )
 def test_update_of_an_adapter_is_what_merging_adds(options, tmp_path):
     from trainkit.lora.adapters import save_adapter
-    from trainkit.lora.inject import merge_lora
+    from trainkit.lora.merge import merge_lora
 
     torch.manual_seed(0)
     model = Transformer(TINY)

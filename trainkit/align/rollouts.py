@@ -27,7 +27,7 @@ from .policy import dropout_of, token_scores
 from .reference import make_reference
 from .rewards import Reward, score
 from .rl import RLConfig, gae, group_relative, leave_one_out, no_spread, whiten
-from ..lora.inject import merged_lora
+from ..lora.merge import merged_lora
 from ..model.decoding import unsupported_reason
 from ..model.generation import SamplingConfig, context_length, decode_rows, generate
 from ..model.generation import eval_mode, text_to_ids

@@ -17,10 +17,7 @@ from .adapters import (
 )
 from .inject import (
     add_lora as add_lora,
-    merge_lora as merge_lora,
-    merged_lora as merged_lora,
     trainable_report as trainable_report,
-    unmerge_lora as unmerge_lora,
 )
 from .layers import (
     LoRAEmbedding as LoRAEmbedding,
@@ -31,7 +28,10 @@ from .layers import (
 from .merge import (
     agreement as agreement,
     merge_folder as merge_folder,
+    merge_lora as merge_lora,
     merge_quantized as merge_quantized,
+    merged_lora as merged_lora,
+    unmerge_lora as unmerge_lora,
 )
 from .rank import (
     GrowRank as GrowRank,

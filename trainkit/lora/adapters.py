@@ -20,11 +20,11 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,22 +32,26 @@ from torch import Tensor, nn
 
 from ..config import nearest
 from ..files import atomic_folder, read_json, reading, write_atomic
-from .inject import activate, adapted, add_lora, all_or_nothing, exchange_biases, put
+from .inject import AdaptedModel, activate, adapted, add_lora, all_or_nothing
+from .inject import exchange_biases, put
 from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, start_of
 from .targets import LoRAConfig, adaptable, rank_and_alpha, saved_layers
+
+if TYPE_CHECKING:
+    from trainkit.model.transformer import Transformer
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #086baf81
 def adapter_names(
     model: nn.Module,
 ) -> list[str]:
-    "The adapters that a model carries."
+    "The names of a model's adapters."
     return list(getattr(model, "lora_configs", {}))
 
 
 def active_adapters(
     model: nn.Module,
 ) -> dict[str, float]:  # Adapter -> weight
-    "Those that take part now."
+    "The adapters that take part now."
     return {
         name: weight for layer in adapted(model).values() for name, weight in layer.active.items()
     }
@@ -55,77 +59,72 @@ def active_adapters(
 
 def use_adapter(
     model: nn.Module,
-    names: str
-    | Sequence[str]
-    | Mapping[str, float],  # One, several, or weights; none for the bare model
+    # One name, several, or names with weights; none for the bare model
+    names: str | Sequence[str] | Mapping[str, float],
     trainable: bool = True,  # Only what is active learns; make the optimizer afterwards
 ) -> nn.Module:
     "Choose the adapters that take part."
-    weights = (
-        {names: 1.0}
-        if isinstance(names, str)
-        else dict(names)
-        if isinstance(names, Mapping)
-        else dict.fromkeys(names, 1.0)
-    )
+    if isinstance(names, str):
+        names = [names]
+    weights = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, 1.0)
     configs = getattr(model, "lora_configs", {})
     for name in weights:
         if name not in configs:
             raise ValueError(
-                f"there is no adapter '{name}'; there are {', '.join(configs) or 'none'}.{nearest(name, list(configs))}"
+                f"there is no adapter '{name}'; there are {', '.join(configs) or 'none'}."
+                f"{nearest(name, list(configs))}"
             )
     if len(weights) > 1 or any(w != 1 for w in weights.values()):
         for name in weights:
-            c = configs[name]
-            if (
-                wrong := "use_dora" * c.use_dora
-                or "modules_to_save" * bool(c.modules_to_save)
-                or "bias" * (c.bias != "none")
-            ):
+            if extra := _more_than_a_sum(configs[name]):
                 raise ValueError(
-                    f"'{name}' cannot be weighted or stacked: with {wrong} it is more than a sum"
+                    f"'{name}' cannot be weighted or stacked: with {extra} it is more than a sum"
                 )
-    if any(
-        isinstance(layer, LoRALayer) and layer.original is not None
-        for layer in adapted(model).values()
-    ):
+    if _merged_layers(model):
         raise RuntimeError("an adapter is merged into the weights: unmerge_lora first")
     activate(model, weights, trainable)
     return model
+
+
+def _more_than_a_sum(config: LoRAConfig) -> str | None:  # The setting that makes it so
+    if config.use_dora:
+        return "use_dora"
+    if config.modules_to_save:
+        return "modules_to_save"
+    return "bias" if config.bias != "none" else None
+
+
+def _merged_layers(model: nn.Module) -> list[str]:
+    return [
+        name
+        for name, layer in adapted(model).items()
+        if isinstance(layer, LoRALayer) and layer.original is not None
+    ]
 
 
 def remove_adapter(
     model: nn.Module,
     name: str,
 ) -> nn.Module:
-    "Take one adapter off; with the last one the layers are what they were."
+    "Remove one adapter; with the last one the layers are the original ones again."
     if name not in adapter_names(model):
-        use_adapter(model, name)  # Says what there is
-    merged = [
-        where
-        for where, layer in adapted(model).items()
-        if isinstance(layer, LoRALayer) and layer.original is not None
-    ]
-    if merged:
+        use_adapter(model, name)  # Raises an error that lists the adapters
+    if merged := _merged_layers(model):
         raise RuntimeError(f"{merged[0]} is merged: unmerge_lora first")
-    if cast(Any, model).lora_configs[name].bias != "none":
+    holder = cast(AdaptedModel, model)
+    if holder.lora_configs[name].bias != "none":
         exchange_biases(model, False)
-        del cast(Any, model).lora_biases, cast(Any, model).lora_trained_biases
-    for where, layer in adapted(model).items():
+        del holder.lora_biases, holder.lora_trained_biases
+    for path, layer in adapted(model).items():
         layer.forget(name)
         if not layer.adapters:
-            put(
-                model,
-                where,
-                layer.original_module
-                if isinstance(layer, ModulesToSaveWrapper)
-                else layer.base_layer,
-            )
-    left = {n: c for n, c in cast(Any, model).lora_configs.items() if n != name}
-    if left:
-        cast(Any, model).lora_configs = left
+            wrapper = isinstance(layer, ModulesToSaveWrapper)
+            put(model, path, layer.original_module if wrapper else layer.base_layer)
+    others = {n: c for n, c in holder.lora_configs.items() if n != name}
+    if others:
+        holder.lora_configs = others
     else:
-        del cast(Any, model).lora_configs
+        del holder.lora_configs
     return model
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #e17b943e
@@ -135,7 +134,7 @@ def adapters_off(
 ) -> Iterator[nn.Module]:  # The same model
     "Within the block the model is the one without adapters."
     layers = list(adapted(model).values())
-    if any(isinstance(layer, LoRALayer) and layer.original is not None for layer in layers):
+    if _merged_layers(model):
         raise RuntimeError(
             "an adapter is merged into the weights, so it cannot be turned off: unmerge_lora first"
         )
@@ -158,45 +157,38 @@ def combine_adapters(
     weights: Mapping[str, float],  # Adapter -> weight
     name: str,  # Of the sum
 ) -> nn.Module:  # With one adapter more, which is active; its rank is the sum of the ranks
-    "Make one adapter of a weighted sum of several, exactly."
+    "Make one adapter out of the weighted sum of several, exactly."
     if not name or "." in name:
         raise ValueError(f"name = {name!r}: must be a name without dots")
     if name in adapter_names(model):
         raise ValueError(f"there is an adapter '{name}' already: choose another name")
     if not weights:
         raise ValueError("weights names no adapter: there is nothing to combine")
-    if alone := next(
-        (
-            n
-            for n in weights
-            if (c := cast(Any, model).lora_configs.get(n))
-            and (c.use_dora or c.modules_to_save or c.bias != "none")
-        ),
-        None,
-    ):
-        use_adapter(model, {alone: 0.5})  # Says why
+    holder = cast(AdaptedModel, model)
+    for n in weights:
+        if (config := holder.lora_configs.get(n)) and _more_than_a_sum(config):
+            use_adapter(model, {n: 0.5})  # Raises an error that gives the reason
     use_adapter(model, weights)
     total = 0
     for layer in adapted(model).values():
         if not layer.active:
             continue
-        known = [(*layer.factors(n), layer.scaling[n] * w) for n, w in layer.active.items()]
-        A, B = torch.cat([A for A, _, _ in known]), torch.cat([B * s for _, B, s in known], 1)
+        terms = [(*layer.factors(n), layer.scaling[n] * w) for n, w in layer.active.items()]
+        A, B = torch.cat([A for A, _, _ in terms]), torch.cat([B * s for _, B, s in terms], 1)
         layer.place(name, A, B, False)
         layer.scaling[name], layer.dropout[name], total = 1.0, 0.0, max(total, len(A))
-    cast(Any, model).lora_configs = {
-        **cast(Any, model).lora_configs,
-        name: LoRAConfig(r=total, lora_alpha=total),
-    }
+    holder.lora_configs = {**holder.lora_configs, name: LoRAConfig(r=total, lora_alpha=total)}
     return use_adapter(model, name)
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #44e611d1
 def vocabulary_of(
     model: nn.Module,
 ) -> int:  # Rows of the input embedding; 0 where there is none
-    "How many tokens a model knows."
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # type: ignore
-    return 0 if embedding is None else cast(Any, embedding).weight.shape[0]
+    "The number of tokens in a model's vocabulary."
+    if not hasattr(model, "get_input_embeddings"):
+        return 0
+    embedding = cast("Transformer", model).get_input_embeddings()
+    return 0 if embedding is None else cast(nn.Embedding, embedding).weight.shape[0]
 
 
 @torch.no_grad()
@@ -204,11 +196,11 @@ def resize_vocabulary(
     model: nn.Module,  # Ours or one of transformers', without adapters yet
     vocab_size: int,  # Tokens from now on, at least as many as before
 ) -> nn.Module:  # Changed in place; new rows are the mean of the old
-    "Make room for new tokens, in the embedding and in the head."
+    "Add rows for new tokens to the embedding and the head."
     old = vocabulary_of(model)
     if vocab_size < old:
         raise ValueError(
-            f"vocab_size = {vocab_size}: the model has {old} tokens already, and none may go"
+            f"vocab_size = {vocab_size}: the model has {old} tokens, and none can be removed"
         )
     if vocab_size == old:
         return model
@@ -219,39 +211,37 @@ def resize_vocabulary(
 
 
 def _resize(model: nn.Module, old: int, vocab_size: int) -> nn.Module:
+    ours = cast("Transformer", model)  # Or one of transformers', with the same two getters
     if hasattr(model, "resize_token_embeddings"):
-        cast(Any, model).resize_token_embeddings(vocab_size, mean_resizing=False)
-        layers = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore
+        resize = cast(Callable[..., nn.Module], model.resize_token_embeddings)
+        resize(vocab_size, mean_resizing=False)
     else:
-        ours: Any = model
-        tied = ours.lm_head.weight is ours.model.embed_tokens.weight
-        for parent, name in ((ours.model, "embed_tokens"), (ours, "lm_head")):
-            layer = getattr(parent, name)
-            weight = torch.cat(
-                [layer.weight, layer.weight.new_zeros(vocab_size - old, layer.weight.shape[1])]
-            )
+        embedding, head = ours.model.embed_tokens, ours.lm_head
+        tied = head.weight is embedding.weight
+        for layer in (embedding, head):
+            rows = layer.weight.new_zeros(vocab_size - old, layer.weight.shape[1])
+            weight = torch.cat([layer.weight, rows])
             layer.weight = nn.Parameter(weight, layer.weight.requires_grad)
-            setattr(
-                layer, "num_embeddings" if name == "embed_tokens" else "out_features", vocab_size
-            )
+        embedding.num_embeddings = head.out_features = ours.config.vocab_size = vocab_size
         if tied:
-            ours.lm_head.weight = ours.model.embed_tokens.weight
-        ours.config.vocab_size, layers = vocab_size, [ours.model.embed_tokens, ours.lm_head]
-    for layer in layers:
+            head.weight = embedding.weight
+    for layer in (ours.get_input_embeddings(), ours.get_output_embeddings()):
         if layer is None:
             continue
-        layer.weight[old:] = layer.weight[:old].float().mean(0).to(layer.weight.dtype)
-        if getattr(layer, "bias", None) is not None:
-            layer.bias[old:] = layer.bias[:old].mean()
+        weight, bias = cast(Tensor, layer.weight), getattr(layer, "bias", None)
+        weight[old:] = weight[:old].float().mean(0).to(weight.dtype)
+        if bias is not None:
+            bias[old:] = bias[:old].mean()
     return model
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #69d301c1
-_PARTS = re.compile(
-    r"^base_model\.model\.(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$"
+_LOW_RANK = re.compile(  # Layer and part
+    r"^base_model\.model\.(.+)\."
+    r"(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$"
 )
 _VOCABULARY = ("embed_tokens.weight", "wte.weight", "lm_head.weight")  # A row for each token
-_OURS = ("adapter_config.json", "adapter_model.safetensors", "trainkit.json", "README.md")
-_STRANGE = (
+_FILES = ("adapter_config.json", "adapter_model.safetensors", "trainkit.json", "README.md")
+_UNSUPPORTED = (
     "lora_bias",
     "use_qalora",
     "use_bdlora",
@@ -266,49 +256,57 @@ _STRANGE = (
 )
 
 
+_CARD = """---
+library_name: peft
+base_model: {base}
+tags:
+- lora
+- trainkit
+---
+
+# Adapter
+
+LoRA of rank {rank}, {numbers:,} numbers, for a vocabulary of {tokens:,} tokens.
+"""
+
+
 def adapter_tensors(
     model: nn.Module,
     adapter: str = "default",
 ) -> dict[str, Tensor]:  # In PEFT's names
-    "The numbers of one adapter."
-    found: dict[str, Tensor] = {}
+    "The tensors of one adapter."
+    tensors: dict[str, Tensor] = {}
     for name, layer in adapted(model).items():
         if adapter not in layer.adapters:
             continue
         start = f"base_model.model.{name}"
         if isinstance(layer, ModulesToSaveWrapper):
-            found |= {
-                f"{start}.{k}": v for k, v in layer.modules_to_save[adapter].state_dict().items()
-            }
+            state = layer.modules_to_save[adapter].state_dict()
+            tensors |= {f"{start}.{key}": tensor for key, tensor in state.items()}
             continue
         end = ".weight" if isinstance(layer, LoRALinear) else ""
-        for part, matrix in zip((layer.A_name, layer.B_name), layer.factors(adapter), strict=True):
-            found[f"{start}.{part}{end}"] = matrix
+        A, B = layer.factors(adapter)
+        tensors[f"{start}.{layer.A_name}{end}"] = A
+        tensors[f"{start}.{layer.B_name}{end}"] = B
         if adapter in layer.lora_magnitude_vector:
-            found[f"{start}.lora_magnitude_vector"] = cast(
-                Any, layer.lora_magnitude_vector[adapter]
-            ).weight
-    biases = (
-        getattr(model, "lora_biases", {})
-        if cast(Any, model).lora_configs[adapter].bias != "none"
-        else {}
-    )
-    trained = getattr(model, "lora_trained_biases", {})  # Where the adapter is not active
-    found |= {
-        f"base_model.model.{name}": trained.get(name, p)
-        for name, p in model.named_parameters()
-        if name in biases
-    }
-    return {name: t.detach().cpu().contiguous().clone() for name, t in found.items()}
+            length = layer.factor("lora_magnitude_vector", adapter)
+            tensors[f"{start}.lora_magnitude_vector"] = length
+    holder = cast(AdaptedModel, model)
+    if holder.lora_configs[adapter].bias != "none":
+        trained = getattr(model, "lora_trained_biases", {})  # where the adapter is not active
+        for name, p in model.named_parameters():
+            if name in holder.lora_biases:
+                tensors[f"base_model.model.{name}"] = trained.get(name, p)
+    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
 
 def peft_config(
     model: nn.Module,
     adapter: str = "default",
-    base: str | None = None,  # Where the base model is
+    base: str | None = None,  # Name or folder of the base model
 ) -> dict[str, Any]:
-    "What PEFT has to know of one adapter."
-    config: LoRAConfig = cast(Any, model).lora_configs[adapter]
+    "The config of one adapter in PEFT's format."
+    config = cast(AdaptedModel, model).lora_configs[adapter]
     layers = {n: layer for n, layer in adapted(model).items() if adapter in layer.adapters}
     low = {n: layer for n, layer in layers.items() if isinstance(layer, LoRALayer)}
     sizes = {n: len(layer.factors(adapter)[0]) for n, layer in low.items()}
@@ -320,10 +318,9 @@ def peft_config(
     r, alpha = (Counter(d.values()).most_common(1)[0][0] for d in (sizes, alphas))
     ends = sorted({n.rsplit(".", 1)[-1] for n in low})
     short = {n for n in adaptable(model) if n.rsplit(".", 1)[-1] in ends} == set(low)
-    kept = [n for n, layer in layers.items() if isinstance(layer, ModulesToSaveWrapper)]
-    kept = [
-        n if saved_layers(model, [n]) == [n] else f"base_model.model.{n}" for n in kept
-    ]  # PEFT goes by how a name ends
+    whole = [n for n, layer in layers.items() if isinstance(layer, ModulesToSaveWrapper)]
+    # PEFT goes by how a name ends
+    whole = [n if saved_layers(model, [n]) == [n] else f"base_model.model.{n}" for n in whole]
     return dict(
         peft_type="LORA",
         task_type=config.task_type,
@@ -339,65 +336,66 @@ def peft_config(
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         init_lora_weights=True,
-        modules_to_save=kept or None,
+        modules_to_save=whole or None,
         fan_in_fan_out=any(layer.kind == "conv1d" for layer in low.values()),
     )
 
 
 def save_adapter(
     model: nn.Module,
-    folder: str | Path,  # Made, or replaced if it holds an adapter and nothing else
+    folder: str | Path,  # Created, or replaced if it contains an adapter and nothing else
     adapter: str = "default",
-    base: str | None = None,  # Name or folder of the base model, for whoever loads it
+    base: str | None = None,  # Name or folder of the base model, for anyone who loads it
 ) -> Path:  # The folder, whole or not at all
     "Write an adapter that `PeftModel.from_pretrained` opens."
     folder = Path(folder)
     if adapter not in adapter_names(model):
-        use_adapter(model, adapter)  # Says what there is
+        use_adapter(model, adapter)  # Raises an error that lists the adapters
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file: choose another name")
-    if folder.is_dir() and (
-        strange := sorted(p.name for p in folder.iterdir() if p.name not in _OURS)
-    ):
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if others := sorted(set(names) - set(_FILES)):
         raise FileExistsError(
-            f"{folder} holds '{strange[0]}', which is no part of an adapter: choose another folder"
+            f"{folder} contains '{others[0]}', which is not part of an adapter: "
+            "choose another folder"
         )
     tensors, config = adapter_tensors(model, adapter), peft_config(model, adapter, base)
     if bad := [name for name, t in tensors.items() if not t.isfinite().all()]:
         raise ValueError(f"{bad[0]} is not finite: the adapter is broken, and nothing was saved")
-    facts = dict(vocab_size=vocabulary_of(model))
-    card = (
-        f"---\nlibrary_name: peft\nbase_model: {json.dumps(base or '')}\ntags:\n- lora\n- trainkit\n---\n\n# Adapter\n\n"
-        f"LoRA of rank {config['r']}, {sum(t.numel() for t in tensors.values()):,} numbers, for a vocabulary of "
-        f"{facts['vocab_size']:,} tokens.\n"
+    own = dict(vocab_size=vocabulary_of(model))
+    card = _CARD.format(
+        base=json.dumps(base or ""),
+        rank=config["r"],
+        numbers=sum(t.numel() for t in tensors.values()),
+        tokens=own["vocab_size"],
     )
     with atomic_folder(folder) as temporary:
         save_file(tensors, temporary / "adapter_model.safetensors", {"format": "pt"})
         write_atomic(
             temporary / "adapter_config.json", json.dumps(config, indent=2, sort_keys=True) + "\n"
         )
-        write_atomic(temporary / "trainkit.json", json.dumps(facts, indent=2) + "\n")
+        write_atomic(temporary / "trainkit.json", json.dumps(own, indent=2) + "\n")
         write_atomic(temporary / "README.md", card)
     return folder
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #6d9f4aab
 def lora_config(
     config: Mapping[str, Any],  # PEFT's
-    **changes: Any,  # Fields to set otherwise
+    **changes: Any,  # Fields to set to something else
 ) -> LoRAConfig:
-    "PEFT's config in ours; what only PEFT knows and what changes nothing is left out."
-    known = {f.name for f in fields(LoRAConfig)}
-    given = {k: v for k, v in config.items() if k in known and v is not None}
-    return LoRAConfig(**{**given, **changes})
+    "Translate PEFT's config; keys that `LoRAConfig` does not have are left out."
+    names = {f.name for f in fields(LoRAConfig)}
+    settings = {k: v for k, v in config.items() if k in names and v is not None}
+    return LoRAConfig(**{**settings, **changes})
 
 
 @dataclass
 class AdapterParts:
-    "What the tensors of an adapter's folder are for; nothing else is in it."
+    "The tensors of an adapter's folder, by what they are for."
 
     low: dict[str, dict[str, Tensor]]  # Layer -> 'lora_A', 'lora_B' and the like
     whole: dict[str, Tensor]  # Parameter of a layer that learned as a whole -> its value
-    layers: list[str]  # Those layers, as far as the folder alone says which they are
+    layers: list[str]  # Those layers, as far as the folder alone names them
     biases: dict[str, Tensor]  # Parameter -> its value
     same: dict[str, Tensor]  # Parameter -> the base's value, as PEFT saw it
 
@@ -406,7 +404,7 @@ def adapter_parts(
     config: Mapping[str, Any],  # PEFT's
     tensors: Mapping[str, Tensor],  # In PEFT's names
 ) -> AdapterParts:  # Raises `ValueError` for tensors that do not fit each other or the config
-    "Say of each tensor what it is for (peft.utils.save_and_load, the other way round)."
+    "Sort the tensors by what they are for (the inverse of peft.utils.save_and_load)."
     ours = lora_config(
         config,
         target_modules=None,
@@ -415,53 +413,55 @@ def adapter_parts(
         layers_pattern=None,
         init_lora_weights=True,
     )
-    words, found, copies = tuple(ours.modules_to_save or ()), AdapterParts({}, {}, [], {}, {}), {}
+    parts, copies = AdapterParts({}, {}, [], {}, {}), {}
     for name, t in tensors.items():
         if not t.isfinite().all():
             raise ValueError(f"{name} is not finite: the adapter is broken")
         plain = name.removeprefix("base_model.model.")
         layer, _, last = plain.rpartition(".")
-        if part := _PARTS.match(f"base_model.model.{plain}"):
-            found.low.setdefault(part[1], {})[part[2]] = t
+        if match := _LOW_RANK.match(f"base_model.model.{plain}"):
+            parts.low.setdefault(match[1], {})[match[2]] = t
         elif ".original_module." in plain:
-            found.same[plain.replace(".original_module.", ".")] = t
+            parts.same[plain.replace(".original_module.", ".")] = t
         elif ".modules_to_save." in plain:
             copies[plain.replace(".modules_to_save.", ".")] = t  # PEFT writes biases twice
-        elif layer.endswith(".base_layer") and (last == "weight" or ours.bias == "none"):
-            found.same[plain.replace(".base_layer.", ".")] = t
         elif layer.endswith(".base_layer"):
-            found.biases[plain.replace(".base_layer.", ".")] = t
+            base = last == "weight" or ours.bias == "none"
+            (parts.same if base else parts.biases)[plain.replace(".base_layer.", ".")] = t
         else:
-            above = (
-                [".".join(layer.split(".")[: i + 1]) for i in range(layer.count(".") + 1)]
-                if layer
-                else []
-            )
-            kept = next((path for path in above if path.endswith(words)), None) if words else None
-            if not layer:
-                raise ValueError(f"'{name}' is in no layer")
-            if kept is None and last == "bias" and ours.bias != "none":
-                found.biases[plain] = t
-            else:
-                found.whole[plain] = t  # Named, or written because the vocabulary had grown
-                found.layers += [kept or layer] * ((kept or layer) not in found.layers)
+            _sort_plain(parts, ours, plain, t)
     for name, t in copies.items():
-        if name not in found.whole or not torch.equal(found.whole[name], t):
+        if name not in parts.whole or not torch.equal(parts.whole[name], t):
             raise ValueError(f"there are two values for '{name}'")
-    for name, parts in found.low.items():
-        _check_low(name, parts, ours)
-    if twice := next(
-        (n for n in found.low if n in found.layers or f"{n}.weight" in found.whole), None
-    ):
-        raise ValueError(f"'{twice}' has an update, and is there as a whole, too")
-    return found
+    for name, low in parts.low.items():
+        _check_low(name, low, ours)
+        if name in parts.layers or f"{name}.weight" in parts.whole:
+            raise ValueError(f"'{name}' has an update, and is there as a whole, too")
+    return parts
+
+
+def _sort_plain(parts: AdapterParts, config: LoRAConfig, name: str, tensor: Tensor) -> None:
+    "A parameter under its own name: of a layer that learned as a whole, or a bias."
+    layer, _, last = name.rpartition(".")
+    if not layer:
+        raise ValueError(f"'{name}' is in no layer")
+    words, whole = tuple(config.modules_to_save or ()), None
+    if words:
+        names = layer.split(".")
+        paths = (".".join(names[: i + 1]) for i in range(len(names)))
+        whole = next((path for path in paths if path.endswith(words)), None)
+    if whole is None and last == "bias" and config.bias != "none":
+        parts.biases[name] = tensor
+        return
+    parts.whole[name] = tensor  # Named, or written because the vocabulary had grown
+    if (whole or layer) not in parts.layers:
+        parts.layers.append(whole or layer)
 
 
 def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> None:
-    "Do the tensors of one layer fit each other and the config?"
-    kind = (
-        "lora_embedding_" if "lora_embedding_A" in parts or "lora_embedding_B" in parts else "lora_"
-    )
+    "Raise `ValueError` if the tensors of one layer do not fit each other or the config."
+    embedding = "lora_embedding_A" in parts or "lora_embedding_B" in parts
+    kind = "lora_embedding_" if embedding else "lora_"
     A, B, m = (parts.get(part) for part in (f"{kind}A", f"{kind}B", "lora_magnitude_vector"))
     shapes = [None if t is None else tuple(t.shape) for t in (A, B)]
     r, _, scale = rank_and_alpha(name, config)
@@ -471,14 +471,14 @@ def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> No
         )
     if len(A) != r or B.shape[1] != r:
         raise ValueError(
-            f"'{name}' has A and B of {shapes}, and its config says rank {r}: one of them is another adapter's"
+            f"'{name}' has A and B of {shapes}, and its config has rank {r}: "
+            "one of them is another adapter's"
         )
     if not math.isfinite(scale):
         raise ValueError(f"'{name}': the factor on its update is {scale}")
     if (m is not None) != config.use_dora:
-        raise ValueError(
-            f"'{name}' has {'a' if m is not None else 'no'} lora_magnitude_vector, and its config says use_dora = {config.use_dora}"
-        )
+        vector = "no lora_magnitude_vector" if m is None else "a lora_magnitude_vector"
+        raise ValueError(f"'{name}' has {vector}, and its config use_dora = {config.use_dora}")
     if m is not None and m.shape != (len(B),):
         raise ValueError(
             f"'{name}': lora_magnitude_vector has shape {tuple(m.shape)}, and must have {(len(B),)}"
@@ -486,98 +486,88 @@ def _check_low(name: str, parts: Mapping[str, Tensor], config: LoRAConfig) -> No
 
 
 def differs(
-    base: Tensor,  # What the model has
-    given: Tensor,  # What the folder says of it
+    base: Tensor,  # In the model
+    saved: Tensor,  # In the folder
 ) -> bool:
-    "Whether two tensors are more than two roundings of the same numbers."
-    if base.shape != given.shape:
+    "Whether two tensors differ by more than the rounding to the narrower of their dtypes."
+    if base.shape != saved.shape:
         return True
-    narrow = base.dtype if base.dtype.itemsize <= given.dtype.itemsize else given.dtype
-    return not torch.equal(base.detach().cpu().to(narrow), given.cpu().to(narrow))
+    narrow = base.dtype if base.dtype.itemsize <= saved.dtype.itemsize else saved.dtype
+    return not torch.equal(base.detach().cpu().to(narrow), saved.cpu().to(narrow))
 
 
 def read_adapter(
     folder: str | Path,
-) -> tuple[
-    dict[str, Any], dict[str, Tensor], int
-]:  # PEFT's config, the tensors, tokens (0: not known)
-    "What is in an adapter's folder; raises `FileNotFoundError` or `ValueError` with what is wrong; no pickles."
+) -> tuple[dict[str, Any], dict[str, Tensor], int]:  # PEFT's config, the tensors, tokens (or 0)
+    """Read an adapter's folder; pickles are never opened.
+
+    Raises `FileNotFoundError` or `ValueError`, which say what is wrong."""
     folder = Path(folder)
     file = folder / "adapter_model.safetensors"
     for path in (folder / "adapter_config.json", file):
         if not path.is_file():
-            pickle = (
-                "; adapter_model.bin is a pickle, which can run any code: ask for safetensors"
-                * (folder / "adapter_model.bin").is_file()
-            )
+            pickle = ""
+            if (folder / "adapter_model.bin").is_file():
+                pickle = "; adapter_model.bin is a pickle, which can run code: ask for safetensors"
             raise FileNotFoundError(f"{folder} has no {path.name}: is it an adapter?{pickle}")
     config = read_json(folder / "adapter_config.json")
     if config.get("peft_type") != "LORA":
         raise ValueError(
-            f"{folder} holds a {config.get('peft_type')} adapter, and this is for LORA"
+            f"{folder} contains a {config.get('peft_type')} adapter, and this is for LORA"
         )
-    if odd := [k for k in _STRANGE if config.get(k)]:
-        raise ValueError(f"{folder} uses {odd[0]}, which we do not compute: open it with peft")
+    if unsupported := [key for key in _UNSUPPORTED if config.get(key)]:
+        raise ValueError(f"{folder} uses {unsupported[0]}, which we do not compute: use peft")
     with reading(folder / "adapter_config.json"):
-        lora_config(config)  # Whether its numbers can be
+        lora_config(config)  # Raises an error for values that are out of range
     with reading(file):
         tensors = load_file(file)
-    facts = folder / "trainkit.json"
-    size = read_json(facts).get("vocab_size", 0) if facts.is_file() else 0
     try:
         parts = adapter_parts(config, tensors)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
+    return config, tensors, _adapter_vocabulary(folder, parts)
+
+
+def _adapter_vocabulary(folder: Path, parts: AdapterParts) -> int:  # Tokens; 0: not known
+    own = folder / "trainkit.json"
+    noted = read_json(own).get("vocab_size", 0) if own.is_file() else 0
+    if isinstance(noted, bool) or not isinstance(noted, int) or noted < 0:
+        raise ValueError(f"{own}: vocab_size = {noted!r}: must be the number of tokens")
     sizes = {
         name: len(t) for name, t in (parts.whole | parts.same).items() if name.endswith(_VOCABULARY)
     }
-    for name, part in parts.low.items():
-        if f"{name}.weight".endswith(_VOCABULARY) and "lora_embedding_A" in part:
-            sizes[name] = part["lora_embedding_A"].shape[1]
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise ValueError(f"{facts}: vocab_size = {size!r}: must be the number of tokens")
-    if wrong := next(
-        (name for name, rows in sizes.items() if rows != (size or max(sizes.values()))), None
-    ):
-        raise ValueError(
-            f"{folder}: {wrong} has {sizes[wrong]} tokens, and the adapter is for {size or max(sizes.values())}"
-        )
-    return config, tensors, size or max(sizes.values(), default=0)
+    for name, low in parts.low.items():
+        if f"{name}.weight".endswith(_VOCABULARY) and "lora_embedding_A" in low:
+            sizes[name] = low["lora_embedding_A"].shape[1]
+    size = noted or max(sizes.values(), default=0)
+    for name, rows in sizes.items():
+        if rows != size:
+            raise ValueError(f"{folder}: {name} has {rows} tokens, and the adapter is for {size}")
+    return size
 
 
-_STARTS = (
-    None,
-    True,
-    False,
-    "true",
-    "false",
-    "gaussian",
-    "orthogonal",
-    "eva",
-    "pissa",
-    "olora",
-)  # Of the last two the base is known
+_DECOMPOSED = ("pissa", "olora")  # They change the base in a way that can be computed again
+_KNOWN_INITS = (None, True, False, "true", "false", "gaussian", "orthogonal", "eva", *_DECOMPOSED)
 
 
 def check_adapter_base(
     config: Mapping[str, Any],  # PEFT's
     folder: str | Path,  # For messages
-) -> (
-    str | None
-):  # 'pissa' or 'olora': PEFT took this start out of the base; None: the base is what it was
-    "Whether the base that the adapter was trained over can be made again."
+) -> str | None:  # 'pissa' or 'olora': PEFT subtracted this start from the base; None: it did not
+    "Whether the base that the adapter was trained over can be computed again."
     init = config.get("init_lora_weights")
     if str(init).startswith("pissa_niter_"):
         raise ValueError(
-            f"{folder} began with a decomposition from random vectors (init_lora_weights = {init!r}), which are not in the "
-            "folder: nobody can open it again for sure, and PEFT only with the same random state. Save it with PEFT's path_initial_model_for_weight_conversion, or train with 'pissa'"
+            f"{folder} started from a decomposition with random vectors (init_lora_weights = "
+            f"{init!r}), which are not in the folder, so that it cannot be opened reliably. "
+            "Save it with PEFT's path_initial_model_for_weight_conversion, or train with 'pissa'"
         )
-    if init not in _STARTS:
+    if init not in _KNOWN_INITS:
         raise ValueError(
-            f"{folder} was trained over a changed base (init_lora_weights = {init!r}), which is not in the folder: "
-            "save it with PEFT's path_initial_model_for_weight_conversion"
+            f"{folder} was trained over a changed base (init_lora_weights = {init!r}), which is "
+            "not in the folder: save it with PEFT's path_initial_model_for_weight_conversion"
         )
-    return init if init in ("pissa", "olora") else None
+    return init if init in _DECOMPOSED else None
 
 
 @torch.no_grad()
@@ -585,11 +575,9 @@ def load_adapter(
     model: nn.Module,  # The base, perhaps with other adapters
     folder: str | Path,  # Ours or PEFT's
     adapter: str = "default",  # Its name from now on
-    trainable: bool = False,  # Learn on
-) -> (
-    nn.Module
-):  # The same model, with this adapter active; where something is wrong, it is left as it was
-    "Open an adapter; a model whose vocabulary is too small gets more rows first."
+    trainable: bool = False,  # To train it further
+) -> nn.Module:  # The same model, with this adapter active; after an error, as it was
+    "Load an adapter; a model whose vocabulary is too small gets more rows first."
     config, tensors, vocab_size = read_adapter(folder)
     parts, init = adapter_parts(config, tensors), check_adapter_base(config, folder)
     with all_or_nothing(model):
@@ -610,41 +598,44 @@ def load_adapter(
         )
         add_lora(model, ours, adapter, (list(parts.low), parts.layers))
         layers = adapted(model)
-        for name, found in parts.low.items():
-            layer = layers[name]
-            A, B = (found.get(part) for part in (layer.A_name, layer.B_name))
-            now = layer.factors(adapter)
-            if A is None or B is None or A.shape != now[0].shape or B.shape != now[1].shape:
-                raise ValueError(
-                    f"{folder}: {name} has { ({n: tuple(t.shape) for n, t in found.items()}) }, and this model needs A and B of "
-                    f"{[tuple(t.shape) for t in now]}"
-                )
-            device = now[0].device
-            if init:  # PEFT took the start out of the base
-                start = start_of(init, layer.matrix().detach(), len(A), layer.scaling[adapter])
-                for part, matrix in zip(
-                    (layer.lora_start_A, layer.lora_start_B), start[:2], strict=True
-                ):
-                    part[adapter] = Factor(matrix, False)
-            for part, matrix in (
-                (layer.A_name, A),
-                (layer.B_name, B),
-                ("lora_magnitude_vector", found.get("lora_magnitude_vector")),
-            ):
-                if matrix is not None:
-                    getattr(layer, part)[adapter] = Factor(matrix.to(device, torch.float32))
-        _fill(model, parts, adapter)
+        for name, low in parts.low.items():
+            try:
+                _load_low(cast(LoRALayer, layers[name]), low, adapter, init)
+            except ValueError as error:
+                raise ValueError(f"{folder}: {name} {error}") from None
+        _load_whole(model, parts, adapter)
         for name, t in parts.same.items():  # The rows of new tokens are no part of the base
             if name.endswith(_VOCABULARY) and len(t) > before:
-                _plain_parameters(model)[name][before:] = t[before:].to(
-                    _plain_parameters(model)[name]
-                )
+                weight = _plain_parameters(model)[name]
+                weight[before:] = t[before:].to(weight)
         activate(model, {adapter: 1.0}, trainable)
     return model
 
 
+def _load_low(layer: LoRALayer, low: Mapping[str, Tensor], adapter: str, init: str | None) -> None:
+    "The matrices of one layer."
+    own_A, own_B = layer.factors(adapter)
+    A, B = low.get(layer.A_name), low.get(layer.B_name)
+    if A is None or B is None or A.shape != own_A.shape or B.shape != own_B.shape:
+        shapes = {name: tuple(t.shape) for name, t in low.items()}
+        raise ValueError(
+            f"has {shapes}, and this model needs A and B of "
+            f"{[tuple(own_A.shape), tuple(own_B.shape)]}"
+        )
+    if init:  # PEFT subtracted the start from the base
+        start_A, start_B, _ = start_of(
+            init, layer.matrix().detach(), len(A), layer.scaling[adapter]
+        )
+        layer.lora_start_A[adapter] = Factor(start_A, False)
+        layer.lora_start_B[adapter] = Factor(start_B, False)
+    for part in (layer.A_name, layer.B_name, "lora_magnitude_vector"):
+        if part in low:
+            matrix = low[part].to(own_A.device, torch.float32)
+            getattr(layer, part)[adapter] = Factor(matrix)
+
+
 def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    "The parameters of the base under the names that they have without adapters."
+    "The parameters of the base model under the names that they have without adapters."
     inside = re.compile(r"\.(modules_to_save|lora_\w+)\.")
     return {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): p
@@ -660,60 +651,56 @@ def _check_base(
     vocab_size: int,
     folder: str | Path,
 ) -> None:
-    "Whether every tensor of a folder has its place in the model."
-    there, params, kind = adaptable(model), _plain_parameters(model), type(model).__name__
-    if missing := [n for n in parts.low if n not in there]:
+    "Raise `ValueError` if a tensor of the folder has no place in the model."
+    layers, params, kind = adaptable(model), _plain_parameters(model), type(model).__name__
+    if missing := [n for n in parts.low if n not in layers]:
         raise ValueError(
             f"{folder} has an update for '{missing[0]}', and {kind} has no such layer."
-            f"{nearest(missing[0], list(there))} Is it the right base model?"
+            f"{nearest(missing[0], list(layers))} Is it the right base model?"
         )
     for name, t in (parts.whole | parts.biases).items():
         if name not in params:
             raise ValueError(
-                f"{folder} has '{name}', and {kind} has no such parameter. Is it the right base model?"
+                f"{folder} has '{name}', and {kind} has no such parameter. "
+                "Is it the right base model?"
             )
         if params[name].shape != t.shape:
             raise ValueError(
-                f"{folder}: {name} has the shape {tuple(t.shape)}, and this model needs {tuple(params[name].shape)}"
+                f"{folder}: {name} has the shape {tuple(t.shape)}, "
+                f"and this model needs {tuple(params[name].shape)}"
             )
-    for layer in {
-        *parts.layers,
-        *saved_layers(model, config.get("modules_to_save") or ()),
-    }:  # PEFT demands all of them, too
-        if lost := next(
-            (n for n in params if n.startswith(f"{layer}.") and n not in parts.whole), None
-        ):
-            raise ValueError(f"{folder}: {layer} learned as a whole, and its '{lost}' is missing")
+    # PEFT requires all of them, too
+    for layer in {*parts.layers, *saved_layers(model, config.get("modules_to_save") or ())}:
+        absent = [n for n in params if n.startswith(f"{layer}.") and n not in parts.whole]
+        if absent:
+            raise ValueError(
+                f"{folder}: {layer} learned as a whole, and its '{absent[0]}' is missing"
+            )
     for name, t in parts.same.items():
         p = params.get(name)
-        rows = (
-            vocab_size if name.endswith(_VOCABULARY) else len(t)
-        )  # Those of new tokens are not the base's
+        # The rows of new tokens are not the base's
+        rows = vocab_size if name.endswith(_VOCABULARY) else len(t)
         if p is None or p.shape != t.shape or differs(p[:rows], t[:rows]):
             raise ValueError(
-                f"{folder} was trained over a base with another '{name}': is it the right base model?"
+                f"{folder} was trained over a base with another '{name}': "
+                "is it the right base model?"
             )
 
 
-def _fill(model: nn.Module, parts: AdapterParts, adapter: str) -> None:
-    "Layers that learned as a whole, and biases."
-    done: dict[int, Tensor] = {}
+def _load_whole(model: nn.Module, parts: AdapterParts, adapter: str) -> None:
+    "The layers that learned as a whole, and the biases."
+    loaded: dict[int, Tensor] = {}
     layers, params = adapted(model), _plain_parameters(model)
-    for where in parts.layers:
-        module = layers[where].modules_to_save[adapter]
-        for n, old in list(module.named_parameters()):
-            t = parts.whole[f"{where}.{n}"]
-            if id(old) in done and not torch.equal(
-                done[id(old)], t
-            ):  # Tied in the base, and no more
-                inside, _, last = n.rpartition(".")
-                setattr(
-                    module.get_submodule(inside),
-                    last,
-                    nn.Parameter(t.to(old.device, torch.float32)),
-                )
+    for path in parts.layers:
+        module = layers[path].modules_to_save[adapter]
+        for name, old in list(module.named_parameters()):
+            t = parts.whole[f"{path}.{name}"]
+            if id(old) in loaded and not torch.equal(loaded[id(old)], t):  # Tied only in the base
+                inside, _, last = name.rpartition(".")
+                new = nn.Parameter(t.to(old.device, torch.float32))
+                setattr(module.get_submodule(inside), last, new)
             else:
                 old.copy_(t)
-            done[id(old)] = t
-    for n, t in parts.biases.items():
-        params[n].copy_(t)
+            loaded[id(old)] = t
+    for name, t in parts.biases.items():
+        params[name].copy_(t)

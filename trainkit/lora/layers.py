@@ -20,7 +20,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,6 @@ from .targets import LoRAConfig, kind_of
 from ..model.layers import autocast_dtype, fast_products
 
 # %% ../../nbs/05_lora/02_low_rank_layers.ipynb #2e235da9
-def _thin(tensor: Tensor | None, dtype: torch.dtype) -> Any:
-    return tensor if tensor is None else tensor.to(dtype)
-
-
 class _Adapted(torch.autograd.Function):
     "xWᵀ + b + s·(drop(x)Aᵀ)Bᵀ with W frozen (Hu et al. 2021, eq. 3)."
 
@@ -50,61 +46,46 @@ class _Adapted(torch.autograd.Function):
         dropout: float,
     ):
         dtype = autocast_dtype(x)
-        kept, noise = _thin(x, dtype), None
+        inner, noise = x.to(dtype), None
         if dropout:
-            noise = torch.empty_like(kept).bernoulli_(1 - dropout)
+            noise = torch.empty_like(inner).bernoulli_(1 - dropout)
         with fast_products():
-            low = (kept if noise is None else kept * noise.div_(1 - dropout)) @ _thin(
-                A, dtype
-            ).T  # (N, r)
-            y = kept @ _thin(weight, dtype).T
-        y.addmm_(low, _thin(B, dtype).T, alpha=scale)
+            if noise is None:
+                low = inner @ A.to(dtype).T  # (N, r)
+            else:
+                low = (inner * noise.div_(1 - dropout)) @ A.to(dtype).T
+            y = inner @ weight.to(dtype).T
+        y.addmm_(low, B.to(dtype).T, alpha=scale)
         if bias is not None:
             y += bias
-        ctx.save_for_backward(kept, weight, A, B, low, None if noise is None else noise != 0)
-        ctx.scale, ctx.dropout, ctx.dtypes = (
-            scale,
-            dropout,
-            (x.dtype, None if bias is None else bias.dtype),
-        )
+        ctx.save_for_backward(inner, weight, A, B, low, None if noise is None else noise != 0)
+        ctx.scale, ctx.dropout = scale, dropout
+        ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore
         x, weight, A, B, low, noise = ctx.saved_tensors
-        keep, need, A_, grad = (
-            1 - ctx.dropout,
-            ctx.needs_input_grad,
-            _thin(A, x.dtype),
-            grad.to(x.dtype),
-        )
+        keep, need = 1 - ctx.dropout, ctx.needs_input_grad
+        narrow_A, grad = A.to(x.dtype), grad.to(x.dtype)
+        grad_x = grad_A = grad_B = None
         with fast_products():
-            back = (grad @ _thin(B, x.dtype)).mul_(ctx.scale)  # (N, r)
-            grad_B = (
-                (low.T @ grad).T.mul_(ctx.scale).to(B.dtype) if need[4] else None
-            )  # The short side first is faster
-            grad_A = (
-                (back.T @ (x if noise is None else x * noise / keep)).to(A.dtype)
-                if need[3]
-                else None
-            )
-            grad_x = grad @ _thin(weight, x.dtype) if need[0] else None
+            back = (grad @ B.to(x.dtype)).mul_(ctx.scale)  # (N, r)
+            if need[4]:  # The short side first is faster
+                grad_B = (low.T @ grad).T.mul_(ctx.scale).to(B.dtype)
+            if need[3]:
+                grad_A = (back.T @ (x if noise is None else x * noise / keep)).to(A.dtype)
+            if need[0]:
+                grad_x = grad @ weight.to(x.dtype)
         if grad_x is not None:
             if noise is None:
-                grad_x.addmm_(back, A_)
+                grad_x.addmm_(back, narrow_A)
             else:
-                grad_x.add_((back @ A_).mul_(noise), alpha=1 / keep)
+                grad_x.add_((back @ narrow_A).mul_(noise), alpha=1 / keep)
             grad_x = grad_x.to(ctx.dtypes[0])
-        return (
-            grad_x,
-            None,
-            grad.sum(0).to(ctx.dtypes[1]) if need[2] else None,
-            grad_A,
-            grad_B,
-            None,
-            None,
-        )
+        grad_bias = grad.sum(0).to(ctx.dtypes[1]) if need[2] else None
+        return grad_x, None, grad_bias, grad_A, grad_B, None, None
 
 # %% ../../nbs/05_lora/02_low_rank_layers.ipynb #9691c523
 class Factor(nn.Module):
@@ -118,10 +99,18 @@ class Factor(nn.Module):
         return "×".join(map(str, self.weight.shape))
 
 
+_OF_THE_BASE = (
+    "weight bias in_features out_features nf num_embeddings embedding_dim padding_idx"
+).split()
+
+
 class LoRALayer(nn.Module):
-    "A frozen layer and what its adapters have in common."
+    "The base class of adapted layers: a frozen layer and its adapters, by name."
 
     A_name, B_name = "lora_A", "lora_B"
+    lora_magnitude_vector: nn.ModuleDict  # DoRA's lengths
+    lora_start_A: nn.ModuleDict  # Where a variant starts that is subtracted from the base
+    lora_start_B: nn.ModuleDict
 
     def __init__(
         self,
@@ -132,21 +121,10 @@ class LoRALayer(nn.Module):
         self.scaling: dict[str, float] = {}
         self.dropout: dict[str, float] = {}
         self.active: dict[str, float] = {}  # Adapter -> weight
-        self.original: Tensor | None = None  # The weight before a merge that may be taken back
+        self.original: Tensor | None = None  # The weight before a merge that may be undone
 
-    def __getattr__(
-        self, name: str
-    ) -> Any:  # Whoever asks for the shape, the weight or the bias means the layer
-        if name in (
-            "weight",
-            "bias",
-            "in_features",
-            "out_features",
-            "nf",
-            "num_embeddings",
-            "embedding_dim",
-            "padding_idx",
-        ):
+    def __getattr__(self, name: str) -> Any:  # Shape, weight and bias are those of the base layer
+        if name in _OF_THE_BASE:
             return getattr(super().__getattr__("base_layer"), name)
         return super().__getattr__(name)
 
@@ -154,29 +132,31 @@ class LoRALayer(nn.Module):
     def adapters(self) -> list[str]:
         return list(self.scaling)
 
+    def factor(
+        self,
+        part: str,  # 'lora_A', 'lora_B', 'lora_magnitude_vector' …
+        adapter: str,
+    ) -> Tensor:
+        "One matrix of one adapter."
+        return cast(Factor, getattr(self, part)[adapter]).weight
+
     def factors(
         self,
         adapter: str,
-    ) -> tuple[
-        Tensor, Tensor
-    ]:  # A and B; where a variant starts elsewhere, with minus the start beside them
+    ) -> tuple[Tensor, Tensor]:  # A and B, and appended minus the start, where it is subtracted
         "The two matrices of one adapter."
-        A, B = (
-            cast(Any, getattr(self, name)[adapter]).weight for name in (self.A_name, self.B_name)
-        )
+        A, B = self.factor(self.A_name, adapter), self.factor(self.B_name, adapter)
         if adapter not in self.lora_start_A:
             return A, B
-        A0, B0 = (
-            cast(Any, part[adapter]).weight for part in (self.lora_start_A, self.lora_start_B)
-        )
+        A0, B0 = self.factor("lora_start_A", adapter), self.factor("lora_start_B", adapter)
         return torch.cat([A, A0]), torch.cat([B, -B0], 1)
 
     def matrix(self) -> Tensor:  # (out, in)
-        "The frozen weight, whatever it is stored as; a copy only where it must be."
-        base = cast(Any, self.base_layer)
+        "The frozen weight as a matrix; a copy only if it is quantized."
         if self.kind == "quantized":
-            return base.dequantize()
-        return base.weight.T if self.kind in ("conv1d", "embedding") else base.weight
+            return cast(Callable[[], Tensor], self.base_layer.dequantize)()
+        weight = cast(Tensor, self.base_layer.weight)
+        return weight.T if self.kind in ("conv1d", "embedding") else weight
 
     def update(self, adapter: str) -> Tensor:  # (out, in), float32
         "The full-size update of one adapter, which only merging needs."
@@ -184,33 +164,29 @@ class LoRALayer(nn.Module):
         return self.scaling[adapter] * (B.float() @ A.float())
 
     def place(self, adapter: str, A: Tensor, B: Tensor, start: bool) -> None:
-        getattr(self, self.A_name)[adapter], getattr(self, self.B_name)[adapter] = (
-            Factor(A),
-            Factor(B),
-        )
+        getattr(self, self.A_name)[adapter] = Factor(A)
+        getattr(self, self.B_name)[adapter] = Factor(B)
         if start:
-            self.lora_start_A[adapter], self.lora_start_B[adapter] = (
-                Factor(m.clone(), False) for m in (A, B)
-            )
+            self.lora_start_A[adapter] = Factor(A.clone(), False)
+            self.lora_start_B[adapter] = Factor(B.clone(), False)
 
     def forget(self, adapter: str) -> None:
-        "Take one adapter off."
-        for part in (v for k, v in self._modules.items() if k.startswith("lora_")):
-            if adapter in cast(nn.ModuleDict, part):
+        "Remove one adapter."
+        for name, part in self._modules.items():
+            if name.startswith("lora_") and adapter in cast(nn.ModuleDict, part):
                 del cast(nn.ModuleDict, part)[adapter]
-        for known in (self.scaling, self.dropout, self.active):
-            known.pop(adapter, None)
+        for settings in (self.scaling, self.dropout, self.active):
+            settings.pop(adapter, None)
 
     def merged_weight(self) -> Tensor:  # (out, in), float32 or better
-        "What the active adapters make of the frozen weight (eq. 3)."
+        "The frozen weight plus the active updates (eq. 3)."
         W = self.matrix().detach()
         W = W.to(torch.promote_types(W.dtype, torch.float32))
         for adapter, weight in self.active.items():
             if adapter in self.lora_magnitude_vector:
                 W = W + self.update(adapter)
-                W = W * (
-                    cast(Any, self.lora_magnitude_vector[adapter]).weight / W.norm(dim=1)
-                ).unsqueeze(1)
+                length = self.factor("lora_magnitude_vector", adapter)
+                W = W * (length / W.norm(dim=1)).unsqueeze(1)
             else:
                 W = W + weight * self.update(adapter)
         return W
@@ -225,21 +201,23 @@ class LoRALayer(nn.Module):
 class LoRALinear(LoRALayer):
     "A linear layer, of any kind, with low-rank updates."
 
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+
     def __init__(self, base: nn.Module):
         super().__init__(base)
         for name in ("lora_A", "lora_B", "lora_magnitude_vector", "lora_start_A", "lora_start_B"):
             setattr(self, name, nn.ModuleDict())
 
     def add(self, adapter: str, r: int, scale: float, config: LoRAConfig) -> None:
-        "One more adapter, which changes nothing yet."
+        "Add an adapter, which changes nothing yet."
         W = self.matrix().detach()
         A, B, start = start_of(config.init_lora_weights, W, r, scale)
         self.place(adapter, A, B, start)
         self.scaling[adapter], self.dropout[adapter] = scale, config.lora_dropout
         if config.use_dora:
-            self.lora_magnitude_vector[adapter] = Factor(
-                (W.float() + self.update(adapter)).detach().norm(dim=1)
-            )
+            length = (W.float() + self.update(adapter)).detach().norm(dim=1)
+            self.lora_magnitude_vector[adapter] = Factor(length)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
         if not self.active or self.original is not None:
@@ -247,53 +225,45 @@ class LoRALinear(LoRALayer):
         if any(name in self.lora_magnitude_vector for name in self.active):
             return self.by_length(x)
         drops = [self.dropout[name] if self.training else 0.0 for name in self.active]
-        plain = self.kind in ("linear", "conv1d") and not torch.compiler.is_compiling()
-        known = [
+        updates = [
             (*self.factors(name), self.scaling[name] * weight)
             for name, weight in self.active.items()
         ]
-        A, B, scale = known[0]
-        if len(known) > 1 and not any(drops):  # Side by side they are one
-            A, B, scale = (
-                torch.cat([a for a, _, _ in known]),
-                torch.cat([b * s for _, b, s in known], 1),
-                1.0,
-            )
-            known = known[:1]
-        if (
-            plain
-            and len(known) == 1
-            and (x.dtype == A.dtype or torch.is_autocast_enabled(x.device.type))
-        ):
-            W, bias = self.matrix(), cast(Any, self.base_layer).bias
-            return _Adapted.apply(x.flatten(0, -2), W, bias, A, B, scale, drops[0]).unflatten(
-                0, x.shape[:-1]
-            )  # type: ignore
+        if len(updates) > 1 and not any(drops):  # Stacked they are one
+            A = torch.cat([a for a, _, _ in updates])
+            B = torch.cat([b * s for _, b, s in updates], 1)
+            updates = [(A, B, 1.0)]
+        A, B, scale = updates[0]
+        if len(updates) == 1 and self._has_own_backward(x, A):
+            W, bias = self.matrix(), self.base_layer.bias
+            rows = x.flatten(0, -2)
+            y: Tensor = _Adapted.apply(rows, W, bias, A, B, scale, drops[0])  # type: ignore
+            return y.unflatten(0, x.shape[:-1])
         y = self.base_layer(x)
-        if len(drops) > len(known):
-            known = [(A, B, scale)]
-        for (a, b, s), p in zip(known, drops, strict=False):
+        for (a, b, s), p in zip(updates, drops, strict=False):
             y = y + (F.linear(F.linear(F.dropout(x.to(a.dtype), p), a), b) * s).to(y.dtype)
         return y
 
+    def _has_own_backward(self, x: Tensor, A: Tensor) -> bool:
+        if self.kind not in ("linear", "conv1d") or torch.compiler.is_compiling():
+            return False
+        return x.dtype == A.dtype or torch.is_autocast_enabled(x.device.type)
+
     def by_length(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        "Direction and length apart (Liu et al. 2024, eq. 5); the norm counts as a constant (section 4.3)."
+        "DoRA (Liu et al. 2024, eq. 5); the norm counts as a constant (section 4.3)."
         ((name, _),) = self.active.items()
         A, B = self.factors(name)
-        W, bias, s = (
-            self.matrix().to(A.dtype),
-            getattr(self.base_layer, "bias", None),
-            self.scaling[name],
-        )
-        m = cast(Any, self.lora_magnitude_vector[name]).weight / (W + s * (B @ A)).detach().norm(
-            dim=1
-        )
-        p, wide = self.dropout[name] if self.training else 0.0, x.to(A.dtype)
-        inside = F.dropout(wide, p)
+        W, s = self.matrix().to(A.dtype), self.scaling[name]
+        bias = getattr(self.base_layer, "bias", None)
+        bias = None if bias is None else bias.to(A.dtype)
+        norm = (W + s * (B @ A)).detach().norm(dim=1)
+        m = self.factor("lora_magnitude_vector", name) / norm
+        wide = x.to(A.dtype)
+        dropped = F.dropout(wide, self.dropout[name] if self.training else 0.0)
         y = (
-            F.linear(wide, W, _thin(bias, A.dtype))
-            + (m - 1) * F.linear(inside, W)
-            + m * (F.linear(F.linear(inside, A), B) * s)
+            F.linear(wide, W, bias)
+            + (m - 1) * F.linear(dropped, W)
+            + m * (F.linear(F.linear(dropped, A), B) * s)
         )
         return y.to(autocast_dtype(x))
 
@@ -315,13 +285,13 @@ class LoRAEmbedding(LoRALayer):
             setattr(self, name, nn.ModuleDict())
 
     def add(self, adapter: str, r: int, scale: float, config: LoRAConfig) -> None:
-        "One more adapter, which changes nothing yet: here A is what starts at zero."
+        "Add an adapter, which changes nothing yet: here A starts at zero."
         if config.use_dora or config.init_lora_weights not in (True, False, "gaussian"):
             raise ValueError(
-                "an embedding knows plain LoRA only: leave use_dora and init_lora_weights as they are, or "
-                "name no embedding in target_modules"
+                "an embedding takes plain LoRA only: leave use_dora and init_lora_weights as they "
+                "are, or name no embedding in target_modules"
             )
-        W = cast(Any, self.base_layer).weight
+        W = cast(nn.Embedding, self.base_layer).weight
         A, B = torch.zeros(r, len(W), device=W.device), torch.randn(W.shape[1], r, device=W.device)
         self.place(adapter, A if config.init_lora_weights else torch.randn_like(A), B, False)
         self.scaling[adapter], self.dropout[adapter] = scale, 0.0
@@ -330,13 +300,13 @@ class LoRAEmbedding(LoRALayer):
         y = self.base_layer(ids)
         for name, weight in self.active.items() if self.original is None else ():
             A, B = self.factors(name)
-            low = F.embedding(ids, A.T, cast(Any, self.base_layer).padding_idx)  # (..., r)
+            low = F.embedding(ids, A.T, self.padding_idx)  # (..., r)
             y = y + (low @ B.T * (self.scaling[name] * weight)).to(y.dtype)
         return y
 
 # %% ../../nbs/05_lora/02_low_rank_layers.ipynb #52c9a326
 class ModulesToSaveWrapper(nn.Module):
-    "A layer that learns as a whole: the old one, and a copy for each adapter."
+    "A layer that is trained as a whole: the original, and a copy for each adapter."
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -361,7 +331,7 @@ class ModulesToSaveWrapper(nn.Module):
         return list(self.modules_to_save)
 
     def add(self, adapter: str, shared: Mapping[int, nn.Parameter] = {}) -> None:  # noqa: B006
-        "A trainable copy in float32; `shared` holds parameters that another copy has already."
+        "Add a trainable copy in float32; `shared` has the parameters that other copies have."
         module = copy.deepcopy(self.original_module).requires_grad_(True)
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(p.detach().float()))
@@ -371,7 +341,7 @@ class ModulesToSaveWrapper(nn.Module):
         self.modules_to_save[adapter] = module
 
     def forget(self, adapter: str) -> None:
-        "Take one copy off."
+        "Remove one copy."
         if adapter in self.modules_to_save:
             del self.modules_to_save[adapter]
         self.active.pop(adapter, None)
@@ -379,14 +349,11 @@ class ModulesToSaveWrapper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         module = self.current
         weight = getattr(module, "weight", None)
-        if (
-            weight is not None
-            and x.is_floating_point()
-            and x.dtype != weight.dtype
-            and not torch.is_autocast_enabled(x.device.type)
-        ):
-            return module(x.to(weight.dtype)).to(x.dtype)
-        return module(x)
+        if weight is None or not x.is_floating_point() or x.dtype == weight.dtype:
+            return module(x)
+        if torch.is_autocast_enabled(x.device.type):
+            return module(x)
+        return module(x.to(weight.dtype)).to(x.dtype)
 
 # %% ../../nbs/05_lora/03_variants.ipynb #5470c583
 def _plain(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -417,9 +384,8 @@ def _orthogonal(W: Tensor, r: int, scale: float) -> tuple[Tensor, Tensor]:
     return (down @ Q[0::2]).T.contiguous(), up @ Q[1::2]  # The rows of Q are orthogonal, so BA = 0
 
 
-STARTS: dict[
-    Any, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]
-] = {  # (W, r, scale) -> A, B
+# (W, r, scale) -> A, B
+STARTS: dict[bool | str, Callable[[Tensor, int, float], tuple[Tensor, Tensor]]] = {
     True: _plain,
     "gaussian": _gaussian,
     "pissa": _pissa,
@@ -435,26 +401,20 @@ def start_of(
     W: Tensor,  # (out, in), the frozen weight
     r: int,
     scale: float,  # The factor on the update
-) -> tuple[
-    Tensor, Tensor, bool
-]:  # A (r, in), B (out, r), and whether BA has to be subtracted for the layer to start as it was
+) -> tuple[Tensor, Tensor, bool]:  # A (r, in), B (out, r), and whether BA has to be subtracted
     "The first values of the two matrices, in float32."
     if how is False:  # For tests: an update that is there from the start
         return _plain(W, r, scale)[0], torch.randn(len(W), r, device=W.device) / r, False
-    if isinstance(how, str) and how.startswith(
-        "pissa_niter_"
-    ):  # Halko et al. 2011: near enough, and much faster
-        if not scale:
-            raise ValueError("PiSSA divides by the factor on the update: lora_alpha must not be 0")
-        U, S, V = torch.svd_lowrank(W.float(), r, niter=int(how.rsplit("_", 1)[1]))
+    if not scale and str(how).startswith("pissa"):
+        raise ValueError("PiSSA divides by the factor on the update: lora_alpha must not be 0")
+    if str(how).startswith("pissa_niter_"):  # Halko et al. 2011: near enough, and much faster
+        U, S, V = torch.svd_lowrank(W.float(), r, niter=int(str(how).rsplit("_", 1)[1]))
         root = (S / scale).sqrt()
         return root[:, None] * V.T, U * root, True
     if how in ("pissa", "olora") and r > min(W.shape):
         raise ValueError(
             f"r = {r}: a weight of {tuple(W.shape)} has only {min(W.shape)} directions"
         )
-    if how == "pissa" and not scale:
-        raise ValueError("PiSSA divides by the factor on the update: lora_alpha must not be 0")
     A, B = STARTS[how](W, r, scale)
     return A, B, how in ("pissa", "olora")
 
@@ -471,23 +431,20 @@ def eva_init(
         raise ValueError(f"no linear layer has an adapter '{adapter}': add_lora first")
     sums: dict[str, tuple[Tensor, Tensor, int]] = {}  # Of x'x, of x, and how many
 
-    def watch(name: str):
-        def hook(_, args):
-            x = (
-                args[0]
-                .detach()
-                .flatten(0, -2)
-                .to(torch.float64 if args[0].device.type == "cpu" else torch.float32)
-            )
+    def matrix(name: str, part: str) -> Tensor:
+        return getattr(layers[name], part)[adapter].weight
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            wide = torch.float64 if args[0].device.type == "cpu" else torch.float32
+            x = args[0].detach().flatten(0, -2).to(wide)
             squares, total, count = sums.get(name, (0, 0, 0))
             sums[name] = squares + x.T @ x, total + x.sum(0), count + len(x)
 
         return hook
 
-    hooks, training = (
-        [m.register_forward_pre_hook(watch(name)) for name, m in layers.items()],
-        model.training,
-    )
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    training = model.training
     try:
         model.eval()
         for batch in batches:
@@ -498,10 +455,10 @@ def eva_init(
         model.train(training)
     if not sums:
         raise ValueError("eva_init needs at least one batch")
-    shares, rows = {}, {}
+    shares, directions = {}, {}
     for name, (squares, total, count) in sums.items():
         spread = squares - total[:, None] * total / count
-        A = cast(Any, layers[name]).lora_A[adapter].weight
+        A = matrix(name, "lora_A")
         if len(A) > len(spread):
             raise ValueError(
                 f"{name}: r = {len(A)}, and its inputs have only {len(spread)} directions"
@@ -509,22 +466,28 @@ def eva_init(
         if not spread.isfinite().all():
             raise ValueError(f"{name} read numbers that are not finite")
         values, vectors = torch.linalg.eigh(spread)  # Ascending
-        rows[name] = vectors.flip(1)[:, : len(A)].T.to(A)
+        directions[name] = vectors.flip(1)[:, : len(A)].T.to(A)
         shares[name] = (values[-len(A) :].sum() / values.sum()).item()
-    for name, found in rows.items():
-        module: Any = layers[name]
-        module.lora_A[adapter].weight.copy_(found)
-        module.lora_B[adapter].weight.zero_()
+    for name, rows in directions.items():
+        matrix(name, "lora_A").copy_(rows)
+        matrix(name, "lora_B").zero_()
     return shares
 
 # %% ../../nbs/05_lora/03_variants.ipynb #befaded0
+class _Rates(Protocol):  # `OptimConfig`, which lives in a package above this one
+    __dataclass_fields__: ClassVar[dict]
+    lr_factors: dict[str, float]
+
+
+_AnyRates = TypeVar("_AnyRates", bound=_Rates)
+
+
 def lora_plus(
-    config: Any,  # An `OptimConfig`
+    config: _AnyRates,  # An `OptimConfig`
     ratio: float = 16.0,  # How much faster B learns
-) -> Any:  # A copy; its learning_rate is A's
+) -> _AnyRates:  # A copy; its learning_rate is A's
     "Let B learn faster than A (Hayou et al. 2024)."
     if ratio <= 0:
         raise ValueError(f"ratio = {ratio}: must be above 0")
-    return replace(
-        config, lr_factors={r"\.lora_(embedding_)?B\.": float(ratio), **config.lr_factors}
-    )
+    factors = {r"\.lora_(embedding_)?B\.": float(ratio), **config.lr_factors}
+    return replace(config, lr_factors=factors)

@@ -12,7 +12,7 @@ __all__ = ['TARGETS', 'INITS', 'kind_of', 'adaptable', 'LoRAConfig', 'heads', 's
 
 # %% ../../nbs/05_lora/04_targets.ipynb #imports-targets
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,7 +23,7 @@ from ..config import check_config, knob, nearest
 def kind_of(
     module: nn.Module,
 ) -> str | None:  # 'linear', 'conv1d' (a transposed matrix), 'embedding', 'quantized', or None
-    "As what a layer can be adapted."
+    "The kind of layer that a module is, as far as adapters are concerned."
     if hasattr(module, "lora_A") or hasattr(module, "lora_embedding_A"):
         return kind_of(module.base_layer)  # type: ignore
     if callable(getattr(module, "dequantize", None)) and hasattr(module, "in_features"):
@@ -38,7 +38,7 @@ def kind_of(
 def adaptable(
     model: nn.Module,  # With adapters or without
 ) -> dict[str, nn.Module]:  # Name -> layer; never the insides of an adapter
-    "The layers that an adapter can sit beside."
+    "The layers that can have an adapter."
     inside = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
     return {
         name: module
@@ -76,8 +76,8 @@ class LoRAConfig:
     )
     target_modules: list[str] | str | None = knob(
         None,
-        "Names, 'a,b', a pattern, 'all-linear', or a preset: conservative (also when unset), balanced, "
-        "aggressive",
+        "Names, 'a,b', a pattern, 'all-linear', or a preset: conservative (also when unset), "
+        "balanced, aggressive",
         aliases=("lora_target", "targets"),
     )
     exclude_modules: list[str] | str | None = knob(None, "Names or a pattern to leave out")
@@ -108,22 +108,19 @@ class LoRAConfig:
                 self.init_lora_weights = name.lower() == "true"
             elif name not in INITS and not re.fullmatch(r"pissa_niter_\d+", name):
                 raise ValueError(
-                    f"init_lora_weights = {name!r}: must be true, false or one of {', '.join(INITS)}."
-                    f"{nearest(name, INITS)}"
+                    f"init_lora_weights = {name!r}: must be true, false or one of "
+                    f"{', '.join(INITS)}.{nearest(name, INITS)}"
                 )
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(
-                "layers_pattern says where the number of a block stands: set layers_to_transform too"
+                "layers_pattern is what stands before the number of a block: "
+                "set layers_to_transform too"
             )
-        for word in ("rank_pattern", "alpha_pattern"):
-            for pattern, value in getattr(self, word).items():
-                if (
-                    isinstance(value, bool)
-                    or not isinstance(value, (int, float))
-                    or value <= 0
-                    or (word == "rank_pattern" and value % 1)
-                ):
-                    raise ValueError(f"{word}[{pattern!r}] = {value!r}: must be a number above 0")
+        for name in ("rank_pattern", "alpha_pattern"):
+            for pattern, value in getattr(self, name).items():
+                number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                if not number or value <= 0 or (name == "rank_pattern" and value % 1):
+                    raise ValueError(f"{name}[{pattern!r}] = {value!r}: must be a number above 0")
 
 # %% ../../nbs/05_lora/04_targets.ipynb #dcbe895c
 def _fits(names: Iterable[str], key: str) -> bool:
@@ -145,14 +142,10 @@ def _refuse(knob: str, wrong: str, names: list[str]) -> ValueError:
 
 def _block(key: str, patterns: list[str] | str | None) -> int | None:
     "The number of the block that a layer is in."
-    ways = (
-        [r".*?\.[^.]*"]
-        if not patterns
-        else [rf"(?:^|.*?\.){p}" for p in ([patterns] if isinstance(patterns, str) else patterns)]
-    )
-    return next(
-        (int(found[1]) for way in ways if (found := re.match(rf"{way}\.(\d+)\.", key))), None
-    )
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    prefixes = [rf"(?:^|.*?\.){p}" for p in patterns] if patterns else [r".*?\.[^.]*"]
+    matches = (re.match(rf"{prefix}\.(\d+)\.", key) for prefix in prefixes)
+    return next((int(match[1]) for match in matches if match), None)
 
 
 def heads(
@@ -166,10 +159,8 @@ def heads(
 def saved_layers(
     model: nn.Module,  # With adapters or without
     words: Iterable[str],  # As in `modules_to_save`
-) -> list[
-    str
-]:  # Full names, in the order of the model; a layer that stands under two names has both
-    "The layers whose names end so: PEFT asks for no whole word here, and 'norm' means every input_layernorm too."
+) -> list[str]:  # Full names, in the order of the model; a shared layer has both of its names
+    "The layers whose names end so, as in PEFT: 'norm' means every input_layernorm too."
     inside = re.compile(r"(^|\.)(base_layer|original_module|modules_to_save|lora_\w+)(\.|$)")
     words = list(words)
     return [
@@ -179,77 +170,77 @@ def saved_layers(
     ]
 
 
+def _selected(
+    model: nn.Module, wanted: list[str] | str, layers: Mapping[str, nn.Module]
+) -> list[str]:
+    "The layers that `target_modules` selects, before anything is excluded."
+    preset = wanted.lower() if isinstance(wanted, str) else ""
+    if preset == "all-linear" or preset in TARGETS:
+        outside = heads(model)
+        matrices = (name for name in layers if kind_of(layers[name]) != "embedding")
+        names = [name for name in matrices if name not in outside]
+        return names if preset == "all-linear" else [n for n in names if _fits(TARGETS[preset], n)]
+    words = _words(wanted)
+    if isinstance(words, str):
+        try:
+            return [name for name in layers if re.fullmatch(words, name)]
+        except re.error as error:
+            raise ValueError(
+                f"target_modules = {words!r} is not a regular expression: {error}"
+            ) from None
+    for word in words:
+        if not any(_fits([word], name) for name in layers):
+            raise _refuse("target_modules", word, list(layers))
+    return [name for name in layers if _fits(words, name)]
+
+
+def _not_excluded(names: list[str], config: LoRAConfig) -> list[str]:
+    excluded = _words(config.exclude_modules) if config.exclude_modules else []
+    if isinstance(excluded, str):
+        names = [name for name in names if not re.fullmatch(excluded, name)]
+    else:
+        names = [name for name in names if not _fits(excluded, name)]
+    whole = [rf"(^|.*\.){re.escape(word)}($|\..*)" for word in config.modules_to_save or ()]
+    return [name for name in names if not any(re.match(pattern, name) for pattern in whole)]
+
+
+def _in_blocks(names: list[str], config: LoRAConfig) -> list[str]:
+    "Those in the blocks of `layers_to_transform`."
+    numbers = config.layers_to_transform
+    if numbers is None:
+        return names
+    numbers = [numbers] if isinstance(numbers, int) else numbers
+    blocks = {name: _block(name, config.layers_pattern) for name in names}
+    present = {number for number in blocks.values() if number is not None}
+    if missing := sorted(set(numbers) - present):
+        raise ValueError(
+            f"layers_to_transform: there is no block {missing[0]}; there are {sorted(present)}"
+        )
+    return [name for name in names if blocks[name] in numbers]
+
+
 def target_layers(
     model: nn.Module,  # Ours or one of transformers'
     config: LoRAConfig,
-) -> list[
-    str
-]:  # Full names, in the order of the model; raises `ValueError` where a word fits no layer
-    "The layers that `config` means."
-    layers, wanted = adaptable(model), config.target_modules
-    matrices = [name for name in layers if kind_of(layers[name]) != "embedding"]
-    if wanted is None:
-        wanted = "conservative"
-    if isinstance(wanted, str) and wanted.lower() == "all-linear":
-        found = [name for name in matrices if name not in heads(model)]
-    elif isinstance(wanted, str) and wanted.lower() in TARGETS:
-        found = [
-            name
-            for name in matrices
-            if _fits(TARGETS[wanted.lower()], name) and name not in heads(model)
-        ]
-    elif isinstance(words := _words(wanted), str):
-        try:
-            found = [name for name in layers if re.fullmatch(words, name)]
-        except re.error as error:
-            raise ValueError(
-                f"target_modules = {words!r} is no regular expression: {error}"
-            ) from None
-    else:
-        for word in words:
-            if not any(_fits([word], name) for name in layers):
-                raise _refuse("target_modules", word, list(layers))
-        found = [name for name in layers if _fits(words, name)]
-    left_out = _words(config.exclude_modules) if config.exclude_modules else []
-    if isinstance(left_out, str):
-        found = [name for name in found if not re.fullmatch(left_out, name)]
-    else:
-        found = [name for name in found if not _fits(left_out, name)]
-    found = [
-        name
-        for name in found
-        if not any(
-            re.match(rf"(^|.*\.){re.escape(m)}($|\..*)", name) for m in config.modules_to_save or ()
-        )
-    ]
-    if config.layers_to_transform is not None:
-        numbers = config.layers_to_transform
-        numbers, blocks = (
-            [numbers] if isinstance(numbers, int) else numbers,
-            {n: _block(n, config.layers_pattern) for n in found},
-        )
-        if missing := sorted(set(numbers) - set(blocks.values())):  # type: ignore
-            there = sorted({b for b in blocks.values() if b is not None})
-            raise ValueError(
-                f"layers_to_transform: there is no block {missing[0]}; there are {there}"
-            )
-        found = [name for name in found if blocks[name] in numbers]
-    if not found:
+) -> list[str]:  # Full names, in the order of the model
+    "The layers that `config` selects; raises `ValueError` for a word that fits no layer."
+    layers = adaptable(model)
+    wanted = "conservative" if config.target_modules is None else config.target_modules
+    names = _in_blocks(_not_excluded(_selected(model, wanted, layers), config), config)
+    if not names:
         raise _refuse("target_modules", str(wanted), list(layers))
-    return found
+    return names
 
 # %% ../../nbs/05_lora/04_targets.ipynb #3951273c
 def rank_and_alpha(
     name: str,  # Of a layer
     config: LoRAConfig,
 ) -> tuple[int, float, float]:  # Rank, alpha, and the factor on the update
-    "How large the update of one layer is."
+    "The rank of one layer, and the factor on its update."
 
     def rule(rules: dict, otherwise: float) -> float:
         return next((rules[p] for p in rules if re.match(rf"(.*\.)?({p})$", name)), otherwise)
 
-    r, alpha = (
-        int(rule(config.rank_pattern, config.r)),
-        rule(config.alpha_pattern, config.lora_alpha),
-    )
+    r = int(rule(config.rank_pattern, config.r))
+    alpha = rule(config.alpha_pattern, config.lora_alpha)
     return r, alpha, alpha / (r**0.5 if config.use_rslora else r)

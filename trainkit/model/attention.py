@@ -33,7 +33,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    "The way back is to turn the gradient back; nothing of `x` has to be remembered."
+    "The backward pass turns the gradient back, and needs nothing of `x`."
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -56,26 +56,23 @@ def rotate(
     return _Rotate.apply(x, cos, sin) if torch.is_grad_enabled() else _turn(x, cos, sin)  # type: ignore
 
 # %% ../../nbs/03_model/02_rotary_positions.ipynb #b1fd2956
-ROPE_KEYS = {  # What a `rope_scaling` of each type must say
+ROPE_KEYS = {  # The keys that a `rope_scaling` of each type must have
     "linear": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ROPE_OPTIONS = {
+ROPE_OPTIONS = {  # The keys that it may have
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-}  # What it may say
+}
 
 
-def _yarn_ramp(
-    width: int, theta: float, scaling: dict
-) -> Tensor:  # (width / 2,), 0 keeps a pair, 1 slows it
+def _yarn_ramp(width: int, theta: float, scaling: dict) -> Tensor:
+    "(width / 2,): 0 keeps the speed of a pair, 1 slows it."
+    trained = scaling["original_max_position_embeddings"]
+
     def pair(turns: float) -> float:  # The one that turns so often within the trained length
-        return (
-            width
-            * math.log(scaling["original_max_position_embeddings"] / (turns * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
@@ -95,12 +92,9 @@ def rope_frequencies(
     kind, factor, trained = (
         scaling.get(k, 1) for k in ("rope_type", "factor", "original_max_position_embeddings")
     )
-    if (
-        kind == "dynamic"
-    ):  # The base at which the slowest pair is slowed by length / trained, or more with the factor
-        theta = theta * (factor * max(length, trained) / trained - (factor - 1)) ** (
-            width / (width - 2)
-        )
+    if kind == "dynamic":  # The slowest pair is slowed by length / trained, or more with the factor
+        stretch = factor * max(length, trained) / trained - (factor - 1)
+        theta = theta * stretch ** (width / (width - 2))
     freq = 1 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     if kind == "linear":
         return freq / factor
@@ -118,7 +112,7 @@ def rope_frequencies(
 def rope_magnitude(
     scaling: dict | None,  # As for `rope_frequencies`
 ) -> float:  # 1 except for `yarn`
-    "By how much queries and keys grow while they are turned (Peng et al. 2023, section 3.4)."
+    "The factor on queries and keys when they are rotated (Peng et al. 2023, section 3.4)."
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     if scaling.get("attention_factor") is not None:
@@ -134,18 +128,16 @@ def rope_magnitude(
 
 def rope_angles(
     positions: Tensor,  # (B, T) int64
-    frequencies: Tensor,  # (D / 2,), what `rope_frequencies` gives
-    magnitude: float = 1.0,  # What `rope_magnitude` gives
+    frequencies: Tensor,  # (D / 2,), from `rope_frequencies`
+    magnitude: float = 1.0,  # From `rope_magnitude`
     dtype: torch.dtype = torch.float32,  # Of the result; the angles themselves are float32
 ) -> tuple[Tensor, Tensor]:  # (B, T, 1, D / 2) each, to be broadcast over heads
     "Cosines and sines for `rotate`."
     angles = (positions[..., None].float() * frequencies).unsqueeze(2)
     cos, sin = angles.cos(), angles.sin()
-    return (
-        (cos.to(dtype), sin.to(dtype))
-        if magnitude == 1
-        else ((cos * magnitude).to(dtype), (sin * magnitude).to(dtype))
-    )
+    if magnitude != 1:
+        cos, sin = cos * magnitude, sin * magnitude
+    return cos.to(dtype), sin.to(dtype)
 
 # %% ../../nbs/03_model/03_attention.ipynb #8fd521d2
 def make_mask(
@@ -155,17 +147,13 @@ def make_mask(
     padding: Tensor | None = None,  # (B, keys), False where there is no token
     document: Tensor | None = None,  # (B, keys), which document of a packed row a token belongs to
     device: torch.device | None = None,
-) -> (
-    Tensor | None
-):  # (B or 1, 1, queries, keys), True where a query may look; None for plain causal attention
-    "Who may look at whom."
+) -> Tensor | None:  # (B or 1, 1, queries, keys), True where a query may look; None: plain causal
+    "The matrix of which token may attend to which."
     windowed = 0 < window < keys
     if padding is None and document is None and not windowed and queries in (1, keys):
         return None
-    query, key = (
-        torch.arange(keys - queries, keys, device=device)[:, None],
-        torch.arange(keys, device=device),
-    )
+    query = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
     mask = (key <= query)[None, None]
     if windowed:
         mask = mask & (key > query - window)
@@ -219,37 +207,30 @@ DENSE = 2**18  # Up to so many numbers a matrix is cheaper than a list of docume
 
 @dataclass
 class Spans:
-    "Whom each token may look at, without a matrix: documents side by side, in each of them a window."
+    "Which token may attend to which, without a matrix: documents in rows, and a window in each."
 
-    lengths: list[int] | None = (
-        None  # Of each document, those of the first row first; None where each row is one
-    )
+    # Of each document, those of the first row first; None where each row is one
+    lengths: list[int] | None = None
     window: int = 0  # How many tokens back a query sees, itself included; 0 for all
-    order: Tensor | None = (
-        None  # Where each token goes so that documents of equal length stand together
-    )
-    masks: dict = field(
-        default_factory=dict, repr=False
-    )  # Small ones under a window, kept for all blocks and layers
+    # Where each token goes so that documents of equal length stand together
+    order: Tensor | None = None
+    # Small ones under a window, kept for all blocks and layers
+    masks: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
 
-    def batches(
-        self,
-    ) -> list[tuple[int, int]]:  # (documents, length of each), in the order of `order`
+    def batches(self) -> list[tuple[int, int]]:  # (documents, their length), in order of `order`
         counts: dict[int, int] = {}
         for n in sorted(self.lengths or ()):
             counts[n] = counts.get(n, 0) + 1
         return [(count, n) for n, count in counts.items()]
 
-    def mask(
-        self, queries: int, keys: int, like: Tensor
-    ) -> Tensor:  # (1, 1, queries, keys), to be added to scores
+    def mask(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        "(1, 1, queries, keys), to be added to scores."
         key = queries, keys, like.dtype, like.device
         if key not in self.masks:
             allowed = make_mask(queries, keys, self.window, device=like.device)
             if allowed is None:
-                allowed = torch.ones(
-                    1, 1, queries, keys, dtype=torch.bool, device=like.device
-                ).tril()
+                every = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device)
+                allowed = every.tril()
             self.masks[key] = like.new_zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
         return self.masks[key]
 
@@ -258,7 +239,7 @@ def find_spans(
     document: Tensor | None = None,  # (B, T), which document of a packed row a token belongs to
     padding: Tensor | None = None,  # (B, T), False where there is no token
 ) -> Spans | None:  # None where a row has padding between its tokens
-    "The documents of rows, and what is padding, as a list of lengths."
+    "The documents of rows, and their padding, as a list of lengths."
     ids = document if document is not None else padding
     if ids is None:
         return Spans()
@@ -272,10 +253,8 @@ def find_spans(
     starts = border.flatten().nonzero().squeeze(1)
     lengths = F.pad(starts, (0, 1), value=border.numel()).diff()
     by_length = lengths.argsort(stable=True)
-    order = None
-    if not torch.equal(
-        by_length, torch.arange(len(lengths), device=lengths.device)
-    ):  # Else they stand right already
+    order, in_order = None, torch.arange(len(lengths), device=lengths.device)
+    if not torch.equal(by_length, in_order):
         begin, sizes = starts[by_length], lengths[by_length]
         shift = (begin - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
         order = torch.arange(border.numel(), device=lengths.device) + shift
@@ -290,16 +269,15 @@ def make_masks(
     document: Tensor | None = None,  # (B, keys), which document of a packed row a token belongs to
     device: torch.device | None = None,
     dense: int | None = None,  # Largest matrix, in numbers; `DENSE` when None
-) -> dict[int, Tensor | Spans | None]:  # For each window what `attend` takes
-    "Who may look at whom, as a matrix where that is small and as `Spans` where it is not."
+) -> dict[int, Tensor | Spans | None]:  # Window -> the mask for `attend`
+    "Which token may attend to which, as a matrix if it is small, and else as `Spans`."
     limit, each = DENSE if dense is None else dense, padding if document is None else document
     rows, spans = 1 if each is None else len(each), None
-    if (
-        queries == keys and rows * queries * keys > limit and queries > 1
-    ):  # A cache looks back with few queries
-        # How many documents there are is only known when they are there, so a compiled model takes the matrix
-        if not (each is not None and torch.compiler.is_compiling()):
-            spans = find_spans(document, padding)
+    # With a cache there are few queries. The number of documents depends on the data, so a compiled
+    # model takes the matrix
+    large = queries == keys and rows * queries * keys > limit and queries > 1
+    if large and (each is None or not torch.compiler.is_compiling()):
+        spans = find_spans(document, padding)
 
     def choose(window: int) -> Tensor | Spans | None:
         if spans is None:
@@ -337,52 +315,47 @@ def _apart(engine: Engine, q: Tensor, k: Tensor, v: Tensor, spans: Spans, *rest)
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B·T, heads, D)
     if spans.order is not None:
         flat = [x.index_select(0, spans.order) for x in flat]
-    for (count, length), *three in zip(
-        batches, *(x.split([n * m for n, m in batches]) for x in flat), strict=True
-    ):
-        three = [
-            x.unflatten(0, (count, length)).transpose(1, 2) for x in three
-        ]  # (count, heads, length, D)
-        pieces.append(_windowed(engine, *three, spans, *rest).transpose(1, 2).flatten(0, 1))
+    sizes = [count * length for count, length in batches]
+    split = (x.split(sizes) for x in flat)
+    for (count, length), *parts in zip(batches, *split, strict=True):
+        # (count·length, heads, D) -> (count, heads, length, D)
+        q_, k_, v_ = (x.unflatten(0, (count, length)).transpose(1, 2) for x in parts)
+        out = _windowed(engine, q_, k_, v_, spans, *rest)
+        pieces.append(out.transpose(1, 2).flatten(0, 1))
     out = torch.cat(pieces)
     if spans.order is not None:
         out = out.index_select(0, spans.order.argsort())
     return out.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def _lengths(
-    spans: Spans, q: Tensor
-) -> tuple[Tensor, int]:  # Where each document begins and the last ends; the longest
+def _lengths(spans: Spans, q: Tensor) -> tuple[Tensor, int]:
+    "Where each document begins and the last ends; the longest."
     lengths = spans.lengths or [q.shape[2]] * len(q)
-    return torch.tensor([0, *lengths], dtype=torch.int32, device=q.device).cumsum(
-        0, dtype=torch.int32
-    ), max(lengths)
+    sizes = torch.tensor([0, *lengths], dtype=torch.int32, device=q.device)
+    return sizes.cumsum(0, dtype=torch.int32), max(lengths)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float | None) -> Tensor:
     "torch's kernel for documents of many lengths; GPUs only, half precision only."
     from torch.nn.attention.varlen import varlen_attn
 
-    (begins, longest), left = _lengths(spans, q), spans.window - 1 if spans.window else -1
+    begins, longest = _lengths(spans, q)
     q_, k_, v_ = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·T, heads, D)
     out = varlen_attn(
         q_,
         k_,
         v_,
-        begins,
-        begins,
-        longest,
-        longest,
+        *(begins, begins, longest, longest),
         scale=scale,
-        window_size=(left, 0),
+        window_size=(spans.window - 1 if spans.window else -1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
         num_splits=1,
     )
     return out.unflatten(0, (len(q), -1)).transpose(1, 2)  # type: ignore
 
 
-def need_flash() -> None:  # Raises `ImportError`
-    "Say early that flash-attn is not there."
+def need_flash() -> None:
+    "Raise `ImportError` if flash-attn is missing."
     if importlib.util.find_spec("flash_attn") is None:
         raise ImportError(
             "attention = 'flash_attention_2' needs the package flash-attn and a GPU: pip install "
@@ -424,44 +397,39 @@ def attend(
     q: Tensor,  # (B, H, T, D)
     k: Tensor,  # (B, H_kv, S, D); H is a multiple of H_kv
     v: Tensor,  # (B, H_kv, S, D)
-    mask: Tensor | Spans | None = None,  # What `make_mask` or `make_masks` gives
+    mask: Tensor | Spans | None = None,  # From `make_mask` or `make_masks`
     dropout: float = 0.0,  # On the attention weights
     softcap: float | None = None,  # Scores become softcap·tanh(score / softcap) (Gemma 2)
     scale: float | None = None,  # Multiplies the scores; 1/√D when None
     implementation: str = "sdpa",  # Or 'eager', or 'flash_attention_2' for half precision on a GPU
 ) -> Tensor:  # (B, H, T, D)
-    "softmax(QKᵀ/√D)V over the keys that the mask leaves (Vaswani et al. 2017, eq. 1)."
-    matrix = isinstance(
-        mask, Tensor
-    )  # flash-attn knows none: a cache with padding, a hole in a row
+    "softmax(QKᵀ/√D)V over the keys that the mask allows (Vaswani et al. 2017, eq. 1)."
+    # flash-attn takes no matrix, which a cache with padding or a hole in a row needs
     if implementation == "flash_attention_2" and not isinstance(mask, Tensor):
         return _by_flash(q, k, v, mask, dropout, softcap, scale)
     by_hand = softcap is not None or implementation == "eager"
     engine: Engine = _by_hand if by_hand else _by_torch
-    if matrix or mask is None:
+    if mask is None or isinstance(mask, Tensor):
         return engine(q, k, v, mask, dropout, softcap, scale)
-    kernel = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not (dropout or by_hand)
-    if (
-        kernel
-        and mask.lengths is not None
-        and importlib.util.find_spec("torch.nn.attention.varlen")
-    ):
-        return _varlen(q, k, v, mask, scale)
+    half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    if half and not (dropout or by_hand) and mask.lengths is not None:
+        if importlib.util.find_spec("torch.nn.attention.varlen"):
+            return _varlen(q, k, v, mask, scale)
     return _apart(engine, q, k, v, mask, dropout, softcap, scale)
 
 # %% ../../nbs/03_model/04_kv_cache.ipynb #4ef1c03f
-BACK = 16  # Tokens that can be taken back from a layer with a window
+BACK = 16  # Tokens that can be removed again from a layer with a window
 
 
 class KVCache:
-    "Keys and values of the tokens that a model has seen, in memory taken once, at the first of them."
+    "Keys and values of the tokens so far, in memory that is allocated once, at the first token."
 
     def __init__(
         self,
         n_layers: int,
         max_length: int,  # Tokens that there is room for
-        windows: Sequence[int]
-        | None = None,  # How many tokens back each layer sees, itself included; 0 for all
+        # How many tokens back each layer sees, itself included; 0 for all
+        windows: Sequence[int] | None = None,
     ):
         self.max_length, self.length, self.windows = max_length, 0, list(windows or [0] * n_layers)
         self.first = [0] * n_layers  # Position of the first token that a layer still has
@@ -479,54 +447,49 @@ class KVCache:
         return sum(t.nbytes for t in (*self.keys, *self.values) if t is not None)
 
     def room(self, layer: int) -> int:
-        "How many tokens a layer has memory for."
+        "The number of tokens that a layer has memory for."
         window = self.windows[layer]
-        return (
-            min(self.max_length, window + BACK + max(16, window // 4))
-            if window
-            else self.max_length
-        )
+        if not window:
+            return self.max_length
+        return min(self.max_length, window + BACK + max(16, window // 4))
 
     def update(
         self,
         layer: int,
         k: Tensor,  # (B, H_kv, T, D), keys of the new tokens
         v: Tensor,  # (B, H_kv, T, D)
-    ) -> tuple[
-        Tensor, Tensor
-    ]:  # (B, H_kv, S, D) each, the newest last; `length` moves on after the last layer
-        "Write the new tokens behind the old ones; gives all that the new ones may see, as views where it can."
+    ) -> tuple[Tensor, Tensor]:  # (B, H_kv, S, D) each, the newest last; views if possible
+        "Append the new tokens, and return all that they may see; the caller then moves `length`."
         old_k, old_v, end = self.keys[layer], self.values[layer], self.length + k.shape[2]
         if end > self.max_length:
             raise ValueError(f"the cache has room for {self.max_length} tokens, not for {end}")
         if old_k is None or old_v is None:
-            old_k, old_v = (
-                new.new_empty(*new.shape[:2], self.room(layer), new.shape[3]) for new in (k, v)
-            )
+            room = self.room(layer)
+            old_k = k.new_empty(*k.shape[:2], room, k.shape[3])
+            old_v = v.new_empty(*v.shape[:2], room, v.shape[3])
             self.keys[layer], self.values[layer] = old_k, old_v
         if len(old_k) != len(k):
             raise ValueError(
-                f"the cache holds {len(old_k)} rows, {len(k)} were given: begin a new one"
+                f"the cache has {len(old_k)} rows, and the input {len(k)}: start a new one"
             )
         first = self.first[layer]
         begin, stop = self.length - first, end - first  # Where the new tokens go
         if stop <= old_k.shape[2]:
             old_k[:, :, begin:stop], old_v[:, :, begin:stop] = k, v
             return old_k[:, :, :stop], old_v[:, :, :stop]
-        kept = self.windows[layer] + BACK
-        k, v = (
-            torch.cat((old[:, :, max(0, begin - kept + 1) : begin], new), 2)
-            for old, new in ((old_k, k), (old_v, v))
-        )
-        self.first[layer] = end - min(kept, k.shape[2])
-        old_k[:, :, :kept], old_v[:, :, :kept] = k[:, :, -kept:], v[:, :, -kept:]
+        reach = self.windows[layer] + BACK
+        past = slice(max(0, begin - reach + 1), begin)
+        k = torch.cat((old_k[:, :, past], k), 2)
+        v = torch.cat((old_v[:, :, past], v), 2)
+        self.first[layer] = end - min(reach, k.shape[2])
+        old_k[:, :, :reach], old_v[:, :, :reach] = k[:, :, -reach:], v[:, :, -reach:]
         return k, v
 
     def crop(
         self,
         length: int,  # Tokens to keep
-    ) -> None:  # Raises `ValueError` where a window has moved on
-        "Forget all tokens after the first `length`."
+    ) -> None:
+        "Remove all tokens after the first `length`; raises `ValueError` if a window is past them."
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot keep {length} of {self.length} tokens")
         for first, window in zip(self.first, self.windows, strict=True):

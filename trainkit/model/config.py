@@ -27,14 +27,14 @@ def _rope_problem(scaling: dict) -> str:  # What is wrong with a `rope_scaling`,
     kind = scaling.get("rope_type", "")
     if kind not in ROPE_KEYS:
         return f"needs a 'rope_type' out of {', '.join(ROPE_KEYS)}.{nearest(kind, list(ROPE_KEYS))}"
-    if missing := [
-        k
-        for k in ROPE_KEYS[kind]
-        if not isinstance(scaling.get(k), (int, float)) or scaling[k] <= 0
-    ]:
+
+    def positive(value: object) -> bool:
+        return isinstance(value, (int, float)) and value > 0
+
+    if missing := [key for key in ROPE_KEYS[kind] if not positive(scaling.get(key))]:
         return f"needs {', '.join(missing)} > 0"
     known = ["rope_type", *ROPE_KEYS[kind], *ROPE_OPTIONS.get(kind, ())]
-    unknown = [k for k in scaling if k not in known]
+    unknown = [key for key in scaling if key not in known]
     return f"has an unknown key '{unknown[0]}'.{nearest(unknown[0], known)}" if unknown else ""
 
 
@@ -129,43 +129,35 @@ class ModelConfig:
         if isinstance(self.attention, bool):  # `use_flash_attention: true`
             self.attention = "flash_attention_2" if self.attention else "sdpa"
         check_config(self)
-        problems, windows = [], self.layer_windows
-        if self.head_dim is None and self.d_model % self.n_heads:
-            next_width = -(-self.d_model // self.n_heads) * self.n_heads
-            problems.append(
-                Problem(
-                    "d_model",
-                    self.d_model,
-                    f"must be divisible by n_heads = {self.n_heads}, "
-                    f"for example {next_width}; or set head_dim",
-                )
+        problems: list[Problem] = []
+
+        def problem(name: str, text: str) -> None:
+            problems.append(Problem(name, getattr(self, name), text))
+
+        windows, heads = self.layer_windows, self.n_heads
+        if self.head_dim is None and self.d_model % heads:
+            width = -(-self.d_model // heads) * heads
+            problem(
+                "d_model",
+                f"must be divisible by n_heads = {heads}, for example {width}; or set head_dim",
             )
         elif self.position == "rope" and self.head_width % 2:
-            problems.append(
-                Problem("head_dim", self.head_width, "must be even: rotary positions turn pairs")
-            )
-        if self.n_heads % self.kv_heads:
-            problems.append(
-                Problem("n_kv_heads", self.n_kv_heads, f"must divide n_heads = {self.n_heads}")
-            )
+            even = "must be even: rotary positions turn pairs"
+            problems.append(Problem("head_dim", self.head_width, even))
+        if heads % self.kv_heads:
+            problem("n_kv_heads", f"must divide n_heads = {heads}")
         if windows is not None and (len(windows) != self.n_layers or min(windows) < 0):
-            problems.append(
-                Problem(
-                    "layer_windows", windows, f"must hold n_layers = {self.n_layers} numbers ≥ 0"
-                )
-            )
+            problem("layer_windows", f"must hold n_layers = {self.n_layers} numbers ≥ 0")
         if self.rope_scaling is not None and (wrong := _rope_problem(self.rope_scaling)):
-            problems.append(Problem("rope_scaling", self.rope_scaling, wrong))
+            problem("rope_scaling", wrong)
         if self.n_layers > MOST_LAYERS:
-            problems.append(
-                Problem(
-                    "n_layers",
-                    self.n_layers,
-                    f"must be {MOST_LAYERS:,} or less: no model is deeper, and to make it would take minutes",
-                )
+            problem(
+                "n_layers",
+                f"must be {MOST_LAYERS:,} or less: no model is deeper, "
+                "and to make it would take minutes",
             )
         if self.sandwich_norm and not self.pre_norm:
-            problems.append(Problem("sandwich_norm", True, "needs pre_norm: true"))
+            problem("sandwich_norm", "needs pre_norm: true")
         if problems:
             raise ConfigError(problems, "ModelConfig")
 
@@ -181,9 +173,9 @@ class ModelConfig:
     def preset(
         cls,
         name: str,  # A key of `PRESETS`
-        **changes,  # Knobs to set otherwise
+        **changes,  # Knobs to set to something else
     ) -> "ModelConfig":
-        "A shape that people know by name."
+        "The config of a well-known model."
         if name not in PRESETS:
             raise ValueError(
                 f"no preset '{name}'; there are {', '.join(PRESETS)}.{nearest(name, list(PRESETS))}"
@@ -298,20 +290,17 @@ PRESETS = {
 # %% ../../nbs/03_model/01_model_config.ipynb #c31f3263
 def parameters_by_part(
     config: ModelConfig,
-) -> dict[str, int]:  # What the whole model holds in each kind of layer
-    "Where the numbers of a model are, in closed form."
+) -> dict[str, int]:  # Kind of layer -> parameters of the whole model
+    "Count the parameters of each kind of layer, in closed form."
     c = config
     d, queries, keys = c.d_model, c.n_heads * c.head_width, c.kv_heads * c.head_width
     every, some = c.bias == "all", c.bias != "none"
     attention = 2 * d * (queries + keys) + some * (queries + 2 * keys) + every * d
-    mlp = d * c.d_ff * (3 if c.activation in GATED else 2) + every * (
-        d + c.d_ff * (2 if c.activation in GATED else 1)
-    )
+    inner = 2 if c.activation in GATED else 1  # Matrices from d_model to d_ff
+    mlp = d * c.d_ff * (inner + 1) + every * (d + c.d_ff * inner)
     norm = d * (1 + (c.norm == "layernorm" and every))
-    norms = (
-        c.n_layers * ((4 if c.sandwich_norm else 2) * norm + c.qk_norm * 2 * c.head_width)
-        + c.pre_norm * norm
-    )
+    in_block = (4 if c.sandwich_norm else 2) * norm + c.qk_norm * 2 * c.head_width
+    norms = c.n_layers * in_block + c.pre_norm * norm
     learned = c.max_seq_len if c.position == "learned" else 0
     return dict(
         embedding=d * (c.vocab_size + learned),
@@ -325,7 +314,7 @@ def parameters_by_part(
 def count_parameters(
     config: ModelConfig,
 ) -> int:
-    "How many numbers a model of this shape holds; a shared matrix counts once."
+    "The number of parameters of a model of this shape; a shared matrix counts once."
     return sum(parameters_by_part(config).values())
 
 # %% ../../nbs/03_model/01_model_config.ipynb #b5a2a801
@@ -333,9 +322,9 @@ def attention_pairs(
     length: int,  # Tokens that look
     window: int = 0,  # How many tokens back a query sees, itself included; 0 for all
     cached: int = 0,  # Tokens before them, from a cache
-    block: int = 256,  # Queries at a time where a window makes it worth while, as in `trainkit.model.attention`
+    block: int = 256,  # Queries at a time under a window, as in `trainkit.model.attention`
 ) -> int:  # For each head and row
-    "How many products of a query with a key are computed, those that a mask throws away included."
+    "The number of products of a query with a key, including those that a mask discards."
     if cached or not 0 < window < length or length <= 2 * block:
         return length * (cached + length)
     ends = ((a, min(a + block, length)) for a in range(0, length, block))
@@ -348,7 +337,7 @@ def flops_by_part(
     length: int | None = None,  # Tokens in a row; the longest sequence when None
     cached: int = 0,  # Tokens of each row that a cache remembers already
 ) -> dict[str, int]:  # Of one forward pass, logits for all positions included
-    "Where the operations of a model go, in closed form: matrix products only, two for each multiplication."
+    "Count the FLOPs of each kind of matrix product, in closed form: two for each multiplication."
     c, length = config, length or config.max_seq_len
     queries, keys, layers = c.n_heads * c.head_width, c.kv_heads * c.head_width, c.n_layers
     tokens, matrices = batch * length, 3 if c.activation in GATED else 2
@@ -368,7 +357,7 @@ def count_flops(
     batch: int = 1,  # Rows
     length: int | None = None,  # Tokens in a row; the longest sequence when None
     cached: int = 0,  # Tokens of each row that a cache remembers already
-    training: bool = False,  # Forward and backward; what gradient checkpointing computes again is not counted
+    training: bool = False,  # Forward and backward, without what gradient checkpointing recomputes
 ) -> int:
-    "Operations of one pass over a batch; rows packed from documents take the sum of what the documents take."
+    "FLOPs of one pass over a batch; a row packed from documents takes the sum of its documents'."
     return sum(flops_by_part(config, batch, length, cached).values()) * (3 if training else 1)

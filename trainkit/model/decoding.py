@@ -18,10 +18,10 @@ __all__ = ['Product', 'PRODUCTS', 'Look', 'HANDLED', 'joint', 'quick_norm', 'Dec
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #imports-fast_decoding
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,25 +29,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import KVCache
+from .layers import RMSNorm
+
+if TYPE_CHECKING:
+    from trainkit.model.config import ModelConfig
+    from trainkit.model.transformer import Block, Transformer
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #a163c277
-Product = Callable[
-    [Tensor], Tensor
-]  # (B, in) -> (B, out), in memory that the next call writes over
+# (B, in) -> (B, out), in memory that the next call writes over
+Product = Callable[[Tensor], Tensor]
+
+
+def _onednn(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 def joint(
     weights: Sequence[Tensor],  # (out, in) each, of layers that read the same input
     rows: int,  # B
 ) -> Product:
-    "All layers at once, side by side, from the weights as they are."
+    "The products of all layers, concatenated, from the weights as they are."
     sizes, first = [len(w) for w in weights], weights[0]
     if first.dtype.itemsize < 4 or rows > 8:  # Half precision, and many rows, have good routines
         linear = F.linear
-        if (
-            first.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-        ):  # oneDNN's, which F.linear leaves out
-            linear = lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+        if first.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+            linear = _onednn  # F.linear does not use it
         if len(weights) == 1:
             return lambda x: linear(x, first)
         return lambda x: torch.cat([linear(x, w) for w in weights], -1)
@@ -75,9 +81,7 @@ def _packed(weight: Tensor, rows: int) -> Product:
     if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():  # as before AVX-512
         return lambda x: F.linear(x.to(weight.dtype), weight)
     order = ops._reorder_linear_weight(weight, rows)
-    return lambda x: ops._linear_pointwise(
-        x.to(weight.dtype).contiguous(), order, None, "none", [], ""
-    )
+    return lambda x: _onednn(x.to(weight.dtype).contiguous(), order)
 
 
 def _int8(weight: Tensor, rows: int) -> Product:
@@ -88,9 +92,8 @@ def _int8(weight: Tensor, rows: int) -> Product:
     )
 
 
-PRODUCTS: dict[
-    str, Callable[[Tensor, int], Product]
-] = {  # From a weight (out, in) and the number of rows
+# From a weight (out, in) and the number of rows
+PRODUCTS: dict[str, Callable[[Tensor, int], Product]] = {
     "packed": _packed,
     "bfloat16": lambda weight, rows: _packed(weight.bfloat16(), rows),
     "int8": _int8,
@@ -98,65 +101,64 @@ PRODUCTS: dict[
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #e480a5ba
 def quick_norm(
-    norm: Any,  # Any norm of our model
+    norm: nn.Module,  # One of the norms of our model
 ) -> Callable[[Tensor], Tensor]:  # (..., d) -> (..., d), a new tensor
     "RMSNorm of float32 in four operations; other norms as they are."
-    if type(norm).__name__ != "RMSNorm" or norm.weight.dtype.itemsize < 4:
+    if not isinstance(norm, RMSNorm) or type(norm).__name__ != "RMSNorm":
+        return norm.forward
+    if norm.weight.dtype.itemsize < 4:
         return norm.forward
     weight, width = norm.weight.detach(), len(norm.weight)
     eps, weight = weight.new_tensor((width * norm.eps) ** 0.5), weight * width**0.5
     return lambda x: torch.mul(x, weight).div_(torch.linalg.vector_norm(x, 2, -1, True).hypot_(eps))
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #77dde938
-Look = Callable[
-    [int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]
-]  # Layer, new k, v -> all k, v, who may look
+# Layer, new k, v -> all k, v, and a mask
+Look = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 class _Layer:
     "One block, for one token a row."
 
     def __init__(
-        self, block: Any, config: Any, rows: int, make: Callable[[list[nn.Linear]], Product]
+        self,
+        block: "Block",
+        config: "ModelConfig",
+        rows: int,
+        make: Callable[[list[nn.Linear]], Product],
     ):
         attn, mlp, self.rows, self.index = block.self_attn, block.mlp, rows, block.self_attn.layer
-        self.heads, self.kv_heads, self.scale, self.softcap = (
-            config.n_heads,
-            config.kv_heads,
-            attn.scale,
-            attn.softcap,
-        )
+        self.heads, self.kv_heads = config.n_heads, config.kv_heads
+        self.scale, self.softcap = attn.scale, attn.softcap
         self.qkv, self.o = make([attn.q_proj, attn.k_proj, attn.v_proj]), make([attn.o_proj])
-        self.head_norms = (
-            (quick_norm(attn.q_norm), quick_norm(attn.k_norm)) if config.qk_norm else None
-        )
-        self.turned = attn.q_proj.weight.new_empty(
-            rows, self.heads + self.kv_heads, config.head_width
-        )
-        self.gated, self.bend, self.down = (
-            mlp.gate_proj is not None,
-            mlp.bend,
-            make([mlp.down_proj]),
-        )
-        self.up = make([mlp.gate_proj, mlp.up_proj] if self.gated else [mlp.up_proj])
+        self.head_norms = None
+        if config.qk_norm:
+            self.head_norms = quick_norm(attn.q_norm), quick_norm(attn.k_norm)
+        heads = self.heads + self.kv_heads
+        self.turned = attn.q_proj.weight.new_empty(rows, heads, config.head_width)
+        self.gated, self.bend = mlp.gate_proj is not None, mlp.bend
+        self.down = make([mlp.down_proj])
+        self.up = make([mlp.up_proj] if mlp.gate_proj is None else [mlp.gate_proj, mlp.up_proj])
         names = ["input_layernorm", "post_attention_layernorm"]
         if config.sandwich_norm:
             names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         norms = [quick_norm(getattr(block, name)) for name in names]
-        same = lambda x: x
+        none = [_same, _same]
         if config.sandwich_norm:
-            self.before, self.after, self.end = norms[::2], norms[1::2], [same, same]
+            self.before, self.after, self.end = norms[::2], norms[1::2], none
         elif config.pre_norm:
-            self.before, self.after, self.end = norms, [same, same], [same, same]
+            self.before, self.after, self.end = norms, none, none
         else:
-            self.before, self.after, self.end = [same, same], [same, same], norms
+            self.before, self.after, self.end = none, none, norms
 
     def attention(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, look: Look) -> Tensor:
         heads, kv_heads, turned = self.heads, self.kv_heads, self.turned
-        both = self.qkv(x).unflatten(
-            1, (heads + 2 * kv_heads, turned.shape[2])
-        )  # (B, H + 2·H_kv, D)
-        qk, v = both[:, : heads + kv_heads], both[:, heads + kv_heads :]
+        qkv = self.qkv(x).unflatten(1, (heads + 2 * kv_heads, -1))  # (B, H + 2·H_kv, D)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.head_norms is not None:
             parts = zip(self.head_norms, qk.split([heads, kv_heads], 1), strict=True)
             qk = torch.cat([norm(part) for norm, part in parts], 1)
@@ -167,9 +169,8 @@ class _Layer:
             torch.mul(qk, cos, out=turned)
             turned[..., :half].addcmul_(qk[..., half:], sin, value=-1)
             turned[..., half:].addcmul_(qk[..., :half], sin)
-        k, v, bias = look(
-            self.index, turned[:, heads:, None], v[:, :, None].to(turned.dtype)
-        )  # (B, H_kv, S, D)
+        v = v[:, :, None].to(turned.dtype)
+        k, v, bias = look(self.index, turned[:, heads:, None], v)  # (B, H_kv, S, D)
         q = turned[:, :heads].unflatten(1, (kv_heads, -1))  # (B, H_kv, H / H_kv, D)
         if self.softcap is None:
             out = F.scaled_dot_product_attention(q, k, v, bias, scale=self.scale)
@@ -193,12 +194,11 @@ class DecodePlan:
 
     def __init__(
         self,
-        model: Any,  # A `Transformer` that `unsupported_reason` has nothing against
-        cache: KVCache,  # What the model has read so far; the plan goes on with it
+        model: "Transformer",  # One for which `unsupported_reason` is empty
+        cache: KVCache,  # The tokens so far; the plan continues with it
         rows: int = 1,  # B
         gaps: Tensor | None = None,  # (B,), empty places at the left of each row
-        weights: str
-        | None = None,  # A copy to work with, out of `PRODUCTS`; None: the weights as they are
+        weights: str | None = None,  # A copy, one of `PRODUCTS`; None: the weights as they are
     ):
         config, decoder, head = model.config, model.model, model.lm_head
         if weights is not None and weights not in PRODUCTS:
@@ -207,35 +207,29 @@ class DecodePlan:
             )
 
         def make(layers: list[nn.Linear]) -> Product:
-            parts, bias = [layer.weight.detach() for layer in layers], layers[0].bias
-            product = (
-                joint(parts, rows) if weights is None else PRODUCTS[weights](torch.cat(parts), rows)
-            )
-            if bias is None:
+            parts = [layer.weight.detach() for layer in layers]
+            if weights is None:
+                product = joint(parts, rows)
+            else:
+                product = PRODUCTS[weights](torch.cat(parts), rows)
+            if layers[0].bias is None:
                 return product
             bias = torch.cat([layer.bias.detach() for layer in layers])
             return lambda x: product(x).add_(bias)
 
         with torch.no_grad():
-            self.layers = [_Layer(block, config, rows, make) for block in decoder.layers]
+            blocks = cast("Iterable[Block]", decoder.layers)
+            self.layers = [_Layer(block, config, rows, make) for block in blocks]
             self.head, self.norm = make([head]), quick_norm(decoder.norm)
             self.embed, self.places = decoder.embed_tokens.weight.detach(), decoder.embed_positions
-            self.scale = (
-                self.embed.new_tensor(config.d_model**0.5) if config.scale_embeddings else None
-            )
-            self.cache, self.gaps, self.softcap, self.bias, self.angles = (
-                cache,
-                gaps,
-                config.logit_softcap,
-                None,
-                None,
-            )
+            self.scale = self.bias = self.angles = None
+            if config.scale_embeddings:
+                self.scale = self.embed.new_tensor(config.d_model**0.5)
+            self.cache, self.gaps, self.softcap = cache, gaps, config.logit_softcap
             room = torch.arange(cache.max_length, device=self.embed.device)
             if (angles := decoder.angles(room[None], self.embed.dtype)) is not None:
-                self.angles = (
-                    torch.cat((angles[0], angles[0]), -1)[0],
-                    angles[1][0],
-                )  # (length, 1, D or D/2)
+                cos, sin = angles
+                self.angles = torch.cat((cos, cos), -1)[0], sin[0]  # (length, 1, D or D/2)
             if gaps is not None:  # (B, 1, 1, length), minus infinity where a row has no token
                 self.bias = self.embed.new_zeros(rows, 1, 1, len(room))
                 self.bias.masked_fill_(room < gaps[:, None, None, None], -torch.inf)
@@ -255,11 +249,9 @@ class DecodePlan:
         ids: Tensor,  # (B,), the newest token of each row
     ) -> Tensor:  # (B, V), logits of the next
         "Read one token a row; the cache grows by it."
-        position: Any = (
-            self.cache.length
-            if self.gaps is None
-            else (self.cache.length - self.gaps).clamp_(min=0)
-        )
+        position: int | Tensor = self.cache.length
+        if self.gaps is not None:
+            position = (position - self.gaps).clamp_(min=0)
         x, angles = F.embedding(ids, self.embed), None
         if self.scale is not None:
             x *= self.scale
@@ -271,54 +263,49 @@ class DecodePlan:
             x = layer(x, angles, self._look)
         self.cache.length += 1
         logits = self.head(self.norm(x)).clone(memory_format=torch.contiguous_format)
-        return (
-            logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        )
+        if self.softcap is None:
+            return logits
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
 # %% ../../nbs/03_model/11_fast_decoding.ipynb #204367ef
 HANDLED = frozenset(
-    """vocab_size d_model n_heads n_layers d_ff max_seq_len n_kv_heads head_dim dropout attention_dropout
-    activation norm norm_eps pre_norm sandwich_norm position rope_theta rope_scaling layer_windows qk_norm bias
-    query_pre_attn_scalar attn_softcap logit_softcap scale_embeddings tie_embeddings init_std
-    gradient_checkpointing""".split()
+    """vocab_size d_model n_heads n_layers d_ff max_seq_len n_kv_heads head_dim dropout
+    attention_dropout activation norm norm_eps pre_norm sandwich_norm position rope_theta
+    rope_scaling layer_windows qk_norm bias query_pre_attn_scalar attn_softcap logit_softcap
+    scale_embeddings tie_embeddings init_std gradient_checkpointing""".split()
 )
-_PARTS = frozenset(
-    "Transformer Decoder Block Attention MLP RMSNorm RMSNorm1p LayerNorm Linear Embedding Dropout Identity "
-    "ModuleList".split()
+_MODULES = frozenset(
+    """Transformer Decoder Block Attention MLP RMSNorm RMSNorm1p LayerNorm Linear Embedding Dropout
+    Identity ModuleList""".split()
 )
 
 
 def unsupported_reason(
     model: nn.Module,
-) -> str:  # Why there is no plan for it; '' where there can be one
-    "What in a model a `DecodePlan` would pass over."
+) -> str:  # Empty if it can have one
+    "Why a model cannot have a `DecodePlan`."
     kind, config = type(model), getattr(model, "config", None)
-    if config is None or (kind.__name__, kind.__module__) != (
-        "Transformer",
-        "trainkit.model.transformer",
-    ):
+    ours = ("Transformer", "trainkit.model.transformer")
+    if config is None or (kind.__name__, kind.__module__) != ours:
         return f"{kind.__name__} is not our Transformer"
     weights, scaling = list(model.parameters()), config.rope_scaling or {}
     for field in fields(config):
         if field.name not in HANDLED and (value := getattr(config, field.name)) != field.default:
             return f"{field.name} = {value!r} is not planned for"
     if scaling.get("rope_type") == "dynamic":
-        return "dynamic rotary scaling turns by the length of the text"
+        return "dynamic rotary scaling depends on the length of the text"
     for name, module in model.named_modules():
         kind = type(module)
-        if kind.__name__ not in _PARTS or kind.__module__.split(".")[0] not in (
-            "torch",
-            "trainkit",
-        ):
+        package = kind.__module__.split(".")[0]
+        if kind.__name__ not in _MODULES or package not in ("torch", "trainkit"):
             return f"{name} is a {kind.__name__}"
         if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
             return f"{name or 'the model'} has a hook or a forward of its own"
         if module.training:
             return f"{name or 'the model'} is in training mode"
-    if odd := next(
-        (p for p in weights if type(p).__name__ not in ("Parameter", "FakeTensor")), None
-    ):
-        return f"a weight is a {type(odd).__name__}"
+    plain = ("Parameter", "FakeTensor")
+    if odd := [kind for p in weights if (kind := type(p).__name__) not in plain]:
+        return f"a weight is a {odd[0]}"
     if len({(p.dtype, p.device) for p in weights}) > 1:
         return "its weights differ in number format or device"
     if torch.is_autocast_enabled(weights[0].device.type):
@@ -327,19 +314,19 @@ def unsupported_reason(
 
 # %% ../../nbs/03_model/12_static_shapes.ipynb #88c380ea
 class _Memory:
-    "A cache, as far as `Attention` knows: writes at one position, and gives all of its places."
+    "Stands in for a `KVCache`: writes at one position, and returns all of its places."
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], position: Tensor):
         self.keys, self.values, self.position = keys, values, position
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        for old, new in ((self.keys, k), (self.values, v)):
-            old[layer].index_copy_(2, self.position, new)
+        self.keys[layer].index_copy_(2, self.position, k)
+        self.values[layer].index_copy_(2, self.position, v)
         return self.keys[layer], self.values[layer]
 
 
 def fixed_step(
-    model: Any,  # `Transformer` in eval mode
+    model: "Transformer",  # In eval mode
     ids: Tensor,  # (B,), the newest token of each row
     position: Tensor,  # (1,), its place in the cache
     gaps: Tensor,  # (B,), empty places at the left of each row
@@ -348,10 +335,8 @@ def fixed_step(
 ) -> Tensor:  # (B, V), logits of the next
     "One token a row with tensors of the same shapes at every position."
     config, decoder = model.config, model.model
-    x, places = (
-        decoder.embed_tokens(ids)[:, None],
-        (position - gaps).clamp(min=0)[:, None],
-    )  # (B, 1, d), (B, 1)
+    x = decoder.embed_tokens(ids)[:, None]  # (B, 1, d)
+    places = (position - gaps).clamp(min=0)[:, None]  # (B, 1)
     if config.scale_embeddings:
         x = x * torch.tensor(config.d_model**0.5, dtype=x.dtype, device=x.device)
     if decoder.embed_positions is not None:
@@ -359,50 +344,52 @@ def fixed_step(
     angles, memory = decoder.angles(places, x.dtype), _Memory(keys, values, position)
     room = torch.arange(keys[0].shape[2], device=ids.device)
     written = (room <= position) & (room >= gaps[:, None, None, None])  # (B, 1, 1, length)
-    for layer, window in zip(
-        decoder.layers, config.layer_windows or [0] * config.n_layers, strict=True
-    ):
-        x = layer(x, angles, written & (room > position - window) if window else written, memory)
+    windows = config.layer_windows or [0] * config.n_layers
+    for layer, window in zip(decoder.layers, windows, strict=True):
+        mask = written & (room > position - window) if window else written
+        x = layer(x, angles, mask, memory)
     logits, cap = model.lm_head(decoder.norm(x))[:, -1], config.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 # %% ../../nbs/03_model/12_static_shapes.ipynb #befa8672
-_KEPT: WeakKeyDictionary[Any, dict] = (
-    WeakKeyDictionary()
-)  # Model -> (rows, length, backend, format, device) -> a step
+# Model -> (rows, length, backend, dtype, device) -> a step
+_STEPS: WeakKeyDictionary[nn.Module, dict[tuple, "CompiledStep"]] = WeakKeyDictionary()
 
 
 class CompiledStep:
     "`fixed_step` through `torch.compile`, and the cache that it writes to."
 
-    def __init__(self, config: Any, like: Tensor, rows: int, length: int, backend: str):
+    def __init__(self, config: "ModelConfig", like: Tensor, rows: int, length: int, backend: str):
         cuda = like.device.type == "cuda"
-        options: dict[str, Any] = (
-            dict(mode="reduce-overhead") if cuda and backend == "inductor" else {}
-        )
+        options: dict[str, Any] = {}
+        if cuda and backend == "inductor":
+            options["mode"] = "reduce-overhead"
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
             options["isolate_recompiles"] = True
-        self.run = torch.compile(
-            fixed_step, fullgraph=True, dynamic=False, backend=backend, **options
-        )
+        options |= dict(fullgraph=True, dynamic=False, backend=backend)
+        self.run = torch.compile(fixed_step, **options)
         self.cache, shape = (
             KVCache(config.n_layers, length),
             (rows, config.kv_heads, length, config.head_width),
         )
-        for held in (self.cache.keys, self.cache.values):
-            held[:] = [like.new_zeros(shape) for _ in held]
+        for side in self.tensors():
+            side[:] = [like.new_zeros(shape) for _ in side]
         self.position = torch.zeros(1, dtype=torch.int64, device=like.device)
         self.gaps = torch.zeros(rows, dtype=torch.int64, device=like.device)
-        if cuda:  # A CUDA graph knows memory by its address
-            for held in (*self.cache.keys, *self.cache.values, self.position, self.gaps):
-                torch._dynamo.mark_static_address(held)  # type: ignore
+        if cuda:  # A CUDA graph refers to memory by its address
+            keys, values = self.tensors()
+            for tensor in (*keys, *values, self.position, self.gaps):
+                torch._dynamo.mark_static_address(tensor)
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:  # The cache's own lists
+        return cast("list[Tensor]", self.cache.keys), cast("list[Tensor]", self.cache.values)
 
     def clear(self) -> None:
-        "Forget the last text; zeros, for what is masked is multiplied by 0, and 0 times a NaN of that text is NaN."
+        "Remove the last text, also its NaNs: masked values are multiplied by 0."
         self.cache.length = 0
-        for held in (*self.cache.keys, *self.cache.values):
-            if held is not None:
-                held.zero_()
+        keys, values = self.tensors()
+        for tensor in (*keys, *values):
+            tensor.zero_()
 
     def step(
         self,
@@ -411,23 +398,20 @@ class CompiledStep:
     ) -> Tensor:  # (B, V), logits of the next
         "Read one token a row; the cache grows by it."
         self.position.fill_(self.cache.length)
-        logits = self.run(
-            model, ids.contiguous(), self.position, self.gaps, self.cache.keys, self.cache.values
-        )  # type: ignore
+        places = (self.position, self.gaps, *self.tensors())
+        logits = self.run(cast("Transformer", model), ids.contiguous(), *places)
         self.cache.length += 1
         return logits.clone()  # The next step writes over a CUDA graph's results
 
 
 def find_backend(
-    compile: bool | str,  # True: 'inductor'; or a name out of `torch.compiler.list_backends(())`
-) -> str | None:  # None where nothing is to be compiled; raises `ValueError` for an unknown name
-    "What `torch.compile` should work with."
+    compile: bool | str,  # True: 'inductor'; or a name in `torch.compiler.list_backends(())`
+) -> str | None:  # None: do not compile
+    "The backend for `torch.compile`; raises `ValueError` for an unknown name."
     if compile is False:
         return None
-    backend, names = (
-        "inductor" if compile is True else compile,
-        torch.compiler.list_backends(exclude_tags=()),
-    )  # type: ignore
+    backend = "inductor" if compile is True else compile
+    names = torch.compiler.list_backends(exclude_tags=())  # type: ignore
     if backend in names:
         return backend
     raise ValueError(
@@ -440,22 +424,22 @@ def compiled_step(
     model: nn.Module,  # In eval mode
     rows: int,  # B
     length: int,  # Tokens of the longest row at its end
-    backend: str = "inductor",  # What `find_backend` gives; 'eager' compiles nothing
-) -> Iterator[
-    CompiledStep | None
-]:  # With an empty cache for the prompts; None where a warning has said why not
+    backend: str = "inductor",  # From `find_backend`; 'eager' compiles nothing
+) -> Iterator[CompiledStep | None]:  # With an empty cache; None after a warning with the reason
     "A step for the texts written inside the block."
     reason, step, like = unsupported_reason(model), None, next(model.parameters())
     length = max(64, 1 << (length - 1).bit_length())
-    key, kept = (rows, length, backend, like.dtype, like.device), _KEPT.setdefault(model, {})
-    if not reason and (step := kept.pop(key, None)) is None:
+    key, steps = (rows, length, backend, like.dtype, like.device), _STEPS.setdefault(model, {})
+    if not reason and (step := steps.pop(key, None)) is None:
         try:
-            step = CompiledStep(model.config, like.detach(), rows, length, backend)
+            config = cast("Transformer", model).config
+            step = CompiledStep(config, like.detach(), rows, length, backend)
             with torch.no_grad():
                 step.step(model, torch.zeros(rows, dtype=torch.int64, device=like.device))
         except Exception as error:  # Whatever a compiler may fail with
             step, error = None, getattr(error, "inner_exception", error)
-            reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')}"
+            lines = str(error).strip().splitlines() or ["no message"]
+            reason = f"{type(error).__name__}: {lines[0]}"
     if step is None:
         warnings.warn(f"compile is left out: {reason}", stacklevel=4)
         yield None
@@ -464,4 +448,4 @@ def compiled_step(
     try:
         yield step
     finally:
-        kept[key] = step
+        steps[key] = step

@@ -31,36 +31,28 @@ from ..system import bound_kernels
 # %% ../../nbs/03_model/05_layers.ipynb #fb40e22b
 def by_hand(
     x: Tensor,
-) -> bool:  # On a CPU, in full precision, and nobody compiles
-    "Whether a derivative worked out by hand is worth its while for `x`."
-    return (
-        x.device.type == "cpu"
-        and x.dtype in (torch.float32, torch.float64)
-        and not torch.compiler.is_compiling()
-    )
+) -> bool:  # On a CPU, in full precision, and not compiled
+    "Whether a derivative written by hand is worth it for `x`."
+    full = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return full and not torch.compiler.is_compiling()
 
 
 def autocast_dtype(
     x: Tensor,
 ) -> torch.dtype:  # `x`'s own without autocast
-    "What a matrix product over `x` computes in."
+    "The dtype in which a matrix product with `x` is computed."
     kind = x.device.type
     narrow = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if narrow else x.dtype
 
 # %% ../../nbs/03_model/05_layers.ipynb #7e06ffa6
 class _RMSNorm(torch.autograd.Function):
-    "`F.rms_norm` whose backward pass borrows LayerNorm's kernel: with a mean of 0 it lacks one term."
+    "`F.rms_norm` whose backward pass uses LayerNorm's kernel, with a mean of 0."
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        scale = (
-            torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            .square_()
-            .div_(x.shape[-1])
-            .add_(eps)
-            .rsqrt_()
-        )
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight).to(dtype)
 
@@ -68,16 +60,10 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore
         x, weight, scale = ctx.saved_tensors
-        grad = grad.to(x.dtype)
+        grad, mean = grad.to(x.dtype), torch.zeros_like(scale)
+        wanted = [True, ctx.needs_input_grad[1], False]  # Gradients of x, weight and bias
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad,
-            x,
-            weight.shape,
-            torch.zeros_like(scale),
-            scale,
-            weight,
-            None,
-            [True, ctx.needs_input_grad[1], False],
+            grad, x, weight.shape, mean, scale, weight, None, wanted
         )
         # LayerNorm takes out the mean, we do not
         centred = (grad @ weight).unsqueeze_(-1).mul_(scale).div_(len(weight))
@@ -113,10 +99,9 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore
         gate, up = ctx.saved_tensors
-        slope = grad * up  # becomes the gradient of the gate in place
-        return torch.ops.aten.silu_backward.grad_input(slope, gate, grad_input=slope), F.silu(
-            gate
-        ).mul_(grad)
+        slope = grad * up  # Becomes the gradient of the gate, in place
+        grad_gate = torch.ops.aten.silu_backward.grad_input(slope, gate, grad_input=slope)
+        return grad_gate, F.silu(gate).mul_(grad)
 
 
 def swiglu(
@@ -131,7 +116,7 @@ def swiglu(
 # %% ../../nbs/03_model/05_layers.ipynb #d1442f0c
 @contextmanager
 def _onednn():
-    "Float32 products may be rounded to bfloat16, and so go to oneDNN."
+    "Allow float32 products to be rounded to bfloat16, so that they go to oneDNN."
     matmul = torch.backends.mkldnn.matmul  # type: ignore
     before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
@@ -142,14 +127,15 @@ def _onednn():
 
 @cache
 def onednn_is_exact() -> bool:
-    "Whether oneDNN multiplies in full float32 here even where it may round."
-    bound_kernels()  # The first product says for all how many shapes are kept
+    "Whether oneDNN multiplies in full float32 here even though it may round."
+    bound_kernels()  # Before the first product, which fixes how many shapes are cached
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.backends.mkldnn, "matmul"):
         return False
     x = torch.full((256, 256), 1 + 2**-12, device="cpu")
     with torch.no_grad(), torch.autocast("cpu", enabled=False), _onednn():
-        found = x @ x
-    return torch.allclose(found, torch.full_like(found, 256 * (1 + 2**-12) ** 2), rtol=1e-6, atol=0)
+        square = x @ x
+    exact = torch.full_like(square, 256 * (1 + 2**-12) ** 2)
+    return torch.allclose(square, exact, rtol=1e-6, atol=0)
 
 
 def onednn_pays() -> bool:
@@ -157,10 +143,8 @@ def onednn_pays() -> bool:
     return torch.backends.cpu.get_cpu_capability() != "AVX2" and onednn_is_exact()
 
 
-def fast_products() -> (
-    AbstractContextManager
-):  # Within it float32 products go to oneDNN where that pays
-    "The faster of the two libraries for products on a CPU."
+def fast_products() -> AbstractContextManager:
+    "Inside the block float32 products go to the faster of the two libraries of a CPU."
     return nullcontext() if torch.compiler.is_compiling() or not onednn_pays() else _onednn()
 
 # %% ../../nbs/03_model/05_layers.ipynb #adc5cc32
@@ -186,22 +170,18 @@ class Linear(nn.Linear):
     "`nn.Linear`, by the faster product on a CPU."
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in_features) -> (..., out_features)
-        few = x.numel() < 64 * self.in_features  # A token or two are not worth the way
-        if (
-            self.bias is not None
-            or few
-            or not by_hand(x)
-            or autocast_dtype(x) != x.dtype
-            or not onednn_pays()
-        ):
+        few = x.numel() < 64 * self.in_features  # Not worth it for a token or two
+        if self.bias is not None or few or not by_hand(x):
             return F.linear(x, self.weight, self.bias)
-        return _Product.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])  # type: ignore
+        if autocast_dtype(x) != x.dtype or not onednn_pays():
+            return F.linear(x, self.weight, self.bias)
+        rows: Tensor = _Product.apply(x.flatten(0, -2), self.weight)  # type: ignore
+        return rows.unflatten(0, x.shape[:-1])
 
 # %% ../../nbs/03_model/05_layers.ipynb #4694e304
 SHORT, QUERIES = 512, 128  # Longest row for `short_attention`; queries in one block
-BY_FLOAT32 = (
-    torch.backends.cpu.get_cpu_capability() == "AVX2"
-)  # Whether bfloat16 is computed by way of float32; `torch.compile` cannot ask
+# Whether bfloat16 is computed by way of float32; asked here because `torch.compile` cannot
+BY_FLOAT32 = torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
 class _ShortAttention(torch.autograd.Function):
@@ -228,33 +208,29 @@ class _ShortAttention(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore
         q, k, v, *weights = ctx.saved_tensors
         B, H, T, D = grad.shape
-        grad, grads = grad.reshape(B * H, T, D), [torch.empty_like(x) for x in (q, k, v)]
-        for w, a in reversed(
-            list(zip(weights, range(0, T, QUERIES), strict=True))
-        ):  # The last block reaches all keys
+        grad = grad.reshape(B * H, T, D)
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+        blocks = list(zip(weights, range(0, T, QUERIES), strict=True))
+        for w, a in reversed(blocks):  # The last block reaches all keys
             b = min(a + QUERIES, T)
             part = grad[:, a:b]
             slope = torch.ops.aten._softmax_backward_data(part @ v[:, :b].mT, w, -1, w.dtype)
-            grads[0][:, a:b] = slope @ k[:, :b]
-            for total, more in ((grads[1], slope.mT @ q[:, a:b]), (grads[2], w.mT @ part)):
+            grad_q[:, a:b] = slope @ k[:, :b]
+            for total, more in ((grad_k, slope.mT @ q[:, a:b]), (grad_v, w.mT @ part)):
                 if b == T:
                     total.copy_(more)
                 else:
                     total[:, :b] += more
-        grads[0].mul_(ctx.scale)
-        return *(x.view(B, H, T, D) for x in grads), None
+        grad_q.mul_(ctx.scale)
+        return *(x.view(B, H, T, D) for x in (grad_q, grad_k, grad_v)), None
 
 
 def is_short(
     q: Tensor,  # (B, H, T, D)
 ) -> bool:  # bfloat16 on a CPU, rows of 2 to `SHORT` tokens
     "Whether `short_attention` is clearly the faster way."
-    return (
-        q.device.type == "cpu"
-        and q.dtype == torch.bfloat16
-        and 1 < q.shape[2] <= SHORT
-        and not BY_FLOAT32
-    )
+    half = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    return half and 1 < q.shape[2] <= SHORT and not BY_FLOAT32
 
 
 def short_attention(
@@ -270,12 +246,12 @@ def short_attention(
 
 # %% ../../nbs/03_model/06_cross_entropy.ipynb #61fdc63b
 def check_ids(
-    name: str,  # What holds the ids, for the message
-    ids: Tensor,  # Any shape
-    size: int,  # How many there are; the last one is size - 1
-    remedy: str,  # What to do or to ask oneself
-) -> None:  # Raises `ValueError`
-    "Refuse ids that do not exist; only on a CPU, for a GPU would have to stop and wait."
+    name: str,  # What the ids are called in the message
+    ids: Tensor,  # Of all shapes
+    size: int,  # The number of ids; the last one is size - 1
+    remedy: str,  # What to do about it, or what to check
+) -> None:
+    "Raise `ValueError` for ids that do not exist; only on a CPU, for a GPU would have to wait."
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
         return
     low, high = (int(x) for x in ids.aminmax())
@@ -285,7 +261,7 @@ def check_ids(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    "Sum of the losses; each chunk leaves its gradient behind in the forward pass, while its logits are there."
+    "The sum of the losses; the gradient of each chunk is computed in the forward pass."
 
     @staticmethod
     def forward(
@@ -306,9 +282,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         squares = torch.zeros_like(total)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        store = head.new_empty(
-            min(rows, len(hidden)), len(head)
-        )  # One chunk of logits, used again and again
+        store = head.new_empty(min(rows, len(hidden)), len(head))  # Logits of one chunk, reused
         for start in range(0, len(hidden), rows):
             h, y = hidden[start : start + rows].to(dtype), labels[start : start + rows, None]
             logits = torch.mm(h, head.T, out=store[: len(h)]).to(wide)
@@ -343,29 +317,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor, _):  # type: ignore
-        return (
-            *(
-                (g * grad).to(dtype) if g is not None else None
-                for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-            ),
-            None,
-            None,
-            None,
-            None,
-            None,
+        grads = (
+            (g * grad).to(dtype) if g is not None else None
+            for g, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
+        return *grads, None, None, None, None, None
 
 
 def chunked_cross_entropy(
     hidden: Tensor,  # (..., D)
     weight: Tensor,  # (V, D), the output embedding
-    labels: Tensor,  # (...) int64, the id that each position should predict; ignore_index where there is none
+    labels: Tensor,  # (...) int64, the id that each position should predict, or ignore_index
     ignore_index: int = -100,  # A label to leave out
     reduction: str = "mean",  # 'mean' over the labels that count, or 'sum'
     softcap: float | None = None,  # Logits become softcap·tanh(logits / softcap)
     chunk_size: int | None = None,  # Positions at a time; None chooses
-    z_loss: float = 0.0,  # Adds so much of (log Z)², where Z is the sum of the exponentials of the logits
-    return_squares: bool = False,  # Also give the mean (or sum) of (log Z)², without gradient; 0 without z_loss
+    z_loss: float = 0.0,  # Weight of (log Z)² in the loss; Z is the sum of exp(logits)
+    return_squares: bool = False,  # Also return the mean (or sum) of (log Z)²; 0 without z_loss
 ) -> Any:  # A scalar, at least float32, or two
     "`F.cross_entropy(hidden @ weight.T, labels)` that never holds more than a chunk of the logits."
     if reduction not in ("mean", "sum"):
@@ -376,17 +344,16 @@ def chunked_cross_entropy(
         "labels", labels.masked_fill(~trained, 0), len(weight), "do they come from this vocabulary?"
     )
     count, targets = trained.sum(), labels.masked_fill(~trained, -1)
-    if (
-        on_cpu and not torch.compiler.is_compiling() and count < len(labels)
-    ):  # A GPU would have to stop and wait
+    # A GPU would have to wait for the count
+    if on_cpu and not torch.compiler.is_compiling() and count < len(labels):
         some = trained.nonzero().squeeze(1)
         hidden, targets = hidden.index_select(0, some), targets[some]
-    rows = chunk_size or max(
-        256, 2 ** (21 if on_cpu else 27) // len(weight)
-    )  # A short product reads the whole vocabulary for little
+    # A short product reads the whole vocabulary for little
+    rows = chunk_size or max(256, 2 ** (21 if on_cpu else 27) // len(weight))
     with fast_products():
-        found = _ChunkedCrossEntropy.apply(
+        total, squares = _ChunkedCrossEntropy.apply(  # type: ignore
             hidden, weight, targets, softcap, z_loss, rows, torch.is_grad_enabled()
         )
-    total, squares = found if reduction == "sum" else (x / count for x in found)  # type: ignore
+    if reduction == "mean":
+        total, squares = total / count, squares / count
     return (total, squares) if return_squares else total

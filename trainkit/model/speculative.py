@@ -22,7 +22,7 @@ from torch import Tensor
 from .attention import BACK, KVCache
 from .decoding import DecodePlan, unsupported_reason
 from .generation import Processor, SamplingConfig, adjust, check_request, draw
-from .generation import eval_mode
+from .generation import Prompts, Tokenizer, eval_mode
 from .transformer import Transformer
 
 # %% ../../nbs/03_model/13_speculative_decoding.ipynb #ddd9f627
@@ -31,16 +31,13 @@ def verify(
     q: Tensor,  # (N, V), probabilities that the guesses were drawn from
     guess: Tensor,  # (N,) ids
     u: Tensor,  # (N, 2), uniform in (0, 1]
-) -> tuple[
-    Tensor, Tensor
-]:  # (N,) bool, which guesses stay; (N,) ids, each guess or what replaces it
-    "Guesses drawn from `q` become draws from `p` (Leviathan et al. 2023, section 2.3)."
+) -> tuple[Tensor, Tensor]:  # (N,) bool, which guesses stay; (N,) ids, the guess or another
+    "Turn guesses drawn from `q` into draws from `p` (Leviathan et al. 2023, section 2.3)."
     ratio = p.gather(1, guess[:, None]) / q.gather(1, guess[:, None])
     keep = u[:, 0] <= ratio[:, 0]
     rest = (p - q).clamp_(min=0)
-    rest = torch.where(
-        rest.sum(-1, keepdim=True) > 0, rest, p
-    )  # Equal but for rounding: then every guess stays
+    # If they are equal but for rounding, every guess stays
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
     return keep, torch.where(keep, guess, draw(rest.log(), u[:, 1]))
 
 # %% ../../nbs/03_model/13_speculative_decoding.ipynb #fe41899b
@@ -48,22 +45,18 @@ class _Reader:
     "A model and its cache, which reads what it has not read yet."
 
     def __init__(self, model: Transformer, room: int):
-        self.model, self.cache = (
-            model,
-            KVCache(model.config.n_layers, room, model.config.layer_windows),
-        )
+        self.model = model
+        self.cache = KVCache(model.config.n_layers, room, model.config.layer_windows)
         planned = not unsupported_reason(model) and model.device.type == "cpu"
         self.plan = DecodePlan(model, self.cache) if planned else None
 
-    def read(
-        self, ids: Tensor, last: int = 1
-    ) -> Tensor:  # (T,), of which the cache holds the beginning -> (last, V)
+    def read(self, ids: Tensor, last: int = 1) -> Tensor:
+        "(T,), of which the cache has the beginning -> (last, V)."
         new = ids[self.cache.length :]
         if self.plan is not None and len(new) == 1:
             return self.plan.step(new).float()
-        return (
-            self.model(new[None], past_key_values=self.cache, logits_to_keep=last).logits[0].float()
-        )
+        output = self.model(new[None], past_key_values=self.cache, logits_to_keep=last)
+        return output.logits[0].float()
 
 
 @torch.no_grad()
@@ -73,24 +66,16 @@ def speculate_row(
     row: list[int],  # The prompt
     config: SamplingConfig,
     eos: Sequence[int] = (),  # The row ends with any of these
-    processors: Sequence[
-        Processor
-    ] = (),  # Asked about both models, since the guesses have to fit them too
+    processors: Sequence[Processor] = (),  # Applied to both models
     draft_tokens: int = 4,  # Guesses in a round
-) -> Iterator[
-    tuple[list[int], int]
-]:  # What a round has written, all but the last of it guessed; how many guesses it made
-    "Continue one row, a round at a time, until EOS, or until enough is written or a context is full."
+) -> Iterator[tuple[list[int], int]]:  # Tokens of a round, the last one not guessed; its guesses
+    "Continue one row, a round at a time, until EOS or until there is no room."
     limit = min(
         model.config.max_seq_len, draft_model.config.max_seq_len, len(row) + config.max_new_tokens
     )
     device, begin, length = model.device, len(row), len(row)
     ids = torch.tensor(row + [0] * (limit - begin), device=device)
-    generator = torch.Generator()
-    if config.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(config.seed)
+    generator = config.generator()
     target, draft = _Reader(model, limit), _Reader(draft_model, limit)
 
     def probabilities(logits: Tensor, end: int) -> Tensor:  # (V,), for the token at position `end`
@@ -130,35 +115,20 @@ def speculate_row(
 def speculate(
     model: Transformer,
     draft_model: Transformer,  # Smaller, with the same vocabulary
-    input_ids: Any,  # One prompt: a text, ids, or a tensor (T,) or (1, T)
+    input_ids: Prompts,  # One prompt: a text, ids, or a tensor (T,) or (1, T)
     max_new_tokens: int = 100,
     temperature: float = 1.0,  # 0 takes the likeliest token
     draft_tokens: int = 4,  # Guesses in a round
-    tokenizer: Any = None,  # As in `generate`, like all that follows
+    tokenizer: Tokenizer | None = None,  # This and the next as in `generate`
     stop: Sequence[str] | str = (),
     eos_token_id: int | Sequence[int] | None = None,
     processors: Sequence[Processor] = (),
-    rounds: list
-    | None = None,  # Gets a pair for each round: the tokens it wrote, how many were guessed
+    # Gets a pair for each round: its tokens, and the number of guesses
+    rounds: list[tuple[list[int], int]] | None = None,
     **knobs: Any,  # The other knobs of `SamplingConfig`
 ) -> Any:  # Prompt and continuation, in the form of `input_ids`
     "Continue a prompt with the help of a draft model: tokens of `model`, in fewer of its steps."
-    for name, each in (("model", model), ("draft_model", draft_model)):
-        if not isinstance(each, Transformer):
-            raise TypeError(
-                f"{name} is a {type(each).__name__}, and must be our Transformer (load_pretrained "
-                "makes one of a folder); transformers has generate(assistant_model=…) for its own"
-            )
-        if (each.config.rope_scaling or {}).get("rope_type") == "dynamic":
-            raise ValueError(
-                f"{name} has dynamic rotary scaling, which turns by the length of the text: read several tokens "
-                "at a time, the text would be another one. Use generate"
-            )
-    sizes = [each.config.vocab_size for each in (model, draft_model)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"the models have vocabularies of {sizes[0]} and {sizes[1]} tokens, and must share one"
-        )
+    _check_models(model, draft_model)
     if not 1 <= draft_tokens < BACK:
         raise ValueError(f"draft_tokens is {draft_tokens}, and must be 1 to {BACK - 1}")
     knobs |= dict(max_new_tokens=max_new_tokens, temperature=temperature)
@@ -171,13 +141,12 @@ def speculate(
             f"speculate takes one prompt, not {len(rows)}: call it for each, or use generate"
         )
     new, shown = [], ""
+    options = (config, eos, processors, draft_tokens)
     with eval_mode(model), eval_mode(draft_model):
-        for round_ in speculate_row(
-            model, draft_model, rows[0], config, eos, processors, draft_tokens
-        ):
+        for tokens, guesses in speculate_row(model, draft_model, rows[0], *options):
             if rounds is not None:
-                rounds.append(round_)
-            for token in round_[0]:
+                rounds.append((tokens, guesses))
+            for token in tokens:
                 if text.stopped:
                     break
                 new.append(token)
@@ -186,11 +155,29 @@ def speculate(
             if text.stopped:
                 break
     if isinstance(input_ids, Tensor):
-        return torch.cat(
-            [input_ids, torch.tensor(new).to(input_ids).expand(*input_ids.shape[:-1], -1)], -1
-        )
+        added = torch.tensor(new).to(input_ids).expand(*input_ids.shape[:-1], -1)
+        return torch.cat([input_ids, added], -1)
     if isinstance(input_ids, str):
         return input_ids + shown + text.finish()
     if isinstance(input_ids[0], str):
         return [input_ids[0] + shown + text.finish()]
     return rows[0] + new if isinstance(input_ids[0], Integral) else [rows[0] + new]
+
+
+def _check_models(model: Transformer, draft_model: Transformer) -> None:
+    for name, each in (("model", model), ("draft_model", draft_model)):
+        if not isinstance(each, Transformer):
+            raise TypeError(
+                f"{name} is a {type(each).__name__}, and must be our Transformer (load_pretrained "
+                "makes one of a folder); transformers has generate(assistant_model=…) for its own"
+            )
+        if (each.config.rope_scaling or {}).get("rope_type") == "dynamic":
+            raise ValueError(
+                f"{name} has dynamic rotary scaling, which depends on the length of the text: "
+                "reading several tokens at a time would change the text. Use generate"
+            )
+    size, draft_size = model.config.vocab_size, draft_model.config.vocab_size
+    if size != draft_size:
+        raise ValueError(
+            f"the models have vocabularies of {size} and {draft_size} tokens, and must share one"
+        )

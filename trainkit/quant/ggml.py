@@ -25,15 +25,13 @@ import numpy as np
 from ..files import reading
 
 # %% ../../nbs/06_quant/03_ggml_blocks.ipynb #af6869bf
-def _floats(
-    blocks: np.ndarray, at: int
-) -> np.ndarray:  # (blocks, bytes) uint8 -> (blocks, 1): a 16-bit float in each
+def _floats(blocks: np.ndarray, at: int) -> np.ndarray:
+    "(blocks, bytes) uint8 -> (blocks, 1): the 16-bit float at a byte of each block."
     return blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)
 
 
-def _halves(
-    blocks: np.ndarray, at: int
-) -> np.ndarray:  # (blocks, bytes) uint8 -> (blocks, 32) codes below 16
+def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
+    "(blocks, bytes) uint8 -> (blocks, 32): the codes below 16 from a byte of each block on."
     return np.concatenate((blocks[:, at:] & 15, blocks[:, at:] >> 4), 1).astype(np.float32)
 
 
@@ -42,9 +40,8 @@ def _bfloat16(blocks: np.ndarray) -> np.ndarray:  # The upper half of a 32-bit f
 
 
 Unpack = Callable[[np.ndarray], np.ndarray]  # (blocks, bytes) uint8 -> (blocks, numbers) float32
-BLOCKS: dict[
-    int, tuple[str, int, int, Unpack]
-] = {  # Number in the file -> name, numbers and bytes of a block, w = …
+# Number in the file -> name, numbers and bytes of a block, and how it is unpacked
+BLOCKS: dict[int, tuple[str, int, int, Unpack]] = {
     0: ("F32", 1, 4, lambda b: b.view(np.float32)),
     1: ("F16", 1, 2, lambda b: b.view(np.float16).astype(np.float32)),
     2: ("Q4_0", 32, 18, lambda b: _floats(b, 0) * (_halves(b, 2) - 8)),
@@ -65,25 +62,11 @@ def unpack_blocks(
     _, _, size, unpack = known[kind]
     flat = np.ascontiguousarray(data).reshape(-1)
     if len(flat) % size:
-        raise ValueError(f"{len(flat)} bytes are no whole blocks of {kind}, which have {size}")
+        raise ValueError(f"{len(flat)} bytes are not whole blocks of {kind}, which have {size}")
     return unpack(flat.reshape(-1, size)).reshape(-1)
 
 # %% ../../nbs/06_quant/03_ggml_blocks.ipynb #5613f9ef
-_SCALARS = (
-    "B",
-    "b",
-    "H",
-    "h",
-    "I",
-    "i",
-    "f",
-    "?",
-    "",
-    "",
-    "Q",
-    "q",
-    "d",
-)  # struct's letters by GGUF's numbers; 8: text, 9: list
+_SCALARS = "BbHhIif?  Qqd"  # struct's letters by GGUF's type numbers; 8 is text, 9 a list
 
 
 @dataclass(frozen=True)
@@ -95,10 +78,8 @@ class Stored:
     shape: tuple[int, ...]  # As in torch: (out_features, in_features)
     data: np.ndarray  # uint8, in the mapped file
 
-    def numbers(
-        self,
-    ) -> np.ndarray:  # float32; raises `ValueError` for a kind that is not in `BLOCKS`
-        "Unpacked."
+    def numbers(self) -> np.ndarray:  # float32, with the shape of the tensor
+        "Unpack; raises `ValueError` for a kind that is not in `BLOCKS`."
         return unpack_blocks(self.data, self.kind).reshape(self.shape)
 
 
@@ -134,56 +115,47 @@ def _value(file: BinaryIO, kind: int) -> Any:
 def gguf_version(
     file: BinaryIO,  # Read from its beginning
 ) -> int:  # 2 or 3; raises `ValueError` for any other
-    "What the first eight bytes of a GGUF file say."
+    "The version, from the first eight bytes of a GGUF file."
     if file.read(4) != b"GGUF":
         raise ValueError(f"{file.name} is no GGUF file: it does not begin with those letters")
     if (version := _read(file, "I")) in (2, 3):
         return version
-    raise ValueError(
-        f"{file.name} has GGUF version {version}, and 2 and 3 are known: "
-        + (
-            "it is of the first weeks of GGUF, make it again"
-            if version == 1
-            else "it is big-endian, take a little-endian one"
-            if version in (2 << 24, 3 << 24)
-            else "it is probably damaged, copy or download it again"
-        )
-    )
+    advice = "it is probably damaged, copy or download it again"
+    if version == 1:
+        advice = "it is of the first weeks of GGUF, make it again"
+    elif version in (2 << 24, 3 << 24):
+        advice = "it is big-endian, take a little-endian one"
+    raise ValueError(f"{file.name} has GGUF version {version}, and 2 and 3 are known: {advice}")
 
 
 def open_gguf(
     path: str | Path,
-) -> tuple[
-    dict, dict[str, Stored]
-]:  # The facts, and the tensors by name; raises `ValueError` where it is no GGUF file
-    "The table of contents of a GGUF file (version 2 or 3, little-endian)."
+) -> tuple[dict, dict[str, Stored]]:  # The metadata, and the tensors by name
+    "Open a GGUF file (version 2 or 3, little-endian); raises `ValueError` if it is not one."
     with reading(path):
         return _open_gguf(Path(path))
+
+
+def _entry(file: BinaryIO) -> tuple[str, list[int], int, int]:  # Name, shape, kind, offset
+    name, dimensions = _text(file), _read(file, "I")
+    shape = [_read(file, "Q") for _ in range(dimensions)]
+    return name, shape, _read(file, "I"), _read(file, "Q")
 
 
 def _open_gguf(path: Path) -> tuple[dict, dict[str, Stored]]:
     with open(path, "rb") as file:
         gguf_version(file)
         tensors, count = _read(file, "Q"), _read(file, "Q")
-        facts = {_text(file): _value(file, _read(file, "I")) for _ in range(count)}
-        listed = [
-            (
-                _text(file),
-                [_read(file, "Q") for _ in range(_read(file, "I"))],
-                _read(file, "I"),
-                _read(file, "Q"),
-            )
-            for _ in range(tensors)
-        ]
-        align: int = facts.get("general.alignment", 32)
+        metadata = {_text(file): _value(file, _read(file, "I")) for _ in range(count)}
+        entries = [_entry(file) for _ in range(tensors)]
+        align: int = metadata.get("general.alignment", 32)
         start = -(-file.tell() // align) * align
-    data, found = np.memmap(path, np.uint8, "r"), {}
-    for name, shape, kind, offset in listed:
+    data, stored = np.memmap(path, np.uint8, "r"), {}
+    for name, shape, kind, offset in entries:
         label, numbers, size, _ = BLOCKS.get(kind, (str(kind), 1, 0, None))
         length = prod(shape) // numbers * size
-        if start + offset + length > len(data):
+        begin = start + offset
+        if begin + length > len(data):
             raise ValueError(f"{path} is cut short: '{name}' ends beyond its {len(data):,} bytes")
-        found[name] = Stored(
-            name, label, tuple(reversed(shape)), data[start + offset : start + offset + length]
-        )
-    return facts, found
+        stored[name] = Stored(name, label, tuple(reversed(shape)), data[begin : begin + length])
+    return metadata, stored

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..display import plural
+
 # %% ../../nbs/06_quant/02_int8.ipynb #7c5cb6a3
 @dataclass(frozen=True)
 class Int8Tensor:
@@ -30,13 +32,11 @@ class Int8Tensor:
 
     @property
     def nbytes(self) -> int:
-        "What it takes to keep."
-        return self.codes.nbytes + self.step.nbytes + (0 if self.zero is None else self.zero.nbytes)
+        "Bytes of all its parts."
+        return sum(part.nbytes for part in (self.codes, self.step, self.zero) if part is not None)
 
 
-def _grouped(
-    x: Tensor, blocksize: int
-) -> Tensor:  # (blocks, blocksize), the last one filled with zeros
+def _grouped(x: Tensor, blocksize: int) -> Tensor:  # (blocks, blocksize), padded with zeros
     flat = x.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -len(flat) % blocksize)).view(-1, blocksize)
 
@@ -45,7 +45,7 @@ def quantize_int8(
     x: Tensor,  # Any shape, floating point
     per: str = "row",  # 'tensor', 'row' (of the last dimension) or 'block'
     blocksize: int = 64,  # Of `per='block'`
-    symmetric: bool = True,  # Zero is code 0; False: the codes reach from the smallest number to the largest
+    symmetric: bool = True,  # Zero is code 0; False: the codes span smallest to largest number
 ) -> Int8Tensor:  # Raises `ValueError` for numbers that are not finite
     "Round to whole numbers of steps."
     if per not in ("tensor", "row", "block"):
@@ -54,36 +54,27 @@ def quantize_int8(
         raise ValueError(f"x holds {x.dtype}: quantize floating-point numbers")
     wide = x.detach().float()
     if not wide.isfinite().all():
-        raise ValueError(
-            f"x has {int((~wide.isfinite()).sum())} numbers that are not finite: a step cannot be made of them"
-        )
-    groups = (
-        _grouped(wide, blocksize)
-        if per == "block"
-        else wide.reshape(1, -1)
-        if per == "tensor"
-        else wide.reshape(-1, x.shape[-1])
-    )
+        count = int((~wide.isfinite()).sum())
+        raise ValueError(f"x has {plural(count, 'number')} not finite: no step fits them")
+    if per == "block":
+        groups = _grouped(wide, blocksize)
+    elif per == "tensor":
+        groups = wide.reshape(1, -1)
+    else:
+        groups = wide.reshape(-1, x.shape[-1])
     if symmetric:
         absmax = groups.abs().amax(1, keepdim=True).clamp(min=1e-30)
         codes, step, zero = (groups * (127 / absmax)).round(), absmax / 127, None
     else:
-        low, high = (
-            groups.amin(1, keepdim=True).clamp(max=0),
-            groups.amax(1, keepdim=True).clamp(min=0),
-        )  # 0.0 needs a code
+        low = groups.amin(1, keepdim=True).clamp(max=0)  # 0.0 needs a code
+        high = groups.amax(1, keepdim=True).clamp(min=0)
         step = ((high - low) / 255).clamp(min=1e-30)
         zero = (-128 - low / step).round()
         codes = ((groups / step).round() + zero).clamp(-128, 127)
     codes = codes.to(torch.int8).view(-1)[: x.numel()].view(x.shape)
     shape = dict(tensor=(), row=(*x.shape[:-1], 1), block=(-1,))[per]
-    return Int8Tensor(
-        codes,
-        step.view(shape),
-        None if zero is None else zero.view(shape),
-        x.dtype,
-        blocksize if per == "block" else 0,
-    )
+    zero = None if zero is None else zero.view(shape)
+    return Int8Tensor(codes, step.view(shape), zero, x.dtype, blocksize if per == "block" else 0)
 
 
 def dequantize_int8(
@@ -102,18 +93,14 @@ def dequantize_int8(
 def quantize_rows(
     x: Tensor,  # (rows, columns)
     threshold: float = 0.0,  # Numbers from here on are outliers; 0: there are none
-) -> tuple[
-    Tensor, Tensor, Tensor
-]:  # int8 codes, (rows,) float32 absmax, and the outlier columns, whose codes are 0
-    "A step for each row, made without the outliers (Dettmers et al. 2022, section 3)."
-    loud = x.abs() >= threshold if threshold > 0 else None
-    columns = (
-        loud.any(0).nonzero().view(-1)
-        if loud is not None
-        else torch.empty(0, dtype=torch.long, device=x.device)
-    )
-    if loud is not None and len(columns):
-        x = x.masked_fill(loud, 0)
+) -> tuple[Tensor, Tensor, Tensor]:  # int8 codes, (rows,) float32 absmax, outlier columns (codes 0)
+    "A step for each row, computed without the outliers (Dettmers et al. 2022, section 3)."
+    columns = torch.empty(0, dtype=torch.long, device=x.device)
+    if threshold > 0:
+        outliers = x.abs() >= threshold
+        columns = outliers.any(0).nonzero().view(-1)
+        if len(columns):
+            x = x.masked_fill(outliers, 0)
     absmax = x.abs().amax(1).float()
     codes = (x * (127 / absmax.clamp(min=1e-30))[:, None]).round().to(torch.int8)
     if len(columns) and len(x) > 1:
@@ -122,31 +109,28 @@ def quantize_rows(
 
 
 def _multiplies_bytes(a: Tensor, b: Tensor) -> bool:
-    "Whether the machine has a product of bytes that is faster than one of floats; a CPU without AVX-512 may take thirty times as long."
-    if a.device.type == "cpu":
+    "Whether a product of bytes is faster than one of floats on this machine."
+    if a.device.type == "cpu":  # Without AVX-512 it may take thirty times as long
         return torch.backends.cpu.get_cpu_capability().startswith(("AVX512", "AVX10", "AMX"))
     return a.is_cuda and len(a) > 16 and not (a.shape[1] % 8 or len(b) % 8)
 
 
 def _float_product(a: Tensor, b: Tensor) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m) int32
-    "The same whole numbers by way of float32, which holds all of them up to 2²⁴, and 128² · 1024 is no more."
+    "The same whole numbers in float32, which is exact up to 2²⁴ = 128² · 1024."
     total = torch.zeros(len(a), len(b), dtype=torch.int32, device=a.device)
-    rows = (
-        len(b) if a.device.type != "cpu" else max(2**18 // min(max(a.shape[1], 1), 1024), 1)
-    )  # A piece fits the cache
+    rows = len(b)
+    if a.device.type == "cpu":  # A piece fits the cache
+        rows = max(2**18 // min(max(a.shape[1], 1), 1024), 1)
     with torch.autocast(a.device.type, enabled=False):
         for at in range(0, a.shape[1], 1024):
             left = a[:, at : at + 1024].float()
             for i in range(0, len(b), rows):
-                total[:, i : i + rows] += (left @ b[i : i + rows, at : at + 1024].float().T).to(
-                    torch.int32
-                )
+                right = b[i : i + rows, at : at + 1024].float()
+                total[:, i : i + rows] += (left @ right.T).to(torch.int32)
     return total
 
 
-def _product(
-    a: Tensor, b: Tensor
-) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m) int32, the same on every machine
+def _product(a: Tensor, b: Tensor) -> Tensor:  # (n, k) and (m, k) int8 -> (n, m) int32, exact
     return torch.ops.aten._int_mm(a, b.T) if _multiplies_bytes(a, b) else _float_product(a, b)
 
 
@@ -159,10 +143,10 @@ def int8_linear(
 ) -> Tensor:  # (..., out_features), in the dtype of `x`
     "LLM.int8(): whole numbers for all columns but the loud ones (Dettmers et al. 2022, eq. 8)."
     flat = x.reshape(-1, x.shape[-1])
-    mine, scale, columns = quantize_rows(flat, threshold)
+    x_codes, scale, columns = quantize_rows(flat, threshold)
     if len(flat) == 1:
-        mine[:, columns] = 0
-    out = (_product(mine, codes).float() * (scale[:, None] * (absmax / 127**2))).to(x.dtype)
+        x_codes[:, columns] = 0
+    out = (_product(x_codes, codes).float() * (scale[:, None] * (absmax / 127**2))).to(x.dtype)
     if len(columns):
         out += flat[:, columns] @ (codes[:, columns] * (absmax / 127)[:, None]).to(x.dtype).T
     if bias is not None:

@@ -21,12 +21,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..display import plural
+
 # %% ../../nbs/06_quant/01_nf4.ipynb #bc5f9681
 def normal_codebook() -> Tensor:  # (16,) float32, from -1 to 1
-    "NF4: eight quantiles of the normal distribution above zero, seven below (Dettmers et al. 2023, section 3)."
-    outermost = (
-        0.9677083  # 1 - (1/30 + 1/32)/2: halfway between the last of 15 and of 16 equal shares
-    )
+    "NF4: eight normal quantiles above zero and seven below (Dettmers et al. 2023, section 3)."
+    # 1 - (1/30 + 1/32)/2: halfway between the last of 15 and of 16 equal shares
+    outermost = 0.9677083
     quantiles = [
         torch.special.ndtri(torch.linspace(outermost, 0.5, n + 1, device="cpu")[:-1].double())
         for n in (8, 7)
@@ -90,9 +91,8 @@ def unpack_codes(
 def dynamic_codebook() -> Tensor:  # (256,) float32, sorted
     "The dynamic 8-bit map (Dettmers et al. 2021, section 2.1)."
     data = [0.0, 1.0]
-    for power in range(
-        7
-    ):  # 2 ** power values between 10 ** (power - 7) and 10 ** (power - 6), of each sign
+    # 2 ** power values between 10 ** (power - 7) and 10 ** (power - 6), of each sign
+    for power in range(7):
         edges = torch.linspace(0.1, 1, 2**power + 1, device="cpu")
         means = 10.0 ** (power - 6) * ((edges[:-1] + edges[1:]) / 2)
         data += means.tolist() + (-means).tolist()
@@ -101,43 +101,33 @@ def dynamic_codebook() -> Tensor:  # (256,) float32, sorted
 
 @cache
 def _dynamic_table() -> Tensor:  # (65536,) uint8: the code of each of as many places from -1 to 1
-    code = dynamic_codebook()
-    return torch.bucketize(
-        torch.arange(65536, device="cpu") * (2 / 65535) - 1, (code[1:] + code[:-1]) / 2
-    ).to(torch.uint8)
+    codebook = dynamic_codebook()
+    places = torch.arange(65536, device="cpu") * (2 / 65535) - 1
+    midpoints = (codebook[1:] + codebook[:-1]) / 2
+    return torch.bucketize(places, midpoints).to(torch.uint8)
 
 
 def quantize_scales(
     scales: Tensor,  # (n,) float32
     blocksize: int = 256,
-) -> tuple[
-    Tensor, Tensor, Tensor
-]:  # (n,) uint8 codes, (blocks,) float32 absmax of what was coded, and the mean
-    "Eight bits for each scale: its distance from the mean, in blocks, by the dynamic codebook (Dettmers et al. 2023)."
+) -> tuple[Tensor, Tensor, Tensor]:  # (n,) uint8 codes, (blocks,) float32 absmax, the mean
+    "Code each scale's distance from the mean in 8 bits, in blocks (Dettmers et al. 2023)."
     mean = scales.mean()
-    groups = torch.nn.functional.pad(scales - mean, (0, -len(scales) % blocksize)).view(
-        -1, blocksize
-    )
+    padded = torch.nn.functional.pad(scales - mean, (0, -len(scales) % blocksize))
+    groups = padded.view(-1, blocksize)
     absmax = groups.abs().amax(1)
-    places = (
-        (groups / absmax[:, None])
-        .nan_to_num(-1)
-        .add(1)
-        .mul(32767.5)
-        .add(0.5)
-        .int()
-        .view(-1)[: len(scales)]
-    )
+    scaled = (groups / absmax[:, None]).nan_to_num(-1)
+    places = scaled.add(1).mul(32767.5).add(0.5).int().view(-1)[: len(scales)]
     return _dynamic_table().to(scales.device)[places], absmax, mean
 
 
 def dequantize_scales(
     codes: Tensor,  # (n,) uint8
     absmax: Tensor,  # (blocks,) float32
-    mean: Tensor,  # What was taken away
+    mean: Tensor,  # Of the scales, subtracted before they were coded
     blocksize: int = 256,
 ) -> Tensor:  # (n,) float32
-    "The scales that `quantize_scales` coded."
+    "Decode what `quantize_scales` returned."
     values = dynamic_codebook().to(codes.device)[codes.int()]
     return values * absmax.repeat_interleave(blocksize)[: len(codes)] + mean
 
@@ -154,11 +144,11 @@ class QuantizedTensor:
     blocksize: int = 64
     nested_absmax: Tensor | None = None  # (ceil(blocks / 256),) float32, of the scales
     offset: Tensor | None = None  # (), the mean of the scales
-    codebook: Tensor | None = None  # (16,), where it is none of `CODEBOOKS`
+    codebook: Tensor | None = None  # (16,); None: `CODEBOOKS[quant_type]`
 
     @property
     def nbytes(self) -> int:
-        "What it takes to keep."
+        "Bytes of all its parts."
         parts = (self.packed, self.absmax, self.nested_absmax, self.offset, self.codebook)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -187,16 +177,16 @@ class QuantizedTensor:
 
 def quantize_4bit(
     x: Tensor,  # Any shape; float32, bfloat16 or float16
-    quant_type: str = "nf4",  # One of `CODEBOOKS`, or a name of your own beside `codebook`
+    quant_type: str = "nf4",  # One of `CODEBOOKS`, or a name of your own next to `codebook`
     blocksize: int = 64,  # Numbers that share a scale, in the order of memory; even
     double_quant: bool = True,  # Quantize the scales too
-    codebook: Tensor
-    | None = None,  # (16,) values within [-1, 1], in place of those that `quant_type` names
+    codebook: Tensor | None = None,  # (16,) values within [-1, 1]; None: those of `quant_type`
 ) -> QuantizedTensor:  # Raises `ValueError` for numbers that are not finite
     "Four bits a number and a scale a block (Dettmers et al. 2023, section 3)."
     if codebook is None and quant_type not in CODEBOOKS:
         raise ValueError(
-            f"quant_type='{quant_type}': choose {' or '.join(map(repr, CODEBOOKS))}, or give a codebook of your own"
+            f"quant_type='{quant_type}': choose {' or '.join(map(repr, CODEBOOKS))}, "
+            "or give a codebook of your own"
         )
     if not x.is_floating_point():
         raise ValueError(f"x holds {x.dtype}: quantize floating-point numbers")
@@ -211,50 +201,39 @@ def quantize_4bit(
     blocks, whole = -(-n // blocksize), n // blocksize * blocksize
     packed = torch.empty(-(-n // 2), dtype=torch.uint8, device=x.device)
     absmax = torch.empty(blocks, device=x.device)
-    step = (
-        max((1 << 16 if x.device.type == "cpu" else 1 << 26) // blocksize, 1) * blocksize
-    )  # A piece fits the cache
+    in_cache = 1 << 16 if x.device.type == "cpu" else 1 << 26
+    step = max(in_cache // blocksize, 1) * blocksize
     for start in range(0, n, step):
-        for a, b in (
-            (start, min(start + step, whole)),
-            (max(start, whole), min(start + step, n)),
-        ):  # Whole blocks, a rest
+        stop = min(start + step, n)
+        for a, b in ((start, min(stop, whole)), (max(start, whole), stop)):  # Whole blocks, a rest
             if a >= b:
                 continue
-            scaled, absmax[a // blocksize : -(-b // blocksize)] = scale_blocks(
-                flat[a:b].float(), blocksize
-            )
+            scaled, maxima = scale_blocks(flat[a:b].float(), blocksize)
+            absmax[a // blocksize : -(-b // blocksize)] = maxima
             scaled = scaled.view(-1)
             if len(scaled) % 2:
                 scaled = torch.cat((scaled, scaled.new_zeros(1)))
             packed[a // 2 : -(-b // 2)] = pack_codes(nearest_codes(scaled, book))
     if not absmax.isfinite().all():
-        raise ValueError(
-            f"x has {int((~x.isfinite()).sum())} numbers that are not finite: a scale cannot be made of them"
-        )
-    made = QuantizedTensor(
-        packed,
-        absmax,
-        x.shape,
-        x.dtype,
-        quant_type,
-        blocksize,
-        codebook=None if codebook is None else book,
+        count = int((~x.isfinite()).sum())
+        raise ValueError(f"x has {plural(count, 'number')} not finite: no scale fits them")
+    own_codebook = None if codebook is None else book
+    quantized = QuantizedTensor(
+        packed, absmax, x.shape, x.dtype, quant_type, blocksize, codebook=own_codebook
     )
     if not double_quant:
-        return made
+        return quantized
     codes, nested, mean = quantize_scales(absmax)
-    return replace(made, absmax=codes, nested_absmax=nested, offset=mean)
+    return replace(quantized, absmax=codes, nested_absmax=nested, offset=mean)
 
 
 @cache
-def _pairs(
+def _byte_values(
     book: tuple[float, ...],
 ) -> Tensor:  # (256,): the two float32 values of each byte, as one int64
     values = torch.tensor(book, dtype=torch.float32, device="cpu")
-    return values[unpack_codes(torch.arange(256, dtype=torch.uint8, device="cpu")).int()].view(
-        torch.int64
-    )
+    codes = unpack_codes(torch.arange(256, dtype=torch.uint8, device="cpu"))
+    return values[codes.int()].view(torch.int64)
 
 
 def dequantize_4bit(
@@ -264,12 +243,8 @@ def dequantize_4bit(
     "The values that the codes stand for, times the scale of their block."
     q, n = quantized, quantized.shape.numel()
     book = CODEBOOKS[q.quant_type] if q.codebook is None else q.codebook
-    values = (
-        _pairs(tuple(book.tolist()))
-        .to(q.packed.device)
-        .index_select(0, q.packed.int())
-        .view(torch.float32)[:n]
-    )
+    pairs = _byte_values(tuple(book.tolist())).to(q.packed.device)
+    values = pairs.index_select(0, q.packed.int()).view(torch.float32)[:n]
     whole, scales = n // q.blocksize * q.blocksize, q.scales()
     values[:whole].view(-1, q.blocksize).mul_(scales[: whole // q.blocksize, None])
     if whole < n:
@@ -281,16 +256,10 @@ def learn_codebook(
     x: Tensor,  # The numbers to be quantized, or a good sample of them
     blocksize: int = 64,
     steps: int = 20,  # Rounds of k-means
-) -> tuple[
-    Tensor, list[float]
-]:  # (16,) values from -1 to 1, and the mean squared error before each round and at the end
-    "The sixteen values that k-means finds for these numbers (Lloyd 1982), from NF4 on."
-    flat = (
-        x.detach()
-        .reshape(-1)
-        .float()[: max(x.numel() // blocksize * blocksize, min(blocksize, x.numel()))]
-    )
-    scaled, absmax = scale_blocks(flat, blocksize)
+) -> tuple[Tensor, list[float]]:  # (16,) values from -1 to 1; mean squared error before each round
+    "Learn a codebook for these numbers by k-means (Lloyd 1982), starting from NF4."
+    whole = max(x.numel() // blocksize * blocksize, min(blocksize, x.numel()))
+    scaled, absmax = scale_blocks(x.detach().reshape(-1).float()[:whole], blocksize)
     numbers, weights = scaled.reshape(-1), absmax.square().repeat_interleave(scaled.shape[1])
     book, history, fixed = CODEBOOKS["nf4"].clone(), [], [0, 7, 15]
     for step in range(steps + 1):
@@ -298,11 +267,9 @@ def learn_codebook(
         history.append(((book[codes] - numbers).square() * weights).mean().item())
         if step == steps:
             break
-        counts, sums = (
-            torch.bincount(codes, weights, 16),
-            torch.bincount(codes, weights * numbers, 16),
-        )
-        moved = torch.where(counts > 0, sums / counts.clamp(min=1e-30), book.double()).float()
-        moved[fixed] = book[fixed]
-        book = moved
+        counts = torch.bincount(codes, weights, 16)
+        sums = torch.bincount(codes, weights * numbers, 16)
+        means = torch.where(counts > 0, sums / counts.clamp(min=1e-30), book.double()).float()
+        means[fixed] = book[fixed]
+        book = means
     return book, history

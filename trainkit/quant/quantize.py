@@ -14,9 +14,9 @@ __all__ = ['QuantConfig', 'quantizable', 'quantize_layer', 'quantize_model', 'la
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #imports-quantize_model
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -97,8 +97,13 @@ def _is_conv1d(module: nn.Module) -> bool:  # GPT-2's, in transformers
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def _weight(module: Any) -> Tensor:  # (out_features, in_features)
-    return module.weight.T if _is_conv1d(module) else module.weight
+def _weight(module: nn.Module) -> Tensor:  # (out_features, in_features)
+    weight = cast(Tensor, module.weight)
+    return weight.T if _is_conv1d(module) else weight
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    return cast("Tensor | None", module.bias)
 
 
 def quantizable(
@@ -112,10 +117,11 @@ def quantizable(
     for word in skip or []:
         if not any(f".{word}." in f".{name}." for name in names):
             raise ValueError(
-                f"skip_modules names '{word}', and the model has no such layer.{nearest(word, names)}"
+                f"skip_modules names '{word}', and the model has no such layer."
+                f"{nearest(word, names)}"
             )
 
-    def stays(name: str, module: Any) -> bool:
+    def stays(name: str, module: nn.Module) -> bool:
         if id(module.weight) in embeddings:
             return True  # A tied head
         if skip is None:
@@ -134,7 +140,7 @@ def quantize_layer(
     bias: Tensor | None,
     config: QuantConfig,
 ) -> Linear4bit | Linear8bit:
-    "The layer that `config` asks for, with this weight."
+    "The quantized layer that `config` describes, with this weight."
     if config.bits == 8:
         return Linear8bit.from_weight(weight, bias, config.threshold)
     compute = getattr(torch, config.compute_dtype) if config.compute_dtype else None
@@ -147,16 +153,17 @@ def _check(model: nn.Module, config: QuantConfig | None) -> QuantConfig:
     config = config or QuantConfig(bits=4)
     if config.bits is None:
         raise ValueError(
-            "QuantConfig.bits is empty: say QuantConfig(bits=4) or QuantConfig(bits=8)"
+            "QuantConfig.bits is empty: use QuantConfig(bits=4) or QuantConfig(bits=8)"
         )
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             raise ValueError(
-                f"'{name}' carries LoRA already: first quantize_model, then add_lora (or merge_lora before)"
+                f"'{name}' carries LoRA already: first quantize_model, then add_lora "
+                "(or merge_lora before)"
             )
         if isinstance(module, (Linear4bit, Linear8bit)):
             raise ValueError(
-                f"'{name}' is quantized already: begin with the model in full precision"
+                f"'{name}' is quantized already: start from the model in full precision"
             )
     return config
 
@@ -170,39 +177,34 @@ def quantize_model(
     model: nn.Module,  # Changed in place: ours or one of transformers', in full precision
     config: QuantConfig | None = None,  # None: four bits, NF4
 ) -> nn.Module:
-    "Swap the linear layers, all but the head, for layers of few bits; what is quantized does not train."
+    "Replace all linear layers but the head by quantized ones, whose weights do not train."
     config = _check(model, config)
-    layers, made = quantizable(model, config), {}
+    layers = quantizable(model, config)
+    quantized: dict[int, tuple[nn.Module, nn.Module]] = {}  # id -> a layer and what replaces it
     if not layers:
         raise ValueError("the model has no linear layer to quantize")
-    for (
-        name,
-        module,
-    ) in layers.items():  # Before the first one changes: each is let go of once it is quantized
-        weight: Tensor = module.weight  # type: ignore
+    for name, module in layers.items():  # All are checked before the first one changes
+        weight = _weight(module)
         if not weight.is_floating_point():
             raise ValueError(f"{name} holds {weight.dtype}: quantize floating-point numbers")
         if not weight.is_meta and not weight.float().isfinite().all():
-            raise ValueError(
-                f"{name} has numbers that are not finite: a scale cannot be made of them"
-            )
-    while layers:
+            raise ValueError(f"{name} has numbers that are not finite: no scale fits them")
+    while layers:  # Each layer is freed once it is quantized
         name, module = layers.popitem()
-        if id(module) not in made:  # Its own bias goes on as it is
-            made[id(module)] = module, quantize_layer(_weight(module), module.bias, config)  # type: ignore
-        _put(model, name, made[id(module)][1], module)
+        if id(module) not in quantized:
+            layer = quantize_layer(_weight(module), _bias(module), config)
+            quantized[id(module)] = module, layer
+        _put(model, name, quantized[id(module)][1], module)
         if not any(module is other for other in layers.values()):
-            made.pop(id(module))
+            quantized.pop(id(module))
     return model
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #2002452b
 def layer_errors(
     model: nn.Module,  # In full precision; left as it is
     config: QuantConfig | None = None,  # None: four bits, NF4
-) -> list[
-    dict[str, Any]
-]:  # For `table`: layer, relative error, mse, max, and the largest weight in standard deviations
-    "What quantization would change in each layer, the worst first."
+) -> list[dict[str, str | float]]:  # Rows for `table`; the last column is in standard deviations
+    "How far quantization would move the weights of each layer, the worst first."
     config, rows = _check(model, config), []
     for name, module in quantizable(model, config).items():
         weight = _weight(module).detach().float()
@@ -216,12 +218,12 @@ def layer_errors(
                 "largest / std": (weight.abs().max() / weight.std().clamp(min=1e-30)).item(),
             }
         )
-    return sorted(rows, key=lambda row: -row["relative error"])
+    return sorted(rows, key=lambda row: float(row["relative error"]), reverse=True)
 
 # %% ../../nbs/06_quant/05_quantize_model.ipynb #34d99fd3
 @contextmanager
 def _no_weights() -> Iterator[None]:
-    "Parameters that modules make here have shapes and no memory; buffers are real."
+    "Parameters that modules create here are on the meta device; buffers are real."
     register = nn.Module.register_parameter
 
     def empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -238,8 +240,8 @@ def _no_weights() -> Iterator[None]:
 
 def tensor_files(
     folder: str | Path,  # With `model.safetensors`, or with parts and their index
-) -> dict[str, Path]:  # Name of a tensor -> file; nothing else is read
-    "Where each tensor of a model folder lies."
+) -> dict[str, Path]:  # Name of a tensor -> file
+    "The file of each tensor in a model folder; no tensor is read."
     folder = Path(folder)
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
@@ -251,84 +253,102 @@ def tensor_files(
         return dict.fromkeys(file.keys(), single)
 
 
+def _uncut(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass
+class _FolderReader:
+    "Reads one tensor at a time from a model's folder, and notes which ones it has read."
+
+    folder: Path
+    files: dict[str, Path]  # Key in the folder -> file
+    rename: Callable[[str], str]  # The model's name -> the folder's key
+    cut: Callable[[str, Tensor], Tensor]
+    used: set[str] = field(default_factory=set)
+
+    def __contains__(self, name: str) -> bool:
+        return self.rename(name) in self.files
+
+    def read(self, name: str, like: Tensor) -> Tensor:
+        key = self.rename(name)
+        if key not in self.files:
+            raise ValueError(
+                f"{self.folder} has no tensor '{key}'.{nearest(key, list(self.files))} "
+                "If its names are different, give rename="
+            )
+        self.used.add(key)
+        try:  # Opened anew for each tensor, so that the file's pages do not stay in memory
+            with safe_open(self.files[key], "pt") as file:
+                tensor = self.cut(name, file.get_tensor(key))
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self.files[key]} is damaged or cut short: copy it again ({error})"
+            ) from None
+        if tensor.shape != like.shape:
+            raise ValueError(
+                f"'{key}' in {self.folder} has shape {tuple(tensor.shape)}, "
+                f"and must have {tuple(like.shape)}"
+            )
+        return tensor
+
+    def check_all_used(self, model: nn.Module, ignore: tuple[str, ...]) -> None:
+        tied = {self.rename(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        unused = [
+            key
+            for key in self.files
+            if key not in self.used and key not in tied and not key.endswith(ignore)
+        ]
+        if unused:
+            raise ValueError(
+                f"{self.folder} has tensors that the model does not: "
+                f"{', '.join(sorted(unused)[:3])}"
+            )
+
+
 def load_quantized(
-    make_model: Callable[
-        [], nn.Module
-    ],  # Builds the model, such as `lambda: Transformer(read_config(folder))`
+    # Builds the model, such as `lambda: Transformer(read_config(folder))`
+    make_model: Callable[[], nn.Module],
     folder: str | Path,  # With `model.safetensors`, or with parts and their index
     config: QuantConfig | None = None,  # None: four bits, NF4
     dtype: torch.dtype | None = None,  # Of what is not quantized; None: as it is stored
     rename: Callable[[str], str] = str,  # The model's name of a tensor -> the folder's
-    cut: Callable[[str, Tensor], Tensor] = lambda name, tensor: (
-        tensor
-    ),  # The model's name, what the folder has under it -> what the model takes
-    ignore: tuple[str, ...] = (),  # How names end that a folder may have and nobody needs
-) -> (
-    nn.Module
-):  # In eval mode; raises `ValueError` for tensors that are missing, wrong or left over
-    "Open a model with few bits a weight; in full precision there is never more than one layer."
+    # The model's name and the folder's tensor -> the model's tensor
+    cut: Callable[[str, Tensor], Tensor] = _uncut,
+    ignore: tuple[str, ...] = (),  # Endings of names in the folder that the model does not need
+) -> nn.Module:  # In eval mode
+    """Load a quantized model from its folder, with never more than one layer in full precision.
+
+    Raises `ValueError` for tensors that are missing, have a wrong shape or are left over."""
     with _no_weights():
         model = make_model()
     config, folder = _check(model, config), Path(folder)
-    where, layers, made, used = tensor_files(folder), quantizable(model, config), {}, set()
+    layers = quantizable(model, config)
+    reader = _FolderReader(folder, tensor_files(folder), rename, cut)
+    loaded: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # id -> meta parameter, real one
 
-    def read(name: str, like: Tensor) -> Tensor:
-        key = rename(name)
-        if key not in where:
-            raise ValueError(
-                f"{folder} has no tensor '{key}'.{nearest(key, list(where))} Where its names are others, say rename="
-            )
-        used.add(key)
-        try:  # Opened anew for each tensor, so that the file's pages do not stay in memory
-            with safe_open(where[key], "pt") as file:
-                tensor = cut(name, file.get_tensor(key)).clone(
-                    memory_format=torch.contiguous_format
-                )
-        except SafetensorError as error:
-            raise ValueError(
-                f"{where[key]} is damaged or cut short: copy it again ({error})"
-            ) from None
-        if tensor.shape != like.shape:
-            raise ValueError(
-                f"'{key}' in {folder} has shape {tuple(tensor.shape)}, and must have {tuple(like.shape)}"
-            )
-        return tensor
+    def load_parameter(name: str, param: nn.Parameter) -> nn.Parameter:
+        if id(param) not in loaded:  # Tied parameters are one, under the first of their names
+            tensor = reader.read(name, param)
+            real = nn.Parameter(tensor.to(dtype or tensor.dtype), param.requires_grad)
+            loaded[id(param)] = param, real
+        return loaded[id(param)][1]
 
     for name, module in list(model.named_modules()):
         prefix = f"{name}." if name else ""
         for part, param in list(module.named_parameters(recurse=False)):
-            if name in layers and part == "weight":
-                continue
-            if id(param) not in made:  # Tied parameters are one, under the first of their names
-                tensor = read(prefix + part, param)
-                made[id(param)] = (
-                    param,
-                    nn.Parameter(tensor.to(dtype or tensor.dtype), param.requires_grad),
-                )
-            setattr(module, part, made[id(param)][1])
+            if not (name in layers and part == "weight"):
+                setattr(module, part, load_parameter(prefix + part, param))
         for part, buffer in list(module.named_buffers(recurse=False)):
-            if rename(prefix + part) in where:
-                setattr(module, part, read(prefix + part, buffer))
+            if prefix + part in reader:
+                setattr(module, part, reader.read(prefix + part, buffer))
         if name in layers:
-            weight = read(f"{prefix}weight", module.weight)  # type: ignore
+            weight = reader.read(f"{prefix}weight", cast(Tensor, module.weight))
             weight = weight.to(dtype or weight.dtype)
-            _put(
-                model,
-                name,
-                quantize_layer(weight.T if _is_conv1d(module) else weight, module.bias, config),
-                module,
-            )  # type: ignore
+            weight = weight.T if _is_conv1d(module) else weight
+            _put(model, name, quantize_layer(weight, _bias(module), config), module)
     if hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore
-    tied = {name for name, param in model.named_parameters(remove_duplicate=False)}
-    if left := [
-        key
-        for key in where
-        if key not in used
-        and key not in {rename(name) for name in tied}
-        and not key.endswith(ignore)
-    ]:
-        raise ValueError(
-            f"{folder} has tensors that the model does not: {', '.join(sorted(left)[:3])}"
-        )
+    reader.check_all_used(model, ignore)
     return model.eval()

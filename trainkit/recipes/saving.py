@@ -28,7 +28,8 @@ from ..align.reward_model import RewardModel
 from ..data.tokenization import tokenize_examples
 from ..files import atomic_folder, making_model, open_with, write_atomic
 from ..lora.adapters import adapter_tensors, peft_config, save_adapter
-from ..lora.inject import merge_lora, put
+from ..lora.inject import put
+from ..lora.merge import merge_lora
 from ..model.generation import context_length
 from ..model.transformer import Transformer
 from ..train.step import evaluating
