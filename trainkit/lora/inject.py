@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from .layers import LoRAEmbedding, LoRALayer, LoRALinear, ModulesToSaveWrapper
