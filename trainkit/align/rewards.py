@@ -115,7 +115,7 @@ def passes_tests(
             return None  # Without a test all would pass
         code = (fence.findall(text) or [text])[-1]  # Chat models fence their code
         outcome = run(code, tests if isinstance(tests, str) else "\n".join(tests))
-        return float(bool(getattr(outcome, "passed", outcome)))
+        return float(getattr(outcome, "passed", outcome))  # type: ignore
 
     def passes_tests(completions: Sequence[str], **columns: Sequence) -> list[float | None]:
         if column not in columns:
