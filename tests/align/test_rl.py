@@ -269,7 +269,7 @@ def test_many_rows_answer_with_rearranged_weights():
         lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids],
         config,
     )
-    assert rollouts._copy(8) is None and rollouts._copy(12) == (
+    assert rollouts._weights_copy(8, model) is None and rollouts._weights_copy(12, model) == (
         "packed" if torch.backends.mkldnn.is_available() else None
     )
     batch = rollouts.collect([0, 1, 2], 5)
@@ -316,7 +316,7 @@ def test_an_adapter_answers_folded_in(monkeypatch):
     asked, told = generate, []
 
     def listen(policy, *args, **more):
-        told.append((rollouts.refusal(policy.eval()), more["weights"]))
+        told.append((rollouts.unsupported_reason(policy.eval()), more["weights"]))
         return asked(policy, *args, **more)
 
     monkeypatch.setattr(rollouts, "generate", listen)

@@ -25,7 +25,9 @@ from ..model.transformer import Transformer
 from ..train.objectives import to_model_device, fitting, names_argument
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig
+
+    from trainkit.model.config import ModelConfig
 
 # %% ../../nbs/08_align/09_policy.ipynb #41aa6704
 class TokenScores(NamedTuple):
@@ -221,8 +223,7 @@ class ActorCritic(nn.Module):
 
     def __init__(
         self,
-        # Ours, or a causal model of transformers
-        policy: "Transformer | PreTrainedModel",
+        policy: nn.Module,  # Ours, or a causal model of transformers
     ):
         super().__init__()
         head: nn.Linear = policy.get_output_embeddings()  # type: ignore
@@ -232,11 +233,11 @@ class ActorCritic(nn.Module):
             nn.init.zeros_(p)
 
     @property
-    def config(self) -> object:
-        return self.policy.config
+    def config(self) -> "ModelConfig | PretrainedConfig":
+        return self.policy.config  # type: ignore
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.policy.get_input_embeddings()
+        return self.policy.get_input_embeddings()  # type: ignore
 
     def get_output_embeddings(self) -> nn.Module:
         return self.policy.get_output_embeddings()  # type: ignore
