@@ -22,7 +22,7 @@ endef
 export EXPORT
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow deepspeed lab site index bench format lint export badges clean
+.PHONY: help demo test test-slow deepspeed lab site index shape bench format lint export badges clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ site: $(VENV)/.dev ## The lessons as web pages with a search, for reading withou
 
 index: $(VENV)/.dev ## Write the index of the course, the first page of each chapter, pictures, and links between lessons
 	$(BIN)/python tools/course.py
+
+shape: $(VENV)/.dev ## How long and dense the lines are, how many types are unknown, how long a run's road is
+	$(BIN)/python tools/shape.py
 
 bench: $(VENV)/.dev ## The comparisons with peers that benchmarks/README.md reports
 	for script in benchmarks/*.py; do echo "== $$script"; $(TEST_ENV) $(BIN)/python $$script || exit 1; done

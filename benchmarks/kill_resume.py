@@ -88,8 +88,7 @@ def train(
     import numpy as np
     import torch
 
-    import trainkit.train.checkpoint as room
-    import trainkit.train.checkpoint as writer_room
+    import trainkit.train.checkpoint as checkpoint
     from trainkit.data.dataloader import Batches
     from trainkit.model.config import ModelConfig
     from trainkit.model.transformer import Transformer
@@ -121,7 +120,7 @@ def train(
                 file.write(f"{record['step']} {seen}\n")
             seen.clear()
 
-    real_write, real_replace = room.write_tensors, os.replace
+    real_write, real_replace = checkpoint.write_tensors, os.replace
 
     def write(path, tensors, *rest):
         if name == "write" and left == 1 and tensors:  # half of the bytes, then the end
@@ -137,8 +136,7 @@ def train(
         if str(target).endswith(".old"):
             now("rotate")
 
-    room.write_tensors, os.replace = write, replace
-    assert writer_room.write_snapshot is room.write_snapshot
+    checkpoint.write_tensors, os.replace = write, replace
 
     torch.manual_seed(0)
     model = Transformer(

@@ -29,7 +29,7 @@ def config_of(method, folder, model, steps, batch):
         progress=False,
     )
     if method == "pretrain":
-        return dict(train=train)
+        return dict(train=train, **(dict(init_from=str(model)) if Path(model).is_dir() else {}))
     rows = dict(dpo="pairs", grpo="prompts").get(method, "questions")
     lora = dict(r=16, lora_alpha=32, target_modules="all-linear")
     more = dict(
@@ -85,6 +85,9 @@ def main():
     ask.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     ask.add_argument("--steps", type=int, default=8)
     ask.add_argument("--batch", type=int, default=16)
+    ask.add_argument(
+        "--parts", action="store_true", help="also print what the prediction consists of"
+    )
     ask.add_argument("--child")
     said = ask.parse_args()
     if said.child:
@@ -143,6 +146,16 @@ def main():
                     f"| {method} | {threads} | {known} | {found['measured'] / 1e6:,.0f} | {ratio} |",
                     flush=True,
                 )
+                if said.parts:
+                    print(
+                        {
+                            name: round(size / 1e6, 1)
+                            for name, size in (found["parts"] or {}).items()
+                            if size
+                        },
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def main() -> None:
 
     n = sum(p.numel() for p in start("muon", 1e-3, 1)[0].parameters())
     print(
-        f"{processor()}, torch {torch.__version__}, {args.threads} thread(s), fp32; {facts['path']}, {len(ids):,} tokens of text; "
+        f"{processor()}, torch {torch.__version__}, {args.threads} thread(s), fp32; {facts.path}, {len(ids):,} tokens of text; "
         f"{n:,} parameters, {args.steps} steps of {args.rows} x {args.length} tokens\n"
     )
     print("| optimizer | rate | held-out loss at the end |\n|---|---|---|")

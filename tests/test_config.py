@@ -20,7 +20,7 @@ from trainkit.recipes.config import METHODS, RunConfig, method_config
 from trainkit.train.objectives import lm_loss
 from trainkit.recipes.runner import run
 from trainkit.train.runs import read_run
-from trainkit.recipes.config import ALIGNED
+from trainkit.recipes.methods import ALIGNED
 
 ODD = {  # what stands in the file -> what the message says
     "an alias of itself": (

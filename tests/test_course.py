@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import suppress
 
 import pytest
 from support.processes import ROOT
@@ -51,11 +52,22 @@ def test_every_lesson_is_reached():
         )
     }
     for path, text in pages.items():
-        for link in re.findall(
-            r"\]\((?!https?:|#|mailto:)([^)#\s]+)", re.sub(r"(?s)```.*?```|`[^`]*`", "", text)
+        for link, place in re.findall(
+            r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#([^)\s]+))?",
+            re.sub(r"(?s)```.*?```|`[^`]*`", "", text),
         ):
-            assert (path.parent / link).exists(), (
-                f"{path.relative_to(ROOT)} leads to {link}, which is not there"
+            there = (path.parent / link).resolve()
+            assert there.exists(), f"{path.relative_to(ROOT)} leads to {link}, which is not there"
+            assert there != path or place or path.stem == "00_tour", (
+                f"{path.relative_to(ROOT)} leads to itself"
+            )
+            headings = [
+                line.lstrip("#").strip().replace(" ", "-")
+                for line in pages.get(there, "").splitlines()
+                if line.startswith("#")
+            ]
+            assert not place or place in headings, (
+                f"{path.relative_to(ROOT)} leads to {link}#{place}, which is no heading there"
             )
 
 
@@ -185,3 +197,23 @@ def test_what_the_readme_says_of_others_is_so():
     )
     assert not re.search(r"ipywidgets|BpeTrainer|train_new_from_iterator|gguf", code, re.I)
     assert all(f"class {name}Trainer(" in code for name in ("DPO", "KTO", "GRPO", "RLOO"))
+
+
+def test_lab_hands_options_on_to_jupyterlab(tmp_path, monkeypatch):
+    "`trainkit lab --no-browser`: the option is not taken for the name of a folder."
+    from trainkit import cli, course
+
+    started = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(course.os, "execv", lambda program, words: started.append(words[5:]))
+    for words in ([], ["--no-browser", "--port", "9000"], ["mine"], ["mine", "--no-browser"]):
+        monkeypatch.setattr(sys, "argv", ["trainkit", "lab", *words])
+        with suppress(SystemExit):
+            cli.main()
+    assert started == [
+        ["trainkit-lessons"],
+        ["trainkit-lessons", "--no-browser", "--port", "9000"],
+        ["mine"],
+        ["mine", "--no-browser"],
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "trainkit-lessons"]

@@ -134,12 +134,12 @@ def test_models_of_transformers_are_opened_one_at_a_time():
             line
             for node in ast.walk(tree)
             if isinstance(node, ast.With)
-            and any("alone" in ast.dump(item.context_expr) for item in node.items)
+            and any("making_model" in ast.dump(item.context_expr) for item in node.items)
             for line in range(node.lineno, node.end_lineno + 1)
         }
         bare = [line for line in calls if module == "files" or line not in locked]
         assert len(bare) == (module == "files"), (
-            f"{module}: open_with and alone of trainkit.files are for this"
+            f"{module}: open_with and making_model of trainkit.files are for this"
         )
 
 
@@ -273,6 +273,37 @@ def test_modules_stand_alone(module):
     }
     assert not {m.split(".")[0] for m in everywhere} & {"fastcore", "nbdev", "execnb"}
     assert ast.get_docstring(tree), f"{module} does not say what it is for"
+
+
+def test_docstrings_name_what_is_there():
+    "A module that several lessons write begins with a line of its own, and what a module's docstring names exists."
+    texts = {
+        module: (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+        for module in pages()
+    }
+    docs = {
+        module: ast.get_docstring(ast.parse(text), clean=False) or ""
+        for module, text in texts.items()
+    }
+    words = {
+        word for text in texts.values() for word in re.findall(r"\w+", text.split('"""', 2)[2])
+    }  # of the code, also what it calls in other libraries
+    for module, doc in docs.items():
+        sentences = [
+            "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+            .split("\n>")[1]
+            .strip()
+            for path in pages()[module]
+        ]
+        assert len(sentences) == 1 or doc.splitlines()[0] not in sentences, (
+            f"{module} begins with the sentence of a lesson, see CONTRIBUTING.md"
+        )
+        for name in re.findall(r"`([A-Za-z_]\w+)[`(]", doc):
+            assert name in words, f"{module} has no {name}"
+        for path in re.findall(r"`trainkit\.([\w.]+)`", doc):
+            assert path in texts or path in LAYERS, (
+                f"{module} names trainkit.{path}, which is not there"
+            )
 
 
 def test_ruff_finds_nothing():

@@ -117,8 +117,8 @@ def title(notebook):
 
 
 def sentence(notebook):
-    "The line under the title: what a reader will be able to do."
-    return source(notebook["cells"][0]).split("\n> ")[1].strip()
+    "The line under the title: what a reader will be able to do. `>Text` is the same as `> Text`, see CONTRIBUTING.md."
+    return source(notebook["cells"][0]).split("\n>")[1].strip()
 
 
 def plain_name(name):

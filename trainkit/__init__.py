@@ -1,7 +1,7 @@
-"""Read how a language model is trained, tuned, aligned and shrunk, and use the very same code for real.
+"""A toolkit for training, tuning, aligning and quantizing language models, written to be read.
 
-What a practitioner types stands here: `from trainkit import BPETokenizer, Transformer, Trainer, add_lora, run`.
-Each package has more: `from trainkit.lora import grow_rank`. Nothing is loaded before it is asked for."""
+The names that you will type most are here: `from trainkit import BPETokenizer, Transformer, Trainer, add_lora, run`.
+Each package has more: `from trainkit.lora import grow_rank`. Nothing is imported before you ask for it."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,4 +1,4 @@
-"Names that are imported when they are first asked for; a package's `__init__.pyi` lists them, for us and for type checkers."
+"Lazy imports: a name is imported when it is first asked for. A package's `__init__.pyi` lists its names, also for type checkers."
 
 import ast
 import sys

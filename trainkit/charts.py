@@ -1,7 +1,5 @@
 """Draw curves, bars, heatmaps and flow diagrams as small SVG strings.
 
-Charts and diagrams as small SVG strings: curves, bars, heatmaps and flow diagrams.
-
 `curves` draws any number of series over steps, `bars` compares a few named numbers, and `heatmap`
 draws a matrix such as attention weights. `flow` draws a life cycle, such as a training loop, from
 rows of boxes and a list of arrows.

@@ -1,7 +1,5 @@
 """Train, generate and diagnose with the trainkit command, and inspect past runs.
 
-The command `trainkit`: training, generation, diagnosis and the list of past runs.
-
 `main` is the program; `demo`, `train`, `launch`, `generate` and `doctor` are its own commands.
 The other groups come from `trainkit.recipes`: `data` prepares data, `config` shows and converts
 configs, `tokenizer` trains and shows tokenizers, `merge` and `export` write models, and `memory`

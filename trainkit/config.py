@@ -1,6 +1,4 @@
-"""Describe a config field once, and get its flag, checks and documentation.
-
-Config classes: described fields, YAML files, overrides, profiles and checks.
+"""Config classes: described fields, YAML files, overrides, profiles and checks.
 
 Every module of the kit keeps its settings in a plain dataclass. `knob` describes one field
 (default, limits, documentation), `knobs` lists the fields of a config class, and `check_config`

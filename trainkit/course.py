@@ -1,6 +1,4 @@
-"""Write exercises with checks that explain mistakes and solutions that are tested.
-
-The course: exercises with checks, and commands that copy the lessons to your folder.
+"""The course: exercises with checks, and commands that copy the lessons to your folder.
 
 Every lesson ends with three exercises: a cell to change, whose last line is a `check`, and a
 folded solution. `check` returns a `Verdict` that is either right or explains what to look at.
@@ -227,6 +225,9 @@ def lab(
     ] = False,
 ) -> None:
     "Copy the lessons to a folder and open JupyterLab there; edited lessons are never overwritten. Other options go to JupyterLab."
+    options = [*context.args]
+    if str(folder).startswith("-"):  # an option of JupyterLab, which stands where the folder may
+        folder, options = Path("trainkit-lessons"), [str(folder), *options]
     done = copy_lessons(folder)
     count = {
         state: sum(v == state for v in done.values())
@@ -239,7 +240,7 @@ def lab(
         raise ModuleNotFoundError("JupyterLab is not installed: pip install 'trainkit-llm[lab]'")
     os.execv(
         sys.executable,
-        [sys.executable, "-m", "jupyter", "lab", "--notebook-dir", str(folder), *context.args],
+        [sys.executable, "-m", "jupyter", "lab", "--notebook-dir", str(folder), *options],
     )
 
 # %% ../nbs/90_toolbox/12_course.ipynb #6991d88d

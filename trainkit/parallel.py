@@ -1,7 +1,5 @@
 """Process rows with several processes in a fixed order, and cache the results.
 
-Parallel processing of rows in a fixed order, and a cache for the results.
-
 `in_order` applies a function to a stream of items with several processes and returns the results
 in the order of the items, so that one worker and ten give the same. `map_reduce` combines the
 results as they arrive. The functions are plain ones, from lists to lists; they also work on a

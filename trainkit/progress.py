@@ -1,7 +1,5 @@
 """Show progress in a terminal, a notebook or a log file.
 
-Progress bars for terminals, notebooks and logs, with speed and remaining time.
-
 `Progress(total, title)` is one bar for everything that takes time: training steps, merges of a
 tokenizer, bytes of a file. It draws itself in a terminal and in a notebook, writes a timestamped
 line from time to time where there is neither, and leaves nothing behind in a saved notebook.

@@ -1,6 +1,4 @@
-"""Collect versions, device, memory and git state for a diagnosis or a run folder.
-
-The machine: versions, device, memory, a doctor that checks them, and allocator settings.
+"""The machine: versions, device, memory, a doctor that checks them, and allocator settings.
 
 `doctor()` checks the versions, the device, the memory and the notebook's tools, and returns a
 table in which every problem comes with one line that repairs it. It never raises;

@@ -289,7 +289,7 @@ def test_hub_options_reach_datasets(monkeypatch):
     parts, facts = load_splits(
         DataConfig(path="Salesforce/wikitext", validation_split="validation")
     )
-    assert [r["text"] for r in parts["eval"]] == ["b"] and facts["train_rows"] == 1
+    assert [r["text"] for r in parts["eval"]] == ["b"] and facts.train_rows == 1
 
 
 def test_offline_is_a_sentence():
@@ -415,7 +415,7 @@ def test_a_run_with_nothing_to_evaluate_on_says_what_would_help(tmp_path):
         parts, _ = load_splits(DataConfig(path=path))
     assert (len(parts["train"]), parts["eval"]) == (20, [])  # They train all the same
     share = float(re.search(r"eval_fraction=([.\d]+) sets", str(said[0].message))[1])
-    assert load_splits(DataConfig(path=path, eval_fraction=share))[1]["eval_rows"] > 0
+    assert load_splits(DataConfig(path=path, eval_fraction=share))[1].eval_rows > 0
     with pytest.raises(ValueError, match="none to train on"):
         load_splits(DataConfig(path=path, eval_fraction=0.9))
 
@@ -438,7 +438,7 @@ def test_a_file_that_was_split_before_says_so(tmp_path):
     assert 0 < len(parts["eval"]) < 20
     with warnings.catch_warnings(action="error"):
         parts, facts = load_splits(DataConfig(path=paths[0], eval_file=paths[1]))
-    assert (facts["train_rows"], facts["eval_rows"], facts["shared"]) == (len(train), len(held), 0)
+    assert (facts.train_rows, facts.eval_rows, facts.shared) == (len(train), len(held), 0)
     with warnings.catch_warnings(action="error"):
         for seed in range(50):
             split_examples(rows, 0.1, seed)  # No false alarm
@@ -478,10 +478,7 @@ def test_prepared_parts_share_nothing(tmp_path):
     parts, facts = load_splits(
         DataConfig(path=str(path), eval_fraction=0.1, test_fraction=0.1, split_by="task")
     )
-    assert (
-        facts["shared"] == 0
-        and facts["train_rows"] + facts["eval_rows"] + facts["test_rows"] == 300
-    )
+    assert facts.shared == 0 and facts.train_rows + facts.eval_rows + facts.test_rows == 300
     assert all({r["task"] for r in part} == {"a", "b"} for part in (parts["train"], parts["eval"]))
 
 
@@ -844,6 +841,37 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
         count_words([Text("a b")] * 3, num_proc=2, lane="pure")
 
 
+@pytest.mark.parametrize("count", [999, 1000, 1001, 2500])
+def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, count):
+    "The messages are bounded, whatever a file holds; the number in each sentence is that of all rows."
+    from trainkit.data.sources import BAD_KEPT
+
+    lines = [
+        json.dumps(dict(prompt="Hi", completion="Hello")),
+        *["not JSON"] * count,
+        json.dumps(dict(prompt="Bye", completion="Bye bye")),
+    ]
+    (path := tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        rows = load_examples(path, on_bad="skip")
+    report = rows.report
+    assert len(rows) == report.rows == 2 and rows[1]["line"] == count + 2
+    assert BAD_KEPT == 1000 and len(report.bad) == min(count, 1000) and report.skipped == count
+    assert [f"line {n + 2}," in line for n, line in enumerate(report.bad)] == [True] * len(
+        report.bad
+    )
+    for text in (str(report), str(said[0].message), report._repr_html_()):
+        assert (
+            f"{count:,} left out" in text
+            and f"and {count - 5:,} more" in text
+            and ("the first 1,000" in text) == (count > 1000)
+        )
+    (broken := tmp_path / "broken.jsonl").write_text("\n".join(lines[1:-1]))
+    with pytest.raises(ValueError, match=rf"none of {count:,} rows is an example.*line 1"):
+        load_examples(broken, "preference", on_bad="skip")
+
+
 def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
     import datasets
 
@@ -903,3 +931,119 @@ def test_a_file_that_is_made_to_fill_the_memory_is_named(tmp_path, monkeypatch, 
         list(read_rows(path))
     monkeypatch.setenv("TRAINKIT_MAX_UNPACKED", "10000000")
     assert sum(1 for _ in read_rows(path)) >= 1
+
+
+def varint(value):  # Of a size in a Parquet footer: zigzag, seven bits a byte
+    value, out = 2 * value, []
+    while value > 127:
+        value, out = value >> 7, [*out, value & 127 | 128]
+    return bytes([*out, value])
+
+
+def with_small_sizes(data, sizes):
+    "A Parquet file whose footer claims that each of these sizes is a single byte."
+    start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+    head, footer = data[:start], data[start:]
+    for size in sizes:
+        assert (true := varint(size)) in footer
+        footer = footer.replace(true, bytes([2 | 128, *[128] * (len(true) - 2), 0]))
+    return head + footer
+
+
+@pytest.mark.parametrize("lying", [False, True], ids=["honest", "lying"])
+@pytest.mark.parametrize("what", ["plain", "repeated", "nested", "numbers", "nothing"])
+def test_a_parquet_file_that_is_made_to_fill_the_memory_is_named(
+    tmp_path, monkeypatch, what, lying
+):
+    "As any compressed file: by what its footer says, and where that says too little, by what comes; never all of it at once."
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from trainkit.data.readers import read_rows
+
+    one = pa.DictionaryArray.from_arrays(
+        pa.array([0] * 20_000, pa.int32()), pa.array(["y" * 3000])
+    )  # A value and 20,000 times its number
+    table = pa.table(
+        {
+            "a": dict(
+                plain=lambda: ["x" * 10_000] * 6000,
+                numbers=lambda: [0] * 400_000,
+                nothing=lambda: pa.nulls(400_000),
+                repeated=lambda: one,
+                nested=lambda: pa.ListArray.from_arrays(list(range(0, 20_001, 10)), one),
+            )[what]()
+        }
+    )
+    pq.write_table(
+        table,
+        path := tmp_path / "bomb.parquet",
+        compression="zstd",
+        use_dictionary=what not in ("plain", "numbers"),
+    )
+    footer = pq.read_metadata(path)
+    assert path.stat().st_size < 20_000
+    if lying:
+        path.write_bytes(
+            with_small_sizes(
+                path.read_bytes(),
+                {footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)},
+            )
+        )
+    assert pq.read_metadata(path).row_group(0).total_byte_size == 1 or not lying
+    monkeypatch.setattr("trainkit.data.readers.RATIO", 10)
+    monkeypatch.setattr("trainkit.data.readers.UNPACKED", 2_000_000)
+    seen, before = 0, pa.total_allocated_bytes()
+    with pytest.raises(
+        ValueError,
+        match=r"bomb\.parquet: .* bytes have become more than 2,000,000 of data.*TRAINKIT_MAX_UNPACKED",
+    ):
+        for _ in read_rows(path):
+            seen += 1
+            assert (
+                pa.total_allocated_bytes() - before < 20_000_000
+            )  # A page of the file, and a batch
+    if what in ("plain", "numbers") and not lying:
+        assert seen == 0  # The footer says it
+    assert seen <= 2_000_000
+    monkeypatch.setenv("TRAINKIT_MAX_UNPACKED", str(10**9))
+    assert sum(1 for _ in read_rows(path)) == len(table)
+    monkeypatch.setenv(
+        "TRAINKIT_MAX_UNPACKED", "1000"
+    )  # Also where it is less than what the file has
+    with pytest.raises(ValueError, match="more than 1,000 of data"):
+        list(read_rows(path))
+
+
+@pytest.mark.parametrize("rows_in_group", [1, 100, 5000])
+def test_parquet_files_are_read_in_full_and_in_order(tmp_path, rows_in_group):
+    "With many groups, nulls, lists and numbers; also of no rows, and in a process that was forked."
+    import multiprocessing
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from trainkit.data.readers import read_rows
+
+    rows = [
+        dict(
+            messages=[dict(role="user", content=f"{n}" * (n % 7))] * (n % 3),
+            n=n if n % 5 else None,
+            x=n / 7,
+            s="same",
+        )
+        for n in range(3000)
+    ]
+    pq.write_table(
+        pa.Table.from_pylist(rows), path := tmp_path / "rows.parquet", row_group_size=rows_in_group
+    )
+    assert [row for _, row in read_rows(path)] == rows and [n for n, _ in read_rows(path)] == list(
+        range(1, 3001)
+    )
+    pq.write_table(pa.Table.from_pylist(rows)[:0], tmp_path / "none.parquet")
+    assert list(read_rows(tmp_path / "none.parquet")) == []
+    if "fork" in multiprocessing.get_all_start_methods():
+        child = multiprocessing.get_context("fork").Process(target=lambda: list(read_rows(path)))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0, "a reader hangs in a forked process"

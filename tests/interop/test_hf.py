@@ -649,3 +649,80 @@ def test_smollm2(tmp_path, monkeypatch):
         )
     again, _ = load_pretrained(save_pretrained(ours, words, tmp_path / "smol"))
     assert torch.equal(logits(again, ids), logits(ours, ids))
+
+
+TINY = dict(
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+)
+KINDS = {
+    "llama": dict(intermediate_size=32),
+    "qwen2": dict(intermediate_size=32, num_key_value_heads=2),
+    "mistral": dict(intermediate_size=32, num_key_value_heads=2),
+    "gemma2": dict(intermediate_size=32, num_key_value_heads=2, head_dim=8),
+    "phi": dict(intermediate_size=32),
+    "gpt_neox": dict(intermediate_size=32),
+    "opt": dict(ffn_dim=32, word_embed_proj_dim=16),
+    "bloom": dict(),
+    "falcon": dict(),
+    "gpt2": dict(n_embd=16, n_layer=2, n_head=2),
+    "bert": dict(intermediate_size=32, is_decoder=True),
+    "mpt": dict(d_model=16, n_layers=2, n_heads=2, max_seq_len=32),
+}
+
+
+def buffers(model):
+    return {n: b for n, b in model.named_buffers()} | dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, dtype):
+    "The same numbers to the last bit as transformers opens by itself, and no other thread sees another default type."
+    import threading
+
+    from trainkit.files import making_model, open_with
+
+    config = transformers.AutoConfig.for_model(kind, **TINY | KINDS[kind])
+    torch.manual_seed(0)
+    (saved := transformers.AutoModelForCausalLM.from_config(config)).to(dtype).save_pretrained(
+        tmp_path
+    )
+    seen, done = set(), threading.Event()
+
+    def watch():
+        while not done.is_set():
+            seen.add((torch.get_default_dtype(), torch.zeros(1).dtype, torch.tensor(0.5).dtype))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        for asked in ("auto", dtype):
+            ours = open_with(transformers.AutoModelForCausalLM, tmp_path, dtype=asked)
+            torch.manual_seed(1)
+            with making_model():
+                made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            assert torch.get_default_dtype() == torch.float32 == torch.empty(1).dtype
+    finally:
+        done.set()
+        thread.join()
+    assert seen == {(torch.float32,) * 3}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    torch.manual_seed(1)
+    for first, second in (
+        (ours, theirs),
+        (made, transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)),
+    ):
+        one, other = buffers(first), buffers(second)
+        assert one.keys() == other.keys() and first.dtype == second.dtype == dtype
+        for name in one:
+            assert one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]), (
+                name
+            )
+        ids = torch.arange(12)[None]
+        with torch.no_grad():
+            assert torch.equal(first.eval()(ids).logits, second.eval()(ids).logits)
+    assert {p.dtype for p in saved.parameters()} == {dtype}

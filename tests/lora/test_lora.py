@@ -894,3 +894,98 @@ def test_biases_belong_to_one_adapter(tmp_path):
     remove_adapter(model, "a")
     assert all(torch.equal(t, base[n]) for n, t in model.state_dict().items())
     assert not any("bias" in n for n in adapter_tensors(add_lora(model, LoRAConfig(r=4), "b"), "b"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: small(bias="all", norm="layernorm"), lambda: llama(bias="qkv"), gpt2],
+    ids=["ours", "llama", "gpt2"],
+)
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_learned_go_and_come_with_their_adapter(make, bias, tmp_path):
+    "Without an active adapter the model is the base to the last bit; with it again it is what was trained; a folder holds what was trained."
+    base = make().eval()
+    bare, weights = base(IDS).logits, base.state_dict()
+    targets = ["c_attn"] if hasattr(base, "transformer") else ["q_proj", "v_proj"]
+    model = disturb(add_lora(make(), LoRAConfig(r=4, bias=bias, target_modules=targets))).eval()
+    spoken, tensors = model(IDS).logits, adapter_tensors(model)
+    moved = [
+        n
+        for n, p in model.named_parameters()
+        if n.endswith("bias") and not torch.equal(p, weights[n.replace(".base_layer", "")])
+    ]
+    assert moved and not torch.equal(spoken, bare)
+
+    def is_base():
+        return torch.equal(model(IDS).logits, bare) and all(
+            torch.equal(t, weights[n.replace(".base_layer", "")])
+            for n, t in model.state_dict().items()
+            if n.replace(".base_layer", "") in weights
+        )
+
+    def is_whole():
+        return torch.equal(model(IDS).logits, spoken)
+
+    def same_tensors():
+        return all(torch.equal(t, tensors[n]) for n, t in adapter_tensors(model).items())
+
+    for _ in range(2):
+        use_adapter(model, [])
+        assert is_base() and same_tensors() and not any(p.requires_grad for p in model.parameters())
+        with adapters_off(model):
+            assert is_base()
+        assert is_base()
+        assert is_whole() is False and torch.equal(
+            copy.deepcopy(use_adapter(copy.deepcopy(model), "default"))(IDS).logits, spoken
+        )
+        use_adapter(model, "default")
+        assert is_whole() and same_tensors()
+        with adapters_off(model):
+            assert is_base() and same_tensors()
+            with adapters_off(model):
+                assert is_base()
+            assert is_base()
+        assert is_whole()
+    use_adapter(model, [])
+    save_adapter(model, tmp_path / "off")
+    again = load_adapter(make(), tmp_path / "off").eval()
+    assert torch.equal(again(IDS).logits, spoken) and torch.equal(
+        use_adapter(again, [])(IDS).logits, bare
+    )
+    assert torch.equal(
+        merge_lora(copy.deepcopy(model))(IDS).logits, bare
+    )  # Nothing takes part, so nothing is merged
+    remove_adapter(model, "default")
+    assert is_base() and not hasattr(model, "lora_trained_biases")
+
+
+def test_biases_and_peft():
+    "PEFT leaves trained biases in when an adapter is off, and warns of it; on, both say the same."
+    from peft import LoraConfig, get_peft_model
+
+    theirs = get_peft_model(
+        llama(bias="qkv"), LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], bias="all")
+    )
+    ours = add_lora(
+        llama(bias="qkv"), LoRAConfig(r=4, lora_alpha=8, target_modules=["q_proj"], bias="all")
+    )
+    base, plain = (
+        llama(bias="qkv")(IDS).logits,
+        lambda n: n.removeprefix("base_model.model.").replace(".default", ""),
+    )
+    disturb(ours)
+    numbers = {plain(n): p for n, p in ours.named_parameters()}
+    with torch.no_grad():
+        for n, p in theirs.named_parameters():
+            p.copy_(numbers[plain(n)])
+    assert torch.allclose(theirs(IDS).logits, ours(IDS).logits, atol=1e-5)
+    with (
+        pytest.warns(UserWarning, match="disabling adapter layers with bias"),
+        theirs.disable_adapter(),
+        adapters_off(ours),
+    ):
+        assert not torch.allclose(theirs(IDS).logits, base, atol=1e-3) and torch.equal(
+            ours(IDS).logits, base
+        )
+    use_adapter(ours, "default")
+    assert torch.allclose(theirs(IDS).logits, ours(IDS).logits, atol=1e-5)

@@ -125,6 +125,26 @@ def test_the_record_of_a_run_holds_both(tmp_path):
     assert logs[0][predicted] * 2**30 > 16 * 7e6, "parameters, gradients and two states"
     if sys.platform == "linux":
         assert 0.5 < logs[-1][measured] / logs[-1][predicted] < 1.5
+    asked = [
+        "data.max_length=64",
+        "tokenizer.vocab_size=320",
+        "model.d_model=384",
+        "model.n_heads=2",
+        "model.n_layers=4",
+        "model.d_ff=1024",
+        "model.max_seq_len=64",
+        "train.max_steps=2",
+        "optim.optim=adamw_torch_fused",
+    ]
+    foretold = json.loads(call("memory", "predict", *asked, "--json", cwd=tmp_path).stdout)
+    assert (
+        foretold["resident"]
+        == foretold["peak"] + sum(foretold["beside"].values())
+        > foretold["peak"]
+    )
+    assert abs(foretold["resident"] - logs[0][predicted] * 2**30) < 0.03 * foretold["resident"], (
+        "a shell says what the run says before its first step"
+    )
 
 
 def test_memory_in_a_shell(tmp_path):
@@ -147,6 +167,19 @@ def test_memory_in_a_shell(tmp_path):
         found["peak"] == predict_setup(TINY, Setup(4, 64, chunked_loss=True)).peak
         and found["fits"]["T4"]
     ), done.stderr
+    lines = call("memory", "predict", *shape, cwd=tmp_path).stdout
+    assert (
+        "On this CPU: " in lines
+        and " of main memory, the tensors and " in lines
+        and " for the copy that a checkpoint is written from" in lines
+    )
+    assert 0 <= found["beside"]["checkpoint"] - 3 * found["parts"]["parameters"] < 1000, (
+        "weights, both states of AdamW and its counts of steps"
+    )
+    never = json.loads(
+        call("memory", "predict", *shape, "train.async_save=false", "--json", cwd=tmp_path).stdout
+    )
+    assert never["beside"]["checkpoint"] == 0 and never["peak"] == found["peak"]
     done = call("memory", "plan", *shape, "--budget", f"{found['peak'] // 2} B", cwd=tmp_path)
     assert done.returncode == 0 and "train.per_device_train_batch_size=" in done.stdout, done.stderr
     done = call("memory", "plan", *shape, "--machine", "T5", cwd=tmp_path)
@@ -381,3 +414,35 @@ class Many:
 
     def __getitem__(self, i):
         return dict(input_ids=[5] * 64, labels=[5] * 64)
+
+
+def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_with():
+    "Pairs of other widths within a step: tensors, products and peak are those of the largest batch, and no batch is drawn before the run."
+    from trainkit.align.dpo import DPOConfig, dpo_objective
+    from trainkit.align.preference_data import PairBatches
+    from trainkit.align.reference import make_reference
+    from trainkit.memory.estimate import OTHERS, _others, predict_run
+
+    pairs = [dict(prompt=[1, 2, 3], chosen=[4] * n, rejected=[8, 9]) for n in range(2, 34)]
+    model, found = Transformer(TINY), {}
+    for count in (1, 8):
+        batches = PairBatches(pairs, 2)
+        plan, trainer = (
+            batches._plan,
+            Trainer(
+                model,
+                dpo_objective(make_reference(model), DPOConfig()),
+                batches,
+                config=TrainConfig(max_steps=4, gradient_accumulation_steps=count, progress=False),
+            ),
+        )
+        others = _others(trainer, batches.largest())
+        assert batches._plan is plan and len(others) == (0 if count == 1 else OTHERS)
+        found[count] = predict_run(trainer, batch=batches.largest())
+        tensors = predict_run(trainer, batch=batches.largest(), resident=False)
+        assert (found[count].peak, found[count].parts, found[count].products) == (
+            tensors.peak,
+            tensors.parts,
+            tensors.products,
+        )
+    assert not _others(trainer, None)

@@ -557,6 +557,25 @@ def test_data_from_a_first_look_to_shards_that_train(demo, tmp_path):
     )
 
 
+def test_check_counts_all_bad_rows(tmp_path):
+    "Also those beyond the thousand that are described, over all files."
+    good = [json.dumps(dict(prompt=f"What is {n}?", completion=f"It is {n}.")) for n in range(40)]
+    for name, bad in (("a", 1500), ("b", 7), ("c", 1)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([*good, *['{"prompt"'] * bad]))
+    done = call(
+        "data", "check", "a.jsonl", "--eval", "b.jsonl", "--html", "page.html", cwd=tmp_path
+    )
+    assert (
+        done.returncode == 1
+        and "1,507 rows are no examples" in done.stdout
+        and done.stdout.count("not JSON") == 5
+    ), done.stdout
+    assert "<title>1,507 bad rows</title>" in (tmp_path / "page.html").read_text()
+    found = json.loads(call("data", "check", "a.jsonl", "b.jsonl", "--json", cwd=tmp_path).stdout)
+    assert (found["skipped"], len(found["bad"]), found["exit_code"]) == (1507, 1007, 1)
+    assert "1 row is no example" in call("data", "check", "c.jsonl", cwd=tmp_path).stdout
+
+
 def test_usage_errors_have_their_own_code(tmp_path):
     assert call("data", "splt", cwd=tmp_path).returncode == 2
     assert call("data", "split", "x.jsonl", cwd=tmp_path).returncode == 2

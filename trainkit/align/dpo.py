@@ -1,6 +1,4 @@
-"""Compute a preference loss from four log-probabilities and compare the family.
-
-DPO and other preference losses, as an objective for the trainer.
+"""DPO and other preference losses, as an objective for the trainer.
 
 Direct preference optimization (Rafailov et al. 2023) tunes a model on pairs of answers, one of
 which was preferred, without a reward model. `dpo_objective` makes the objective that a `Trainer`

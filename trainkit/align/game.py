@@ -1,7 +1,5 @@
 """Test RL algorithms on a small game whose best policy can be computed.
 
-A small game with a known optimum, for testing reinforcement learning.
-
 `TokenGame` is a reward on short strings of few letters. All answers can be listed, so the
 expected reward of a policy is computed exactly and not estimated from samples. The best reward is
 known, and with a penalty on the divergence from a reference model the best policy is known in

@@ -1,9 +1,7 @@
 """Tokenize preference pairs, see what a limit cuts off, and batch them.
 
-Preference data: pairs of answers as token ids and batches.
-
 `tokenize_pairs` turns rows with `prompt`, `chosen` and `rejected` into `Pairs` of ids. Its
-`PairReport` says what a limit on the length has cut or dropped; nothing is lost silently.
+`PairReport` shows what a limit on the length has cut or dropped; nothing is lost silently.
 
 `collate_pairs` makes a batch: prompts are padded on the left and answers on the right, so that
 all answers start at the same position and each prompt has to be computed only once. `PairBatches`

@@ -1,6 +1,4 @@
-"""Turn rewards into advantages by group, leave-one-out, discounting or GAE.
-
-Reinforcement learning: advantages and the objectives of GRPO, RLOO, REINFORCE and PPO.
+"""Reinforcement learning: advantages and the objectives of GRPO, RLOO, REINFORCE and PPO.
 
 `RLConfig` names the method and its settings, and `rl_objective` returns the objective for it,
 which a `Trainer` runs: one of `grpo_objective`, `rloo_objective`, `reinforce_objective` and

@@ -1,4 +1,4 @@
-"""From files to batches: reading, checking, splitting, mixing, tokenizing, packing, loading."""
+"""Data: reading, checking, splitting, mixing, tokenizing, packing and loading examples."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,6 +1,4 @@
-"""Pack short examples into full rows and check that no document attends to another.
-
-Batches: packing, ordering and a data loader that can resume anywhere.
+"""Batches: packing, ordering and a data loader that can resume anywhere.
 
 `Batches` yields shuffled batches of tensors; its `state_dict` and `load_state_dict` let a resumed
 run see the same batches as an uninterrupted one. It can group rows of similar length

@@ -2,7 +2,7 @@
 
 `exact_groups` finds equal texts by their hash. `near_pairs` finds texts that share most of their
 phrases, among a hundred thousand or more, without comparing each with each: MinHash signatures
-(Broder 1997) put into bands (locality-sensitive hashing), and every pair that is found is checked
+(Broder 1997) cut into bands (locality-sensitive hashing) propose pairs, and each pair is checked
 by its true Jaccard similarity. `find_leaks` does the same between rows to train on and rows to
 evaluate on, and `drop_duplicates` keeps the first of each group."""
 

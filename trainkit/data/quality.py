@@ -1,6 +1,4 @@
-"""Check a dataset for too few rows, skewed lengths, cut answers and chat template mismatches.
-
-Data quality: checks of texts, conversations, proportions and chat templates.
+"""Data quality: checks of texts, conversations, proportions and chat templates.
 
 `check_examples(rows, eval_rows)` is the data doctor. It looks for damaged texts, empty fields,
 duplicates, leaks from training into evaluation, broken conversations, secrets and repetition, and
@@ -651,7 +649,7 @@ def cut_answers(case: Case) -> Iterator[Finding]:
 
 
 def too_long(case: Case) -> Iterator[Finding]:
-    "Rows with more tokens than fit; `length_report` in `lengths` says exactly what each would lose."
+    "Rows with more tokens than fit; `length_report` of `trainkit.data.tokenization` shows exactly what each would lose."
     if case.tokenizer is None or case.max_length is None:
         return
     for rows in case.splits:
@@ -685,7 +683,7 @@ PROPORTIONS: dict[str, Callable[[Case], Iterator[Finding]]] = {
 # %% ../../nbs/02_data/12_quality.ipynb #32117ca7
 _TEXTS: dict[
     str, tuple[str, str, str, str]
-] = {  # Finder of `defects` -> severity, what was found, effect, remedy
+] = {  # Finder of `trainkit.data.text_checks` -> severity, what was found, effect, remedy
     "mojibake": (
         "error",
         "UTF-8 that was read in another encoding.",

@@ -1,7 +1,5 @@
 """Read rows from files of many formats, with a line number for every error.
 
-Files of examples: JSON, JSONL, CSV, Parquet and text, also compressed.
-
 `read_rows` reads rows from JSON, JSONL, CSV, Parquet and text files, also compressed ones, and
 returns each with the line on which it begins. A row that cannot be read is returned as an error
 in its place, so that nothing is lost silently. `write_examples` writes rows in these formats; the
@@ -27,6 +25,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from datetime import date, time
 from itertools import islice
 from pathlib import Path
@@ -116,27 +115,43 @@ UNPACKED = 16 * 2**30
 RATIO = 200  # Text shrinks to a tenth, at best to a fiftieth; what grows more often is made to fill a machine
 
 
+class _Budget:
+    "How many bytes a compressed file may become."
+
+    def __init__(
+        self, path: Path, free: int = 0
+    ):  # Times its own size that a file may become in any case
+        self.path, self.size, self.packed = path, 0, path.stat().st_size
+        given = os.environ.get(UNPACKED_VARIABLE, "")
+        if given and not given.isdecimal():
+            raise ValueError(f"{UNPACKED_VARIABLE} = {given!r}: must be a number of bytes")
+        self.most = (
+            int(given)
+            if given
+            else max(free * self.packed, min(UNPACKED, max(2**28, RATIO * self.packed)))
+        )
+
+    def spend(self, size: int) -> None:
+        self.size += size
+        if self.size > self.most:
+            raise ValueError(
+                f"{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, so this may be a file that is made to fill the memory: "
+                f"unpack it yourself, or set {UNPACKED_VARIABLE} to the bytes that it may have"
+            )
+
+
 class _Bounded(io.RawIOBase):
     "A compressed file that may not become boundlessly large."
 
     def __init__(self, path: Path, file: Any):
-        self.path, self.file, self.size, self.packed = path, file, 0, path.stat().st_size
-        given = os.environ.get(UNPACKED_VARIABLE, "")
-        if given and not given.isdecimal():
-            raise ValueError(f"{UNPACKED_VARIABLE} = {given!r}: must be a number of bytes")
-        self.most = int(given) if given else min(UNPACKED, max(2**28, RATIO * self.packed))
+        self.file, self.budget = file, _Budget(path)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         data = self.file.read(len(buffer))
-        self.size += len(data)
-        if self.size > self.most:
-            raise ValueError(
-                f"{self.path}: {self.packed:,} bytes have become more than {self.most:,} of data, so this may be a file that is made to fill the memory: "
-                f"unpack it yourself, or set {UNPACKED_VARIABLE} to the bytes that it may have"
-            )
+        self.budget.spend(len(data))
         buffer[: len(data)] = data
         return len(data)
 
@@ -471,12 +486,40 @@ def _arrow(path: Path) -> Any:
     return pyarrow
 
 
+def _weight(value: Any) -> int:  # Bytes, about
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return 1 + sum(map(_weight, value.values()))
+    return 1 + sum(map(_weight, value)) if isinstance(value, (list, tuple)) else 8
+
+
+def _table_rows(path: Path, file: Any) -> Iterator[dict]:  # Of a Parquet file
+    "One row after the other, as long as they are not boundlessly large."
+    budget, footer = (
+        _Budget(path, free=4),
+        file.metadata,
+    )  # Large tables are Parquet, and often hardly compressed
+    sizes = [abs(footer.row_group(group).total_byte_size) for group in range(footer.num_row_groups)]
+    copy(budget).spend(
+        sum(sizes)
+    )  # Too much is refused before anything is read; the footer may say too little, so rows are counted as well
+    # A value that repeats is stored once: each row may hold all bytes of its group, and a batch as many times that as it has rows
+    rows = min(64, max(1, budget.most // max(1, *sizes)) if sizes else 1)
+    for batch in file.iter_batches(
+        batch_size=rows, use_threads=False
+    ):  # A pool of threads does not survive a fork
+        copy(budget).spend(batch.nbytes)  # Before it is made into larger things
+        for row in batch.to_pylist():
+            budget.spend(_weight(row))
+            yield row
+
+
 def _read_parquet(path: Path, encoding: str, field: str | None) -> Iterator[Row]:
     arrow, number = _arrow(path), 0
     try:
-        for batch in arrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
-            for row in batch.to_pylist():
-                number += 1
+        with arrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            for number, row in enumerate(_table_rows(path, file), 1):
                 yield number, row
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(

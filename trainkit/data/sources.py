@@ -1,7 +1,5 @@
 """Read rows from files, folders, built-in corpora or Hugging Face datasets, with their origin.
 
-Sources of rows: files, folders, built-in corpora and Hugging Face datasets.
-
 `raw_rows` reads a file, a folder of files, a named corpus or a Hugging Face dataset. It yields
 unchecked rows, each with a short text that says where to find it again. A `LoadReport` collects
 what was noticed while reading. `load_examples` in `trainkit.data.dataset` turns these rows into

@@ -1,12 +1,10 @@
-"""Measure what a maximum length cuts off, and tokenize examples with a report.
-
-Tokenized examples: length limits, truncation and loss masks.
+"""Tokenized examples: length limits, truncation and loss masks.
 
 `tokenize_examples` turns rows of any kind that a chat model can be tuned on into `Examples` with
-ids and labels, and cuts or drops long rows as it is told. The result contains a report, and a row
+ids and labels, and cuts or drops long rows as you choose. The result contains a report, and a row
 from which nothing can be learned is an error.
 
-`length_report` says in advance what a `max_length` would do to a dataset: how many rows are cut
+`length_report` shows in advance what a `max_length` would do to a dataset: how many rows are cut
 or dropped, how much of their answers is lost, and which limit would lose nothing.
 
 `show_mask` draws an example as coloured tokens: what is learned, what is only read, padding, and

@@ -1,4 +1,4 @@
-"""Is it better? Metrics with confidence intervals, scores, reports, code evaluation."""
+"""Evaluation: metrics with confidence intervals, likelihood scores, reports and code evaluation."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,6 +1,4 @@
-"""Evaluate a model on rows of any kind, with intervals and a test against another model.
-
-Evaluation reports with intervals, and side-by-side comparison of models.
+"""Evaluation reports with intervals, and side-by-side comparison of models.
 
 `evaluate` scores rows of any kind: texts and answers by likelihood, multiple-choice questions by
 the likeliest answer, pairs by the preferred answer, and some questions by generated text and

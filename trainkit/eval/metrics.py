@@ -1,6 +1,4 @@
-"""Score predictions by exact match, F1, BLEU, repetition and calibration.
-
-Text metrics: exact match, F1, BLEU, chrF, ROUGE, BERTScore, repetition and calibration.
+"""Text metrics: exact match, F1, BLEU, chrF, ROUGE, BERTScore, repetition and calibration.
 
 `compute_metrics` computes several metrics by name, yours included, and `Running` keeps their
 means over a stream. Each metric is a function of predictions and references. `exact_match` and

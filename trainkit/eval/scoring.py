@@ -1,7 +1,5 @@
 """Score texts and answer choices by likelihood, and compare them with baselines.
 
-Likelihood scores: perplexity, bits per byte, token accuracy and multiple choice.
-
 `score_texts` computes how likely a model finds texts of any length and number, in bounded memory.
 Each `TextScore` holds loss, perplexity, bits per byte and token accuracy; `score_pieces` is the
 lower level, from ids to log-probabilities. `score_choices` finds out which of several answers is

@@ -1,4 +1,4 @@
-"""Other formats and other loops: Hugging Face, PEFT, GGUF, the hub, TRL, LLaMA-Factory."""
+"""Other formats and trainers: Hugging Face, PEFT, GGUF, the hub, TRL and LLaMA-Factory."""
 
 from trainkit._lazy import attach_stub
 

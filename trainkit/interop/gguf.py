@@ -1,7 +1,5 @@
 """Export a model, its tokenizer and its chat template to GGUF, and write a Modelfile.
 
-GGUF export for llama.cpp, Ollama and LM Studio, with a Modelfile.
-
 `export_gguf` turns a model folder into one `.gguf` file: the weights in one of `QUANT_TYPES`, the
 tokenizer with its merges and special tokens, and the chat template. It reads one tensor at a
 time, and gives the file its name only after it has opened and compared what it wrote.

@@ -1,6 +1,4 @@
-"""Train the same config with TRL on the same rows and compare the losses.
-
-TRL as an engine: the same config, rows and order, trained by another library.
+"""The TRL engine: the same config, rows and order, trained by another library.
 
 `engine` in a config says whose loop takes the steps: ours, TRL's or LLaMA-Factory's. `make_loop`
 returns the loop that a config names, and `run_trl` runs it. `TRLTrainer` is a `Trainer` whose

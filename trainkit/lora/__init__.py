@@ -1,4 +1,4 @@
-"""Fewer trainable numbers: low-rank adapters, their variants, ranks and merging."""
+"""LoRA: low-rank adapters, their variants and ranks, and merging."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,7 +1,5 @@
 """Save and load adapters in PEFT's format, add tokens, and switch adapters on one model.
 
-Adapters: saved in PEFT's format, loaded, switched and combined.
-
 `save_adapter` writes a folder that PEFT can open, and `load_adapter` opens our folders and
 PEFT's. `resize_vocabulary` makes room for new tokens, and the folder remembers how many there
 were. `peft_config` and `lora_config` translate the settings in both directions.
@@ -34,7 +32,7 @@ from torch import Tensor, nn
 
 from ..config import nearest
 from ..files import atomic_folder, read_json, reading, write_atomic
-from .inject import activate, adapted, add_lora, all_or_nothing, put
+from .inject import activate, adapted, add_lora, all_or_nothing, exchange_biases, put
 from .layers import Factor, LoRALayer, LoRALinear, ModulesToSaveWrapper, start_of
 from .targets import LoRAConfig, adaptable, rank_and_alpha, saved_layers
 
@@ -111,11 +109,8 @@ def remove_adapter(
     if merged:
         raise RuntimeError(f"{merged[0]} is merged: unmerge_lora first")
     if cast(Any, model).lora_configs[name].bias != "none":
-        with torch.no_grad():
-            for where, p in model.named_parameters():
-                if where in cast(Any, model).lora_biases:
-                    p.copy_(cast(Any, model).lora_biases[where])
-        del cast(Any, model).lora_biases
+        exchange_biases(model, False)
+        del cast(Any, model).lora_biases, cast(Any, model).lora_trained_biases
     for where, layer in adapted(model).items():
         layer.forget(name)
         if not layer.adapters:
@@ -144,24 +139,17 @@ def adapters_off(
         raise RuntimeError(
             "an adapter is merged into the weights, so it cannot be turned off: unmerge_lora first"
         )
-    before = [layer.active for layer in layers]
-    biases = {
-        name: p for name, p in model.named_parameters() if name in getattr(model, "lora_biases", {})
-    }
-    trained = {name: p.detach().clone() for name, p in biases.items()}
+    before, parked = [layer.active for layer in layers], hasattr(model, "lora_trained_biases")
     try:
         for layer in layers:
             layer.active = {}
-        with torch.no_grad():
-            for name, p in biases.items():
-                p.copy_(cast(Any, model).lora_biases[name])
+        exchange_biases(model, False)
         yield model
     finally:
         for layer, active in zip(layers, before, strict=True):
             layer.active = active
-        with torch.no_grad():
-            for name, p in biases.items():
-                p.copy_(trained[name])
+        if not parked:
+            exchange_biases(model, True)
 
 # %% ../../nbs/05_lora/06_adapters.ipynb #026972c8
 @torch.no_grad()
@@ -305,8 +293,11 @@ def adapter_tensors(
         if cast(Any, model).lora_configs[adapter].bias != "none"
         else {}
     )
+    trained = getattr(model, "lora_trained_biases", {})  # Where the adapter is not active
     found |= {
-        f"base_model.model.{name}": p for name, p in model.named_parameters() if name in biases
+        f"base_model.model.{name}": trained.get(name, p)
+        for name, p in model.named_parameters()
+        if name in biases
     }
     return {name: t.detach().cpu().contiguous().clone() for name, t in found.items()}
 

@@ -1,11 +1,9 @@
-"""Write a LoRA layer with its backward pass by hand, and check it against PEFT.
-
-LoRA layers, their starting values, and different rates for the two matrices.
+"""LoRA layers, their starting values (PiSSA, OLoRA, EVA), and the learning rates of LoRA+.
 
 `LoRALinear` adds two thin matrices to a linear layer of any kind, also a quantized one, and
-`LoRAEmbedding` to an embedding. Each carries any number of adapters by name.
-`ModulesToSaveWrapper` is a layer that is trained as a whole. `trainkit.lora.inject` puts these
-layers into a model and removes them again.
+`LoRAEmbedding` to an embedding. Both are a `LoRALayer`, which carries any number of adapters by
+name. `ModulesToSaveWrapper` is a layer that is trained as a whole. `trainkit.lora.inject` puts
+these layers into a model and removes them again.
 
 `start_of` gives the two matrices their first values: zero and noise, the largest directions of
 the weight (PiSSA, OLoRA), an orthogonal pair, or the directions of the data (EVA, filled in by

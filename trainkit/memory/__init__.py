@@ -1,4 +1,4 @@
-"""Fewer bytes, known in advance: estimates, a tracker, offloading and a planner."""
+"""Memory: predicting it, measuring it, offloading, and a planner that makes a step fit."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,4 +1,4 @@
-"""From token ids to logits and on to text: the transformer, its config, and generation."""
+"""The model: its config, the transformer, text generation and fast decoding."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,6 +1,4 @@
-"""Rotate queries and keys by position, and stretch the context length.
-
-Attention: rotary positions, masks, the attention product and the KV cache.
+"""Attention: rotary positions, masks, the attention product and the KV cache.
 
 `attend` computes attention with torch (`sdpa`), with our own code (`eager`) or with the package
 flash-attn. `make_mask` writes as a matrix which token may attend to which; `Spans` describes the

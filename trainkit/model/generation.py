@@ -1,6 +1,4 @@
-"""Choose the next token by temperature, top-k, top-p, min-p and repetition penalty.
-
-Text generation: sampling, batches of prompts and streaming.
+"""Text generation: sampling, batches of prompts and streaming.
 
 `generate` continues one prompt or a batch, given as text, ids or a tensor, with our `Transformer`
 or any causal model of transformers. `stream` does so for one prompt and yields each piece of text

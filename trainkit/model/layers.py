@@ -1,6 +1,4 @@
-"""Write the layers of a transformer block with derivatives worked out by hand.
-
-Layers of a transformer block, and a cross-entropy that never holds all logits.
+"""Layers of a transformer block, and a cross-entropy that never holds all logits.
 
 `RMSNorm` normalizes activations, `swiglu` is the gated activation of the MLP, `Linear` is a
 matrix product, and `short_attention` computes attention for short rows. Each gives the results of

@@ -1,4 +1,4 @@
-"""Fewer bits: NF4, int8, GGML blocks, quantized layers, calibration."""
+"""Quantization: NF4, int8, GGML blocks, quantized layers and calibration."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,4 +1,4 @@
-"""A whole run from one config, and the commands that do the same from a shell."""
+"""Whole runs from one config, and the shell commands that do the same."""
 
 from trainkit._lazy import attach_stub
 

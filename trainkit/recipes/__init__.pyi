@@ -9,6 +9,7 @@ from . import (
     evaluation as evaluation,
     launcher as launcher,
     memory_commands as memory_commands,
+    methods as methods,
     preparation as preparation,
     runner as runner,
     saving as saving,

@@ -1,7 +1,5 @@
 """Show configs, train tokenizers, merge, export, evaluate and chat from a shell.
 
-Shell commands around a run: configs, tokenizers, merge, export, evaluation and chat.
-
 The groups `config` (show, convert, presets), `tokenizer` (train, encode, show) and `export`
 (gguf, hf) and the single commands `merge`, `evaluate` and `chat` are defined here; `trainkit.cli`
 adds them to the program `trainkit`. Each command is a thin layer over a function of the kit:

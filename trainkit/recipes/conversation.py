@@ -1,7 +1,5 @@
 """Hold a chat with a model: stream answers, retry, and compare.
 
-A chat with a model: streamed answers, retries and slash commands.
-
 `Conversation` holds a chat with a model as a list of messages, which it renders again with the
 chat template for every answer. `say` streams an answer and remembers both sides, `again` answers
 the last question once more, and `command` obeys the slash commands, such as `/reset`, `/system`,

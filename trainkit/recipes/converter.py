@@ -1,14 +1,12 @@
 """Convert a config of another library and see what became of each setting.
 
-Conversion of configs from other libraries.
-
 `convert_config` reads a config of another library (YAML, JSON, or the settings in a Python
 script) and returns a checked `RunConfig` together with a `Translation`: for each setting whether
 it was kept, renamed, replaced or refused, and why. Contradicting settings are an error that names
 both places. In a shell the command is `trainkit config convert FILE`.
 
 `read_settings` reads the file as a list of `Setting`, with the path and line of each value;
-Python scripts are parsed and never executed. `look_up` says what one setting means here: a
+Python scripts are parsed and never executed. `look_up` returns what one setting means here: a
 setting, several, nothing because it always happens, or a refusal with its reason. `WORDS` and
 `CONTEXTS` are the dictionary behind it."""
 

@@ -1,10 +1,8 @@
 """Start a run in several processes, from a shell or a notebook, and see which one failed.
 
-Launching: one run in several processes, on one machine or several.
-
 `launch(config, num_processes, strategy)` runs a config in several processes: it claims the run
 folder, writes the files that accelerate and DeepSpeed read, shows the command and runs it.
-`start(program, LaunchConfig(…))` does this for any script. A `LaunchConfig` says how many
+`start(program, LaunchConfig(…))` does this for any script. A `LaunchConfig` sets how many
 processes there are, on how many machines, and how they share the model. When a process dies, the
 job ends with its rank and the last lines of its log, or restarts from the last checkpoint if
 `max_restarts` allows.

@@ -1,6 +1,4 @@
-"""Run data, tokenizer, model, training, evaluation and report from one config.
-
-Whole runs from one config: prepare, train, evaluate, save, report, and a dry run.
+"""Whole runs from one config: prepare, train, evaluate, save, report, and a dry run.
 
 `run(RunConfig(…))` does what you would do by hand with the other modules: it reads text or
 examples, trains or loads a tokenizer, builds or opens a model, trains it, evaluates it on
@@ -27,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,8 +36,9 @@ from torch import nn
 from ..align.rl import with_reward_metrics
 from ..config import dump_config, recheck
 from ..data.readers import write_examples
+from ..display import plural
 from ..eval.evaluator import AnswerMetrics
-from ..files import show_bytes
+from ..files import atomic_folder, show_bytes
 from ..interop.families import FAMILIES, hf_architecture, obstacles
 from ..interop.hub import HubPush
 from ..interop.llamafactory import llamafactory_plan, run_llamafactory
@@ -52,13 +52,19 @@ from .config import RunConfig
 from .control import Remote
 from .evaluation import TextEvaluator, make_judge, write_run_report
 from trainkit.recipes.preparation import (
+    AnswerInputs,
+    PromptInputs,
     RunInputs,
+    TextInputs,
     adapt,
     loop_config,
     prepare_pairs,
     prepare_prompts,
+    prepare_sft,
+    prepare_shards,
+    prepare_text,
+    timed,
 )
-from .preparation import prepare_sft, prepare_shards, prepare_text, timed
 from .saving import save_trained
 from ..system import environment
 from ..tokenizer.bpe_tokenizer import BPETokenizer
@@ -104,12 +110,13 @@ def open_trained(
 def freeze_layers(
     model: nn.Module,  # Changed in place
     count: int,  # Blocks that go on learning: the last ones, or the first ones below 0
+    embeddings: bool = False,  # The embedding and the head learn too, since there are new tokens
 ) -> nn.Module:
     "Freeze everything but some blocks."
     blocks = {
-        name: int(found[1])
+        name: int(match[1])
         for name, _ in model.named_parameters()
-        if (found := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name))
+        if (match := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name))
     }
     total = max(blocks.values(), default=-1) + 1
     if not 0 < abs(count) <= total:
@@ -119,6 +126,9 @@ def freeze_layers(
     learn = range(total - count, total) if count > 0 else range(-count)
     for name, param in model.named_parameters():
         param.requires_grad_(blocks.get(name, -1) in learn)
+    if embeddings:
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.requires_grad_(True)
     return model
 
 
@@ -141,28 +151,25 @@ def prepare(
             "(an adapter of PEFT merged first), and Trainer takes any module"
         )
     base = base or (open_trained(config) if config.init_from else None)
-    if config.method in ("dpo", "reward"):
-        return prepare_pairs(config, base, saved)
-    if config.method in ("grpo", "rloo", "ppo", "reinforce"):
-        return prepare_prompts(config, base, rewards)
-    if rewards:
+    recipe = config.recipe
+    if rewards and recipe.learns_from != "prompts":
         raise ValueError(
             f"rewards are for the methods grpo, rloo, ppo and reinforce, and this is {config.method}"
         )
-    if "lora" in config.method and base is None:
+    if recipe.trains == "adapter" and base is None:
         raise ValueError(
             f"method = '{config.method}' adapts a trained model: say which with init_from (--model in a shell)"
         )
-    if config.method in ("sft", "freeze", "lora", "qlora"):
-        parts = prepare_sft(config, base, saved)
-        new = parts.facts["new_tokens"]
-        if config.method == "freeze":
-            freeze_layers(parts.model, config.sft.trainable_layers)
-        if config.method == "freeze" and new:  # Frozen, they would all mean the same for ever
-            for layer in (parts.model.get_input_embeddings(), parts.model.get_output_embeddings()):
-                layer.requires_grad_(True)
-        adapt(parts.model, config, new)
-        return parts
+    if recipe.learns_from == "pairs":
+        return prepare_pairs(config, base, saved)
+    if recipe.learns_from == "prompts":
+        return prepare_prompts(config, base, rewards)
+    if recipe.learns_from == "answers":
+        inputs = prepare_sft(config, base, saved)
+        if recipe.trains == "blocks":
+            freeze_layers(inputs.model, config.sft.trainable_layers, bool(inputs.new_tokens))
+        adapt(inputs.model, config, inputs.new_tokens)
+        return inputs
     if (Path(config.data.path) / "index.json").is_file():
         return prepare_shards(config, base)
     return prepare_text(config, base, saved)
@@ -206,85 +213,60 @@ def rounding_note(
 
 
 def _new_tokens_note(
-    parts: RunInputs,
+    inputs: RunInputs,
 ) -> list[str]:  # A line, or none
     "What learns besides, since a chat format brought tokens that the model has never seen."
-    new, c = parts.facts.get("new_tokens", 0), parts.config
-    if not new or not (c.adapts or c.method == "freeze"):
+    new, c = inputs.new_tokens, inputs.config
+    if not new or not (c.adapts or c.recipe.trains == "blocks"):
         return []
     return [
-        f"Note       The chat format brings {new} token{'s' * (new != 1)} that the model has never seen, so its embedding "
+        f"Note       The chat format brings {plural(new, 'token')} that the model has never seen, so its embedding "
         + ("learns" if c.method == "reward" else "and its head learn")
         + " as a whole"
         + ", and go with the adapter" * c.adapts
     ]
 
 
+def _engine(config: RunConfig) -> str:
+    "What a plan says of the loop; raises where another library's loop cannot run the method."
+    return "trainkit" if config.engine == "trainkit" else engine_line(config)
+
+
 def plan_lines(
-    parts: RunInputs,
+    inputs: RunInputs,
     trainer: Trainer,
 ) -> list[str]:
     "What is going to happen, in a few lines."
-    c, f, model = parts.config.train, parts.facts, parts.model.config
+    c, model = inputs.config.train, inputs.model.config
     rows = c.per_device_train_batch_size * trainer.window_size
-    s = lambda count: "s" * (count != 1)
     kind = (
         hf_architecture(model)
         or f"trainkit's own: no transformers class has {', '.join(obstacles(model))}"
     )
-    size = f"{parts.tokenizer.vocab_size:,} tokens"
-    if parts.about:
-        lines = [*parts.about, f"Tokenizer  {size}"]
-    elif parts.examples is None:
-        tokens = (
-            len(parts.train_ids)
-            if f["train_rows"]
-            else len(parts.train_batches.rows) * (parts.config.data.max_length - 1)
-        )
-        lines = [
-            f"Text       {f['path']}: {f['train_chars']:,} characters to train on, {f['eval_chars']:,} held out",
-            f"Tokenizer  {size}, {f['train_chars'] / max(1, tokens):.1f} characters a token; {tokens:,} tokens of text",
-        ]
-    else:
-        r, packing = parts.examples.report, parts.config.sft.packing
-        tested = (
-            f", {f['test_rows']:,} for a test that this run does not read" if f["test_rows"] else ""
-        )
-        form = (
-            f"packed into {f['rows']:,} row{s(f['rows'])} ({packing}), {f['full']:.1%} full"
-            if packing != "none"
-            else "a row each"
-        )
-        lines = [
-            f"Data       {f['path']}: {f['train_rows']:,} example{s(f['train_rows'])} of kind {f['kind']} to train on, "
-            f"{f['eval_rows']:,} held out{tested}",
-            f"Examples   {int(r.kept.sum()):,} tokens, {int(r.answers_kept.sum()):,} of them learned; the longest has "
-            f"{int(r.lengths.max()):,} of {f['max_length']:,}; {form}",
-            f"Tokenizer  {size}, answers end with {parts.tokenizer.eos_token}",
-        ]
-    begun = f" from {parts.config.init_from}" * bool(parts.config.init_from)
+    begun = f" from {inputs.config.init_from}" * bool(inputs.config.init_from)
+    at_most = "" if isinstance(inputs, TextInputs) else " at most"
     return [
-        *lines,
-        f"Model      {sum(p.numel() for p in parts.model.parameters()):,} parameters{begun}: "
-        f"{model.n_layers} layer{s(model.n_layers)}, {model.d_model} wide, {model.n_heads} head{s(model.n_heads)}; format {kind}",
+        *inputs.plan,
+        f"Model      {sum(p.numel() for p in inputs.model.parameters()):,} parameters{begun}: "
+        f"{plural(model.n_layers, 'layer')}, {model.d_model} wide, {plural(model.n_heads, 'head')}; format {kind}",
         *(
-            [f"Learns     {trainable_report(parts.model)}"]
-            if parts.config.method == "freeze" or parts.config.adapts
+            [f"Learns     {trainable_report(inputs.model)}"]
+            if inputs.config.recipe.trains == "blocks" or inputs.config.adapts
             else []
         ),
-        *rounding_note(parts.config),
-        *_new_tokens_note(parts),
+        *rounding_note(inputs.config),
+        *_new_tokens_note(inputs),
         *(
             [
                 "Note       Nothing is held out, so this run is not evaluated: data.eval_file names rows for that, data.eval_fraction sets some apart"
             ]
-            if parts.eval_batches is None
+            if inputs.eval_batches is None
             else []
         ),
-        f"Training   {trainer.total_steps:,} step{s(trainer.total_steps)} of {c.per_device_train_batch_size} x "
-        f"{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {rows} row{s(rows)} "
-        f"of {f.get('max_length', parts.config.data.max_length)} tokens{' at most' * ('max_length' in f)}, "
-        f"on {trainer.accelerator.device}, engine {engine_line(parts.config)}",
+        f"Training   {plural(trainer.total_steps, 'step')} of {c.per_device_train_batch_size} x "
+        f"{c.gradient_accumulation_steps} x {trainer.accelerator.num_processes} = {plural(rows, 'row')} "
+        f"of {inputs.max_length} tokens{at_most}, "
+        f"on {trainer.accelerator.device}, engine {_engine(inputs.config)}",
     ]
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #a5ec7822
@@ -300,41 +282,43 @@ def offloaded_optimizer(
 
 # %% ../../nbs/11_recipes/01_recipes.ipynb #4b09d6b3
 def make_trainer(
-    parts: RunInputs,
+    inputs: RunInputs,
     judge: TextEvaluator | None = None,  # What is asked on the way; None: `make_judge`
     save: Callable[[nn.Module, Path], None]
     | None = None,  # Writes a model folder; None: `save_trained`
     control: Control | None = None,  # Buttons for the loop
 ) -> Trainer:
     "The loop for what was prepared."
-    config, judge = parts.config, judge or make_judge(parts)
-    return make_loop(
-        parts,
-        parts.model,
-        parts.objective or lm_objective(config.train.z_loss),
-        parts.train_batches,
-        parts.eval_batches,
-        replace(loop_config(parts), output_dir=str(config.folder)),
-        [*judge.callbacks, *parts.callbacks],
+    config, judge = inputs.config, judge or make_judge(inputs)
+    loop = Trainer if config.engine == "trainkit" else partial(make_loop, inputs)
+    return loop(
+        inputs.model,
+        inputs.objective or lm_objective(config.train.z_loss),
+        inputs.train_batches,
+        inputs.eval_batches,
+        replace(loop_config(inputs), output_dir=str(config.folder)),
+        [*judge.callbacks, *inputs.callbacks],
         config.optim,
         judge.sample,
-        save or (lambda model, where: save_trained(parts, where, model=model)),
+        save or (lambda model, where: save_trained(inputs, where, model=model)),
         control,
-        facts=parts.identity,
+        facts=inputs.identity,
         build_optimizer=offloaded_optimizer if config.train.offload_optimizer else None,
     )
 
 
 def own_metrics(
-    parts: RunInputs,
+    inputs: RunInputs,
     compute_metrics: Callable,  # (predictions, references) -> numbers, or a list of them
 ) -> AnswerMetrics:  # A callback
     "Judge the answers to held-out questions as somebody wants; raises `ValueError` where none can be asked."
-    if not parts.asked or parts.rewards or parts.pairs is not None:
+    if not (isinstance(inputs, AnswerInputs) and inputs.questions):
         raise ValueError(
-            f"compute_metrics judges answers to held-out questions, and method {parts.config.method} asks none here"
+            f"compute_metrics judges answers to held-out questions, and method {inputs.config.method} asks none here"
         )
-    return AnswerMetrics(parts.tokenizer, parts.eval_rows, [compute_metrics], len(parts.asked))
+    return AnswerMetrics(
+        inputs.tokenizer, inputs.eval_rows, [compute_metrics], len(inputs.questions)
+    )
 
 
 def run_elsewhere(
@@ -393,7 +377,7 @@ def run(
     recheck(config)
     check_report_to(config.report_to)  # before the first hour, not after it
     check_callbacks(callbacks)
-    engine_line(config)
+    _engine(config)
     if config.engine == "llamafactory":
         return run_elsewhere(config)
     given, main = (
@@ -414,22 +398,24 @@ def run(
         lock = stack.enter_context(ExitStack())  # until the trainer has it
         if main and (given or (resume and config.folder.is_dir())):
             lock.enter_context(run_lock(config.folder))
-        parts = prepare(config, config.folder if resume else None, base, rewards)
+        inputs = prepare(config, config.folder if resume else None, base, rewards)
         if objective:
-            parts.objective = with_reward_metrics(objective) if parts.rewards else objective
+            inputs.objective = (
+                with_reward_metrics(objective) if isinstance(inputs, PromptInputs) else objective
+            )
         if compute_metrics:
-            parts.callbacks.append(own_metrics(parts, compute_metrics))
+            inputs.callbacks.append(own_metrics(inputs, compute_metrics))
         facts, seconds, model, tokenizer, judge = (
             environment(),
-            parts.seconds,
-            parts.model,
-            parts.tokenizer,
-            make_judge(parts),
+            inputs.seconds,
+            inputs.model,
+            inputs.tokenizer,
+            make_judge(inputs),
         )
         trainer = make_trainer(
-            parts,
+            inputs,
             judge,
-            lambda model, where: save_trained(parts, where, folder.path / "adapter", model),
+            lambda model, where: save_trained(inputs, where, folder.path / "adapter", model),
             control,
         )
         if resume:
@@ -439,7 +425,7 @@ def run(
                 config.folder if main else tempfile.mkdtemp(),
                 dump_config(config),
                 facts,
-                parts.facts["sha256"][:16],
+                inputs.data.sha256[:16],
                 resume or bool(given),
             )
         )
@@ -455,23 +441,23 @@ def run(
                 if verbose:
                     note(line)
 
-        (tokenizer.save if hasattr(tokenizer, "save") else tokenizer.save_pretrained)(
-            folder.path / "tokenizer"
-        )
-        for name, file in parts.keep.items():
+        if hasattr(tokenizer, "save"):
+            tokenizer.save(folder.path / "tokenizer")
+        else:
+            with atomic_folder(folder.path / "tokenizer") as place:
+                tokenizer.save_pretrained(place)
+        for name, file in inputs.files.items():
             if file != folder.path / name:
                 shutil.copyfile(file, folder.path / name)
-        if parts.test_rows:
-            write_examples(parts.test_rows, folder.path / "test.jsonl")
+        if inputs.test_rows:
+            write_examples(inputs.test_rows, folder.path / "test.jsonl")
         lines = (
             verbose and not config.train.progress and find_place() in ("lines", "terminal")
         )  # instead of a bar
         log = MetricsLog(folder, config.report_to if main else (), console=lines)
-        longest = (
-            parts.facts.get("longest") or parts.facts.get("max_length") or config.data.max_length
-        )
+        longest = inputs.longest if isinstance(inputs, AnswerInputs) else inputs.max_length
         watch = (
-            [MemoryWatch(int(longest), say)]
+            [MemoryWatch(longest, say)]
             if config.watch_memory and config.engine == "trainkit"
             else []
         )
@@ -485,7 +471,7 @@ def run(
         ]
         if config.hub.push_to_hub:
             trainer.callbacks.append(HubPush(config.hub, config.name, config.adapts, say))
-        say(*plan_lines(parts, trainer))
+        say(*plan_lines(inputs, trainer))
         if trainer.accelerator.num_processes == 1:
             model.to(trainer.accelerator.device)  # where it answers sooner
 
@@ -594,7 +580,7 @@ class Rehearsal:
         return "\n".join(
             [
                 *self.plan,
-                f"Batch      {self.effective_batch:,} row{'s' * (self.effective_batch != 1)} in a step; {self.tokens:,} tokens at most in {self.steps:,} step{'s' * (self.steps != 1)}",
+                f"Batch      {plural(self.effective_batch, 'row')} in a step; {self.tokens:,} tokens at most in {plural(self.steps, 'step')}",
                 f"Memory     {memory}",
                 f"Time       {hours}: {self.step_seconds:.3g} s a step, measured here; evaluations and samples come on top",
                 *(f"Note       {note}" for note in self.notes),
@@ -627,15 +613,15 @@ def rehearse(
         raise ValueError(f"steps = {steps}: must be at least 2, since the first is left out")
     if config.engine == "llamafactory":
         return _elsewhere(config)
-    engine_line(config)  # what is not installed is said before the data are read
-    parts = prepare(config)
-    trainer = make_trainer(parts)
+    _engine(config)  # what is not installed is said before the data are read
+    inputs = prepare(config)
+    trainer = make_trainer(inputs)
     plan, total, rows = (
-        plan_lines(parts, trainer),
+        plan_lines(inputs, trainer),
         trainer.total_steps,
         config.train.per_device_train_batch_size * trainer.window_size,
     )
-    length, notes = int(parts.facts.get("max_length", config.data.max_length)), []
+    length, notes = inputs.max_length, []
     memory = None
     largest = getattr(trainer.train_batches, "largest", lambda: None)
     try:
@@ -661,8 +647,8 @@ def rehearse(
         load_best_model_at_end=False,
     )
     clock = _Clock()
-    parts.config = replace(config, train=short)
-    tried = make_trainer(parts)
+    inputs.config = replace(config, train=short)
+    tried = make_trainer(inputs)
     tried.config, tried.callbacks, tried.folder = short, [clock], None
     if tried.train().stop_reason in EXIT_CODES:
         raise KeyboardInterrupt  # Stopped by hand: there is nothing to tell
@@ -680,7 +666,7 @@ def _elsewhere(config: RunConfig) -> Rehearsal:
     plan = [
         f"Engine     {engine}",
         *lines[:2],
-        f"Training   {steps:,} step{'s' * (steps != 1)} of {rows:,} row{'s' * (rows != 1)} of {config.data.max_length:,} tokens at most",
+        f"Training   {plural(steps, 'step')} of {plural(rows, 'row')} of {config.data.max_length:,} tokens at most",
         *lines[2:],
     ]
     return Rehearsal(

@@ -1,4 +1,4 @@
-"""From text to token ids and back: byte-level BPE, chat templates, rendered conversations."""
+"""Tokenizers: text to token ids and back, byte-level BPE, chat templates and rendered conversations."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,6 +1,4 @@
-"""Count the distinct words of a corpus piece by piece, in plain Python or compiled.
-
-Byte-pair encoding: counting words and learning merges.
+"""Byte-pair encoding: counting words and learning merges.
 
 `learn_merges` learns byte-pair encoding (Sennrich et al. 2016) from word counts: it begins with
 the 256 bytes and joins the most frequent pair of neighbours, as often as asked. The result is a

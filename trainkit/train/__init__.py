@@ -1,4 +1,4 @@
-"""The training loop and what it leaves behind: optimizers, objectives, checkpoints, runs, monitors."""
+"""Training: the loop, optimizers, objectives, checkpoints, sharding, run folders and monitors."""
 
 from trainkit._lazy import attach_stub
 

@@ -1,9 +1,9 @@
 """Set the length of a run, and pause, stop or follow it with callbacks.
 
-`TrainConfig` says how long to train and what happens on the way. `Control` pauses and stops a
-running loop from any thread, and turns Ctrl-C and SIGTERM into stop buttons. `TrainState` is what
-a run must remember to go on exactly where it was, `Result` is what it comes to, and
-`TrainingError` why it could not go on.
+`TrainConfig` sets how long to train and what happens on the way. A `Control` pauses and stops a
+running loop from any thread, and makes Ctrl-C and SIGTERM stop it after the current step.
+`TrainState` holds what a run must remember to continue exactly where it was, `Result` is the
+outcome of a run, and `TrainingError` is raised when it cannot continue.
 
 None of this needs torch, so a command line or a panel of widgets can plan a run without loading it."""
 

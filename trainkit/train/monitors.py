@@ -1,6 +1,4 @@
-"""Log memory, utilization, throughput and MFU while a run trains.
-
-Monitors: system metrics and health checks of a run.
+"""Monitors: system metrics and health checks of a run.
 
 `SystemMonitor()` is a callback that adds memory, utilization, samples per second and model FLOPs
 utilization (MFU) to each log record. `usage` looks at the memory once, `flops_of` counts the
@@ -288,8 +286,10 @@ class SystemMonitor:
         "End with the run; the last record says how high it went."
         if self.thread is None:
             return  # it never began
-        self.read()
-        self.stop()
+        try:
+            self.read()
+        finally:
+            self.stop()
         record["peaks"] = dict(self.peaks)
 
 # %% ../../nbs/04_train/21_symptoms.ipynb #e502ed22

@@ -1,6 +1,4 @@
-"""Choose an optimizer, weight decay groups and a learning rate schedule.
-
-Optimizers and schedules: AdamW, 8-bit AdamW, Muon, parameter groups and warm-up.
+"""Optimizers and schedules: AdamW, 8-bit AdamW, Muon, parameter groups and warm-up.
 
 `make_optimizer` turns a model and an `OptimConfig` into an optimizer: weight decay on matrices
 only, frozen parameters left out, and a learning rate or decay of its own for parameters that

@@ -1,13 +1,11 @@
 """Check a plan before it starts, split batches that do not fit, and trace a NaN.
 
-Recovery: checks before the first step, out-of-memory retries, and tracing of NaN.
-
-`OOMRetry` accumulates the gradients of one optimizer step; when a batch does not fit in memory,
-it restores the random numbers and computes the batch in halves, with the same gradient.
-`split_rows` does the cutting, and `is_out_of_memory` recognizes the many errors by which memory
-runs out. `find_nonfinite` finds the batch and the term of a loss that first became NaN.
-`worker_died` recognizes the error of a dead loader process, and `defer_signals` delays a signal
-until the current step is done.
+`OOMRetry` accumulates the gradients of one optimizer step; when a batch does not fit in memory, it
+restores the random numbers and computes the batch in halves, with the same gradient. `split_rows`
+does the cutting, and `is_out_of_memory` recognizes the many errors by which memory runs out.
+`find_nonfinite` finds the batch and the term of a loss that first became NaN. `worker_died`
+recognizes the
+error of a dead loader process, and `defer_signals` delays a signal until the current step is done.
 
 `check_plan` refuses combinations that cannot work, and `find_start` finds the checkpoint to
 resume from or makes sure that no earlier run is overwritten. A `Trainer` calls all of them; you

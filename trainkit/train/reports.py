@@ -1,7 +1,5 @@
 """Draw a run's curves, write its HTML report, and compare it with other runs.
 
-Reports: the curves of a run, an HTML page, and the comparison of runs.
-
 `run_curves` draws the curves of a run, `write_curves` saves them as `curves.svg`, and
 `write_report` writes one HTML file that contains everything and needs no other file. They start
 from what `read_run` returns, so they work for a run that ended long ago and for one that is still

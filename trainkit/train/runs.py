@@ -1,6 +1,4 @@
-"""Record the config, machine, commit and metrics of a run, without secrets.
-
-Run folders: writing a run's config and logs, reading them, and listing many runs.
+"""Run folders: writing a run's config and logs, reading them, and listing many runs.
 
 `RunFolder('runs/demo')` is the folder of one run: its config, the machine, a log for people and a
 log for programs. It never overwrites an earlier run, loses at most one line in a power failure,
@@ -27,6 +25,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from functools import cache, cached_property
 from html import escape
@@ -254,7 +253,8 @@ class RunFolder:
     def close(self):
         "Close the logs."
         for file in self.files.values():
-            file.close()
+            with suppress(OSError):
+                file.close()  # A full disk, of which `append` has warned, must not hide why a run ended
 
     def __enter__(self):
         return self

@@ -1,6 +1,4 @@
-"""Train a sharded model with FSDP and gather it into an ordinary checkpoint.
-
-Sharded training: DDP, FSDP and DeepSpeed's ZeRO behind one function.
+"""Sharded training: DDP, FSDP and DeepSpeed's ZeRO behind one function.
 
 `shard(model, accelerator)` divides a model among processes as the launcher asked through
 `TRAINKIT_STRATEGY`, or leaves it alone. `ddp` keeps the whole model in each process, `fsdp`
@@ -173,7 +171,7 @@ class ShardedModel:
 
     def start(
         self,
-        optimizer: Any,  # Over the parameters of `twin`
+        optimizer: Any,  # Over the parameters of `meta_copy`
         max_grad_norm: float = 0.0,
     ) -> nn.Module:  # What is called
         "Bring in the optimizer."

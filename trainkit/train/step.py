@@ -1,6 +1,4 @@
-"""Train in bfloat16 or float16 with float32 master weights, and compile the model.
-
-One training step: mixed precision, compilation, gradient accumulation and clipping.
+"""One training step: mixed precision, compilation, gradient accumulation and clipping.
 
 `train_step` takes one optimizer step from a window of batches, over any number of processes, with
 the gradient of one large batch; this is exact because an objective returns sums. `accumulate` and

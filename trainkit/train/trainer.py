@@ -1,6 +1,4 @@
-"""Train a model with logging, evaluation, early stopping, checkpoints and resume.
-
-The training loop: logging, evaluation, early stopping, checkpoints and resume.
+"""The training loop: logging, evaluation, early stopping, checkpoints and resume.
 
 `Trainer(model, objective, train_batches, …).train()` takes optimizer steps as its `TrainConfig`
 says; on the way it logs, evaluates, draws samples, saves and stops early. A `Control` pauses and
@@ -122,6 +120,7 @@ class Trainer:
             for b in (train_batches, eval_batches)
         )
         self.state, self.history, self.notes, self.checkpoint = TrainState(), [], [], None
+        self.listening: list = []  # Callbacks that have heard of this run, and not yet of its end
         self.facts, self.writer = dict(facts or {}), None
         self.learning_rate = self.optim.learning_rate
         check_plan(self)
@@ -135,18 +134,27 @@ class Trainer:
         force_resume: bool = False,  # Go on even where config or data make another run of it
     ) -> Result:
         "Train until the plan is done, patience ends, or `control` stops it."
+        self.listening = []
         with ExitStack() as stack:
             if self.folder and self.accelerator.is_main_process:
                 stack.enter_context(run_lock(self.folder))
             stack.enter_context(self.control.session())
-            self.begin(stack, resume, force_resume)
             try:
-                return self.finish(self.loop())
+                self.begin(stack, resume, force_resume)
+                try:
+                    return self.finish(self.loop())
+                except BaseException as error:
+                    error.add_note(f"(at step {self.state.step} of {self.total_steps})")
+                    raise
             except BaseException as error:
-                error.add_note(f"(at step {self.state.step} of {self.total_steps})")
-                self.notify(
-                    "on_end", step=self.state.step, reason=f"{type(error).__name__}: {error}"
-                )
+                try:
+                    self.notify(
+                        "on_end", step=self.state.step, reason=f"{type(error).__name__}: {error}"
+                    )
+                except Exception as other:
+                    error.add_note(
+                        f"(a callback failed at the end, too: {type(other).__name__}: {other})"
+                    )
                 raise
 
     def begin(self, stack: ExitStack, resume, force: bool = False):
@@ -518,9 +526,29 @@ class Trainer:
             self.history.append(record)
         if not self.accelerator.is_main_process:
             return
+        if event == "on_end":
+            return self.dismiss(record)
         for callback in self.callbacks:
+            if not any(callback is other for other in self.listening):
+                self.listening.append(callback)
             if (hear := getattr(callback, event, None)) is not None:
                 hear(self, record)
+
+    def dismiss(self, record: dict):
+        "Tell the end, once, to each callback that has heard of the run: one that fails must not leave the thread of another running."
+        listening, self.listening, failed = self.listening, [], []
+        for callback in listening:
+            try:
+                if (hear := getattr(callback, "on_end", None)) is not None:
+                    hear(self, record)
+            except BaseException as error:
+                failed.append(error)
+        for error in failed[1:]:
+            failed[0].add_note(
+                f"(another callback failed as well: {type(error).__name__}: {error})"
+            )
+        if failed:
+            raise failed[0]
 
 # %% ../../nbs/04_train/09_run_folder.ipynb #44052565
 @contextmanager

@@ -1,4 +1,4 @@
-"""The run on a page: the training panel, explorers, chat comparison, labeling, run browser."""
+"""Widgets for notebooks: the training panel, explorers, chat comparison, labeling and the run browser."""
 
 from trainkit._lazy import attach_stub
 

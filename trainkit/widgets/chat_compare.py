@@ -1,7 +1,5 @@
 """Chat with several models at once and compare their token probabilities.
 
-Chat comparison: several models answer side by side, with token probabilities.
-
 `ChatCompare` is a chat with up to four models in a notebook: answers side by side as they are
 written, tokens marked by their probability, the distance to the first model, a system prompt,
 another try, a step back, and a view of the exact text that the models read.

@@ -1,7 +1,5 @@
 """Edit any config in a form with checked fields, and build widget pages.
 
-Forms for configs, and a page with buttons, errors and background work for widgets.
-
 `Form(config)` is an ipywidgets form for any config class of the kit: a few fields in view, the
 others under "More", and error messages while you type. `read()` returns the config, `set(config)`
 fills the form, and `close_all` closes widgets with everything that belongs to them.

@@ -1,6 +1,4 @@
-"""Label pairs of answers in a notebook and train a model on the labels.
-
-Preference labeling: sample pairs of answers, choose the better one, and save the labels.
+"""Preference labeling: sample pairs of answers, choose the better one, and save the labels.
 
 `PreferenceLabeler` shows two answers of a model side by side and takes a verdict by button or
 key: A, B, tie, skip or undo. `PreferenceLabeler.sample(path, model, tokenizer, prompts)` lets the

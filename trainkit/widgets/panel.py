@@ -1,6 +1,4 @@
-"""Start, watch, pause and resume a run from a panel in a notebook.
-
-The training panel: preview, buttons, live curves and samples of a run.
+"""The training panel: preview, buttons, live curves and samples of a run.
 
 `TrainerPanel(config)` displays a run of any method in a notebook: what it will do, whether it
 fits in memory, buttons, live curves, samples, and the Python code that does the same. `show()`
@@ -870,10 +868,10 @@ def preview_data(
     data: DataConfig = config.data
     found, facts = load_splits(data)
     first = found["train"][:rows]
-    head = f"<p style='margin:4px 0'>{facts['train_rows']:,} rows of kind {clean(facts['kind'])} to train on, {facts['eval_rows']:,} held out.</p>"
-    if facts["kind"] == "text":
+    head = f"<p style='margin:4px 0'>{facts.train_rows:,} rows of kind {clean(facts.kind)} to train on, {facts.eval_rows:,} held out.</p>"
+    if facts.kind == "text":
         return Picture(head + "".join(_quoted(row["text"]) for row in first))
-    if facts["kind"] in (
+    if facts.kind in (
         "preference",
         "unpaired",
         "prompt",
@@ -912,7 +910,7 @@ def preview_data(
         tokenizer = BPETokenizer.train(texts, size, special_tokens=["<|endoftext|>"])
     if config.sft.template or not tokenizer.chat_template:
         set_template(tokenizer, config.sft.template or "chatml")
-    how = dict(kind=facts["kind"], train_on=config.sft.train_on, reasoning=config.sft.reasoning)
+    how = dict(kind=facts.kind, train_on=config.sft.train_on, reasoning=config.sft.reasoning)
     return Picture(
         head + "".join(show_mask(row, tokenizer, data.max_length, **how) for row in first)
     )

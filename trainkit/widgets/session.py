@@ -1,7 +1,5 @@
 """Start, pause, save and stop a run in a thread or a process, and attach to it later.
 
-Sessions: start, pause and stop a run, attach to it, and read its state.
-
 `TrainSession(config)` is a run with buttons: `start`, `pause`, `resume`, `stop`, `save` and
 `sample`. `start('thread')` returns at once, `start('foreground')` when the run is over, and
 `start('process')` trains in a process of its own that survives a closed tab;
@@ -20,6 +18,7 @@ __all__ = ['HIDDEN', 'STATES', 'ACTIVE', 'extremes', 'Curve', 'RunSnapshot', 'Ru
 # %% ../../nbs/12_widgets/02_session.ipynb #imports-session
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -638,6 +637,8 @@ class TrainSession:
             self.error = last or (
                 reason if ": " in reason else f"The process of {self.folder} is gone, and {where}."
             )
+            if not last and self.folder.exists() and shutil.disk_usage(self.folder).free < 2**16:  # type: ignore
+                self.error += f" What it said last could not be written to {self.folder}/output.txt: the disk is full: free some space, or choose another folder"
 
     # How it stands
 

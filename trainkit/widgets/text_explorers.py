@@ -1,6 +1,4 @@
-"""Compare two tokenizers on a text and see which tokens of a row are learned.
-
-Explorers of text and data: tokenizer, loss mask, packing and curriculum.
+"""Explorers of text and data: tokenizer, loss mask, packing and curriculum.
 
 `TokenizerExplorer(tokenizer, other)` splits a text with one tokenizer or two and shows how a word
 is built merge by merge. `MaskViewer(rows, tokenizer)` shows what a model learns from a row, what

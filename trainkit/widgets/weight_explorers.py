@@ -1,7 +1,5 @@
 """Measure the rank of an update and look at the quantization of a layer.
 
-Explorers of weights: the rank of an update, and the error of quantization.
-
 `LoRAExplorer` looks at an update: of an adapter, or the difference between two checkpoints. It
 shows how many directions carry it, what a smaller rank would keep, its size, and what is lost
 when it is merged into quantized weights. `updates` finds the updates in models, state dicts and

@@ -1,0 +1,122 @@
+"""The shape of the code: how long and how dense its lines are, how many types are unknown, how long a run's road is.
+
+    python tools/shape.py            # the figures beside their limits; exit code 1 where one is missed
+    python tools/shape.py PATH ...   # the lines of other packages, to compare with
+
+Lines are those of the package that are not blank and not only a comment. `__all__` lists, which nbdev writes,
+count for no line over 100 columns. A syntax node is a node of Python's `ast`. tools/road.py counts the road.
+"""
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "trainkit"
+COLUMNS = 100
+LIMITS = {
+    "characters a line": 50,
+    "syntax nodes a line": 8.5,
+    "% of lines over 100 columns": 1,
+    "Any": 500,
+    "trainer: Any": 0,
+    "modules on the road": 24,
+    "returns on the road": 68,
+    "climbs on the road": 2,
+}
+
+
+class Lines(NamedTuple):
+    "Totals over the files of a package."
+
+    lines: int
+    characters: int
+    nodes: int
+    long: int
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "characters a line": self.characters / self.lines,
+            "syntax nodes a line": self.nodes / self.lines,
+            "% of lines over 100 columns": 100 * self.long / self.lines,
+        }
+
+
+def files_of(package: Path) -> list[Path]:
+    "Its Python files, without generated ones."
+    return [p for p in sorted(package.rglob("*.py")) if p.name != "_modidx.py"]
+
+
+def exported_names(tree: ast.Module) -> set[int]:
+    "The lines of `__all__`."
+    return {
+        line
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def measure(package: Path) -> Lines:
+    "Count the lines of all files."
+    lines = characters = nodes = long = 0
+    for path in files_of(package):
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        names = exported_names(tree)
+        nodes += sum(1 for _ in ast.walk(tree))
+        for number, line in enumerate(source.splitlines(), 1):
+            width = len(line.rstrip())
+            if not width or line.lstrip().startswith("#"):
+                continue
+            lines += 1
+            characters += width
+            long += width > COLUMNS and number not in names
+    return Lines(lines, characters, nodes, long)
+
+
+def unknown_types(package: Path) -> dict[str, int]:
+    "How often `Any` stands in the code, and how often as the type of a trainer; imports apart."
+    sources = [
+        line
+        for path in files_of(package)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if not re.match(r"\s*(from|import) ", line)
+    ]
+    return {
+        "Any": sum(len(re.findall(r"\bAny\b", line)) for line in sources),
+        "trainer: Any": sum("trainer: Any" in line for line in sources),
+    }
+
+
+def road() -> dict[str, int]:
+    "The figures of tools/road.py, from a process of its own."
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "road.py"], capture_output=True, text=True, check=True
+    )
+    pairs = [line.split() for line in done.stdout.splitlines()]
+    return {f"{name} on the road": int(count) for name, count in pairs}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="other packages")
+    others = parser.parse_args().paths
+    for path in others:
+        figures = measure(path).figures()
+        print(f"{path}: " + ", ".join(f"{value:.1f} {name}" for name, value in figures.items()))
+    if others:
+        return 0
+    figures = {**measure(PACKAGE).figures(), **unknown_types(PACKAGE), **road()}
+    for name, value in figures.items():
+        verdict = "" if value <= LIMITS[name] else "  missed"
+        print(f"{name:28} {value:8.4g}  at most {LIMITS[name]}{verdict}")
+    return int(any(value > LIMITS[name] for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
