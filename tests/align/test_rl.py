@@ -270,7 +270,7 @@ def test_many_rows_answer_with_rearranged_weights():
         lambda completion_ids, **columns: [float(ids[0]) for ids in completion_ids],
         config,
     )
-    assert rollouts._copy(8) is None and rollouts._copy(12) == (
+    assert rollouts._weights_copy(8, model) is None and rollouts._weights_copy(12, model) == (
         "packed" if torch.backends.mkldnn.is_available() else None
     )
     batch = rollouts.collect([0, 1, 2], 5)

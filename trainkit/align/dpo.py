@@ -19,32 +19,33 @@ __all__ = ['USED_BY', 'DIVERGENCES', 'LOSSES', 'COUPLED', 'DPOConfig', 'Pair', '
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .logprobs import PairLogProbs, pair_log_probs, shares_prompts
-from .reference import Reference
+from .reference import PrecomputedReference, Reference
 from ..config import ConfigError, Problem, check_config, knob
 from ..train.objectives import Loss, to_model_device, objective
 
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
+
 # %% ../../nbs/08_align/04_preference_losses.ipynb #b7a53d0b
-USED_BY: dict[
-    str, frozenset[str]
-] = {  # Knob -> the losses that read it; the others would ignore it
+_LABELLED = frozenset({"kto", "apo_zero", "bco_pair"})  # the last two where rows have a label each
+USED_BY: dict[str, frozenset[str]] = {  # Knob -> the losses that read it; the others ignore it
     "label_smoothing": frozenset("sigmoid robust exo_pair aot aot_unpaired simpo cpo".split()),
+    # as in TRL
     "f_divergence_type": frozenset(
         "sigmoid sigmoid_norm hinge ipo exo_pair robust discopop".split()
-    ),  # as in TRL
+    ),
     "discopop_tau": frozenset({"discopop"}),
     "simpo_gamma": frozenset({"simpo"}),
     "sft_weight": frozenset({"orpo", "cpo"}),
-    "desirable_weight": frozenset(
-        {"kto", "apo_zero", "bco_pair"}
-    ),  # the last two where rows have a label each
-    "undesirable_weight": frozenset({"kto", "apo_zero", "bco_pair"}),
+    "desirable_weight": _LABELLED,
+    "undesirable_weight": _LABELLED,
 }
 
 
@@ -92,7 +93,8 @@ class DPOConfig:
     f_alpha_divergence_coef: float = knob(0.5, "The α of alpha_divergence")
     ld_alpha: float | None = knob(
         None,
-        "How much the tokens count by which an answer is longer than the other (LD-DPO); unset: as all",
+        "How much the tokens count by which an answer is longer than the other (LD-DPO); "
+        "unset: as all",
         low=0,
         high=1,
     )
@@ -107,7 +109,8 @@ class DPOConfig:
     undesirable_weight: float = knob(1.0, "Weight of rejected answers in kto", low=0)
     converged_patience: int = knob(
         0,
-        "End when the margin of held-out pairs is flat for so many evaluations; 0: the plan decides",
+        "End when the margin of held-out pairs is flat for so many evaluations; "
+        "0: the plan decides",
         low=0,
     )
     converged_threshold: float = knob(
@@ -160,64 +163,49 @@ class DPOConfig:
 
     def _without_effect(self) -> list[Problem]:
         "Knobs that the losses of this config would ignore."
-        wrong, losses = [], {*self.loss_type}
-        named = ", ".join(self.loss_type)
+        problems, losses = [], {*self.loss_type}
+        names = ", ".join(self.loss_type)
+
+        def no_effect(knob: str, why: str) -> None:
+            problems.append(Problem(knob, getattr(self, knob), f"has no effect {why}"))
+
         for name, users in USED_BY.items():
             if self._changed(name) and not losses & users:
-                why = f"has no effect on {named}: only {', '.join(sorted(users))} {'reads' if len(users) == 1 else 'read'} it"
-                wrong.append(Problem(name, getattr(self, name), why))
+                read = "reads" if len(users) == 1 else "read"
+                no_effect(name, f"on {names}: only {', '.join(sorted(users))} {read} it")
         users = USED_BY["f_divergence_type"]
-        if (
-            self._changed("f_divergence_type")
-            and losses & users
-            and (others := losses - users - {"sft"})
-        ):
-            why = f"has no effect on {', '.join(sorted(others))}: give it losses among {', '.join(sorted(users))}, perhaps with sft"
-            wrong.append(Problem("f_divergence_type", self.f_divergence_type, why))
-        if (
-            self._changed("f_alpha_divergence_coef")
-            and self.f_divergence_type != "alpha_divergence"
-        ):
-            why = f"has no effect on f_divergence_type = {self.f_divergence_type}: only alpha_divergence reads it"
-            wrong.append(Problem("f_alpha_divergence_coef", self.f_alpha_divergence_coef, why))
+        others = losses - users - {"sft"}
+        if self._changed("f_divergence_type") and losses & users and others:
+            known = ", ".join(sorted(users))
+            no_effect(
+                "f_divergence_type",
+                f"on {', '.join(sorted(others))}: give it losses among {known}, perhaps with sft",
+            )
+        divergence = self.f_divergence_type
+        if self._changed("f_alpha_divergence_coef") and divergence != "alpha_divergence":
+            no_effect(
+                "f_alpha_divergence_coef",
+                f"on f_divergence_type = {divergence}: only alpha_divergence reads it",
+            )
         if self._changed("sft_weight") and "sft" in losses:
-            wrong.append(
-                Problem(
-                    "sft_weight",
-                    self.sft_weight,
-                    "has no effect where loss_type names sft itself: set its place in loss_weights",
-                )
+            no_effect(
+                "sft_weight", "where loss_type names sft itself: set its place in loss_weights"
             )
         if self.ld_alpha is not None and losses == {"sft"}:
-            wrong.append(
-                Problem(
-                    "ld_alpha",
-                    self.ld_alpha,
-                    "has no effect on sft, which learns the chosen answer alone",
-                )
-            )
+            no_effect("ld_alpha", "on sft, which learns the chosen answer alone")
         for name in ("reference", "precompute_ref_log_probs", "exact_kl"):
             if self._changed(name) and not self.needs_reference:
-                why = "reference_free = True" if self.reference_free else f"loss_type = {named}"
-                wrong.append(
-                    Problem(
-                        name,
-                        getattr(self, name),
-                        f"has no effect with {why}, which asks no reference",
-                    )
-                )
-        return wrong
+                why = "reference_free = True" if self.reference_free else f"loss_type = {names}"
+                no_effect(name, f"with {why}, which asks no reference")
+        return problems
 
     @property
     def weights(self) -> dict[str, float]:  # loss -> weight, with those that another one brings
-        found = dict(
-            zip(self.loss_type, self.loss_weights or [1.0] * len(self.loss_type), strict=True)
-        )
-        return found | (
-            {"sft": self.sft_weight}
-            if {"orpo", "cpo"} & found.keys() and "sft" not in found and self.sft_weight
-            else {}
-        )
+        values = self.loss_weights or [1.0] * len(self.loss_type)
+        weights = dict(zip(self.loss_type, values, strict=True))
+        if {"orpo", "cpo"} & weights.keys() and "sft" not in weights and self.sft_weight:
+            weights["sft"] = self.sft_weight
+        return weights
 
     @property
     def needs_reference(self) -> bool:
@@ -229,9 +217,8 @@ def _alpha(t: Tensor, c: DPOConfig) -> Tensor:
     return t if abs(a) < 1e-6 else torch.expm1((a * t).clamp(max=80.0)) / a
 
 
-DIVERGENCES: dict[
-    str, Callable[[Tensor, DPOConfig], Tensor]
-] = {  # log ratio -> score (Wang et al. 2023, table 1)
+# log ratio -> score (Wang et al. 2023, table 1)
+DIVERGENCES: dict[str, Callable[[Tensor, DPOConfig], Tensor]] = {
     "reverse_kl": lambda t, c: t,
     "forward_kl": lambda t, c: -torch.expm1(-t),
     "js_divergence": lambda t, c: math.log(2) + F.logsigmoid(t),
@@ -241,7 +228,7 @@ DIVERGENCES: dict[
 
 @dataclass
 class Pair:
-    "What a loss may look at; every tensor is (B,)."
+    "The inputs of a loss; every tensor is (B,)."
 
     config: DPOConfig
     chosen: Tensor  # Log-probability of the chosen answer
@@ -269,16 +256,13 @@ class Pair:
         return DIVERGENCES[self.config.f_divergence_type](self.rejected_ratio, self.config)
 
     @property
-    def margin(self) -> Tensor:
-        return self.config.beta * (
-            self.chosen_score - self.rejected_score
-        )  # in units of the reward
+    def margin(self) -> Tensor:  # in units of the reward
+        return self.config.beta * (self.chosen_score - self.rejected_score)
 
     @property
     def mean_margin(self) -> Tensor:  # per token
-        return self.chosen_score / self.chosen_tokens.clamp(
-            min=1
-        ) - self.rejected_score / self.rejected_tokens.clamp(min=1)
+        chosen = self.chosen_score / self.chosen_tokens.clamp(min=1)
+        return chosen - self.rejected_score / self.rejected_tokens.clamp(min=1)
 
 
 def _smooth(h: Tensor, c: DPOConfig) -> Tensor:
@@ -288,9 +272,8 @@ def _smooth(h: Tensor, c: DPOConfig) -> Tensor:
 # %% ../../nbs/08_align/04_preference_losses.ipynb #77f3a548
 def _exo(p: Pair, c: DPOConfig) -> Tensor:
     e, h = c.label_smoothing, p.margin
-    return torch.sigmoid(h) * (F.logsigmoid(h) - math.log1p(-e)) + torch.sigmoid(-h) * (
-        F.logsigmoid(-h) - math.log(e)
-    )
+    right = torch.sigmoid(h) * (F.logsigmoid(h) - math.log1p(-e))
+    return right + torch.sigmoid(-h) * (F.logsigmoid(-h) - math.log(e))
 
 
 def _discopop(p: Pair, c: DPOConfig) -> Tensor:
@@ -300,81 +283,89 @@ def _discopop(p: Pair, c: DPOConfig) -> Tensor:
 
 def _orpo(p: Pair, c: DPOConfig) -> Tensor:
     a, b = p.chosen / p.chosen_tokens.clamp(min=1), p.rejected / p.rejected_tokens.clamp(min=1)
-    log_not = lambda x: torch.log(-torch.expm1(x.clamp(max=-1e-7)))  # log(1 - probability)
+
+    def log_not(x: Tensor) -> Tensor:  # log(1 - probability)
+        return torch.log(-torch.expm1(x.clamp(max=-1e-7)))
+
     return -c.beta * F.logsigmoid((a - b) - (log_not(a) - log_not(b)))
 
 
 def _simpo(p: Pair, c: DPOConfig) -> Tensor:
-    return _smooth(
-        c.beta
-        * (p.chosen / p.chosen_tokens.clamp(min=1) - p.rejected / p.rejected_tokens.clamp(min=1))
-        - c.simpo_gamma,
-        c,
-    )
+    chosen = p.chosen / p.chosen_tokens.clamp(min=1)
+    rejected = p.rejected / p.rejected_tokens.clamp(min=1)
+    return _smooth(c.beta * (chosen - rejected) - c.simpo_gamma, c)
 
 
 def _kto(p: Pair, c: DPOConfig) -> Tensor:
-    good, bad = (
-        1 - torch.sigmoid(c.beta * (p.chosen_ratio - p.kl)),
-        1 - torch.sigmoid(c.beta * (p.kl - p.rejected_ratio)),
-    )
+    good = 1 - torch.sigmoid(c.beta * (p.chosen_ratio - p.kl))
+    bad = 1 - torch.sigmoid(c.beta * (p.kl - p.rejected_ratio))
     return (c.desirable_weight * good + c.undesirable_weight * bad) / 2
 
 
+def _robust(p: Pair, c: DPOConfig) -> Tensor:
+    e, h = c.label_smoothing, p.margin
+    return (-(1 - e) * F.logsigmoid(h) + e * F.logsigmoid(-h)) / (1 - 2 * e)
+
+
+def _nca(p: Pair, c: DPOConfig) -> Tensor:
+    chosen, rejected = c.beta * p.chosen_ratio, c.beta * p.rejected_ratio
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def _bco(p: Pair, c: DPOConfig) -> Tensor:
+    return -F.logsigmoid(c.beta * p.chosen_ratio) - F.logsigmoid(-c.beta * p.rejected_ratio)
+
+
+def _sppo(p: Pair, c: DPOConfig) -> Tensor:
+    half = 0.5 / c.beta
+    return (p.chosen_ratio - half).square() + (p.rejected_ratio + half).square()
+
+
+def _aot(p: Pair, c: DPOConfig) -> Tensor:
+    ratios = (p.chosen - p.rejected).sort(dim=0)[0]
+    return _smooth(c.beta * (ratios - (p.ref_chosen - p.ref_rejected).sort(dim=0)[0]), c)
+
+
+def _aot_unpaired(p: Pair, c: DPOConfig) -> Tensor:
+    return _smooth(c.beta * (p.chosen_ratio.sort(dim=0)[0] - p.rejected_ratio.sort(dim=0)[0]), c)
+
+
+def _apo_zero(p: Pair, c: DPOConfig) -> Tensor:
+    return 1 - torch.sigmoid(c.beta * p.chosen_ratio) + torch.sigmoid(c.beta * p.rejected_ratio)
+
+
+def _apo_down(p: Pair, c: DPOConfig) -> Tensor:
+    gap = c.beta * (p.chosen_ratio - p.rejected_ratio)
+    return torch.sigmoid(c.beta * p.chosen_ratio) + 1 - torch.sigmoid(gap)
+
+
+def _sft(p: Pair, c: DPOConfig) -> Tensor:
+    return -p.chosen * len(p.chosen) / p.chosen_tokens.sum().clamp(min=1)
+
+
 LOSSES: dict[str, Callable[[Pair, DPOConfig], Tensor]] = {  # (B,), the loss of each pair
-    "sigmoid": lambda p, c: _smooth(
-        p.margin, c
-    ),  # DPO (Rafailov et al. 2023); with label smoothing cDPO (Mitchell 2023)
+    # DPO (Rafailov et al. 2023); with label smoothing cDPO (Mitchell 2023)
+    "sigmoid": lambda p, c: _smooth(p.margin, c),
     "hinge": lambda p, c: torch.relu(1 - p.margin),  # SLiC (Zhao et al. 2023)
-    "ipo": lambda p, c: (
-        p.mean_margin - 1 / (2 * c.beta)
-    ).square(),  # Azar et al. 2023, eq. 17, per token
-    "robust": lambda p, c: (
-        (
-            -(1 - c.label_smoothing) * F.logsigmoid(p.margin)
-            + c.label_smoothing * F.logsigmoid(-p.margin)
-        )
-        / (1 - 2 * c.label_smoothing)
-    ),  # Chowdhury et al. 2024
+    # Azar et al. 2023, eq. 17, per token
+    "ipo": lambda p, c: (p.mean_margin - 1 / (2 * c.beta)).square(),
+    "robust": _robust,  # Chowdhury et al. 2024
     "exo_pair": _exo,  # Ji et al. 2024, eq. 16
-    "nca_pair": lambda p, c: (
-        -F.logsigmoid(c.beta * p.chosen_ratio)
-        - 0.5 * F.logsigmoid(-c.beta * p.chosen_ratio)
-        - 0.5 * F.logsigmoid(-c.beta * p.rejected_ratio)
-    ),  # Chen et al. 2024
-    "bco_pair": lambda p, c: (
-        -F.logsigmoid(c.beta * p.chosen_ratio) - F.logsigmoid(-c.beta * p.rejected_ratio)
-    ),  # Jung et al. 2024
-    "sppo_hard": lambda p, c: (
-        (p.chosen_ratio - 0.5 / c.beta).square() + (p.rejected_ratio + 0.5 / c.beta).square()
-    ),  # Wu et al. 2024
-    "aot": lambda p, c: _smooth(
-        c.beta
-        * ((p.chosen - p.rejected).sort(dim=0)[0] - (p.ref_chosen - p.ref_rejected).sort(dim=0)[0]),
-        c,
-    ),  # Melnyk et al. 2024
-    "aot_unpaired": lambda p, c: _smooth(
-        c.beta * (p.chosen_ratio.sort(dim=0)[0] - p.rejected_ratio.sort(dim=0)[0]), c
-    ),
-    "apo_zero": lambda p, c: (
-        1 - torch.sigmoid(c.beta * p.chosen_ratio) + torch.sigmoid(c.beta * p.rejected_ratio)
-    ),  # D'Oosterlinck et al. 2024, eq. 7
-    "apo_down": lambda p, c: (
-        torch.sigmoid(c.beta * p.chosen_ratio)
-        + 1
-        - torch.sigmoid(c.beta * (p.chosen_ratio - p.rejected_ratio))
-    ),  # eq. 8
+    "nca_pair": _nca,  # Chen et al. 2024
+    "bco_pair": _bco,  # Jung et al. 2024
+    "sppo_hard": _sppo,  # Wu et al. 2024
+    "aot": _aot,  # Melnyk et al. 2024
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,  # D'Oosterlinck et al. 2024, eq. 7
+    "apo_down": _apo_down,  # eq. 8
     "discopop": _discopop,  # Lu et al. 2024, eq. 5
     "sigmoid_norm": lambda p, c: -F.logsigmoid(c.beta * p.mean_margin),  # DPO on means over tokens
-    "sft": lambda p, c: (
-        -p.chosen * len(p.chosen) / p.chosen_tokens.sum().clamp(min=1)
-    ),  # Next tokens of the chosen answers
+    "sft": _sft,  # Next tokens of the chosen answers
     "kto": _kto,  # Ethayarajh et al. 2024, eq. 7
-    "orpo": _orpo,  # Hong et al. 2024, eq. 7, without the SFT part, which comes as a loss of its own
+    "orpo": _orpo,  # Hong et al. 2024, eq. 7, without the SFT part, which is a loss of its own
     "simpo": _simpo,  # Meng et al. 2024
-    "cpo": lambda p, c: _smooth(
-        c.beta * (p.chosen - p.rejected), c
-    ),  # Xu et al. 2024, without the SFT part
+    # Xu et al. 2024, without the SFT part
+    "cpo": lambda p, c: _smooth(c.beta * (p.chosen - p.rejected), c),
 }
 COUPLED = {"aot", "aot_unpaired", "kto"}  # They compare rows of a batch with each other
 
@@ -403,21 +394,19 @@ def preference_loss(
         one if rejected_tokens is None else rejected_tokens,
         kl,
     )
-    return torch.stack([weight * LOSSES[name](pair, c) for name, weight in c.weights.items()]).sum(
-        0
-    )
+    losses = [weight * LOSSES[name](pair, c) for name, weight in c.weights.items()]
+    return torch.stack(losses).sum(0)
 
 # %% ../../nbs/08_align/05_dpo.ipynb #a0ca357e
-def _weigh(found: PairLogProbs, config: DPOConfig) -> tuple[Tensor, Tensor]:
-    "Both log-probabilities; the tokens that only the longer answer has count less, where that is wanted (Liu et al. 2024)."
+def _desensitize(log_probs: PairLogProbs, config: DPOConfig) -> tuple[Tensor, Tensor]:
+    "Both log-probabilities; LD-DPO weighs tokens that only the longer has (Liu et al. 2024)."
+    chosen, rejected = log_probs.chosen, log_probs.rejected
     if config.ld_alpha is None:
-        return found.chosen, found.rejected
-    return tuple(
-        part + config.ld_alpha * (whole - part)
-        for whole, part in (  # type: ignore
-            (found.chosen, found.chosen_shared),
-            (found.rejected, found.rejected_shared),
-        )
+        return chosen, rejected
+    part_chosen, part_rejected = log_probs.chosen_shared, log_probs.rejected_shared
+    return (
+        part_chosen + config.ld_alpha * (chosen - part_chosen),
+        part_rejected + config.ld_alpha * (rejected - part_rejected),
     )
 
 
@@ -437,7 +426,8 @@ def _other_answers(batch: dict) -> dict:
     "The same prompts with the answers of the next pair, for kto's estimate of the KL."
     if len(batch["prompt_input_ids"]) < 2:
         raise ValueError(
-            "kto compares each prompt with the answer of another pair, so a batch needs 2 pairs at least"
+            "kto compares each prompt with the answer of another pair, so a batch needs "
+            "2 pairs at least"
         )
     return {
         k: v.roll(1, 0) if k.startswith(("chosen_", "rejected_")) else v for k, v in batch.items()
@@ -447,7 +437,7 @@ def _other_answers(batch: dict) -> dict:
 def reward_metrics(
     chosen: Tensor,  # (B,) rewards
     rejected: Tensor,  # (B,)
-) -> dict[str, tuple[Any, Any]]:  # name -> (sum, count)
+) -> dict[str, tuple[Tensor, Tensor | int]]:  # name -> (sum, count)
     "The usual numbers about rewards, as sums; ties count as halves."
     n, ties = len(chosen), (chosen == rejected).sum()
     return {
@@ -459,32 +449,94 @@ def reward_metrics(
     }
 
 
-def dpo_objective(
-    reference: Reference
-    | None = None,  # From `make_reference` or `precompute_reference`; None where the loss needs none
-    config: DPOConfig | None = None,
-) -> Callable:  # (model, batch) -> Loss, of batches from `PairBatches`
-    "Preference tuning as an objective for the `Trainer`."
-    c, share = config or DPOConfig(), {}
+def _check_reference(reference: Reference | None, c: DPOConfig) -> Reference | None:
+    "The reference that the losses need, if any; raises `ValueError` where it cannot serve them."
+    losses = ", ".join(c.loss_type)
     if c.needs_reference and reference is None:
         raise ValueError(
-            f"{', '.join(c.loss_type)} compares with a reference: give make_reference(model), or set reference_free"
+            f"{losses} compares with a reference: give make_reference(model), or set reference_free"
         )
     for name in ("desirable_weight", "undesirable_weight"):
         if getattr(c, name) != 1 and "kto" not in c.weights:
             raise ValueError(
-                f"dpo.{name} = {getattr(c, name):g} has no effect on {', '.join(c.loss_type)} of pairs: it is for kto, or for rows with a label each"
+                f"dpo.{name} = {getattr(c, name):g} has no effect on {losses} of pairs: "
+                "it is for kto, or for rows with a label each"
             )
     if not c.needs_reference:
-        reference = None
-    if (
-        reference is not None
-        and reference.kind.startswith("numbers")
-        and ("kto" in c.weights or c.exact_kl)
-    ):
+        return None
+    if isinstance(reference, PrecomputedReference) and ("kto" in c.weights or c.exact_kl):
+        what = "kto" if "kto" in c.weights else "exact_kl"
         raise ValueError(
-            f"{'kto' if 'kto' in c.weights else 'exact_kl'} asks the reference about more than the pairs: leave out precompute_ref_log_probs"
+            f"{what} asks the reference about more than the pairs: "
+            "leave out precompute_ref_log_probs"
         )
+    return reference
+
+
+@torch.no_grad()
+def _estimate_kl(
+    model: nn.Module, reference: Reference | None, batch: dict, share: bool
+) -> Tensor:  # One number, at least 0
+    "KTO's estimate of the KL: the mean log ratio of answers to other prompts."
+    other = _other_answers(batch)
+    now = pair_log_probs(model, other, share)
+    ratio = torch.cat((now.chosen, now.rejected))
+    if reference is not None:
+        then = reference(model, other)
+        ratio = ratio - torch.cat((then.chosen, then.rejected))
+    return ratio.mean().clamp(min=0)
+
+
+@torch.no_grad()
+def _dpo_metrics(
+    pair: Pair,
+    log_probs: PairLogProbs,  # Of the model
+    ref_log_probs: PairLogProbs | None,  # Of the reference
+) -> dict[str, tuple[Tensor, Tensor | int]]:  # name -> (sum, count)
+    "Rewards, log-probabilities and the distance to the reference."
+    c, B = pair.config, len(pair.chosen)
+    chosen, rejected = c.beta * pair.chosen_ratio, c.beta * pair.rejected_ratio
+    if c.weights.keys() <= {"simpo", "orpo", "sft"} and "sft" not in c.loss_type:
+        # A long answer is not worse for its length
+        chosen = chosen / pair.chosen_tokens.clamp(min=1)
+        rejected = rejected / pair.rejected_tokens.clamp(min=1)
+    tokens = log_probs.chosen_tokens.sum()
+    metrics = reward_metrics(chosen, rejected) | {
+        "logps/chosen": (log_probs.chosen.sum(), B),
+        "logps/rejected": (log_probs.rejected.sum(), B),
+        "loss/policy": (-log_probs.chosen.sum(), tokens),  # per token of the chosen answers
+    }
+    if ref_log_probs is None:
+        return metrics
+    metrics |= {
+        "logps/ref_chosen": (ref_log_probs.chosen.sum(), B),
+        "logps/ref_rejected": (ref_log_probs.rejected.sum(), B),
+        "loss/reference": (-ref_log_probs.chosen.sum(), tokens),
+    }
+    tokens = (log_probs.chosen_tokens + log_probs.rejected_tokens).sum()
+    total = log_probs.chosen + log_probs.rejected
+    ratio = total - ref_log_probs.chosen - ref_log_probs.rejected
+    metrics["kl/sampled"] = (ratio.sum(), tokens)
+    if c.exact_kl and log_probs.logits is not None and ref_log_probs.logits is not None:
+        metrics["kl/exact"] = (exact_kl(log_probs.logits, ref_log_probs.logits).sum(), tokens)
+    return metrics
+
+
+def dpo_objective(
+    # From `make_reference` or `precompute_reference`; None where the loss needs none
+    reference: Reference | None = None,
+    config: DPOConfig | None = None,
+) -> Callable:  # (model, batch) -> Loss, of batches from `PairBatches`
+    "Preference tuning as an objective for the `Trainer`."
+    c = config or DPOConfig()
+    reference = _check_reference(reference, c)
+    shares: bool | None = None  # Whether prompts are read once; found out with the first model
+
+    def shares_with(model: nn.Module) -> bool:
+        nonlocal shares
+        if shares is None:
+            shares = c.share_prompts and shares_prompts(model)
+        return shares
 
     def counts(batch: dict) -> dict[str, int]:
         n = dict.fromkeys(c.weights, len(batch["prompt_input_ids"]))
@@ -494,81 +546,35 @@ def dpo_objective(
 
     @objective(counts=counts, additive=not COUPLED & c.weights.keys())
     def dpo_loss(model: nn.Module, batch: dict) -> Loss:
-        B, batch = (
-            len(batch["prompt_input_ids"]),
-            to_model_device(model, batch),
-        )  # First, so that a batch of another kind decides nothing
-        if "share" not in share:
-            share["share"] = c.share_prompts and shares_prompts(model)
-        found = pair_log_probs(model, batch, share["share"], c.exact_kl)
-        chosen, rejected = _weigh(found, c)
-        before = (torch.zeros_like(chosen),) * 2
-        told = reference(model, batch, c.exact_kl) if reference is not None else None
-        if told is not None:
-            before = _weigh(told, c)
-        kl: Any = 0.0
-        if "kto" in c.weights:
-            other = _other_answers(batch)
-            with torch.no_grad():
-                now = pair_log_probs(model, other, share["share"])
-            then = reference(model, other) if reference is not None else None
-            gap = torch.cat((now.chosen, now.rejected)) - (
-                torch.cat((then.chosen, then.rejected)) if then else 0.0
-            )
-            kl = gap.mean().clamp(min=0)
-        pair = Pair(
-            c,
-            chosen,
-            rejected,
-            before[0],
-            before[1],
-            found.chosen_tokens,
-            found.rejected_tokens,
-            kl,
-        )
-        terms: dict[str, tuple] = {
+        B = len(batch["prompt_input_ids"])  # First: a batch of another kind raises here
+        batch = to_model_device(model, batch)
+        share = shares_with(model)
+        log_probs = pair_log_probs(model, batch, share, c.exact_kl)
+        chosen, rejected = _desensitize(log_probs, c)
+        ref_chosen = ref_rejected = torch.zeros_like(chosen)
+        ref_log_probs = reference(model, batch, c.exact_kl) if reference is not None else None
+        if ref_log_probs is not None:
+            ref_chosen, ref_rejected = _desensitize(ref_log_probs, c)
+        kl = _estimate_kl(model, reference, batch, share) if "kto" in c.weights else 0.0
+        tokens = log_probs.chosen_tokens, log_probs.rejected_tokens
+        pair = Pair(c, chosen, rejected, ref_chosen, ref_rejected, *tokens, kl)
+        terms: dict[str, tuple[Tensor, Tensor | int, float]] = {
             name: (LOSSES[name](pair, c).sum(), B, weight) for name, weight in c.weights.items()
         }
         if "sft" in terms:
-            terms["sft"] = (-found.chosen.sum(), found.chosen_tokens.sum(), c.weights["sft"])
-        with torch.no_grad():
-            gained = [c.beta * ratio for ratio in (pair.chosen_ratio, pair.rejected_ratio)]
-            if (
-                c.weights.keys() <= {"simpo", "orpo", "sft"} and "sft" not in c.loss_type
-            ):  # A long answer is not worse for its length
-                gained = [
-                    gain / n.clamp(min=1)
-                    for gain, n in zip(
-                        gained, (pair.chosen_tokens, pair.rejected_tokens), strict=True
-                    )
-                ]
-            metrics: dict[str, Any] = reward_metrics(*gained) | {
-                "logps/chosen": (found.chosen.sum(), B),
-                "logps/rejected": (found.rejected.sum(), B),
-                "loss/policy": (-found.chosen.sum(), found.chosen_tokens.sum()),
-            }  # per token of the chosen answers
-            if told is not None:
-                metrics |= {
-                    "logps/ref_chosen": (told.chosen.sum(), B),
-                    "logps/ref_rejected": (told.rejected.sum(), B),
-                    "loss/reference": (-told.chosen.sum(), found.chosen_tokens.sum()),
-                }
-                tokens = (found.chosen_tokens + found.rejected_tokens).sum()
-                moved = found.chosen + found.rejected - told.chosen - told.rejected
-                metrics["kl/sampled"] = (moved.sum(), tokens)
-                if c.exact_kl and found.logits is not None and told.logits is not None:
-                    metrics["kl/exact"] = (exact_kl(found.logits, told.logits).sum(), tokens)
-        return Loss(terms, metrics)
+            terms["sft"] = (-log_probs.chosen.sum(), tokens[0].sum(), c.weights["sft"])
+        return Loss(terms, _dpo_metrics(pair, log_probs, ref_log_probs))
 
     def ready(model: nn.Module) -> None:
-        "Find out, with numbers, what a step without them could not."
-        if "share" not in share:
-            share["share"] = c.share_prompts and shares_prompts(model)
-        if reference is None or reference.share is not None or reference.kind.startswith("numbers"):
+        "Try whether prompts can be shared; a step without real numbers could not find it out."
+        shares_with(model)
+        if reference is None or reference.share is not None:
             return
-        asked, state = reference.place(model, next(model.parameters()).device)
+        if isinstance(reference, PrecomputedReference):
+            return
+        inner, state = reference.place(model, next(model.parameters()).device)
         with state:
-            reference.share = shares_prompts(asked)
+            reference.share = shares_prompts(inner)
 
     dpo_loss.__dict__.update(ready=ready, reference=reference)
     return dpo_loss
@@ -599,7 +605,7 @@ class Converged:
         )
         return late - before <= self.threshold * abs(before)
 
-    def on_eval(self, trainer: Any, record: dict) -> None:
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         if self.metric not in record:
             raise ValueError(f"an evaluation has no {self.metric!r}, only {', '.join(record)}")
         if self.flat([r[self.metric] for r in trainer.history if self.metric in r]):

@@ -17,10 +17,9 @@ __all__ = ['TokenGame']
 # %% ../../nbs/08_align/13_game.ipynb #imports-game
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .policy import token_scores
 
@@ -43,18 +42,17 @@ class TokenGame:
         self.answers = torch.tensor(answers)  # (N, length)
         self.rewards = torch.tensor([float(reward(list(a))) for a in answers])  # (N,)
 
-    def reward(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    def reward(self, completion_ids: Sequence[Sequence[int]], **columns: Sequence) -> list[float]:
         "As `Rollouts` calls it."
         return [float(self.rule(a)) for a in completion_ids]
 
     def log_probs(
         self,
-        policy: Any,  # Any model
+        policy: nn.Module,  # Any model
     ) -> Tensor:  # (N,) on the CPU; their exponentials add up to 1
-        "How gladly a policy gives each answer."
-        ids = torch.cat(
-            [torch.full_like(self.answers[:, :1], self.vocab_size - 1), self.answers], 1
-        )
+        "The log-probability of each answer."
+        prompts = torch.full_like(self.answers[:, :1], self.vocab_size - 1)
+        ids = torch.cat([prompts, self.answers], 1)
         labels = ids.clone()
         labels[:, 0] = -100
         with torch.no_grad():
@@ -62,25 +60,23 @@ class TokenGame:
 
     def expected(
         self,
-        policy: Any,  # Any model
+        policy: nn.Module,  # Any model
     ) -> float:
-        "What a policy earns, exactly."
+        "The expected reward of a policy, exactly."
         return float((self.log_probs(policy).exp() * self.rewards).sum())
 
     def leashed(
         self,
         reference: Tensor,  # (N,), log-probabilities of the reference
         beta: float,  # Price of the divergence
-    ) -> tuple[
-        float, Tensor
-    ]:  # What the best policy earns, less the price; its log-probabilities (N,)
-        "The best policy under a price on KL: the reference, tilted by the reward (Rafailov et al. 2023, eq. 4)."
+    ) -> tuple[float, Tensor]:  # Its expected reward less the price; its log-probabilities (N,)
+        "The best policy with a KL penalty: the reference, tilted (Rafailov et al. 2023, eq. 4)."
         tilted = reference + self.rewards / beta
         return float(beta * tilted.logsumexp(0)), tilted.log_softmax(0)
 
     def earned(
         self,
-        policy: Any,  # Any model
+        policy: nn.Module,  # Any model
         reference: Tensor,  # (N,)
         beta: float,
     ) -> float:

@@ -14,7 +14,7 @@ __all__ = ['UNPAIRED', 'tokenize_unpaired', 'collate_unpaired', 'UnpairedBatches
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,97 +22,91 @@ from torch import Tensor, nn
 
 from .dpo import DPOConfig
 from .logprobs import sequence_log_probs
-from .reference import Reference
+from .reference import PrecomputedReference, Reference
 from ..data.dataloader import Batches
 from ..data.schema import as_example
 from ..data.tokenization import tokenize_examples
 from ..train.objectives import Loss, to_model_device, objective
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
 # %% ../../nbs/08_align/06_kto.ipynb #bcc8e6d1
-def _ids(row: Mapping) -> dict:
+def _as_conversation(row: Mapping) -> dict:
     "A row as an example of which only the last answer is learned."
     row = as_example(row, "unpaired")
     more = {k: row[k] for k in ("system", "tools", "source", "line") if row.get(k) is not None}
     if isinstance(row["prompt"], str):
         return {**more, "prompt": row["prompt"], "completion": row["completion"]}
-    return {
-        **more,
-        "messages": [
-            *({**m, "train": False} if m["role"] == "assistant" else m for m in row["prompt"]),
-            *row["completion"],
-        ],
-    }
+    prompt = [{**m, "train": False} if m["role"] == "assistant" else m for m in row["prompt"]]
+    return {**more, "messages": [*prompt, *row["completion"]]}
 
 
 def tokenize_unpaired(
-    rows: Iterable[
-        Mapping
-    ],  # With `prompt`, `completion` and `label`: texts or messages, and true or false
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
+    rows: Iterable[Mapping],  # `prompt` and `completion`, texts or messages; `label`, true or false
+    # Ours, or a fast tokenizer of transformers
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     max_length: int | None = None,  # Tokens of prompt and answer, at most
-    max_prompt_length: int
-    | None = None,  # Tokens of the prompt at most; a longer one loses its beginning
-    truncation: str = "error",  # Of a row that is too long even so: 'error', 'prompt' (it loses its beginning, then the answer its end) or 'drop'
+    max_prompt_length: int | None = None,  # A longer prompt loses its beginning
+    # A row that is still too long: 'error', 'prompt' (cut the prompt's beginning, then the
+    # answer's end) or 'drop'
+    truncation: str = "error",
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     num_workers: int = 1,  # Processes
-) -> list[
-    dict
-]:  # prompt, completion, labels (of the completion), label, length; warns of what was cut or dropped
-    "Rows with an opinion as ids, and nothing lost without a word."
+) -> list[dict]:  # prompt, completion, labels (of the completion), label, length
+    "Rows with an opinion as ids; warns about what was cut or dropped."
     if truncation not in ("error", "prompt", "drop"):
         raise ValueError(f"truncation = {truncation!r}: must be 'error', 'prompt' or 'drop'")
-    rows, out, cut, ends, gone = [*rows], [], 0, 0, 0
+    rows = [*rows]
     texts = []
     for i, row in enumerate(rows):
         try:
-            texts.append(_ids(row))
+            texts.append(_as_conversation(row))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"row {i}: {re.sub('^row [0-9]+: ', '', str(error))}") from None
-    for i, (row, e) in enumerate(
-        zip(
-            rows,
-            tokenize_examples(texts, tokenizer, template=template, num_workers=num_workers),
-            strict=True,
-        )
-    ):
-        ids, labels = np.asarray(e["input_ids"]), np.asarray(e["labels"])
+    examples = tokenize_examples(texts, tokenizer, template=template, num_workers=num_workers)
+    bos_id = getattr(tokenizer, "bos_token_id", None)
+    out, prompts_cut, answers_cut, dropped = [], 0, 0, 0
+    for i, (row, example) in enumerate(zip(rows, examples, strict=True)):
+        ids, labels = np.asarray(example["input_ids"]), np.asarray(example["labels"])
         learned = (labels != -100).nonzero()[0]
         first, end = int(learned[0]), int(learned[-1]) + 1  # Nothing is learned from what follows
-        kept = min(first, max_prompt_length or first)
-        if max_length is not None and kept + end - first > max_length:
+        answer = end - first
+        n = min(first, max_prompt_length or first)
+        if max_length is not None and n + answer > max_length:
             if truncation == "error":
                 raise ValueError(
-                    f"row {i} has {first} tokens of prompt and an answer of {end - first}, more than max_length = "
-                    f"{max_length}: raise dpo.max_length, set dpo.max_prompt_length, or say dpo.truncation='prompt' or 'drop'"
+                    f"row {i} has {first} tokens of prompt and an answer of {answer}, more than "
+                    f"max_length = {max_length}: raise dpo.max_length, set dpo.max_prompt_length, "
+                    "or say dpo.truncation='prompt' or 'drop'"
                 )
             if truncation == "drop":
-                gone += 1
+                dropped += 1
                 continue
-            kept = max(1, min(kept, max_length - (end - first)))
-        stop = end if max_length is None else min(end, first + max_length - kept)
-        cut, ends = cut + (kept < first), ends + (stop < end)
-        bos = int(kept < first and kept > 1 and ids[0] == getattr(tokenizer, "bos_token_id", None))
+            n = max(1, min(n, max_length - answer))
+        stop = end if max_length is None else min(end, first + max_length - n)
+        prompts_cut, answers_cut = prompts_cut + (n < first), answers_cut + (stop < end)
+        bos = int(n < first and n > 1 and ids[0] == bos_id)
         out.append(
             dict(
-                prompt=np.concatenate((ids[:bos], ids[first - kept + bos : first])),
+                prompt=np.concatenate((ids[:bos], ids[first - n + bos : first])),
                 completion=ids[first:stop],
                 labels=labels[first:stop],
                 label=bool(row["label"]),
-                length=kept + stop - first,
+                length=n + stop - first,
             )
         )
-    said = [
-        f"{n:,} {what}"
-        for n, what in (
-            (cut, "prompts lost their beginning"),
-            (ends, "answers lost their end"),
-            (gone, "were left out"),
-        )
-        if n
-    ]
-    if said:
+    counts = {
+        "prompts lost their beginning": prompts_cut,
+        "answers lost their end": answers_cut,
+        "were left out": dropped,
+    }
+    losses = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if losses:
         warnings.warn(
-            f"Of {len(rows):,} rows {'; '.join(said)} (max_length = {max_length})", stacklevel=2
+            f"Of {len(rows):,} rows {'; '.join(losses)} (max_length = {max_length})", stacklevel=2
         )
     if not out:
         raise ValueError(f"no row is left of {len(rows)}")
@@ -121,35 +115,27 @@ def tokenize_unpaired(
 # %% ../../nbs/08_align/06_kto.ipynb #1fae9346
 def collate_unpaired(
     rows: Sequence[Mapping],  # From `tokenize_unpaired`
-    pad_id: int = 0,  # What stands in the padding; nothing depends on it
-) -> dict[
-    str, Tensor
-]:  # input_ids, labels, attention_mask (2B, T): first the rows, then each prompt with the answer of the row before; liked (B,)
-    "Rows with an opinion as one batch."
-    both = [
-        (p["prompt"], a)
-        for k in (0, 1)
-        for p, a in zip(rows, [*rows[len(rows) - k :], *rows[: len(rows) - k]], strict=True)
-    ]
+    pad_id: int = 0,  # The token in the padding; nothing depends on it
+) -> dict[str, Tensor]:  # input_ids, labels, attention_mask (2B, T) and liked (B,)
+    "The rows, and below them each prompt with the answer of the row before, as one batch."
+    both = [*zip(rows, rows, strict=True), *zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
+    both = [(row["prompt"], answer) for row, answer in both]
     width = max(len(p) + len(a["completion"]) for p, a in both)
     ids, labels, mask = (np.full((len(both), width), fill, np.int64) for fill in (pad_id, -100, 0))
-    for i, (p, a) in enumerate(both):
-        first, end = len(p), len(p) + len(a["completion"])
-        ids[i, :first], ids[i, first:end], labels[i, first:end], mask[i, :end] = (
-            p,
-            a["completion"],
-            a["labels"],
-            1,
-        )
-    made = {
-        name: torch.from_numpy(x)
-        for name, x in dict(input_ids=ids, labels=labels, attention_mask=mask).items()
-    }
-    return {**made, "liked": torch.tensor([bool(r["label"]) for r in rows])}
+    for i, (prompt, answer) in enumerate(both):
+        first, end = len(prompt), len(prompt) + len(answer["completion"])
+        ids[i, :first], ids[i, first:end] = prompt, answer["completion"]
+        labels[i, first:end], mask[i, :end] = answer["labels"], 1
+    return dict(
+        input_ids=torch.from_numpy(ids),
+        labels=torch.from_numpy(labels),
+        attention_mask=torch.from_numpy(mask),
+        liked=torch.tensor([bool(row["label"]) for row in rows]),
+    )
 
 
 class UnpairedBatches(Batches):
-    "Shuffled batches of rows with an opinion, that know their place."
+    "Shuffled batches of rows with an opinion that can be resumed."
 
     def join(
         self,
@@ -159,9 +145,8 @@ class UnpairedBatches(Batches):
         return collate_unpaired(rows, self.pad_id)
 
 # %% ../../nbs/08_align/06_kto.ipynb #7f3202e7
-UNPAIRED: dict[
-    str, Callable[[Tensor, Tensor], Tensor]
-] = {  # (β·ratio, β·KL), with the sign turned for answers that were not liked -> loss
+# (β·ratio, β·KL), with the sign turned for answers that were not liked -> loss
+UNPAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "kto": lambda r, kl: 1 - torch.sigmoid(r - kl),  # Ethayarajh et al. 2024, eq. 7
     "apo_zero": lambda r, kl: 1 - torch.sigmoid(r),  # D'Oosterlinck et al. 2024, eq. 7
     "bco_pair": lambda r, kl: -nn.functional.logsigmoid(r),  # Jung et al. 2024, with a shift of 0
@@ -176,14 +161,15 @@ def kto_objective(
     c = config or DPOConfig(loss_type=["kto"])
     if unknown := [name for name in c.loss_type if name not in UNPAIRED]:
         raise ValueError(
-            f"loss_type = {unknown[0]!r} needs pairs; rows with a label are learned by {', '.join(UNPAIRED)}"
+            f"loss_type = {unknown[0]!r} needs pairs; rows with a label are learned by "
+            f"{', '.join(UNPAIRED)}"
         )
     for name, off in (("ld_alpha", None), ("exact_kl", False), ("reference_free", False)):
         if (value := getattr(c, name)) != off:
             raise ValueError(
                 f"dpo.{name} = {value} is for pairs: it has no effect on rows with a label each"
             )
-    if reference.kind.startswith("numbers"):
+    if isinstance(reference, PrecomputedReference):
         raise ValueError(
             "kto asks the reference about more than the rows: leave out precompute_ref_log_probs"
         )
@@ -195,19 +181,19 @@ def kto_objective(
     def kto_loss(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
         liked, B = batch["liked"], len(batch["liked"])
-        part = lambda start, end: {
-            name: x[start:end] for name, x in batch.items() if name != "liked"
-        }
-        asked, state = reference.place(model, batch["input_ids"].device)
+
+        def part(start: int, end: int) -> dict[str, Tensor]:
+            return {name: x[start:end] for name, x in batch.items() if name != "liked"}
+
+        inner, state = reference.place(model, batch["input_ids"].device)
         log_probs = sequence_log_probs(model, part(0, B))[0]
         with torch.no_grad():
-            kl: Any = torch.zeros((), device=log_probs.device)
+            kl = torch.zeros((), device=log_probs.device)
             with state:
-                before = sequence_log_probs(asked, part(0, 2 * B if "kto" in c.weights else B))[0]
+                before = sequence_log_probs(inner, part(0, 2 * B if "kto" in c.weights else B))[0]
             if "kto" in c.weights:
-                kl = (
-                    sequence_log_probs(model, part(B, 2 * B))[0].mean() - before[B:].mean()
-                ).clamp(min=0)
+                mismatched = sequence_log_probs(model, part(B, 2 * B))[0]
+                kl = (mismatched.mean() - before[B:].mean()).clamp(min=0)
         ratio, sign = log_probs - before[:B], torch.where(liked, 1.0, -1.0)
         weight = torch.where(liked, c.desirable_weight, c.undesirable_weight)
         terms = {
@@ -215,7 +201,7 @@ def kto_objective(
             for name, w in c.weights.items()
         }
         with torch.no_grad():
-            metrics: dict[str, Any] = dict(kl=(kl * B, B))
+            metrics: dict[str, tuple[Tensor, Tensor | int]] = dict(kl=(kl * B, B))
             for name, which in (("chosen", liked), ("rejected", ~liked)):
                 if which.any():
                     metrics |= {

@@ -14,7 +14,6 @@ __all__ = ['FLAT', 'token_log_probs', 'sequence_log_probs', 'Layout', 'lay_out',
 # %% ../../nbs/08_align/02_logprobs.ipynb #imports-logprobs
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,43 +35,34 @@ def token_log_probs(
 
 def sequence_log_probs(
     model: nn.Module,  # Ours, or one of transformers
-    batch: Mapping[
-        str, Tensor
-    ],  # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
-) -> tuple[
-    Tensor, Tensor
-]:  # (B,) log-probability of the labels of each row, and how many there are
+    # `input_ids` and `labels` (B, T), perhaps `attention_mask` and `position_ids`
+    batch: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor]:  # (B,) log-probability of the labels of each row; (B,) their number
     "How likely a model finds the learned part of each row."
-    batch, more = (
-        to_model_device(model, batch),
-        dict(use_cache=False) if names_argument(model, "use_cache") else {},
-    )
+    batch = to_model_device(model, batch)
+    more = dict(use_cache=False) if names_argument(model, "use_cache") else {}
     out = model(batch["input_ids"], **fitting(model, batch), **more)
+    logits = out if isinstance(out, Tensor) else out.logits
     labels = batch["labels"][:, 1:]
     learned = labels != -100
-    found = token_log_probs(
-        (out if isinstance(out, Tensor) else out.logits)[:, :-1], labels.where(learned, 0)
-    )
-    return (found * learned).sum(1), learned.sum(1)
+    log_probs = token_log_probs(logits[:, :-1], labels.where(learned, 0))
+    return (log_probs * learned).sum(1), learned.sum(1)
 
 # %% ../../nbs/08_align/02_logprobs.ipynb #25598872
-FLAT = 512  # Up to so many tokens of a batch stand in one row, where who sees whom is a matrix of their square
+# A batch of up to so many tokens is one row; the mask of which token sees which is of their square
+FLAT = 512
 
 
 @dataclass
 class Layout:
-    "What a model is given to read a batch of pairs, and where in its logits the answers are."
+    "The inputs with which a model reads a batch of pairs, and where in its logits the answers are."
 
     inputs: dict[str, Tensor]  # input_ids, attention_mask, position_ids
-    keep: Tensor  # (K,) places of which logits are wanted
-    at: tuple[
-        Tensor, Tensor
-    ]  # (N,), (N,) row and place among those kept, from which each learned token is predicted
+    keep: Tensor  # (K,) positions whose logits are needed
+    at: tuple[Tensor, Tensor]  # (N,), (N,) row, index in `keep`: what predicts each learned token
     ids: Tensor  # (N,) the learned tokens
-    answer: (
-        Tensor  # (N,) whose each is: b for the chosen answer of pair b, B + b for the rejected one
-    )
-    rank: Tensor  # (N,) the how-many-th learned token of its answer, from 1
+    answer: Tensor  # (N,) b for the chosen answer of pair b, B + b for the rejected one
+    rank: Tensor  # (N,) the index of a learned token in its answer, from 1
 
 
 def lay_out(
@@ -80,23 +70,18 @@ def lay_out(
     share: bool = True,  # Each prompt once, else once for each answer
 ) -> Layout:
     "Put prompts and answers together."
-    (p, c, r), real = (
-        [batch[f"{s}_{what}"] for s in SIDES] for what in ("input_ids", "attention_mask")
-    )
+    p, c, r = (batch[f"{side}_input_ids"] for side in SIDES)
     (B, P), C, R, device = p.shape, c.shape[1], r.shape[1], p.device
-    ids, real = torch.cat((p, c, r), 1), torch.cat(real, 1).bool()  # (B, T): each pair as a row
+    ids = torch.cat((p, c, r), 1)  # (B, T): each pair as a row
+    real = torch.cat([batch[f"{side}_attention_mask"] for side in SIDES], 1).bool()
     labels = torch.cat(
         (p.new_full((B, P), -100), batch["chosen_labels"], batch["rejected_labels"]), 1
     )
-    place, part = (
-        torch.arange(P + C + R, device=device),
-        torch.tensor([0, 1, 2], device=device).repeat_interleave(
-            torch.tensor([P, C, R], device=device)
-        ),
-    )
-    before = (place - 1).where(
-        (place != P) & (place != P + C), P - 1
-    )  # Both answers begin after the last token of the prompt
+    place = torch.arange(P + C + R, device=device)
+    lengths = torch.tensor([P, C, R], device=device)
+    part = torch.tensor([0, 1, 2], device=device).repeat_interleave(lengths)
+    # Both answers begin after the last token of the prompt
+    before = (place - 1).where((place != P) & (place != P + C), P - 1)
     learned = (labels != -100) & (before >= 0) & real[:, before.clamp(min=0)]
     rows, places = learned.nonzero(as_tuple=True)
     answer, source = rows + B * (part[places] == 2), before[places]
@@ -107,58 +92,62 @@ def lay_out(
         (place[:P] - P + size, place[P : P + C] - P + size, place[P + C :] - P - C + size), 1
     ).clamp(min=0)
     if not share:  # Two rows for a pair, padded on the right as any model takes it
-        W = max(C, R)
-        two = lambda x, fill: torch.cat(
-            (
-                F.pad(x[:, : P + C], (0, W - C), value=fill),
-                F.pad(torch.cat((x[:, :P], x[:, P + C :]), 1), (0, W - R), value=fill),
-            )
-        )
-        ids, real = two(ids, 0), two(real, False)
+        ids, real = (_two_rows(x, P, C) for x in (ids, real))
         order = (~real).int().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
         ids, real = ids.gather(1, order), real.gather(1, order)
-        inputs = (
-            dict(input_ids=ids) if real.all() else dict(input_ids=ids, attention_mask=real.long())
-        )
-        kept, where = offsets[rows, source].unique(return_inverse=True)  # Positions are places here
-        return Layout(inputs, kept, (answer, where), **common)
+        inputs = dict(input_ids=ids)
+        if not real.all():
+            inputs["attention_mask"] = real.long()
+        keep, index = offsets[rows, source].unique(return_inverse=True)  # Positions are places here
+        return Layout(inputs, keep, (answer, index), **common)
     total = int(real.sum())
     if total <= FLAT and total < 0.95 * real.numel():  # All in one row, without padding
         pick = real.flatten().nonzero()[:, 0]
         inside = (real.flatten().cumsum(0) - 1).view_as(real)
-        seg, pair, order = (
-            part.repeat(B)[pick],
-            pick // (P + C + R),
-            torch.arange(len(pick), device=device),
-        )
+        segment, pair = part.repeat(B)[pick], pick // (P + C + R)
+        order = torch.arange(len(pick), device=device)
         sees = (
             (pair[:, None] == pair)
             & (order <= order[:, None])
-            & ((seg == 0) | (seg[:, None] == seg))
+            & ((segment == 0) | (segment[:, None] == segment))
         )
         inputs = dict(
             input_ids=ids.flatten()[pick][None],
             attention_mask=sees[None, None],
             position_ids=offsets.flatten()[pick][None],
         )
-        kept, where = inside[rows, source].unique(return_inverse=True)
-        return Layout(inputs, kept, (torch.zeros_like(where), where), **common)
+        keep, index = inside[rows, source].unique(return_inverse=True)
+        return Layout(inputs, keep, (torch.zeros_like(index), index), **common)
     sees = (place <= place[:, None]) & ((part == 0) | (part[:, None] == part))
-    sees = sees & real[:, None, None, :] | torch.eye(
-        len(place), dtype=torch.bool, device=device
-    )  # A softmax over nothing would be NaN
-    kept, where = source.unique(return_inverse=True)
-    return Layout(
-        dict(input_ids=ids, attention_mask=sees, position_ids=offsets),
-        kept,
-        (rows, where),
-        **common,
+    # Each token sees itself, padding too: a softmax over nothing would be NaN
+    itself = torch.eye(len(place), dtype=torch.bool, device=device)
+    sees = sees & real[:, None, None, :] | itself
+    keep, index = source.unique(return_inverse=True)
+    inputs = dict(input_ids=ids, attention_mask=sees, position_ids=offsets)
+    return Layout(inputs, keep, (rows, index), **common)
+
+
+def _two_rows(
+    x: Tensor,  # (B, P + C + R)
+    P: int,
+    C: int,
+) -> (
+    Tensor
+):  # (2B, P + max(C, R)): the prompt and the chosen answer; the prompt and the rejected one
+    "Each pair as two rows, filled up with zeros."
+    prompt, chosen, rejected = x[:, :P], x[:, P : P + C], x[:, P + C :]
+    width = max(chosen.shape[1], rejected.shape[1])
+    return torch.cat(
+        [
+            F.pad(torch.cat((prompt, answer), 1), (0, width - answer.shape[1]), value=0)
+            for answer in (chosen, rejected)
+        ]
     )
 
 # %% ../../nbs/08_align/02_logprobs.ipynb #580ddad6
 @dataclass
 class PairLogProbs:
-    "What a model thinks of a batch of pairs."
+    "Log-probabilities of the answers of a batch of pairs."
 
     chosen: Tensor  # (B,) log-probability of each chosen answer
     rejected: Tensor  # (B,)
@@ -174,45 +163,52 @@ def pair_log_probs(
     model: nn.Module,  # Ours, one of transformers, or a PEFT model
     batch: Mapping[str, Tensor],  # From `collate_pairs`
     share: bool = True,  # Read each prompt once; only for models for which `shares_prompts` is true
-    keep_logits: bool = False,  # Give them, too
+    keep_logits: bool = False,  # Return the logits, too
 ) -> PairLogProbs:
     "How likely a model finds the answers of each pair."
-    plan, B = lay_out(to_model_device(model, batch), share), len(batch["prompt_input_ids"])
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore # PEFT passes on what it is given
-    inputs, narrow = dict(plan.inputs), names_argument(inner, "logits_to_keep")
-    if (
-        getattr(getattr(inner, "config", None), "_attn_implementation", None) == "eager" and share
-    ):  # It adds what it is given
+    layout, B = lay_out(to_model_device(model, batch), share), len(batch["prompt_input_ids"])
+    inner = _without_peft(model)
+    inputs: dict[str, Tensor | bool] = {**layout.inputs}
+    narrow = names_argument(inner, "logits_to_keep")
+    attention = getattr(getattr(inner, "config", None), "_attn_implementation", None)
+    if attention == "eager" and share:  # It adds the mask to the scores
         dtype = next(p.dtype for p in inner.parameters() if p.is_floating_point())
-        inputs["attention_mask"] = torch.zeros_like(
-            inputs["attention_mask"], dtype=dtype
-        ).masked_fill_(~inputs["attention_mask"], torch.finfo(dtype).min)
+        mask = layout.inputs["attention_mask"]
+        zeros = torch.zeros_like(mask, dtype=dtype)
+        inputs["attention_mask"] = zeros.masked_fill_(~mask, torch.finfo(dtype).min)
     if not share:
         inputs = dict(input_ids=inputs["input_ids"], **fitting(inner, inputs))
     if names_argument(inner, "use_cache"):
-        inputs["use_cache"] = False  # type: ignore
+        inputs["use_cache"] = False
     if narrow:
-        inputs["logits_to_keep"] = plan.keep
+        inputs["logits_to_keep"] = layout.keep
     out = model(**inputs)
     logits = out if isinstance(out, Tensor) else out.logits
-    row, place = plan.at if narrow else (plan.at[0], plan.keep[plan.at[1]])
-    found = token_log_probs(picked := logits[row, place], plan.ids)
-    total = lambda x: x.new_zeros(2 * B).index_add(0, plan.answer, x).split(B)
-    tokens = total(torch.ones_like(found))
-    both = torch.minimum(*tokens).repeat(2)
-    shared = total(found * (plan.rank <= both[plan.answer]))
-    return PairLogProbs(
-        *total(found), *tokens, *shared, *((picked, plan.answer < B) if keep_logits else ())
-    )
+    row, index = layout.at
+    logits = logits[row, index if narrow else layout.keep[index]]
+    log_probs = token_log_probs(logits, layout.ids)
+
+    def total(x: Tensor) -> tuple[Tensor, ...]:
+        return x.new_zeros(2 * B).index_add(0, layout.answer, x).split(B)
+
+    tokens = total(torch.ones_like(log_probs))
+    shorter = torch.minimum(*tokens).repeat(2)
+    shared = total(log_probs * (layout.rank <= shorter[layout.answer]))
+    extra = (logits, layout.answer < B) if keep_logits else ()
+    return PairLogProbs(*total(log_probs), *tokens, *shared, *extra)
+
+
+def _without_peft(model: nn.Module) -> nn.Module:  # PEFT passes all arguments on to it
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
 
 # %% ../../nbs/08_align/02_logprobs.ipynb #42107251
 def shares_prompts(
     model: nn.Module,
 ) -> bool:  # False where a prompt must be read once for each answer
-    "Whether a model gives the same numbers when two answers follow one prompt, found out by trying."
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
-    while hasattr(inner, "module"):
-        inner = inner.module
+    "Whether a model computes the same numbers when two answers follow one prompt: it is tried."
+    inner = _without_peft(model)
+    while isinstance(wrapped := getattr(inner, "module", None), nn.Module):
+        inner = wrapped
     config = getattr(inner, "config", None)
     kinds = getattr(config, "layer_types", None) or ()
     if any(getattr(config, "layer_windows", None) or ()) or any(
@@ -233,12 +229,11 @@ def shares_prompts(
             dict(prompt=[2], chosen=[1], rejected=[3, 3]),
         ]
     )
-    held: Any = getattr(model, "module", model)
-    own, forward = vars(held), vars(held).get("forward")
+    unwrapped = getattr(model, "module", model)
+    own, forward = vars(unwrapped), vars(unwrapped).get("forward")
     if "_original_forward" in own:
-        held.forward = own[
-            "_original_forward"
-        ]  # Without accelerate's autocast, which rounds both differently
+        # Without accelerate's autocast, which rounds both differently
+        unwrapped.forward = own["_original_forward"]
     try:
         with evaluating(model), torch.autocast(next(inner.parameters()).device.type, enabled=False):
             a, b = pair_log_probs(model, batch, False), pair_log_probs(model, batch, True)
@@ -246,13 +241,7 @@ def shares_prompts(
         return False
     finally:
         if forward is not None:
-            held.forward = forward
+            unwrapped.forward = forward
     near = 1e-4 if next(inner.parameters()).dtype in (torch.float32, torch.float64) else 0.1
-    return bool(
-        torch.allclose(
-            torch.cat((a.chosen, a.rejected)).float(),
-            torch.cat((b.chosen, b.rejected)).float(),
-            near,
-            near,
-        )
-    )
+    a, b = (torch.cat((out.chosen, out.rejected)).float() for out in (a, b))
+    return bool(torch.allclose(a, b, near, near))

@@ -13,7 +13,7 @@ __all__ = ['KL_ESTIMATORS', 'TokenScores', 'token_scores', 'dropout_of', 'disabl
 
 # %% ../../nbs/08_align/09_policy.ipynb #imports-policy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,61 +24,61 @@ from ..model.layers import autocast_dtype, by_hand, fast_products
 from ..model.transformer import Transformer
 from ..train.objectives import to_model_device, fitting, names_argument
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from trainkit.model.config import ModelConfig
+
 # %% ../../nbs/08_align/09_policy.ipynb #41aa6704
 class TokenScores(NamedTuple):
-    "What a policy says of the tokens of answers; 0 outside of them."
+    "Scores of the tokens of answers; 0 outside of them."
 
     log_probs: Tensor  # (B, T), at the place of each token
-    entropy: Tensor  # (B, T), of the choice that led to it
-    values: (
-        Tensor | None
-    )  # (B, T), the guess before it of what is still to come; None without a value head
+    entropy: Tensor  # (B, T), of the distribution from which the token was drawn
+    values: Tensor | None  # (B, T), the return expected before it; None without a value head
 
 
-def _bare(model: nn.Module) -> Any:
-    while hasattr(model, "_orig_mod") or isinstance(
-        model, (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    ):
+def _unwrap_parallel(model: nn.Module) -> nn.Module:
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while hasattr(model, "_orig_mod") or isinstance(model, parallel):
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore
     return model
 
 
-class _Said(torch.autograd.Function):
-    "Log-probability and entropy with one matrix of probabilities, which the backward pass turns into the gradient."
+class _LogProb(torch.autograd.Function):
+    "Log-probability and entropy; backward turns the matrix of probabilities into the gradient."
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor]:  # (N, V), (N,) -> (N,), (N,)
-        total, every = logits.logsumexp(-1), logits.softmax(-1)
-        found = logits.gather(-1, ids[:, None]).squeeze(-1) - total
-        entropy = total - torch.linalg.vecdot(every, logits)
+        total, probs = logits.logsumexp(-1), logits.softmax(-1)
+        log_probs = logits.gather(-1, ids[:, None]).squeeze(-1) - total
+        entropy = total - torch.linalg.vecdot(probs, logits)
         if not entropy.isfinite().all():
-            entropy = total - (every * logits.masked_fill(every == 0, 0.0)).sum(-1)  # 0·log 0 is 0
-        ctx.save_for_backward(every, ids)
+            entropy = total - (probs * logits.masked_fill(probs == 0, 0.0)).sum(-1)  # 0·log 0 is 0
+        ctx.save_for_backward(probs, ids)
         ctx.mark_non_differentiable(entropy)
-        return found, entropy
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        every, ids = ctx.saved_tensors
-        grad = every * -grads[0][:, None]
+        probs, ids = ctx.saved_tensors
+        grad = probs * -grads[0][:, None]
         return grad.scatter_add_(-1, ids[:, None], grads[0][:, None]), None
 
 
-class _SaidByHead(torch.autograd.Function):
-    "`_Said` of the vectors that a head makes logits of, a few at a time; what goes back never touches the logits."
+class _LogProbFromHidden(torch.autograd.Function):
+    "`_LogProb` of hidden states, a few at a time; the gradient never touches the logits."
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, learn: bool
     ) -> tuple[Tensor, Tensor]:
         n, size, rows = len(hidden), len(weight), max(64, 2**19 // len(weight))
-        every, store = (
-            hidden.new_empty(n if learn else min(n, rows), size),
-            hidden.new_empty(min(n, rows), size),
-        )
-        found, entropy = hidden.new_empty(n), hidden.new_empty(n)
+        every = hidden.new_empty(n if learn else min(n, rows), size)  # Probabilities
+        store = hidden.new_empty(min(n, rows), size)
+        log_probs, entropy = hidden.new_empty(n), hidden.new_empty(n)
         with fast_products():
             for a in range(0, n, rows):
                 b = min(a + rows, n)
@@ -88,38 +88,33 @@ class _SaidByHead(torch.autograd.Function):
                     logits.div_(temperature)
                 logits.sub_(logits.amax(-1, keepdim=True))
                 total = torch.exp(logits, out=probs).sum(-1)
-                found[a:b] = logits.gather(-1, ids[a:b, None])[:, 0] - total.log()
+                log_probs[a:b] = logits.gather(-1, ids[a:b, None])[:, 0] - total.log()
                 entropy[a:b] = total.log() - torch.linalg.vecdot(probs.div_(total[:, None]), logits)
         ctx.save_for_backward(hidden, weight, ids, every)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
-        return found, entropy
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:  # A row of logits has grad·(one-hot - probabilities)
-        hidden, weight, ids, every = ctx.saved_tensors
-        grad, (need_hidden, need_weight, *_) = (
-            grads[0][:, None] / ctx.temperature,
-            ctx.needs_input_grad,
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # A row of logits has grad·(one-hot - probabilities)
+        hidden, weight, ids, probs = ctx.saved_tensors
+        grad = grads[0][:, None] / ctx.temperature
+        need_hidden, need_weight, *_ = ctx.needs_input_grad
         with fast_products():
-            back = (weight[ids] - every @ weight).mul_(grad) if need_hidden else None
+            grad_hidden = (weight[ids] - probs @ weight).mul_(grad) if need_hidden else None
             scaled = hidden * grad
-            mine = (every.T @ -scaled).index_add_(0, ids, scaled) if need_weight else None
-        return back, mine, None, None, None
+            grad_weight = (probs.T @ -scaled).index_add_(0, ids, scaled) if need_weight else None
+        return grad_hidden, grad_weight, None, None, None
 
 
-def _is_plain(model: Any, head: Any) -> bool:
+def _is_plain(model: nn.Module, head: nn.Module | None) -> bool:
     "Whether logits are vectors times a weight, in full precision on a CPU, and nothing else."
     inner = getattr(model, "policy", model)
-    if (
-        type(inner) is not Transformer
-        or inner.config.logit_softcap is not None
-        or type(head) is not nn.Linear
-    ):
+    if type(inner) is not Transformer or inner.config.logit_softcap is not None:
+        return False
+    if type(head) is not nn.Linear:
         return False
     weight = head.weight
     return (
@@ -131,78 +126,82 @@ def _is_plain(model: Any, head: Any) -> bool:
 
 
 def token_scores(
-    model: nn.Module,  # Ours, one of transformers', an `ActorCritic`, or any that maps ids (B, T) to logits (B, T, V)
-    batch: dict,  # `input_ids` and `labels` (B, T), -100 outside the answers; perhaps `attention_mask`, `position_ids`
+    # Ours, one of transformers', an `ActorCritic`, or any that maps ids (B, T) to logits (B, T, V)
+    model: nn.Module,
+    # `input_ids` and `labels` (B, T), -100 outside the answers; perhaps `attention_mask` and
+    # `position_ids`
+    batch: dict,
     temperature: float = 1.0,  # With which the tokens were drawn
     learn_entropy: bool = False,  # Keep the gradient of the entropy, too
 ) -> TokenScores:
     "Log-probability and entropy of each token of the answers."
     batch = to_model_device(model, batch)
-    labels, bare, seen = batch["labels"], _bare(model), []
+    labels, inner, states = batch["labels"], _unwrap_parallel(model), []
     if (labels[:, 0] != -100).any():
         raise ValueError("a label stands at the first token, which nothing predicts")
     mask = labels != -100
     before = F.pad(mask[:, 1:], (0, 1))  # The positions that predict the tokens
-    head: Any = bare.get_output_embeddings() if hasattr(bare, "get_output_embeddings") else None
+    head: nn.Module | None = None
+    if hasattr(inner, "get_output_embeddings"):
+        head = inner.get_output_embeddings()  # type: ignore
     learn = torch.is_grad_enabled()
-    plain = _is_plain(bare, head) and not (learn_entropy and learn)
+    plain = _is_plain(inner, head) and not (learn_entropy and learn)
 
     def pick(layer: nn.Module, args: tuple) -> tuple:
-        seen.append(args[0][before])  # (B, T, d) -> (N, d)
-        return seen[0][:0] if plain else seen[0], *args[1:]
+        states.append(args[0][before])  # (B, T, d) -> (N, d)
+        return states[0][:0] if plain else states[0], *args[1:]
 
     hook = head.register_forward_pre_hook(pick) if head is not None else None
-    known = fitting(model, batch) | (
-        dict(use_cache=False) if names_argument(model, "use_cache") else {}
-    )
+    known = fitting(model, batch)
+    if names_argument(model, "use_cache"):
+        known["use_cache"] = False
     try:
         out = model(batch["input_ids"], **known)
     finally:
         if hook is not None:
             hook.remove()
     logits, ids = out if isinstance(out, Tensor) else out.logits, labels[mask]
-    if not seen:
+    if not states:
         logits = logits[before]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays as it is
     if temperature != 1:
         logits = logits / temperature
     if plain:
-        found, entropy = _SaidByHead.apply(seen[0], head.weight, ids, temperature, learn)  # type: ignore
+        assert head is not None
+        args = states[0], head.weight, ids, temperature, learn
+        log_probs, entropy = _LogProbFromHidden.apply(*args)  # type: ignore
     elif learn_entropy and learn:
         every = logits.log_softmax(-1)  # (N, V)
-        found, entropy = (
-            every.gather(-1, ids[:, None]).squeeze(-1),
-            -(every.exp() * every).nan_to_num(0.0).sum(-1),
-        )  # 0·log 0 is 0
+        log_probs = every.gather(-1, ids[:, None]).squeeze(-1)
+        entropy = -(every.exp() * every).nan_to_num(0.0).sum(-1)  # 0·log 0 is 0
     else:
-        found, entropy = _Said.apply(logits, ids)  # type: ignore
+        log_probs, entropy = _LogProb.apply(logits, ids)  # type: ignore
+
+    def scatter(x: Tensor) -> Tensor:  # (N,) -> (B, T)
+        return torch.zeros(labels.shape, dtype=x.dtype, device=x.device).masked_scatter(mask, x)
+
     values = None
-    if seen and hasattr(bare, "value_head"):
-        with torch.autocast(labels.device.type, enabled=False):  # Guesses need all their digits
-            values = bare.value_head(seen[0].to(bare.value_head.weight.dtype)).squeeze(-1)
-            values = values.to(torch.promote_types(values.dtype, torch.float32))
-    place = lambda x: (
-        None
-        if x is None
-        else torch.zeros(labels.shape, dtype=x.dtype, device=x.device).masked_scatter(mask, x)
-    )
-    return TokenScores(place(found), place(entropy), place(values))  # type: ignore
+    if states and isinstance(value_head := getattr(inner, "value_head", None), nn.Module):
+        with torch.autocast(labels.device.type, enabled=False):  # Values need all their digits
+            weight: Tensor = value_head.weight  # type: ignore
+            values = value_head(states[0].to(weight.dtype)).squeeze(-1)
+            values = scatter(values.to(torch.promote_types(values.dtype, torch.float32)))
+    return TokenScores(scatter(log_probs), scatter(entropy), values)
 
 # %% ../../nbs/08_align/09_policy.ipynb #4228d5b8
 def dropout_of(
     model: nn.Module,
 ) -> list[str]:  # Where there is dropout, and how much
-    "Layers that would say another number next time."
-    found = []
+    "Layers with dropout, which return another number at every call."
+    layers = []
     for name, module in model.named_modules():
         for key in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout"):
             value = getattr(module, key, 0)
-            for p in (
-                value.values() if isinstance(value, dict) else [value]
-            ):  # LoRA has one for each adapter
+            # LoRA has one for each adapter
+            for p in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(p, float) and p > 0:
-                    found.append(f"{name}.{key} = {p}")
-    return found
+                    layers.append(f"{name}.{key} = {p}")
+    return layers
 
 
 def disable_dropout(
@@ -224,34 +223,31 @@ class ActorCritic(nn.Module):
 
     def __init__(
         self,
-        policy: Any,  # A causal model with `get_output_embeddings`
+        policy: nn.Module,  # Ours, or a causal model of transformers
     ):
         super().__init__()
-        head = policy.get_output_embeddings()
-        self.policy, self.value_head = (
-            policy,
-            nn.Linear(head.in_features, 1, device=head.weight.device),
-        )
+        head: nn.Linear = policy.get_output_embeddings()  # type: ignore
+        self.policy = policy
+        self.value_head = nn.Linear(head.in_features, 1, device=head.weight.device)
         for p in self.value_head.parameters():
             nn.init.zeros_(p)
 
     @property
-    def config(self) -> Any:
-        return self.policy.config
+    def config(self) -> "ModelConfig | PretrainedConfig":
+        return self.policy.config  # type: ignore
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.policy.get_input_embeddings()
+        return self.policy.get_input_embeddings()  # type: ignore
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.policy.get_output_embeddings()
+        return self.policy.get_output_embeddings()  # type: ignore
 
-    def forward(self, input_ids: Tensor, **known: Any) -> Any:
-        return self.policy(input_ids, **known)
+    def forward(self, input_ids: Tensor, **inputs: Any) -> Any:
+        return self.policy(input_ids, **inputs)
 
 # %% ../../nbs/08_align/09_policy.ipynb #85558f9e
-KL_ESTIMATORS: dict[
-    str, Callable[[Tensor], Tensor]
-] = {  # Of log π - log π_ref, for tokens that π said
+# Of log π - log π_ref, for tokens drawn from π
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: d,  # Right on average; often negative
     "k2": lambda d: d.square() / 2,  # A little wrong; its gradient is right on average
     "k3": lambda d: torch.exp(-d) - 1 + d,  # Right on average, never negative

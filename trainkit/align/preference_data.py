@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,27 +30,34 @@ from ..data.schema import as_example
 from ..data.tokenization import tokenize_examples
 from ..display import table
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
 # %% ../../nbs/08_align/01_preference_data.ipynb #477fcf4c
 SIDES = ("prompt", "chosen", "rejected")
-NUMBERS = (
+NUMBERS = (  # What else a pair may have
     "margin",
     *(f"reference_{side}{part}" for side in SIDES[1:] for part in ("", "_shared")),
-)  # What else a pair may know
+)
 
 
 def collate_pairs(
     pairs: Sequence[Mapping],  # From `tokenize_pairs`
-    pad_id: int = 0,  # What stands in the padding; nothing depends on it
-) -> dict[
-    str, Tensor
-]:  # {side}_input_ids and {side}_attention_mask for prompt, chosen, rejected; labels for the answers; further numbers of the pairs
-    "Pairs as one batch: (B, P), (B, C) and (B, R)."
+    pad_id: int = 0,  # The token in the padding; nothing depends on it
+) -> dict[str, Tensor]:
+    """Pairs as one batch: (B, P), (B, C) and (B, R).
+
+    Contains `{side}_input_ids` and `{side}_attention_mask` for prompt, chosen and rejected,
+    `{side}_labels` for the two answers, and the further numbers of the pairs."""
     batch = {}
     for side in SIDES:
         ids = [torch.as_tensor(np.asarray(pair[side], dtype=np.int64)) for pair in pairs]
-        ones, where = [torch.ones_like(x) for x in ids], "left" if side == "prompt" else "right"
-        batch[f"{side}_input_ids"] = pad_sequence(ids, True, pad_id, where)
-        batch[f"{side}_attention_mask"] = pad_sequence(ones, True, 0, where)
+        ones = [torch.ones_like(x) for x in ids]
+        padding_side = "left" if side == "prompt" else "right"
+        batch[f"{side}_input_ids"] = pad_sequence(ids, True, pad_id, padding_side)
+        batch[f"{side}_attention_mask"] = pad_sequence(ones, True, 0, padding_side)
         if side == "prompt":
             continue
         labels = [
@@ -65,7 +72,7 @@ def collate_pairs(
 
 
 class PairBatches(Batches):
-    "Shuffled batches of pairs that know their place; as `Batches`, where `batch_size` counts pairs."
+    "Shuffled batches of pairs that can be resumed; as `Batches`, where `batch_size` counts pairs."
 
     def join(
         self,
@@ -75,7 +82,7 @@ class PairBatches(Batches):
         return collate_pairs(rows, self.pad_id)
 
 # %% ../../nbs/08_align/01_preference_data.ipynb #4d5a2f40
-def _common(a: np.ndarray, b: np.ndarray) -> int:  # Tokens that both begin with
+def _shared_length(a: np.ndarray, b: np.ndarray) -> int:  # Tokens that both begin with
     n = min(len(a), len(b))
     differ = (a[:n] != b[:n]).nonzero()[0]
     return int(differ[0]) if len(differ) else n
@@ -91,7 +98,7 @@ class PairReport:
     answers: np.ndarray  # (rows, 2) tokens of the chosen and the rejected answer, as they were
     prompts_kept: np.ndarray  # (rows,) tokens that are left of each prompt
     answers_kept: np.ndarray  # (rows, 2); 0 where the row is dropped
-    same: int  # Rows whose two answers are the same, perhaps only once they are cut: they teach nothing, and are left out
+    same: int  # Rows left out because both answers are the same, perhaps only once they are cut
 
     @property
     def dropped(self) -> int:
@@ -103,25 +110,30 @@ class PairReport:
 
     @property
     def answers_cut(self) -> int:  # rows with an answer that lost its end
-        return int(
-            ((self.answers_kept < self.answers).any(1) & (self.answers_kept.max(1) > 0)).sum()
-        )
+        shorter = (self.answers_kept < self.answers).any(1)
+        return int((shorter & (self.answers_kept.max(1) > 0)).sum())
 
     def facts(self) -> dict[str, str]:
         "The report as words, line by line."
         n = len(self.prompts)
-        of = lambda k: f"{k:,} ({100 * k / max(n, 1):.1f} %)"
-        longer = self.answers[:, 0] > self.answers[:, 1]
+
+        def share(count: int) -> str:
+            return f"{count:,} ({100 * count / max(n, 1):.1f} %)"
+
+        def lengths(tokens: np.ndarray) -> str:
+            return f"median {int(np.median(tokens))} tokens, longest {tokens.max()}"
+
+        chosen, rejected = self.answers[:, 0], self.answers[:, 1]
         return {
             "pairs": f"{n:,}",
-            "prompt": f"median {int(np.median(self.prompts))} tokens, longest {self.prompts.max()}",
-            "chosen": f"median {int(np.median(self.answers[:, 0]))} tokens, longest {self.answers[:, 0].max()}",
-            "rejected": f"median {int(np.median(self.answers[:, 1]))} tokens, longest {self.answers[:, 1].max()}",
-            "the chosen one is the longer": of(int(longer.sum())),
-            "prompts that lost their beginning": of(self.prompts_cut),
-            "answers that lost their end": of(self.answers_cut),
-            "left out, too long": of(self.dropped - self.same),
-            "left out, both answers the same": of(self.same),
+            "prompt": lengths(self.prompts),
+            "chosen": lengths(chosen),
+            "rejected": lengths(rejected),
+            "the chosen one is the longer": share(int((chosen > rejected).sum())),
+            "prompts that lost their beginning": share(self.prompts_cut),
+            "answers that lost their end": share(self.answers_cut),
+            "left out, too long": share(self.dropped - self.same),
+            "left out, both answers the same": share(self.same),
         }
 
     def __str__(self) -> str:
@@ -134,10 +146,10 @@ class PairReport:
 
 
 class Pairs(list):
-    "A list of pairs, each a dict with `prompt`, `chosen`, `rejected`, two labels and `length`; `report` says what became of the rows."
+    "Dicts with `prompt`, `chosen`, `rejected`, their labels and `length`, and a `report` on the rows."
 
     report: PairReport
-    numbers: list[int]  # Which row each was made of
+    numbers: list[int]  # The index of the row of each pair
 
     def _repr_html_(self) -> str:
         return self.report._repr_html_()
@@ -155,123 +167,137 @@ def _conversations(row: Mapping) -> list[dict]:
             {**more, "prompt": row["prompt"], "completion": row[side]}
             for side in ("chosen", "rejected")
         ]
-    asked = [{**m, "train": False} if m["role"] == "assistant" else m for m in row["prompt"]]
-    return [{**more, "messages": [*asked, *row[side]]} for side in ("chosen", "rejected")]
+    prompt = [{**m, "train": False} if m["role"] == "assistant" else m for m in row["prompt"]]
+    return [{**more, "messages": [*prompt, *row[side]]} for side in ("chosen", "rejected")]
 
 
-def _cut(
+def _fit_lengths(
     prompt: int, answer: int, max_length: int | None, max_prompt_length: int | None, truncation: str
 ) -> tuple[int, int] | None:
-    "How much is kept of the prompt and of the longer answer; None: the row is dropped."
-    kept = min(prompt, prompt if max_prompt_length is None else max_prompt_length)
-    if max_length is None or kept + answer <= max_length:
-        return kept, answer
+    "How many tokens fit of the prompt and of the longer answer; None: the row is dropped."
+    n = min(prompt, prompt if max_prompt_length is None else max_prompt_length)
+    if max_length is None or n + answer <= max_length:
+        return n, answer
     if truncation == "drop":
         return None
-    kept = max(1, min(kept, max_length - answer))
-    return kept, min(answer, max_length - kept)
+    n = max(1, min(n, max_length - answer))
+    return n, min(answer, max_length - n)
 
 
-def tokenize_pairs(
-    rows: Iterable[Mapping],  # With `prompt`, `chosen` and `rejected`: texts, or messages
-    tokenizer: Any,  # A `BPETokenizer`, or a fast tokenizer of transformers
-    max_length: int | None = None,  # Tokens of the prompt and one answer, at most
-    max_prompt_length: int
-    | None = None,  # Tokens of the prompt at most; a longer one loses its beginning
-    truncation: str = "error",  # A pair that is too long even so: 'error', 'prompt' (it loses its beginning, then the answers their end) or 'drop'
-    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-    num_workers: int = 1,  # Processes
-) -> Pairs:  # With the report; warns of what was cut or dropped
-    "Preference rows as ids, and nothing lost without a word."
-    if truncation not in ("error", "prompt", "drop"):
-        raise ValueError(f"truncation = {truncation!r}: must be 'error', 'prompt' or 'drop'")
+def _encode_pairs(
+    rows: Iterable[Mapping],
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+    template: str | None,
+    num_workers: int,
+) -> list[dict]:  # Two for each row: with the chosen answer, with the rejected one
+    "Ids and labels of both conversations of each row; raises `ValueError` that names the row."
     texts = []
     for i, row in enumerate(rows):
         try:
             texts += _conversations(row)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"row {i}: {error}") from None
-    side = lambda m: f"the {('chosen', 'rejected')[int(m[1]) % 2]} answer of row {int(m[1]) // 2}"
+
+    def name_answer(match: re.Match) -> str:
+        i, side = divmod(int(match[1]), 2)
+        return f"the {('chosen', 'rejected')[side]} answer of row {i}"
+
     try:
-        coded = tokenize_examples(texts, tokenizer, template=template, num_workers=num_workers)
+        return tokenize_examples(texts, tokenizer, template=template, num_workers=num_workers)
     except ValueError as error:
-        raise ValueError(re.sub(r"\brow (\d+)", side, str(error))) from None
-    bos, out, facts, same = getattr(tokenizer, "bos_token_id", None), Pairs(), [], 0
-    out.numbers = []
-    for i in range(len(coded) // 2):
-        both = [
-            (np.asarray(e["input_ids"]), np.asarray(e["labels"])) for e in coded[2 * i : 2 * i + 2]
-        ]
-        both = [
-            (ids[: (n := int((labels != -100).nonzero()[0][-1]) + 1)], labels[:n])
-            for ids, labels in both
-        ]  # Nothing is learned from what follows
+        raise ValueError(re.sub(r"\brow (\d+)", name_answer, str(error))) from None
+
+
+def _until_last_label(example: Mapping) -> tuple[np.ndarray, np.ndarray]:
+    "Ids and labels up to the last token that is learned: nothing is learned from what follows."
+    ids, labels = np.asarray(example["input_ids"]), np.asarray(example["labels"])
+    end = int((labels != -100).nonzero()[0][-1]) + 1
+    return ids[:end], labels[:end]
+
+
+def tokenize_pairs(
+    rows: Iterable[Mapping],  # With `prompt`, `chosen` and `rejected`: texts, or messages
+    # Ours, or a fast tokenizer of transformers
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+    max_length: int | None = None,  # Tokens of the prompt and one answer, at most
+    max_prompt_length: int | None = None,  # A longer prompt loses its beginning
+    # A pair that is still too long: 'error', 'prompt' (cut the prompt's beginning, then the
+    # answers' end) or 'drop'
+    truncation: str = "error",
+    template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
+    num_workers: int = 1,  # Processes
+) -> Pairs:  # With the report; warns about rows that were cut or dropped
+    "Preference rows as ids; everything that is cut or dropped is counted and reported."
+    if truncation not in ("error", "prompt", "drop"):
+        raise ValueError(f"truncation = {truncation!r}: must be 'error', 'prompt' or 'drop'")
+    examples = _encode_pairs(rows, tokenizer, template, num_workers)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    pairs, lengths, same = Pairs(), [], 0
+    pairs.numbers = []
+    for i in range(len(examples) // 2):
+        both = [_until_last_label(example) for example in examples[2 * i : 2 * i + 2]]
+        whole = both[0][0]
         shared = min(
-            _common(both[0][0], both[1][0]), *(int((labels != -100).argmax()) for _, labels in both)
+            _shared_length(whole, both[1][0]),
+            *(int((labels != -100).argmax()) for _, labels in both),
         )
         answers = [len(ids) - shared for ids, _ in both]
-        equal = np.array_equal(both[0][0], both[1][0])
-        kept = (
-            None if equal else _cut(shared, max(answers), max_length, max_prompt_length, truncation)
-        )
-        if (
-            kept
-            and truncation == "error"
-            and max_length is not None
-            and kept[0] + max(answers) > max_length
-            or (not equal and truncation == "error" and kept is not None and kept[1] < max(answers))
-        ):
-            raise ValueError(
-                f"row {i} has {shared} tokens of prompt and an answer of {max(answers)}, more than max_length = "
-                f"{max_length}: raise dpo.max_length, set dpo.max_prompt_length, or say dpo.truncation='prompt' or 'drop'"
-            )
-        parts = [ids[shared:][: kept[1]] for ids, _ in both] if kept else [0, 1]
-        if np.array_equal(parts[0], parts[1]):
-            equal, kept = True, None  # What they differ in was cut
-        facts.append(
-            (
-                shared,
-                *answers,
-                *((kept[0], *(min(a, kept[1]) for a in answers)) if kept else (0, 0, 0)),
-            )
-        )
+        fit, equal = None, np.array_equal(whole, both[1][0])
+        if not equal:
+            fit = _fit_lengths(shared, max(answers), max_length, max_prompt_length, truncation)
+            if truncation == "error" and fit is not None and fit[1] < max(answers):
+                raise ValueError(
+                    f"row {i} has {shared} tokens of prompt and an answer of {max(answers)}, more "
+                    f"than max_length = {max_length}: raise dpo.max_length, set "
+                    "dpo.max_prompt_length, or say dpo.truncation='prompt' or 'drop'"
+                )
+        chosen, rejected = (ids[shared:][: fit[1]] if fit else ids[:0] for ids, _ in both)
+        if fit and np.array_equal(chosen, rejected):
+            equal, fit = True, None  # The tokens in which they differ were cut
         same += equal
-        if kept is None:
+        if fit is None:
+            lengths.append((shared, *answers, 0, 0, 0))
             continue
-        first = int(kept[0] < shared and bos is not None and both[0][0][0] == bos and kept[0] > 1)
-        prompt = np.concatenate((both[0][0][:first], both[0][0][shared - kept[0] + first : shared]))
-        (chosen, rejected), labels = (([x[k][shared:][: kept[1]] for x in both]) for k in (0, 1))
-        out.append(
+        n, limit = fit
+        lengths.append((shared, *answers, n, *(min(a, limit) for a in answers)))
+        first = int(n < shared and bos is not None and whole[0] == bos and n > 1)
+        prompt = np.concatenate((whole[:first], whole[shared - n + first : shared]))
+        chosen_labels, rejected_labels = (labels[shared:][:limit] for _, labels in both)
+        pairs.append(
             dict(
                 prompt=prompt,
                 chosen=chosen,
                 rejected=rejected,
-                chosen_labels=labels[0],
-                rejected_labels=labels[1],
+                chosen_labels=chosen_labels,
+                rejected_labels=rejected_labels,
                 length=len(prompt) + len(chosen) + len(rejected),
             )
         )
-        out.numbers.append(i)
-    n = np.array(facts, np.int64).reshape(-1, 6)
-    out.report = r = PairReport(
-        max_length, max_prompt_length, n[:, 0], n[:, 1:3], n[:, 3], n[:, 4:], same
+        pairs.numbers.append(i)
+    counts = np.array(lengths, np.int64).reshape(-1, 6)
+    prompts, cut_prompts, answers = counts[:, 0], counts[:, 3], counts[:, 1:3]
+    pairs.report = PairReport(
+        max_length, max_prompt_length, prompts, answers, cut_prompts, counts[:, 4:], same
     )
-    said = [
-        f"{count:,} {what}"
-        for count, what in (
-            (r.prompts_cut, "prompts lost their beginning"),
-            (r.answers_cut, "answers lost their end"),
-            (r.dropped - same, "were left out because they are too long"),
-            (same, "were left out because both answers are the same"),
-        )
-        if count
-    ]
-    if said:
+    _warn_about(pairs.report)
+    if not pairs:
+        raise ValueError(f"no pair is left:\n{pairs.report}")
+    return pairs
+
+
+def _warn_about(report: PairReport) -> None:
+    "Warn the caller of `tokenize_pairs` where rows were cut or left out."
+    counts = {
+        "prompts lost their beginning": report.prompts_cut,
+        "answers lost their end": report.answers_cut,
+        "were left out because they are too long": report.dropped - report.same,
+        "were left out because both answers are the same": report.same,
+    }
+    losses = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if losses:
         warnings.warn(
-            f"Of {len(n):,} pairs {'; '.join(said)} (max_length = {max_length}, max_prompt_length = "
-            f"{max_prompt_length}). pairs.report has the numbers",
-            stacklevel=2,
+            f"Of {len(report.prompts):,} pairs {'; '.join(losses)} (max_length = "
+            f"{report.max_length}, max_prompt_length = {report.max_prompt_length}). "
+            "pairs.report has the numbers",
+            stacklevel=3,
         )
-    if not out:
-        raise ValueError("no pair is left:\n" + str(r))
-    return out

@@ -17,11 +17,10 @@ __all__ = ['FIELDS', 'without_dropout', 'unwrap_model', 'Reference', 'AdapterDis
 # %% ../../nbs/08_align/03_reference.ipynb #imports-reference
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -39,13 +38,13 @@ from ..train.objectives import to_model_device
 @contextmanager
 def without_dropout(
     model: nn.Module,
-):
-    "Within the block nothing is dropped; modes are as before afterwards."
-    noisy = [
-        m
-        for m in model.modules()
-        if m.training and any("drop" in name for name in (type(m).__name__.lower(), *vars(m)))
-    ]
+) -> Iterator[nn.Module]:
+    "Turn dropout off within the block; afterwards each module is in its mode again."
+
+    def drops(module: nn.Module) -> bool:
+        return any("drop" in name for name in (type(module).__name__.lower(), *vars(module)))
+
+    noisy = [m for m in model.modules() if m.training and drops(m)]
     for m in noisy:
         m.training = False
     try:
@@ -57,7 +56,7 @@ def without_dropout(
 
 def unwrap_model(
     model: nn.Module,  # Perhaps wrapped for several processes or compiled
-) -> Any:
+) -> nn.Module:
     "The model inside."
     while hasattr(model, "_orig_mod") or (
         hasattr(model, "module") and not hasattr(model, "get_input_embeddings")
@@ -67,18 +66,20 @@ def unwrap_model(
 
 
 class Reference:
-    "Asks a frozen copy of the model."
+    "Computes log-probabilities with a frozen copy of the model."
 
     kind = "a frozen copy"
 
     def __init__(self, model: nn.Module | None):
-        self.model = (
-            None if model is None else deepcopy(unwrap_model(model)).eval().requires_grad_(False)
-        )
+        self.model: nn.Module | None = None
+        if model is not None:
+            self.model = deepcopy(unwrap_model(model)).eval().requires_grad_(False)
         self.share: bool | None = None
 
-    def place(self, model: nn.Module, device: torch.device) -> tuple[Any, AbstractContextManager]:
-        "The model to ask, and in which state."
+    def place(
+        self, model: nn.Module, device: torch.device
+    ) -> tuple[nn.Module, AbstractContextManager]:
+        "The reference model on `device`, and a context in which it is run."
         assert self.model is not None
         if next(self.model.parameters()).device != device:
             self.model.to(device)
@@ -92,18 +93,18 @@ class Reference:
         keep_logits: bool = False,
     ) -> PairLogProbs:
         batch = to_model_device(model, batch)
-        asked, state = self.place(model, batch["prompt_input_ids"].device)
+        reference, state = self.place(model, batch["prompt_input_ids"].device)
         with state:
             if self.share is None:
-                self.share = shares_prompts(asked)
-            return pair_log_probs(asked, batch, self.share, keep_logits)
+                self.share = shares_prompts(reference)
+            return pair_log_probs(reference, batch, self.share, keep_logits)
 
     def __repr__(self) -> str:
         return f"reference: {self.kind}"
 
 # %% ../../nbs/08_align/03_reference.ipynb #3111eb71
 class AdapterDisabledReference(Reference):
-    "Asks the model itself, without its adapter."
+    "Computes log-probabilities with the model itself, its adapter turned off."
 
     kind = "the model with its adapter off"
 
@@ -111,14 +112,14 @@ class AdapterDisabledReference(Reference):
         super().__init__(None)
 
     @contextmanager
-    def off(self, model: Any):
-        with (
-            without_dropout(model),
-            model.disable_adapter() if hasattr(model, "disable_adapter") else adapters_off(model),
-        ):
+    def off(self, model: nn.Module) -> Iterator[None]:
+        disable = getattr(model, "disable_adapter", None)  # Of PEFT
+        with without_dropout(model), disable() if disable else adapters_off(model):
             yield
 
-    def place(self, model: nn.Module, device: torch.device) -> tuple[Any, AbstractContextManager]:
+    def place(
+        self, model: nn.Module, device: torch.device
+    ) -> tuple[nn.Module, AbstractContextManager]:
         return unwrap_model(model), self.off(unwrap_model(model))
 
 
@@ -126,9 +127,8 @@ def has_adapter(
     model: nn.Module,
 ) -> bool:
     "Whether an adapter is active, one of ours or of PEFT."
-    return hasattr(unwrap_model(model), "disable_adapter") or bool(
-        active_adapters(unwrap_model(model))
-    )
+    inner = unwrap_model(model)
+    return hasattr(inner, "disable_adapter") or bool(active_adapters(inner))
 
 
 @torch.no_grad()
@@ -143,21 +143,23 @@ def adapter_is_identity(
         a = pair_log_probs(inner, batch, False)
     b = AdapterDisabledReference()(inner, batch)
     near = 1e-4 if first.dtype == torch.float32 else 1e-2
-    return torch.allclose(
-        torch.cat((a.chosen, a.rejected)), torch.cat((b.chosen, b.rejected)), near, near
-    )
+    a, b = (torch.cat((out.chosen, out.rejected)) for out in (a, b))
+    return torch.allclose(a, b, near, near)
 
 
 def make_reference(
     model: nn.Module,  # As it is before training
-    kind: str = "auto",  # 'copy', 'adapter', or 'auto': the adapter off where one is trained and has learned nothing yet, else a copy
+    # 'copy', 'adapter' (the model with its adapter off), or 'auto': 'adapter' where one is trained
+    # and has learned nothing yet, else 'copy'
+    kind: str = "auto",
 ) -> Reference:
-    "Where a model began, to be asked while it moves on."
+    "The model as it is now, for comparison while it is trained."
     if kind not in ("auto", "copy", "adapter"):
         raise ValueError(f"reference = {kind!r}: must be 'auto', 'copy' or 'adapter'")
     if kind == "adapter" and not has_adapter(model):
         raise ValueError(
-            "reference = 'adapter', and the model has no adapter that could be turned off: add_lora first, or say 'copy'"
+            "reference = 'adapter', and the model has no adapter that could be turned off: "
+            "add_lora first, or say 'copy'"
         )
     if kind == "adapter" or (kind == "auto" and has_adapter(model) and adapter_is_identity(model)):
         return AdapterDisabledReference()
@@ -165,6 +167,11 @@ def make_reference(
 
 # %% ../../nbs/08_align/03_reference.ipynb #eb4eafbd
 FIELDS = ("chosen", "rejected", "chosen_shared", "rejected_shared")
+_WRAPPERS = (
+    "base_layer.",
+    "original_module.",
+    "base_model.model.",
+)  # Parts of names under adapters
 
 
 def model_fingerprint(
@@ -174,13 +181,12 @@ def model_fingerprint(
     "A hash of every weight of the bare model."
     digest = hashlib.blake2b(digest_size=16)
     for name, value in sorted(unwrap_model(model).state_dict(keep_vars=True).items()):
-        if (not adapter and ("lora_" in name or ".modules_to_save." in name)) or not isinstance(
-            value, Tensor
-        ):
+        of_adapter = "lora_" in name or ".modules_to_save." in name
+        if (of_adapter and not adapter) or not isinstance(value, Tensor):
             continue
-        digest.update(
-            f"{name.replace('base_layer.', '').replace('original_module.', '').replace('base_model.model.', '')} {tuple(value.shape)} {value.dtype}".encode()
-        )
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -198,7 +204,7 @@ def pairs_fingerprint(
 
 
 class PrecomputedReference(Reference):
-    "Reads what a reference said before training; the numbers come with the batch."
+    "Returns log-probabilities that were computed before training; they come with the batch."
 
     kind = "numbers computed before training"
 
@@ -210,81 +216,94 @@ class PrecomputedReference(Reference):
     ) -> PairLogProbs:
         if "reference_chosen" not in batch:
             raise ValueError(
-                "the pairs know nothing of a reference: give them to precompute_reference first, those for evaluation too"
+                "the pairs have no log-probabilities of a reference: give them to "
+                "precompute_reference first, those for evaluation too"
             )
         zero = torch.zeros_like(batch["reference_chosen"])
-        said = {name: batch[f"reference_{name}"] for name in FIELDS}
-        return PairLogProbs(**said, chosen_tokens=zero, rejected_tokens=zero)
+        log_probs = {name: batch[f"reference_{name}"] for name in FIELDS}
+        return PairLogProbs(**log_probs, chosen_tokens=zero, rejected_tokens=zero)
 
 
-class _Itself(AdapterDisabledReference):
+class _ModelItself(AdapterDisabledReference):
     @contextmanager
-    def off(self, model: Any):
+    def off(self, model: nn.Module) -> Iterator[None]:
         with without_dropout(model):
             yield
 
 
 def precompute_reference(
     model: nn.Module,  # As it is before training
-    pairs: Sequence[dict],  # From `tokenize_pairs`; each gets four numbers more
-    path: str
-    | Path
-    | None = None,  # Where they are kept; read from there if the file is of this model and these pairs
-    reference: Reference | None = None,  # Who is asked; None: the model itself, in evaluation mode
+    pairs: Sequence[dict],  # From `tokenize_pairs`; each gets four more numbers
+    # A file for the numbers; read if it exists and is of this model and these pairs
+    path: str | Path | None = None,
+    reference: Reference | None = None,  # None: the model itself, in evaluation mode
     tokens: int = 1024,  # To be read at a time
 ) -> PrecomputedReference:
-    "Ask the reference about every pair, once."
-    whom, facts = model if reference is None or reference.model is None else reference.model, {}
-    if path:  # An adapter that has learned something has its say, unless it is turned off
-        speaks = (
+    "Compute the log-probabilities of the reference for every pair, once."
+    source = model if reference is None or reference.model is None else reference.model
+    fingerprints = {}
+    if path:  # An adapter that has learned something counts, unless it is turned off
+        adapter = (
             not isinstance(reference, AdapterDisabledReference)
-            and has_adapter(whom)
-            and not adapter_is_identity(whom)
+            and has_adapter(source)
+            and not adapter_is_identity(source)
         )
-        facts = dict(model=model_fingerprint(whom, speaks), pairs=pairs_fingerprint(pairs))
+        fingerprints = dict(
+            model=model_fingerprint(source, adapter), pairs=pairs_fingerprint(pairs)
+        )
     if path and Path(path).exists():
-        found = _read(Path(path), facts)
+        log_probs = _read_log_probs(Path(path), fingerprints)
     else:
-        found, groups, done = np.zeros((4, len(pairs)), np.float32), [[]], 0
-        for i in sorted(range(len(pairs)), key=lambda i: pairs[i]["length"]):
-            if (
-                groups[-1]
-                and sum(pairs[j]["length"] for j in groups[-1]) + pairs[i]["length"] > tokens
-            ):
-                groups.append([])
-            groups[-1].append(i)
-        asked = reference or _Itself()
-        with Progress(len(pairs), "Asking the reference", "pair") as bar:
-            for group in groups:
-                out = asked(model, collate_pairs([pairs[i] for i in group]))
-                for row, name in zip(found, FIELDS, strict=True):
-                    row[group] = getattr(out, name).float().cpu().numpy()
-                done += len(group)
-                bar.update(done)
+        log_probs = _reference_log_probs(reference or _ModelItself(), model, pairs, tokens)
         if path:
             file = io.BytesIO()
-            np.savez(
-                file, found=found, model=np.array(facts["model"]), pairs=np.array(facts["pairs"])
-            )
+            model_hash, pairs_hash = (np.array(fingerprints[k]) for k in ("model", "pairs"))
+            np.savez(file, found=log_probs, model=model_hash, pairs=pairs_hash)
             write_atomic(path, file.getvalue())
     for i, pair in enumerate(pairs):
         pair.update(
-            {f"reference_{name}": float(row[i]) for row, name in zip(found, FIELDS, strict=True)}
+            {
+                f"reference_{name}": float(row[i])
+                for row, name in zip(log_probs, FIELDS, strict=True)
+            }
         )
     return PrecomputedReference()
 
 
-def _read(path: Path, facts: dict[str, str]) -> np.ndarray:
+def _reference_log_probs(
+    reference: Reference, model: nn.Module, pairs: Sequence[dict], tokens: int
+) -> np.ndarray:  # (4, N), a row for each of `FIELDS`
+    "Run the reference on groups of pairs of similar length."
+    groups, done = [[]], 0
+    for i in sorted(range(len(pairs)), key=lambda i: pairs[i]["length"]):
+        size = sum(pairs[j]["length"] for j in groups[-1])
+        if groups[-1] and size + pairs[i]["length"] > tokens:
+            groups.append([])
+        groups[-1].append(i)
+    log_probs = np.zeros((4, len(pairs)), np.float32)
+    with Progress(len(pairs), "Asking the reference", "pair") as bar:
+        for group in groups:
+            out = reference(model, collate_pairs([pairs[i] for i in group]))
+            for row, name in zip(log_probs, FIELDS, strict=True):
+                row[group] = getattr(out, name).float().cpu().numpy()
+            done += len(group)
+            bar.update(done)
+    return log_probs
+
+
+def _read_log_probs(path: Path, fingerprints: dict[str, str]) -> np.ndarray:
+    "The numbers in a file of `precompute_reference`, if it is of this model and these pairs."
     try:
         with np.load(path, allow_pickle=False) as file:
-            stale = [name for name, now in facts.items() if str(file[name]) != now]
+            stale = [name for name, current in fingerprints.items() if str(file[name]) != current]
             if not stale:
                 return file["found"]
     except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise ValueError(
             f"{path} cannot be read ({error}): delete it, and it is made again"
         ) from None
+    others = dict(model="another model", pairs="other pairs")
     raise ValueError(
-        f"{path} was made of {' and of '.join(dict(model='another model', pairs='other pairs')[s] for s in stale)}: "
+        f"{path} was made of {' and of '.join(others[name] for name in stale)}: "
         "delete it, and it is made again"
     )

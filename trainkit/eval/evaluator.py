@@ -22,22 +22,33 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..data.schema import example_kind, to_messages
-from ..display import Picture, clean, table, token_boxes
+from ..display import Picture, clean, plural, table, token_boxes
 from .metrics import METRICS
-from .scoring import best_share, score_choices, score_pieces, score_texts
+from .scoring import best_share, perplexity, score_choices, score_pieces, score_texts
 from .stats import Comparison, Interval, bootstrap, compare, proportion
 from ..files import write_atomic
 from ..model.generation import context_length, generate, text_to_ids
 from ..progress import Progress
 from ..tokenizer.chat import render
 from ..train.objectives import names_argument
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+    from trainkit.train.trainer import Trainer
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>\
+<body style="font-family:system-ui;max-width:1000px;margin:auto">{body}"""
+_HEADING = '<h4 style="margin:16px 0 4px">{text}</h4>'
+_DETAILS = "{boxes}<details><summary>each token</summary>{table}</details>"
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #03fc1f27
 class RatioSum:
@@ -62,9 +73,8 @@ class RatioSum:
     def value(self) -> float:
         return float(self.sums[0] / self.sums[1]) if self.sums[1] else math.nan
 
-    def linear(
-        self,
-    ) -> np.ndarray:  # (n,) numbers whose mean is the ratio, and that vary as it does
+    def linear(self) -> np.ndarray:  # (n,)
+        "Numbers whose mean is the ratio, and that vary as it does."
         values, weights = np.array(self.kept, dtype=np.float64).T
         return self.value + (values - self.value * weights) * self.n / self.sums[1]
 
@@ -77,10 +87,9 @@ class RatioSum:
         "The ratio and how far it may be off."
         if not self.sums[1]:
             raise ValueError("there is nothing to take a share of")
-        if (
-            self.sums[1] == self.n and self.sums[0] == self.sums[2] and 0 <= self.sums[0] <= self.n
-        ):  # v² = v: yes or no each time
-            return proportion(float(self.sums[0]), self.n, level)
+        total, weight, squares = self.sums[:3]
+        if weight == self.n and total == squares and 0 <= total <= self.n:
+            return proportion(float(total), self.n, level)  # v² = v: yes or no each time
         if self.n <= self.KEEP:
             return bootstrap(self.linear(), level=level)
         return proportion_like(self.value, self.error, self.n, level)
@@ -103,24 +112,31 @@ def tell_apart(
     "A paired test of two models on a stream."
     n = differences.n
     if n <= RatioSum.KEEP:
-        return compare(
-            np.zeros(n).tolist(), differences.linear().tolist(), names, higher_is_better, level
-        )
+        zeros, values = np.zeros(n).tolist(), differences.linear().tolist()
+        return compare(zeros, values, names, higher_is_better, level)
     value, error = differences.value, differences.error
     p = math.erfc(abs(value) / error / math.sqrt(2)) if error else float(value == 0)
     ahead = "b" if (value > 0) == higher_is_better else "a"
-    return Comparison(
-        proportion_like(value, error, n, level), p, ahead if p < 1 - level else "", names
-    )
+    interval = proportion_like(value, error, n, level)
+    return Comparison(interval, p, ahead if p < 1 - level else "", names)
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #c6ac3a37
 LOWER = ("loss", "bits_per_byte")  # Better when lower; all else is better when higher
 
 
+class _Question(NamedTuple):
+    "A question to a model, and the expected answer."
+
+    prompt: str
+    head: list[int]  # Ids of the question
+    ids: list[int]  # Ids of question and answer
+    answer: str
+
+
 def row_kind(
     row: str | Mapping,
 ) -> str:  # 'text', 'choices', 'preference', or 'answer'
-    "Which question a row asks of a model."
+    "The kind of question that a row is for a model."
     if isinstance(row, str):
         return "text"
     if "choices" in row:
@@ -133,131 +149,132 @@ def row_kind(
 
 def ask_row(
     row: Mapping,  # Of kind prompt_completion, instruction, messages or reasoning
-    tokenizer: Any,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
-) -> tuple[
-    str, list[int], list[int], str
-]:  # What is asked, its ids, those of the whole with the answer, the answer
-    "A question as the model reads it: as a chat where the tokenizer has a chat format, else the bare text."
+) -> _Question:
+    "A question as a chat where the tokenizer has a chat format, else as the bare text."
     turns = to_messages(row)
     last = max(i for i, turn in enumerate(turns) if turn["role"] == "assistant")
-    asked, said = turns[last - 1]["content"] if last else "", turns[last]["content"]
+    prompt, answer = turns[last - 1]["content"] if last else "", turns[last]["content"]
     if template or getattr(tokenizer, "chat_template", None):
         head = render(turns[:last], tokenizer, template, add_generation_prompt=True)[0]
-        return asked, head, render(turns[: last + 1], tokenizer, template)[0], said
-    head, tail = text_to_ids(asked, tokenizer), text_to_ids(said, tokenizer)
-    return asked, head, head + tail, said
+        return _Question(prompt, head, render(turns[: last + 1], tokenizer, template)[0], answer)
+    head, tail = text_to_ids(prompt, tokenizer), text_to_ids(answer, tokenizer)
+    return _Question(prompt, head, head + tail, answer)
+
+
+_Scores = dict[str, tuple[float, float]]  # measure -> (value, weight) for a `RatioSum`
+
+
+def _text_scores(nats: float, tokens: int, n_bytes: int, hits: int) -> _Scores:
+    if not tokens:
+        return {}
+    return dict(
+        loss=(nats, tokens),
+        token_accuracy=(hits, tokens),
+        bits_per_byte=(nats / math.log(2), max(1, n_bytes)),
+    )
 
 
 def score_rows(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     rows: Sequence[str | Mapping],  # A chunk, of any kinds
     kinds: Sequence[str],  # From `row_kind`
     max_length: int,
     template: str | None = None,
-) -> list[dict[str, tuple[float, float]]]:  # Of each: measure -> (value, weight) for a `Tally`
+) -> list[dict[str, tuple[float, float]]]:  # Of each: measure -> (value, weight) for a `RatioSum`
     "How likely a model finds each row, by the measures of its kind."
-    out: list[dict[str, tuple[float, float]]] = [{} for _ in rows]
-    of = lambda kind: [i for i, k in enumerate(kinds) if k == kind]
+    out: list[_Scores] = [{} for _ in rows]
+    groups: dict[str, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(i)
 
-    def put(i: int, nats: float, tokens: int, size: int, hits: int) -> None:
-        if tokens:
-            out[i] = dict(
-                loss=(nats, tokens),
-                token_accuracy=(hits, tokens),
-                bits_per_byte=(nats / math.log(2), max(1, size)),
-            )
+    def dict_rows(kind: str) -> list[tuple[int, Mapping]]:
+        return [(i, row) for i in groups.get(kind, ()) if isinstance(row := rows[i], Mapping)]
 
-    texts: list[Any] = [
-        rows[i] if isinstance(rows[i], str) else rows[i]["text"] for i in of("text")
-    ]  # type: ignore
-    for i, score in zip(of("text"), score_texts(model, tokenizer, texts, max_length), strict=True):
-        put(i, score.nats, score.tokens, score.n_bytes, score.hits)
-    pieces = []
-    for i in of("answer"):
-        _, head, whole, said = ask_row(rows[i], tokenizer, template)  # type: ignore
-        cut = max(0, len(whole) - max_length)
-        pieces.append((i, whole[cut:], max(1, len(head) - cut), len(said.encode())))
-    for (i, ids, first, size), (value, hits) in zip(
-        pieces, score_pieces(model, [p[1:3] for p in pieces]), strict=True
-    ):
-        put(i, -value, len(ids) - first, size, hits)
-    if asked := of("choices"):
-        found = score_choices(
-            model, tokenizer, [(rows[i]["question"], rows[i]["choices"]) for i in asked], max_length
-        )  # type: ignore
-        for i, choices in zip(asked, found, strict=True):
-            share, _ = best_share(
-                [choice.log_prob / max(1, choice.n_bytes) for choice in choices], rows[i]["answer"]
-            )  # type: ignore
-            out[i] = dict(choice_accuracy=(share, 1))
-    pairs = []
-    for i in of("preference"):
-        for side in ("chosen", "rejected"):
-            prompt, answer = rows[i]["prompt"], rows[i][side]  # type: ignore
-            _, head, whole, _ = ask_row(dict(prompt=prompt, completion=answer), tokenizer, template)
-            cut = max(0, len(whole) - max_length)
-            pairs.append((whole[cut:], max(1, len(head) - cut)))
-    values = [value for value, _ in score_pieces(model, pairs)]
-    for i, chosen, rejected in zip(of("preference"), values[::2], values[1::2], strict=True):
-        out[i] = dict(
-            preference_accuracy=(0.5 if chosen == rejected else float(chosen > rejected), 1)
-        )
+    def cut(question: _Question) -> tuple[list[int], int]:  # The end that the model can read
+        start = max(0, len(question.ids) - max_length)
+        return question.ids[start:], max(1, len(question.head) - start)
+
+    indices = groups.get("text", [])
+    texts = [row if isinstance(row := rows[i], str) else row["text"] for i in indices]
+    for i, score in zip(indices, score_texts(model, tokenizer, texts, max_length), strict=True):
+        out[i] = _text_scores(score.nats, score.tokens, score.n_bytes, score.hits)
+    questions = [(i, ask_row(row, tokenizer, template)) for i, row in dict_rows("answer")]
+    pieces = [cut(question) for _, question in questions]
+    scores = score_pieces(model, pieces)
+    for (i, question), (ids, first), (value, hits) in zip(questions, pieces, scores, strict=True):
+        out[i] = _text_scores(-value, len(ids) - first, len(question.answer.encode()), hits)
+    if with_choices := dict_rows("choices"):
+        contexts = [(row["question"], row["choices"]) for _, row in with_choices]
+        choices = score_choices(model, tokenizer, contexts, max_length)
+        for (i, row), answers in zip(with_choices, choices, strict=True):
+            values = [choice.log_prob / max(1, choice.n_bytes) for choice in answers]
+            out[i] = dict(choice_accuracy=(best_share(values, row["answer"])[0], 1))
+    pairs = dict_rows("preference")
+    answers = [
+        dict(prompt=row["prompt"], completion=row[side])
+        for _, row in pairs
+        for side in ("chosen", "rejected")
+    ]
+    pieces = [cut(ask_row(answer, tokenizer, template)) for answer in answers]
+    values = [value for value, _ in score_pieces(model, pieces)]
+    for (i, _), chosen, rejected in zip(pairs, values[::2], values[1::2], strict=True):
+        accuracy = 0.5 if chosen == rejected else float(chosen > rejected)
+        out[i] = dict(preference_accuracy=(accuracy, 1))
     return out
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #02d8cacd
 @dataclass
 class EvalReport:
-    "What one model or two are worth on some rows."
+    "The scores of one model or two on some rows."
 
     names: tuple[str, ...]
     rows: int = 0
-    measures: dict[str, list[Interval | float]] = field(
-        default_factory=dict
-    )  # One for each model; without an interval for a corpus
+    # One for each model; without an interval for a corpus
+    measures: dict[str, list[Interval | float]] = field(default_factory=dict)
     comparisons: dict[str, Comparison] = field(default_factory=dict)
-    answers: list[dict] = field(default_factory=list)  # prompt, expected, and what each model said
+    answers: list[dict] = field(default_factory=list)  # prompt, expected, the answer of each model
 
     @property
     def metrics(self) -> dict[str, float]:  # Of the first model, for a log
         "Name -> number."
         return {
-            name: found[0].value if isinstance(found[0], Interval) else found[0]
-            for name, found in self.measures.items()
+            name: values[0].value if isinstance(values[0], Interval) else values[0]
+            for name, values in self.measures.items()
         }
 
     def table(self) -> list[dict]:
         "A row for each measure."
-        show = lambda x: str(x) if isinstance(x, Interval) else f"{x:.4g}"
-        return [
-            {
-                "measure": name,
-                **dict(zip(self.names, map(show, found), strict=True)),
-                **({"comparison": str(self.comparisons[name])} if name in self.comparisons else {}),
-            }
-            for name, found in self.measures.items()
-        ]
+        rows = []
+        for name, values in self.measures.items():
+            texts = [str(x) if isinstance(x, Interval) else f"{x:.4g}" for x in values]
+            row = {"measure": name, **dict(zip(self.names, texts, strict=True))}
+            if name in self.comparisons:
+                row["comparison"] = str(self.comparisons[name])
+            rows.append(row)
+        return rows
 
     def to_dict(self) -> dict:  # For JSON
         "All of it as plain values."
-        plain = lambda x: vars(x) if isinstance(x, Interval) else dict(value=x)
-        better = lambda c: dict(zip("ab", self.names, strict=False)).get(c.better)
+        measures = {}
+        for name, values in self.measures.items():
+            plain = [vars(x) if isinstance(x, Interval) else dict(value=x) for x in values]
+            measures[name] = dict(zip(self.names, plain, strict=True))
+        models = dict(zip("ab", self.names, strict=False))
+        comparisons = {
+            name: dict(
+                better=models.get(c.better), p_value=c.p_value, difference=vars(c.difference)
+            )
+            for name, c in self.comparisons.items()
+        }
         return dict(
-            rows=self.rows,
-            measures={
-                k: dict(zip(self.names, map(plain, v), strict=True))
-                for k, v in self.measures.items()
-            },
-            comparisons={
-                k: dict(better=better(c), p_value=c.p_value, difference=vars(c.difference))
-                for k, c in self.comparisons.items()
-            },
-            answers=self.answers,
+            rows=self.rows, measures=measures, comparisons=comparisons, answers=self.answers
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.rows:,} row{'s' * (self.rows != 1)}"]
+        lines = [plural(self.rows, "row")]
         for row in self.table():
             lines += [f"{row['measure']:20} " + "  |  ".join(row[name] for name in self.names)]
             if "comparison" in row:
@@ -265,8 +282,8 @@ class EvalReport:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        said = str(table(self.answers[:20], "Answers")) if self.answers else ""
-        return str(table(self.table(), f"{self.rows:,} row{'s' * (self.rows != 1)}")) + said
+        answers = str(table(self.answers[:20], "Answers")) if self.answers else ""
+        return str(table(self.table(), plural(self.rows, "row"))) + answers
 
     def html(self) -> Picture:
         return Picture(self._repr_html_())
@@ -276,143 +293,139 @@ class EvalReport:
         path: str | Path,  # Of an HTML page
     ) -> None:
         title = clean(", ".join(self.names))
-        write_atomic(
-            path,
-            f'<!doctype html><meta charset="utf-8"><title>{title}</title><body style="font-family:system-ui;max-width:1000px;margin:auto">{self._repr_html_()}',
-        )
+        write_atomic(path, _PAGE.format(title=title, body=self._repr_html_()))
 
 
 def _answer(
-    model: nn.Module, tokenizer: Any, asked: Sequence[tuple], room: int | None
+    model: nn.Module,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+    questions: Sequence[_Question],
+    room: int | None,  # None: one and a half times the expected answer's length
 ) -> list[str]:
-    "The likeliest text behind each question; half as many tokens again as the expected answer has, at most."
-    most = context_length(model)
-    longest = max(len(head) for _, head, _, _ in asked)
-    limit = room or math.ceil(1.5 * max(len(whole) - len(head) for _, head, whole, _ in asked)) + 4
-    new = max(1, int(min(limit, most - longest)))
-    out = generate(
-        model, [head for _, head, _, _ in asked], new, temperature=0, tokenizer=tokenizer
-    )
-    return [
-        tokenizer.decode(ids[len(head) :], skip_special_tokens=True).strip()
-        for ids, (_, head, _, _) in zip(out, asked, strict=True)
-    ]
+    "The likeliest text after each question."
+    heads = [question.head for question in questions]
+    if not room:
+        longest = max(len(question.ids) - len(question.head) for question in questions)
+        room = math.ceil(1.5 * longest) + 4
+    new = max(1, int(min(room, context_length(model) - max(map(len, heads)))))
+    rows = generate(model, heads, new, temperature=0, tokenizer=tokenizer)
+    answers: list[list[int]] = [ids[len(head) :] for ids, head in zip(rows, heads, strict=True)]
+    return [str(tokenizer.decode(ids, skip_special_tokens=True)).strip() for ids in answers]
 
 
 def evaluate(
     model: nn.Module,  # Ours, or one of transformers
-    tokenizer: Any,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     rows: Iterable[str | Mapping],  # Texts, or examples of any kind with an answer; read once
     other: nn.Module | None = None,  # To compare with, on the same rows and with the same tokenizer
-    metrics: Sequence[str | Callable] = (
-        "exact_match",
-        "f1",
-    ),  # Of answers: names of `METRICS`, or (predictions, references) -> numbers
-    answers: int
-    | None = 100,  # How many of the questions are answered in words; None for all, then all are kept
+    # Of answers: names of `METRICS`, or (predictions, references) -> numbers
+    metrics: Sequence[str | Callable] = ("exact_match", "f1"),
+    # How many of the questions are answered in words; None: all, and all answers stay in memory
+    answers: int | None = 100,
     names: tuple[str, str] = ("model", "other"),
     max_new_tokens: int | None = None,  # Of an answer; None: by the length of the expected one
-    max_length: int | None = None,  # Tokens that are read at once; what the model can, up to 2,048
+    max_length: int | None = None,  # Tokens read at once; None: the model's context, up to 2,048
     template: str | None = None,  # A key of `TEMPLATES`, or Jinja; None: the tokenizer's own
     level: float = 0.95,
     progress: bool = False,
 ) -> EvalReport:
-    "What a model is worth on these rows, how sure that is, and whether another is better."
+    "The scores of a model on these rows, with intervals, and whether another model is better."
     if wrong := [m for m in metrics if isinstance(m, str) and m not in METRICS]:
         raise ValueError(f"metric {wrong[0]!r} is none of {', '.join(METRICS)}")
     models = [model] if other is None else [model, other]
     size = int(max_length or min(2048, *(context_length(m) for m in models)))
+    room = min(size, *(context_length(m) for m in models))
     report, stream = EvalReport(tuple(names[: len(models)])), iter(rows)
-    tallies: dict[str, list[RatioSum]] = {}
-    said: list[list[str]] = [[] for _ in models]
+    sums: dict[str, list[RatioSum]] = {}
+    texts: list[list[str]] = [[] for _ in models]  # The answers of each model
     with Progress(None, "Evaluating", "row", enabled=progress) as bar:
         while chunk := list(islice(stream, 64)):
             kinds = [row_kind(row) for row in chunk]
-            scored: list[Any] = [
-                score_rows(m, tokenizer, chunk, kinds, size, template) for m in models
+            scores = [score_rows(m, tokenizer, chunk, kinds, size, template) for m in models]
+            _add_scores(sums, scores)
+            left = len(chunk) if answers is None else max(0, answers - len(report.answers))
+            questions = [
+                ask_row(row, tokenizer, template)
+                for row, kind in zip(chunk, kinds, strict=True)
+                if metrics and kind == "answer" and isinstance(row, Mapping)
             ]
-            for found in zip(*scored, strict=True):
-                for name, (_, weight) in found[0].items():
-                    mine = tallies.setdefault(
-                        name, [RatioSum() for _ in range(2 * len(models) - 1)]
-                    )
-                    values: list[float] = [f[name][0] for f in found]
-                    if other is not None:
-                        values.append(values[1] - values[0])
-                    for tally, value in zip(mine, values, strict=True):
-                        tally.add(value, weight)
-            left = len(chunk) if answers is None else answers - len(report.answers)
-            asked = (
-                [
-                    q
-                    for q in (
-                        ask_row(row, tokenizer, template)
-                        for row, kind in zip(chunk, kinds, strict=True)
-                        if kind == "answer"
-                    )  # type: ignore
-                    if len(q[1]) < min(size, *(context_length(m) for m in models))
-                ][: max(0, left)]
-                if metrics
-                else []
-            )
-            for start in range(0, len(asked), 16):
-                for texts, m in zip(said, models, strict=True):
-                    texts += _answer(m, tokenizer, asked[start : start + 16], max_new_tokens)
-            for k, (prompt, _, _, expected) in enumerate(asked, len(report.answers)):
-                report.answers.append(
-                    dict(
-                        prompt=prompt,
-                        expected=expected.strip(),
-                        **{n: s[k] for n, s in zip(report.names, said, strict=True)},
-                    )
-                )
+            questions = [question for question in questions if len(question.head) < room][:left]
+            for start in range(0, len(questions), 16):
+                for own, m in zip(texts, models, strict=True):
+                    own += _answer(m, tokenizer, questions[start : start + 16], max_new_tokens)
+            for k, question in enumerate(questions, len(report.answers)):
+                written = {name: own[k] for name, own in zip(report.names, texts, strict=True)}
+                expected = question.answer.strip()
+                report.answers.append(dict(prompt=question.prompt, expected=expected, **written))
             report.rows += len(chunk)
             bar.update(report.rows)
     if not report.rows:
         raise ValueError("there are no rows to evaluate on")
-    for name, (*mine, last) in tallies.items():
-        own = [*mine, last] if other is None else mine
-        report.measures[name] = [t.interval(level) for t in own]
-        if name == "loss":
-            report.measures["perplexity"] = [
-                math.exp(t.value) if t.value < 700 else math.inf for t in own
-            ]
-        if other is not None:
-            report.comparisons[name] = tell_apart(last, names, name not in LOWER, level)
+    _add_measures(report, sums, names, level)
     if report.answers:
-        _judge(report, said, [row["expected"] for row in report.answers], metrics, names, level)
+        expected = [row["expected"] for row in report.answers]
+        _add_metrics(report, texts, expected, metrics, names, level)
     return report
 
 
-def _judge(
+def _add_scores(
+    sums: dict[str, list[RatioSum]],  # Of each measure: of each model, and of their difference
+    scores: Sequence[Sequence[Mapping[str, tuple[float, float]]]],  # Of each model, of each row
+) -> None:
+    "Add the scores of a chunk to the sums."
+    for of_row in zip(*scores, strict=True):
+        for name, (_, weight) in of_row[0].items():
+            own = sums.setdefault(name, [RatioSum() for _ in range(2 * len(scores) - 1)])
+            values = [score[name][0] for score in of_row]
+            if len(values) == 2:
+                values.append(values[1] - values[0])
+            for ratio, value in zip(own, values, strict=True):
+                ratio.add(value, weight)
+
+
+def _add_measures(
+    report: EvalReport, sums: dict[str, list[RatioSum]], names: tuple[str, str], level: float
+) -> None:
+    "Add the measures of the rows, and the comparisons of two models."
+    for name, ratios in sums.items():
+        own = ratios[: len(report.names)]
+        report.measures[name] = [ratio.interval(level) for ratio in own]
+        if name == "loss":
+            report.measures["perplexity"] = [perplexity(ratio.value) for ratio in own]
+        if len(own) == 2:
+            report.comparisons[name] = tell_apart(ratios[2], names, name not in LOWER, level)
+
+
+def _add_metrics(
     report: EvalReport,
-    said: list[list[str]],
+    texts: list[list[str]],  # The answers of each model
     expected: list[str],
     metrics: Sequence[str | Callable],
     names: tuple[str, str],
     level: float,
 ) -> None:
-    "Add what the metrics say of the answers."
+    "Add the metrics of the answers."
     for metric in metrics:
-        name, function = (
-            (metric, METRICS[metric]) if isinstance(metric, str) else (metric.__name__, metric)
-        )
-        results = [function(texts, expected) for texts in said]
+        if isinstance(metric, str):
+            name, function = metric, METRICS[metric]
+        else:
+            name, function = metric.__name__, metric
+        results = [function(own, expected) for own in texts]
         results = [r if isinstance(r, Mapping) else {name: r} for r in results]
         for key in results[0]:
-            found = [r[key] for r in results]
-            if isinstance(found[0], str):
+            values = [r[key] for r in results]
+            if isinstance(values[0], str):
                 continue  # A signature
-            if isinstance(found[0], (int, float)):
-                report.measures[key] = [float(x) for x in found]
-            else:
-                pairs = [RatioSum() for _ in found]
-                for tally, values in zip(pairs, found, strict=True):
-                    for value in values:
-                        tally.add(float(value))
-                report.measures[key] = [t.interval(level) for t in pairs]
-                if len(found) == 2:
-                    report.comparisons[key] = compare(*found, names=names, level=level)
+            if isinstance(values[0], (int, float)):
+                report.measures[key] = [float(x) for x in values]
+                continue
+            ratios = [RatioSum() for _ in values]
+            for ratio, numbers in zip(ratios, values, strict=True):
+                for number in numbers:
+                    ratio.add(float(number))
+            report.measures[key] = [ratio.interval(level) for ratio in ratios]
+            if len(values) == 2:
+                report.comparisons[key] = compare(*values, names=names, level=level)
 
 # %% ../../nbs/09_eval/06_evaluation_report.ipynb #7184e532
 class AnswerMetrics:
@@ -420,7 +433,7 @@ class AnswerMetrics:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
         rows: Sequence[Mapping],  # Held-out questions with answers
         metrics: Sequence[str | Callable] = ("exact_match", "f1"),  # As `evaluate` takes them
         answers: int | None = 50,  # How many are answered, of the first rows
@@ -430,20 +443,19 @@ class AnswerMetrics:
         if every < 1:
             raise ValueError(f"every = {every}: it is a number of evaluations, at least 1")
         self.tokenizer, self.rows, self.metrics = tokenizer, list(rows)[:answers], metrics
-        self.every, self.options, self.seen, self.measured = every, options, 0, False
+        self.every, self.options, self.evaluations, self.measured = every, options, 0, False
 
-    def on_eval(self, trainer, record):
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         if not self.measured:
             self.on_measure(trainer, record)
         self.measured = False
 
-    def on_measure(
-        self, trainer, record
-    ):  # Before the trainer decides whether this is the best model
-        self.seen, self.measured = self.seen + 1, True
-        if (self.seen - 1) % self.every:
+    def on_measure(self, trainer: "Trainer", record: dict) -> None:
+        "Called before the trainer decides whether this is the best model."
+        self.evaluations, self.measured = self.evaluations + 1, True
+        if (self.evaluations - 1) % self.every:
             return
-        found = evaluate(
+        metrics = evaluate(
             trainer.model,
             self.tokenizer,
             self.rows,
@@ -451,9 +463,8 @@ class AnswerMetrics:
             answers=None,
             **self.options,
         ).metrics
-        record |= {
-            f"eval_{name}": value for name, value in found.items() if f"eval_{name}" not in record
-        }
+        for name, value in metrics.items():
+            record.setdefault(f"eval_{name}", value)
 
 # %% ../../nbs/09_eval/07_side_by_side.ipynb #e97f5fc1
 @torch.inference_mode()
@@ -462,13 +473,13 @@ def next_log_probs(
     ids: Sequence[int],  # A text
     first: int,  # The first place that is looked at, at least 1
 ) -> Tensor:  # (len(ids) - first, V) log-probabilities of what comes at each place
-    "What a model expects at each place of a text, from `first` on."
+    "The predictions of a model at each place of a text, from `first` on."
     if not 1 <= first <= len(ids):
         raise ValueError(
             f"first = {first}: there are {len(ids)} tokens, and nothing predicts the first of them"
         )
     row = torch.tensor([ids], device=next(model.parameters()).device)
-    more: dict[str, Any] = dict(use_cache=False) if names_argument(model, "use_cache") else {}
+    more: dict[str, int] = dict(use_cache=False) if names_argument(model, "use_cache") else {}
     if keep := names_argument(model, "logits_to_keep"):
         more["logits_to_keep"] = len(ids) - first + 1
     out = model(row, **more)
@@ -481,17 +492,15 @@ def kl_at_each(
     log_q: Tensor,  # (T, V) those of the model it is compared with
 ) -> Tensor:  # (T,) nats, at least 0
     "KL(p ‖ q) at each place."
-    return (
-        (log_p.exp() * (log_p - log_q).nan_to_num(0.0, posinf=float("inf")))
-        .nan_to_num(0.0, posinf=float("inf"))
-        .sum(-1)
-        .clamp(min=0)
-    )
+    infinity = float("inf")
+    log_ratio = (log_p - log_q).nan_to_num(0.0, posinf=infinity)
+    terms = (log_p.exp() * log_ratio).nan_to_num(0.0, posinf=infinity)
+    return terms.sum(-1).clamp(min=0)
 
 # %% ../../nbs/09_eval/07_side_by_side.ipynb #1e41aecc
 @dataclass(frozen=True)
 class Sample:
-    "What one model wrote behind one prompt, token by token."
+    "The continuation of one prompt by one model, token by token."
 
     model: str  # Its name
     prompt: str
@@ -521,26 +530,30 @@ class Sample:
 
 @dataclass
 class SideBySide:
-    "Samples of several models behind the same prompts."
+    "Continuations of the same prompts by several models."
 
-    names: tuple[str, ...]  # The first is what the others are compared with
+    names: tuple[str, ...]  # The others are compared with the first
     samples: list[list[Sample]]  # For each prompt, one of each model
 
     def summary(self) -> list[dict]:
         "A row for each model."
-        rows, mean = [], lambda values: sum(values) / max(1, len(values))
+
+        def mean(samples: list[Sample], field: str) -> float:
+            values = [x for sample in samples for x in getattr(sample, field)]
+            return float(f"{sum(values) / max(1, len(values)):.4g}")
+
+        rows = []
         for k, name in enumerate(self.names):
-            mine = [row[k] for row in self.samples]
+            samples = [row[k] for row in self.samples]
             same = sum(row[k].text == row[0].text for row in self.samples)
-            each = lambda what: float(f"{mean([x for s in mine for x in getattr(s, what)]):.4g}")  # noqa: B023
             rows.append(
                 {
                     "model": name,
-                    "tokens": sum(len(s.kl) for s in mine),
-                    "log p a token": each("log_probs"),
-                    "log p, first model": each("reference"),
-                    "KL a token": each("kl"),
-                    "same text as the first": f"{same} of {len(mine)}",
+                    "tokens": sum(len(sample.kl) for sample in samples),
+                    "log p a token": mean(samples, "log_probs"),
+                    "log p, first model": mean(samples, "reference"),
+                    "KL a token": mean(samples, "kl"),
+                    "same text as the first": f"{same} of {len(samples)}",
                 }
             )
         return rows
@@ -554,21 +567,15 @@ class SideBySide:
     def _repr_html_(self) -> str:
         parts = [str(table(self.summary(), "Side by side"))]
         for row in self.samples:
-            parts.append(f'<h4 style="margin:16px 0 4px">{clean(row[0].prompt)}</h4>')
-            for s in row:  # Dark is what the model itself found unlikely
-                boxes = (
-                    token_boxes(
-                        s.pieces,
-                        shade=[1 - math.exp(p) for p in s.log_probs],
-                        title=f"{s.model}: KL {s.mean_kl:.3g} a token",
-                    )
-                    if s.pieces
-                    else ""
-                )
-                parts.append(
-                    f"{boxes}<details><summary>each token</summary>{table(s.table())}</details>"
-                )
-        return "".join(map(str, parts))
+            parts.append(_HEADING.format(text=clean(row[0].prompt)))
+            for s in row:
+                boxes = ""
+                if s.pieces:  # Tokens that the model itself comparison unlikely are dark
+                    shade = [1 - math.exp(p) for p in s.log_probs]
+                    title = f"{s.model}: KL {s.mean_kl:.3g} a token"
+                    boxes = token_boxes(s.pieces, shade=shade, title=title)
+                parts.append(_DETAILS.format(boxes=boxes, table=table(s.table())))
+        return "".join(parts)
 
     def html(self) -> Picture:
         return Picture(self._repr_html_())
@@ -577,67 +584,75 @@ class SideBySide:
         self,
         path: str | Path,  # Of an HTML page
     ) -> None:
-        write_atomic(
-            path,
-            '<!doctype html><meta charset="utf-8"><title>Side by side</title>'
-            f'<body style="font-family:system-ui;max-width:1000px;margin:auto">{self._repr_html_()}',
-        )
+        write_atomic(path, _PAGE.format(title="Side by side", body=self._repr_html_()))
 
 
 def side_by_side(
-    models: Mapping[
-        str, nn.Module | tuple[nn.Module, Callable[[], AbstractContextManager]]
-    ],  # By name; or with a context to enter, such as partial(adapters_off, model)
-    tokenizer: Any,  # Of all of them
+    # By name; or with a context to enter, such as partial(adapters_off, model)
+    models: Mapping[str, nn.Module | tuple[nn.Module, Callable[[], AbstractContextManager]]],
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",  # Of all of them
     prompts: Sequence[str | Sequence[int]],  # Texts, or ids such as those of a rendered chat
     max_new_tokens: int = 40,
     seed: int = 0,  # The same for each
     **knobs,  # More of `generate`, such as temperature=0
 ) -> SideBySide:  # Compared with the first of `models`
-    "Let models continue the same prompts with the same random numbers, and compare them token by token."
+    "Let models continue the same prompts with the same random numbers; compare token by token."
     if not models:
         raise ValueError("there are no models")
     if not len(prompts):
         raise ValueError("there are no prompts")
-    asked = [text_to_ids(p, tokenizer) if isinstance(p, str) else list(p) for p in prompts]
-    shown = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
-    if empty := [i for i, ids in enumerate(asked) if not ids]:
+    heads = [text_to_ids(p, tokenizer) if isinstance(p, str) else list(p) for p in prompts]
+    if empty := [i for i, ids in enumerate(heads) if not ids]:
         raise ValueError(f"prompt {empty[0]} is empty")
     pairs = {name: m if isinstance(m, tuple) else (m, nullcontext) for name, m in models.items()}
-    written = {}
-    for name, (model, within) in pairs.items():
-        with within():
-            written[name] = generate(
-                model, asked, max_new_tokens, tokenizer=tokenizer, seed=seed, **knobs
+    rows = {}
+    for name, (model, context) in pairs.items():
+        with context():
+            rows[name] = generate(
+                model, heads, max_new_tokens, tokenizer=tokenizer, seed=seed, **knobs
             )
-    (base, base_within), samples = next(iter(pairs.values())), []
-    for i, head in enumerate(asked):
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    base, samples = next(iter(pairs.values())), []
+    for i, (prompt, head) in enumerate(zip(prompts, heads, strict=True)):
         row = []
-        for name, (model, within) in pairs.items():
-            ids, modes = written[name][i], [m.training for m in (model, base)]
-            new, T = ids[len(head) :], len(head)
-            for m in (model, base):
-                m.eval()
-            with within():
-                log_p = next_log_probs(model, ids, T)
-            with base_within():
-                log_q = next_log_probs(base, ids, T).to(log_p.device)
-            for m, mode in zip((model, base), modes, strict=True):
-                m.train(mode)
+        for name, pair in pairs.items():
+            ids: list[int] = rows[name][i]
+            new = ids[len(head) :]
+            log_p, log_q = _log_probs_of_both(pair, base, ids, len(head))
             at = torch.tensor(new, device=log_p.device, dtype=torch.int64)[:, None]
-            own, other = (x.gather(-1, at)[:, 0].tolist() for x in (log_p, log_q))
-            kl = kl_at_each(log_p, log_q).tolist()
-            text = tokenizer.decode(new, skip_special_tokens=True)
             row.append(
                 Sample(
-                    name,
-                    shown[i],
-                    text,
-                    tuple(tokenizer.decode([t]) for t in new),
-                    tuple(own),
-                    tuple(other),
-                    tuple(kl),
+                    model=name,
+                    prompt=prompt if isinstance(prompt, str) else decode(head),
+                    text=str(tokenizer.decode(new, skip_special_tokens=True)),
+                    pieces=tuple(decode([t]) for t in new),
+                    log_probs=tuple(log_p.gather(-1, at)[:, 0].tolist()),
+                    reference=tuple(log_q.gather(-1, at)[:, 0].tolist()),
+                    kl=tuple(kl_at_each(log_p, log_q).tolist()),
                 )
             )
         samples.append(row)
     return SideBySide(tuple(pairs), samples)
+
+
+_InContext = tuple[nn.Module, Callable[[], AbstractContextManager]]
+
+
+def _log_probs_of_both(
+    pair: _InContext, base: _InContext, ids: list[int], first: int
+) -> tuple[Tensor, Tensor]:  # (len(ids) - first, V) each
+    "Predictions of a model and of the first model, both in evaluation mode."
+    models = pair[0], base[0]
+    modes = [model.training for model in models]
+    for model in models:
+        model.eval()
+    with pair[1]():
+        log_p = next_log_probs(pair[0], ids, first)
+    with base[1]():
+        log_q = next_log_probs(base[0], ids, first).to(log_p.device)
+    for model, mode in zip(models, modes, strict=True):
+        model.train(mode)
+    return log_p, log_q

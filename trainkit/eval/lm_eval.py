@@ -14,23 +14,32 @@ __all__ = ['Backend', 'harness_model', 'run_harness']
 # %% ../../nbs/09_eval/05_lm_eval.ipynb #imports-lm_eval
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from .scoring import begin_token, score_pieces, windows
 from ..model.generation import context_length, generate, text_to_ids
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
 # %% ../../nbs/09_eval/05_lm_eval.ipynb #aaa0c252
+class _Request(Protocol):  # An `Instance` of the harness
+    args: tuple
+
+
 class Backend:
-    "A model as the lm-evaluation-harness asks for it, without importing the harness."
+    "A model with the methods of the lm-evaluation-harness, which is not imported."
 
     def __init__(
         self,
         model: nn.Module,  # Ours, or one of transformers
-        tokenizer: Any,
-        max_length: int
-        | None = None,  # Tokens that are read before the predicted one; what the model can, up to 2,048
+        tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+        # Tokens that are read before the predicted one; None: the model's context, up to 2,048
+        max_length: int | None = None,
         batch_size: int = 16,  # Answers that are written at once
     ):
         super().__init__()
@@ -40,46 +49,44 @@ class Backend:
     def _ids(self, text: str) -> list[int]:
         return text_to_ids(text, self.tokenizer)
 
-    def _pair(
-        self, context: str, continuation: str
-    ) -> tuple[list[int], int]:  # Ids, and where the continuation begins
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], int]:
+        "Ids, and where the continuation begins."
         if not continuation:
             raise ValueError(f"the continuation of {context[-40:]!r} is empty")
-        if not context:
-            return [begin_token(self.tokenizer), *self._ids(continuation)], 1
-        kept = context.rstrip(" ")
-        if not kept:
+        head = context.rstrip(" ")
+        if not head:
             return [begin_token(self.tokenizer), *self._ids(context + continuation)], 1
-        whole, head = self._ids(context + continuation), len(self._ids(kept))
-        return whole, min(head, len(whole) - 1)
+        whole, first = self._ids(context + continuation), len(self._ids(head))
+        return whole, min(first, len(whole) - 1)
 
     def loglikelihood(
         self,
-        requests: Sequence[Any],  # Each with `args` (context, continuation)
+        requests: "Sequence[_Request]",  # Each with `args` (context, continuation)
         disable_tqdm: bool = True,
-    ) -> list[
-        tuple[float, bool]
-    ]:  # Log-probability of each continuation; whether the model would write it
+    ) -> list[tuple[float, bool]]:
+        "Log-probability of each continuation; whether the model would write it."
         pieces = []
         for request in requests:
             ids, first = self._pair(*request.args)
             cut = max(0, len(ids) - self.max_length - 1)
             if first - cut < 1:
                 raise ValueError(
-                    f"a continuation of {len(ids) - first} tokens is more than the {self.max_length} that are read at once"
+                    f"a continuation of {len(ids) - first} tokens is more than the "
+                    f"{self.max_length} that are read at once"
                 )
             pieces.append((ids[cut:], first - cut))
-        found = score_pieces(self.model, pieces)
+        scores = score_pieces(self.model, pieces)
         return [
             (value, hits == len(ids) - first)
-            for (ids, first), (value, hits) in zip(pieces, found, strict=True)
+            for (ids, first), (value, hits) in zip(pieces, scores, strict=True)
         ]
 
     def loglikelihood_rolling(
         self,
-        requests: Sequence[Any],  # Each with `args` (text,)
+        requests: "Sequence[_Request]",  # Each with `args` (text,)
         disable_tqdm: bool = True,
-    ) -> list[float]:  # Log-probability of each text, its first token included
+    ) -> list[float]:
+        "Log-probability of each text, its first token included."
         begin, pieces, owner, sums = begin_token(self.tokenizer), [], [], [0.0] * len(requests)
         for i, request in enumerate(requests):
             ids = [begin, *self._ids(request.args[0])]
@@ -92,27 +99,27 @@ class Backend:
 
     def generate_until(
         self,
-        requests: Sequence[
-            Any
-        ],  # Each with `args` (context, {'until': [...], 'max_gen_toks': n, 'do_sample': …, 'temperature': …})
+        # Each with `args` (context, {'until': […], 'max_gen_toks': n, 'do_sample': …, …})
+        requests: "Sequence[_Request]",
         disable_tqdm: bool = True,
     ) -> list[str]:
+        "The text that follows each context, up to a stop text."
         out, groups = [""] * len(requests), {}
         for i, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(i)
         for members in groups.values():
             knobs: Mapping = requests[members[0]].args[1]
-            until = (
-                [knobs["until"]]
-                if isinstance(knobs.get("until"), str)
-                else list(knobs.get("until") or ())
-            )
+            until = knobs.get("until") or ()
+            until = [until] if isinstance(until, str) else list(until)
             limit = int(knobs.get("max_gen_toks") or knobs.get("max_new_tokens") or 256)
-            heat = float(knobs.get("temperature") or 1.0) if knobs.get("do_sample") else 0.0
+            temperature = 0.0
+            if knobs.get("do_sample"):
+                temperature = float(knobs.get("temperature") or 1.0)
             room = self.max_length - limit
             if room < 1:
                 raise ValueError(
-                    f"max_gen_toks = {limit}: this model reads {self.max_length} tokens, and some are needed for the question"
+                    f"max_gen_toks = {limit}: this model reads {self.max_length} tokens, and some "
+                    "are needed for the question"
                 )
             for at in range(0, len(members), self.batch):
                 part = members[at : at + self.batch]
@@ -121,15 +128,19 @@ class Backend:
                     for i in part
                 ]
                 rows = generate(
-                    self.model, heads, limit, heat, tokenizer=self.tokenizer, stop=until, seed=0
+                    self.model,
+                    heads,
+                    limit,
+                    temperature,
+                    tokenizer=self.tokenizer,
+                    stop=until,
+                    seed=0,
                 )
                 for i, head, ids in zip(part, heads, rows, strict=True):
-                    text = self.tokenizer.decode(ids[len(head) :], skip_special_tokens=True)
-                    out[i] = text[
-                        : min(
-                            (text.find(stop) for stop in until if stop in text), default=len(text)
-                        )
-                    ]
+                    answer: list[int] = ids[len(head) :]
+                    text = str(self.tokenizer.decode(answer, skip_special_tokens=True))
+                    ends = [text.find(stop) for stop in until if stop in text]
+                    out[i] = text[: min(ends, default=len(text))]
         return out
 
     @property
@@ -143,7 +154,7 @@ class Backend:
 # %% ../../nbs/09_eval/05_lm_eval.ipynb #cef4b38a
 def harness_model(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     **options,  # Of `Backend`
 ) -> Any:  # For `lm_eval.simple_evaluate(model=…)`
     "A `Backend` that the harness accepts as its own."
@@ -156,25 +167,25 @@ def harness_model(
 
 def run_harness(
     model: nn.Module,  # Ours, or one of transformers
-    tokenizer: Any,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     tasks: Sequence[str],  # Names, as `lm-eval ls tasks` lists them
     limit: int | None = None,  # Examples of each; None for all
     num_fewshot: int | None = None,  # Solved examples before each question; None: as the task says
     folder: str | Path | None = None,  # With tasks of your own
     **options,  # More of `lm_eval.simple_evaluate`
-) -> dict[str, dict[str, Any]]:  # Task -> its numbers
+) -> dict[str, dict[str, object]]:  # Task -> its numbers
     "Run tests of the lm-evaluation-harness."
-    ready = harness_model(model, tokenizer)
+    backend = harness_model(model, tokenizer)
     from lm_eval import simple_evaluate  # type: ignore
     from lm_eval.tasks import TaskManager  # type: ignore
 
     manager = TaskManager(include_path=str(folder)) if folder else None
-    found = simple_evaluate(
-        model=ready,
+    results = simple_evaluate(
+        model=backend,
         tasks=list(tasks),
         limit=limit,
         num_fewshot=num_fewshot,
         task_manager=manager,
         **options,
     )
-    return dict(found["results"]) if found else {}
+    return dict(results["results"]) if results else {}

@@ -23,13 +23,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..files import open_with
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #5cd53e4c
 def with_references(
@@ -39,7 +42,8 @@ def with_references(
     "Each prediction with all of its references."
     if len(predictions) != len(references):
         raise ValueError(
-            f"{len(predictions)} predictions and {len(references)} references: one for each is needed"
+            f"{len(predictions)} predictions and {len(references)} references: "
+            "one for each is needed"
         )
     if not len(predictions):
         raise ValueError("there are no predictions")
@@ -50,17 +54,16 @@ def with_references(
 
 
 def _sacrebleu(
-    metric: str, predictions: Sequence[str], references: Sequence, options: Mapping[str, Any]
-) -> tuple[float, str]:
+    metric: str, predictions: Sequence[str], references: Sequence, options: Mapping[str, object]
+) -> tuple[float, str]:  # The score and its signature
     try:
         from sacrebleu import metrics
     except ImportError as error:
         raise ImportError("sacrebleu is missing: pip install 'trainkit-llm[eval]'") from error
     pairs = with_references(predictions, references)
     most = max(len(refs) for _, refs in pairs)
-    columns = [
-        [refs[i] if i < len(refs) else None for _, refs in pairs] for i in range(most)
-    ]  # None: one reference less
+    # None: one reference less
+    columns = [[refs[i] if i < len(refs) else None for _, refs in pairs] for i in range(most)]
     scorer = getattr(metrics, metric)(**options)
     return scorer.corpus_score([p for p, _ in pairs], columns).score, str(scorer.get_signature())
 
@@ -69,7 +72,7 @@ def bleu(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
     **options,  # sacrebleu's: tokenize, smooth_method, lowercase
-) -> dict[str, Any]:  # bleu: 0 to 100, and the signature that makes it comparable
+) -> dict[str, float | str]:  # bleu: 0 to 100, and the signature that makes it comparable
     "BLEU of the whole corpus, by sacrebleu (Papineni et al. 2002, Post 2018)."
     score, signature = _sacrebleu("BLEU", predictions, references, options)
     return {"bleu": score, "bleu_signature": signature}
@@ -79,7 +82,7 @@ def chrf(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
     **options,  # sacrebleu's: word_order=2 for chrF++
-) -> dict[str, Any]:  # chrf: 0 to 100
+) -> dict[str, float | str]:  # chrf: 0 to 100
     "chrF of the whole corpus, by sacrebleu (Popović 2015)."
     score, signature = _sacrebleu("CHRF", predictions, references, options)
     return {"chrf": score, "chrf_signature": signature}
@@ -97,8 +100,8 @@ def rouge(
     except ImportError as error:
         raise ImportError("rouge-score is missing: pip install 'trainkit-llm[eval]'") from error
     scorer = RougeScorer(list(types), use_stemmer=use_stemmer)
-    found = [scorer.score_multi(refs, p) for p, refs in with_references(predictions, references)]
-    return {name: [scores[name].fmeasure for scores in found] for name in types}
+    rows = [scorer.score_multi(refs, p) for p, refs in with_references(predictions, references)]
+    return {name: [scores[name].fmeasure for scores in rows] for name in types}
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #be64ed56
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -128,7 +131,7 @@ def token_f1(
     predictions: Sequence[str],
     references: Sequence[str | Sequence[str]],
 ) -> list[float]:  # 0 to 1 each
-    "Harmonic mean of precision and recall of words, the best over references (Rajpurkar et al. 2016)."
+    "Harmonic mean of precision and recall of words, the best over references (Rajpurkar 2016)."
 
     def one(p: list[str], r: list[str]) -> float:
         if not p or not r:
@@ -136,30 +139,33 @@ def token_f1(
         same = sum((Counter(p) & Counter(r)).values())
         return 2 * same / (len(p) + len(r))  # 2PR/(P + R) with P = same/|p| and R = same/|r|
 
-    words = lambda text: normalize_answer(text).split()
+    def words(text: str) -> list[str]:
+        return normalize_answer(text).split()
+
     return [
         max(one(words(p), words(r)) for r in refs)
         for p, refs in with_references(predictions, references)
     ]
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #e1e1a088
+_Row = TypeVar("_Row")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def last_number(
     text: str,
-) -> float | None:  # None where there is none
+) -> float | None:  # None: the text has no number
     "The last number in a text: what a spelled-out calculation comes to."
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def verified(
     predictions: Sequence[str],
-    rows: Sequence[Any],  # What `check` needs to judge each
-    check: Callable[[str, Any], bool | float],
+    rows: Sequence[_Row],  # What `check` needs to judge each
+    check: Callable[[str, _Row], bool | float],
 ) -> list[float]:
-    "What a program says of each prediction; a checker that fails counts as a wrong answer only if it says so."
+    "The result of a program for each prediction; what the program raises is raised."
     if len(predictions) != len(rows):
         raise ValueError(f"{len(predictions)} predictions and {len(rows)} rows")
     return [float(check(p, row)) for p, row in zip(predictions, rows, strict=True)]
@@ -199,19 +205,16 @@ def stop_rate(
     ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
     if not len(token_ids):
         raise ValueError("there are no texts")
-    return sum(any(int(t) in ends for t in ids) for ids in token_ids) / len(
-        token_ids
-    )  # A tensor's number is equal to none in a set
+    # int(): a tensor's number is equal to none in a set
+    return sum(any(int(t) in ends for t in ids) for ids in token_ids) / len(token_ids)
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #d5731f6c
 def calibration(
     confidence: Sequence[float],  # (n,) probability that the model gave its answer
     correct: Sequence[float],  # (n,) 1 where it was right
     bins: int = 10,
-) -> list[
-    tuple[float, float, int]
-]:  # Of each bin that is not empty: mean confidence, share right, how many
-    "What a reliability diagram shows."
+) -> list[tuple[float, float, int]]:  # Of each non-empty bin: mean confidence, share right, count
+    "The bins of a reliability diagram."
     if len(confidence) != len(correct):
         raise ValueError(f"{len(confidence)} probabilities and {len(correct)} answers")
     groups: dict[int, list[tuple[float, float]]] = {}
@@ -219,10 +222,9 @@ def calibration(
         if not 0 <= p <= 1:
             raise ValueError(f"confidence {p} is no probability")
         groups.setdefault(min(int(p * bins), bins - 1), []).append((p, right))
-    mean = lambda values: sum(values) / len(values)
     return [
-        (mean([p for p, _ in g]), mean([r for _, r in g]), len(g))
-        for _, g in sorted(groups.items())
+        (sum(p for p, _ in group) / len(group), sum(r for _, r in group) / len(group), len(group))
+        for _, group in sorted(groups.items())
     ]
 
 
@@ -232,8 +234,8 @@ def calibration_error(
     bins: int = 10,
 ) -> float:  # 0 is perfect
     "Expected calibration error (Guo et al. 2017, eq. 3)."
-    found = calibration(confidence, correct, bins)
-    return sum(abs(p - right) * n for p, right, n in found) / max(1, len(confidence))
+    rows = calibration(confidence, correct, bins)
+    return sum(abs(p - right) * n for p, right, n in rows) / max(1, len(confidence))
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #1da41477
 METRICS: dict[str, Callable[[Sequence[str], Sequence], Any]] = dict(
@@ -250,23 +252,21 @@ METRICS: dict[str, Callable[[Sequence[str], Sequence], Any]] = dict(
 def compute_metrics(
     predictions: Sequence[str],
     references: Sequence,
-    metrics: Iterable[str | Callable] = (
-        "exact_match",
-        "f1",
-    ),  # Names of `METRICS`, or functions of your own
+    # Names of `METRICS`, or functions of your own
+    metrics: Iterable[str | Callable] = ("exact_match", "f1"),
 ) -> dict[str, float]:  # Name -> number
     "Several metrics of the same predictions."
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for metric in metrics:
         if isinstance(metric, str) and metric not in METRICS:
             raise ValueError(
-                f"metric {metric!r} is none of {', '.join(METRICS)}; a function of your own is given itself"
+                f"metric {metric!r} is none of {', '.join(METRICS)}; "
+                "a function of your own is given itself"
             )
-        name, function = (
-            (metric, METRICS[metric])
-            if isinstance(metric, str)
-            else (getattr(metric, "__name__", type(metric).__name__), metric)
-        )
+        if isinstance(metric, str):
+            name, function = metric, METRICS[metric]
+        else:
+            name, function = getattr(metric, "__name__", type(metric).__name__), metric
         result = function(predictions, references)
         parts = result if isinstance(result, Mapping) else {name: result}
         for key, value in parts.items():
@@ -276,13 +276,13 @@ def compute_metrics(
                 raise ValueError(
                     f"metric {key!r} gave None: a number is needed, or one for each prediction"
                 )
-            if key in found and not isinstance(metric, str):
-                key = f"{key}_{len(found)}"  # Two functions may have one name
-            values: Any = (
-                value if getattr(value, "ndim", 0) > 0 or isinstance(value, Sequence) else [value]
-            )  # A number is perhaps numpy's or torch's
-            found[key] = math.fsum(values) / len(values) if len(values) else math.nan
-    return found
+            if key in numbers and not isinstance(metric, str):
+                key = f"{key}_{len(numbers)}"  # Two functions may have one name
+            # A single number is perhaps numpy's or torch's
+            many = getattr(value, "ndim", 0) > 0 or isinstance(value, Sequence)
+            values: Any = value if many else [value]
+            numbers[key] = math.fsum(values) / len(values) if len(values) else math.nan
+    return numbers
 
 # %% ../../nbs/09_eval/01_metrics.ipynb #9adf92f7
 class Running:
@@ -309,8 +309,8 @@ class Running:
 @lru_cache(maxsize=1)
 def load_encoder(
     folder: str | Path,  # What transformers' `AutoModel` opens
-) -> tuple[Any, Any]:  # The model, ready to be asked, and its tokenizer; the last one is kept
-    "An encoder and its tokenizer."
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    "An encoder in evaluation mode and its tokenizer; the last ones loaded are kept in memory."
     if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(f"'{folder}' is no model folder: it has no config.json")
     from transformers import AutoModel, AutoTokenizer
@@ -327,36 +327,37 @@ def load_encoder(
 
 @torch.inference_mode()
 def embed(
-    model: Any,  # Of transformers: an encoder, or a causal model
+    model: nn.Module,  # Of transformers: an encoder, or a causal model
     rows: Sequence[Sequence[int]],  # Ids of each text, with special tokens
     layer: int | None = None,  # Whose output is taken, 0 being the embeddings; the last when None
 ) -> tuple[Tensor, Tensor]:  # (B, T, C) vectors of length 1, and (B, T) whether there is a token
-    "What a model makes of each token in its text."
-    most = getattr(model.config, "num_hidden_layers", None)
-    if layer is not None and not 0 <= layer <= (most or layer):
-        raise ValueError(f"layer = {layer}: this model has {most}")
+    "The embedding of each token in its text."
+    layers = getattr(model.config, "num_hidden_layers", None)
+    if layer is not None and not 0 <= layer <= (layers or layer):
+        raise ValueError(f"layer = {layer}: this model has {layers}")
     device, longest = next(model.parameters()).device, max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    real = (
-        torch.arange(longest, device=device)
-        < torch.tensor([len(row) for row in rows], device=device)[:, None]
-    )
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    real = torch.arange(longest, device=device) < lengths[:, None]
     out = model(ids, attention_mask=real.long(), output_hidden_states=True)
     return F.normalize(out.hidden_states[-1 if layer is None else layer].float(), dim=-1), real
 
 # %% ../../nbs/09_eval/02_bertscore.ipynb #a5760941
 def greedy_match(
-    similarity: Tensor,  # (B, N, M) cosine of each token of the predictions with each of the references
-    weights: Tensor,  # (B, N) how much each token of a prediction counts; 0 for padding and special tokens
+    # (B, N, M) cosine of each token of the predictions with each of the references
+    similarity: Tensor,
+    # (B, N) how much each token of a prediction counts; 0 for padding and special tokens
+    weights: Tensor,
     ref_weights: Tensor,  # (B, M)
     real: Tensor,  # (B, N) whether there is a token
     ref_real: Tensor,  # (B, M)
-) -> tuple[
-    Tensor, Tensor, Tensor
-]:  # (B,) precision, recall and F1; 0 where a text has no token that counts
-    "Precision and recall of tokens that each take their best partner (Zhang et al. 2020, section 3)."
+) -> tuple[Tensor, Tensor, Tensor]:  # (B,) precision, recall and F1; 0 where no token counts
+    "Precision and recall of tokens that take their best partner (Zhang et al. 2020, section 3)."
     similarity = similarity.masked_fill(~(real[:, :, None] & ref_real[:, None, :]), -1)
-    mean = lambda best, w: torch.nan_to_num((best * w).sum(1) / w.sum(1))  # 0/0: nothing counts
+
+    def mean(best: Tensor, w: Tensor) -> Tensor:
+        return torch.nan_to_num((best * w).sum(1) / w.sum(1))  # 0/0: nothing counts
+
     p, r = mean(similarity.amax(2), weights), mean(similarity.amax(1), ref_weights)
     both = (weights.sum(1) > 0) & (ref_weights.sum(1) > 0)
     p, r = p * both, r * both
@@ -366,7 +367,7 @@ def greedy_match(
 def idf_weights(
     rows: Sequence[Sequence[int]],  # Ids of each reference
 ) -> dict[int | None, float]:  # Id -> weight; that of an id which occurs nowhere under None
-    "How much news a token is."
+    "The inverse document frequency of each token."
     counts = Counter(i for row in rows for i in set(row))
     return {
         None: math.log(len(rows) + 1),
@@ -374,9 +375,9 @@ def idf_weights(
     }
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    most = min(int(getattr(tokenizer, "model_max_length", 512)), 100_000)
-    return list(tokenizer.encode(text.strip(), truncation=True, max_length=most))
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    limit = min(int(getattr(tokenizer, "model_max_length", 512)), 100_000)
+    return list(tokenizer.encode(text.strip(), truncation=True, max_length=limit))
 
 
 def bert_score(
@@ -384,40 +385,46 @@ def bert_score(
     references: Sequence[
         str | Sequence[str]
     ],  # One for each prediction, or several: the best counts
-    encoder: Any,  # A folder that transformers opens, or (model, tokenizer)
-    layer: int
-    | None = None,  # Whose output is compared; the last when None. The paper lists the best of each model
+    # A folder that transformers opens, or (model, tokenizer)
+    encoder: "str | Path | tuple[nn.Module, PreTrainedTokenizerBase]",
+    # Whose output is compared; the last when None. The paper lists the best of each model
+    layer: int | None = None,
     idf: bool = False,  # Rare words of the references count for more
     batch_size: int = 32,  # Pairs that are compared at once
 ) -> dict[str, list[float]]:  # bertscore_precision, bertscore_recall and bertscore_f1 of each
-    "How well each prediction matches its reference in an encoder's eyes (Zhang et al. 2020)."
+    "How similar each prediction is to its reference for an encoder (Zhang et al. 2020)."
     model, tokenizer = load_encoder(encoder) if isinstance(encoder, (str, Path)) else encoder
-    asked = with_references(predictions, references)
-    pairs: list[tuple[Any, ...]] = [(i, p, r) for i, (p, refs) in enumerate(asked) for r in refs]
-    special = {i for i in getattr(tokenizer, "all_special_ids", ())} - {
-        getattr(tokenizer, "unk_token_id", None)
-    }
+    rows = with_references(predictions, references)
+    pairs = [(i, p, r) for i, (p, refs) in enumerate(rows) for r in refs]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    special = {*getattr(tokenizer, "all_special_ids", ())} - {unknown}
     ids = {text: _encode(tokenizer, text) for _, p, r in pairs for text in (p, r)}
     table: Mapping = idf_weights([ids[r] for _, _, r in pairs]) if idf else {}
 
-    def weigh(row: Sequence[int], size: int) -> list[float]:
-        known = [0.0 if i in special else table.get(i, table[None]) if idf else 1.0 for i in row]
-        return known + [0.0] * (size - len(row))
+    def weight_of(token: int) -> float:
+        if token in special:
+            return 0.0
+        return table.get(token, table[None]) if idf else 1.0
 
-    best = [[0.0] * 3 for _ in asked]
+    def weights_of(row: Sequence[int], size: int) -> list[float]:
+        return [weight_of(token) for token in row] + [0.0] * (size - len(row))
+
+    best = [[0.0] * 3 for _ in rows]
     order = sorted(pairs, key=lambda pair: len(ids[pair[1]]) + len(ids[pair[2]]))
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
-        (x, real), (y, ref_real) = (
-            embed(model, [ids[pair[k]] or [0] for pair in part], layer) for k in (1, 2)
+        x, real = embed(model, [ids[p] or [0] for _, p, _ in part], layer)
+        y, ref_real = embed(model, [ids[r] or [0] for _, _, r in part], layer)
+        weights = [weights_of(ids[p], x.shape[1]) for _, p, _ in part]
+        ref_weights = [weights_of(ids[r], y.shape[1]) for _, _, r in part]
+        scores = greedy_match(
+            x @ y.mT,
+            torch.tensor(weights, device=x.device),
+            torch.tensor(ref_weights, device=x.device),
+            real,
+            ref_real,
         )
-        w, v = (
-            torch.tensor([weigh(ids[pair[k]], size) for pair in part], device=x.device)
-            for k, size in ((1, x.shape[1]), (2, y.shape[1]))
-        )
-        for (i, _, _), *found in zip(
-            part, *(s.tolist() for s in greedy_match(x @ y.mT, w, v, real, ref_real)), strict=True
-        ):
-            best[i] = [max(old, new) for old, new in zip(best[i], found, strict=True)]
+        for (i, _, _), *new in zip(part, *(s.tolist() for s in scores), strict=True):
+            best[i] = [max(pair) for pair in zip(best[i], new, strict=True)]
     names = ("bertscore_precision", "bertscore_recall", "bertscore_f1")
     return {name: [row[k] for row in best] for k, name in enumerate(names)}

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,13 +39,18 @@ from ..progress import Progress
 from ..train.objectives import names_argument
 from ..train.step import evaluating
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
 # %% ../../nbs/09_eval/04_scores.ipynb #d831ecc1
 def bits_per_byte(
     loss: float,  # Mean over the tokens, in nats
     tokens: int,  # How many were predicted
     n_bytes: int,  # Of the text that they stand for, as UTF-8
 ) -> float:
-    "What a model needs to write down one byte of a text (Gao et al. 2020, section 3.1)."
+    "Bits with which a model encodes one byte of a text (Gao et al. 2020, section 3.1)."
     if n_bytes < 1:
         raise ValueError(f"n_bytes = {n_bytes}: there is no text to divide by")
     return loss * tokens / math.log(2) / n_bytes
@@ -54,7 +59,7 @@ def bits_per_byte(
 def perplexity(
     loss: float,  # Mean over the tokens, in nats
 ) -> float:  # Infinite where the exponential does not fit a float
-    "Among how many equally likely tokens the model feels it is choosing; depends on the tokenizer."
+    "The exponential of the loss: a choice among so many equally likely tokens."
     return math.inf if loss >= 700 else math.exp(loss)  # NaN stays NaN
 
 # %% ../../nbs/09_eval/04_scores.ipynb #ae608762
@@ -63,19 +68,19 @@ def unigram_bits(
     eval_ids: np.ndarray,  # (m,) token ids to write down
     vocab_size: int,
 ) -> float:  # Bits for all of `eval_ids`
-    "The cost of a text when each token is guessed by its frequency alone, one added to each count (Laplace)."
+    "The cost of a text by the frequency of each token alone, one added to each count (Laplace)."
     counts = np.bincount(train_ids, minlength=vocab_size) + 1
     return float(-np.log2(counts / counts.sum())[eval_ids].sum())
 
 
 def baselines(
-    train_texts: Sequence[str],  # What a compressor may read first
-    eval_texts: Sequence[str],  # What is to be written down
+    train_texts: Sequence[str],  # For a compressor to read first
+    eval_texts: Sequence[str],  # To be encoded
     train_ids: np.ndarray,  # The same, as a tokenizer's ids
     eval_ids: np.ndarray,
     vocab_size: int,
 ) -> dict[str, float]:  # Name -> bits per byte of the evaluation texts
-    "What needs no neural network: token frequencies, gzip, xz, and xz that has read the training text."
+    "Scores without a neural network: token frequencies, gzip, xz, and xz after the training text."
     train, test = ("\n".join(texts).encode("utf-8") for texts in (train_texts, eval_texts))
     if not test:
         raise ValueError("there is no text to evaluate on")
@@ -101,14 +106,15 @@ def windows(
     "Overlapping pieces that count each token but the very first exactly once."
     if not 1 <= stride < size:
         raise ValueError(
-            f"stride = {stride}: it is at least 1 and less than the {size} tokens that are read at once"
+            f"stride = {stride}: it is at least 1 and less than the {size} tokens that are read "
+            "at once"
         )
-    found, counted = [], 1  # Nothing predicts the first token
+    pieces, counted = [], 1  # Nothing predicts the first token
     while counted < length:
         end = min(length, size if counted == 1 else counted + stride)
-        found.append((max(0, end - size), end, counted))
+        pieces.append((max(0, end - size), end, counted))
         counted = end
-    return found
+    return pieces
 
 # %% ../../nbs/09_eval/04_scores.ipynb #f66d08d2
 @dataclass(frozen=True)
@@ -145,25 +151,29 @@ class TextScore:
         )
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, {self.bits_per_byte:.3f} bits per byte ({self.tokens:,} tokens)"
+        return (
+            f"loss {self.loss:.4f}, perplexity {self.perplexity:.2f}, "
+            f"{self.bits_per_byte:.3f} bits per byte ({self.tokens:,} tokens)"
+        )
 
 # %% ../../nbs/09_eval/04_scores.ipynb #09fee420
-TOKENS, LOGITS = (
-    (2**10, 2**13),
-    (2**24, 2**26),
-)  # That a batch reads; that exist at once: on a CPU, where small batches are as fast, and elsewhere
+# Tokens that a batch reads, logits that exist at once; on a CPU, where small batches are as fast,
+# and elsewhere
+TOKENS, LOGITS = (2**10, 2**13), (2**24, 2**26)
 CLOSE = 0.8  # Texts share a padded batch if the shortest has this share of the longest
+_Piece = tuple[Sequence[int], int]  # Ids, and the place of the first that counts
+_Parts = tuple[Callable[..., Tensor], nn.Module]  # From `split_head`
 
 
 def split_head(
     model: nn.Module,  # Ours, one of transformers, or a PEFT model
-) -> (
-    tuple[Callable[[Tensor], Tensor], nn.Module] | None
-):  # None where the two are not the whole model
-    "What makes vectors (B, T, C) of ids, and what makes logits of vectors."
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
+) -> _Parts | None:  # None where the two are not the whole model
+    "The part of a model that makes vectors (B, T, C) of ids, and the part that makes logits."
+    inner = model
+    if hasattr(model, "get_base_model"):
+        inner: nn.Module = model.get_base_model()  # type: ignore
     body = getattr(inner, getattr(inner, "base_model_prefix", "model"), None)
-    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    head = getattr(inner, "get_output_embeddings", lambda: None)()
     if body is None or head is None or body is inner:
         return None
     more = dict(use_cache=False) if names_argument(body, "use_cache") else {}
@@ -185,91 +195,73 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     return out if isinstance(out, Tensor) else out.logits
 
 
-def _rows(
-    pieces: Sequence[tuple[Sequence[int], int]], packed: bool
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    "What a batch reads (B, T), where in it texts begin, and where in B·T the predictions stand; a last token predicts nothing."
-    lengths, places = [len(ids) - 1 for ids, _ in pieces], {}
+def _batch_rows(
+    pieces: Sequence[_Piece], packed: bool
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:  # (B, T); position_ids; (N,) indices into B·T
+    "Ids as rows, positions where texts share a row, and the places of the predictions."
+    lengths, positions = [len(ids) - 1 for ids, _ in pieces], {}  # A last token predicts nothing
     longest = max(lengths)
     if packed:
         rows, starts = [[i for ids, _ in pieces for i in ids[:-1]]], [0, *accumulate(lengths[:-1])]
         if len(pieces) > 1:
-            places = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
+            positions = {"position_ids": torch.cat([torch.arange(n) for n in lengths])[None]}
     else:  # Padding on the right is seen by nobody
-        rows, starts = (
-            [[*ids[:-1], *[0] * (longest - len(ids) + 1)] for ids, _ in pieces],
-            range(0, len(pieces) * longest, longest),
-        )
+        rows = [[*ids[:-1], *[0] * (longest - len(ids) + 1)] for ids, _ in pieces]
+        starts = range(0, len(pieces) * longest, longest)
     at = [
         torch.arange(start + first - 1, start + n)
         for start, (_, first), n in zip(starts, pieces, lengths, strict=True)
     ]
-    return torch.tensor(rows), places, torch.cat(at)
+    return torch.tensor(rows), positions, torch.cat(at)
 
 
 @torch.inference_mode()
-def _read(
+def _score_batch(
     model: nn.Module,
-    parts: tuple | None,
-    pieces: Sequence[tuple[Sequence[int], int]],
-    room: int,
+    parts: _Parts | None,
+    pieces: Sequence[_Piece],
+    room: int,  # Rows of logits that exist at once
     packed: bool,
-) -> Iterator[tuple[float, int]]:
-    "Of each piece, the log-probability of its tokens from the one that counts first, and how many were the likeliest."
-    device, (rows, places, at) = next(model.parameters()).device, _rows(pieces, packed)
-    wanted, owner = (
-        torch.tensor(x)
-        for x in zip(
-            *((i, k) for k, (ids, first) in enumerate(pieces) for i in ids[first:]), strict=True
-        )
-    )
-    rows, at, wanted, sums = (
-        rows.to(device),
-        at.to(device),
-        wanted.to(device),
-        [(0.0, 0)] * len(pieces),
-    )
+) -> list[tuple[float, int]]:
+    "Log-probability of the tokens of each piece that count, and how many were the likeliest."
+    device, (rows, positions, at) = next(model.parameters()).device, _batch_rows(pieces, packed)
+    counted = [(i, k) for k, (ids, first) in enumerate(pieces) for i in ids[first:]]
+    labels, owner = (torch.tensor(column) for column in zip(*counted, strict=True))
+    rows, at, labels = rows.to(device), at.to(device), labels.to(device)
+    sums = [(0.0, 0)] * len(pieces)
     with fast_products():
-        found = parts[0](rows, **places) if parts else _logits(model, rows)
-    found = found.flatten(0, 1)  # (B·T, C or V)
-    for r, a, w in zip(*(x.split(room) for x in (owner, at, wanted)), strict=True):
+        states = parts[0](rows, **positions) if parts else _logits(model, rows)
+    states = states.flatten(0, 1)  # (B·T, C or V)
+    for owners, a, label in zip(*(x.split(room) for x in (owner, at, labels)), strict=True):
         with fast_products():
-            logits = parts[1](found[a]) if parts else found[a]
+            logits = parts[1](states[a]) if parts else states[a]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
-        value, best = logits.gather(-1, w[:, None])[:, 0], logits.amax(-1)
-        value_log = value - best - logits.sub_(best[:, None]).exp_().sum(-1).log()
-        for i, nats, hit in zip(
-            r.tolist(), value_log.tolist(), (value == best).tolist(), strict=True
-        ):
-            sums[i] = (sums[i][0] + nats, sums[i][1] + hit)
-    yield from sums
+        value, best = logits.gather(-1, label[:, None])[:, 0], logits.amax(-1)
+        log_probs = value - best - logits.sub_(best[:, None]).exp_().sum(-1).log()
+        columns = owners.tolist(), log_probs.tolist(), (value == best).tolist()
+        for i, log_prob, hit in zip(*columns, strict=True):
+            sums[i] = (sums[i][0] + log_prob, sums[i][1] + hit)
+    return sums
 
 
 def score_pieces(
     model: nn.Module,
-    pieces: Sequence[
-        tuple[Sequence[int], int]
-    ],  # Ids of each, at most as many as the model reads; the place of the first that counts, at least 1
-) -> list[
-    tuple[float, int]
-]:  # Of each: log-probability of the tokens that count; how many of them the model would have chosen
-    "How likely a model finds tokens, in batches of pieces of like length, which for a model of ours on a CPU stand side by side in one row."
-    found, parts = [(0.0, 0)] * len(pieces), split_head(model)
-    device, size = next(model.parameters()).device, int(getattr(model.config, "vocab_size", 50_000))  # type: ignore
+    # Ids of each, no more than the model can read; the place of the first that counts, at least 1
+    pieces: Sequence[tuple[Sequence[int], int]],
+) -> list[tuple[float, int]]:
+    """The log-probability of the tokens that count, and how many of them the model would choose.
+
+    Batches are of pieces of similar length, which for a model of ours on a CPU share one row."""
+    scores, parts = [(0.0, 0)] * len(pieces), split_head(model)
+    device = next(model.parameters()).device
+    size = int(getattr(model.config, "vocab_size", 50_000))
     room, most = max(1, LOGITS[device.type != "cpu"] // size), TOKENS[device.type != "cpu"]
     if parts is None:
         most = min(most, LOGITS[1] // size)
-    packed = (
-        device.type == "cpu"
-        and parts is not None
-        and any(isinstance(m, Decoder) for m in model.modules())
-    )  # Side by side, without padding
-    order = deque(
-        sorted(
-            (i for i, (ids, first) in enumerate(pieces) if first < len(ids)),
-            key=lambda i: -len(pieces[i][0]),
-        )
-    )
+    ours = any(isinstance(m, Decoder) for m in model.modules())
+    packed = device.type == "cpu" and parts is not None and ours  # In one row, without padding
+    with_labels = (i for i, (ids, first) in enumerate(pieces) if first < len(ids))
+    order = deque(sorted(with_labels, key=lambda i: -len(pieces[i][0])))
     with evaluating(model):
         while order:
             batch, longest, used = [], len(pieces[order[0]][0]), 0
@@ -280,18 +272,17 @@ def score_pieces(
             ):
                 used += len(pieces[order[0]][0]) if packed else longest
                 batch.append(order.popleft())
-            for i, value in zip(
-                batch, _read(model, parts, [pieces[i] for i in batch], room, packed), strict=True
-            ):
-                found[i] = value
-    return found
+            values = _score_batch(model, parts, [pieces[i] for i in batch], room, packed)
+            for i, value in zip(batch, values, strict=True):
+                scores[i] = value
+    return scores
 
 # %% ../../nbs/09_eval/04_scores.ipynb #78337d37
 def score_texts(
     model: nn.Module,
-    tokenizer: Any,
-    texts: Iterable[str],  # Any number; looked at a few hundred at a time
-    max_length: int | None = None,  # Tokens that are read at once; what the model can, up to 2,048
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+    texts: Iterable[str],  # Any number; a few hundred are read at a time
+    max_length: int | None = None,  # Tokens read at once; None: the model's context, up to 2,048
     stride: int | None = None,  # Counted in each window after the first; half of max_length
     progress: bool = False,
 ) -> Iterator[TextScore]:  # One for each text, in order
@@ -300,19 +291,18 @@ def score_texts(
     step, texts, done = stride or max(1, size // 2), iter(texts), 0
     with Progress(None, "Scoring", "text", enabled=progress) as bar:
         while chunk := list(islice(texts, 256)):
-            coded = [text_to_ids(text, tokenizer) for text in chunk]
+            encoded = [text_to_ids(text, tokenizer) for text in chunk]
             pieces = [
                 (i, ids[a:b], first - a)
-                for i, ids in enumerate(coded)
+                for i, ids in enumerate(encoded)
                 for a, b, first in windows(len(ids), size, step)
             ]
             sums = [
                 TextScore(0.0, max(0, len(ids) - 1), len(text.encode("utf-8", "surrogatepass")))
-                for text, ids in zip(chunk, coded, strict=True)
+                for text, ids in zip(chunk, encoded, strict=True)
             ]
-            for (i, _, _), (log_prob, hits) in zip(
-                pieces, score_pieces(model, [piece[1:] for piece in pieces]), strict=True
-            ):
+            scores = score_pieces(model, [piece[1:] for piece in pieces])
+            for (i, _, _), (log_prob, hits) in zip(pieces, scores, strict=True):
                 sums[i] += TextScore(-log_prob, 0, 0, hits)
             yield from sums
             bar.update(done := done + len(chunk))
@@ -329,65 +319,58 @@ class Choice:
 
 def score_choices(
     model: nn.Module,
-    tokenizer: Any,
-    questions: Sequence[
-        tuple[str, Sequence[str]]
-    ],  # (context, answers), the answers with the blank that they begin with
-    max_length: int
-    | None = None,  # Tokens that are read at once; a context that is longer loses its beginning
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+    # (context, answers), the answers with the blank that they begin with
+    questions: Sequence[tuple[str, Sequence[str]]],
+    max_length: int | None = None,  # Tokens read at once; a longer context loses its beginning
 ) -> list[list[Choice]]:
-    "The log-probability of each answer behind its context."
+    "The log-probability of each answer after its context."
     size = int(max_length or min(2048, context_length(model)))
-    pieces, found = [], {}
+    pieces = []
     for q, (context, answers) in enumerate(questions):
         for a, answer in enumerate(answers):
             if not answer:
                 raise ValueError(f"answer {a} to question {q} is empty")
-            whole, head = (
-                text_to_ids(context + answer, tokenizer),
-                text_to_ids(context, tokenizer) if context else [],
-            )
-            if not context:
-                whole = [begin_token(tokenizer), *whole]
-            first = (
-                len(head)
-                if whole[: len(head)] == head and len(head)
-                else next(
-                    (i for i, (x, y) in enumerate(zip(whole, head, strict=False)) if x != y),
-                    min(len(head), len(whole) - 1),
-                )
-            )
-            first = max(
-                1, min(first, len(whole) - 1)
-            )  # A token that reaches over the border belongs to the answer
+            whole, first = _encode_answer(tokenizer, context, answer)
             cut = max(0, len(whole) - size)
             if first - cut < 1:
                 raise ValueError(
-                    f"answer {a} to question {q} has {len(whole) - first} tokens, and {size} can be read at once"
+                    f"answer {a} to question {q} has {len(whole) - first} tokens, and {size} can "
+                    "be read at once"
                 )
-            pieces.append(((q, a), whole[cut:], first - cut))
-    for (key, ids, first), (log_prob, hits) in zip(
-        pieces, score_pieces(model, [piece[1:] for piece in pieces]), strict=True
-    ):
-        found[key] = log_prob, hits == len(ids) - first
-    return [
-        [
-            Choice(found[q, a][0], len(answer.encode()), found[q, a][1])
-            for a, answer in enumerate(answers)
-        ]
-        for q, (_, answers) in enumerate(questions)
-    ]
+            pieces.append((whole[cut:], first - cut))
+    scores = iter(zip(pieces, score_pieces(model, pieces), strict=True))
+    choices = []
+    for _, answers in questions:
+        row = []
+        for answer, ((ids, first), (log_prob, hits)) in zip(answers, scores, strict=False):
+            row.append(Choice(log_prob, len(answer.encode()), hits == len(ids) - first))
+        choices.append(row)
+    return choices
+
+
+def _encode_answer(
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase", context: str, answer: str
+) -> tuple[list[int], int]:  # Ids of both, and the place at which the answer begins
+    whole = text_to_ids(context + answer, tokenizer)
+    head = text_to_ids(context, tokenizer) if context else []
+    if not context:
+        whole = [begin_token(tokenizer), *whole]
+    # A token that reaches over the border belongs to the answer
+    unequal = (i for i, (x, y) in enumerate(zip(whole, head, strict=False)) if x != y)
+    return whole, max(1, min(next(unequal, len(head)), len(whole) - 1))
 
 
 def begin_token(
-    tokenizer: Any,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
 ) -> int:  # Raises `ValueError` where a tokenizer has none
-    "What stands before the first word of a text."
+    "The id of the token that stands before the first word of a text."
     for role in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if (i := getattr(tokenizer, role, None)) is not None:
             return i
     raise ValueError(
-        "the tokenizer has no token that begins or ends a text, and an answer needs something before it"
+        "the tokenizer has no token that begins or ends a text, and an answer needs something "
+        "before it"
     )
 
 
@@ -395,11 +378,13 @@ def best_share(
     values: Sequence[float],  # One for each choice; more is better
     answer: int,  # The right one
 ) -> tuple[float, int]:  # 1, or 1/k where it ties with k - 1 others, or 0; the first of the best
-    "What a model gets for a question: a tie is a guess among those that tie."
+    "The score of a question: a tie is a guess among the answers that tie."
     best = max(values)
-    tied = [
-        i for i, value in enumerate(values) if math.isclose(value, best, rel_tol=1e-6, abs_tol=1e-5)
-    ]  # as far as float32 goes, also where a prior is taken off
+
+    def ties(value: float) -> bool:  # as far as float32 goes, also where a prior is subtracted
+        return math.isclose(value, best, rel_tol=1e-6, abs_tol=1e-5)
+
+    tied = [i for i, value in enumerate(values) if ties(value)]
     return (1 / len(tied) if answer in tied else 0.0), tied[0]
 
 
@@ -408,35 +393,29 @@ NORMS = ("none", "bytes", "prior")
 
 def multiple_choice(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
     rows: Sequence[Mapping],  # With `question`, `choices` and `answer`, the number of the right one
-    norm: str = "bytes",  # 'none', 'bytes' (a long answer is not punished), or 'prior' (nor a rare one)
+    norm: str = "bytes",  # 'none', 'bytes' (long answers are no worse), 'prior' (nor rare ones)
     level: float = 0.95,
 ) -> tuple[
     Interval, list[int]
-]:  # Share of right answers with its interval; what the model chose, the first of equals
+]:  # Share of right answers; what the model chose, the first of equals
     "How often the likeliest answer is the right one; where `k` of them tie, it counts 1/k."
     if norm not in NORMS:
         raise ValueError(f"norm = {norm!r} is none of {', '.join(NORMS)}")
-    asked = [(row["question"], row["choices"]) for row in rows]
-    scored = score_choices(model, tokenizer, asked)
-    priors = (
-        score_choices(model, tokenizer, [("", answers) for _, answers in asked])
-        if norm == "prior"
-        else scored
-    )
+    questions = [(row["question"], row["choices"]) for row in rows]
+    scores = priors = score_choices(model, tokenizer, questions)
+    if norm == "prior":
+        priors = score_choices(model, tokenizer, [("", answers) for _, answers in questions])
 
-    def value(c: Choice, prior: Choice) -> float:
-        return (
-            c.log_prob / max(1, c.n_bytes)
-            if norm == "bytes"
-            else c.log_prob - (prior.log_prob if norm == "prior" else 0)
-        )
+    def value(choice: Choice, prior: Choice) -> float:
+        if norm == "bytes":
+            return choice.log_prob / max(1, choice.n_bytes)
+        return choice.log_prob - (prior.log_prob if norm == "prior" else 0)
 
-    found = [
+    shares = [
         best_share(list(map(value, choices, before)), row["answer"])
-        for choices, before, row in zip(scored, priors, rows, strict=True)
+        for choices, before, row in zip(scores, priors, rows, strict=True)
     ]
-    return proportion(math.fsum(share for share, _ in found), len(rows), level), [
-        first for _, first in found
-    ]
+    total = math.fsum(share for share, _ in shares)
+    return proportion(total, len(rows), level), [first for _, first in shares]

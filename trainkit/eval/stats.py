@@ -12,12 +12,12 @@ __all__ = ['Interval', 'proportion', 'bootstrap', 'Comparison', 'sign_flip_p', '
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #imports-confidence
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #5a06d686
 @dataclass(frozen=True)
@@ -53,33 +53,33 @@ def proportion(
     p, z = successes / n, NormalDist().inv_cdf((1 + level) / 2)
     centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     low, high = ((centre + s) / (1 + z * z / n) for s in (-spread, spread))
-    return Interval(
-        p, low if successes else 0.0, high if successes < n else 1.0, n, level
-    )  # exact at the ends
+    # The ends are exact
+    return Interval(p, low if successes else 0.0, high if successes < n else 1.0, n, level)
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #a22dae81
-def _resamples(n: int, count: int, seed: int):
+def _resamples(n: int, count: int, seed: int) -> Iterator[np.ndarray]:
     "Rows of `n` indices drawn with repetition, a block at a time so that memory stays small."
     draw, block = np.random.default_rng(seed), max(1, 2**20 // n)
     for start in range(0, count, block):
         yield draw.integers(0, n, size=(min(block, count - start), n))
 
 
-def _numbers(values: Any) -> np.ndarray:  # Of a tensor too, wherever it lies
-    return np.asarray(values.tolist() if hasattr(values, "tolist") else values, dtype=np.float64)
+def _to_array(values: Sequence[float] | np.ndarray | Tensor) -> np.ndarray:  # On any device
+    plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else values
+    return np.asarray(plain, dtype=np.float64)
 
 
 def bootstrap(
     values: Sequence[float] | np.ndarray,  # (n,) one score an example; a tensor will do
-    statistic: Callable[[np.ndarray], np.ndarray]
-    | None = None,  # (draws, n) -> (draws,); the mean if not given
+    # (draws, n) -> (draws,); None: the mean
+    statistic: Callable[[np.ndarray], np.ndarray] | None = None,
     level: float = 0.95,
     resamples: int = 10_000,
     seed: int = 0,  # Same seed, same interval
 ) -> Interval:
     "A score of examples with its percentile interval (Efron 1979)."
     _check_level(level)
-    x = _numbers(values)
+    x = _to_array(values)
     if x.ndim != 1 or not len(x):
         raise ValueError(
             f"values have shape {x.shape}: one number an example is needed, and at least one"
@@ -88,10 +88,10 @@ def bootstrap(
         raise ValueError(
             f"example {np.flatnonzero(~np.isfinite(x))[0]} has the score {x[~np.isfinite(x)][0]}"
         )
-    of = statistic or (lambda rows: rows.mean(axis=-1))
-    drawn = np.concatenate([of(x[rows]) for rows in _resamples(len(x), resamples, seed)])
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(of(x[None])[0]), float(low), float(high), len(x), level)
+    score = statistic or (lambda rows: rows.mean(axis=-1))
+    scores = np.concatenate([score(x[rows]) for rows in _resamples(len(x), resamples, seed)])
+    low, high = np.quantile(scores, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(score(x[None])[0]), float(low), float(high), len(x), level)
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #f18af41a
 @dataclass(frozen=True)
@@ -105,10 +105,12 @@ class Comparison:
 
     def __str__(self) -> str:
         d = self.difference
-        found = {"a": f"{self.names[0]} is better", "b": f"{self.names[1]} is better"}.get(
-            self.better, f"no difference seen with n = {d.n}"
-        )
-        return f"{found}: {self.names[1]} − {self.names[0]} = {d.value:+.3g} ({d.low:+.3g} to {d.high:+.3g}), p = {self.p_value:.2g}"
+        a, b = self.names
+        verdict = f"no difference seen with n = {d.n}"
+        if self.better:
+            verdict = f"{a if self.better == 'a' else b} is better"
+        interval = f"{d.value:+.3g} ({d.low:+.3g} to {d.high:+.3g})"
+        return f"{verdict}: {b} − {a} = {interval}, p = {self.p_value:.2g}"
 
 
 def sign_flip_p(
@@ -118,16 +120,16 @@ def sign_flip_p(
 ) -> float:
     "How often flipping signs at random makes a sum as large, in either direction (Fisher 1935)."
     d = differences[differences != 0]  # A tie has no sign
-    seen, n = abs(d.sum()) * (1 - 1e-12), len(d)
+    total, n = abs(d.sum()) * (1 - 1e-12), len(d)
     if not n:
         return 1.0
     if n <= 14:  # All of them
         signs = 1 - 2 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
-        return float((abs(signs @ d) >= seen).mean())
+        return float((abs(signs @ d) >= total).mean())
     draw, hits, block = np.random.default_rng(seed), 0, max(1, 2**20 // n)
     for start in range(0, resamples, block):
         signs = draw.integers(0, 2, size=(min(block, resamples - start), n), dtype=np.int8) * 2 - 1
-        hits += int((abs(signs @ d) >= seen).sum())
+        hits += int((abs(signs @ d) >= total).sum())
     return (hits + 1) / (resamples + 1)  # Phipson & Smyth 2010: never zero
 
 # %% ../../nbs/09_eval/03_confidence.ipynb #5af4a727
@@ -140,16 +142,14 @@ def compare(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Comparison:
-    "A paired test of two models, and its honest answer."
+    "Compare two models by a paired test."
     if len(a) != len(b):
         raise ValueError(
             f"{len(a)} scores and {len(b)}: both models must be judged on the same examples"
         )
-    d = _numbers(b) - _numbers(a)
-    interval, p = (
-        bootstrap(d, level=level, resamples=resamples, seed=seed),
-        sign_flip_p(d, resamples, seed),
-    )
+    d = _to_array(b) - _to_array(a)
+    interval = bootstrap(d, level=level, resamples=resamples, seed=seed)
+    p = sign_flip_p(d, resamples, seed)
     ahead = "b" if (interval.value > 0) == higher_is_better else "a"
     return Comparison(interval, p, ahead if p < 1 - level else "", names)
 
@@ -158,7 +158,7 @@ def win_rate(
     outcomes: Sequence[float],  # (n,) 1 the new model wins, 0 it loses, 0.5 a tie
     level: float = 0.95,
 ) -> Interval:
-    "The share of wins, ties as halves, with its interval; 0.5 inside means that no difference was seen."
+    "The share of wins, ties as halves; no difference is seen if its interval contains 0.5."
     for i, x in enumerate(outcomes):
         if x not in (0, 0.5, 1):
             raise ValueError(f"outcome {i} is {x!r}: 1 is a win, 0 a loss, 0.5 a tie")

@@ -22,10 +22,11 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -45,11 +46,16 @@ from ..train.optim import STATE_BLOCK, UPDATE_CHUNK, OptimConfig, make_optimizer
 from ..train.optim import quantize_blocks, step_in_backward
 from ..train import optim as adamw8bit
 
+if TYPE_CHECKING:
+    from trainkit.train.trainer import Trainer
+
 # %% ../../nbs/07_memory/01_memory.ipynb #bd5e5f0a
 def _convert(
     self: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    "What `.to()` and `.half()` do, for fakes: torch's own would swap them, and refuses where a weak reference is."
+    """`nn.Module._apply`, of `.to()` and `.half()`, for fakes.
+
+    Torch's own would swap them, and refuses where a weak reference is."""
     if recurse:
         for child in self.children():
             child._apply(change)
@@ -77,39 +83,43 @@ _whole = adamw8bit._update
 
 
 def _first_piece(
-    seen: set | None, p: Tensor, grad: Tensor, state: dict, fast: bool, **numbers: Any
+    kinds: set | None,  # Parameters that were updated; None: update all
+    p: Tensor,
+    grad: Tensor,
+    state: dict,
+    fast: bool,
+    **numbers: Any,
 ) -> None:
-    "AdamW8bit goes through a parameter in pieces of equal size; one is enough to know what they need, and where all gradients stay, one parameter of a kind."
+    """The update of AdamW8bit for the first piece of a parameter.
+
+    AdamW8bit goes through a parameter in pieces of equal size, and one shows what they need. Where
+    all gradients stay in memory, one parameter of a kind is enough."""
     kind = (state["step"], p.dtype, p.shape, p.stride(), state["state1"].dtype)
-    if seen is not None:
-        if kind in seen:
+    if kinds is not None:
+        if kind in kinds:
             return
-        seen.add(kind)
+        kinds.add(kind)
     if p.numel() > UPDATE_CHUNK and p.is_contiguous() and p.device.type == "cpu":
-        cut = lambda name, x: (
-            x.view(-1)[: UPDATE_CHUNK // STATE_BLOCK if name.startswith("absmax") else UPDATE_CHUNK]
-            if isinstance(x, Tensor)
-            else x
-        )
-        p, grad, state = (
-            p.view(-1)[:UPDATE_CHUNK],
-            grad.reshape(-1)[:UPDATE_CHUNK],
-            {k: cut(k, x) for k, x in state.items()},
-        )
+        p, grad = p.view(-1)[:UPDATE_CHUNK], grad.reshape(-1)[:UPDATE_CHUNK]
+        piece = {}
+        for name, x in state.items():
+            size = UPDATE_CHUNK // STATE_BLOCK if name.startswith("absmax") else UPDATE_CHUNK
+            piece[name] = x.view(-1)[:size] if isinstance(x, Tensor) else x
+        state = piece
     _whole(p, grad, state, False, **numbers)
 
 
-_one = threading.RLock()  # Two that change torch at once would not put back what was there
+_one = threading.RLock()  # Two that change torch at once would not restore it
 
 
 def _here(ours: Callable, theirs: Callable) -> Callable:
-    "One function for this thread, and another one for a run that trains beside it."
+    "One function for this thread, and another one for a run in another thread."
     me = threading.get_ident()
     return lambda *args, **more: (ours if threading.get_ident() == me else theirs)(*args, **more)
 
 
 def _on_host(optimizer: Any) -> list:  # Tensors
-    "What an optimizer keeps in main memory, though the model may be on a device."
+    "The tensors of an optimizer in main memory, though the model may be on a device."
     if hasattr(optimizer, "copies"):
         return [*optimizer.copies.values(), *tree_leaves(list(optimizer.inner.state.values()))]
     return tree_leaves(list(optimizer.state.values())) if getattr(optimizer, "paged", False) else []
@@ -117,29 +127,26 @@ def _on_host(optimizer: Any) -> list:  # Tensors
 
 def _several_steps(
     events: list[tuple[int, int]],  # Of a ledger
-    marks: list[
-        int
-    ],  # Where in them something began: the gradients of a first step, its update, the next step, its update, one with other batches
+    # Where in them something began: the gradients of a first step, its update, the next step,
+    # its update, one with other batches
+    marks: list[int],
     in_backward: bool,  # Then there are two whole steps instead
-    copies: list[int],  # Bytes of what is copied for a checkpoint after the second step
-) -> list[
-    tuple[int, int]
-]:  # Of a run: the states of the optimizer are born in its first step, after the gradients were
-    "Put the steps of a run together from what happened in one."
+    copies: list[int],  # Bytes of each copy for a checkpoint after the second step
+) -> list[tuple[int, int]]:
+    """The events of the steps of a run, put together from those of one.
+
+    The states of the optimizer are allocated in the first step, after the gradients."""
     events, other = events[: marks[-1]], events[marks[-1] :]
     if in_backward:
         first, again = events[marks[0] : marks[3]], events[marks[3] :]
     else:
-        _, made, start, update = marks[:4]
-        last, given = (
-            [number for number, size in events[start:update] if size],
-            events[marks[0] : made],
-        )
-        outside, mine = {number for number, size in given if size}, set(last)
+        gradients, states, start, update = marks[:4]
+        outside = {number for number, size in events[gradients:states] if size}
+        inside = {number for number, size in events[start:update] if size}
         first = [
             *events[start:update],
-            *((n, size) for n, size in events[made:start] if n not in outside),
-            *((n, size) for n, size in events[update:] if not size and n in mine),
+            *((n, size) for n, size in events[states:start] if n not in outside),
+            *((n, size) for n, size in events[update:] if not size and n in inside),
         ]
         again = events[start:]
     born = {number for number, size in (*again, *other) if size}
@@ -157,7 +164,9 @@ def _with_code(
     count: int,  # Products that code is written for
     size: int,  # Bytes for each
 ) -> list[tuple[int, int]]:
-    "Put the code that oneDNN keeps between the tensors, evenly: it stays where they go, so the holes that they leave are cut up."
+    """Put the code that oneDNN keeps evenly between the tensors.
+
+    It stays when they are released, so the holes that they leave are cut up."""
     if not count or not steps:
         return steps
     out: list[tuple[int, int]] = []
@@ -173,63 +182,142 @@ def _with_code(
 
 
 def _beside(
-    peak: int, held: int, steps: list[tuple[int, int]], copied: int, count: int
+    peak: int, start: int, steps: list[tuple[int, int]], copied: int, count: int
 ) -> dict[str, int]:
-    "What the process takes besides the tensors of a step, where malloc can be asked."
+    "Main memory of the process besides the tensors of a step, where malloc can be asked."
     main = threading.current_thread() is threading.main_thread()
     size = product_memory() if count else 0
     known = copied + count * size
     most = heap_peak(_with_code(steps, count, size), kept=True, thread=not main)
-    more = max(known, held + most - peak) if most is not None else known
+    more = max(known, start + most - peak) if most is not None else known
     return {"checkpoint": copied, "kernels": count * size, "allocator": more - known}
 
 
-def predict_memory(
-    make_model: Callable[
-        [], nn.Module
-    ],  # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
-    batch_size: int,  # Rows of one forward pass
-    seq_len: int,  # Tokens of a row
-    optimizer: OptimConfig
-    | Callable[[nn.Module], Optimizer]
-    | None = None,  # None: `OptimConfig()`
-    chunked_loss: bool = True,  # By `lm_loss`, which needs not all logits where the model can do without
-    mixed_precision: str = "no",  # 'bf16' or 'fp16': computed in half the bits
-    in_backward: bool = False,  # Each parameter moves as soon as its gradient is known
-    accumulation: int = 1,  # Forward passes for one step
-    objective: Callable | None = None,  # (model, batch) -> Loss, instead of those two
-    around: Callable[[nn.Module, Optimizer], Any]
-    | None = None,  # A context manager for the steps, an offload say
-    host: bool = False,  # Leave out what an offloaded or paged optimizer keeps in main memory
-    device: str = "cpu",  # Whose sizes and kernels; 'cuda' needs a torch that was built for it
-    block: int | None = None,  # Sizes are rounded up to it; None: 512 on a GPU
-    batch: Mapping[str, Any]
-    | None = None,  # A real one for the objective, instead of rows of ids; on the device its tensors have no data
-    others: Iterable[
-        Mapping[str, Any]
-    ] = (),  # With `resident` and `batch`: more batches of the run, whose sizes malloc fits in less well than equal ones
-    before: Callable[[nn.Module], Any]
-    | None = None,  # What happens before each step, such as the answers that it learns from
-    resident: bool = False,  # On a CPU: also what malloc keeps beside the tensors (`beside` of the report)
-    copies: bool = False,  # With `resident`: a checkpoint is written while the run goes on
-    kernels: Callable[
-        [set[tuple]], int
-    ] = len,  # With `resident`: how many different products a run comes to, from those of this step
-) -> MemoryReport:
-    "The peak of a training step, found by taking it with no data and no weights."
+_HALVES = dict(no=None, bf16=torch.bfloat16, fp16=torch.float16)
+
+
+def _check_arguments(
+    batch_size: int, seq_len: int, accumulation: int, mixed_precision: str
+) -> None:
     if min(batch_size, seq_len, accumulation) < 1:
         raise ValueError(
             f"batch_size = {batch_size}, seq_len = {seq_len}, accumulation = {accumulation}: "
             "must be 1 or more"
         )
-    halves = dict(no=None, bf16=torch.bfloat16, fp16=torch.float16)
-    if mixed_precision not in halves:
+    if mixed_precision not in _HALVES:
         raise ValueError(
-            f"mixed_precision is '{mixed_precision}', and must be one of {', '.join(halves)}"
+            f"mixed_precision is '{mixed_precision}', and must be one of {', '.join(_HALVES)}"
         )
+
+
+def _plain_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+def _use_own_masks(stack: ExitStack) -> None:
+    "Let transformers take fakes for real tensors, or it would make masks for nothing."
+    theirs = sys.modules.get("transformers.utils.import_utils")
+    if theirs and hasattr(theirs, "is_fake_tensor"):
+        stack.enter_context(patch.object(theirs, "is_fake_tensor", lambda _: False))
+
+
+@dataclass
+class _Step:
+    "A training step without data; `marks` are places in the events of its ledger."
+
+    ledger: Ledger
+    model: nn.Module
+    optimizer: Optimizer
+    compute: Callable
+    device: str
+    half: torch.dtype | None
+    in_backward: bool
+    host: bool
+    marks: list[int] = field(default_factory=list)
+
+    def mark(self) -> None:
+        self.marks.append(len(self.ledger.events))
+
+    def allocate_states(self) -> None:
+        "Take a first step, which allocates the states, whatever its gradients are."
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for p in trained:
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p)
+        self.ledger.know("gradients", (p.grad for p in self.model.parameters()))
+        self.mark()
+        self.finish()
+        if self.host and _on_host(self.optimizer):
+            self.ledger.mark(restart=True)
+
+    def backward(self, batch: Mapping[str, Any]) -> None:
+        "Add the gradients of a batch."
+        with torch.autocast(self.device, self.half) if self.half else nullcontext():
+            loss = self.compute(self.model, batch)
+        with step_in_backward(self.optimizer) if self.in_backward else nullcontext():
+            getattr(loss, "total", loss).backward()
+
+    def finish(self) -> None:
+        "Update the parameters."
+        if not self.in_backward:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.host and (states := _on_host(self.optimizer)):
+            self.ledger.know("host", states)
+
+    def add_batches(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        "Another step, of these batches."
+        for real in batches:
+            batch = self.ledger.tell(real)
+            self.ledger.know("other", batch.values())
+            self.backward(batch)
+            del batch
+        if len(self.ledger.events) > self.marks[-1]:
+            self.finish()
+
+    def checkpoint_sizes(self) -> list[int]:  # Bytes
+        "Sizes of the storages that a checkpoint contains."
+        states = tree_leaves(list(self.optimizer.state.values()))
+        tensors = [x for x in (*self.model.state_dict().values(), *states) if isinstance(x, Tensor)]
+        storages = [x.untyped_storage() for x in tensors]
+        return [*{storage._cdata: storage.nbytes() for storage in storages}.values()]
+
+
+def predict_memory(
+    # Makes it as it will be trained: frozen, adapted, quantized, checkpointed
+    make_model: Callable[[], nn.Module],
+    batch_size: int,  # Rows of one forward pass
+    seq_len: int,  # Tokens of a row
+    optimizer: OptimConfig
+    | Callable[[nn.Module], Optimizer]
+    | None = None,  # None: `OptimConfig()`
+    chunked_loss: bool = True,  # By `lm_loss`, which avoids the whole logits where the model can
+    mixed_precision: str = "no",  # 'bf16' or 'fp16': computed in half the bits
+    in_backward: bool = False,  # Each parameter moves as soon as its gradient is known
+    accumulation: int = 1,  # Forward passes for one step
+    objective: Callable | None = None,  # (model, batch) -> Loss, instead of those two
+    # A context manager for the steps, for example an offload
+    around: Callable[[nn.Module, Optimizer], AbstractContextManager] | None = None,
+    host: bool = False,  # Leave out the main memory of an offloaded or paged optimizer
+    device: str = "cpu",  # Whose sizes and kernels; 'cuda' needs a torch that was built for it
+    block: int | None = None,  # Sizes are rounded up to it; None: 512 on a GPU
+    # A real one for the objective, instead of rows of ids; on the device its tensors have no data
+    batch: Mapping[str, Any] | None = None,
+    # With `resident` and `batch`: more batches of the run, whose sizes malloc fits in less well
+    # than equal ones
+    others: Iterable[Mapping[str, Any]] = (),
+    # Called before each step, for example to make the answers that it learns from
+    before: Callable[[nn.Module], object] | None = None,
+    resident: bool = False,  # On a CPU: also what malloc keeps (`beside` of the report)
+    copies: bool = False,  # With `resident`: a checkpoint is written during the run
+    # With `resident`: how many different products a run has, from those of this step
+    kernels: Callable[[set[tuple]], int] = len,
+) -> MemoryReport:
+    "The peak of a training step, found by taking it with no data and no weights."
+    _check_arguments(batch_size, seq_len, accumulation, mixed_precision)
     _fill_tables(device)
-    plain = lambda model, batch: model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
-    compute = objective or (lm_loss if chunked_loss else plain)
+    resident = resident and device == "cpu"
+    compute = objective or (lm_loss if chunked_loss else _plain_loss)
     ledger = Ledger(block or (1 if device == "cpu" else 512))
     first = partial(_first_piece, None if in_backward else set())
     with (
@@ -243,94 +331,51 @@ def predict_memory(
         if device != torch.get_default_device().type:
             stack.enter_context(torch.device(device))  # Each call of torch takes longer within it
         model = make_model().train()
-        if (theirs := sys.modules.get("transformers.utils.import_utils")) and hasattr(
-            theirs, "is_fake_tensor"
-        ):
-            stack.enter_context(
-                patch.object(theirs, "is_fake_tensor", lambda _: False)
-            )  # Or masks would be made for nothing
+        _use_own_masks(stack)
         if optimizer is None or isinstance(optimizer, OptimConfig):
-            made = make_optimizer(model, optimizer or OptimConfig())
+            optim = make_optimizer(model, optimizer or OptimConfig())
         else:
-            made = optimizer(model)
+            optim = optimizer(model)
+        half = _HALVES[mixed_precision]
+        step = _Step(ledger, model, optim, compute, device, half, in_backward, host)
         ids = torch.zeros(batch_size, seq_len, dtype=torch.long) if batch is None else None
-        given = dict(input_ids=ids, labels=ids) if batch is None else ledger.tell(batch)
-        ledger.follow(model, made, list(given.values()))
-        held, marks = ledger.total, [len(ledger.events)]
+        fake = dict(input_ids=ids, labels=ids) if batch is None else ledger.tell(batch)
+        ledger.follow(model, optim, list(fake.values()))
+        start = ledger.total
+        step.mark()
         if host:
-            ledger.know("host", _on_host(made))
+            ledger.know("host", _on_host(optim))
         ledger.mark(restart=True)
-
-        def finish() -> None:
+        with around(model, optim) if around else nullcontext():
             if not in_backward:
-                made.step()
-            made.zero_grad(set_to_none=True)
-            if host and (kept := _on_host(made)):
-                ledger.know("host", kept)
-
-        with around(model, made) if around else nullcontext():
-            if not in_backward:  # The states are born in a first step, whatever its gradients are
-                for p in (
-                    p for group in made.param_groups for p in group["params"] if p.requires_grad
-                ):
-                    p.grad = torch.zeros_like(p)
-                ledger.know("gradients", (p.grad for p in model.parameters()))
-                marks.append(len(ledger.events))
-                finish()
-                if host and _on_host(made):
-                    ledger.mark(restart=True)
+                step.allocate_states()
             for number in range(2 if in_backward else 1):
-                marks.append(len(ledger.events))
+                step.mark()
                 if before:
                     before(model)
                 for _ in range(min(accumulation, 2)):
-                    with (
-                        torch.autocast(device, halves[mixed_precision])
-                        if halves[mixed_precision]
-                        else nullcontext()
-                    ):
-                        loss = compute(model, given)
-                    with step_in_backward(made) if in_backward else nullcontext():
-                        getattr(loss, "total", loss).backward()  # type: ignore
-                    del loss
-                marks.append(len(ledger.events))
-                finish()
-                if host and not number and in_backward and _on_host(made):
+                    step.backward(fake)
+                step.mark()
+                step.finish()
+                if host and not number and in_backward and _on_host(optim):
                     ledger.mark(restart=True)
-        found = report(ledger)
-        marks.append(len(ledger.events))
-        if resident and device == "cpu":
-            for other in others:
-                told = ledger.tell(other)
-                ledger.know("other", told.values())
-                with (
-                    torch.autocast(device, halves[mixed_precision])
-                    if halves[mixed_precision]
-                    else nullcontext()
-                ):
-                    loss = compute(model, told)
-                with step_in_backward(made) if in_backward else nullcontext():
-                    getattr(loss, "total", loss).backward()  # type: ignore
-                del loss, told
-            if len(ledger.events) > marks[-1]:
-                finish()
-            saved = [
-                x.untyped_storage()
-                for x in (*model.state_dict().values(), *tree_leaves(list(made.state.values())))
-                if isinstance(x, Tensor)
-            ]
-            kept = [*{x._cdata: x.nbytes() for x in saved}.values()] if copies else []
-            steps = _several_steps([*ledger.events], marks, in_backward, kept)
-    if resident and device == "cpu":
-        if found.peak > available_memory()[0]:
-            found.beside = {"checkpoint": sum(kept), "allocator": 0}  # It will not run
+        result = report(ledger)
+        step.mark()
+        if resident:
+            step.add_batches(others)
+            copied = step.checkpoint_sizes() if copies else []
+            steps = _several_steps([*ledger.events], step.marks, in_backward, copied)
+    if resident:
+        if result.peak > available_memory()[0]:
+            result.beside = {"checkpoint": sum(copied), "allocator": 0}  # It will not run
         else:
-            found.beside = _beside(found.peak, held, steps, sum(kept), kernels(found.products))
-    return found
+            count = kernels(result.products)
+            result.beside = _beside(result.peak, start, steps, sum(copied), count)
+    return result
 
 # %% ../../nbs/07_memory/01_memory.ipynb #e5d03f17
 def memory_used() -> int:  # Bytes; 0 where the system does not tell
-    "What this process keeps in main memory now."
+    "The main memory of this process now."
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except (OSError, ValueError, IndexError):
@@ -356,60 +401,56 @@ def most_used(
         return None
 
 
-def library_memory() -> (
-    int
-):  # Bytes; 0 where the system does not tell, or where all has been used before
-    "What kernels keep for themselves once they have worked: found by letting a few work, in a tenth of a second."
+def library_memory() -> int:  # Bytes; 0: unknown, or all kernels have run before
+    "Main memory that kernels keep once they have run: a few are run, in a tenth of a second."
     trim_malloc()
-    begun = memory_used()
+    before = memory_used()
     with torch.enable_grad(), torch.random.fork_rng([]):
         x = torch.zeros(1, 256, 1024, requires_grad=True)
         weights = [torch.zeros(1024, 1024, requires_grad=True) for _ in range(2)]
         q = nn.functional.linear(x, weights[0]).view(1, 256, 16, 64).transpose(1, 2)
-        y = (
-            nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-            .transpose(1, 2)
-            .flatten(2)
-        )
+        y = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)
         y = nn.functional.silu(nn.functional.layer_norm(y, (1024,))) @ weights[1].T
         nn.functional.cross_entropy(y[0], torch.zeros(256, dtype=torch.long)).backward()
         with fast_products():
             y.detach()[0] @ weights[1].detach()
     del x, weights, q, y
     trim_malloc()
-    return max(0, memory_used() - begun)
+    return max(0, memory_used() - before)
 
 
 PRODUCT_BYTES = (
-    560_000  # Two buffers of 256 KiB that oneDNN writes code into, and what describes it
+    560_000  # Two buffers of 256 KiB that oneDNN writes code into, and their description
 )
 
 
 @cache
 def product_memory() -> int:  # Bytes; 0 where other products are used
-    "What oneDNN keeps for each different matrix product, its code above all: found by asking for a few that nobody needs."
+    """Main memory that oneDNN keeps for each different matrix product, mostly code.
+
+    It is measured with a few products that nobody needs."""
     if not onednn_pays():
         return 0
-    x, found = torch.zeros(1100, 64), []
+    x, sizes = torch.zeros(1100, 64), []
     with torch.no_grad(), fast_products():
         x @ x[:64]
         for n in range(3):
-            begun = malloc_used()
+            before = malloc_used()
             x[: 1001 + 2 * n] @ x[:64]
-            found.append((malloc_used() or 0) - (begun or 0))
-    usual = sorted(found)[1]
-    return (
-        usual if usual > PRODUCT_BYTES // 4 else PRODUCT_BYTES
-    )  # Less: its store is full, or nobody tells
+            sizes.append((malloc_used() or 0) - (before or 0))
+    usual = sorted(sizes)[1]
+    # Less: its store is full, or malloc cannot be asked
+    return usual if usual > PRODUCT_BYTES // 4 else PRODUCT_BYTES
 
 
 def measure_memory(
-    step: Callable[[], Any],  # Called once
-    *objects: Any,  # Modules, optimizers and tensors that were there before it
-) -> (
-    MemoryReport
-):  # `seen`: by how much the machine's count rose at most; on a GPU the allocator's own peak
-    "Count the tensors of a real step, and look at the machine meanwhile."
+    step: Callable[[], object],  # Called once
+    *objects: object,  # Modules, optimizers and tensors that were there before it
+) -> MemoryReport:
+    """Count the tensors of a real step, and measure the memory of the process.
+
+    `seen`: by how much the machine's count rose at most; on a GPU the allocator's own peak."""
     gc.collect()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     if cuda:
@@ -423,15 +464,15 @@ def measure_memory(
 
 
 def memory_report() -> dict[str, int]:  # {what: bytes}; what a machine does not tell is missing
-    "What is used and free: this process, main memory, CUDA, MPS. Never raises."
-    found: dict[str, int] = {}
+    "Memory that is used and free: this process, main memory, CUDA, MPS. Never raises."
+    sizes: dict[str, int] = {}
 
-    def look(*names: str, at: Callable[[], Any]) -> None:
+    def look(*names: str, at: Callable[[], Iterable[int]]) -> None:
         try:
             values = at()
         except Exception:
             return
-        found.update(zip(names, map(int, values), strict=True))
+        sizes.update(zip(names, map(int, values), strict=True))
 
     look("process", at=lambda: [memory_used()])
     look("ram_total", "ram_free", at=available_memory)
@@ -458,39 +499,54 @@ def memory_report() -> dict[str, int]:  # {what: bytes}; what a machine does not
                 torch.mps.recommended_max_memory(),
             ],
         )
-    return found
+    return sizes
 
 # %% ../../nbs/07_memory/01_memory.ipynb #ed3a64eb
-def free_memory(
-    *objects: Any,  # Modules, optimizers and tensors, or lists, tuples, dictionaries and objects that hold them; unusable afterwards
+def _contents(thing: object) -> Iterable[object]:
+    if isinstance(thing, dict):
+        return thing.values()
+    if isinstance(thing, (list, tuple)):
+        return thing
+    if hasattr(thing, "__dict__") and not isinstance(thing, type):
+        return [vars(thing)]
+    return ()
+
+
+def _empty(
+    thing: object,
+    visited: set[int],  # Of ids
+    depth: int = 0,
 ) -> None:
-    "Give memory back to the machine, on every device, even where somebody still holds the objects."
-    seen: set[int] = set()
-
-    def empty(thing: Any, depth: int = 0) -> None:
-        if id(thing) in seen or depth > 4:
-            return
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            for p in thing.parameters():
+    "Take the data from all tensors of an object."
+    if id(thing) in visited or depth > 4:
+        return
+    visited.add(id(thing))
+    if isinstance(thing, nn.Module):
+        for p in thing.parameters():
+            p.grad = None
+        thing.to("meta")
+    elif isinstance(thing, Optimizer):
+        for group in thing.param_groups:
+            for p in group["params"]:
                 p.grad = None
-            thing.to("meta")
-        elif isinstance(thing, Optimizer):
-            for p in (p for group in thing.param_groups for p in group["params"]):
-                p.grad = None
-            thing.state.clear()
-        elif isinstance(thing, Tensor):
-            thing.grad = None
-            thing.data = torch.empty(0, dtype=thing.dtype, device=thing.device)
-        elif isinstance(thing, dict):
-            [empty(x, depth + 1) for x in thing.values()]
-        elif isinstance(thing, (list, tuple)):
-            [empty(x, depth + 1) for x in thing]
-        elif hasattr(thing, "__dict__") and not isinstance(thing, type):
-            empty(vars(thing), depth + 1)
+        thing.state.clear()
+    elif isinstance(thing, Tensor):
+        thing.grad = None
+        thing.data = torch.empty(0, dtype=thing.dtype, device=thing.device)
+    else:
+        for x in _contents(thing):
+            _empty(x, visited, depth + 1)
 
+
+def free_memory(
+    # Modules, optimizers and tensors, or lists, tuples, dictionaries and objects that hold them;
+    # unusable afterwards
+    *objects: object,
+) -> None:
+    "Give memory back to the machine, on every device, even if the objects are still referenced."
+    visited: set[int] = set()
     for thing in objects:
-        empty(thing)
+        _empty(thing, visited)
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -500,20 +556,16 @@ def free_memory(
 
 # %% ../../nbs/07_memory/02_forecast.ipynb #bf2195f9
 def _tensors(model: nn.Module) -> list[Tensor]:
-    "Parameters, buffers, and what modules keep beside them."
-    beside = [
-        x
-        for m in model.modules()
-        for x in tree_leaves(list(vars(m).values()))
-        if isinstance(x, Tensor)
-    ]
-    return [*model.parameters(), *model.buffers(), *beside]
+    "Parameters, buffers, and other tensors of the modules."
+    leaves = [x for m in model.modules() for x in tree_leaves(list(vars(m).values()))]
+    others = [x for x in leaves if isinstance(x, Tensor)]
+    return [*model.parameters(), *model.buffers(), *others]
 
 
 def meta_copy(
     model: nn.Module,  # As it is trained
 ) -> Callable[[], nn.Module]:  # For `predict_memory`
-    "What makes the model again, layer by layer, without its numbers."
+    "A function that makes the model again, layer by layer, without its numbers."
 
     def make() -> nn.Module:
         memo: dict[int, Any] = {}
@@ -527,80 +579,82 @@ def meta_copy(
     return make
 
 # %% ../../nbs/07_memory/02_forecast.ipynb #43c56b98
-def _reference(trainer: Any) -> nn.Module | None:
-    "A frozen copy of the model that the objective or the batches ask."
-    asked = (
-        getattr(owner, "reference", None) for owner in (trainer.objective, trainer.train_batches)
-    )
-    return next(
-        (model for x in asked if isinstance(model := getattr(x, "model", None), nn.Module)), None
-    )
+def _reference(trainer: "Trainer") -> nn.Module | None:
+    "The frozen copy of the model that the objective or the batches use, if any."
+    for owner in (trainer.objective, trainer.train_batches):
+        model = getattr(getattr(owner, "reference", None), "model", None)
+        if isinstance(model, nn.Module):
+            return model
+    return None
 
 
-def _saves(trainer: Any) -> bool:
+def _saves(trainer: "Trainer") -> bool:
     "Whether steps are taken while a checkpoint is being written."
     c = trainer.config
     if trainer.folder is None or c.async_save is False or c.save_strategy == "no":
         return False
-    return (
-        c.save_steps if c.save_strategy == "steps" else trainer.epoch_length or trainer.total_steps
-    ) < trainer.total_steps
+    steps = c.save_steps
+    if c.save_strategy != "steps":
+        steps = trainer.epoch_length or trainer.total_steps
+    return steps < trainer.total_steps
 
 
-OTHERS = 4  # Batches of other sizes at most that a step is made of, to see which gaps malloc leaves between their tensors
+# Batches of other sizes at most in a step that shows which gaps malloc leaves between tensors
+OTHERS = 4
 
 
-def _others(trainer: Any, batch: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    "The first batches of a step that has several, where they are of another size than the largest one."
+def _others(trainer: "Trainer", batch: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    "The first batches of a step that has several, without those of the size of the largest one."
     batches, count = trainer.train_batches, min(OTHERS, trainer.config.gradient_accumulation_steps)
     if count < 2 or batch is None or not hasattr(batches, "join") or not hasattr(batches, "plan"):
         return []
-    kept = batches._plan
+    own_plan = batches._plan
     plan = batches.plan(0)[:count]
-    batches._plan = kept
-    made = [batches.join([batches.rows[i] for i in rows]) for rows in plan]
-    sizes = lambda b: [tuple(x.shape) for x in b.values() if hasattr(x, "shape")]
-    return [b for b in made if sizes(b) != sizes(batch)]
+    batches._plan = own_plan
+    first = [batches.join([batches.rows[i] for i in rows]) for rows in plan]
+
+    def sizes(batch: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        return [tuple(x.shape) for x in batch.values() if hasattr(x, "shape")]
+
+    return [other for other in first if sizes(other) != sizes(batch)]
 
 
 def kernels_kept(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
     batch: Mapping[str, Any],  # Of its run
     products: set[tuple],  # The different ones of a step with it
-) -> int:  # At most what `bound_kernels` says
-    "How many different matrix products a run comes to: batches of another size ask for others."
+) -> int:  # At most `bound_kernels`
+    "How many different matrix products a run has: batches of another size need others."
     passes, most = trainer.total_steps * trainer.config.gradient_accumulation_steps, bound_kernels()
     if "input_ids" not in batch or "liked" in batch or not hasattr(trainer.train_batches, "widths"):
         return min(most, len(products) * passes)  # Pairs have another number of tokens each time
     vocabulary = getattr(getattr(trainer.model, "config", None), "vocab_size", None)
-    head = sum(
-        any(vocabulary in shape for shape, _ in product[1:]) for product in products
-    )  # Of the tokens that are learned
-    return min(
-        most, head * passes + (len(products) - head) * len(trainer.train_batches.widths(passes))
-    )
+    # Of the tokens that are learned
+    head = sum(any(vocabulary in shape for shape, _ in product[1:]) for product in products)
+    widths = len(trainer.train_batches.widths(passes))
+    return min(most, head * passes + (len(products) - head) * widths)
 
 
 def predict_run(
-    trainer: Any,  # A `Trainer`, before, in or after its run
+    trainer: "Trainer",  # A `Trainer`, before, in or after its run
     rows: int = 1,  # Of one forward pass
     tokens: int = 2,  # Of a row
-    batch: Mapping[str, Any]
-    | None = None,  # Instead of those, a batch of the run: for an objective that reads more than rows of text
+    # Instead of those, a batch of the run: for an objective that reads more than rows of text
+    batch: Mapping[str, Any] | None = None,
     resident: bool = True,  # Also what malloc keeps on a CPU, which takes longer
 ) -> MemoryReport:  # Raises what the objective raises for a batch of `input_ids` and `labels`
-    "What a trainer's steps will take, without its numbers; on a CPU with what malloc keeps, as `resident` says."
+    "The memory of a trainer's steps, predicted without its numbers."
     config, accelerator, batches = trainer.config, trainer.accelerator, trainer.train_batches
     half = "fp16" if accelerator.scaler is not None else accelerator.mixed_precision
     device = "cuda" if accelerator.device.type == "cuda" else "cpu"
     if batch is not None and hasattr(trainer.objective, "ready"):
         trainer.objective.ready(trainer.model)  # Needs numbers
-    before = (
-        (lambda model: batches.begin(model, batch))
-        if batch is not None and hasattr(batches, "begin")
-        else None
-    )
-    found = predict_memory(
+
+    def begin(model: nn.Module) -> None:
+        batches.begin(model, batch)
+
+    begins = batch is not None and hasattr(batches, "begin")
+    result = predict_memory(
         meta_copy(trainer.model),
         rows,
         tokens,
@@ -613,35 +667,32 @@ def predict_run(
         device=device,
         batch=batch,
         others=_others(trainer, batch) if resident and device == "cpu" else (),
-        before=before,
+        before=begin if begins else None,
         resident=resident,
         copies=_saves(trainer),
         kernels=len if batch is None else lambda products: kernels_kept(trainer, batch, products),
     )
     if (reference := _reference(trainer)) is not None:
         size = sum(x.nbytes for x in dict.fromkeys(_tensors(reference)))
-        found.parts["other"] += size
-        found.peak += size
-    return found
+        result.parts["other"] += size
+        result.peak += size
+    return result
 
 # %% ../../nbs/07_memory/02_forecast.ipynb #f5c08862
 def batch_size(
     batch: Mapping[str, Any],
 ) -> tuple[int, int]:  # (0, 0) where there are no ids
     "Rows of a batch, and tokens of a row; of a pair those of the prompt and of both answers."
-    shapes = [
-        tuple(x.shape) for name, x in batch.items() if name.endswith("input_ids") and x.ndim == 2
-    ]
-    return (shapes[0][0], sum(tokens for _, tokens in shapes)) if shapes else (0, 0)
+    ids = [x for name, x in batch.items() if name.endswith("input_ids") and x.ndim == 2]
+    return (ids[0].shape[0], sum(x.shape[1] for x in ids)) if ids else (0, 0)
 
 
-PROBE = (
-    2**16
-)  # Tokens of a batch from which on memory grows in proportion: chunks of the logits are full
+# Tokens of a batch from which on memory grows in proportion: chunks of the logits are full
+PROBE = 2**16
 
 
 def rows_at_once(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
 ) -> int:
     "Rows of its largest batch: no more than there are."
     batches = trainer.train_batches
@@ -651,11 +702,11 @@ def rows_at_once(
 
 
 def extrapolate(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
     rows: int,  # Of its largest batch
     tokens: int | None = None,  # Of a row, where the batches do not tell
 ) -> int | None:  # Bytes; None for a batch that is predicted as it is
-    "The memory of a huge batch from two smaller ones: a prediction takes longer the more rows there are."
+    "The memory of a huge batch from two smaller ones: predictions of many rows take long."
     largest = getattr(trainer.train_batches, "largest", None)
     first = largest(1) if largest is not None else None
     width = batch_size(first)[1] if first is not None else tokens
@@ -672,19 +723,19 @@ def extrapolate(
 
 
 def room(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
 ) -> tuple[int, int]:  # Bytes in all, bytes free for the tensors of a run
-    "The memory of the device that a trainer computes on: a GPU's, or what this machine or its container has."
+    "The memory of the device that a trainer computes on: a GPU, this machine, or its container."
     if trainer.accelerator.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(trainer.accelerator.device)
         return total, free + torch.cuda.memory_reserved(trainer.accelerator.device)
     total, free = available_memory()
-    held = sum(x.nbytes for x in dict.fromkeys(_tensors(trainer.model)))
-    return total, free + held
+    model = sum(x.nbytes for x in dict.fromkeys(_tensors(trainer.model)))
+    return total, free + model
 
 
 def check_size(
-    trainer: Any,  # A `Trainer`
+    trainer: "Trainer",  # A `Trainer`
     rows: int,  # Of the batch
     tokens: int,  # Of a row; 0 where nobody knows
     needs: int,  # Bytes that a step was predicted to take
@@ -709,7 +760,10 @@ def check_size(
             f"(train.gradient_accumulation_steps makes up for it)"
         )
     else:
-        knob = "take shorter rows (data.max_length), model.gradient_checkpointing = true, or a smaller model"
+        knob = (
+            "take shorter rows (data.max_length), model.gradient_checkpointing = true, "
+            "or a smaller model"
+        )
     text = f"a training step of {size} needs {show_bytes(needs)}, as predicted, and {has}: {knob}"
     if needs > total and not gpu:
         raise MemoryError(f"{text}; watch_memory = false trains without asking")
@@ -717,57 +771,51 @@ def check_size(
 
 
 class MemoryWatch:
-    "A trainer's callback that adds to its records what a step was predicted to take, and what it took."
+    "A trainer's callback that records the predicted and the measured memory of a step."
 
     def __init__(
         self,
-        tokens: int
-        | None = None,  # Of the longest row, to predict before the first step; None: the largest batch that came, at the end
-        say: Callable[[str], Any] = lambda line: None,  # Is told the outcome in a line
+        # Of the longest row, to predict before the first step; None: the largest batch that came,
+        # at the end
+        tokens: int | None = None,
+        say: Callable[[str], object] = lambda line: None,  # Is called with the outcome in a line
     ):
         self.tokens, self.say = tokens, say
-        self.predicted: int | None = None  # Bytes; None where nobody knows
+        self.predicted: int | None = None  # Bytes; None: unknown
         self.measured: int | None = None  # Bytes, of the steps alone
-        self.report: MemoryReport | None = None  # What was predicted, by what it is for
-        self.why, self.known, self.largest, self.before, self.highest, self.held = (
-            "",
-            {},
-            (0, 0),
-            0,
-            0,
-            0,
-        )
-        self.libraries, self.batch = 0, None  # Bytes that kernels keep; the largest batch that came
+        self.report: MemoryReport | None = None  # The prediction, by purpose
+        self.why = ""  # There is no prediction
+        self.known: dict[tuple[int, int], MemoryReport | None] = {}
+        self.largest = (0, 0)  # Rows and tokens of the largest batch that came, and the batch
+        self.batch: Mapping[str, Any] | None = None
+        self.before, self.highest, self.held = 0, 0, 0
+        self.libraries = 0  # Bytes that kernels keep
 
     def predict(
-        self, trainer: Any, rows: int, tokens: int, batch: Mapping[str, Any] | None = None
+        self, trainer: "Trainer", rows: int, tokens: int, batch: Mapping[str, Any] | None = None
     ) -> None:
         "Of one size of batch, once."
         if (rows, tokens) not in self.known:
             try:
                 self.known[rows, tokens] = predict_run(trainer, rows, tokens, batch)
             except Exception as error:  # A run does not end of it
-                self.why = (
-                    "a step of this objective reads more than rows of text"
-                    if isinstance(error, KeyError)
-                    else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                )
+                self.why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                if isinstance(error, KeyError):
+                    self.why = "a step of this objective reads more than rows of text"
                 self.known[rows, tokens] = None
         self.report = self.known[rows, tokens]
         if self.report is not None and self.libraries:
             self.report.beside["libraries"] = self.libraries
         self.predicted = None if self.report is None else self.report.resident
 
-    def foresee(self, trainer: Any) -> None:  # Raises `MemoryError` for what cannot fit
-        "Predict for the largest batch that can come, as far as anybody knows it, and compare it with the memory there is."
+    def foresee(self, trainer: "Trainer") -> None:  # Raises `MemoryError` for what cannot fit
+        "Predict for the largest possible batch, if known, and compare with the memory."
         rows = rows_at_once(trainer)
         try:
             needs = extrapolate(trainer, rows, self.tokens)
         except Exception:
             needs = None  # Rows of another kind
-        if (
-            needs is not None and needs > room(trainer)[0]
-        ):  # Nothing that takes minutes to predict exactly
+        if needs is not None and needs > room(trainer)[0]:  # An exact prediction takes minutes
             self.why = "the batch is too large"
             return check_size(trainer, rows, 0, needs, self.say)
         largest = getattr(trainer.train_batches, "largest", None)
@@ -784,16 +832,16 @@ class MemoryWatch:
         if self.predicted is not None:
             check_size(trainer, rows, tokens or 0, self.predicted, self.say)
 
-    def restart(self, trainer: Any) -> None:
-        "What comes next is measured; what was before is not, nor what it has left in the process."
+    def restart(self, trainer: "Trainer") -> None:
+        "Measure from here, without the memory from before that is still in the process."
         if trainer.accelerator.device.type == "cpu":
             if self.held:
                 self.before += max(0, memory_used() - self.held)
             self.highest = max(self.highest, most_used() or 0)
             most_used(forget=True)
 
-    def on_start(self, trainer: Any, record: dict) -> None:
-        "Predict, and note what is there before the steps."
+    def on_start(self, trainer: "Trainer", record: dict) -> None:
+        "Predict, and measure the memory before the steps."
         self.shared = trainer.shards is not None  # Nobody predicts what several processes share
         if not self.shared:
             self.foresee(trainer)
@@ -804,7 +852,7 @@ class MemoryWatch:
         if reference is not None:
             here.know("other", _tensors(reference))
         if trainer.accelerator.device.type == "cpu":
-            trim_malloc()  # What samples and evaluations before the first step left is no part of it
+            trim_malloc()  # Free what samples and evaluations before the first step left
         self.restart(trainer)
         self.before = memory_used() - here.total
         if trainer.accelerator.device.type == "cpu" and self.predicted is not None:
@@ -814,26 +862,26 @@ class MemoryWatch:
             self.predicted = self.report.resident  # type: ignore
         self.note(record)
 
-    def on_step(self, trainer: Any, record: dict) -> None:
+    def on_step(self, trainer: "Trainer", record: dict) -> None:
         "Look how high it went."
         for batch in getattr(trainer, "group", None) or ():
             if math.prod(size := batch_size(batch)) > math.prod(self.largest):
                 self.largest, self.batch = size, batch
         if trainer.accelerator.device.type == "cuda":
-            found = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated()
         elif trainer.accelerator.device.type == "cpu" and (most := most_used()):
-            found, self.held = most - self.before, memory_used()
+            peak, self.held = most - self.before, memory_used()
         else:
             return
-        self.measured = max(found, self.measured or 0)
+        self.measured = max(peak, self.measured or 0)
 
-    def on_eval(self, trainer: Any, record: dict) -> None:
+    def on_eval(self, trainer: "Trainer", record: dict) -> None:
         self.restart(trainer)
 
-    def on_sample(self, trainer: Any, record: dict) -> None:
+    def on_sample(self, trainer: "Trainer", record: dict) -> None:
         self.restart(trainer)
 
-    def on_save(self, trainer: Any, record: dict) -> None:
+    def on_save(self, trainer: "Trainer", record: dict) -> None:
         self.restart(trainer)
 
     def note(self, record: dict) -> None:
@@ -841,21 +889,18 @@ class MemoryWatch:
             if (size := getattr(self, name)) is not None:
                 record[f"step_memory_{name}_gib"] = size / 2**30
 
-    def on_log(self, trainer: Any, record: dict) -> None:
+    def on_log(self, trainer: "Trainer", record: dict) -> None:
         "Add to the record; the peak of the whole process is that of before, if that was higher."
         self.note(record)
         if "memory_peak_gib" in record:
             record["memory_peak_gib"] = max(record["memory_peak_gib"], self.highest / 2**30)
 
-    def on_end(self, trainer: Any, record: dict) -> None:
-        "Predict for the largest batch that came, and say how it went."
+    def on_end(self, trainer: "Trainer", record: dict) -> None:
+        "Predict for the largest batch that came, and report both numbers."
         if not self.before:
             return  # It never began
-        if (
-            self.largest[0]
-            and not self.shared
-            and (":" not in str(record.get("reason")) or self.largest in self.known)
-        ):
+        completed = ":" not in str(record.get("reason"))
+        if self.largest[0] and not self.shared and (completed or self.largest in self.known):
             text = (
                 self.batch is not None
                 and self.batch.keys() <= {"input_ids", "labels"}
@@ -869,11 +914,10 @@ class MemoryWatch:
             self.say(str(self))
 
     def __str__(self) -> str:
-        size = lambda n: "unknown" if n is None else show_bytes(n)
+        measured = "unknown" if self.measured is None else show_bytes(self.measured)
         batch = f" of {self.largest[0]} x {self.largest[1]} tokens" if self.largest[0] else ""
         if self.predicted is None:
-            return (
-                f"Memory     {size(self.measured)} measured for a step{batch}; not predicted"
-                + f": {self.why}" * bool(self.why)
-            )
-        return f"Memory     {size(self.predicted)} predicted for a step{batch}, {size(self.measured)} measured"
+            why = f": {self.why}" * bool(self.why)
+            return f"Memory     {measured} measured for a step{batch}; not predicted{why}"
+        predicted = show_bytes(self.predicted)
+        return f"Memory     {predicted} predicted for a step{batch}, {measured} measured"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,8 @@ def find_blocks(
     model: nn.Module,  # Ours, or one of transformers'
 ) -> nn.ModuleList:
     "The stack of layers: the longest `ModuleList` of modules of one kind."
-    stacks = [
-        m
-        for m in model.modules()
-        if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1
-    ]
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    stacks = [blocks for blocks in lists if len({type(block) for block in blocks}) == 1]
     if not stacks:
         raise ValueError(
             f"{type(model).__name__} has no nn.ModuleList of equal blocks: give them as blocks="
@@ -59,35 +56,32 @@ def find_blocks(
 
 def checkpoint_blocks(
     model: nn.Module,  # Its blocks are changed in place
-    keep: Collection
-    | None = None,  # Operations whose results are kept, `COSTLY` say; None: nothing inside a block
+    # Operations whose results are kept, for example `COSTLY`; None: nothing inside a block
+    keep: Collection | None = None,
     every: int = 1,  # 2 checkpoints every second block
     blocks: Iterable[nn.Module] | None = None,  # None: `find_blocks`
 ) -> Callable[[], None]:  # Undoes it
-    "Compute what is inside the blocks again in the backward pass (Chen et al. 2016)."
+    "Compute the inside of the blocks again in the backward pass (Chen et al. 2016)."
     if every < 1:
         raise ValueError(f"every = {every}: must be 1 or more")
 
     def policy(context, operation, *args, **kwargs):
-        return (
-            CheckpointPolicy.MUST_SAVE
-            if operation in (keep or ())
-            else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+        if operation in (keep or ()):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     options: dict[str, Any] = dict(use_reentrant=False)
     if keep:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
-    def again(block: nn.Module, forward: Callable, *args, **kwargs):
-        needed = block.training and torch.is_grad_enabled()
-        return (
-            checkpoint(forward, *args, **options, **kwargs) if needed else forward(*args, **kwargs)
-        )
+    def recompute(block: nn.Module, forward: Callable, *args, **kwargs):
+        if block.training and torch.is_grad_enabled():
+            return checkpoint(forward, *args, **options, **kwargs)
+        return forward(*args, **kwargs)
 
     chosen = list(find_blocks(model) if blocks is None else blocks)[::every]
     for block in chosen:
-        block.forward = partial(again, block, block.forward)  # type: ignore
+        block.forward = partial(recompute, block, block.forward)  # type: ignore
 
     def undo() -> None:
         for block in chosen:
@@ -96,19 +90,31 @@ def checkpoint_blocks(
     return undo
 
 # %% ../../nbs/07_memory/04_offload.ipynb #dedd80cb
+class _Offloaded(NamedTuple):
+    "A saved tensor whose data are in main memory or in a file."
+
+    place: Path | Tensor  # Bytes of its storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+    device: torch.device
+
+
 @contextmanager
 def offload_activations(
     model: nn.Module | None = None,  # Whose parameters stay where they are
-    to: str = "cpu",  # 'cpu': main memory, for a model on a GPU; or a folder, for files that go when they are read
+    # 'cpu': main memory, for a model on a GPU; or a folder, for files that last for the block
+    to: str = "cpu",
     at_least: int = 2**16,  # Bytes; smaller tensors stay
-) -> Iterator[dict[str, int]]:  # {'tensors', 'bytes'}: what has travelled
-    "What autograd keeps for the backward pass is put away, and fetched when it is needed (Ren et al. 2021)."
+) -> Iterator[dict[str, int]]:  # {'tensors', 'bytes'}: how many were offloaded
+    "Offload what autograd saves for the backward pass, and fetch it again (Ren et al. 2021)."
     stays = {p.untyped_storage()._cdata for p in model.parameters()} if model is not None else set()
     moved = dict(tensors=0, bytes=0)
     folder = None if to == "cpu" else tempfile.TemporaryDirectory(prefix="activations-", dir=to)
     away: dict[int, tuple] = {}  # Storage -> (weak reference to it, where it is)
 
-    def send(storage: torch.UntypedStorage, device: torch.device) -> Any:
+    def send(storage: torch.UntypedStorage, device: torch.device) -> Path | Tensor:
         moved["tensors"] += 1
         moved["bytes"] += storage.nbytes()
         if folder is not None:
@@ -121,32 +127,27 @@ def offload_activations(
         host.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))  # type: ignore
         return host
 
-    def pack(x: Tensor) -> Any:
+    def pack(x: Tensor) -> Tensor | _Offloaded:
         storage = x.untyped_storage()
-        if (
-            storage.nbytes() < at_least
-            or storage._cdata in stays
-            or (folder is None and x.device.type == "cpu")
-        ):
+        there = folder is None and x.device.type == "cpu"
+        if there or storage.nbytes() < at_least or storage._cdata in stays:
             return x
         known = away.get(storage._cdata)
         if known is None or known[0]() is not storage or known[1] != x._version:
             known = away[storage._cdata] = weakref.ref(storage), x._version, send(storage, x.device)
-        return known[2], x.dtype, x.size(), x.stride(), x.storage_offset(), x.device
+        return _Offloaded(known[2], x.dtype, x.size(), x.stride(), x.storage_offset(), x.device)
 
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        place, dtype, size, stride, offset, device = kept
+    def unpack(packed: Tensor | _Offloaded) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        place, dtype, size, stride, offset, device = packed
         if isinstance(place, Path):
-            data = torch.from_file(
-                str(place), shared=False, size=place.stat().st_size, dtype=torch.uint8
-            ).to(device)
+            n = place.stat().st_size
+            data = torch.from_file(str(place), shared=False, size=n, dtype=torch.uint8).to(device)
         else:
             data = place.to(device, non_blocking=True)
-        return torch.empty(0, dtype=dtype, device=device).set_(
-            data.untyped_storage(), offset, size, stride
-        )  # type: ignore
+        x = torch.empty(0, dtype=dtype, device=device)
+        return x.set_(data.untyped_storage(), offset, size, stride)  # type: ignore
 
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -157,7 +158,7 @@ def offload_activations(
 
 # %% ../../nbs/07_memory/04_offload.ipynb #0b0b2fe4
 class OffloadedOptimizer(Optimizer):
-    "Steps on a copy of the parameters in main memory; what trains on the device keeps no states (Ren et al. 2021)."
+    "Steps on a copy of the parameters in main memory; the device has no states (Ren et al. 2021)."
 
     def __init__(
         self,
@@ -174,9 +175,8 @@ class OffloadedOptimizer(Optimizer):
             groups.append({**group, "params": [self.copies[p] for p in group["params"]]})
         self.inner = make(groups)
         for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
-            own.update(
-                {k: v for k, v in group.items() if k != "params"}
-            )  # Rates that a schedule finds here
+            # For schedules, which look for rates here
+            own.update({k: v for k, v in group.items() if k != "params"})
         self.defaults = self.inner.defaults
 
     @torch.no_grad()
@@ -207,9 +207,8 @@ class OffloadedOptimizer(Optimizer):
     def state_dict(self) -> dict:  # type: ignore
         "The inner optimizer's, with the float32 copies."
         for group, own in zip(self.inner.param_groups, self.param_groups, strict=True):
-            group.update(
-                {k: v for k, v in own.items() if k != "params"}
-            )  # Rates as a schedule left them
+            # Rates as a schedule left them
+            group.update({k: v for k, v in own.items() if k != "params"})
         return {**self.inner.state_dict(), "copies": [c.detach() for c in self.copies.values()]}
 
     def load_state_dict(self, state_dict: dict) -> None:  # type: ignore
@@ -224,22 +223,22 @@ class OffloadedOptimizer(Optimizer):
 # %% ../../nbs/07_memory/04_offload.ipynb #24a94a06
 def freeze(
     model: nn.Module,  # Changed in place
-    last_n: int = 0,  # So many blocks at the end stay trainable, with what comes after them; 0 freezes all
+    last_n: int = 0,  # So many blocks at the end stay trainable, with the rest after them; 0: none
 ) -> int:  # How many parameters are trainable
     "Train the last `last_n` blocks, the last norm, and a head of its own."
     blocks = find_blocks(model)
     if not 0 <= last_n <= len(blocks):
         raise ValueError(
-            f"last_n = {last_n}: the model has {len(blocks)} blocks, so must be from 0 to {len(blocks)}"
+            f"last_n = {last_n}: the model has {len(blocks)} blocks, so must be from 0 to "
+            f"{len(blocks)}"
         )
     model.requires_grad_(False)
     if last_n:
         for block in blocks[len(blocks) - last_n :]:
             block.requires_grad_(True)
         inside = {id(p) for p in blocks.parameters()}
-        tables = {
-            id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)
-        }  # A tied head is one of them
+        # A tied head is one of them
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         for p in model.parameters():
             if id(p) not in inside and id(p) not in tables:
                 p.requires_grad_(True)

@@ -19,7 +19,6 @@ import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ from ..train.optim import OptimConfig, make_optimizer
 # %% ../../nbs/07_memory/05_planner.ipynb #cd4b32f5
 @dataclass(frozen=True)
 class Setup:
-    "What decides how much memory a training step takes."
+    "The settings that decide how much memory a training step takes."
 
     batch_size: int = 8  # Rows of one forward pass
     seq_len: int = 512  # Tokens of a row
@@ -53,55 +52,51 @@ class Setup:
     optim: str = "adamw_torch_fused"  # A name of `trainkit.train.optim`
     in_backward: bool = False  # Each parameter moves as soon as its gradient is known
     lora_rank: int = 0  # 0: all parameters learn
-    half_weights: bool = False  # The frozen weights, beside LoRA, are in half precision
-    bits: int | None = None  # The frozen weights, beside LoRA, are NF4 (4) or whole numbers (8)
+    half_weights: bool = False  # The frozen weights of LoRA are in half precision
+    bits: int | None = None  # The frozen weights of LoRA are NF4 (4) or whole numbers (8)
     offload: bool = False  # The optimizer and its states are in main memory
-    lora: LoRAConfig | None = field(
-        default=None, repr=False
-    )  # What is adapted and how; None: all linear layers
-    new_tokens: bool = (
-        False  # Some were never seen, so beside adapters embedding and head learn as a whole
-    )
+    # What is adapted and how; None: all linear layers
+    lora: LoRAConfig | None = field(default=None, repr=False)
+    # The model has never seen some tokens, so embedding and head learn as a whole, with LoRA too
+    new_tokens: bool = False
 
     def __post_init__(self):
         if (self.bits or self.half_weights) and not self.lora_rank:
             raise ValueError(
-                f"bits = {self.bits}, half_weights = {self.half_weights}: only frozen weights can be so small, "
-                "so set lora_rank too"
+                f"bits = {self.bits}, half_weights = {self.half_weights}: only frozen weights can "
+                "be so small, so set lora_rank too"
             )
         if self.bits not in (None, 4, 8):
             raise ValueError(f"bits = {self.bits}: must be 4, 8 or empty")
         if self.in_backward and self.accumulation > 1:
             raise ValueError(
-                f"in_backward with accumulation = {self.accumulation}: a parameter that moves in every backward "
-                "pass cannot wait for the next one; choose one of them"
+                f"in_backward with accumulation = {self.accumulation}: a parameter that moves in "
+                "every backward pass cannot wait for the next one; choose one of them"
             )
 
 # %% ../../nbs/07_memory/05_planner.ipynb #ac32a741
 def make_setup(
-    model: ModelConfig | Callable[[], nn.Module],  # A shape, or what makes the model
+    model: ModelConfig | Callable[[], nn.Module],  # A shape, or a function that makes the model
     setup: Setup,
 ) -> nn.Module:  # Four-bit layers have shapes but no codes: to count with, not to train
     "The model as `setup` trains it."
-    made: nn.Module = Transformer(model) if isinstance(model, ModelConfig) else model()
+    net: nn.Module = Transformer(model) if isinstance(model, ModelConfig) else model()
     if setup.half_weights:
-        made = made.to(torch.float16 if setup.mixed_precision == "fp16" else torch.bfloat16)
+        net = net.to(torch.float16 if setup.mixed_precision == "fp16" else torch.bfloat16)
     if setup.bits:
-        kind = (
-            Linear4bit if setup.bits == 4 else partial(Linear8bit, threshold=0.0)
-        )  # Outliers would be a question about data
-        for name, layer in quantizable(made, QuantConfig(bits=setup.bits)).items():
-            old: Any = layer
-            inside, outside = (
-                old.weight.shape if hasattr(old, "nf") else reversed(old.weight.shape)
-            )  # GPT-2's are transposed
-            put(made, name, kind(inside, outside, old.bias is not None, dtype=old.weight.dtype))
+        # Finding outliers would need data
+        kind = Linear4bit if setup.bits == 4 else partial(Linear8bit, threshold=0.0)
+        for name, layer in quantizable(net, QuantConfig(bits=setup.bits)).items():
+            weight: torch.Tensor = layer.weight  # type: ignore
+            transposed = hasattr(layer, "nf")  # GPT-2's
+            d_in, d_out = weight.shape if transposed else reversed(weight.shape)
+            put(net, name, kind(d_in, d_out, layer.bias is not None, dtype=weight.dtype))
     if setup.lora_rank:
         lora = replace(setup.lora or LoRAConfig(target_modules="all-linear"), r=setup.lora_rank)
-        made = add_lora(made, with_vocabulary(made, lora) if setup.new_tokens else lora)
+        net = add_lora(net, with_vocabulary(net, lora) if setup.new_tokens else lora)
     if setup.checkpointing:
-        checkpoint_blocks(made)
-    return made
+        checkpoint_blocks(net)
+    return net
 
 
 def setup_optimizer(
@@ -118,26 +113,28 @@ def setup_optimizer(
     )
 
 
-_answers: dict[str, MemoryReport] = {}
+_reports: dict[str, MemoryReport] = {}
 
 
 def predict_setup(
-    model: ModelConfig | Callable[[], nn.Module],  # A shape, or what makes the model
+    model: ModelConfig | Callable[[], nn.Module],  # A shape, or a function that makes the model
     setup: Setup,
-    copies: bool = False,  # With `kernels`: a checkpoint is written while the run goes on
-    kernels: Callable[[set[tuple]], int]
-    | None = None,  # All main memory that a run on this CPU takes; how many different products it comes to, from those of a step
-) -> (
-    MemoryReport
-):  # Of the device that computes; what is offloaded is not on it, unless `kernels` is given
-    "The peak of a training step, without weights; the same question about a shape is answered once."
+    copies: bool = False,  # With `kernels`: a checkpoint is written during the run
+    # For all main memory of a run on this CPU: how many different products it has, from those of
+    # a step
+    kernels: Callable[[set[tuple]], int] | None = None,
+) -> MemoryReport:
+    """The peak of a training step, without weights; each shape and setup is computed once.
+
+    It is the memory of the device that computes, without what is offloaded, unless `kernels` is
+    given."""
     resident = kernels is not None
-    asked = (
-        repr((model, setup, setup.lora)) if isinstance(model, ModelConfig) and not resident else ""
-    )
-    if asked in _answers:
-        return copy.deepcopy(_answers[asked])
-    found = predict_memory(
+    key = ""
+    if isinstance(model, ModelConfig) and not resident:
+        key = repr((model, setup, setup.lora))
+    if key in _reports:
+        return copy.deepcopy(_reports[key])
+    report = predict_memory(
         lambda: make_setup(model, setup),
         setup.batch_size,
         setup.seq_len,
@@ -151,14 +148,13 @@ def predict_setup(
         copies=copies,
         kernels=kernels or len,
     )
-    if asked:
-        _answers[asked] = copy.deepcopy(found)
-    return found
+    if key:
+        _reports[key] = copy.deepcopy(report)
+    return report
 
 # %% ../../nbs/07_memory/05_planner.ipynb #4b2e8271
-LEVERS: dict[
-    str, Callable[[Setup, str], Setup]
-] = {  # From cheap to dear; what is wanted: setup, kind of half precision
+# From cheap to dear; (setup, kind of half precision) -> setup
+LEVERS: dict[str, Callable[[Setup, str], Setup]] = {
     "accumulate": lambda s, half: replace(
         s, batch_size=1, accumulation=1 if s.in_backward else s.accumulation * s.batch_size
     ),
@@ -183,7 +179,7 @@ LEVERS: dict[
 # %% ../../nbs/07_memory/05_planner.ipynb #329211eb
 @dataclass(frozen=True)
 class Machine:
-    "What a device can hold."
+    "The memory of a device."
 
     gib: float  # As on the data sheet, of one card
     cards: int = 1  # Each holds a copy, and takes its share of the rows
@@ -192,7 +188,7 @@ class Machine:
 
     @property
     def usable(self) -> int:  # Bytes of one card
-        "What is left for tensors: two thirds of a shared memory, else all but 8 % and half a GiB."
+        "The part for tensors: two thirds of a shared memory, else all but 8 % and half a GiB."
         return int((self.gib * 2 / 3 if self.shared else self.gib * 0.92 - 0.5) * 2**30)
 
 
@@ -225,10 +221,13 @@ MACHINES = {
 def find_machine(
     budget: str | float | Machine,  # '15 GB', bytes, or a name of `MACHINES`
 ) -> Machine:
-    "The machine that is meant; a mere size is all usable."
+    "A machine by its name, or of a size that is all usable."
     if isinstance(budget, Machine):
         return budget
-    plain = lambda name: name.lower().replace(" ", "").replace("-", "")
+
+    def plain(name: str) -> str:
+        return name.lower().replace(" ", "").replace("-", "")
+
     if isinstance(budget, str):
         for name, machine in MACHINES.items():
             if plain(name) == plain(budget):
@@ -244,9 +243,17 @@ def find_machine(
     return Machine((size / 2**30 + 0.5) / 0.92)
 
 # %% ../../nbs/07_memory/05_planner.ipynb #b348a855
+_BAR = '<rect x="{x}" y="{y}" width="{width:.1f}" height="16" rx="2" fill="{colour}"/>'
+_SAVED = '<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="16" fill="{colour}" opacity=".2"/>'
+_LIMIT = (
+    '<line x1="{x:.1f}" x2="{x:.1f}" y1="22" y2="{y}" stroke="currentColor" '
+    'stroke-dasharray="4 3"/>'
+)
+
+
 @dataclass
 class Plan:
-    "What fits into a budget, and how it came to fit."
+    "A setup for a budget, and the levers that made it smaller."
 
     budget: int  # Bytes that are usable on a card
     setup: Setup  # To train with, on each card
@@ -261,78 +268,76 @@ class Plan:
 
     @property
     def levers(self) -> list[str]:
-        "What was pulled."
+        "The levers that were pulled."
         return [name for name, _ in self.waterfall[1:] if name in LEVERS]
 
     def __str__(self) -> str:
         highest = max(self.budget, *(size for _, size in self.waterfall))
-        lines = [
-            f"{name:<18}{show_bytes(size):>9}  {'█' * max(1, round(30 * size / highest))}{' fits' * (size <= self.budget)}"
-            for name, size in self.waterfall
-        ]
+        lines = []
+        for name, size in self.waterfall:
+            bar = "█" * max(1, round(30 * size / highest)) + " fits" * (size <= self.budget)
+            lines.append(f"{name:<18}{show_bytes(size):>9}  {bar}")
+        if self.skipped:
+            reasons = "; ".join(f"{lever} ({why})" for lever, why in self.skipped.items())
+            lines.append(f"not pulled: {reasons}")
         new, old = vars(self.setup), vars(Setup())
         chosen = ", ".join(
             f"{k}={v!r}"
             for k, v in new.items()
             if k != "lora" and (v != old[k] or k in ("batch_size", "seq_len"))
         )
-        if self.fits:
-            end = f"fits into {show_bytes(self.budget)}"
-        else:
-            end = f"does not fit into {show_bytes(self.budget)}: the smallest need is {show_bytes(self.peak)}. Take a smaller model or a larger machine"
+        budget, peak = show_bytes(self.budget), show_bytes(self.peak)
+        end = f"fits into {budget}"
+        if not self.fits:
+            end = (
+                f"does not fit into {budget}: the smallest need is {peak}. "
+                "Take a smaller model or a larger machine"
+            )
         each = f" on each of {self.cards} cards" if self.cards > 1 else ""
-        why = (
-            [f"not pulled: {'; '.join(f'{k} ({v})' for k, v in self.skipped.items())}"]
-            if self.skipped
-            else []
-        )
-        return "\n".join([*lines, *why, f"Setup({chosen}){each}: {show_bytes(self.peak)}, {end}"])
+        return "\n".join([*lines, f"Setup({chosen}){each}: {peak}, {end}"])
 
     def _repr_html_(self) -> Picture:
         most = 1.02 * max(self.budget, *(size for _, size in self.waterfall))
-        X, body, before = (lambda size: 130 + 330 * size / most), "", 0
+
+        def place(size: int) -> float:  # From left to right
+            return 130 + 330 * size / most
+
+        body, before = "", 0
         for i, (name, size) in enumerate(self.waterfall):
             y, colour = 26 + 24 * i, PALETTE[0] if size > self.budget else PALETTE[2]
+            end = place(size)
             body += text(122, y + 14, name, "end")
-            body += f'<rect x="130" y="{y + 2}" width="{X(size) - 130:.1f}" height="16" rx="2" fill="{colour}"/>'
+            body += _BAR.format(x=130, y=y + 2, width=end - 130, colour=colour)
             if before > size:
-                body += (
-                    f'<rect x="{X(size):.1f}" y="{y + 2}" width="{X(before) - X(size):.1f}" height="16" '
-                    f'fill="{colour}" opacity=".2"/>'
-                )
-            body += text(X(max(size, before)) + 6, y + 14, show_bytes(size))
+                body += _SAVED.format(x=end, y=y + 2, width=place(before) - end, colour=colour)
+            body += text(place(max(size, before)) + 6, y + 14, show_bytes(size))
             before = size
-        high = 30 + 24 * len(self.waterfall)
-        body += (
-            f'<line x1="{X(self.budget):.1f}" x2="{X(self.budget):.1f}" y1="22" y2="{high}" stroke="currentColor" stroke-dasharray="4 3"/>'
-            + text(
-                0,
-                13,
-                f"Budget {show_bytes(self.budget)}: {'fits' if self.fits else 'does not fit'}",
-                more='font-weight="600"',
-            )
-        )
-        return svg(540, high + 4, str(self), body)
+        height = 30 + 24 * len(self.waterfall)
+        body += _LIMIT.format(x=place(self.budget), y=height)
+        title = f"Budget {show_bytes(self.budget)}: {'fits' if self.fits else 'does not fit'}"
+        body += text(0, 13, title, more='font-weight="600"')
+        return svg(540, height + 4, str(self), body)
 
 
-def plan_memory(
-    model: ModelConfig
-    | Callable[
-        [], nn.Module
-    ],  # A shape, or what makes the model: `lambda: LlamaForCausalLM(config)`
-    budget: str | float | Machine,  # '15 GB', bytes, or a name of `MACHINES`
-    start: Setup | None = None,  # What you would like, or what has just failed; None: `Setup()`
-    levers: Collection[str] = tuple(
-        LEVERS
-    ),  # Which may be pulled; leave out 'LoRA' if all parameters shall learn
-    progress: Callable[[str, int], None] | None = None,  # Is told each (lever, bytes)
-) -> Plan:  # `.fits` is False if nothing helps
-    "Pull levers, the cheapest first, until a step fits; each bar is a prediction of its own."
+def _check_levers(levers: Collection[str]) -> None:
     for name in levers:
         if name not in LEVERS:
             raise ValueError(
                 f"no lever '{name}'; there are {', '.join(LEVERS)}.{nearest(name, list(LEVERS))}"
             )
+
+
+def plan_memory(
+    # A shape, or a function that makes the model: `lambda: LlamaForCausalLM(config)`
+    model: ModelConfig | Callable[[], nn.Module],
+    budget: str | float | Machine,  # '15 GB', bytes, or a name of `MACHINES`
+    start: Setup | None = None,  # What you would like, or what has just failed; None: `Setup()`
+    # Which may be pulled; leave out 'LoRA' if all parameters shall learn
+    levers: Collection[str] = tuple(LEVERS),
+    progress: Callable[[str, int], None] | None = None,  # Is called with each (lever, bytes)
+) -> Plan:  # `.fits` is False if nothing helps
+    "Pull levers, the cheapest first, until a step fits; each bar is a prediction of its own."
+    _check_levers(levers)
     machine, now = find_machine(budget), start or Setup()
     now = replace(now, batch_size=-(-now.batch_size // machine.cards))
     room, rows, skipped = machine.usable, now.batch_size, {}
@@ -340,12 +345,12 @@ def plan_memory(
     peak = predict_setup(model, now).peak
     waterfall = [("as asked", peak)]
 
-    def note(name: str, setup: Setup, found: int) -> None:
+    def note(name: str, setup: Setup, size: int) -> None:
         nonlocal now, peak
-        now, peak = setup, found
-        waterfall.append((name, found))
+        now, peak = setup, size
+        waterfall.append((name, size))
         if progress:
-            progress(name, found)
+            progress(name, size)
 
     for name, lever in LEVERS.items():
         while peak > room and name in levers:
@@ -354,20 +359,20 @@ def plan_memory(
                 new = replace(new, accumulation=max(1, total // new.batch_size))
             if new == now:
                 break
-            found = predict_setup(model, new).peak
-            if found > 0.98 * peak:
-                skipped[name] = f"{show_bytes(found)} instead of {show_bytes(peak)}"
+            size = predict_setup(model, new).peak
+            if size > 0.98 * peak:
+                skipped[name] = f"{show_bytes(size)} instead of {show_bytes(peak)}"
                 break
-            note(name, new, found)
+            note(name, new, size)
             if name != "shorter rows":
                 break  # The only one that can be pulled again
-    while (
-        peak <= room and now.batch_size < rows and "accumulate" in (n for n, _ in waterfall)
-    ):  # Was it too much?
+    if not any(name == "accumulate" for name, _ in waterfall):
+        rows = now.batch_size
+    while peak <= room and now.batch_size < rows:  # Was one row at a time too little?
         more = next(n for n in range(2 * now.batch_size, rows + 1) if rows % n == 0)
         new = replace(now, batch_size=more, accumulation=1 if now.in_backward else total // more)
-        found = predict_setup(model, new).peak
-        if found > room:
+        size = predict_setup(model, new).peak
+        if size > room:
             break
-        note(f"{more} rows at a time", new, found)
+        note(f"{more} rows at a time", new, size)
     return Plan(room, now, peak, waterfall, skipped, machine.cards)

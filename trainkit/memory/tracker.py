@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
@@ -53,49 +54,72 @@ PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "a
 FOLLOWED = 2**24  # Numbers of a tensor whose values are followed at most
 
 
-def _value(x: Any) -> Any:  # Or None
-    "What is in a tensor of whole numbers, where somebody knows."
+def _value(x: Tensor) -> Tensor | None:
+    "The data of a tensor of whole numbers, where they are known."
     if isinstance(x, FakeTensor):
         return vars(x).get("known")
-    return (
-        None if isinstance(x, nn.Parameter) or x.is_floating_point() or x.numel() > FOLLOWED else x
-    )
+    if isinstance(x, nn.Parameter) or x.is_floating_point() or x.numel() > FOLLOWED:
+        return None
+    return x
 
 
-def _places(index: Any) -> list:  # Of whole numbers
+def _places(index: Tensor | None) -> list[Tensor | None]:  # Of whole numbers
     "An index, a mask of known values as the places where it is true."
-    if index is None or index.dtype != torch.bool or _value(index) is None:
+    mask = _value(index) if index is not None and index.dtype == torch.bool else None
+    if mask is None:
         return [index]
     with unset_fake_temporarily():
-        found = _value(index).nonzero(as_tuple=True)
-    told = [torch.empty(x.shape, dtype=x.dtype) for x in found]
-    for x, value in zip(told, found, strict=True):
+        values = mask.nonzero(as_tuple=True)
+    indices: list[Tensor | None] = []
+    for value in values:
+        x = torch.empty(value.shape, dtype=value.dtype)
         x.known = value  # type: ignore
-    return told
+        indices.append(x)
+    return indices
+
+
+def _without_data(x: Any) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
+
+
+def _value_of_leaf(x: Any) -> Any:
+    return _value(x) if isinstance(x, Tensor) else x
+
+
+def _products_in_bf16() -> bool:
+    return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore
+
+
+@dataclass
+class _Entry:
+    "A storage that is alive."
+
+    storage: weakref.ref
+    kind: str
+    size: int  # Bytes
+    number: int  # How many were allocated before, and it
 
 
 class Ledger(TorchDispatchMode):
-    "Writes down each storage that an operation makes, from its birth to its death."
+    "Writes down each storage that an operation makes, from its allocation to its release."
 
     def __init__(
         self,
         block: int = 1,  # Sizes are rounded up to a multiple of it; 512 as torch does on a GPU
     ):
         super().__init__()
-        self.block, self.alive, self.hooks = block, {}, []
+        self.block, self.alive, self.hooks = block, dict[int, _Entry](), []
         self.parts, self.total, self.stepping = Counter(), 0, False
         self.peak, self.at_peak, self.history = 0, Counter(), []
-        self.events: list[
-            tuple[int, int]
-        ] = []  # (number, bytes) at a birth, (number, 0) at a death: for `trainkit.system.heap_peak`
-        self.born = 0  # How many were born
+        # (number, bytes) when allocated, (number, 0) when released: for `system.heap_peak`
+        self.events: list[tuple[int, int]] = []
+        self.born = 0  # How many were allocated
         self.telling = False  # Whether the values of some tensors without data are known
-        self.products: set[tuple] = (
-            set()
-        )  # The different matrix products that oneDNN was asked for, each of which it keeps code for
+        # The different matrix products that oneDNN was asked for; it keeps code for each of them
+        self.products: set[tuple] = set()
 
-    def know(self, kind: str, tensors: Iterable[Any]) -> None:
-        "These are for `kind`, whatever they looked like."
+    def know(self, kind: str, tensors: Iterable[object]) -> None:
+        "Count these as `kind`, whatever they were before."
         for x in tensors:
             if not isinstance(x, Tensor):
                 continue
@@ -103,66 +127,68 @@ class Ledger(TorchDispatchMode):
             key = storage._cdata
             if key in self.alive:  # A new name
                 entry = self.alive[key]
-                self.parts[entry[1]] -= entry[2]
-                entry[1] = kind
+                self.parts[entry.kind] -= entry.size
+                entry.kind = kind
             else:
                 self.born += 1
-                entry = [
-                    weakref.ref(storage, lambda _, key=key: self.forget(key)),
-                    kind,
-                    -(-storage.nbytes() // self.block) * self.block,
-                    self.born,
-                ]
-                self.alive[key] = entry
-                self.total += entry[2]
-                if entry[2]:
-                    self.events.append((self.born, entry[2]))
-            if kind == "host":  # In main memory, beside a device: not counted
-                self.total -= entry[2]
-                entry[2] = 0
-            self.parts[kind] += entry[2]
+                released = weakref.ref(storage, lambda _, key=key: self.forget(key))
+                size = -(-storage.nbytes() // self.block) * self.block
+                entry = self.alive[key] = _Entry(released, kind, size, self.born)
+                self.total += size
+                if size:
+                    self.events.append((self.born, size))
+            if kind == "host":  # In main memory, with a model on a device: not counted
+                self.total -= entry.size
+                entry.size = 0
+            self.parts[kind] += entry.size
 
     def forget(self, key: int) -> None:
-        "A storage is gone."
-        _, kind, size, number = self.alive.pop(key)
-        self.parts[kind] -= size
-        self.total -= size
-        self.events.append((number, 0))
+        "Subtract a storage that was released."
+        entry = self.alive.pop(key)
+        self.parts[entry.kind] -= entry.size
+        self.total -= entry.size
+        self.events.append((entry.number, 0))
 
-    def follow(self, *objects: Any) -> "Ledger":  # Itself
+    def follow(self, *objects: object) -> "Ledger":  # Itself
         "Know the parameters, gradients and states of modules and optimizers, now and later."
         for thing in objects:
             if isinstance(thing, nn.Module):
-                trained = [p for p in thing.parameters() if p.requires_grad]
-                self.know("other", thing.buffers())
-                self.know(
-                    "other", (x for m in thing.modules() for x in vars(m).values())
-                )  # Tensors beside them
-                self.know("parameters", thing.parameters())
-                self.know("gradients", (p.grad for p in thing.parameters()))
-                see = lambda p: self.know("gradients", [p.grad])
-                self.hooks += [p.register_post_accumulate_grad_hook(see) for p in trained]
+                self._follow_module(thing)
             elif isinstance(thing, Optimizer):
-
-                def before(*_):
-                    self.stepping = True
-
-                def after(optimizer, *_):
-                    self.stepping = False
-                    self.know("optimizer", tree_leaves(list(optimizer.state.values())))
-
-                after(thing)
-                self.hooks += [
-                    thing.register_step_pre_hook(before),
-                    thing.register_step_post_hook(after),
-                ]
+                self._follow_optimizer(thing)
             else:
                 self.know("other", tree_leaves(thing))
         self.mark()
         return self
 
+    def _follow_module(self, module: nn.Module) -> None:
+        self.know("other", module.buffers())
+        self.know("other", (x for m in module.modules() for x in vars(m).values()))
+        self.know("parameters", module.parameters())
+        self.know("gradients", (p.grad for p in module.parameters()))
+
+        def on_gradient(p: Tensor) -> None:
+            self.know("gradients", [p.grad])
+
+        trained = [p for p in module.parameters() if p.requires_grad]
+        self.hooks += [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
+
+    def _follow_optimizer(self, optimizer: Optimizer) -> None:
+        def before(*_):
+            self.stepping = True
+
+        def after(optimizer, *_):
+            self.stepping = False
+            self.know("optimizer", tree_leaves(list(optimizer.state.values())))
+
+        after(optimizer)
+        self.hooks += [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
     def mark(self, restart: bool = False) -> None:
-        "Look whether this is the peak; or begin anew from here."
+        "Update the peak; or restart it from here."
         if restart:
             self.peak, self.history = 0, []
         self.history.append(self.total)
@@ -172,53 +198,45 @@ class Ledger(TorchDispatchMode):
     def tell(
         self,
         batch: Mapping[str, Any],  # Of a run, with tensors that have data
-    ) -> dict[
-        str, Any
-    ]:  # The same without data; what its whole numbers are is known where a shape depends on them
-        "Take in a batch within a `FakeTensorMode`: ids, masks and what is computed of them alone keep their values."
-        self.telling, told = True, {}
+    ) -> dict[str, Any]:  # The same without data; shapes may depend on its whole numbers
+        """Take in a batch within a `FakeTensorMode`.
+
+        Ids, masks and what is computed of them alone keep their values."""
+        self.telling, fake = True, {}
         for name, x in batch.items():
-            told[name] = torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x
+            fake[name] = _without_data(x)
             if not isinstance(x, Tensor) or x.is_floating_point():
                 continue
             with _disable_current_modes():
-                told[name].known = x.detach().cpu().clone()
-        return told
+                fake[name].known = x.detach().cpu().clone()
+        return fake
 
-    def work_out(self, function: Any, args: tuple, kwargs: dict) -> Any:
-        "An operation on tensors without data, with that on their values where all are known."
+    def work_out(self, function: OpOverload, args: tuple, kwargs: dict) -> Any:
+        "An operation on tensors without data, and on their values where all are known."
         if function is torch.ops.aten.index.Tensor:
             args = args[0], [j for i in args[1] for j in _places(i)]
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        writes = function._schema.is_mutable
-        known, real = all(_value(x) is not None for x in inputs), None
-        if (
-            known
-            and not (writes and any(x is _value(x) for x in inputs))
-            and torch.Tag.nondeterministic_seeded not in function.tags
-        ):
-            true = lambda x: _value(x) if isinstance(x, Tensor) else x
+        writes, real = function._schema.is_mutable, None
+        known = all(_value(x) is not None for x in inputs)
+        overwrites = writes and any(x is _value(x) for x in inputs)
+        if known and not overwrites and torch.Tag.nondeterministic_seeded not in function.tags:
             with unset_fake_temporarily():
                 place = dict(device="cpu") if kwargs.get("device") is not None else {}
-                real = function(*tree_map(true, args), **(tree_map(true, kwargs) | place))
+                values = tree_map(_value_of_leaf, args), tree_map(_value_of_leaf, kwargs)
+                real = function(*values[0], **(values[1] | place))
         try:
             result = function(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             if real is None:
                 raise
-            result = tree_map(
-                lambda x: torch.empty(x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x, real
-            )
+            result = tree_map(_without_data, real)
         if writes and real is None:
             for x in inputs:
                 vars(x).pop("known", None)
         elif real is not None:
             for x, value in zip(tree_leaves(result), tree_leaves(real), strict=True):
-                if (
-                    isinstance(x, FakeTensor)
-                    and not x.is_floating_point()
-                    and x.numel() <= FOLLOWED
-                ):
+                whole = isinstance(x, FakeTensor) and not x.is_floating_point()
+                if whole and x.numel() <= FOLLOWED:
                     x.known = value  # type: ignore
         return result
 
@@ -226,35 +244,25 @@ class Ledger(TorchDispatchMode):
         if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # Makes nothing
         scalar = function is torch.ops.aten._local_scalar_dense.default
-        if scalar and isinstance(
-            args[0], FakeTensor
-        ):  # A question about data that do not exist, unless they were told
+        if scalar and isinstance(args[0], FakeTensor):  # A question about data; perhaps known
             if self.telling and (value := _value(args[0])) is not None:
                 with unset_fake_temporarily():
                     return value.item()
             return args[0].dtype != torch.bool or hasattr(args[0], "every")
         if time.thread_time() > _until.get():
             raise TimeoutError("too large to be worked out here")
-        if (
-            function._schema.name in PRODUCTS
-            and torch.backends.mkldnn.matmul.fp32_precision == "bf16"
-        ):  # type: ignore
-            self.products.add(
-                (function, *((tuple(x.shape), x.stride()) for x in args if isinstance(x, Tensor)))
-            )
-        result = (
-            self.work_out(function, args, kwargs or {})
-            if self.telling
-            else function(*args, **kwargs or {})
-        )
-        if isinstance(result, FakeTensor) and function in (
-            torch.ops.aten.all.default,
-            torch.ops.aten.all.dim,
-        ):
+        if function._schema.name in PRODUCTS and _products_in_bf16():
+            shapes = ((tuple(x.shape), x.stride()) for x in args if isinstance(x, Tensor))
+            self.products.add((function, *shapes))
+        if self.telling:
+            result = self.work_out(function, args, kwargs or {})
+        else:
+            result = function(*args, **kwargs or {})
+        alls = (torch.ops.aten.all.default, torch.ops.aten.all.dim)
+        if isinstance(result, FakeTensor) and function in alls:
             result.every = True  # type: ignore
-        busy = (
-            self.stepping or torch._C._current_graph_task_id() != -1
-        )  # In the optimizer, or in a backward pass
+        # In the optimizer, or in a backward pass
+        busy = self.stepping or torch._C._current_graph_task_id() != -1
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.alive:
                 self.know("temporary" if busy else "activations", [x])
@@ -294,45 +302,37 @@ def read_bytes(
 class MemoryReport:
     "The most bytes that existed at a time, and what they were for."
 
-    parts: dict[str, int]  # {one of `KINDS`: bytes at that moment}
+    parts: dict[str, int]  # {one of `MEMORY_KINDS`: bytes at that moment}
     peak: int  # Their sum
     history: list[int] = field(default_factory=list, repr=False)  # Bytes after each operation
-    seen: int | None = None  # By how much the machine's own count rose, where it was looked at
-    beside: dict[str, int] = field(
-        default_factory=dict
-    )  # {what besides tensors takes main memory: bytes}, where that was asked for
-    products: set[tuple] = field(
-        default_factory=set, repr=False
-    )  # The different matrix products that went to oneDNN
+    seen: int | None = None  # By how much the machine's own count rose, if it was measured
+    # {name: bytes} of main memory that is not of tensors, if it was asked for
+    beside: dict[str, int] = field(default_factory=dict)
+    # The different matrix products that went to oneDNN
+    products: set[tuple] = field(default_factory=set, repr=False)
 
     @property
     def resident(self) -> int:  # Bytes
-        "What the process will take: the tensors, and what is beside them."
+        "The main memory of the process: the tensors and everything else."
         return self.peak + sum(self.beside.values())
 
     def __str__(self) -> str:
-        parts = ", ".join(
-            f"{name} {show_bytes(size)}"
-            for name, size in {**self.parts, **self.beside}.items()
-            if size
-        )
-        return f"{show_bytes(self.resident)} ({parts})" + (
-            f"; seen: {show_bytes(self.seen)}" if self.seen is not None else ""
-        )
+        sizes = {**self.parts, **self.beside}
+        parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in sizes.items() if size)
+        measured = f"; seen: {show_bytes(self.seen)}" if self.seen is not None else ""
+        return f"{show_bytes(self.resident)} ({parts}){measured}"
 
     def _repr_html_(self) -> Picture:
-        return bars(
-            {k: v / 1e6 for k, v in {**self.parts, **self.beside}.items() if v},
-            f"At the peak: {show_bytes(self.resident)}",
-            "MB",
-        )
+        sizes = {**self.parts, **self.beside}
+        megabytes = {name: size / 1e6 for name, size in sizes.items() if size}
+        return bars(megabytes, f"At the peak: {show_bytes(self.resident)}", "MB")
 
 
 def report(
     ledger: Ledger,
-    seen: int | None = None,  # What the machine says
+    seen: int | None = None,  # By how much the machine's own count rose
 ) -> MemoryReport:
-    "What a ledger found."
+    "The peak of a ledger and its parts."
     return MemoryReport(
         {k: ledger.at_peak[k] for k in MEMORY_KINDS},
         ledger.peak,
