@@ -74,7 +74,7 @@ class Explorer:
     "Knobs, the values computed from them, and a picture of these."
 
     heavy: ClassVar[bool] = False  # True: computed when a button is pressed, not at each change
-    view: "ExplorerView | None" = None  # The view that shows it
+    view: Any = None  # The `ExplorerView` that shows it
 
     def compute(self) -> Any:  # Whatever `html` draws
         "The values that follow from the knobs."
