@@ -460,7 +460,7 @@ def test_layers_are_chosen_and_the_rank_follows(driven):
         name: p.detach() + 0.01 * torch.randn_like(p) for name, p in model.named_parameters()
     }
     view = driven(LoRAExplorer((model, changed)))
-    for name in view.explorer.found:
+    for name in view.explorer.updates:
         turn(view, layer=name)
         assert not view.alert.value and view.explorer.compute()["shape"] == tuple(
             model.get_parameter(name).shape
