@@ -506,7 +506,7 @@ def test_numbers_are_finite():
 def test_smoothing_that_a_loss_ignores_is_said():
     "One knob for two losses: it reaches the one that reads it, and a note names the other."
     shown = static(DPOExplorer(loss_type="ipo", beside="robust", label_smoothing=0.2))
-    assert "label_smoothing has no effect on ipo," in shown
+    assert "label_smoothing has no effect on ipo;" in shown
     assert "no effect" not in static(
         DPOExplorer(loss_type="sigmoid", beside="robust", label_smoothing=0.2)
     )

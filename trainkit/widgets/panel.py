@@ -810,7 +810,8 @@ def static_html(
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #6b34170a
 _SCRIPT = """from trainkit.config import load_config
-from trainkit.recipes.config import RunConfig; from trainkit.recipes.runner import run
+from trainkit.recipes.config import RunConfig
+from trainkit.recipes.runner import run
 
 config = load_config(RunConfig, {})
 result = run(config)
