@@ -206,9 +206,9 @@ def test_a_folder_without_runs_is_named(tmp_path, monkeypatch):
     with RunFolder(tmp_path / "mine" / "a", "x: 1\n") as folder:
         folder.record("log", dict(step=1, loss=2.0))
     browser.again.click()
-    assert [run.name for run in browser.found] == ["a"] and not browser.page.alert.value
+    assert [run.name for run in browser.listed] == ["a"] and not browser.page.alert.value
     browser.words.value = "nobody"
-    assert f"The filter describes none of the runs in {tmp_path / 'mine'}." in browser.picture.value
+    assert f"The filter matches none of the runs in {tmp_path / 'mine'}." in browser.picture.value
     browser.close()
 
 

@@ -460,7 +460,7 @@ def test_layers_are_chosen_and_the_rank_follows(driven):
         name: p.detach() + 0.01 * torch.randn_like(p) for name, p in model.named_parameters()
     }
     view = driven(LoRAExplorer((model, changed)))
-    for name in view.explorer.found:
+    for name in view.explorer.updates:
         turn(view, layer=name)
         assert not view.alert.value and view.explorer.compute()["shape"] == tuple(
             model.get_parameter(name).shape
@@ -506,7 +506,7 @@ def test_numbers_are_finite():
 def test_smoothing_that_a_loss_ignores_is_said():
     "One knob for two losses: it reaches the one that reads it, and a note names the other."
     shown = static(DPOExplorer(loss_type="ipo", beside="robust", label_smoothing=0.2))
-    assert "label_smoothing has no effect on ipo," in shown
+    assert "label_smoothing has no effect on ipo;" in shown
     assert "no effect" not in static(
         DPOExplorer(loss_type="sigmoid", beside="robust", label_smoothing=0.2)
     )

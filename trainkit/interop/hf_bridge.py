@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -33,50 +33,59 @@ from ..lora.inject import adapted, put
 from ..model.transformer import Transformer
 from ..tokenizer.bpe_tokenizer import BPETokenizer
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from trainkit.quant.linear import Linear4bit, Linear8bit
+
+_M = TypeVar("_M", bound=nn.Module)
+
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #a9e854e1
 def few_bit_layers(
     model: nn.Module,
-) -> dict[str, Any]:  # Name in the base model -> our quantized layer
-    "The layers that are stored in few bits."
+) -> "dict[str, Linear4bit | Linear8bit]":  # Name in the base model -> our quantized layer
+    "The quantized layers of a model."
     return {
-        name.replace(".base_layer", ""): layer
+        name.replace(".base_layer", ""): cast("Linear4bit | Linear8bit", layer)
         for name, layer in model.named_modules()
         if callable(getattr(layer, "dequantize", None)) and hasattr(layer, "in_features")
     }
 
 
 def base_of(
-    model: nn.Module,  # Stays as it is
-) -> Any:  # Of the same class; what is not of few bits lies in the same memory
+    model: _M,  # Stays as it is
+) -> _M:  # Of the same class; all but the quantized layers share its memory
     "The model without adapters, and in full precision."
-    shared = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters()} | {
-        id(b): b for b in model.buffers()
-    }
-    net: Any = deepcopy(model, shared)  # type: ignore
-    for name, layer in adapted(net).items():
-        put(net, name, layer.base_layer if hasattr(layer, "base_layer") else layer.original_module)
-    for name, layer in few_bit_layers(net).items():
-        plain = nn.Linear(
-            layer.in_features, layer.out_features, layer.bias is not None, device="meta"
-        )
-        plain.weight, plain.bias = nn.Parameter(layer.dequantize()), layer.bias
-        put(net, name, plain)
-    return net.requires_grad_(True)
+    shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters()}
+    shared |= {id(b): b for b in model.buffers()}
+    base = deepcopy(model, shared)
+    for name, layer in adapted(base).items():
+        inner = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
+        put(base, name, inner)
+    for name, layer in few_bit_layers(base).items():
+        has_bias = layer.bias is not None
+        plain = nn.Linear(layer.in_features, layer.out_features, has_bias, device="meta")
+        plain.weight = nn.Parameter(layer.dequantize())
+        plain.bias = cast(nn.Parameter, layer.bias)
+        put(base, name, plain)
+    return base.requires_grad_(True)
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #c3fab06c
 def check_peft() -> None:  # Raises `ImportError` with what to do
-    "Whether PEFT can attach an adapter here."
+    "Check that PEFT can attach an adapter here."
     try:
         import peft  # noqa: F401
     except ModuleNotFoundError:
         raise ImportError("the engine trl needs peft: pip install 'trainkit-llm[trl]'") from None
     try:
-        found = version("torchao")
+        torchao = version("torchao")
     except PackageNotFoundError:
         return
-    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < (0, 16):
+    if tuple(int(part) for part in torchao.split(".")[:2] if part.isdigit()) < (0, 16):
         raise ImportError(
-            f"torchao {found} is installed, and PEFT refuses every adapter beside one before 0.16: pip uninstall -y torchao"
+            f"torchao {torchao} is installed, and PEFT refuses every adapter with one before 0.16: "
+            "pip uninstall -y torchao"
         )
 
 
@@ -95,7 +104,7 @@ def check_few_bits(
     model: nn.Module,
     device: torch.device | str,
 ) -> None:  # Raises `ImportError` or `ValueError`
-    "Whether bitsandbytes can store the layers that we store in few bits."
+    "Check that bitsandbytes can store our quantized layers."
     layers = few_bit_layers(model)
     if not layers:
         return
@@ -108,14 +117,14 @@ def check_few_bits(
     for name, layer in layers.items() if packs_weights(device) else ():
         if layer.out_features % 32 or layer.in_features % 64:
             raise ValueError(
-                f"{name} has {layer.out_features} x {layer.in_features} numbers: on this processor bitsandbytes needs "
-                "multiples of 32 x 64. Take engine: trainkit, which does not"
+                f"{name} has {layer.out_features} x {layer.in_features} numbers: on this processor "
+                "bitsandbytes needs multiples of 32 x 64. Take engine: trainkit, which does not"
             )
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #2475cabc
 @contextmanager
 def offline() -> Iterator[None]:
-    "Nothing is sent anywhere, and transformers says only what is an error."
+    "Without telemetry, and with only the errors of transformers."
     import transformers
 
     level, before = transformers.logging.get_verbosity(), os.environ.get("HF_HUB_DISABLE_TELEMETRY")
@@ -131,28 +140,34 @@ def offline() -> Iterator[None]:
             os.environ["HF_HUB_DISABLE_TELEMETRY"] = before
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #2accec47
-def _same_place(
-    model: nn.Module, theirs: Any
+def _their_name(
+    model: nn.Module, theirs: "PreTrainedModel | PeftModel"
 ) -> Callable[[str], str]:  # Our name of a parameter -> theirs
     start = "base_model.model." if adapted(model) else ""
     if not isinstance(model, RewardModel):
         return lambda name: start + name
-    body = (
-        theirs.get_base_model() if start and hasattr(theirs, "get_base_model") else theirs
-    ).base_model_prefix
-    learned = (
-        {"score.weight": "score.modules_to_save.default.weight"} if start else {}
-    )  # PEFT trains the head of scores in any case
-    return lambda name: (
-        start + (f"{body}.{name[5:]}" if name.startswith("body.") else learned.get(name, name))
-    )
+    base = theirs
+    if start and hasattr(theirs, "get_base_model"):
+        base = cast("PeftModel", theirs).get_base_model()
+    # PEFT trains the head of scores in any case
+    trained = {"score.weight": "score.modules_to_save.default.weight"} if start else {}
+
+    def rename(name: str) -> str:
+        if name.startswith("body."):
+            return f"{start}{base.base_model_prefix}.{name[5:]}"
+        return start + trained.get(name, name)
+
+    return rename
 
 
-def _pairs(model: nn.Module, theirs: Any) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    place, there = _same_place(model, theirs), dict(theirs.named_parameters(remove_duplicate=False))
+def _pairs(
+    model: nn.Module, theirs: "PreTrainedModel | PeftModel"
+) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    rename = _their_name(model, theirs)
+    parameters = dict(theirs.named_parameters(remove_duplicate=False))
     for name, ours in model.named_parameters():
-        if place(name) in there:
-            yield ours, there[place(name)]
+        if rename(name) in parameters:
+            yield ours, parameters[rename(name)]
 
 
 def _gpt2(model: nn.Module) -> bool:
@@ -161,156 +176,173 @@ def _gpt2(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def copy_back(
-    theirs: Any,  # From `open_twin`
-    model: nn.Module,  # The one that it was made of; what learns is changed in place
+    theirs: "PreTrainedModel | PeftModel",  # From `open_twin`
+    model: nn.Module,  # The one that it was made of; its trained weights are changed in place
 ) -> nn.Module:
-    "Take over what the twin has learned."
+    "Copy the trained weights of the twin into the model."
     if _gpt2(model):
-        model.load_state_dict(from_hf_weights(model.config, theirs.state_dict()))  # type: ignore
+        config = cast(Transformer, model).config
+        model.load_state_dict(from_hf_weights(config, theirs.state_dict()))
     for ours, other in _pairs(model, theirs) if not _gpt2(model) else ():
         if ours.requires_grad and ours.data_ptr() != other.data_ptr():
             ours.copy_(other)
     return model
 
 # %% ../../nbs/10_interop/06_hf_bridge.ipynb #da85c8dd
-def _their_base(model: Any, **token_ids: Any) -> Any:
+def _their_base(model: nn.Module, **token_ids: int | None) -> "PreTrainedModel":
+    base = base_of(model)
+    if isinstance(base, RewardModel):
+        return _their_classifier(base, **token_ids)
+    return to_hf(base, **token_ids) if isinstance(base, Transformer) else cast(Any, base)
+
+
+def _their_classifier(model: RewardModel, **token_ids: int | None) -> "PreTrainedModel":
+    "A reward model as transformers' classifier with one label."
     import transformers
 
-    if isinstance(model, RewardModel):
-        model = base_of(model)
-        name, config = type(model.body).__name__, model.config
-        if isinstance(config, transformers.PreTrainedConfig):
-            config = deepcopy(config)
-        else:
-            name, config = (
-                str(hf_architecture(config)).replace("ForCausalLM", "Model"),
-                to_hf_config(config, **token_ids),
-            )
-        if not name.endswith("Model") or name == "GPT2LMHeadModel":
-            raise ValueError(f"no class of transformers has the head for scores on {name}")
-        config.num_labels, config.pad_token_id = 1, token_ids.get("pad_token_id")
-        with alone:
-            made = getattr(transformers, name.replace("Model", "ForSequenceClassification"))(config)
-        getattr(made, made.base_model_prefix).load_state_dict(model.body.state_dict())
-        made.score.load_state_dict(model.score.state_dict())
-        return made.to(model.score.weight.device)
-    base = base_of(model)
-    return to_hf(base, **token_ids) if isinstance(base, Transformer) else base
+    name, config = type(model.body).__name__, cast(Any, model.config)
+    if isinstance(config, transformers.PreTrainedConfig):
+        config = deepcopy(config)
+    else:
+        name = str(hf_architecture(config)).replace("ForCausalLM", "Model")
+        config = to_hf_config(config, **token_ids)
+    if not name.endswith("Model") or name == "GPT2LMHeadModel":
+        raise ValueError(f"no class of transformers has the head for scores on {name}")
+    config.num_labels, config.pad_token_id = 1, token_ids.get("pad_token_id")
+    kind = getattr(transformers, name.replace("Model", "ForSequenceClassification"))
+    with alone:
+        classifier = kind(config)
+    getattr(classifier, classifier.base_model_prefix).load_state_dict(model.body.state_dict())
+    classifier.score.load_state_dict(model.score.state_dict())
+    return classifier.to(model.score.weight.device)
 
 
-def _their_layers(theirs: Any, layers: dict[str, Any], rename: Callable[[str], str]) -> None:
+def _quantize_theirs(
+    theirs: "PreTrainedModel",
+    layers: "dict[str, Linear4bit | Linear8bit]",
+    rename: Callable[[str], str],
+) -> None:
+    "Replace their linear layers by those of bitsandbytes, where ours are quantized."
     bnb: Any = importlib.import_module("bitsandbytes").nn if layers else None
     for name, ours in layers.items():
-        old = theirs.get_submodule(rename(name))
-        shape: Any = (ours.in_features, ours.out_features, ours.bias is not None)
+        old: Any = theirs.get_submodule(rename(name))
+        shape = (ours.in_features, ours.out_features, ours.bias is not None)
         if hasattr(ours, "quant_type"):
-            new: Any = bnb.Linear4bit(
+            ours = cast("Linear4bit", ours)
+            nested = ours.nested_absmax is not None
+            new = bnb.Linear4bit(
                 *shape,
                 compute_dtype=ours.compute_dtype,
                 quant_type=ours.quant_type,
-                compress_statistics=ours.nested_absmax is not None,
+                compress_statistics=nested,
             )
             new.weight = bnb.Params4bit(
                 old.weight.data,
                 requires_grad=False,
                 quant_type=ours.quant_type,
                 blocksize=ours.blocksize,
-                compress_statistics=ours.nested_absmax is not None,
+                compress_statistics=nested,
             )
-            theirs.is_loaded_in_4bit = True
+            setattr(theirs, "is_loaded_in_4bit", True)  # noqa: B010
         else:
-            new = bnb.Linear8bitLt(*shape, has_fp16_weights=False, threshold=ours.threshold)
+            threshold = cast("Linear8bit", ours).threshold
+            new = bnb.Linear8bitLt(*shape, has_fp16_weights=False, threshold=threshold)
             new.weight = bnb.Int8Params(
                 old.weight.data, requires_grad=False, has_fp16_weights=False
             )
-            theirs.is_loaded_in_8bit = True
+            setattr(theirs, "is_loaded_in_8bit", True)  # noqa: B010
         if ours.bias is not None:
             new.bias = old.bias
         put(theirs, rename(name), new.to(old.weight.device))
 
 
-def _share(model: nn.Module, theirs: Any) -> None:
-    "What stands under several names in ours is one parameter in theirs, too: PEFT copies an embedding and its head apart."
-    place, first, there = (
-        _same_place(model, theirs),
-        {},
-        dict(theirs.named_parameters(remove_duplicate=False)),
-    )
+def _tie(model: nn.Module, theirs: "PreTrainedModel | PeftModel") -> None:
+    "Tie in theirs what is tied in ours: PEFT copies an embedding and its head apart."
+    rename, first = _their_name(model, theirs), {}
+    parameters = dict(theirs.named_parameters(remove_duplicate=False))
     for name, ours in model.named_parameters(remove_duplicate=False):
-        if place(name) not in there:
+        if rename(name) not in parameters:
             continue
-        one = first.setdefault(id(ours), there[place(name)])
-        if there[place(name)] is not one:
-            layer, _, last = place(name).rpartition(".")
+        one = first.setdefault(id(ours), parameters[rename(name)])
+        if parameters[rename(name)] is not one:
+            layer, _, last = rename(name).rpartition(".")
             setattr(theirs.get_submodule(layer), last, one)
 
 
-@torch.no_grad()
-def open_twin(
-    model: Any,  # Our `Transformer` or `RewardModel`, or a model of transformers; perhaps with `add_lora` and `quantize_model`
-    **token_ids: Any,  # bos_token_id, eos_token_id, pad_token_id
-) -> Any:  # Of transformers, or a `PeftModel`; raises `ValueError` where they have no such thing
-    "The same model in the classes of transformers, PEFT and bitsandbytes."
-    learns, device, adapters = (
-        adapted(model),
-        next(model.parameters()).device,
-        getattr(model, "lora_configs", {}),
-    )
-    if learns:
+def _check_twin(model: nn.Module) -> None:  # Raises `ImportError` or `ValueError`
+    "Check that the libraries can open the model, its adapter and its quantized layers."
+    layers, adapters = adapted(model), getattr(model, "lora_configs", {})
+    if layers:
         check_peft()
-    check_few_bits(model, device)
+    check_few_bits(model, next(model.parameters()).device)
     if len(adapters) > 1:
         raise ValueError(
             f"the model has the adapters {', '.join(adapters)}: the engine trl trains one"
         )
-    if (learns or few_bit_layers(model)) and _gpt2(model):
+    if (layers or few_bit_layers(model)) and _gpt2(model):
         raise ValueError(
-            "transformers has one matrix where our GPT-2 has three, so an adapter on it does not fit: take engine: trainkit, "
-            "or open the model with native=False"
+            "transformers has one matrix where our GPT-2 has three, so an adapter on it does not "
+            "fit: take engine: trainkit, or open the model with native=False"
         )
-    if any(len(getattr(layer, "lora_start_A", ())) for layer in learns.values()):
+    if any(len(getattr(layer, "lora_start_A", ())) for layer in layers.values()):
         raise ValueError(
-            f"init_lora_weights = {next(iter(adapters.values())).init_lora_weights!r} starts from the base's own numbers, "
-            "which PEFT takes out of the base: take engine: trainkit, or init_lora_weights: true"
+            f"init_lora_weights = {next(iter(adapters.values())).init_lora_weights!r} starts from "
+            "the base's own numbers, which PEFT takes out of the base: "
+            "take engine: trainkit, or init_lora_weights: true"
         )
-    theirs = _their_base(model, **token_ids)
-    for layer in (
-        theirs.modules()
-    ):  # A token that also pads, as the end of a text often does, would learn nothing as input
+
+
+def _add_adapter(
+    theirs: "PreTrainedModel | PeftModel", model: nn.Module, name: str, rename: Callable[[str], str]
+) -> "PeftModel":
+    from peft import LoraConfig, get_peft_model
+
+    settings = {k: v for k, v in peft_config(model, name).items() if k != "peft_type"}
+    if isinstance(model, RewardModel):
+        saved = [rename(n) for n in settings["modules_to_save"] or ()]
+        settings |= dict(task_type="SEQ_CLS", modules_to_save=[*saved, "score"])
+        for key in ("rank_pattern", "alpha_pattern"):
+            settings[key] = {rename(k): v for k, v in settings[key].items()}
+        settings["target_modules"] = [rename(n) for n in settings["target_modules"]]
+    config = LoraConfig(**{**settings, "inference_mode": False})
+    return cast("PeftModel", get_peft_model(cast("PreTrainedModel", theirs), config, name))
+
+
+@torch.no_grad()
+def open_twin(
+    # Our `Transformer` or `RewardModel`, or a model of transformers; perhaps with `add_lora` and
+    # `quantize_model`
+    model: nn.Module,
+    **token_ids: int | None,  # bos_token_id, eos_token_id, pad_token_id
+) -> "PreTrainedModel | PeftModel":  # Raises `ValueError` where they have no such class
+    "The same model in the classes of transformers, PEFT and bitsandbytes."
+    _check_twin(model)
+    theirs: PreTrainedModel | PeftModel = _their_base(model, **token_ids)
+    # A token that also pads, as the end of a text often does, would learn nothing as input
+    for layer in theirs.modules():
         if isinstance(layer, nn.Embedding):
             layer.padding_idx = None
-    plain = _same_place(base_of(model), theirs) if isinstance(model, RewardModel) else str
-    _their_layers(theirs, few_bit_layers(model), plain)
-    for name in adapters:
-        from peft import LoraConfig, get_peft_model
-
-        said = {k: v for k, v in peft_config(model, name).items() if k != "peft_type"}
-        if isinstance(model, RewardModel):
-            kept = [plain(n) for n in said["modules_to_save"] or ()]
-            said |= dict(task_type="SEQ_CLS", modules_to_save=[*kept, "score"])
-            for key in ("rank_pattern", "alpha_pattern"):
-                said[key] = {plain(k): v for k, v in said[key].items()}
-            said["target_modules"] = [plain(n) for n in said["target_modules"]]
-        theirs = get_peft_model(theirs, LoraConfig(**{**said, "inference_mode": False}), name)
+    rename = _their_name(base_of(model), theirs) if isinstance(model, RewardModel) else str
+    _quantize_theirs(cast("PreTrainedModel", theirs), few_bit_layers(model), rename)
+    for name in getattr(model, "lora_configs", {}):
+        theirs = _add_adapter(theirs, model, name, rename)
     if not _gpt2(model):
         for ours, other in _pairs(model, theirs):
-            if type(other) is nn.Parameter and (ours.shape, ours.dtype) == (
-                other.shape,
-                other.dtype,
-            ):
+            same = (ours.shape, ours.dtype) == (other.shape, other.dtype)
+            if type(other) is nn.Parameter and same:
                 other.data = ours.data  # One memory for both
             elif ours.requires_grad:
                 other.copy_(ours)
             other.requires_grad_(ours.requires_grad)
-        _share(model, theirs)
+        _tie(model, theirs)
     return theirs.train()
 
 
 def fast_tokenizer(
-    tokenizer: Any,  # Our `BPETokenizer`, or a fast one of transformers
-) -> Any:  # A copy with a token for padding
-    "A tokenizer as transformers has it."
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",  # A fast one
+) -> "PreTrainedTokenizerBase":  # A copy with a token for padding
+    "A tokenizer of transformers."
     theirs = tokenizer.to_hf() if isinstance(tokenizer, BPETokenizer) else copy(tokenizer)
     if theirs.pad_token is None:
-        theirs.pad_token = theirs.eos_token or theirs.convert_ids_to_tokens(0)
+        theirs.pad_token = theirs.eos_token or cast(Any, theirs).convert_ids_to_tokens(0)
     return theirs

@@ -17,46 +17,68 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..config import ConfigError, Problem, check_config, knob, without_secrets
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+    from trainkit.train.trainer import Trainer
+
 # %% ../../nbs/10_interop/03_hub.ipynb #153650a5
+_CONNECTION_ERRORS = {
+    "ConnectError",
+    "ConnectionError",
+    "ConnectTimeout",
+    "Timeout",
+    "TimeoutException",
+    "TransportError",
+}
+
+
 def explain(
     error: BaseException,  # What huggingface_hub raised
     name: str,  # Of the model or the repository
 ) -> str:  # Without the token
-    "What the hub refused, and what to do about it."
+    "Why the hub refused a request, and what to do about it."
     from huggingface_hub import constants
 
     kinds = {kind.__name__ for kind in type(error).__mro__}
     status = getattr(getattr(error, "response", None), "status_code", None)
-    is_offline = lambda: "OfflineModeIsEnabled" in kinds or constants.HF_HUB_OFFLINE
+    offline = "OfflineModeIsEnabled" in kinds or constants.HF_HUB_OFFLINE
     if "GatedRepoError" in kinds:
-        return f"'{name}' is gated: accept its terms on its page on the hub, then put a token of the same account into HF_TOKEN"
-    if kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} and is_offline():
-        return f"'{name}' is not here, and HF_HUB_OFFLINE forbids asking the hub: unset it, or give a folder or a model that was fetched before"
+        return (
+            f"'{name}' is gated: accept its terms on its page on the hub, then put a token of the "
+            "same account into HF_TOKEN"
+        )
+    if kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} and offline:
+        return (
+            f"'{name}' is not here, and HF_HUB_OFFLINE forbids asking the hub: unset it, or give a "
+            "folder or a model that was fetched before"
+        )
     if "LocalTokenNotFoundError" in kinds or status == 401:
-        return f"the hub wants to know who asks for '{name}': put a token into HF_TOKEN, or run hf auth login (or check the name: a private model looks like none)"
+        return (
+            f"the hub wants to know who asks for '{name}': put a token into HF_TOKEN, or run "
+            "hf auth login (or check the name: a private model looks like none)"
+        )
     if "RepositoryNotFoundError" in kinds or status == 404:
         return f"the hub has no '{name}', or not for you: check the name, and the token in HF_TOKEN"
     if status == 403:
-        return f"the token in HF_TOKEN may not write to '{name}': make one with write access, or take a name of your own"
-    if kinds & {
-        "ConnectError",
-        "ConnectionError",
-        "ConnectTimeout",
-        "Timeout",
-        "TimeoutException",
-        "TransportError",
-    }:
-        return f"the hub cannot be reached for '{name}': check the connection; models that were fetched before, and folders, open without it"
-    return (
-        f"the hub refused '{name}' ({type(error).__name__}{f', status {status}' if status else ''})"
-    )
+        return (
+            f"the token in HF_TOKEN may not write to '{name}': make one with write access, or take "
+            "a name of your own"
+        )
+    if kinds & _CONNECTION_ERRORS:
+        return (
+            f"the hub cannot be reached for '{name}': check the connection; models that were "
+            "fetched before, and folders, open without it"
+        )
+    with_status = f", status {status}" if status else ""
+    return f"the hub refused '{name}' ({type(error).__name__}{with_status})"
 
 # %% ../../nbs/10_interop/03_hub.ipynb #7e43a419
-def _api() -> Any:
+def _api() -> "HfApi":
     from huggingface_hub import HfApi
 
     return HfApi()
@@ -66,7 +88,7 @@ def open_repo(
     hub_model_id: str,  # `owner/name`; a name alone is yours
     private: bool = True,
 ) -> str:  # `owner/name`; raises `OSError` with what to do
-    "Make the repository, if it is not there: so that no run finds at its end that it may not write."
+    "Create the repository if it is missing, so that a run learns at once whether it may write."
     from huggingface_hub import get_token
 
     if (
@@ -75,11 +97,13 @@ def open_repo(
         or ".." in hub_model_id
     ):
         raise ValueError(
-            f"hub_model_id = {hub_model_id!r}: must be owner/name, of letters, digits, and . _ - between them"
+            f"hub_model_id = {hub_model_id!r}: must be owner/name, "
+            "of letters, digits, and . _ - between them"
         )
     if not get_token():
         raise OSError(
-            f"to write to '{hub_model_id}' the hub wants a token: put one with write access into HF_TOKEN, or run hf auth login"
+            f"to write to '{hub_model_id}' the hub wants a token: "
+            "put one with write access into HF_TOKEN, or run hf auth login"
         )
     try:
         return _api().create_repo(hub_model_id, private=private, exist_ok=True).repo_id
@@ -94,9 +118,9 @@ def push_to_hub(
     message: str = "Upload a model",
     path_in_repo: str = "",  # A folder there; empty: the top
 ) -> str:  # Where it is; raises `OSError` with what to do, and nothing here is lost
-    "Send a folder to the hub, in one commit."
+    "Upload a folder to the hub, in one commit."
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: save the model first")
+        raise FileNotFoundError(f"{folder} is not a folder: save the model first")
     repo = open_repo(hub_model_id, private)
     try:
         return str(
@@ -112,21 +136,28 @@ def push_to_hub(
 
 # %% ../../nbs/10_interop/03_hub.ipynb #97dbff3d
 _TOKENS = ("hub_token", "token", "use_auth_token")
+# What a config may say of a token
+_NO_TOKEN = (None, False, True, "", "${HF_TOKEN}", "${HUGGING_FACE_HUB_TOKEN}")
+_TOKEN_REMEDY = (
+    "a token is a secret, and a config is not: put it into the environment, "
+    "HF_TOKEN=… trainkit train …"
+)
 
 
 @dataclass
 class HubConfig:
-    "What of a run goes to the Hugging Face hub."
+    "What a run uploads to the Hugging Face hub."
 
     push_to_hub: bool = knob(
-        False, "Upload the model; who asks is said by HF_TOKEN in the environment"
+        False, "Upload the model, with the token in HF_TOKEN in the environment"
     )
     hub_model_id: str = knob(
         "", "owner/name of the repository; empty: the name of the run, under your own name"
     )
     hub_strategy: str = knob(
         "every_save",
-        "When: at the end; with every checkpoint; or with every checkpoint and with its files beside the model, to resume from",
+        "When: at the end; with every checkpoint; or with every checkpoint and its files next to "
+        "the model, to resume from",
         choices=("end", "every_save", "checkpoint"),
     )
     hub_private_repo: bool = knob(True, "A new repository is for your eyes only")
@@ -138,30 +169,19 @@ class HubConfig:
     def moved(
         data: Mapping,  # The group as it was written
     ) -> Mapping:  # The same without what names a token
-        "Other libraries let a config hold the token; here it may only point to the environment."
+        "Refuse a token in a config; it may only refer to the environment."
         for name in _TOKENS:
-            if without_secrets(data.get(name)) not in (
-                None,
-                False,
-                True,
-                "",
-                "${HF_TOKEN}",
-                "${HUGGING_FACE_HUB_TOKEN}",
-            ):  # As it was written
-                raise ConfigError(
-                    [
-                        Problem(
-                            name,
-                            ...,
-                            "a token is a secret, and a config is not: put it into the environment, HF_TOKEN=… trainkit train …",
-                        )
-                    ],
-                    "HubConfig",
-                )
+            if without_secrets(data.get(name)) not in _NO_TOKEN:
+                raise ConfigError([Problem(name, ..., _TOKEN_REMEDY)], "HubConfig")
         return {k: v for k, v in data.items() if k not in _TOKENS}
 
 
-HubConfig.RENAMED_KEYS = dict.fromkeys(_TOKENS, "belongs into the environment: HF_TOKEN")  # type: ignore # so that it is looked for here
+# A message for whoever looks for it in a config
+setattr(  # noqa: B010
+    HubConfig,
+    "RENAMED_KEYS",
+    dict.fromkeys(_TOKENS, "belongs into the environment: HF_TOKEN"),
+)
 
 # %% ../../nbs/10_interop/03_hub.ipynb #ab15ee26
 class HubPush:
@@ -171,14 +191,14 @@ class HubPush:
         self,
         config: HubConfig,
         name: str = "run",  # Of the run, where `hub_model_id` is empty
-        adapter: bool = False,  # Send the run's adapter beside its model
-        say: Callable[[str], Any] = print,
+        adapter: bool = False,  # Upload the run's adapter next to its model
+        say: Callable[[str], object] = print,
     ):
         self.config, self.adapter, self.say = config, adapter, say
         self.repo = config.hub_model_id or re.sub(r"[^\w.-]+", "-", name)
 
-    def on_start(self, trainer, record):
-        "Make the repository."
+    def on_start(self, trainer: "Trainer", record: Mapping):
+        "Create the repository."
         self.repo = open_repo(self.repo, self.config.hub_private_repo)
 
     def push(
@@ -187,17 +207,17 @@ class HubPush:
         message: str,
         path_in_repo: str = "",
     ) -> None:
-        "Upload, or say why not."
+        "Upload a folder, or report why it failed."
+        private = self.config.hub_private_repo
         try:
-            self.say(
-                f"Hub         {push_to_hub(folder, self.repo, self.config.hub_private_repo, message, path_in_repo)}"
-            )
+            url = push_to_hub(folder, self.repo, private, message, path_in_repo)
         except OSError as error:
-            self.say(
-                f"Not uploaded: {error}. Later: hf upload {self.repo} {folder} {path_in_repo}".rstrip()
-            )
+            later = f"hf upload {self.repo} {folder} {path_in_repo}".rstrip()
+            self.say(f"Not uploaded: {error}. Later: {later}")
+        else:
+            self.say(f"Hub         {url}")
 
-    def on_save(self, trainer, record):
+    def on_save(self, trainer: "Trainer", record: Mapping):
         "Upload what was saved, if this is the time."
         path, step = Path(record["path"]), record["step"]
         if record["kind"] == "final":
@@ -205,9 +225,8 @@ class HubPush:
             if self.adapter and (path.parent / "adapter").is_dir():
                 self.push(path.parent / "adapter", f"The adapter after step {step}", "adapter")
         elif record["kind"] == "checkpoint" and self.config.hub_strategy != "end":
-            if (
-                getattr(trainer, "shards", None) is None
-            ):  # A model that is shared out is whole at the end only
+            # A sharded model is whole at the end only
+            if getattr(trainer, "shards", None) is None:
                 with tempfile.TemporaryDirectory() as place:
                     trainer.save_model(trainer.model, Path(place) / "model")
                     self.push(Path(place) / "model", f"The model around step {step}")

@@ -26,7 +26,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -37,6 +37,13 @@ from ..files import open_with, write_atomic
 from ..progress import note
 from ..tokenizer.chat_template import missing_tokens
 from ..train.optim import warmup_steps
+
+if TYPE_CHECKING:
+    from trainkit.recipes.config import RunConfig
+    from trainkit.train.config import TrainConfig
+    from trainkit.train.optim import OptimConfig
+
+_Arguments = dict[str, Any]  # Of LLaMA-Factory, as in its YAML file
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #4c89e317
 STAGES = {
@@ -66,39 +73,42 @@ TEMPLATE_NAMES = {
 
 
 def stage_of(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
 ) -> tuple[str, str]:  # stage, finetuning_type; raises `ValueError` where it has no such method
-    "What LLaMA-Factory calls a method."
+    "The stage and the finetuning type of a method in LLaMA-Factory."
     if config.method not in STAGES:
         raise ValueError(
-            f"method = '{config.method}': LLaMA-Factory has {', '.join(STAGES)}; take engine: trainkit or trl"
+            f"method = '{config.method}': LLaMA-Factory has {', '.join(STAGES)}; "
+            "take engine: trainkit or trl"
         )
+    stage = STAGES[config.method]
+    if stage == "dpo" and list(config.dpo.loss_type) == ["kto"]:
+        stage = "kto"
+    if config.method == "freeze":
+        return stage, "freeze"
     adapts = getattr(config, "adapts", "lora" in config.method)
-    stage = (
-        "kto"
-        if config.method == "dpo" and list(config.dpo.loss_type) == ["kto"]
-        else STAGES[config.method]
-    )
-    return stage, "freeze" if config.method == "freeze" else "lora" if adapts else "full"
+    return stage, "lora" if adapts else "full"
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #f17e5074
 def _turns(messages: Sequence[Mapping], where: str, answered: bool = True) -> list[dict[str, str]]:
-    said = [dict(role=m["role"], content=m["content"]) for m in messages]
-    spoken = said[1:] if said and said[0]["role"] == "system" else said
-    wanted = [("user", "assistant")[i % 2] for i in range(len(spoken))]
-    if [m["role"] for m in spoken] != wanted or len(spoken) % 2 == answered:
+    turns = [dict(role=m["role"], content=m["content"]) for m in messages]
+    roles = [turn["role"] for turn in turns]
+    spoken = roles[1:] if roles[:1] == ["system"] else roles
+    if spoken != [("user", "assistant")[i % 2] for i in range(len(spoken))] or (
+        len(spoken) % 2 == answered
+    ):
         raise ValueError(
-            f"{where} goes {' '.join(m['role'] for m in said) or 'nowhere'}: LLaMA-Factory skips what does not go user assistant, "
-            "in turns" + " and ending with an answer" * answered
+            f"{where} goes {' '.join(roles) or 'nowhere'}: LLaMA-Factory skips what does not go "
+            "user assistant, in turns" + " and ending with an answer" * answered
         )
-    return said
+    return turns
 
 
 def stage_rows(
     stage: str,
     rows: Iterable[Mapping],  # As `load_splits` gives them
     reasoning: bool = True,  # Chains of thought are part of the answers
-) -> list[dict[str, Any]]:  # Raises `ValueError` with the row that would be skipped
+) -> list[_Arguments]:  # Raises `ValueError` with the row that would be skipped
     "Rows as LLaMA-Factory reads them."
     if stage == "pt":
         return [dict(text=row["text"]) for row in rows]
@@ -107,51 +117,50 @@ def stage_rows(
             dict(messages=_turns(to_messages(row, reasoning), f"row {i}"))
             for i, row in enumerate(rows)
         ]
-    out: list[dict[str, Any]] = []
+    out: list[_Arguments] = []
     for i, row in enumerate(rows):
         if stage == "ppo":
-            prompt = (
-                row["prompt"]
-                if isinstance(row["prompt"], str)
-                else _turns(row["prompt"], f"row {i}", False)[-1]["content"]
-            )
-            if not isinstance(row["prompt"], str) and len(row["prompt"]) > 1:
-                raise ValueError(f"row {i} has several messages: a prompt for ppo is one")
-            out.append(dict(instruction=prompt, output=""))
-            continue
-        single = (
-            stage == "kto" and "label" in row and "chosen" not in row
-        )  # An answer with a thumb up or down, as its kto wants them
-        row = as_example(row, "unpaired" if single else "preference")
-        before = (
-            [dict(role="user", content=row["prompt"])]
-            if isinstance(row["prompt"], str)
-            else list(row["prompt"])
-        )
-        before = [dict(role="system", content=s) for s in (row.get("system"),) if s] + _turns(
-            before, f"row {i}", False
-        )
-        sides, answers = (
-            {"completion": row["label"]} if single else {"chosen": True, "rejected": False},
-            {},
-        )
-        for side in sides:
-            if not isinstance(row[side], str) and len(row[side]) != 1:
-                raise ValueError(
-                    f"row {i}: the {side} answer has {len(row[side])} messages, and must be one"
-                )
-            answers[side] = dict(
-                role="assistant",
-                content=row[side] if isinstance(row[side], str) else row[side][0]["content"],
-            )
-        if stage == "kto":
-            out += [
-                dict(messages=[*before, answers[side]], label=liked)
-                for side, liked in sides.items()
-            ]
+            out.append(dict(instruction=_single_prompt(row, i), output=""))
         else:
-            out.append(dict(messages=before, **answers))
+            out += _compared(stage, row, i)
     return out
+
+
+def _single_prompt(row: Mapping, i: int) -> str:
+    if isinstance(row["prompt"], str):
+        return row["prompt"]
+    prompt = _turns(row["prompt"], f"row {i}", False)[-1]["content"]
+    if len(row["prompt"]) > 1:
+        raise ValueError(f"row {i} has several messages: a prompt for ppo is one")
+    return prompt
+
+
+def _compared(stage: str, row: Mapping, i: int) -> list[_Arguments]:
+    "A preference, or for kto an answer with a thumb up or down (two of them for a pair)."
+    single = stage == "kto" and "label" in row and "chosen" not in row
+    row = as_example(row, "unpaired" if single else "preference")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        prompt = [dict(role="user", content=prompt)]
+    before = _turns(list(prompt), f"row {i}", False)
+    if row.get("system"):
+        before = [dict(role="system", content=row["system"]), *before]
+    sides = {"completion": row["label"]} if single else {"chosen": True, "rejected": False}
+    answers = {}
+    for side in sides:
+        answer = row[side]
+        if not isinstance(answer, str):
+            if len(answer) != 1:
+                raise ValueError(
+                    f"row {i}: the {side} answer has {len(answer)} messages, and must be one"
+                )
+            answer = answer[0]["content"]
+        answers[side] = dict(role="assistant", content=answer)
+    if stage == "kto":
+        return [
+            dict(messages=[*before, answers[side]], label=liked) for side, liked in sides.items()
+        ]
+    return [dict(messages=before, **answers)]
 
 
 _TAGS = dict(
@@ -163,86 +172,80 @@ _TAGS = dict(
 )
 
 
+_ROW_COLUMNS = {"kto": dict(kto_tag="label"), "sft": {}}  # Else those of preferences
+
+
 def dataset_info(
     stage: str,
     files: Mapping[str, str],  # Name of a dataset -> its file
-) -> dict[str, Any]:  # Content of dataset_info.json
-    "What LLaMA-Factory has to know of the files."
+) -> _Arguments:  # Content of dataset_info.json
+    "The description of the files that LLaMA-Factory reads."
     if stage == "pt":
-        about: dict[str, Any] = dict(columns=dict(prompt="text"))
+        about: _Arguments = dict(columns=dict(prompt="text"))
     elif stage == "ppo":
         about = dict(columns=dict(prompt="instruction", response="output"))
     else:
-        more = (
-            dict(kto_tag="label")
-            if stage == "kto"
-            else {}
-            if stage == "sft"
-            else dict(chosen="chosen", rejected="rejected")
-        )
-        about = dict(formatting="sharegpt", columns=dict(messages="messages", **more), tags=_TAGS)
-    return {
-        name: dict(file_name=file, **({"ranking": True} if stage in ("dpo", "rm") else {}), **about)
-        for name, file in files.items()
-    }
+        pair = dict(chosen="chosen", rejected="rejected")
+        columns = dict(messages="messages", **_ROW_COLUMNS.get(stage, pair))
+        about = dict(formatting="sharegpt", columns=columns, tags=_TAGS)
+    ranking = {"ranking": True} if stage in ("dpo", "rm") else {}
+    return {name: dict(file_name=file, **ranking, **about) for name, file in files.items()}
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #d5cada3a
-def _adapter(config: Any) -> dict[str, Any]:
-    c, found = config.lora, {}
+def _adapter(config: Any) -> _Arguments:
+    c = config.lora
     for name in ("rank_pattern", "alpha_pattern", "layers_to_transform"):
         if getattr(c, name, None):
             raise ValueError(
-                f"lora.{name}: LLaMA-Factory has one rank for all layers; take engine: trainkit or trl"
+                f"lora.{name}: LLaMA-Factory has one rank for all layers; "
+                "take engine: trainkit or trl"
             )
-    target = c.target_modules
-    found |= dict(
+    target: Any = c.target_modules
+    if target in (None, "all-linear"):
+        target = "all"
+    elif not isinstance(target, str):
+        target = ",".join(target)
+    arguments: _Arguments = dict(
         lora_rank=c.r,
         lora_alpha=c.lora_alpha,
         lora_dropout=c.lora_dropout,
         use_rslora=c.use_rslora,
         use_dora=c.use_dora,
-        lora_target="all"
-        if target in (None, "all-linear")
-        else target
-        if isinstance(target, str)
-        else ",".join(target),
+        lora_target=target,
     )
     if c.modules_to_save:
-        found["additional_target"] = ",".join(c.modules_to_save)
+        arguments["additional_target"] = ",".join(c.modules_to_save)
     if str(c.init_lora_weights).startswith("pissa"):
-        found["pissa_init"] = True
+        arguments["pissa_init"] = True
     elif c.init_lora_weights is not True:
         raise ValueError(
             f"lora.init_lora_weights = {c.init_lora_weights!r}: LLaMA-Factory has true and pissa"
         )
     factors = dict(config.optim.lr_factors)
     if "lora_B" in factors:
-        found["loraplus_lr_ratio"] = factors.pop("lora_B")
+        arguments["loraplus_lr_ratio"] = factors.pop("lora_B")
     if factors:
         raise ValueError(f"optim.lr_factors = {factors}: LLaMA-Factory has only that of lora_B")
-    return found
+    return arguments
 
 
-def _new_tokens(folder: str, tuning: str, target: str | None) -> dict[str, Any]:
-    "What makes room for the tokens of a chat format, and lets embedding and head learn where all else is frozen."
+def _new_tokens(folder: str, tuning: str, target: str | None) -> _Arguments:
+    "Arguments that add the tokens of a chat template and train embedding and head."
     from transformers import AutoConfig
 
     shape = open_with(AutoConfig, folder)
-    ends = ",".join(
-        [
-            "wte" if shape.model_type == "gpt2" else "embed_tokens",
-            *["lm_head"] * (not shape.tie_word_embeddings),
-        ]
-    )
-    learns = {
+    ends = "wte" if shape.model_type == "gpt2" else "embed_tokens"
+    if not shape.tie_word_embeddings:
+        ends += ",lm_head"
+    trained = {
         "full": {},
         "freeze": dict(freeze_extra_modules=ends),
         "lora": dict(additional_target=f"{target},{ends}" if target else ends),
     }
-    return dict(resize_vocab=True, **learns[tuning])
+    return dict(resize_vocab=True, **trained[tuning])
 
 
-def _method(config: Any, stage: str) -> dict[str, Any]:
+def _method(config: Any, stage: str) -> _Arguments:
     d = config.dpo
     if stage == "kto":
         return dict(
@@ -255,7 +258,8 @@ def _method(config: Any, stage: str) -> dict[str, Any]:
         ftx, [*losses] = weights.pop("sft", 0.0), weights
         if len(losses) != 1 or losses[0] not in PREFERENCES or weights[losses[0]] != 1:
             raise ValueError(
-                f"dpo.loss_type = {d.loss_type}: LLaMA-Factory has one of {', '.join(PREFERENCES)}, perhaps with sft"
+                f"dpo.loss_type = {d.loss_type}: LLaMA-Factory has one of "
+                f"{', '.join(PREFERENCES)}, perhaps with sft"
             )
         return dict(
             pref_beta=d.beta,
@@ -270,7 +274,7 @@ def _method(config: Any, stage: str) -> dict[str, Any]:
         rewards = [str(name) for name in getattr(r, "rewards", None) or ()]
         if len(rewards) != 1:
             raise ValueError(
-                "LLaMA-Factory's ppo asks one reward model: say its folder in rl.rewards"
+                "LLaMA-Factory's ppo asks one reward model: give its folder in rl.rewards"
             )
         return dict(
             reward_model=rewards[0],
@@ -284,16 +288,15 @@ def _method(config: Any, stage: str) -> dict[str, Any]:
     return {}
 
 
-def _schedule(o: Any, steps: int) -> dict[str, Any]:
-    "The schedule and what it reads, in transformers' words."
-    kind = (
-        "cosine_with_min_lr"
-        if o.min_lr_ratio and o.lr_scheduler_type == "cosine"
-        else o.lr_scheduler_type
-    )
+def _schedule(o: "OptimConfig", steps: int) -> _Arguments:
+    "The schedule and its settings, in transformers' words."
+    kind = o.lr_scheduler_type
+    if o.min_lr_ratio and kind == "cosine":
+        kind = "cosine_with_min_lr"
     if o.min_lr_ratio and kind in ("linear", "cosine_with_restarts"):
         raise ValueError(
-            f"optim.min_lr_ratio = {o.min_lr_ratio:g}: LLaMA-Factory ends {kind} at 0; take a cosine, or engine: trainkit"
+            f"optim.min_lr_ratio = {o.min_lr_ratio:g}: LLaMA-Factory ends {kind} at 0; "
+            "take a cosine, or engine: trainkit"
         )
     warmup, more = warmup_steps(o, steps), {}
     if kind.startswith("cosine") or kind == "warmup_stable_decay":
@@ -318,8 +321,8 @@ def _schedule(o: Any, steps: int) -> dict[str, Any]:
 
 def has_template(
     model: str,  # A folder, or a name on the hub
-) -> bool:  # True where nobody can know
-    "Whether a model brings a chat format of its own."
+) -> bool:  # True where that is not known
+    "Whether a model has a chat template of its own."
     from transformers import AutoTokenizer
 
     if (
@@ -334,7 +337,7 @@ def has_template(
         return True  # Not here
 
 
-def _loop(config: Any, steps: int) -> dict[str, Any]:
+def _loop(config: Any, steps: int) -> _Arguments:
     c, o = config.train, config.optim
     for name, off in (
         ("optimizer_in_backward", False),
@@ -346,19 +349,16 @@ def _loop(config: Any, steps: int) -> dict[str, Any]:
             raise ValueError(
                 f"train.{name} = {value!r}: LLaMA-Factory has no such thing; take engine: trainkit"
             )
-    dtype = (
-        c.mixed_precision
-        if c.mixed_precision != "auto"
-        else {"bfloat16": "bf16", "float16": "fp16"}.get(
-            str(pick_dtype(pick_device())).removeprefix("torch."), "no"
-        )
-    )
+    dtype = c.mixed_precision
+    if dtype == "auto":
+        picked = str(pick_dtype(pick_device())).removeprefix("torch.")
+        dtype = {"bfloat16": "bf16", "float16": "fp16"}.get(picked, "no")
     optim = {
         "adamw_8bit": "adamw_bnb_8bit",
         "muon": "adamw_torch",
         "adamw_torch_fused": "adamw_torch",
     }.get(o.optim, o.optim)
-    found: dict[str, Any] = dict(
+    arguments: _Arguments = dict(
         learning_rate=o.learning_rate,
         **_schedule(o, steps),
         optim=optim,
@@ -385,37 +385,34 @@ def _loop(config: Any, steps: int) -> dict[str, Any]:
         report_to=list(config.report_to) or "none",
     )
     if o.optim == "muon":
-        found["use_muon"] = True
+        arguments["use_muon"] = True
     if c.early_stopping_patience:
-        found["early_stopping_steps"] = c.early_stopping_patience
-    return {k: v for k, v in found.items() if v is not None}
+        arguments["early_stopping_steps"] = c.early_stopping_patience
+    return {k: v for k, v in arguments.items() if v is not None}
 
 
-def _steps(c: Any, rows: int) -> int:
+def _steps(c: "TrainConfig", rows: int) -> int:
     windows = math.ceil(rows / (c.per_device_train_batch_size * c.gradient_accumulation_steps))
     return c.max_steps if c.max_steps > 0 else max(1, math.ceil(c.num_train_epochs * windows))
 
 
 def llamafactory_arguments(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
     rows: int,  # That are trained on
-    datasets: Sequence[str] = (
-        "train",
-    ),  # Names in dataset_info.json: to train on, and to evaluate
-) -> dict[str, Any]:  # Raises `ValueError` for what it cannot do
+    # Names in dataset_info.json: to train on, and to evaluate
+    datasets: Sequence[str] = ("train",),
+) -> _Arguments:  # Raises `ValueError` for what it cannot do
     "A run as LLaMA-Factory's arguments."
     stage, tuning = stage_of(config)
     if not config.init_from:
         raise ValueError(
-            "LLaMA-Factory tunes a trained model: say which with init_from (--model in a shell)"
+            "LLaMA-Factory tunes a trained model: name it with init_from (--model in a shell)"
         )
     if config.optim.weight_decays:
         raise ValueError(
             "optim.weight_decays: LLaMA-Factory has one for all; take engine: trainkit or trl"
         )
-    sft, c = config.sft, config.train
-    steps = _steps(c, rows)
-    found: dict[str, Any] = dict(
+    arguments: _Arguments = dict(
         model_name_or_path=config.init_from,
         trust_remote_code=False,
         stage=stage,
@@ -425,139 +422,140 @@ def llamafactory_arguments(
         cutoff_len=config.data.max_length,
         overwrite_cache=True,
     )
-    if len(datasets) > 1 and c.eval_strategy != "no":
-        found |= dict(eval_dataset=datasets[1], do_eval=True)
-    if sft.template and stage != "pt":
-        if sft.template not in TEMPLATE_NAMES:
-            raise ValueError(
-                f"sft.template: LLaMA-Factory takes a name among {', '.join(TEMPLATE_NAMES)}, or the model's own"
-            )
-        found["template"] = TEMPLATE_NAMES[sft.template]
-    elif stage == "sft" and not has_template(config.init_from):
-        found["template"] = "chatml"  # as our run gives it, where LLaMA-Factory would take none
-    if stage == "sft":
-        found |= dict(train_on_prompt=sft.train_on == "all", mask_history=sft.train_on == "last")
-        if sft.packing != "none":
-            found |= dict(packing=True, neat_packing=True)
-    if tuning == "lora":
-        found |= _adapter(config)
-    elif config.optim.lr_factors:
-        raise ValueError(
-            f"optim.lr_factors = {config.optim.lr_factors}: LLaMA-Factory has only that of lora_B"
-        )
-    if tuning == "freeze":
-        found["freeze_trainable_layers"] = sft.trainable_layers
-    if (
-        stage != "pt"
-        and (sft.template or stage == "sft")
-        and missing_tokens(config.init_from, sft.template or "")
-    ):
-        found |= _new_tokens(config.init_from, tuning, found.get("additional_target"))
-    if q := config.quant.bits:
-        found |= dict(quantization_bit=q, quantization_method="bnb")
-        if q == 4:
-            found |= dict(
+    if len(datasets) > 1 and config.train.eval_strategy != "no":
+        arguments |= dict(eval_dataset=datasets[1], do_eval=True)
+    arguments |= _chat_arguments(config, stage)
+    arguments |= _tuning_arguments(config, tuning)
+    sft = config.sft
+    chats = stage != "pt" and bool(sft.template or stage == "sft")
+    if chats and missing_tokens(config.init_from, sft.template or ""):
+        arguments |= _new_tokens(config.init_from, tuning, arguments.get("additional_target"))
+    if bits := config.quant.bits:
+        arguments |= dict(quantization_bit=bits, quantization_method="bnb")
+        if bits == 4:
+            arguments |= dict(
                 quantization_type=config.quant.quant_type,
                 double_quantization=config.quant.double_quant,
             )
-    found |= _method(config, stage) | _loop(config, steps)
+    arguments |= _method(config, stage) | _loop(config, _steps(config.train, rows))
     if len(datasets) < 2:
-        found |= dict(eval_strategy="no", load_best_model_at_end=False)  # Nothing is held out
-    found["disable_gradient_checkpointing"] = not getattr(
-        config.model, "gradient_checkpointing", False
-    )
-    return found
+        arguments |= dict(eval_strategy="no", load_best_model_at_end=False)  # Nothing is held out
+    checkpointing = getattr(config.model, "gradient_checkpointing", False)
+    arguments["disable_gradient_checkpointing"] = not checkpointing
+    return arguments
+
+
+def _chat_arguments(config: "RunConfig", stage: str) -> _Arguments:
+    "The chat template, what is learned of a conversation, and packing."
+    sft, arguments = config.sft, {}
+    if sft.template and stage != "pt":
+        if sft.template not in TEMPLATE_NAMES:
+            raise ValueError(
+                f"sft.template: LLaMA-Factory takes a name among {', '.join(TEMPLATE_NAMES)}, "
+                "or the model's own"
+            )
+        arguments["template"] = TEMPLATE_NAMES[sft.template]
+    elif stage == "sft" and not has_template(config.init_from):
+        arguments["template"] = "chatml"  # As in our run; LLaMA-Factory would take none
+    if stage == "sft":
+        learned = sft.train_on
+        arguments |= dict(train_on_prompt=learned == "all", mask_history=learned == "last")
+        if sft.packing != "none":
+            arguments |= dict(packing=True, neat_packing=True)
+    return arguments
+
+
+def _tuning_arguments(config: "RunConfig", tuning: str) -> _Arguments:
+    "Which weights are trained."
+    if tuning == "lora":
+        return _adapter(config)
+    if config.optim.lr_factors:
+        raise ValueError(
+            f"optim.lr_factors = {config.optim.lr_factors}: LLaMA-Factory has only that of lora_B"
+        )
+    return dict(freeze_trainable_layers=config.sft.trainable_layers) if tuning == "freeze" else {}
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #8ca5159f
 def to_llamafactory(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
     folder: str | Path,  # Gets train.yaml, dataset_info.json and the rows
 ) -> Path:  # The YAML file
-    "Write a run down for LLaMA-Factory."
+    "Write a run as files for LLaMA-Factory."
     (stage, _), folder = stage_of(config), Path(folder)
     rows, _ = load_splits(config.data)
     if stage == "pt" and "text" not in rows["train"][0]:
         raise ValueError(f"{config.data.path} has no texts, and pre-training reads text")
     files = {name: f"{name}.json" for name in ("train", "eval") if rows[name]}
-    written = {
+    stage_data = {
         name: stage_rows(stage, rows[name], config.sft.reasoning != "drop") for name in files
     }
-    said = llamafactory_arguments(config, len(written["train"]), list(files))
-    said |= dict(
+    arguments = llamafactory_arguments(config, len(stage_data["train"]), list(files))
+    arguments |= dict(
         dataset_dir=str(folder.resolve()),
         output_dir=str((folder / "output").resolve()),
         plot_loss=False,
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, file in files.items():
-        write_atomic(folder / file, json.dumps(written[name], ensure_ascii=False, indent=1))
+        write_atomic(folder / file, json.dumps(stage_data[name], ensure_ascii=False, indent=1))
     write_atomic(folder / "dataset_info.json", json.dumps(dataset_info(stage, files), indent=2))
-    return write_atomic(folder / "train.yaml", yaml.safe_dump(said, sort_keys=False))
+    return write_atomic(folder / "train.yaml", yaml.safe_dump(arguments, sort_keys=False))
 
 
 def llamafactory_plan(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
     folder: str | Path,  # Of the run
     command: str = "llamafactory-cli",
 ) -> tuple[list[str], int]:  # Lines, and steps; raises `ValueError` as `to_llamafactory`
-    "What `run_llamafactory` would write and start; nothing stays."
+    "The files and the command of `run_llamafactory`, without running it."
     target = Path(folder) / "llamafactory"
     with TemporaryDirectory() as place:
-        text = (
-            to_llamafactory(config, place)
-            .read_text(encoding="utf-8")
-            .replace(str(Path(place).resolve()), str(target.resolve()))
-        )
+        text = to_llamafactory(config, place).read_text(encoding="utf-8")
+        text = text.replace(str(Path(place).resolve()), str(target.resolve()))
         rows = {
             name: len(json.loads(file.read_text(encoding="utf-8")))
             for name in ("train", "eval")
             if (file := Path(place) / f"{name}.json").is_file()
         }
-    here = (
-        "" if shutil.which(command) else " (not installed here: it needs an environment of its own)"
-    )
+    installed = shutil.which(command)
+    hint = "" if installed else " (not installed here: it needs an environment of its own)"
+    files = ", ".join(f"{name}.json with {n:,} rows" for name, n in rows.items())
     return [
-        f"Files      {target}: train.yaml, dataset_info.json, {', '.join(f'{name}.json with {n:,} rows' for name, n in rows.items())}",
-        f"Command    {command} train {shlex.quote(str(target / 'train.yaml'))}{here}",
+        f"Files      {target}: train.yaml, dataset_info.json, {files}",
+        f"Command    {command} train {shlex.quote(str(target / 'train.yaml'))}{hint}",
         "train.yaml",
         *(f"  {line}" for line in text.splitlines()),
     ], _steps(config.train, rows["train"])
 
 
 def run_llamafactory(
-    config: Any,  # A `RunConfig`
-    folder: str | Path,  # Of the run; files are written into its folder `llamafactory`
+    config: "RunConfig",
+    folder: str | Path,  # Of the run; files are stage_data into its folder `llamafactory`
     command: str = "llamafactory-cli",  # On the path, or with its path
-) -> (
-    list[dict[str, Any]] | None
-):  # Its log records; None where it is not installed, and the command has been printed
+) -> list[_Arguments] | None:  # Its log; None where it is not installed, with the command printed
     "Run it with LLaMA-Factory, in its own environment; raises `RuntimeError` if it fails."
     file = to_llamafactory(config, Path(folder) / "llamafactory")
-    found = shutil.which(command)
-    if found is None:
+    program = shutil.which(command)
+    if program is None:
         note(
-            f"{command} is not here (it needs an environment of its own: pip install llamafactory). Where it is, run\n"
+            f"{command} is not here (it needs an environment of its own: "
+            "pip install llamafactory). Where it is, run\n"
             f"  {command} train {shlex.quote(str(file))}"
         )
         return None
-    done = subprocess.run(
-        [found, "train", str(file)],
-        env={**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_DISABLED": "true"},
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"{shlex.join([found, 'train', str(file)])} ended with code {done.returncode}"
-        )
+    words = [program, "train", str(file)]
+    env = {**os.environ, "HF_HUB_DISABLE_TELEMETRY": "1", "WANDB_DISABLED": "true"}
+    process = subprocess.run(words, env=env)
+    if process.returncode:
+        raise RuntimeError(f"{shlex.join(words)} ended with code {process.returncode}")
     log = file.parent / "output" / "trainer_log.jsonl"
-    return (
-        [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-        if log.is_file()
-        else []
-    )
+    if not log.is_file():
+        return []
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
 
 # %% ../../nbs/10_interop/07_llamafactory.ipynb #f5151a7d
 def known_arguments(
-    package: str | Path,  # A folder that holds `llamafactory/hparams`, or a wheel
+    package: str | Path,  # A folder with `llamafactory/hparams`, or a wheel
 ) -> dict[str, set[str] | None]:  # Argument -> the words it may be, None where that is free
     "The arguments of LLaMA-Factory, read without importing it."
     package = Path(package)
@@ -575,40 +573,37 @@ def known_arguments(
         ]
     if not texts:
         raise FileNotFoundError(f"{package} has no llamafactory/hparams: it is not LLaMA-Factory")
-    found: dict[str, set[str] | None] = {}
+    arguments: dict[str, set[str] | None] = {}
     for text in texts:
-        for node in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ClassDef)):
-            for field in (
-                n
-                for n in node.body
-                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-            ):
-                choices = [
-                    n
-                    for n in ast.walk(field.annotation)
-                    if isinstance(n, ast.Subscript) and getattr(n.value, "id", "") == "Literal"
-                ]
-                words = {
-                    c.value
-                    for n in choices
-                    for c in ast.walk(n.slice)
-                    if isinstance(c, ast.Constant)
-                }
-                found[field.target.id] = words or None  # type: ignore
-    return found
+        for node in ast.walk(ast.parse(text)):
+            for field in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    arguments[field.target.id] = _literals(field.annotation) or None
+    return arguments
+
+
+def _literals(annotation: ast.expr) -> set:
+    "The values of every `Literal[…]` in a type."
+    return {
+        constant.value
+        for node in ast.walk(annotation)
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Literal"
+        for constant in ast.walk(node.slice)
+        if isinstance(constant, ast.Constant)
+    }
 
 
 def check_names(
-    said: Mapping[str, Any],  # From `llamafactory_arguments`
+    arguments: Mapping[str, object],  # From `llamafactory_arguments`
     known: Mapping[str, set[str] | None],  # From `known_arguments`
 ) -> list[str]:  # What is wrong, in words
-    "Which arguments LLaMA-Factory would not take."
+    "The arguments that LLaMA-Factory would not accept."
     from transformers import Seq2SeqTrainingArguments
 
     theirs = {*known, *Seq2SeqTrainingArguments.__dataclass_fields__}
-    wrong = [f"{name} is not known" for name in said if name not in theirs]
+    wrong = [f"{name} is not known" for name in arguments if name not in theirs]
     return wrong + [
         f"{name} = {value!r} is not among {', '.join(sorted(map(str, words)))}"
-        for name, value in said.items()
+        for name, value in arguments.items()
         if (words := known.get(name)) and value not in words
     ]

@@ -19,20 +19,61 @@ __all__ = ['MARKS', 'distributions', 'token_kl', 'ChatModel', 'open_voices', 'Ch
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..data.tokenization import show_mask
-from ..display import PLAIN, Picture, clean, grid, table, visible
+from ..display import PLAIN, Picture, clean, grid, plural, table, visible
 from ..model.generation import TextStreamer, context_length, eval_mode, stream
 from ..tokenizer.chat import is_ours, render
 from .form import Page, widgets
+
+if TYPE_CHECKING:
+    from ipywidgets import Widget
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.recipes.runner import RunResult
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+    Tokenizer = BPETokenizer | PreTrainedTokenizerBase
+    # A folder, (model, tokenizer), (model, tokenizer, state), or what has `model` and `tokenizer`
+    ModelSource = str | Path | RunResult | tuple
+
+# %% ../../nbs/12_widgets/13_chat_compare.ipynb #chat-html
+_TOKEN = '<span{title} style="{style}">{text}</span>'
+_UNLIKELY = "<q><bdi>{text}</bdi></q> {probability}"
+_LEAST_LIKELY = '<div style="font-size:12px;opacity:.8">least likely: {}</div>'
+_ALL_TOKENS = (
+    '<details style="font-size:12px;margin-top:4px"><summary>All tokens</summary>{}</details>'
+)
+_ANSWER = (
+    '<section aria-label="{name}" style="border:1px solid rgba(128,128,128,.35);'
+    'border-radius:8px;padding:8px 12px;min-width:0"><div style="font-weight:600">{name}</div>'
+    '<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;'
+    'padding:4px 0">{tokens}</div>'
+    '<div style="font-size:12px;opacity:.8">{facts}</div>{notes}</section>'
+)
+_MARK = '<span style="{style};display:inline-block;padding:0 4px;margin-right:8px">{name}</span>'
+_TURN = (
+    '<div style="margin:12px 0"><div style="margin-bottom:6px"><b>You</b> · '
+    '<span style="opacity:.75">seed {seed}</span><br>'
+    '<bdi style="white-space:pre-wrap;overflow-wrap:anywhere">{question}</bdi></div>'
+    "{answers}</div>"
+)
+_SYSTEM = '<div style="opacity:.8">System: {}</div>'
+_NO_TURNS = '<p style="opacity:.75">Nobody has been asked yet.</p>'
+_CHAT = (
+    f'<div role="log" {PLAIN} aria-label="Chat with {{names}}, {{turns}} turns" '
+    'style="font:14px/1.5 system-ui,sans-serif">{system}'
+    '<div style="font-size:12px">Probability of a token: {key}</div>{body}</div>'
+)
+_STATUS = '<div role="status" style="font-size:12px;opacity:.8">{}</div>'
 
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #dd0c38bd
 @torch.no_grad()
@@ -41,7 +82,7 @@ def distributions(
     prompt: Sequence[int],  # Ids
     ids: Sequence[int],  # Of the answer; at least one
 ) -> Tensor:  # (tokens, V), log-probabilities in float32
-    "What could have come in the place of each token of an answer."
+    "The distribution that the model gives at each token of an answer."
     at = next(model.parameters()).device
     with eval_mode(model):
         logits = model(input_ids=torch.tensor([[*prompt, *ids[:-1]]], device=at)).logits
@@ -53,9 +94,8 @@ def token_kl(
     q: Tensor,  # (tokens, V)
 ) -> Tensor:  # (tokens,), in nats
     "KL(p || q) at each token; what p rules out adds nothing."
-    n = min(
-        p.shape[-1], q.shape[-1]
-    )  # Rows that only fill up a table of embeddings have no meaning
+    # Rows that only pad a table of embeddings have no meaning
+    n = min(p.shape[-1], q.shape[-1])
     p, q = p[:, :n].double(), q[:, :n].double()
     return torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).float().clamp(min=0)
 
@@ -65,69 +105,69 @@ class ChatModel:
     "A model that answers."
 
     name: str
-    model: Any
-    tokenizer: Any
-    state: Callable[[Any], Any] = nullcontext  # model -> a context within which it answers
-    template: str | None = None  # Its chat format, where it borrows one
+    model: nn.Module
+    tokenizer: "Tokenizer"
+    # model -> a context within which it answers
+    state: Callable[[nn.Module], AbstractContextManager] = nullcontext
+    template: str | None = None  # The chat template of another model, if its own is missing
 
 
 def open_voices(
-    models: Mapping[
-        str, Any
-    ],  # Name -> a folder, (model, tokenizer), (model, tokenizer, state), or what has `model` and `tokenizer`
+    # Name -> a folder, (model, tokenizer), (model, tokenizer, state), or an object with both
+    models: "Mapping[str, ModelSource]",
 ) -> list[ChatModel]:  # One to four
-    "Models that can be asked."
+    "Open the models of a chat, each with a tokenizer and a chat template."
     if not 1 <= len(models) <= 4:
         raise ValueError(f"{len(models)} models: one to four can be compared")
-    found = []
-    for name, given in models.items():
-        if isinstance(given, (str, Path)):
-            from trainkit.interop.hf import load_pretrained
-
-            given = load_pretrained(given)
-        elif hasattr(given, "tokenizer") and hasattr(given, "model"):
-            given = given.model, given.tokenizer
-        if not isinstance(given, tuple) or len(given) not in (2, 3):
-            raise TypeError(
-                f"{name}: a model comes as a folder or as (model, tokenizer), not as {type(given).__name__}"
-            )
-        if given[1] is None:
-            raise ValueError(
-                f"{name}: the model has no tokenizer; hand it over as (model, tokenizer)"
-            )
-        found.append(ChatModel(name, *given))
-    formats = [t for v in found if (t := getattr(v.tokenizer, "chat_template", None))]
-    if not formats:
+    opened = [_open(name, source) for name, source in models.items()]
+    templates = [t for m in opened if (t := getattr(m.tokenizer, "chat_template", None))]
+    if not templates:
         raise ValueError(
-            "none of the models has a chat format: set_template(tokenizer, 'chatml') gives one"
+            "none of the models has a chat template: set_template(tokenizer, 'chatml') gives one"
         )
-    borrowed = lambda v: None if getattr(v.tokenizer, "chat_template", None) else formats[0]
-    return [ChatModel(v.name, v.model, v.tokenizer, v.state, borrowed(v)) for v in found]
+    return [
+        m if getattr(m.tokenizer, "chat_template", None) else replace(m, template=templates[0])
+        for m in opened
+    ]
+
+
+def _open(name: str, source: "ModelSource") -> ChatModel:
+    if isinstance(source, (str, Path)):
+        from trainkit.interop.hf import load_pretrained
+
+        source = load_pretrained(source)
+    elif hasattr(source, "tokenizer") and hasattr(source, "model"):
+        source = cast("RunResult", source)
+        source = source.model, source.tokenizer
+    if not isinstance(source, tuple) or len(source) not in (2, 3):
+        raise TypeError(
+            f"{name}: a model comes as a folder or as (model, tokenizer), "
+            f"not as {type(source).__name__}"
+        )
+    if source[1] is None:
+        raise ValueError(f"{name}: the tokenizer is missing; pass (model, tokenizer)")
+    return ChatModel(name, *source)
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    "What one model said."
+    "The answer of one model."
 
     name: str
     prompt: tuple[int, ...] = ()  # Ids that it read
     ids: tuple[int, ...] = ()  # Ids that it wrote
-    pieces: tuple[
-        str, ...
-    ] = ()  # What each added to the text: '' for the first bytes of a character
+    pieces: tuple[str, ...] = ()  # Text of each token: '' for the first bytes of a character
     ended: bool = False  # By a token of its own, and not by the limit
-    log_probs: tuple[
-        float, ...
-    ] = ()  # Of each token, without temperature and cuts; known when the answer is over
-    kl: tuple[
-        float, ...
-    ] = ()  # From the first model at each token, in nats; empty for the first and for other vocabularies
+    # Of each token, without temperature and cuts; filled in when the answer is over
+    log_probs: tuple[float, ...] = ()
+    # From the first model at each token, in nats; empty for the first and for other vocabularies
+    kl: tuple[float, ...] = ()
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def mean(self, name: str) -> float:  # NaN where nothing is known
+    def mean(self, name: str) -> float:  # NaN without values
         "The mean of `log_probs` or of `kl` over the tokens."
         values = getattr(self, name)
         return sum(values) / len(values) if values else math.nan
@@ -135,7 +175,7 @@ class ChatAnswer:
 
 @dataclass
 class Turn:
-    "A question and what came of it."
+    "A question and its answers."
 
     question: str
     seed: int
@@ -147,129 +187,115 @@ class ChatCompareState:
 
     def __init__(
         self,
-        models: Mapping[str, Any],  # As `open_voices` takes them; the KL is taken from the first
-        system: str = "",  # What all are told before everything
+        # As `open_voices` takes them; the KL is taken from the first
+        models: "Mapping[str, ModelSource]",
+        system: str = "",  # System prompt of all models
         seed: int = 0,
         max_new_tokens: int = 100,  # Of an answer
         **knobs: Any,  # Of `SamplingConfig`, such as temperature
     ):
-        self.voices, self.system, self.seed, self.max_new_tokens, self.knobs = (
-            open_voices(models),
-            system,
-            seed,
-            max_new_tokens,
-            knobs,
-        )
+        self.models, self.system, self.seed = open_voices(models), system, seed
+        self.max_new_tokens, self.knobs = max_new_tokens, knobs
         self.turns: list[Turn] = []
         self.stopping = threading.Event()
+        first = self.models[0]
         self.comparable = {
-            v.name: v is not self.voices[0] and _same_words(v.tokenizer, self.voices[0].tokenizer)
-            for v in self.voices
+            m.name: m is not first and _same_vocabulary(m.tokenizer, first.tokenizer)
+            for m in self.models
         }
 
-    def messages(
-        self, name: str, turns: Sequence[Turn]
-    ) -> list[dict]:  # The last turn without its answer
+    def messages(self, name: str, turns: Sequence[Turn]) -> list[dict]:  # Without the last answer
         "The chat as one model has had it."
-        found = [dict(role="system", content=self.system)] if self.system else []
+        messages = [dict(role="system", content=self.system)] if self.system else []
         for turn in turns:
-            found.append(dict(role="user", content=turn.question))
+            messages.append(dict(role="user", content=turn.question))
             if turn is not turns[-1]:
-                found.append(dict(role="assistant", content=turn.answers[name].text))
-        return found
+                messages.append(dict(role="assistant", content=turn.answers[name].text))
+        return messages
 
-    def prompt(self, voice: ChatModel, turns: Sequence[Turn]) -> list[int]:
-        "What a model reads; the oldest turns are left out until it fits."
-        limit = context_length(voice.model)
+    def prompt(self, model: ChatModel, turns: Sequence[Turn]) -> list[int]:
+        "The ids that a model reads; the oldest turns are left out until it fits."
+        limit = context_length(model.model)
         room = limit - min(self.max_new_tokens, limit // 2)
         for first in range(len(turns)):
-            ids = render(
-                self.messages(voice.name, turns[first:]),
-                voice.tokenizer,
-                voice.template,
-                add_generation_prompt=True,
-            )[0]
+            messages = self.messages(model.name, turns[first:])
+            ids = render(messages, model.tokenizer, model.template, add_generation_prompt=True)[0]
             if len(ids) <= room:
                 return ids
         raise ValueError(
-            f"{voice.name}: {len(ids)} tokens are more than the {room:.0f} that this model can read and still answer: say it shorter"
+            f"{model.name}: {len(ids)} tokens are more than the {room:.0f} that this model can "
+            "read and still answer: say it shorter"
         )
 
     def ask(
         self,
         question: str,
         seed: int | None = None,  # None: the seed of the chat
-    ) -> Iterator[
-        Turn
-    ]:  # The same turn after each round of tokens; the last time with probabilities
-        "Ask all of them; a question that fails or is given up before the first token is not remembered."
+    ) -> Iterator[Turn]:  # The same after each round of tokens; at the end with probabilities
+        "Ask all models; a question that fails or is stopped before the first token is forgotten."
         if not question.strip():
             raise ValueError("the question is empty")
         turn = Turn(question, self.seed if seed is None else seed)
         turns = [*self.turns, turn]
-        prompts = {
-            v.name: self.prompt(v, turns) for v in self.voices
-        }  # All fit, or nobody is asked
+        # All prompts must fit before any model is asked
+        prompts = {m.name: self.prompt(m, turns) for m in self.models}
         self.stopping.clear()
         with ExitStack() as stack:
-            for v in self.voices:
-                stack.enter_context(eval_mode(v.model))
-            writing: dict[str, tuple] = {}
-            for v in self.voices:
-                eos = v.tokenizer.eos_token_id
-                tokens = stream(
-                    v.model,
-                    prompts[v.name],
-                    eos_token_id=eos,
-                    seed=turn.seed,
-                    **{**self.knobs, "max_new_tokens": self.max_new_tokens},
-                )
-                writing[v.name] = v, tokens, TextStreamer(v.tokenizer, prompts[v.name])
-                turn.answers[v.name] = ChatAnswer(v.name, tuple(prompts[v.name]))
+            for m in self.models:
+                stack.enter_context(eval_mode(m.model))
+            streams = [self._stream(m, prompts[m.name], turn) for m in self.models]
             try:
-                while writing and not self.stopping.is_set():
-                    for name, (v, tokens, text) in list(writing.items()):
-                        with v.state(v.model):
-                            token = next(tokens, None)
-                        a = turn.answers[name]
-                        if token is None:
-                            del writing[name]
-                        else:
-                            ended = token == v.tokenizer.eos_token_id
-                            turn.answers[name] = ChatAnswer(
-                                name,
-                                a.prompt,
-                                (*a.ids, token),
-                                (*a.pieces, "" if ended else text.push(token)),
-                                ended,
-                            )
+                while streams and not self.stopping.is_set():
+                    streams = [s for s in streams if self._next_token(s, turn)]
                     yield turn
             finally:
-                for _, tokens, _ in writing.values():
+                for _, tokens, _ in streams:
                     tokens.close()
                 if all(a.ids for a in turn.answers.values()):
                     self.turns = turns
             self.score(turn)
         yield turn
 
+    def _stream(
+        self, m: ChatModel, prompt: list[int], turn: Turn
+    ) -> tuple[ChatModel, Generator[int], TextStreamer]:
+        "Begin an answer: the model, its tokens to come, and what turns them into text."
+        turn.answers[m.name] = ChatAnswer(m.name, tuple(prompt))
+        knobs = {**self.knobs, "max_new_tokens": self.max_new_tokens}
+        eos: Any = m.tokenizer.eos_token_id
+        tokens = stream(m.model, prompt, eos_token_id=eos, seed=turn.seed, **knobs)
+        return m, cast("Generator[int]", tokens), TextStreamer(m.tokenizer, prompt)
+
+    def _next_token(
+        self, streaming: tuple[ChatModel, Generator[int], TextStreamer], turn: Turn
+    ) -> bool:  # False when the answer is over
+        "Add one token of a model to its answer."
+        m, tokens, text = streaming
+        with m.state(m.model):
+            token = next(tokens, None)
+        if token is None:
+            return False
+        a, ended = turn.answers[m.name], token == m.tokenizer.eos_token_id
+        pieces = (*a.pieces, "" if ended else text.push(token))
+        turn.answers[m.name] = ChatAnswer(m.name, a.prompt, (*a.ids, token), pieces, ended)
+        return True
+
     def score(self, turn: Turn):
-        "Add what each model thinks of its answer, and how far that is from the first one."
-        first = self.voices[0]
-        for v in self.voices:
-            a = turn.answers[v.name]
+        "Add the log-probabilities of each answer, and its KL from the first model."
+        first = self.models[0]
+        for m in self.models:
+            a = turn.answers[m.name]
             if not a.ids:
                 continue
-            with v.state(v.model):
-                own = distributions(v.model, a.prompt, a.ids)
+            with m.state(m.model):
+                own = distributions(m.model, a.prompt, a.ids)
             kl: tuple[float, ...] = ()
-            if self.comparable[v.name]:
+            if self.comparable[m.name]:
                 with first.state(first.model):
                     other = distributions(first.model, a.prompt, a.ids)
                 kl = tuple(token_kl(own, other).tolist())
             chosen = own.gather(-1, torch.tensor(a.ids)[:, None])[:, 0]
-            turn.answers[v.name] = ChatAnswer(
-                a.name, a.prompt, a.ids, a.pieces, a.ended, tuple(chosen.tolist()), kl
-            )
+            turn.answers[m.name] = replace(a, log_probs=tuple(chosen.tolist()), kl=kl)
 
     def again(self) -> Iterator[Turn]:
         "Another try at the last question, with the next seed."
@@ -281,51 +307,107 @@ class ChatCompareState:
             yield from self.ask(last.question, last.seed + 1)
         finally:
             if len(self.turns) == len(before):
-                self.turns = [*before, last]  # It came to nothing: the old answers stay
+                self.turns = [*before, last]  # Nothing was answered: the old answers stay
 
     def back(self) -> str:  # The question, empty where there is none
-        "Take the last turn away."
+        "Remove the last turn."
         return self.turns.pop().question if self.turns else ""
 
     def reset(self):
-        "Begin anew."
+        "Forget all turns."
         self.turns = []
 
 
-def _same_words(a: Any, b: Any) -> bool:
+def _same_vocabulary(a: "Tokenizer", b: "Tokenizer") -> bool:
     "Whether the same id is the same token for both."
     if a is b:
         return True
     if is_ours(a) and is_ours(b):
-        return (a.tokens, a.special_tokens) == (b.tokens, b.special_tokens)
-    vocabulary = lambda t: (t.to_hf() if is_ours(t) else t).get_vocab()
-    return vocabulary(a) == vocabulary(b)
+        x, y = cast("BPETokenizer", a), cast("BPETokenizer", b)
+        return (x.tokens, x.special_tokens) == (y.tokens, y.special_tokens)
+    return _vocabulary(a) == _vocabulary(b)
+
+
+def _vocabulary(tokenizer: "Tokenizer") -> dict[str, int]:
+    if is_ours(tokenizer):
+        return cast("BPETokenizer", tokenizer).to_hf().get_vocab()
+    return cast("PreTrainedTokenizerBase", tokenizer).get_vocab()
 
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #509b36a3
-MARKS: tuple[tuple[float, str, str], ...] = (  # Lowest probability, what it is called, how it looks
+# Lowest probability, name, style
+MARKS: tuple[tuple[float, str, str], ...] = (
     (0.5, "likely", ""),
     (0.1, "10 % to 50 %", "background:rgba(217,100,15,.14);border-bottom:2px dotted #d9640f"),
     (0.01, "1 % to 10 %", "background:rgba(217,100,15,.26);border-bottom:2px dashed #d9640f"),
     (0.0, "below 1 %", "background:rgba(217,100,15,.42);border-bottom:2px solid #d9640f"),
 )
-_look = lambda p: next(look for least, _, look in MARKS if p >= least)
-_percent = lambda p: (
-    f"{100 * p:.0f}\xa0%" if p >= 0.1 else f"{100 * p:.1f}\xa0%" if p >= 0.001 else "below 0.1 %"
-)
+
+
+def _mark_style(probability: float) -> str:
+    return next(style for least, _, style in MARKS if probability >= least)
+
+
+def _percent(probability: float) -> str:
+    if probability >= 0.1:
+        return f"{100 * probability:.0f}\xa0%"
+    return f"{100 * probability:.1f}\xa0%" if probability >= 0.001 else "below 0.1 %"
 
 
 def characters(
     answer: ChatAnswer,
-) -> list[tuple[str, list[int]]]:  # (text, numbers of the tokens that it is made of)
-    "An answer in pieces that can be shown."
-    found, waiting = [], []
+) -> list[tuple[str, list[int]]]:  # (text, numbers of its tokens)
+    "An answer in pieces of whole characters."
+    pieces, pending = [], []
+    last = len(answer.pieces) - 1
     for i, piece in enumerate(answer.pieces):
-        waiting.append(i)
-        if piece or i == len(answer.pieces) - 1:
-            end = answer.ended and i == len(answer.pieces) - 1
-            found.append((piece or ("∎" if end else "…"), waiting))
-            waiting = []
-    return found
+        pending.append(i)
+        if piece or i == last:
+            pieces.append((piece or _unfinished(answer, i), pending))
+            pending = []
+    return pieces
+
+
+def _unfinished(answer: ChatAnswer, i: int) -> str:
+    "What stands for a token without a character of its own."
+    return "∎" if answer.ended and i == len(answer.pieces) - 1 else "…"
+
+
+def _token_html(answer: ChatAnswer, text: str, tokens: list[int]) -> str:
+    "A character, or several, with its mark and its numbers."
+    p, facts = 1.0, []
+    if answer.log_probs:
+        p = min((math.exp(answer.log_probs[i]) for i in tokens), default=1.0)
+        facts.append(f"probability {_percent(p)}")
+    if answer.kl:
+        facts.append(f"KL {sum(answer.kl[i] for i in tokens):.2g}")
+    if text == "∎":
+        facts.append("end of the answer")
+    title = f' title="{clean(", ".join(facts))}"' if facts else ""
+    return _TOKEN.format(title=title, style=_mark_style(p), text=clean(text))
+
+
+def _probability_notes(answer: ChatAnswer) -> str:
+    "The three least likely tokens, and a table of all."
+    probabilities = [math.exp(x) for x in answer.log_probs]
+    least = sorted(
+        (min(probabilities[i] for i in tokens), k, text)
+        for k, (text, tokens) in enumerate(characters(answer))
+    )
+    unlikely = [
+        _UNLIKELY.format(text=clean(visible(text)), probability=_percent(p))
+        for p, _, text in least[:3]
+        if p < 0.1
+    ]
+    rows = [
+        {
+            "token": visible(piece) if piece else _unfinished(answer, i),
+            "probability": _percent(probabilities[i]),
+        }
+        | ({"KL": answer.kl[i]} if answer.kl else {})
+        for i, piece in enumerate(answer.pieces)
+    ]
+    notes = _LEAST_LIKELY.format(", ".join(unlikely)) if unlikely else ""
+    return notes + _ALL_TOKENS.format(table(rows)) if rows else notes
 
 
 def answer_html(
@@ -333,56 +415,18 @@ def answer_html(
     first: str = "",  # Name of the model that the KL is taken from
 ) -> str:
     "An answer with its numbers, as HTML."
-    parts, known = [], answer.log_probs
-    for text, tokens in characters(answer):
-        p = min((math.exp(known[i]) for i in tokens), default=1.0) if known else 1.0
-        facts = [f"probability {_percent(p)}"] if known else []
-        if answer.kl:
-            facts.append(f"KL {sum(answer.kl[i] for i in tokens):.2g}")
-        facts += ["end of the answer"] if text == "∎" else []
-        title = f' title="{clean(", ".join(facts))}"' if facts else ""
-        parts.append(f'<span{title} style="{_look(p)}">{clean(text)}</span>')
-    n = len(answer.ids)
-    said = [f"{n} token{'s' * (n != 1)}" + ("" if answer.ended or not known else ", not finished")]
-    if known:
-        said.append(f"perplexity {math.exp(-answer.mean('log_probs')):.3g}")
+    pieces = [_token_html(answer, text, tokens) for text, tokens in characters(answer)]
+    finished = answer.ended or not answer.log_probs
+    facts = [plural(len(answer.ids), "token") + ("" if finished else ", not finished")]
+    if answer.log_probs:
+        facts.append(f"perplexity {math.exp(-answer.mean('log_probs')):.3g}")
     if answer.kl:
-        said.append(f"KL to {clean(first)} {answer.mean('kl'):.3g} a token")
-    shy = (
-        sorted(
-            (min(math.exp(known[i]) for i in tokens), k, text)
-            for k, (text, tokens) in enumerate(characters(answer))
-        )
-        if known
-        else []
-    )
-    names = ", ".join(
-        f"<q><bdi>{clean(visible(text))}</bdi></q> {_percent(p)}"
-        for p, _, text in shy[:3]
-        if p < 0.1
-    )
-    every = (
-        [
-            {
-                "token": visible(piece) if piece else "∎" if answer.ended and i == n - 1 else "…",
-                "probability": _percent(math.exp(known[i])),
-                **({"KL": answer.kl[i]} if answer.kl else {}),
-            }
-            for i, piece in enumerate(answer.pieces)
-        ]
-        if known
-        else []
-    )
-    more = (
-        f'<details style="font-size:12px;margin-top:4px"><summary>All tokens</summary>{table(every)}</details>'
-        if every
-        else ""
-    )
-    least = f'<div style="font-size:12px;opacity:.8">least likely: {names}</div>' if names else ""
-    return (
-        f'<section aria-label="{clean(answer.name)}" style="border:1px solid rgba(128,128,128,.35);border-radius:8px;padding:8px 12px;min-width:0">'
-        f'<div style="font-weight:600">{clean(answer.name)}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.7;padding:4px 0">'
-        f'{"".join(parts) or "…"}</div><div style="font-size:12px;opacity:.8">{" · ".join(said)}</div>{least}{more}</section>'
+        facts.append(f"KL to {clean(first)} {answer.mean('kl'):.3g} a token")
+    return _ANSWER.format(
+        name=clean(answer.name),
+        tokens="".join(pieces) or "…",
+        facts=" · ".join(facts),
+        notes=_probability_notes(answer) if answer.log_probs else "",
     )
 
 
@@ -390,55 +434,62 @@ def chat_html(
     state: ChatCompareState,
     live: Turn | None = None,  # One that is being answered
 ) -> Picture:  # HTML
-    "The whole chat, the answers to each question side by side."
+    "The whole chat as HTML, the answers to each question side by side."
     turns = [t for t in state.turns if t is not live] + ([live] if live else [])
-    first, names = state.voices[0].name, ", ".join(v.name for v in state.voices)
-    key = " ".join(
-        f'<span style="{look};display:inline-block;padding:0 4px;margin-right:8px">{name}</span>'
-        for _, name, look in MARKS
-    )
+    first = state.models[0].name
     blocks = [
-        f'<div style="margin:12px 0"><div style="margin-bottom:6px"><b>You</b> · <span style="opacity:.75">seed {t.seed}</span><br>'
-        f'<bdi style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(t.question)}</bdi></div>'
-        f"{grid(*(answer_html(a, first) for a in t.answers.values()), least=230)}</div>"
+        _TURN.format(
+            seed=t.seed,
+            question=clean(t.question),
+            answers=grid(*(answer_html(a, first) for a in t.answers.values()), least=230),
+        )
         for t in turns
     ]
-    system = f'<div style="opacity:.8">System: {clean(state.system)}</div>' if state.system else ""
-    body = "".join(blocks) or '<p style="opacity:.75">Nobody has been asked yet.</p>'
     return Picture(
-        f'<div role="log" {PLAIN} aria-label="Chat with {clean(names)}, {len(turns)} turns" style="font:14px/1.5 system-ui,sans-serif">'
-        f'{system}<div style="font-size:12px">Probability of a token: {key}</div>{body}</div>'
+        _CHAT.format(
+            names=clean(", ".join(m.name for m in state.models)),
+            turns=len(turns),
+            system=_SYSTEM.format(clean(state.system)) if state.system else "",
+            key=" ".join(_MARK.format(style=style, name=name) for _, name, style in MARKS),
+            body="".join(blocks) or _NO_TURNS,
+        )
     )
 
 # %% ../../nbs/12_widgets/13_chat_compare.ipynb #fc1ef08d
 class ChatCompare:
     "A chat with several models, on a page."
 
-    every = 0.2  # Seconds between two looks
+    every = 0.2  # Seconds between two refreshes
 
     def __init__(
         self,
-        models: Mapping[str, Any],  # As `open_voices` takes them; the KL is taken from the first
+        # As `open_voices` takes them; the KL is taken from the first
+        models: "Mapping[str, ModelSource]",
         key: str = "",  # A page with the same key is closed; empty: that of the same cell
-        **how: Any,  # What `ChatCompareState` takes: system, seed, max_new_tokens, temperature, …
+        **settings: Any,  # Of `ChatCompareState`: system, seed, max_new_tokens, temperature, …
     ):
-        self.state = ChatCompareState(models, **how)
+        self.state = ChatCompareState(models, **settings)
         self.page = page = Page(lambda: chat_html(self.state), key, self.state.stopping.set)
         W = widgets()
-        field = lambda make, word, value, width, label="initial", **more: make(
-            value=value,
-            description=word,
-            layout=W.Layout(width=width),
-            style=dict(description_width=label),
-            **more,
-        )
+
+        def field(
+            make: Callable[..., "Widget"],
+            word: str,
+            value: object,
+            width: str,
+            label: str = "initial",
+            **options: object,
+        ) -> Any:  # A widget of the class `make`
+            style, layout = dict(description_width=label), W.Layout(width=width)
+            return make(value=value, description=word, layout=layout, style=style, **options)
+
         self.system = field(
             W.Text,
             "System",
             self.state.system,
             "min(100% - 4px, 640px)",
             "70px",
-            placeholder="What all models are told first",
+            placeholder="System prompt of all models",
         )
         self.question = field(
             W.Textarea,
@@ -471,10 +522,10 @@ class ChatCompare:
         self.again_button = page.button(
             "Try again", "refresh", "The last question with the next seed", self.again
         )
-        self.back_button = page.button("Undo", "undo", "Take the last turn away", self.back)
+        self.back_button = page.button("Undo", "undo", "Remove the last turn", self.back)
         self.clear_button = page.button("New chat", "file-o", "Forget everything", self.clear)
         self.who = W.Dropdown(
-            options=[v.name for v in self.state.voices],
+            options=[v.name for v in self.state.models],
             layout=W.Layout(width="160px"),
             description="of",
             style=dict(description_width="initial"),
@@ -482,7 +533,7 @@ class ChatCompare:
         self.xray_button = page.button(
             "X-ray", "eye", "The tokens that this model has read and written", self.xray
         )
-        self.chat, self.inside, self.said = W.HTML(), W.HTML(), W.HTML()
+        self.chat, self.inside, self.status = W.HTML(), W.HTML(), W.HTML()
         page.fill(
             self.system,
             self.question,
@@ -496,7 +547,7 @@ class ChatCompare:
                 self.xray_button,
                 self.who,
             ),
-            self.said,
+            self.status,
             self.chat,
             self.inside,
         )
@@ -504,14 +555,11 @@ class ChatCompare:
         self.refresh()
 
     def refresh(self, live: Turn | None = None, busy: bool = False):
-        "Show how the chat stands."
+        "Show the state of the chat."
         put, some = self.page.put, bool(self.state.turns)
         put(self.chat, str(chat_html(self.state, live)))
-        put(
-            self.said,
-            f'<div role="status" style="font-size:12px;opacity:.8">{"The models are writing." if busy else "Ready."}</div>',
-        )
-        for button, able in (
+        put(self.status, _STATUS.format("The models are writing." if busy else "Ready."))
+        for button, enabled in (
             (self.send_button, not busy),
             (self.stop_button, busy),
             (self.again_button, some and not busy),
@@ -519,16 +567,16 @@ class ChatCompare:
             (self.clear_button, some and not busy),
             (self.xray_button, some and not busy),
         ):
-            put(button, not able, "disabled")
+            put(button, not enabled, "disabled")
 
-    def _write(self, turns: Iterator[Turn]):
+    def _write(self, turns: Iterator[Turn]) -> Turn | None:
         "Show the answers as they are written."
-        looked, turn = 0.0, None
+        refreshed, turn = 0.0, None
         self.refresh(busy=True)  # The first token may take its time
         try:
             for turn in turns:
-                if time.monotonic() - looked > self.every:
-                    looked = time.monotonic()
+                if time.monotonic() - refreshed > self.every:
+                    refreshed = time.monotonic()
                     self.refresh(turn, busy=True)
         finally:
             self.refresh()
@@ -536,22 +584,18 @@ class ChatCompare:
         return turn
 
     def _settings(self):
-        s = self.state
-        s.system, s.seed, s.max_new_tokens, s.knobs["temperature"] = (
-            self.system.value,
-            self.seed.value,
-            self.length.value,
-            self.temperature.value,
-        )
+        self.state.system, self.state.seed = self.system.value, self.seed.value
+        self.state.max_new_tokens = self.length.value
+        self.state.knobs["temperature"] = self.temperature.value
 
     def ask(self, question: str) -> Turn:  # Raises what a model raises
         "Ask, and wait for the answers."
         self.page.wait()
         self._settings()
-        return self._write(self.state.ask(question))  # type: ignore
+        return cast(Turn, self._write(self.state.ask(question)))
 
     def send(self):
-        "Ask what stands in the field, in the background."
+        "Ask the question of the field, in the background."
         question = self.question.value
         if not question.strip():
             raise ValueError("Write a question first")
@@ -560,7 +604,7 @@ class ChatCompare:
         def ask():
             try:
                 self._write(self.state.ask(question))
-            except Exception:  # The words are not lost with the answer
+            except Exception:  # The question is not lost with the answer
                 if not self.question.value:
                     self.page.put(self.question, question)
                 raise
@@ -582,24 +626,17 @@ class ChatCompare:
         self.refresh()
 
     def xray(self):
-        "What the chosen model has read and written in the last turn, token by token."
-        v, turn = (
-            next(v for v in self.state.voices if v.name == self.who.value),
-            self.state.turns[-1],
-        )
-        a = turn.answers[v.name]
+        "Show the tokens that the chosen model has read and written in the last turn."
+        m = next(m for m in self.state.models if m.name == self.who.value)
+        a = self.state.turns[-1].answers[m.name]
         row = dict(input_ids=[*a.prompt, *a.ids], labels=[-100] * len(a.prompt) + [*a.ids])
-        drawn = str(
-            show_mask(
-                row, v.tokenizer, title=f"{v.name}: grey is what it read, green what it wrote"
-            )
-        )
-        self.page.put(
-            self.inside,
-            drawn.replace(" learned</span>", " written</span>").replace(", learned", ", written"),
-        )  # In tokens spaces are dots
+        title = f"{m.name}: grey is what it read, green what it wrote"
+        mask = str(show_mask(row, m.tokenizer, title=title))
+        # Spaces in tokens are dots, so this replaces only the words of the legend
+        mask = mask.replace(" learned</span>", " written</span>").replace(", learned", ", written")
+        self.page.put(self.inside, mask)
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, object]:
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
         return {
             "application/vnd.jupyter.widget-view+json": view,

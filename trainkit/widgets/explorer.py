@@ -18,87 +18,96 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..config import ConfigError, Knob, Problem, check_config, knobs
 from ..display import PLAIN, Picture, notice
 from .form import Field, close_all, notebook, show_text, widgets
 
+if TYPE_CHECKING:
+    from typing import Self
+
+    from ipykernel.zmqshell import ZMQInteractiveShell
+
+# %% ../../nbs/12_widgets/06_explorer.ipynb #explorer-html
+_KNOB = (
+    '<span title="{doc}" style="white-space:nowrap;max-width:100%;overflow:hidden;'
+    'text-overflow:ellipsis">{name} <b>{value}</b></span>'
+)
+_KNOBS = (
+    '<div style="display:flex;flex-wrap:wrap;gap:2px 16px;font:13px/1.6 system-ui,sans-serif;'
+    'margin:0 0 8px;font-variant-numeric:tabular-nums">{}</div>'
+)
+_GROUP = f'<div role="group" {PLAIN} aria-label="{{label}}">{{body}}</div>'
+_STYLE = (  # A wide table scrolls in itself
+    "<style>.trainkit-picture.widget-html { margin: 0 } "
+    ".trainkit-picture > .widget-html-content { min-width: 0 }</style>"
+)
+
 # %% ../../nbs/12_widgets/06_explorer.ipynb #fd86ee10
+def _limited(k: Knob, limit: tuple[float, float] | Sequence | None) -> Knob:
+    "A knob with limits, or choices, of its explorer."
+    if limit is None:
+        return k
+    if isinstance(limit, tuple) and len(limit) == 2 and not any(isinstance(x, str) for x in limit):
+        return k._replace(low=limit[0], high=limit[1])
+    return k._replace(choices=tuple(limit))
+
+
+def _problem(k: Knob) -> Problem | None:
+    "What is wrong with the value of a knob, given its choices or limits."
+    if k.choices:
+        remedy = f"must be one of {', '.join(map(repr, k.choices))} ({k.doc})"
+        return Problem(k.name, k.value, remedy) if k.value not in k.choices else None
+    if k.low is None or k.high is None or not isinstance(k.value, (int, float)):
+        return None
+    remedy = f"must be ≥ {k.low:g} and ≤ {k.high:g} ({k.doc})"
+    return None if k.low <= k.value <= k.high else Problem(k.name, k.value, remedy)
+
+
 # Charts that stand side by side, and whose words can still be read on a phone
 CHART: dict[str, Any] = dict(width=360, height=220)
 
 
 class Explorer:
-    "Knobs, what follows from them, and a picture of it."
+    "Knobs, the values computed from them, and a picture of these."
 
-    heavy: ClassVar[bool] = False  # True: computed when a button is pressed, not at each turn
-    view: Any = None  # The `View` that shows it
+    heavy: ClassVar[bool] = False  # True: computed when a button is pressed, not at each change
+    view: Any = None  # The `ExplorerView` that shows it
 
     def compute(self) -> Any:  # Whatever `html` draws
-        "What the knobs imply, without any page."
+        "The values that follow from the knobs."
         raise NotImplementedError(f"{type(self).__name__} needs compute()")
 
     def html(self, values: Any) -> str:
-        "What `compute` found, as HTML or SVG."
+        "The values of `compute` as HTML or SVG."
         raise NotImplementedError(f"{type(self).__name__} needs html(values)")
 
     def limits(
         self,
-    ) -> Mapping[
-        str, tuple[float, float] | Sequence
-    ]:  # Name of a knob -> (low, high), or a list of choices
-        "Limits that depend on what is looked at: a model has so many layers."
+    ) -> Mapping[str, tuple[float, float] | Sequence]:  # Knob -> (low, high), or its choices
+        "Limits that depend on the subject, such as the number of layers of a model."
         return {}
 
     def __post_init__(self):
         self.check()
 
     def knobs(self) -> list[Knob]:
-        "What can be turned, each with its present value and its limits."
-        given, found = self.limits(), []
-        for k in knobs(self):
-            limit = given.get(k.name)
-            if (
-                isinstance(limit, tuple)
-                and len(limit) == 2
-                and not any(isinstance(x, str) for x in limit)
-            ):
-                k = k._replace(low=limit[0], high=limit[1])
-            elif limit is not None:
-                k = k._replace(choices=tuple(limit))
-            if k.doc:
-                found.append(k)
-        return found
+        "The knobs that can be changed, each with its present value and its limits."
+        limits = self.limits()
+        return [_limited(k, limits.get(k.name)) for k in knobs(self) if k.doc]
 
     def check(self) -> None:  # Raises `ConfigError` with every problem at once
-        "Whether all knobs hold what they may."
+        "Check the values of all knobs."
         check_config(self)
-        wrong = []
-        for k in self.knobs():
-            if k.choices and k.value not in k.choices:
-                wrong.append(
-                    Problem(
-                        k.name,
-                        k.value,
-                        f"must be one of {', '.join(map(repr, k.choices))} ({k.doc})",
-                    )
-                )
-            elif isinstance(k.value, (int, float)) and not (
-                k.low is None or k.high is None or k.low <= k.value <= k.high
-            ):
-                wrong.append(
-                    Problem(k.name, k.value, f"must be ≥ {k.low:g} and ≤ {k.high:g} ({k.doc})")
-                )
-        if wrong:
-            raise ConfigError(wrong, type(self).__name__)
+        problems = [p for k in self.knobs() if (p := _problem(k)) is not None]
+        if problems:
+            raise ConfigError(problems, type(self).__name__)
 
-    def set(
-        self, **values: Any
-    ) -> "Explorer":  # Raises `ConfigError`, and then nothing has changed
-        "Turn knobs."
+    def set(self, **values: Any) -> "Self":  # Raises `ConfigError`, and then nothing has changed
+        "Change knobs."
         trial = copy.copy(self)
         trial.__dict__.update(values)
         trial.check()
@@ -114,19 +123,19 @@ class Explorer:
         return static(self)
 
     def show(self) -> None:
-        "Put knobs and picture on the page; the picture alone where there is no kernel or no ipywidgets."
+        "Display knobs and picture; the picture alone without a kernel or ipywidgets."
         display = notebook().display
         shell = sys.modules["IPython"].get_ipython()
-        view, why = None, ""
+        view, reason = None, ""
         if getattr(shell, "kernel", None) is not None:
             try:
                 view = ExplorerView(self)
             except ImportError as error:
-                why = notice(str(error), "#6e7781", "note")
+                reason = notice(str(error), "#6e7781", "note")
         if view is None:
-            display(Picture(static(self) + why))
+            display(Picture(static(self) + reason))
             return
-        _keep(view, shell)
+        _replace_views(view, shell)
         model = dict(version_major=2, version_minor=0, model_id=view.widget.model_id)
         display(
             {
@@ -141,28 +150,29 @@ class Explorer:
 def standing(
     explorer: Explorer,
 ) -> str:  # HTML
-    "How the knobs stand, in a line."
-    short = lambda text: text if len(text) <= 60 else text[:59] + "…"
-    each = (
-        f'<span title="{escape(k.doc)}" style="white-space:nowrap;max-width:100%;overflow:hidden;text-overflow:ellipsis">{escape(_label(k))} '
-        f"<b>{escape(short(show_text(k.value)) or '–')}</b></span>"
+    "The knobs and their values in a line."
+
+    def shown(value: object) -> str:
+        text = show_text(value)
+        return escape(text if len(text) <= 60 else text[:59] + "…") or "–"
+
+    each = [
+        _KNOB.format(doc=escape(k.doc), name=escape(_label(k)), value=shown(k.value))
         for k in explorer.knobs()
-    )
-    return (
-        '<div style="display:flex;flex-wrap:wrap;gap:2px 16px;font:13px/1.6 system-ui,sans-serif;margin:0 0 8px;'
-        f'font-variant-numeric:tabular-nums">{"".join(each)}</div>'
-    )
+    ]
+    return _KNOBS.format("".join(each))
 
 
 def static(
     explorer: Explorer,
 ) -> str:  # HTML
-    "An explorer for those who have no kernel."
+    "An explorer as a page that needs no kernel."
     try:
-        inner = explorer.picture()
+        picture = explorer.picture()
     except Exception as error:
-        inner = notice(str(error) or type(error).__name__)
-    return f'<div role="group" {PLAIN} aria-label="{escape(type(explorer).__name__)}">{standing(explorer)}{inner}</div>'
+        picture = notice(str(error) or type(error).__name__)
+    label = escape(type(explorer).__name__)
+    return _GROUP.format(label=label, body=f"{standing(explorer)}{picture}")
 
 
 def _label(k: Knob) -> str:
@@ -177,13 +187,14 @@ def notch_value(
     low: float,
     high: float,
 ) -> float:  # To three digits; on a logarithmic scale where the limits are far apart
-    "The value that a slider of a fraction stands for."
+    "The value of a slider's notch."
     if notch in (0, NOTCHES):
         return float(high if notch else low)
-    far = low > 0 and high / low >= 100
-    return float(
-        f"{low * (high / low) ** (notch / NOTCHES) if far else low + (high - low) * notch / NOTCHES:.3g}"
-    )
+    if low > 0 and high / low >= 100:
+        value = low * (high / low) ** (notch / NOTCHES)
+    else:
+        value = low + (high - low) * notch / NOTCHES
+    return float(f"{value:.3g}")
 
 
 def value_notch(
@@ -191,19 +202,19 @@ def value_notch(
     low: float,
     high: float,
 ) -> int:  # The nearest notch
-    "Where the slider stands for a value."
+    "The notch of a slider for a value."
     return min(range(NOTCHES + 1), key=lambda n: abs(notch_value(n, low, high) - value))
 
 
 class ExplorerControl(Field):
-    "A knob of an explorer: the field of a form, with a slider where there is a range, or several lines for a text."
+    "The field of a knob, with a slider where it has a range, or several lines for a long text."
 
-    def __init__(self, knob: Knob, changed: Any):
+    def __init__(self, knob: Knob, changed: Callable[[str, object], None]):
         W = widgets()
         super().__init__(knob.name, knob, knob.value, changed, _label(knob))
         self.slider, self.whole = None, knob.type is int
         self.widget.style.description_width = "130px"
-        self.raw = knob.type is str and not knob.choices  # As it stands, with the spaces around it
+        self.raw = knob.type is str and not knob.choices  # With the spaces around it
         if self.raw and len(knob.value) > 30:
             close_all(self.widget)
             self.widget = W.Textarea(
@@ -214,7 +225,8 @@ class ExplorerControl(Field):
                 style=dict(description_width="130px"),
             )
             self.widget.observe(self._on, names="value")
-            self.box.layout.grid_area = "auto / 1 / auto / -1"  # The whole row; `grid_column` is undone by an empty `grid_area`
+            # The whole row; `grid_column` is undone by an empty `grid_area`
+            self.box.layout.grid_area = "auto / 1 / auto / -1"
         elif (
             knob.type in (int, float)
             and not knob.choices
@@ -245,23 +257,23 @@ class ExplorerControl(Field):
             try:
                 self._follow(float(change["new"]))
             except ValueError:
-                pass  # Said below the field
+                pass  # The problem is shown below the field
         return super()._on(change)
 
     def _follow(self, value: float):
-        "The slider goes where the field is."
-        k, was = self.knob, self.quiet
+        "Move the slider to the value of the field."
+        k, quiet = self.knob, self.quiet
         if self.slider is None or k.low is None or k.high is None or not math.isfinite(value):
             return
         value, self.quiet = min(max(value, k.low), k.high), True
         try:
             self.slider.value = round(value) if self.whole else value_notch(value, k.low, k.high)
         finally:
-            self.quiet = was
+            self.quiet = quiet
 
     def follow(self, k: Knob):
-        "Take the limits and the value that the knob has now."
-        self.knob, was, self.quiet = k, self.quiet, True
+        "Update the limits of the slider."
+        self.knob, quiet, self.quiet = k, self.quiet, True
         try:
             if self.slider is not None and self.whole and k.low is not None and k.high is not None:
                 if (high := int(k.high)) != self.slider.max:
@@ -269,18 +281,19 @@ class ExplorerControl(Field):
                 if (low := int(k.low)) != self.slider.min:
                     self.slider.min = min(low, self.slider.max)
         finally:
-            self.quiet = was
+            self.quiet = quiet
 
     def _slid(self, change):
         if self.quiet:
             return
-        k = self.knob
-        value = change["new"] if self.whole else notch_value(change["new"], k.low, k.high)  # type: ignore
+        k, value = self.knob, change["new"]
+        if not self.whole and k.low is not None and k.high is not None:
+            value = notch_value(value, k.low, k.high)
         super().show(value)
         self.changed(self.path, value)
 
     def show(self, value: Any):
-        "Put a value into the field, as if it had always been there."
+        "Put a value into the field and the slider without reporting a change."
         self.quiet = True
         try:
             self.widget.value = show_text(value) if self.text and not self.raw else value
@@ -291,7 +304,7 @@ class ExplorerControl(Field):
 
 # %% ../../nbs/12_widgets/06_explorer.ipynb #45628f62
 class ExplorerView:
-    "An explorer on a page: controls, the reason when something is wrong, the picture."
+    "An explorer on a page: controls, error messages and the picture."
 
     every = 0.2  # Seconds between two drawings
 
@@ -317,16 +330,13 @@ class ExplorerView:
             width="100%",
             grid_gap="2px 20px",
         )
-        look = W.HTML(
-            "<style>.trainkit-picture.widget-html { margin: 0 } .trainkit-picture > .widget-html-content { min-width: 0 }</style>",
-            layout=W.Layout(display="none"),
-        )  # A wide table scrolls in itself
+        style = W.HTML(_STYLE, layout=W.Layout(display="none"))
         self.widget = W.VBox(
             [
                 W.Box([c.box for c in self.controls.values()], layout=wide),
                 self.button,
                 self.alert,
-                look,
+                style,
                 self.picture.add_class("trainkit-picture"),
             ]
         )
@@ -340,20 +350,20 @@ class ExplorerView:
     def change(
         self,
         name: str,  # Of a knob
-        value: Any,  # Perhaps a wrong one
+        value: object,  # Perhaps a wrong one
     ) -> None:
-        "A control was moved."
+        "Apply the new value of a control."
         self.values[name] = value
-        why: dict[str, str] = {}
+        remedies: dict[str, str] = {}
         try:
             self.explorer.set(**self.values)
         except ConfigError as error:
-            why = {p.path: p.remedy for p in error.problems}
+            remedies = {p.path: p.remedy for p in error.problems}
         for path, control in self.controls.items():
-            control.complain(why.get(path, ""))
+            control.complain(remedies.get(path, ""))
 
     def follow(self) -> None:
-        "The explorer was turned: move the controls that stand elsewhere, and draw."
+        "Show the explorer's new values in the controls, and draw."
         for k in self.explorer.knobs():
             self.controls[k.name].follow(k)
             if self.values[k.name] != k.value:
@@ -374,7 +384,7 @@ class ExplorerView:
             self.waiting.start()
 
     def draw(self) -> None:
-        "Compute and draw now; what goes wrong is said, and the last picture stays."
+        "Compute and draw now; on an error show it, and keep the last picture."
         with self.lock:
             if self.closed:
                 return
@@ -395,11 +405,12 @@ class ExplorerView:
         self.alert.value = notice(text, "#6e7781", "status")
 
     def page(self) -> str:  # HTML
-        "What a saved notebook shows."
-        return f'<div role="group" {PLAIN} aria-label="{escape(type(self.explorer).__name__)}">{standing(self.explorer)}{self.alert.value}{self.picture.value}</div>'
+        "The explorer as a saved notebook shows it."
+        body = f"{standing(self.explorer)}{self.alert.value}{self.picture.value}"
+        return _GROUP.format(label=escape(type(self.explorer).__name__), body=body)
 
     def close(self) -> None:
-        "Take it away with all its widgets."
+        "Close the view with all its widgets."
         with self.lock:
             if self.waiting is not None:
                 self.waiting.cancel()
@@ -411,18 +422,18 @@ class ExplorerView:
             close_all(self.widget)
 
 
-_shown: dict[str, tuple[int, list[ExplorerView]]] = {}  # Cell -> (which run of it, its views)
+_views: dict[str, tuple[int, list[ExplorerView]]] = {}  # Cell -> (which run of it, its views)
 
 
-def _keep(view: ExplorerView, shell: Any) -> None:
-    "Close what an earlier run of the same cell has put on the page."
+def _replace_views(view: ExplorerView, shell: "ZMQInteractiveShell") -> None:
+    "Close the views that an earlier run of the same cell has displayed."
     try:
         cell = str(shell.get_parent()["metadata"]["cellId"])
     except Exception:
-        return  # This kernel does not say which cell runs
-    run, views = _shown.get(cell, (0, []))
+        return  # This kernel does not tell which cell runs
+    run, views = _views.get(cell, (0, []))
     if run != shell.execution_count:
         for old in views:
             old.close()
         views = []
-    _shown[cell] = shell.execution_count, [*views, view]
+    _views[cell] = shell.execution_count, [*views, view]

@@ -20,34 +20,62 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
 
-from ..config import ConfigError, Knob, knobs, load_config, nearest, parse_config
+from ..config import ConfigError, Knob, Problem, knobs, load_config, nearest, parse_config
 from ..config import save_config, split_list, to_dict
 from ..display import notice
 
-# %% ../../nbs/12_widgets/05_form.ipynb #38a07bf5
+if TYPE_CHECKING:
+    from ipywidgets import Button, HBox, Widget
+
+    from trainkit.widgets.panel import TrainerPanel
+
+# %% ../../nbs/12_widgets/05_form.ipynb #form-html
 STILL = (
-    "<style>.jp-OutputArea:has(.jupyter-widgets) .trainkit-still,.output:has(.jupyter-widgets) .trainkit-still"
-    "{display:none}.trainkit-page.trainkit-page.trainkit-page :focus-visible{outline:2px solid #1f77c9!important;outline-offset:1px}</style>"
+    "<style>.jp-OutputArea:has(.jupyter-widgets) .trainkit-still,"
+    ".output:has(.jupyter-widgets) .trainkit-still{display:none}"
+    ".trainkit-page.trainkit-page.trainkit-page :focus-visible"
+    "{outline:2px solid #1f77c9!important;outline-offset:1px}</style>"
     '<div class="trainkit-still">%s</div>'
 )
+_STYLE = """<style>
+.trainkit-form { container-type: inline-size }
+@container (max-width: 500px) { /* On a phone the name stands above its field */
+  .trainkit-knob .widget-text, .trainkit-knob .widget-dropdown { flex-flow: row wrap; height: auto }
+  .trainkit-knob .widget-text > .widget-label, .trainkit-knob .widget-dropdown > .widget-label {
+    width: 100% !important; max-width: 100% !important; text-align: left;
+    height: 22px; line-height: 22px }
+  .trainkit-knob .widget-dropdown > select { height: 28px }
+}
+.trainkit-form.trainkit-form.trainkit-form :focus-visible {
+  outline: 2px solid #1f77c9 !important; outline-offset: 1px }
+</style>"""
+_PROBLEM = '<span role="alert" style="color:#cf222e;font-size:12px;line-height:1.4">{}</span>'
+_PROBLEMS = '<span role="alert" style="color:#cf222e;font-size:12px">{}</span>'
+_STATUS = '<span role="status" style="font-size:12px">{}</span>'
+
+# %% ../../nbs/12_widgets/05_form.ipynb #38a07bf5
+_T = TypeVar("_T")
 
 
 class Page:
-    "The buttons, errors, and end of a widget."
+    "A page of widgets: its buttons, error messages and background work."
 
-    pages: dict[str, "Page"] = {}  # Cell or name -> what is there
-    key: str  # Under which it is there
+    pages: dict[str, "Page"] = {}  # Cell or name -> its page
+    key: str  # The key of this page in `pages`
+    cell: tuple[str, int]  # Id of its cell and the number of the run
 
     def __init__(
         self,
-        html: Callable[[], str],  # Draws what is to be seen without a kernel
-        key: str = "",  # A page with the same key is closed; empty: those of an earlier run of the same cell
-        closing: Callable[[], Any] | None = None,  # Called before it is closed
+        html: Callable[[], str],  # Returns the picture for readers without a kernel
+        # A page with the same key is closed; empty: those of an earlier run of the same cell
+        key: str = "",
+        closing: Callable[[], object] | None = None,  # Called before it is closed
     ):
         self.html, self.closing, self.closed, self.handle = html, closing, False, None
         claim_cell(self, self.pages, key, str(id(self)))
@@ -59,55 +87,51 @@ class Page:
         self,
         word: str,
         icon: str,  # A name of Font Awesome 4
-        tip: str,
-        do: Callable[[], Any],
+        tooltip: str,
+        do: Callable[[], object],
         style: str = "",  # 'success', 'danger', …
         width: str = "110px",
-    ) -> Any:
-        "A button that shows what it raises."
+    ) -> "Button":
+        "A button that shows the error that it raises."
         W = widgets()
-        made = W.Button(
+        button = W.Button(
             description=word,
             icon=icon,
-            tooltip=tip,
+            tooltip=tooltip,
             button_style=style,
             layout=W.Layout(width=width),
         )
-        made.on_click(lambda _: self.guarded(do))
-        return made
+        button.on_click(lambda _: self.guarded(do))
+        return button
 
-    def row(self, *children: Any) -> Any:
-        "Widgets beside each other, on several lines where the page is narrow."
+    def row(self, *children: "Widget") -> "HBox":
+        "Widgets next to each other, on several lines where the page is narrow."
         W = widgets()
         return W.HBox(children, layout=W.Layout(flex_flow="row wrap", align_items="center"))
 
-    def fill(self, *children: Any):
-        "Put these on the page, and a place for errors below them."
+    def fill(self, *children: "Widget"):
+        "Put widgets on the page, with a place for errors below them."
         self.widget.children = [*children, self.alert]
 
-    def put(self, widget: Any, value: Any, name: str = "value"):
-        "Change a widget, if it is still there and differs."
+    def put(self, widget: "Widget", value: object, name: str = "value"):
+        "Set a value of a widget, if it differs and the page is not closed."
         with self.lock:
             if not self.closed and getattr(widget, name) != value:
                 setattr(widget, name, value)
 
-    def guarded(self, do: Callable[[], Any]) -> Any:  # None where it failed
-        "Do something, and show what it raises."
+    def guarded(self, do: Callable[[], _T]) -> _T | None:  # None where it failed
+        "Call `do`, and show the error that it raises."
         self.put(self.alert, "")
         try:
             return do()
         except Exception as error:
             plain = isinstance(error, (ValueError, OSError, ImportError, LookupError))
-            self.put(
-                self.alert,
-                notice(
-                    str(error) if plain else "".join(traceback.format_exception_only(error)).strip()
-                ),
-            )
+            text = "".join(traceback.format_exception_only(error)).strip()
+            self.put(self.alert, notice(str(error) if plain else text))
             return None
 
-    def background(self, do: Callable[[], Any]) -> bool:  # False while something else is being done
-        "Do something that takes long, while the page stays alive."
+    def background(self, do: Callable[[], object]) -> bool:  # False while another one runs
+        "Call `do` in a thread, so that the page stays alive."
         with self.lock:
             if self.closed or (self.worker is not None and self.worker.is_alive()):
                 return False
@@ -118,12 +142,12 @@ class Page:
             return True
 
     def wait(self, seconds: float | None = None):
-        "Until what is done in the background is over."
+        "Wait for the work in the background."
         if self.worker is not None and self.worker is not threading.current_thread():
             self.worker.join(seconds)
 
     def show(self) -> None:
-        "Put it into the notebook."
+        "Display the page in the notebook."
         page = notebook()
         bundle = {
             "application/vnd.jupyter.widget-view+json": dict(
@@ -135,12 +159,12 @@ class Page:
         self.handle = page.display(page.HTML(STILL % self.html()), display_id=True)
 
     def settle(self):
-        "Something is finished: the saved notebook shall show it."
+        "Update the picture that the saved notebook shows."
         if self.handle is not None and not self.closed:
             self.handle.update(notebook().HTML(STILL % self.html()))
 
     def close(self):
-        "Take it away, with all that belongs to it; what was seen stays in the notebook."
+        "Close the page with all of its widgets; its picture stays in the notebook."
         if self.closed:
             return
         if self.closing is not None:
@@ -154,42 +178,42 @@ class Page:
 
 # %% ../../nbs/12_widgets/05_form.ipynb #bd2c6e44
 def config_fields(
-    config: Any,  # An instance of a config class
+    config: object,  # An instance of a config class
     path: str = "",
 ) -> dict[str, Knob]:  # Dotted name -> the knob, with its present value
     "All knobs of a config and of its groups, in the order in which they are declared."
-    found = {}
+    fields = {}
     for k in knobs(config):
         if dataclasses.is_dataclass(k.value):
-            found |= config_fields(k.value, f"{path}{k.name}.")
+            fields |= config_fields(k.value, f"{path}{k.name}.")
         else:
-            found[f"{path}{k.name}"] = k
-    return found
+            fields[f"{path}{k.name}"] = k
+    return fields
 
 
 def nested(
-    flat: Mapping[str, Any],  # Dotted name -> value
+    flat: Mapping[str, object],  # Dotted name -> value
 ) -> dict:
-    "The tree that dotted names describe."
-    tree: dict[str, Any] = {}
+    "The nested dict that dotted names describe."
+    tree: dict = {}
     for path, value in flat.items():
         *groups, name = path.split(".")
-        here = tree
+        branch = tree
         for group in groups:
-            here = here.setdefault(group, {})
-        here[name] = value
+            branch = branch.setdefault(group, {})
+        branch[name] = value
     return tree
 
 # %% ../../nbs/12_widgets/05_form.ipynb #b3d983a6
-def _kinds(kind: Any) -> tuple:
+def _kinds(kind: object) -> tuple:  # A type, or a union of types
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def read_value(
-    text: str,  # What stands in a field
-    kind: Any,  # The declared type of the knob
-) -> Any:  # The value; the text itself where it cannot be read, so that the config says what is wrong with it
-    "What somebody has typed, as a value."
+    text: str,  # Of a field
+    kind: object,  # The declared type of the knob
+) -> object:  # The text itself where it cannot be read: the config then explains the problem
+    "The value of a typed text."
     kinds, text = _kinds(kind), text.strip()
     if not text and type(None) in kinds:
         return None
@@ -204,8 +228,8 @@ def read_value(
 
 
 def show_text(
-    value: Any,  # Of a knob
-) -> str:  # What `read_text` reads back
+    value: object,  # Of a knob
+) -> str:  # What `read_value` reads back
     "A value as one would type it."
     if value is None:
         return ""
@@ -218,8 +242,8 @@ def show_text(
     return str(value)
 
 # %% ../../nbs/12_widgets/05_form.ipynb #21e98d00
-def widgets() -> Any:
-    "The library of widgets, or what to do where it is missing."
+def widgets() -> ModuleType:  # Raises ImportError with the command that installs it
+    "The module `ipywidgets`."
     try:
         import ipywidgets
     except ImportError:
@@ -227,33 +251,32 @@ def widgets() -> Any:
     return ipywidgets
 
 
-def notebook() -> Any:
-    "IPython's module that shows things in a notebook, or what to do where it is missing."
+def notebook() -> ModuleType:  # Raises ImportError with the command that installs it
+    "The module `IPython.display`."
     try:
         import IPython.display
     except ImportError:
         raise ImportError(
-            "It is shown in a notebook, which needs IPython: pip install 'trainkit-llm[lab]'"
+            "Showing this in a notebook needs IPython: pip install 'trainkit-llm[lab]'"
         ) from None
     return IPython.display
 
 
 def close_all(
-    widget: Any,
+    widget: "Widget",
 ) -> None:
-    "Close a widget and all that belongs to it: children, layouts, styles, which `close` alone leaves behind."
+    "Close a widget with its children, layouts and styles, which `close` alone leaves behind."
     for child in getattr(widget, "children", ()):
         close_all(child)
     for name in ("layout", "style"):
-        if hasattr(part := getattr(widget, name, None), "close"):
-            part.close()  # type: ignore
+        part: Any = getattr(widget, name, None)
+        if hasattr(part, "close"):
+            part.close()
     widget.close()
 
 
-def _this_cell() -> tuple[
-    str, int
-]:  # Its id, '' where the kernel does not say; the number of this run of it
-    "Which cell is running, as far as that can be known."
+def _this_cell() -> tuple[str, int]:  # Its id, or ''; the number of this run of it
+    "The cell that is running, where the kernel tells."
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     try:
         return str(shell.get_parent()["metadata"]["cellId"]), shell.execution_count  # type: ignore
@@ -262,76 +285,43 @@ def _this_cell() -> tuple[
 
 
 def claim_cell(
-    thing: Any,  # Gets `key` and `cell`; has `close()`
-    there: dict[str, Any],  # Key -> what is on the page; those whose place `thing` takes are closed
-    key: str,  # A name of its own; empty: what an earlier run of the same cell has made gives way
-    name: str,  # Where the cell is not known
+    widget: "TrainerPanel | Page",  # Gets `key` and `cell`; has `close()`
+    claimed: MutableMapping,  # Key -> widget; those that `widget` replaces are closed
+    key: str,  # A name of its own; empty: it replaces those of an earlier run of the same cell
+    name: str,  # The key where the cell is not known
 ) -> None:
-    "One on the page and not two; a cell may make several in one run."
+    "Register a widget of this cell and close those that it replaces; a run may make several."
     cell, run = ("", 0) if key else _this_cell()
-    old = (
-        [there.get(key or name)]
-        if not cell
-        else [o for o in there.values() if o.cell[0] == cell and o.cell[1] != run]
-    )
-    for one in old:
-        if one is not None:
-            one.close()
-    thing.cell, thing.key = (cell, run), key or (f"{cell} {run} {id(thing)}" if cell else name)
-    there[thing.key] = thing
+    if cell:
+        replaced = [old for old in claimed.values() if old.cell[0] == cell and old.cell[1] != run]
+        new_key = f"{cell} {run} {id(widget)}"
+    else:
+        new_key = key or name
+        replaced = [claimed[new_key]] if new_key in claimed else []
+    for old in replaced:
+        old.close()
+    widget.cell, widget.key = (cell, run), new_key
+    claimed[new_key] = widget
 
 
-def _tip(doc: str) -> dict[str, str]:  # ipywidgets 8 and 7
+def _tooltip(doc: str) -> dict[str, str]:  # ipywidgets 8 and 7
     return {"tooltip" if hasattr(widgets().Text, "tooltip") else "description_tooltip": doc}
 
 
-_LOOK = """<style>
-.trainkit-form { container-type: inline-size }
-@container (max-width: 500px) { /* On a phone the name stands above its field, so that a path can be read */
-  .trainkit-knob .widget-text, .trainkit-knob .widget-dropdown { flex-flow: row wrap; height: auto }
-  .trainkit-knob .widget-text > .widget-label, .trainkit-knob .widget-dropdown > .widget-label {
-    width: 100% !important; max-width: 100% !important; text-align: left; height: 22px; line-height: 22px }
-  .trainkit-knob .widget-dropdown > select { height: 28px }
-}
-.trainkit-form.trainkit-form.trainkit-form :focus-visible { outline: 2px solid #1f77c9 !important; outline-offset: 1px }
-</style>"""
-
-
 class Field:
-    "One knob: a widget, and below it what is wrong."
+    "A widget for one knob, with the problem of its value below it."
 
     def __init__(
         self,
         path: str,
         knob: Knob,
-        value: Any,
-        changed: Callable[[str, Any], None],
+        value: object,
+        changed: Callable[[str, object], None],
         label: str = "",
     ):
         W = widgets()
         self.path, self.knob, self.changed, self.quiet = path, knob, changed, False
-        more = dict(
-            description=label or path.rsplit(".", 1)[-1],
-            style=dict(description_width="190px"),
-            layout=W.Layout(width="98%"),
-            **_tip(knob.doc),
-        )
-        kinds = _kinds(knob.type)
-        optional = [("unset", None)] if type(None) in kinds else []
-        if knob.choices:
-            self.widget = W.Dropdown(
-                options=optional + [(str(c), c) for c in knob.choices], value=value, **more
-            )
-        elif optional and bool in kinds:
-            self.widget = W.Dropdown(
-                options=[*optional, ("true", True), ("false", False)], value=value, **more
-            )
-        elif knob.type is bool:
-            self.widget = W.Checkbox(value=value, **more)
-        else:
-            self.widget = W.Text(
-                value=show_text(value), placeholder="unset" if optional else "", **more
-            )
+        self.widget = self._control(W, value, label or path.rsplit(".", 1)[-1])
         self.text = isinstance(self.widget, W.Text)
         self.wrong = W.HTML(layout=W.Layout(display="none", margin="0 0 4px 8px"))
         self.box = W.VBox([self.widget, self.wrong], layout=W.Layout(min_width="0")).add_class(
@@ -339,59 +329,69 @@ class Field:
         )
         self.widget.observe(self._on, names="value")
 
+    def _control(self, W: ModuleType, value: object, label: str) -> Any:  # An ipywidgets control
+        options = dict(
+            description=label,
+            style=dict(description_width="190px"),
+            layout=W.Layout(width="98%"),
+            **_tooltip(self.knob.doc),
+        )
+        kinds = _kinds(self.knob.type)
+        unset = [("unset", None)] if type(None) in kinds else []
+        if self.knob.choices:
+            choices = unset + [(str(c), c) for c in self.knob.choices]
+            return W.Dropdown(options=choices, value=value, **options)
+        if unset and bool in kinds:
+            choices = [*unset, ("true", True), ("false", False)]
+            return W.Dropdown(options=choices, value=value, **options)
+        if self.knob.type is bool:
+            return W.Checkbox(value=value, **options)
+        placeholder = "unset" if unset else ""
+        return W.Text(value=show_text(value), placeholder=placeholder, **options)
+
     def _on(self, change):
         if not self.quiet:
-            self.changed(
-                self.path, read_value(change["new"], self.knob.type) if self.text else change["new"]
-            )
+            new = change["new"]
+            self.changed(self.path, read_value(new, self.knob.type) if self.text else new)
 
-    def show(self, value: Any):
-        "Put a value into the field, as if it had always been there."
+    def show(self, value: object):
+        "Put a value into the field without reporting a change."
         self.quiet = True
         try:
             self.widget.value = show_text(value) if self.text else value
         finally:
             self.quiet = False
 
-    def complain(self, why: str):
-        "Say what is wrong, or nothing."
-        text = (
-            f'<span role="alert" style="color:#cf222e;font-size:12px;line-height:1.4">{escape(why)}</span>'
-            if why
-            else ""
-        )
+    def complain(self, problem: str):
+        "Show a problem below the field; nothing for an empty one."
+        text = _PROBLEM.format(escape(problem)) if problem else ""
         if self.wrong.value != text:
             self.wrong.value = text
-            self.wrong.layout.display = None if why else "none"
+            self.wrong.layout.display = None if problem else "none"
 
 
 class Form:
-    "A config as fields."
+    "A config as a form of fields."
 
     def __init__(
         self,
-        config: Any,  # An instance of a config class
+        config: object,  # An instance of a config class
         first: Sequence[str] = (),  # Dotted names of the knobs in sight; empty: the first eight
         presets: Mapping[str, Any] | None = None,  # Name -> a config of the same class
-        changed: Callable[["Form"], Any] | None = None,  # Called after each change
+        changed: Callable[["Form"], object] | None = None,  # Called after each change
     ):
         W = widgets()
-        self.kind, self.knobs, self.tell = (
-            type(config),
-            config_fields(config),
-            changed or (lambda form: None),
-        )
+        self.kind, self.knobs = type(config), config_fields(config)
+        self.changed = changed or (lambda form: None)
         self.first = list(first) or [*self.knobs][:8]
         for path in self.first:
             if path not in self.knobs:
-                raise ValueError(
-                    f"first: '{path}' is no knob of {self.kind.__name__}.{nearest(path, [*self.knobs])}"
-                )
+                raise ValueError(f"first: {self._unknown(path)}")
         self.presets = dict(presets or {})
         self.values = self._flat(config)
         self.fields: dict[str, Field] = {}
-        self.problems: list[Any] = []
-        self.config: Any = config  # The last one that was right
+        self.problems: list[Problem] = []
+        self.config: Any = config  # The last valid one
         groups = list(dict.fromkeys(path.rpartition(".")[0] for path in self.knobs))
         wide = W.Layout(
             display="grid",
@@ -431,114 +431,103 @@ class Form:
         self.load.on_click(lambda _: self._file(self.load_file))
         self.save.on_click(lambda _: self._file(self.save_file))
         self.rest = W.Box([], layout=wide)
-        self.said = W.HTML()
-        row = lambda *children: W.HBox(
-            children, layout=W.Layout(flex_flow="row wrap", align_items="center")
-        )
+        self.status = W.HTML()
+
+        def row(*children: "Widget") -> "HBox":
+            layout = W.Layout(flex_flow="row wrap", align_items="center")
+            return W.HBox(children, layout=layout)
+
         self.behind = W.VBox(
             [row(self.group, self.path, self.load, self.save), self.rest],
             layout=W.Layout(display="none"),
         )
         self.widget = W.VBox(
             [
-                W.HTML(_LOOK, layout=W.Layout(display="none")),
+                W.HTML(_STYLE, layout=W.Layout(display="none")),
                 self.near,
                 row(self.preset, self.more),
                 self.behind,
-                self.said,
+                self.status,
             ]
         ).add_class("trainkit-form")
 
-    def _flat(self, config: Any) -> dict[str, Any]:
+    def _unknown(self, path: str) -> str:
+        return f"'{path}' is no knob of {self.kind.__name__}.{nearest(path, [*self.knobs])}"
+
+    def _flat(self, config: object) -> dict[str, object]:
         tree, flat = to_dict(config), {}
         for path in config_fields(config):
-            here: Any = tree
+            value: Any = tree
             for name in path.split("."):
-                here = here[name]
-            flat[path] = here
+                value = value[name]
+            flat[path] = value
         return flat
 
     def field(
         self,
         path: str,  # Dotted name
-        clear: bool = False,  # Say the group too, where it is needed to understand the name
+        clear: bool = False,  # Show the group too, where it is needed to understand the name
     ) -> Field:
         "The field of a knob, made when it is first asked for."
         if path not in self.knobs:
-            raise KeyError(
-                f"'{path}' is no knob of {self.kind.__name__}.{nearest(path, [*self.knobs])}"
-            )
+            raise KeyError(self._unknown(path))
         if path not in self.fields:
             name = path.rsplit(".", 1)[-1]
-            label = (
-                path if clear and name in ("path", "name", "r", "beta") and "." in path else name
-            )
+            label = path if clear and name in ("path", "name", "r", "beta") else name
             self.fields[path] = Field(path, self.knobs[path], self.values[path], self.change, label)
         return self.fields[path]
 
     def change(
         self,
         path: str,  # Dotted name
-        value: Any,  # Perhaps a wrong one
+        value: object,  # Perhaps a wrong one
     ) -> None:
-        "Take a new value, and say what is wrong with the whole."
+        "Set a knob, and show the problems of the config."
         self.values[path] = value
         self.check()
-        self.tell(self)
+        self.changed(self)
 
-    def check(self) -> list[Any]:  # Problems
-        "Make the config, and show what it complains of."
+    def check(self) -> list[Problem]:
+        "Build the config, and show its problems."
         try:
             self.config, self.problems = load_config(self.kind, nested(self.values)), []
         except ConfigError as error:
             self.problems = error.problems
-        why: dict[str, str] = {}
-        for p in self.problems:
-            why[p.path] = p.remedy
+        remedies = {p.path: p.remedy for p in self.problems}
         for path, field in self.fields.items():
-            field.complain(why.get(path, ""))
-        shown = {
-            *self.first,
-            *(
-                p
-                for p in self.fields
-                if self.more.value and p.rpartition(".")[0] == self.group.value
-            ),
-        }
-        self.report(
-            "".join(
-                f"{p}<br>"
-                for p in map(escape, (str(p) for p in self.problems if p.path not in shown))
-            )
-        )
+            field.complain(remedies.get(path, ""))
+        visible = set(self.first)
+        if self.more.value:
+            group = self.group.value
+            visible |= {path for path in self.fields if path.rpartition(".")[0] == group}
+        hidden = [escape(str(p)) for p in self.problems if p.path not in visible]
+        self.report("".join(f"{text}<br>" for text in hidden))
         return self.problems
 
     def report(self, html: str):
-        "A line below the form."
-        self.said.value = (
-            f'<span role="alert" style="color:#cf222e;font-size:12px">{html}</span>' if html else ""
-        )
+        "Show a line below the form."
+        self.status.value = _PROBLEMS.format(html) if html else ""
 
-    def read(self) -> Any:  # Raises `ConfigError`
+    def read(self) -> Any:  # A config of the form's class; raises `ConfigError`
         "The config that the form describes."
         return load_config(self.kind, nested(self.values))
 
     def set(
         self,
-        config: Any,  # Of the same class
+        config: object,  # Of the same class
     ) -> None:
-        "Fill in the form."
+        "Fill in the form from a config."
         self.values = self._flat(config)
         for path, field in self.fields.items():
             field.show(self.values[path])
         self.check()
-        self.tell(self)
+        self.changed(self)
 
     def lock(
         self,
         locked: bool,  # While a run goes on
     ) -> None:
-        "Let nobody change anything, or let everybody again."
+        "Disable the fields, or enable them again."
         for widget in (*(f.widget for f in self.fields.values()), self.preset, self.load):
             if widget.disabled != locked:
                 widget.disabled = locked
@@ -549,40 +538,36 @@ class Form:
         self.set(load_config(self.kind, self.path.value.strip()))
 
     def save_file(self) -> Path:
-        "Write what the form describes to a file."
+        "Write the config of the form to a file."
         return save_config(self.read(), self.path.value.strip())
 
     def close(self):
-        "Take it away, with the fields of groups that are not in sight."
+        "Close the form, with the fields of groups that are not in sight."
         for field in self.fields.values():
             close_all(field.box)
         close_all(self.widget)
 
-    def _file(self, do: Callable[[], Any]):
+    def _file(self, do: Callable[[], Path | None]):
         try:
-            done = do()
+            saved = do()
         except Exception as error:
             self.report(escape(str(error)))
         else:
-            self.said.value = f'<span role="status" style="font-size:12px">{escape(f"Saved {done}" if done else f"Loaded {self.path.value}")}</span>'
+            text = f"Saved {saved}" if saved else f"Loaded {self.path.value}"
+            self.status.value = _STATUS.format(escape(text))
 
     def _preset(self, change):
         if not change["new"]:
             return
         self.set(self.presets[change["new"]])
-        self.preset.value = (
-            ""  # It can be chosen again, and does not name what has been changed since
-        )
+        # It can be chosen again, and does not name what has been changed since
+        self.preset.value = ""
 
     def _more(self, change):
         self.behind.layout.display = None if self.more.value else "none"
         if self.more.value:
-            inside = [
-                p
-                for p in self.knobs
-                if p.rpartition(".")[0] == self.group.value and p not in self.first
-            ]
-            self.rest.children = [self.field(path).box for path in inside]
+            group = [path for path in self.knobs if path.rpartition(".")[0] == self.group.value]
+            self.rest.children = [self.field(p).box for p in group if p not in self.first]
             if getattr(self, "locked", False):
                 self.lock(True)
         self.check()

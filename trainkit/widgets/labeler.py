@@ -22,187 +22,241 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from ..align.reference import model_fingerprint
 from ..config import nearest
-from ..display import PLAIN, Picture, clean, notice
+from ..display import PLAIN, Picture, clean, notice, plural
 from ..eval.stats import Interval, proportion
 from ..files import write_atomic, writing
 from ..model.generation import generate, text_to_ids
 from ..tokenizer.chat import render
 from .form import Page, widgets
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+_Prompt: TypeAlias = str | Sequence[Mapping[str, str]]  # A text, or messages
+_Record: TypeAlias = dict[str, Any]  # A line of JSONL
+
+# %% ../../nbs/12_widgets/14_labeler.ipynb #labeler-html
+_PROMPT = '<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">{}</div>'
+_MESSAGE = (
+    '<div style="white-space:pre-wrap;overflow-wrap:anywhere">'
+    '<span style="opacity:.75">{role}</span> <bdi>{content}</bdi></div>'
+)
+_PROGRESS_BAR = (
+    '<div aria-hidden="true" style="height:6px;border-radius:3px;'
+    'background:rgba(128,128,128,.25);margin:4px 0 10px">'
+    '<div style="height:6px;border-radius:3px;width:{:.0f}%;background:#1f77c9"></div></div>'
+)
+_CARD = (
+    '<section aria-label="Answer {side}" style="border:1px solid rgba(128,128,128,.4);'
+    'border-radius:8px;padding:8px 12px;min-width:0">'
+    '<div style="font-weight:600;opacity:.8">{side}</div>'
+    '<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6">'
+    "{text}</div></section>"
+)
+_PAIR = (
+    '<div style="margin-bottom:8px">{prompt}</div>'
+    '<div style="display:grid;gap:12px;align-items:start;margin-bottom:10px;'
+    'grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr))">{answers}</div>'
+)
+_ALL_JUDGED = "<p><b>All pairs are judged.</b> {count} preferences are in <code>{path}</code>.</p>"
+_LEFT_SHARE = (
+    "<p>The left answer won {value:.0f} % of the time "
+    "(95 % interval {low:.0f} to {high:.0f} %).</p>"
+)
+_LABELS = (
+    f'<div {PLAIN} aria-label="{{label}}" style="font:14px/1.5 system-ui,sans-serif">'
+    "{bar}{body}</div>"
+)
+_STATUS = '<div role="status" style="font:600 14px/1.6 system-ui,sans-serif">{}</div>'
+
 # %% ../../nbs/12_widgets/14_labeler.ipynb #d0bd1c2b
 def sample_pairs(
-    model: Any,  # `Transformer` or any causal model of transformers
-    tokenizer: Any,
-    prompts: Sequence[Any],  # Texts, or lists of messages
+    model: "nn.Module",  # `Transformer` or any causal model of transformers
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+    prompts: Sequence[_Prompt],  # Texts, or lists of messages
     seed: int = 0,
     tries: int = 4,  # So many times two answers may be the same before a prompt is left out
     batch_size: int = 16,  # Prompts that are answered at once
     **knobs: Any,  # Of `SamplingConfig`, such as max_new_tokens and temperature
-) -> list[dict[str, Any]]:  # Rows of `prompt` and `answers`, two texts
+) -> list[_Record]:  # Rows of `prompt` and `answers`, two texts
     "Two different answers of a model to each prompt."
-
-    def ids(prompt: Any) -> list[int]:
-        chat = [dict(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-        if getattr(tokenizer, "chat_template", None):
-            return render(chat, tokenizer, add_generation_prompt=True)[0]
-        if not isinstance(prompt, str):
-            raise ValueError(
-                "messages need a chat format: set_template(tokenizer, 'chatml', model) gives one"
-            )
-        return text_to_ids(prompt, tokenizer)
-
-    read, found = [ids(p) for p in prompts], [[] for _ in prompts]
+    prompt_ids = [_prompt_ids(prompt, tokenizer) for prompt in prompts]
+    answers: list[list[str]] = [[] for _ in prompts]
+    eos: Any = tokenizer.eos_token_id
     for attempt in range(tries + 2):
-        open_ones = [i for i, answers in enumerate(found) if len(answers) < 2]
-        for at in range(0, len(open_ones), batch_size):
-            part = open_ones[at : at + batch_size]
-            written = generate(
+        missing = [i for i, texts in enumerate(answers) if len(texts) < 2]
+        for start in range(0, len(missing), batch_size):
+            batch = missing[start : start + batch_size]
+            outputs = generate(
                 model,
-                [read[i] for i in part],
+                [prompt_ids[i] for i in batch],
                 seed=seed * 1_000_003 + attempt,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=eos,
                 **knobs,
             )
-            for i, row in zip(part, written, strict=True):
-                text = tokenizer.decode(
-                    [t for t in row[len(read[i]) :] if t != tokenizer.eos_token_id]
-                )
-                if text.strip() and text not in found[i]:
-                    found[i].append(text)
+            for i, ids in zip(batch, outputs, strict=True):
+                answer = [t for t in ids[len(prompt_ids[i]) :] if t != eos]
+                text = str(tokenizer.decode(answer))
+                if text.strip() and text not in answers[i]:
+                    answers[i].append(text)
     pairs = [
-        dict(prompt=p, answers=answers)
-        for p, answers in zip(prompts, found, strict=True)
-        if len(answers) == 2
+        dict(prompt=prompt, answers=texts)
+        for prompt, texts in zip(prompts, answers, strict=True)
+        if len(texts) == 2
     ]
     if not pairs:
         raise ValueError(
-            f"all {len(prompts)} prompts were answered alike in {tries + 2} tries: a higher temperature gives other answers"
+            f"all {len(prompts)} prompts got the same answer in {tries + 2} tries: "
+            "a higher temperature gives other answers"
         )
     return pairs
+
+
+def _prompt_ids(prompt: _Prompt, tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> list[int]:
+    chat = [dict(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+    if getattr(tokenizer, "chat_template", None):
+        return render(chat, tokenizer, add_generation_prompt=True)[0]
+    if not isinstance(prompt, str):
+        raise ValueError(
+            "messages need a chat template: set_template(tokenizer, 'chatml', model) gives one"
+        )
+    return text_to_ids(prompt, tokenizer)
 
 # %% ../../nbs/12_widgets/14_labeler.ipynb #c67399e4
 VERDICTS = ("left", "right", "tie", "skip")
 
 
-def _number(pair: Mapping[str, Any]) -> str:
-    return blake2b(
-        json.dumps([pair["prompt"], pair["answers"]], sort_keys=True, ensure_ascii=False).encode(
-            "utf-8", "surrogatepass"
-        ),
-        digest_size=8,
-    ).hexdigest()
+def _pair_id(pair: Mapping[str, Any]) -> str:
+    content = json.dumps([pair["prompt"], pair["answers"]], sort_keys=True, ensure_ascii=False)
+    return blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _timestamp() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
 class Shown:
     "A pair as the judge sees it."
 
-    place: int  # In the row of all that is shown
-    prompt: Any  # Text or messages
+    place: int  # In the order in which pairs are shown
+    prompt: _Prompt  # Text or messages
     left: str
     right: str
 
 
 class PreferenceLabels:
-    "Pairs and what a judge thinks of them, on disk."
+    "Pairs of answers and the verdicts of a judge, on disk."
 
     def __init__(
         self,
-        path: str | Path,  # The JSONL file of preferences; the journal is beside it
-        pairs: Sequence[Mapping[str, Any]]
-        | None = None,  # From `sample_pairs`; None: those of the journal
+        path: str | Path,  # The JSONL file of preferences; the journal is next to it
+        # From `sample_pairs`; None: those of the journal
+        pairs: Sequence[Mapping[str, Any]] | None = None,
         seed: int = 0,  # Of the order and the sides
         repeat: float = 0.1,  # Share of pairs that are shown twice
-        provenance: Mapping[str, Any]
-        | None = None,  # Where the answers come from; written with each row
+        # Where the answers come from; written with each row
+        provenance: Mapping[str, object] | None = None,
         who: str = "",  # The judge
     ):
         self.path, self.who, self.asked = Path(path), who, time.monotonic()
         self.journal = self.path.with_suffix(".journal.jsonl")
-        records: list[dict[str, Any]] = self._read()
+        records: list[_Record] = self._read()
         if not records:
-            if not pairs:
-                raise FileNotFoundError(
-                    f"{self.journal} is not there, so nothing can be gone on with: give it pairs, see sample_pairs"
-                )
-            if not 0 <= repeat <= 1:
-                raise ValueError(f"repeat = {repeat}: it is a share of the pairs, from 0 to 1")
-            if wrong := [i for i, p in enumerate(pairs) if len(p["answers"]) != 2]:
-                raise ValueError(
-                    f"pair {wrong[0]} has {len(pairs[wrong[0]]['answers'])} answers, and two are needed"
-                )
-            if self.path.exists():
-                raise FileExistsError(
-                    f"{self.path} is there, and no journal of it: take another name, so that nothing is written over"
-                )
-            records = [
-                dict(
-                    event="begin",
-                    seed=seed,
-                    repeat=repeat,
-                    provenance=dict(provenance or {}),
-                    pairs=[dict(prompt=p["prompt"], answers=list(p["answers"])) for p in pairs],
-                )
-            ]
+            records = [self._begin(pairs, seed, repeat, provenance)]
             self._append(records[0])
         begin = records[0]
         self.pairs, self.provenance = begin["pairs"], begin["provenance"]
-        if pairs is not None and [*map(_number, pairs)] != [*map(_number, self.pairs)]:
+        if pairs is not None and [*map(_pair_id, pairs)] != [*map(_pair_id, self.pairs)]:
             raise ValueError(
-                f"{self.journal} holds {len(self.pairs)} other pairs: take another name, or give no pairs to go on with these"
+                f"{self.journal} contains {len(self.pairs)} other pairs: "
+                "take another name, or give no pairs to continue with these"
             )
         self.plan = _plan(len(self.pairs), begin["seed"], begin["repeat"])
-        self.verdicts: list[dict[str, Any]] = []
+        self.verdicts: list[_Record] = []
         for record in records[1:]:
-            self._take(record)
+            self._apply(record)
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _begin(
+        self,
+        pairs: Sequence[Mapping[str, Any]] | None,
+        seed: int,
+        repeat: float,
+        provenance: Mapping[str, object] | None,
+    ) -> _Record:
+        "The first record of a new journal."
+        if not pairs:
+            raise FileNotFoundError(
+                f"{self.journal} is missing, so there is nothing to continue: "
+                "give it pairs, see sample_pairs"
+            )
+        if not 0 <= repeat <= 1:
+            raise ValueError(f"repeat = {repeat}: it is a share of the pairs, from 0 to 1")
+        for i, pair in enumerate(pairs):
+            if len(pair["answers"]) != 2:
+                raise ValueError(f"pair {i} has {len(pair['answers'])} answers, and two are needed")
+        if self.path.exists():
+            raise FileExistsError(
+                f"{self.path} exists, but not its journal: "
+                "take another name, so that nothing is overwritten"
+            )
+        return dict(
+            event="begin",
+            seed=seed,
+            repeat=repeat,
+            provenance=dict(provenance or {}),
+            pairs=[dict(prompt=p["prompt"], answers=list(p["answers"])) for p in pairs],
+        )
+
+    def _read(self) -> list[_Record]:
         "All whole lines of the journal."
         data = self.journal.read_bytes() if self.journal.exists() else b""
-        self.size, found = len(data), []
+        self.size, records = len(data), []
         for line in data.splitlines():
             try:
                 record = json.loads(line)
             except ValueError:
                 continue  # Torn
             if isinstance(record, dict) and "event" in record:
-                found.append(record)
-        if found and found[0]["event"] != "begin":
-            raise ValueError(f"{self.journal} has lost its first line, which holds the pairs")
-        return found
+                records.append(record)
+        if records and records[0]["event"] != "begin":
+            raise ValueError(f"{self.journal} has lost its first line, which contains the pairs")
+        return records
 
-    def _append(self, record: Mapping[str, Any]):
-        "A line, on the disk when this returns; what was torn before is ended first."
+    def _append(self, record: _Record):
+        "Append a line that is on the disk when this returns; an incomplete one is ended first."
         self.journal.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(
-            self.journal, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666
-        )  # Windows would write two characters for a line end
+        # Without O_BINARY, Windows would write two characters for a line end
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        file = os.open(self.journal, flags, 0o666)
         try:
             if os.fstat(file).st_size != self.size:
                 raise RuntimeError(
-                    f"{self.journal} has changed: somebody else labels these pairs; open it again to go on"
+                    f"{self.journal} has changed: somebody else labels these pairs; "
+                    "open it again to continue"
                 )
             if self.size:
                 os.lseek(file, -1, os.SEEK_END)
             torn = self.size and os.read(file, 1) != b"\n"
-            data = (
-                (b"\n" if torn else b"")
-                + json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
-                + b"\n"
-            )
+            line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+            data = b"\n" + line if torn else line
             with writing(self.journal):
                 self.size += os.write(file, data)
                 os.fsync(file)
         finally:
             os.close(file)
 
-    def _take(self, record: Mapping[str, Any]):
+    def _apply(self, record: _Record):
         if record["event"] == "undo":
             self.verdicts = self.verdicts[:-1]
         elif record["event"] == "verdict":
@@ -224,11 +278,10 @@ class PreferenceLabels:
         self,
         verdict: str,  # 'left', 'right', 'tie' or 'skip'
     ) -> Shown | None:  # The next pair
-        "Say which is better."
+        "Record which answer is better."
         if verdict not in VERDICTS:
-            raise ValueError(
-                f"verdict = {verdict!r} must be one of {', '.join(VERDICTS)}.{nearest(str(verdict), list(VERDICTS))}"
-            )
+            close = nearest(str(verdict), list(VERDICTS))
+            raise ValueError(f"verdict = {verdict!r} must be one of {', '.join(VERDICTS)}.{close}")
         if self.now is None:
             return None
         number, left = self.plan[len(self.verdicts)]
@@ -242,38 +295,35 @@ class PreferenceLabels:
                 winner=winner,
                 who=self.who,
                 seconds=round(time.monotonic() - self.asked, 2),
-                time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                time=_timestamp(),
             )
         )
         return self.now
 
     def undo(self) -> bool:  # Whether there was something
-        "Take the last verdict back."
+        "Undo the last verdict."
         if not self.verdicts:
             return False
-        self._record(
-            dict(event="undo", time=datetime.now(timezone.utc).isoformat(timespec="seconds"))
-        )
+        self._record(dict(event="undo", time=_timestamp()))
         return True
 
-    def _record(self, record: dict[str, Any]):
+    def _record(self, record: _Record):
         self._append(record)
-        self._take(record)
+        self._apply(record)
         self.asked = time.monotonic()
-        write_atomic(
-            self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
-        )
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows()]
+        write_atomic(self.path, "".join(lines))
 
-    # What is known
+    # Results
 
-    def rows(self) -> list[dict[str, Any]]:  # Of kind preference
+    def rows(self) -> list[_Record]:  # Of kind preference
         "The preferences so far: without ties, and without pairs that were judged in two ways."
-        found: dict[int, list[dict[str, Any]]] = {}
+        by_pair: dict[int, list[_Record]] = {}
         for v in self.verdicts:
             if v["verdict"] != "skip":
-                found.setdefault(v["pair"], []).append(v)
+                by_pair.setdefault(v["pair"], []).append(v)
         rows = []
-        for number, verdicts in found.items():
+        for number, verdicts in by_pair.items():
             winners = {v["winner"] for v in verdicts}
             if len(winners) > 1 or None in winners:
                 continue
@@ -284,7 +334,7 @@ class PreferenceLabels:
                     chosen=pair["answers"][winner],
                     rejected=pair["answers"][1 - winner],
                     provenance=dict(
-                        pair=_number(pair),
+                        pair=_pair_id(pair),
                         who=verdicts[0]["who"],
                         time=verdicts[0]["time"],
                         **self.provenance,
@@ -294,41 +344,40 @@ class PreferenceLabels:
         return rows
 
     def agreement(self) -> Interval | None:  # None before a pair was judged twice
-        "How often the judge says the same of the same pair."
-        seen: dict[int, Any] = {}
+        "How often the judge gives the same verdict on the same pair."
+        winners: dict[int, int | None] = {}
         same = []
         for v in self.verdicts:
             if v["verdict"] == "skip":
                 continue
-            if v["pair"] in seen:
-                same.append(seen[v["pair"]] == v["winner"])
-            seen[v["pair"]] = v["winner"]
+            if v["pair"] in winners:
+                same.append(winners[v["pair"]] == v["winner"])
+            winners[v["pair"]] = v["winner"]
         return proportion(sum(same), len(same)) if same else None
 
     def left_share(self) -> Interval | None:
-        "How often the left answer was the better one; without 0.5 inside, the side has a say."
+        "How often the left answer won; an interval without 0.5 means a bias for one side."
         sides = [v["verdict"] == "left" for v in self.verdicts if v["verdict"] in ("left", "right")]
         return proportion(sum(sides), len(sides)) if sides else None
 
     def __repr__(self) -> str:
-        return f"<PreferenceLabels {self.path.name}: {len(self.verdicts)} of {len(self.plan)}, {len(self.rows())} preferences>"
+        done = f"{len(self.verdicts)} of {len(self.plan)}"
+        return f"<PreferenceLabels {self.path.name}: {done}, {len(self.rows())} preferences>"
 
 
-def _plan(
-    n: int, seed: int, repeat: float
-) -> list[tuple[int, int]]:  # (number of the pair, which answer is on the left)
-    "The order in which pairs are shown; those that come twice come with sides exchanged, as late as can be."
-    chance = random.Random(seed)
-    order = chance.sample(range(n), n)
-    left = {number: chance.randrange(2) for number in order}
+def _plan(n: int, seed: int, repeat: float) -> list[tuple[int, int]]:  # (pair, left answer)
+    "The order in which pairs are shown; repeated ones come late and with sides exchanged."
+    rng = random.Random(seed)
+    order = rng.sample(range(n), n)
+    left = {number: rng.randrange(2) for number in order}
     again = order[: round(repeat * n) or int(repeat > 0 and n > 4)]
     rest = order[(n + 1) // 2 :] + again
-    chance.shuffle(rest)
-    seen: set[int] = set()
+    rng.shuffle(rest)
+    planned: set[int] = set()
     plan = []
     for number in order[: (n + 1) // 2] + rest:
-        plan.append((number, 1 - left[number] if number in seen else left[number]))
-        seen.add(number)
+        plan.append((number, 1 - left[number] if number in planned else left[number]))
+        planned.add(number)
     return plan
 
 # %% ../../nbs/12_widgets/14_labeler.ipynb #6a8cfc98
@@ -343,19 +392,18 @@ KEYS: dict[str, str] = {
 }
 
 
-def _said(prompt: Any) -> str:
+def _prompt_html(prompt: _Prompt) -> str:
     if isinstance(prompt, str):
-        return f'<div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere">{clean(prompt)}</div>'
+        return _PROMPT.format(clean(prompt))
     return "".join(
-        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere"><span style="opacity:.75">{clean(m["role"])}</span> <bdi>{clean(m["content"])}</bdi></div>'
-        for m in prompt
+        _MESSAGE.format(role=clean(m["role"]), content=clean(m["content"])) for m in prompt
     )
 
 
 def progress_text(labels: PreferenceLabels) -> str:
-    "How labeling stands, in a line."
-    done, total, rows = len(labels.verdicts), len(labels.plan), len(labels.rows())
-    parts = [f"{done} of {total} judged", f"{rows} preference{'s' * (rows != 1)}"]
+    "The progress of labeling in a line."
+    done, total = len(labels.verdicts), len(labels.plan)
+    parts = [f"{done} of {total} judged", plural(len(labels.rows()), "preference")]
     if agreement := labels.agreement():
         parts.append(f"agrees with itself in {agreement.value * agreement.n:.0f} of {agreement.n}")
     return " · ".join(parts)
@@ -364,72 +412,64 @@ def progress_text(labels: PreferenceLabels) -> str:
 def labels_html(
     labels: PreferenceLabels,
 ) -> Picture:  # HTML
-    "The pair that waits, or what came of all of them."
-    now, share = labels.now, 100 * len(labels.verdicts) / len(labels.plan)
-    bar = (
-        '<div aria-hidden="true" style="height:6px;border-radius:3px;background:rgba(128,128,128,.25);margin:4px 0 10px">'
-        f'<div style="height:6px;border-radius:3px;width:{share:.0f}%;background:#1f77c9"></div></div>'
-    )
-
-    def card(side: str, text: str) -> str:
-        return (
-            f'<section aria-label="Answer {side}" style="border:1px solid rgba(128,128,128,.4);border-radius:8px;padding:8px 12px;min-width:0">'
-            f'<div style="font-weight:600;opacity:.8">{side}</div><div dir="auto" style="white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.6">{clean(text)}</div></section>'
-        )
-
+    "The pair that waits for a verdict, or the results at the end."
+    now = labels.now
     if now is None:
-        left, more = labels.left_share(), ""
-        if left:
-            more = f"<p>The left answer won {100 * left.value:.0f} % of the time (95 % interval {100 * left.low:.0f} to {100 * left.high:.0f} %).</p>"
-        body = f"<p><b>All pairs are judged.</b> {len(labels.rows())} preferences are in <code>{clean(labels.path)}</code>.</p>{more}"
+        body = _ALL_JUDGED.format(count=len(labels.rows()), path=clean(labels.path))
+        if share := labels.left_share():
+            percent = dict(value=100 * share.value, low=100 * share.low, high=100 * share.high)
+            body += _LEFT_SHARE.format(**percent)
     else:
-        body = (
-            f'<div style="margin-bottom:8px">{_said(now.prompt)}</div><div style="display:grid;gap:12px;align-items:start;margin-bottom:10px;'
-            f'grid-template-columns:repeat(auto-fit,minmax(min(100%,260px),1fr))">{card("A", now.left)}{card("B", now.right)}</div>'
-        )
-    return Picture(
-        f'<div {PLAIN} aria-label="{clean(progress_text(labels))}" style="font:14px/1.5 system-ui,sans-serif">{bar}{body}</div>'
-    )
+        cards = [
+            _CARD.format(side=side, text=clean(text))
+            for side, text in (("A", now.left), ("B", now.right))
+        ]
+        body = _PAIR.format(prompt=_prompt_html(now.prompt), answers="".join(cards))
+    bar = _PROGRESS_BAR.format(100 * len(labels.verdicts) / len(labels.plan))
+    return Picture(_LABELS.format(label=clean(progress_text(labels)), bar=bar, body=body))
 
 
-def _others(
-    labels: PreferenceLabels, origin: Mapping[str, Any], prompts: Sequence[Any]
+def _differences(
+    labels: PreferenceLabels, origin: Mapping[str, object], prompts: Sequence[_Prompt]
 ) -> list[str]:
-    "In what the pairs of a journal differ from those that are asked for."
-    plain = lambda value: json.loads(json.dumps(value))  # As a journal gives it back
-    differs = lambda name: (
-        name in labels.provenance and labels.provenance[name] != plain(origin[name])
-    )
-    asked = {json.dumps(p, sort_keys=True) for p in prompts}
-    strange = differs("prompts") or any(
-        json.dumps(pair["prompt"], sort_keys=True) not in asked for pair in labels.pairs
-    )
-    return (
-        ["answers of another model"] * differs("model")
-        + ["other prompts"] * strange
-        + ["other knobs of sampling"] * (differs("sampling") or differs("seed"))
-    )
+    "How the pairs of a journal differ from those that are asked for."
+
+    def differs(name: str) -> bool:
+        wanted = json.loads(json.dumps(origin[name]))  # As a journal gives it back
+        return name in labels.provenance and labels.provenance[name] != wanted
+
+    wanted = {json.dumps(p, sort_keys=True) for p in prompts}
+    differences = []
+    if differs("model"):
+        differences.append("answers of another model")
+    texts = [json.dumps(pair["prompt"], sort_keys=True) for pair in labels.pairs]
+    if differs("prompts") or not wanted.issuperset(texts):
+        differences.append("other prompts")
+    if differs("sampling") or differs("seed"):
+        differences.append("other knobs of sampling")
+    return differences
 
 
 class PreferenceLabeler:
-    "Pairs to be judged, on a page."
+    "A page for judging pairs of answers."
 
-    apart = 0.4  # Seconds between two verdicts by button; nobody reads two answers in less, and a double click is one verdict
+    # Least seconds between two verdicts by button: a double click is one verdict
+    apart = 0.4
 
     def __init__(
         self,
         path: str | Path,  # As `PreferenceLabels` takes it, and all else
         pairs: Sequence[Mapping[str, Any]] | None = None,
         key: str = "",  # A page with the same key is closed; empty: that of the same cell
-        **how: Any,  # seed, repeat, provenance, who
+        **options: Any,  # seed, repeat, provenance, who
     ):
-        self.labels = PreferenceLabels(path, pairs, **how)
+        self.labels = PreferenceLabels(path, pairs, **options)
         self.page = page = Page(lambda: labels_html(self.labels), key)
         W = widgets()
-        self.pair, self.said, self.note, self.pressed = W.HTML(), W.HTML(), W.HTML(), float("-inf")
-        do = lambda verdict: lambda: self._press(verdict)
+        self.pair, self.status, self.note = W.HTML(), W.HTML(), W.HTML()
+        self.pressed_at = float("-inf")
         self.buttons = {
-            word: page.button(text, icon, tip, do(word), style, "120px")
+            word: page.button(text, icon, tip, partial(self._press, word), style, "120px")
             for word, text, icon, tip, style in (
                 ("left", "A is better", "arrow-left", "Key a", "info"),
                 ("right", "B is better", "arrow-right", "Key b", "info"),
@@ -445,66 +485,51 @@ class PreferenceLabeler:
             style=dict(description_width="initial"),
         )
         self.keys.observe(self._typed, names="value")
-        page.fill(self.note, self.said, self.pair, page.row(*self.buttons.values(), self.keys))
+        page.fill(self.note, self.status, self.pair, page.row(*self.buttons.values(), self.keys))
         self.widget, self.show, self.close = page.widget, page.show, page.close
         self.refresh()
 
     @classmethod
     def sample(
         cls,
-        path: str
-        | Path,  # Labels that are there are gone on with, and nothing is sampled; the page says if they are of another model or other prompts
-        model: Any,  # None: whatever is there
-        tokenizer: Any,
-        prompts: Sequence[Any],  # Texts, or lists of messages
+        # Labels that exist are continued, and nothing is sampled; the page then has a note if they
+        # are of another model or other prompts
+        path: str | Path,
+        model: "nn.Module | None",  # None: only continue
+        tokenizer: "BPETokenizer | PreTrainedTokenizerBase | None",
+        prompts: Sequence[_Prompt],  # Texts, or lists of messages
         seed: int = 0,  # Of the samples, the order and the sides
         who: str = "",
         repeat: float = 0.1,
         key: str = "",
         **knobs: Any,  # Of `SamplingConfig`
     ) -> "PreferenceLabeler":
-        "Two answers of a model to each prompt, to be judged."
-        origin = (
-            None
-            if model is None
-            else dict(
-                model=model_fingerprint(model, adapter=True),
-                seed=seed,
-                sampling=knobs,
-                prompts=len(prompts),
-            )
-        )
+        "A page for judging two answers of a model to each prompt."
+        origin = None
+        if model is not None:
+            fingerprint = model_fingerprint(model, adapter=True)
+            origin = dict(model=fingerprint, seed=seed, sampling=knobs, prompts=len(prompts))
         if Path(path).with_suffix(".journal.jsonl").exists():
-            made = cls(path, key=key, who=who)
-            if origin and (other := _others(made.labels, origin, prompts)):
-                made.page.put(
-                    made.note,
-                    notice(
-                        f"These {len(made.labels.pairs)} pairs were there before, with {' and '.join(other)}; nothing was sampled. "
-                        f"Another name than {Path(path).name} gives new pairs.",
-                        "#bf8700",
-                        "note",
-                    ),
+            labeler = cls(path, key=key, who=who)
+            if origin and (differences := _differences(labeler.labels, origin, prompts)):
+                text = (
+                    f"These {len(labeler.labels.pairs)} pairs were there before, with "
+                    f"{' and '.join(differences)}; nothing was sampled. "
+                    f"Another name than {Path(path).name} gives new pairs."
                 )
-            return made
-        return cls(
-            path,
-            sample_pairs(model, tokenizer, prompts, seed, **knobs),
-            key,
-            seed=seed,
-            repeat=repeat,
-            provenance=origin,
-            who=who,
-        )
+                labeler.page.put(labeler.note, notice(text, "#bf8700", "note"))
+            return labeler
+        pairs = sample_pairs(cast("nn.Module", model), cast(Any, tokenizer), prompts, seed, **knobs)
+        return cls(path, pairs, key, seed=seed, repeat=repeat, provenance=origin, who=who)
 
     def _press(self, verdict: str):
-        if verdict != "undo" and time.monotonic() - self.pressed < self.apart:
+        if verdict != "undo" and time.monotonic() - self.pressed_at < self.apart:
             return
         self.judge(verdict)
-        self.pressed = time.monotonic() if verdict != "undo" else float("-inf")
+        self.pressed_at = time.monotonic() if verdict != "undo" else float("-inf")
 
     def judge(self, verdict: str):  # One of `VERDICTS`, or 'undo'
-        "What a button and a key do."
+        "Record a verdict, or undo the last one."
         if verdict == "undo":
             self.labels.undo()
         else:
@@ -517,23 +542,18 @@ class PreferenceLabeler:
         letters, self.keys.value = change["new"], ""
         for letter in letters.lower():
             if letter in KEYS:
-                self.page.guarded(lambda: self.judge(KEYS[letter]))  # noqa: B023
+                self.page.guarded(partial(self.judge, KEYS[letter]))
 
     def refresh(self):
         "Show the pair that waits."
         self.page.put(self.pair, str(labels_html(self.labels)))
-        self.page.put(
-            self.said,
-            f'<div role="status" style="font:600 14px/1.6 system-ui,sans-serif">{progress_text(self.labels)}</div>',
-        )
+        self.page.put(self.status, _STATUS.format(progress_text(self.labels)))
+        ended = self.labels.now is None
         for word, button in self.buttons.items():
-            self.page.put(
-                button,
-                not self.labels.verdicts if word == "undo" else self.labels.now is None,
-                "disabled",
-            )
+            disabled = not self.labels.verdicts if word == "undo" else ended
+            self.page.put(button, disabled, "disabled")
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, object]:
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
         return {
             "application/vnd.jupyter.widget-view+json": view,

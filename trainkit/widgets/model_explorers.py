@@ -14,7 +14,7 @@ __all__ = ['HABITS', 'MOST_TOKENS', 'attention_weights', 'twins', 'habit_share',
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #imports-model_explorers
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,43 +30,56 @@ from ..model.generation import penalize_repetition
 from ..tokenizer.chat import is_ours
 from .explorer import Explorer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+# %% ../../nbs/12_widgets/10_model_explorers.ipynb #model-explorers-html
+_TITLE = '<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:12px 0 4px">{}</h4>'
+_LINE = '<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{}</p>'
+_HEAD_CELLS = (
+    '<g transform="translate({x} {y}) scale({scale:.4f})" fill="{colour}" '
+    'shape-rendering="crispEdges">{cells}</g>'
+)
+_LEVEL = '<path d="{path}" fill-opacity="{opacity}"/>'
+_HEAD_FRAME = '<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" {stroke}/>'
+_CHOSEN_STROKE = f'stroke="{PALETTE[1]}" stroke-width="2.5"'
+_STROKE = 'stroke="currentColor" stroke-opacity=".35"'
+_BEFORE_BAR = (
+    '<rect x="{x}" y="{y}" width="{width:.1f}" height="8" rx="1.5" '
+    'fill="currentColor" opacity=".3"/>'
+)
+_AFTER_BAR = (
+    f'<rect x="{{x}}" y="{{y}}" width="{{width:.1f}}" height="10" rx="1.5" fill="{PALETTE[0]}"/>'
+)
+_BEFORE_KEY = '<rect x="{x}" y="5" width="14" height="8" fill="currentColor" opacity=".3"/>'
+_AFTER_KEY = f'<rect x="{{x}}" y="4" width="14" height="10" fill="{PALETTE[0]}"/>'
+
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #bc4cf3aa
-class _Watch(TorchFunctionMode):
-    "Keep the weights of every attention over `size` tokens."
+class _AttentionRecorder(TorchFunctionMode):
+    "Record the weights of every attention over `size` tokens."
 
     def __init__(self, size: int):
         super().__init__()
         self.size, self.maps = size, []
 
-    def _keep(self, weights: Tensor):
+    def _record(self, weights: Tensor):
         if weights.ndim == 4 and weights.shape[-2:] == (self.size, self.size):
             self.maps.append(weights[0].float().cpu())
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        given = dict(kwargs or {})
+        arguments = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
-            given |= dict(
-                zip(
-                    ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
-                    args,
-                    strict=False,
-                )
-            )
-            eye = torch.eye(
-                given["key"].shape[-2], dtype=given["value"].dtype, device=given["value"].device
-            )
-            self._keep(
-                func(
-                    **{
-                        **given,
-                        "value": eye.expand(*given["value"].shape[:-2], *eye.shape).contiguous(),
-                        "dropout_p": 0.0,
-                    }
-                )
-            )
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            arguments |= dict(zip(names, args, strict=False))
+            value, size = arguments["value"], arguments["key"].shape[-2]
+            eye = torch.eye(size, dtype=value.dtype, device=value.device)
+            eye = eye.expand(*value.shape[:-2], *eye.shape).contiguous()
+            self._record(func(**{**arguments, "value": eye, "dropout_p": 0.0}))
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") == "softmax":
-            self._keep(out)
+            self._record(out)
         return out
 
 
@@ -75,42 +88,42 @@ def attention_weights(
     model: nn.Module,  # `Transformer`, or any causal model of transformers
     input_ids: Tensor,  # (1, T)
 ) -> Tensor:  # (layers, heads, T, T) in float32 on the CPU; row i is what token i takes from each
-    "How much each token takes from each, as the model computes it; raises `ValueError` where that cannot be seen."
+    "The attention weights of a model; raises `ValueError` where they cannot be recorded."
     training = model.training
     model.eval()
     try:
-        with _Watch(input_ids.shape[1]) as watch:
+        with _AttentionRecorder(input_ids.shape[1]) as recorder:
             model(input_ids)
     finally:
         model.train(training)
-    if not watch.maps:
+    if not recorder.maps:
         raise ValueError(
-            f"{type(model).__name__} computes its attention where it cannot be watched: load it with attn_implementation='sdpa' or 'eager'"
+            f"{type(model).__name__} computes its attention where it cannot be recorded: "
+            "load it with attn_implementation='sdpa' or 'eager'"
         )
-    return torch.stack(watch.maps)
+    return torch.stack(recorder.maps)
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #f127c240
 def twins(
     ids: list[int],
 ) -> list[tuple[int, int]]:  # (where a token stands, where the same token stood last before)
-    "Tokens that were there before."
+    "The tokens that occurred before."
     last: dict[int, int] = {}
-    found = []
+    pairs = []
     for place, i in enumerate(ids):
         if i in last:
-            found.append((place, last[i]))
+            pairs.append((place, last[i]))
         last[i] = place
-    return found
+    return pairs
 
 
-HABITS = {  # Habit -> (ids -> pairs of the token that looks and the one that it looks at)
+HABITS = {  # Habit -> (ids -> pairs of a token and the one that it attends to)
     "the token before": lambda ids: [(i, i - 1) for i in range(1, len(ids))],
     "the first token": lambda ids: [(i, 0) for i in range(1, len(ids))],
     "itself": lambda ids: [(i, i) for i in range(1, len(ids))],
     "its twin": twins,
-    "what followed its twin": lambda ids: [
-        (i, j + 1) for i, j in twins(ids)
-    ],  # Induction heads (Olsson et al. 2022)
+    # Induction heads (Olsson et al. 2022)
+    "what followed its twin": lambda ids: [(i, j + 1) for i, j in twins(ids)],
 }
 
 
@@ -119,7 +132,7 @@ def habit_share(
     ids: list[int],  # (T,)
     habit: str,  # A key of `HABITS`
 ) -> Tensor:  # (layers, heads), from 0 to 1; NaN where the text gives no occasion
-    "How much of its look a head gives to a habit, on average over the tokens that could have it."
+    "The share of its attention that a head gives to a habit, averaged over the tokens."
     pairs = HABITS[habit](ids)
     if not pairs:
         return weights.new_full(weights.shape[:2], float("nan"))
@@ -131,81 +144,72 @@ MOST_TOKENS = 48  # Tokens of a text that are shown
 
 
 def encode_for(
-    tokenizer: Any,  # Of the model
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",  # Of the model
     text: str,
 ) -> Tensor:  # (1, T)
-    "The text as the model reads it, with whatever the tokenizer puts around it."
-    ids = (
-        tokenizer.encode(text, allowed_special="all")
-        if is_ours(tokenizer)
-        else tokenizer(text)["input_ids"]
-    )
+    "The text as the model reads it, with the special tokens of the tokenizer."
+    if is_ours(tokenizer):
+        ids = cast("BPETokenizer", tokenizer).encode(text, allowed_special="all")
+    else:
+        ids = cast("PreTrainedTokenizerBase", tokenizer)(text)["input_ids"]
     if not ids:
         raise ValueError("the text is empty: write something for the model to read")
     return torch.tensor([ids])
 
 
-def piece_of(tokenizer: Any, token: int) -> str:  # How a token is written in a picture
-    "A token with its white space made visible."
-    return visible(
-        tokenizer.decode_bytes([token]) if is_ours(tokenizer) else tokenizer.decode([token])
-    )
+def piece_of(tokenizer: "BPETokenizer | PreTrainedTokenizerBase", token: int) -> str:
+    "A token's text with its white space made visible."
+    if is_ours(tokenizer):
+        return visible(cast("BPETokenizer", tokenizer).decode_bytes([token]))
+    return visible(str(tokenizer.decode([token])))
 
 
 class Looks(NamedTuple):
-    "A text and how its tokens look at each other."
+    "A text and its attention weights."
 
     ids: list[int]
     cut: int  # Tokens that were left out at the end
     weights: Tensor  # (layers, heads, T, T)
 
 
-def _title(words: str) -> str:
-    return (
-        f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:12px 0 4px">{clean(words)}</h4>'
-    )
+def _title(text: str) -> str:
+    return _TITLE.format(clean(text))
 
 
-def _line(words: str) -> str:
-    return f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
+def _line(text: str) -> str:
+    return _LINE.format(clean(text))
 
 
-def _thumbs(maps: Tensor, chosen: int) -> Picture:
+def _cells(weights: Tensor) -> str:
+    "The weights of a head as squares: one path for each of eight levels of opacity."
+    levels: dict[int, str] = {}
+    for i, row in enumerate(weights.tolist()):
+        for j, v in enumerate(row):
+            if level := min(8, round(8 * v**0.5)):
+                levels[level] = levels.get(level, "") + f"M{j} {i}h1v1h-1z"
+    return "".join(_LEVEL.format(path=d, opacity=n / 8) for n, d in sorted(levels.items()))
+
+
+def _thumbnails(maps: Tensor, chosen: int) -> Picture:
     "The heads of a layer, small; the chosen one has a frame."
-    heads, size = len(maps), maps.shape[-1]
+    heads, size, side = len(maps), maps.shape[-1], 60
     columns, body = min(heads, 8), ""
-    side = 60
-    for h, m in enumerate(maps.tolist()):
-        levels: dict[int, str] = {}
-        for i, row in enumerate(m):
-            for j, v in enumerate(row):
-                if level := min(8, round(8 * v**0.5)):
-                    levels[level] = levels.get(level, "") + f"M{j} {i}h1v1h-1z"
+    for h, weights in enumerate(maps):
         x, y = (h % columns) * (side + 10) + 3, (h // columns) * (side + 24) + 16
-        cells = "".join(
-            f'<path d="{d}" fill-opacity="{level / 8}"/>' for level, d in sorted(levels.items())
+        style = 'font-weight="600"' if h == chosen else 'opacity=".8"'
+        stroke = _CHOSEN_STROKE if h == chosen else _STROKE
+        body += text(x, y - 4, f"head {h}", more=style)
+        body += _HEAD_CELLS.format(
+            x=x, y=y, scale=side / size, colour=PALETTE[0], cells=_cells(weights)
         )
-        frame = (
-            f'stroke="{PALETTE[1]}" stroke-width="2.5"'
-            if h == chosen
-            else 'stroke="currentColor" stroke-opacity=".35"'
-        )
-        body += (
-            text(x, y - 4, f"head {h}", more='font-weight="600"' if h == chosen else 'opacity=".8"')
-            + f'<g transform="translate({x} {y}) scale({side / size:.4f})" fill="{PALETTE[0]}" shape-rendering="crispEdges">{cells}</g>'
-            + f'<rect x="{x}" y="{y}" width="{side}" height="{side}" fill="none" {frame}/>'
-        )
-    return svg(
-        columns * (side + 10) + 6,
-        -(-heads // columns) * (side + 24) + 4,
-        f"{heads} heads of the layer, head {chosen} chosen",
-        body,
-    )
+        body += _HEAD_FRAME.format(x=x, y=y, side=side, stroke=stroke)
+    width, height = columns * (side + 10) + 6, -(-heads // columns) * (side + 24) + 4
+    return svg(width, height, f"{heads} heads of the layer, head {chosen} chosen", body)
 
 
 @dataclass
 class AttentionExplorer(Explorer):
-    "Who looks at whom in a model."
+    "Which tokens attend to which in a model."
 
     model: Any  # `Transformer`, or any causal model of transformers
     tokenizer: Any
@@ -228,77 +232,73 @@ class AttentionExplorer(Explorer):
     )
 
     def __post_init__(self):
-        self.known: tuple[str, Looks | None] = "", None  # The last text and what was seen in it
-        self.shape = self._see(self.text).weights.shape[:2]
+        self.cached: tuple[str, Looks] | None = None  # The last text and its weights
+        self.shape = self._looks(self.text).weights.shape[:2]
         super().__post_init__()
 
     def limits(self):
         return dict(layer=(0, self.shape[0] - 1), head=(0, self.shape[1] - 1))
 
-    def _see(self, words: str) -> Looks:
-        if self.known[1] is None or self.known[0] != words:
-            ids = encode_for(self.tokenizer, words)
+    def _looks(self, text: str) -> Looks:
+        if self.cached is None or self.cached[0] != text:
+            ids = encode_for(self.tokenizer, text)
             device = next(self.model.parameters()).device
-            found = Looks(
+            looks = Looks(
                 ids[0, :MOST_TOKENS].tolist(),
                 max(0, ids.shape[1] - MOST_TOKENS),
                 attention_weights(self.model, ids[:, :MOST_TOKENS].to(device)),
             )
-            self.known = words, found
-        assert self.known[1] is not None
-        return self.known[1]
+            self.cached = text, looks
+        return self.cached[1]
 
     def compute(self) -> Looks:
         "The weights of all heads; the model reads a text only once."
-        return self._see(self.text)
+        return self._looks(self.text)
 
     def html(self, values: Looks) -> str:
-        ids, T = values.ids, len(values.ids)
-        token, pieces = min(self.token, T - 1), [piece_of(self.tokenizer, i) for i in values.ids]
-        here = values.weights[self.layer, self.head]
-        looks = here[token].tolist()
-        best = sorted(range(token + 1), key=lambda j: -looks[j])[:6]
-        reads = (
-            _title(f"Token {token}, “{pieces[token]}”, in layer {self.layer}, head {self.head}")
-            + token_boxes(pieces, ids=ids, shade=[v / max(looks) for v in looks])
-            + bars(
-                {f"{j} {pieces[j]}".ljust(8): round(100 * looks[j], 1) for j in best},
-                "It takes the most from",
-                "%",
-                width=360,
-            )
-        )
-        square = heatmap(
-            [
-                [v if j <= i else float("nan") for j, v in enumerate(row)]
-                for i, row in enumerate(here.tolist())
-            ],
-            pieces,
-            pieces,
-            title=f"layer {self.layer}, head {self.head}: row looks at column",
-            width=440,
-        )
-        share = habit_share(values.weights, ids, self.habit)
-        if share.isnan().all():
-            habits = _line("No token of this text was there before, so none has a twin.")
-        else:
-            top = divmod(int(share.argmax()), share.shape[1])
-            habits = heatmap(
-                share,
-                [f"layer\u00a0{i}" for i in range(len(share))],
-                [f"{h}" for h in range(share.shape[1])],
-                limit=1.0,
-                width=440,
-            ) + _line(f"The most: layer {top[0]}, head {top[1]}, {share.max():.0%} of its look.")
+        pieces = [piece_of(self.tokenizer, i) for i in values.ids]
+        layer = values.weights[self.layer]
         more = _line(f"{values.cut:,} more tokens were left out.") if values.cut else ""
         return (
             more
-            + grid(reads, square)
+            + grid(self._token(values, pieces), self._square(layer[self.head], pieces))
             + grid(
-                _title(f"The heads of layer {self.layer}")
-                + _thumbs(values.weights[self.layer], self.head),
-                _title(f"All heads: how much they look at {self.habit}") + habits,
+                _title(f"The heads of layer {self.layer}") + _thumbnails(layer, self.head),
+                _title(f"All heads: how much they look at {self.habit}") + self._habits(values),
             )
+        )
+
+    def _token(self, values: Looks, pieces: list[str]) -> str:
+        "The token that looks back: its weights as shades, the largest as bars."
+        token = min(self.token, len(pieces) - 1)
+        looks = values.weights[self.layer, self.head][token].tolist()
+        best = sorted(range(token + 1), key=lambda j: -looks[j])[:6]
+        percent = {f"{j} {pieces[j]}".ljust(8): round(100 * looks[j], 1) for j in best}
+        return (
+            _title(f"Token {token}, “{pieces[token]}”, in layer {self.layer}, head {self.head}")
+            + token_boxes(pieces, ids=values.ids, shade=[v / max(looks) for v in looks])
+            + bars(percent, "It takes the most from", "%", width=360)
+        )
+
+    def _square(self, weights: Tensor, pieces: list[str]) -> Picture:
+        "All weights of the head; nothing above the diagonal."
+        rows = [
+            [v if j <= i else float("nan") for j, v in enumerate(row)]
+            for i, row in enumerate(weights.tolist())
+        ]
+        title = f"layer {self.layer}, head {self.head}: row looks at column"
+        return heatmap(rows, pieces, pieces, title=title, width=440)
+
+    def _habits(self, values: Looks) -> str:
+        "How much each head looks at the habit."
+        share = habit_share(values.weights, values.ids, self.habit)
+        if share.isnan().all():
+            return _line("No token of this text was there before, so none has a twin.")
+        layer, head = divmod(int(share.argmax()), share.shape[1])
+        layers = [f"layer\u00a0{i}" for i in range(len(share))]
+        heads = [f"{h}" for h in range(share.shape[1])]
+        return heatmap(share, layers, heads, limit=1.0, width=440) + _line(
+            f"The most: layer {layer}, head {head}, {share.max():.0%} of its look."
         )
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #b35cb0f6
@@ -315,77 +315,66 @@ def chances(
     ids: Tensor,  # (1, T) what was read
     config: SamplingConfig,
 ) -> Chances:
-    "What each knob does to the next token, in the order of `trainkit.model.generation.adjust`."
+    "The effect of each knob on the next token, in the order of `trainkit.model.generation.adjust`."
     logits = logits.float()
-    done = adjust(logits, ids, config)[0]
+    before, adjusted = logits[0].softmax(-1), adjust(logits, ids, config)[0]
     if config.temperature == 0:
-        best = F.one_hot(done.argmax(), len(done))
-        return Chances(logits[0].softmax(-1), best.float(), {"temperature": best == 0})
-    now = (
-        penalize_repetition(logits, ids, config.repetition_penalty)
-        if config.repetition_penalty != 1
-        else logits
-    )
-    now, cuts, gone = now / config.temperature, {}, torch.zeros_like(done, dtype=torch.bool)
+        best = F.one_hot(adjusted.argmax(), len(adjusted))
+        return Chances(before, best.float(), {"temperature": best == 0})
+    scores = logits
+    if config.repetition_penalty != 1:
+        scores = penalize_repetition(logits, ids, config.repetition_penalty)
+    scores = scores / config.temperature
+    cuts, gone = {}, torch.zeros_like(adjusted, dtype=torch.bool)
     for name, keep in (
         ("top_k", lambda x: keep_top_k(x, config.top_k) if config.top_k else x),
         ("top_p", lambda x: keep_top_p(x, config.top_p)),
         ("min_p", lambda x: keep_min_p(x, config.min_p)),
     ):
-        now = keep(now)
-        cuts[name] = now[0].isneginf() & ~gone & ~logits[0].isneginf()
+        scores = keep(scores)
+        cuts[name] = scores[0].isneginf() & ~gone & ~logits[0].isneginf()
         gone |= cuts[name]
-    return Chances(logits[0].softmax(-1), done.softmax(-1), cuts)
+    return Chances(before, adjusted.softmax(-1), cuts)
 
 # %% ../../nbs/12_widgets/10_model_explorers.ipynb #164ee7fe
 def draw_chances(
     names: list[str],  # Of the tokens that are drawn
     before: list[float],
     after: list[float],
-    why: list[str],  # The knob that cut it, or nothing
+    cut_by: list[str],  # The knob that cut each token, or ''
     width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
-    "Two bars for each token: what the model thought, pale, and what is drawn from."
+    "Two bars for each token: the model's probability, pale, and the one after the knobs."
     left, most = 10 + 7 * max([5, *(min(14, len(n)) for n in names)]), max([*before, *after, 1e-9])
-    room, body = width - left - 62, ""
-    for i, (name, b, a, cut) in enumerate(zip(names, before, after, why, strict=True)):
+    room, body, descriptions = width - left - 62, "", []
+    rows = zip(names, before, after, cut_by, strict=True)
+    for i, (name, b, a, cut) in enumerate(rows):
         y, short = 24 + 24 * i, name if len(name) <= 14 else name[:13] + "…"
-        body += (
-            text(
-                left - 8,
-                y + 14,
-                short,
-                "end",
-                'font-family="ui-monospace,monospace"' + ' opacity=".75"' * bool(cut),
-            )
-            + f'<rect x="{left}" y="{y}" width="{max(1, b / most * room):.1f}" height="8" rx="1.5" fill="currentColor" opacity=".3"/>'
-        )
+        style = 'font-family="ui-monospace,monospace"' + ' opacity=".75"' * bool(cut)
+        body += text(left - 8, y + 14, short, "end", style)
+        body += _BEFORE_BAR.format(x=left, y=y, width=max(1, b / most * room))
         if cut:
-            body += text(
-                left + max(b / most * room, 0) + 6,
-                y + 14,
-                f"cut by {cut}",
-                more=f'fill="{PALETTE[1]}"',
-            )
+            x, colour = left + max(b / most * room, 0) + 6, f'fill="{PALETTE[1]}"'
+            body += text(x, y + 14, f"cut by {cut}", more=colour)
         else:
-            body += f'<rect x="{left}" y="{y + 9}" width="{max(1, a / most * room):.1f}" height="10" rx="1.5" fill="{PALETTE[0]}"/>'
-            body += text(
-                left + max(a, b) / most * room + 6, y + 15, f"{a:.1%}", more='font-weight="600"'
-            )
-    body += (
-        f'<rect x="{left}" y="5" width="14" height="8" fill="currentColor" opacity=".3"/>{text(left + 20, 13, "the model")}'
-        f'<rect x="{left + 95}" y="4" width="14" height="10" fill="{PALETTE[0]}"/>{text(left + 115, 13, "after the knobs")}'
-    )
-    words = "; ".join(
-        f"{n}: {b:.1%}, {'cut by ' + c if c else f'now {a:.1%}'}"
-        for n, b, a, c in zip(names, before, after, why, strict=True)
-    )
-    return svg(width, 30 + 24 * len(names), f"Chances of the next token: {words}", body)
+            x = left + max(a, b) / most * room + 6
+            body += _AFTER_BAR.format(x=left, y=y + 9, width=max(1, a / most * room))
+            body += text(x, y + 15, f"{a:.1%}", more='font-weight="600"')
+        descriptions.append(f"{name}: {b:.1%}, {f'cut by {cut}' if cut else f'now {a:.1%}'}")
+    body += _BEFORE_KEY.format(x=left) + text(left + 20, 13, "the model")
+    body += _AFTER_KEY.format(x=left + 95) + text(left + 115, 13, "after the knobs")
+    label = f"Chances of the next token: {'; '.join(descriptions)}"
+    return svg(width, 30 + 24 * len(names), label, body)
+
+
+def _choices(probabilities: Tensor) -> str:  # The perplexity
+    "A choice among how many equally likely tokens would be as wide."
+    return number(float(torch.exp(torch.special.entr(probabilities).sum())), 3)
 
 
 @dataclass
 class SamplingExplorer(Explorer):
-    "What each knob of sampling does to a model's next token."
+    "The effect of each sampling knob on a model's next token."
 
     model: Any  # `Transformer`, or any causal model of transformers
     tokenizer: Any
@@ -409,25 +398,21 @@ class SamplingExplorer(Explorer):
 
     def __post_init__(self):
         super().__post_init__()
-        self.known: tuple[str, Tensor, Tensor] | None = None  # The last prompt, its ids and logits
+        self.cached: tuple[str, Tensor, Tensor] | None = None  # The last prompt, its logits and ids
 
     @torch.no_grad()
     def read(self) -> tuple[Tensor, Tensor]:  # (1, V) logits of the next token, (1, T) ids
         "Let the model read the prompt, once."
-        if self.known is None or self.known[0] != self.prompt:
+        if self.cached is None or self.cached[0] != self.prompt:
             ids, training = encode_for(self.tokenizer, self.prompt), self.model.training
+            device = next(self.model.parameters()).device
             self.model.eval()
             try:
-                logits = (
-                    self.model(ids.to(next(self.model.parameters()).device))
-                    .logits[:, -1]
-                    .float()
-                    .cpu()
-                )
+                logits = self.model(ids.to(device)).logits[:, -1].float().cpu()
             finally:
                 self.model.train(training)
-            self.known = self.prompt, logits, ids
-        return self.known[1], self.known[2]
+            self.cached = self.prompt, logits, ids
+        return self.cached[1], self.cached[2]
 
     @property
     def config(self) -> SamplingConfig:
@@ -446,30 +431,22 @@ class SamplingExplorer(Explorer):
     def html(self, values: Chances) -> str:
         before, after, cuts = values
         order = before.argsort(descending=True, stable=True)[: self.rows].tolist()
-        why = [
-            next((name.replace("_", "-") for name, cut in cuts.items() if cut[i]), "")
-            for i in order
+        cuts = {name.replace("_", "-"): cut for name, cut in cuts.items()}
+        cut_by = [next((name for name, cut in cuts.items() if cut[i]), "") for i in order]
+        pieces = [piece_of(self.tokenizer, i) for i in order]
+        picture = draw_chances(pieces, before[order].tolist(), after[order].tolist(), cut_by)
+        lost = [
+            {
+                "knob": name,
+                "tokens cut": int(cut.sum()),
+                "probability lost": f"{before[cut].sum():.1%}",
+            }
+            for name, cut in cuts.items()
         ]
-        picture = draw_chances(
-            [piece_of(self.tokenizer, i) for i in order],
-            before[order].tolist(),
-            after[order].tolist(),
-            why,
-        )
-        left, lost = (
-            int((after > 0).sum()),
-            [
-                {
-                    "knob": name.replace("_", "-"),
-                    "tokens cut": int(cut.sum()),
-                    "probability lost": f"{before[cut].sum():.1%}",
-                }
-                for name, cut in cuts.items()
-            ],
-        )
-        spread = lambda p: float(torch.exp(torch.special.entr(p).sum()))
+        left = int((after > 0).sum())
         head = _line(
-            f"{left:,} of {len(after):,} tokens {'is' if left == 1 else 'are'} still possible. The choice is as wide as one among {number(spread(before), 3)} "
-            f"equally likely tokens, and {number(spread(after), 3)} after the knobs."
+            f"{left:,} of {len(after):,} tokens {'is' if left == 1 else 'are'} still possible. "
+            f"The choice is as wide as one among {_choices(before)} equally likely tokens, "
+            f"and {_choices(after)} after the knobs."
         )
         return head + grid(picture, table(lost, "What is cut"), least=300)

@@ -23,12 +23,12 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from html import escape
 from pathlib import Path
 from pprint import pformat
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..charts import curves
 from ..config import ConfigError, knobs, load_config, to_dict
@@ -37,10 +37,38 @@ from ..progress import duration
 from .form import Form, close_all, notebook, claim_cell, widgets
 from .session import ACTIVE, RunSnapshot, TrainSession
 
+if TYPE_CHECKING:
+    from ipywidgets import Button, Widget
+
+    from trainkit.recipes.config import RunConfig
+    from trainkit.recipes.runner import RunResult
+    from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+
+# %% ../../nbs/12_widgets/01_panel.ipynb #panel-html
+_STYLE = """<style>
+.trainkit-charts {
+  display: grid !important; gap: 20px; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
+.trainkit-charts > * { min-width: 0; margin: 0 }
+.trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] {
+  display: contents !important } /* All in one grid */
+.trainkit-panel.trainkit-panel.trainkit-panel :focus-visible {
+  outline: 2px solid #1f77c9 !important; outline-offset: 1px }
+</style>"""
+_HEADLINE = (
+    '<div style="font:600 14px/1.6 system-ui,sans-serif;font-variant-numeric:tabular-nums">{}</div>'
+)
+_STATE_LINE = (  # For screen readers only
+    '<div role="status" style="position:absolute;width:1px;height:1px;overflow:hidden;'
+    'clip-path:inset(50%)">Training {}</div>'
+)
+_MEMORY_TOO_LATE = "The run began before it was known how much memory a step will take."
+_MEMORY_PENDING = "How much memory a step will take is being worked out."
+_GREY, _GREEN, _RED, _YELLOW = "#6e7781", "#1a7f37", "#cf222e", "#bf8700"
+
 # %% ../../nbs/12_widgets/01_panel.ipynb #a9af6f21
-FORM_FIELDS: dict[
-    str, tuple[str, ...]
-] = {  # Method -> knobs in sight; those that a config lacks are left out
+# Method -> knobs in sight; those that a config lacks are left out
+FORM_FIELDS: dict[str, tuple[str, ...]] = {
     "pretrain": (
         "data.path",
         "data.max_length",
@@ -103,53 +131,45 @@ FORM_FIELDS["ppo"] = FORM_FIELDS["grpo"] = FORM_FIELDS["rloo"] = FORM_FIELDS["re
 
 
 def visible_fields(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
 ) -> list[str]:  # Dotted names
     "The knobs that a person turns for this method."
     from trainkit.widgets.form import config_fields
 
-    return [
-        name
-        for name in FORM_FIELDS.get(config.method, FORM_FIELDS[""])
-        if name in config_fields(config)
-    ]
+    fields = config_fields(config)
+    return [name for name in FORM_FIELDS.get(config.method, FORM_FIELDS[""]) if name in fields]
 
 # %% ../../nbs/12_widgets/01_panel.ipynb #3e3e8578
 HERE, PROCESS = "in this kernel", "in a process of its own"
-_LOOK = """<style>
-.trainkit-charts { display: grid !important; gap: 20px; align-items: start; grid-template-columns: repeat(auto-fit, minmax(min(100%, 280px), 1fr)) }
-.trainkit-charts > * { min-width: 0; margin: 0 }
-.trainkit-others, .trainkit-others .widget-html-content, .trainkit-others [role=group] { display: contents !important } /* All in one grid */
-.trainkit-panel.trainkit-panel.trainkit-panel :focus-visible { outline: 2px solid #1f77c9 !important; outline-offset: 1px }
-</style>"""
 
 
 class TrainerPanel:
-    "A run on a page."
+    "A training run with form, buttons, charts and samples in a notebook."
 
-    panels: dict[str, "TrainerPanel"] = {}  # Cell or name -> the panel that is there
-    key: str  # Under which it is there
-    every = 0.2  # Seconds between two looks
-    predicting = threading.Lock()  # One at a time: the last word is that of the last change
+    panels: dict[str, "TrainerPanel"] = {}  # Cell or name -> its panel
+    key: str  # The key of this panel in `panels`
+    cell: tuple[str, int]  # Id of its cell and the number of the run
+    every = 0.2  # Seconds between two refreshes
+    predicting = threading.Lock()  # One prediction at a time, so the latest one is shown
 
     def __init__(
         self,
-        config: Any,  # A `RunConfig`
-        presets: Mapping[str, Any]
-        | None = None,  # Name -> a config; None: the one given, and the profiles of settings.ini
-        job: Callable[..., Any]
-        | None = None,  # Instead of `trainkit.recipes.runner.run`, see `TrainSession`
-        key: str = "",  # A panel with the same key is closed; empty: those of an earlier run of the same cell, or with the same name
+        config: "RunConfig",
+        # Name -> a config; None: the one given, and the profiles of settings.ini
+        presets: "Mapping[str, RunConfig] | None" = None,
+        # Instead of `trainkit.recipes.runner.run`, see `TrainSession`
+        job: "Callable[..., RunResult] | None" = None,
+        # A panel with the same key is closed; empty: those of an earlier run of the same cell,
+        # or with the same name
+        key: str = "",
     ):
         claim_cell(self, self.panels, key, f"{config.method} {config.name}")
-        self.job, self.session, self.closed, self.finished = (
-            job,
-            TrainSession(config, job),
-            False,
-            True,
-        )
-        self.lock, self.handle, self.seen, self.drawn = threading.RLock(), None, -1, 0.0
-        self.foreseen = False  # Whether the memory of what the form says was looked at
+        self.job, self.session = job, TrainSession(config, job)
+        self.closed, self.finished = False, True
+        self.lock, self.handle = threading.RLock(), None
+        self.drawn_version = -1  # Of the snapshot that was drawn last
+        self.others_drawn = 0.0  # When all charts were drawn
+        self.memory_known = False  # Whether the memory of this config was predicted
         self.timer: threading.Timer | None = None
         self.form = Form(
             config,
@@ -160,59 +180,62 @@ class TrainerPanel:
         self._build(config)
         self.refresh()
 
-    def _presets(self, config: Any) -> dict[str, Any]:
+    def _presets(self, config: "RunConfig") -> "dict[str, RunConfig]":
         from trainkit.recipes.config import method_config
 
-        found = {"as given": config}
+        presets = {"as given": config}
         for name in ("quick", "full"):
             try:
-                found[name] = method_config(profile=name, method=config.method)
+                presets[name] = method_config(profile=name, method=config.method)
             except ConfigError:
                 pass  # A settings.ini of one's own may lack it
-        return found
+        return presets
 
-    def _build(self, config: Any):
+    def _button(
+        self,
+        word: str,
+        icon: str,
+        tooltip: str,
+        do: Callable[[], object],
+        style: str = "",
+        width: str = "110px",
+    ) -> "Button":
         W = widgets()
-
-        def button(
-            word: str,
-            icon: str,
-            tip: str,
-            do: Callable[[], Any],
-            style: str = "",
-            width: str = "110px",
-        ) -> Any:
-            made = W.Button(
-                description=word,
-                icon=icon,
-                tooltip=tip,
-                button_style=style,
-                layout=W.Layout(width=width),
-            )
-            made.on_click(lambda _: self.guarded(do))
-            return made
-
-        row = lambda *children: W.HBox(
-            children, layout=W.Layout(flex_flow="row wrap", align_items="center")
+        button = W.Button(
+            description=word,
+            icon=icon,
+            tooltip=tooltip,
+            button_style=style,
+            layout=W.Layout(width=width),
         )
+        button.on_click(lambda _: self.guarded(do))
+        return button
+
+    def _build(self, config: "RunConfig"):
+        W, button = widgets(), self._button
+
+        def row(*children: "Widget") -> "Widget":
+            layout = W.Layout(flex_flow="row wrap", align_items="center")
+            return W.HBox(children, layout=layout)
+
         self.start_button = button(
-            "Start", "play", "Train, as the fields above say", self.start, "success"
+            "Start", "play", "Train with the settings above", self.start, "success"
         )
-        self.pause_button = button("Pause", "pause", "Wait after this step, and go on", self.toggle)
+        self.pause_button = button("Pause", "pause", "Pause after this step", self.toggle)
         self.stop_button = button(
             "Stop", "stop", "End after this step, and keep the model", self.stop, "danger"
         )
         self.resume_button = button(
             "Go on",
             "step-forward",
-            "Go on from the last checkpoint",
+            "Resume from the last checkpoint",
             lambda: self.start(resume=True),
         )
         self.save_button = button("Checkpoint", "save", "Write a checkpoint now", self.save)
         self.kill_button = button(
             "Kill and resume",
             "bolt",
-            "End the process as a power failure would, go on from the last checkpoint, and compare",
+            "End the process as a power failure would, resume, and compare the losses",
             self.kill_and_resume,
             width="150px",
         )
@@ -225,22 +248,17 @@ class TrainerPanel:
         )
         self.place.observe(lambda _: self.refresh(force=True), names="value")
         self.memory, self.head, self.state_line, self.alert = W.HTML(), W.HTML(), W.HTML(), W.HTML()
-        self.chart, self.others, self.samples, self.log, self.data = (
-            W.HTML(),
-            W.HTML(),
-            W.HTML(),
-            W.HTML(),
-            W.HTML(),
-        )
+        self.chart, self.others = W.HTML(), W.HTML()
+        self.samples, self.log, self.data = W.HTML(), W.HTML(), W.HTML()
         self.prompt = W.Text(
             value=(config.prompts or [""])[0],
-            placeholder="What the model goes on from",
+            placeholder="What the model continues",
             description="Prompt",
             layout=W.Layout(width="min(100%, 420px)"),
             style=dict(description_width="60px"),
         )
         self.sample_button = button(
-            "Sample now", "comment", "Let the model speak", self.sample, width="130px"
+            "Sample now", "comment", "Sample from the model", self.sample, width="130px"
         )
         self.data_button = button(
             "Show rows",
@@ -263,13 +281,13 @@ class TrainerPanel:
         )
         for i, name in enumerate(("Samples", "Log", "Data", "Code")):
             self.tabs.set_title(i, name)
-        look = W.HTML(_LOOK, layout=W.Layout(display="none"))
+        style = W.HTML(_STYLE, layout=W.Layout(display="none"))
         charts = W.Box([self.chart, self.others.add_class("trainkit-others")]).add_class(
             "trainkit-charts"
         )
         self.widget = W.VBox(
             [
-                look,
+                style,
                 self.form.widget,
                 self.memory,
                 row(
@@ -291,29 +309,26 @@ class TrainerPanel:
 
     # What hangs on the buttons
 
-    def guarded(self, do: Callable[[], Any]) -> Any:
-        "Do something, and show what it raises; what failed before is forgotten."
+    def guarded(self, do: Callable[[], object]) -> object:
+        "Call `do` and show the error that it raises, in place of an earlier one."
         with self.lock:
             self._put(self.alert, "")
         try:
-            done = do()
+            result = do()
         except Exception as error:
-            short = (
-                str(error)
-                if isinstance(error, (ConfigError, ValueError, OSError, ImportError))
-                else "".join(traceback.format_exception_only(error)).strip()
-            )
+            plain = isinstance(error, (ConfigError, ValueError, OSError, ImportError))
+            text = "".join(traceback.format_exception_only(error)).strip()
             with self.lock:
-                self._put(self.alert, notice(short))
+                self._put(self.alert, notice(str(error) if plain else text))
             return None
-        self.refresh(force=not self.alert.value)  # What the run has to say stays
-        return done
+        self.refresh(force=not self.alert.value)  # Messages of the run stay
+        return result
 
     def start(
         self,
-        resume: bool = False,  # Go on from the last checkpoint of the run that is there
+        resume: bool = False,  # Resume the panel's run from its last checkpoint
     ) -> bool:  # Raises `ConfigError` when a field is wrong
-        "Begin a run of what the form says."
+        "Start a run with the settings of the form."
         if self.session.snapshot().state in ACTIVE:
             return False
         with self.lock:
@@ -328,13 +343,13 @@ class TrainerPanel:
         return True
 
     def _watch(self):
-        "Look at the session until it ends."
-        self.finished, self.seen = False, -1
+        "Refresh the panel in a thread until the session ends."
+        self.finished, self.drawn_version = False, -1
         threading.Thread(
-            target=self._look, args=(self.session,), name="trainkit-panel", daemon=True
+            target=self._refresh_loop, args=(self.session,), name="trainkit-panel", daemon=True
         ).start()
 
-    def _look(self, session: TrainSession):
+    def _refresh_loop(self, session: TrainSession):
         while session is self.session and not self.closed and session.snapshot().state in ACTIVE:
             self.refresh()
             time.sleep(self.every)
@@ -354,7 +369,7 @@ class TrainerPanel:
         return self.session.sample(self.prompt.value)
 
     def kill_and_resume(self):
-        "Show that a resume is exact."
+        "Kill the process and resume it, to show that a resume is exact."
         if not self.session.kill():
             return False
         self.session.start("process", resume=True)
@@ -369,21 +384,20 @@ class TrainerPanel:
         self.code.value = as_code(self.form.read())
 
     def _changed(self, form: Form):
-        "A field is another now; what was said of memory and code may be wrong."
+        "A field has changed: update the code, the Start button and the memory prediction."
         if self.closed or not hasattr(self, "code"):
             return
         if self.code.value:
             self.code.value = "" if form.problems else as_code(form.config)
         with self.lock:
-            self.start_button.disabled = (
-                bool(form.problems) or not buttons(self.session.snapshot())["start"]
-            )
-        self.foreseen = False
+            can_start = buttons(self.session.snapshot())["start"]
+            self.start_button.disabled = bool(form.problems) or not can_start
+        self.memory_known = False
         if self.handle is not None:
             self.predict_soon()
 
     def predict_soon(self):
-        "Look at the memory when nobody has typed for a moment."
+        "Predict the memory when nobody has typed for a moment."
         if self.timer is not None:
             self.timer.cancel()
         self.timer = threading.Timer(0.8, self.predict)
@@ -391,34 +405,31 @@ class TrainerPanel:
         self.timer.start()
 
     def predict(self):
-        "Say beside Start whether it will fit."
+        "Show next to Start whether the run will fit in memory."
         if self.form.problems or self.closed:
             return
         with self.predicting:
             if self.session.state in ACTIVE:
-                if self.foreseen:
+                if self.memory_known:
                     return
-                text, colour = (
-                    "The run began before it was known how much memory a step will take.",
-                    "#6e7781",
-                )
+                text, colour = _MEMORY_TOO_LATE, _GREY
             else:
-                self.foreseen = True
-                try:
-                    expected = expect_memory(self.form.config)
-                except Exception as error:
-                    text, colour = (
-                        f"How much memory a step will take is not known: {error}",
-                        "#6e7781",
-                    )
-                else:
-                    text, colour = expected.text, "#1a7f37" if expected.fits else "#cf222e"
+                self.memory_known = True
+                text, colour = self._memory_text()
         with self.lock:
             self._put(self.memory, notice(text, colour, "status"))
 
+    def _memory_text(self) -> tuple[str, str]:
+        "The predicted memory in a sentence, and its colour."
+        try:
+            expected = expect_memory(self.form.config)
+        except Exception as error:
+            return f"How much memory a step will take is not known: {error}", _GREY
+        return expected.text, _GREEN if expected.fits else _RED
+
     # What is shown
 
-    def _put(self, widget: Any, value: Any, name: str = "value"):
+    def _put(self, widget: "Widget", value: object, name: str = "value"):
         if not self.closed and getattr(widget, name) != value:
             setattr(widget, name, value)
 
@@ -426,65 +437,52 @@ class TrainerPanel:
         "Show what is new."
         now = self.session.snapshot()
         with self.lock:
-            if self.closed or (now.version == self.seen and not force):
+            if self.closed or (now.version == self.drawn_version and not force):
                 return now
-            self.seen = now.version
-            can, process = buttons(now), self.session.how == "process" and now.state in ACTIVE
-            for widget, able in (
-                (self.start_button, can["start"] and not self.form.problems),
-                (self.pause_button, can["pause"] or can["resume"]),
-                (self.stop_button, can["stop"]),
-                (self.save_button, can["save"]),
-                (self.sample_button, can["sample"]),
-                (
-                    self.resume_button,
-                    can["start"] and now.state in ("stopped", "failed") and bool(now.checkpoint),
-                ),
-                (self.kill_button, process and bool(now.checkpoint)),
-                (self.place, can["start"]),
-            ):
-                self._put(widget, not able, "disabled")
-            self._put(self.pause_button, "Resume" if can["resume"] else "Pause", "description")
-            self._put(self.pause_button, "play" if can["resume"] else "pause", "icon")
-            self._put(
-                self.kill_button.layout,
-                None if process or self.place.value == PROCESS else "none",
-                "display",
-            )
+            self.drawn_version = now.version
+            self._refresh_buttons(now)
             if getattr(self.form, "locked", False) != (now.state in ACTIVE):
                 self.form.lock(now.state in ACTIVE)
-            self._put(
-                self.head,
-                f'<div style="font:600 14px/1.6 system-ui,sans-serif;font-variant-numeric:tabular-nums">{escape(headline(now))}</div>',
-            )
-            hidden = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
-            self._put(
-                self.state_line, f'<div role="status" style="{hidden}">Training {now.state}</div>'
-            )
-            words = (
-                notice(now.error)
-                + "".join(notice(line, "#bf8700", "note") for line in now.health[-3:])
-                + notice(proof_text(now), "#1a7f37", "status")
-            )
-            if words or now.state in ACTIVE:
-                self._put(self.alert, words)
+            self._put(self.head, _HEADLINE.format(escape(headline(now))))
+            self._put(self.state_line, _STATE_LINE.format(now.state))
+            messages = "".join(_run_notices(now, last=3))
+            if messages or now.state in ACTIVE:
+                self._put(self.alert, messages)
             if now.curves:
                 self._draw(now, force)
             self._put(self.samples, latest_samples_html(now.samples))
             self._put(self.log, log_html(now.log))
         return now
 
+    def _refresh_buttons(self, now: RunSnapshot):
+        can, process = buttons(now), self.session.mode == "process" and now.state in ACTIVE
+        ended = now.state in ("stopped", "failed")
+        for widget, enabled in (
+            (self.start_button, can["start"] and not self.form.problems),
+            (self.pause_button, can["pause"] or can["resume"]),
+            (self.stop_button, can["stop"]),
+            (self.save_button, can["save"]),
+            (self.sample_button, can["sample"]),
+            (self.resume_button, can["start"] and ended and bool(now.checkpoint)),
+            (self.kill_button, process and bool(now.checkpoint)),
+            (self.place, can["start"]),
+        ):
+            self._put(widget, not enabled, "disabled")
+        self._put(self.pause_button, "Resume" if can["resume"] else "Pause", "description")
+        self._put(self.pause_button, "play" if can["resume"] else "pause", "icon")
+        visible = process or self.place.value == PROCESS
+        self._put(self.kill_button.layout, None if visible else "none", "display")
+
     def _draw(self, now: RunSnapshot, force: bool):
-        "The loss at each look, the other curves once in a second."
-        self._put(
-            self.chart, str(pictures(now, 1, width=340)[0])
-        )  # Not wider: on a phone its letters would be small
-        if force or now.state != "running" or time.monotonic() - self.drawn > 1:
-            self.drawn = time.monotonic()
+        "Draw the loss at each refresh, the other curves once a second."
+        # Not wider: on a phone its letters would be small
+        self._put(self.chart, str(pictures(now, 1, width=340)[0]))
+        if force or now.state != "running" or time.monotonic() - self.others_drawn > 1:
+            self.others_drawn = time.monotonic()
             self._put(self.others, str(grid(*pictures(now, width=340, skip=1), least=280)))
 
     def finish(self):
-        "Show the end, and leave it in the saved notebook."
+        "Show the end of the run, also in the saved notebook."
         with self.lock:
             if self.closed or self.finished:
                 return
@@ -496,21 +494,17 @@ class TrainerPanel:
     # For the notebook
 
     def show(self) -> None:
-        "Put it on the page; the cell ends at once."
+        "Display the panel; the cell ends at once."
         display = notebook().display
         if not self.memory.value:
-            self._put(
-                self.memory,
-                notice(
-                    "How much memory a step will take is being worked out.", "#6e7781", "status"
-                ),
-            )  # Its place, so that no button moves
+            # It takes its place now, so that no button moves later
+            self._put(self.memory, notice(_MEMORY_PENDING, _GREY, "status"))
         self.handle = display(self, display_id=True)
         if self.handle is not None:
             self.predict_soon()
 
-    def result(self) -> Any:  # What `run` returns: `model`, `tokenizer`, `metrics`, …
-        "Wait for the run, and start it if nobody has; the notebook's stop button ends it and keeps the model."
+    def result(self) -> "RunResult":  # `model`, `tokenizer`, `metrics`, …
+        "Start the run if nobody has, and wait; the notebook's stop button ends it with a model."
         if self.session.state == "idle":
             self.start()
         while True:
@@ -521,8 +515,8 @@ class TrainerPanel:
         self.finish()
         return session.result()
 
-    async def arun(self) -> Any:  # What `run` returns
-        "Show it, start it, and wait, while clicks are heard: `result = await panel.arun()`."
+    async def arun(self) -> "RunResult":  # What `run` returns
+        "Show the panel, start it, and wait while buttons work: `result = await panel.arun()`."
         if self.handle is None:
             self.show()
         if self.session.state == "idle":
@@ -539,7 +533,7 @@ class TrainerPanel:
         cls,
         folder: str | Path,  # Of a run in a process, or of one that has ended
     ) -> "TrainerPanel":
-        "A panel for a run that is there already."
+        "A panel for a run that exists already."
         session = TrainSession.attach(folder)
         panel = cls(session.config)
         panel.session, panel.place.value = session, PROCESS
@@ -547,12 +541,12 @@ class TrainerPanel:
         return panel
 
     def close(self):
-        "Take the panel away and stop its run, unless that is a process of its own."
+        "Close the panel and stop its run, unless that is a process of its own."
         if self.closed:
             return
         if self.timer is not None:
             self.timer.cancel()
-        if self.session.how != "process":
+        if self.session.mode != "process":
             self.session.stop()
         with self.lock:
             self.closed = True
@@ -561,7 +555,7 @@ class TrainerPanel:
         if self.panels.get(self.key) is self:
             del self.panels[self.key]
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, object]:
         now = self.session.snapshot()
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
         page = static_html(now, getattr(self.session.config, "name", "Training run"))
@@ -572,29 +566,31 @@ class TrainerPanel:
         }
 
 # %% ../../nbs/12_widgets/03_view.ipynb #b819befa
+_STATE_WORDS = {  # (state, phase) -> how the headline begins; else the state
+    ("running", "preparing"): "preparing: reads, encodes and builds",
+    ("running", "finishing"): "finishing: evaluates the model and writes the report",
+    ("stopping", ""): "stopping: finishes its step and saves the model",
+}
+_HEADLINE_METRICS: dict[str, Callable[[float], str]] = {
+    "loss": lambda value: f"loss {number(value)}",
+    "reward": lambda value: f"reward {number(value)}",
+    "rewards/accuracies": lambda value: f"{100 * value:.0f} % preferred rightly",
+    "eval_loss": lambda value: f"held out {number(value)}",
+}
+
+
 def headline(
     snapshot: RunSnapshot,
 ) -> str:  # `running · step 120 of 400 · loss 2.31 · 8,123 tokens/s · 1:34 left`
     "A run in a line."
     s = snapshot
-    words = {
-        "preparing": "preparing: reads, encodes and builds",
-        "finishing": "finishing: judges the model and writes the report",
-    }
-    state = words.get(s.phase, s.state) if s.state == "running" else s.state
-    if s.state == "stopping":
-        state = "stopping: finishes its step and saves the model"
+    state = _STATE_WORDS.get((s.state, s.phase)) or _STATE_WORDS.get((s.state, "")) or s.state
     parts = [state]
     if s.total:
         parts.append(f"step {s.step:,} of {s.total:,}")
-    if "loss" in s.last:
-        parts.append(f"loss {number(s.last['loss'])}")
-    if "reward" in s.last:
-        parts.append(f"reward {number(s.last['reward'])}")
-    if "rewards/accuracies" in s.last:
-        parts.append(f"{100 * s.last['rewards/accuracies']:.0f} % preferred rightly")
-    if "eval_loss" in s.last:
-        parts.append(f"held out {number(s.last['eval_loss'])}")
+    for name, template in _HEADLINE_METRICS.items():
+        if name in s.last:
+            parts.append(template(s.last[name]))
     if s.state == "running" and s.phase == "training":
         if speed := s.last.get("tokens_per_second"):
             parts.append(f"{speed:,.0f} tokens/s")
@@ -619,14 +615,13 @@ def buttons(
     snapshot: RunSnapshot,
 ) -> dict[str, bool]:  # Button -> whether it can be pressed
     "What can be done with a run now; saving and sampling need a first step."
-    found = {name: snapshot.state in states for name, states in BUTTONS.items()}
+    enabled = {name: snapshot.state in states for name, states in BUTTONS.items()}
     ready = snapshot.phase == "training"
-    return {**found, "save": found["save"] and ready, "sample": found["sample"] and ready}
+    return {**enabled, "save": enabled["save"] and ready, "sample": enabled["sample"] and ready}
 
 # %% ../../nbs/12_widgets/03_view.ipynb #e2f9b398
-CHARTS: dict[
-    str, tuple[str, ...]
-] = {  # Title -> patterns of the numbers that it shows, without `eval_`
+# Title -> patterns of the numbers that it shows, without `eval_`
+CHARTS: dict[str, tuple[str, ...]] = {
     "Loss": ("loss",),
     "Rewards of answers": ("*rewards/chosen", "*rewards/rejected"),
     "Margin": ("*rewards/margins",),
@@ -652,80 +647,104 @@ FROM_ZERO = (
 )
 
 
-def _in_unit(title: str, found: dict) -> tuple[str, dict]:
-    "Memory, which is logged in GiB, in the GB of `show_bytes`, or little of it in MB; the title says the unit, and not each name."
-    small = max((y for _, ys in found.values() for y in ys if math.isfinite(y)), default=1.0) < 0.1
-    unit, size = ("MB", 1e6) if small else ("GB", 1e9)
+_CurveData = tuple[Sequence[float], Sequence[float]]  # Steps and values
+
+
+def _in_unit(title: str, data: dict[str, _CurveData]) -> tuple[str, dict[str, _CurveData]]:
+    "Memory, logged in GiB, in the GB or MB of `show_bytes`; the title has the unit, not each name."
+    finite = [y for _, ys in data.values() for y in ys if math.isfinite(y)]
+    unit, size = ("MB", 1e6) if max(finite, default=1.0) < 0.1 else ("GB", 1e9)
     return f"{title}, {unit}", {
         name.removesuffix("_gib").replace("_", " "): (xs, [y * 2**30 / size for y in ys])
-        for name, (xs, ys) in found.items()
+        for name, (xs, ys) in data.items()
+    }
+
+
+def _matching(snapshot: RunSnapshot, patterns: tuple[str, ...]) -> dict[str, _CurveData]:
+    "The curves whose name, without `eval_`, fits one of the patterns."
+    return {
+        name: data
+        for name, data in snapshot.curves.items()
+        if any(fnmatchcase(name.replace("eval_", "", 1), pattern) for pattern in patterns)
     }
 
 
 def pictures(
     snapshot: RunSnapshot,
     limit: int | None = None,  # At most so many
-    width: int = 480,  # Of each, in CSS pixels; narrow ones keep their letters large where several stand side by side
+    # Of each, in CSS pixels; narrow ones keep their letters large where several share a row
+    width: int = 480,
     skip: int = 0,  # So many of the first
 ) -> list[Picture]:
-    "Charts of what the run told, the most telling first; it is there even before it told anything."
-    told: dict[str, tuple[str, dict]] = {}
+    "Charts of the numbers of a run, the most important first; the loss also without any data."
+    charts: dict[str, tuple[str, dict[str, _CurveData]]] = {}
     for title, patterns in CHARTS.items():
-        fits = lambda name: any(
-            fnmatchcase(name.replace("eval_", "", 1), pattern) for pattern in patterns
-        )  # noqa: B023
-        found = {name: data for name, data in snapshot.curves.items() if fits(name)}
-        if found or title == "Loss":
-            told[title] = _in_unit(title, found) if title.startswith("Memory") else (title, found)
-    titles = sorted(told, key=lambda title: title != "Reward")[skip:][:limit]
+        data = _matching(snapshot, patterns)
+        if data or title == "Loss":
+            is_memory = title.startswith("Memory")
+            charts[title] = _in_unit(title, data) if is_memory else (title, data)
+    titles = sorted(charts, key=lambda title: title != "Reward")[skip:][:limit]
+    height = 220 if width > 400 else 190
     return [
         curves(
-            found,
-            words,
-            smooth=0.02 if t in ("Loss", "Reward") else 0.0,
+            data,
+            label,
+            smooth=0.02 if title in ("Loss", "Reward") else 0.0,
             width=width,
-            zero=t in FROM_ZERO,
-            height=(220 if width > 400 else 190) + 18 * max(0, len(found) - 2),
+            zero=title in FROM_ZERO,
+            height=height
+            + 18 * max(0, len(data) - 2),  # Names above the curves may take a line each
         )
-        for t in titles
-        for words, found in [told[t]]
-    ]  # Each name above the curves takes a line where there is little room
+        for title in titles
+        for label, data in [charts[title]]
+    ]
 
 # %% ../../nbs/12_widgets/03_view.ipynb #df5ea5a2
-MONO = "font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:0"
-
+MONO = (
+    "font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;"
+    "white-space:pre-wrap;overflow-wrap:anywhere;margin:0"
+)
 SILENCE = '<i style="opacity:.75"> (ends at once)</i>'
+_NO_SAMPLES = '<p style="opacity:.75;margin:4px 0">Nothing yet.</p>'
+_SAMPLE = (
+    '<div style="margin:6px 0"><span style="opacity:.75;font-size:12px">step {step:,}</span>'
+    f'<div dir="auto" style="{MONO}"><b>{{prompt}}</b>{{text}}</div></div>'
+)
+_SAMPLES = (
+    f'<div {PLAIN} style="max-height:260px;overflow:auto" tabindex="0" role="region" '
+    'aria-label="Samples">{}</div>'
+)
+_LOG = (
+    '<div style="display:flex;flex-direction:column-reverse;max-height:220px;overflow:auto" '
+    f'tabindex="0" role="log" aria-label="Log"><pre style="{MONO}">{{}}</pre></div>'
+)
 
 
 def latest_samples_html(
     samples: Sequence[tuple[int, str, str]],  # (step, prompt, text)
 ) -> str:
-    "What the model said, the latest first."
+    "Samples of the model as HTML, the latest first."
     if not samples:
-        return '<p style="opacity:.75;margin:4px 0">Nothing yet.</p>'
+        return _NO_SAMPLES
     rows = [
-        f'<div style="margin:6px 0"><span style="opacity:.75;font-size:12px">step {step:,}</span>'
-        f'<div dir="auto" style="{MONO}"><b>{clean(prompt)}</b>{clean(text) or SILENCE}</div></div>'
+        _SAMPLE.format(step=step, prompt=clean(prompt), text=clean(text) or SILENCE)
         for step, prompt, text in reversed(samples)
     ]
-    return f'<div {PLAIN} style="max-height:260px;overflow:auto" tabindex="0" role="region" aria-label="Samples">{"".join(rows)}</div>'
+    return _SAMPLES.format("".join(rows))
 
 
 def log_html(
     lines: Sequence[str],
 ) -> str:
-    "The last lines of the log, the latest at the bottom and in sight."
+    "The last lines of the log as HTML, scrolled to the latest at the bottom."
     text = "\n".join(lines[-100:])
-    return (
-        f'<div style="display:flex;flex-direction:column-reverse;max-height:220px;overflow:auto" tabindex="0" role="log" '
-        f'aria-label="Log"><pre style="{MONO}">{clean(text) or "Nothing yet."}</pre></div>'
-    )
+    return _LOG.format(clean(text) or "Nothing yet.")
 
 
 def proof_text(
     snapshot: RunSnapshot,
 ) -> str:
-    "What came of a kill and a resume, in a sentence."
+    "A sentence that compares the losses before a kill with those after the resume."
     if not snapshot.proof:
         return ""
     same = [
@@ -734,42 +753,73 @@ def proof_text(
     ]
     first, last = snapshot.proof[0][0], snapshot.proof[-1][0]
     if all(same):
-        return f"Killed and resumed: the {len(same)} losses of steps {first} to {last} came out the same, to the last bit."
-    step, before, after = next(p for p, fine in zip(snapshot.proof, same, strict=True) if not fine)
-    return f"Killed and resumed: at step {step} the loss was {before!r} before and is {after!r} now. This is not the same run."
+        return (
+            f"Killed and resumed: the {len(same)} losses of steps {first} to {last} "
+            "came out the same, to the last bit."
+        )
+    step, before, after = snapshot.proof[same.index(False)]
+    return (
+        f"Killed and resumed: at step {step} the loss was {before!r} before and is {after!r} now. "
+        "This is not the same run."
+    )
+
+
+def _run_notices(
+    snapshot: RunSnapshot,
+    last: int | None = None,  # At most so many warnings; None: all
+    role: str = "status",  # Of the comparison after a resume, for screen readers
+) -> Iterator[str]:  # HTML
+    "The error of a run, its warnings, and the comparison after a kill and a resume."
+    yield notice(snapshot.error)
+    for line in snapshot.health[-last:] if last else snapshot.health:
+        yield notice(line, _YELLOW, "note")
+    yield notice(proof_text(snapshot), _GREEN, role)
 
 # %% ../../nbs/12_widgets/03_view.ipynb #7ac70bd9
+_SECTION = '<h4 style="margin:10px 0 2px">{}</h4>{}'
+_ALL_NUMBERS = "<details><summary>All numbers</summary>{}</details>"
+_STATIC_PAGE = (
+    f'<div {PLAIN} aria-label="{{label}}" style="font:14px/1.5 system-ui,sans-serif">'
+    '<p style="margin:4px 0"><b>{title}</b> · {line}</p>{body}</div>'
+)
+
+
 def static_html(
     snapshot: RunSnapshot,
     title: str = "Training run",
 ) -> Picture:  # HTML
-    "A run as it stands, for those who have no kernel."
-    label = clean(f"{title}: {headline(snapshot)}")
-    inner = "".join(
-        f'<h4 style="margin:10px 0 2px">{clean(name)}</h4>{body}'
-        for name, body in (
-            ("Samples", latest_samples_html(snapshot.samples[-3:]) if snapshot.samples else ""),
-        )
-        if body
-    )
-    words = (
-        notice(snapshot.error)
-        + "".join(notice(line, "#bf8700", "note") for line in snapshot.health)
-        + notice(proof_text(snapshot), "#1a7f37", "note")
-    )
+    "A run as a page of HTML that needs no kernel."
+    line = clean(headline(snapshot))
+    samples = ""
+    if snapshot.samples:
+        samples = _SECTION.format("Samples", latest_samples_html(snapshot.samples[-3:]))
     charts = grid(*(p.image() for p in pictures(snapshot, 4))) if snapshot.curves else ""
-    numbers = table([{"": k, "last": v} for k, v in snapshot.last.items()]) if snapshot.last else ""
-    more = f"<details><summary>All numbers</summary>{numbers}</details>" if numbers else ""
+    numbers = ""
+    if snapshot.last:
+        numbers = _ALL_NUMBERS.format(table([{"": k, "last": v} for k, v in snapshot.last.items()]))
     return Picture(
-        f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif"><p style="margin:4px 0"><b>{clean(title)}</b> · '
-        f"{clean(headline(snapshot))}</p>{words}{charts}{inner}{more}</div>"
+        _STATIC_PAGE.format(
+            label=clean(f"{title}: {headline(snapshot)}"),
+            title=clean(title),
+            line=line,
+            body=f"{''.join(_run_notices(snapshot, role='note'))}{charts}{samples}{numbers}",
+        )
     )
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #6b34170a
+_SCRIPT = """from trainkit.config import load_config
+from trainkit.recipes.config import RunConfig
+from trainkit.recipes.runner import run
+
+config = load_config(RunConfig, {})
+result = run(config)
+"""
+
+
 def config_changes(
-    config: Any,  # An instance of a config class
-) -> dict[str, Any]:  # Nested, as in a file
-    "What must be said so that `load_config` makes the same config."
+    config: "RunConfig",  # Or an instance of another config class
+) -> dict[str, object]:  # Nested, as in a file
+    "The values that `load_config` needs to build the same config."
     kind, whole = type(config), to_dict(config)
     base = {"method": whole["method"]} if "method" in whole else {}
     fresh, small = to_dict(load_config(kind, base)), dict(base)
@@ -788,20 +838,17 @@ def config_changes(
 
 
 def as_code(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
 ) -> str:
-    "A script that does what `config` says."
-    return (
-        "from trainkit.config import load_config\nfrom trainkit.recipes.config import RunConfig; from trainkit.recipes.runner import run\n\n"
-        f"config = load_config(RunConfig, {pformat(config_changes(config), sort_dicts=False, width=100)})\nresult = run(config)\n"
-    )
+    "A Python script that runs `config`."
+    return _SCRIPT.format(pformat(config_changes(config), sort_dicts=False, width=100))
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #8da4cbf1
 class Expected(NamedTuple):
-    "What a run will need."
+    "The memory that a run will need."
 
-    needed: int  # Bytes at the peak; 0 where nobody knows
-    free: int  # Bytes that this machine, or its GPU, has to give
+    needed: int  # Bytes at the peak; 0 where it is not known
+    free: int  # Bytes that this machine, or its GPU, has left
     text: str  # In a sentence
 
     @property
@@ -810,107 +857,104 @@ class Expected(NamedTuple):
 
 
 def expect_memory(
-    config: Any,  # A `RunConfig`
+    config: "RunConfig",
     free: int | None = None,  # Bytes; None: what this machine has now
     seconds: float = 10,  # Of work, then `TimeoutError`; three times as many for what would help
 ) -> Expected:  # Raises what making the model raises
-    "Predict the peak of a run's steps, and say whether it fits."
+    "Predict the peak memory of a run's steps, and whether it fits."
     from trainkit.memory.tracker import give_up_after
     from trainkit.files import show_bytes
     from trainkit.recipes.memory_commands import free_here, knobs_of, plan_needs, predict_needs
 
-    here, on_gpu = free_here()
-    room = free if free is not None else here
+    free_now, on_gpu = free_here()
+    room = free if free is not None else free_now
     with give_up_after(seconds):
-        found = predict_needs(config)
-    beside = (
-        0 if config.adapts or config.method != "dpo" else found.parts.get("parameters", 0)
-    )  # The reference, a frozen copy
-    peak, where = found.peak + beside, "on the GPU" if on_gpu else "in this machine"
+        needs = predict_needs(config)
+    frozen_copy = config.method == "dpo" and not config.adapts
+    reference = needs.parts.get("parameters", 0) if frozen_copy else 0
+    peak, where = needs.peak + reference, "on the GPU" if on_gpu else "in this machine"
+    text = f"A step will take about {show_bytes(peak)}"
     if peak < room:
-        return Expected(
-            peak,
-            room,
-            f"A step will take about {show_bytes(peak)} of the {show_bytes(room)} free {where}.",
-        )
-    text = f"A step will take about {show_bytes(peak)}, and {show_bytes(room)} are free {where}. "
+        return Expected(peak, room, f"{text} of the {show_bytes(room)} free {where}.")
+    text += f", and {show_bytes(room)} are free {where}. "
     try:
         with give_up_after(3 * seconds):
-            plan = plan_needs(config, max(1, room - beside), host=not on_gpu)
+            plan = plan_needs(config, max(1, room - reference), host=not on_gpu)
     except TimeoutError as error:
         return Expected(peak, room, f"{text}What would help is {error}.")
-    turn = ", ".join(
-        f"{name} = {json.dumps(value)}" for name, value in knobs_of(plan, config).items()
-    )
-    text += (
-        f"What helps: {turn}; that takes about {show_bytes(plan.peak + beside)}."
-        if plan.fits
-        else f"No knob helps enough: the least is {show_bytes(plan.peak + beside)}. Take a smaller model."
-    )
+    planned = show_bytes(plan.peak + reference)
+    if plan.fits:
+        changes = [f"{k} = {json.dumps(value)}" for k, value in knobs_of(plan, config).items()]
+        text += f"What helps: {', '.join(changes)}; that takes about {planned}."
+    else:
+        text += f"No knob helps enough: the least is {planned}. Take a smaller model."
     return Expected(peak, room, text)
 
 # %% ../../nbs/12_widgets/04_preview.ipynb #167866bb
+_QUOTE = (
+    '<pre style="white-space:pre-wrap;overflow-wrap:anywhere;'
+    'border-left:3px solid rgba(128,128,128,.4);padding-left:10px">{}</pre>'
+)
+_ROW_COUNTS = (
+    "<p style='margin:4px 0'>{train_rows:,} rows of kind {kind} to train on, "
+    "{eval_rows:,} held out.</p>"
+)
+_NAMED_TEXT = '<div style="font-weight:600">{}</div>{}'
+_ROW = '<div style="margin:10px 0">{}</div>'
+
+
 def _quoted(text: str) -> str:
-    return (
-        '<pre style="white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid rgba(128,128,128,.4);padding-left:10px">'
-        f"{clean(text[:600])}{' …' * (len(text) > 600)}</pre>"
-    )
+    return _QUOTE.format(f"{clean(text[:600])}{' …' * (len(text) > 600)}")
 
 
-def preview_data(
-    config: Any,  # A `RunConfig`
-    rows: int = 2,  # How many
-) -> Picture:  # HTML
-    "The first rows as the model will see them."
-    from trainkit.data.dataset import DataConfig, load_splits
+def _as_text(value: object) -> str:
+    "A field of a row: a text, a conversation, or a label."
+    if isinstance(value, list):
+        return "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)
+    return str(value)
+
+
+def _pair_html(row: Mapping[str, object]) -> str:
+    "A prompt and its answers, one below the other."
+    names = ("prompt", "chosen", "rejected", "completion", "label")
+    texts = [_NAMED_TEXT.format(n, _quoted(_as_text(row[n]))) for n in names if n in row]
+    return _ROW.format("".join(texts))
+
+
+def _preview_tokenizer(config: "RunConfig", rows: Sequence[Mapping]) -> "BPETokenizer":
+    "The tokenizer of a run, or a small one learned from its rows, with a chat template."
     from trainkit.data.schema import to_messages
-
-    data: DataConfig = config.data
-    found, facts = load_splits(data)
-    first = found["train"][:rows]
-    head = f"<p style='margin:4px 0'>{facts.train_rows:,} rows of kind {clean(facts.kind)} to train on, {facts.eval_rows:,} held out.</p>"
-    if facts.kind == "text":
-        return Picture(head + "".join(_quoted(row["text"]) for row in first))
-    if facts.kind in (
-        "preference",
-        "unpaired",
-        "prompt",
-    ):  # Read side by side, and not learned by heart
-        said = lambda value: (
-            value
-            if isinstance(value, str)
-            else "\n".join(f"{turn['role']}: {turn['content']}" for turn in value)
-            if isinstance(value, list)
-            else str(value)
-        )
-        return Picture(
-            head
-            + "".join(
-                '<div style="margin:10px 0">'
-                + "".join(
-                    f'<div style="font-weight:600">{name}</div>{_quoted(said(row[name]))}'
-                    for name in ("prompt", "chosen", "rejected", "completion", "label")
-                    if name in row
-                )
-                + "</div>"
-                for row in first
-            )
-        )
-    from trainkit.tokenizer.chat import set_template
-    from trainkit.data.tokenization import show_mask
     from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
+    from trainkit.tokenizer.chat import set_template
 
     if config.tokenizer.path or config.init_from:
         tokenizer = BPETokenizer.load(config.tokenizer.path or config.init_from)
     else:
-        texts = [turn["content"] for row in found["train"][:200] for turn in to_messages(row)]
-        size = (
-            512 if sum(map(len, texts)) > 20_000 else 257
-        )  # Bytes, where there is little to learn from
+        texts = [turn["content"] for row in rows[:200] for turn in to_messages(row)]
+        size = 512 if sum(map(len, texts)) > 20_000 else 257  # Bytes, where there is little text
         tokenizer = BPETokenizer.train(texts, size, special_tokens=["<|endoftext|>"])
     if config.sft.template or not tokenizer.chat_template:
         set_template(tokenizer, config.sft.template or "chatml")
-    how = dict(kind=facts.kind, train_on=config.sft.train_on, reasoning=config.sft.reasoning)
-    return Picture(
-        head + "".join(show_mask(row, tokenizer, data.max_length, **how) for row in first)
-    )
+    return tokenizer
+
+
+def preview_data(
+    config: "RunConfig",
+    rows: int = 2,  # How many
+) -> Picture:  # HTML
+    "The first rows of the data as the model will see them."
+    from trainkit.data.dataset import load_splits
+    from trainkit.data.tokenization import show_mask
+
+    splits, facts = load_splits(config.data)
+    kind, first = facts.kind, splits["train"][:rows]
+    counts = {name: getattr(facts, name) for name in ("train_rows", "eval_rows")}
+    head = _ROW_COUNTS.format(kind=clean(kind), **counts)
+    if kind == "text":
+        return Picture(head + "".join(_quoted(row["text"]) for row in first))
+    if kind in ("preference", "unpaired", "prompt"):  # Answers to compare, without a loss mask
+        return Picture(head + "".join(map(_pair_html, first)))
+    tokenizer = _preview_tokenizer(config, splits["train"])
+    how = dict(kind=kind, train_on=config.sft.train_on, reasoning=config.sft.reasoning)
+    length = config.data.max_length
+    return Picture(head + "".join(show_mask(row, tokenizer, length, **how) for row in first))

@@ -18,10 +18,17 @@ from typing import Any
 
 from ..charts import curves
 from ..config import nearest
-from ..display import PLAIN, Picture, clean, table
+from ..display import PLAIN, Picture, clean, plural, table
 from ..train.reports import compare_runs, run_facts
 from ..train.runs import Run, list_runs
 from .form import Page, widgets
+
+# %% ../../nbs/12_widgets/15_run_browser.ipynb #run-browser-html
+_EMPTY = '<p style="opacity:.75;overflow-wrap:anywhere">{}</p>'
+_RUNS = (
+    f'<div {PLAIN} aria-label="{{label}}" style="font:14px/1.5 system-ui,sans-serif;'
+    'display:grid;gap:14px;grid-template-columns:minmax(0,1fr)">{body}</div>'
+)
 
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #900fb6bd
 ORDERS: dict[str, Callable[[Any, Any], bool]] = {
@@ -34,7 +41,7 @@ ORDERS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def _facts(run: Run) -> dict[str, Any]:  # Dotted name -> value: knobs, and final numbers
+def _facts(run: Run) -> dict[str, object]:  # Dotted name -> value: knobs, and final numbers
     return {
         name: value
         for (part, name), value in run_facts(run).items()
@@ -42,10 +49,10 @@ def _facts(run: Run) -> dict[str, Any]:  # Dotted name -> value: knobs, and fina
     }
 
 
-def _compare(order: str, have: Any, want: str) -> bool:
+def _compare(order: str, have: object, want: str) -> bool:
     if isinstance(have, bool) or not isinstance(have, (int, float)):
         if order not in ("=", "!="):
-            return False  # Text has no order that anybody would ask for
+            return False  # Nobody asks for texts by their order
         return ORDERS[order](str(have).lower(), want.lower())
     try:
         return ORDERS[order](float(have), float(want))
@@ -57,33 +64,37 @@ def find_runs(
     runs: Sequence[Run],
     words: str,  # Such as `optim.learning_rate>1e-3 finished`; empty: all of them
 ) -> list[Run]:  # In the same order
-    "The runs that a filter describes."
+    "The runs that match a filter."
     facts = {id(run): _facts(run) for run in runs} if words.strip() else {}
-    names = list(dict.fromkeys(name for found in facts.values() for name in found))
-    kept = list(runs)
+    names = list(dict.fromkeys(name for values in facts.values() for name in values))
+    matching = list(runs)
     for word in re.sub(r"\s*(<=|>=|!=|<|>|=)\s*", r"\1", words).split():
-        if asked := re.fullmatch(r"([\w./-]+?)(<=|>=|!=|<|>|=)(.*)", word):
-            name, order, want = asked.groups()
-            whole = [n for n in names if n == name] or [
-                n for n in names if n.rsplit(".", 1)[-1] == name
-            ]
-            if not whole and runs:
-                raise ValueError(
-                    f"'{name}' is no knob and no number of these runs.{nearest(name, names)}"
-                )
-            kept = [
-                r
-                for r in kept
-                if any(_compare(order, facts[id(r)][n], want) for n in whole if n in facts[id(r)])
-            ]
-        else:  # An unfinished run is not a finished one
-            kept = [
-                r
-                for r in kept
-                if word.lower() in f"{r.name} {r.config}".lower()
-                or any(w.startswith(word.lower()) for w in r.status.lower().split())
-            ]
-    return kept
+        comparison = re.fullmatch(r"([\w./-]+?)(<=|>=|!=|<|>|=)(.*)", word)
+        if comparison is None:
+            matching = [run for run in matching if _contains(run, word.lower())]
+            continue
+        name, order, want = comparison.groups()
+        full_names = [n for n in names if n == name]
+        full_names = full_names or [n for n in names if n.rsplit(".", 1)[-1] == name]
+        if not full_names and runs:
+            raise ValueError(
+                f"'{name}' is no knob and no number of these runs.{nearest(name, names)}"
+            )
+        matching = [
+            run
+            for run in matching
+            for values in [facts[id(run)]]
+            if any(_compare(order, values[n], want) for n in full_names if n in values)
+        ]
+    return matching
+
+
+def _contains(run: Run, word: str) -> bool:
+    "Whether a word is in the name or the config of a run, or begins a word of its status."
+    if word in f"{run.name} {run.config}".lower():
+        return True
+    # `finished` does not find `unfinished`
+    return any(w.startswith(word) for w in run.status.lower().split())
 
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #7669c2a6
 def overlay(
@@ -92,29 +103,20 @@ def overlay(
     log_y: bool = False,
 ) -> Picture:
     "One number of several runs over the steps."
-    drawn = {run.name: run.series(metric) for run in runs[:6] if metric in run.keys()}
+    series = {run.name: run.series(metric) for run in runs[:6] if metric in run.keys()}
     left = f", the first 6 of {len(runs)} runs" if len(runs) > 6 else ""
-    return curves(
-        drawn,
-        f"{metric}{left}",
-        smooth=0.02 if len(drawn) < 4 else 0.0,
-        log_y=log_y,
-        width=420,
-        height=240,
-    )  # Letters stay readable on a phone
+    smooth = 0.02 if len(series) < 4 else 0.0
+    title, width = f"{metric}{left}", 420  # Letters stay readable on a phone
+    return curves(series, title, smooth=smooth, log_y=log_y, width=width, height=240)
 
 
 def metrics_of(
     runs: Sequence[Run],
 ) -> list[str]:  # The loss first
     "The numbers that at least one of the runs has logged."
-    found = dict.fromkeys(
-        key
-        for run in runs
-        for key in run.keys()
-        if key not in ("epoch", "tokens", "seconds", "eta_seconds")
-    )
-    return sorted(found, key=lambda key: (key != "loss", key != "eval_loss"))
+    hidden = ("epoch", "tokens", "seconds", "eta_seconds")
+    metrics = dict.fromkeys(key for run in runs for key in run.keys() if key not in hidden)
+    return sorted(metrics, key=lambda key: (key != "loss", key != "eval_loss"))
 
 
 def runs_html(
@@ -122,56 +124,54 @@ def runs_html(
     chosen: Sequence[Run] = (),  # Those to look at
     metric: str = "loss",
     log_y: bool = False,
-    empty: str = "No run is here.",  # Said where none is listed
+    empty: str = "No run is here.",  # Shown when none is listed
 ) -> Picture:  # HTML
     "Runs as a page that needs no kernel."
+    body = str(_runs_table(runs, chosen)) if runs else _EMPTY.format(clean(empty))
+    if chosen:
+        body += str(overlay(chosen, metric, log_y))
+    if len(chosen) > 1:
+        differences = compare_runs(*chosen).differences
+        rows = [row for row in differences if row["part"] != "machine"]
+        body += table(rows, "What differs") if rows else "<p>Nothing differs but the time.</p>"
+    label = clean(f"{len(runs)} runs, {len(chosen)} chosen")
+    return Picture(_RUNS.format(label=label, body=body))
+
+
+def _runs_table(runs: Sequence[Run], chosen: Sequence[Run]) -> Picture:
+    "Start, last numbers and status of each run; the chosen ones are marked."
     finals = [(run, run.final()) for run in runs]
-    shown = [
-        c
-        for c in ("step", "loss", "eval_loss", "best_eval_loss", "tokens_per_second")
-        if any(c in final for _, final in finals)
-    ]
+    numbers = ("step", "loss", "eval_loss", "best_eval_loss", "tokens_per_second")
+    columns = [name for name in numbers if any(name in final for _, final in finals)]
     marked = {id(run) for run in chosen}
-    began = lambda run: (
-        run.started[5:16].replace("T", "\xa0").replace("-", "\u2011")
-    )  # One that no line is broken in
     rows = [
         {
             "run": ("●\xa0" if id(run) in marked else "") + run.name,
-            "started": began(run),
-            **{c: final.get(c) for c in shown},
+            # No line breaks inside a date
+            "started": run.started[5:16].replace("T", "\xa0").replace("-", "\u2011"),
+            **{name: final.get(name) for name in columns},
             "status": run.status,
         }
         for run, final in finals
     ]
-    parts = [
-        str(table(rows, f"{len(runs)} run{'s' * (len(runs) != 1)}"))
-        if rows
-        else f'<p style="opacity:.75;overflow-wrap:anywhere">{clean(empty)}</p>'
-    ]
-    if chosen:
-        parts.append(str(overlay(chosen, metric, log_y)))
-    if len(chosen) > 1:
-        found = compare_runs(*chosen)
-        rows = [row for row in found.differences if row["part"] != "machine"]
-        parts.append(
-            str(table(rows, "What differs") if rows else "<p>Nothing differs but the time.</p>")
-        )
-    label = clean(f"{len(runs)} runs, {len(chosen)} chosen")
-    return Picture(
-        f'<div {PLAIN} aria-label="{label}" style="font:14px/1.5 system-ui,sans-serif;display:grid;gap:14px;grid-template-columns:minmax(0,1fr)">{"".join(parts)}</div>'
-    )
+    return table(rows, plural(len(runs), "run"))
 
 # %% ../../nbs/12_widgets/15_run_browser.ipynb #6155c217
+def _run_label(run: Run) -> str:
+    loss = run.final().get("loss")
+    number = f" · loss {loss:.4g}" if isinstance(loss, float) else ""
+    return f"{run.name} · {run.status}{number}"
+
+
 class RunBrowser:
-    "The runs of a folder, on a page."
+    "A page with the runs of a folder."
 
     def __init__(
         self,
-        root: str | Path = "runs",  # The folder that holds run folders
+        root: str | Path = "runs",  # The folder with the run folders
         key: str = "",  # A page with the same key is closed; empty: that of the same cell
     ):
-        self.root, self.runs, self.found = Path(root), list_runs(root), []
+        self.root, self.runs, self.listed = Path(root), list_runs(root), []
         self.page = page = Page(self.html, key)
         W = widgets()
         self.words = W.Text(
@@ -198,7 +198,7 @@ class RunBrowser:
             description="logarithmic", indent=False, layout=W.Layout(width="130px")
         )
         self.again = page.button(
-            "Read again", "refresh", "Look at the folder anew", self.read, width="130px"
+            "Read again", "refresh", "Read the folder again", self.read, width="130px"
         )
         self.picture = W.HTML()
         self.quiet = False
@@ -215,60 +215,54 @@ class RunBrowser:
         self.filter()
 
     def read(self):
-        "Look at the folder anew."
+        "Read the folder again."
         self.runs = list_runs(self.root)
         self.filter()
 
     def filter(self):
-        "List the runs that the words describe; those that were chosen stay chosen."
-        self.found = find_runs(self.runs, self.words.value)
+        "List the runs that match the filter; the chosen ones stay chosen."
+        self.listed = find_runs(self.runs, self.words.value)
         before, metric = {*self.list.value}, self.metric.value
         self.quiet = True
         try:
-            loss = lambda run: (
-                f" · loss {run.final()['loss']:.4g}"
-                if isinstance(run.final().get("loss"), float)
-                else ""
-            )
-            labels = [(f"{run.name} · {run.status}{loss(run)}", run.name) for run in self.found]
-            self.list.options = labels
-            self.list.rows = max(3, min(8, len(labels)))
-            kept = tuple(name for _, name in labels if name in before) or tuple(
-                name for _, name in labels[:2]
-            )
-            self.list.value = kept
-            self.metric.options = names = metrics_of(self.found) or ["loss"]
-            self.metric.value = metric if metric in names else names[0]
+            names = [run.name for run in self.listed]
+            self.list.options = [(_run_label(run), run.name) for run in self.listed]
+            self.list.rows = max(3, min(8, len(names)))
+            self.list.value = [name for name in names if name in before] or names[:2]
+            self.metric.options = metrics = metrics_of(self.listed) or ["loss"]
+            self.metric.value = metric if metric in metrics else metrics[0]
         finally:
             self.quiet = False
         self.draw()
 
     @property
     def chosen(self) -> list[Run]:  # In the order of the list
-        "The runs that are looked at."
-        return [run for run in self.found if run.name in self.list.value]
+        "The runs that are compared."
+        return [run for run in self.listed if run.name in self.list.value]
 
     def html(self) -> Picture:
-        return runs_html(self.found, self.chosen, self.metric.value, self.log_y.value, self._none())
+        return runs_html(
+            self.listed, self.chosen, self.metric.value, self.log_y.value, self._none()
+        )
 
     def _none(self) -> str:
         "Why no run is listed."
         where = self.root.resolve()
         if self.runs:
-            return f"The filter describes none of the runs in {where}."
+            return f"The filter matches none of the runs in {where}."
         return f"No run is in {where}." if where.is_dir() else f"There is no folder {where}."
 
     def draw(self):
-        "Show what is chosen."
+        "Draw the chosen runs."
         if self.quiet:
             return
         self.page.put(self.picture, str(self.html()))
         self.page.settle()
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, Any]:
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict[str, object]:
         view = dict(version_major=2, version_minor=0, model_id=self.widget.model_id)
         return {
             "application/vnd.jupyter.widget-view+json": view,
             "text/html": str(self.html()),
-            "text/plain": f"RunBrowser: {len(self.found)} of {len(self.runs)} runs",
+            "text/plain": f"RunBrowser: {len(self.listed)} of {len(self.runs)} runs",
         }

@@ -30,9 +30,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ..charts import thin
 from ..config import save_config
@@ -40,6 +41,11 @@ from ..progress import Clock
 from ..recipes.control import LogTail, note_state, send, state_of
 from ..train.config import EXIT_CODES, Control
 from ..train.runs import new_folder, parse_line, read_metrics
+
+if TYPE_CHECKING:
+    from trainkit.recipes.config import RunConfig
+    from trainkit.recipes.runner import RunResult
+    from trainkit.train.trainer import Trainer
 
 # %% ../../nbs/12_widgets/02_session.ipynb #35d8145c
 HIDDEN = frozenset(
@@ -61,17 +67,17 @@ HIDDEN = frozenset(
 def extremes(
     points: Sequence[tuple[float, float]],  # (x, y), in the order of x
 ) -> list[tuple[float, float]]:  # Two of them, in the same order
-    "The highest and the lowest point; one that is no number instead of the latter."
-    real = [p for p in points if math.isfinite(p[1])]
-    gap = [p for p in points if not math.isfinite(p[1])][:1]
-    kept = [max(real, key=lambda p: p[1])] if real else []
-    if not gap and real:
-        kept.append(min(real, key=lambda p: p[1]))
-    return sorted({*kept, *gap})
+    "The highest and the lowest point; a NaN or infinity takes the place of the lowest."
+    finite = [p for p in points if math.isfinite(p[1])]
+    nonfinite = [p for p in points if not math.isfinite(p[1])][:1]
+    extreme = [max(finite, key=lambda p: p[1])] if finite else []
+    if not nonfinite and finite:
+        extreme.append(min(finite, key=lambda p: p[1]))
+    return sorted({*extreme, *nonfinite})
 
 
 class Curve:
-    "Points over the steps, of which never more than `limit` are kept."
+    "Points over the steps, never more than `limit` of them."
 
     def __init__(
         self,
@@ -79,15 +85,15 @@ class Curve:
     ):
         self.limit, self.stride = limit, 1
         self.points: list[tuple[float, float]] = []
-        self.rest: list[tuple[float, float]] = []  # Not yet enough of them for a group
+        self.pending: list[tuple[float, float]] = []  # Not yet enough of them for a group
 
     def add(self, x: float, y: float):
-        "One more point."
-        self.rest.append((x, y))
-        if self.stride > 1 and len(self.rest) < 2 * self.stride:
+        "Add a point."
+        self.pending.append((x, y))
+        if self.stride > 1 and len(self.pending) < 2 * self.stride:
             return
-        self.points += self.rest if self.stride == 1 else extremes(self.rest)
-        self.rest = []
+        self.points += self.pending if self.stride == 1 else extremes(self.pending)
+        self.pending = []
         if len(self.points) >= self.limit - 1:
             self.points, self.stride = thin(self.points, self.limit // 2 + 2), 2 * self.stride
 
@@ -95,14 +101,13 @@ class Curve:
         self,
         step: float,  # The last one that counts
     ):
-        "Forget what a resume has undone."
-        self.points, self.rest = (
-            [p for p in points if p[0] <= step] for points in (self.points, self.rest)
-        )
+        "Drop the points after a step, which a resume computes again."
+        self.points = [p for p in self.points if p[0] <= step]
+        self.pending = [p for p in self.pending if p[0] <= step]
 
     def read(self) -> tuple[tuple[float, ...], tuple[float, ...]]:  # Steps and values
-        "What is kept, up to the last point."
-        points = self.points + self.rest[-1:]
+        "The points of the curve, up to the last one."
+        points = self.points + self.pending[-1:]
         return tuple(x for x, _ in points), tuple(y for _, y in points)
 
 # %% ../../nbs/12_widgets/02_session.ipynb #3e377aa9
@@ -118,41 +123,42 @@ class RunSnapshot:
     phase: str = ""  # 'preparing', 'training' or 'finishing'
     step: int = 0
     total: int = 0  # Steps of the whole run, 0 while unknown
-    start: int = 0  # Step after which this start of it began
+    start: int = 0  # Step after which the run began or was resumed
     seconds: float = 0.0  # Running time without pauses, over all resumes
     eta: float | None = None  # Seconds, None while unknown
     speed: float = 0.0  # Steps a second over the last minute
-    curves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = field(
-        default_factory=dict
-    )  # Name -> steps, values
+    # Name -> steps, values
+    curves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)  # The last value of each number
     samples: tuple[tuple[int, str, str], ...] = ()  # (step, prompt, text), the last ones
     health: tuple[str, ...] = ()  # Warnings
     log: tuple[str, ...] = ()  # Lines, the last ones
-    proof: tuple[
-        tuple[int, float, float], ...
-    ] = ()  # After a kill: (step, loss before, loss when it was done again)
+    # After a kill: (step, loss before, loss when it was computed again)
+    proof: tuple[tuple[int, float, float], ...] = ()
     checkpoint: int | None = None  # Step of the last one
     error: str = ""  # Why it failed
     folder: str = ""  # Of the run
     version: int = 0  # Counts changes
 
 # %% ../../nbs/12_widgets/02_session.ipynb #8620e1ac
+_Record = Mapping[str, Any]  # One line of `metrics.jsonl`
+
+
 class RunState:
-    "What a run has told so far; a callback of a trainer, or the reader of its log."
+    "The curves, samples and log of a run so far: a callback of a trainer, or fed from its log."
 
     def __init__(
         self,
         lines: int = 200,  # Lines of log that are kept
-        narrate: bool = True,  # Write a line of log for an evaluation, a checkpoint and a warning
+        log_events: bool = True,  # Add a log line for each evaluation, checkpoint and warning
     ):
-        self.narrate, self.lock, self.version = narrate, threading.RLock(), 0
+        self.log_events, self.lock, self.version = log_events, threading.RLock(), 0
         self.log: deque[str] = deque(maxlen=lines)
         self.losses: dict[int, float] = {}  # Of the last 4,096 records
         self.clear()
 
     def clear(self):
-        "Forget what was told, but for the log and the losses."
+        "Forget the run, except for its log and its losses."
         with self.lock:
             self.phase, self.step, self.total, self.start, self.seconds = "", 0, 0, 0, 0.0
             self.curves: dict[str, Curve] = {}
@@ -165,37 +171,39 @@ class RunState:
             self.clock: Clock | None = None
             self.version += 1
 
-    def say(
+    def add_log(
         self,
         text: str,  # One line or several
     ):
-        "Add to the log."
+        "Add lines to the log."
         with self.lock:
             for line in text.splitlines():
                 if line.strip():
                     self.log.append(line.rstrip())
             self.version += 1
 
-    def take(
+    def update(
         self,
         event: str,  # 'start', 'step', 'log', 'eval', 'sample', 'save', 'health' or 'end'
-        record: Mapping[str, Any],
-        seconds: float | None = None,  # Running time, if somebody knows it
+        record: _Record,
+        seconds: float | None = None,  # Running time; None: that of the record, if it has one
     ):
-        "Hear of something."
+        "Take in one record of the run."
         with self.lock:
-            if (hear := getattr(self, f"_{event}", None)) is None:
+            if (handler := getattr(self, f"_{event}", None)) is None:
                 return
-            if (known := record.get("seconds") if seconds is None else seconds) is not None:
-                self.seconds = float(known)
+            if seconds is None:
+                seconds = record.get("seconds")
+            if seconds is not None:
+                self.seconds = float(seconds)
             if event != "sample":
                 self.step = int(record.get("step") or self.step)
-            hear(record)
+            handler(record)
             if self.clock is not None:
                 self.clock.at(self.step)
             self.version += 1
 
-    def _start(self, record: Mapping[str, Any]):
+    def _start(self, record: _Record):
         self.phase, self.total = "training", int(record.get("total_steps") or 0)
         self.start = self.step = int(record.get("start_step") or 0)
         self.undone = (
@@ -206,10 +214,10 @@ class RunState:
             curve.cut(self.start)
         self.clock = Clock(self.start, now=lambda: self.seconds)
 
-    def _step(self, record: Mapping[str, Any]):
+    def _step(self, record: _Record):
         pass
 
-    def _log(self, record: Mapping[str, Any]):
+    def _log(self, record: _Record):
         for name, value in record.items():
             if name in HIDDEN or isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
@@ -222,72 +230,72 @@ class RunState:
             if len(self.losses) > 4096:
                 del self.losses[min(self.losses)]
 
-    def _eval(self, record: Mapping[str, Any]):
+    def _eval(self, record: _Record):
         self._log({k: v for k, v in record.items() if k != "loss"})
-        if self.narrate and "eval_loss" in record:
-            self.say(f"step {self.step}: held-out loss {record['eval_loss']:.4g}")
+        if self.log_events and "eval_loss" in record:
+            self.add_log(f"step {self.step}: held-out loss {record['eval_loss']:.4g}")
 
-    def _sample(self, record: Mapping[str, Any]):
+    def _sample(self, record: _Record):
         self.samples += [
             (int(record.get("step") or 0), str(p), str(t)) for p, t in record["samples"]
         ]
 
-    def _save(self, record: Mapping[str, Any]):
+    def _save(self, record: _Record):
         if record.get("kind") == "checkpoint":
             self.checkpoint = int(record["step"])
-        if self.narrate:
-            self.say(
+        if self.log_events:
+            self.add_log(
                 f"step {record['step']}: saved {record.get('kind', '')} {record.get('path', '')}"
             )
 
-    def _health(self, record: Mapping[str, Any]):
+    def _health(self, record: _Record):
         line = "{symptom} at step {step}: {evidence}. {remedy}".format_map(record)
         if line not in self.health:
             self.health.append(line)
-        if self.narrate:
-            self.say(line)
+        if self.log_events:
+            self.add_log(line)
 
-    def _end(self, record: Mapping[str, Any]):
+    def _end(self, record: _Record):
         self.phase, self.reason = "finishing", str(record.get("reason") or "")
 
-    def _hear(self, event: str, trainer: Any, record: Mapping[str, Any]):
+    def _on_event(self, event: str, trainer: "Trainer", record: _Record):
         if event == "start" and getattr(trainer, "folder", None):
             self.folder = str(trainer.folder)
-        self.take(event, record, getattr(trainer, "seconds", None))
+        self.update(event, record, getattr(trainer, "seconds", None))
 
-    def on_start(self, trainer, record):
-        self._hear("start", trainer, record)
+    def on_start(self, trainer: "Trainer", record: _Record):
+        self._on_event("start", trainer, record)
 
-    def on_step(self, trainer, record):
-        self._hear("step", trainer, record)
+    def on_step(self, trainer: "Trainer", record: _Record):
+        self._on_event("step", trainer, record)
 
-    def on_log(self, trainer, record):
-        self._hear("log", trainer, record)
+    def on_log(self, trainer: "Trainer", record: _Record):
+        self._on_event("log", trainer, record)
 
-    def on_eval(self, trainer, record):
-        self._hear("eval", trainer, record)
+    def on_eval(self, trainer: "Trainer", record: _Record):
+        self._on_event("eval", trainer, record)
 
-    def on_sample(self, trainer, record):
-        self._hear("sample", trainer, record)
+    def on_sample(self, trainer: "Trainer", record: _Record):
+        self._on_event("sample", trainer, record)
 
-    def on_save(self, trainer, record):
-        self._hear("save", trainer, record)
+    def on_save(self, trainer: "Trainer", record: _Record):
+        self._on_event("save", trainer, record)
 
-    def on_health(self, trainer, record):
-        self._hear("health", trainer, record)
+    def on_health(self, trainer: "Trainer", record: _Record):
+        self._on_event("health", trainer, record)
 
-    def on_end(self, trainer, record):
-        self._hear("end", trainer, record)
+    def on_end(self, trainer: "Trainer", record: _Record):
+        self._on_event("end", trainer, record)
 
     def snapshot(
         self,
         state: str,  # One of `STATES`
-        **more: Any,  # Other fields of the `Snapshot`
+        **fields: object,  # Other fields of the `RunSnapshot`
     ) -> RunSnapshot:
-        "All of it, as it is now."
+        "The state of the run as frozen data."
         with self.lock:
             clock = self.clock if state == "running" and self.phase == "training" else None
-            facts = dict(
+            current = dict(
                 phase=self.phase if state in ACTIVE else "",
                 step=self.step,
                 total=self.total,
@@ -305,131 +313,143 @@ class RunState:
                 folder=self.folder,
                 version=self.version,
             )
-        return RunSnapshot(state, **{**facts, **more})
+        return RunSnapshot(state, **{**current, **fields})  # type: ignore
 
 # %% ../../nbs/12_widgets/02_session.ipynb #81a35531
-class _Routed:
-    "A stream that gives what some threads write to somebody else."
+class _ThreadStream:
+    "A stream that passes what some threads write to a function of their own."
 
-    def __init__(self, stream: Any):
-        self.stream, self.ears, self.begun = (
-            stream,
-            {},
-            {},
-        )  # Thread -> who listens, what waits for its end
+    def __init__(self, stream: IO[str]):
+        self.stream = stream
+        self.listeners: dict[int, Callable[[str], object]] = {}  # Thread -> gets its lines
+        self.partial: dict[int, str] = {}  # Thread -> a line that has not ended yet
 
     def write(self, text: str) -> int:
-        me = threading.get_ident()
-        if me not in self.ears:
+        thread = threading.get_ident()
+        if thread not in self.listeners:
             return self.stream.write(text)
-        *lines, self.begun[me] = (self.begun.get(me, "") + text).split("\n")
+        *lines, self.partial[thread] = (self.partial.get(thread, "") + text).split("\n")
         for line in lines:
-            self.ears[me](line)
+            self.listeners[thread](line)
         return len(text)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return getattr(self.stream, name)
 
 
-_routing = threading.Lock()
+_stream_lock = threading.Lock()
 
 
 @contextmanager
 def listening(
-    say: Callable[[str], Any],  # Gets each line that is printed
+    say: Callable[[str], object],  # Gets each line that is printed
 ) -> Iterator[None]:
-    "What this thread prints in the block goes to `say`; other threads print as ever."
-    me = threading.get_ident()
-    with _routing:
+    "Send what this thread prints in the block to `say`; other threads print as before."
+    thread = threading.get_ident()
+    streams: list[_ThreadStream] = []
+    with _stream_lock:
         for name in ("stdout", "stderr"):
-            if not isinstance(getattr(sys, name), _Routed):
-                setattr(sys, name, _Routed(getattr(sys, name)))
-        streams = [sys.stdout, sys.stderr]
-        for stream in streams:
-            stream.ears[me] = say  # type: ignore
+            stream = getattr(sys, name)
+            if not isinstance(stream, _ThreadStream):
+                stream = _ThreadStream(stream)
+                setattr(sys, name, stream)
+            stream.listeners[thread] = say
+            streams.append(stream)
     try:
         yield
     finally:
-        with _routing:
+        with _stream_lock:
             for stream in streams:
-                if half := stream.begun.pop(me, ""):
-                    say(half)  # type: ignore
-                stream.ears.pop(me, None)  # type: ignore
+                if partial := stream.partial.pop(thread, ""):
+                    say(partial)
+                stream.listeners.pop(thread, None)
             for name in ("stdout", "stderr"):
                 stream = getattr(sys, name)
-                if isinstance(stream, _Routed) and not stream.ears:
+                if isinstance(stream, _ThreadStream) and not stream.listeners:
                     setattr(sys, name, stream.stream)
 
 # %% ../../nbs/12_widgets/02_session.ipynb #fc43b75f
+_FINISHED = ("finished", "early stopping")  # Reasons to stop after which a run is done
+_RESULT_FIELDS = (  # What a `RunResult` takes from the last record of `metrics.jsonl`
+    "final_loss",
+    "best_metric",
+    "best_model_path",
+    "final_checkpoint",
+    "steps",
+    "tokens",
+    "seconds",
+    "stop_reason",
+    "notes",
+)
+
+
 class TrainSession:
     "A run with buttons."
 
     def __init__(
         self,
-        config: Any,  # A `RunConfig`
-        job: Callable[..., Any]
-        | None = None,  # (config, resume, callbacks, control) -> result; None: `trainkit.recipes.runner.run`
+        config: "RunConfig",
+        # (config, resume, callbacks, control) -> result; None: `trainkit.recipes.runner.run`
+        job: "Callable[..., RunResult] | None" = None,
     ):
-        self.config, self.job, self.control, self.story = config, job, Control(), RunState()
-        self.lock, self.state, self.how, self.error = threading.RLock(), "idle", "", ""
+        self.config, self.job, self.control, self.run_state = config, job, Control(), RunState()
+        self.lock, self.state, self.mode, self.error = threading.RLock(), "idle", "", ""
         self.folder: Path | None = None
-        self.pressed = 0.0  # When a button was, for a process that answers a little later
+        self.pressed_at = 0.0  # Time of the last button, since a process answers a little later
         self.thread: threading.Thread | None = None
         self.process: subprocess.Popen | None = None
         self._failure: BaseException | None = None
-        self._result: Any = None
+        self._result: RunResult | None = None
+
+    @property
+    def _run_folder(self) -> Path:
+        assert self.folder is not None
+        return self.folder
 
     # The buttons
 
     def start(
         self,
-        how: str = "thread",  # 'thread', 'foreground' or 'process'
-        resume: bool = False,  # Go on from the last checkpoint of this session's run
+        mode: str = "thread",  # 'thread', 'foreground' or 'process'
+        resume: bool = False,  # Resume from the last checkpoint of this session's run
     ) -> bool:  # False if it is running already
-        "Begin."
-        if how not in ("thread", "foreground", "process"):
-            raise ValueError(f"how = {how!r} must be one of 'thread', 'foreground', 'process'")
+        "Start the run."
+        if mode not in ("thread", "foreground", "process"):
+            raise ValueError(f"mode = {mode!r} must be one of 'thread', 'foreground', 'process'")
         with self.lock:
             if self.snapshot().state in ACTIVE:
                 return False
             if resume and self.folder is None:
-                raise ValueError("There is nothing to go on from: this session has not run yet")
-            if how == "process" and self.job:
-                raise ValueError(
-                    "A process can only run what a config describes, and not a job of your own"
-                )
+                raise ValueError("There is nothing to resume: this session has not run yet")
+            if mode == "process" and self.job:
+                raise ValueError("A process can only run a config, not a job of your own")
             if not resume:
-                self.story.clear()
-            self.control, self.how, self.error, self._failure, self._result = (
-                Control(),
-                how,
-                "",
-                None,
-                None,
-            )
-            self.story.narrate = how != "process"  # What a process prints says it already
-            self.state, self.story.phase = "running", "preparing"
+                self.run_state.clear()
+            self.control, self.mode = Control(), mode
+            self.error, self._failure, self._result = "", None, None
+            self.run_state.log_events = mode != "process"  # A process prints these lines itself
+            self.state, self.run_state.phase = "running", "preparing"
             try:
-                if how == "process":
+                if mode == "process":
                     self._spawn(resume)
             except BaseException:
                 self.state = "failed"
                 raise
-        if how == "thread":
+        if mode == "thread":
             self.thread = threading.Thread(
                 target=self._work, args=(resume,), name="trainkit", daemon=True
             )
             self.thread.start()
-        elif how == "foreground":
+        elif mode == "foreground":
             self._work(resume)
         return True
 
     def pause(self) -> bool:  # Whether there was something to pause
-        "Wait after this step."
+        "Pause after this step."
         return self._press("pause", ("running",), "paused")
 
     def resume(self) -> bool:
-        "Go on after a pause."
+        "Continue after a pause."
         return self._press("resume", ("paused",), "running")
 
     def stop(self) -> bool:
@@ -438,69 +458,73 @@ class TrainSession:
 
     def save(self) -> bool:
         "Write a checkpoint now."
-        return self._ask(
-            "save", lambda trainer: (trainer.save(strict=False), trainer.settle(strict=False))
-        )
+
+        def save_now(trainer: "Trainer"):
+            trainer.save(strict=False)
+            trainer.settle(strict=False)
+
+        return self._ask("save", save_now)
 
     def sample(
         self,
-        prompt: str = "",  # What the model goes on from; empty: the prompts of the run
+        prompt: str = "",  # What the model continues; empty: the prompts of the run
     ) -> bool:
-        "Let the model speak now."
-        return self._ask(
-            "sample", lambda trainer: trainer.draw(*([prompt] if prompt else [])), prompt
-        )
+        "Sample from the model now."
+        prompts = [prompt] if prompt else []
+        return self._ask("sample", lambda trainer: trainer.draw(*prompts), prompt)
 
     def kill(self) -> bool:  # Only for a process
-        "End it at once, as a power failure would; `start(…, resume=True)` goes on from its last checkpoint."
+        "End the process at once, as a power failure would; `start(…, resume=True)` resumes it."
         with self.lock:
-            if self.snapshot().state not in ACTIVE or self.how != "process":
+            if self.snapshot().state not in ACTIVE or self.mode != "process":
                 return False
             try:
-                os.kill(state_of(self.folder)["pid"], getattr(signal, "SIGKILL", signal.SIGTERM))  # type: ignore
+                pid = state_of(self._run_folder)["pid"]
+                os.kill(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
             except ProcessLookupError:
                 pass
             if self.process is not None:
                 self.process.wait()
             self._follow()
             self.state, self.error = "stopped", ""
-            self.story.say(
-                f"Killed after step {self.story.step}; the last checkpoint is of step {self.story.checkpoint}."
+            step, checkpoint = self.run_state.step, self.run_state.checkpoint
+            self.run_state.add_log(
+                f"Killed after step {step}; the last checkpoint is of step {checkpoint}."
             )
             return True
 
-    def _press(self, order: str, allowed: tuple[str, ...], then: str) -> bool:
+    def _press(self, order: str, allowed: tuple[str, ...], next_state: str) -> bool:
         with self.lock:
             if self.snapshot().state not in allowed:
                 return False
-            if self.how == "process":
-                send(self.folder, order)  # type: ignore
+            if self.mode == "process":
+                send(self._run_folder, order)
             else:
                 getattr(self.control, order)()
-            self.state, self.pressed = then, time.time()
-            self.story.say("")  # Something has changed
+            self.state, self.pressed_at = next_state, time.time()
+            self.run_state.add_log("")  # Something has changed
             return True
 
-    def _ask(self, order: str, do: Callable[[Any], Any], text: str = "") -> bool:
-        def kindly(trainer: Any):  # A prompt that cannot be answered must not end a run
+    def _ask(self, order: str, do: "Callable[[Trainer], object]", text: str = "") -> bool:
+        def safely(trainer: "Trainer"):  # A prompt that cannot be answered must not end a run
             try:
                 do(trainer)
             except Exception as error:
-                self.story.say(f"{order}: {type(error).__name__}: {error}")
+                self.run_state.add_log(f"{order}: {type(error).__name__}: {error}")
 
         with self.lock:
             if self.snapshot().state not in ("running", "paused"):
                 return False
-            if self.how == "process":
-                send(self.folder, order, text)  # type: ignore
+            if self.mode == "process":
+                send(self._run_folder, order, text)
             else:
-                self.control.ask(kindly)
+                self.control.ask(safely)
             return True
 
     # Where the steps are taken
 
-    def _config(self, folder: Path | None) -> Any:
-        "The config of this run: without a bar of its own, and perhaps with a folder."
+    def _config(self, folder: Path | None) -> "RunConfig":
+        "The config of this run without a progress bar, and with `folder` if there is one."
         config = deepcopy(self.config)
         if hasattr(config, "train"):
             config.train.progress = False
@@ -509,56 +533,50 @@ class TrainSession:
         return config
 
     def _work(self, resume: bool):
-        "What the thread does."
+        "Run the job; the thread's target."
         if (job := self.job) is None:
             from trainkit.recipes.runner import run as job
         try:
-            with listening(self.story.say):
+            with listening(self.run_state.add_log):
                 self._result = job(
                     self._config(self.folder if resume else None),
                     resume=resume,
-                    callbacks=[self.story],
+                    callbacks=[self.run_state],
                     control=self.control,
                 )
-            state = (
-                "done"
-                if getattr(self._result, "stop_reason", "finished")
-                in ("finished", "early stopping")
-                else "stopped"
-            )
+            reason = getattr(self._result, "stop_reason", "finished")
+            state = "done" if reason in _FINISHED else "stopped"
         except BaseException as error:
             self._failure, state = error, "failed"
             self.error = "".join(traceback.format_exception_only(error)).strip()
-            self.story.say("".join(traceback.format_exception(error)))
+            self.run_state.add_log("".join(traceback.format_exception(error)))
         with self.lock:
-            if self.story.folder:
-                self.folder = Path(self.story.folder)
+            if self.run_state.folder:
+                self.folder = Path(self.run_state.folder)
             self.state = state
-            self.story.say("")
+            self.run_state.add_log("")
 
     def _spawn(self, resume: bool):
-        "Begin in a process of its own, which ends neither with this one nor with its Ctrl-C."
+        "Start a process of its own, which ends neither with this one nor with its Ctrl-C."
         if not resume:
             self.folder = new_folder(self.config.folder).resolve()
-        folder: Path = self.folder  # type: ignore
+        folder = self._run_folder
         save_config(self._config(folder), folder / "config.yaml")
-        here = str(Path(find_spec("trainkit").origin).parent.parent)  # type: ignore
+        here = str(Path(cast(str, cast(ModuleSpec, find_spec("trainkit")).origin)).parent.parent)
         env = {
             **os.environ,
             "TRAINKIT_RUN_FOLDER": str(folder),
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH")))),
         }
-        words = ["--resume", str(folder)] if resume else [str(folder / "config.yaml")]
-        self.story.folder, self.tails = (
-            str(folder),
-            [LogTail(folder / "metrics.jsonl"), LogTail(folder / "output.txt")],
-        )
+        arguments = ["--resume", str(folder)] if resume else [str(folder / "config.yaml")]
+        self.run_state.folder = str(folder)
+        self.tails = [LogTail(folder / "metrics.jsonl"), LogTail(folder / "output.txt")]
         for tail in self.tails:
-            tail.read()  # What came before is known
+            tail.read()  # Skip what an earlier start has written
         with open(folder / "output.txt", "a", encoding="utf-8") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainkit", "train", *words],
+                [sys.executable, "-m", "trainkit", "train", *arguments],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -572,100 +590,104 @@ class TrainSession:
         cls,
         folder: str | Path,  # Of a run that another kernel, or a shell, has started
     ) -> "TrainSession":
-        "Take up a run that goes on, or look at one that has ended."
+        "Connect to a run that is going on, or open one that has ended."
         folder = Path(folder).resolve()
         if not (folder / "config.yaml").exists():
-            raise FileNotFoundError(f"{folder} is no run folder: it has no config.yaml")
+            raise FileNotFoundError(f"{folder} is not a run folder: it has no config.yaml")
         from trainkit.recipes.config import method_config
 
         self = cls(method_config(folder / "config.yaml"))
-        self.how, self.folder, self.state = "process", folder, "running"
-        self.story.folder, self.story.phase, self.story.narrate = str(folder), "preparing", False
-        printed = folder / "output.txt"
-        self.tails = [
-            LogTail(folder / "metrics.jsonl"),
-            LogTail(printed if printed.exists() else folder / "log.txt"),
-        ]
+        self.mode, self.folder, self.state = "process", folder, "running"
+        self.run_state.folder, self.run_state.phase, self.run_state.log_events = (
+            str(folder),
+            "preparing",
+            False,
+        )
+        output = folder / "output.txt"
+        if not output.exists():
+            output = folder / "log.txt"
+        self.tails = [LogTail(folder / "metrics.jsonl"), LogTail(output)]
         self.snapshot()
         return self
 
     def _follow(self):
         "Read what the process has written."
-        again, lines = self.tails[0].read()
-        if again:  # The file was rewritten, and is read from its beginning
-            self.story.clear()
-            self.story.folder = str(self.folder)
+        rewritten, lines = self.tails[0].read()
+        if rewritten:  # The file was rewritten, and is read from its beginning
+            self.run_state.clear()
+            self.run_state.folder = str(self.folder)
         for line in lines:
             if (record := parse_line(line)) is None:
                 continue
             try:
-                self.story.take(record["event"], record)
+                self.run_state.update(record["event"], record)
             except (KeyError, TypeError, ValueError):
-                pass  # Somebody else's line: a look must not fail of it
-        self.story.say("\n".join(self.tails[1].read()[1]))
+                pass  # A line of another program must not end the view
+        self.run_state.add_log("\n".join(self.tails[1].read()[1]))
 
     def _poll(self):
-        "How the process stands."
+        "Update the state from the process and its folder."
         code = self.process.poll() if self.process is not None else None
-        facts = state_of(self.folder)  # type: ignore
-        ended = code is not None or (self.process is None and facts.get("state", "gone") == "gone")
+        report = state_of(self._run_folder)
+        ended = code is not None or (self.process is None and report.get("state", "gone") == "gone")
         self._follow()
         if not ended:
-            if (
-                facts.get("state") in ("paused", "running", "stopping")
-                and facts["time"] > self.pressed
-            ):
-                self.state = facts["state"]
+            state = report.get("state")
+            if state in ("paused", "running", "stopping") and report["time"] > self.pressed_at:
+                self.state = state
             return
-        reason = self.story.reason
-        failed = code not in (None, 0, *EXIT_CODES.values()) or not reason or ": " in reason
-        self.state = (
-            "failed"
-            if failed
-            else "done"
-            if reason in ("finished", "early stopping")
-            else "stopped"
-        )
         self.process = None
-        if failed:
-            last = next((line for line in reversed(self.story.log) if line.startswith("Error")), "")
-            where = (
-                f"its last checkpoint is of step {self.story.checkpoint}"
-                if self.story.checkpoint
-                else "it has no checkpoint"
-            )
-            self.error = last or (
-                reason if ": " in reason else f"The process of {self.folder} is gone, and {where}."
-            )
-            if not last and self.folder.exists() and shutil.disk_usage(self.folder).free < 2**16:  # type: ignore
-                self.error += f" What it said last could not be written to {self.folder}/output.txt: the disk is full: free some space, or choose another folder"
+        reason = self.run_state.reason
+        if code not in (None, 0, *EXIT_CODES.values()) or not reason or ": " in reason:
+            self.state, self.error = "failed", self._failure_text(reason)
+        else:
+            self.state = "done" if reason in _FINISHED else "stopped"
 
-    # How it stands
+    def _failure_text(self, reason: str) -> str:
+        "Why a process failed, from its log, its last record, or the fact that it is gone."
+        for line in reversed(self.run_state.log):
+            if line.startswith("Error"):
+                return line
+        text = reason
+        if ": " not in reason:
+            step = self.run_state.checkpoint
+            where = f"its last checkpoint is of step {step}" if step else "it has no checkpoint"
+            text = f"The process of {self.folder} is gone, and {where}."
+        folder = Path(self.folder or ".")
+        if folder.exists() and shutil.disk_usage(folder).free < 2**16:
+            text += (
+                f" Its last words could not be written to {folder}/output.txt: the disk is full: "
+                "free some space, or choose another folder"
+            )
+        return text
+
+    # State and result
 
     def snapshot(self) -> RunSnapshot:
-        "How the run stands now."
+        "The state of the run now."
         with self.lock:
-            if self.how == "process" and self.state in ACTIVE:
+            if self.mode == "process" and self.state in ACTIVE:
                 self._poll()
-            return self.story.snapshot(self.state, error=self.error)
+            return self.run_state.snapshot(self.state, error=self.error)
 
     def wait(
         self,
         seconds: float | None = None,  # At most
     ) -> RunSnapshot:  # Of the end, or of that moment
-        "Block until the run is over; Ctrl-C, or the notebook's stop button, ends the run and keeps the model."
+        "Wait until the run is over; Ctrl-C or the notebook's stop button ends it with a model."
         end = time.monotonic() + (float("inf") if seconds is None else seconds)
         while True:
             try:
-                if (now := self.snapshot()).state not in ACTIVE or time.monotonic() >= end:
-                    return now
+                snapshot = self.snapshot()
+                if snapshot.state not in ACTIVE or time.monotonic() >= end:
+                    return snapshot
                 time.sleep(0.05)
             except KeyboardInterrupt:  # Wherever it comes
                 if not self.stop():
                     raise  # The second one
 
-    def result(self) -> Any:  # Of `run`: `model`, `tokenizer`, `metrics`, `folder`, …
-        "Start if nobody has, wait, and hand over what the run came to; raises what the run raised."
+    def result(self) -> "RunResult":  # `model`, `tokenizer`, `metrics`, `folder`, …
+        "Start if nobody has, wait, and return the result of the run; raises what the run raised."
         if self.state == "idle":
             self.start()
         self.wait()
@@ -673,51 +695,41 @@ class TrainSession:
             raise self._failure
         if self.state == "failed":
             raise RuntimeError(self.error)
-        if self._result is None and self.how == "process":
+        if self._result is None and self.mode == "process":
             self._result = self._read_result()
-        return self._result
+        return cast("RunResult", self._result)
 
-    def _read_result(self) -> Any:
-        "What a process has left in its folder."
+    def _read_result(self) -> "RunResult":
+        "The result of a process, read from its folder."
         from trainkit.interop.hf import load_pretrained
         from trainkit.recipes.runner import RunResult
 
-        records = read_metrics(self.folder / "metrics.jsonl")  # type: ignore
+        folder = self._run_folder
+        records = read_metrics(folder / "metrics.jsonl")
         end = next((r for r in reversed(records) if r["event"] == "end"), {})
         if "steps" not in end:
             raise RuntimeError(
-                f"The run in {self.folder} was killed: start('process', resume=True) goes on"
+                f"The run in {folder} was killed: start('process', resume=True) resumes it"
             )
-        known: Any = (
-            "final_loss",
-            "best_metric",
-            "best_model_path",
-            "final_checkpoint",
-            "steps",
-            "tokens",
-            "seconds",
-            "stop_reason",
-            "notes",
-        )
-        model, tokenizer = load_pretrained(self.folder / "model")  # type: ignore
+        model, tokenizer = load_pretrained(folder / "model")
         last = next((r for r in reversed(records) if r["event"] == "eval"), {})
         metrics = {
-            k: v
-            for k, v in last.items()
-            if k not in ("event", "time", "step", "best") and isinstance(v, (int, float))
+            name: float(value)
+            for name, value in last.items()
+            if name not in ("event", "time", "step", "best") and isinstance(value, (int, float))
         }
-        report = self.folder / "report.html"  # type: ignore
-        told: dict[str, Any] = {k: end.get(k) for k in known}
+        report = folder / "report.html"
         return RunResult(
-            **told,
+            **{name: end.get(name) for name in _RESULT_FIELDS},  # type: ignore
             history=[r for r in records if r["event"] in ("log", "eval")],
-            folder=self.folder,
+            folder=folder,
             model=model,
             tokenizer=tokenizer,
             metrics=metrics,
             report=report if report.exists() else None,
-        )  # type: ignore
+        )
 
     def __repr__(self) -> str:
         now = self.snapshot()
-        return f"<TrainSession {now.folder or getattr(self.config, 'name', '')}: {now.state}, step {now.step}/{now.total}>"
+        name = now.folder or getattr(self.config, "name", "")
+        return f"<TrainSession {name}: {now.state}, step {now.step}/{now.total}>"

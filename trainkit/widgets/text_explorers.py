@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -36,12 +36,54 @@ from ..tokenizer.chat_template import TEMPLATES
 from ..tokenizer.pretokenize import split_words
 from .explorer import CHART, Explorer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# %% ../../nbs/12_widgets/08_text_explorers.ipynb #text-explorers-html
+_FAINT = '<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{}</p>'
+_HEAD = '<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:10px 0 0">{}</h4>'
+_TITLE = '<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:6px 0 4px">{}</h4>'
+_SCROLL = '<div style="overflow-x:auto">{}</div>'
+_COUNTS = "<b>{tokens:,} tokens</b> · {each} · {per_100:.0f} for 100 bytes"
+_NO_MERGES = "This tokenizer does not work by merges of bytes."
+_BOX = '<span style="{style}">{text}</span>'
+_BOX_STYLE = "border:1px solid #8888;border-radius:4px;padding:0 5px;margin-right:2px"
+_MADE_STYLE = _BOX_STYLE.replace("#8888", PALETTE[1]) + ";background:#d9640f33;font-weight:600"
+_MERGE_CELL = '<td style="padding:3px 10px 3px 0;text-align:right;opacity:.8">{}</td>'
+_MERGE_ROW = '<tr>{number}{rank}<td style="text-align:left;white-space:nowrap">{boxes}</td></tr>'
+_MERGE_HEAD = "".join(
+    f'<th scope="col" style="padding:0 10px 2px 0;text-align:{side};font-weight:600">{name}</th>'
+    for name, side in (("merge", "right"), ("rank", "right"), ("word", "left"))
+)
+_MERGES = (
+    '<div role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto">'
+    '<table style="font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;'
+    'border-collapse:collapse;font-variant-numeric:tabular-nums">'
+    f"<thead><tr>{_MERGE_HEAD}</tr></thead><tbody>{{rows}}</tbody></table></div>"
+)
+_ROW_FRAME = (
+    '<rect x="{x}" y="{y}" width="{width:.1f}" height="{height}" fill="none" '
+    'stroke="currentColor" stroke-opacity=".3"/>'
+)
+_DOCUMENT = (
+    '<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour}" '
+    'fill-opacity="{opacity}"><title>document {index}: {tokens} tokens</title></rect>'
+)
+_TRIANGLE = (
+    '<path d="M{a:.1f} {a:.1f}L{a:.1f} {b:.1f}L{b:.1f} {b:.1f}Z" '
+    'fill="{colour}" fill-opacity=".7"/>'
+)
+_SQUARE = (
+    '<rect x="2" y="2" width="{size}" height="{size}" fill="none" '
+    'stroke="currentColor" stroke-opacity=".4"/>'
+)
+
 # %% ../../nbs/12_widgets/08_text_explorers.ipynb #53ab8ea8
 class Join(NamedTuple):
     "One merge in a word."
 
     rank: int  # How early it was learned
-    at: int  # Which token of `ids` it made
+    at: int  # The index in `ids` of the new token
     ids: list[int]  # The word after it
 
 
@@ -49,7 +91,7 @@ def first_word(
     text: str,
     tokenizer: BPETokenizer,
 ) -> bytes:  # What the tokenizer takes as one word, from the beginning of the text
-    "Merges never cross the border between two words."
+    "The first word of a text; merges never cross the border between two words."
     return split_words(text, tokenizer.pattern)[0].encode() if text else b""
 
 
@@ -57,15 +99,15 @@ def joins(
     word: bytes,
     tokenizer: BPETokenizer,
 ) -> tuple[list[int], list[Join]]:  # The ids of the bytes, and what is joined one after another
-    "All merges of a word, the lowest rank first, the leftmost among equals (Sennrich et al. 2016)."
+    "All merges of a word, the lowest rank first, then the leftmost (Sennrich et al. 2016)."
     encoder = tokenizer.encoder
     ranks = dict(zip(encoder.pairs, encoder.ranks, strict=True))
-    made = dict(zip(encoder.pairs, encoder.merged_ids, strict=True))
+    merged = dict(zip(encoder.pairs, encoder.made, strict=True))
     start = [encoder.byte_ids[b] for b in word]
     ids, steps = [*start], []
-    while found := [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]:
-        rank, i = min(found)
-        ids = [*ids[:i], made[ids[i], ids[i + 1]], *ids[i + 2 :]]
+    while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]:
+        rank, i = min(pairs)
+        ids = [*ids[:i], merged[ids[i], ids[i + 1]], *ids[i + 2 :]]
         steps.append(Join(rank, i, ids))
     return start, steps
 
@@ -74,18 +116,16 @@ class Cut(NamedTuple):
     "A text as a tokenizer cuts it."
 
     ids: list[int]
-    pieces: (
-        list[bytes] | list[str]
-    )  # Of each token its bytes, or its text where the tokenizer knows no bytes
+    pieces: list[bytes] | list[str]  # Bytes of each token; its text where it has no bytes
     tokenizer: BPETokenizer | None  # The same tokenizer as ours, where there is one
 
 
 def as_ours(
-    tokenizer: Any,  # A `BPETokenizer`, a tokenizer of transformers or of tokenizers
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",  # Or a tokenizer of tokenizers
 ) -> BPETokenizer | None:  # None: it does not work by merges of bytes
-    "The tokenizer as one whose merges can be looked at."
+    "The tokenizer as a `BPETokenizer`, whose merges can be shown."
     if is_ours(tokenizer):
-        return tokenizer
+        return cast(BPETokenizer, tokenizer)
     try:
         return BPETokenizer.from_hf(tokenizer)
     except (ValueError, TypeError, KeyError):
@@ -94,69 +134,66 @@ def as_ours(
 
 def cut(
     text: str,
-    tokenizer: Any,
-    ours: BPETokenizer | None = None,  # What `as_ours` found, to save the time
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+    ours: BPETokenizer | None = None,  # The result of `as_ours`, to save the time
 ) -> Cut:
-    "A text as tokens, without those that are put around it."
+    "A text as tokens, without the special tokens around it."
     ours = ours or as_ours(tokenizer)
     if ours is not None:
         ids = ours.encode(text, allowed_special="all")
         return Cut(ids, [ours.decode_bytes([i]) for i in ids], ours)
+    tokenizer = cast("PreTrainedTokenizerBase", tokenizer)
     if getattr(tokenizer, "is_fast", False):
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return Cut(found["input_ids"], [text[a:b] for a, b in found["offset_mapping"]], None)
+        batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return Cut(batch["input_ids"], [text[a:b] for a, b in batch["offset_mapping"]], None)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return Cut(ids, [tokenizer.decode([i]) for i in ids], None)
+    return Cut(ids, [str(tokenizer.decode([i])) for i in ids], None)
 
 # %% ../../nbs/12_widgets/08_text_explorers.ipynb #b3b5dfde
-_MONO = "font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace"
-
-
 def _faint(text: str) -> str:
-    return f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{text}</p>'
+    return _FAINT.format(text)
 
 
 def _head(text: str) -> str:
-    return f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:10px 0 0">{clean(text)}</h4>'
+    return _HEAD.format(clean(text))
 
 
-def _named(tokenizer: Any) -> str:
-    size = len(tokenizer)
-    return f"{str(getattr(tokenizer, 'name_or_path', '')).rstrip('/').rpartition('/')[2] or 'tokenizer'} of {size:,} tokens"
+def _named(tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> str:
+    path = str(getattr(tokenizer, "name_or_path", "")).rstrip("/")
+    return f"{path.rpartition('/')[2] or 'tokenizer'} of {len(tokenizer):,} tokens"
+
+
+def _merge_row(number: int, merge: Join, tokenizer: BPETokenizer) -> str:
+    "One step of a word's growth: its tokens as boxes, the new one marked."
+    boxes = "".join(
+        _BOX.format(
+            style=_MADE_STYLE if k == merge.at else _BOX_STYLE,
+            text=clean(visible(tokenizer.decode_bytes([i]))),
+        )
+        for k, i in enumerate(merge.ids)
+    )
+    return _MERGE_ROW.format(
+        number=_MERGE_CELL.format(number or ""),
+        rank=_MERGE_CELL.format(f"{merge.rank:,}" if merge.at >= 0 else "bytes"),
+        boxes=boxes,
+    )
 
 
 def _growth(word: bytes, tokenizer: BPETokenizer, limit: int) -> str:
     "A word merge by merge, as a table."
     start, steps = joins(word, tokenizer)
-    rows, name = [], lambda i: visible(tokenizer.decode_bytes([i]))
-    plain = "border:1px solid #8888;border-radius:4px;padding:0 5px;margin-right:2px"
-    marked = plain.replace("#8888", PALETTE[1]) + ";background:#d9640f33;font-weight:600"
-    for number, (rank, at, ids) in enumerate([Join(-1, -1, start), *steps[:limit]]):
-        boxes = "".join(
-            f'<span style="{marked if k == at else plain}">{clean(name(i))}</span>'
-            for k, i in enumerate(ids)
+    ids = steps[-1].ids if steps else start
+    shown = [Join(-1, -1, start), *steps[:limit]]
+    rows = [_merge_row(number, merge, tokenizer) for number, merge in enumerate(shown)]
+    label = f"{visible(word)}: {len(start)} bytes, {len(steps)} merges, {len(ids)} tokens"
+    notes = ""
+    if rest := len(steps) - min(limit, len(steps)):
+        notes += _faint(f"{rest} more {'merge' if rest == 1 else 'merges'} to come")
+    if tokenizer.whole and word in tokenizer.tokens and (not steps or len(ids) > 1):
+        notes += _faint(
+            "The word is a token as a whole, so this tokenizer uses it without any merges."
         )
-        cell = 'style="padding:3px 10px 3px 0;text-align:right;opacity:.8"'
-        rows.append(
-            f'<tr><td {cell}>{number or ""}</td><td {cell}>{f"{rank:,}" if at >= 0 else "bytes"}</td><td style="text-align:left;white-space:nowrap">{boxes}</td></tr>'
-        )
-    rest = len(steps) - min(limit, len(steps))
-    more = _faint(f"{rest} more {'merge' if rest == 1 else 'merges'} to come") if rest else ""
-    if tokenizer.whole and word in tokenizer.tokens and (not steps or len(steps[-1].ids) > 1):
-        more += _faint(
-            "The word is a token as a whole, so this tokenizer takes it without a look at the merges."
-        )
-    head = "".join(
-        f'<th scope="col" style="padding:0 10px 2px 0;text-align:{side};font-weight:600">{t}</th>'
-        for t, side in (("merge", "right"), ("rank", "right"), ("word", "left"))
-    )
-    label = clean(
-        f"{visible(word)}: {len(start)} bytes, {len(steps)} merges, {len(steps[-1].ids if steps else start)} tokens"
-    )
-    return (
-        f'<div role="region" tabindex="0" aria-label="{label}" style="overflow-x:auto"><table style="{_MONO};border-collapse:collapse;'
-        f'font-variant-numeric:tabular-nums"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{more}'
-    )
+    return _MERGES.format(label=clean(label), rows="".join(rows)) + notes
 
 
 @dataclass
@@ -164,7 +201,7 @@ class TokenizerExplorer(Explorer):
     "How tokenizers cut a text, and how a word grows out of bytes."
 
     tokenizer: Any  # A `BPETokenizer`, or one of transformers
-    other: Any = None  # A second one, to stand beside it
+    other: Any = None  # A second one, to compare it with
     text: str = knob(
         "The whole river runs to the sea, and a naïve traveller pays 20 € for it. 鯨",
         "A text to cut; your own, in your own language",
@@ -180,7 +217,7 @@ class TokenizerExplorer(Explorer):
         super().__post_init__()
 
     @property
-    def tokenizers(self) -> list[Any]:
+    def tokenizers(self) -> "list[BPETokenizer | PreTrainedTokenizerBase]":
         return [t for t in (self.tokenizer, self.other) if t is not None]
 
     def compute(self) -> list[Cut]:
@@ -188,45 +225,59 @@ class TokenizerExplorer(Explorer):
         return [cut(self.text, t, ours) for t, ours in zip(self.tokenizers, self.ours, strict=True)]
 
     def html(self, values: list[Cut]) -> str:
-        columns, characters = [], len(self.text)
-        for tokenizer, found in zip(self.tokenizers, values, strict=True):
-            shown: Any = found.pieces
-            if self.boxes == "ids":
-                shown = [str(i) for i in found.ids]
-            if self.boxes == "bytes":
-                shown = [
-                    (p if isinstance(p, bytes) else p.encode()).hex(" ").upper()
-                    for p in found.pieces
-                ]
-            each = (
-                f"{characters / len(found.ids):.2f} characters each"
-                if found.ids
-                else "nothing to cut"
-            )
-            body = _head(_named(tokenizer)) + _faint(
-                f"<b>{len(found.ids):,} tokens</b> · {each} · {100 * len(found.ids) / max(1, len(self.text.encode())):.0f} for 100 bytes"
-            )
-            body += token_boxes(shown[:600], ids=found.ids[:600])
-            if len(found.ids) > 600:
-                body += _faint(f"and {len(found.ids) - 600:,} more tokens")
-            if found.tokenizer is None:
-                body += _head("Merges") + _faint("This tokenizer does not work by merges of bytes.")
-            elif word := first_word(self.word, found.tokenizer):
-                body += _head(f"How {visible(word)} grows") + _growth(
-                    word, found.tokenizer, self.merges
-                )
-            columns.append(body)
+        columns = [
+            self._column(t, pieces) for t, pieces in zip(self.tokenizers, values, strict=True)
+        ]
         return grid(*columns)
 
+    def _column(self, tokenizer: "BPETokenizer | PreTrainedTokenizerBase", text: Cut) -> str:
+        "One tokenizer: the number of tokens, the tokens as boxes, and the growth of the word."
+        count, size = len(text.ids), len(self.text.encode())
+        each = f"{len(self.text) / count:.2f} characters each" if count else "nothing to cut"
+        per_100 = 100 * count / max(1, size)
+        body = _head(_named(tokenizer))
+        body += _faint(_COUNTS.format(tokens=count, each=each, per_100=per_100))
+        body += token_boxes(self._boxes(text)[:600], ids=text.ids[:600])
+        if count > 600:
+            body += _faint(f"and {count - 600:,} more tokens")
+        if text.tokenizer is None:
+            return body + _head("Merges") + _faint(_NO_MERGES)
+        if word := first_word(self.word, text.tokenizer):
+            body += _head(f"How {visible(word)} grows")
+            body += _growth(word, text.tokenizer, self.merges)
+        return body
+
+    def _boxes(self, text: Cut) -> list[bytes] | list[str]:
+        "What the box of each token contains."
+        if self.boxes == "ids":
+            return [str(i) for i in text.ids]
+        if self.boxes == "bytes":
+            encoded = [p if isinstance(p, bytes) else p.encode() for p in text.pieces]
+            return [p.hex(" ").upper() for p in encoded]
+        return text.pieces
+
 # %% ../../nbs/12_widgets/08_text_explorers.ipynb #640aacd0
+def _padded(
+    row: dict[str, np.ndarray],
+    count: int,  # How many tokens of padding
+    tokenizer: "BPETokenizer | PreTrainedTokenizerBase",
+) -> dict[str, np.ndarray]:
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = tokenizer.eos_token_id or 0
+    fill = dict(input_ids=pad, labels=-100, attention_mask=0, position_ids=0)
+    return {
+        name: np.concatenate([row[name], np.full(count, fill[name])]) if name in fill else row[name]
+        for name in row
+    }
+
+
 @dataclass
 class MaskViewer(Explorer):
     "A row as a model gets it: learned, only read, padding, cut off."
 
-    rows: Sequence[
-        Mapping
-    ]  # Rows of any kind that `tokenize_examples` takes, or tokenized ones with `input_ids`
-    tokenizer: Any
+    rows: Sequence[Mapping]  # As for `tokenize_examples`, or tokenized ones with `input_ids`
+    tokenizer: Any  # A `BPETokenizer`, or one of transformers
     row: int = knob(0, "Which row")
     template: str = knob(
         "own",
@@ -248,98 +299,77 @@ class MaskViewer(Explorer):
 
     def __post_init__(self):
         if not len(self.rows):
-            raise ValueError("there are no rows to look at")
-        self.dressed: dict[str, Any] = {"own": self.tokenizer}  # Template -> the tokenizer with it
+            raise ValueError("rows is empty: give at least one row")
+        self.with_template = {"own": self.tokenizer}  # Template -> the tokenizer with it
         super().__post_init__()
 
-    def speaker(self) -> Any:  # A copy, with the template's special tokens and its EOS
-        "The tokenizer as a run with this template would have it; the reader's own stays as it is."
-        if self.template not in self.dressed:
-            self.dressed[self.template] = set_template(copy.deepcopy(self.tokenizer), self.template)
-        return self.dressed[self.template]
+    def templated(self):  # A copy, with the template's special tokens and its EOS
+        "The tokenizer as a run with this template would have it; the reader's own stays unchanged."
+        if self.template not in self.with_template:
+            tokenizer = set_template(copy.deepcopy(self.tokenizer), self.template)
+            self.with_template[self.template] = tokenizer
+        return self.with_template[self.template]
 
     def limits(self):
         return dict(row=(0, len(self.rows) - 1))
 
     def compute(self) -> dict:  # An example with input_ids, labels, attention_mask, and `problems`
         "The row as it would be trained on."
-        row, tokenizer = self.rows[self.row], self.speaker()
+        row, tokenizer = self.rows[self.row], self.templated()
         if "input_ids" in row:
-            row = {
-                k: np.asarray(row[k])
-                for k in ("input_ids", "labels", "attention_mask", "position_ids")
-                if k in row
-            }
+            names = ("input_ids", "labels", "attention_mask", "position_ids")
+            row = {name: np.asarray(row[name]) for name in names if name in row}
         else:
             row = self._tokenized(row, tokenizer)
         ids, n = row["input_ids"], len(row["input_ids"])
         labels, real = row.get("labels", ids), row.get("attention_mask", np.ones(n, int))
         problems = mask_problems(ids[real > 0], labels[real > 0], tokenizer)
-        if more := max(0, self.pad_to - n):
-            pad = (
-                tokenizer.pad_token_id
-                if tokenizer.pad_token_id is not None
-                else tokenizer.eos_token_id or 0
-            )
-            ids, labels, real = (
-                np.concatenate([a, np.full(more, fill)])
-                for a, fill in ((ids, pad), (labels, -100), (real, 0))
-            )
-            if "position_ids" in row:
-                row["position_ids"] = np.concatenate([row["position_ids"], np.zeros(more, int)])
-        return {
-            **row,
-            "input_ids": ids,
-            "labels": labels,
-            "attention_mask": real,
-            "problems": problems,
-        }
+        row = {**row, "input_ids": ids, "labels": labels, "attention_mask": real}
+        if self.pad_to > n:
+            row = _padded(row, self.pad_to - n, tokenizer)
+        return {**row, "problems": problems}
 
-    def _tokenized(self, row: Mapping, tokenizer: Any) -> dict:
+    def _tokenized(self, row: Mapping, tokenizer: "BPETokenizer | PreTrainedTokenizerBase") -> dict:
         how: dict[str, Any] = dict(train_on=self.train_on)
         if self.max_length and self.truncation != "show":
             how |= dict(max_length=self.max_length, truncation=self.truncation)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The picture says what was cut
+            warnings.simplefilter("ignore")  # The picture shows what was cut
             try:
                 [example] = tokenize_examples([row], tokenizer, **how)
             except ValueError as error:
                 if "teach nothing" not in str(error):
                     raise
-                [example] = tokenize_examples(
-                    [row], tokenizer, **{**how, "train_on": "all"}
-                )  # To be seen all the same
+                # The tokens are shown all the same, without any that is learned
+                [example] = tokenize_examples([row], tokenizer, **{**how, "train_on": "all"})
                 example["labels"] = np.full(len(example["input_ids"]), -100)
         return {k: np.asarray(v) for k, v in example.items() if k != "length"}
 
     def html(self, values: dict) -> str:
         limit = self.max_length if self.truncation == "show" and self.max_length else None
-        words = "".join(
-            _faint(clean(f"{name}: {why}.")) for name, why in values["problems"].items()
-        )
-        picture = show_mask(
-            {k: v for k, v in values.items() if k != "problems"},
-            self.speaker(),
-            limit,
-            f"Row {self.row:,} of {len(self.rows):,}",
-        )
-        return f'<div style="overflow-x:auto">{picture}</div>{words}'
+        problems = values["problems"].items()
+        warnings = "".join(_faint(clean(f"{name}: {reason}.")) for name, reason in problems)
+        row = {k: v for k, v in values.items() if k != "problems"}
+        title = f"Row {self.row:,} of {len(self.rows):,}"
+        picture = show_mask(row, self.templated(), limit, title)
+        return _SCROLL.format(picture) + warnings
 
 # %% ../../nbs/12_widgets/09_data_explorers.ipynb #68e6148a
 def lengths_of(
-    source: Any,  # Lengths, rows with `input_ids`, or None: made-up ones
+    # Lengths, rows with `input_ids`, or None: made-up ones
+    source: Sequence[int] | Sequence[Mapping] | np.ndarray | None,
     count: int = 400,  # How many to make up
     seed: int = 0,
 ) -> np.ndarray:  # (documents,) int64
-    "How many tokens each document has."
+    "The number of tokens of each document."
     if source is None:
         return np.random.default_rng(seed).lognormal(4.0, 0.8, count).astype(int).clip(4, 2000)
-    found = np.array(
-        [len(row["input_ids"]) if hasattr(row, "keys") else int(row) for row in source], int
+    lengths = np.array(
+        [len(row["input_ids"]) if isinstance(row, Mapping) else int(row) for row in source], int
     )
-    if not len(found) or found.min() < 1:
+    if not len(lengths) or lengths.min() < 1:
         raise ValueError("give at least one document, and none without a token")
-    return found
+    return lengths
 
 # %% ../../nbs/12_widgets/09_data_explorers.ipynb #ef11973e
 class Packed(NamedTuple):
@@ -348,9 +378,8 @@ class Packed(NamedTuple):
     lengths: np.ndarray  # (documents,) after the cut
     rows: list[list[int]]  # The documents of each row
     cut: int  # Documents that were longer than a row
-    each: dict[
-        str, tuple[int, float]
-    ]  # Strategy -> (rows, how full they are), and a row for each document
+    # Strategy -> (rows, how full they are); also for a row for each document
+    each: dict[str, tuple[int, float]]
 
 
 def draw_rows(
@@ -360,33 +389,31 @@ def draw_rows(
     chosen: int = -1,  # A row to mark
     width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
-    "A line for each row, a block for each document; what is empty is a frame."
+    "A line for each row, a block for each document; the empty part is a frame."
     left, each, body = 34, 15, ""
     scale = (width - left - 4) / max_length
-    for y, row in enumerate(rows):
-        x, top = 0, y * each + 2
-        body += f'<rect x="{left}" y="{top}" width="{max_length * scale:.1f}" height="{each - 4}" fill="none" stroke="currentColor" stroke-opacity=".3"/>'
-        body += text(
-            left - 6,
-            top + 10,
-            y,
-            "end",
-            'font-size="10"' + (' font-weight="700"' if y == chosen else ' opacity=".7"'),
-        )
+    for number, row in enumerate(rows):
+        x, y = 0, number * each + 2
+        size = max_length * scale
+        body += _ROW_FRAME.format(x=left, y=y, width=size, height=each - 4)
+        style = ' font-weight="700"' if number == chosen else ' opacity=".7"'
+        body += text(left - 6, y + 10, number, "end", f'font-size="10"{style}')
         for k, i in enumerate(row):
             n = int(lengths[i])
-            body += (
-                f'<rect x="{left + x * scale:.1f}" y="{top}" width="{max(0.6, n * scale - 0.8):.1f}" height="{each - 4}" fill="{PALETTE[k % len(PALETTE)]}" '
-                f'fill-opacity="{0.85 if y == chosen else 0.6}"><title>document {i}: {n} tokens</title></rect>'
+            body += _DOCUMENT.format(
+                x=left + x * scale,
+                y=y,
+                width=max(0.6, n * scale - 0.8),
+                height=each - 4,
+                colour=PALETTE[k % len(PALETTE)],
+                opacity=0.85 if number == chosen else 0.6,
+                index=i,
+                tokens=n,
             )
             x += n
     full = sum(int(lengths[i]) for row in rows for i in row) / max(1, max_length * len(rows))
-    return svg(
-        width,
-        each * len(rows) + 4,
-        f"{len(rows)} rows of {max_length} places, {full:.0%} of them filled",
-        body,
-    )
+    label = f"{len(rows)} rows of {max_length} places, {full:.0%} of them filled"
+    return svg(width, each * len(rows) + 4, label, body)
 
 
 def draw_sight(
@@ -394,20 +421,19 @@ def draw_sight(
     max_length: int,
     width: int = 220,  # Largest width, in CSS pixels
 ) -> Picture:
-    "Who may look at whom in a packed row: a triangle for each document."
+    "Which tokens may attend to which in a packed row: a triangle for each document."
     body, at, scale = "", 0, (width - 4) / max_length
     for k, n in enumerate(sizes):
-        a, b = 2 + at * scale, 2 + (at + n) * scale
-        body += f'<path d="M{a:.1f} {a:.1f}L{a:.1f} {b:.1f}L{b:.1f} {b:.1f}Z" fill="{PALETTE[k % len(PALETTE)]}" fill-opacity=".7"/>'
+        start, end = 2 + at * scale, 2 + (at + n) * scale
+        body += _TRIANGLE.format(a=start, b=end, colour=PALETTE[k % len(PALETTE)])
         at += n
-    body += f'<rect x="2" y="2" width="{width - 4}" height="{width - 4}" fill="none" stroke="currentColor" stroke-opacity=".4"/>'
-    pairs, whole = sum(n * (n + 1) for n in sizes), max_length * (max_length + 1)
-    return svg(
-        width,
-        width,
-        f"{len(sizes)} documents, {pairs / whole:.0%} of the pairs that one document of {max_length} tokens would have",
-        body,
+    body += _SQUARE.format(size=width - 4)
+    share = sum(n * (n + 1) for n in sizes) / (max_length * (max_length + 1))
+    label = (
+        f"{len(sizes)} documents, {share:.0%} of the pairs that one document of "
+        f"{max_length} tokens would have"
     )
+    return svg(width, width, label, body)
 
 
 @dataclass
@@ -426,44 +452,37 @@ class PackingExplorer(Explorer):
         super().__post_init__()
 
     def compute(self) -> Packed:
-        "Who shares a row with whom, and what the other strategies would do."
-        given = self.all[: self.documents]
-        fitted = given.clip(max=self.max_length)
-        each, total = {}, int(fitted.sum())
-        for name in STRATEGIES:
-            rows = assign(fitted.tolist(), self.max_length, name)
-            each[name] = len(rows), total / (self.max_length * len(rows))
-            if name == self.strategy:
-                chosen = rows
-        each["no packing"] = len(fitted), total / (self.max_length * len(fitted))
-        return Packed(fitted, chosen, int((given > self.max_length).sum()), each)
+        "The documents of each row, and the rows that the other strategies would need."
+        documents = self.all[: self.documents]
+        lengths = documents.clip(max=self.max_length)
+        rows = {name: assign(lengths.tolist(), self.max_length, name) for name in STRATEGIES}
+        counts = {name: len(r) for name, r in rows.items()} | {"no packing": len(lengths)}
+        total = int(lengths.sum())
+        each = {name: (n, total / (self.max_length * n)) for name, n in counts.items()}
+        cut = int((documents > self.max_length).sum())
+        return Packed(lengths, rows[self.strategy], cut, each)
 
     def html(self, values: Packed) -> str:
         rows, k = values.rows, min(self.row, len(values.rows) - 1, self.most - 1)
         sizes = [int(values.lengths[i]) for i in rows[k]]
-        line = lambda words: (
-            f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
-        )
-        title = lambda words: (
-            f'<h4 style="font:600 14px/1.5 system-ui,sans-serif;margin:6px 0 4px">{clean(words)}</h4>'
-        )
         cut = f" {values.cut:,} longer than a row, and cut." if values.cut else ""
         more = f" The first {self.most} are drawn." if len(rows) > self.most else ""
-        places = table(
+        strategies = table(
             [
                 {"strategy": name, "rows": n, "filled": f"{full:.1%}"}
                 for name, (n, full) in values.each.items()
             ]
         )
+        filled = f"{len(rows):,} rows, {values.each[self.strategy][1]:.1%} of their places filled"
         return grid(
-            title(f"{len(rows):,} rows, {values.each[self.strategy][1]:.1%} of their places filled")
-            + line(f"{len(values.lengths):,} documents.{cut}{more}")
+            _TITLE.format(clean(filled))
+            + _FAINT.format(clean(f"{len(values.lengths):,} documents.{cut}{more}"))
             + draw_rows(values.lengths, rows[: self.most], self.max_length, k),
-            title("What each strategy makes of them")
-            + places
-            + title(f"Who sees whom in row {k}")
+            _TITLE.format("What each strategy makes of them")
+            + strategies
+            + _TITLE.format(f"Who sees whom in row {k}")
             + draw_sight(sizes, self.max_length)
-            + line(f"{len(sizes)} documents; down: who looks, across: at whom."),
+            + _FAINT.format(f"{len(sizes)} documents; down: who looks, across: at whom."),
         )
 
 # %% ../../nbs/12_widgets/09_data_explorers.ipynb #c528b221
@@ -474,20 +493,17 @@ class BatchOrder(NamedTuple):
     "Batches in the order in which they come."
 
     batches: list[np.ndarray]  # The rows of each
-    limit: list[
-        float
-    ]  # The most that a row may have, by the curriculum; infinite where all are allowed
-    padding: float  # The share of places that hold nothing
+    limit: list[float]  # The longest row that the curriculum allows; infinite for all
+    padding: float  # The share of places that are padding
 
 
 def padding_share(
     lengths: np.ndarray,  # (rows,)
     batches: list[np.ndarray],  # The rows of each batch
 ) -> float:  # From 0 to 1
-    "What batches as wide as their longest rows waste."
-    return 1 - sum(int(lengths[b].sum()) for b in batches) / sum(
-        len(b) * int(lengths[b].max()) for b in batches
-    )
+    "The share of places that is padding in batches as wide as their longest rows."
+    places = sum(len(b) * int(lengths[b].max()) for b in batches)
+    return 1 - sum(int(lengths[b].sum()) for b in batches) / places
 
 
 @dataclass
@@ -536,16 +552,19 @@ class CurriculumExplorer(Explorer):
 
     def planned(self, order: str) -> list[np.ndarray]:
         "The batches of the first epoch."
-        rows: list[Any] = [
+        rows = [
             dict(input_ids=range(n), hard=h)
             for n, h in zip(self.all.tolist(), self.hard.tolist(), strict=True)
         ]
-        more: dict[str, Any] = dict(group_by_length=order == "group_by_length")
-        if "based" in order:
-            more["curriculum"] = self.config()
-        if order == "difficulty_based":
-            more["difficulty_fn"] = lambda row: row["hard"]
-        return Batches(rows, self.batch_size, seed=self.seed, **more).plan(0)
+        batches = Batches(
+            rows,
+            self.batch_size,
+            seed=self.seed,
+            group_by_length=order == "group_by_length",
+            curriculum=self.config() if "based" in order else None,
+            difficulty_fn=(lambda row: row["hard"]) if order == "difficulty_based" else None,
+        )
+        return batches.plan(0)
 
     def compute(self) -> BatchOrder:
         batches, config = self.planned(self.order), self.config()
@@ -558,35 +577,28 @@ class CurriculumExplorer(Explorer):
 
     def html(self, values: BatchOrder) -> str:
         by_length = self.order != "difficulty_based" or self.difficulty is None
-        what, shown = ("tokens", self.all) if by_length else ("difficulty", self.hard)
+        unit, levels = ("tokens", self.all) if by_length else ("difficulty", self.hard)
         series = {
-            "hardest row" if not by_length else "longest row": [
-                float(shown[b].max()) for b in values.batches
+            "longest row" if by_length else "hardest row": [
+                float(levels[b].max()) for b in values.batches
             ],
-            "average": [float(shown[b].mean()) for b in values.batches],
+            "average": [float(levels[b].mean()) for b in values.batches],
         }
         if "based" in self.order:
             series["allowed"] = values.limit
-        picture = curves(
-            series, f"{self.order}: the rows of each batch", x_label="batch", y_label=what, **CHART
-        )
+        title = f"{self.order}: the rows of each batch"
+        picture = curves(series, title, x_label="batch", y_label=unit, **CHART)
+        padding = {
+            name: padding_share(self.all, self.planned(name))
+            for name in ("shuffled", "group_by_length")
+        } | {self.order: values.padding}
         waste = table(
-            [
-                {
-                    "order": name,
-                    "padding": f"{padding_share(self.all, self.planned(name) if name != self.order else values.batches):.1%}",
-                }
-                for name in ("shuffled", "group_by_length")
-            ]
-            + [{"order": self.order, "padding": f"{values.padding:.1%}"}] * ("based" in self.order),
-            "Places that hold nothing",
+            [{"order": name, "padding": f"{share:.1%}"} for name, share in padding.items()],
+            "Places that are padding",
         )
-        first, grown = values.batches[0], sum(np.isfinite(values.limit))
-        words = f"{len(self.all):,} rows in {len(values.batches):,} batches. " + (
-            f"For {grown:,} batches not all rows are allowed. " if grown else ""
-        )
-        words += f"The first batch has rows of {int(self.all[first].min()):,} to {int(self.all[first].max()):,} tokens."
-        return (
-            f'<p style="font:13px/1.5 system-ui,sans-serif;opacity:.8;margin:2px 0 6px">{clean(words)}</p>'
-            + grid(picture, waste)
-        )
+        first, limited = self.all[values.batches[0]], sum(np.isfinite(values.limit))
+        text = f"{len(self.all):,} rows in {len(values.batches):,} batches. "
+        if limited:
+            text += f"For {limited:,} batches not all rows are allowed. "
+        text += f"The first batch has rows of {int(first.min()):,} to {int(first.max()):,} tokens."
+        return _FAINT.format(clean(text)) + grid(picture, waste)

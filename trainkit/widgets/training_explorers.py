@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,26 +42,50 @@ from ..model.config import PRESETS, ModelConfig, count_parameters
 from ..train.optim import SCHEDULES, OptimConfig, make_schedule
 from .explorer import CHART, Explorer
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
+# %% ../../nbs/12_widgets/11_training_explorers.ipynb #training-explorers-html
+_BAR = '<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="18" rx="2" fill="{colour}"/>'
+_NEXT_BAR = '<path d="M{x:.1f} {y}v8" stroke="currentColor" opacity=".4"/>'
+_ROOM = '<path d="M{x:.1f} 20V{y}" stroke="currentColor" stroke-dasharray="4 3" opacity=".8"/>'
+_PART = (
+    '<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="24" rx="3" fill="{colour}">'
+    "<title>{label}</title></rect>"
+)
+_HEAD = '<p style="font:600 14px/1.5 system-ui,sans-serif;margin:4px 0 10px">{}</p>'
+_TEXT = '<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{}</p>'
+_CODE = (
+    '<p style="font:12px/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;'
+    'margin:10px 0">{}</p>'
+)
+_SIDE = '<div style="margin:0 0 14px">{}</div>'
+_ROWS = '<div style="display:grid;gap:14px">{}</div>'
+_GREY = "#6e7781"
+
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #1b379ef5
 def model_shape(
-    source: Any,  # Name of a preset, `ModelConfig`, config of transformers or its dictionary, a folder with config.json, or a function
+    # Name of a preset, `ModelConfig`, config of transformers or its dictionary, a folder with
+    # config.json, or a function that makes a model
+    source: "str | Path | ModelConfig | PretrainedConfig | dict | Callable[[], nn.Module]",
 ) -> ModelConfig | Callable:  # What `predict_setup` takes
-    "What is meant by a model, without its weights."
+    "The shape of a model, without its weights."
     if isinstance(source, ModelConfig):
         return source
     if isinstance(source, str) and source in PRESETS:
-        return ModelConfig.preset(
-            source, **({} if PRESETS[source].get("vocab_size") else dict(vocab_size=32_000))
-        )
+        vocab = {} if PRESETS[source].get("vocab_size") else dict(vocab_size=32_000)
+        return ModelConfig.preset(source, **vocab)
     if isinstance(source, (str, Path)):
         file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
         if not file.is_file():
+            names = ", ".join(PRESETS)
             raise ValueError(
-                f"model = '{source}': must be a preset ({', '.join(PRESETS)}) or a folder with config.json"
+                f"model = '{source}': must be a preset ({names}) or a folder with config.json"
             )
         return from_hf_config(json.loads(file.read_text(encoding="utf-8")))
     if isinstance(source, dict) or hasattr(source, "model_type"):
-        return from_hf_config(source)
+        return from_hf_config(source)  # type: ignore
     if callable(source):
         return source
     raise ValueError(
@@ -69,9 +93,8 @@ def model_shape(
     )
 
 
-METHODS: dict[
-    str, Callable[[Setup, int, str], Setup]
-] = {  # What is asked for at first: setup, rank, kind of half precision
+# Method -> its setup before any lever: setup, rank, kind of half precision
+METHODS: dict[str, Callable[[Setup, int, str], Setup]] = {
     "full": lambda s, rank, half: replace(s, mixed_precision=half),
     "LoRA": lambda s, rank, half: replace(
         s, mixed_precision=half, lora_rank=rank, half_weights=True
@@ -80,107 +103,112 @@ METHODS: dict[
         s, mixed_precision=half, lora_rank=rank, half_weights=True, bits=4
     ),
 }
-_known: dict[tuple, Any] = {}  # What was predicted in this session
+_reports: dict[tuple, MemoryReport] = {}  # Predictions of this session
+_plans: dict[tuple, Plan] = {}
 
 
 def predicted(
     shape: ModelConfig | Callable,  # From `model_shape`
     setup: Setup,
 ) -> MemoryReport:
-    "`predict_setup`, and once only for the same question."
+    "`predict_setup` with a cache."
     key = (repr(shape) if isinstance(shape, ModelConfig) else shape, setup)
-    if key not in _known:
-        _known[key] = predict_setup(shape, setup)
-    return _known[key]
+    if key not in _reports:
+        _reports[key] = predict_setup(shape, setup)
+    return _reports[key]
 
 
 def planned(
     shape: ModelConfig | Callable,
     machine: Machine,
     start: Setup,  # On all cards together
-    progress: Callable[[str], None] = lambda text: None,  # Is told what is being done
+    progress: Callable[[str], None] = lambda text: None,  # Gets a line about each lever
 ) -> Plan:
-    "`plan_memory` with the method left as it is, and once only for the same question."
+    "`plan_memory` with a cache, keeping the method."
     key = (repr(shape) if isinstance(shape, ModelConfig) else shape, start, machine)
-    if key not in _known:
-        keep = [name for name in LEVERS if name not in ("LoRA", "half weights", "NF4")]
-        _known[key] = plan_memory(
-            shape, machine, start, keep, lambda name, size: progress(f"{name}: {show_bytes(size)}")
+    if key not in _plans:
+        levers = [name for name in LEVERS if name not in ("LoRA", "half weights", "NF4")]
+        _plans[key] = plan_memory(
+            shape, machine, start, levers, lambda n, size: progress(f"{n}: {show_bytes(size)}")
         )
-    return _known[key]
+    return _plans[key]
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #4f700ca4
 def waterfall(
     parts: Mapping[str, float],  # Name -> bytes
-    room: float,  # Bytes that there are
+    room: float,  # Bytes of the device
     title: str = "",
 ) -> Picture:
-    "How parts add up, against what there is room for."
+    "A waterfall chart of parts that add up, against the room of a device."
     total = sum(parts.values())
     far = room > 4 * total
-    most, before, body = (
-        total if far else 1.02 * max(room, total),
-        0.0,
-        text(0, 13, title, more='font-weight="600"') if title else "",
-    )
+    scale_end = total if far else 1.02 * max(room, total)
     left = 14 + 6.7 * max([5, *map(len, parts)])
-    X = lambda size: left + (395 - left) * size / most
-    rows = [
-        *(
-            (name, size, X(before := before + size), PALETTE[i % len(PALETTE)])
-            for i, (name, size) in enumerate(parts.items())
-        ),
-        ("total", total, X(total), "#6e7781" if total <= room else PALETTE[4]),
-    ]
-    for i, (name, size, end, colour) in enumerate(rows):
-        y, bold = 24 + 26 * i, 'font-weight="600"' if name == "total" else ""
-        body += text(left - 8, y + 15, name, "end", bold)
-        start = end - (X(size) - X(0))
-        body += f'<rect x="{start:.1f}" y="{y + 2}" width="{max(end - start, 1):.1f}" height="18" rx="2" fill="{colour}"/>'
-        body += text(476, y + 15, show_bytes(size), "end", bold)
-        if name != "total":
-            body += f'<path d="M{end:.1f} {y + 20}v8" stroke="currentColor" opacity=".4"/>'
-    high = 28 + 26 * len(rows)
-    edge = 395 if far else X(room)
+
+    def width(size: float) -> float:
+        return (395 - left) * size / scale_end
+
+    body = text(0, 13, title, more='font-weight="600"') if title else ""
+    before = 0.0
+    for i, (name, size) in enumerate(parts.items()):
+        y = 24 + 26 * i
+        end = left + width(before := before + size)
+        body += _bar(y, name, size, left, end, width(size), PALETTE[i % len(PALETTE)])
+        body += _NEXT_BAR.format(x=end, y=y + 20)
+    colour = _GREY if total <= room else PALETTE[4]
+    end = left + width(total)
+    body += _bar(24 + 26 * len(parts), "total", total, left, end, width(total), colour)
+    high = 28 + 26 * (len(parts) + 1)
+    edge = 395 if far else left + width(room)
     if not far:
-        body += f'<path d="M{edge:.1f} 20V{high}" stroke="currentColor" stroke-dasharray="4 3" opacity=".8"/>'
-    body += text(
-        edge,
-        high + 12,
-        f"room {show_bytes(room)}" + " →" * far,
-        "end" if edge > 200 else "start",
-        'opacity=".8"',
+        body += _ROOM.format(x=edge, y=high)
+    anchor = "end" if edge > 200 else "start"
+    room_text = f"room {show_bytes(room)}"
+    body += text(edge, high + 12, room_text + " →" * far, anchor, 'opacity=".8"')
+    sizes = {**parts, "total": total}
+    label = ", ".join([*(f"{n} {show_bytes(size)}" for n, size in sizes.items()), room_text])
+    return svg(480, high + 18, f"{title}: {label}" if title else label, body)
+
+
+def _bar(y: int, name: str, size: float, left: float, end: float, width: float, colour: str) -> str:
+    "One bar of a waterfall, with its name and size."
+    start, style = end - width, 'font-weight="600"' if name == "total" else ""
+    return (
+        text(left - 8, y + 15, name, "end", style)
+        + _BAR.format(x=start, y=y + 2, width=max(end - start, 1), colour=colour)
+        + text(476, y + 15, show_bytes(size), "end", style)
     )
-    return svg(
-        480,
-        high + 18,
-        f"{title}: " * bool(title)
-        + ", ".join(f"{n} {show_bytes(s)}" for n, s, *_ in rows)
-        + f", room {show_bytes(room)}",
-        body,
-    )
+
+
+def _fit(peak: int, usable: int) -> str:
+    "Whether a step fits, and its share of the room."
+    if peak > usable:
+        return f"✗ {peak / usable:.1f}×"
+    return f"✓ {peak / usable:.0%}" if peak >= 0.01 * usable else "✓ <1%"
 
 
 def gpu_table(
-    peaks: Mapping[str, int],  # Method -> bytes that a step takes on one card
+    peaks: Mapping[str, int],  # Method -> bytes of a step on one card
 ) -> Picture:
-    "On which machine each method fits as it was asked for, the smallest machine first."
-    rows, seen = [], {}
+    "Which method fits on which machine without any lever, the smallest machine first."
+    machines: dict[int, list[str]] = {}  # Room -> names
     for name, machine in MACHINES.items():
         if machine.cards == 1:
-            seen.setdefault(machine.usable, []).append(name)
-    for usable, names in sorted(seen.items()):
-        share = lambda peak: f"{peak / usable:.0%}" if peak >= 0.01 * usable else "<1%"  # noqa: B023
-        tell = lambda peak: f"✓ {share(peak)}" if peak <= usable else f"✗ {peak / usable:.1f}×"  # noqa: B023
-        rows.append(
-            {
-                "GPU": f"{', '.join(names)}: {show_bytes(usable)}",
-                **{name: tell(peak) for name, peak in peaks.items()},
-            }
-        )
+            machines.setdefault(machine.usable, []).append(name)
+    rows = [
+        {"GPU": f"{', '.join(names)}: {show_bytes(usable)}"}
+        | {name: _fit(peak, usable) for name, peak in peaks.items()}
+        for usable, names in sorted(machines.items())
+    ]
     return table(rows, "As asked, on each GPU: the share of its room that a step takes")
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #a233c4a1
+class _MemoryValues(TypedDict):
+    report: MemoryReport  # Of one card
+    plan: Plan
+    peaks: dict[str, int]  # Method -> bytes
+
+
 @dataclass
 class MemoryPlanner(Explorer):
     "Does a training step fit on this GPU, and what would make it fit?"
@@ -188,7 +216,7 @@ class MemoryPlanner(Explorer):
     shape: Any = None  # The reader's own model, as `model_shape` takes it
     model: str = knob("", "Which model")
     method: str = knob(
-        "LoRA", "What learns: all weights, or thin matrices beside them", choices=tuple(METHODS)
+        "LoRA", "What learns: all weights, or thin matrices next to them", choices=tuple(METHODS)
     )
     gpu: str = knob("T4", "The machine", choices=tuple(MACHINES))
     batch_size: int = knob(8, "Rows of a step", low=1, high=256)
@@ -210,50 +238,30 @@ class MemoryPlanner(Explorer):
         super().check()
         shape = self.model_shape()
         if isinstance(shape, ModelConfig) and self.seq_len > shape.max_seq_len:
-            raise ConfigError(
-                [
-                    Problem(
-                        "seq_len",
-                        self.seq_len,
-                        f"must be ≤ {shape.max_seq_len}, the longest row of {self.model}",
-                    )
-                ],
-                type(self).__name__,
-            )
+            remedy = f"must be ≤ {shape.max_seq_len}, the longest row of {self.model}"
+            raise ConfigError([Problem("seq_len", self.seq_len, remedy)], type(self).__name__)
 
     def model_shape(self) -> ModelConfig | Callable:
         return self.own if self.model == "yours" else model_shape(self.model)
 
-    def setup(
-        self, method: str, rows: int | None = None
-    ) -> Setup:  # On all cards, or with so many rows
-        "What is asked for, before any lever."
-        return METHODS[method](
-            Setup(rows or self.batch_size, self.seq_len), self.lora_rank, MACHINES[self.gpu].half
-        )
+    def setup(self, method: str, rows: int | None = None) -> Setup:  # On all cards, or of `rows`
+        "The setup of a method before any lever."
+        setup = Setup(rows or self.batch_size, self.seq_len)
+        return METHODS[method](setup, self.lora_rank, MACHINES[self.gpu].half)
 
     def say(self, text: str) -> None:
         if self.view is not None:
             self.view.say(text)
 
-    def compute(
-        self,
-    ) -> dict[
-        str, Any
-    ]:  # {'report': MemoryReport of one card, 'plan': Plan, 'peaks': {method: bytes}}
-        "What a step takes, and the plan that makes it fit."
+    def compute(self) -> _MemoryValues:
+        "The memory of a step, and the plan that makes it fit."
         shape, machine, start = self.model_shape(), MACHINES[self.gpu], self.setup(self.method)
-        rows = -(-self.batch_size // machine.cards)
+        setup = replace(start, batch_size=-(-self.batch_size // machine.cards))
         self.say(f"Computing: a step of {self.model}, without its numbers …")
-        report = predicted(shape, replace(start, batch_size=rows))
+        report = predicted(shape, setup)
         if report.peak <= machine.usable:
-            plan = Plan(
-                machine.usable,
-                replace(start, batch_size=rows),
-                report.peak,
-                [("as asked", report.peak)],
-                cards=machine.cards,
-            )
+            steps = [("as asked", report.peak)]
+            plan = Plan(machine.usable, setup, report.peak, steps, cards=machine.cards)
         else:
             plan = planned(
                 shape, machine, start, lambda text: self.say(f"Computing: {text}; the next lever …")
@@ -262,42 +270,37 @@ class MemoryPlanner(Explorer):
         for method in METHODS if self.all_gpus else ():
             self.say(f"Computing: {method} …")
             peaks[method] = predicted(shape, self.setup(method)).peak
-        return dict(report=report, plan=plan, peaks=peaks)
+        return _MemoryValues(report=report, plan=plan, peaks=peaks)
 
-    def html(self, values: dict[str, Any]) -> Picture:
+    def html(self, values: _MemoryValues) -> Picture:
         "The parts, the levers, the GPUs."
-        report, plan, shape, machine = (
-            values["report"],
-            values["plan"],
-            self.model_shape(),
-            MACHINES[self.gpu],
-        )
+        report, plan, machine = values["report"], values["plan"], MACHINES[self.gpu]
         parts = {k: v for k, v in report.parts.items() if v > 0.001 * report.peak}
         if self.method == "QLoRA" and "other" in parts:
             parts = {"4-bit weights" if k == "other" else k: v for k, v in parts.items()}
-        size = (
-            f" ({number(count_parameters(shape))} numbers)"
-            if isinstance(shape, ModelConfig)
-            else ""
-        )
+        charts = [waterfall(parts, machine.usable, "One step, as asked, at its peak")]
+        if len(plan.waterfall) > 1:
+            charts.append(plan._repr_html_())
+        html = _HEAD.format(clean(self._summary(values))) + grid(*charts)
+        html += _CODE.format(clean(str(plan).splitlines()[-1]))
+        return Picture(html + (gpu_table(values["peaks"]) if values["peaks"] else ""))
+
+    def _summary(self, values: _MemoryValues) -> str:
+        "Whether a step fits, in a few sentences."
+        peak, shape, machine = values["report"].peak, self.model_shape(), MACHINES[self.gpu]
+        is_config = isinstance(shape, ModelConfig)
+        size = f" ({number(count_parameters(shape))} numbers)" if is_config else ""
         each = f" on each of {machine.cards} cards" if machine.cards > 1 else ""
-        words = (
-            "It fits as it is."
-            if report.peak <= machine.usable
-            else "It does not fit; with these levers it does."
-            if plan.fits
-            else "It does not fit, whatever lever is pulled."
-        )
+        if peak <= machine.usable:
+            verdict = "It fits as it is."
+        elif values["plan"].fits:
+            verdict = "It does not fit; with these levers it does."
+        else:
+            verdict = "It does not fit, whatever lever is pulled."
         what = "Full training" if self.method == "full" else self.method
-        head = f"{what} of {self.model}{size} on {self.gpu}: a step takes {show_bytes(report.peak)}{each}, and there is room for {show_bytes(machine.usable)}. {words}"
-        code = str(plan).splitlines()[-1]
-        charts = [waterfall(parts, machine.usable, "One step, as asked, at its peak")] + [
-            plan._repr_html_()
-        ] * (len(plan.waterfall) > 1)
-        return Picture(
-            f'<p style="font:600 14px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(head)}</p>{grid(*charts)}'
-            f'<p style="font:12px/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere;margin:10px 0">{clean(code)}</p>'
-            + (gpu_table(values["peaks"]) if values["peaks"] else "")
+        return (
+            f"{what} of {self.model}{size} on {self.gpu}: a step takes {show_bytes(peak)}{each}, "
+            f"and there is room for {show_bytes(machine.usable)}. {verdict}"
         )
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #cd02da44
@@ -305,31 +308,25 @@ def rates(
     config: OptimConfig,
     total_steps: int,  # Optimizer steps in the run
 ) -> list[float]:  # (total_steps,) the learning rate of each
-    "What `make_schedule` gives every step of a run."
-    schedule = make_schedule(
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate),
-        config,
-        total_steps,
-    )
-    return [
-        float(schedule.base_lrs[0]) * schedule.lr_lambdas[0](step) for step in range(total_steps)
-    ]
+    "The learning rate that `make_schedule` gives to every step of a run."
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    schedule = make_schedule(optimizer, config, total_steps)
+    peak, factor = float(schedule.base_lrs[0]), schedule.lr_lambdas[0]
+    return [peak * factor(step) for step in range(total_steps)]
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #7b94b962
 def phases(
     values: Sequence[float],  # The rate of each step
-) -> list[
-    tuple[str, int, int]
-]:  # ('rises', 'holds' or 'falls', first step, the step after the last one)
+) -> list[tuple[str, int, int]]:  # ('rises', 'holds' or 'falls', first step, end)
     "When the rate rises, holds and falls."
     signs = [(b > a) - (b < a) for a, b in pairwise(values)] or [0]
-    found, start = [], 0
+    runs, start = [], 0
     for sign, steps in groupby(signs):
         end = start + len(list(steps))
-        found.append((("holds", "rises", "falls")[sign], start, end))
+        runs.append((("holds", "rises", "falls")[sign], start, end))
         start = end
-    name, start, _ = found[-1]
-    return [*found[:-1], (name, start, len(values))]  # The last step stays with the last phase
+    name, start, _ = runs[-1]
+    return [*runs[:-1], (name, start, len(values))]  # The last step stays with the last phase
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #326e3197
 def strip(
@@ -339,39 +336,38 @@ def strip(
     width: int = 480,  # Largest width, in CSS pixels
 ) -> Picture:
     "Parts of a whole, side by side."
-    total, x, body = (
-        sum(size for _, size in parts) or 1,
-        0.0,
-        text(0, 13, title, more='font-weight="600"') if title else "",
-    )
-    top = 22 if title else 2
+    body = text(0, 13, title, more='font-weight="600"') if title else ""
+    total, x, top = sum(size for _, size in parts) or 1, 0.0, 22 if title else 2
     for name, size in parts:
         w, label = width * size / total, f"{name} {number(size)}"
-        body += f'<rect x="{x:.1f}" y="{top}" width="{max(w - 1.5, 0.5):.1f}" height="24" rx="3" fill="{colours[name]}"><title>{clean(label)}</title></rect>'
-        words = next((words for words in (label, number(size)) if 6.9 * len(words) + 10 < w), "")
-        if words:
-            body += text(x + w / 2, top + 16.5, words, "middle", 'fill="#fff" font-weight="600"')
+        part = dict(x=x, y=top, width=max(w - 1.5, 0.5), colour=colours[name])
+        body += _PART.format(label=clean(label), **part)
+        fitting = [words for words in (label, number(size)) if 6.9 * len(words) + 10 < w]
+        if fitting:
+            style = 'fill="#fff" font-weight="600"'
+            body += text(x + w / 2, top + 16.5, fitting[0], "middle", style)
         x += w
-    return svg(
-        width,
-        top + 26,
-        f"{title}: " * bool(title) + ", ".join(f"{name} {number(size)}" for name, size in parts),
-        body,
-    )
+    label = ", ".join(f"{name} {number(size)}" for name, size in parts)
+    return svg(width, top + 26, f"{title}: {label}" if title else label, body)
 
 
-PHASE_COLOURS = {
-    "rises": PALETTE[2],
-    "holds": PALETTE[5],
-    "falls": PALETTE[3],
-    "changes": "#6e7781",
-}  # Colours that no curve beside it has
+# Colours that no curve next to it has
+PHASE_COLOURS = {"rises": PALETTE[2], "holds": PALETTE[5], "falls": PALETTE[3], "changes": _GREY}
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #ed6d7ca5
-def _listen(function: Callable) -> tuple[Any, list[str]]:  # What it returns, and what it warned of
-    with warnings.catch_warnings(record=True) as said:
+_T = TypeVar("_T")
+
+
+def _with_warnings(function: Callable[[], _T]) -> tuple[_T, list[str]]:
+    "The result of a function, and the texts of its warnings."
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return function(), [str(w.message) for w in said]
+        return function(), [str(w.message) for w in caught]
+
+
+class _ScheduleValues(TypedDict):
+    rates: dict[str, list[float]]  # Schedule -> (total_steps,)
+    warnings: list[str]
 
 
 @dataclass
@@ -407,47 +403,37 @@ class ScheduleExplorer(Explorer):
             power=self.power,
         )
 
-    def compute(self) -> dict[str, Any]:  # {'rates': {schedule: (total_steps,)}, 'warnings': [...]}
+    def compute(self) -> _ScheduleValues:
         "The rate of each step, of both schedules."
-        names = list(
-            dict.fromkeys(name for name in (self.lr_scheduler_type, self.beside) if name != "none")
-        )
-        found, said = _listen(
+        chosen = (self.lr_scheduler_type, self.beside)
+        names = dict.fromkeys(name for name in chosen if name != "none")
+        values, messages = _with_warnings(
             lambda: {name: rates(self.config(name), self.total_steps) for name in names}
         )
-        return dict(rates=found, warnings=list(dict.fromkeys(said)))
+        return _ScheduleValues(rates=values, warnings=list(dict.fromkeys(messages)))
 
-    def html(self, values: dict[str, Any]) -> Picture:
-        "The curves, their phases, and what they come to."
+    def html(self, values: _ScheduleValues) -> Picture:
+        "The curves, their phases, and their means."
         rows, strips = [], []
         for name, rate in values["rates"].items():
-            found = phases(rate)
-            strips.append(
-                strip(
-                    [(kind, end - start) for kind, start, end in found]
-                    if len(found) < 20
-                    else [("changes", len(rate))],
-                    PHASE_COLOURS,
-                    f"{name}, in steps",
-                )
-            )
-            peak = max(rate)
+            runs = phases(rate)
+            parts = [(kind, end - start) for kind, start, end in runs]
+            if len(runs) >= 20:
+                parts = [("changes", len(rate))]
+            strips.append(strip(parts, PHASE_COLOURS, f"{name}, in steps"))
+            peak, mean = max(rate), sum(rate) / len(rate)
             rows.append(
                 {
                     "schedule": name,
                     "at peak": f"step {rate.index(peak):,}",
-                    "mean": number(sum(rate) / len(rate), 3),
-                    "of peak": f"{sum(rate) / len(rate) / peak:.0%}" if peak else "–",
+                    "mean": number(mean, 3),
+                    "of peak": f"{mean / peak:.0%}" if peak else "–",
                 }
             )
         chart = curves(values["rates"], "Learning rate of each step", **CHART)
-        side = "".join(
-            f'<div style="margin:0 0 14px">{part}</div>' for part in (*strips, table(rows))
-        )
-        return Picture(
-            "".join(notice(w, PALETTE[1], "status") for w in values["warnings"])
-            + grid(chart, Picture(side))
-        )
+        side = "".join(_SIDE.format(part) for part in (*strips, table(rows)))
+        messages = "".join(notice(w, PALETTE[1], "status") for w in values["warnings"])
+        return Picture(messages + grid(chart, Picture(side)))
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #f1328f7b
 def pull(
@@ -457,24 +443,32 @@ def pull(
     ref_chosen: float | Tensor,  # The same, of the reference
     ref_rejected: float | Tensor,
     tokens: tuple[int, int] = (1, 1),  # Lengths of the two, for losses that take means
-) -> tuple[
-    Tensor, Tensor, Tensor
-]:  # (N,) each: the loss, how hard it pulls the chosen up, how hard it pushes the rejected down
-    "What a preference loss does to each pair, taken as a batch of one."
+) -> tuple[Tensor, Tensor, Tensor]:  # (N,) the loss, the pull up, the push down
+    "The loss of each pair, as a batch of one, and its pull on the chosen and the rejected answer."
     from torch.func import grad_and_value, vmap
 
-    fixed = [
+    ref_c, ref_r, c_tokens, r_tokens = (
         torch.as_tensor(x, dtype=chosen.dtype).reshape(1)
         for x in (ref_chosen, ref_rejected, *tokens)
-    ]
+    )
 
     def loss(c: Tensor, r: Tensor) -> Tensor:
-        return preference_loss(c[None], r[None], fixed[0], fixed[1], config, fixed[2], fixed[3])[0]
+        return preference_loss(c[None], r[None], ref_c, ref_r, config, c_tokens, r_tokens)[0]
 
     (up, down), value = vmap(grad_and_value(loss, argnums=(0, 1)))(chosen, rejected)
     return value, -up, down
 
 # %% ../../nbs/12_widgets/11_training_explorers.ipynb #0ca0287d
+class _PairLoss(TypedDict):
+    curve: tuple[Tensor, Tensor, Tensor]  # (161,) each: the loss, its pull up, its push down
+    pair: tuple[float, float, float]  # The same at the reader's pair
+
+
+class _PreferenceValues(TypedDict):
+    delta: Tensor  # (161,) in nats
+    losses: dict[str, _PairLoss]
+
+
 @dataclass
 class DPOExplorer(Explorer):
     "When does a preference loss stop pulling at a pair?"
@@ -493,13 +487,9 @@ class DPOExplorer(Explorer):
     rejected_tokens: int = knob(20, "Tokens of the rejected answer", low=1)
 
     def limits(self) -> Mapping[str, tuple[float, float]]:
-        most = 50 * math.ceil(
-            max(
-                1.0, *(-x for x in (self.chosen, self.rejected, self.ref_chosen, self.ref_rejected))
-            )
-            / 50
-        )
-        return dict.fromkeys(("chosen", "rejected", "ref_chosen", "ref_rejected"), (-most, 0.0))
+        names = ("chosen", "rejected", "ref_chosen", "ref_rejected")
+        lowest = min(-1.0, *(getattr(self, name) for name in names))
+        return dict.fromkeys(names, (-50.0 * math.ceil(-lowest / 50), 0.0))
 
     @property
     def delta(self) -> float:  # In nats
@@ -507,10 +497,9 @@ class DPOExplorer(Explorer):
         return self.chosen - self.ref_chosen - self.rejected + self.ref_rejected
 
     def pull(self, loss: str, shift: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        "The loss and its two pulls where the chosen answer gains half of `shift` and the rejected one loses it."
-        smoothing = (
-            self.label_smoothing if loss in USED_BY["label_smoothing"] else 0.0
-        )  # One knob for two losses
+        "`pull` where the chosen answer gains half of `shift` and the rejected one loses half."
+        # One knob for two losses, of which one may not use it
+        smoothing = self.label_smoothing if loss in USED_BY["label_smoothing"] else 0.0
         config = DPOConfig(loss_type=[loss], beta=self.beta, label_smoothing=smoothing)
         return pull(
             config,
@@ -521,90 +510,78 @@ class DPOExplorer(Explorer):
             (self.chosen_tokens, self.rejected_tokens),
         )
 
-    def compute(
-        self,
-    ) -> dict[
-        str, Any
-    ]:  # {'delta': (161,), loss: {'curve': three of (161,), 'pair': three numbers}}
+    def compute(self) -> _PreferenceValues:
         "Both losses along the line, and at the pair itself."
         reach = max(40.0, 1.3 * abs(self.delta))
-        low, high = (
-            max(-reach, self.delta + 2 * self.rejected),
-            min(reach, self.delta - 2 * self.chosen),
-        )  # No probability above 1
-        delta, here = (
-            torch.linspace(low, high, 161, dtype=torch.double),
-            torch.zeros(1, dtype=torch.double),
-        )
+        low = max(-reach, self.delta + 2 * self.rejected)  # No probability above 1
+        high = min(reach, self.delta - 2 * self.chosen)
+        delta = torch.linspace(low, high, 161, dtype=torch.double)
+        zero = torch.zeros(1, dtype=torch.double)
         names = dict.fromkeys(name for name in (self.loss_type, self.beside) if name != "none")
-        return dict(
-            delta=delta,
-            losses={
-                name: dict(
-                    curve=self.pull(name, delta - self.delta),
-                    pair=[x.item() for x in self.pull(name, here)],
-                )
-                for name in names
-            },
-        )
+        losses: dict[str, _PairLoss] = {}
+        for name in names:
+            loss, up, down = self.pull(name, zero)
+            losses[name] = _PairLoss(
+                curve=self.pull(name, delta - self.delta),
+                pair=(loss.item(), up.item(), down.item()),
+            )
+        return _PreferenceValues(delta=delta, losses=losses)
 
-    def html(self, values: dict[str, Any]) -> Picture:
+    def html(self, values: _PreferenceValues) -> Picture:
         "The loss, its pulls, and the pair."
-        delta, charts, rows = values["delta"], [], []
-        for name, found in values["losses"].items():
-            (loss, up, down), (at, lift, press) = found["curve"], found["pair"]
-            same = torch.allclose(up, down, rtol=1e-6, atol=1e-9)
-            lines = (
-                {"on both answers": (delta, up)}
-                if same
-                else {"chosen up": (delta, up), "rejected down": (delta, down)}
-            )
-            drawn = (
-                curves(
-                    {name: (delta, loss), "your pair": ([self.delta], [at])},
-                    f"Loss of {name}",
-                    "Δ, nats",
-                    **CHART,
-                ),
-                curves(
-                    {**lines, "your pair": ([self.delta] * 2, [lift, press])},
-                    f"Pull of {name}",
-                    "Δ, nats",
-                    **CHART,
-                ),
-            )
-            charts.append(grid(*(Picture(chart.replace('r="2.6"', 'r="5"')) for chart in drawn)))
+        charts, rows = [], []
+        for name, one in values["losses"].items():
+            charts.append(self._charts(name, values["delta"], one))
+            loss, up, down = one["pair"]
             rows.append(
                 {
                     "loss": name,
-                    "at your pair": number(at),
-                    "chosen up": number(lift, 3),
-                    "rejected down": number(press, 3),
+                    "at your pair": number(loss),
+                    "chosen up": number(up, 3),
+                    "rejected down": number(down, 3),
                 }
             )
         share = 1 / (1 + math.exp(-max(-700.0, self.beta * self.delta)))
-        words = (
-            f"Your pair: the model has moved {self.chosen - self.ref_chosen:+.4g} nats on the chosen answer and {self.rejected - self.ref_rejected:+.4g} on the rejected one. "
-            f"Δ = {self.delta:.4g}, margin βΔ = {self.beta * self.delta:.4g}; as a reward model it prefers the chosen one with {share:.1%}."
+        summary = (
+            f"Your pair: the model has moved {self.chosen - self.ref_chosen:+.4g} nats on the "
+            f"chosen answer and {self.rejected - self.ref_rejected:+.4g} on the rejected one. "
+            f"Δ = {self.delta:.4g}, margin βΔ = {self.beta * self.delta:.4g}; "
+            f"as a reward model it prefers the chosen one with {share:.1%}."
         )
-        alone = ", ".join(name for name in values["losses"] if name in COUPLED)
-        note = (
-            notice(
-                f"{alone}: compares the pairs of a batch; here each pair is a batch of its own, and the KL estimate is 0.",
-                "#6e7781",
+        body = _ROWS.format("".join(charts)) + table(rows)
+        return Picture(_TEXT.format(clean(summary)) + self._notes([*values["losses"]]) + body)
+
+    def _charts(self, name: str, delta: Tensor, values: _PairLoss) -> str:
+        "A loss and its pulls, with the reader's pair as a large dot."
+        loss, up, down = values["curve"]
+        at_pair, *pulls = values["pair"]
+        if torch.allclose(up, down, rtol=1e-6, atol=1e-9):
+            lines = {"on both answers": (delta, up)}
+        else:
+            lines = {"chosen up": (delta, up), "rejected down": (delta, down)}
+        series = {name: (delta, loss), "your pair": ([self.delta], [at_pair])}
+        pull_series = {**lines, "your pair": ([self.delta] * 2, pulls)}
+        both = (
+            curves(series, f"Loss of {name}", "Δ, nats", **CHART),
+            curves(pull_series, f"Pull of {name}", "Δ, nats", **CHART),
+        )
+        return grid(*(Picture(chart.replace('r="2.6"', 'r="5"')) for chart in both))
+
+    def _notes(self, names: list[str]) -> str:
+        "Notes on what the losses do differently in a run."
+        notes = ""
+        if coupled := ", ".join(name for name in names if name in COUPLED):
+            notes += notice(
+                f"{coupled}: compares the pairs of a batch; here each pair is a batch of its own, "
+                "and the KL estimate is 0.",
+                _GREY,
                 "note",
             )
-            if alone
-            else ""
-        )
-        if self.label_smoothing and (
-            deaf := [name for name in values["losses"] if name not in USED_BY["label_smoothing"]]
-        ):
-            note += notice(
-                f"label_smoothing has no effect on {', '.join(deaf)}, and a run refuses it there.",
-                "#6e7781",
+        unused = [name for name in names if name not in USED_BY["label_smoothing"]]
+        if self.label_smoothing and unused:
+            notes += notice(
+                f"label_smoothing has no effect on {', '.join(unused)}; a run refuses it there.",
+                _GREY,
                 "note",
             )
-        return Picture(
-            f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{note}<div style="display:grid;gap:14px">{"".join(charts)}</div>{table(rows)}'
-        )
+        return notes

@@ -18,8 +18,9 @@ __all__ = ['QUANTS', 'FORMATS', 'quantization_error', 'histogram', 'threads', 'Q
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #imports-weight_explorers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -38,8 +39,35 @@ from ..quant.int8 import dequantize_int8, quantize_int8
 from ..quant.nf4 import CODEBOOKS, dequantize_4bit, quantize_4bit
 from .explorer import CHART, Explorer
 
+# %% ../../nbs/12_widgets/12_weight_explorers.ipynb #weight-explorers-html
+_TEXT = '<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{}</p>'
+_COUNT_BAR = '<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
+_COUNT_BARS = f'<g fill="{PALETTE[0]}" opacity=".75">{{}}</g>'
+_CODE_LINES = f'<path d="{{path}}" stroke="{PALETTE[1]}" stroke-width="{{width}}"/>'
+_AXIS = '<path d="M8 180H472" stroke="currentColor" opacity=".5"/>'
+_THREADS = '<path d="{}" stroke="currentColor" opacity=".35" fill="none"/>'
+_WEIGHT = '<circle cx="{x:.1f}" cy="58" r="3.4"/>'
+_WEIGHTS = f'<g fill="{PALETTE[0]}">{{}}</g>'
+_CODE = '<rect x="{x:.1f}" y="164" width="4" height="12" rx="1"/>'
+_CODES = f'<g fill="{PALETTE[1]}">{{}}</g>'
+_BASE_UNKNOWN = (
+    '<p style="opacity:.75">What a merge would lose is not known without the weights: '
+    "give (base, adapter).</p>"
+)
+
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #3ce63ff8
 QUANTS = ("nf4", "fp4", "int8")
+
+
+class _QuantError(TypedDict):
+    back: Tensor  # (out, in) after quantizing and dequantizing
+    scaled: Tensor  # (n,) weights over their scale
+    book: Tensor  # The codes
+    mse: float
+    max: float
+    relative: float  # Norm of the error, as a share of the weight's
+    bytes: int
+    bits: float  # For each weight
 
 
 def quantization_error(
@@ -47,31 +75,26 @@ def quantization_error(
     quant_type: str,  # One of `QUANTS`; int8 has a step for each row, as in `Linear8bit`
     blocksize: int = 64,  # Weights that share a scale, with four bits
     double_quant: bool = True,  # Store the scales in eight bits too
-) -> dict[
-    str, Any
-]:  # back: what comes back; scaled: (n,) weights over their scale; book: the codes; mse, max, relative, bytes, bits
-    "What a quantizer makes of a weight."
+) -> _QuantError:
+    "A weight after quantizing, with its error and its size."
     if quant_type == "int8":
-        made = quantize_int8(weight)
-        back, book, scales = (
-            dequantize_int8(made),
-            torch.arange(-127, 128) / 127,
-            (127 * made.step).expand_as(weight).reshape(-1),
-        )
+        q8 = quantize_int8(weight)
+        back, book, nbytes = dequantize_int8(q8), torch.arange(-127, 128) / 127, q8.nbytes
+        scales = (127 * q8.step).expand_as(weight).reshape(-1)
     else:
         q4 = quantize_4bit(weight.contiguous(), quant_type, blocksize, double_quant)
-        made, back, book = q4, dequantize_4bit(q4), CODEBOOKS[quant_type].unique()
+        back, book, nbytes = dequantize_4bit(q4), CODEBOOKS[quant_type].unique(), q4.nbytes
         scales = q4.scales().repeat_interleave(blocksize)[: weight.numel()]
-    off = back - weight
-    return dict(
+    error = back - weight
+    return _QuantError(
         back=back,
         scaled=weight.reshape(-1) / scales.clamp(min=1e-30),
         book=book,
-        mse=off.square().mean().item(),
-        max=off.abs().max().item(),
-        relative=(off.norm() / weight.norm().clamp(min=1e-30)).item(),
-        bytes=made.nbytes,
-        bits=8 * made.nbytes / weight.numel(),
+        mse=error.square().mean().item(),
+        max=error.abs().max().item(),
+        relative=(error.norm() / weight.norm().clamp(min=1e-30)).item(),
+        bytes=nbytes,
+        bits=8 * nbytes / weight.numel(),
     )
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #98ab6dbf
@@ -80,67 +103,72 @@ def histogram(
     book: Tensor,  # The codes, from -1 to 1
     title: str = "",
 ) -> Picture:
-    "Where the weights are, and where the codes are."
+    "A histogram of the weights, with a line for each code."
+
+    def place(value: float) -> float:
+        return 8 + 464 * (value + 1) / 2
+
     counts = torch.histc(scaled.float().clamp(-1, 1), 81, -1, 1)
-    most, wide, X = counts.max().item() or 1, 464 / 81, lambda v: 8 + 464 * (v + 1) / 2
+    most, wide = counts.max().item() or 1, 464 / 81
+    bars = ""
+    for i, count in enumerate(counts.tolist()):
+        if count:
+            height = 140 * count / most
+            bars += _COUNT_BAR.format(
+                x=8 + i * wide, y=180 - height, width=wide - 0.6, height=height
+            )
+    top, thickness = (34, 1.4) if len(book) < 20 else (172, 0.7)
+    lines = "".join(f"M{place(v):.1f} {top}V190" for v in book.tolist())
     body = text(0, 13, title, more='font-weight="600"') if title else ""
-    body += "".join(
-        f'<rect x="{8 + i * wide:.1f}" y="{180 - 140 * c / most:.1f}" width="{wide - 0.6:.1f}" height="{140 * c / most:.1f}"/>'
-        for i, c in enumerate(counts.tolist())
-        if c
-    ).join((f'<g fill="{PALETTE[0]}" opacity=".75">', "</g>"))
-    lines = "".join(f"M{X(v):.1f} {34 if len(book) < 20 else 172}V190" for v in book.tolist())
-    body += (
-        f'<path d="{lines}" stroke="{PALETTE[1]}" stroke-width="{1.4 if len(book) < 20 else 0.7}"/>'
-    )
-    body += '<path d="M8 180H472" stroke="currentColor" opacity=".5"/>' + "".join(
-        text(X(v), 206, f"{v:g}", "middle") for v in (-1, -0.5, 0, 0.5, 1)
-    )
+    body += _COUNT_BARS.format(bars) + _CODE_LINES.format(path=lines, width=thickness) + _AXIS
+    for value in (-1, -0.5, 0, 0.5, 1):
+        body += text(place(value), 206, f"{value:g}", "middle")
     body += text(472, 222, "weight / scale", "end", 'opacity=".8"')
-    near = (torch.bucketize(scaled.float().contiguous(), (book[1:] + book[:-1]) / 2)).bincount(
-        minlength=len(book)
+    nearest_code = torch.bucketize(scaled.float().contiguous(), (book[1:] + book[:-1]) / 2)
+    share = nearest_code.bincount(minlength=len(book)).max().item() / len(scaled)
+    label = (
+        f"{len(scaled)} weights and {len(book)} codes; "
+        f"the most frequent code stands for {share:.0%} of them"
     )
-    words = f"{len(scaled)} weights and {len(book)} codes; the most frequent code stands for {near.max().item() / len(scaled):.0%} of them"
-    return svg(480, 228, f"{title}: {words}" if title else words, body)
+    return svg(480, 228, f"{title}: {label}" if title else label, body)
 
 
 def threads(
     weights: Tensor,  # (n,) of one block
-    back: Tensor,  # (n,) what they became
+    back: Tensor,  # (n,) after quantizing and dequantizing
     title: str = "",
 ) -> Picture:
-    "Each weight of a block, and the code that it became."
+    "The weights of a block above, their values after quantizing below, and lines between them."
     high = max(weights.abs().max().item(), back.abs().max().item()) or 1
-    X, body = (
-        (lambda v: 240 + 228 * v / high),
-        text(0, 13, title, more='font-weight="600"') if title else "",
-    )
+
+    def place(value: float) -> float:
+        return 240 + 228 * value / high
+
     pairs = [*zip(weights.tolist(), back.tolist(), strict=True)]
-    body += f'<path d="{"".join(f"M{X(a):.1f} 58L{X(b):.1f} 168" for a, b in pairs)}" stroke="currentColor" opacity=".35" fill="none"/>'
-    body += (
-        f'<g fill="{PALETTE[0]}">'
-        + "".join(f'<circle cx="{X(a):.1f}" cy="58" r="3.4"/>' for a, _ in pairs)
-        + "</g>"
-    )
-    body += (
-        f'<g fill="{PALETTE[1]}">'
-        + "".join(
-            f'<rect x="{X(b) - 2:.1f}" y="164" width="4" height="12" rx="1"/>'
-            for b in sorted(set(back.tolist()))
-        )
-        + "</g>"
-    )
-    body += text(8, 42, f"{len(pairs)} weights", more='opacity=".8"') + text(
-        8, 196, f"{len(set(back.tolist()))} different values", more='opacity=".8"'
-    )
+    values = sorted(set(back.tolist()))
+    lines = "".join(f"M{place(a):.1f} 58L{place(b):.1f} 168" for a, b in pairs)
+    body = text(0, 13, title, more='font-weight="600"') if title else ""
+    body += _THREADS.format(lines)
+    body += _WEIGHTS.format("".join(_WEIGHT.format(x=place(a)) for a, _ in pairs))
+    body += _CODES.format("".join(_CODE.format(x=place(b) - 2) for b in values))
+    body += text(8, 42, f"{len(pairs)} weights", more='opacity=".8"')
+    body += text(8, 196, f"{len(values)} different values", more='opacity=".8"')
     body += text(472, 196, f"± {number(high, 3)}", "end", 'opacity=".8"')
-    words = f"{len(pairs)} weights become {len(set(back.tolist()))} different values"
-    return svg(480, 204, f"{title}: {words}" if title else words, body)
+    label = f"{len(pairs)} weights become {len(values)} different values"
+    return svg(480, 204, f"{title}: {label}" if title else label, body)
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #365d6ca0
+class _QuantValues(TypedDict):
+    each: dict[str, _QuantError]  # Name in `QUANTS` -> what quantizing does
+    weight: Tensor  # (rows, in), the first rows of the layer
+    size: int  # Numbers of the whole layer
+    block: float  # Relative error of the first block
+    n: int  # Weights in the first block
+
+
 @dataclass
 class QuantExplorer(Explorer):
-    "What do few bits do to a weight, and what does one outlier do to its block?"
+    "A weight in four or eight bits, and the effect of one outlier on its block."
 
     source: Any = None  # What `matrices` takes; None: a made-up layer
     layer: str = knob("", "Which matrix")
@@ -154,46 +182,36 @@ class QuantExplorer(Explorer):
     outlier: float = knob(
         0.0, "One weight becomes so many standard deviations large; 0: none does", low=0, high=100
     )
-    most = 1 << 18  # Numbers that are looked at
+    most = 1 << 18  # Numbers that are quantized
 
     def __post_init__(self):
-        self.found = (
-            {"made up": lambda: made_up_update().base}
-            if self.source is None
-            else matrices(self.source)
-        )
-        if not self.found:
-            raise ValueError("there is no matrix in it")
-        self.layer, self.seen = self.layer or next(iter(self.found)), ("", None)
+        if self.source is None:
+            self.matrices = {"made up": _made_up_weight}
+        else:
+            self.matrices = matrices(self.source)
+        if not self.matrices:
+            raise ValueError("source contains no matrix")
+        self.layer = self.layer or next(iter(self.matrices))
+        self.cached: tuple[str, Tensor, int] | None = None  # Layer, its first rows, its size
         super().__post_init__()
 
     def limits(self) -> Mapping[str, Sequence]:
-        return dict(layer=[*self.found])
+        return dict(layer=[*self.matrices])
 
-    def weight(
-        self,
-    ) -> tuple[
-        Tensor, int
-    ]:  # (rows, in) float32 with the outlier in place, and how many numbers the layer has
-        "What is looked at: the first rows of the layer."
-        if self.seen[0] != self.layer:
-            whole: Any = self.found[self.layer]()
+    def weight(self) -> tuple[Tensor, int]:  # (rows, in) float32, and the numbers of the layer
+        "The first rows of the layer, with the outlier in place."
+        if self.cached is None or self.cached[0] != self.layer:
+            whole = self.matrices[self.layer]()
             rows = max(1, self.most // whole.shape[1])
-            self.seen = (
-                self.layer,
-                (whole.detach()[:rows].float().cpu().contiguous(), whole.numel()),
-            )
-        weight, size = self.seen[1]  # type: ignore
+            first = whole.detach()[:rows].float().cpu().contiguous()
+            self.cached = self.layer, first, whole.numel()
+        _, weight, size = self.cached
         if self.outlier:
             weight = weight.clone()
             weight[0, 0] = self.outlier * weight.std()
         return weight, size
 
-    def compute(
-        self,
-    ) -> dict[
-        str, Any
-    ]:  # {'each': {quant_type: what `judge` found}, 'weight', 'size', 'block': relative error of the first block}
+    def compute(self) -> _QuantValues:
         "All three kinds of codes on this weight."
         weight, size = self.weight()
         each = {
@@ -201,41 +219,22 @@ class QuantExplorer(Explorer):
             for kind in QUANTS
         }
         n = weight.shape[1] if self.quant_type == "int8" else min(self.blocksize, weight.numel())
-        first, back = (
-            x.reshape(-1)[:n][bool(self.outlier) :] for x in (weight, each[self.quant_type]["back"])
-        )  # The outlier itself does not count
+        start = 1 if self.outlier else 0  # The outlier itself does not count
+        first = weight.reshape(-1)[start:n]
+        back = each[self.quant_type]["back"].reshape(-1)[start:n]
         block = ((back - first).norm() / first.norm().clamp(min=1e-30)).item()
-        return dict(each=each, weight=weight, size=size, block=block, n=n)
+        return _QuantValues(each=each, weight=weight, size=size, block=block, n=n)
 
-    def html(self, values: dict[str, Any]) -> Picture:
+    def html(self, values: _QuantValues) -> Picture:
         "The codes, the block, and the errors."
-        weight, kind, n = values["weight"], self.quant_type, values["n"]
-        one, few = values["each"][kind], min(n, 128)
-        scale = (
-            "a scale for each row" if kind == "int8" else f"a scale for {self.blocksize} weights"
-        )
-        part = (
-            f" (of its {values['size']:,} weights the first {weight.numel():,} are looked at)"
-            if values["size"] > weight.numel()
-            else ""
-        )
-        where = (
-            "In the block of the outlier the others are"
-            if self.outlier
-            else "In the block below they are"
-        )
-        words = (
-            f"{self.layer}{part} as {kind}, {scale}: {one['bits']:.3f} bits a weight, off by {one['relative']:.2%} on the whole. "
-            f"{where} off by {values['block']:.2%}."
-        )
+        weight, kind = values["weight"], self.quant_type
+        one, shown = values["each"][kind], min(values["n"], 128)
+        title = "The first block"
+        if shown < values["n"]:
+            unit = "row" if kind == "int8" else "block"
+            title = f"The first {shown} weights of the first {unit}"
         first = histogram(one["scaled"], one["book"], f"All weights, and the codes of {kind}")
-        second = threads(
-            weight.reshape(-1)[:few],
-            one["back"].reshape(-1)[:few],
-            "The first block"
-            if few == n
-            else f"The first {few} weights of the first {'row' if kind == 'int8' else 'block'}",
-        )
+        second = threads(weight.reshape(-1)[:shown], one["back"].reshape(-1)[:shown], title)
         rows = [
             {
                 "codes": ("▸ " if name == kind else "") + name,
@@ -247,59 +246,82 @@ class QuantExplorer(Explorer):
             }
             for name, v in values["each"].items()
         ]
-        return Picture(
-            f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second)}{table(rows)}'
+        summary = _TEXT.format(clean(self._summary(values)))
+        return Picture(f"{summary}{grid(first, second)}{table(rows)}")
+
+    def _summary(self, values: _QuantValues) -> str:
+        "The error of the whole weight and of the block, in sentences."
+        kind, one, count = (
+            self.quant_type,
+            values["each"][self.quant_type],
+            values["weight"].numel(),
+        )
+        scale = "a scale for each row"
+        if kind != "int8":
+            scale = f"a scale for {self.blocksize} weights"
+        part = ""
+        if values["size"] > count:
+            part = f" (of its {values['size']:,} weights the first {count:,} are looked at)"
+        where = "In the block below they are"
+        if self.outlier:
+            where = "In the block of the outlier the others are"
+        return (
+            f"{self.layer}{part} as {kind}, {scale}: {one['bits']:.3f} bits a weight, "
+            f"off by {one['relative']:.2%} on the whole. {where} off by {values['block']:.2%}."
         )
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #ce48e2d4
 def matrices(
-    source: Any,  # A model, a dictionary of tensors, a tensor, or a folder or file of safetensors
-) -> dict[str, Callable[[], Tensor]]:  # Name -> what fetches the matrix; nothing is read yet
-    "Every matrix of a model, wherever it is."
+    # A model, a dictionary of tensors, a tensor, or a folder or file of safetensors
+    source: nn.Module | Mapping[str, Tensor] | Tensor | str | Path,
+) -> dict[str, Callable[[], Tensor]]:  # Name -> function that reads the matrix
+    "Every matrix of a model, wherever it is; nothing is read yet."
     if isinstance(source, Tensor):
         return {"weight": lambda: source}
     if isinstance(source, nn.Module):
-        packed = {
-            f"{name}.weight": m.dequantize
-            for name, m in source.named_modules()
-            if callable(getattr(m, "dequantize", None)) and hasattr(m, "in_features")
-        }
-        return packed | {
-            name: (lambda p=p: p.detach())
-            for name, p in source.named_parameters()
-            if p.ndim == 2 and p.is_floating_point()
-        }  # type: ignore
+        packed: dict[str, Callable[[], Tensor]] = {}
+        for name, module in source.named_modules():
+            dequantize: Any = getattr(module, "dequantize", None)
+            if dequantize is not None and hasattr(module, "in_features"):
+                packed[f"{name}.weight"] = dequantize
+        return packed | _matrices_of({n: p.detach() for n, p in source.named_parameters()})
     if isinstance(source, Mapping):
-        return {
-            name: (lambda t=t: t)
-            for name, t in source.items()
-            if t.ndim == 2 and t.is_floating_point()
-        }
+        return _matrices_of(source)
     path = Path(source)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(
-            f"'{source}': there are no safetensors; give a model, a dictionary of tensors, or a model's folder"
+            f"'{source}': there are no safetensors; "
+            "give a model, a dictionary of tensors, or a model's folder"
         )
-    found: dict[str, Callable[[], Tensor]] = {}
-    for file in files:
+    return {name: partial(_fetch, file, name) for file in files for name in _matrix_names(file)}
 
-        def fetch(name: str, file: Path = file) -> Tensor:
-            with safe_open(file, "pt") as opened:
-                return opened.get_tensor(name)
 
-        with safe_open(file, "pt") as opened:
-            found |= {
-                name: (lambda name=name, fetch=fetch: fetch(name))
-                for name in opened.keys()  # noqa: SIM118 # type: ignore
-                if len(opened.get_slice(name).get_shape()) == 2
-                and opened.get_slice(name).get_dtype() in ("F64", "F32", "F16", "BF16")
-            }
-    return found
+def _matrices_of(tensors: Mapping[str, Tensor]) -> dict[str, Callable[[], Tensor]]:
+    return {
+        name: partial(tensors.__getitem__, name)
+        for name, t in tensors.items()
+        if t.ndim == 2 and t.is_floating_point()
+    }
+
+
+def _matrix_names(file: Path) -> list[str]:
+    with safe_open(file, "pt") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return [
+            name
+            for name, part in slices.items()
+            if len(part.get_shape()) == 2 and part.get_dtype() in ("F64", "F32", "F16", "BF16")
+        ]
+
+
+def _fetch(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as opened:
+        return opened.get_tensor(name)
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #e44b4fa1
 class Update(NamedTuple):
-    "What training has done to one weight."
+    "The change of one weight by training."
 
     delta: Tensor  # (out, in) float32
     base: Tensor | None  # (out, in), what it is added to, where that is known
@@ -307,92 +329,87 @@ class Update(NamedTuple):
 
     def strengths(self) -> Tensor:  # (min(out, in) or r,), falling
         "Its singular values."
-        return (
-            thin_svd(*self.factors)[1] if self.factors else torch.linalg.svdvals(self.delta.float())
-        )
+        if self.factors:
+            return thin_svd(*self.factors)[1]
+        return torch.linalg.svdvals(self.delta.float())
 
 
-def _of_layer(layer: Any) -> Update:
-    if (
-        len(layer.active) != 1 or layer.lora_magnitude_vector
-    ):  # Several adapters, or DoRA: no product of two
-        return Update(
-            (layer.merged_weight() - layer.matrix()).detach().float(), layer.matrix().detach()
-        )
+def _of_layer(layer: LoRALayer) -> Update:
+    base = layer.matrix().detach()
+    if len(layer.active) != 1 or layer.lora_magnitude_vector:
+        # Several adapters, or DoRA: no product of two matrices
+        return Update((layer.merged_weight() - layer.matrix()).detach().float(), base)
     ((name, weight),) = layer.active.items()
     A, B = (part.detach().float() for part in layer.factors(name))
-    return Update(
-        weight * layer.update(name).detach(),
-        layer.matrix().detach(),
-        (A, B * layer.scaling[name] * weight),
-    )
+    delta = weight * layer.update(name).detach()
+    return Update(delta, base, (A, B * layer.scaling[name] * weight))
 
 
 def _of_folder(
     folder: str | Path, before: Mapping[str, Callable[[], Tensor]]
 ) -> dict[str, Callable[[], Update]]:
     raw, tensors, _ = read_adapter(folder)
-    config, found = lora_config(raw), {}
-    for key in tensors:
-        if not key.endswith(".lora_A.weight"):
-            continue
-        name = key.removesuffix(".lora_A.weight").removeprefix("base_model.model.")
+    config = lora_config(raw)
 
-        def make(key: str = key, name: str = name) -> Update:
-            A, B = (
-                tensors[key].float(),
-                tensors[key.replace(".lora_A.", ".lora_B.")].float()
-                * rank_and_alpha(name, config)[2],
-            )
-            base = before.get(f"{name}.weight")
-            return Update(B @ A, base() if base else None, (A, B))
+    def update(key: str, name: str) -> Update:
+        scale = rank_and_alpha(name, config)[2]
+        A, B = tensors[key].float(), tensors[key.replace(".lora_A.", ".lora_B.")].float() * scale
+        base = before.get(f"{name}.weight")
+        return Update(B @ A, base() if base else None, (A, B))
 
-        found[name] = make
-    return found
+    suffix = ".lora_A.weight"
+    names = {
+        key: key.removesuffix(suffix).removeprefix("base_model.model.")
+        for key in tensors
+        if key.endswith(suffix)
+    }
+    return {name: partial(update, key, name) for key, name in names.items()}
+
+
+def _difference(before: Callable[[], Tensor], after: Callable[[], Tensor], name: str) -> Update:
+    old, new = before().detach(), after().detach()
+    if old.shape != new.shape:
+        raise ValueError(
+            f"'{name}' has shape {tuple(old.shape)} before and {tuple(new.shape)} after"
+        )
+    return Update(new.float() - old.float(), old)
+
+
+def _is_adapter(source: object) -> TypeGuard[str | Path]:
+    return isinstance(source, (str, Path)) and (Path(source) / "adapter_config.json").is_file()
 
 
 def updates(
-    source: Any,  # A model with adapters, an adapter's folder, or (before, after): models, dictionaries, folders
-) -> dict[str, Callable[[], Update]]:  # Layer -> what works it out
-    "Every update that training has made."
-    is_adapter = lambda x: (
-        isinstance(x, (str, Path)) and (Path(x) / "adapter_config.json").is_file()
-    )
+    # A model with adapters, an adapter's folder, or (before, after): models, dictionaries, folders
+    source: nn.Module | str | Path | Sequence,
+) -> dict[str, Callable[[], Update]]:  # Layer -> function that computes its update
+    "Every update that training has made; nothing is computed yet."
     if isinstance(source, nn.Module):
         layers = {n: m for n, m in adapted(source).items() if isinstance(m, LoRALayer) and m.active}
         if not layers:
             raise ValueError(
                 "the model has no active adapter: give (before, after) to compare two models"
             )
-        return {name: (lambda layer=layer: _of_layer(layer)) for name, layer in layers.items()}  # type: ignore
-    if is_adapter(source):
+        return {name: partial(_of_layer, layer) for name, layer in layers.items()}
+    if _is_adapter(source):
         return _of_folder(source, {})
     if not isinstance(source, (tuple, list)) or len(source) != 2:
         raise ValueError("give a model with adapters, the folder of an adapter, or (before, after)")
     before = matrices(source[0])
-    if is_adapter(source[1]):
+    if _is_adapter(source[1]):
         return _of_folder(source[1], before)
     after = matrices(source[1])
     both = [name for name in before if name in after]
     if not both:
+        name = next(iter(before), "")
         raise ValueError(
-            f"the two have no matrix in common, such as '{next(iter(before), '')}'.{nearest(next(iter(before), ''), [*after])}"
+            f"the two have no matrix in common, such as '{name}'.{nearest(name, [*after])}"
         )
-
-    def differ(name: str) -> Update:
-        old, new = before[name]().detach(), after[name]().detach()
-        if old.shape != new.shape:
-            raise ValueError(
-                f"'{name}' has shape {tuple(old.shape)} before and {tuple(new.shape)} after"
-            )
-        return Update(new.float() - old.float(), old)
-
-    return {name: (lambda name=name: differ(name)) for name in both}  # type: ignore
+    return {name: partial(_difference, before[name], after[name], name) for name in both}
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #2ffd440e
-FORMATS: dict[
-    str, Callable[[Tensor], Tensor]
-] = {  # What a merged weight is stored as: (out, in) -> what is read back
+# What a merged weight is stored as: (out, in) -> what is read back
+FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda w: w.float(),
     "bfloat16": lambda w: w.bfloat16(),
     "float16": lambda w: w.half(),
@@ -403,31 +420,51 @@ FORMATS: dict[
 
 def merge_errors(
     update: Update,
-) -> dict[str, float]:  # Format -> norm of the rounding error, as a share of the norm of the update
-    "What becomes of an update that is merged into a weight of each format."
+) -> dict[str, float]:  # Format -> norm of the rounding error, as a share of the update's
+    "The rounding error of merging an update into a weight of each format."
     if update.base is None:
         return {}
-    right, size = (
-        update.base.double() + update.delta.double(),
-        update.delta.double().norm().clamp(min=1e-300),
-    )
+    merged = update.base.double() + update.delta.double()
+    size = update.delta.double().norm().clamp(min=1e-300)
     return {
-        name: ((store(right).double() - right).norm() / size).item()
+        name: ((store(merged).double() - merged).norm() / size).item()
         for name, store in FORMATS.items()
     }
 
 # %% ../../nbs/12_widgets/12_weight_explorers.ipynb #bc1084a3
 def made_up_update() -> Update:  # (96, 128)
-    "Four directions and some noise, for a first look."
-    draw = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=draw)
+    "A made-up update of four directions and some noise."
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
     signal = (normal(96, 4) * torch.tensor([1.0, 0.7, 0.5, 0.35])) @ normal(4, 128)
     return Update(0.0008 * signal + 0.0002 * normal(96, 128), 0.02 * normal(96, 128))
 
 
+def _made_up_weight() -> Tensor:
+    base = made_up_update().base
+    assert base is not None
+    return base
+
+
+class _Spectrum(TypedDict):
+    strengths: Tensor  # (n,) singular values
+    kept: Tensor  # (n,) share of the energy at each rank
+    shape: tuple[int, ...]
+    errors: dict[str, float]  # As of `merge_errors`
+
+
+class _SpectrumValues(_Spectrum):
+    share: float  # Of the energy, at the rank
+    bytes: int  # Of the two thin matrices
+    whole: int  # Bytes of the update
+
+
 @dataclass
 class LoRAExplorer(Explorer):
-    "How many directions does an update need?"
+    "The singular values of an update, and how many of them it needs."
 
     source: Any = None  # What `updates` takes; None: a made-up layer
     layer: str = knob("", "Which layer")
@@ -435,88 +472,86 @@ class LoRAExplorer(Explorer):
     log_scale: bool = knob(False, "Draw the singular values on a logarithmic axis")
 
     def __post_init__(self):
-        self.found = {"made up": made_up_update} if self.source is None else updates(self.source)
-        self.layer, self.seen = self.layer or next(iter(self.found)), ("", {})
-        if self.layer in self.found:
-            self.rank = min(self.rank, len(self.look()["strengths"]))
+        self.updates = {"made up": made_up_update}
+        if self.source is not None:
+            self.updates = updates(self.source)
+        self.layer = self.layer or next(iter(self.updates))
+        self.cached: tuple[str, _Spectrum] | None = None  # Layer and its spectrum
+        if self.layer in self.updates:
+            self.rank = min(self.rank, len(self.spectrum()["strengths"]))
         super().__post_init__()
 
-    def look(self) -> dict[str, Any]:
-        "What does not depend on the rank, worked out once for a layer."
-        if self.seen[0] != self.layer:
-            update = self.found[self.layer]()
+    def spectrum(self) -> _Spectrum:
+        "What does not depend on the rank, computed once for a layer."
+        if self.cached is None or self.cached[0] != self.layer:
+            update = self.updates[self.layer]()
             strengths = update.strengths().double()
-            self.seen = (
-                self.layer,
-                dict(
-                    strengths=strengths,
-                    shape=tuple(update.delta.shape),
-                    errors=merge_errors(update),
-                    kept=(
-                        strengths.square().cumsum(0) / strengths.square().sum().clamp(min=1e-300)
-                    ).clamp(max=1),
-                ),
+            energy = strengths.square()
+            spectrum = _Spectrum(
+                strengths=strengths,
+                shape=tuple(update.delta.shape),
+                errors=merge_errors(update),
+                kept=(energy.cumsum(0) / energy.sum().clamp(min=1e-300)).clamp(max=1),
             )
-        return self.seen[1]
+            self.cached = self.layer, spectrum
+        return self.cached[1]
 
     def limits(self) -> Mapping[str, tuple | Sequence]:
-        most = len(self.look()["strengths"]) if self.layer in self.found else 1
-        return dict(layer=[*self.found], rank=(1, most))
+        most = len(self.spectrum()["strengths"]) if self.layer in self.updates else 1
+        return dict(layer=[*self.updates], rank=(1, most))
 
-    def compute(
-        self,
-    ) -> dict[
-        str, Any
-    ]:  # strengths, kept, shape, errors; share: energy at the rank; bytes: of the two thin matrices
-        "The spectrum, what the rank keeps, what it weighs."
-        seen = self.look()
-        out, inside = seen["shape"]
-        return {
-            **seen,
-            "share": seen["kept"][self.rank - 1].item(),
-            "bytes": 4 * self.rank * (out + inside),
-            "whole": 4 * out * inside,
-        }
+    def compute(self) -> _SpectrumValues:
+        "The spectrum, the energy that the rank keeps, and its size."
+        spectrum = self.spectrum()
+        out, inside = spectrum["shape"]
+        return _SpectrumValues(
+            **spectrum,
+            share=spectrum["kept"][self.rank - 1].item(),
+            bytes=4 * self.rank * (out + inside),
+            whole=4 * out * inside,
+        )
 
-    def html(self, values: dict[str, Any]) -> Picture:
+    def html(self, values: _SpectrumValues) -> Picture:
         "The singular values, the energy, and the price."
         s, kept, r, n = values["strengths"], values["kept"], self.rank, len(values["strengths"])
         if not s.sum():
             return Picture(f"<p>{clean(self.layer)} has not changed.</p>")
-        lines = {"kept": (range(1, r + 1), s[:r])} | (
-            {"left out": (range(r + 1, n + 1), s[r:])} if r < n else {}
-        )
-        first = curves(
-            lines, "Singular values of the update", "direction", log_y=self.log_scale, **CHART
-        )
-        second = curves(
-            {
-                "energy kept": (range(1, n + 1), 100 * kept),
-                f"at rank {r}": ([r], [100 * values["share"]]),
-            },
-            "Energy kept, in percent",
-            "rank",
-            **CHART,
-        )
-        second = Picture(second.replace('r="2.6"', 'r="5"')) if n > 32 else second
-        need = {share: int((kept < share - 1e-9).sum()) + 1 for share in (0.9, 0.99)}
-        words = (
-            f"Rank {r} keeps {values['share']:.2%} of the energy of this update and misses it by {(1 - values['share']) ** 0.5:.1%}. 90% needs rank {need[0.9]}, "
-            f"99% rank {need[0.99]}; its effective rank is {effective_rank(s):.1f}. Two thin matrices in float32 take {show_bytes(values['bytes'])}, "
-            f"the whole update {show_bytes(values['whole'])}."
-        )
-        tell = lambda e: (
-            "more is lost than was learned" if e > 1 else "much is lost" if e > 0.1 else "fine"
-        )
+        lines = {"kept": (range(1, r + 1), s[:r])}
+        if r < n:
+            lines["left out"] = (range(r + 1, n + 1), s[r:])
+        title = "Singular values of the update"
+        first = curves(lines, title, "direction", log_y=self.log_scale, **CHART)
+        energy = {
+            "energy kept": (range(1, n + 1), 100 * kept),
+            f"at rank {r}": ([r], [100 * values["share"]]),
+        }
+        second = curves(energy, "Energy kept, in percent", "rank", **CHART)
+        if n > 32:
+            second = Picture(second.replace('r="2.6"', 'r="5"'))
         rows = [
-            {"merged into": name, "error": f"{number(100 * e, 3)}%", "": tell(e)}
+            {"merged into": name, "error": f"{number(100 * e, 3)}%", "": _verdict(e)}
             for name, e in values["errors"].items()
         ]
-        lost = (
-            table(rows, "What a merge loses, as a share of the update")
-            if rows
-            else '<p style="opacity:.75">What a merge would lose is not known without the weights: give (base, adapter).</p>'
+        lost = _BASE_UNKNOWN
+        if rows:
+            lost = table(rows, "What a merge loses, as a share of the update")
+        summary = _TEXT.format(clean(self._summary(values)))
+        return Picture(f"{summary}{grid(first, second, Picture(lost))}")
+
+    def _summary(self, values: _SpectrumValues) -> str:
+        "The energy at the rank, the ranks for 90 and 99 percent, and the sizes."
+        share, kept = values["share"], values["kept"]
+        need = {part: int((kept < part - 1e-9).sum()) + 1 for part in (0.9, 0.99)}
+        return (
+            f"Rank {self.rank} keeps {share:.2%} of the energy of this update and misses it by "
+            f"{(1 - share) ** 0.5:.1%}. 90% needs rank {need[0.9]}, 99% rank {need[0.99]}; "
+            f"its effective rank is {effective_rank(values['strengths']):.1f}. "
+            f"Two thin matrices in float32 take {show_bytes(values['bytes'])}, "
+            f"the whole update {show_bytes(values['whole'])}."
         )
-        return Picture(
-            f'<p style="font:13px/1.5 system-ui,sans-serif;margin:4px 0 10px">{clean(words)}</p>{grid(first, second, Picture(lost))}'
-        )
+
+
+def _verdict(error: float) -> str:
+    if error > 1:
+        return "more is lost than was learned"
+    return "much is lost" if error > 0.1 else "fine"
