@@ -37,10 +37,10 @@ from .pretokenize import join_pairs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
     from typing_extensions import TypeIs
 
-    AnyTokenizer = BPETokenizer | PreTrainedTokenizerFast
+    AnyTokenizer = BPETokenizer | PreTrainedTokenizerBase
 
 # %% ../../nbs/01_tokenizer/08_chat.ipynb #0d4569fc
 def is_ours(
@@ -54,7 +54,7 @@ def is_ours(
 _COPIES: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def _backend(tokenizer: "PreTrainedTokenizerFast") -> "Tokenizer":
+def _backend(tokenizer: "PreTrainedTokenizerBase") -> "Tokenizer":
     "The tokenizer of the library inside, without post-processor, truncation and padding."
     if (known := _COPIES.get(tokenizer)) and known[0] == len(tokenizer):
         return known[1]
@@ -79,7 +79,7 @@ MANY = (
 _READ: WeakKeyDictionary = WeakKeyDictionary()
 
 
-def _as_ours(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> BPETokenizer | None:
+def _as_ours(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> BPETokenizer | None:
     """The tokenizer as one of ours, which has the same ids in less time.
 
     None if that is impossible, or not worth it yet."""
@@ -398,7 +398,7 @@ _GUARDED: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def _guarded(
-    tokenizer: "PreTrainedTokenizerFast", controls: Iterable[str]
+    tokenizer: "PreTrainedTokenizerBase", controls: Iterable[str]
 ) -> tuple["Tokenizer", dict[str, str]]:  # The copy; token -> its name there
     """A copy of a tokenizer with secret names for its control tokens.
 
@@ -433,7 +433,7 @@ def _guarded(
 def _encode_marked_theirs(
     bare: list[str],
     places: list[int],
-    tokenizer: "PreTrainedTokenizerFast",
+    tokenizer: "PreTrainedTokenizerBase",
     controls: Mapping[str, int],
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:
     "`_encode_marked` for a tokenizer of transformers."

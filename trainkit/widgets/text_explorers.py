@@ -102,7 +102,7 @@ def joins(
     "All merges of a word, the lowest rank first, then the leftmost (Sennrich et al. 2016)."
     encoder = tokenizer.encoder
     ranks = dict(zip(encoder.pairs, encoder.ranks, strict=True))
-    merged = dict(zip(encoder.pairs, encoder.made, strict=True))
+    merged = dict(zip(encoder.pairs, encoder.merged_ids, strict=True))
     start = [encoder.byte_ids[b] for b in word]
     ids, steps = [*start], []
     while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(ids)) if pair in ranks]:
