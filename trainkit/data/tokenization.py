@@ -530,7 +530,6 @@ def show_mask(
     real = row["real"]
     positions = row["positions"]
     problems = mask_problems(ids[real], labels[real], tokenizer)
-
     spans = []
     for k, i in enumerate(map(int, ids)):
         if not real[k]:
