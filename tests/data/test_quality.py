@@ -456,9 +456,9 @@ def test_a_template_that_does_not_fit_is_found():
             bare[3]["messages"], TEMPLATES[name].jinja, dict(bos_token="<s>", eos_token="</s>")
         )[0]
         for rows in (
-            put(good, [7, 9], prompt=lambda t: text),
-            put([dict(text=r["completion"]) for r in good], [7, 9], text=lambda t: text),
-        ):  # noqa: B023
+            put(good, [7, 9], prompt=lambda t, text=text: text),
+            put([dict(text=r["completion"]) for r in good], [7, 9], text=lambda t, text=text: text),
+        ):
             seen = found(rows, held, tokenizer=tok)["template_in_rows"]
             assert seen.count == 2 and name in seen.says or "chatml" in seen.says, name
         assert ("template_refuses" in found(chats, tokenizer=tok)) == (name == "gemma")

@@ -506,6 +506,13 @@ def mask_problems(
     return problems
 
 
+def _piece(tokenizer: "AnyTokenizer", token_id: int) -> bytes | str:
+    "What a token stands for."
+    if is_ours(tokenizer):
+        return tokenizer.decode_bytes([token_id])
+    return str(tokenizer.decode([token_id]))
+
+
 def show_mask(
     # With `input_ids` and perhaps `labels`, `attention_mask`, `position_ids`; or a row of any kind
     example: Mapping,
@@ -521,8 +528,6 @@ def show_mask(
     real = row["real"]
     positions = row["positions"]
     problems = mask_problems(ids[real], labels[real], tokenizer)
-    bare = is_ours(tokenizer)
-    ends = {tokenizer.bos_token_id: "BOS", tokenizer.eos_token_id: "EOS"}
     spans = []
     for k, i in enumerate(map(int, ids)):
         if not real[k]:
@@ -533,7 +538,11 @@ def show_mask(
             spans.append(_LIMIT_LINE)
         if k and positions[k] == 0 and real[k]:
             spans.append(_DOCUMENT_LINE)
-        role = ends.get(i) if real[k] and i is not None else None
+        role = ""
+        if real[k] and i == tokenizer.eos_token_id:
+            role = "EOS"
+        elif real[k] and i == tokenizer.bos_token_id:
+            role = "BOS"
         style = f"background:{_COLOURS[state]};{_TOKEN_STYLE}"
         if role:
             style += "outline:1px solid #8250df;"
@@ -541,7 +550,7 @@ def show_mask(
             style += "opacity:.35;"
         if max_length is not None and k >= max_length:
             style += "opacity:.55;"
-        piece = visible(tokenizer.decode_bytes([int(i)]) if bare else tokenizer.decode([i]))
+        piece = visible(_piece(tokenizer, i))
         words = ", ".join(filter(None, (f"id {i}", state, role)))
         spans.append(
             f'<span class="{state}" title="{words}" style="{style}">{clean(piece)}</span>'

@@ -210,7 +210,7 @@ def _first_pairs(words: list[bytes], freq: np.ndarray, number: np.ndarray) -> tu
     words_of = np.split(word, starts[1:]) if pairs else []
     return dict(zip(pairs, totals.tolist(), strict=True)), dict(zip(pairs, words_of, strict=True))
 
-# %% ../../nbs/01_tokenizer/03_bpe.ipynb #e5258ce4
+# %% ../../nbs/01_tokenizer/03_bpe.ipynb #91c7d0ab
 def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, str] | None:
     "The highest count and its pair; an entry that is out of date goes back with its new count."
     while heap:
@@ -225,7 +225,7 @@ def _pop_best(heap: list[tuple[int, str]], count: dict[str, int]) -> tuple[int, 
             heappop(heap)
     return None
 
-
+# %% ../../nbs/01_tokenizer/03_bpe.ipynb #a0d85b36
 def _join_long(word: str, pair: str, new: str) -> tuple[str, list[str], list[str]]:
     "A word with a pair joined at all its places, and the characters left and right of them."
     left, right = [], []
@@ -273,7 +273,7 @@ def _join_pair(
         words[i] = word[:k] + new + rest
     return left, right
 
-
+# %% ../../nbs/01_tokenizer/03_bpe.ipynb #e5258ce4
 def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, list]:
     "Merges and their counts, with strings whose characters are tokens."
     if 256 + n_merges > _MOST:
@@ -310,7 +310,7 @@ def _learn_python(counts: Mapping, n_merges: int, bar: Progress) -> tuple[list, 
             bar.update(len(pairs))
     return pairs, tops
 
-# %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f
+# %% ../../nbs/01_tokenizer/03_bpe.ipynb #64fb29ce
 def _count_pairs(sym, word, freq, keys, count, head, node_at, node_next):
     "Fill the table with the pairs of bytes, their counts and their places; how many of each."
     used = n_nodes = 0
@@ -401,7 +401,7 @@ def _join_places(
             node_at[node], node_next[node], head[at] = start, head[at], node
     return n_fresh, used, free, n_nodes
 
-
+# %% ../../nbs/01_tokenizer/03_bpe.ipynb #2ecfff4f
 def learn_kernel(sym, word, freq, n_merges):
     """Merges as `left << 32 | right`, and their counts.
 
