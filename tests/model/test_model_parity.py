@@ -1128,12 +1128,11 @@ def test_long_padded_rows(side: str, monkeypatch) -> None:
     got.loss.backward()
     together = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    for row, real, logits, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
-        for part, real, logits in zip(
-            row.split(sizes), real.split(sizes), logits.split(sizes), strict=True
-        ):  # noqa: B020
+    for row, keep, logits, sizes in zip(ids, mask.bool(), got.logits, cuts, strict=True):
+        parts = (x.split(sizes) for x in (row, keep, logits))
+        for part, real, part_logits in zip(*parts, strict=True):
             alone = model(part[real][None], labels=part[real][None], num_items_in_batch=1)
-            close(logits[real], alone.logits[0])
+            close(part_logits[real], alone.logits[0])
             alone.loss.backward()
     for n, p in model.named_parameters():
         close(together[n], p.grad, 1e-4)
