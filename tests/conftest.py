@@ -21,6 +21,7 @@ from multiprocessing import resource_tracker
 
 import pytest
 
+from support.cpu import FILE, CpuMeter
 from support.processes import SERVER, serve
 
 sys.dont_write_bytecode = False
@@ -38,6 +39,9 @@ def pytest_configure_node(node):
 
 
 def pytest_configure(config):
+    if path := os.environ.get(FILE):
+        os.environ[FILE] = os.path.abspath(path)
+        config.pluginmanager.register(CpuMeter(os.environ[FILE]))
     if told := getattr(config, "workerinput", {}).get("server"):
         vars(SERVER).update(
             told, _forkserver_alive_fd=os.pipe()[1], ensure_running=resource_tracker.ensure_running

@@ -1,8 +1,11 @@
 "What every child process of the tests needs, imported and looked up once: the forkserver imports this, its children inherit it."
 
 import importlib
+import sys
 from contextlib import suppress
 from pathlib import Path
+
+sys.dont_write_bytecode = False  # Each child imports a test's file: let one compile it for all
 
 NEEDED = (
     "IPython",

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from support import cpu
+
 ROOT = Path(__file__).resolve().parents[2]
 FORK = multiprocessing.get_context(
     "forkserver"
@@ -36,7 +38,7 @@ def serve():
         SERVER.ensure_running()
 
 
-def child(function, args, out, err):
+def child(function, args, out, err, meter):
     "The body of a process: what it says goes to two files."
     gc.freeze()  # what was imported is no garbage, and is not looked through again
     multiprocessing.set_start_method(
@@ -48,6 +50,8 @@ def child(function, args, out, err):
         code = function(*args)
     finally:
         sys.stdout.flush(), sys.stderr.flush()
+        if meter[0]:
+            cpu.record_all(*meter, "forked")
     sys.exit(code)
 
 
@@ -57,7 +61,8 @@ def begin(function, *args, folder):
     for path in (out, err):
         path.write_text("")
     serve()
-    process = FORK.Process(target=child, args=(function, args, out, err))
+    meter = os.environ.get(cpu.FILE), cpu.current_test()
+    process = FORK.Process(target=child, args=(function, args, out, err, meter))
     process.start()
     return process
 

@@ -22,6 +22,7 @@ from trainkit.tokenizer.chat import (
 )
 from trainkit.data.tokenization import length_report, tokenize_examples
 from trainkit.data.dataloader import pack, packing_efficiency
+from trainkit.tokenizer import chat_template
 from trainkit.tokenizer.chat_template import _WORKERS, TEMPLATES, render_text, render_texts
 from trainkit.tokenizer.bpe_tokenizer import BPETokenizer
 
@@ -1003,8 +1004,23 @@ def test_hostile_templates_get_two_seconds_and_64_mb():
 FOUR = [HOSTILE[name] for name in ("percent", "products", "set blocks", "center")]
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    "A worker that ends a template after a quarter of a second of its processor; the true limit is measured above."
+    serve = "module._serve()"
+    assert serve in chat_template._BOOT
+    _WORKERS.end()
+    monkeypatch.setattr(
+        chat_template,
+        "_BOOT",
+        chat_template._BOOT.replace(serve, f"module.SECONDS = 0.25; {serve}"),
+    )
+    yield
+    _WORKERS.end()
+
+
 @pytest.mark.parametrize("jinja", FOUR)
-def test_every_path_that_renders_is_guarded(jinja, tmp_path):
+def test_every_path_that_renders_is_guarded(jinja, impatient):
     "Ours and transformers' tokenizers, batches, prompts of a chat, rows, the template of a GGUF file or a folder, the Modelfile."
     from trainkit.interop.gguf import chat_parts
 
