@@ -167,7 +167,11 @@ def make_reference(
 
 # %% ../../nbs/08_align/03_reference.ipynb #eb4eafbd
 FIELDS = ("chosen", "rejected", "chosen_shared", "rejected_shared")
-_WRAPPERS = ("base_layer.", "original_module.", "base_model.model.")  # Parts of names under adapters
+_WRAPPERS = (
+    "base_layer.",
+    "original_module.",
+    "base_model.model.",
+)  # In names under adapters
 
 
 def model_fingerprint(
