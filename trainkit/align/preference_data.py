@@ -146,7 +146,7 @@ class PairReport:
 
 
 class Pairs(list):
-    "Dicts with `prompt`, `chosen`, `rejected`, their labels and `length`, and a `report` on the rows."
+    "Dicts with `prompt`, `chosen`, `rejected`, labels and `length`, and a `report` on the rows."
 
     report: PairReport
     numbers: list[int]  # The index of the row of each pair

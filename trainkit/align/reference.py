@@ -171,7 +171,7 @@ _WRAPPERS = (
     "base_layer.",
     "original_module.",
     "base_model.model.",
-)  # Parts of names under adapters
+)  # In names under adapters
 
 
 def model_fingerprint(
