@@ -96,7 +96,10 @@ def run_trl(
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    say = lambda role, text: [dict(role=role, content=text)]
+
+    def say(role, text):
+        return [dict(role=role, content=text)]
+
     data = datasets.Dataset.from_list(
         [
             dict(

@@ -233,9 +233,12 @@ def nanogpt_model(shape: tuple, args):
         )
         for layer in (block.mlp.c_fc, block.mlp.c_proj):
             torch.nn.init.normal_(layer.weight, std=0.02)
-    pad = lambda ids: torch.nn.functional.pad(
-        ids[:, 1:], (0, 1), value=-1
-    )  # -1 is its label for 'nothing'
+
+    def pad(ids):
+        return torch.nn.functional.pad(
+            ids[:, 1:], (0, 1), value=-1
+        )  # -1 is its label for 'nothing'
+
     return model, lambda ids: model(ids, pad(ids))[1]
 
 
@@ -470,7 +473,10 @@ def compare_losses(lanes: list[Lane], args) -> None:
         "| setting | system | loss of the last step | mean of the last 20 | largest difference of that mean of 20, anywhere |"
     )
     print("|---|---|---|---|---|")
-    mean = lambda lane, end: statistics.mean(s["loss"] for s in lane.steps[max(0, end - 20) : end])
+
+    def mean(lane, end):
+        return statistics.mean(s["loss"] for s in lane.steps[max(0, end - 20) : end])
+
     for lane in lanes:
         gap = max(abs(mean(lane, i) - mean(lanes[0], i)) for i in range(20, args.steps + 1))
         print(

@@ -73,7 +73,10 @@ def small(device="cuda", vocab_size=40):
 
 def some_pairs(n=12):
     draw = np.random.default_rng(0)
-    ids = lambda: draw.integers(3, 40, draw.integers(2, 7))
+
+    def ids():
+        return draw.integers(3, 40, draw.integers(2, 7))
+
     return [
         dict(prompt=ids(), chosen=ids(), rejected=ids(), length=20, margin=1.0) for _ in range(n)
     ]

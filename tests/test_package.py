@@ -532,9 +532,12 @@ def test_every_error_reaches_another_process_as_it_was_said(tmp_path):
         "_Unknown": (),
         "_Complete": (),
     }
-    raised = lambda name: (
-        isinstance(kind := vars(builtins).get(name), type) and issubclass(kind, BaseException)
-    )
+
+    def raised(name):
+        return isinstance(kind := vars(builtins).get(name), type) and issubclass(
+            kind, BaseException
+        )
+
     classes = [
         getattr(importlib.import_module(f"trainkit.{module_name(path)}"), node.name)
         for path in PACKAGE.rglob("*.py")

@@ -211,9 +211,10 @@ def sections(notebook, name):
 
 def menu(current, titles, parts, root):
     "The course at the side of each page."
-    entry = lambda n: (
-        f'<li><a href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
-    )
+
+    def entry(n):
+        return f'<li><a href="{root}{n}.html"{" aria-current=page" if n == current else ""}>{html.escape(titles[n])}</a></li>'
+
     return "".join(
         f"<details{' open' if not i or (current in names and current not in parts['The main road']) else ''}><summary>{html.escape(course.CHAPTERS[title][0] if title in course.CHAPTERS else title)}</summary>"
         f"<ul>{''.join(map(entry, (n for n in names if n in titles and (not i or n not in parts['The main road']))))}</ul></details>"
@@ -270,7 +271,10 @@ def build(folder):
     )
     only = "\n".join(line for line in dark.splitlines() if line.startswith("pre ."))
     base = "\n".join(line for line in light.splitlines() if line.startswith("pre ."))
-    nested = lambda where: re.sub(r"(?m)^pre ", where + " pre ", only)
+
+    def nested(where):
+        return re.sub(r"(?m)^pre ", where + " pre ", only)
+
     (folder / "style.css").write_text(
         f"{STYLE}{base}\n{nested('[data-look=dark]')}\n@media (prefers-color-scheme: dark) {{\n{nested(':root:not([data-look=light])')}\n}}\n",
         encoding="utf-8",

@@ -40,7 +40,10 @@ LENGTHS = torch.randint(2, 9, (16,), generator=RNG)
 
 def some_pairs(n, seed=0):
     rng = np.random.default_rng(seed)
-    draw = lambda low, high: rng.integers(3, 96, int(rng.integers(low, high))).tolist()
+
+    def draw(low, high):
+        return rng.integers(3, 96, int(rng.integers(low, high))).tolist()
+
     pairs = [dict(prompt=draw(3, 14), chosen=draw(2, 9), rejected=draw(2, 9)) for _ in range(n)]
     return [{**p, "length": sum(map(len, p.values()))} for p in pairs]
 
@@ -204,9 +207,12 @@ def changed(config, **knobs):
 def test_a_knob_changes_the_loss_or_is_refused(loss):
     "Both ways round: what is accepted has an effect on the numbers, and what is refused has none."
     plain = DPOConfig(loss_type=[loss], label_smoothing=0.1 * (loss == "exo_pair"))
-    value = lambda config: preference_loss(
-        BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:], 0.3
-    )
+
+    def value(config):
+        return preference_loss(
+            BOTH[:8], BOTH[8:], BEFORE[:8], BEFORE[8:], config, LENGTHS[:8], LENGTHS[8:], 0.3
+        )
+
     for name, other in OTHER_VALUES.items():
         if name.endswith("desirable_weight") and loss in ("apo_zero", "bco_pair"):
             continue  # Rows with a label each have it: see the next test
@@ -399,7 +405,10 @@ def test_a_run_is_trls_run_step_by_step(tmp_path, loss, more):
             "logps/rejected",
         )[: None if not more else 4]:  # TRL weighs those too
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=2e-5), (name, b["step"])
-    flat = lambda net: torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    def flat(net):
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
     start = flat(tiny_llama())
     # Adam divides a gradient by its own size, so where it is nothing but rounding the weights may part
     assert (flat(model) - flat(their.model)).norm() < 1e-3 * (flat(model) - start).norm()
@@ -515,7 +524,10 @@ def test_kto_without_pairs_is_trls_run_step_by_step(tmp_path, loss):
     assert {"loss", "grad_norm", "kl", "rewards/chosen", "rewards/rejected"} <= set().union(
         *logs
     ) and (loss != "kto" or max(a["kl"] for a in logs) > 0.01)
-    flat = lambda net: torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    def flat(net):
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
     assert (flat(model) - flat(their.model)).norm() < 1e-3 * (
         flat(model) - flat(tiny_llama())
     ).norm()

@@ -404,7 +404,10 @@ def test_grpo_sorts_better_than_examples_taught():
     signs, draw = Signs(), random.Random(0)
     every = ["".join(draw.choices("0123456789", k=6)) for _ in range(6400)]
     held, train = every[:400], [p for p in every[400:] if p not in every[:400]]
-    right = lambda p: "".join(sorted(p.strip()))
+
+    def right(p):
+        return "".join(sorted(p.strip()))
+
     rows = []
     for p in train[:2000]:
         a, b = signs.encode(p + " "), signs.encode(right(p) + ".")

@@ -354,14 +354,19 @@ keys = st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True)
 @pytest.mark.filterwarnings("ignore")
 def test_added_rows_move_no_row(old, new, seed, test, by, own):
     "Not one, ever: neither in collections of one row, nor by tasks, nor where a part is empty without it."
-    rows = lambda numbers: [
-        dict(prompt=f"Question {n}", completion=str(n), task=str(n % 4)) for n in numbers
-    ]
-    find = lambda numbers, own: {
-        r["prompt"]: i
-        for i, part in enumerate(split_examples(rows(numbers), 0.3, seed, test, by, fractions=own))
-        for r in part
-    }
+
+    def rows(numbers):
+        return [dict(prompt=f"Question {n}", completion=str(n), task=str(n % 4)) for n in numbers]
+
+    def find(numbers, own):
+        return {
+            r["prompt"]: i
+            for i, part in enumerate(
+                split_examples(rows(numbers), 0.3, seed, test, by, fractions=own)
+            )
+            for r in part
+        }
+
     own = {
         task: share for task, share in own.items() if by and any(n % 4 == int(task) for n in old)
     }
@@ -700,9 +705,14 @@ def test_a_system_prompt_in_its_own_column_is_said(tmp_path, name):
 
 
 def test_clean_drops_empty_turns_and_keeps_different_calls():
-    talk = lambda answer, **more: dict(
-        messages=[dict(role="user", content="Do"), dict(role="assistant", content=answer, **more)]
-    )
+    def talk(answer, **more):
+        return dict(
+            messages=[
+                dict(role="user", content="Do"),
+                dict(role="assistant", content=answer, **more),
+            ]
+        )
+
     calls = [
         talk("", tool_calls=[dict(function=dict(name="f", arguments=dict(x=x)))]) for x in (1, 2, 1)
     ]
@@ -877,9 +887,10 @@ def test_rows_in_memory_are_loaded_like_a_file(tmp_path):
 
     rows = [dict(question=f"Is {n} even?", answer="yes" if n % 2 == 0 else "no") for n in range(6)]
     read = load_examples(write_examples(rows, tmp_path / "rows.jsonl"))
-    plain = lambda found: [
-        {k: v for k, v in row.items() if k not in ("source", "line")} for row in found
-    ]
+
+    def plain(found):
+        return [{k: v for k, v in row.items() if k not in ("source", "line")} for row in found]
+
     table = datasets.Dataset.from_list(rows)
     for source in (
         table,

@@ -115,10 +115,14 @@ def put(rows, where, **how):
 
 
 some, every = range(100, 112), range(240)
-junk = lambda n, letters=string.ascii_letters + string.digits: "".join(
-    random.Random(n).choices(letters, k=n)
-)
-mojibake = lambda t: (t + " – café").encode().decode("cp1252")
+
+
+def junk(n, letters=string.ascii_letters + string.digits):
+    return "".join(random.Random(n).choices(letters, k=n))
+
+
+def mojibake(t):
+    return (t + " – café").encode().decode("cp1252")
 
 
 def turns(*roles):
@@ -135,8 +139,13 @@ def defects():
 def _defects():
     "Name of the defect -> (name of the finding, rows, rows to evaluate on)."
     good, held = facts()
-    c = lambda f, where=some: (put(good, where, completion=f), held)
-    q = lambda f, where=some: (put(good, where, prompt=f), held)
+
+    def c(f, where=some):
+        return (put(good, where, completion=f), held)
+
+    def q(f, where=some):
+        return (put(good, where, prompt=f), held)
+
     secret = {
         "GitHub": "ghp_" + junk(36),
         "AWS": "AKIA" + junk(16, string.ascii_uppercase + string.digits),

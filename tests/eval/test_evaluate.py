@@ -266,9 +266,12 @@ def test_preferences_and_choices_are_those_of_their_rooms(models, tok):
         dict(prompt="the cat", chosen=f" {a}", rejected=f" {b}")
         for a, b in zip(WORDS, reversed(WORDS), strict=True)
     ]
-    mean = lambda word: plain(
-        models[1], tok.encode("the cat") + tok.encode(f" {word}"), len(tok.encode("the cat"))
-    )[0]
+
+    def mean(word):
+        return plain(
+            models[1], tok.encode("the cat") + tok.encode(f" {word}"), len(tok.encode("the cat"))
+        )[0]
+
     want = sum(mean(a) > mean(b) for a, b in zip(WORDS, reversed(WORDS), strict=True)) / len(WORDS)
     assert evaluate(models[1], tok, pairs).metrics["preference_accuracy"] == pytest.approx(want)
 

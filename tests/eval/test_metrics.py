@@ -21,7 +21,10 @@ WORDS = "the a cat dog bird sat ran flew on under mat tree house".split()
 @pytest.fixture(scope="module")
 def pairs():
     draw = random.Random(0)
-    text = lambda: " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
+
+    def text():
+        return " ".join(draw.choices(WORDS, k=draw.randint(1, 20)))
+
     return [text() for _ in range(50)], [
         [text() for _ in range(draw.randint(1, 3))] for _ in range(50)
     ]

@@ -66,7 +66,10 @@ def some_rows(n=30):
 
 def some_pairs(n=20):
     rng = np.random.default_rng(0)
-    draw = lambda low, high: [*rng.integers(3, 96, int(rng.integers(low, high))).tolist(), 1]
+
+    def draw(low, high):
+        return [*rng.integers(3, 96, int(rng.integers(low, high))).tolist(), 1]
+
     return [
         {**p, "length": sum(map(len, p.values()))}
         for p in (

@@ -306,7 +306,10 @@ def test_every_option_in_both_directions(option, tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     knobs = {**dict(r=4, lora_alpha=8.0, target_modules=["q_proj", "down_proj"]), **OPTIONS[option]}
-    make = lambda: llama(bias="qkv")
+
+    def make():
+        return llama(bias="qkv")
+
     ours = disturb(add_lora(make(), LoRAConfig(**knobs)))
     save_adapter(ours, tmp_path / "ours")
     assert (
@@ -582,7 +585,10 @@ def test_every_road_to_one_model(beside, whole, tied, tmp_path):
         modules_to_save=WHOLE[whole] or None,
         **BESIDE[beside],
     )
-    make = lambda: llama(bias="qkv", tie_embeddings=tied)
+
+    def make():
+        return llama(bias="qkv", tie_embeddings=tied)
+
     theirs = disturb(get_peft_model(make(), LoraConfig(task_type="CAUSAL_LM", **knobs)))
     theirs.save_pretrained(tmp_path / "theirs")
     want, bare = exactly(theirs), exactly(make())

@@ -248,7 +248,10 @@ def test_tokens_of_a_new_chat_format_are_counted(tmp_path, method, tied, chat):
     )
     needs = read_setup(config)
     counted = make_setup(needs.model, needs.setup)
-    learned = lambda net: {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
+
+    def learned(net):
+        return {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
+
     assert learned(counted) == learned(prepare(config).model)
     assert any("embed_tokens" in name for name in learned(counted)) != chat
 

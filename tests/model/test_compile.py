@@ -40,7 +40,10 @@ def test_one_graph(kind: str, autocast: bool) -> None:
     torch._dynamo.reset()
     model = Transformer(ModelConfig(**{**SHAPE, **KINDS[kind]}))
     ids = torch.randint(61, (2, 150))
-    call = lambda ids: model(ids, labels=ids, return_logits=False).loss
+
+    def call(ids):
+        return model(ids, labels=ids, return_logits=False).loss
+
     loss, gradients = loss_and_gradients(call, model, ids, autocast)
     found, theirs = loss_and_gradients(
         torch.compile(call, fullgraph=True, backend="aot_eager"), model, ids, autocast
@@ -68,7 +71,10 @@ def test_products_of_a_model(exact: bool, monkeypatch) -> None:
     monkeypatch.setattr(layers, "onednn_is_exact", lambda: exact)
     torch.manual_seed(0)
     model, ids = Transformer(ModelConfig(**SHAPE)), torch.randint(61, (2, 150))
-    call = lambda model: model(ids, labels=ids, return_logits=False).loss
+
+    def call(model):
+        return model(ids, labels=ids, return_logits=False).loss
+
     call(model).backward()
     wide = Transformer(ModelConfig(**SHAPE)).double()
     wide.load_state_dict(model.state_dict())

@@ -277,7 +277,10 @@ def test_family(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_shapes(seed: int) -> None:
     "Llama again, with shapes, batch and labels drawn at random."
-    draw = lambda *choices: choices[torch.randint(len(choices), ()).item()]
+
+    def draw(*choices):
+        return choices[torch.randint(len(choices), ()).item()]
+
     torch.manual_seed(seed)
     heads, width, layers, vocab, ff = (
         draw(2, 3, 4, 6),
@@ -333,7 +336,10 @@ def test_random_shapes(seed: int) -> None:
 def random_config(family: str, seed: int) -> ModelConfig:
     "A shape and choices drawn at random, such that transformers has a class for it."
     torch.manual_seed(seed)
-    draw = lambda *choices: choices[torch.randint(len(choices), ()).item()]
+
+    def draw(*choices):
+        return choices[torch.randint(len(choices), ()).item()]
+
     heads, layers = draw(2, 3, 4, 6), draw(1, 2, 4)
     width = 2 * draw(2, 4, 8, 9)
     shared = draw(*(n for n in range(1, heads + 1) if heads % n == 0))

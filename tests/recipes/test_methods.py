@@ -433,7 +433,10 @@ def test_tokens_of_a_new_chat_format_are_learned(home, method):
     done = run(wanted, rewards=[longer] if method in ("grpo", "ppo") else (), verbose=False)
     net = getattr(done.model, "policy", done.model)
     start, end = (done.tokenizer.special_tokens[t] for t in ("<|im_start|>", "<|im_end|>"))
-    rows = lambda: net.get_input_embeddings().weight[[start, end]]
+
+    def rows():
+        return net.get_input_embeddings().weight[[start, end]]
+
     assert (
         not rows()[0].equal(rows()[1])
         and "The chat format brings 2 tokens" in (done.folder / "log.txt").read_text()

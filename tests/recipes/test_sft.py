@@ -195,7 +195,10 @@ def test_min_length_counts_tokens_and_min_chars_characters(home):
         UserWarning, match="rows of train have fewer than data.min_length = 30 tokens"
     ):
         kept = prepare(text)
-    long = lambda row: len(kept.tokenizer.encode(row["text"])) >= 30
+
+    def long(row):
+        return len(kept.tokenizer.encode(row["text"])) >= 30
+
     assert kept.train_rows == [*filter(long, every.train_rows)] and kept.eval_rows == [
         *filter(long, every.eval_rows)
     ]

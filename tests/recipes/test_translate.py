@@ -472,7 +472,9 @@ def test_override_rules():
             optimizer.step(), schedule.step()
         return rates
 
-    warm = lambda rates: next(i for i, r in enumerate(rates) if r == 1.0)
+    def warm(rates):
+        return next(i for i, r in enumerate(rates) if r == 1.0)
+
     assert (
         warm(first_rates(warmup_ratio=0.1, warmup_steps=0)) == 10
         and warm(first_rates(warmup_ratio=0.1, warmup_steps=20)) == 20

@@ -290,7 +290,10 @@ def guarded(name, words):
 
 def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
     "From now on this process has a GPU with that compute capability and that many bytes. narrow: autocast computes in 16 bits, as it says."
-    used = lambda: 0
+
+    def used():
+        return 0
+
     facts = types.SimpleNamespace(
         total_memory=memory,
         major=capability[0],
@@ -307,7 +310,10 @@ def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
         is_integrated=False,
         gcnArchName="",
     )
-    state = lambda *args: torch.default_generator.get_state()
+
+    def state(*args):
+        return torch.default_generator.get_state()
+
     for name, value in dict(
         is_available=lambda: True,
         is_initialized=lambda: Watch.used,

@@ -466,11 +466,13 @@ TOOLS = [
 
 
 def tool_talk(system, calls=1, ids=True):
-    call = lambda i: dict(
-        type="function",
-        function=dict(name="weather", arguments=dict(city=f"Lima {i}")),
-        **({"id": f"call0000{i}"} if ids else {}),
-    )
+    def call(i):
+        return dict(
+            type="function",
+            function=dict(name="weather", arguments=dict(city=f"Lima {i}")),
+            **({"id": f"call0000{i}"} if ids else {}),
+        )
+
     return [
         *([dict(role="system", content="Be brief.")] if system else []),
         dict(role="user", content="Hello, how warm?"),
@@ -767,7 +769,10 @@ PARTS = (
 def conversations(bad: str) -> dict[str, tuple[list[dict], str | None, list[dict] | None]]:
     "Every place in which a text of somebody else may stand: the chat, its template, its tools."
     answer = dict(role="assistant", content="yes")
-    said = lambda text: [dict(role="user", content=text), answer]
+
+    def said(text):
+        return [dict(role="user", content=text), answer]
+
     tool = dict(
         type="function",
         function=dict(
@@ -832,7 +837,10 @@ def test_no_user_writes_a_control_token(name, place):
     ids, mask = render(chat, tok, jinja, tools=tools)
     known, learned = render(plain, tok, jinja, tools=tools_too)
     assert control_counts(tok, ids) == control_counts(tok, known)
-    words = lambda ids, mask: [i for i, m in zip(ids, mask, strict=True) if m]
+
+    def words(ids, mask):
+        return [i for i, m in zip(ids, mask, strict=True) if m]
+
     assert words(ids, mask) == words(known, learned)  # What is learned is the same answer
     if name in ("ours", "qwen", "llama3") and "tool" not in place:
         import unicodedata

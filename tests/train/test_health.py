@@ -166,9 +166,10 @@ def test_healthy_records_stay_silent():
             draw.choice((0.02, 0.1, 0.3)),
             draw.choice((2, 5, 20)),
         )
-        loss = lambda j, n=n, tau=tau: (
-            2 + 2.5 * math.exp(-j * tau / n) - 0.3 * math.log1p(5 * j / n)
-        )
+
+        def loss(j, n=n, tau=tau):
+            return 2 + 2.5 * math.exp(-j * tau / n) - 0.3 * math.log1p(5 * j / n)
+
         history = [
             dict(
                 step=j + 1,

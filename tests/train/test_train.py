@@ -1055,9 +1055,11 @@ def same_weights(t, first, *others):
     "Whether folders of a run hold the same weights."
     from safetensors.torch import load_file
 
-    home = lambda name: (
-        t.folder / "checkpoints" / name if name.startswith("checkpoint-") else t.folder / name
-    )
+    def home(name):
+        return (
+            t.folder / "checkpoints" / name if name.startswith("checkpoint-") else t.folder / name
+        )
+
     found = [load_file(home(name) / "model.safetensors") for name in (first, *others)]
     assert all(len(a.keys() & b.keys()) >= 10 for a, b in pairwise(found))
     return all(

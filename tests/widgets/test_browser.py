@@ -229,14 +229,19 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
     )
     errors = []
     page.on("pageerror", lambda e: errors.append(str(e)))
-    button = lambda word: page.locator(
-        f"button:text-is('{word}')"
-    )  # Its accessible name begins with the icon's glyph
-    step = lambda: int(
-        re.search(r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text())[
-            1
-        ].replace(",", "")
-    )
+
+    def button(word):
+        return page.locator(
+            f"button:text-is('{word}')"
+        )  # Its accessible name begins with the icon's glyph
+
+    def step():
+        return int(
+            re.search(
+                r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text()
+            )[1].replace(",", "")
+        )
+
     button("Start").wait_for()
     rate = page.get_by_label("learning_rate")
     rate.fill("fast")
@@ -561,7 +566,10 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     )
     errors = []
     page.on("pageerror", lambda e: errors.append(str(e)))
-    field = lambda label: page.get_by_label(label, exact=True).first
+
+    def field(label):
+        return page.get_by_label(label, exact=True).first
+
     field("pad to").wait_for(timeout=150_000)
     field("lora rank").wait_for(timeout=60_000)  # The last cell
     field("documents").fill("0")
@@ -587,10 +595,13 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
     field("strategy").select_option("greedy")
 
     pictures = page.locator("[role=group][aria-label]")
-    seen = lambda: [
-        label or ""
-        for label in pictures.evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')
-    ]
+
+    def seen():
+        return [
+            label or ""
+            for label in pictures.evaluate_all('all => all.map(e => e.getAttribute("aria-label"))')
+        ]
+
     for label, value in (("total steps", "777"), ("beta", "0.5"), ("rank", "2"), ("outlier", "20")):
         before = seen()
         field(label).fill(value)
@@ -773,12 +784,16 @@ def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
     page.evaluate("Jupyter.notebook.execute_all_cells()")
     page.locator("text=kernel of 6.17.1 7.34.0 7.7.1").first.wait_for()
 
-    button = lambda word: page.locator(f"button:text-is('{word}')")
-    step = lambda: int(
-        re.search(r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text())[
-            1
-        ].replace(",", "")
-    )
+    def button(word):
+        return page.locator(f"button:text-is('{word}')")
+
+    def step():
+        return int(
+            re.search(
+                r"step ([\d,]+) of", page.locator("text=/step [\\d,]+ of/").first.inner_text()
+            )[1].replace(",", "")
+        )
+
     page.get_by_label(
         "documents", exact=True
     ).first.wait_for()  # The cells are over, and clicks are heard

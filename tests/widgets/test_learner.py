@@ -37,7 +37,10 @@ def test_a_cell_may_show_several(cell, tmp_path):
     from trainkit.widgets.run_browser import RunBrowser
 
     config = load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0)))
-    make = lambda: (TrainerPanel(config, job=count), RunBrowser(tmp_path))
+
+    def make():
+        return (TrainerPanel(config, job=count), RunBrowser(tmp_path))
+
     cell.id, cell.run, before, others, panels = (
         "a",
         1,
@@ -114,7 +117,10 @@ def test_a_filter_is_read_as_it_is_typed(tmp_path):
             folder.record("log", dict(step=1, loss=2.0))
             if end:
                 folder.record("end", dict(step=1, reason="finished"))
-    names = lambda words: sorted(run.name for run in find_runs(list_runs(tmp_path), words))
+
+    def names(words):
+        return sorted(run.name for run in find_runs(list_runs(tmp_path), words))
+
     assert (names("finished"), names("unfinished"), names("finish")) == (
         ["a", "b"],
         ["c"],
@@ -177,7 +183,10 @@ def test_a_double_click_is_one_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(labeler.time, "monotonic", lambda: now.time)
     pairs = [dict(prompt=str(i), answers=["a", "b"]) for i in range(6)]
     made = labeler.PreferenceLabeler(tmp_path / "x.jsonl", pairs, key="double", repeat=0)
-    given = lambda: [v["verdict"] for v in made.labels.verdicts]
+
+    def given():
+        return [v["verdict"] for v in made.labels.verdicts]
+
     made.buttons["left"].click(), made.buttons["left"].click()
     assert given() == ["left"]
     now.time += 0.5

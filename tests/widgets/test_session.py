@@ -310,7 +310,10 @@ def twenty(folder):
         verify(*args)
 
     hf._verify, over = together, []
-    write = lambda name, line: (folder / name).write_text("\n".join(map(line, range(300))))
+
+    def write(name, line):
+        return (folder / name).write_text("\n".join(map(line, range(300))))
+
     write("words.txt", lambda i: f"The {i} little words that {i * 7} say more than {i * i} others.")
     write("others.txt", lambda i: f"Other {i} words say less.")
     words = (

@@ -171,7 +171,9 @@ def test_a_page_gets_little_and_seldom(panel):
 
 
 def test_run_again_the_cell_has_one_panel():
-    alive = lambda: len(instances())
+    def alive():
+        return len(instances())
+
     config, threads = (
         load_config(RunConfig, dict(train=dict(max_steps=100_000, seed=0))),
         threading.active_count(),

@@ -348,7 +348,10 @@ def test_model_of_a_planner(tmp_path):
         LlamaConfig(**{k: v for k, v in shape.items() if k != "model_type"}),
     ):
         assert model_shape(source) == model_shape(shape)
-    make = lambda: Transformer(TINY)
+
+    def make():
+        return Transformer(TINY)
+
     found = MemoryPlanner(make, method="full", batch_size=2, seq_len=16).compute()
     assert (
         found["report"].parts == predict_setup(make, METHODS["full"](Setup(2, 16), 0, "fp16")).parts
