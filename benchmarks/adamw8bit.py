@@ -1,6 +1,7 @@
-"""What does a step of AdamW with 8-bit states cost, and what does it save? Ours, bitsandbytes', and torch's fused float32 AdamW.
+"""The cost of an AdamW step with 8-bit states: ours, bitsandbytes', and torch's fused float32.
 
-One square matrix, in turns, medians; the states of the first three are compared byte for byte first.
+One square matrix, in turns, medians. The states of the first three are compared byte for
+byte first.
 
     python benchmarks/adamw8bit.py [--width 2048] [--rounds 11]
 """

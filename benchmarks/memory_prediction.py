@@ -1,9 +1,11 @@
-"""What a run says before its first step that a step will take of main memory, and what it took.
+"""The main memory that a run predicts for a step before the first one, and what it used.
 
-Each case is a run from a config in a process of its own, as `trainkit train` makes it: pre-training of the quick profile, then
-from that model (or from --model, SmolLM2 say) tuning of all weights, LoRA, DPO and GRPO.
+Each case is a run from a config in a process of its own, as `trainkit train` makes it:
+pre-training of the quick profile, then from that model (or from --model, for example SmolLM2)
+tuning of all weights, LoRA, DPO and GRPO.
 
-    python benchmarks/memory_prediction.py [--model FOLDER] [--threads 1 2] [--methods pretrain sft lora dpo grpo] [--steps 8] [--batch 16]
+    python benchmarks/memory_prediction.py [--model FOLDER] [--threads 1 2]
+        [--methods pretrain sft lora dpo grpo] [--steps 8] [--batch 16]
 """
 
 import argparse

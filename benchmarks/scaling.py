@@ -1,10 +1,12 @@
-"""How the time of a token grows with the length of a row and with the size of the model, beside the closed form of FLOPs.
+"""How the time per token grows with row length and model size, next to the closed form of FLOPs.
 
-Forward and backward of `Transformer` (fp32, eager, one thread), and decoding of one token at a time behind a context of some
-length. The closed form is `trainkit.model.config.count_flops`, with the half of attention that a causal kernel skips taken
-off; its line is drawn through the point in the middle, so only its shape is predicted. Points are measured in turns.
+Forward and backward of `Transformer` (fp32, eager, one thread), and decoding of one token at
+a time after a context of some length. The closed form is `trainkit.model.config.count_flops`,
+without the half of attention that a causal kernel skips; its line is drawn through the middle
+point, so only its shape is predicted. Points are measured in turns.
 
-    python benchmarks/scaling.py [--rounds 3] [--lengths 256 512 1024 2048 4096 8192] [--svg FILE.html] [--device cuda]
+    python benchmarks/scaling.py [--rounds 3] [--lengths 256 512 1024 2048 4096 8192]
+        [--svg FILE.html] [--device cuda]
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""A corpus to shards of ids: how fast beside the encoder alone, and in how much memory.
+"""A corpus to shards of ids: how fast compared with the encoder alone, and in how much memory.
 
-The corpus is one file a part (stdlib and bible text again and again, each time with other noise, so that words are not all
-known) made in a temporary folder. Three ways take turns: the encoder alone on one thread (`encode_flat`, text in memory),
-`tokenize_to_disk` with one process and with several. Speed is also given per second of processor time of the processes that
-encode, which other programs on the machine do not change. All run in processes of their own, whose largest resident memory is
-read at the end; the ids are compared.
+The corpus is one file a part (stdlib and bible text again and again, each time with other
+noise, so that words are not all cached) made in a temporary folder. Three ways take turns:
+the encoder alone on one thread (`encode_flat`, text in memory), `tokenize_to_disk` with one
+process and with several. Speed is also given per CPU second of the processes that encode,
+which other programs on the machine do not change. All run in processes of their own, whose
+peak resident memory is read at the end; the ids are compared.
 
     python benchmarks/shards.py [--gb 0.1] [--processes 2] [--rounds 3]
 """

@@ -63,8 +63,11 @@ FIRST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out slow tests unless TRAINKIT_SLOW is set; TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of them, and no long one.
-    Files with long tests come first, so that no process is left with one at the end."""
+    """Leave out slow tests unless TRAINKIT_SLOW is set; files with long tests come first.
+
+    TRAINKIT_SLOW_SLICE='1/4' keeps a fixed quarter of the slow tests, and no long one. Long
+    tests come first, so that no process is left with one at the end.
+    """
     items.sort(key=lambda item: item.path.stem not in FIRST)
     if not os.environ.get("TRAINKIT_SLOW"):
         skip = [item for item in items if "slow" in item.keywords]
@@ -83,14 +86,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    "Whoever collects garbage later looks no more through what was imported and the tests themselves."
+    "Freeze imports and tests, so that later garbage collections need not search them."
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def browser():
-    "A headless Chromium, driven by Playwright; the test is skipped, with a warning, where there is none."
+    "A headless Chromium, driven by Playwright; without one the test is skipped with a warning."
     named = (
         os.environ.get("CHROMIUM"),
         *map(shutil.which, ("chromium", "chromium-browser", "google-chrome")),

@@ -1,4 +1,4 @@
-"Charts: any data gives well-formed, labelled, small pictures, and a browser finds every word inside the frame."
+"Charts: any data gives a small, labelled, well-formed picture with every word in its frame."
 
 import math
 import random
@@ -165,7 +165,7 @@ def test_words_stay_inside_the_frame(browser, width):
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_an_image_brings_colours_along(browser, scheme):
-    "As a file, where `currentColor` has no page to follow, axes and words still stand out from a light and a dark page."
+    "In a file, without a page's `currentColor`, text is readable on light and dark pages."
     page = browser.new_page(viewport=dict(width=520, height=300), color_scheme=scheme)
     page.set_content(
         "<style>:root{color-scheme:light dark}body{margin:0}</style>"

@@ -1,4 +1,4 @@
-"Hosted notebooks: badges, the hidden cell that installs, the libraries that Colab has, the Pythons that it had and will have."
+"Hosted notebooks: badges, the hidden install cell, Colab's libraries, old and new Pythons."
 
 import ast
 import contextlib
@@ -180,7 +180,7 @@ GONE = {
 
 
 def test_newer_pythons_read_the_package(tmp_path):
-    "Compiled by each Python that is here, judged by ruff for those that are not; nothing that they have dropped."
+    "Each installed Python compiles it, ruff judges it for the others; nothing uses dropped names."
     files = sorted((ROOT / "trainkit").rglob("*.py"))
     for version in NEWER:
         done = subprocess.run(
@@ -275,7 +275,10 @@ sys.stdout.flush(); sys.stderr.flush(); os._exit(not ok)
 
 @pytest.fixture(scope="module")
 def colab(tmp_path_factory):
-    "The Python of an environment of its own, whose older libraries hide those of the tests. TRAINKIT_COLAB_ENV names a folder where it is kept for another time."
+    """The Python of an environment of its own, whose older libraries hide those of the tests.
+
+    TRAINKIT_COLAB_ENV names a folder that keeps it for the next time.
+    """
     folder = Path(os.environ.get("TRAINKIT_COLAB_ENV") or tmp_path_factory.mktemp("colab") / "env")
     python = folder / "bin" / "python"
     if (folder / "whole").is_file():
@@ -324,7 +327,10 @@ def colab(tmp_path_factory):
     ],
 )
 def test_lessons_run_beside_what_colab_has(name, colab, tmp_path):
-    "A handful in every slice of the slow tests, all of them with `-m long` (an hour on two cores; `--lf` goes on with those that failed)."
+    """A handful of lessons in every slice of the slow tests, all of them with `-m long`.
+
+    All take an hour on two cores; `--lf` repeats only those that failed.
+    """
     env = {**os.environ, "TRAINKIT_PROFILE": "quick", "COLUMNS": "100", "PYTHONPATH": str(ROOT)}
     exact = " ".join(pin for pin in PINS if "==" in pin)
     done = subprocess.run(

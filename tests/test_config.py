@@ -1,4 +1,4 @@
-"Configs as a script, a cron job or a stranger writes them: each mistake is one sentence about its place, and nothing hangs."
+"Configs from scripts, cron jobs or strangers: each mistake is one sentence; nothing hangs."
 
 import configparser
 import dataclasses
@@ -75,7 +75,7 @@ def test_a_date_or_a_commit_names_a_run(name, tmp_path):
 
 
 def test_an_empty_variable_is_no_default(tmp_path):
-    '`--dataset "$DATA"` where DATA is not set must not read whatever stands in the folder, nor `-m` begin from nothing.'
+    '`--dataset "$DATA"` with DATA unset must not read the folder, nor `-m` start from nothing.'
     (tmp_path / "secret.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     for option in ("--dataset", "--model", "--resume", "--method"):
         done = call("train", option, "", cwd=tmp_path)
@@ -96,7 +96,7 @@ def test_an_empty_variable_is_no_default(tmp_path):
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
-    "No shell replaces it in `data.path=~/rows.jsonl`, and a run must not make a folder of that name."
+    "No shell expands `data.path=~/rows.jsonl`, and a run must not make a folder named `~`."
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     config = method_config(
@@ -272,7 +272,7 @@ def test_a_run_trains_on_as_many_tokens_as_it_announces(profile, tmp_path):
 
 @pytest.mark.parametrize("profile", ["quick", "full"])
 def test_the_optimizer_of_a_profile_is_for_pretraining_only(profile, tmp_path, monkeypatch):
-    "What is tuned takes AdamW with the rates of its method, whatever suits a model that knows nothing."
+    "Tuning uses AdamW with the rates of its method, whatever the profile pre-trains with."
     settings = tmp_path / "settings.ini"
     settings.write_text(
         f"[{profile}.OptimConfig]\noptim = muon\nmuon_learning_rate = 0.5\nmuon_ns_steps = 3\n"

@@ -27,7 +27,7 @@ def test_pictures_are_small_and_say_what_they_show():
 
 
 def test_every_lesson_is_reached():
-    "Along the links, from the tour, all of the main road; by chapter, everything else; and each link leads to a page."
+    "Links from the tour reach the main road, chapters the rest, and every link has a page."
     near, names = course.neighbours(), {course.name_of(p) for p in course.lessons()}
     walk, here = [], "00_tour"
     while here:
@@ -71,7 +71,7 @@ def test_every_lesson_is_reached():
 
 
 def test_the_index_says_of_every_lesson_what_it_enables():
-    "Each lesson once in its chapter and in the index, with the sentence under its title, reading time and CPU time."
+    "Each lesson is listed once per page with its sentence, reading time and CPU time."
     index = (course.LESSONS / "README.md").read_text(encoding="utf-8")
     for path in course.lessons():
         name, book = course.name_of(path), course.read(path)
@@ -122,7 +122,10 @@ def test_a_notebook_with_an_old_link_is_seen(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.browser
 def test_the_site_reads_and_searches_without_a_network(browser, tmp_path):
-    "Every page is there; two of them, and the search, in both schemes and at two widths; nothing is asked of a server."
+    """Every page exists; two, and the search, are seen in both schemes and at two widths.
+
+    No server is asked for anything.
+    """
     import pages
 
     count = pages.build(tmp_path / "site")

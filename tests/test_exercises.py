@@ -1,4 +1,4 @@
-"Every lesson ends with three exercises; test_lessons runs their checks on the untouched cells and on the folded solutions."
+"Every lesson ends with three exercises; test_lessons runs their checks and solutions."
 
 import ast
 import json
@@ -132,7 +132,7 @@ ADVICE = yaml.safe_load((ROOT / "tests/fixtures/guidance.yaml").read_text(encodi
     "group, least", dict(practice=15, speed=8, memory=9, why=6, trouble=10).items()
 )
 def test_advice_is_a_cell_that_runs(group, least):
-    "Best practices, speed, memory, reasons and troubles: each is shown in a cell of a lesson, which the tests run."
+    "Best practices, speed, memory, reasons and troubles are cells of lessons, run by tests."
     assert len({item["advice"] for item in ADVICE[group]}) == len(ADVICE[group]) >= least
     for item in ADVICE[group]:
         cells = json.loads((ROOT / f"nbs/{item['lesson']}.ipynb").read_text(encoding="utf-8"))[

@@ -1,4 +1,7 @@
-"What a caller does with a model on a GPU, and data that is not there: every function brings it along. The GPU is pretended, see `fake_cuda.py`."
+"""What callers do with a model on a GPU and data on the CPU: every function moves the data.
+
+The GPU is pretended, see `fake_cuda.py`.
+"""
 
 from copy import deepcopy
 from types import SimpleNamespace

@@ -54,7 +54,10 @@ def faults_of_a_run(kept):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc is the C library of Linux")
 def test_steps_find_the_memory_of_the_step_before(tmp_path):
-    "48 MB a step: without `keep_freed_memory` each page is asked for again in every step, with it in few (another block may lie in the gap)."
+    """48 MB a step: without `keep_freed_memory` every step page-faults anew, with it few do.
+
+    Another block may lie in the gap.
+    """
     faults = {}
     for kept in (True, False):
         done = in_child(faults_of_a_run, kept, folder=tmp_path)

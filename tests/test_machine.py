@@ -1,4 +1,4 @@
-"""The doctor on machines that are not this one: bare ones, broken ones, and real packages that clash."""
+"The doctor on other machines: bare ones, broken ones, and real packages that clash."
 
 import json
 import os

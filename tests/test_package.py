@@ -1,4 +1,4 @@
-"Facts about the whole package: it is what the notebooks say, imports point down, and it stays light."
+"Facts about the whole package: it equals its notebooks, imports point down, it stays light."
 
 import ast
 import configparser
@@ -71,7 +71,7 @@ def pages() -> dict[str, list[Path]]:
 
 
 def imported(module: str) -> set[str]:
-    "Modules of ours that a module imports, at its top or inside a function, for running or for type checks."
+    "Modules of ours that a module imports, at its top, in a function or for type checks."
     package, found = module.split(".")[:-1], set()
     for node in ast.walk(
         ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ def test_modules_are_what_the_notebooks_say(tmp_path):
 
 
 def test_models_of_transformers_are_opened_one_at_a_time():
-    "`from_pretrained` exchanges parts of transformers and of torch while it runs, so two threads in it break every later call."
+    "`from_pretrained` patches transformers and torch while it runs, so it is not thread-safe."
     for module in pages():
         text = (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         tree = ast.parse(text)
@@ -219,7 +219,7 @@ def stub_names(path: Path) -> list[str]:
     "package", ["trainkit", *(f"trainkit.{name}" for name in LAYERS if name != "cli")]
 )
 def test_public_names_are_there(package):
-    "Each name of a package's stub can be imported, completion shows it, and it is what its module holds."
+    "Each name of a stub can be imported and completed, and is what its module holds."
     import importlib
 
     kit = importlib.import_module(package)
@@ -240,7 +240,7 @@ def test_public_names_are_there(package):
 
 @pytest.mark.parametrize("module", sorted(pages()))
 def test_modules_stand_alone(module):
-    "A module may use no name of an unexported cell, no development tool, and no heavy library at its top."
+    "A module uses no unexported name, no development tool, and no heavy library at its top."
     tree = ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     top = {
         n.module.split(".")[0]
@@ -276,7 +276,7 @@ def test_modules_stand_alone(module):
 
 
 def test_docstrings_name_what_is_there():
-    "A module that several lessons write begins with a line of its own, and what a module's docstring names exists."
+    "A module of several lessons begins with its own line, and docstrings name what exists."
     texts = {
         module: (PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
         for module in pages()
@@ -365,7 +365,7 @@ def test_profiles_are_the_same_in_the_package():
 
 
 def test_readme_figures_are_in_the_benchmarks():
-    "Each figure of the table of measurements stands in a table, or in a sentence, of benchmarks/README.md."
+    "Each figure of the table of measurements is in benchmarks/README.md."
     readme, benchmarks = (
         path.read_text(encoding="utf-8")
         for path in (ROOT / "docs" / "comparison.md", ROOT / "benchmarks" / "README.md")
@@ -401,7 +401,7 @@ def run_code(code, folder):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
 def test_readme_code_runs(page, tmp_path):
-    "The Python of the README and of the guide, run as it stands, in the order in which it stands there."
+    "The Python of the README and of the guide runs as it is, in its order."
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     code = "\n".join(blocks).replace(
         "name='mine')",
@@ -457,7 +457,7 @@ def test_repository_is_named_in_one_place():
 
 
 def test_expected_failures_are_really_run():
-    "fastcore's `expect_fail` is a context manager: what stands in a lambda inside of its brackets is never called."
+    "`expect_fail` of fastcore is a context manager: a lambda inside its brackets is not called."
     for path in (*NOTEBOOKS, *(ROOT / "tests").rglob("*.py")):
         assert f"expect_fail({'lambda'}" not in path.read_text(encoding="utf-8"), path.name
 
@@ -487,7 +487,7 @@ def test_profiles_make_a_whole_run_config(profile):
 
 
 def test_a_run_refuses_what_was_written_to_no_knob(tmp_path):
-    "Python lets anybody write any attribute; a learning rate in the wrong group must not be left out in silence."
+    "Python allows any attribute; a learning rate in the wrong group must not be ignored."
     from trainkit.config import ConfigError, from_profile
     from trainkit.recipes.config import RunConfig
     from trainkit.recipes.runner import run

@@ -1,9 +1,10 @@
-"""Give every lesson its badges for Colab and Kaggle, and the hidden cell that installs trainkit there; give the README those of the tour.
+"""Write badges for Colab and Kaggle, and the hidden install cell, into every lesson and README.
 
     python tools/badges.py          # write them
-    python tools/badges.py --check  # say which lessons differ, and exit with 1
+    python tools/badges.py --check  # list the lessons that differ, and exit with 1
 
-All addresses follow from `[project.urls] Repository` in pyproject.toml; without one there are no badges. Run it again whenever that changes.
+All addresses follow from `[project.urls] Repository` in pyproject.toml; without one there are
+no badges. Run it again if that changes. The README gets the badges of the tour.
 """
 
 import json

@@ -1,9 +1,8 @@
-"""The index of the course: nbs/README.md, a first page for each chapter, the map in the tour, pictures, and the links
-at the end of each lesson.
+"""Write the index of the course: nbs/README.md, chapter pages, map, pictures and lesson links.
 
-`make index` writes them, `python tools/course.py --check` says what is not up to date, and
-`python tools/course.py --measure` runs every lesson and notes its CPU time in tools/lesson_seconds.json. What a lesson
-enables a reader to do is the sentence under its title.
+`make index` writes them, `python tools/course.py --check` lists what is not up to date, and
+`python tools/course.py --measure` runs every lesson and notes its CPU time in
+tools/lesson_seconds.json. What a lesson enables a reader to do is the sentence under its title.
 """
 
 import json
@@ -117,7 +116,7 @@ def title(notebook):
 
 
 def sentence(notebook):
-    "The line under the title: what a reader will be able to do. `>Text` is the same as `> Text`, see CONTRIBUTING.md."
+    "The line under the title: what a reader will be able to do (`>Text` or `> Text`)."
     return source(notebook["cells"][0]).split("\n>")[1].strip()
 
 
@@ -332,7 +331,7 @@ def stale():
 
 
 def measure(only=()):
-    "Run lessons with one thread, each in a process of its own that begins with the imports done; their CPU seconds."
+    "Run each lesson with one thread in a forked process of its own; return their CPU seconds."
     os.environ.update(
         OMP_NUM_THREADS="1",
         HF_HUB_OFFLINE="1",

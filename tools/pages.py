@@ -1,7 +1,9 @@
-"""The lessons as a web site that needs no network and no server: `make site`, then open site/index.html.
+"""The lessons as a web site without network or server: `make site`, then open site/index.html.
 
-Markdown by markdown-it, code by Pygments, formulas as MathML, saved outputs as they are, and a search that is a
-file of its own. Nothing is loaded from elsewhere, so the pages also work from a disk."""
+Markdown by markdown-it, code by Pygments, formulas as MathML, saved outputs as they are, and a
+search that is a file of its own. Nothing is loaded from elsewhere, so the pages also work from
+a disk.
+"""
 
 import html
 import json

@@ -1,6 +1,7 @@
-"""The picture of the panel in README.md: a real one, in JupyterLab, photographed by Chromium while it trains.
+"""Make the README's picture of the panel: a real one in JupyterLab, in Chromium, in training.
 
-`python tools/panel_picture.py` writes nbs/images/panel.png."""
+`python tools/panel_picture.py` writes nbs/images/panel.png.
+"""
 
 import io
 import shutil

@@ -1,6 +1,8 @@
 """A picture for each lesson of the main road, as SVG of less than 2 kB.
 
-The colours stand out from a light ground and from a dark one. `python tools/course.py` writes the files."""
+The colours stand out from a light ground and from a dark one. `python tools/course.py` writes
+the files.
+"""
 
 from math import cos, exp, pi, sin
 

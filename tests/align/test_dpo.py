@@ -1,4 +1,4 @@
-"Preference tuning against TRL: each loss, whole runs step by step, references, shared prompts, metrics."
+"Preference tuning against TRL: each loss, whole runs, references, shared prompts, metrics."
 
 import copy
 import math
@@ -81,7 +81,7 @@ def ours(**knobs):
 
 
 def spread(both, lengths):
-    "Per-token log-probabilities of which some are far from the others, as (2B, T - 1), and the mask of the answers (2B, T)."
+    "Log-probabilities (2B, T - 1) with some outliers, and the mask of the answers (2B, T)."
     T = int(lengths.max()) + 1
     mask = (torch.arange(T) >= 1) & (torch.arange(T) <= lengths[:, None])
     share = (
@@ -584,7 +584,7 @@ def test_models_that_cannot_share_are_read_plainly():
 
 @pytest.mark.parametrize("make", [ours, tiny_llama])
 def test_adapter_is_its_own_reference(make):
-    "The adapter off gives the numbers of a copy of the base, all through a run, and PEFT's model works as well."
+    "With the adapter off a run sees the numbers of a copy of the base; also with PEFT's model."
     pairs, base = some_pairs(8), make()
     model = add_lora(make(), LoRAConfig(r=4, lora_alpha=8))
     reference = make_reference(model)
@@ -724,7 +724,7 @@ def test_pairs_that_are_the_same_once_they_are_cut_are_left_out():
 
 @pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])
 def test_rewards_are_those_that_the_loss_compares(loss):
-    "As TRL's CPO and ORPO trainers log them: means over tokens where the loss takes means, else sums."
+    "As in TRL's CPO and ORPO trainers: means over tokens if the loss takes means, else sums."
     model, batch = (
         ours(),
         collate_pairs(
@@ -775,7 +775,10 @@ def test_written_numbers_of_one_adapter_are_not_anothers(tmp_path):
 
 
 def test_losses_of_policy_and_reference_are_logged_apart():
-    "Beside the loss itself: what model and reference pay for a token of the chosen answers, as log-probabilities of transformers' have it."
+    """Logged next to the loss: the cross-entropy of model and reference on the chosen answers.
+
+    It agrees with the log-probabilities of transformers.
+    """
     model, before = ours(), ours()
     with torch.no_grad():
         for p in model.parameters():

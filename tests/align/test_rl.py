@@ -214,7 +214,7 @@ def test_rloo_is_trls(tmp_path):
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_models_of_transformers_learn_too(method):
-    "Llama of transformers, once whole with a value head and once by an adapter: the ratio is 1, and the reward rises."
+    "A Llama of transformers, whole with a value head or by an adapter: ratio 1, rising reward."
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.div_(4)
@@ -286,7 +286,10 @@ def test_many_rows_answer_with_rearranged_weights():
 
 
 def test_an_adapter_answers_folded_in(monkeypatch):
-    "Plain layers write what the layers with the adapter write, rearranged weights and all; then the policy is what it was, bit for bit."
+    """Generating with the adapter folded in gives the same text, and then the same policy.
+
+    The plain layers' weights are rearranged meanwhile; afterwards the policy has its old bits.
+    """
     from trainkit.align import rollouts
 
     torch.manual_seed(0)
@@ -398,7 +401,10 @@ def test_out_of_memory_cuts_rollouts_as_any_batch():
 
 @pytest.mark.slow
 def test_grpo_sorts_better_than_examples_taught():
-    "A model of the tour's size that sorts some strings after instruction tuning sorts more that it has never seen, and not by chance."
+    """GRPO on a model of the tour's size solves more unseen strings than instruction tuning did.
+
+    The difference is larger than chance.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     signs, draw = Signs(), random.Random(0)
@@ -535,7 +541,7 @@ def test_rows_without_an_answer_or_a_test_are_not_judged():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_answers_that_nobody_judges_teach_nothing(method):
-    "As in TRL's trainers: such an answer has advantage 0, and no part in what the others are compared with."
+    "As in TRL, an unjudged answer has advantage 0 and does not enter the others' baseline."
 
     def even(prompts, **columns):
         return [
@@ -607,7 +613,7 @@ def test_answers_that_nobody_judges_teach_nothing(method):
 
 
 def test_reinforce_expects_the_same_after_a_rescue(tmp_path):
-    "The step that could not be taken had asked for answers already, and its baseline had seen their rewards."
+    "A failed step had sampled answers already, and its baseline had seen their rewards."
     knobs = RLConfig("reinforce", num_prompts=2, num_generations=1, max_completion_length=5)
 
     def train(folder, ends=0, resume=None):

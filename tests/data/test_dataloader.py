@@ -1,4 +1,4 @@
-"Batches, packing and curricula on our model: nothing leaks, nothing is lost, and any batch can be taken up again."
+"Batches, packing and curricula: no leak, no loss, and a resume at any batch."
 
 import hashlib
 
@@ -247,7 +247,10 @@ def test_the_end_token_is_learned_though_it_is_the_padding():
 
 
 def test_a_curriculum_cuts_running_text_and_is_taken_up_exactly():
-    "Every token of a block but its first is predicted once an epoch, pieces are no longer than allowed, a resumed run sees the same."
+    """Each token of a block but the first is predicted once an epoch; a resumed run sees the same.
+
+    Pieces are never longer than allowed.
+    """
     blocks = token_blocks(np.arange(2000, dtype=np.uint16), 65)
     config = CurriculumConfig(start_length=9, end_length=65, steps=90)
 

@@ -1,4 +1,4 @@
-"Files of every format, with every kind of damage, to rows that can be trusted; splits that stay; mixtures and caches."
+"Files of every format, whole and damaged, become rows; splits are stable; mixtures, caches."
 
 import gzip
 import json
@@ -353,7 +353,7 @@ keys = st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True)
 )
 @pytest.mark.filterwarnings("ignore")
 def test_added_rows_move_no_row(old, new, seed, test, by, own):
-    "Not one, ever: neither in collections of one row, nor by tasks, nor where a part is empty without it."
+    "Adding rows moves none: with collections of one row, with tasks, with an empty part."
 
     def rows(numbers):
         return [dict(prompt=f"Question {n}", completion=str(n), task=str(n % 4)) for n in numbers]
@@ -853,7 +853,7 @@ def test_what_cannot_travel_is_an_error_and_no_hang():
 
 @pytest.mark.parametrize("count", [999, 1000, 1001, 2500])
 def test_bad_rows_are_all_counted_and_the_first_thousand_described(tmp_path, count):
-    "The messages are bounded, whatever a file holds; the number in each sentence is that of all rows."
+    "The messages are bounded for any file; the number in each sentence counts all rows."
     from trainkit.data.sources import BAD_KEPT
 
     lines = [
@@ -966,7 +966,10 @@ def with_small_sizes(data, sizes):
 def test_a_parquet_file_that_is_made_to_fill_the_memory_is_named(
     tmp_path, monkeypatch, what, lying
 ):
-    "As any compressed file: by what its footer says, and where that says too little, by what comes; never all of it at once."
+    """Parquet is bounded like any compressed file, and is never read all at once.
+
+    The footer is checked first; where it says too little, the data are counted as they come.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"The data doctor: every kind of defect that is put into clean rows is found, and in clean rows nothing is."
+"The data doctor finds every kind of planted defect, and nothing in clean rows."
 
 import json
 import random
@@ -45,7 +45,7 @@ def corpus(name, most=600):
 
 @cache
 def facts():
-    "240 questions, one of each country and field at most, with their answers as sentences; 60 to evaluate on."
+    "240 questions, at most one per country and field, with sentences as answers; 60 held out."
     rows, seen = [], set()
     for row in corpus("factbook-questions", 3000):
         if (row["field"], row["country"]) in seen:

@@ -1,4 +1,4 @@
-"Shards survive kills of any process, need little memory, and are the same bytes for any number of workers."
+"Shards survive kills, need little memory, and are the same bytes for any number of workers."
 
 import json
 import os

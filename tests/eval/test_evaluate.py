@@ -1,4 +1,4 @@
-"What a model is worth: scores, verdicts, side by side, the harness; each beside an oracle, memory that does not grow."
+"Evaluation: scores, verdicts, comparisons, the harness, each against an oracle; bounded memory."
 
 import copy
 import functools
@@ -110,7 +110,10 @@ def test_pieces_of_any_length_score_as_one_at_a_time(models, where):
     ids=lambda knobs: next(iter(knobs)),
 )
 def test_texts_stand_side_by_side(knobs):
-    "Every token but the last of a text is read once and nothing else is, in rows too long for a mask; none sees another text."
+    """Packed texts: each token but the last is read once, and no text sees another.
+
+    Also in rows too long for a mask.
+    """
     torch.manual_seed(0)
     model, draw = (
         Transformer(
@@ -277,7 +280,10 @@ def test_preferences_and_choices_are_those_of_their_rooms(models, tok):
 
 
 def test_a_tie_among_choices_counts_as_a_guess(tok):
-    "A model that finds all tokens alike has a third of three choices right, wherever the right one stands."
+    """A model that finds all tokens equally likely has a third of three choices right.
+
+    The position of the right one does not matter.
+    """
     even = Transformer(
         ModelConfig(
             vocab_size=tok.vocab_size, d_model=16, n_heads=2, n_layers=1, d_ff=16, max_seq_len=64

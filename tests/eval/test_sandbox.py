@@ -208,7 +208,7 @@ ESCAPES = {
 
 @dataclass
 class World:
-    "Harmless things that a program may reach for, all of them in a folder of the test or on loopback."
+    "Harmless targets that a program may try to reach, all in the test's folder or on loopback."
 
     folder: Path
     victim: subprocess.Popen
@@ -592,7 +592,7 @@ HELPED = ("HumanEval/32", "HumanEval/33", "HumanEval/38", "HumanEval/50")
 @both
 @pytest.mark.parametrize("some", ["few", pytest.param("all", marks=pytest.mark.slow)])
 def test_the_tasks_of_human_eval(some, isolation):
-    "The published solutions pass and functions without a body do not; with helpers of the prompt, defined anew by the program, too."
+    "The published solutions pass, functions without a body fail, helpers may be redefined."
     from concurrent.futures import ThreadPoolExecutor
 
     kept(isolation)

@@ -1,12 +1,13 @@
-"""Does a change that is meant to change no number change none? Small trainings at two commits, compared bit by bit.
+"""Compare small trainings at two commits bit by bit: does a refactoring change a number?
 
     python tests/golden/compare.py main~1 main            # everything, about three minutes
-    python tests/golden/compare.py main~1 . --only dpo    # one case; `.` is the working tree as it stands
+    python tests/golden/compare.py main~1 . --only dpo    # one case; `.` is the working tree
 
-Each commit is checked out into a work tree of its own. In each, on this machine, with one thread and fixed seeds,
-the command line trains by every method, encodes a text with every pattern and writes a GGUF file. Compared are the
-loss, the gradient norm and the learning rate of every step, every evaluation, the weights, the ids and the files.
-Exits with 1, and names each difference, where there is one. Not a test: pytest does not collect it.
+Each commit is checked out into a work tree of its own. In each, on this machine, with one
+thread and fixed seeds, the command line trains by every method, encodes a text with every
+pattern and writes a GGUF file. Compared are the loss, the gradient norm and the learning rate
+of every step, every evaluation, the weights, the ids and the files. Exits with 1, and names
+each difference, if there is one. Not a test: pytest does not collect it.
 """
 
 import argparse
@@ -146,7 +147,7 @@ def weights(folder: Path) -> dict[str, str]:
 
 
 def numbers(path: Path) -> dict[str, float]:
-    "Every number that a run logged, but for clocks and memory: `step 3 log grad_norm` -> its value."
+    "Every number that a run logged except clocks and memory: `step 3 log grad_norm` -> value."
     found = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)

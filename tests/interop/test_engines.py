@@ -1,4 +1,4 @@
-"The same run by two engines: with the same rows, order and start, TRL's losses are ours, step by step."
+"The same run by two engines: with equal rows, order and start, TRL's losses are ours."
 
 import copy
 import json
@@ -223,7 +223,7 @@ def test_a_frozen_part_stays_frozen_and_muon_is_ours():
 
 
 def test_a_token_that_pads_learns_as_input():
-    "Where a tokenizer pads with the end of a text, transformers gives that token's embedding no gradient."
+    "If a tokenizer pads with the end-of-text token, transformers gives it no gradient."
     from trainkit.interop.hf_bridge import open_twin
 
     ids = torch.tensor([[5, 7, 8, 7]])
@@ -304,7 +304,7 @@ def test_dpo_of_the_whole_model(loss):
 
 @pytest.mark.slow
 def test_four_bits_learn_the_same_and_evaluations_break_nothing():
-    "An evaluation after every step: were it of their model, its gradients would be gone on some processors."
+    "Evaluate after every step, which breaks bitsandbytes' gradients on some processors."
     pytest.importorskip("bitsandbytes")
     net = add_lora(
         quantize_model(small(), QuantConfig(bits=4, double_quant=False)),
@@ -767,7 +767,7 @@ def test_a_dry_run_says_what_would_run(home, engine):
 
 
 def test_the_shell_takes_an_engine(home):
-    "The option and the knob are the same; a dry run says what would run, and a wrong name or method what is right."
+    "The option and the knob are the same; a dry run lists what would run; wrong names are named."
     rows = (
         f"data.path={home / 'talks.jsonl'}",
         "train.max_steps=6",
@@ -965,7 +965,10 @@ def test_llamafactory_starts_where_it_is(home, monkeypatch):
 
 @pytest.mark.slow
 def test_llamafactory_knows_our_words(home, tmp_path):
-    "Every argument that we write, for every stage, against the package's own source; it is downloaded, and never imported."
+    """Every argument that we write exists in the package's own source.
+
+    It is downloaded and never imported.
+    """
     import subprocess
     import sys
 

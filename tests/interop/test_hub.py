@@ -135,7 +135,7 @@ def test_a_run_is_uploaded_and_tells_no_token(hub, tmp_path, capfd, strategy, co
 
 
 def test_the_other_engine_uploads_the_same(hub, tmp_path):
-    "TRL takes the steps; what it saves goes to the hub as with our loop, its own checkpoints included."
+    "TRL trains; what it saves is uploaded as with our loop, its own checkpoints included."
     pytest.importorskip("trl")
     wish = dict(push_to_hub=True, hub_model_id="me/run", hub_strategy="checkpoint")
     result = run(
@@ -259,7 +259,10 @@ def test_cache_dir_is_where_models_are(tmp_path):
 
 @pytest.mark.parametrize("family", ["GPTNeoX", "Phi"])
 def test_other_families_take_lora_and_quantizer(family, tmp_path):
-    "What our Transformer does not compute works with native=False: the same sums, and nothing but the adapter learns. (With every method: test_translate.)"
+    """Other families work with native=False: same sums, and only the adapter learns.
+
+    test_translate runs them with every method.
+    """
     from trainkit.lora.inject import add_lora
     from trainkit.quant.quantize import QuantConfig, quantize_model
     from trainkit.lora.targets import LoRAConfig

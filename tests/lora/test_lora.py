@@ -1,4 +1,4 @@
-"LoRA on our model and on transformers', against PEFT: training, folders, merging, and what must not change."
+"LoRA on our model and on transformers', against PEFT: training, folders and merging."
 
 import copy
 import json
@@ -137,7 +137,7 @@ def train(model, steps=12, callbacks=(), optim=None, **knobs):
 
 @pytest.mark.parametrize("make", [small, llama, gpt2])
 def test_only_the_adapter_learns(make):
-    "The base keeps its bits, the optimizer holds nothing of it, the loss falls, and off is the base."
+    "The base keeps its bits and has no optimizer state; the loss falls; off is the base."
     base = make()
     before, out = {k: v.clone() for k, v in base.state_dict().items()}, logits(base)
     model = add_lora(base, LoRAConfig(r=4, target_modules="all-linear"))
@@ -240,7 +240,10 @@ class Rounded(nn.Module):
 
 
 def test_over_a_quantized_base():
-    "Gradients are those over the de-quantized weights, also after an evaluation; the report counts packed numbers."
+    """Gradients equal those over the de-quantized weights; the report counts packed numbers.
+
+    Also after an evaluation.
+    """
     packed, plain = small(), small()
     for name, module in list(packed.named_modules()):
         if type(module).__name__ == "Linear" and name != "lm_head":
@@ -302,7 +305,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_in_both_directions(option, tmp_path):
-    "Our folder in PEFT's hands, PEFT's in ours: the same logits for each option that PEFT has, with biases that learn."
+    "Our folder in PEFT and PEFT's in ours: the same logits for each option, biases included."
     from peft import LoraConfig, PeftModel, get_peft_model
 
     knobs = {**dict(r=4, lora_alpha=8.0, target_modules=["q_proj", "down_proj"]), **OPTIONS[option]}
@@ -365,7 +368,7 @@ def test_gpt2_folders(knobs, tmp_path):
 
 @pytest.mark.parametrize("how", ["pissa", "olora"])
 def test_peft_folder_against_a_changed_base(how, tmp_path):
-    "PEFT saves PiSSA against a residual base; ours opens that over the whole base, and saves it for any base."
+    "PEFT saves PiSSA against a residual base; ours opens and saves it for the whole base."
     from peft import LoraConfig, get_peft_model
 
     theirs = disturb(
@@ -432,7 +435,7 @@ def test_lora_plus_in_a_run():
 
 
 def test_rank_grows_in_a_run_with_any_optimizer():
-    "4 -> 8 -> 16: the run goes on as one whose new directions were there from the start and got no gradient."
+    "4 -> 8 -> 16: as if the new directions had been there from the start without a gradient."
     for optim in ("adamw_torch_fused", "adamw_torch", "sgd"):
         model = add_lora(small(), LoRAConfig(r=4))
         trainer = train(
@@ -453,7 +456,7 @@ def test_rank_grows_in_a_run_with_any_optimizer():
 
 
 def test_new_tokens_everywhere(tmp_path):
-    "A folder with new tokens, on ours and on transformers', tied or not; PEFT opens it over a resized base."
+    "A folder with new tokens, tied or not, on ours and transformers'; PEFT opens it resized."
     from peft import PeftModel
 
     for tied in (True, False):
@@ -486,7 +489,7 @@ def test_dropped_layers_and_switching_keep_the_optimizer_honest():
 
 
 def test_dropout_keeps_a_byte_a_number():
-    "What the layer keeps for the backward pass is less than with plain lines, and dropout costs one byte."
+    "The layer stores less for backward than the plain formula; dropout costs one byte a number."
     sizes = {}
     for p in (0.0, 0.5):
         model = add_lora(
@@ -575,7 +578,7 @@ def merged_by_folder(base, adapter, where):
 @pytest.mark.parametrize("whole", WHOLE)
 @pytest.mark.parametrize("beside", BESIDE)
 def test_every_road_to_one_model(beside, whole, tied, tmp_path):
-    "PEFT's folder: opened, merged in memory, merged on disk and merged by PEFT itself it is the model that was trained."
+    "PEFT's folder opened, merged in memory, on disk and by PEFT itself is the trained model."
     from peft import LoraConfig, get_peft_model
 
     knobs = dict(
@@ -627,7 +630,10 @@ def test_every_road_to_one_model(beside, whole, tied, tmp_path):
     ids=str,
 )
 def test_every_road_with_transposed_matrices(knobs, tmp_path):
-    "The same for GPT-2, whose matrices lie the other way round, also the square ones, and whatever the folder says of them."
+    """The same for GPT-2, whose matrices are transposed, also the square ones.
+
+    What the folder says of them makes no difference.
+    """
     from peft import LoraConfig, get_peft_model
 
     theirs = disturb(
@@ -909,7 +915,10 @@ def test_biases_belong_to_one_adapter(tmp_path):
 )
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_that_learned_go_and_come_with_their_adapter(make, bias, tmp_path):
-    "Without an active adapter the model is the base to the last bit; with it again it is what was trained; a folder holds what was trained."
+    """Without an active adapter the model is the base bit for bit; with it, the trained model.
+
+    A folder holds what was trained.
+    """
     base = make().eval()
     bare, weights = base(IDS).logits, base.state_dict()
     targets = ["c_attn"] if hasattr(base, "transformer") else ["q_proj", "v_proj"]

@@ -171,7 +171,7 @@ def test_prediction_is_what_torchs_own_tracker_finds_on_real_tensors(
 
 
 def test_an_optimizer_of_8_bits_that_goes_in_pieces_is_predicted_to_the_byte():
-    "Of a parameter larger than a piece only the first piece is gone through, which needs as much as the others."
+    "Of a parameter larger than a piece only the first piece is traced; the others need as much."
     from trainkit.train.optim import UPDATE_CHUNK
 
     eight, ids = lambda m: AdamW8bit(trained(m), lr=1e-2), torch.randint(3000, (2, 64))
@@ -186,7 +186,7 @@ def test_an_optimizer_of_8_bits_that_goes_in_pieces_is_predicted_to_the_byte():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="counts what a GPU has allocated")
 @pytest.mark.parametrize("chunked, autocast", [(True, None), (False, None), (True, torch.bfloat16)])
 def test_prediction_is_the_gpus_own_peak(chunked, autocast):
-    "Within 3 % of what CUDA's allocator counts; large enough that the workspace of cuBLAS is little beside it."
+    "Within 3 % of CUDA's allocator, on a model that dwarfs the workspace of cuBLAS."
 
     def large():
         return Transformer(
@@ -251,7 +251,7 @@ def test_predicting_leaves_nothing_behind():
 
 
 def test_who_trains_beside_a_prediction_does_not_notice():
-    "A panel predicts in one thread while another one trains: every parameter moves, and torch is as it was."
+    "A panel predicts in one thread while another trains: every parameter moves, torch is intact."
     apply, small = (
         nn.Module._apply,
         ModelConfig(vocab_size=300, d_model=32, n_heads=2, n_layers=1, d_ff=64, max_seq_len=64),

@@ -1,4 +1,4 @@
-"Plans: what they name is what is predicted, and a larger budget never needs more levers; a run writes down both."
+"Plans name what is predicted, and a larger budget never needs more levers; runs record both."
 
 import json
 import sys
@@ -106,7 +106,7 @@ def watched(folder):
 
 
 def test_the_record_of_a_run_holds_both(tmp_path):
-    "Predicted by `run` before the first step, measured in it, and near each other where tensors outweigh the rest of the process."
+    "`run` predicts before the first step and measures in it; the two are close for big tensors."
     from trainkit.train.runs import read_run
 
     done = in_child(watched, tmp_path, folder=tmp_path)
@@ -201,7 +201,10 @@ def test_memory_in_a_shell(tmp_path):
     ],
 )
 def test_tokens_of_a_new_chat_format_are_counted(tmp_path, method, tied, chat):
-    "Embedding and head then learn as a whole, with gradients and states; a base that knows the tokens needs no more than it did."
+    """Embedding and head are then trained whole, with gradients and states.
+
+    A base that has the tokens already needs no more than before.
+    """
     from trainkit.tokenizer.chat import set_template
     from trainkit.interop.hf import save_pretrained
     from trainkit.recipes.config import method_config
@@ -305,7 +308,10 @@ def test_a_step_on_a_cpu_takes_what_was_predicted(tmp_path):
 
 @pytest.mark.parametrize("kind", ["pairs", "kto", "masked", "grpo", "ppo"])
 def test_a_step_of_every_objective_is_predicted(kind):
-    "Pairs, thumbs, masked answers and rollouts: shapes that depend on data are known from a batch; the peak is that of a real step."
+    """The peak of a real step with pairs, thumbs, masked answers and rollouts is predicted.
+
+    Shapes that depend on data are taken from a batch.
+    """
     from trainkit.data.dataloader import Batches
     from trainkit.align.dpo import dpo_objective
     from trainkit.memory.estimate import MemoryWatch, predict_run
@@ -369,7 +375,7 @@ def test_a_step_of_every_objective_is_predicted(kind):
 
 @pytest.mark.parametrize("rows", [9, 100_000, 10**6])
 def test_a_batch_that_cannot_fit_is_refused_before_the_first_step(rows, monkeypatch):
-    "With the knob, and without predicting, or making, all of its rows; `free` memory alone is a note."
+    "The error names the knob, and predicts without all of its rows; `free` alone is a note."
     from trainkit.data.dataloader import Batches
     from trainkit.memory import estimate
 
@@ -420,7 +426,10 @@ class Many:
 
 
 def test_batches_of_other_sizes_leave_gaps_that_a_step_of_several_is_predicted_with():
-    "Pairs of other widths within a step: tensors, products and peak are those of the largest batch, and no batch is drawn before the run."
+    """With pairs of several widths in a step, the peak is that of the largest batch.
+
+    Tensors and products are, too, and no batch is drawn before the run.
+    """
     from trainkit.align.dpo import DPOConfig, dpo_objective
     from trainkit.align.preference_data import PairBatches
     from trainkit.align.reference import make_reference

@@ -1,4 +1,4 @@
-"""The model compiles as one graph and computes the same, and its own products are those of torch."""
+"The model compiles as one graph with the same results, and its own products are torch's."
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_logits_in_one_graph() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_products_of_a_model(exact: bool, monkeypatch) -> None:
-    "Whichever library multiplies, gradients agree with those of plain `nn.Linear` in double precision."
+    "With either library, gradients agree with those of `nn.Linear` in double precision."
     if exact and not layers.onednn_is_exact():
         pytest.skip("this CPU rounds")
     monkeypatch.setattr(layers, "onednn_is_exact", lambda: exact)

@@ -1,4 +1,4 @@
-"""Generation against transformers: token for token, on both kinds of model, in every form of prompt."""
+"Generation against transformers, token for token, on both kinds of model and any prompt."
 
 import math
 
@@ -216,7 +216,7 @@ def test_post_norm_windows_and_learned_positions():
 
 
 def test_sampling_follows_the_distribution(ours):
-    "One step from one prompt, 40,000 rows: a chi-square test against the probabilities of the model."
+    "One step from one prompt, 40,000 rows: a chi-square test against the model's probabilities."
     n, knobs = 40_000, dict(temperature=0.7, top_k=12, top_p=0.95)
     with torch.no_grad():
         logits = ours(torch.tensor([[5, 6]])).logits[:, -1]
@@ -329,7 +329,7 @@ def test_pieces_join_to_the_text_up_to_a_stop_string(data, stop):
 
 
 def test_pieces_with_a_tokenizer_that_joins_words():
-    "As sentencepiece does: the space before a word belongs to it, and is dropped at the start of a text."
+    "As in sentencepiece, a leading space belongs to its word and is dropped at a text's start."
 
     class Words:
         words = ["▁Hello", "▁world", "!", "▁again"]
@@ -589,7 +589,7 @@ SOME = (
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in SOME)) for n in FAMILIES]
 )
 def test_a_compiled_step_writes_what_the_model_writes(name):
-    "Traced as for the compiler; 50 tokens, so that windows of 5 and 6 move on, with and without gaps at the left."
+    "Traced as for the compiler; 50 tokens, so that windows of 5 and 6 move, with and without gaps."
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**LLAMA, **FAMILIES[name]})).eval()
     for p in model.parameters():
@@ -687,7 +687,7 @@ def test_a_step_reads_the_weights_as_they_are_now(ours):
 
 
 def test_memory_is_that_of_the_cache(monkeypatch):
-    "Bytes of the storages that a long text takes, with a window and without; nothing else grows with it."
+    "A long text adds the bytes of the cache, with a window and without, and nothing else."
     import trainkit.model.generation
 
     made, original = [], trainkit.model.generation.KVCache
@@ -762,7 +762,10 @@ def test_speculation_refuses_what_turns_by_the_length_of_the_text():
 
 
 def test_a_text_cannot_forge_a_control_token():
-    "A tokenizer of ours and one of transformers refuse the same texts, wherever raw text is read; ids are what they are."
+    """Our tokenizer and one of transformers refuse the same texts wherever raw text is read.
+
+    Ids are used as they are.
+    """
     from trainkit.align.rl import RLConfig
     from trainkit.align.rollouts import Rollouts
     from trainkit.eval.evaluator import ask_row

@@ -1,4 +1,4 @@
-"The chunked cross-entropy against the plain one: loss and gradients over the whole grid of its options."
+"The chunked cross-entropy against the plain one: loss and gradients for all its options."
 
 import pytest
 import torch
@@ -63,7 +63,10 @@ def test_float32(chunk_size, ignore_index, reduction, softcap, z_loss):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs(dtype, softcap, z_loss):
-    "The loss is that of the same rounded logits; gradients are no farther from the exact ones than the plain formula's."
+    """The loss is that of the same rounded logits.
+
+    Gradients are no farther from the exact ones than the plain formula's.
+    """
     hidden, weight, labels = example(dtype)
     exact_inputs = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = torch.autograd.grad(

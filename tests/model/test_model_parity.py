@@ -1,4 +1,4 @@
-"""The transformer against transformers' own, family by family: logits, loss and the gradient of every parameter."""
+"The transformer against transformers, family by family: logits, loss and every gradient."
 
 import copy
 import importlib.util
@@ -400,7 +400,7 @@ def random_config(family: str, seed: int) -> ModelConfig:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "GPT2"])
 def test_random_families(family: str, seed: int) -> None:
-    "Logits, loss and every gradient, on shapes and choices drawn at random; ours with torch's attention and by hand."
+    "Logits, loss and gradients on random shapes and options, with both kinds of attention."
     config = random_config(family, seed)
     assert hf_architecture(config).startswith(family)
     ours = Transformer(config)
@@ -433,7 +433,10 @@ def test_random_families(family: str, seed: int) -> None:
 
 
 def test_dynamic_scaling_with_a_cache() -> None:
-    "Token by token beyond the trained length, each token turned as the length at its time asks: as transformers does."
+    """Beyond the trained length, each token is rotated for the length at its time.
+
+    As in transformers.
+    """
     ours, theirs = pair("llama, dynamic")
     ids, _ = batch()
     cache, their_cache, steps = (
@@ -642,7 +645,10 @@ def test_small_gradients_survive_fp16() -> None:
 
 
 def test_batch_equals_its_pieces() -> None:
-    "`num_items_in_batch`: the gradient of three rows is the sum of three rows' gradients, unequal labels included."
+    """`num_items_in_batch`: the gradient of three rows is the sum of their gradients.
+
+    Also with unequal numbers of labels.
+    """
     ours, theirs = pair("llama, tied, grouped")
     ids, labels = batch()
     count = (labels[:, 1:] != -100).sum()
@@ -875,7 +881,7 @@ KNOWN = {  # From the config.json of each model
 
 @pytest.mark.parametrize("name", [n for n, values in PRESETS.items() if "vocab_size" in values])
 def test_presets_are_the_real_models(name: str) -> None:
-    "What the models' own files say gives our preset, and back; the same parameters, by name and shape."
+    "The models' own files give our presets and back, with the same parameter names and shapes."
     config = ModelConfig.preset(name)
 
     def plain(c: ModelConfig) -> dict:
@@ -941,7 +947,7 @@ def test_every_choice_is_counted() -> None:
     ],
 )
 def test_flops(changes: dict) -> None:
-    "Closed form = torch's counter, forward and training, short, in blocks, with a cache, and packed."
+    "The closed form equals torch's counter: forward, training, blocks, with a cache, packed."
     config = ModelConfig(**{**OURS, "max_seq_len": 1024}, attention="eager", **changes)
     model = Transformer(config)
 
@@ -1035,7 +1041,7 @@ LENGTHS = [[40, 3, 3, 150, 1, 403], [599, 1], [7, 7, 7, 579]]
     ids=str,
 )
 def test_packed_rows(changes: dict, dense: int, monkeypatch) -> None:
-    "Packed = apart: logits, loss and gradients; and the first document cannot be seen from the others, to the last bit."
+    "Packed equals separate: logits, loss, gradients; no document sees the first, bit for bit."
     monkeypatch.setattr(attention, "DENSE", dense)
     torch.manual_seed(0)
     model = Transformer(ModelConfig(**{**OURS, "max_seq_len": 600}, init_std=0.2, **changes))
@@ -1076,7 +1082,7 @@ def test_packed_rows(changes: dict, dense: int, monkeypatch) -> None:
 @pytest.mark.parametrize("window", [1, 2, 200, 256, 300, 650])
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
 def test_long_rows_under_a_window(window: int, how: str) -> None:
-    "In blocks, where rows are longer than two of them: as Mistral, gradients too, and after a prompt in a cache."
+    "Rows longer than two windows go in blocks: as Mistral, gradients too, also after a cache."
     theirs = hf_model(
         "Mistral",
         num_key_value_heads=2,
@@ -1260,7 +1266,7 @@ def test_flash_attention_is_refused_where_it_is_not() -> None:
     "learns", ["all", "no embedding", "one late layer", "one early bias", "an added matrix"]
 )
 def test_checkpointing_with_a_frozen_base(learns: str, monkeypatch) -> None:
-    "Only some of the weights learn, documents are packed and numbers dropped: the same gradients, and none for the frozen."
+    "With frozen weights, packed documents and dropout: same gradients, none for the frozen."
     monkeypatch.setattr(attention, "DENSE", 0)
     ids, labels = batch()
     packed, results = torch.cat((torch.arange(10), torch.arange(14)))[None].expand(3, -1), []

@@ -1,4 +1,4 @@
-"Quantization beyond the lessons: the library's bytes on many shapes, its defects that ours must not have, memory, LoRA on top."
+"Quantization: bitsandbytes' bytes on many shapes, its defects avoided, memory, LoRA on top."
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def seed():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_every_byte_is_the_librarys(bnb, dtype, quant_type):
-    "Codes, scales, scales of scales and their mean, for whole and broken blocks, odd sizes, and pieces beyond one cache chunk."
+    "Codes, scales, scales of scales and their mean: whole and broken blocks, odd sizes, chunks."
     theirs = bnb.functional
     for n, blocksize in (
         (1, 64),
@@ -141,7 +141,7 @@ def test_midpoints_go_where_the_library_sends_them(bnb):
 
 
 def test_widths_that_the_library_reads_wrongly(bnb):
-    "Where blocks cross rows of 32k numbers, bitsandbytes' CPU code takes scales of other blocks; ours does not."
+    "Where blocks cross rows of 32k numbers, bitsandbytes' CPU code takes wrong scales; not ours."
     weight = torch.randn(64, 96)
     packed, state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
     limit = weight.abs().max() * 0.17
@@ -155,7 +155,7 @@ def test_widths_that_the_library_reads_wrongly(bnb):
 
 
 def test_an_evaluation_in_the_middle(bnb):
-    "On CPUs with AVX512-BF16 one evaluation takes bitsandbytes' gradients away; ours stay those of the de-quantized weight."
+    "With AVX512-BF16 one evaluation breaks bitsandbytes' gradients; ours stay exact."
     layer, x = nn.Linear(128, 64, bias=False), torch.randn(4, 128)
 
     def gradient(module):
@@ -192,7 +192,7 @@ def test_an_evaluation_in_the_middle(bnb):
 
 @pytest.mark.parametrize("family", ["ours", "llama", "gpt2"])
 def test_qlora_gradients(family):
-    "LoRA over four bits learns what LoRA over the de-quantized weights learns, before and after an evaluation."
+    "LoRA over 4 bits learns what it learns over de-quantized weights, also after an evaluation."
     import transformers as hf
 
     from trainkit.lora.targets import LoRAConfig
@@ -319,7 +319,7 @@ def test_deepcopy_and_casts():
 
 
 def test_int8_of_a_wide_dynamic_range():
-    "No overflow, no NaN: rows of zeros, tiny and huge rows; the product stays within the rounding of both sides."
+    "No overflow, no NaN: zero, tiny and huge rows; the error stays within the rounding."
     weight = torch.stack(
         [torch.zeros(64), 1e-20 * torch.randn(64), 1e10 * torch.randn(64), torch.randn(64)]
     )
@@ -415,7 +415,10 @@ def test_families_straight_into_four_bits(kind, tmp_path):
 
 
 def test_families_with_other_names_in_their_files(tmp_path):
-    "transformers renames their tensors while it reads: they are refused by name, and `rename` helps where names are all that differs."
+    """Tensors that transformers renames while reading are refused by name.
+
+    `rename` helps where only names differ.
+    """
     for kind in ("neox", "mixtral"):
         family(kind).eval().save_pretrained(tmp_path / kind)
     with pytest.raises(
@@ -437,7 +440,10 @@ def test_families_with_other_names_in_their_files(tmp_path):
 
 
 def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
-    "What an adapter over four bits was folded into carries a mark; a run in few bits over it says what is lost, others do not."
+    """A model that an adapter over 4 bits was merged into is marked.
+
+    A quantized run over it says what is lost; other runs are silent.
+    """
     from types import SimpleNamespace
 
     from trainkit.lora.targets import LoRAConfig
@@ -469,7 +475,7 @@ def test_whoever_rounds_a_merged_model_again_is_told(tmp_path):
 
 
 def gpt2(folder, prefix=True, tied=True):
-    "A folder with a small GPT-2 and its tokenizer; without the prefix and with a table of old, as OpenAI's own file has it."
+    "A folder with a small GPT-2 and its tokenizer, and one with the names of OpenAI's own file."
     from safetensors.torch import load_file
 
     from trainkit.interop.hf import save_pretrained
@@ -508,7 +514,7 @@ def gpt2(folder, prefix=True, tied=True):
 @pytest.mark.parametrize("prefix, tied", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gpt2_goes_straight_into_few_bits(tmp_path, prefix, tied, bits):
-    "Its layers are transposed there, and three of ours are one: read a tensor at a time it is what the whole becomes."
+    "Its layers are transposed and hold three of ours; read by tensor, the result is the same."
     from trainkit.interop.hf import load_pretrained
 
     folder, ids, few = (
@@ -661,7 +667,10 @@ def test_the_fused_product_in_tritons_interpreter():
 @pytest.mark.parametrize("rows", [1, 7, 33])
 @pytest.mark.parametrize("size", [64, 1023, 1025, 5000])
 def test_both_products_of_bytes_are_one(rows, size, monkeypatch):
-    "A machine that multiplies bytes slowly goes by way of float32, and every bit is the same, at the largest codes, too."
+    """A machine with slow int8 products goes by way of float32 and gets the same bits.
+
+    Also at the largest codes.
+    """
     g = torch.Generator().manual_seed(0)
     for codes in (
         torch.full((rows, size), 127, dtype=torch.int8),
@@ -699,7 +708,7 @@ def test_both_products_of_bytes_are_one(rows, size, monkeypatch):
 
 
 def real_inputs(n, tokens):
-    "What a layer reads when a few directions are loud and the rest is nearly nothing, as on real text."
+    "Inputs with a few strong directions and little else, as on real text."
     g = torch.Generator().manual_seed(0)
     x = (
         torch.randn(tokens, 8, generator=g)
@@ -710,7 +719,7 @@ def real_inputs(n, tokens):
 
 
 def test_gptq_on_inputs_of_few_directions():
-    "The matrix of the inputs of real text can hardly be inverted in float32: that must not stop the method."
+    "A nearly singular float32 Hessian, as on real text, must not stop the method."
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(1))
     inputs = real_inputs(256, 200)
     for damp in (1e-2, 1e-6, 1e-9):
@@ -729,7 +738,7 @@ def test_gptq_on_inputs_of_few_directions():
 
 
 def plain_gptq(weight, gram, bits, group, damp=0.01):
-    "Frantar and others' algorithm 1 without its short cut: what is left of the matrix is inverted anew for each column."
+    "Algorithm 1 of Frantar et al. without its shortcut: the rest is inverted for each column."
     left, gram = weight.double().clone(), gram.double().clone()
     gram.diagonal()[gram.diagonal() == 0] = 1
     gram += damp * gram.diagonal().mean() * torch.eye(len(gram))
@@ -802,7 +811,7 @@ def test_each_layer_is_rounded_for_what_the_rounded_ones_before_it_make(method):
 
 
 def test_awq_cuts_off_what_suits_each_group_of_each_row():
-    "Inputs that are all alike leave the scales at one; then a lone large weight is cut off where it is, and nowhere else."
+    "Equal inputs leave the scales at one; a lone large weight is clipped in its group only."
     weight = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     weight[0, 3] = weight[4, 39] = 9
     made = calibrated.awq(
@@ -867,7 +876,7 @@ def test_real_layers_are_closer_on_text_that_calibration_has_not_seen(smollm2):
 
 @pytest.mark.slow
 def test_a_real_model_loses_less_when_its_inputs_are_looked_at(smollm2):
-    "At three bits. Each layer calibrated for the inputs of the full model, GPTQ was worse than the nearest code."
+    "At 3 bits. Calibrated on inputs of the full model alone, GPTQ was worse than rounding."
     model, read, held = smollm2
 
     @torch.no_grad()

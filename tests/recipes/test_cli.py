@@ -1,4 +1,4 @@
-"The commands as a newcomer types them, on right and on wrong input, with a model that is small but real."
+"The commands as a newcomer types them, with right and wrong input and a small real model."
 
 import json
 import os
@@ -214,7 +214,7 @@ def interrupted(words, cwd, env, step):
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
-    "Interrupted after some steps and resumed, a run ends with the weights of the uninterrupted one."
+    "A run that is interrupted and resumed ends with the weights of the uninterrupted one."
     run = tmp_path / "runs" / "demo"
     stopped = in_child(interrupted, ["demo", *SMALL], tmp_path, {}, 13, folder=tmp_path)
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
@@ -255,7 +255,10 @@ def test_ctrl_c_saves_and_resume_goes_on(demo, tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_a_demo_goes_on_in_the_phase_where_it_was_stopped(demo, tmp_path):
-    "Ctrl-C while it learns from preferences: the same command does the rest, and ends with the weights of an undisturbed one."
+    """Ctrl-C during preference tuning: the same command does the rest.
+
+    It ends with the weights of an undisturbed demo.
+    """
     shutil.copytree(demo[0] / "runs", tmp_path / "runs")
     run = tmp_path / "runs" / "demo"
     notes = json.loads((run / "demo.json").read_text())

@@ -1,4 +1,4 @@
-"A small model learns to answer from a file of questions and answers, in Python and from a shell, and opens elsewhere."
+"A small model learns to answer from a file, in Python and in a shell, and opens elsewhere."
 
 import json
 import os
@@ -214,7 +214,10 @@ def test_min_length_counts_tokens_and_min_chars_characters(home):
 
 
 def test_a_file_that_was_split_trains_alone_and_beside_its_other_half(home):
-    "The README's commands: `data split`, then `train` on one file, which once ended in `rows leave none to evaluate on`."
+    """The README's commands, `data split`, then `train` on one of the two files.
+
+    This once failed with `rows leave none to evaluate on`.
+    """
     done = shell(
         "data",
         "split",
@@ -634,7 +637,7 @@ def test_the_lesson_has_sums_where_the_factbook_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("method", ["lora", "freeze"])
 def test_tokens_of_a_new_chat_format_are_learned(home, method):
-    "Frozen, all new rows would stay one mean: what begins a turn and what ends it would be the same for ever."
+    "New rows must be trained: frozen, the tokens that begin and end a turn would stay equal."
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"The shell where something comes between: a wrong value, Ctrl-C, a pipe that closes; and what programs read of it."
+"The shell under interruptions: wrong values, Ctrl-C, closed pipes; and machine-read output."
 
 import io
 import json
@@ -480,7 +480,7 @@ def whole(home):
 
 @pytest.mark.parametrize("file", HARMS)
 def test_whatever_is_damaged_is_named(file, whole, tmp_path):
-    "Each kind of file, damaged in many ways: exit code 1 and a sentence with the name of the file or its folder."
+    "Each kind of file, damaged in many ways: exit code 1, and a sentence that names it."
     words, harms = HARMS[file]
     wrong = []
     for name, harm in harms.items():
@@ -512,7 +512,7 @@ def test_whatever_is_damaged_is_named(file, whole, tmp_path):
 
 
 def test_a_damaged_index_of_runs_is_made_again(whole, tmp_path):
-    "It is a memory of what the runs' own files hold: lines of other types, and none at all, cost time and nothing else."
+    "The index is a cache of the runs' own files: lines of other types cost only time."
     shutil.copytree(whole / "R", tmp_path / "runs" / "R")
     index = tmp_path / "runs" / "index.jsonl"
     right = call("runs", "list", cwd=tmp_path).stdout
@@ -647,7 +647,7 @@ def test_a_full_disk_that_a_library_in_rust_meets_names_the_folder(tmp_path):
     not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounts a small disk"
 )
 def test_a_disk_that_fills_up_while_a_model_is_saved(tmp_path):
-    "Ours and transformers' model, with the tokenizers of both: the old folder stays, and the error names it."
+    "Both kinds of model and tokenizer: the old folder stays, and the error names it."
     import torch
     import transformers
 
@@ -873,7 +873,7 @@ def spoil(how):
 
 
 def unheard(how, words, cwd, by_command):
-    "The run, by the command or by the function that it calls; exit code 7 where it does not end well."
+    "The run, by the command or the function that it calls; exit code 7 if it does not end well."
     here = sys.stdout, sys.stderr
     os.chdir(cwd)
     try:
@@ -931,7 +931,7 @@ def looked(how, words, cwd):
     ["doctor", "data show rows.jsonl", "chat -m MODEL --max-new-tokens 3", "demo --only PHASE"],
 )
 def test_a_console_that_cannot_show_it(how, words, home, tmp_path):
-    "An escape is shown; a full disk behind standard output is named, since what was asked for is lost."
+    "The output is escaped; a full disk behind standard output is an error that names it."
     if how == "a full disk" and not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     (tmp_path / "rows.jsonl").write_text(json.dumps(dict(prompt="→ ☃", completion="ü 你好")) + "\n")

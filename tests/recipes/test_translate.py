@@ -1,4 +1,7 @@
-"Configs of other systems, whole: each loads, each line is accounted for, what contradicts itself is refused; old names lead somewhere."
+"""Configs of other systems load whole: each line is accounted for, contradictions are refused.
+
+Old names of knobs lead to the new ones.
+"""
 
 import importlib
 import json
@@ -383,7 +386,10 @@ def test_a_word_at_the_top_beats_what_a_method_has_by_itself(
     ids=str,
 )
 def test_python_and_the_shell_read_a_file_alike(words, overrides, tmp_path):
-    "A user's own word, else the preset's, else the method's, else the default of the class; also where a group is named for one knob."
+    """The user's value wins, then the preset's, then the method's, then the class default.
+
+    Also if a group is named for one knob.
+    """
     (tmp_path / "c.yaml").write_text(yaml.safe_dump({**words, "init_from": "x"}))
     read = load_config(RunConfig, tmp_path / "c.yaml", overrides)
     assert (
@@ -620,7 +626,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stranger(home, tmp_path_factory):
-    "A model of a family that ours does not compute, with a tokenizer: as `load_pretrained(native=False)` opens it."
+    "A model of a family that ours does not compute, with a tokenizer, opened with native=False."
     import torch
     import transformers
 
@@ -691,7 +697,10 @@ ON_A_GPU = [
     "name", [*(name for name in PRESETS if not name.startswith("cuda")), *ON_A_GPU]
 )
 def test_a_preset_runs_with_every_method(name, method, home):
-    "Two steps of a small model, with the preset's batches, optimizer, adapter and bits. What it compiles is traced, and not made into machine code."
+    """Two steps of a small model with the preset's batches, optimizer, adapter and bits.
+
+    What it compiles is traced, not made into machine code.
+    """
     if name == "minimal-memory" and method in ("pretrain", "sft", "freeze"):
         pytest.skip("refused, as the test above says")
     from trainkit.recipes.runner import rehearse

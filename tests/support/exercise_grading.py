@@ -1,4 +1,4 @@
-"Lessons run with their exercises: each check is asked about the cell as it stands and about the folded solution."
+"Run lessons with their exercises: each check sees the cell as it is and the folded solution."
 
 import os
 import warnings
@@ -7,7 +7,10 @@ from support.processes import ROOT
 
 
 def run_lesson(path, flags):
-    "Run a notebook as the tests do, in a process that is for nothing else; whether it ran, and for each exercise its two verdicts or what went wrong."
+    """Run a notebook as the tests do: did it run, and each exercise's two verdicts or its error.
+
+    Call it in a process of its own.
+    """
     os.chdir(ROOT)
     os.environ.update(TRAINKIT_PROFILE="quick", COLUMNS="100")
     warnings.simplefilter("ignore")

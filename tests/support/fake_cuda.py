@@ -1,9 +1,10 @@
-"""A GPU that is not there: the CPU computes, but what lies on `cuda` is told from what lies on the CPU.
+"""A pretended GPU: the CPU computes, but tensors on `cuda` are distinguished from the CPU's.
 
-`pretend_gpu()` makes torch say that there is one. A tensor that is made there or sent there carries a mark on its storage; views
-share it, results inherit it. Whatever mixes both kinds fails with the words that CUDA has for it, so does numpy over a marked
-tensor, a CPU generator for random numbers of the GPU, a graph of tensors in two places. Kernels, speed and memory of a
-real GPU are not tried. There is no way back, so call it in a process of its own.
+`pretend_gpu()` makes torch report a GPU. A tensor that is created there or moved there carries
+a mark on its storage; views share it, results inherit it. Operations that mix both kinds fail
+with CUDA's message, and so do numpy over a marked tensor, a CPU generator for random numbers
+of the GPU, and a graph of tensors in two places. Kernels, speed and memory of a real GPU are
+not tried. It cannot be undone, so call it in a process of its own.
 """
 
 import functools
@@ -88,7 +89,7 @@ def wants_gpu(device) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    "Every operation, those of backward passes too: are its tensors in one place? Then so is what it gives."
+    "Check that the tensors of every operation, backward included, are on one device."
 
     syncs = 0  # How often the CPU waited for a number of the GPU
     used = False  # Whether anything was there yet
@@ -289,7 +290,10 @@ def guarded(name, words):
 
 
 def pretend_gpu(capability=(8, 9), memory=24 * 2**30, narrow=False):
-    "From now on this process has a GPU with that compute capability and that many bytes. narrow: autocast computes in 16 bits, as it says."
+    """Give this process a GPU with that compute capability and that many bytes.
+
+    narrow: autocast really computes in 16 bits.
+    """
 
     def used():
         return 0

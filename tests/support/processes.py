@@ -1,4 +1,4 @@
-"Fresh processes for tests: functions, commands and whole groups of ranks, the imports paid once for all."
+"Fresh processes for tests: functions, commands and groups of ranks, with shared imports."
 
 import asyncio
 import gc
@@ -63,7 +63,7 @@ def begin(function, *args, folder):
 
 
 def end(process, folder, timeout=600):
-    "Wait for it, and kill it after `timeout` seconds; returncode, stdout and stderr as `subprocess.run` gives them."
+    "Wait, kill it after `timeout` seconds, and return what `subprocess.run` returns."
     process.join(timeout)
     if process.exitcode is None:
         process.kill(), process.join()

@@ -1,4 +1,4 @@
-"Chats as ids and masks: the same as transformers and trl, on many conversations, and nothing that goes wrong in silence."
+"Chats as ids and masks: the same as transformers and trl, with no silent mistakes."
 
 import copy
 import json
@@ -416,7 +416,7 @@ def test_many_chats_are_rendered_as_one_by_one():
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma"])
 def test_no_tool_call_is_left_out_in_silence(name):
-    "SmolLM2's own template knows no tools: the turn that calls one would be learned as an empty answer."
+    "SmolLM2's template has no tools: a turn that calls one would become an empty answer."
     call = dict(type="function", function=dict(name="weather", arguments=dict(city="Rome")))
     chat = [
         dict(role="user", content="Is it sunny?"),
@@ -496,7 +496,7 @@ def published(name):
     [("qwen", "qwen2_5", 2), ("qwen", "qwen2_5", 1), ("llama3", "llama3_1", 1)],
 )
 def test_tools_are_written_as_the_family_was_published(ours, theirs, calls, system, tools):
-    "All of a talk, each beginning of it, and the head of an answer; what is learned is the answers with their ends."
+    "A whole talk, each beginning of it, and the head of an answer; answers and ends are learned."
     chat, names = (
         tool_talk(system, calls),
         dict(bos_token="<|begin_of_text|>" if ours == "llama3" else "", eos_token="<|im_end|>"),
@@ -636,7 +636,7 @@ def from_parts(model, normalizer=None, pre_tokenizer=None, decoder=None, normali
 
 
 def byte_fallback(merge_controls: bool):
-    "A vocabulary as SentencePiece gives it: letters, bytes for the rest, and the control tokens among them."
+    "A vocabulary as SentencePiece gives it: letters, bytes for the rest, and control tokens."
     from tokenizers import models
 
     vocab = {"<unk>": 0, **{token: k + 1 for k, token in enumerate(CONTROLS)}}
@@ -1011,7 +1011,7 @@ FOUR = [HOSTILE[name] for name in ("percent", "products", "set blocks", "center"
 
 @pytest.mark.parametrize("jinja", FOUR)
 def test_every_path_that_renders_is_guarded(jinja, tmp_path):
-    "Ours and transformers' tokenizers, batches, prompts of a chat, rows, the template of a GGUF file or a folder, the Modelfile."
+    "Both kinds of tokenizer, batches, prompts, rows, templates of GGUF and folders, Modelfiles."
     from trainkit.interop.gguf import chat_parts
 
     chat = [dict(role="user", content="q"), dict(role="assistant", content="a")]

@@ -1,4 +1,4 @@
-"The tokenizer beside tiktoken, tokenizers, transformers and rustbpe, on real vocabularies, real text and odd text."
+"The tokenizer against tiktoken, tokenizers, transformers and rustbpe, on real and odd text."
 
 import ast
 import base64
@@ -84,7 +84,7 @@ def prose(size: int) -> str:
 
 @functools.cache
 def engines_agree() -> str:
-    "All characters that `regex` and tiktoken's engine put into the same classes: their Unicode versions differ."
+    "All characters in the same classes for `regex` and tiktoken; their Unicode versions differ."
     table = char_classes()
     every = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
     agreed, text = set(every), "".join(every)
@@ -391,7 +391,10 @@ def test_lanes_learn_what_the_slow_way_learns(words, n_merges):
 
 
 def test_an_endless_word_is_searched_once_a_merge():
-    "A genome, or Chinese without a comma: in the pure lane too, each merge goes once through a word, not once for each place."
+    """In a genome, or Chinese without a comma, each merge goes once through the word.
+
+    Not once for each place, in the pure Python lane either.
+    """
     text, calls = "".join(random.Random(0).choices("ACGT", k=20_000)), Counter()
     words = {text: 1, "ACGTT" * 7: 3, "aaaaaaabab" * 30: 2}
 
@@ -410,7 +413,7 @@ def test_an_endless_word_is_searched_once_a_merge():
 
 
 def test_merges_equal_tokenizers_up_to_ties():
-    "Each merge that `tokenizers` makes is a best one at its time, and where none ties the two are the same."
+    "Each merge of `tokenizers` is a best one at its time; without ties the two are the same."
     from tokenizers import Regex, Tokenizer, models, trainers
     from tokenizers import pre_tokenizers as pre
 
@@ -483,7 +486,7 @@ def test_saved_folder_opens_in_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("lane", LANES)
 def test_gpt2_from_hugging_face(lane):
-    "GPT-2 as transformers has it: ids by the letters of the bytes, merges as pairs, its pattern inside ByteLevel."
+    "GPT-2 of transformers: ids in byte letters, merges as pairs, its pattern inside ByteLevel."
     from tokenizers import Tokenizer, models
     from tokenizers import pre_tokenizers as pre
 
@@ -546,7 +549,7 @@ def test_smollm2_from_hugging_face(lane):
 
 
 def test_special_tokens_keep_their_ids_in_hugging_face(tmp_path):
-    "First in the vocabulary, as the tokenizers library trains them, or with a gap before them, as OpenAI has them."
+    "First, as the tokenizers library trains them, or after a gap, as in OpenAI's vocabularies."
     from tokenizers import Tokenizer, models, trainers
     from tokenizers import pre_tokenizers as pre
     from transformers import AutoTokenizer
@@ -580,7 +583,7 @@ def test_special_tokens_keep_their_ids_in_hugging_face(tmp_path):
 
 @pytest.mark.parametrize("added", ["!", "the", "漢字"])
 def test_a_token_that_is_there_already_can_be_added_in_hugging_face(added):
-    "By a user who extends a vocabulary with words of which it has some: one id for two uses, or two ids for one text."
+    "A user adds known words to a vocabulary: one id for two uses, or two ids for one text."
     hf = BPETokenizer.train(
         [prose(20_000) + "漢字" * 50], 400, "gpt2", ["<|end|>"], progress=False
     ).to_hf()
@@ -614,7 +617,7 @@ def test_of_several_chat_templates_the_usual_one_is_taken(tmp_path):
 
 
 def test_imported_ranks_go_to_hugging_face():
-    "tiktoken's rule has several merges for a token; as a merge list in order they give the same ids on real text."
+    "tiktoken allows several merges for a token; as an ordered list they give the same ids."
     tok = ours("cl100k", "pure")
     hf, text = tok.to_hf(), prose(30_000) + code(60_000)
     assert hf.backend_tokenizer.encode(text).ids == tok.encode(text)
@@ -731,7 +734,7 @@ assert 'torch' not in sys.modules and 'transformers' not in sys.modules
 
 
 def test_learned_vocabulary_reaches_all_its_tokens():
-    "So a word that is a token may be taken whole (the rule that makes encoding fast), and tiktoken's rule is the same."
+    "A word that is a token may be taken whole, which makes encoding fast; as in tiktoken."
     for seed in range(5):
         words = {
             bytes(random.Random(f"{seed} {i}").choices(b"aaab ", k=1 + i % 17)): 1 + i % 5
@@ -746,7 +749,7 @@ def test_learned_vocabulary_reaches_all_its_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", LANES)
 def test_a_hundred_megabytes_in_four_hundred(lane):
-    "100 MB of Python source, read as a stream, trained to 8,192 tokens in at most 400 MB of memory."
+    "100 MB of Python source, streamed, give 8,192 tokens in at most 400 MB of memory."
     work = f"""
 import resource, sysconfig
 from pathlib import Path
@@ -861,7 +864,7 @@ def test_a_surrogate_pair_is_a_character_and_half_of_one_is_refused(lane, patter
 
 
 def with_nfc() -> BPETokenizer:
-    "A tokenizer as Qwen's: NFC, and special tokens; one that was added later is looked for in the normal form."
+    "A tokenizer like Qwen's: NFC and special tokens; later ones are found in normal form."
     tok = BPETokenizer.train(
         [prose(20_000)], 400, special_tokens=["<|end|>", "<|im_end|>"], progress=False
     )

@@ -1,4 +1,4 @@
-"Many processes: two on gloo are one, whatever the strategy; checkpoints fit any number; a killed worker is named, or the job goes on."
+"Many processes: two on gloo equal one, checkpoints fit any number, killed workers are named."
 
 import json
 import os
@@ -29,7 +29,7 @@ ROWS = [
 
 
 def trainer(folder="", batch_size=8, tied=True, **config):
-    "A run over masked rows of 6 to 28 tokens; the last window of an epoch and the last batch of an evaluation are partial."
+    "A run over masked rows of 6 to 28 tokens; last windows and batches are partial."
     torch.manual_seed(0)
     model = Transformer(
         ModelConfig(
@@ -125,7 +125,10 @@ def check(one, result, two, folder, tolerance):
 
 
 def test_two_processes_are_one(tmp_path):
-    "2 processes x batch 4 x accumulation 2 = 1 x 8 x 2 by DDP and FSDP2, with masked uneven rows; each holds its share; a checkpoint fits any number."
+    """2 processes x batch 4 x accumulation 2 equal 1 x 8 x 2, by DDP and FSDP2.
+
+    Rows are masked and uneven, each process holds its share, a checkpoint fits any number.
+    """
     found = run_processes(2, tmp_path, None, "ddp", "fsdp", "fsdp-untied")
     for name in ("ddp", "fsdp", "fsdp-untied"):
         one = trainer(tmp_path / f"one-{name}", tied="untied" not in name)
@@ -159,7 +162,10 @@ def test_two_processes_are_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_fits_more_processes(tmp_path):
-    "1 process -> 2 and 3, whole in each or sharded, with as many batches in a step; another number of batches is another run."
+    """From 1 process to 2 and 3, replicated or sharded, with as many batches in a step.
+
+    Another number of batches is another run.
+    """
     for n in (2, 3):
         one = trainer(tmp_path / f"one-{n}", 4, gradient_accumulation_steps=2 * n)
         one.train()
@@ -184,7 +190,7 @@ def test_a_checkpoint_fits_more_processes(tmp_path):
 )
 @pytest.mark.parametrize("offload", ["", "offload_optimizer", "offload_param"])
 def test_zero_is_one_process(tmp_path, offload):
-    "ZeRO 1, 2 and 3 on two processes, and one process: the same losses, norms, evaluations, weights, and a checkpoint for either."
+    "ZeRO 1, 2 and 3 on two processes equal one process: losses, norms, weights, checkpoints."
     zero = {offload: dict(device="cpu")} if offload else {}
     (tmp_path / "ds.json").write_text(
         json.dumps({"zero_optimization": {**zero, "stage3_param_persistence_threshold": 0}})
@@ -259,7 +265,7 @@ FILES = {  # What users write about ZeRO, as a config of a run holds it
 )
 @pytest.mark.parametrize("name", FILES)
 def test_deepspeed_takes_the_file(name, monkeypatch):
-    "Each file that `launch` writes is read by DeepSpeed's own classes, and says there what was asked for."
+    "DeepSpeed's own classes read each file that `launch` writes, with the values asked for."
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -352,7 +358,7 @@ torch.distributed.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_worker(tmp_path, monkeypatch, restarts):
-    "It is named with its log; with a restart the job goes on from the last checkpoint to the same weights."
+    "It is named with its log; with a restart the job resumes and ends with the same weights."
     from trainkit.recipes.launcher import WorkerDied, start
     from trainkit.recipes.launcher import LaunchConfig
 
@@ -399,7 +405,7 @@ SMALL = [
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_launch_from_a_shell(tmp_path, strategy):
-    "A whole run by two processes: one folder, written by the first, with the model and losses of one process that takes both batches."
+    "A run by two processes: one folder, with the model and losses of one process."
     done = shell(
         "launch",
         "--processes",
@@ -470,7 +476,10 @@ def test_launch_from_a_shell(tmp_path, strategy):
 
 @pytest.fixture
 def machines():
-    "Two network namespaces with a cable between them, where root may make them; else the loopback twice: (command before python, environment)."
+    """Two network namespaces joined by a cable (needs root), else the loopback twice.
+
+    Each is (command before python, environment).
+    """
     names, ends = [f"tk{os.getpid()}{x}" for x in "ab"], [f"v{os.getpid()}{x}" for x in "ab"]
 
     def ip(*words):
@@ -530,7 +539,10 @@ start(program, LaunchConfig(**plan), folder)
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_two_launchers_are_two_nodes(tmp_path, machines, restarts):
-    "One launcher for each machine: they meet, train as one, each keeps its own logs; with a restart a worker that is killed costs nothing."
+    """Two launchers meet, train as one, and keep their own logs.
+
+    With a restart a killed worker costs nothing.
+    """
     from trainkit.recipes.launcher import free_port
 
     (tmp_path / "job.py").write_text(KILLED.format(tests=str(ROOT / "tests")))

@@ -1,4 +1,4 @@
-"Health checks and the monitor: each fault is found on a run that has it, a healthy run is left in peace, the machine is watched and let go."
+"Health checks and the monitor: faults are found, healthy runs pass, the machine is watched."
 
 import argparse
 import json
@@ -139,7 +139,7 @@ def test_no_check_without_a_symptom():
 
 
 def test_a_gradient_that_cannot_come_through_is_said_and_one_that_is_not_needed_is_not():
-    "An objective that lets next to nothing through; and a model that has learned all and needs no gradient."
+    "An objective that blocks nearly all gradient, and a model that needs none any more."
 
     @objective(counts=lm_loss.counts)
     def shut(model, batch):
@@ -227,7 +227,7 @@ def test_a_slow_loader_is_found_on_a_real_run():
 
 
 def test_a_loss_that_breaks_is_said_and_kept(tmp_path):
-    "The callback says it once, the folder keeps it with its step, and the record that is read later says it again."
+    "The callback warns once, the folder keeps it with its step, and reading repeats it."
     lines = []
 
     def bad(model, batch):
@@ -331,7 +331,7 @@ def no_thread():
 
 
 def test_monitor_in_a_run(tmp_path):
-    "Its numbers reach the log, the history and the checks; the peaks the last record; the model is what it is without it."
+    "Its numbers reach log, history and checks, its peaks the last record; the model is the same."
     folder = RunFolder(tmp_path / "run")
     t = trainer(12, callbacks=[SystemMonitor(every=0.02, nvml=fake_nvml()), MetricsLog(folder)])
     t.train()
@@ -398,7 +398,10 @@ class Fails:
 @pytest.mark.parametrize("event", ["on_start", "on_log", "on_save", "on_end"])
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_callback_that_fails_leaves_no_thread_behind(tmp_path, event, place):
-    "Whatever it fails in, wherever it stands: each callback that has heard of the start hears of the end, once; the error is that of the failure."
+    """Each callback that saw the start sees the end once, and the error is the failure's.
+
+    Wherever the failing one stands, and whichever of its methods fails.
+    """
 
     class Told:
         def __init__(self):
@@ -474,7 +477,7 @@ def test_no_gpu_no_library(monkeypatch):
 
 
 def test_a_model_that_writes_its_own_batches_does_not_wait_for_data():
-    "In reinforcement learning most of the time goes into writing, and no worker can take that away."
+    "In RL most of the time is generation, which no data worker can take over."
     records = [dict(step=i, loss=0.1, data_share=0.6, completion_length=12.0) for i in range(9)]
     assert (
         not check_health(records)

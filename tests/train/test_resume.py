@@ -50,7 +50,10 @@ def compare(context, root: Path, kind: str, moments) -> int:
 
 @posix
 def test_five_kills(tmp_path, context):
-    "In a step, in an evaluation, amid a checkpoint's bytes, before its rename, while an old one goes; drawing data, two workers."
+    """In a step, an evaluation, a checkpoint's bytes, before its rename, in a deletion.
+
+    Data are drawn by two workers.
+    """
     moments = [("step", 9), ("write", 5), ("evaluation", 4), ("rename", 2), ("rotate", 1)]
     assert compare(context, tmp_path, "drawing", moments) == 5
 
@@ -190,7 +193,7 @@ def test_a_run_whose_every_checkpoint_is_damaged_does_not_begin_again(tmp_path, 
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("answer", ["raise", "warn"])
 def test_disk_that_is_full_amid_a_checkpoint(tmp_path, monkeypatch, asynchronous, answer):
-    "The bytes run out half way: nothing torn is left, the message says what to do, and a resume ends alike."
+    "The disk fills up half way: nothing torn is left, the message helps, a resume is exact."
     trainer(tmp_path / "whole").train()
     real, calls = checkpoint.write_tensors, []
 

@@ -1,4 +1,4 @@
-"What a run leaves behind: whole after a kill, readable by anybody, without secrets, and a report that asks for nothing."
+"What a run leaves: whole after a kill, readable, without secrets, with a standalone report."
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_every_line_is_strict_json(tmp_path):
 
 
 def test_killed_while_writing(tmp_path):
-    "SIGKILL in the middle of thousands of lines: every line but the last is there, and a resume goes on behind it."
+    "SIGKILL among thousands of lines: every line but the last is there, and a resume appends."
     code = (
         'import sys; from trainkit.train.runs import RunFolder\nf = RunFolder(sys.argv[1], "a: 1")\nf.record("start", dict(start_step=0))\ni = 0\n'
         'while True:\n    i += 1; f.record("log", dict(step=i, loss=1/i)); print(i, flush=True)'
@@ -189,7 +189,7 @@ SECRET = "c0rrect-horse-battery"
 
 
 def test_wandb_offline(tmp_path):
-    "It asks nobody and nothing, keeps to the run folder, has every number once after a resume, and tells no secret."
+    "Offline, in the run folder, each number once after a resume, and no secret."
     pytest.importorskip("wandb")
     home = tmp_path / "home"
     home.mkdir()
@@ -259,7 +259,10 @@ def test_wandb_files_a_run_under_the_project_of_the_environment(tmp_path, monkey
 
 
 def wandb_steps(path):
-    "The steps of the training loss in a file of wandb: LevelDB's log format, blocks of 32 KiB with pieces of protobuf records."
+    """Steps of the training loss in a wandb file: LevelDB's log format, in blocks of 32 KiB.
+
+    The blocks hold pieces of protobuf records.
+    """
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole, steps = path.read_bytes(), 7, b"", []
@@ -341,7 +344,7 @@ def test_compare_and_list(tmp_path):
 
 
 def test_a_resumed_run_logs_each_step_once(tmp_path):
-    "In the file itself, not only for our reader; what was undone is gone, what was before is as it was."
+    "In the file itself, not only for our reader; undone steps go, earlier ones are unchanged."
     folder = a_run(tmp_path / "run", steps=20)
     before = (folder.path / "metrics.jsonl").read_text().splitlines()
     a_run(folder.path, steps=30, start=10, resume=True)
@@ -443,7 +446,7 @@ def test_report_of_a_long_run_stays_small(tmp_path):
     "width, scheme, page_colour", [(1200, "light", "255, 255, 255"), (420, "dark", "17, 17, 17")]
 )
 def test_report_in_a_browser(tmp_path, browser, width, scheme, page_colour):
-    "It asks for nothing but itself, even with a section that would like to; it fits a phone; it follows the reader's colours."
+    "It loads nothing else, even with a section that tries; fits a phone; follows the colours."
     folder = a_run(tmp_path / "run")
     evil = '<img src="http://127.0.0.1:9/x.png"><script>document.title = "owned"</script>'
     path = write_report(
@@ -485,7 +488,7 @@ def test_a_fingerprint_is_of_the_numbers_wherever_they_are():
 
 
 def long_log(path, steps, starts=((0, 0),)):
-    "A log with spikes, a NaN, evaluations and resumes: (line at which it goes on, after which step)."
+    "A log with spikes, a NaN, evaluations and resumes: (line of each resume, its step)."
     import random
 
     draw, step, after = random.Random(0), 0, dict(starts)
@@ -604,7 +607,7 @@ def test_a_log_of_somebody_else_breaks_no_command(tmp_path):
 
 
 def test_an_evaluation_that_a_kill_cut_off_from_its_run_stands_there_once(tmp_path):
-    "The last evaluation comes after the end; killed before the report, a run that goes on is judged once more."
+    "The last evaluation follows the end; killed before the report, a resumed run repeats it."
 
     def begin(start):
         return dict(start_step=start, total_steps=4)

@@ -166,7 +166,7 @@ class StopAt:
 
 @pytest.mark.parametrize("kind", sorted(PLAIN_HEADS) + ["cohere", "gemma2", "granite", "phi"])
 def test_loss_in_chunks_is_the_one_that_transformers_computes(kind):
-    "Where logits are one product; the last four cap, scale or shift theirs, and are called as a whole."
+    "For heads of one product; the last four cap, scale or shift logits and are called whole."
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -272,7 +272,7 @@ def test_the_naive_mean_of_means_would_fail_this():
 
 @pytest.mark.parametrize("kind", ["ours", "llama", "own"])
 def test_runs_with_windows_end_where_runs_with_big_batches_end(kind):
-    "29 rows: batches of 6 leave 5 for the last of an epoch, windows of three batches of 2 leave 2, 2 and 1."
+    "29 rows: batches of 6 leave 5 at the end, windows of three batches of 2 leave 2, 2 and 1."
     loss = own_loss if kind == "own" else lm_loss
     big = trainer(
         make(kind), batch_size=6, gradient_accumulation_steps=1, loss=loss, logging_steps=1
@@ -327,7 +327,7 @@ def test_several_terms_keep_their_own_counts():
     "kind, precision", [("ours", "no"), ("ours", "bf16"), ("ours", "fp16"), ("own", "no")]
 )
 def test_resume_is_exact(tmp_path, kind, precision):
-    "Stopped anywhere in two epochs and resumed: weights, records and order of the data to the last bit."
+    "Stopped anywhere in two epochs and resumed: equal weights, records and order of the data."
 
     def run(name, stop=None, resume=None):
         order = []
@@ -385,7 +385,7 @@ def test_evaluation_sampling_and_saving_do_not_change_training(tmp_path):
 
 
 def test_a_second_run_begins_anew():
-    "Training twice with one trainer is training with the same batches, not with what the first run left over."
+    "Training twice with one trainer uses the same batches, not the rest of the first run."
     t = trainer(max_steps=7)
     start = {k: v.clone() for k, v in t.model.state_dict().items()}
     first = t.train()
@@ -553,7 +553,10 @@ def test_an_error_in_the_data_or_a_callback_keeps_its_type_and_frees_everything(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_half_precision_model_is_trained_in_float32_masters(dtype):
-    "The run is that of the same numbers widened beforehand and computed in the same format; GradScaler never sees a float16 gradient."
+    """The run equals one with weights widened beforehand and the same compute format.
+
+    GradScaler never sees a float16 gradient.
+    """
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     given, widened = (
         trainer(make("ours").to(dtype)),
@@ -1152,7 +1155,7 @@ SCHEDULE_KNOBS = {  # schedule -> our knobs, and what they are called in transfo
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_is_transformers_over_a_grid_of_knobs(kind):
-    "At every step of a run and at its end, with and without warm-up, for every knob that a schedule reads."
+    "At every step and at the end, with and without warm-up, for every knob of a schedule."
     from transformers import get_scheduler
 
     for mine, theirs in SCHEDULE_KNOBS[kind]:
@@ -1281,7 +1284,7 @@ def test_training_in_a_thread_and_stopping_from_another(tmp_path):
 
 
 def after_step_four(folder, stubborn=False):
-    "A run that waits there for Ctrl-C; the stubborn says that it has heard it, and is not done with its step."
+    "A run that waits there for Ctrl-C; the stubborn one reports it and stays in its step."
 
     class Wait:
         def on_step(self, trainer, record):
@@ -1410,7 +1413,10 @@ def share(counted, folder):
 @pytest.mark.slow  # test_distributed has a quick one
 @pytest.mark.parametrize("counted", [True, False])
 def test_two_processes_are_one(tmp_path, counted):
-    "2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with rows of different length and a partial last window."
+    """2 processes x batch 2 x accumulation 2 = 1 process x batch 4 x 2, with uneven rows.
+
+    The last window is partial.
+    """
     one = trainer(
         batch_size=4,
         gradient_accumulation_steps=2,

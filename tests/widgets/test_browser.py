@@ -50,7 +50,7 @@ def report(tmp_path_factory):
 @pytest.mark.parametrize("width", [1200, 420])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_report_reads_well(browser, report, width, scheme):
-    "No error, no request, no sideways scrolling, and text that stands out from its ground in both schemes."
+    "No error, no request, no sideways scrolling, and readable text in both schemes."
     page = browser.new_page(viewport=dict(width=width, height=900), color_scheme=scheme)
     errors, requests = [], []
     page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
@@ -92,7 +92,10 @@ panel.show()
 
 @contextmanager
 def server(folder, command, **env):
-    "A notebook server in a folder, of a command to which its port is added; its address. Its own process group ends with it."
+    """The address of a notebook server in a folder, started by a command that gets a port.
+
+    Its own process group ends with it.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -222,7 +225,10 @@ def open_notebook(browser, lab, name, cells, **look):
 
 @pytest.mark.slow
 def test_a_panel_trains_in_a_notebook(browser, lab):
-    "Run All, Start, the loss changes, Pause holds it, Resume, Stop keeps the model; the saved notebook shows the end; a wrong field is said."
+    """Run All, Start, a changing loss, Pause, Resume, Stop; the saved notebook shows the end.
+
+    A wrong field is reported, and Stop keeps the model.
+    """
     folder = lab[1]
     page = open_notebook(
         browser, lab, "panel.ipynb", [PANEL], viewport=dict(width=1200, height=1400)
@@ -307,7 +313,7 @@ def test_a_panel_trains_in_a_notebook(browser, lab):
 
 
 def shoot(page, name):
-    "A picture of the first output, at both widths, if somebody wants to look at it; nothing sticks out to the side."
+    "Check the first output at both widths, and save a picture of it if asked."
     for width in (1200, 420):
         page.set_viewport_size(dict(width=width, height=1500))
         page.wait_for_timeout(600)
@@ -361,7 +367,7 @@ browser.show()
 
 
 def type_filter(page, words, seen):
-    "Until it is seen, for what the kernel still had to say may overwrite what was typed on a busy machine."
+    "Type until it is seen: late messages of a busy kernel may overwrite the text."
     from playwright.sync_api import TimeoutError as Late
 
     for tries in (2, 1, 0):
@@ -536,7 +542,7 @@ model = Transformer(ModelConfig(vocab_size=290, d_model=32, n_heads=4, n_layers=
 
 
 def photograph(page, cells, name):
-    "The output of each of the last cells, at both widths, if somebody wants to look; nothing sticks out to the side."
+    "Check the output of the last cells at both widths, and save pictures if asked."
     for width in (1200, 420):
         page.set_viewport_size(
             dict(width=width, height=2800)
@@ -555,7 +561,7 @@ def photograph(page, cells, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
-    "A picture follows its field and its slider, a wrong value is said, and the saved notebook has the picture."
+    "Pictures follow field and slider, wrong values are reported, the saved notebook has both."
     page = open_notebook(
         browser,
         lab,
@@ -627,7 +633,7 @@ def test_every_explorer_is_turned_in_a_notebook(browser, lab, scheme):
 
 @pytest.mark.slow
 def test_an_explorer_answers_in_its_lesson(browser, lab):
-    "A whole lesson is run as its reader runs it; where its saved picture stood are the knobs, and the picture follows them."
+    "In a lesson that is run whole, the knobs replace the saved picture, and it follows them."
     lesson = json.loads((ROOT / "nbs" / "02_data/15_packing.ipynb").read_text(encoding="utf-8"))
     page = open_notebook(
         browser,
@@ -655,7 +661,10 @@ panel.show()
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_panel_for_each_method(browser, lab, scheme):
-    "Instruction tuning by TRL's loop, then by an adapter over four bits, a judge, preferences, rewards: Start, the charts of that method, the end."
+    """Each method's panel: Start, the charts of that method, the end.
+
+    Instruction tuning by TRL's loop, by QLoRA, a reward model, preferences, rewards.
+    """
     from test_studio import small_start
     from trainkit.config import save_config
 
@@ -725,7 +734,10 @@ COLAB = (
 
 @pytest.fixture(scope="module")
 def classic(tmp_path_factory):
-    "A notebook server with the libraries of Colab's pages: that of the Python in TRAINKIT_COLAB, or of an environment that is made now."
+    """A notebook server with the libraries of Colab's pages.
+
+    It runs on the Python in TRAINKIT_COLAB, or in an environment that is made now.
+    """
     home = ROOT / "build" / "colab"
     python = Path(os.environ.get("TRAINKIT_COLAB") or home / "bin" / "python")
     if not python.exists():
@@ -768,7 +780,10 @@ print('kernel of', ipykernel.__version__, IPython.__version__, ipywidgets.__vers
 
 @pytest.mark.slow
 def test_panel_and_explorers_with_the_libraries_of_colab(browser, classic):
-    "ipywidgets 7 and IPython 7 in the classic notebook: Start, Pause, Resume, Stop with the model kept, a wrong field; two explorers follow field and slider."
+    """ipywidgets 7 and IPython 7 in the classic notebook: the panel's buttons and two explorers.
+
+    Start, Pause, Resume, Stop with the model kept, a wrong field; field and slider.
+    """
     address, folder = classic
     write_notebook(
         folder / "colab.ipynb", [VERSIONS, PANEL, EXPLORERS[0], EXPLORERS[1], EXPLORERS[3]]

@@ -1,4 +1,4 @@
-"Explorers: what they compute is what everybody's libraries compute, and every knob of every widget is turned."
+"Explorers compute what everybody's libraries compute, and every knob of each is turned."
 
 import threading
 import math
@@ -59,7 +59,7 @@ NAMES = ["tokenizer", "mask", "packing", "curriculum", "attention", "sampling"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_knob_is_turned(every, name):
-    "Each control is moved as by a hand; the explorer and its picture follow, and nothing is said to be wrong."
+    "Each control is moved as by hand; explorer and picture follow without an error."
     view = ExplorerView(every[name]())
     view.every = 0
     moved = 0
@@ -354,7 +354,7 @@ def test_static_pages_fit_the_page(browser, every, width, scheme):
 
 
 def test_every_explorer_stands_in_its_lesson():
-    "Where its idea comes up, long before the notebook that makes it: shown by a plain cell, with a picture for those who have no kernel."
+    "In the lesson of its idea, in a plain cell, with a picture for readers without a kernel."
     import json
     import re
 

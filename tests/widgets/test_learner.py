@@ -1,4 +1,4 @@
-"Widgets of the studio as a learner meets them: two in one cell, words that look like formulas, mistakes that are mended, lost words."
+"Widgets as a learner meets them: two in a cell, math-like words, typos, lost connections."
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def cell(monkeypatch):
 
 
 def test_a_cell_may_show_several(cell, tmp_path):
-    "Two panels and two browsers of one cell stand beside each other; those of an earlier run of it are gone, whatever it makes now."
+    "Two panels and two browsers of a cell are shown together; those of an earlier run are gone."
     from trainkit.widgets.form import Page
     from trainkit.widgets.run_browser import RunBrowser
 
@@ -130,7 +130,7 @@ def test_a_filter_is_read_as_it_is_typed(tmp_path):
 
 
 def test_pairs_of_another_model_are_said_to_be_that(tmp_path):
-    "Labels that are there are gone on with; the page says what they are not, and asking for the same again says nothing."
+    "Existing labels are continued; the page says how they differ, once."
     import torch
 
     from trainkit.widgets.labeler import PreferenceLabeler
@@ -222,7 +222,7 @@ def test_a_folder_without_runs_is_named(tmp_path, monkeypatch):
 
 
 def test_an_absurd_size_is_given_up(monkeypatch):
-    "A million rows are not counted to their end; the panel says so, and the next size is predicted."
+    "A million rows are not counted to the end; the panel says so and predicts the next size."
     from trainkit.widgets.panel import expect_memory
 
     seconds = [0.5, 100]
@@ -243,7 +243,7 @@ def test_an_absurd_size_is_given_up(monkeypatch):
 
 
 def test_a_run_that_is_quicker_than_its_prediction(panel, monkeypatch):
-    "What was not looked at before Start is said to be unknown, and not to be being worked out; what was, stays."
+    "A prediction not made before Start is shown as unknown, not as pending; a made one stays."
     monkeypatch.setattr(
         "trainkit.widgets.panel.expect_memory",
         lambda config: SimpleNamespace(text=f"{config.train.max_steps} steps", fits=True),

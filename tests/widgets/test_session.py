@@ -129,7 +129,7 @@ def losses(result):
 
 
 def test_the_buttons_of_a_loop_that_is_not_ours(tmp_path):
-    "engine: trl in a thread: it waits, saves and speaks when asked, is stopped with its model, and goes on as if nothing had been."
+    "engine: trl in a thread: it pauses, saves and samples on request, stops, and resumes."
     from trainkit.recipes.runner import run
 
     plain = run(theirs(tmp_path / "plain", max_steps=6, progress=False), verbose=False)
@@ -197,7 +197,7 @@ def test_a_loop_that_is_not_ours_in_the_foreground_and_awaited(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_whose_loop_is_not_ours(tmp_path):
-    "engine: trl in a process of its own: held from here, killed, and resumed to the losses of a run that nobody touched."
+    "engine: trl in its own process: paused, killed, and resumed to an undisturbed run's losses."
     from trainkit.recipes.runner import run
 
     plain = run(theirs(tmp_path / "plain", max_steps=200, progress=False), verbose=False)
@@ -228,7 +228,10 @@ def begin(config):
 
 @pytest.mark.slow
 def test_a_process_outlives_who_started_it(tmp_path):
-    "The kernel that began it is gone; another one finds it, pauses it, kills it, and lets it go on to the same model."
+    """After its kernel is gone, another one finds it, pauses, kills and resumes it.
+
+    It ends with the same model.
+    """
     import torch
     from trainkit.recipes.runner import run
 
@@ -296,7 +299,7 @@ def test_a_process_that_fails_says_why(tmp_path):
 
 
 def twenty(folder):
-    "As many sessions of one process, all at once; what became of each, and of a model that is saved later."
+    "Twenty sessions of one process at once: the result of each, and a model that is saved later."
     import torch
 
     from trainkit.interop import hf

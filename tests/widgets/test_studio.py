@@ -264,7 +264,10 @@ LIKE = {
 
 
 def small_start(folder):
-    "A model that has read a little, a file for each kind of row, and then for each method a small config; rewards come from a small judge."
+    """A briefly trained model, a file for each kind of row, and a small config for each method.
+
+    Rewards come from a small judge.
+    """
     from trainkit.recipes.config import method_config
     from trainkit.recipes.runner import run
 
@@ -318,7 +321,7 @@ def of_method(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_from_its_panel(method, of_method):
-    "Start, a pause on the way, the end; and what Copy as code shows has the same losses, bit for bit."
+    "Start, a pause, the end; Copy as code gives the same losses, bit for bit."
     panel = TrainerPanel(of_method(method), presets={}, key="method")
     panel.data_button.click()
     assert "rows of kind" in panel.data.value

@@ -1,4 +1,4 @@
-"The explorers of training, weights and memory: what they show is what the kit computes, and their widgets can be driven."
+"Explorers of training, weights and memory show what the kit computes and can be driven."
 
 import json
 import math
@@ -405,7 +405,7 @@ def test_pictures_of_memory():
     ],
 )
 def test_every_knob_turns(driven, explorer, turns):
-    "By hand, in the widgets; each turn that matters changes the picture to what a fresh explorer would show."
+    "By hand, in the widgets; each turn shows what a fresh explorer would show."
     view = driven(explorer())
     assert {*view.controls} - {*turns} <= {"layer"}
     for name, value in turns.items():
